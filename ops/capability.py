@@ -1,0 +1,90 @@
+"""What an implementation can do, as data: read once by selection, never probed for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+
+FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+
+def always_available() -> str | None:
+    """The implementation needs nothing beyond torch."""
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What a caller asks of an implementation.
+
+    ``sizes`` names the sizes an implementation may limit (``head_dim``, ``page_size``, ...);
+    ``features`` names the optional behaviour it must have (``sliding_window``, ``lse``, ...).
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    features: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """What one implementation supports.
+
+    ``multiples`` and ``limits`` bound sizes by name; ``available`` says why this machine cannot
+    run the implementation (no compiler, a package missing), or None when it can.
+    """
+
+    devices: frozenset[str]
+    dtypes: frozenset[torch.dtype] = FLOATS
+    multiples: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict)
+    features: frozenset[str] = frozenset()
+    cuda_graph: bool = False
+    available: Callable[[], str | None] = always_available
+
+    def why_not(self, need: Need) -> list[str]:
+        """Every reason this implementation cannot serve ``need``; empty when it can."""
+        reasons = []
+        if need.device.type not in self.devices:
+            reasons.append(f"device {need.device.type} is not in {sorted(self.devices)}")
+        elif (missing := self.available()) is not None:
+            reasons.append(missing)
+        if need.dtype not in self.dtypes:
+            reasons.append(f"dtype {need.dtype} is not in {sorted(map(str, self.dtypes))}")
+        for name, size in need.sizes.items():
+            if size % self.multiples.get(name, 1):
+                reasons.append(f"{name} {size} is not a multiple of {self.multiples[name]}")
+            if size > self.limits.get(name, size):
+                reasons.append(f"{name} {size} is over the limit {self.limits[name]}")
+        for feature in sorted(need.features - self.features):
+            reasons.append(f"it has no {feature}")
+        return reasons
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Implementation:
+    """One way to compute an op: what it can do, and where its launcher is found.
+
+    ``launcher`` is ``"package.module:function"``, imported when first called, so that an
+    implementation which is never used costs no import, no build and no memory.
+    """
+
+    capability: Capability
+    launcher: str
+
+    def load(self) -> Callable[..., Any]:
+        """Import the launcher (once) and return it."""
+        return _load(self.launcher)
+
+
+@cache
+def _load(launcher: str) -> Callable[..., Any]:
+    module, _, function = launcher.partition(":")
+    loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return loaded
