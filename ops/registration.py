@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
 from torch_hybrid.ops.capability import Implementation
 
 NAMESPACE = "torch_hybrid"

@@ -1,0 +1,14 @@
+"""Fixtures of the op contract suites."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def poison_uninitialized_memory() -> Iterator[None]:
+    """Make ``torch.empty`` return NaN, so that reading it cannot go unseen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

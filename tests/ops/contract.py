@@ -1,0 +1,66 @@
+"""What every op family is held to, shared by the contract suites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch_hybrid.graphs.clone_check import PoolClone, pool_clones
+from torch_hybrid.ops.capability import Implementation
+
+__all__ = [
+    "PoolClone",
+    "assert_traces_once",
+    "assert_within_budget",
+    "pool_clones",
+    "skip_reason",
+    "to_exact",
+]
+
+
+def to_exact(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Independent float64 copies of floating tensors; copies of the others."""
+    return tuple(
+        None if t is None else t.double() if t.is_floating_point() else t.clone() for t in tensors
+    )
+
+
+def assert_within_budget(actual: Tensor, exact: Tensor, reference: Tensor) -> None:
+    """The error against float64 is at most twice the reference's own, plus one rounding.
+
+    Args:
+        actual: what the implementation gave.
+        exact: the reference run in float64.
+        reference: the reference run in the implementation's dtype.
+    """
+    assert actual.shape == exact.shape, f"shape {list(actual.shape)} != {list(exact.shape)}"
+    assert actual.isfinite().all(), "the result is not finite"
+    error = (actual.double() - exact).abs().max().item() if actual.numel() else 0.0
+    allowed = (reference.double() - exact).abs().max().item() if actual.numel() else 0.0
+    scale = exact.abs().max().item() if actual.numel() else 0.0
+    budget = 2 * allowed + torch.finfo(actual.dtype).eps * scale
+    assert error <= budget, f"error {error:.3e} is over the budget {budget:.3e}"
+
+
+def skip_reason(implementation: Implementation, device: str) -> str | None:
+    """Why ``implementation`` cannot run on ``device`` here, or None when it can."""
+    capability = implementation.capability
+    if device not in capability.devices:
+        return f"no {device} in {sorted(capability.devices)}"
+    return capability.available()
+
+
+def assert_traces_once(
+    fn: Callable[..., object], batches: Sequence[Sequence[object]], *, backend: str = "aot_eager"
+) -> None:
+    """``fn`` compiles as one full graph for the first batch, then serves the rest as it is.
+
+    The first batch must have sizes of at least 2 in each dimension that varies.
+    """
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, fullgraph=True, dynamic=True, backend=backend)
+    compiled(*batches[0])
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for batch in batches[1:]:
+            compiled(*batch)
