@@ -1,0 +1,122 @@
+"""Implementation "torch": one sequence at a time, all heads in two batched products."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# Queries per product: bounds the logits to [Hq, _BLOCK, seq_len].
+_BLOCK = 128
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """Launcher of ``torch_hybrid::paged_attention``."""
+    out, _ = paged_attention_with_lse(
+        q,
+        k,
+        v,
+        kv,
+        cu_seqlens,
+        seq_lens,
+        page_table,
+        slot_mapping,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
+    return out
+
+
+def paged_attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Launcher of ``torch_hybrid::paged_attention_with_lse``."""
+    offsets, lengths = cu_seqlens.tolist(), seq_lens.tolist()
+    _write(k, v, kv, slot_mapping, offsets[-1])
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
+    for n, length in enumerate(lengths):
+        for begin in range(offsets[n], offsets[n + 1], _BLOCK):
+            end = min(begin + _BLOCK, offsets[n + 1])
+            position = length - offsets[n + 1] + begin
+            first = max(0, position - window + 1) if window else 0
+            keys, values = _gather(kv, page_table[n], first, position + end - begin)
+            out[begin:end], lse[begin:end] = _attend(
+                q[begin:end], keys, values, position - first, scale, window, softcap
+            )
+    return out, lse
+
+
+def _write(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor, num_tokens: int) -> None:
+    slots = slot_mapping[:num_tokens].long()
+    rows = kv.flatten(1, 2)
+    rows[0].index_copy_(0, slots, k[:num_tokens])
+    rows[1].index_copy_(0, slots, v[:num_tokens])
+
+
+def _gather(kv: Tensor, pages: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+    """Keys and values at positions [first, last) of one sequence, each [Hkv, last - first, D]."""
+    page_size = kv.shape[2]
+    skipped = first // page_size
+    used = pages[skipped : -(-last // page_size)].long()
+    rows = kv[:, used].flatten(1, 2)[:, first - skipped * page_size : last - skipped * page_size]
+    keys, values = rows.to(torch.promote_types(kv.dtype, torch.float32)).transpose(1, 2)
+    return keys, values
+
+
+def _attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    position: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries at ``position``, ``position + 1``, ... to keys from position 0 on."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads, num_keys, _ = keys.shape
+    folded = q.to(keys.dtype).view(num_tokens, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    logits = scale * (folded.flatten(1, 2) @ keys.transpose(1, 2))
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.view(num_kv_heads, -1, num_tokens, num_keys)
+    query_at = position + torch.arange(num_tokens, device=q.device)[:, None]
+    key_at = torch.arange(num_keys, device=q.device)
+    hidden = key_at > query_at
+    if window:
+        hidden |= key_at <= query_at - window
+    logits.masked_fill_(hidden, -math.inf)
+    lse = torch.logsumexp(logits, -1)
+    weights = torch.exp(logits - lse[..., None])
+    out = (weights.flatten(1, 2) @ values).view(num_kv_heads, -1, num_tokens, head_dim)
+    return (
+        out.permute(2, 0, 1, 3).reshape(num_tokens, num_q_heads, head_dim).to(q.dtype),
+        lse.permute(2, 0, 1).reshape(num_tokens, num_q_heads).float(),
+    )

@@ -1,0 +1,242 @@
+"""paged_attention: public functions, validation, schemas and the list of implementations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch_hybrid.ops.capability import FLOATS, Capability, Implementation
+from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
+
+# What a caller may need beyond plain decode: queries of more than one token ("extend"), a
+# window, a softcap, the log-sum-exp as a second output.
+FEATURES = frozenset({"extend", "sliding_window", "softcap", "lse"})
+
+_PACKAGE = "torch_hybrid.ops.paged_attention"
+_BACKENDS = {
+    "torch": ("_torch", Capability(devices=frozenset({"cpu", "cuda"}), features=FEATURES)),
+}
+
+
+def _implementations(function: str) -> dict[str, Implementation]:
+    return {
+        name: Implementation(capability=capability, launcher=f"{_PACKAGE}.{module}:{function}")
+        for name, (module, capability) in _BACKENDS.items()
+    }
+
+
+IMPLEMENTATIONS = _implementations("paged_attention")
+LSE_IMPLEMENTATIONS = _implementations("paged_attention_with_lse")
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    impl: str,
+) -> Tensor:
+    """Write the new keys and values into their pages, then attend causally to the pages.
+
+    One call serves any mix of lengths: N sequences, their T new tokens packed, Hq query heads,
+    Hkv key heads (query head i reads key head ``i // (Hq // Hkv)``), P pages. Query i of a
+    sequence with n new tokens sees the keys up to position ``seq_len - n + i``. Page 0 is null:
+    it is neither read nor written. Tokens from ``cu_seqlens[N]`` on are padding.
+
+    Args:
+        q: [T, Hq, D], float32, bfloat16 or float16; any strides that keep D contiguous.
+        k: [T, Hkv, D], as q.
+        v: [T, Hkv, D], as q.
+        kv: [2, P, page_size, Hkv, D], dtype of q, contiguous; keys in ``kv[0]``, values in
+            ``kv[1]``. Mutated: the rows that ``slot_mapping`` names.
+        cu_seqlens: [N + 1] int32, offsets of each sequence's new tokens, from 0.
+        seq_lens: [N] int32, total length of each sequence, new tokens included.
+        page_table: [N, max_pages] int32; entry j holds positions ``[j * page_size, (j + 1) *
+            page_size)``. Entries that no query sees are never read.
+        slot_mapping: [T] int32, ``page * page_size + offset`` of each new token.
+        scale: factor of the logits, usually ``D ** -0.5``.
+        window: number of keys that a query sees, itself included; 0 for all.
+        softcap: logits become ``softcap * tanh(logits / softcap)``; 0.0 for none (Gemma 2).
+        impl: name in IMPLEMENTATIONS.
+
+    Returns:
+        [T, Hq, D] in the dtype of q; rows of padding tokens are 0.
+
+    Raises:
+        ValueError: a shape, dtype or option is wrong, or, where reading it is free (on a CPU),
+            an index is outside its pool.
+    """
+    _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping, window, softcap)
+    check_impl(impl, IMPLEMENTATIONS)
+    out: Tensor = _PAGED_ATTENTION(
+        q,
+        k,
+        v,
+        kv,
+        cu_seqlens,
+        seq_lens,
+        page_table,
+        slot_mapping,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        impl=impl,
+    )
+    return out
+
+
+def paged_attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """:func:`paged_attention` that also returns the log-sum-exp of each row's logits.
+
+    Two results over disjoint sets of keys merge by it; ``(0, -inf)``, which padding rows have,
+    is the identity of that merge.
+
+    Returns:
+        The output, [T, Hq, D] in the dtype of q, and the natural-log LSE, [T, Hq] float32.
+    """
+    _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping, window, softcap)
+    check_impl(impl, LSE_IMPLEMENTATIONS)
+    out, lse = _PAGED_ATTENTION_WITH_LSE(
+        q,
+        k,
+        v,
+        kv,
+        cu_seqlens,
+        seq_lens,
+        page_table,
+        slot_mapping,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        impl=impl,
+    )
+    return out, lse
+
+
+def _validate(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    window: int,
+    softcap: float,
+) -> None:
+    for name, tensor, dim in (("q", q, 3), ("kv", kv, 5), ("page_table", page_table, 2)):
+        if tensor.dim() != dim:
+            raise ValueError(f"{name} must have {dim} dimensions, got {tensor.dim()}")
+    num_tokens, num_q_heads, head_dim = q.shape
+    _, num_pages, page_size, num_kv_heads, _ = kv.shape
+    num_seqs = page_table.shape[0]
+    check_shapes(
+        {
+            "kv": (kv, (2, num_pages, page_size, num_kv_heads, head_dim)),
+            "k": (k, (num_tokens, num_kv_heads, head_dim)),
+            "v": (v, (num_tokens, num_kv_heads, head_dim)),
+            "cu_seqlens": (cu_seqlens, (num_seqs + 1,)),
+            "seq_lens": (seq_lens, (num_seqs,)),
+            "slot_mapping": (slot_mapping, (num_tokens,)),
+        }
+    )
+    if num_q_heads % num_kv_heads:
+        raise ValueError(
+            f"q heads must be a multiple of the {num_kv_heads} key heads, got {num_q_heads}"
+        )
+    if q.dtype not in FLOATS and q.dtype != torch.float64:
+        raise ValueError(f"q must be a floating point tensor, got {q.dtype}")
+    for name, tensor in (("k", k), ("v", v), ("kv", kv)):
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{name} must have dtype {q.dtype}, got {tensor.dtype}")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name} must have a contiguous last dim, got {tensor.stride()}")
+    if not kv.is_contiguous():
+        raise ValueError(f"kv must be contiguous, got strides {kv.stride()}")
+    for name, tensor in (
+        ("cu_seqlens", cu_seqlens),
+        ("seq_lens", seq_lens),
+        ("page_table", page_table),
+        ("slot_mapping", slot_mapping),
+    ):
+        if tensor.dtype != torch.int32:
+            raise ValueError(f"{name} must have dtype torch.int32, got {tensor.dtype}")
+    if window < 0:
+        raise ValueError(f"window must be 0 or a number of keys, got {window}")
+    if softcap < 0:
+        raise ValueError(f"softcap must be 0 or positive, got {softcap}")
+
+
+_ARGUMENTS = (
+    "(Tensor q, Tensor k, Tensor v, Tensor(a!) kv, Tensor cu_seqlens, Tensor seq_lens,"
+    " Tensor page_table, Tensor slot_mapping, *, float scale, int window, float softcap, str impl)"
+)
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+    impl: str,
+) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def _fake_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+_PAGED_ATTENTION = define_op(
+    f"paged_attention{_ARGUMENTS} -> Tensor", fake=_fake, implementations=IMPLEMENTATIONS
+)
+_PAGED_ATTENTION_WITH_LSE = define_op(
+    f"paged_attention_with_lse{_ARGUMENTS} -> (Tensor, Tensor)",
+    fake=_fake_with_lse,
+    implementations=LSE_IMPLEMENTATIONS,
+)

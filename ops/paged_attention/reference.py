@@ -1,0 +1,82 @@
+"""The oracle: plain softmax attention, one query and one head at a time."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """``softmax(scale * q k^T) v`` over the visible keys of each query."""
+    out, _ = paged_attention_with_lse(
+        q,
+        k,
+        v,
+        kv,
+        cu_seqlens,
+        seq_lens,
+        page_table,
+        slot_mapping,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
+    return out
+
+
+def paged_attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """The output and ``lse = log sum exp`` of the logits of each query and head."""
+    page_size, num_kv_heads = kv.shape[2:4]
+    group = q.shape[1] // num_kv_heads
+    work = torch.promote_types(q.dtype, torch.float32)
+    offsets, lengths = cu_seqlens.tolist(), seq_lens.tolist()
+    out = torch.zeros(q.shape, dtype=q.dtype)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=work)
+
+    for t in range(offsets[-1]):
+        page, offset = divmod(int(slot_mapping[t]), page_size)
+        kv[0, page, offset], kv[1, page, offset] = k[t], v[t]
+
+    for n, length in enumerate(lengths):
+        for t in range(offsets[n], offsets[n + 1]):
+            position = length - offsets[n + 1] + t
+            first = max(0, position - window + 1) if window else 0
+            visible = torch.arange(first, position + 1)
+            pages = page_table[n, visible // page_size].long()
+            keys, values = kv[:, pages, visible % page_size].to(work)  # [visible, Hkv, D] each
+            for head in range(q.shape[1]):
+                logits = scale * (keys[:, head // group] @ q[t, head].to(work))
+                if softcap:
+                    logits = softcap * torch.tanh(logits / softcap)
+                lse[t, head] = torch.logsumexp(logits, 0)
+                weights = torch.exp(logits - lse[t, head])
+                out[t, head] = (weights @ values[:, head // group]).to(q.dtype)
+    return out, lse
