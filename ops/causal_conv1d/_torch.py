@@ -1,0 +1,51 @@
+"""The convolution in vectorised torch: for machines without a compiler, and as a baseline."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+    *,
+    activation: str,
+) -> Tensor:
+    """Put each sequence behind its state in one long array, in which the taps are plain shifts.
+
+    Sequence n begins there at ``cu_seqlens[n] + n * (W - 1)`` with its state, so the row of a
+    token and the first row that its window covers differ by W - 1 for every token.
+    """
+    num_tokens, num_seqs, num_past = x.shape[0], state_indices.shape[0], weight.shape[1] - 1
+    seq = torch.searchsorted(
+        cu_seqlens[1:], torch.arange(num_tokens, device=x.device, dtype=torch.int32), right=True
+    )
+    window = torch.arange(num_tokens, device=x.device) + seq * num_past
+    past = torch.arange(num_past, device=x.device)
+
+    padded = x.new_zeros(num_tokens + (num_seqs + 1) * num_past, x.shape[1])
+    padded[window + num_past] = x
+    first = cu_seqlens[:-1] + torch.arange(num_seqs, device=x.device) * num_past
+    initial = conv_state[state_indices].where(has_initial_state[:, None, None], 0)
+    padded[first[:, None] + past] = initial
+
+    out = torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+    for tap, filter_row in enumerate(weight.float().T):
+        out.addcmul_(padded[window + tap].float(), filter_row)
+    if bias is not None:
+        out += bias.float()
+    if activation == "silu":
+        out = F.silu(out)
+
+    is_live = (state_indices > 0) & (cu_seqlens.diff() > 0)
+    last = first + cu_seqlens.diff()
+    conv_state[state_indices[is_live]] = padded[last[is_live][:, None] + past]
+    is_padding = ~torch.cat([is_live, is_live.new_zeros(1)])[seq]
+    return out.masked_fill_(is_padding[:, None], 0.0).to(x.dtype)

@@ -1,0 +1,147 @@
+"""Depthwise causal convolution over ragged sequences, with its state updated in place by slot."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
+
+ACTIVATIONS = ("none", "silu")
+MIN_WIDTH, MAX_WIDTH = 2, 8
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "torch": Implementation(
+        capability=Capability(devices=frozenset({"cpu", "cuda"})),
+        launcher="torch_hybrid.ops.causal_conv1d._torch:causal_conv1d",
+    ),
+}
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+    *,
+    activation: str,
+    impl: str,
+) -> Tensor:
+    """Convolve each channel of each sequence with its own short filter over the past.
+
+    ``out[t] = act(bias + sum_w weight[:, w] * x[t - W + 1 + w])``, where the inputs before the
+    first token of a sequence come from its state. Arithmetic is float32.
+
+    Args:
+        x: [T, C] inputs, the sequences packed one after the other. Float dtype; rows may lie any
+            distance apart (a slice of a projection), one row is contiguous.
+        weight: [C, W] filter of each channel, oldest tap first, in x's dtype; W from 2 to 8.
+        bias: [C] in x's dtype, or None.
+        conv_state: [S, W - 1, C] the last inputs of each sequence, oldest first, in x's dtype.
+            **Mutated**: slot ``state_indices[n]`` receives the last W - 1 inputs of sequence n,
+            older ones shifted in from the state when it is shorter; no other slot is written.
+        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
+            ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
+        state_indices: [N] int32 slot of each sequence, distinct except for slot 0, the null
+            slot: a sequence that points there is padding, is not computed and writes no state.
+        has_initial_state: [N] bool; where False, the sequence starts from a zero state whatever
+            its slot holds.
+        activation: "none" or "silu".
+        impl: a name in IMPLEMENTATIONS.
+
+    Returns:
+        [T, C] outputs in x's dtype; rows of padding tokens are exactly 0.
+
+    Raises:
+        ValueError: a shape, dtype or layout is not as above, or ``activation`` or ``impl`` is
+            unknown.
+
+    The short convolution of Mamba (arXiv 2312.00752), Qwen3-Next and most linear attention.
+    """
+    check_impl(impl, IMPLEMENTATIONS)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
+    _check_inputs(x, weight, bias, conv_state, cu_seqlens, state_indices, has_initial_state)
+    out: Tensor = _CAUSAL_CONV1D(
+        x,
+        weight,
+        bias,
+        conv_state,
+        cu_seqlens,
+        state_indices,
+        has_initial_state,
+        activation=activation,
+        impl=impl,
+    )
+    return out
+
+
+def _check_inputs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+) -> None:
+    for name, tensor in {"x": x, "weight": weight}.items():
+        if tensor.ndim != 2:
+            raise ValueError(f"{name} must have 2 dimensions, got {list(tensor.shape)}")
+    channels, width = x.shape[1], weight.shape[1]
+    num_seqs = state_indices.shape[0]
+    if not MIN_WIDTH <= width <= MAX_WIDTH:
+        raise ValueError(f"weight must have width {MIN_WIDTH} to {MAX_WIDTH}, got {width}")
+    check_shapes(
+        {
+            "weight": (weight, (channels, width)),
+            "bias": (bias, (channels,)),
+            "conv_state": (conv_state, (conv_state.shape[0], width - 1, channels)),
+            "cu_seqlens": (cu_seqlens, (num_seqs + 1,)),
+            "state_indices": (state_indices, (num_seqs,)),
+            "has_initial_state": (has_initial_state, (num_seqs,)),
+        }
+    )
+    dtypes = {
+        "weight": (weight, x.dtype),
+        "bias": (bias, x.dtype),
+        "conv_state": (conv_state, x.dtype),
+        "cu_seqlens": (cu_seqlens, torch.int32),
+        "state_indices": (state_indices, torch.int32),
+        "has_initial_state": (has_initial_state, torch.bool),
+    }
+    for name, (given, dtype) in dtypes.items():
+        if given is not None and given.dtype != dtype:
+            raise ValueError(f"{name} must have dtype {dtype}, got {given.dtype}")
+    if x.stride(1) != 1 and channels > 1:
+        raise ValueError(f"x must have contiguous rows, got strides {list(x.stride())}")
+    for name, tensor in {"weight": weight, "conv_state": conv_state}.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
+
+
+def _fake(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+    *,
+    activation: str,
+    impl: str,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_CAUSAL_CONV1D = define_op(
+    "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state, "
+    "Tensor cu_seqlens, Tensor state_indices, Tensor has_initial_state, *, "
+    "str activation, str impl) -> Tensor",
+    fake=_fake,
+    implementations=IMPLEMENTATIONS,
+)

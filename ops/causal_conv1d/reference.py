@@ -1,0 +1,41 @@
+"""The convolution as its definition: one token after the other, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def causal_conv1d_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+    *,
+    activation: str,
+) -> Tensor:
+    """The oracle of the op: same arguments, any float dtype, ``conv_state`` updated in place.
+
+    It computes in float32, or in float64 when ``x`` is float64.
+    """
+    compute = torch.promote_types(x.dtype, torch.float32)
+    taps = weight.to(compute).T
+    shift = torch.zeros_like(taps[0]) if bias is None else bias.to(compute)
+
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    offsets = cu_seqlens.tolist()
+    for n, slot in enumerate(state_indices.tolist()):
+        if slot == 0 or offsets[n] == offsets[n + 1]:
+            continue
+        past = conv_state[slot] if has_initial_state[n] else torch.zeros_like(conv_state[slot])
+        for t in range(offsets[n], offsets[n + 1]):
+            window = torch.cat([past, x[t : t + 1]])
+            y = shift + (window.to(compute) * taps).sum(0)
+            out[t] = F.silu(y) if activation == "silu" else y
+            past = window[1:]
+        conv_state[slot] = past
+    return out

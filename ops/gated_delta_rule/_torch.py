@@ -1,0 +1,185 @@
+"""Both execution forms in vectorised torch: for machines without a compiler, and as a baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+    *,
+    scale: float,
+    qk_l2norm: bool,
+) -> Tensor:
+    """Step all sequences together, the longest first, so that those left are a leading slice."""
+    seqs = _live_sequences(cu_seqlens, state_indices, has_initial_state)
+    S = _initial_states(state, seqs)
+    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    for step in range(seqs.max_length):
+        num_left = int((seqs.lengths > step).sum())
+        token = seqs.starts[:num_left] + step
+        q_t, k_t = _prepare_qk(q[token], k[token], v.shape[1], scale, qk_l2norm)
+        S_t = S[:num_left].mul_(g[token].exp()[..., None, None])
+        u = beta[token][..., None] * (v[token].float() - (S_t @ k_t[..., None])[..., 0])
+        S_t.add_(u[..., None] * k_t[..., None, :])
+        out[token] = (S_t @ q_t[..., None])[..., 0].to(out.dtype)
+    state[seqs.slots] = S
+    return out
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+    *,
+    scale: float,
+    qk_l2norm: bool,
+    chunk_size: int,
+) -> Tensor:
+    """Compute what lies inside chunks for all of them at once, then scan the states over them."""
+    seqs = _live_sequences(cu_seqlens, state_indices, has_initial_state)
+    S = _initial_states(state, seqs)
+    chunks = _chunk_table(seqs, chunk_size)
+    parts = _inside_chunks(q, k, v, g, beta, chunks, scale, qk_l2norm)
+    o = torch.empty_like(parts.u)
+    for step in range(-(-seqs.max_length // chunk_size)):
+        num_left = int((seqs.lengths > step * chunk_size).sum())
+        c = chunks.first[:num_left] + step
+        S_0 = S[:num_left]
+        v_new = parts.u[c] - parts.w[c] @ S_0.mT
+        o[c] = parts.q_decayed[c] @ S_0.mT + parts.attention[c] @ v_new
+        S_0.mul_(parts.decay[c]).add_(v_new.mT @ parts.k_decayed[c])
+    state[seqs.slots] = S
+    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    out[chunks.token[chunks.is_real]] = o.transpose(1, 2)[chunks.is_real].to(out.dtype)
+    return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sequences:
+    """The sequences that have work to do, the longest first."""
+
+    starts: Tensor
+    lengths: Tensor
+    slots: Tensor
+    has_initial_state: Tensor
+    max_length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Chunks:
+    """The chunks of all sequences, X in number, those of one sequence next to each other.
+
+    ``first [N]`` is the first chunk of each sequence; ``token [X, C]`` the token of each row,
+    repeating the last one where ``is_real [X, C]`` is False.
+    """
+
+    first: Tensor
+    token: Tensor
+    is_real: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ChunkParts:
+    """Per chunk and value head, all that does not depend on the state at its start."""
+
+    u: Tensor
+    w: Tensor
+    q_decayed: Tensor
+    k_decayed: Tensor
+    attention: Tensor
+    decay: Tensor
+
+
+def _live_sequences(
+    cu_seqlens: Tensor, state_indices: Tensor, has_initial_state: Tensor
+) -> _Sequences:
+    lengths = torch.where(state_indices > 0, cu_seqlens.diff(), 0)
+    order = lengths.argsort(descending=True)[: int((lengths > 0).sum())]
+    return _Sequences(
+        starts=cu_seqlens[order],
+        lengths=lengths[order],
+        slots=state_indices[order],
+        has_initial_state=has_initial_state[order],
+        max_length=int(lengths.max()) if len(lengths) else 0,
+    )
+
+
+def _initial_states(state: Tensor, seqs: _Sequences) -> Tensor:
+    return state[seqs.slots].where(seqs.has_initial_state[:, None, None, None], 0.0)
+
+
+def _prepare_qk(
+    q: Tensor, k: Tensor, num_v_heads: int, scale: float, qk_l2norm: bool
+) -> tuple[Tensor, Tensor]:
+    """Normalise and scale in float32, then give each value head its key head (dim -2)."""
+    q, k = q.float(), k.float()
+    if qk_l2norm:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    group = num_v_heads // k.shape[-2]
+    return (q * scale).repeat_interleave(group, dim=-2), k.repeat_interleave(group, dim=-2)
+
+
+def _chunk_table(seqs: _Sequences, chunk_size: int) -> _Chunks:
+    num_chunks = (seqs.lengths + chunk_size - 1) // chunk_size
+    first = num_chunks.cumsum(0) - num_chunks
+    seq = torch.repeat_interleave(num_chunks)
+    ordinal = torch.arange(len(seq), device=seq.device) - first[seq]
+    row = ordinal[:, None] * chunk_size + torch.arange(chunk_size, device=seq.device)
+    length = seqs.lengths[seq, None]
+    token = seqs.starts[seq, None] + torch.minimum(row, length - 1)
+    return _Chunks(first=first, token=token, is_real=row < length)
+
+
+def _inside_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunks: _Chunks,
+    scale: float,
+    qk_l2norm: bool,
+) -> _ChunkParts:
+    """Solve each chunk's triangular system for the values and for the keys that read the state.
+
+    Rows past the end of a sequence have beta 0 and g 0: they change neither state nor outputs.
+    """
+    token, is_real = chunks.token, chunks.is_real[..., None]
+    q_c, k_c = _prepare_qk(q[token], k[token], v.shape[1], scale, qk_l2norm)
+    q_c, k_c, v_c = (x.transpose(1, 2) for x in (q_c, k_c, v[token].float()))
+    beta_c = (beta[token] * is_real).transpose(1, 2)[..., None]
+    # In float64: a difference of two large sums must not lose a small decay between them.
+    G = (g[token] * is_real).transpose(1, 2).double().cumsum(-1)
+    D = (G[..., :, None] - G[..., None, :]).float().tril().exp().tril()
+    e_G, e_left = G.float().exp()[..., None], (G[..., -1:] - G).float().exp()[..., None]
+    system = beta_c * (k_c @ k_c.mT) * D
+    u, w = (
+        torch.linalg.solve_triangular(system, beta_c * x, upper=False, unitriangular=True)
+        for x in (v_c, k_c * e_G)
+    )
+    return _ChunkParts(
+        u=u,
+        w=w,
+        q_decayed=q_c * e_G,
+        k_decayed=k_c * e_left,
+        attention=(q_c @ k_c.mT) * D,
+        decay=e_G[:, :, -1:, :],
+    )

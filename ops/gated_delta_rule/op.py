@@ -1,0 +1,198 @@
+"""The gated delta rule over ragged sequences, with its state updated in place by slot.
+
+Two execution forms of one operation: ``recurrent_gated_delta_rule`` walks token by token and is
+meant for decode; ``chunk_gated_delta_rule`` turns each chunk into matrix products.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.gated_delta_rule.validate import check_inputs
+from torch_hybrid.ops.registration import check_impl, define_op
+
+DEFAULT_CHUNK_SIZE = 32
+CHUNK_SIZES = (16, 32, 64, 128)
+
+_TORCH = "torch_hybrid.ops.gated_delta_rule._torch"
+
+RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "torch": Implementation(
+        capability=Capability(devices=frozenset({"cpu", "cuda"})),
+        launcher=f"{_TORCH}:recurrent_gated_delta_rule",
+    ),
+}
+CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "torch": Implementation(
+        capability=Capability(devices=frozenset({"cpu", "cuda"})),
+        launcher=f"{_TORCH}:chunk_gated_delta_rule",
+    ),
+}
+
+
+def recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+    *,
+    scale: float,
+    qk_l2norm: bool,
+    impl: str,
+) -> Tensor:
+    """Run the gated delta rule token by token and advance the state of every sequence.
+
+    Per value head: ``S = e^g S; u = beta (v - S k); S = S + u k^T; o = scale S q``. Value head
+    ``j`` reads key head ``j // (HV // H)``. All arithmetic is float32.
+
+    Args:
+        q: [T, H, K] queries, the sequences packed one after the other. Float dtype; rows may lie
+            any distance apart (a slice of a projection), one row is contiguous; so for k and v.
+        k: [T, H, K] keys, in q's dtype.
+        v: [T, HV, V] values, in q's dtype; HV is a multiple of H.
+        g: [T, HV] float32 natural-log decay, at most 0.
+        beta: [T, HV] float32 step size, in [0, 1], or [0, 2] with negative eigenvalues.
+        state: [S, HV, V, K] float32 pool. **Mutated**: slot ``state_indices[n]`` receives the
+            state after the last token of sequence n; no other slot is written.
+        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
+            ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
+        state_indices: [N] int32 slot of each sequence, distinct except for slot 0, the null
+            slot: a sequence that points there is padding, is not computed and writes no state.
+        has_initial_state: [N] bool; where False, the sequence starts from a zero state whatever
+            its slot holds.
+        scale: factor on q, usually ``K ** -0.5``.
+        qk_l2norm: scale each q and k to unit length first, by ``rsqrt(sum x^2 + 1e-6)``.
+        impl: a name in RECURRENT_IMPLEMENTATIONS.
+
+    Returns:
+        [T, HV, V] outputs in v's dtype; rows of padding tokens are exactly 0.
+
+    Raises:
+        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown.
+
+    From "Gated Delta Networks" (arXiv 2412.06464), as used by Qwen3-Next.
+    """
+    check_impl(impl, RECURRENT_IMPLEMENTATIONS)
+    check_inputs(q, k, v, g, beta, state, cu_seqlens, state_indices, has_initial_state)
+    out: Tensor = _RECURRENT(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state,
+        cu_seqlens,
+        state_indices,
+        has_initial_state,
+        scale=scale,
+        qk_l2norm=qk_l2norm,
+        impl=impl,
+    )
+    return out
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+    *,
+    scale: float,
+    qk_l2norm: bool,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    impl: str,
+) -> Tensor:
+    """Run the gated delta rule chunk by chunk: the same function, as matrix products.
+
+    Chunks are counted from the first token of each sequence in this call, so the result for a
+    sequence does not depend on its neighbours. Arguments, mutation and result are those of
+    :func:`recurrent_gated_delta_rule`, and:
+
+    Args:
+        chunk_size: tokens per chunk, one of CHUNK_SIZES; changes speed and rounding only.
+        impl: a name in CHUNK_IMPLEMENTATIONS.
+    """
+    check_impl(impl, CHUNK_IMPLEMENTATIONS)
+    if chunk_size not in CHUNK_SIZES:
+        raise ValueError(f"chunk_size must be one of {list(CHUNK_SIZES)}, got {chunk_size}")
+    check_inputs(q, k, v, g, beta, state, cu_seqlens, state_indices, has_initial_state)
+    out: Tensor = _CHUNK(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state,
+        cu_seqlens,
+        state_indices,
+        has_initial_state,
+        scale=scale,
+        qk_l2norm=qk_l2norm,
+        chunk_size=chunk_size,
+        impl=impl,
+    )
+    return out
+
+
+def _recurrent_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+    *,
+    scale: float,
+    qk_l2norm: bool,
+    impl: str,
+) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+def _chunk_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+    *,
+    scale: float,
+    qk_l2norm: bool,
+    chunk_size: int,
+    impl: str,
+) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor cu_seqlens, "
+    "Tensor state_indices, Tensor has_initial_state"
+)
+_RECURRENT = define_op(
+    f"recurrent_gated_delta_rule({_TENSORS}, *, float scale, bool qk_l2norm, str impl) -> Tensor",
+    fake=_recurrent_fake,
+    implementations=RECURRENT_IMPLEMENTATIONS,
+)
+_CHUNK = define_op(
+    f"chunk_gated_delta_rule({_TENSORS}, *, float scale, bool qk_l2norm, int chunk_size, "
+    "str impl) -> Tensor",
+    fake=_chunk_fake,
+    implementations=CHUNK_IMPLEMENTATIONS,
+)

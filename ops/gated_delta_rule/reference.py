@@ -1,0 +1,65 @@
+"""The gated delta rule as its definition: one token after the other, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def gated_delta_rule_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+    *,
+    scale: float,
+    qk_l2norm: bool,
+) -> Tensor:
+    """The oracle of both ops: same arguments, any float dtype, ``state`` updated in place.
+
+    It computes in float32, or in float64 when ``v`` is float64.
+    """
+    compute = torch.promote_types(v.dtype, torch.float32)
+    group = v.shape[1] // k.shape[1]
+    q, k = (x.to(compute).repeat_interleave(group, dim=1) for x in (q, k))
+    if qk_l2norm:
+        q, k = l2_normalize(q), l2_normalize(k)
+    q = q * scale
+
+    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
+    offsets = cu_seqlens.tolist()
+    for n, slot in enumerate(state_indices.tolist()):
+        if slot == 0 or offsets[n] == offsets[n + 1]:
+            continue
+        S = state[slot].to(compute) if has_initial_state[n] else _zero_state(k, v, compute)
+        for t in range(offsets[n], offsets[n + 1]):
+            S, o = delta_rule_step(
+                S, q[t], k[t], v[t].to(compute), g[t].to(compute), beta[t].to(compute)
+            )
+            out[t] = o
+        state[slot] = S
+    return out
+
+
+def delta_rule_step(
+    S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Advance the states ``S [H, V, K]`` by one token: decay, correct towards ``v``, read."""
+    S = g.exp()[:, None, None] * S
+    u = beta[:, None] * (v - torch.einsum("hvk,hk->hv", S, k))
+    S = S + torch.einsum("hv,hk->hvk", u, k)
+    return S, torch.einsum("hvk,hk->hv", S, q)
+
+
+def l2_normalize(x: Tensor) -> Tensor:
+    """Scale the last dimension to unit length, as the models do: 1e-6 is added to the square."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _zero_state(k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(v.shape[1], v.shape[2], k.shape[2], dtype=dtype, device=v.device)
