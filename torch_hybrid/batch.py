@@ -1,0 +1,181 @@
+"""A batch of ragged sequences: every field declares how it is cut and how it is padded.
+
+``split`` and ``pad_to`` are generated from the declarations, so a new field cannot be forgotten
+in either: a field without one fails when this module is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class Axis(Enum):
+    """How a field follows the batch when it is cut at a token."""
+
+    TOKEN = "one entry per token, on the last dimension"
+    SEQUENCE = "one row per sequence; a sequence that is cut is in both halves"
+    LENGTHS = "as SEQUENCE; in the first half a cut sequence ends at the cut"
+    OFFSETS = "running offsets of tokens; always rebuilt from 0, never sliced"
+    CONSTANT = "the same for the whole batch"
+
+
+def _declared(axis: Axis, pad: int = 0) -> Any:
+    return field(metadata={"axis": axis, "pad": pad})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The new tokens of N sequences, packed one after another: T tokens in all.
+
+    Index tensors are int32. Slot 0 and page 0 are null: padding rows point there. Tokens from
+    ``cu_seqlens[N]`` on are padding.
+    """
+
+    tokens: Tensor = _declared(Axis.TOKEN)  # [T] int64
+    positions: Tensor = _declared(Axis.TOKEN)  # [T] or [3, T] (mrope) int64
+    slot_mapping: Tensor = _declared(Axis.TOKEN)  # [T] where new K and V go
+    cu_seqlens: Tensor = _declared(Axis.OFFSETS)  # [N + 1] query offsets
+    seq_lens: Tensor = _declared(Axis.LENGTHS)  # [N] total lengths, these tokens included
+    page_table: Tensor = _declared(Axis.SEQUENCE)  # [N, max_pages]
+    state_indices: Tensor = _declared(Axis.SEQUENCE)  # [N] recurrent slot
+
+    @property
+    def num_tokens(self) -> int:
+        """T, padding included."""
+        return self.tokens.shape[-1]
+
+    @property
+    def num_seqs(self) -> int:
+        """N, padding included."""
+        return self.seq_lens.shape[0]
+
+
+def _axes() -> dict[str, tuple[Axis, int]]:
+    undeclared = [f.name for f in fields(Batch) if "axis" not in f.metadata]
+    if undeclared:
+        raise TypeError(f"fields of Batch without a declared axis: {undeclared}")
+    return {f.name: (f.metadata["axis"], f.metadata["pad"]) for f in fields(Batch)}
+
+
+AXES = _axes()
+pytree.register_dataclass(Batch)
+
+
+def pad_to(batch: Batch, *, num_seqs: int, num_tokens: int) -> Batch:
+    """Append null sequences and padding tokens up to a bucket's sizes.
+
+    Raises:
+        ValueError: the batch is larger than the bucket.
+    """
+    more_seqs, more_tokens = num_seqs - batch.num_seqs, num_tokens - batch.num_tokens
+    if more_seqs < 0 or more_tokens < 0:
+        raise ValueError(
+            f"a batch of {batch.num_seqs} sequences and {batch.num_tokens} tokens does not fit "
+            f"a bucket of {num_seqs} sequences and {num_tokens} tokens"
+        )
+
+    def padded(name: str, tensor: Tensor) -> Tensor:
+        axis, value = AXES[name]
+        match axis:
+            case Axis.TOKEN:
+                return torch.nn.functional.pad(tensor, (0, more_tokens), value=value)
+            case Axis.OFFSETS:
+                return torch.cat([tensor, tensor[-1:].expand(more_seqs)])
+            case Axis.SEQUENCE | Axis.LENGTHS:
+                rows = tensor.new_full((more_seqs, *tensor.shape[1:]), value)
+                return torch.cat([tensor, rows])
+            case Axis.CONSTANT:
+                return tensor
+
+    return Batch(**{name: padded(name, getattr(batch, name)) for name in AXES})
+
+
+def split(batch: Batch, token: int) -> tuple[Batch, Batch]:
+    """Cut a batch on the host at ``token``: tokens before it, and the rest.
+
+    The cut may fall inside a sequence: its row is then in both halves, ends at the cut in the
+    first, and carries on from there in the second.
+
+    Args:
+        batch: CPU tensors (its offsets are read here).
+        token: 0 to T.
+
+    Raises:
+        ValueError: ``token`` is out of range.
+    """
+    if not 0 <= token <= batch.num_tokens:
+        raise ValueError(f"the cut must be within 0 and {batch.num_tokens}, got {token}")
+    cu_seqlens = batch.cu_seqlens
+    num_first = int((cu_seqlens[:-1] < token).sum())  # sequences that start before the cut
+    num_done = int((cu_seqlens[1:] <= token).sum())  # sequences that end at or before it
+    num_done = min(num_done, num_first)
+    left_out = (cu_seqlens[1 : num_first + 1] - token).clamp(min=0)
+
+    def halves(name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        match AXES[name][0]:
+            case Axis.TOKEN:
+                return tensor[..., :token], tensor[..., token:]
+            case Axis.SEQUENCE:
+                return tensor[:num_first], tensor[num_done:]
+            case Axis.LENGTHS:
+                return tensor[:num_first] - left_out, tensor[num_done:]
+            case Axis.OFFSETS:
+                first = tensor[: num_first + 1].clamp(max=token)
+                return first, (tensor[num_done:] - token).clamp(min=0)
+            case Axis.CONSTANT:
+                return tensor, tensor
+
+    pairs = {name: halves(name, getattr(batch, name)) for name in AXES}
+    first = Batch(**{name: pair[0] for name, pair in pairs.items()})
+    second = Batch(**{name: pair[1] for name, pair in pairs.items()})
+    return first, second
+
+
+def make_batch(
+    tokens: Sequence[Sequence[int]],
+    *,
+    prefix_lens: Sequence[int],
+    page_table: Tensor,
+    state_indices: Sequence[int],
+    page_size: int,
+    positions: Tensor | None = None,
+) -> Batch:
+    """Pack the new tokens of N sequences into a batch of CPU tensors.
+
+    Args:
+        tokens: the new tokens of each sequence; 1 token is a decode step.
+        prefix_lens: how many tokens each sequence holds already.
+        page_table: [N, max_pages] int32, each row long enough for prefix and new tokens.
+        state_indices: each sequence's recurrent slot.
+        page_size: tokens in a page.
+        positions: [T] or [3, T] int64; by default each sequence counts on from its prefix.
+    """
+    query_lens = [len(new) for new in tokens]
+    cu_seqlens = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
+    prefix = torch.tensor(prefix_lens, dtype=torch.int32)
+    num_tokens = sum(query_lens)
+    if num_tokens == len(tokens):  # a decode step: token i belongs to sequence i
+        row_of_token = torch.arange(num_tokens)
+        position = prefix
+    else:
+        row_of_token = torch.repeat_interleave(torch.tensor(query_lens), output_size=num_tokens)
+        offset = torch.arange(num_tokens, dtype=torch.int32)
+        position = offset + (prefix - cu_seqlens[:-1])[row_of_token]
+    page = page_table[row_of_token, position // page_size]
+    return Batch(
+        tokens=torch.tensor([token for new in tokens for token in new], dtype=torch.int64),
+        positions=position.long() if positions is None else positions,
+        slot_mapping=page * page_size + position % page_size,
+        cu_seqlens=cu_seqlens,
+        seq_lens=prefix + torch.tensor(query_lens, dtype=torch.int32),
+        page_table=page_table,
+        state_indices=torch.tensor(state_indices, dtype=torch.int32),
+    )
