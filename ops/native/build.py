@@ -1,0 +1,138 @@
+"""Builds the C++ kernels of this package: one translation unit per op family, cached by content.
+
+A kernel has a C interface and includes no torch header, so that it compiles in a second or two.
+It uses OpenMP, and must share torch's own runtime: two OpenMP runtimes in a process keep two
+thread pools that fight over the same cores. So ``-fopenmp`` is given to the compiler but not to
+the linker, and the ``GOMP_*`` symbols resolve against the library that torch has loaded globally.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch  # noqa: F401  (loads the OpenMP runtime that the kernels resolve against)
+
+HEADERS = Path(__file__).parent
+COMPILERS = ("g++", "c++", "clang++")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-march=native",
+    "-fPIC",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-fopenmp",
+    "-Wno-psabi",
+)
+SHOWN_LINES = 20
+
+
+class BuildError(RuntimeError):
+    """A kernel could not be built or loaded; the message shows the command and its last lines."""
+
+
+@cache
+def load_library(name: str, source: Path) -> ctypes.CDLL:
+    """Build ``source`` unless the cache has it, and load it.
+
+    Args:
+        name: a name for the built file; the kernel's identity is the hash of its content.
+        source: the C++ file; it may include headers of its own folder and of ``ops/native``.
+
+    Returns:
+        The library. Its functions take raw pointers, sizes and a thread count.
+
+    Raises:
+        BuildError: there is no compiler, it failed, or the result does not load.
+    """
+    compiler = _find_compiler()
+    if compiler is None:
+        raise BuildError(_no_compiler())
+    library = cache_folder() / f"{name}-{_content_hash(compiler, source)}.so"
+    if not library.exists():
+        _build(compiler, source, library)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise BuildError(f"{library} does not load: {error}") from error
+
+
+@cache
+def compiler_missing() -> str | None:
+    """Why kernels cannot be built on this machine, or None when they can.
+
+    Builds, loads and runs a probe (once per machine, then cached), because a compiler may be there
+    and still not serve: no standard library, an OpenMP runtime other than torch's, a read-only
+    home.
+    """
+    if _find_compiler() is None:
+        return _no_compiler()
+    try:
+        probe = load_library("probe", HEADERS / "probe.cpp")
+    except BuildError as error:
+        return f"the C++ compiler cannot build kernels: {error}"
+    return None if probe.th_probe(2) >= 1 else "OpenMP does not run in a built kernel"
+
+
+def cache_folder() -> Path:
+    """Where built kernels live: ``TORCH_HYBRID_CACHE``, else the user's cache folder."""
+    if chosen := os.environ.get("TORCH_HYBRID_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torch_hybrid"
+
+
+def _candidates() -> list[str]:
+    chosen = os.environ.get("CXX")
+    return [chosen, *COMPILERS] if chosen else list(COMPILERS)
+
+
+def _find_compiler() -> str | None:
+    return next((path for name in _candidates() if (path := shutil.which(name))), None)
+
+
+def _no_compiler() -> str:
+    return f"no C++ compiler was found (looked for $CXX, {', '.join(COMPILERS)})"
+
+
+@cache
+def _target(compiler: str) -> str:
+    """The predefined macros: they name the compiler's version and this CPU's instruction sets."""
+    return _run([compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
+
+
+def _content_hash(compiler: str, source: Path) -> str:
+    headers = sorted({*HEADERS.glob("*.h"), *source.parent.glob("*.h")})
+    digest = hashlib.sha256(" ".join([compiler, *FLAGS, _target(compiler)]).encode())
+    for file in (source, *headers):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:20]
+
+
+def _build(compiler: str, source: Path, library: Path) -> None:
+    """Build beside the target and rename, so that processes building at once do not clash."""
+    try:
+        library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            unit, built = Path(folder, "unit.o"), Path(folder, "unit.so")
+            _run([compiler, *FLAGS, f"-I{HEADERS}", "-c", str(source), "-o", str(unit)])
+            _run([compiler, "-shared", str(unit), "-o", str(built)])
+            built.replace(library)
+    except OSError as error:
+        hint = "set TORCH_HYBRID_CACHE to a writable folder"
+        raise BuildError(f"cannot write {library}: {error}; {hint}") from error
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        shown = "\n".join(done.stderr.splitlines()[-SHOWN_LINES:])
+        raise BuildError(f"{' '.join(command)}\nexited with {done.returncode}:\n{shown}")
+    return done.stdout

@@ -1,0 +1,231 @@
+// Sixteen float lanes and the elementwise functions that the kernels share.
+//
+// f32x16 is a GCC vector type: + - * / and comparisons work on it, and it becomes one AVX-512
+// register, two of AVX2 or four of NEON. Everything is inline and holds for NaN and infinities.
+//
+//   bf16                                    storage only: load() widens, store() rounds to even
+//   float    to_float(float | bf16)
+//   T        from_float<T>(float)
+//   f32x16   splat(float), load(const T*), load(const T*, n), with T = float or bf16;
+//   void     store(T*, f32x16), store(T*, f32x16, n)      n < 16 lanes: nothing past n is touched,
+//                                                         loaded lanes past n are 0
+//   f32x16   fma(a, b, c) = a * b + c, max(a, b), select(mask, a, b), exp, sigmoid, silu
+//   float    sum(f32x16), max(f32x16);  f32x16 sum16(f32x16 (&)[16]): lane i = sum of vector i
+//   float    dot(const TA*, const TB*, n), squared_norm(const T*, n)
+//
+// A kernel is exported as  extern "C" TH_EXPORT ret name(...).
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+#define TH_EXPORT __attribute__((visibility("default")))
+#define TH_INLINE inline __attribute__((always_inline))
+
+namespace th {
+
+constexpr int LANES = 16;
+typedef float f32x16 __attribute__((vector_size(64)));
+typedef int32_t i32x16 __attribute__((vector_size(64)));
+typedef uint32_t u32x16 __attribute__((vector_size(64)));
+typedef uint16_t u16x16 __attribute__((vector_size(32)));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+template <typename To, typename From>
+TH_INLINE To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From), "a bit cast keeps the size");
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// ---- scalars ---------------------------------------------------------------------------------
+
+TH_INLINE float to_float(float x) { return x; }
+TH_INLINE float to_float(bf16 x) { return bit_cast<float>(uint32_t(x.bits) << 16); }
+
+template <typename T>
+TH_INLINE T from_float(float x);
+template <>
+TH_INLINE float from_float<float>(float x) {
+  return x;
+}
+template <>
+TH_INLINE bf16 from_float<bf16>(float x) {
+  const uint32_t bits = bit_cast<uint32_t>(x);
+  if (x != x) return {0x7fc0};
+  return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
+}
+
+// ---- loads and stores ------------------------------------------------------------------------
+
+TH_INLINE f32x16 splat(float x) { return f32x16{} + x; }
+
+TH_INLINE f32x16 widen(u16x16 bits) {
+  return bit_cast<f32x16>(__builtin_convertvector(bits, u32x16) << 16);
+}
+
+TH_INLINE u16x16 narrow(f32x16 x) {
+  const u32x16 bits = bit_cast<u32x16>(x);
+  const u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const u32x16 nan = u32x16{} + 0x7fc0;
+  return __builtin_convertvector(x == x ? rounded : nan, u16x16);
+}
+
+TH_INLINE f32x16 load(const float* p) {
+  f32x16 x;
+  std::memcpy(&x, p, sizeof(x));
+  return x;
+}
+TH_INLINE f32x16 load(const bf16* p) {
+  u16x16 bits;
+  std::memcpy(&bits, p, sizeof(bits));
+  return widen(bits);
+}
+TH_INLINE void store(float* p, f32x16 x) { std::memcpy(p, &x, sizeof(x)); }
+TH_INLINE void store(bf16* p, f32x16 x) {
+  const u16x16 bits = narrow(x);
+  std::memcpy(p, &bits, sizeof(bits));
+}
+
+#ifdef __AVX512F__
+TH_INLINE __mmask16 lane_mask(int n) { return __mmask16((1u << n) - 1); }
+TH_INLINE f32x16 load(const float* p, int n) {
+  return n >= LANES ? load(p) : (f32x16)_mm512_maskz_loadu_ps(lane_mask(n), p);
+}
+TH_INLINE void store(float* p, f32x16 x, int n) {
+  if (n >= LANES) return store(p, x);
+  _mm512_mask_storeu_ps(p, lane_mask(n), (__m512)x);
+}
+#else
+TH_INLINE f32x16 load(const float* p, int n) {
+  f32x16 x{};
+  std::memcpy(&x, p, sizeof(float) * (n < LANES ? n : LANES));
+  return x;
+}
+TH_INLINE void store(float* p, f32x16 x, int n) {
+  std::memcpy(p, &x, sizeof(float) * (n < LANES ? n : LANES));
+}
+#endif
+
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+TH_INLINE f32x16 load(const bf16* p, int n) {
+  return n >= LANES ? load(p) : widen((u16x16)_mm256_maskz_loadu_epi16(lane_mask(n), p));
+}
+TH_INLINE void store(bf16* p, f32x16 x, int n) {
+  if (n >= LANES) return store(p, x);
+  _mm256_mask_storeu_epi16(p, lane_mask(n), (__m256i)narrow(x));
+}
+#else
+TH_INLINE f32x16 load(const bf16* p, int n) {
+  u16x16 bits{};
+  std::memcpy(&bits, p, sizeof(bf16) * (n < LANES ? n : LANES));
+  return widen(bits);
+}
+TH_INLINE void store(bf16* p, f32x16 x, int n) {
+  const u16x16 bits = narrow(x);
+  std::memcpy(p, &bits, sizeof(bf16) * (n < LANES ? n : LANES));
+}
+#endif
+
+// ---- arithmetic ------------------------------------------------------------------------------
+
+TH_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return a * b + c; }
+TH_INLINE f32x16 select(i32x16 mask, f32x16 a, f32x16 b) { return mask ? a : b; }
+TH_INLINE f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+
+// Halves are added pairwise: the order of the sum is the same on every instruction set.
+TH_INLINE float sum(f32x16 x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_add_ps((__m512)x);
+#else
+  for (int half = LANES / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) x[i] += x[i + half];
+  return x[0];
+#endif
+}
+
+// Lane i of the result is the sum of x[i], for 16 vectors at 45 instructions.
+TH_INLINE f32x16 sum16(f32x16 (&x)[LANES]) {
+#pragma GCC unroll 4
+  for (int block = LANES / 2; block; block /= 2) {
+    i32x16 low, high;
+#pragma GCC unroll 16
+    for (int lane = 0; lane < LANES; ++lane) {
+      low[lane] = lane & block ? LANES + lane - block : lane;
+      high[lane] = lane & block ? LANES + lane : lane + block;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < block; ++i)
+      x[i] = __builtin_shuffle(x[i], x[i + block], low) +
+             __builtin_shuffle(x[i], x[i + block], high);
+  }
+  return x[0];
+}
+
+TH_INLINE float max(f32x16 x) {
+#ifdef __AVX512F__
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  float m = x[0];
+  for (int i = 1; i < LANES; ++i) m = x[i] > m ? x[i] : m;
+  return m;
+#endif
+}
+
+// e^x within 1e-7 relative (denormal results included). e^-inf = 0, e^inf = inf, NaN stays.
+TH_INLINE f32x16 exp(f32x16 x) {
+  const f32x16 low = splat(-104.0f), high = splat(89.0f);
+  x = x < low ? low : x;
+  x = x > high ? high : x;
+  // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
+  const f32x16 shift = splat(12582912.0f);
+  const f32x16 shifted = fma(x, splat(1.44269504f), shift);
+  const f32x16 n = shifted - shift;
+  f32x16 r = fma(n, splat(-0.693145751953125f), x);
+  r = fma(n, splat(-1.42860677e-6f), r);
+  f32x16 p = splat(1.9875691500e-4f);
+  p = fma(p, r, splat(1.3981999507e-3f));
+  p = fma(p, r, splat(8.3334519073e-3f));
+  p = fma(p, r, splat(4.1665795894e-2f));
+  p = fma(p, r, splat(1.6666665459e-1f));
+  p = fma(p, r, splat(5.0000001201e-1f));
+  p = fma(p * r, r, r + 1.0f);
+  // 2^n in two factors, because n runs from -150 to 128.
+  const i32x16 exponent = bit_cast<i32x16>(shifted) - bit_cast<i32x16>(shift);
+  const i32x16 first = exponent >> 1, second = exponent - first;
+  return p * bit_cast<f32x16>((first + 127) << 23) * bit_cast<f32x16>((second + 127) << 23);
+}
+
+TH_INLINE f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp(-x)); }
+TH_INLINE f32x16 silu(f32x16 x) { return x / (1.0f + exp(-x)); }
+
+// ---- reductions ------------------------------------------------------------------------------
+
+template <typename TA, typename TB>
+TH_INLINE float dot(const TA* a, const TB* b, int64_t n) {
+  f32x16 even{}, odd{};
+  int64_t i = 0;
+  for (; i + 2 * LANES <= n; i += 2 * LANES) {
+    even = fma(load(a + i), load(b + i), even);
+    odd = fma(load(a + i + LANES), load(b + i + LANES), odd);
+  }
+  for (; i < n; i += LANES) even = fma(load(a + i, int(n - i)), load(b + i, int(n - i)), even);
+  return sum(even + odd);
+}
+
+template <typename T>
+TH_INLINE float squared_norm(const T* x, int64_t n) {
+  return dot(x, x, n);
+}
+
+}  // namespace th
