@@ -1,0 +1,158 @@
+"""Compile Triton kernels for a GPU that is not there, and read what they use.
+
+A launcher is run with a :class:`LaunchRecorder` in the place of its kernel, on tensors that hold
+no data, so that what is compiled is what the launcher launches at that shape: same arguments,
+same tiles, same specialisation. No driver is needed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Dynamic shared memory that one block may ask for, in bytes.
+SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+
+_DTYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+
+
+@dataclass
+class LaunchRecorder:
+    """Stands in for a kernel: keeps the arguments of its launches instead of launching."""
+
+    kernel: Any
+    launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        return lambda *args, **kwargs: self.launches.append((args, kwargs))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """What one thread (registers, stack) and one block (shared) of a compiled kernel take."""
+
+    kernel: str
+    target: str
+    num_warps: int
+    registers: int
+    stack: int
+    shared: int
+    widest_load: int  # bytes of the widest global load or asynchronous copy of one thread
+    tensor_cores: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.kernel:<40} {self.target:<7} {self.num_warps:>5} {self.registers:>9} "
+            f"{self.stack:>6} {self.shared:>7} {self.widest_load:>6}  {self.tensor_cores}"
+        )
+
+
+TABLE_HEADER = (
+    f"{'kernel':<40} {'target':<7} {'warps':>5} {'registers':>9} {'stack':>6} {'shared':>7} "
+    f"{'load':>6}  products"
+)
+
+
+def cross_compiler_missing() -> str | None:
+    """Why kernels cannot be compiled for another machine here, or None when they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    return None if _cuobjdump().exists() else "triton's cuobjdump is missing"
+
+
+def compile_launch(recorder: LaunchRecorder, index: int, target: str, label: str) -> Resources:
+    """Compile one recorded launch for ``target`` ("sm_90") and read what it uses."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    args, kwargs = recorder.launches[index]
+    options = {name: kwargs[name] for name in kwargs if name not in recorder.kernel.arg_names}
+    signature, constexprs, attrs = _specialise(recorder.kernel, args, kwargs)
+    source = ASTSource(fn=recorder.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    arch = int(target.removeprefix("sm_"))
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    registers, stack = _resource_usage(compiled.asm["cubin"])
+    return Resources(
+        kernel=label,
+        target=target,
+        num_warps=compiled.metadata.num_warps,
+        registers=registers,
+        stack=stack,
+        shared=compiled.metadata.shared,
+        widest_load=_widest_load(compiled.asm["ptx"]),
+        tensor_cores=_tensor_core_instruction(compiled.asm["ptx"]),
+    )
+
+
+def _specialise(
+    kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, str], dict[Any, Any], dict[Any, Any]]:
+    """Signature, constants and divisibility of the arguments, as a launch would find them."""
+    values = dict(zip(kernel.arg_names, args, strict=False)) | {
+        name: kwargs[name] for name in kwargs if name in kernel.arg_names
+    }
+    signature, constexprs, attrs = {}, {}, {}
+    for position, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        specialised = not parameter.do_not_specialize
+        if isinstance(value, torch.Tensor):
+            signature[parameter.name] = _DTYPES[value.dtype]
+            attrs[(position,)] = [["tt.divisibility", 16]]
+        elif parameter.is_constexpr or value is None or (specialised and value == 1):
+            signature[parameter.name] = "constexpr"
+            constexprs[(position,)] = value
+        elif isinstance(value, int):
+            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+            if specialised and value % 16 == 0:
+                attrs[(position,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = "fp32"
+    return signature, constexprs, attrs
+
+
+def _cuobjdump() -> Path:
+    spec = importlib.util.find_spec("triton")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def _resource_usage(cubin: bytes) -> tuple[int, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_cuobjdump()), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return int(found[1]), int(found[2])
+
+
+def _widest_load(ptx: str) -> int:
+    loads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.[bfus](\d+)\s", ptx)
+    widths = [int(count or 1) * int(bits) // 8 for count, bits in loads]
+    copies = [
+        int(size)
+        for size in re.findall(r"cp\.async\.c[ga]\.\S+ \[[^]]*\], \[[^]]*\], 0x(\d+)", ptx)
+    ]
+    return max(widths + copies, default=0)
+
+
+def _tensor_core_instruction(ptx: str) -> str:
+    names = re.findall(r"\b(wgmma|tcgen05|mma)\.\S*m\d+n\d+k\d+|\b(tcgen05)\.mma", ptx)
+    return "/".join(sorted({first or second for first, second in names})) or "-"
