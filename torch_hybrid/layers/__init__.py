@@ -1,0 +1,6 @@
+"""Token mixers as ordinary modules: ``forward(inputs, plan, cache)``."""
+
+from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
+from torch_hybrid.layers.paged_attention import PagedAttention
+
+__all__ = ["GatedDeltaNet", "PagedAttention"]

@@ -1,0 +1,109 @@
+"""Full attention over paged keys and values: what a step needs, and how a layer runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torch_hybrid.backends.mode import Mode
+from torch_hybrid.backends.select import Backends, Choice, select
+from torch_hybrid.batch import Batch
+from torch_hybrid.caches.sizes import PoolSizes
+from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS, paged_attention
+from torch_hybrid.specs import AttentionSpec, LayerEntry
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttentionStatics:
+    """What is part of the graph: the implementation."""
+
+    impl: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedAttentionPlan:
+    """Where the N sequences of a step keep their keys and values; see ``paged_attention``."""
+
+    cu_seqlens: Tensor  # [N + 1]
+    seq_lens: Tensor  # [N]
+    page_table: Tensor  # [N, max_pages]
+    slot_mapping: Tensor  # [T]
+    statics: PagedAttentionStatics
+
+
+pytree.register_constant(PagedAttentionStatics)
+pytree.register_dataclass(PagedAttentionPlan)
+
+
+class PagedAttentionBackend:
+    """Plans steps for the full-attention layers of one model."""
+
+    def __init__(
+        self, entries: tuple[LayerEntry, ...], sizes: PoolSizes, backends: Backends
+    ) -> None:
+        """Choose an implementation for each mode that serves every layer in ``entries``."""
+        self.choices = {
+            Mode.DECODE: self._choose(entries, sizes, backends, frozenset()),
+            Mode.EXTEND: self._choose(entries, sizes, backends, frozenset({"extend"})),
+        }
+
+    @staticmethod
+    def _choose(
+        entries: tuple[LayerEntry, ...],
+        sizes: PoolSizes,
+        backends: Backends,
+        features: frozenset[str],
+    ) -> Choice:
+        specs: list[AttentionSpec] = [entry.spec for entry in entries]  # type: ignore[misc]
+        if any(spec.window for spec in specs):
+            features |= {"sliding_window"}
+        if any(spec.softcap for spec in specs):
+            features |= {"softcap"}
+        need = Need(
+            device=sizes.device,
+            dtype=sizes.dtype,
+            sizes={
+                "head_dim": max(spec.head_dim for spec in specs),
+                "page_size": sizes.page_size,
+            },
+            features=features,
+        )
+        return select("paged_attention", IMPLEMENTATIONS, need, backends.full)
+
+    def plan(self, batch: Batch, mode: Mode) -> PagedAttentionPlan:
+        """The plan of one step. Pure: the fields are the batch's own tensors."""
+        return PagedAttentionPlan(
+            cu_seqlens=batch.cu_seqlens,
+            seq_lens=batch.seq_lens,
+            page_table=batch.page_table,
+            slot_mapping=batch.slot_mapping,
+            statics=PagedAttentionStatics(self.choices[mode].impl),
+        )
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, plan: PagedAttentionPlan, kv: Tensor
+) -> Tensor:
+    """Write k and v [T, Hkv, D] into the pool ``kv`` and attend with q [T, Hq, D] -> [T, Hq, D]."""
+    if q.shape[1:] != torch.Size((spec.num_q_heads, spec.head_dim)):
+        raise ValueError(
+            f"q must have shape [T, {spec.num_q_heads}, {spec.head_dim}], got {list(q.shape)}"
+        )
+    return paged_attention(
+        q,
+        k,
+        v,
+        kv,
+        plan.cu_seqlens,
+        plan.seq_lens,
+        plan.page_table,
+        plan.slot_mapping,
+        scale=spec.scale,
+        window=spec.window,
+        softcap=spec.softcap,
+        impl=plan.statics.impl,
+    )

@@ -1,0 +1,62 @@
+"""Choosing an implementation: once, at construction, from data; a refusal gives every reason."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.ops.capability import Implementation, Need
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backends:
+    """Which implementations a runner may take, by name; ``"auto"`` is the first that can serve.
+
+    ``full`` is for full attention, ``linear`` for linear attention and ``conv`` for its
+    convolution. A name that cannot serve is an error, never replaced by another.
+    """
+
+    full: str = "auto"
+    linear: str = "auto"
+    conv: str = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What was chosen for one op, and why the others were not."""
+
+    op: str
+    impl: str
+    refused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def select(
+    op: str, implementations: Mapping[str, Implementation], need: Need, preferred: str = "auto"
+) -> Choice:
+    """The first implementation of ``op`` that can serve ``need``, or the preferred one.
+
+    Raises:
+        ValueError: ``preferred`` names no implementation of the op.
+        UnsupportedError: none can serve; the message lists every reason of every candidate.
+    """
+    if preferred != "auto" and preferred not in implementations:
+        raise ValueError(
+            f"{op} has no implementation {preferred!r}; it has {['auto', *implementations]}"
+        )
+    refused: dict[str, tuple[str, ...]] = {}
+    chosen: str | None = None
+    for name, implementation in implementations.items():
+        reasons = implementation.capability.why_not(need)
+        if not reasons and preferred not in ("auto", name):
+            reasons = [f"{preferred} was asked for by name"]
+        if reasons:
+            refused[name] = tuple(reasons)
+        elif chosen is None:
+            chosen = name
+        else:
+            refused[name] = (f"{chosen} comes first",)
+    if chosen is None:
+        listed = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in refused.items())
+        raise UnsupportedError(f"no implementation of {op} can serve:\n{listed}")
+    return Choice(op=op, impl=chosen, refused=refused)

@@ -1,0 +1,183 @@
+"""All pools of a model, and who owns what in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torch_hybrid.caches.allocator import Allocator
+from torch_hybrid.caches.paged_kv import make_paged_kv, paged_kv_cost
+from torch_hybrid.caches.recurrent_state import (
+    RecurrentState,
+    make_recurrent_state,
+    recurrent_state_cost,
+)
+from torch_hybrid.caches.sizes import PoolCost, PoolSizes
+from torch_hybrid.specs import LayerTable
+
+LayerCache = Tensor | RecurrentState
+
+# What a layer of each kind keeps: how its pool is made, and what the pool costs.
+_POOLS: dict[str, tuple[Callable[..., LayerCache], Callable[..., PoolCost]]] = {
+    "paged_attention": (make_paged_kv, paged_kv_cost),
+    "gated_delta_rule": (make_recurrent_state, recurrent_state_cost),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Sequence:
+    """A handle of one sequence in a cache; stale once the sequence is freed."""
+
+    slot: int
+    generation: int
+    cache: int  # id of the cache that made it
+
+
+class HybridCache:
+    """Pools of every layer by kind, and the slots, pages and lengths of the live sequences.
+
+    Args:
+        table: the model's layers.
+        max_seqs: slots for sequences.
+        kv_tokens: tokens that all sequences together may hold, rounded up to whole pages.
+        page_size: tokens in a page.
+        dtype: of keys, values and convolution states.
+        device: of the pools; the bookkeeping stays on the host.
+    """
+
+    def __init__(
+        self,
+        table: LayerTable,
+        *,
+        max_seqs: int,
+        kv_tokens: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, got {page_size}")
+        self.table = table
+        self.page_size = page_size
+        self.num_pages = -(-kv_tokens // page_size)
+        self.slots = Allocator(max_seqs, unit="sequence slot", limit="max_seqs")
+        self.pages = Allocator(self.num_pages, unit="KV page", limit="kv_tokens")
+        self.sizes = PoolSizes(
+            num_pages=self.num_pages,
+            page_size=page_size,
+            num_slots=max_seqs,
+            dtype=dtype,
+            device=device,
+        )
+        self.pools: dict[str, tuple[LayerCache, ...]] = {
+            kind: tuple(_POOLS[kind][0](entry.spec, self.sizes) for entry in table.of_kind(kind))
+            for kind in table.kinds
+        }
+        self._owned: list[list[int]] = [[] for _ in range(max_seqs + 1)]
+        self._lengths = [0] * (max_seqs + 1)
+        self._broken = [False] * (max_seqs + 1)
+        self._page_table = torch.zeros(max_seqs + 1, self.num_pages, dtype=torch.int32)
+
+    def allocate(self, count: int) -> list[Sequence]:
+        """Take a slot for each of ``count`` new, empty sequences.
+
+        Raises:
+            CapacityError: fewer slots are free.
+        """
+        slots = self.slots.take(count)
+        return [Sequence(s, self.slots.generation(s), id(self)) for s in slots]
+
+    def free(self, seqs: Many[Sequence]) -> None:
+        """Give back the slots and pages of ``seqs``; all or none.
+
+        Raises:
+            ValueError: a handle is foreign, was freed before, or is given twice.
+        """
+        self.check(seqs)
+        for seq in seqs:
+            self.pages.give_back(self._owned[seq.slot])
+            self._page_table[seq.slot, : len(self._owned[seq.slot])] = 0
+            self._owned[seq.slot] = []
+            self._lengths[seq.slot] = 0
+            self._broken[seq.slot] = False
+        self.slots.give_back([seq.slot for seq in seqs])
+
+    def check(self, seqs: Many[Sequence]) -> None:
+        """Raise ValueError unless every handle is live, ours, and given once."""
+        for seq in seqs:
+            if seq.cache != id(self):
+                raise ValueError(f"{seq} belongs to another runner")
+            if (
+                not self.slots.is_taken(seq.slot)
+                or self.slots.generation(seq.slot) != seq.generation
+            ):
+                raise ValueError(f"{seq} was freed")
+        if len(set(seqs)) != len(seqs):
+            raise ValueError("a sequence is given twice in one call")
+
+    def check_usable(self, seqs: Many[Sequence]) -> None:
+        """As ``check``, and no sequence was broken by a step that did not finish."""
+        self.check(seqs)
+        for seq in seqs:
+            if self._broken[seq.slot]:
+                raise ValueError(f"{seq} was in a step that did not finish: free it")
+
+    def length(self, seq: Sequence) -> int:
+        """How many tokens ``seq`` holds."""
+        self.check([seq])
+        return self._lengths[seq.slot]
+
+    def lengths(self, seqs: Many[Sequence]) -> list[int]:
+        """How many tokens each live sequence holds."""
+        return [self._lengths[seq.slot] for seq in seqs]
+
+    def pages_needed(self, seq: Sequence, num_new: int) -> int:
+        """How many more pages ``seq`` needs to hold ``num_new`` more tokens."""
+        total = -(-(self._lengths[seq.slot] + num_new) // self.page_size)
+        return total - len(self._owned[seq.slot])
+
+    def reserve(self, seqs: Many[Sequence], num_new: Many[int]) -> None:
+        """Give each sequence the pages that its new tokens need; all or none.
+
+        Raises:
+            CapacityError: fewer pages are free.
+        """
+        needed = [self.pages_needed(seq, n) for seq, n in zip(seqs, num_new, strict=True)]
+        taken = self.pages.take(sum(needed))
+        for seq, count in zip(seqs, needed, strict=True):
+            if count:
+                owned = self._owned[seq.slot]
+                new = [taken.pop() for _ in range(count)]
+                first = len(owned)
+                owned.extend(new)
+                self._page_table[seq.slot, first : first + count] = torch.tensor(new).int()
+
+    def commit(self, seqs: Many[Sequence], num_new: Many[int]) -> None:
+        """Count the new tokens as held: the step that wrote them has finished."""
+        for seq, n in zip(seqs, num_new, strict=True):
+            self._lengths[seq.slot] += n
+
+    def mark_broken(self, seqs: Many[Sequence]) -> None:
+        """A step was cut off: what these sequences hold is unknown, they can only be freed."""
+        for seq in seqs:
+            self._broken[seq.slot] = True
+
+    def page_rows(self, seqs: Many[Sequence]) -> Tensor:
+        """[N, width] int32 page table of ``seqs`` on the host, as wide as the longest needs."""
+        width = max((len(self._owned[seq.slot]) for seq in seqs), default=0)
+        slots = torch.tensor([seq.slot for seq in seqs], dtype=torch.int64)
+        return self._page_table[:, : max(width, 1)][slots]
+
+    def pool_tensors(self) -> list[Tensor]:
+        """Every pool tensor, kind by kind."""
+        tensors: list[Tensor] = pytree.tree_leaves(self.pools)
+        return tensors
+
+    def costs(self) -> list[PoolCost]:
+        """What a token and a sequence take in each layer's pools, by layer id."""
+        return [_POOLS[entry.kind][1](entry.spec, self.sizes) for entry in self.table.entries]

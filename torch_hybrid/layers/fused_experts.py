@@ -1,0 +1,39 @@
+"""The experts of a mixture, each token through its own few, in one op."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from torch_hybrid.backends.select import select
+from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.fused_experts.op import IMPLEMENTATIONS, fused_experts
+
+
+class FusedExperts(nn.Module):
+    """E gated MLPs, of which each token takes k.
+
+    Args:
+        gate_up_proj: [E, 2 I, dim], gate rows before up rows.
+        down_proj: [E, dim, I].
+        impl: an implementation of ``fused_experts``, or "auto".
+    """
+
+    def __init__(
+        self, gate_up_proj: nn.Parameter, down_proj: nn.Parameter, *, impl: str = "auto"
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+        need = Need(device=gate_up_proj.device, dtype=gate_up_proj.dtype)
+        self.choice = select("fused_experts", IMPLEMENTATIONS, need, impl)
+
+    def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
+        """x [T, dim], expert_ids and expert_weights [T, k] -> [T, dim]."""
+        return fused_experts(
+            x,
+            expert_ids,
+            expert_weights,
+            self.gate_up_proj,
+            self.down_proj,
+            activation="silu",
+            impl=self.choice.impl,
+        )

@@ -1,0 +1,94 @@
+"""The gated-delta-rule mixer of Qwen3-Next, Qwen3.5 and OLMo-hybrid, as a module of its own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_hybrid.backends.gated_delta_rule import DeltaRulePlan, apply_delta_rule, convolve
+from torch_hybrid.caches.recurrent_state import RecurrentState
+from torch_hybrid.specs import DeltaRuleSpec
+
+
+class GatedDeltaNet(nn.Module):
+    """Projection, causal convolution, gated delta rule, gated RMSNorm, projection.
+
+    One input projection gives ``[q | k | v | z | b | a]``, so that the convolution and the rule
+    read slices of it and nothing is shuffled.
+
+    Args:
+        dim: width of the model.
+        spec: the mixer's facts.
+        dtype, device: of the parameters.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        spec: DeltaRuleSpec,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        widths = [spec.conv_channels, spec.v_channels, spec.num_v_heads, spec.num_v_heads]
+        self._widths = widths
+        self.in_proj = nn.Linear(dim, sum(widths), bias=False, dtype=dtype, device=device)
+        self.out_proj = nn.Linear(spec.v_channels, dim, bias=False, dtype=dtype, device=device)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+        self.conv_weight = parameter(spec.conv_channels, spec.conv_width)
+        self.A_log = parameter(spec.num_v_heads)
+        self.dt_bias = parameter(spec.num_v_heads)
+        self.norm_weight = parameter(spec.head_v_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise as the published models do: decays with time constants of 1 to 1000 tokens."""
+        nn.init.uniform_(
+            self.conv_weight, -(self.spec.conv_width**-0.5), self.spec.conv_width**-0.5
+        )
+        with torch.no_grad():
+            self.A_log.uniform_(1, 16).log_()
+        nn.init.uniform_(self.dt_bias, -7.0, -2.0)
+        nn.init.ones_(self.norm_weight)
+
+    def forward(self, x: Tensor, plan: DeltaRulePlan, cache: RecurrentState) -> Tensor:
+        """Mix the tokens of a step.
+
+        Args:
+            x: [T, dim], the sequences packed as ``plan`` says.
+            plan: from the backend's ``plan``.
+            cache: this layer's pools. Mutated at the slots that the plan names.
+
+        Returns:
+            [T, dim].
+        """
+        spec, num_tokens = self.spec, x.shape[0]
+        mixed, z, b, a = self.in_proj(x).split(self._widths, dim=-1)
+        mixed = convolve(mixed, self.conv_weight, spec, plan, cache)
+        q, k, v = mixed.split([spec.k_channels, spec.k_channels, spec.v_channels], dim=-1)
+        g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
+        beta = b.float().sigmoid() * spec.beta_scale
+        o = apply_delta_rule(
+            q.view(num_tokens, spec.num_k_heads, spec.head_k_dim),
+            k.view(num_tokens, spec.num_k_heads, spec.head_k_dim),
+            v.view(num_tokens, spec.num_v_heads, spec.head_v_dim),
+            g,
+            beta,
+            spec,
+            plan,
+            cache,
+        )
+        return self.out_proj(self._gated_norm(o, z.view_as(o)).flatten(1))
+
+    def _gated_norm(self, o: Tensor, z: Tensor) -> Tensor:
+        """RMSNorm over V per head, then the gate; the weight applies after the cast back."""
+        o32 = o.float()
+        normed = o32 * torch.rsqrt(o32.pow(2).mean(-1, keepdim=True) + self.spec.norm_eps)
+        weighted = self.norm_weight * normed.to(o.dtype)
+        return (weighted * F.silu(z.float())).to(o.dtype)

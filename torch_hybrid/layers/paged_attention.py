@@ -1,0 +1,35 @@
+"""Grouped-query attention over a paged cache, as a module of its own."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from torch_hybrid.backends.paged_attention import PagedAttentionPlan, attend
+from torch_hybrid.specs import AttentionSpec
+
+
+class PagedAttention(nn.Module):
+    """Writes new keys and values into the pages, then attends to all that the sequence holds.
+
+    It has no parameters: projections, norms and rotary embedding belong to the model.
+    """
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__()
+        self.spec = spec
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: PagedAttentionPlan, kv: Tensor
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            q: [T, num_q_heads, head_dim], the sequences packed as ``plan`` says.
+            k, v: [T, num_kv_heads, head_dim], the new keys and values.
+            plan: from the backend's ``plan``.
+            kv: this layer's pool. Mutated at the rows that the plan names.
+
+        Returns:
+            [T, num_q_heads, head_dim]; rows of padding tokens are 0.
+        """
+        return attend(q, k, v, self.spec, plan, kv)

@@ -1,0 +1,107 @@
+"""What an adapter of a transformers family says, and the parts that several families share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
+from torch_hybrid.specs import AttentionSpec, DeltaRuleSpec, LayerSpec
+
+# Frequencies that depend on the present length would need a new graph for each length.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """One family of transformers models.
+
+    ``specs(config)`` gives the facts of each layer, from the text config. ``mixer(module, spec)``
+    makes our mixer from the family's own linear attention module. ``num_position_axes`` is 3
+    where rotary positions are 3-D (mrope).
+    """
+
+    model_types: tuple[str, ...]
+    specs: Callable[[Any], Sequence[LayerSpec]]
+    mixer: Callable[[Any, DeltaRuleSpec], GatedDeltaNet] | None = None
+    num_position_axes: int = 1
+
+
+def require(config: Any, name: str, value: object, allowed: Collection[object]) -> None:
+    """Raise UnsupportedError, naming the config's field, unless ``value`` is one we know."""
+    if value not in allowed:
+        raise UnsupportedError(
+            f"{config.model_type}: config field {name} must be one of {sorted(map(str, allowed))}, "
+            f"got {value!r}"
+        )
+
+
+def specs_by_layer_type(
+    config: Any, linear: DeltaRuleSpec | None, *, head_dim: int
+) -> list[LayerSpec]:
+    """The facts of each layer, for configs that list ``layer_types``."""
+    rope = config.rope_parameters or {}
+    require(config, "hidden_act", config.hidden_act, ["silu"])
+    require(config, "rope_parameters.rope_type", rope.get("rope_type", "default"), ROPE_TYPES)
+    full = AttentionSpec(
+        num_q_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+    )
+    known: dict[str, LayerSpec] = {"full_attention": full}
+    if linear is not None:
+        known["linear_attention"] = linear
+    if "sliding_attention" in config.layer_types:
+        known["sliding_attention"] = AttentionSpec(
+            num_q_heads=full.num_q_heads,
+            num_kv_heads=full.num_kv_heads,
+            head_dim=head_dim,
+            scale=full.scale,
+            window=config.sliding_window,
+        )
+    for layer_type in config.layer_types:
+        require(config, "layer_types", layer_type, known)
+    return [known[layer_type] for layer_type in config.layer_types]
+
+
+def delta_rule_spec(config: Any, *, norm_eps: float, beta_scale: float = 1.0) -> DeltaRuleSpec:
+    """The facts of the linear layers, whose fields all families name alike."""
+    return DeltaRuleSpec(
+        num_k_heads=config.linear_num_key_heads,
+        num_v_heads=config.linear_num_value_heads,
+        head_k_dim=config.linear_key_head_dim,
+        head_v_dim=config.linear_value_head_dim,
+        conv_width=config.linear_conv_kernel_dim,
+        activation=config.hidden_act,
+        norm_eps=norm_eps,
+        beta_scale=beta_scale,
+    )
+
+
+def mixer_from(
+    module: Any, spec: DeltaRuleSpec, rows: Sequence[Tensor], *, norm: nn.Module, out: nn.Linear
+) -> GatedDeltaNet:
+    """Our mixer with the weights of a transformers module.
+
+    ``rows`` are the rows of the projections to q, k, v, z, b and a, in that order.
+    """
+    in_weight = torch.cat(list(rows))
+    with torch.device("meta"):
+        mixer = GatedDeltaNet(in_weight.shape[1], spec)
+    mixer.in_proj.weight = nn.Parameter(in_weight, requires_grad=False)
+    mixer.out_proj = out
+    mixer.conv_weight = nn.Parameter(module.conv1d.weight.squeeze(1), requires_grad=False)
+    mixer.A_log, mixer.dt_bias = module.A_log, module.dt_bias
+    mixer.norm_weight = norm.weight  # type: ignore[assignment]
+    return mixer
+
+
+def weights_of(*projections: nn.Linear) -> list[Tensor]:
+    """The weights of several projections, outside autograd."""
+    return [projection.weight.detach() for projection in projections]

@@ -1,0 +1,68 @@
+"""A transformers model whose mixers are ours, called on packed ragged batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.backends.hybrid import Step
+from torch_hybrid.specs import LayerTable
+
+
+class HybridModel(nn.Module):
+    """What a runner needs of a model: its layers, and a forward over packed tokens.
+
+    Args:
+        hf_model: a causal language model of transformers, with its mixers swapped already.
+        table: its layers.
+        num_position_axes: 1, or 3 where rotary positions are 3-D (mrope).
+    """
+
+    def __init__(self, hf_model: Any, table: LayerTable, *, num_position_axes: int = 1) -> None:
+        super().__init__()
+        self.hf_model = hf_model
+        self.table = table
+        self.num_position_axes = num_position_axes
+        config = hf_model.config.get_text_config()
+        self.vocab_size: int = config.vocab_size
+        self._no_masks = dict.fromkeys(["full_attention", "linear_attention", "sliding_attention"])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights, and of keys, values and convolution states."""
+        dtype: torch.dtype = self.hf_model.dtype
+        return dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        device: torch.device = self.hf_model.device
+        return device
+
+    def forward(self, tokens: Tensor, positions: Tensor, step: Step) -> Tensor:
+        """Run the layers over the packed tokens of a step.
+
+        Args:
+            tokens: [T] int64.
+            positions: [T] int64, or [3, T] where positions are 3-D.
+            step: plans, caches and table. The caches are mutated as the plans say.
+
+        Returns:
+            [T, dim] hidden states after the last norm.
+        """
+        outputs = self.hf_model.model(
+            input_ids=tokens[None],
+            position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
+            attention_mask=self._no_masks,
+            use_cache=False,
+            step=step,
+        )
+        hidden: Tensor = outputs.last_hidden_state[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, dim] hidden states to [R, vocab_size] logits."""
+        logits: Tensor = self.hf_model.lm_head(hidden)
+        return logits

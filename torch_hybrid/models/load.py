@@ -1,0 +1,117 @@
+"""From a checkpoint or a transformers model to a model that a runner can serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.models.family import Family
+from torch_hybrid.models.hybrid_model import HybridModel
+from torch_hybrid.models.join import (
+    ATTENTION_NAME,
+    LinearAttentionAdapter,
+    register_attention,
+)
+from torch_hybrid.models.olmo_hybrid import OLMO_HYBRID
+from torch_hybrid.models.qwen3 import QWEN3
+from torch_hybrid.models.qwen3_5 import QWEN3_5
+from torch_hybrid.models.qwen3_next import QWEN3_NEXT
+from torch_hybrid.specs import LayerTable
+
+FAMILIES: dict[str, Family] = {
+    model_type: family
+    for family in (QWEN3_NEXT, QWEN3_5, OLMO_HYBRID, QWEN3)
+    for model_type in family.model_types
+}
+
+
+def from_pretrained(
+    path_or_id: str | Path,
+    dtype: torch.dtype | str = "auto",
+    device: torch.device | str = "cpu",
+) -> HybridModel:
+    """Load a checkpoint through transformers and swap its mixers.
+
+    Args:
+        path_or_id: a folder as ``save_pretrained`` writes it, or a hub id.
+        dtype: of the weights; "auto" takes the checkpoint's.
+        device: where the weights go.
+
+    Raises:
+        UnsupportedError: the model type, or a field of its config, is not known here.
+        ValueError: the checkpoint is missing, incomplete or unreadable, or has NaN weights.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path_or_id)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read a model config from {path_or_id}: {error}") from error
+    _family_of(config)
+    try:
+        hf_model, info = AutoModelForCausalLM.from_pretrained(
+            path_or_id, dtype=dtype, output_loading_info=True
+        )
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot read the weights in {path_or_id}: {error}") from error
+    for problem in ("missing_keys", "mismatched_keys"):
+        if info[problem]:
+            raise ValueError(
+                f"the checkpoint {path_or_id} has {problem.replace('_', ' ')}: "
+                f"{sorted(map(str, info[problem]))}"
+            )
+    return adapt(hf_model.to(device))
+
+
+def adapt(hf_model: Any) -> HybridModel:
+    """Swap the mixers of a transformers model in memory. The model is taken over and changed.
+
+    Raises:
+        UnsupportedError: the model type, or a field of its config, is not known here.
+        ValueError: a weight is NaN or infinite.
+    """
+    config = hf_model.config.get_text_config()
+    family = _family_of(hf_model.config)
+    table = LayerTable.from_specs(family.specs(config))
+    _check_finite(hf_model)
+    register_attention()
+    hf_model.set_attn_implementation(ATTENTION_NAME)
+    hf_model.eval().requires_grad_(False)
+    for layer_id, layer in enumerate(hf_model.model.layers):
+        entry = table[layer_id]
+        if entry.kind == "gated_delta_rule":
+            assert family.mixer is not None
+            mixer = family.mixer(layer.linear_attn, entry.spec)  # type: ignore[arg-type]
+            layer.linear_attn = LinearAttentionAdapter(mixer, layer_id)
+    _swap_experts(hf_model)
+    return HybridModel(hf_model, table, num_position_axes=family.num_position_axes)
+
+
+def _family_of(config: Any) -> Family:
+    if config.model_type not in FAMILIES:
+        raise UnsupportedError(
+            f"model type {config.model_type!r} is not supported; supported are {sorted(FAMILIES)}"
+        )
+    return FAMILIES[config.model_type]
+
+
+def _check_finite(hf_model: nn.Module) -> None:
+    for name, weight in hf_model.named_parameters():
+        # A sum is finite only if every term is (or by overflow, which the exact test settles).
+        if not weight.sum().isfinite() and not weight.isfinite().all():
+            count = int((~weight.isfinite()).sum())
+            raise ValueError(f"weight {name} has {count} NaN or infinite values")
+
+
+def _swap_experts(hf_model: nn.Module) -> None:
+    for module in list(hf_model.modules()):
+        for name, child in list(module.named_children()):
+            if name == "experts":
+                experts = FusedExperts(child.gate_up_proj, child.down_proj)  # type: ignore[arg-type]
+                setattr(module, name, experts)

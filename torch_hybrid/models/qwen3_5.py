@@ -1,0 +1,33 @@
+"""Qwen3.5, dense and mixture of experts: the text part, with 3-D rotary positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
+from torch_hybrid.models.family import (
+    Family,
+    delta_rule_spec,
+    mixer_from,
+    specs_by_layer_type,
+    weights_of,
+)
+from torch_hybrid.specs import DeltaRuleSpec, LayerSpec
+
+
+def _specs(config: Any) -> list[LayerSpec]:
+    linear = delta_rule_spec(config, norm_eps=config.rms_norm_eps)
+    return specs_by_layer_type(config, linear, head_dim=config.head_dim)
+
+
+def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
+    rows = weights_of(module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a)
+    return mixer_from(module, spec, rows, norm=module.norm, out=module.out_proj)
+
+
+QWEN3_5 = Family(
+    model_types=("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+    specs=_specs,
+    mixer=_mixer,
+    num_position_axes=3,
+)
