@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch_hybrid.ops.paged_attention.bounds import check_indices
 
 # Queries per product: bounds the logits to [Hq, _BLOCK, seq_len].
 _BLOCK = 128
@@ -57,6 +58,8 @@ def paged_attention_with_lse(
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``torch_hybrid::paged_attention_with_lse``."""
+    if q.device.type == "cpu":
+        check_indices(kv, cu_seqlens, seq_lens, page_table, slot_mapping, window=window)
     offsets, lengths = cu_seqlens.tolist(), seq_lens.tolist()
     _write(k, v, kv, slot_mapping, offsets[-1])
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)

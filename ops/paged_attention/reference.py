@@ -1,4 +1,4 @@
-"""The oracle: plain softmax attention, one query and one head at a time."""
+"""The oracle: plain softmax attention, one query at a time."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def paged_attention_with_lse(
             first = max(0, position - window + 1) if window else 0
             visible = torch.arange(first, position + 1)
             pages = page_table[n, visible // page_size].long()
-            keys, values = kv[:, pages, visible % page_size].to(work)  # [visible, Hkv, D] each
-            for head in range(q.shape[1]):
-                logits = scale * (keys[:, head // group] @ q[t, head].to(work))
-                if softcap:
-                    logits = softcap * torch.tanh(logits / softcap)
-                lse[t, head] = torch.logsumexp(logits, 0)
-                weights = torch.exp(logits - lse[t, head])
-                out[t, head] = (weights @ values[:, head // group]).to(q.dtype)
+            shared = kv[:, pages, visible % page_size].to(work)  # [2, L visible, Hkv, D]
+            keys, values = shared.repeat_interleave(group, dim=2)
+            logits = scale * torch.einsum("lhd,hd->hl", keys, q[t].to(work))
+            if softcap:
+                logits = softcap * torch.tanh(logits / softcap)
+            lse[t] = torch.logsumexp(logits, 1)
+            weights = torch.exp(logits - lse[t, :, None])
+            out[t] = torch.einsum("hl,lhd->hd", weights, values).to(q.dtype)
     return out, lse

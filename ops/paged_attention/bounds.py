@@ -1,0 +1,42 @@
+"""Checks of the index tensors, for implementations whose indices are on the host."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def check_indices(
+    kv: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    window: int,
+) -> None:
+    """Raise ValueError unless every index that a call uses is inside its pool.
+
+    Page 0 is null, so neither a new token nor a visible key may be there.
+    """
+    _, num_pages, page_size, _, _ = kv.shape
+    offsets, lengths, tables = cu_seqlens.tolist(), seq_lens.tolist(), page_table.tolist()
+    if offsets[0] != 0 or sorted(offsets) != offsets or offsets[-1] > slot_mapping.shape[0]:
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to at most {slot_mapping.shape[0]}, got {offsets}"
+        )
+    for slot in slot_mapping[: offsets[-1]].tolist():
+        if not page_size <= slot < num_pages * page_size:
+            raise ValueError(
+                f"slot_mapping must be in [{page_size}, {num_pages * page_size}), got {slot}"
+            )
+    capacity = page_table.shape[1] * page_size
+    for n, length in enumerate(lengths):
+        num_new = offsets[n + 1] - offsets[n]
+        if not num_new:
+            continue
+        if not num_new <= length <= capacity:
+            raise ValueError(f"seq_lens[{n}] must be in [{num_new}, {capacity}], got {length}")
+        first = max(0, length - num_new - window + 1) if window else 0
+        for page in tables[n][first // page_size : -(-length // page_size)]:
+            if not 1 <= page < num_pages:
+                raise ValueError(f"page_table[{n}] must be in [1, {num_pages}), got {page}")

@@ -1,0 +1,395 @@
+"""The contract of paged_attention, held by every implementation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor
+from torch_hybrid.ops.paged_attention import paged_attention, paged_attention_with_lse, reference
+from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS, LSE_IMPLEMENTATIONS
+
+from tests.ops.contract import assert_traces_once, assert_within_budget, pool_clones, skip_reason
+from tests.ops.paged_attention.cases import (
+    CASES,
+    OPTIONS,
+    Case,
+    Inputs,
+    make_inputs,
+    offsets,
+    slots_of,
+)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SMALL = Case(num_q_heads=4, num_kv_heads=2, head_dim=32, lengths=((1, 23), (9, 30), (1, 1)))
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def impl(request: pytest.FixtureRequest) -> str:
+    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
+        pytest.skip(reason)
+    return request.param
+
+
+def attend(inputs: Inputs, impl: str, **options: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, LSE and the pool afterwards."""
+    args = inputs.args()
+    scale = inputs.q.shape[-1] ** -0.5
+    out, lse = paged_attention_with_lse(*args, scale=scale, impl=impl, **options)
+    return out, lse, args[3]
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.uint8)
+
+
+# ---- numbers ---------------------------------------------------------------------------------
+
+
+@cache
+def expected_results(
+    name: str, dtype: torch.dtype, options: str
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The reference in float64 and in ``dtype``."""
+    inputs = make_inputs(CASES[name], dtype=dtype)
+    chosen = {"scale": CASES[name].head_dim ** -0.5, **OPTIONS[options]}
+    exact = reference.paged_attention_with_lse(*inputs.to(torch.float64).args(), **chosen)
+    return exact, reference.paged_attention_with_lse(*inputs.args(), **chosen)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_matches_float64(impl: str, name: str, dtype: str, options: str) -> None:
+    if DTYPES[dtype] not in IMPLEMENTATIONS[impl].capability.dtypes:
+        pytest.skip(f"{impl} has no {dtype}")
+    exact, rounded = expected_results(name, DTYPES[dtype], options)
+    inputs = make_inputs(CASES[name], dtype=DTYPES[dtype])
+    out, lse, _ = attend(inputs, impl, **OPTIONS[options])
+    assert_within_budget(out, exact[0], rounded[0])
+    assert_within_budget(lse, exact[1], rounded[1])
+    assert lse.dtype == torch.float32
+    scale = CASES[name].head_dim ** -0.5
+    alone = paged_attention(*inputs.args(), scale=scale, impl=impl, **OPTIONS[options])
+    assert torch.equal(out, alone)
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 63, 64, 65, 130])
+def test_matches_dense_attention(impl: str, seq_len: int) -> None:
+    case = Case(num_q_heads=6, num_kv_heads=2, head_dim=48, lengths=((seq_len, seq_len),))
+    inputs = make_inputs(case)
+    out, lse, _ = attend(inputs, impl)
+    q, k, v = (x.transpose(0, 1)[None] for x in (inputs.q, inputs.k, inputs.v))
+    dense = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(out, dense[0].transpose(0, 1), atol=2e-6, rtol=1e-5)
+    logits = q @ k.repeat_interleave(3, 1).transpose(2, 3) * 48**-0.5
+    hidden = torch.ones(seq_len, seq_len, dtype=torch.bool).triu(1)
+    dense_lse = logits.masked_fill(hidden, -math.inf).logsumexp(-1)
+    torch.testing.assert_close(lse, dense_lse[0].T, atol=2e-6, rtol=1e-5)
+
+
+def test_large_logits_do_not_overflow(impl: str) -> None:
+    inputs = make_inputs(SMALL)
+    inputs = replace(inputs, q=inputs.q * 1e4)
+    out, lse, _ = attend(inputs, impl)
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunked_equals_whole(impl: str, chunk: int, options: str) -> None:
+    total = min(70, 20 * chunk)
+    case = Case(num_q_heads=4, num_kv_heads=1, head_dim=32, lengths=((total, total),))
+    whole = make_inputs(case)
+    expected, expected_lse, expected_kv = attend(whole, impl, **OPTIONS[options])
+    kv, outs, lses = whole.kv, [], []
+    for begin in range(0, total, chunk):
+        rows = slice(begin, min(begin + chunk, total))
+        piece = replace(
+            whole,
+            q=whole.q[rows],
+            k=whole.k[rows],
+            v=whole.v[rows],
+            kv=kv,
+            cu_seqlens=offsets([rows.stop - rows.start]),
+            seq_lens=torch.tensor([rows.stop]).int(),
+            slot_mapping=whole.slot_mapping[rows],
+        )
+        out, lse, kv = attend(piece, impl, **OPTIONS[options])
+        outs.append(out)
+        lses.append(lse)
+    torch.testing.assert_close(torch.cat(outs), expected, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(torch.cat(lses), expected_lse, atol=2e-6, rtol=1e-5)
+    assert torch.equal(bits(kv), bits(expected_kv))
+
+
+def test_lse_merges_disjoint_keys(impl: str) -> None:
+    """A window over the last keys and a shorter sequence over the others make the whole."""
+    length, last = 90, 37
+    inputs = make_inputs(Case(num_q_heads=4, num_kv_heads=2, head_dim=32, lengths=((1, length),)))
+    whole, whole_lse, kv = attend(inputs, impl)
+    tail, tail_lse, _ = attend(inputs, impl, window=last)
+    slot = slots_of(inputs.page_table[0], length - last, kv.shape[2])[-1:]
+    head, head_lse, _ = attend(
+        replace(
+            inputs,
+            k=kv.flatten(1, 2)[0, slot],
+            v=kv.flatten(1, 2)[1, slot],
+            kv=kv,
+            seq_lens=inputs.seq_lens - last,
+            slot_mapping=slot.int(),
+        ),
+        impl,
+    )
+    lse = torch.stack([head_lse, tail_lse, torch.full_like(tail_lse, -math.inf)])
+    out = torch.stack([head, tail, torch.zeros_like(tail)])
+    weights = torch.softmax(lse, 0)
+    torch.testing.assert_close((weights[..., None] * out).sum(0), whole, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(lse.logsumexp(0), whole_lse, atol=1e-6, rtol=1e-5)
+
+
+# ---- what a result may not depend on ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["odd", "long_decode"])
+def test_padding_changes_nothing(impl: str, name: str) -> None:
+    plain, padded = (make_inputs(CASES[name], padding=padding) for padding in ((0, 0), (5, 3)))
+    num_tokens = plain.q.shape[0]
+    padded = replace(
+        padded,
+        q=torch.cat([plain.q, torch.full_like(padded.q[num_tokens:], math.nan)]),
+        k=torch.cat([plain.k, padded.k[num_tokens:]]),
+        v=torch.cat([plain.v, padded.v[num_tokens:]]),
+    )
+    out, lse, kv = attend(plain, impl)
+    padded_out, padded_lse, padded_kv = attend(padded, impl)
+    assert torch.equal(padded_out[:num_tokens], out)
+    assert torch.equal(padded_lse[:num_tokens], lse)
+    assert torch.equal(padded_out[num_tokens:], torch.zeros_like(padded_out[num_tokens:]))
+    assert (padded_lse[num_tokens:] == -math.inf).all()
+    assert torch.equal(bits(padded_kv), bits(kv))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "odd", "long_decode", "long_extend"])
+def test_sequences_do_not_depend_on_one_another(impl: str, name: str) -> None:
+    """Each sequence alone gives the bits that it gives within the batch, in either order."""
+    inputs = make_inputs(CASES[name])
+    out, lse, _ = attend(inputs, impl)
+    counts = inputs.cu_seqlens.diff().tolist()
+    rows = torch.arange(inputs.q.shape[0]).split(counts)
+    for order in ([n] for n in range(len(counts))), [list(reversed(range(len(counts))))]:
+        for chosen in order:
+            picked = torch.cat([rows[n] for n in chosen])
+            part = replace(
+                inputs,
+                q=inputs.q[picked],
+                k=inputs.k[picked],
+                v=inputs.v[picked],
+                cu_seqlens=offsets([counts[n] for n in chosen]),
+                seq_lens=inputs.seq_lens[chosen],
+                page_table=inputs.page_table[chosen],
+                slot_mapping=inputs.slot_mapping[picked],
+            )
+            part_out, part_lse, _ = attend(part, impl)
+            assert torch.equal(part_out, out[picked])
+            assert torch.equal(part_lse, lse[picked])
+
+
+def test_page_order_is_irrelevant(impl: str) -> None:
+    inputs = make_inputs(CASES["odd"])
+    num_pages = inputs.kv.shape[1]
+    moved = torch.arange(num_pages)
+    moved[1:] = moved[1:].flip(0)
+    page_size = inputs.kv.shape[2]
+    page, offset = inputs.slot_mapping // page_size, inputs.slot_mapping % page_size
+    other = replace(
+        inputs,
+        kv=inputs.kv[:, moved].contiguous(),
+        page_table=moved[inputs.page_table.long()].int(),
+        slot_mapping=(moved[page.long()] * page_size + offset).int(),
+    )
+    for a, b in zip(attend(inputs, impl)[:2], attend(other, impl)[:2], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_strided_rows(impl: str) -> None:
+    """q, k and v as slices of one projection, and q beside a gate within each head."""
+    inputs = make_inputs(CASES["qwen3_next"])
+    expected, _, _ = attend(inputs, impl)
+    wide = torch.cat([inputs.q.flatten(1), inputs.k.flatten(1), inputs.v.flatten(1)], 1)
+    q, k, v = wide.split([16 * 256, 2 * 256, 2 * 256], 1)
+    packed = replace(inputs, q=q.unflatten(1, (16, 256)), k=k.unflatten(1, (2, 256)))
+    packed = replace(packed, v=v.unflatten(1, (2, 256)))
+    assert torch.equal(attend(packed, impl)[0], expected)
+    gated = torch.cat([inputs.q, torch.full_like(inputs.q, math.nan)], 2)[..., :256]
+    assert torch.equal(attend(replace(inputs, q=gated), impl)[0], expected)
+
+
+# ---- what a call may not touch ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_writes_its_rows_and_nothing_else(impl: str, name: str) -> None:
+    inputs = make_inputs(CASES[name], padding=(3, 1), unused=7.0)
+    _, _, kv = attend(inputs, impl)
+    expected = inputs.kv.clone()
+    num_tokens = int(inputs.cu_seqlens[-1])
+    slots = inputs.slot_mapping[:num_tokens].long()
+    expected.flatten(1, 2)[:, slots] = torch.stack([inputs.k, inputs.v])[:, :num_tokens]
+    assert torch.equal(bits(kv), bits(expected))
+
+
+def test_all_sequences_empty(impl: str) -> None:
+    inputs = make_inputs(replace(SMALL, lengths=((0, 4), (0, 0))), padding=(2, 0))
+    out, lse, kv = attend(inputs, impl)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert (lse == -math.inf).all()
+    assert torch.equal(bits(kv), bits(inputs.kv))
+
+
+def test_pages_before_the_window_may_be_gone(impl: str) -> None:
+    inputs = make_inputs(CASES["long_decode"])
+    expected, _, _ = attend(inputs, impl, window=40)
+    gone = torch.arange(inputs.page_table.shape[1]) < (inputs.seq_lens[:, None] - 40) // 16
+    inputs = replace(inputs, page_table=inputs.page_table.masked_fill(gone, 0))
+    assert torch.equal(attend(inputs, impl, window=40)[0], expected)
+
+
+# ---- the op as the compiler sees it ----------------------------------------------------------
+
+
+def test_schema() -> None:
+    ops = torch.ops.torch_hybrid
+    schema = str(ops.paged_attention.default._schema)
+    with_lse = str(ops.paged_attention_with_lse.default._schema)
+    assert_expected_inline(
+        schema.replace(", ", ",\n"),
+        """\
+torch_hybrid::paged_attention(Tensor q,
+Tensor k,
+Tensor v,
+Tensor(a!) kv,
+Tensor cu_seqlens,
+Tensor seq_lens,
+Tensor page_table,
+Tensor slot_mapping,
+*,
+float scale,
+int window,
+float softcap,
+str impl) -> Tensor""",
+    )
+    name, arguments = schema.removesuffix("Tensor").split("(", 1)
+    assert with_lse == f"{name}_with_lse({arguments}(Tensor, Tensor)"
+
+
+def test_opcheck(impl: str) -> None:
+    options = {"scale": 0.2, "window": 5, "softcap": 3.0, "impl": impl}
+    for op in (
+        torch.ops.torch_hybrid.paged_attention.default,
+        torch.ops.torch_hybrid.paged_attention_with_lse.default,
+    ):
+        torch.library.opcheck(op, make_inputs(SMALL, unused=0.0).args(), options)
+
+
+def layers(impl: str) -> object:
+    def step(*args: Tensor) -> Tensor:
+        """Two layers on one pool, the second fed by the first."""
+        q, k, v, kv, *index = args
+        out = paged_attention(q, k, v, kv, *index, scale=0.2, impl=impl)
+        return paged_attention(out * 2, k + 1, v, kv, *index, scale=0.2, window=4, impl=impl)
+
+    return step
+
+
+def test_compiles_once(impl: str) -> None:
+    # The first batch has no two equal sizes that are not tied to one another.
+    first = ((1, 90), (9, 30), (1, 18), (1, 1), (2, 2), (4, 5))
+    others = [((1, 23), (9, 30)), ((1, 9), (1, 7), (1, 8), (1, 2)), ((40, 40), (2, 3)) * 3]
+    batches = [make_inputs(replace(SMALL, lengths=lengths)).args() for lengths in (first, *others)]
+    assert_traces_once(layers(impl), batches)
+
+
+@pytest.mark.slow
+def test_inductor_gives_the_eager_result(impl: str) -> None:
+    args = make_inputs(SMALL).args()
+    expected = layers(impl)(*args)
+    compiled = torch.compile(layers(impl), fullgraph=True)
+    torch.testing.assert_close(compiled(*make_inputs(SMALL).args()), expected)
+
+
+def test_no_pool_clone(impl: str) -> None:
+    args = make_inputs(SMALL).args()
+    assert pool_clones(layers(impl), args, [args[3]]) == []
+
+
+# ---- errors ----------------------------------------------------------------------------------
+
+
+def failing(impl: str, **changes: object) -> str:
+    inputs = make_inputs(SMALL)
+    tensors = {name: value for name, value in changes.items() if isinstance(value, Tensor)}
+    options = {name: value for name, value in changes.items() if name not in tensors}
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
+        paged_attention(
+            *replace(inputs, **tensors).args(), **{"scale": 1.0, "impl": impl, **options}
+        )
+    return str(error.value)
+
+
+def test_error_texts() -> None:
+    good = make_inputs(SMALL)
+    errors = [
+        failing("torch", q=good.q[0]),
+        failing("torch", k=good.k[:3]),
+        failing("torch", q=good.q[:, :3]),
+        failing("torch", kv=good.kv.double()),
+        failing("torch", q=good.q.transpose(1, 2).contiguous().transpose(1, 2)),
+        failing("torch", seq_lens=good.seq_lens.long()),
+        failing("torch", window=-1),
+        failing("torch", softcap=-2.0),
+        failing("tpu"),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+q must have 3 dimensions, got 2
+k must have shape [11, 2, 32], got [3, 2, 32]
+q heads must be a multiple of the 2 key heads, got 3
+kv must have dtype torch.float32, got torch.float64
+q must have a contiguous last dim, got (128, 1, 4)
+seq_lens must have dtype torch.int32, got torch.int64
+window must be 0 or a number of keys, got -1
+softcap must be 0 or positive, got -2.0
+impl must be one of ['torch'], got 'tpu'""",
+    )
+
+
+def test_indices_out_of_range(impl: str) -> None:
+    good = make_inputs(SMALL)
+    errors = [
+        failing(impl, slot_mapping=good.slot_mapping + 10_000),
+        failing(impl, page_table=good.page_table + 100),
+        failing(impl, seq_lens=good.seq_lens + 1000),
+        failing(impl, seq_lens=torch.tensor([23, 8, 1]).int()),
+        failing(impl, cu_seqlens=torch.tensor([0, 1, 10, 12]).int()),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+slot_mapping must be in [16, 144), got 10022
+page_table[0] must be in [1, 9), got 105
+seq_lens[0] must be in [1, 64], got 1023
+seq_lens[1] must be in [9, 64], got 8
+cu_seqlens must rise from 0 to at most 11, got [0, 1, 10, 12]""",
+    )
+
+
+def test_both_ops_have_the_same_implementations() -> None:
+    assert list(IMPLEMENTATIONS) == list(LSE_IMPLEMENTATIONS)
