@@ -1,0 +1,150 @@
+"""Sampling: what each filter keeps, what each row draws, and what bad logits do."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_hybrid.sampling import NOT_FINITE, Sampling, candidates, sample
+
+
+def draw(logits, sampling, *, times=1):
+    generator = sampling.make_generator()
+    return [sample(logits, [sampling], [generator])[0] for _ in range(times)]
+
+
+def kept_tokens(logits, sampling):
+    weights, ids = candidates(logits, [sampling])
+    return set(ids[weights > 0].tolist())
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("max_new_tokens", 0, "max_new_tokens must be at least 1, got 0"),
+        ("temperature", -0.5, "temperature must be finite and at least 0, got -0.5"),
+        ("temperature", math.nan, "temperature must be finite and at least 0, got nan"),
+        ("top_k", -1, "top_k must be at least 0, got -1"),
+        ("top_p", 0.0, r"top_p must be within \(0, 1\], got 0.0"),
+        ("top_p", 1.5, r"top_p must be within \(0, 1\], got 1.5"),
+        ("min_p", -0.1, r"min_p must be within \[0, 1\], got -0.1"),
+        ("stop", "end", "stop must be a list of texts, got 'end'"),
+        ("stop", ["a", ""], r"stop must be made of texts that are not empty, got \['a', ''\]"),
+    ],
+)
+def test_refuses_values_out_of_range(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        Sampling(**{field: value})
+
+
+def test_greedy_takes_the_likeliest_token_of_each_row():
+    logits = torch.randn(7, 50)
+    assert sample(logits, [Sampling()] * 7, [None] * 7) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_bad_row_is_reported_and_leaves_the_others_alone(bad, temperature):
+    logits = torch.randn(3, 50)
+    samplings = [Sampling(temperature=temperature, seed=row) for row in range(3)]
+    expected = sample(logits, samplings, [s.make_generator() for s in samplings])
+    logits[1, 20] = bad
+    got = sample(logits, samplings, [s.make_generator() for s in samplings])
+    assert got == [expected[0], NOT_FINITE, expected[2]]
+
+
+def test_a_row_barred_as_a_whole_is_not_finite():
+    assert sample(torch.full((1, 9), -math.inf), [Sampling()], [None]) == [NOT_FINITE]
+
+
+def test_barred_tokens_are_never_drawn():
+    logits = torch.zeros(1, 8)
+    logits[0, ::2] = -math.inf
+    assert set(draw(logits, Sampling(temperature=3.0, seed=0), times=200)) == {1, 3, 5, 7}
+
+
+filters = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.05, 0.7, 1.0, 4.0]),
+        "top_k": st.sampled_from([0, 1, 5, 40, 10_000]),
+        "top_p": st.sampled_from([0.01, 0.3, 0.9, 0.999, 1.0]),
+        "min_p": st.sampled_from([0.0, 0.02, 0.4, 1.0]),
+    }
+)
+
+
+def warped_by_transformers(logits, sampling):
+    from transformers.generation import (
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    scores = TemperatureLogitsWarper(sampling.temperature)(None, logits)
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
+    if sampling.top_p < 1:
+        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
+    if sampling.min_p:
+        scores = MinPLogitsWarper(sampling.min_p)(None, scores)
+    return scores
+
+
+@settings(deadline=None, max_examples=150)
+@given(options=filters, vocab=st.sampled_from([10, 300, 3000]), seed=st.integers(0, 99))
+def test_draws_from_what_transformers_draws_from(options, vocab, seed):
+    pytest.importorskip("transformers")
+    sampling = Sampling(**options)
+    logits = torch.randn(1, vocab, generator=torch.Generator().manual_seed(seed)) * 2
+    expected = warped_by_transformers(logits.double(), sampling).softmax(-1)
+    weights, ids = candidates(logits, [sampling])
+    got = torch.zeros_like(expected).scatter(-1, ids, weights.double() / weights.double().sum())
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-7)
+    assert kept_tokens(logits, sampling) == set(expected[0].nonzero()[:, 0].tolist())
+
+
+def test_tokens_that_tie_with_the_last_kept_are_kept():
+    logits = torch.zeros(1, 1000)
+    logits[0, 7] = 1.0
+    assert len(kept_tokens(logits, Sampling(temperature=1.0, top_k=2))) == 1000
+    logits[0, 500:] = -1.0
+    assert len(kept_tokens(logits, Sampling(temperature=1.0, top_k=300))) == 500
+
+
+def test_draws_follow_the_probabilities():
+    probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    tokens = draw(probs.log().unsqueeze(0), Sampling(temperature=1.0, seed=3), times=4000)
+    counts = torch.bincount(torch.tensor(tokens), minlength=4) / 4000
+    assert (counts - probs).abs().max() < 0.03  # about four standard deviations
+
+
+def test_a_seed_repeats_and_no_seed_follows_the_global_generator():
+    logits = torch.zeros(1, 100)
+    seeded = Sampling(temperature=1.0, seed=5)
+    assert draw(logits, seeded, times=9) == draw(logits, seeded, times=9)
+    free = Sampling(temperature=1.0)
+    assert draw(logits, free, times=9) != draw(logits, free, times=9)
+    torch.manual_seed(1)
+    first = draw(logits, free, times=9)
+    torch.manual_seed(1)
+    assert draw(logits, free, times=9) == first
+
+
+@settings(deadline=None, max_examples=40)
+@given(options=st.lists(filters, min_size=1, max_size=9), seed=st.integers(0, 99))
+def test_a_row_draws_the_same_in_any_company(options, seed):
+    samplings = [Sampling(seed=row, **chosen) for row, chosen in enumerate(options)]
+    logits = torch.randn(len(options), 700, generator=torch.Generator().manual_seed(seed))
+    logits = (logits * 4).round() / 4  # many ties
+    together = sample(logits, samplings, [s.make_generator() for s in samplings])
+    alone = [draw(logits[row : row + 1], s)[0] for row, s in enumerate(samplings)]
+    assert together == alone
+
+
+def test_low_precision_logits_are_drawn_in_single_precision():
+    logits = torch.randn(2, 50).bfloat16()
+    sampling = Sampling(temperature=0.8, top_p=0.9, seed=1)
+    assert draw(logits[:1], sampling, times=20) == draw(logits[:1].float(), sampling, times=20)

@@ -1,0 +1,141 @@
+"""Which tokens the next step runs: continuous batching as arithmetic on counts.
+
+Contract: a step never holds more tokens than the budget, never asks for a page or a slot that is
+not free, and names a job at most once. Jobs are served first come, first served: the oldest job
+always gets on, so none starves. No tensor and no model is known here.
+
+    for each running job, oldest first:       (decodes come before the one unfinished prompt)
+        take its missing tokens, within the budget
+        out of pages: the latest admitted job gives its own back and is recomputed later
+    for each waiting job, oldest first:
+        admit while slots, pages for its whole history and some budget are left
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Job:
+    """A request as the scheduler sees it: two counts.
+
+    A job decodes when one token is missing; with more of them missing it has a prompt to run.
+    """
+
+    num_tokens: int  # its history: prompt and generated tokens
+    num_held: int = 0  # how many of them the runner holds
+
+
+JobT = TypeVar("JobT", bound=Job)
+
+
+@dataclass(frozen=True, slots=True)
+class Step(Generic[JobT]):
+    """What one ``Runner.extend`` runs, and what comes before it."""
+
+    preempted: Sequence[JobT]  # their sequences are freed first
+    admitted: Sequence[JobT]  # then these get a sequence each
+    rows: Sequence[tuple[JobT, int]]  # and then each job runs so many of its missing tokens
+
+
+class Scheduler(Generic[JobT]):
+    """Two queues in order of arrival: the jobs that wait, and those that hold a sequence.
+
+    Args:
+        max_tokens: the most new tokens in one step.
+        page_size: tokens in a page.
+    """
+
+    def __init__(self, *, max_tokens: int, page_size: int) -> None:
+        self.max_tokens = max_tokens
+        self.page_size = page_size
+        self.waiting: deque[JobT] = deque()
+        self.running: list[JobT] = []
+
+    def add(self, job: JobT) -> None:
+        """Put a job at the end of the queue."""
+        self.waiting.append(job)
+
+    def discard(self, job: JobT) -> None:
+        """Forget a job, wherever it is."""
+        for queue in (self.running, self.waiting):
+            if job in queue:
+                queue.remove(job)
+
+    def restart(self) -> None:
+        """Make every job wait again, in the same order, with nothing held."""
+        self.waiting = deque(dict.fromkeys([*self.running, *self.waiting]))
+        self.running = []
+        for job in self.waiting:
+            job.num_held = 0
+
+    def next_step(self, *, free_slots: int, free_pages: int) -> Step[JobT]:
+        """Choose the rows of the next step and move the jobs between the queues accordingly.
+
+        Args:
+            free_slots: sequences that can still be made.
+            free_pages: pages that no sequence holds.
+        """
+        rows: list[tuple[JobT, int]] = []
+        budget = self.max_tokens
+        num_kept = len(self.running)
+        for index, job in enumerate(self.running):
+            if index == num_kept or not budget:
+                break
+            chunk = min(job.num_tokens - job.num_held, budget)
+            growth = self._growth(job, chunk)
+            while growth > free_pages and index + 1 < num_kept:
+                num_kept -= 1
+                free_pages += self._num_pages(self.running[num_kept].num_held)
+            if growth > free_pages:  # the latest admitted has nobody to take pages from
+                chunk = self._room(job, free_pages)
+                growth = free_pages
+            if chunk:
+                rows.append((job, chunk))
+                budget -= chunk
+                free_pages -= growth
+        preempted = self._put_back(num_kept)
+        if preempted:
+            return Step(preempted, (), rows)
+        admitted = self._admit(free_slots, free_pages, budget)
+        return Step((), [job for job, _ in admitted], rows + admitted)
+
+    def _put_back(self, num_kept: int) -> list[JobT]:
+        """Return the latest admitted jobs to the head of the queue, to be recomputed."""
+        preempted = self.running[num_kept:]
+        for job in reversed(preempted):
+            job.num_held = 0
+            self.waiting.appendleft(job)
+        del self.running[num_kept:]
+        return preempted
+
+    def _admit(self, free_slots: int, free_pages: int, budget: int) -> list[tuple[JobT, int]]:
+        """Start waiting jobs while there are slots, tokens and pages for their whole history."""
+        rows: list[tuple[JobT, int]] = []
+        while self.waiting and budget and len(rows) < free_slots:
+            job = self.waiting[0]
+            reserve = len(self.running)  # a page for each running job to grow into
+            if self._num_pages(job.num_tokens) + reserve > free_pages:
+                break
+            chunk = min(job.num_tokens, budget)
+            rows.append((job, chunk))
+            budget -= chunk
+            free_pages -= self._num_pages(chunk)
+            self.running.append(job)
+            self.waiting.popleft()
+        return rows
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def _growth(self, job: Job, chunk: int) -> int:
+        """Further pages that so many more tokens take."""
+        return self._num_pages(job.num_held + chunk) - self._num_pages(job.num_held)
+
+    def _room(self, job: Job, free_pages: int) -> int:
+        """Tokens that fit into a job's own pages and the free ones."""
+        return (self._num_pages(job.num_held) + free_pages) * self.page_size - job.num_held
