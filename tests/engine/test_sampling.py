@@ -103,7 +103,7 @@ def test_draws_from_what_transformers_draws_from(options, vocab, seed):
     weights, ids = candidates(logits, [sampling])
     got = torch.zeros_like(expected).scatter(-1, ids, weights.double() / weights.double().sum())
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-7)
-    assert kept_tokens(logits, sampling) == set(expected[0].nonzero()[:, 0].tolist())
+    assert torch.equal(got > 1e-30, expected > 1e-30)  # single precision has nothing below
 
 
 def test_tokens_that_tie_with_the_last_kept_are_kept():
