@@ -178,7 +178,7 @@ TH_INLINE void dots(int K, const TA* A, int64_t lda, const TB* B, int64_t ldb, f
     for (int r = 0; r < R; ++r) a[r] = load(A + r * lda + k, left);
 #pragma GCC unroll 16
     for (int j = 0; j < J; ++j) {
-      const f32x16 b = load(B + j * ldb + k, left);
+      const f32x16 b = held(load(B + j * ldb + k, left));
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) acc[r * J + j] = fma(a[r], b, acc[r * J + j]);
     }

@@ -137,6 +137,15 @@ TH_INLINE void store(bf16* p, f32x16 x, int n) {
 }
 #endif
 
+// Keeps a loaded vector in its register: GCC may otherwise load it anew in each of its uses.
+template <typename V>
+TH_INLINE V held(V x) {
+#ifdef __AVX512F__
+  __asm__("" : "+v"(x));
+#endif
+  return x;
+}
+
 // ---- arithmetic ------------------------------------------------------------------------------
 
 TH_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return a * b + c; }

@@ -1,0 +1,34 @@
+"""The experts in torch: tokens sorted by expert, one pair of products per expert that is hit."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def fused_experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    activation: str,
+) -> Tensor:
+    """See ``torch_hybrid.ops.fused_experts.op.fused_experts``."""
+    num_experts, top_k = down.shape[0], expert_ids.shape[1]
+    flat_ids = expert_ids.reshape(-1)
+    order = flat_ids.argsort(stable=True)
+    counts = torch.bincount(flat_ids, minlength=num_experts + 1)[:num_experts].tolist()
+    pairs = order[: sum(counts)].split(counts)
+
+    compute = torch.promote_types(x.dtype, torch.float32)
+    results = x.new_zeros(flat_ids.shape[0], x.shape[1], dtype=compute)
+    for expert, hit in enumerate(pairs):
+        if hit.shape[0] == 0:
+            continue
+        gate, up = F.linear(x[hit // top_k], gate_up[expert]).chunk(2, dim=-1)
+        results[hit] = F.linear(F.silu(gate) * up, down[expert]).to(compute)
+    weighted = results * expert_weights.reshape(-1, 1).to(compute)
+    return weighted.unflatten(0, (-1, top_k)).sum(1).to(x.dtype)

@@ -1,0 +1,115 @@
+"""The experts of a mixture: each token through its own few gated MLPs, in one op."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
+
+ACTIVATIONS = ("silu",)
+ID_DTYPES = (torch.int32, torch.int64)
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "torch": Implementation(
+        capability=Capability(devices=frozenset({"cpu", "cuda"})),
+        launcher="torch_hybrid.ops.fused_experts._torch:fused_experts",
+    ),
+}
+
+
+def fused_experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    activation: str,
+    impl: str,
+) -> Tensor:
+    """Sum of each token's chosen experts, weighted.
+
+    ``out[t] = sum_j expert_weights[t, j] * down[e] @ (act(gate[e] @ x[t]) * (up[e] @ x[t]))``
+    with ``e = expert_ids[t, j]``. Sums are float32.
+
+    Args:
+        x: [T, D] float; rows may lie any distance apart, one row is contiguous.
+        expert_ids: [T, k] int32 or int64, contiguous, from 0 to E; E means no expert.
+        expert_weights: [T, k] float32 or x's dtype, contiguous.
+        gate_up: [E, 2 I, D] contiguous, in x's dtype: the I rows of gate, then those of up.
+        down: [E, D, I] contiguous, in x's dtype.
+        activation: "silu".
+        impl: a name in IMPLEMENTATIONS.
+
+    Returns:
+        [T, D] in x's dtype. A row depends on its own token alone.
+
+    Raises:
+        ValueError: a shape, dtype or layout is not as above, or ``activation`` or ``impl`` is
+            unknown.
+
+    The experts of Qwen3-Next and Qwen3.5-MoE in transformers' packed layout.
+    """
+    check_impl(impl, IMPLEMENTATIONS)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
+    _check_inputs(x, expert_ids, expert_weights, gate_up, down)
+    out: Tensor = _FUSED_EXPERTS(
+        x, expert_ids, expert_weights, gate_up, down, activation=activation, impl=impl
+    )
+    return out
+
+
+def _check_inputs(
+    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor
+) -> None:
+    for name, tensor, ndim in (("x", x, 2), ("expert_ids", expert_ids, 2), ("down", down, 3)):
+        if tensor.ndim != ndim:
+            raise ValueError(f"{name} must have {ndim} dimensions, got {list(tensor.shape)}")
+    num_tokens, dim = x.shape
+    num_experts, _, width = down.shape
+    top_k = expert_ids.shape[1]
+    check_shapes(
+        {
+            "expert_ids": (expert_ids, (num_tokens, top_k)),
+            "expert_weights": (expert_weights, (num_tokens, top_k)),
+            "gate_up": (gate_up, (num_experts, 2 * width, dim)),
+            "down": (down, (num_experts, dim, width)),
+        }
+    )
+    for name, tensor, dtypes in (
+        ("expert_ids", expert_ids, ID_DTYPES),
+        ("expert_weights", expert_weights, (torch.float32, x.dtype)),
+        ("gate_up", gate_up, (x.dtype,)),
+        ("down", down, (x.dtype,)),
+    ):
+        if tensor.dtype not in dtypes:
+            allowed = " or ".join(map(str, dict.fromkeys(dtypes)))
+            raise ValueError(f"{name} must have dtype {allowed}, got {tensor.dtype}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
+    if x.stride(1) != 1 and dim > 1:
+        raise ValueError(f"x must have contiguous rows, got strides {list(x.stride())}")
+
+
+def _fake(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    activation: str,
+    impl: str,
+) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+_FUSED_EXPERTS = define_op(
+    "fused_experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, "
+    "Tensor down, *, str activation, str impl) -> Tensor",
+    fake=_fake,
+    implementations=IMPLEMENTATIONS,
+)

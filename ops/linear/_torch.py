@@ -1,0 +1,15 @@
+"""The linear layers one by one, through torch: for a GPU, and for machines without a compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """See ``torch_hybrid.ops.linear.op.linear``."""
+    outs = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    return torch.cat(outs, dim=1)

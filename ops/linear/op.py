@@ -1,0 +1,89 @@
+"""Linear layers that read one input, as one op: for the few rows of a decode step on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.native import compiler_missing
+from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cpp": Implementation(
+        capability=Capability(
+            devices=frozenset({"cpu"}),
+            dtypes=frozenset({torch.float32, torch.bfloat16}),
+            available=compiler_missing,
+        ),
+        launcher="torch_hybrid.ops.linear._cpu:linear",
+    ),
+    "torch": Implementation(
+        capability=Capability(devices=frozenset({"cpu", "cuda"})),
+        launcher="torch_hybrid.ops.linear._torch:linear",
+    ),
+}
+
+
+def linear(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, impl: str
+) -> Tensor:
+    """Multiply one input by several weight matrices, the results side by side.
+
+    ``out[:, first : first + N_i] = x @ weights[i].T + biases[i]``. Sums are float32.
+
+    Args:
+        x: [M, K] float; rows may lie any distance apart, one row is contiguous.
+        weights: each [N_i, K], contiguous, in x's dtype; at least one.
+        biases: as many, each [N_i] in x's dtype, or None.
+        impl: a name in IMPLEMENTATIONS.
+
+    Returns:
+        [M, sum of N_i] in x's dtype. A row depends on its own row of x alone.
+
+    Raises:
+        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown.
+    """
+    check_impl(impl, IMPLEMENTATIONS)
+    _check_inputs(x, weights, biases)
+    out: Tensor = _LINEAR(x, weights, biases, impl=impl)
+    return out
+
+
+def _check_inputs(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+    if x.ndim != 2:
+        raise ValueError(f"x must have 2 dimensions, got {list(x.shape)}")
+    if not weights:
+        raise ValueError("weights must have at least one tensor, got none")
+    if len(biases) != len(weights):
+        raise ValueError(f"biases must have length {len(weights)}, got {len(biases)}")
+    if x.stride(1) != 1 and x.shape[1] > 1:
+        raise ValueError(f"x must have contiguous rows, got strides {list(x.stride())}")
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        num_rows = weight.shape[0]
+        check_shapes(
+            {
+                f"weights[{i}]": (weight, (num_rows, x.shape[1])),
+                f"biases[{i}]": (bias, (num_rows,)),
+            }
+        )
+        for name, tensor in {f"weights[{i}]": weight, f"biases[{i}]": bias}.items():
+            if tensor is not None and tensor.dtype != x.dtype:
+                raise ValueError(f"{name} must have dtype {x.dtype}, got {tensor.dtype}")
+            if tensor is not None and not tensor.is_contiguous():
+                raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
+
+
+def _fake(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, impl: str
+) -> Tensor:
+    return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
+
+
+_LINEAR = define_op(
+    "linear(Tensor x, Tensor[] weights, Tensor?[] biases, *, str impl) -> Tensor",
+    fake=_fake,
+    implementations=IMPLEMENTATIONS,
+)

@@ -1,0 +1,23 @@
+"""Linear layers as their definition, in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def linear_reference(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> Tensor:
+    """The oracle of the op: same arguments, any float dtype.
+
+    It computes in float32, or in float64 when ``x`` is float64.
+    """
+    compute = torch.promote_types(x.dtype, torch.float32)
+    outs = []
+    for weight, bias in zip(weights, biases, strict=True):
+        y = x.to(compute) @ weight.to(compute).T
+        outs.append(y if bias is None else y + bias.to(compute))
+    return torch.cat(outs, dim=1).to(x.dtype)
