@@ -6,6 +6,7 @@ import math
 
 import torch
 from torch import Tensor
+
 from torch_hybrid.ops.paged_attention.bounds import check_indices
 
 # Queries per product: bounds the logits to [Hq, _BLOCK, seq_len].

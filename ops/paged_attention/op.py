@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
 from torch_hybrid.ops.capability import FLOATS, Capability, Implementation
+from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
 
 # What a caller may need beyond plain decode: queries of more than one token ("extend"), a
@@ -13,6 +15,16 @@ FEATURES = frozenset({"extend", "sliding_window", "softcap", "lse"})
 
 _PACKAGE = "torch_hybrid.ops.paged_attention"
 _BACKENDS = {
+    "cpp": (
+        "_cpu",
+        Capability(
+            devices=frozenset({"cpu"}),
+            dtypes=frozenset({torch.float32, torch.bfloat16}),
+            multiples={"head_dim": 16},
+            features=FEATURES,
+            available=compiler_missing,
+        ),
+    ),
     "torch": ("_torch", Capability(devices=frozenset({"cpu", "cuda"}), features=FEATURES)),
 }
 

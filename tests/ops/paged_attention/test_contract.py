@@ -11,8 +11,6 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor
-from torch_hybrid.ops.paged_attention import paged_attention, paged_attention_with_lse, reference
-from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS, LSE_IMPLEMENTATIONS
 
 from tests.ops.contract import assert_traces_once, assert_within_budget, pool_clones, skip_reason
 from tests.ops.paged_attention.cases import (
@@ -24,6 +22,8 @@ from tests.ops.paged_attention.cases import (
     offsets,
     slots_of,
 )
+from torch_hybrid.ops.paged_attention import paged_attention, paged_attention_with_lse, reference
+from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS, LSE_IMPLEMENTATIONS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL = Case(num_q_heads=4, num_kv_heads=2, head_dim=32, lengths=((1, 23), (9, 30), (1, 1)))
@@ -367,7 +367,7 @@ q must have a contiguous last dim, got (128, 1, 4)
 seq_lens must have dtype torch.int32, got torch.int64
 window must be 0 or a number of keys, got -1
 softcap must be 0 or positive, got -2.0
-impl must be one of ['torch'], got 'tpu'""",
+impl must be one of ['cpp', 'torch'], got 'tpu'""",
     )
 
 

@@ -1,0 +1,120 @@
+// Paged attention on a CPU: check the indices, write the new rows, attend, merge.
+#include <memory>
+
+#include <vector>
+
+#include "decode.h"
+#include "extend.h"
+
+namespace th {
+namespace {
+
+bool indices_are_valid(const Call& c) {
+  const int32_t* offsets = c.cu_seqlens;
+  if (offsets[0] != 0 || offsets[c.num_seqs] > c.num_tokens) return false;
+  for (int64_t n = 0; n < c.num_seqs; ++n) {
+    const int64_t num_new = int64_t(offsets[n + 1]) - offsets[n], length = c.seq_lens[n];
+    if (num_new < 0) return false;
+    if (num_new == 0) continue;
+    if (length < num_new || length > c.max_pages * c.page_size) return false;
+    const int64_t first = c.window ? std::max<int64_t>(0, length - num_new - c.window + 1) : 0;
+    const int32_t* pages = c.page_table + n * c.page_table_row;
+    for (int64_t i = first / c.page_size; i * c.page_size < length; ++i)
+      if (pages[i] < 1 || pages[i] >= c.num_pages) return false;
+  }
+  for (int64_t t = 0; t < offsets[c.num_seqs]; ++t) {
+    const int32_t slot = c.slot_mapping[t];
+    if (slot < c.page_size || slot >= c.num_pages * c.page_size) return false;
+  }
+  return true;
+}
+
+// Writes the key and value of one token, or zeroes the output of a padding token.
+template <typename T>
+void write_token(const Problem<T>& p, int64_t token) {
+  if (token >= p.cu_seqlens[p.num_seqs]) {
+    std::fill_n(p.output(token, 0), p.num_q_heads * p.head_dim, T{});
+    if (p.lse) std::fill_n(p.lse + token * p.num_q_heads, p.num_q_heads, NO_KEY);
+    return;
+  }
+  T* key = p.slot(p.slot_mapping[token]);
+  for (int64_t head = 0; head < p.num_kv_heads; ++head, key += p.head_dim) {
+    std::copy_n(static_cast<const T*>(p.k) + token * p.k_token + head * p.k_head, p.head_dim, key);
+    std::copy_n(static_cast<const T*>(p.v) + token * p.v_token + head * p.v_head, p.head_dim,
+                key + p.plane());
+  }
+}
+
+struct Work {
+  std::vector<Tile> tiles;    // the longest rows first: they cost most
+  std::vector<Split> splits;  // those of one (sequence, key head) are consecutive
+  std::vector<int> groups;    // where each (sequence, key head) begins in splits, and the end
+};
+
+template <typename T>
+Work plan(const Problem<T>& p) {
+  Work work;
+  const int step = tile_tokens(p.group());
+  for (int n = 0; n < p.num_seqs; ++n) {
+    const int num_new = p.num_new(n), length = p.seq_lens[n];
+    for (int head = 0; head < p.num_kv_heads && num_new == 1; ++head) {
+      work.groups.push_back(int(work.splits.size()));
+      for (int i = p.first_key(length - 1); i < length; i += SPLIT_KEYS)
+        work.splits.push_back({n, head, i, std::min(SPLIT_KEYS, length - i)});
+    }
+    for (int i = (num_new - 1) / step * step; i >= 0 && num_new > 1; i -= step)
+      for (int head = 0; head < p.num_kv_heads; ++head)
+        work.tiles.push_back({n, head, i, std::min(step, num_new - i)});
+  }
+  work.groups.push_back(int(work.splits.size()));
+  return work;
+}
+
+template <typename T>
+void run(const Problem<T>& p) {
+  const Work work = plan(p);
+  const int group = p.group(), num_tiles = int(work.tiles.size());
+  const int num_splits = int(work.splits.size()), num_groups = int(work.groups.size()) - 1;
+  const int64_t partial = group * p.head_dim;
+  const std::unique_ptr<float[]> out(new float[num_splits * partial]);
+  const std::unique_ptr<RowState[]> state(new RowState[num_splits * group]);
+#pragma omp parallel num_threads(int(p.num_threads))
+  {
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < p.num_tokens; ++token) write_token(p, token);
+    if (num_tiles) {
+      TileScratch scratch(group, p.head_dim);
+#pragma omp for schedule(dynamic) nowait
+      for (int i = 0; i < num_tiles; ++i) attend_tile(p, work.tiles[i], scratch);
+    }
+    if (num_splits) {
+      std::vector<float> scratch(decode_scratch(p.head_dim));
+#pragma omp for schedule(dynamic)
+      for (int i = 0; i < num_splits; ++i)
+        decode_split(p, work.splits[i], out.get() + i * partial, state.get() + i * group,
+                     scratch.data());
+#pragma omp for schedule(static)
+      for (int i = 0; i < num_groups; ++i) {
+        const int first = work.groups[i];
+        merge_splits(p, work.splits[first], work.groups[i + 1] - first,
+                     out.get() + first * partial, state.get() + first * group);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace th
+
+// Returns false, having written nothing, when an index is outside its pool.
+extern "C" TH_EXPORT bool th_paged_attention_f32(const th::Call* call) {
+  if (!th::indices_are_valid(*call)) return false;
+  th::run(th::Problem<float>(*call));
+  return true;
+}
+
+extern "C" TH_EXPORT bool th_paged_attention_bf16(const th::Call* call) {
+  if (!th::indices_are_valid(*call)) return false;
+  th::run(th::Problem<th::bf16>(*call));
+  return true;
+}
