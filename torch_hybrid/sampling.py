@@ -17,6 +17,11 @@ from torch import Tensor
 NOT_FINITE = -1
 
 
+def _check(name: str, expected: str, got: object, holds: bool) -> None:
+    if not holds:
+        raise ValueError(f"{name} must be {expected}, got {got!r}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How a request's tokens are chosen and when it ends.
@@ -71,9 +76,7 @@ class Sampling:
         return torch.Generator().manual_seed(seed)
 
 
-def _check(name: str, expected: str, got: object, holds: bool) -> None:
-    if not holds:
-        raise ValueError(f"{name} must be {expected}, got {got!r}")
+GREEDY = Sampling()
 
 
 def sample(

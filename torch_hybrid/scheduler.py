@@ -34,8 +34,8 @@ JobT = TypeVar("JobT", bound=Job)
 
 
 @dataclass(frozen=True, slots=True)
-class Step(Generic[JobT]):
-    """What one ``Runner.extend`` runs, and what comes before it."""
+class Schedule(Generic[JobT]):
+    """What one step runs, and what comes before it."""
 
     preempted: Sequence[JobT]  # their sequences are freed first
     admitted: Sequence[JobT]  # then these get a sequence each
@@ -73,7 +73,7 @@ class Scheduler(Generic[JobT]):
         for job in self.waiting:
             job.num_held = 0
 
-    def next_step(self, *, free_slots: int, free_pages: int) -> Step[JobT]:
+    def schedule(self, *, free_slots: int, free_pages: int) -> Schedule[JobT]:
         """Choose the rows of the next step and move the jobs between the queues accordingly.
 
         Args:
@@ -100,9 +100,9 @@ class Scheduler(Generic[JobT]):
                 free_pages -= growth
         preempted = self._put_back(num_kept)
         if preempted:
-            return Step(preempted, (), rows)
+            return Schedule(preempted, (), rows)
         admitted = self._admit(free_slots, free_pages, budget)
-        return Step((), [job for job, _ in admitted], rows + admitted)
+        return Schedule((), [job for job, _ in admitted], rows + admitted)
 
     def _put_back(self, num_kept: int) -> list[JobT]:
         """Return the latest admitted jobs to the head of the queue, to be recomputed."""

@@ -1,0 +1,118 @@
+"""A runner without a model: it keeps the books of the real one and checks the engine's calls.
+
+A sequence's next token depends on every token it holds, in order, so a mix-up of rows, slots or
+chunks changes what comes out.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from torch_hybrid.errors import CapacityError
+
+MODULUS = 1_000_003
+
+
+@dataclass(eq=False)
+class FakeSequence:
+    num_tokens: int = 0
+    digest: int = 1
+    is_live: bool = True
+    is_broken: bool = False
+
+
+class FakeRunner:
+    """The contract of ``Runner``, over a table of random logits."""
+
+    def __init__(self, *, max_seqs=8, max_tokens=32, page_size=4, num_pages=32, vocab_size=50):
+        self.max_seqs = max_seqs
+        self.max_tokens = max_tokens
+        self.page_size = page_size
+        self.vocab_size = vocab_size
+        self.max_seq_len = num_pages * page_size
+        self.num_pages = num_pages
+        self.live = []
+        self.num_extends = 0
+        self.raise_at = {}  # number of an extend -> what it raises in the middle
+        self.poisoned = set()  # digests after which the logits are NaN
+        generator = torch.Generator().manual_seed(0)
+        self.logits = torch.randn(997, vocab_size, generator=generator)
+
+    @property
+    def free_slots(self):
+        return self.max_seqs - len(self.live)
+
+    @property
+    def free_pages(self):
+        return self.num_pages - sum(self._num_pages(seq.num_tokens) for seq in self.live)
+
+    def new_sequences(self, n):
+        if n > self.free_slots:
+            raise CapacityError(f"asked {n} slots, {self.free_slots} are free")
+        made = [FakeSequence() for _ in range(n)]
+        self.live += made
+        return made
+
+    def pages_needed(self, seq, num_new_tokens):
+        return self._num_pages(seq.num_tokens + num_new_tokens) - self._num_pages(seq.num_tokens)
+
+    def length(self, seq):
+        return seq.num_tokens
+
+    def extend(self, seqs, tokens, *, logits="last"):
+        assert logits == "last"
+        assert len(set(map(id, seqs))) == len(seqs) == len(tokens), "a sequence is there twice"
+        assert all(seq.is_live and not seq.is_broken for seq in seqs), "a stale sequence"
+        assert all(len(new) >= 1 for new in tokens), "a row without tokens"
+        assert 0 < sum(map(len, tokens)) <= self.max_tokens, "over the token budget"
+        needed = sum(
+            self.pages_needed(seq, len(new)) for seq, new in zip(seqs, tokens, strict=True)
+        )
+        if needed > self.free_pages:
+            raise CapacityError(f"asked {needed} pages, {self.free_pages} are free")
+        self.num_extends += 1
+        for seq, new in zip(seqs, tokens, strict=True):
+            seq.is_broken = True
+            seq.num_tokens += len(new)
+            for token in new:
+                seq.digest = (seq.digest * 131 + token + 7) % MODULUS
+        if self.num_extends in self.raise_at:
+            raise self.raise_at[self.num_extends]
+        for seq in seqs:
+            seq.is_broken = False
+        rows = self.logits[[seq.digest % len(self.logits) for seq in seqs]]
+        rows[[seq.digest in self.poisoned for seq in seqs]] = float("nan")
+        return rows
+
+    def free(self, seqs):
+        for seq in seqs:
+            assert seq.is_live, "freed twice"
+            seq.is_live = False
+            self.live.remove(seq)
+
+    def _num_pages(self, num_tokens):
+        return -(-num_tokens // self.page_size)
+
+
+def digest_of(tokens):
+    """What a sequence's digest is once it holds these tokens."""
+    digest = 1
+    for token in tokens:
+        digest = (digest * 131 + token + 7) % MODULUS
+    return digest
+
+
+def alone(prompt, sampling, **sizes):
+    """The tokens of a prompt served by itself: straight from the table, without an engine."""
+    from torch_hybrid.sampling import sample
+
+    runner = FakeRunner(**{**sizes, "max_tokens": 10_000, "num_pages": 10_000})
+    history, generator = list(prompt), sampling.make_generator()
+    (seq,) = runner.new_sequences(1)
+    new = history
+    while True:
+        (token,) = sample(runner.extend([seq], [new]), [sampling], [generator])
+        history, new = [*history, token], [token]
+        generated = history[len(prompt) :]
+        if len(generated) == sampling.max_new_tokens or token in sampling.stop_token_ids:
+            return generated

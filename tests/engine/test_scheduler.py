@@ -1,0 +1,138 @@
+"""The scheduler on counts alone: budgets, order, preemption and progress."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_hybrid.scheduler import Job, Scheduler
+
+
+def jobs_of(scheduler, *lengths):
+    jobs = [Job(num_tokens=length) for length in lengths]
+    for job in jobs:
+        scheduler.add(job)
+    return jobs
+
+
+def run(schedule):
+    """Do what the schedule says, as an engine does: hold the rows; sample where complete."""
+    for job, num_new in schedule.rows:
+        job.num_held += num_new
+        job.num_tokens += job.num_held == job.num_tokens
+
+
+def test_decodes_come_first_and_prompts_are_cut_to_the_budget():
+    scheduler = Scheduler(max_tokens=10, page_size=4)
+    first, second, third = jobs_of(scheduler, 4, 20, 3)
+    schedule = scheduler.schedule(free_slots=8, free_pages=100)
+    assert schedule.rows == [(first, 4), (second, 6)]
+    assert schedule.admitted == [first, second]
+    run(schedule)
+    schedule = scheduler.schedule(free_slots=6, free_pages=100)
+    assert schedule.rows == [(first, 1), (second, 9)]
+    run(schedule)
+    schedule = scheduler.schedule(free_slots=6, free_pages=100)
+    assert schedule.rows == [(first, 1), (second, 5), (third, 3)]
+
+
+def test_admits_no_more_than_the_free_slots():
+    scheduler = Scheduler(max_tokens=100, page_size=4)
+    first, second, _ = jobs_of(scheduler, 4, 4, 4)
+    assert scheduler.schedule(free_slots=2, free_pages=100).admitted == [first, second]
+    assert scheduler.schedule(free_slots=0, free_pages=100).admitted == []
+
+
+def test_admits_only_with_pages_for_the_whole_prompt_and_the_growth_of_the_others():
+    scheduler = Scheduler(max_tokens=100, page_size=4)
+    first, second = jobs_of(scheduler, 8, 8)
+    assert scheduler.schedule(free_slots=9, free_pages=4).admitted == [first]
+    run(scheduler.schedule(free_slots=8, free_pages=2))
+    assert list(scheduler.waiting) == [second]
+    first_only = scheduler.schedule(free_slots=8, free_pages=3)  # it decodes into a new page
+    assert first_only.rows == [(first, 1)]
+    assert scheduler.schedule(free_slots=8, free_pages=4).admitted == [second]
+
+
+def test_the_latest_admitted_is_preempted_and_waits_at_the_head():
+    scheduler = Scheduler(max_tokens=100, page_size=4)
+    first, second, third = jobs_of(scheduler, 4, 4, 4)
+    run(scheduler.schedule(free_slots=9, free_pages=100))
+    (late,) = jobs_of(scheduler, 1)
+    schedule = scheduler.schedule(free_slots=6, free_pages=0)
+    assert schedule.preempted == [third]  # gives one page, which the first takes
+    assert schedule.rows == [(first, 1)]  # the second has nobody after it and waits with its page
+    assert list(scheduler.waiting) == [third, late]
+    assert (third.num_held, second.num_held) == (0, 4)
+
+
+def test_a_prompt_is_cut_to_the_pages_that_are_left():
+    scheduler = Scheduler(max_tokens=6, page_size=4)
+    (job,) = jobs_of(scheduler, 15)
+    run(scheduler.schedule(free_slots=1, free_pages=4))
+    schedule = scheduler.schedule(free_slots=0, free_pages=0)
+    assert schedule.rows == [(job, 2)]
+    run(schedule)
+    assert scheduler.schedule(free_slots=0, free_pages=0).rows == []
+    assert scheduler.schedule(free_slots=0, free_pages=1).rows == [(job, 4)]
+
+
+def test_discard_finds_a_job_in_either_queue():
+    scheduler = Scheduler(max_tokens=4, page_size=4)
+    first, second = jobs_of(scheduler, 4, 4)
+    scheduler.schedule(free_slots=9, free_pages=9)
+    for job in (first, second, second):
+        scheduler.discard(job)
+    assert not scheduler.running
+    assert not scheduler.waiting
+
+
+def test_restart_keeps_the_order_of_arrival():
+    scheduler = Scheduler(max_tokens=8, page_size=4)
+    jobs = jobs_of(scheduler, 4, 4, 4)
+    run(scheduler.schedule(free_slots=9, free_pages=9))
+    scheduler.restart()
+    assert list(scheduler.waiting) == jobs
+    assert [job.num_held for job in jobs] == [0, 0, 0]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=12),
+    max_tokens=st.integers(1, 12),
+    page_size=st.integers(1, 5),
+    num_slots=st.integers(1, 5),
+    spare_pages=st.integers(0, 6),
+)
+def test_every_job_ends_in_order_within_the_limits(
+    lengths, max_tokens, page_size, num_slots, spare_pages
+):
+    """Pools from just large enough for the longest job upwards; steps are bounded."""
+
+    def pages(num_tokens):
+        return -(-num_tokens // page_size)
+
+    num_pages = max(pages(prompt + new - 1) for prompt, new in lengths) + spare_pages
+    scheduler = Scheduler(max_tokens=max_tokens, page_size=page_size)
+    jobs = jobs_of(scheduler, *[prompt for prompt, _ in lengths])
+    ends = {job: prompt + new for job, (prompt, new) in zip(jobs, lengths, strict=True)}
+    for _ in range(sum(prompt + new for prompt, new in lengths) * (len(jobs) + 1)):
+        used = sum(pages(job.num_held) for job in scheduler.running)
+        num_running = len(scheduler.running)
+        oldest = next(job for job in jobs if ends[job])
+        schedule = scheduler.schedule(
+            free_slots=num_slots - num_running, free_pages=num_pages - used
+        )
+        rows = [job for job, _ in schedule.rows]
+        assert len(set(rows)) == len(rows)
+        assert oldest in rows, "the oldest job always gets on"
+        assert sum(num_new for _, num_new in schedule.rows) <= max_tokens
+        assert len(scheduler.running) <= num_slots
+        run(schedule)
+        assert sum(pages(job.num_held) for job in scheduler.running) <= num_pages
+        assert scheduler.running + list(scheduler.waiting) == [job for job in jobs if ends[job]]
+        for job in rows:
+            if job.num_tokens == ends[job]:
+                scheduler.discard(job)
+                ends[job] = 0
+        if not any(ends.values()):
+            return
+    raise AssertionError("not every job ended")

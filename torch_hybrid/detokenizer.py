@@ -1,0 +1,85 @@
+"""Text as tokens come in: whole characters only, and an end at the first stop text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+UNFINISHED = "\ufffd"  # what decoders write for bytes that are not a whole character (yet)
+
+
+class Tokenizer(Protocol):
+    """What the engine uses of a tokenizer; those of transformers have it."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+class Detokenizer:
+    """The growing text of one request.
+
+    A token's text depends on its neighbours, so the last few tokens are decoded with and without
+    the new one, and what is longer by is new; the cost of a token does not grow with the text.
+
+    Args:
+        tokenizer: decodes.
+        stop: texts that end the request; ``text`` then ends before the first of them.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self.text = ""
+        self.is_stopped = False
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._tokens: list[int] = []  # the last few: those of the piece before, and new ones
+        self._num_context = 0  # how many of them are in the text already
+        self._num_given = 0  # characters that were returned
+
+    def add(self, token: int) -> str:
+        """Take a token; return the text that is certain now and was not before."""
+        self._tokens.append(token)
+        decoded = self._decode(self._tokens)
+        known = self._decode(self._tokens[: self._num_context])
+        if len(decoded) > len(known) and not decoded.endswith(UNFINISHED):
+            self._append(decoded[len(known) :])
+            del self._tokens[: self._num_context]
+            self._num_context = len(self._tokens)
+        return self._give(len(self.text) - self._num_withheld())
+
+    def finish(self) -> str:
+        """Return the rest: no further token comes."""
+        if not self.is_stopped:
+            known = self._decode(self._tokens[: self._num_context])
+            self._append(self._decode(self._tokens)[len(known) :])
+        return self._give(len(self.text))
+
+    def _append(self, piece: str) -> None:
+        """Add to the text, and cut it before the first stop text."""
+        longest = max(map(len, self._stop), default=1)
+        start = max(0, len(self.text) - longest + 1)
+        self.text += piece
+        found = [at for at in (self.text.find(stop, start) for stop in self._stop) if at >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self.is_stopped = True
+
+    def _num_withheld(self) -> int:
+        """Characters at the end that may turn out to begin a stop text."""
+        if self.is_stopped:
+            return 0
+        lengths = [
+            length
+            for stop in self._stop
+            for length in range(1, len(stop))
+            if self.text.endswith(stop[:length])
+        ]
+        return max(lengths, default=0)
+
+    def _give(self, end: int) -> str:
+        piece = self.text[self._num_given : end]
+        self._num_given = max(self._num_given, end)
+        return piece
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)
