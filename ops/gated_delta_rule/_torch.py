@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# exp of it is 0 in float32; a finite stand-in for a decay of -inf, whose differences are NaN.
+FULL_DECAY = -1e4
+
 
 def recurrent_gated_delta_rule(
     q: Tensor,
@@ -167,7 +170,7 @@ def _inside_chunks(
     q_c, k_c, v_c = (x.transpose(1, 2) for x in (q_c, k_c, v[token].float()))
     beta_c = (beta[token] * is_real).transpose(1, 2)[..., None]
     # In float64: a difference of two large sums must not lose a small decay between them.
-    G = (g[token] * is_real).transpose(1, 2).double().cumsum(-1)
+    G = (g[token].clamp(min=FULL_DECAY) * is_real).transpose(1, 2).double().cumsum(-1)
     D = (G[..., :, None] - G[..., None, :]).float().tril().exp().tril()
     e_G, e_left = G.float().exp()[..., None], (G[..., -1:] - G).float().exp()[..., None]
     system = beta_c * (k_c @ k_c.mT) * D

@@ -6,23 +6,36 @@ meant for decode; ``chunk_gated_delta_rule`` turns each chunk into matrix produc
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
 from torch_hybrid.ops.capability import Capability, Implementation
 from torch_hybrid.ops.gated_delta_rule.validate import check_inputs
+from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, define_op
 
 DEFAULT_CHUNK_SIZE = 32
 CHUNK_SIZES = (16, 32, 64, 128)
 
+_CPU = "torch_hybrid.ops.gated_delta_rule._cpu"
 _TORCH = "torch_hybrid.ops.gated_delta_rule._torch"
+_CPP_CAPABILITY = Capability(
+    devices=frozenset({"cpu"}),
+    dtypes=frozenset({torch.float32, torch.bfloat16}),
+    available=compiler_missing,
+)
 
 RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cpp": Implementation(
+        capability=_CPP_CAPABILITY, launcher=f"{_CPU}:recurrent_gated_delta_rule"
+    ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),
         launcher=f"{_TORCH}:recurrent_gated_delta_rule",
     ),
 }
 CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cpp": Implementation(capability=_CPP_CAPABILITY, launcher=f"{_CPU}:chunk_gated_delta_rule"),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),
         launcher=f"{_TORCH}:chunk_gated_delta_rule",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
 from torch_hybrid.ops.registration import check_shapes
 
 

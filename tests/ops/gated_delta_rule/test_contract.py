@@ -11,13 +11,6 @@ import expecttest
 import pytest
 import torch
 from torch import Tensor
-from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from torch_hybrid.ops.gated_delta_rule.op import (
-    CHUNK_IMPLEMENTATIONS,
-    CHUNK_SIZES,
-    RECURRENT_IMPLEMENTATIONS,
-)
-from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_reference
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from tests.ops.contract import (
@@ -27,6 +20,13 @@ from tests.ops.contract import (
     skip_reason,
 )
 from tests.ops.gated_delta_rule.cases import CASES, Case, Inputs, make_inputs, offsets
+from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from torch_hybrid.ops.gated_delta_rule.op import (
+    CHUNK_IMPLEMENTATIONS,
+    CHUNK_SIZES,
+    RECURRENT_IMPLEMENTATIONS,
+)
+from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_reference
 
 DEVICE = "cpu"
 
@@ -141,7 +141,7 @@ def test_it_is_as_exact_as_the_reference(form: Form, case: Case, dtype: torch.dt
 
 
 @every_form
-@pytest.mark.parametrize("decay", [0.0, -1e-3, -1.0, -20.0])
+@pytest.mark.parametrize("decay", [0.0, -1e-3, -1.0, -20.0, -torch.inf])
 def test_any_constant_decay(form: Form, decay: float):
     _assert_matches(form, _expect_decay(decay))
 
@@ -363,7 +363,9 @@ class TestSchemas(expecttest.TestCase):
             str(getattr(torch.ops.torch_hybrid, op.__name__).default._schema).replace(", ", "\n  ")
             for op in (recurrent_gated_delta_rule, chunk_gated_delta_rule)
         ]
-        self.assertExpectedInline("\n".join(schemas), """\
+        self.assertExpectedInline(
+            "\n".join(schemas),
+            """\
 torch_hybrid::recurrent_gated_delta_rule(Tensor q
   Tensor k
   Tensor v
@@ -390,4 +392,5 @@ torch_hybrid::chunk_gated_delta_rule(Tensor q
   float scale
   bool qk_l2norm
   int chunk_size
-  str impl) -> Tensor""")
+  str impl) -> Tensor""",
+        )

@@ -1,0 +1,87 @@
+// What both execution forms are given, and how they find their way in it.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "simd.h"
+
+namespace gdr {
+
+using th::LANES;
+using th::f32x16;
+
+// The arguments of an op as the launcher passes them; _Call in _cpu.py mirrors it field by field.
+struct Call {
+  const void *q, *k, *v;  // [T, H, K], [T, H, K], [T, HV, V] in the op's dtype
+  const float *g, *beta;  // [T, HV]
+  float* state;           // [S, HV, V, K]
+  const int32_t* cu_seqlens;
+  const int32_t* state_indices;
+  const bool* has_initial_state;
+  void* out;       // [T, HV, V], contiguous
+  float* scratch;  // scratch_floats() for each thread
+  int64_t num_tokens, num_seqs, num_k_heads, num_v_heads, k_dim, v_dim;
+  int64_t q_stride, k_stride, v_stride, g_stride, beta_stride;  // from token to token
+  int64_t chunk_size, num_threads;
+  float scale;
+  bool qk_l2norm, is_bf16;
+};
+
+// One sequence's share of a call, with typed pointers for value head j and key head h.
+template <typename T>
+struct Sequence {
+  const Call& call;
+  int64_t start, length, slot;
+  bool has_initial_state;
+
+  Sequence(const Call& call, int64_t n)
+      : call(call),
+        start(call.cu_seqlens[n]),
+        length(call.cu_seqlens[n + 1] - start),
+        slot(call.state_indices[n]),
+        has_initial_state(call.has_initial_state[n]) {}
+
+  const T* q(int64_t t, int64_t h) const {
+    return (const T*)call.q + (start + t) * call.q_stride + h * call.k_dim;
+  }
+  const T* k(int64_t t, int64_t h) const {
+    return (const T*)call.k + (start + t) * call.k_stride + h * call.k_dim;
+  }
+  const T* v(int64_t t, int64_t j) const {
+    return (const T*)call.v + (start + t) * call.v_stride + j * call.v_dim;
+  }
+  float g(int64_t t, int64_t j) const { return call.g[(start + t) * call.g_stride + j]; }
+  float beta(int64_t t, int64_t j) const { return call.beta[(start + t) * call.beta_stride + j]; }
+  T* out(int64_t t, int64_t j) const {
+    return (T*)call.out + ((start + t) * call.num_v_heads + j) * call.v_dim;
+  }
+  float* state(int64_t j) const {
+    return call.state + (slot * call.num_v_heads + j) * call.v_dim * call.k_dim;
+  }
+  void clear_out(int64_t j) const {
+    for (int64_t t = 0; t < length; ++t) std::memset(out(t, j), 0, call.v_dim * sizeof(T));
+  }
+};
+
+// to = from * factor, where factor is `scale`, over the length of `from` when `normalize`.
+template <typename T>
+TH_INLINE void load_key(const T* from, int64_t k_dim, bool normalize, float scale, float* to) {
+  const float norm = normalize ? std::sqrt(th::squared_norm(from, k_dim) + 1e-6f) : 1.0f;
+  const f32x16 factor = th::splat(scale / norm);
+  for (int64_t i = 0; i < k_dim; i += LANES) {
+    const int n = int(k_dim - i);
+    th::store(to + i, th::load(from + i, n) * factor, n);
+  }
+}
+
+// Outputs of the tokens past the last sequence; to be called by all threads of a team.
+template <typename T>
+void clear_padding(const Call& call) {
+  const int64_t row = call.num_v_heads * call.v_dim;
+#pragma omp for schedule(static) nowait
+  for (int64_t t = call.cu_seqlens[call.num_seqs]; t < call.num_tokens; ++t)
+    std::memset((T*)call.out + t * row, 0, row * sizeof(T));
+}
+
+}  // namespace gdr
