@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
 from torch_hybrid.ops.capability import Capability, Implementation
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
 
