@@ -291,22 +291,17 @@ class Engine:
         """Extend the rows' sequences and sample for those whose history is complete."""
         sequences: list[HeldSequence] = []
         tokens: list[list[int]] = []
-        complete: list[int] = []
-        for row, (request, num_new) in enumerate(rows):
+        for request, num_new in rows:
             assert request.sequence is not None
             held = request.num_held
             sequences.append(request.sequence)
             tokens.append(request.history[held : held + num_new])
-            if held + num_new == request.num_tokens:
-                complete.append(row)
         logits = self.runner.extend(sequences, tokens, logits="last")
         for request, num_new in rows:
             request.num_held += num_new
-        if len(complete) < len(rows):
-            logits = logits[complete]
-        sampled = [rows[row][0] for row in complete]
+        sampled = [request for request, _ in rows if request.num_held == request.num_tokens]
         drawn = sample(
-            logits,
+            logits[: len(sampled)],  # only the last row of a schedule can be incomplete
             [request.sampling for request in sampled],
             [request.generator for request in sampled],
         )

@@ -35,11 +35,16 @@ JobT = TypeVar("JobT", bound=Job)
 
 @dataclass(frozen=True, slots=True)
 class Schedule(Generic[JobT]):
-    """What one step runs, and what comes before it."""
+    """What one step runs, and what comes before it.
 
-    preempted: Sequence[JobT]  # their sequences are freed first
-    admitted: Sequence[JobT]  # then these get a sequence each
-    rows: Sequence[tuple[JobT, int]]  # and then each job runs so many of its missing tokens
+    The sequences of the preempted are freed, then the admitted get a sequence each, then each row
+    runs so many of its job's missing tokens: all of them, but for the last row, which may be a
+    prompt's chunk.
+    """
+
+    preempted: Sequence[JobT]
+    admitted: Sequence[JobT]
+    rows: Sequence[tuple[JobT, int]]
 
 
 class Scheduler(Generic[JobT]):

@@ -126,6 +126,7 @@ def test_every_job_ends_in_order_within_the_limits(
         assert oldest in rows, "the oldest job always gets on"
         assert sum(num_new for _, num_new in schedule.rows) <= max_tokens
         assert len(scheduler.running) <= num_slots
+        assert all(job.num_held + new == job.num_tokens for job, new in schedule.rows[:-1])
         run(schedule)
         assert sum(pages(job.num_held) for job in scheduler.running) <= num_pages
         assert scheduler.running + list(scheduler.waiting) == [job for job in jobs if ends[job]]
