@@ -1,0 +1,1 @@
+"""Compiling, capturing and running whole steps."""

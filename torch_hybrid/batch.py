@@ -147,6 +147,7 @@ def make_batch(
     state_indices: Sequence[int],
     page_size: int,
     positions: Tensor | None = None,
+    num_position_axes: int = 1,
 ) -> Batch:
     """Pack the new tokens of N sequences into a batch of CPU tensors.
 
@@ -156,7 +157,9 @@ def make_batch(
         page_table: [N, max_pages] int32, each row long enough for prefix and new tokens.
         state_indices: each sequence's recurrent slot.
         page_size: tokens in a page.
-        positions: [T] or [3, T] int64; by default each sequence counts on from its prefix.
+        positions: [T] or [num_position_axes, T] int64; by default each sequence counts on from
+            its prefix, alike on every axis.
+        num_position_axes: 1, or 3 for models with 3-D rotary positions.
     """
     query_lens = [len(new) for new in tokens]
     cu_seqlens = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
@@ -170,9 +173,13 @@ def make_batch(
         offset = torch.arange(num_tokens, dtype=torch.int32)
         position = offset + (prefix - cu_seqlens[:-1])[row_of_token]
     page = page_table[row_of_token, position // page_size]
+    if positions is None:
+        positions = position.long()
+        if num_position_axes > 1:
+            positions = positions.expand(num_position_axes, -1)
     return Batch(
         tokens=torch.tensor([token for new in tokens for token in new], dtype=torch.int64),
-        positions=position.long() if positions is None else positions,
+        positions=positions,
         slot_mapping=page * page_size + position % page_size,
         cu_seqlens=cu_seqlens,
         seq_lens=prefix + torch.tensor(query_lens, dtype=torch.int32),

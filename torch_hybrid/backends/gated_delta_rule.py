@@ -12,9 +12,9 @@ from torch_hybrid.backends.select import Backends, Choice, select
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.recurrent_state import RecurrentState
 from torch_hybrid.caches.sizes import PoolSizes
+from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.causal_conv1d import op as conv
 from torch_hybrid.ops.gated_delta_rule import op as rule
-from torch_hybrid.ops.capability import Need
 from torch_hybrid.specs import DeltaRuleSpec, LayerEntry
 
 

@@ -81,7 +81,9 @@ class HybridCache:
         self._owned: list[list[int]] = [[] for _ in range(max_seqs + 1)]
         self._lengths = [0] * (max_seqs + 1)
         self._broken = [False] * (max_seqs + 1)
-        self._page_table = torch.zeros(max_seqs + 1, self.num_pages, dtype=torch.int32)
+        # At least two pages wide: a graph that saw a single one would serve no other width.
+        width = max(self.num_pages, 2)
+        self._page_table = torch.zeros(max_seqs + 1, width, dtype=torch.int32)
 
     def allocate(self, count: int) -> list[Sequence]:
         """Take a slot for each of ``count`` new, empty sequences.
@@ -167,11 +169,11 @@ class HybridCache:
         for seq in seqs:
             self._broken[seq.slot] = True
 
-    def page_rows(self, seqs: Many[Sequence]) -> Tensor:
-        """[N, width] int32 page table of ``seqs`` on the host, as wide as the longest needs."""
-        width = max((len(self._owned[seq.slot]) for seq in seqs), default=0)
+    def page_rows(self, seqs: Many[Sequence], width: Callable[[int], int]) -> Tensor:
+        """[N, width(most pages of a sequence)] int32 page table of ``seqs``, on the host."""
+        used = max(len(self._owned[seq.slot]) for seq in seqs)
         slots = torch.tensor([seq.slot for seq in seqs], dtype=torch.int64)
-        return self._page_table[:, : max(width, 1)][slots]
+        return self._page_table[:, : width(used)][slots]
 
     def pool_tensors(self) -> list[Tensor]:
         """Every pool tensor, kind by kind."""

@@ -1,0 +1,133 @@
+"""Compile a step into one graph, and keep what is known of that graph.
+
+Dynamo traces the step whole (``fullgraph``: a graph break is an error), the passes run on its
+graph, and Inductor compiles the result. Guards are kept on the step's own inputs alone: weights
+and pools belong to the runner, which never replaces them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from torch_hybrid.graphs.clone_check import PoolClone, find_pool_clones
+from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, PassRecord, apply_passes
+from torch_hybrid.ops.registration import NAMESPACE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphRecord:
+    """One compiled graph: what is in it, what it cost, and whether it copies a pool."""
+
+    num_nodes: int
+    ops: Counter[str]  # "op[impl]" to number of calls
+    passes: tuple[PassRecord, ...]
+    pool_clones: tuple[PoolClone, ...]
+    seconds: float
+
+
+@dataclass(slots=True)
+class CompileLog:
+    """All graphs that were compiled for one runner, in order."""
+
+    graphs: list[GraphRecord] = field(default_factory=list)
+
+
+class StepBackend:
+    """A ``torch.compile`` backend: the passes, then Inductor, with a record of each graph.
+
+    Args:
+        log: where records go.
+        pool_sizes: numbers of elements of the state pools, to find copies of them.
+        passes: run in order on the Dynamo graph.
+        switched_off: names of passes to leave out.
+    """
+
+    def __init__(
+        self,
+        log: CompileLog,
+        *,
+        pool_sizes: Collection[int],
+        passes: Sequence[Pass] = DEFAULT_PASSES,
+        switched_off: Collection[str] = (),
+    ) -> None:
+        self._log = log
+        self._pool_sizes = pool_sizes
+        self._passes = passes
+        self._switched_off = switched_off
+
+    def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile one traced graph."""
+        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+        start = time.perf_counter()
+        sources: list[str] = []
+        ops: Counter[str] = Counter()
+
+        def compile_inner(graph: GraphModule, *args: Any, **options: Any) -> Any:
+            ops.update(_ops_of(graph))
+            compiled = compile_fx_inner(graph, *args, **options)
+            sources.append(compiled.source_code)
+            return compiled
+
+        records = apply_passes(module, self._passes, switched_off=self._switched_off)
+        num_nodes = len(module.graph.nodes)
+        # A hit in autograd's cache would skip Inductor, and with it the code to look at.
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            compiled: Callable[..., Any] = compile_fx(module, inputs, inner_compile=compile_inner)
+        clones = [c for source in sources for c in find_pool_clones(source, self._pool_sizes)]
+        self._log.graphs.append(
+            GraphRecord(
+                num_nodes=num_nodes,
+                ops=ops,
+                passes=tuple(records),
+                pool_clones=tuple(clones),
+                seconds=time.perf_counter() - start,
+            )
+        )
+        return compiled
+
+
+def _ops_of(graph: GraphModule) -> Counter[str]:
+    """Calls of this package's ops by implementation, in a functionalized graph."""
+    ops: Counter[str] = Counter()
+    for node in graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        target = (
+            str(node.args[0]) if "auto_functionalized" in str(node.target) else str(node.target)
+        )
+        if target.startswith(f"{NAMESPACE}."):
+            name = target.split(".")[1]
+            ops[f"{name}[{node.kwargs.get('impl')}]"] += 1
+    return ops
+
+
+def compile_step(step: Callable[..., Any], backend: StepBackend) -> Callable[..., Any]:
+    """Compile ``step(inputs, caches)`` for all sizes of its inputs.
+
+    ``inputs`` is guarded: other sizes or other constants in it are another graph. ``caches`` and
+    all that ``step`` closes over are not: they must stay the same objects.
+    """
+
+    def is_guarded(entry: Any) -> bool:
+        name = entry.name.removeprefix("L['").replace("']", "", 1)
+        return not entry.name or name.startswith("inputs") or entry.guard_type == "SHAPE_ENV"
+
+    def guard_filter(entries: Sequence[Any]) -> list[bool]:
+        return [is_guarded(entry) for entry in entries]
+
+    compiled: Callable[..., Any] = torch.compile(
+        step,
+        backend=backend,
+        fullgraph=True,
+        dynamic=True,
+        options={"guard_filter_fn": guard_filter},
+    )
+    return compiled

@@ -1,0 +1,414 @@
+"""The runner: a model, its pools and its compiled steps, driven by hand or by an engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torch_hybrid.backends.hybrid import Plan, Step, make_backends, plan_all
+from torch_hybrid.backends.mode import Mode
+from torch_hybrid.backends.select import Backends
+from torch_hybrid.batch import Batch, make_batch, pad_to
+from torch_hybrid.caches.hybrid import HybridCache, LayerCache, Sequence
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.graphs.buckets import Bucket, doubling, round_up, token_sizes
+from torch_hybrid.graphs.clone_check import PoolClone
+from torch_hybrid.graphs.compile import CompileLog, GraphRecord, StepBackend, compile_step
+from torch_hybrid.graphs.static_inputs import StaticInputs
+from torch_hybrid.ops.gated_delta_rule import DEFAULT_CHUNK_SIZE
+from torch_hybrid.specs import LayerTable
+
+Logits = Literal["last", "all"]
+# Sizes that a graph is traced with: distinct, so that no two symbols are taken for one.
+_TRACED = {Mode.DECODE: (8, 8), Mode.EXTEND: (5, 512)}
+_TRACED_PAGES = 11
+
+
+class Model(Protocol):
+    """What a runner needs of a model."""
+
+    table: LayerTable
+    vocab_size: int
+    num_position_axes: int
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def __call__(self, tokens: Tensor, positions: Tensor, step: Step) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """All of a step's input that changes from step to step."""
+
+    batch: Batch
+    plans: dict[str, Plan]
+
+
+pytree.register_dataclass(Inputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a runner compiled so far.
+
+    ``graphs`` is by step variant; ``recompiles`` counts graphs beyond the one that each variant
+    needs; ``ops`` counts calls by ``op[implementation]`` in one step of each variant.
+    """
+
+    graphs: Mapping[str, GraphRecord]
+    recompiles: int
+    graph_breaks: int
+    captured_graphs: tuple[str, ...]
+    pool_bytes: int
+    static_input_bytes: int
+
+    @property
+    def compiles(self) -> int:
+        """How many graphs were compiled."""
+        return len(self.graphs) + self.recompiles
+
+    @property
+    def ops(self) -> Mapping[str, Counter[str]]:
+        """Calls by op and implementation, for each variant."""
+        return {variant: graph.ops for variant, graph in self.graphs.items()}
+
+    @property
+    def pool_clones(self) -> tuple[PoolClone, ...]:
+        """Copies of a whole pool in the compiled code; none is right."""
+        return tuple(clone for graph in self.graphs.values() for clone in graph.pool_clones)
+
+
+class Runner:
+    """Serves ragged batches of sequences with one compiled graph per kind of step.
+
+    Args:
+        model: from ``from_pretrained`` or ``adapt``.
+        max_seqs: sequences that can be held at once.
+        max_tokens: most new tokens in one ``extend``; longer prompts come in chunks.
+        kv_tokens: tokens that all sequences together can hold.
+        page_size: tokens in a page of the KV pool.
+        compile: compile the steps; without, the same code runs eagerly.
+        cuda_graphs: "auto" or "off"; nothing is captured yet.
+        two_batch_overlap: "off" or "auto"; overlap is not offered yet.
+        backends: implementations to take, by name.
+
+    Raises:
+        UnsupportedError: no implementation can serve a layer of the model.
+        ValueError: a size is too small to hold anything.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        max_seqs: int = 64,
+        max_tokens: int = 2048,
+        kv_tokens: int = 65536,
+        page_size: int = 16,
+        compile: bool = True,
+        cuda_graphs: Literal["auto", "off"] = "auto",
+        two_batch_overlap: Literal["auto", "off"] = "off",
+        backends: Backends | None = None,
+    ) -> None:
+        if max_tokens < DEFAULT_CHUNK_SIZE:
+            raise ValueError(
+                f"max_tokens must hold at least one chunk of {DEFAULT_CHUNK_SIZE} tokens, "
+                f"got {max_tokens}"
+            )
+        for name, value in (("cuda_graphs", cuda_graphs), ("two_batch_overlap", two_batch_overlap)):
+            if value not in ("auto", "off"):
+                raise UnsupportedError(f"{name} must be 'auto' or 'off', got {value!r}")
+        self.model = model
+        self.max_seqs, self.max_tokens, self.page_size = max_seqs, max_tokens, page_size
+        self.vocab_size = model.vocab_size
+        self.compile = compile
+        self._cache = HybridCache(
+            model.table,
+            max_seqs=max_seqs,
+            kv_tokens=kv_tokens,
+            page_size=page_size,
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self.backends = make_backends(model.table, self._cache.sizes, backends or Backends())
+        self._page_sizes = doubling(2, max(self._cache.num_pages, 2))
+        self._seq_sizes = doubling(2, max(max_seqs, 2))
+        self._token_sizes = token_sizes(max_tokens)
+        self._inputs = {
+            mode: StaticInputs(self._null_inputs(mode, self._largest(mode)), model.device)
+            for mode in Mode
+        }
+        self._log = CompileLog()
+        self._variants: dict[str, int] = {}  # variant to its graph's place in the log
+        self._breaks_before = _count_graph_breaks()
+        self._steps = self._make_steps()
+
+    @property
+    def max_seq_len(self) -> int:
+        """Most tokens that one sequence can hold."""
+        return self._cache.num_pages * self.page_size
+
+    @property
+    def free_slots(self) -> int:
+        """How many more sequences can be made."""
+        return self._cache.slots.num_free
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages of the KV pool nobody owns."""
+        return self._cache.pages.num_free
+
+    @property
+    def cache(self) -> HybridCache:
+        """The pools, and who owns what in them."""
+        return self._cache
+
+    def new_sequences(self, count: int) -> list[Sequence]:
+        """Take a state slot for each of ``count`` new, empty sequences.
+
+        Raises:
+            CapacityError: fewer slots are free.
+        """
+        if count < 0:
+            raise ValueError(f"count must not be negative, got {count}")
+        return self._cache.allocate(count)
+
+    def free(self, seqs: Many[Sequence]) -> None:
+        """Give back the slots and pages of sequences, all or none.
+
+        Raises:
+            ValueError: a sequence was freed before, belongs to another runner, or comes twice.
+        """
+        self._cache.free(seqs)
+
+    def length(self, seq: Sequence) -> int:
+        """How many tokens a sequence holds."""
+        return self._cache.length(seq)
+
+    def pages_needed(self, seq: Sequence, num_new_tokens: int) -> int:
+        """How many more pages ``extend`` would take for that many new tokens."""
+        return self._cache.pages_needed(seq, num_new_tokens)
+
+    def extend(
+        self,
+        seqs: Many[Sequence],
+        tokens: Many[Many[int]],
+        *,
+        logits: Logits = "last",
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Append new tokens to sequences, in one step, and return logits.
+
+        Any mix of lengths; one token each is a decode step. Several calls on one sequence are
+        chunked prefill. Nothing changes if an error is raised before the step runs; if the step
+        itself is cut off (Ctrl-C), its sequences can only be freed.
+
+        Args:
+            seqs: N distinct live sequences.
+            tokens: the new tokens of each, at least one, ``max_tokens`` in all at most.
+            logits: "last" for those after each sequence's last token, "all" for every token.
+            positions: [3, T] int64 rotary positions of the packed tokens, for models with 3-D
+                positions; by default all three axes count each sequence on.
+
+        Returns:
+            [N, vocab_size] in the order of ``seqs``, or [T, vocab_size] for "all".
+
+        Raises:
+            ValueError: an argument is not as above.
+            CapacityError: the KV pool has too few free pages.
+        """
+        lengths = [len(new) for new in tokens]
+        self._check_extend(seqs, tokens, lengths, logits, positions)
+        self._cache.reserve(seqs, lengths)
+        mode = Mode.DECODE if max(lengths) == 1 else Mode.EXTEND
+        inputs = self._inputs[mode].refresh(self._plan(seqs, tokens, positions, mode))
+        try:
+            out = self._run(mode, logits, inputs)
+        except BaseException:
+            self._cache.mark_broken(seqs)
+            raise
+        self._cache.commit(seqs, lengths)
+        return out[: sum(lengths) if logits == "all" else len(seqs)]
+
+    def warm_up(self, on_variant: Callable[[str], None] | None = None) -> None:
+        """Compile every variant of a step ahead of time; a no-op for those compiled already.
+
+        ``on_variant`` is called with the name of each variant before it is compiled.
+        """
+        for mode, num_seqs in ((Mode.DECODE, 1), (Mode.DECODE, 2), (Mode.EXTEND, 2)):
+            if num_seqs <= self.max_seqs or mode is Mode.EXTEND:
+                variant = _variant(mode, "last", num_seqs)
+                if on_variant is not None:
+                    on_variant(variant)
+                self._compile(variant, mode, "last", num_seqs)
+
+    def report(self) -> Report:
+        """What was compiled so far, and what is in it."""
+        graphs = {name: self._log.graphs[i] for name, i in self._variants.items()}
+        return Report(
+            graphs=graphs,
+            recompiles=len(self._log.graphs) - len(graphs),
+            graph_breaks=_count_graph_breaks() - self._breaks_before,
+            captured_graphs=(),
+            pool_bytes=sum(pool.nbytes for pool in self._cache.pool_tensors()),
+            static_input_bytes=sum(inputs.nbytes for inputs in self._inputs.values()),
+        )
+
+    def _plan(
+        self,
+        seqs: Many[Sequence],
+        tokens: Many[Many[int]],
+        positions: Tensor | None,
+        mode: Mode,
+    ) -> Inputs:
+        """The inputs of a step on the host, padded to their bucket."""
+        page_table = self._cache.page_rows(seqs, lambda width: round_up(width, self._page_sizes))
+        batch = make_batch(
+            tokens,
+            prefix_lens=self._cache.lengths(seqs),
+            page_table=page_table,
+            state_indices=[seq.slot for seq in seqs],
+            page_size=self.page_size,
+            positions=positions,
+            num_position_axes=self.model.num_position_axes,
+        )
+        if mode is Mode.EXTEND:
+            batch = pad_to(
+                batch,
+                num_seqs=round_up(batch.num_seqs, self._seq_sizes),
+                num_tokens=round_up(batch.num_tokens, self._token_sizes),
+            )
+        return Inputs(batch=batch, plans=plan_all(self.backends, batch, mode))
+
+    def _run(self, mode: Mode, logits: Logits, inputs: Inputs) -> Tensor:
+        num_seqs = inputs.batch.num_seqs
+        if self.compile:
+            self._compile(_variant(mode, logits, num_seqs), mode, logits, num_seqs)
+        with torch.inference_mode():
+            out: Tensor = self._steps[mode, logits](inputs, self._cache.pools)
+        return out
+
+    def _compile(self, variant: str, mode: Mode, logits: Logits, num_seqs: int) -> None:
+        """Trace and compile one variant on a step of null sequences, which changes no state."""
+        if variant in self._variants or not self.compile:
+            return
+        traced_seqs, traced_tokens = (1, 1) if num_seqs == 1 else _TRACED[mode]
+        bucket = Bucket(num_seqs=traced_seqs, num_tokens=traced_tokens, num_pages=_TRACED_PAGES)
+        inputs = pytree.tree_map(
+            lambda leaf: leaf.to(self.model.device), self._null_inputs(mode, bucket)
+        )
+        if inputs.batch.positions.ndim == 2:
+            torch._dynamo.mark_static(inputs.batch.positions, 0)
+        place = len(self._log.graphs)
+        with torch.inference_mode():
+            self._steps[mode, logits](inputs, self._cache.pools)
+        self._variants[variant] = place
+
+    def _make_steps(self) -> dict[tuple[Mode, Logits], Callable[[Inputs, Any], Tensor]]:
+        pools = self._cache.pool_tensors()
+        for pool in pools:
+            torch._dynamo.mark_static(pool)
+        backend = StepBackend(self._log, pool_sizes={pool.numel() for pool in pools})
+        steps: dict[tuple[Mode, Logits], Callable[[Inputs, Any], Tensor]] = {}
+        for mode in Mode:
+            for logits in ("last", "all"):
+                step = _make_step(self.model, gather_last=mode is Mode.EXTEND and logits == "last")
+                steps[mode, logits] = compile_step(step, backend) if self.compile else step
+        return steps
+
+    def _null_inputs(self, mode: Mode, bucket: Bucket) -> Inputs:
+        """A step of empty sequences, all padding: it reads and writes no state."""
+        axes = self.model.num_position_axes
+        num_tokens = (bucket.num_tokens,)
+        int32 = {"dtype": torch.int32}
+        batch = Batch(
+            tokens=torch.zeros(num_tokens, dtype=torch.int64),
+            positions=torch.zeros(
+                num_tokens if axes == 1 else (axes, *num_tokens), dtype=torch.int64
+            ),
+            slot_mapping=torch.zeros(num_tokens, **int32),
+            cu_seqlens=torch.zeros(bucket.num_seqs + 1, **int32),
+            seq_lens=torch.zeros(bucket.num_seqs, **int32),
+            page_table=torch.zeros(bucket.num_seqs, bucket.num_pages, **int32),
+            state_indices=torch.zeros(bucket.num_seqs, **int32),
+        )
+        return Inputs(batch=batch, plans=plan_all(self.backends, batch, mode))
+
+    def _largest(self, mode: Mode) -> Bucket:
+        num_tokens = self.max_seqs if mode is Mode.DECODE else self.max_tokens
+        return Bucket(
+            num_seqs=self._seq_sizes[-1], num_tokens=num_tokens, num_pages=self._page_sizes[-1]
+        )
+
+    def _check_extend(
+        self,
+        seqs: Many[Sequence],
+        tokens: Many[Many[int]],
+        lengths: Many[int],
+        logits: str,
+        positions: Tensor | None,
+    ) -> None:
+        if not seqs or len(seqs) != len(tokens):
+            raise ValueError(
+                f"tokens must have one list for each of at least one sequence, "
+                f"got {len(tokens)} lists for {len(seqs)} sequences"
+            )
+        if logits not in ("last", "all"):
+            raise ValueError(f"logits must be 'last' or 'all', got {logits!r}")
+        if min(lengths) == 0:
+            raise ValueError(f"every sequence needs at least one new token, got {lengths}")
+        if sum(lengths) > self.max_tokens:
+            raise ValueError(
+                f"at most max_tokens = {self.max_tokens} new tokens fit one step, got "
+                f"{sum(lengths)}: extend in chunks"
+            )
+        lowest, highest = min(map(min, tokens)), max(map(max, tokens))
+        if lowest < 0 or highest >= self.vocab_size:
+            bad = lowest if lowest < 0 else highest
+            raise ValueError(f"token ids must be within 0 and {self.vocab_size - 1}, got {bad}")
+        if positions is not None:
+            axes = self.model.num_position_axes
+            shape = (sum(lengths),) if axes == 1 else (axes, sum(lengths))
+            if tuple(positions.shape) != shape or positions.dtype != torch.int64:
+                raise ValueError(
+                    f"positions must be int64 of shape {list(shape)}, "
+                    f"got {positions.dtype} of shape {list(positions.shape)}"
+                )
+        self._cache.check_usable(seqs)
+
+
+def _make_step(
+    model: Model, *, gather_last: bool
+) -> Callable[[Inputs, dict[str, tuple[LayerCache, ...]]], Tensor]:
+    def step(inputs: Inputs, caches: dict[str, tuple[LayerCache, ...]]) -> Tensor:
+        batch = inputs.batch
+        layers = Step(plans=inputs.plans, caches=caches, table=model.table)
+        hidden = model(batch.tokens, batch.positions, layers)
+        if gather_last:
+            hidden = hidden[(batch.cu_seqlens[1:].long() - 1).clamp(min=0)]
+        return model.logits(hidden)
+
+    return step
+
+
+def _variant(mode: Mode, logits: Logits, num_seqs: int) -> str:
+    if mode is Mode.DECODE:
+        return "decode one" if num_seqs == 1 else "decode many"
+    return "extend" if logits == "last" else "extend, all logits"
+
+
+def _count_graph_breaks() -> int:
+    return sum(torch._dynamo.utils.counters["graph_break"].values())

@@ -1,0 +1,78 @@
+"""Tensors at fixed addresses that a captured or compiled step reads, refreshed at every step.
+
+All leaves of the step's value live in one packed buffer, laid out for the largest bucket, so that a
+refresh is one copy to the device. A bucket's leaf is a contiguous view of the head of its region,
+and a refresh writes all of it: nothing of an earlier, larger step can be left over.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+_ALIGNMENT = 64  # bytes; what vector loads of generated code may assume
+
+
+class StaticInputs:
+    """Static storage for values of one pytree structure.
+
+    Args:
+        largest: a value whose leaves are as large as they ever get. Leaves that are the same
+            tensor stay one tensor.
+        device: where the step runs.
+    """
+
+    def __init__(self, largest: Any, device: torch.device) -> None:
+        leaves, self._structure = pytree.tree_flatten(largest)
+        first: dict[int, int] = {}
+        self._source = [first.setdefault(id(leaf), i) for i, leaf in enumerate(leaves)]
+        self._dtypes = [leaf.dtype for leaf in leaves]
+        # Small leaves first: the copy to the device stops at the last byte that is in use.
+        unique = sorted(first.values(), key=lambda i: leaves[i].nbytes)
+        self._capacity = {i: leaves[i].nbytes for i in unique}
+        padded = [-(-self._capacity[i] // _ALIGNMENT) * _ALIGNMENT for i in unique]
+        ends = list(accumulate(padded))
+        self._offsets = dict(zip(unique, [0, *ends[:-1]], strict=True))
+        self._host = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._device = self._host if device.type == "cpu" else self._host.to(device)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the packed buffer on the device."""
+        return self._device.nbytes
+
+    def refresh(self, value: Any) -> Any:
+        """Copy a value in, and return the same value made of views of the static storage.
+
+        Args:
+            value: host tensors, in the structure of ``largest``, no leaf larger than there.
+
+        Raises:
+            ValueError: another structure, or a leaf that does not fit.
+        """
+        leaves, structure = pytree.tree_flatten(value)
+        if structure != self._structure:
+            raise ValueError(f"expected a value of structure {self._structure}, got {structure}")
+        views: dict[int, Tensor] = {}
+        used = 0
+        for i, offset in self._offsets.items():
+            leaf = leaves[i]
+            if leaf.nbytes > self._capacity[i] or leaf.dtype != self._dtypes[i]:
+                raise ValueError(
+                    f"leaf {i} must be {self._dtypes[i]} of at most {self._capacity[i]} bytes, "
+                    f"got {leaf.dtype} of {leaf.nbytes}"
+                )
+            _view(self._host, offset, leaf).copy_(leaf)
+            views[i] = _view(self._device, offset, leaf)
+            used = max(used, offset + leaf.nbytes)
+        if self._device is not self._host:
+            self._device[:used].copy_(self._host[:used], non_blocking=True)
+        return pytree.tree_unflatten([views[i] for i in self._source], structure)
+
+
+def _view(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
+    return buffer[offset : offset + like.nbytes].view(like.dtype).view(like.shape)
