@@ -6,12 +6,21 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
 
 ACTIVATIONS = ("none", "silu")
 MIN_WIDTH, MAX_WIDTH = 2, 8
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cpp": Implementation(
+        capability=Capability(
+            devices=frozenset({"cpu"}),
+            dtypes=frozenset({torch.float32, torch.bfloat16}),
+            available=compiler_missing,
+        ),
+        launcher="torch_hybrid.ops.causal_conv1d._cpu:causal_conv1d",
+    ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),
         launcher="torch_hybrid.ops.causal_conv1d._torch:causal_conv1d",

@@ -1,0 +1,108 @@
+"""Inputs of the causal convolution: shapes of real models and odd small ones.
+
+Legend: N sequences, T tokens, C channels, W width, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Lengths of the sequences, and the shape of one layer."""
+
+    lengths: tuple[int, ...]
+    channels: int = 40
+    width: int = 4
+    has_bias: bool = False
+    activation: str = "silu"
+    num_padding_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """The tensors of a call, in the op's order, and its activation."""
+
+    x: Tensor  # [T, C]
+    weight: Tensor  # [C, W]
+    bias: Tensor | None  # [C]
+    conv_state: Tensor  # [S, W - 1, C]
+    cu_seqlens: Tensor  # [N + 1]
+    state_indices: Tensor  # [N]
+    has_initial_state: Tensor  # [N]
+    activation: str = "silu"
+
+    def args(self) -> tuple[Tensor | None, ...]:
+        return (
+            self.x,
+            self.weight,
+            self.bias,
+            self.conv_state,
+            self.cu_seqlens,
+            self.state_indices,
+            self.has_initial_state,
+        )
+
+    def copy(self) -> Inputs:
+        """The same inputs with a state of their own."""
+        return replace(self, conv_state=self.conv_state.clone())
+
+    def exact(self) -> Inputs:
+        """The same values in float64."""
+        return replace(
+            self,
+            x=self.x.double(),
+            weight=self.weight.double(),
+            bias=None if self.bias is None else self.bias.double(),
+            conv_state=self.conv_state.double(),
+        )
+
+
+CASES = {
+    "one_token": Case(lengths=(1,), channels=16),
+    "decode": Case(lengths=(1,) * 5, channels=48),
+    "mixed": Case(lengths=(5, 0, 1, 70, 3, 2, 64), num_padding_tokens=3),
+    "shorter_than_the_state": Case(lengths=(1, 2, 3, 4, 5, 6, 7), width=8, has_bias=True),
+    "width_2": Case(lengths=(3, 1), channels=7, width=2, activation="none"),
+    "width_3": Case(lengths=(3, 1), channels=1, width=3, has_bias=True, activation="none"),
+    "width_5": Case(lengths=(9, 2), channels=33, width=5),
+    "width_6": Case(lengths=(9, 2), channels=15, width=6, has_bias=True),
+    "width_7": Case(lengths=(9, 2), channels=17, width=7),
+    "qwen3_next": Case(lengths=(1, 130, 16), channels=8192),
+}
+
+
+def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
+    """Random inputs; x is a slice of a wider tensor, as a model's projection gives it.
+
+    Slots that no sequence starts from hold NaN: those of new sequences, and the null slot.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    num_seqs, num_slots = len(case.lengths), len(case.lengths) + 3
+    num_tokens, past = sum(case.lengths) + case.num_padding_tokens, case.width - 1
+    projected = torch.randn(num_tokens, case.channels + 24, generator=rng).to(dtype)
+    conv_state = torch.randn(num_slots, past, case.channels, generator=rng).to(dtype)
+    state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
+    has_initial_state = torch.arange(num_seqs) % 3 != 1
+    conv_state[state_indices[~has_initial_state]] = torch.nan
+    conv_state[0] = torch.nan
+    bias = torch.randn(case.channels, generator=rng).to(dtype)
+    return Inputs(
+        x=projected[:, : case.channels],
+        weight=torch.randn(case.channels, case.width, generator=rng).to(dtype),
+        bias=bias if case.has_bias else None,
+        conv_state=conv_state,
+        cu_seqlens=offsets(case.lengths),
+        state_indices=state_indices.int(),
+        has_initial_state=has_initial_state,
+        activation=case.activation,
+    )
+
+
+def offsets(lengths: tuple[int, ...] | list[int]) -> Tensor:
+    """cu_seqlens of these lengths."""
+    return torch.tensor([0, *lengths]).cumsum(0).int()

@@ -1,0 +1,285 @@
+"""What every implementation of the causal convolution is held to."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+
+import expecttest
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
+
+from tests.ops.causal_conv1d.cases import CASES, Case, Inputs, make_inputs, offsets
+from tests.ops.contract import (
+    assert_traces_once,
+    assert_within_budget,
+    pool_clones,
+    skip_reason,
+)
+from torch_hybrid.ops.causal_conv1d import causal_conv1d
+from torch_hybrid.ops.causal_conv1d.op import IMPLEMENTATIONS
+from torch_hybrid.ops.causal_conv1d.reference import causal_conv1d_reference
+
+DEVICE = "cpu"
+
+every_impl = pytest.mark.parametrize(
+    "impl",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(reason is not None, reason=reason or "it runs here"),
+        )
+        for name, implementation in IMPLEMENTATIONS.items()
+        for reason in [skip_reason(implementation, DEVICE)]
+    ],
+)
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What the reference makes of inputs, in float64 and in their own dtype."""
+
+    inputs: Inputs
+    exact: Inputs
+    out_exact: Tensor
+    reference: Inputs
+    out_reference: Tensor
+
+    def check(self, out: Tensor, conv_state: Tensor) -> None:
+        assert out.dtype == self.inputs.x.dtype
+        assert_within_budget(out, self.out_exact, self.out_reference)
+        slots = _written_slots(self.inputs)
+        assert torch.equal(conv_state[slots], self.reference.conv_state[slots])
+
+
+@cache
+def _expect(case: Case, dtype: torch.dtype) -> Expected:
+    inputs = make_inputs(case, dtype)
+    exact, reference = inputs.exact(), inputs.copy()
+    return Expected(
+        inputs=inputs,
+        exact=exact,
+        out_exact=causal_conv1d_reference(*exact.args(), activation=case.activation),
+        reference=reference,
+        out_reference=causal_conv1d_reference(*reference.args(), activation=case.activation),
+    )
+
+
+def _written_slots(inputs: Inputs) -> Tensor:
+    is_written = (inputs.cu_seqlens.diff() > 0) & (inputs.state_indices > 0)
+    return inputs.state_indices[is_written]
+
+
+def _run(inputs: Inputs, impl: str) -> Tensor:
+    return causal_conv1d(*inputs.args(), activation=inputs.activation, impl=impl)
+
+
+@every_impl
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_it_is_as_exact_as_the_reference(impl: str, case: Case, dtype: torch.dtype):
+    expected = _expect(case, dtype)
+    inputs = expected.inputs.copy()
+    expected.check(_run(inputs, impl), inputs.conv_state)
+
+
+@every_impl
+def test_segments_are_the_whole(impl: str):
+    """Cutting a sequence anywhere, also into pieces shorter than the state, changes nothing."""
+    whole = make_inputs(Case(lengths=(150,), width=5, has_bias=True))
+    segmented = whole.copy()
+    outs = []
+    for start, end in [(0, 1), (1, 3), (3, 50), (50, 52), (52, 150)]:
+        piece = replace(segmented, x=whole.x[start:end], cu_seqlens=offsets([end - start]))
+        outs.append(_run(piece, impl))
+    torch.testing.assert_close(torch.cat(outs), _run(whole, impl))
+    slots = whole.state_indices
+    assert torch.equal(segmented.conv_state[slots], whole.conv_state[slots])
+
+
+@every_impl
+def test_padding_changes_nothing(impl: str):
+    """Padding tokens, empty sequences and sequences in the null slot: zeros, nothing else."""
+    plain = make_inputs(CASES["mixed"])
+    num_tokens = int(plain.cu_seqlens[-1])
+    plain = replace(plain, x=plain.x[:num_tokens])
+    padded = replace(
+        plain.copy(),
+        x=torch.cat([plain.x, plain.x[:6]]),
+        cu_seqlens=torch.cat([plain.cu_seqlens, plain.cu_seqlens[-1] + torch.tensor([0, 2])]).int(),
+        state_indices=torch.cat([plain.state_indices, torch.zeros(2, dtype=torch.int32)]),
+        has_initial_state=torch.cat([plain.has_initial_state, torch.tensor([True, False])]),
+    )
+    out_plain, out_padded = _run(plain, impl), _run(padded, impl)
+    torch.testing.assert_close(out_padded[:num_tokens], out_plain)
+    assert torch.equal(out_padded[num_tokens:], torch.zeros_like(out_padded[num_tokens:]))
+    _assert_same_state(padded, plain)
+
+
+@every_impl
+def test_order_of_sequences_does_not_matter(impl: str):
+    inputs = make_inputs(replace(CASES["mixed"], num_padding_tokens=0))
+    order = torch.tensor([3, 6, 0, 5, 1, 4, 2])
+    spans = [torch.arange(a, b) for a, b in inputs.cu_seqlens.unfold(0, 2, 1).tolist()]
+    tokens = torch.cat([spans[n] for n in order])
+    shuffled = replace(
+        inputs.copy(),
+        x=inputs.x[tokens],
+        cu_seqlens=offsets([len(spans[n]) for n in order]),
+        state_indices=inputs.state_indices[order],
+        has_initial_state=inputs.has_initial_state[order],
+    )
+    out, out_shuffled = _run(inputs, impl), _run(shuffled, impl)
+    assert torch.equal(out_shuffled, out[tokens])
+    _assert_same_state(shuffled, inputs)
+
+
+@every_impl
+def test_no_other_slot_changes(impl: str):
+    """Canaries in the null slot, the slots of empty sequences, those of nobody and the last."""
+    inputs = make_inputs(replace(CASES["mixed"], lengths=(5, 0, 1, 40)))
+    canary = torch.arange(inputs.conv_state.numel(), dtype=torch.float32)
+    canary = canary.view_as(inputs.conv_state)
+    inputs = replace(inputs, conv_state=canary.clone())
+    others = torch.ones(len(canary), dtype=torch.bool)
+    others[_written_slots(inputs).long()] = False
+    assert others[-1]
+    _run(inputs, impl)
+    assert torch.equal(inputs.conv_state[others], canary[others])
+    assert not (inputs.conv_state[~others] == canary[~others]).flatten(1).all(1).any()
+
+
+@every_impl
+@pytest.mark.parametrize("lengths", [(), (0,), (0, 0)], ids=str)
+def test_nothing_to_do(impl: str, lengths: tuple[int, ...]):
+    inputs = make_inputs(Case(lengths=lengths, num_padding_tokens=2))
+    before = inputs.copy()
+    assert torch.equal(_run(inputs, impl), torch.zeros(2, 40))
+    _assert_same_state(inputs, before)
+
+
+@every_impl
+def test_opcheck(impl: str):
+    for case in (CASES["mixed"], replace(CASES["mixed"], has_bias=True, activation="none")):
+        inputs = make_inputs(case)
+        inputs = replace(inputs, conv_state=inputs.conv_state.nan_to_num())
+        options = {"activation": case.activation, "impl": impl}
+        torch.library.opcheck(torch.ops.torch_hybrid.causal_conv1d.default, inputs.args(), options)
+
+
+@every_impl
+def test_one_trace_serves_all_batches(impl: str):
+    def step(*args: Tensor) -> Tensor:
+        return causal_conv1d(*args, activation="silu", impl=impl) * 2
+
+    batches = [
+        [*make_inputs(Case(lengths=lengths)).args()]
+        for lengths in [(3, 1, 2, 5, 1, 1, 7), (1,) * 4, (5, 6), (40, 1, 1, 7, 9)]
+    ]
+    conv_state = torch.randn(23, *batches[0][3].shape[1:])
+    for batch in batches:
+        batch[3] = conv_state
+    assert_traces_once(step, batches)
+
+
+@pytest.mark.slow
+@every_impl
+def test_no_clone_of_the_state_pool(impl: str):
+    def step(*args: Tensor) -> Tensor:
+        return causal_conv1d(*args, activation="silu", impl=impl) * 2
+
+    inputs = make_inputs(CASES["mixed"])
+    assert pool_clones(step, inputs.args(), [inputs.conv_state]) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x": torch.zeros(8, 2, 20)}, "x must have 2 dimensions, got [8, 2, 20]"),
+        ({"weight": torch.zeros(40, 9)}, "weight must have width 2 to 8, got 9"),
+        ({"weight": torch.zeros(32, 4)}, "weight must have shape [40, 4], got [32, 4]"),
+        ({"bias": torch.zeros(4)}, "bias must have shape [40], got [4]"),
+        (
+            {"conv_state": torch.zeros(5, 4, 40)},
+            "conv_state must have shape [5, 3, 40], got [5, 4, 40]",
+        ),
+        (
+            {"conv_state": torch.zeros(5, 3, 40).half()},
+            "conv_state must have dtype torch.float32, got torch.float16",
+        ),
+        (
+            {"has_initial_state": torch.zeros(2)},
+            "has_initial_state must have dtype torch.bool, got torch.float32",
+        ),
+        ({"x": torch.zeros(40, 8).T}, "x must have contiguous rows, got strides [1, 8]"),
+        (
+            {"conv_state": torch.zeros(5, 40, 3).mT},
+            "conv_state must be contiguous, got strides [120, 1, 3]",
+        ),
+        ({"activation": "gelu"}, "activation must be one of ['none', 'silu'], got 'gelu'"),
+    ],
+)
+def test_errors_name_the_argument(changes: dict[str, object], message: str):
+    inputs = replace(make_inputs(Case(lengths=(5, 3))), **changes)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        _run(inputs, "torch")
+
+
+def test_unknown_implementation():
+    with pytest.raises(ValueError, match="impl must be one of"):
+        _run(make_inputs(Case(lengths=(1,))), "none")
+
+
+@pytest.mark.parametrize("width", [2, 4, 7])
+def test_reference_agrees_with_conv1d(width: int):
+    """torch pads with zeros on the left where a sequence starts from nothing."""
+    inputs = make_inputs(Case(lengths=(30,), width=width, has_bias=True, activation="none"))
+    inputs = replace(inputs, has_initial_state=torch.tensor([False]))
+    out = causal_conv1d_reference(*inputs.args(), activation="none")
+    padded = F.pad(inputs.x.T, (width - 1, 0))
+    theirs = F.conv1d(padded, inputs.weight[:, None], inputs.bias, groups=len(padded)).T
+    torch.testing.assert_close(out, theirs)
+
+
+def test_reference_agrees_with_transformers():
+    """Their state is [batch, C, W] and holds one input more, the oldest, which nothing reads."""
+    inputs = make_inputs(Case(lengths=(1,), has_bias=True))
+    slot = int(inputs.state_indices[0])
+    oldest = torch.full_like(inputs.x, torch.nan)
+    theirs = torch.cat([oldest, inputs.conv_state[slot]]).T[None].contiguous()
+    out_theirs = qwen3_next.causal_conv1d_update(
+        inputs.x.T[None], theirs, inputs.weight, inputs.bias, "silu"
+    )
+    out = causal_conv1d_reference(*inputs.args(), activation="silu")
+    torch.testing.assert_close(out, out_theirs[0].T)
+    assert torch.equal(inputs.conv_state[slot], theirs[0].T[1:])
+
+
+def _assert_same_state(actual: Inputs, expected: Inputs) -> None:
+    torch.testing.assert_close(
+        actual.conv_state, expected.conv_state, rtol=0, atol=0, equal_nan=True
+    )
+
+
+class TestSchema(expecttest.TestCase):
+    def test_schema(self):
+        schema = str(torch.ops.torch_hybrid.causal_conv1d.default._schema)
+        self.assertExpectedInline(
+            schema.replace(", ", "\n  "),
+            """\
+torch_hybrid::causal_conv1d(Tensor x
+  Tensor weight
+  Tensor? bias
+  Tensor(a!) conv_state
+  Tensor cu_seqlens
+  Tensor state_indices
+  Tensor has_initial_state
+  *
+  str activation
+  str impl) -> Tensor""",
+        )
