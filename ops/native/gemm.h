@@ -79,26 +79,6 @@ inline void tiles(int M, int K, Strided<float> A, const float* B, int64_t ldb, f
   for (; i < M; ++i) tile<1>(K, A.at(i, 0), B, ldb, C + i * ldc, ldc, n, accumulate);
 }
 
-// Transposes the 16 rows in place: 4 rounds that swap blocks of 8, 4, 2 and 1 lanes.
-TH_INLINE void transpose16(f32x16 (&x)[LANES]) {
-#pragma GCC unroll 4
-  for (int block = LANES / 2; block; block /= 2) {
-    i32x16 low, high;
-#pragma GCC unroll 16
-    for (int lane = 0; lane < LANES; ++lane) {
-      low[lane] = lane & block ? LANES + lane - block : lane;
-      high[lane] = lane & block ? LANES + lane : lane + block;
-    }
-#pragma GCC unroll 16
-    for (int i = 0; i < LANES; ++i) {
-      if (i & block) continue;
-      const f32x16 a = x[i], b = x[i + block];
-      x[i] = __builtin_shuffle(a, b, low);
-      x[i + block] = __builtin_shuffle(a, b, high);
-    }
-  }
-}
-
 // panel[k][j] = B(j, k) for n <= TILE_COLS columns of which the rest become 0; K contiguous.
 template <typename T>
 inline void pack_transposed(int n, int K, const T* B, int64_t ldb, float* panel) {
@@ -175,7 +155,7 @@ TH_INLINE void dots(int K, const TA* A, int64_t lda, const TB* B, int64_t ldb, f
   const auto step = [&](int k, int left) __attribute__((always_inline)) {
     f32x16 a[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) a[r] = load(A + r * lda + k, left);
+    for (int r = 0; r < R; ++r) a[r] = held(load(A + r * lda + k, left));
 #pragma GCC unroll 16
     for (int j = 0; j < J; ++j) {
       const f32x16 b = held(load(B + j * ldb + k, left));

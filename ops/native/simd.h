@@ -19,7 +19,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
+#include <utility>
 
 #ifdef __AVX512F__
 #include <immintrin.h>
@@ -163,21 +163,46 @@ TH_INLINE float sum(f32x16 x) {
 #endif
 }
 
-// Lane i of the result is the sum of x[i], for 16 vectors at 45 instructions.
-TH_INLINE f32x16 sum16(f32x16 (&x)[LANES]) {
-#pragma GCC unroll 4
-  for (int block = LANES / 2; block; block /= 2) {
-    i32x16 low, high;
+// Of each two blocks of B lanes: the first ones of a and b side by side, or the second ones.
+template <int B, bool SECOND, int... LANE>
+TH_INLINE f32x16 blocks(f32x16 a, f32x16 b, std::integer_sequence<int, LANE...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(
+      a, b, ((LANE & B) ? LANES + LANE - (SECOND ? 0 : B) : LANE + (SECOND ? B : 0))...);
+#else
+  return __builtin_shuffle(
+      a, b, i32x16{((LANE & B) ? LANES + LANE - (SECOND ? 0 : B) : LANE + (SECOND ? B : 0))...});
+#endif
+}
+template <int B>
+TH_INLINE f32x16 first_blocks(f32x16 a, f32x16 b) {
+  return blocks<B, false>(a, b, std::make_integer_sequence<int, LANES>{});
+}
+template <int B>
+TH_INLINE f32x16 second_blocks(f32x16 a, f32x16 b) {
+  return blocks<B, true>(a, b, std::make_integer_sequence<int, LANES>{});
+}
+
+// Transposes sixteen rows of sixteen: four rounds that swap blocks of 8, 4, 2 and 1 lanes.
+template <int B = LANES / 2>
+TH_INLINE void transpose16(f32x16 (&x)[LANES]) {
 #pragma GCC unroll 16
-    for (int lane = 0; lane < LANES; ++lane) {
-      low[lane] = lane & block ? LANES + lane - block : lane;
-      high[lane] = lane & block ? LANES + lane : lane + block;
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < block; ++i)
-      x[i] = __builtin_shuffle(x[i], x[i + block], low) +
-             __builtin_shuffle(x[i], x[i + block], high);
+  for (int i = 0; i < LANES; ++i) {
+    if (i & B) continue;
+    const f32x16 a = x[i], b = x[i + B];
+    x[i] = first_blocks<B>(a, b);
+    x[i + B] = second_blocks<B>(a, b);
   }
+  if constexpr (B > 1) transpose16<B / 2>(x);
+}
+
+// Lane i of the result is the sum of x[i], for sixteen vectors at 45 instructions.
+template <int B = LANES / 2>
+TH_INLINE f32x16 sum16(f32x16 (&x)[LANES]) {
+#pragma GCC unroll 8
+  for (int i = 0; i < B; ++i)
+    x[i] = first_blocks<B>(x[i], x[i + B]) + second_blocks<B>(x[i], x[i + B]);
+  if constexpr (B > 1) return sum16<B / 2>(x);
   return x[0];
 }
 
