@@ -1,0 +1,159 @@
+"""The demo's task: multi-query associative recall in which every answer is the next query.
+
+A prompt binds symbols to symbols and asks for one of them:
+
+    <bos>  <write> key value  <write> key value  ...  <ask> key
+
+The model answers with the value bound to that key, then with the value bound to *that* symbol, and
+so on: each generated token is a new query, so one wrong recall spoils everything after it. A key
+may be written more than once and its last value counts. The last bindings form a single cycle over
+all symbols of the prompt, so an answer of any length is determined by the prompt, and visits every
+symbol before the first one comes back.
+
+Recall over bindings written once is what attention does best; overwriting a binding in a memory of
+fixed size is what the delta rule is for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recall:
+    """The numbers of the task's format.
+
+    Token ids ``first_symbol .. vocab_size - 1`` are the symbols. A prompt makes ``min_writes`` to
+    ``max_writes`` writes, and at most the part ``max_rewritten`` of them is overwritten later.
+    """
+
+    vocab_size: int = 128
+    pad: int = 0
+    bos: int = 1
+    write: int = 2
+    ask: int = 3
+    first_symbol: int = 4
+    min_writes: int = 2
+    max_writes: int = 64
+    max_rewritten: float = 0.5
+    answer_len: int = 8
+
+    def prompt_len(self, num_writes: int) -> int:
+        """Number of tokens of a prompt that makes ``num_writes`` writes."""
+        return 1 + 3 * num_writes + 2
+
+
+RECALL = Recall()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecallPrompt:
+    """One prompt and the only right continuation of ``Recall.answer_len`` tokens."""
+
+    tokens: list[int]
+    answer: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bindings:
+    """The writes of B prompts, and what is bound once all of them are made.
+
+    ``writes`` is ``[B, 3 * num_writes]`` tokens; ``cycle`` is ``[B, num_symbols]``: each symbol is
+    bound to the one after it, and the last one to the first.
+    """
+
+    writes: Tokens
+    cycle: Tokens
+
+    def chains(self, rng: np.random.Generator, length: int) -> Tokens:
+        """``[B, 1 + length]``: a random key of each prompt and the ``length`` recalls after it."""
+        batch, num_symbols = self.cycle.shape
+        start = rng.integers(num_symbols, size=(batch, 1))
+        steps = (start + np.arange(1 + length)) % num_symbols
+        return np.take_along_axis(self.cycle, steps, axis=1)
+
+
+def make_bindings(
+    rng: np.random.Generator, batch: int, num_writes: int, task: Recall = RECALL
+) -> Bindings:
+    """Draw the writes of ``batch`` prompts of equal length.
+
+    Raises:
+        ValueError: ``num_writes`` is outside ``task.min_writes .. task.max_writes``.
+    """
+    if not task.min_writes <= num_writes <= task.max_writes:
+        raise ValueError(
+            f"num_writes must be in {task.min_writes}..{task.max_writes}, got {num_writes}"
+        )
+    rewrites = int(rng.integers(int(task.max_rewritten * num_writes) + 1))
+    num_symbols = max(2, num_writes - rewrites)
+    symbols = np.arange(task.first_symbol, task.vocab_size)
+    cycle = rng.permuted(np.tile(symbols, (batch, 1)), axis=1)[:, :num_symbols]
+
+    # Every symbol is written at least once; keys are positions in the cycle.
+    once = np.tile(np.arange(num_symbols), (batch, 1))
+    again = rng.integers(num_symbols, size=(batch, num_writes - num_symbols))
+    keys = rng.permuted(np.concatenate([once, again], axis=1), axis=1)
+    values = np.where(
+        _is_last_write(keys, num_symbols),
+        (keys + 1) % num_symbols,
+        rng.integers(num_symbols, size=keys.shape),
+    )
+    columns = [
+        np.full_like(keys, task.write),
+        np.take_along_axis(cycle, keys, axis=1),
+        np.take_along_axis(cycle, values, axis=1),
+    ]
+    return Bindings(writes=np.stack(columns, axis=2).reshape(batch, -1), cycle=cycle)
+
+
+def _is_last_write(keys: Tokens, num_symbols: int) -> NDArray[np.bool_]:
+    """Which of the writes ``[B, W]`` no later write of the same row overwrites."""
+    batch, num_writes = keys.shape
+    rows = np.arange(batch)
+    last = np.zeros((batch, num_symbols), dtype=np.int64)
+    for write in range(num_writes):
+        last[rows, keys[:, write]] = write
+    current: NDArray[np.bool_] = np.take_along_axis(last, keys, axis=1) == np.arange(num_writes)
+    return current
+
+
+def make_prompts(num: int, seed: int, task: Recall = RECALL) -> list[RecallPrompt]:
+    """Draw ``num`` prompts of mixed lengths.
+
+    Args:
+        num: how many; at least 1.
+        seed: equal seeds give equal prompts.
+        task: the format; the checkpoint was trained on the default one.
+
+    Returns:
+        Prompts of ``task.prompt_len(w)`` tokens, ``w`` uniform in ``min_writes .. max_writes``.
+
+    Raises:
+        ValueError: ``num`` is below 1.
+    """
+    if num < 1:
+        raise ValueError(f"num must be at least 1, got {num}")
+    rng = np.random.default_rng(seed)
+    return [_make_prompt(rng, task) for _ in range(num)]
+
+
+def _make_prompt(rng: np.random.Generator, task: Recall) -> RecallPrompt:
+    num_writes = int(rng.integers(task.min_writes, task.max_writes + 1))
+    bindings = make_bindings(rng, 1, num_writes, task)
+    query, *answer = bindings.chains(rng, task.answer_len)[0].tolist()
+    return RecallPrompt(
+        tokens=[task.bos, *bindings.writes[0].tolist(), task.ask, query], answer=answer
+    )
+
+
+def checkpoint_path() -> Path:
+    """Folder of the trained checkpoint, as transformers' ``save_pretrained`` wrote it."""
+    return Path(str(files("torch_hybrid.demo") / "recall"))
