@@ -49,11 +49,11 @@ struct Sequence {
   T* state(int64_t i) const {
     return (T*)call.conv_state + (slot * (call.width - 1) + i) * call.channels;
   }
-  // The inputs at position t of the sequence, which from -(W - 1) to -1 are in its state. Null
-  // where they are zero.
-  const T* input(int64_t t) const {
-    if (t >= 0) return (const T*)call.x + (start + t) * call.x_stride;
-    return has_initial_state ? state(t + call.width - 1) : nullptr;
+  // A block of the inputs at position t of the sequence, which from -(W - 1) to -1 are its state.
+  const T* input(int64_t t, int64_t channel) const {
+    static const T zeros[BLOCK_CHANNELS] = {};
+    if (t >= 0) return (const T*)call.x + (start + t) * call.x_stride + channel;
+    return has_initial_state ? state(t + call.width - 1) + channel : zeros;
   }
 };
 
@@ -72,18 +72,17 @@ struct Filters {
   }
 };
 
-// The outputs of one token on a block of channels; rows[w] is what tap w reads, or null.
+// The outputs of one token on a block of channels; rows[w] is what tap w reads.
 template <int W, typename T>
-TH_INLINE void convolve_row(const Filters& filters, const T* const* rows, int64_t channel,
-                            int64_t size, bool silu, T* out) {
+TH_INLINE void convolve_row(const Filters& filters, const T* const* rows, int64_t size, bool silu,
+                            T* out) {
   for (int64_t c = 0; c < size; c += LANES) {
     const int n = int(size - c);
     f32x16 y = th::load(filters.bias + c);
 #pragma GCC unroll 8
     for (int w = 0; w < W; ++w)
-      if (rows[w])
-        y = th::fma(th::load(filters.taps[w] + c), th::load(rows[w] + channel + c, n), y);
-    th::store(out + channel + c, silu ? th::silu(y) : y, n);
+      y = th::fma(th::load(filters.taps[w] + c), th::load(rows[w] + c, n), y);
+    th::store(out + c, silu ? th::silu(y) : y, n);
   }
 }
 
@@ -91,12 +90,12 @@ template <int W, typename T>
 void convolve(const Call& call, const Sequence<T>& seq, int64_t first, int64_t last,
               int64_t channel, int64_t size, const Filters& filters) {
   const T* rows[W];
-  for (int w = 1; w < W; ++w) rows[w] = seq.input(first - W + w);
+  for (int w = 1; w < W; ++w) rows[w] = seq.input(first - W + w, channel);
   for (int64_t t = first; t < last; ++t) {
     for (int w = 1; w < W; ++w) rows[w - 1] = rows[w];
-    rows[W - 1] = seq.input(t);
-    convolve_row<W>(filters, rows, channel, size, call.silu,
-                    (T*)call.out + (seq.start + t) * call.channels);
+    rows[W - 1] = seq.input(t, channel);
+    convolve_row<W>(filters, rows, size, call.silu,
+                    (T*)call.out + (seq.start + t) * call.channels + channel);
   }
 }
 
@@ -126,12 +125,8 @@ template <typename T>
 void write_state(const Sequence<T>& seq, int64_t channel, int64_t size) {
   const int64_t past = seq.call.width - 1;
   for (int64_t i = 0; i < past; ++i) {
-    const T* input = seq.input(seq.length - past + i);
-    T* state = seq.state(i) + channel;
-    if (input)
-      std::memcpy(state, input + channel, size * sizeof(T));
-    else
-      std::memset(state, 0, size * sizeof(T));
+    std::memcpy(seq.state(i) + channel, seq.input(seq.length - past + i, channel),
+                size * sizeof(T));
   }
 }
 
