@@ -72,7 +72,7 @@ class StepBackend:
 
         def compile_inner(graph: GraphModule, *args: Any, **options: Any) -> Any:
             ops.update(_ops_of(graph))
-            compiled = compile_fx_inner(graph, *args, **options)
+            compiled: Any = compile_fx_inner(graph, *args, **options)
             sources.append(compiled.source_code)
             return compiled
 
@@ -80,7 +80,7 @@ class StepBackend:
         num_nodes = len(module.graph.nodes)
         # A hit in autograd's cache would skip Inductor, and with it the code to look at.
         with torch._functorch.config.patch(enable_autograd_cache=False):
-            compiled: Callable[..., Any] = compile_fx(module, inputs, inner_compile=compile_inner)
+            compiled: Any = compile_fx(module, inputs, inner_compile=compile_inner)
         clones = [c for source in sources for c in find_pool_clones(source, self._pool_sizes)]
         self._log.graphs.append(
             GraphRecord(
@@ -91,7 +91,8 @@ class StepBackend:
                 seconds=time.perf_counter() - start,
             )
         )
-        return compiled
+        step: Callable[..., Any] = compiled
+        return step
 
 
 def _ops_of(graph: GraphModule) -> Counter[str]:

@@ -331,19 +331,20 @@ class Runner:
 
     def _null_inputs(self, mode: Mode, bucket: Bucket) -> Inputs:
         """A step of empty sequences, all padding: it reads and writes no state."""
-        axes = self.model.num_position_axes
-        num_tokens = (bucket.num_tokens,)
-        int32 = {"dtype": torch.int32}
+        axes, num_tokens, num_seqs = (
+            self.model.num_position_axes,
+            bucket.num_tokens,
+            bucket.num_seqs,
+        )
+        position_shape = (num_tokens,) if axes == 1 else (axes, num_tokens)
         batch = Batch(
             tokens=torch.zeros(num_tokens, dtype=torch.int64),
-            positions=torch.zeros(
-                num_tokens if axes == 1 else (axes, *num_tokens), dtype=torch.int64
-            ),
-            slot_mapping=torch.zeros(num_tokens, **int32),
-            cu_seqlens=torch.zeros(bucket.num_seqs + 1, **int32),
-            seq_lens=torch.zeros(bucket.num_seqs, **int32),
-            page_table=torch.zeros(bucket.num_seqs, bucket.num_pages, **int32),
-            state_indices=torch.zeros(bucket.num_seqs, **int32),
+            positions=torch.zeros(position_shape, dtype=torch.int64),
+            slot_mapping=torch.zeros(num_tokens, dtype=torch.int32),
+            cu_seqlens=torch.zeros(num_seqs + 1, dtype=torch.int32),
+            seq_lens=torch.zeros(num_seqs, dtype=torch.int32),
+            page_table=torch.zeros(num_seqs, bucket.num_pages, dtype=torch.int32),
+            state_indices=torch.zeros(num_seqs, dtype=torch.int32),
         )
         return Inputs(batch=batch, plans=plan_all(self.backends, batch, mode))
 

@@ -84,7 +84,8 @@ class GatedDeltaNet(nn.Module):
             plan,
             cache,
         )
-        return self.out_proj(self._gated_norm(o, z.view_as(o)).flatten(1))
+        out: Tensor = self.out_proj(self._gated_norm(o, z.view_as(o)).flatten(1))
+        return out
 
     def _gated_norm(self, o: Tensor, z: Tensor) -> Tensor:
         """RMSNorm over V per head, then the gate; the weight applies after the cast back."""

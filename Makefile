@@ -1,0 +1,36 @@
+# `make demo` and `make test` set up .venv on first use and need nothing else installed but
+# Python 3.11 or later and, for the fast CPU kernels, a C++ compiler.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint bench clean
+
+demo: $(READY)
+	$(BIN)/torch-hybrid demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+# Type checkers cannot follow the ops/ and graphs/ mapping of an editable install: check a copy.
+lint: $(READY)
+	$(BIN)/pip install --quiet -c constraints.txt ruff mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf build/typed
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/typed .
+	MYPYPATH=build/typed $(BIN)/mypy -p torch_hybrid
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks.run_all
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt setuptools wheel
+	$(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e ".[test]"
+	touch $@
