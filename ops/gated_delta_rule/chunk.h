@@ -63,7 +63,7 @@ inline void load_panel(const float* state, int64_t n, int64_t K, float* panel) {
       f32x16 x[LANES];
       for (int64_t i = 0; i < LANES; ++i)
         x[i] = c + i < n ? th::load(state + (c + i) * K + k, int(K - k)) : f32x16{};
-      th::detail::transpose16(x);
+      th::transpose16(x);
       for (int64_t i = 0; i < std::min<int64_t>(LANES, K - k); ++i)
         th::store(panel + (k + i) * PANEL + c, x[i]);
     }
@@ -75,7 +75,7 @@ inline void store_panel(const float* panel, int64_t n, int64_t K, float* state) 
       f32x16 x[LANES];
       for (int64_t i = 0; i < LANES; ++i)
         x[i] = k + i < K ? th::load(panel + (k + i) * PANEL + c) : f32x16{};
-      th::detail::transpose16(x);
+      th::transpose16(x);
       for (int64_t i = 0; i < std::min<int64_t>(LANES, n - c); ++i)
         th::store(state + (c + i) * K + k, x[i], int(K - k));
     }
