@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch_hybrid.backends.hybrid import Plan, Step, make_backends, plan_all
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import Backends
-from torch_hybrid.batch import Batch, make_batch, pad_to
+from torch_hybrid.batch import Batch, pad_to
 from torch_hybrid.caches.hybrid import HybridCache, LayerCache, Sequence
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.buckets import Bucket, doubling, round_up, token_sizes
@@ -143,7 +143,7 @@ class Runner:
             dtype=model.dtype,
             device=model.device,
         )
-        self.backends = make_backends(model.table, self._cache.sizes, backends or Backends())
+        self.backends = make_backends(model.table, self._cache.sizes, backends)
         self._page_sizes = doubling(2, max(self._cache.num_pages, 2))
         self._seq_sizes = doubling(2, max(max_seqs, 2))
         self._token_sizes = token_sizes(max_tokens)
@@ -232,7 +232,6 @@ class Runner:
         """
         lengths = [len(new) for new in tokens]
         self._check_extend(seqs, tokens, lengths, logits, positions)
-        self._cache.reserve(seqs, lengths)
         mode = Mode.DECODE if max(lengths) == 1 else Mode.EXTEND
         inputs = self._inputs[mode].refresh(self._plan(seqs, tokens, positions, mode))
         try:
@@ -275,15 +274,12 @@ class Runner:
         mode: Mode,
     ) -> Inputs:
         """The inputs of a step on the host, padded to their bucket."""
-        page_table = self._cache.page_rows(seqs, lambda width: round_up(width, self._page_sizes))
-        batch = make_batch(
+        batch = self._cache.make_batch(
+            seqs,
             tokens,
-            prefix_lens=self._cache.lengths(seqs),
-            page_table=page_table,
-            state_indices=[seq.slot for seq in seqs],
-            page_size=self.page_size,
             positions=positions,
             num_position_axes=self.model.num_position_axes,
+            table_width=lambda used: round_up(used, self._page_sizes),
         )
         if mode is Mode.EXTEND:
             batch = pad_to(

@@ -4,20 +4,40 @@ Full and linear attention are ``torch.library`` ops with declared mutations, so 
 a hybrid model is traced by ``torch.compile`` into one graph.
 """
 
-from torch_hybrid.backends.select import Backends
+from torch_hybrid.backends.hybrid import Step, make_backends, plan_all
+from torch_hybrid.backends.mode import Mode
+from torch_hybrid.backends.select import Backends, select
 from torch_hybrid.batch import Batch, make_batch
+from torch_hybrid.caches.hybrid import HybridCache, Sequence
+from torch_hybrid.engine import Engine
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.runner import Report, Runner
+from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.load import adapt, from_pretrained
+from torch_hybrid.sampling import Sampling
+from torch_hybrid.specs import AttentionSpec, DeltaRuleSpec, LayerTable
 
 __all__ = [
+    "AttentionSpec",
     "Backends",
     "Batch",
     "CapacityError",
+    "DeltaRuleSpec",
+    "Engine",
+    "HybridCache",
+    "HybridModel",
+    "LayerTable",
+    "Mode",
     "Report",
     "Runner",
+    "Sampling",
+    "Sequence",
+    "Step",
     "UnsupportedError",
     "adapt",
     "from_pretrained",
+    "make_backends",
     "make_batch",
+    "plan_all",
+    "select",
 ]

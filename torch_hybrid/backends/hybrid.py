@@ -56,13 +56,16 @@ class Step:
 pytree.register_dataclass(Step)
 
 
-def make_backends(table: LayerTable, sizes: PoolSizes, backends: Backends) -> dict[str, Backend]:
-    """One backend for each kind of layer in the table.
+def make_backends(
+    table: LayerTable, sizes: PoolSizes, backends: Backends | None = None
+) -> dict[str, Backend]:
+    """One backend for each kind of layer in the table, with the implementations named.
 
     Raises:
         UnsupportedError: no implementation can serve a kind; the message has every reason.
     """
-    return {kind: _BACKENDS[kind](table.of_kind(kind), sizes, backends) for kind in table.kinds}
+    names = backends or Backends()
+    return {kind: _BACKENDS[kind](table.of_kind(kind), sizes, names) for kind in table.kinds}
 
 
 def plan_all(backends: Mapping[str, Backend], batch: Batch, mode: Mode) -> dict[str, Plan]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torch_hybrid.batch import Batch, make_batch
 from torch_hybrid.caches.allocator import Allocator
 from torch_hybrid.caches.paged_kv import make_paged_kv, paged_kv_cost
 from torch_hybrid.caches.recurrent_state import (
@@ -57,8 +58,8 @@ class HybridCache:
         max_seqs: int,
         kv_tokens: int,
         page_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
@@ -72,7 +73,7 @@ class HybridCache:
             page_size=page_size,
             num_slots=max_seqs,
             dtype=dtype,
-            device=device,
+            device=torch.device(device),
         )
         self.pools: dict[str, tuple[LayerCache, ...]] = {
             kind: tuple(_POOLS[kind][0](entry.spec, self.sizes) for entry in table.of_kind(kind))
@@ -134,10 +135,6 @@ class HybridCache:
         self.check([seq])
         return self._lengths[seq.slot]
 
-    def lengths(self, seqs: Many[Sequence]) -> list[int]:
-        """How many tokens each live sequence holds."""
-        return [self._lengths[seq.slot] for seq in seqs]
-
     def pages_needed(self, seq: Sequence, num_new: int) -> int:
         """How many more pages ``seq`` needs to hold ``num_new`` more tokens."""
         total = -(-(self._lengths[seq.slot] + num_new) // self.page_size)
@@ -169,8 +166,39 @@ class HybridCache:
         for seq in seqs:
             self._broken[seq.slot] = True
 
-    def page_rows(self, seqs: Many[Sequence], width: Callable[[int], int]) -> Tensor:
-        """[N, width(most pages of a sequence)] int32 page table of ``seqs``, on the host."""
+    def make_batch(
+        self,
+        seqs: Many[Sequence],
+        tokens: Many[Many[int]],
+        *,
+        positions: Tensor | None = None,
+        num_position_axes: int = 1,
+        table_width: Callable[[int], int] = lambda used: used,
+    ) -> Batch:
+        """Reserve pages for the new tokens of ``seqs`` and pack them, on the host.
+
+        Args:
+            seqs: N live sequences.
+            tokens: the new tokens of each.
+            positions, num_position_axes: as in ``torch_hybrid.batch.make_batch``.
+            table_width: from the most pages that one of them owns to the page table's width.
+
+        Raises:
+            CapacityError: fewer pages are free than the tokens need; nothing has changed.
+        """
+        self.reserve(seqs, [len(new) for new in tokens])
+        return make_batch(
+            tokens,
+            prefix_lens=[self._lengths[seq.slot] for seq in seqs],
+            page_table=self._page_rows(seqs, table_width),
+            state_indices=[seq.slot for seq in seqs],
+            page_size=self.page_size,
+            positions=positions,
+            num_position_axes=num_position_axes,
+        )
+
+    def _page_rows(self, seqs: Many[Sequence], width: Callable[[int], int]) -> Tensor:
+        """[N, width(most pages that one owns)] int32."""
         used = max(len(self._owned[seq.slot]) for seq in seqs)
         slots = torch.tensor([seq.slot for seq in seqs], dtype=torch.int64)
         return self._page_table[:, : width(used)][slots]

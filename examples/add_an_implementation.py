@@ -1,0 +1,72 @@
+"""How do I add an implementation of an op?
+
+Here in one file; in the repository the function goes into ``ops/causal_conv1d/_einsum.py`` and the
+entry into ``ops/causal_conv1d/op.py``, where the contract suite picks it up.
+"""
+
+import torch
+from torch import Tensor
+
+import torch_hybrid as th
+from torch_hybrid.ops.capability import Capability, Implementation, Need
+from torch_hybrid.ops.causal_conv1d.op import IMPLEMENTATIONS, causal_conv1d
+
+
+def einsum_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+    *,
+    activation: str,
+) -> Tensor:
+    """The op's arguments in the order of its schema, without ``impl``."""
+    out = torch.zeros_like(x)
+    width = weight.shape[1]
+    for n, slot in enumerate(state_indices.tolist()):
+        start, end = cu_seqlens[n].item(), cu_seqlens[n + 1].item()
+        if slot == 0 or start == end:
+            continue
+        history = conv_state[slot] * has_initial_state[n]
+        inputs = torch.cat([torch.nan_to_num(history), x[start:end]])
+        windows = inputs.unfold(0, width, 1)  # [tokens, channels, width]
+        mixed = torch.einsum("tcw,cw->tc", windows, weight)
+        mixed = mixed if bias is None else mixed + bias
+        out[start:end] = torch.nn.functional.silu(mixed) if activation == "silu" else mixed
+        conv_state[slot] = inputs[-(width - 1) :]
+    return out
+
+
+def main() -> None:
+    """Register it, let selection find it, and compare it with the others."""
+    IMPLEMENTATIONS["einsum"] = Implementation(
+        capability=Capability(devices=frozenset({"cpu"}), dtypes=frozenset({torch.float32})),
+        launcher=f"{__name__}:einsum_conv1d",
+    )
+    need = Need(device=torch.device("cpu"), dtype=torch.float32)
+    choice = th.select("causal_conv1d", IMPLEMENTATIONS, need, "einsum")
+    print(f"selected {choice.impl}; refused:")
+    for name, reasons in choice.refused.items():
+        print(f"  {name}: {'; '.join(reasons)}")
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(7, 8), torch.randn(8, 4)
+    index = {
+        "cu_seqlens": torch.tensor([0, 5, 7], dtype=torch.int32),
+        "state_indices": torch.tensor([2, 1], dtype=torch.int32),
+        "has_initial_state": torch.tensor([True, False]),
+    }
+    results = {}
+    for impl in ("torch", "einsum"):
+        state = torch.ones(3, 3, 8)
+        out = causal_conv1d(x, weight, None, state, **index, activation="silu", impl=impl)
+        results[impl] = (out, state)
+    torch.testing.assert_close(results["einsum"], results["torch"])
+    print("einsum agrees with torch, outputs and states")
+
+
+if __name__ == "__main__":
+    main()
