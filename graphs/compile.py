@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -110,6 +111,18 @@ def _ops_of(graph: GraphModule) -> Counter[str]:
     return ops
 
 
+def _with_own_code(function: Any) -> FunctionType:
+    """A copy of ``function`` that shares no compiled graph with functions of the same source.
+
+    Dynamo keeps graphs on the code object, which all closures made by one ``def`` share. Without
+    guards on what they close over, one would run the graph of another.
+    """
+    code = function.__code__.replace()
+    return FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+
+
 def compile_step(step: Callable[..., Any], backend: StepBackend) -> Callable[..., Any]:
     """Compile ``step(inputs, caches)`` for all sizes of its inputs.
 
@@ -125,7 +138,7 @@ def compile_step(step: Callable[..., Any], backend: StepBackend) -> Callable[...
         return [is_guarded(entry) for entry in entries]
 
     compiled: Callable[..., Any] = torch.compile(
-        step,
+        _with_own_code(step),
         backend=backend,
         fullgraph=True,
         dynamic=True,

@@ -318,12 +318,18 @@ class Runner:
         for pool in pools:
             torch._dynamo.mark_static(pool)
         backend = StepBackend(self._log, pool_sizes={pool.numel() for pool in pools})
-        steps: dict[tuple[Mode, Logits], Callable[[Inputs, Any], Tensor]] = {}
-        for mode in Mode:
-            for logits in ("last", "all"):
-                step = _make_step(self.model, gather_last=mode is Mode.EXTEND and logits == "last")
-                steps[mode, logits] = compile_step(step, backend) if self.compile else step
-        return steps
+
+        def make(gather_last: bool) -> Callable[[Inputs, Any], Tensor]:
+            step = _make_step(self.model, gather_last=gather_last)
+            return compile_step(step, backend) if self.compile else step
+
+        decode = make(gather_last=False)  # one token each: the last is all there is
+        return {
+            (Mode.DECODE, "last"): decode,
+            (Mode.DECODE, "all"): decode,
+            (Mode.EXTEND, "last"): make(gather_last=True),
+            (Mode.EXTEND, "all"): make(gather_last=False),
+        }
 
     def _null_inputs(self, mode: Mode, bucket: Bucket) -> Inputs:
         """A step of empty sequences, all padding: it reads and writes no state."""
