@@ -47,57 +47,59 @@ void write_token(const Problem<T>& p, int64_t token) {
 
 struct Work {
   std::vector<Tile> tiles;    // the longest rows first: they cost most
-  std::vector<Split> splits;  // those of one (sequence, key head) are consecutive
-  std::vector<int> groups;    // where each (sequence, key head) begins in splits, and the end
+  std::vector<Split> splits;  // those of the same heads of a sequence are consecutive
+  std::vector<int> runs;      // where each such run begins, and the end of the last
 };
 
 template <typename T>
 Work plan(const Problem<T>& p) {
   Work work;
-  const int step = tile_tokens(p.group());
+  const int step = tile_tokens(p.group()), heads = heads_per_split(p);
   for (int n = 0; n < p.num_seqs; ++n) {
     const int num_new = p.num_new(n), length = p.seq_lens[n];
-    for (int head = 0; head < p.num_kv_heads && num_new == 1; ++head) {
-      work.groups.push_back(int(work.splits.size()));
-      for (int i = p.first_key(length - 1); i < length; i += SPLIT_KEYS)
-        work.splits.push_back({n, head, i, std::min(SPLIT_KEYS, length - i)});
+    for (int head = 0; head < p.num_kv_heads && num_new == 1; head += heads) {
+      work.runs.push_back(int(work.splits.size()));
+      const int num_heads = std::min(heads, int(p.num_kv_heads) - head);
+      const int first = p.first_key(length - 1), keys = keys_per_split(length - first);
+      for (int i = first; i < length; i += keys)
+        work.splits.push_back({n, head, num_heads, i, std::min(keys, length - i)});
     }
     for (int i = (num_new - 1) / step * step; i >= 0 && num_new > 1; i -= step)
       for (int head = 0; head < p.num_kv_heads; ++head)
         work.tiles.push_back({n, head, i, std::min(step, num_new - i)});
   }
-  work.groups.push_back(int(work.splits.size()));
+  work.runs.push_back(int(work.splits.size()));
   return work;
 }
 
 template <typename T>
 void run(const Problem<T>& p) {
   const Work work = plan(p);
-  const int group = p.group(), num_tiles = int(work.tiles.size());
-  const int num_splits = int(work.splits.size()), num_groups = int(work.groups.size()) - 1;
-  const int64_t partial = group * p.head_dim;
-  const std::unique_ptr<float[]> out(new float[num_splits * partial]);
-  const std::unique_ptr<RowState[]> state(new RowState[num_splits * group]);
+  const int num_tiles = int(work.tiles.size()), num_splits = int(work.splits.size());
+  const int num_runs = int(work.runs.size()) - 1;
+  const int rows = heads_per_split(p) * p.group();  // of a split
+  const std::unique_ptr<float[]> out(new float[num_splits * rows * p.head_dim]);
+  const std::unique_ptr<RowState[]> state(new RowState[num_splits * rows]);
 #pragma omp parallel num_threads(int(p.num_threads))
   {
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < p.num_tokens; ++token) write_token(p, token);
     if (num_tiles) {
-      TileScratch scratch(group, p.head_dim);
+      TileScratch scratch(p.group(), p.head_dim);
 #pragma omp for schedule(dynamic) nowait
       for (int i = 0; i < num_tiles; ++i) attend_tile(p, work.tiles[i], scratch);
     }
     if (num_splits) {
-      std::vector<float> scratch(decode_scratch(p.head_dim));
+      SplitScratch<T> scratch(p);
 #pragma omp for schedule(dynamic)
       for (int i = 0; i < num_splits; ++i)
-        decode_split(p, work.splits[i], out.get() + i * partial, state.get() + i * group,
-                     scratch.data());
+        attend_split(p, work.splits[i], out.get() + i * rows * p.head_dim, state.get() + i * rows,
+                     scratch);
 #pragma omp for schedule(static)
-      for (int i = 0; i < num_groups; ++i) {
-        const int first = work.groups[i];
-        merge_splits(p, work.splits[first], work.groups[i + 1] - first,
-                     out.get() + first * partial, state.get() + first * group);
+      for (int i = 0; i < num_runs; ++i) {
+        const int first = work.runs[i];
+        merge_splits(p, work.splits[first], work.runs[i + 1] - first, rows,
+                     out.get() + first * rows * p.head_dim, state.get() + first * rows);
       }
     }
   }

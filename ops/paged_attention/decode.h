@@ -1,38 +1,83 @@
-// One new token: a single pass over the keys of a (sequence, key head) for its query heads.
+// One new token: a single pass over the keys of a sequence for all query heads.
 //
-// Keys are cut into splits of SPLIT_KEYS, so that one long sequence keeps every core busy. The cut
+// Keys are cut into splits of at most SPLIT_KEYS, so that one long sequence keeps every core busy. The cut
 // depends on that sequence's length alone, and so do the bits of its result. A split leaves an
-// unnormalised output and a RowState per query; merge_splits joins them.
+// unnormalised output and a RowState per query head; merge_splits joins them.
 //
-// R queries share the lanes of a register: W = 16 / R lanes each (R rounded up to a power of two).
-// For the products, lane r * W + w holds element d + w of query r, and W elements of a key are
-// broadcast by one load: D / W multiply-adds a key, none of whose lanes is wasted. W keys then sum
-// their lanes together, after which lane r * W + w holds the logit of query r and key w, so the
-// softmax too uses every lane and reduces across lanes once a block.
+// A split covers adjacent key heads of SPLIT_BYTES a row: memory is read in the order in which it
+// lies, and it is fetched while the block before is computed.
+//
+// R queries of a key head share the lanes of a register: W = 16 / R lanes each (R rounded up to a
+// power of two). For the products, lane r * W + w holds element d + w of query r, and W elements of
+// a key are broadcast by one load: D / W multiply-adds a key, none of whose lanes is wasted. W keys
+// then sum their lanes together, after which lane r * W + w holds the product of query r and key w,
+// so the softmax too uses every lane and reduces across lanes once a block.
 #pragma once
+
+#include <vector>
 
 #include "problem.h"
 
 namespace th {
 
-constexpr int SPLIT_KEYS = 256;
-constexpr int BLOCK_KEYS = 32;  // the values of a block are fetched while its products are computed
-constexpr int MAX_ROWS = 8;     // queries in one pass
+constexpr int SPLIT_KEYS = 512;
+constexpr int SPLIT_BYTES = 2048;
+constexpr int BLOCK_KEYS = 32;
+constexpr int MAX_ROWS = 8;  // queries in one pass
+
+constexpr int lanes_per_row(int rows) { return rows > 4 ? 2 : rows > 2 ? 4 : rows > 1 ? 8 : 16; }
+constexpr int keys_at_once(int rows) { return rows > 1 ? 8 : 16; }
+constexpr int vectors_at_once(int rows) { return rows > 4 ? 2 : rows > 2 ? 4 : 8; }
 
 struct Split {
-  int n, head, begin, count;
+  int n, head, num_heads, begin, count;  // key heads [head, head + num_heads), keys [begin, ...)
 };
 
-constexpr int lanes_per_row(int rows) {
-  return rows > 4 ? 2 : rows > 2 ? 4 : rows > 1 ? 8 : 16;
-}
+// Walks rows that will be needed, line by line.
+template <typename T>
+struct Fetch {
+  const T* const* row;
+  const T* const* end;
+  int64_t plane, length;  // from row to what is fetched; how much of it
+  int64_t at = 0;
 
-TH_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
+  template <int N>
+  TH_INLINE void lines() {
+    constexpr int LINE = 64 / sizeof(T);
+    if (row == end) return;
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) __builtin_prefetch(*row + plane + at + i * LINE, 0, 2);
+    at += N * LINE;
+    if (at >= length) at = 0, ++row;
+  }
+};
+
+// Up to MAX_ROWS queries of one key head.
+struct Pass {
+  int64_t offset;         // of the key head in a row
+  float* queries;         // [D / W][16]
+  float* out;             // [R][D]
+  f32x16 largest, total;  // of the row's logits and weights, in each of its lanes
+  f32x16 factor;          // what the last block multiplies older sums by
+  float weights[BLOCK_KEYS * LANES];  // [keys / W][16]
+};
+
+// Consecutive keys; the pointers of a short block go on, to keys that get no weight.
+template <typename T>
+struct Block {
+  const Problem<T>& problem;
+  const T* const* keys;
+  int count;
+  Fetch<T>& values_ahead;
+  Fetch<T>& keys_ahead;
+  float* widened;  // [16][D]
+};
 
 // W elements, repeated over the register.
 template <int W>
 TH_INLINE f32x16 broadcast(const float* p) {
   if constexpr (W == LANES) return load(p);
+  if constexpr (W == 1) return *p - f32x16{};
 #ifdef __AVX512F__
   if constexpr (W == 8)
     return (f32x16)_mm512_broadcast_f64x4(_mm256_loadu_pd(reinterpret_cast<const double*>(p)));
@@ -49,222 +94,241 @@ TH_INLINE f32x16 broadcast(const float* p) {
   return x;
 }
 
-// x[w] of W vectors holds parts of row r in lanes r * W + ...; returns their sums in lane r * W + w.
-template <int W>
+// x[w] of 2 B vectors holds parts of row r in lanes r * 2 B + ...: their sums, in lane r * 2 B + w.
+template <int B>
 TH_INLINE f32x16 sum_lanes(f32x16* x) {
-#pragma GCC unroll 4
-  for (int block = W / 2; block; block /= 2) {
-    i32x16 low, high;
-#pragma GCC unroll 16
-    for (int lane = 0; lane < LANES; ++lane) {
-      low[lane] = lane & block ? LANES + lane - block : lane;
-      high[lane] = lane & block ? LANES + lane : lane + block;
-    }
 #pragma GCC unroll 8
-    for (int i = 0; i < block; ++i)
-      x[i] = __builtin_shuffle(x[i], x[i + block], low) +
-             __builtin_shuffle(x[i], x[i + block], high);
-  }
+  for (int i = 0; i < B; ++i)
+    x[i] = first_blocks<B>(x[i], x[i + B]) + second_blocks<B>(x[i], x[i + B]);
+  if constexpr (B > 1) return sum_lanes<B / 2>(x);
   return x[0];
 }
 
-// Each lane becomes the largest, or the sum, of the W lanes of its row.
-template <int W, typename Combine>
-TH_INLINE f32x16 reduce_rows(f32x16 x, Combine combine) {
-#pragma GCC unroll 4
-  for (int block = 1; block < W; block *= 2) {
-    i32x16 other;
-#pragma GCC unroll 16
-    for (int lane = 0; lane < LANES; ++lane) other[lane] = lane ^ block;
-    x = combine(x, __builtin_shuffle(x, other));
-  }
+// Combines the 2 B lanes of each row, into all of them.
+template <int B, typename Combine>
+TH_INLINE f32x16 combine_lanes(f32x16 x, Combine combine) {
+  x = combine(first_blocks<B>(x, x), second_blocks<B>(x, x));
+  if constexpr (B > 1) return combine_lanes<B / 2>(x, combine);
   return x;
 }
 
-// The state of one pass: R queries over the keys of one split.
-template <int R>
-struct Pass {
-  static constexpr int W = lanes_per_row(R);
-  static constexpr int KEYS = W > 8 ? W : 8;  // in one call of products
-  static constexpr int VECTORS = R > 4 ? 2 : R > 2 ? 4 : 8;
-
-  int64_t head_dim;
-  const float* queries;  // [D / W][16]
-  float* out;            // [R][D]
-  f32x16 largest = splat(NO_KEY), total{};
-  float weights[BLOCK_KEYS * LANES / W];  // [keys / W][16]
-};
-
-// to[i / W] = the products of the queries with KEYS keys, and fetches what is `ahead` of the keys.
-template <int R>
-TH_INLINE void products(const Pass<R>& pass, const float* const* keys, int64_t ahead, float* to) {
-  constexpr int W = Pass<R>::W, KEYS = Pass<R>::KEYS;
+// The products of the queries with the next keys.
+template <int R, typename T>
+TH_INLINE void products(const float* queries, const float* const* keys, int64_t D,
+                        Fetch<T>& ahead, float* to) {
+  constexpr int W = lanes_per_row(R), KEYS = keys_at_once(R);
   f32x16 acc[KEYS] = {};
-  for (int64_t d = 0; d < pass.head_dim; d += LANES)
+  for (int64_t d = 0; d < D; d += LANES) {
+    ahead.template lines<KEYS * sizeof(T) / sizeof(float)>();
 #pragma GCC unroll 8
     for (int part = 0; part < LANES; part += W) {
-      const f32x16 q = load(pass.queries + (d + part) * (LANES / W));
+      const f32x16 q = load(queries + (d + part) * (LANES / W));
 #pragma GCC unroll 16
-      for (int i = 0; i < KEYS; ++i)
-        acc[i] = fma(broadcast<W>(keys[i] + d + part), q, acc[i]);
-      constexpr int FETCHED = KEYS * W / LANES;  // 1, or 2, 4, 16
-#pragma GCC unroll 16
-      for (int i = 0; i < FETCHED; ++i) prefetch(keys[part / W * FETCHED + i] + d + ahead);
+      for (int i = 0; i < KEYS; ++i) acc[i] = fma(broadcast<W>(keys[i] + d + part), q, acc[i]);
     }
+  }
 #pragma GCC unroll 8
-  for (int i = 0; i < KEYS; i += W) store(to + i / W * LANES, sum_lanes<W>(acc + i));
+  for (int i = 0; i < KEYS; i += W) store(to + i / W * LANES, sum_lanes<W / 2>(acc + i));
 }
 
-// Turns the products of `count` keys into weights; returns the factor of what was summed before.
-template <int R>
-TH_INLINE f32x16 softmax_block(Pass<R>& pass, int count, float scale, float softcap) {
-  constexpr int W = Pass<R>::W;
+TH_INLINE const float* as_floats(const float* row, int64_t, float*) { return row; }
+TH_INLINE const float* as_floats(const bf16* row, int64_t n, float* widened) {
+  for (int64_t d = 0; d < n; d += LANES) store(widened + d, load(row + d));
+  return widened;
+}
+
+// Products of a block turned into weights e^(logit - largest).
+template <int R, typename T>
+void weigh(Pass& pass, const Block<T>& block) {
+  constexpr int W = lanes_per_row(R), KEYS = keys_at_once(R);
+  const int64_t D = block.problem.head_dim;
+  for (int i = 0; i < block.count; i += KEYS) {
+    const float* keys[KEYS];
+    for (int j = 0; j < KEYS; ++j)
+      keys[j] = as_floats(block.keys[i + j] + pass.offset, D, block.widened + j * D);
+    products<R>(pass.queries, keys, D, block.values_ahead, pass.weights + i / W * LANES);
+  }
+  const float scale = float(block.problem.scale), softcap = float(block.problem.softcap);
   i32x16 key;
   for (int lane = 0; lane < LANES; ++lane) key[lane] = lane % W;
   f32x16 largest = pass.largest;
-  for (int i = 0; i < count; i += W) {
+  for (int i = 0; i < block.count; i += W) {
     f32x16 x = load(pass.weights + i / W * LANES) * scale;
     if (softcap != 0) x = softcap * tanh(x * (1.0f / softcap));
-    x = select(key + i < count, x, splat(NO_KEY));
+    x = select(key + i < block.count, x, splat(NO_KEY));
     store(pass.weights + i / W * LANES, x);
     largest = max(x, largest);
   }
-  largest = reduce_rows<W>(largest, [](f32x16 a, f32x16 b) { return max(a, b); });
-  const f32x16 factor = exp(pass.largest - largest);
+  largest = combine_lanes<W / 2>(largest, [](f32x16 a, f32x16 b) { return max(a, b); });
+  pass.factor = exp(pass.largest - largest);
   pass.largest = largest;
-  pass.total *= factor;
-  for (int i = 0; i < count; i += W) {
+  pass.total *= pass.factor;
+  for (int i = 0; i < block.count; i += W) {
     const f32x16 weight = exp(load(pass.weights + i / W * LANES) - largest);
     store(pass.weights + i / W * LANES, weight);
     pass.total += weight;
   }
-  return factor;
 }
 
-// Columns [column, column + 16 V) of out = factor * out + weights * values; fetches `next`.
-template <int V, int R, typename T>
-TH_INLINE void accumulate(const Pass<R>& pass, const T* const* values, int count, int64_t column,
-                          f32x16 factor, const T* const* next) {
-  constexpr int W = Pass<R>::W;
+// Columns [column, column + 16 V) of out = factor * out + weights * values.
+template <int R, int V, typename T>
+TH_INLINE void accumulate(const Pass& pass, const T* const* values, int count, int64_t D,
+                          int64_t column, Fetch<T>& ahead) {
+  constexpr int W = lanes_per_row(R);
   f32x16 acc[R][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v)
-      acc[r][v] = load(pass.out + r * pass.head_dim + column + v * LANES) * factor[r * W];
+      acc[r][v] = load(pass.out + r * D + column + v * LANES) * pass.factor[r * W];
   for (int j = 0; j < count; ++j) {
-    const float* weight = pass.weights + j / W * LANES + j % W;
+    const float* weights = pass.weights + j / W * LANES + j % W;
+    ahead.template lines<V * sizeof(T) / sizeof(float)>();
     f32x16 x[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) x[v] = load(values[j] + column + v * LANES);
 #pragma GCC unroll 8
-    for (int v = 0; v < V; v += sizeof(float) / sizeof(T))
-      prefetch(next[j] + column + v * LANES);
-#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const f32x16 p = splat(weight[r * W]);
+      const f32x16 weight = broadcast<1>(weights + r * W);
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) acc[r][v] = fma(p, x[v], acc[r][v]);
+      for (int v = 0; v < V; ++v) acc[r][v] = fma(weight, x[v], acc[r][v]);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int v = 0; v < V; ++v)
-      store(pass.out + r * pass.head_dim + column + v * LANES, acc[r][v]);
+    for (int v = 0; v < V; ++v) store(pass.out + r * D + column + v * LANES, acc[r][v]);
 }
 
-// Products of one block, whose rows are used as they are or widened first.
-template <int R>
-TH_INLINE void block_products(Pass<R>& pass, const float* const* keys, int64_t plane, float*) {
-  for (int i = 0; i < BLOCK_KEYS; i += Pass<R>::KEYS)
-    products(pass, keys + i, plane, pass.weights + i / Pass<R>::W * LANES);
-}
-
-template <int R>
-TH_INLINE void block_products(Pass<R>& pass, const bf16* const* keys, int64_t plane,
-                              float* widened) {
-  const float* rows[Pass<R>::KEYS];
-  for (int i = 0; i < BLOCK_KEYS; i += Pass<R>::KEYS) {
-    for (int j = 0; j < Pass<R>::KEYS; ++j) {
-      float* row = widened + j * pass.head_dim;
-      for (int64_t d = 0; d < pass.head_dim; d += LANES) {
-        store(row + d, load(keys[i + j] + d));
-        if (d % (2 * LANES) == 0) prefetch(keys[i + j] + d + plane);
-      }
-      rows[j] = row;
-    }
-    products(pass, rows, 0, pass.weights + i / Pass<R>::W * LANES);
-  }
-}
-
-// Floats that attend_split needs as scratch.
-inline int64_t decode_scratch(int64_t head_dim) { return (MAX_ROWS * 2 + LANES) * head_dim; }
-
-// Queries [first, first + R) of the split's key head: out[r] and state[r] of the keys in the split.
+// Folds the values of a block, weighted, into the output.
 template <int R, typename T>
-void attend_split(const Problem<T>& p, const Split& split, int first, float* out, RowState* state,
-                  float* scratch) {
-  constexpr int W = Pass<R>::W;
-  const int64_t D = p.head_dim, token = p.cu_seqlens[split.n];
-  std::fill(scratch, scratch + LANES / W * D, 0.0f);
-  for (int r = 0; r < R; ++r) {
-    const T* q = p.query(token, split.head * p.group() + first + r);
-    for (int64_t d = 0; d < D; ++d) scratch[d / W * LANES + r * W + d % W] = to_float(q[d]);
-  }
-  std::fill(out, out + R * D, 0.0f);
-  Pass<R> pass{D, scratch, out};
+void fold(Pass& pass, const Block<T>& block) {
+  constexpr int V = vectors_at_once(R);
+  const int64_t D = block.problem.head_dim;
+  const T* values[BLOCK_KEYS];
+  for (int j = 0; j < block.count; ++j)
+    values[j] = block.keys[j] + block.problem.plane() + pass.offset;
+  int64_t column = 0;
+  for (; column + V * LANES <= D; column += V * LANES)
+    accumulate<R, V>(pass, values, block.count, D, column, block.keys_ahead);
+  for (; column < D; column += LANES)
+    accumulate<R, 1>(pass, values, block.count, D, column, block.keys_ahead);
+}
 
-  // The last key stands in for those past the end of the split, which get no weight.
-  const T* keys[SPLIT_KEYS + 2 * BLOCK_KEYS];
-  p.key_rows(split.n, split.head, split.begin, split.count, keys);
-  std::fill(keys + split.count, keys + SPLIT_KEYS + 2 * BLOCK_KEYS, keys[split.count - 1]);
-  for (int i = 0; i < split.count; i += BLOCK_KEYS) {
-    const int count = std::min(BLOCK_KEYS, split.count - i);
-    block_products(pass, keys + i, p.plane(), scratch + MAX_ROWS * 2 * D);
-    const f32x16 factor = softmax_block(pass, count, float(p.scale), float(p.softcap));
-    const T* values[BLOCK_KEYS];
-    for (int j = 0; j < BLOCK_KEYS; ++j) values[j] = keys[i + j] + p.plane();
-    const T* const* next = keys + i + BLOCK_KEYS;
-    constexpr int V = Pass<R>::VECTORS;
-    int64_t column = 0;
-    for (; column + V * LANES <= D; column += V * LANES)
-      accumulate<V>(pass, values, count, column, factor, next);
-    for (; column < D; column += LANES)
-      accumulate<1>(pass, values, count, column, factor, next);
+template <int R, typename T>
+void begin(Pass& pass, const Problem<T>& p, int64_t token, int64_t first_head) {
+  constexpr int W = lanes_per_row(R);
+  std::fill_n(pass.queries, LANES / W * p.head_dim, 0.0f);
+  std::fill_n(pass.out, R * p.head_dim, 0.0f);
+  for (int r = 0; r < R; ++r) {
+    const T* q = p.query(token, first_head + r);
+    for (int64_t d = 0; d < p.head_dim; ++d)
+      pass.queries[d / W * LANES + r * W + d % W] = to_float(q[d]);
   }
-  const f32x16 total = reduce_rows<W>(pass.total, [](f32x16 a, f32x16 b) { return a + b; });
+  pass.largest = splat(NO_KEY);
+  pass.total = f32x16{};
+}
+
+template <int R>
+void end(const Pass& pass, RowState* state) {
+  constexpr int W = lanes_per_row(R);
+  const f32x16 total = combine_lanes<W / 2>(pass.total, [](f32x16 a, f32x16 b) { return a + b; });
   for (int r = 0; r < R; ++r) state[r] = {pass.largest[r * W], total[r * W]};
 }
 
-// All query heads of the split's key head, MAX_ROWS at a time.
+// What a pass does, for its number of rows.
 template <typename T>
-void decode_split(const Problem<T>& p, const Split& split, float* out, RowState* state,
-                  float* scratch) {
-  using Attend = void (*)(const Problem<T>&, const Split&, int, float*, RowState*, float*);
-  static constexpr Attend BY_ROWS[MAX_ROWS] = {
-      attend_split<1, T>, attend_split<2, T>, attend_split<3, T>, attend_split<4, T>,
-      attend_split<5, T>, attend_split<6, T>, attend_split<7, T>, attend_split<8, T>};
-  for (int first = 0; first < p.group(); first += MAX_ROWS) {
-    const int rows = std::min(MAX_ROWS, p.group() - first);
-    BY_ROWS[rows - 1](p, split, first, out + first * p.head_dim, state + first, scratch);
-  }
+struct Stages {
+  void (*begin)(Pass&, const Problem<T>&, int64_t, int64_t);
+  void (*weigh)(Pass&, const Block<T>&);
+  void (*fold)(Pass&, const Block<T>&);
+  void (*end)(const Pass&, RowState*);
+};
+template <int R, typename T>
+constexpr Stages<T> STAGES = {begin<R, T>, weigh<R, T>, fold<R, T>, end<R>};
+template <typename T>
+constexpr Stages<T> STAGES_BY_ROWS[MAX_ROWS + 1] = {
+    {},           STAGES<1, T>, STAGES<2, T>, STAGES<3, T>, STAGES<4, T>,
+    STAGES<5, T>, STAGES<6, T>, STAGES<7, T>, STAGES<8, T>};
+
+// Splits of one sequence are about equal.
+inline int keys_per_split(int num_keys) {
+  const int num_splits = (num_keys + SPLIT_KEYS - 1) / SPLIT_KEYS;
+  const int keys = (num_keys + num_splits - 1) / num_splits;
+  return (keys + BLOCK_KEYS - 1) / BLOCK_KEYS * BLOCK_KEYS;
 }
 
-// Joins `count` consecutive splits of one (sequence, key head).
 template <typename T>
-void merge_splits(const Problem<T>& p, const Split& split, int count, float* out,
+int heads_per_split(const Problem<T>& p) {
+  const int64_t heads = SPLIT_BYTES / (p.head_dim * int64_t(sizeof(T)));
+  return int(std::clamp<int64_t>(heads, 1, p.num_kv_heads));
+}
+
+// What one thread works in.
+template <typename T>
+struct SplitScratch {
+  explicit SplitScratch(const Problem<T>& p)
+      : passes(heads_per_split(p) * ((p.group() + MAX_ROWS - 1) / MAX_ROWS)),
+        queries(passes.size() * MAX_ROWS * 2 * p.head_dim),
+        widened(LANES * p.head_dim) {}
+
+  std::vector<Pass> passes;
+  std::vector<float> queries;
+  std::vector<float> widened;
+};
+
+// out[heads of the split * group][D] and state[...] of the keys in the split.
+template <typename T>
+void attend_split(const Problem<T>& p, const Split& split, float* out, RowState* state,
+                  SplitScratch<T>& scratch) {
+  const int group = p.group();
+  const int64_t D = p.head_dim, token = p.cu_seqlens[split.n];
+  const T* keys[SPLIT_KEYS + LANES];
+  p.key_rows(split.n, split.head, split.begin, split.count, keys);
+  std::fill_n(keys + split.count, LANES, keys[0]);
+
+  const auto each_pass = [&](auto&& action) {
+    int i = 0;
+    for (int head = 0; head < split.num_heads; ++head)
+      for (int first = 0; first < group; first += MAX_ROWS, ++i)
+        action(scratch.passes[i], STAGES_BY_ROWS<T>[std::min(MAX_ROWS, group - first)], i, head,
+               head * group + first);
+  };
+  each_pass([&](Pass& pass, const Stages<T>& stages, int i, int head, int row) {
+    pass.offset = head * D;
+    pass.queries = scratch.queries.data() + i * MAX_ROWS * 2 * D;
+    pass.out = out + row * D;
+    stages.begin(pass, p, token, split.head * group + row);
+  });
+  const int64_t length = split.num_heads * D;
+  const T* const* last = keys + split.count;
+  for (int i = 0; i < split.count; i += BLOCK_KEYS) {
+    Fetch<T> values_ahead{keys + i, last, p.plane(), length};
+    Fetch<T> keys_ahead{std::min<const T* const*>(keys + i + BLOCK_KEYS, last), last, 0, length};
+    const Block<T> block{p,           keys + i,   std::min(BLOCK_KEYS, split.count - i),
+                         values_ahead, keys_ahead, scratch.widened.data()};
+    each_pass([&](Pass& pass, const Stages<T>& stages, int, int, int) { stages.weigh(pass, block); });
+    each_pass([&](Pass& pass, const Stages<T>& stages, int, int, int) { stages.fold(pass, block); });
+  }
+  each_pass([&](Pass& pass, const Stages<T>& stages, int, int, int row) {
+    stages.end(pass, state + row);
+  });
+}
+
+// Joins `count` consecutive splits of the same sequence and heads.
+template <typename T>
+void merge_splits(const Problem<T>& p, const Split& split, int count, int stride, float* out,
                   const RowState* state) {
   const int group = p.group();
   const int64_t D = p.head_dim, token = p.cu_seqlens[split.n];
-  for (int r = 0; r < group; ++r) {
+  for (int r = 0; r < split.num_heads * group; ++r) {
     RowState all;
-    for (int s = 0; s < count; ++s) all.max = std::max(all.max, state[s * group + r].max);
+    for (int s = 0; s < count; ++s) all.max = std::max(all.max, state[s * stride + r].max);
     float* sum = out + r * D;
     for (int s = 0; s < count; ++s) {
-      const RowState& part = state[s * group + r];
+      const RowState& part = state[s * stride + r];
       const float factor = std::exp(part.max - all.max);
-      const float* from = out + (s * group + r) * D;
+      const float* from = out + (s * stride + r) * D;
       all.sum += part.sum * factor;
       for (int64_t d = 0; d < D; d += LANES)
         store(sum + d, (s ? load(sum + d) : f32x16{}) + load(from + d) * factor);

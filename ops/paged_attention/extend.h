@@ -44,7 +44,7 @@ void pack_keys(const T* const* keys, int count, int64_t head_dim, float* panel) 
     for (int64_t d = 0; d < head_dim; d += LANES) {
       f32x16 x[LANES];
       for (int i = 0; i < LANES; ++i) x[i] = j + i < count ? load(keys[j + i] + d) : f32x16{};
-      detail::transpose16(x);
+      transpose16(x);
       for (int i = 0; i < LANES; ++i) store(panel + (d + i) * detail::TILE_COLS + j, x[i]);
     }
 }

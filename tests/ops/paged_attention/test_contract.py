@@ -93,6 +93,23 @@ def test_matches_dense_attention(impl: str, seq_len: int) -> None:
     torch.testing.assert_close(lse, dense_lse[0].T, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("num_q_heads", "num_kv_heads"), [(h, 1) for h in (1, 2, 3, 4, 5, 6, 7, 8, 12, 20)] + [(9, 9)]
+)
+def test_any_number_of_heads(impl: str, num_q_heads: int, num_kv_heads: int) -> None:
+    case = Case(
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=128,
+        lengths=((1, 70), (3, 40), (1, 1), (1, 600)),
+    )
+    inputs = make_inputs(case)
+    scale = 128**-0.5
+    exact = reference.paged_attention(*inputs.to(torch.float64).args(), scale=scale)
+    rounded = reference.paged_attention(*inputs.args(), scale=scale)
+    assert_within_budget(attend(inputs, impl)[0], exact, rounded)
+
+
 def test_large_logits_do_not_overflow(impl: str) -> None:
     inputs = make_inputs(SMALL)
     inputs = replace(inputs, q=inputs.q * 1e4)
