@@ -1,5 +1,5 @@
-// Depthwise causal convolution on a CPU: each thread takes blocks of tokens of BLOCK_CHANNELS
-// channels, a few KB of inputs that are read from memory once and then found in L1 for every tap.
+// Depthwise causal convolution on a CPU: a thread takes blocks of tokens and channels, and within
+// one a few tokens at a time, so that each input is loaded into registers once for all its taps.
 //
 // A block of a sequence reads the inputs before its first token from the sequence itself, or from
 // the state at the sequence's start. The states are written after all outputs, since a thread may
@@ -17,8 +17,9 @@ namespace conv {
 using th::LANES;
 using th::f32x16;
 
-constexpr int64_t BLOCK_CHANNELS = 256;
+constexpr int64_t MIN_BLOCK_CHANNELS = 256, MAX_BLOCK_CHANNELS = 2048;
 constexpr int64_t BLOCK_TOKENS = 64;
+constexpr int TILE_TOKENS = 4;
 constexpr int MAX_WIDTH = 8;
 
 // The arguments of the op as the launcher passes them; _Call in _cpu.py mirrors it.
@@ -51,7 +52,7 @@ struct Sequence {
   }
   // A block of the inputs at position t of the sequence, which from -(W - 1) to -1 are its state.
   const T* input(int64_t t, int64_t channel) const {
-    static const T zeros[BLOCK_CHANNELS] = {};
+    static const T zeros[MAX_BLOCK_CHANNELS] = {};
     if (t >= 0) return (const T*)call.x + (start + t) * call.x_stride + channel;
     return has_initial_state ? state(t + call.width - 1) + channel : zeros;
   }
@@ -59,8 +60,8 @@ struct Sequence {
 
 // The filters of a block of channels in float32, tap by tap, and their biases.
 struct Filters {
-  alignas(64) float taps[MAX_WIDTH][BLOCK_CHANNELS];
-  alignas(64) float bias[BLOCK_CHANNELS];
+  alignas(64) float taps[MAX_WIDTH][MAX_BLOCK_CHANNELS];
+  alignas(64) float bias[MAX_BLOCK_CHANNELS];
 
   template <int W, typename T>
   void load(const Call& call, int64_t channel, int64_t size) {
@@ -72,31 +73,45 @@ struct Filters {
   }
 };
 
-// The outputs of one token on a block of channels; rows[w] is what tap w reads.
-template <int W, typename T>
-TH_INLINE void convolve_row(const Filters& filters, const T* const* rows, int64_t size, bool silu,
-                            T* out) {
-  for (int64_t c = 0; c < size; c += LANES) {
-    const int n = int(size - c);
+// N tokens in a row on n <= LANES channels, each input loaded once. rows[i] is what the first tap
+// of token i reads, so rows[i + W - 1] are the inputs of the tokens themselves.
+template <int W, int N, typename T>
+TH_INLINE void convolve_lanes(const Filters& filters, const T* const* rows, int64_t c, int n,
+                              bool silu, T* out, int64_t out_stride) {
+  f32x16 taps[W], x[N + W - 1];
+#pragma GCC unroll 8
+  for (int w = 0; w < W; ++w) taps[w] = th::load(filters.taps[w] + c);
+#pragma GCC unroll 16
+  for (int i = 0; i < N + W - 1; ++i) x[i] = th::load(rows[i] + c, n);
+#pragma GCC unroll 8
+  for (int i = 0; i < N; ++i) {
     f32x16 y = th::load(filters.bias + c);
 #pragma GCC unroll 8
-    for (int w = 0; w < W; ++w)
-      y = th::fma(th::load(filters.taps[w] + c), th::load(rows[w] + c, n), y);
-    th::store(out + c, silu ? th::silu(y) : y, n);
+    for (int w = 0; w < W; ++w) y = th::fma(taps[w], x[i + w], y);
+    th::store(out + i * out_stride + c, silu ? th::silu(y) : y, n);
   }
+}
+
+template <int W, int N, typename T>
+void convolve_rows(const Call& call, const Sequence<T>& seq, int64_t t, int64_t channel,
+                   int64_t size, const Filters& filters) {
+  const T* rows[N + W - 1];
+  for (int i = 0; i < N + W - 1; ++i) rows[i] = seq.input(t + i - (W - 1), channel);
+  T* out = (T*)call.out + (seq.start + t) * call.channels + channel;
+  int64_t c = 0;
+  for (; c + LANES <= size; c += LANES)
+    convolve_lanes<W, N>(filters, rows, c, LANES, call.silu, out, call.channels);
+  if (c < size)
+    convolve_lanes<W, N>(filters, rows, c, int(size - c), call.silu, out, call.channels);
 }
 
 template <int W, typename T>
 void convolve(const Call& call, const Sequence<T>& seq, int64_t first, int64_t last,
               int64_t channel, int64_t size, const Filters& filters) {
-  const T* rows[W];
-  for (int w = 1; w < W; ++w) rows[w] = seq.input(first - W + w, channel);
-  for (int64_t t = first; t < last; ++t) {
-    for (int w = 1; w < W; ++w) rows[w - 1] = rows[w];
-    rows[W - 1] = seq.input(t, channel);
-    convolve_row<W>(filters, rows, size, call.silu,
-                    (T*)call.out + (seq.start + t) * call.channels + channel);
-  }
+  int64_t t = first;
+  for (; t + TILE_TOKENS <= last; t += TILE_TOKENS)
+    convolve_rows<W, TILE_TOKENS>(call, seq, t, channel, size, filters);
+  for (; t < last; ++t) convolve_rows<W, 1>(call, seq, t, channel, size, filters);
 }
 
 // Tokens [first, last) of the packed batch on a block of channels, sequence by sequence.
@@ -130,10 +145,18 @@ void write_state(const Sequence<T>& seq, int64_t channel, int64_t size) {
   }
 }
 
+// Long stretches of a row suit the memory; still, every thread should get two blocks.
+int64_t block_channels(const Call& call, int64_t token_blocks) {
+  const int64_t fair = call.channels * token_blocks / (2 * call.num_threads);
+  const int64_t whole = fair / MIN_BLOCK_CHANNELS * MIN_BLOCK_CHANNELS;
+  return std::clamp(whole, MIN_BLOCK_CHANNELS, MAX_BLOCK_CHANNELS);
+}
+
 template <int W, typename T>
 void run(const Call& call) {
   const int64_t token_blocks = (call.num_tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
-  const int64_t channel_blocks = (call.channels + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS;
+  const int64_t block_size = block_channels(call, token_blocks);
+  const int64_t channel_blocks = (call.channels + block_size - 1) / block_size;
 #pragma omp parallel num_threads(call.num_threads)
   {
     Filters filters;
@@ -141,8 +164,8 @@ void run(const Call& call) {
 #pragma omp for schedule(static)
     for (int64_t item = 0; item < channel_blocks * token_blocks; ++item) {
       const int64_t block = item / token_blocks, first = item % token_blocks * BLOCK_TOKENS;
-      const int64_t channel = block * BLOCK_CHANNELS;
-      const int64_t size = std::min(BLOCK_CHANNELS, call.channels - channel);
+      const int64_t channel = block * block_size;
+      const int64_t size = std::min(block_size, call.channels - channel);
       if (block != loaded) filters.load<W, T>(call, channel, size), loaded = block;
       convolve_tokens<W, T>(call, first, std::min(first + BLOCK_TOKENS, call.num_tokens), channel,
                             size, filters);
@@ -150,9 +173,9 @@ void run(const Call& call) {
 #pragma omp for schedule(static)
     for (int64_t item = 0; item < channel_blocks * call.num_seqs; ++item) {
       const Sequence<T> seq(call, item % call.num_seqs);
-      const int64_t channel = item / call.num_seqs * BLOCK_CHANNELS;
+      const int64_t channel = item / call.num_seqs * block_size;
       if (seq.slot != 0 && seq.length > 0)
-        write_state(seq, channel, std::min(BLOCK_CHANNELS, call.channels - channel));
+        write_state(seq, channel, std::min(block_size, call.channels - channel));
     }
   }
 }
