@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
 from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
 
 _ANY_DTYPE = frozenset(
@@ -14,6 +16,12 @@ _ANY_DTYPE = frozenset(
 )
 
 IMPLEMENTATIONS = {
+    "cpp": Implementation(
+        capability=Capability(
+            devices=frozenset({"cpu"}), dtypes=_ANY_DTYPE, available=compiler_missing
+        ),
+        launcher="torch_hybrid.ops.state_copy._cpu:state_copy",
+    ),
     "torch": Implementation(
         capability=Capability(
             devices=frozenset({"cpu", "cuda"}), dtypes=_ANY_DTYPE, cuda_graph=True
@@ -48,6 +56,8 @@ def state_copy(pools: Sequence[Tensor], src: Tensor, dst: Tensor, *, dim: int, i
     for name, indices in (("src", src), ("dst", dst)):
         if indices.dtype != torch.int32:
             raise ValueError(f"{name} must have dtype torch.int32, got {indices.dtype}")
+        if not indices.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {indices.stride()}")
     if dim not in (0, 1):
         raise ValueError(f"dim must be 0 or 1, got {dim}")
     for i, pool in enumerate(pools):

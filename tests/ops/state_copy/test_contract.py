@@ -1,0 +1,167 @@
+"""The contract of state_copy, held by every implementation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+from tests.ops.contract import assert_traces_once, pool_clones, skip_reason
+from tests.ops.state_copy.cases import CASES, indices, make_inputs
+from torch_hybrid.ops.state_copy import reference, state_copy
+from torch_hybrid.ops.state_copy.op import IMPLEMENTATIONS
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def impl(request: pytest.FixtureRequest) -> str:
+    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
+        pytest.skip(reason)
+    return request.param
+
+
+def bits(pool: Tensor) -> bytes:
+    return pool.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_the_reference_bit_for_bit(impl: str, name: str) -> None:
+    """Indices that are no dst keep their bits: the null one, which holds NaN, and the last."""
+    pools, src, dst = make_inputs(CASES[name])
+    expected = [pool.clone() for pool in pools]
+    reference.state_copy(expected, src, dst, dim=CASES[name].dim)
+    state_copy(pools, src, dst, dim=CASES[name].dim, impl=impl)
+    assert [bits(pool) for pool in pools] == [bits(pool) for pool in expected]
+
+
+def test_copies_clears_and_skips(impl: str) -> None:
+    pool = torch.arange(5.0) + 1
+    state_copy([pool], indices([2, 0, 1]), indices([4, 3, 0]), dim=0, impl=impl)
+    assert pool.tolist() == [1, 2, 3, 0, 3]
+
+
+def test_not_a_number_does_not_survive_a_clear(impl: str) -> None:
+    pool = torch.full((2, 4, 300), torch.nan)
+    state_copy([pool], indices([0]), indices([3]), dim=1, impl=impl)
+    assert torch.equal(pool[:, 3], torch.zeros(2, 300))
+    assert pool[:, :3].isnan().all()
+
+
+def test_a_slot_larger_than_a_piece(impl: str) -> None:
+    pools = [torch.randn(4, 1_000_003), torch.randn(4, 3)]
+    expected = [pool.clone() for pool in pools]
+    reference.state_copy(expected, indices([3, 0]), indices([1, 2]), dim=0)
+    state_copy(pools, indices([3, 0]), indices([1, 2]), dim=0, impl=impl)
+    assert [bits(pool) for pool in pools] == [bits(pool) for pool in expected]
+
+
+def test_padding_and_order_change_nothing(impl: str) -> None:
+    case = CASES["pages"]
+    plain, padded = make_inputs(case), make_inputs(replace(case, pairs=case.pairs[::-1]))
+    state_copy(*plain, dim=1, impl=impl)
+    pools, src, dst = padded
+    padding = indices([0] * 5)
+    state_copy(pools, torch.cat([src, padding]), torch.cat([dst, padding]), dim=1, impl=impl)
+    assert [bits(pool) for pool in pools] == [bits(pool) for pool in plain[0]]
+
+
+# ---- the op as the compiler sees it ----------------------------------------------------------
+
+
+def test_schema() -> None:
+    schema = str(torch.ops.torch_hybrid.state_copy.default._schema)
+    assert_expected_inline(
+        schema.replace(", ", ",\n"),
+        """\
+torch_hybrid::state_copy(Tensor(a!)[] pools,
+Tensor src,
+Tensor dst,
+*,
+int dim,
+str impl) -> ()""",
+    )
+
+
+@pytest.mark.parametrize("name", ["slots", "pages", "no_pair"])
+def test_opcheck(impl: str, name: str) -> None:
+    op = torch.ops.torch_hybrid.state_copy.default
+    inputs = make_inputs(CASES[name], null=0.0)
+    torch.library.opcheck(op, inputs, {"dim": CASES[name].dim, "impl": impl})
+
+
+def fork(impl: str) -> object:
+    def step(first: Tensor, second: Tensor, src: Tensor, dst: Tensor) -> Tensor:
+        """Copy, use what was copied, clear."""
+        state_copy([first, second], src, dst, dim=0, impl=impl)
+        read = first[dst.long()] + second[dst.long()]
+        state_copy([first, second], torch.zeros_like(src), dst, dim=0, impl=impl)
+        return read
+
+    return step
+
+
+def fork_inputs(src: list[int], dst: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.randn(9, 4), torch.randn(9, 4), indices(src), indices(dst)
+
+
+def test_compiles_once(impl: str) -> None:
+    pairs = [([1, 2, 0], [3, 4, 5]), ([1, 2], [3, 4]), ([1, 1, 0, 0, 2], [3, 4, 5, 6, 0])]
+    assert_traces_once(fork(impl), [fork_inputs(*pair) for pair in pairs])
+
+
+@pytest.mark.slow
+def test_inductor_gives_the_eager_result(impl: str) -> None:
+    eager, compiled = fork_inputs([1, 2], [3, 4]), fork_inputs([1, 2], [3, 4])
+    for a, b in zip(compiled, eager, strict=True):
+        a.copy_(b)
+    expected = fork(impl)(*eager)
+    assert torch.equal(torch.compile(fork(impl), fullgraph=True)(*compiled), expected)
+    assert torch.equal(compiled[0], eager[0])
+
+
+def test_no_pool_clone(impl: str) -> None:
+    args = fork_inputs([1, 2, 0], [3, 4, 5])
+    assert pool_clones(fork(impl), args, args[:2]) == []
+
+
+# ---- errors ----------------------------------------------------------------------------------
+
+
+def failing(impl: str, src: list[int], dst: list[int], **changes: object) -> str:
+    arguments = {"pools": [torch.zeros(4, 3), torch.zeros(4, 2)], "dim": 0}
+    arguments |= {"src": indices(src), "dst": indices(dst), **changes}
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
+        state_copy(**arguments, impl=impl)
+    return str(error.value)
+
+
+def test_error_texts() -> None:
+    errors = [
+        failing("torch", [1, 2], [3]),
+        failing("torch", [], [2], src=torch.tensor([1])),
+        failing("torch", [1], [2], dim=2),
+        failing("torch", [1], [2], dim=1),
+        failing("torch", [1], [2], pools=[torch.zeros(4, 3), torch.zeros(5, 3)]),
+        failing("torch", [1], [2], pools=[torch.zeros(3, 4).T]),
+        failing("tpu", [1], [2]),
+    ]
+    assert_expected_inline("\n".join(errors), """""")
+
+
+def test_bad_pairs(impl: str) -> None:
+    errors = [
+        failing(impl, [1], [4]),
+        failing(impl, [-1], [1]),
+        failing(impl, [1, 2], [3, 3]),
+        failing(impl, [1, 2], [2, 3]),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+dst must be in [0, 4), got 4
+src must be in [0, 4), got -1
+dst must not repeat, got 3 twice
+src and dst must be disjoint, got [2] in both""",
+    )
