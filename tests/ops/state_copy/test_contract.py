@@ -129,7 +129,7 @@ def test_no_pool_clone(impl: str) -> None:
 # ---- errors ----------------------------------------------------------------------------------
 
 
-def failing(impl: str, src: list[int], dst: list[int], **changes: object) -> str:
+def failing(impl: str, src: list[int], dst: list[int], /, **changes: object) -> str:
     arguments = {"pools": [torch.zeros(4, 3), torch.zeros(4, 2)], "dim": 0}
     arguments |= {"src": indices(src), "dst": indices(dst), **changes}
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
@@ -147,7 +147,17 @@ def test_error_texts() -> None:
         failing("torch", [1], [2], pools=[torch.zeros(3, 4).T]),
         failing("tpu", [1], [2]),
     ]
-    assert_expected_inline("\n".join(errors), """""")
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+dst must have shape [2], got [1]
+src must have dtype torch.int32, got torch.int64
+dim must be 0 or 1, got 2
+pools[1] must have size 3 along dim 1, got shape [4, 2]
+pools[1] must have size 4 along dim 0, got shape [5, 3]
+pools[0] must be contiguous, got strides (1, 4)
+impl must be one of ['cpp', 'torch'], got 'tpu'""",
+    )
 
 
 def test_bad_pairs(impl: str) -> None:
