@@ -3,16 +3,17 @@
 //
 //   PackedRows<T> x;                     keep one per thread: its memory is reused
 //   x.pack(M, K, x, ldx)                 copies x in the order in which the product reads it
-//   multiply_rows(x, W, ldw, N, write)   calls write(m, n, values, count) with the results
-//                                        y[m, n .. n + count) as floats, each element once
+//   multiply_rows(x, W, ldw, N, y, ldy)  y[m * ldy + n], in float
 //
-// How: a dot product along K keeps W in the order in which memory delivers it. A tile takes ROWS
-// rows of W and up to four rows of x, so that each vector of W is loaded once for four rows; more
-// rows of x are further passes over the tile, which is then in L1. During the passes the next
-// tile is prefetched, a part in each, so that memory stays busy while the products are formed:
-// the hardware's own prefetchers stop at every 4 KB page, which is one row of W.
+// How: a dot product along K keeps W in the order in which memory delivers it. A tile takes four
+// rows of W and up to four rows of x, so that a vector of W is loaded once for four rows of x.
+// - Up to four rows of x, memory is all that counts. The four rows of W are far apart, so that
+//   each is a long stream of its own, which the hardware prefetches best.
+// - More rows of x are further passes over a tile of adjacent rows, in stretches of K that stay in
+//   L1, while the tile after the next is prefetched, a part in each step. Otherwise memory would
+//   idle in the passes: the hardware prefetches only what misses, and never past a 4 KB page.
 //
-// An element of y depends on its row of x and its row of W alone, and is the same for every M.
+// An element of y depends on its row of x and its row of W alone.
 #pragma once
 
 #include <algorithm>
@@ -35,6 +36,7 @@ struct Lanes<float> {
   static TH_INLINE X pack(const float* x, int n) { return load(x, n); }
   static TH_INLINE W weights(const float* w) { return held(load(w)); }
   static TH_INLINE W weights(const float* w, int n) { return load(w, n); }
+  static TH_INLINE X hold(X x) { return held(x); }
   static TH_INLINE f32x16 multiply(W w, const X& x, f32x16 sum) { return fma(w, x, sum); }
 };
 
@@ -49,6 +51,7 @@ struct Lanes<bf16> {
     return n >= STEP ? weights(w) : (W)_mm512_maskz_loadu_epi16((1u << n) - 1, w);
   }
   static TH_INLINE X pack(const bf16* x, int n) { return weights(x, n); }
+  static TH_INLINE X hold(X x) { return held(x); }
   static TH_INLINE f32x16 multiply(W w, const X& x, f32x16 sum) {
     return (f32x16)_mm512_dpbf16_ps((__m512)sum, w, x);
   }
@@ -75,6 +78,7 @@ struct Lanes<bf16> {
     return weights(padded);
   }
   static TH_INLINE X pack(const bf16* x, int n) { return weights(x, n); }
+  static TH_INLINE X hold(X x) { return {held(x.even), held(x.odd)}; }
   static TH_INLINE f32x16 multiply(W w, const X& x, f32x16 sum) {
     return fma(w.odd, x.odd, fma(w.even, x.even, sum));
   }
@@ -89,20 +93,23 @@ class PackedRows {
   static constexpr int GROUP = 4;
 
   void pack(int M, int64_t K, const T* x, int64_t ldx) {
-    constexpr int STEP = Lanes<T>::STEP;
+    constexpr int64_t STEP = Lanes<T>::STEP, full = STEP;
     M_ = M, K_ = K, steps_ = (K + STEP - 1) / STEP;
     reserve(M * steps_);
     for (int i = 0; i < M; ++i) {
       const int first = i / GROUP * GROUP, rows = std::min(GROUP, M - first);
       X* to = data_ + first * steps_ + (i - first);
       for (int64_t s = 0; s < steps_; ++s)
-        to[s * rows] = Lanes<T>::pack(x + i * ldx + s * STEP, int(std::min<int64_t>(STEP, K - s * STEP)));
+        to[s * rows] = Lanes<T>::pack(x + i * ldx + s * STEP, int(std::min(K - s * STEP, full)));
     }
   }
 
   int rows() const { return M_; }
   int64_t depth() const { return K_; }
-  const X* group(int first) const { return data_ + first * steps_; }
+  // The group that starts at row `first` and has `rows` rows, from depth k on.
+  const X* group(int first, int rows, int64_t k) const {
+    return data_ + first * steps_ + k / Lanes<T>::STEP * rows;
+  }
 
  private:
   void reserve(int64_t count) {
@@ -121,85 +128,143 @@ class PackedRows {
 
 namespace detail {
 
-// out[m][r] = sum_k x[m, k] W[r, k] for a group of G rows of x and R rows of W; meanwhile P rows
-// of what is at `ahead` are prefetched.
-template <typename T, int R, int G, int P>
-TH_INLINE void product(const T* W, int64_t ldw, int64_t K, const typename Lanes<T>::X* x,
-                       const T* ahead, float* out) {
+constexpr int TILE = 4;                    // rows of W
+constexpr int64_t LINE_BYTES = 64;
+constexpr int64_t STRETCH_BYTES = 2048;    // of K in a pass: tile and group together fit L1
+constexpr int64_t NEAR_BYTES = 1024, FAR_BYTES = 4096;
+
+// R rows of W, `ldw` apart, times a group of x, over K elements.
+template <typename T>
+struct Product {
+  const T* W;
+  int64_t ldw, K;
+  const typename Lanes<T>::X* x;
+  float* y;
+  int64_t ldy, column_step;  // between the results of two rows of x, and of two rows of W
+  bool accumulate;
+};
+
+// What a step prefetches: `line` p of step k is at first + p * line_step + k * k_step.
+template <typename T>
+struct Ahead {
+  const T* first;
+  int64_t line_step, k_step;
+};
+
+// y[m, r] (+)= sum_k x[m, k] W[r, k] for G rows of x; each step prefetches LINES lines, or in turn
+// the even and the odd ones of them. HELD keeps x in registers: without it, x is loaded again from
+// L1 for each row of W, and this slower pace lets the prefetches keep their lead.
+template <int R, int G, int LINES, bool IN_TURN, bool HELD, typename T>
+TH_INLINE void multiply(Product<T> p, Ahead<T> ahead) {
   static_assert(R * G <= LANES, "one vector takes the sums");
   constexpr int STEP = Lanes<T>::STEP;
   f32x16 acc[LANES] = {};
+  const typename Lanes<T>::X* x = p.x;
   int64_t k = 0;
-  for (; k + STEP <= K; k += STEP, x += G) {
-#pragma GCC unroll 16
-    for (int p = 0; p < P; ++p) __builtin_prefetch(ahead + p * ldw + k);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const auto w = Lanes<T>::weights(W + r * ldw + k);
+  for (; k + STEP <= p.K; k += STEP, x += G) {
 #pragma GCC unroll 4
-      for (int m = 0; m < G; ++m) acc[m * R + r] = Lanes<T>::multiply(w, x[m], acc[m * R + r]);
-    }
-  }
-  if (k < K)
+    for (int line = 0; line < LINES; ++line)
+      if (!IN_TURN || line % 2 == k / STEP % 2)
+        __builtin_prefetch(ahead.first + line * ahead.line_step + k * ahead.k_step, 0, 1);
+    typename Lanes<T>::X xs[G];
+#pragma GCC unroll 4
+    for (int m = 0; m < G; ++m) xs[m] = HELD ? Lanes<T>::hold(x[m]) : x[m];
+#pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const auto w = Lanes<T>::weights(W + r * ldw + k, int(K - k));
+      const auto w = Lanes<T>::weights(p.W + r * p.ldw + k);
+#pragma GCC unroll 4
+      for (int m = 0; m < G; ++m) acc[m * R + r] = Lanes<T>::multiply(w, xs[m], acc[m * R + r]);
+    }
+  }
+  if (k < p.K)
+    for (int r = 0; r < R; ++r) {
+      const auto w = Lanes<T>::weights(p.W + r * p.ldw + k, int(p.K - k));
       for (int m = 0; m < G; ++m) acc[m * R + r] = Lanes<T>::multiply(w, x[m], acc[m * R + r]);
     }
-  store(out, sum16(acc));
+  float sums[LANES];
+  store(sums, sum16(acc));
+#pragma GCC unroll 4
+  for (int m = 0; m < G; ++m)
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      float& y = p.y[m * p.ldy + r * p.column_step];
+      y = sums[m * R + r] + (p.accumulate ? y : 0.0f);
+    }
 }
 
-// All rows of x times R rows of W at row n.
-template <typename T, int R, int G, int P, typename Write>
-TH_INLINE void group_product(const PackedRows<T>& x, int first, const T* W, int64_t ldw,
-                             int64_t n, const T* ahead, const Write& write) {
-  float out[LANES];
-  product<T, R, G, P>(W + n * ldw, ldw, x.depth(), x.group(first), ahead, out);
-  for (int m = 0; m < G; ++m) write(first + m, n, out + m * R, R);
-}
-
-template <typename T, int R, typename Write>
-inline void tile_product(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t n,
-                         const Write& write) {
-  constexpr int GROUP = PackedRows<T>::GROUP;
-  const T* next = W + (n + R) * ldw;
-  const int M = x.rows();
-  int i = 0;
-  if (M < 2 * GROUP) {
-    for (; i + GROUP <= M; i += GROUP) group_product<T, R, GROUP, R>(x, i, W, ldw, n, next, write);
-  } else {
-    constexpr int HALF = (R + 1) / 2;
-    group_product<T, R, GROUP, HALF>(x, 0, W, ldw, n, next, write);
-    group_product<T, R, GROUP, HALF>(x, GROUP, W, ldw, n, next + (R - HALF) * ldw, write);
-    for (i = 2 * GROUP; i + GROUP <= M; i += GROUP)
-      group_product<T, R, GROUP, 0>(x, i, W, ldw, n, next, write);
+// Up to four rows of x: W as four streams, N / 4 rows apart.
+template <int G, typename T>
+inline void multiply_streams(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N, float* y,
+                             int64_t ldy) {
+  constexpr bool NEAR = G <= 2 || sizeof(T) == 2;
+  constexpr int64_t lead = (NEAR ? NEAR_BYTES : FAR_BYTES) / int64_t(sizeof(T));
+  const int64_t K = x.depth(), stream = N / TILE;
+  for (int64_t n = 0; n < stream; ++n) {
+    const T* w = W + n * ldw;
+    multiply<TILE, G, TILE, NEAR, NEAR>(
+        Product<T>{w, stream * ldw, K, x.group(0, G, 0), y + n, ldy, stream, false},
+        Ahead<T>{w + lead, stream * ldw, 1});
   }
-  if (M - i == 3) group_product<T, R, 3, R>(x, i, W, ldw, n, next, write);
-  if (M - i == 2) group_product<T, R, 2, R>(x, i, W, ldw, n, next, write);
-  if (M - i == 1) group_product<T, R, 1, R>(x, i, W, ldw, n, next, write);
+  for (int64_t n = stream * TILE; n < N; ++n)
+    multiply<1, G, 0, false, true>(
+        Product<T>{W + n * ldw, ldw, K, x.group(0, G, 0), y + n, ldy, 1, false}, Ahead<T>{});
 }
 
-// One group only: more rows of W fit in the registers.
-template <typename T, int R, int G, typename Write>
-inline void single_group(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N,
-                         const Write& write) {
+template <int R, int LINES, typename T>
+TH_INLINE void multiply_group(int rows, const Product<T>& product, const Ahead<T>& ahead) {
+  if (rows == 4) return multiply<R, 4, LINES, false, true>(product, ahead);
+  if (rows == 3) return multiply<R, 3, LINES, false, true>(product, ahead);
+  if (rows == 2) return multiply<R, 2, LINES, false, true>(product, ahead);
+  multiply<R, 1, LINES, false, true>(product, ahead);
+}
+
+// R adjacent rows of W for any number of rows of x: as many passes over each stretch of K as x has
+// groups. `LINES` lines per step, in as many passes as it takes, prefetch a whole tile.
+template <int R, int LINES, typename T>
+inline void multiply_tile(const PackedRows<T>& x, const T* W, int64_t ldw, float* y, int64_t ldy) {
+  constexpr int GROUP = PackedRows<T>::GROUP;
+  constexpr int64_t STRETCH = STRETCH_BYTES / int64_t(sizeof(T));
+  constexpr int64_t LINE = LINE_BYTES / int64_t(sizeof(T));
+  Ahead<T> ahead{W + 2 * R * ldw, LINE, LINES};
+  for (int64_t k = 0; k == 0 || k < x.depth(); k += STRETCH) {
+    const int64_t depth = std::min(STRETCH, x.depth() - k);
+    for (int first = 0, lines = 0; first < x.rows(); first += GROUP, lines += LINES) {
+      const int rows = std::min(GROUP, x.rows() - first);
+      const Product<T> product{W + k, ldw, depth, x.group(first, rows, k), y + first * ldy,
+                               ldy,   1,   k > 0};
+      if (lines < R) {
+        multiply_group<R, LINES>(rows, product, ahead);
+        ahead.first += LINES * depth;
+      } else {
+        multiply_group<R, 0>(rows, product, ahead);
+      }
+    }
+  }
+}
+
+template <int LINES, typename T>
+inline void multiply_tiles(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N, float* y,
+                           int64_t ldy) {
   int64_t n = 0;
-  for (; n + R <= N; n += R)
-    group_product<T, R, G, R>(x, 0, W, ldw, n, W + (n + R) * ldw, write);
-  for (; n < N; ++n) group_product<T, 1, G, 0>(x, 0, W, ldw, n, W, write);
+  for (; n + TILE <= N; n += TILE) multiply_tile<TILE, LINES>(x, W + n * ldw, ldw, y + n, ldy);
+  for (; n < N; ++n) multiply_tile<1, 1>(x, W + n * ldw, ldw, y + n, ldy);
 }
 
 }  // namespace detail
 
-template <typename T, typename Write>
-inline void multiply_rows(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N,
-                          const Write& write) {
+template <typename T>
+inline void multiply_rows(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N, float* y,
+                          int64_t ldy) {
   using namespace detail;
-  constexpr int R = 4;
-  if (x.rows() == 1) return single_group<T, 4, 1>(x, W, ldw, N, write);
-  if (x.rows() == 2) return single_group<T, 4, 2>(x, W, ldw, N, write);
-  int64_t n = 0;
-  for (; n + R <= N; n += R) tile_product<T, R>(x, W, ldw, n, write);
-  for (; n < N; ++n) tile_product<T, 1>(x, W, ldw, n, write);
+  switch (x.rows()) {
+    case 0: return;
+    case 1: return multiply_streams<1>(x, W, ldw, N, y, ldy);
+    case 2: return multiply_streams<2>(x, W, ldw, N, y, ldy);
+    case 3: return multiply_streams<3>(x, W, ldw, N, y, ldy);
+    case 4: return multiply_streams<4>(x, W, ldw, N, y, ldy);
+  }
+  if (x.rows() <= 3 * PackedRows<T>::GROUP) return multiply_tiles<2>(x, W, ldw, N, y, ldy);
+  multiply_tiles<1>(x, W, ldw, N, y, ldy);
 }
 
 }  // namespace th
