@@ -6,12 +6,21 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
 
 ACTIVATIONS = ("silu",)
 ID_DTYPES = (torch.int32, torch.int64)
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cpp": Implementation(
+        capability=Capability(
+            devices=frozenset({"cpu"}),
+            dtypes=frozenset({torch.float32, torch.bfloat16}),
+            available=compiler_missing,
+        ),
+        launcher="torch_hybrid.ops.fused_experts._cpu:fused_experts",
+    ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),
         launcher="torch_hybrid.ops.fused_experts._torch:fused_experts",

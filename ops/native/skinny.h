@@ -2,7 +2,8 @@
 // y[M, N] = x[M, K] W[N, K]^T for M up to a few dozen. T is float or bf16; sums are float.
 //
 //   PackedRows<T> x;                     keep one per thread: its memory is reused
-//   x.pack(M, K, x, ldx)                 copies x in the order in which the product reads it
+//   x.pack(M, K, x, ldx)                 copies x in the order in which the product reads it;
+//   x.pack(M, K, row)                    the same, row(i) being a pointer to row i
 //   multiply_rows(x, W, ldw, N, y, ldy)  y[m * ldy + n], in float
 //
 // How: a dot product along K keeps W in the order in which memory delivers it. A tile takes four
@@ -93,14 +94,20 @@ class PackedRows {
   static constexpr int GROUP = 4;
 
   void pack(int M, int64_t K, const T* x, int64_t ldx) {
-    constexpr int64_t STEP = Lanes<T>::STEP, full = STEP;
+    pack(M, K, [&](int i) { return x + i * ldx; });
+  }
+
+  template <typename Row>
+  void pack(int M, int64_t K, const Row& row) {
+    constexpr int64_t STEP = Lanes<T>::STEP;
     M_ = M, K_ = K, steps_ = (K + STEP - 1) / STEP;
     reserve(M * steps_);
     for (int i = 0; i < M; ++i) {
       const int first = i / GROUP * GROUP, rows = std::min(GROUP, M - first);
+      const T* x = row(i);
       X* to = data_ + first * steps_ + (i - first);
       for (int64_t s = 0; s < steps_; ++s)
-        to[s * rows] = Lanes<T>::pack(x + i * ldx + s * STEP, int(std::min(K - s * STEP, full)));
+        to[s * rows] = Lanes<T>::pack(x + s * STEP, int(std::min(K - s * STEP, STEP)));
     }
   }
 

@@ -1,0 +1,143 @@
+// The experts of a mixture: see README.md.
+#include <atomic>
+#include <vector>
+
+#include "skinny.h"
+
+namespace {
+
+// The arguments of one call, as the 64-bit integers that _cpu.py packs in this order.
+struct Call {
+  int64_t is_bf16, ids_are_int64, weights_are_float, num_threads;
+  int64_t num_tokens, top_k, num_experts, dim, width;  // width: rows of gate, and of up
+  int64_t x, ldx, ids, weights, gate_up, down, hidden, out;
+};
+
+constexpr int ROWS = 64;                         // of one expert's tokens, multiplied at a time
+constexpr int64_t WIDTH_CHUNK = 128, DIM_CHUNK = 128;  // weight rows a thread takes at a time
+
+// The (token, choice) pairs in the order of their experts: those of expert e are
+// pairs[first[e]] to pairs[first[e + 1] - 1]. A token's own pairs keep their order.
+struct Routing {
+  std::vector<int64_t> first, pairs, experts;
+
+  explicit Routing(const Call& call) : first(call.num_experts + 1, 0) {
+    const int64_t count = call.num_tokens * call.top_k;
+    for (int64_t p = 0; p < count; ++p)
+      if (chosen(call, p)) ++first[expert(call, p) + 1];
+    for (int64_t e = 0; e < call.num_experts; ++e) {
+      if (first[e + 1]) experts.push_back(e);
+      first[e + 1] += first[e];
+    }
+    pairs.resize(first.back());
+    std::vector<int64_t> next(first.begin(), first.end() - 1);
+    for (int64_t p = 0; p < count; ++p)
+      if (chosen(call, p)) pairs[next[expert(call, p)]++] = p;
+  }
+
+  static int64_t expert(const Call& call, int64_t pair) {
+    return call.ids_are_int64 ? reinterpret_cast<const int64_t*>(call.ids)[pair]
+                              : reinterpret_cast<const int32_t*>(call.ids)[pair];
+  }
+  static bool chosen(const Call& call, int64_t pair) {
+    const int64_t e = expert(call, pair);
+    return 0 <= e && e < call.num_experts;
+  }
+};
+
+template <typename T>
+struct Scratch {
+  th::PackedRows<T> rows;
+  std::vector<float> gate, up, sums;
+};
+
+template <typename T>
+class Experts {
+ public:
+  explicit Experts(const Call& call) : call_(call), routing_(call) {}
+
+  void run() {
+    std::atomic<int64_t> hidden_taken{0}, out_taken{0};
+#pragma omp parallel num_threads(int(call_.num_threads))
+    {
+      static thread_local Scratch<T> scratch;
+      const int64_t chunks = (call_.width + WIDTH_CHUNK - 1) / WIDTH_CHUNK;
+      const int64_t num_hidden = int64_t(routing_.experts.size()) * chunks;
+      for (int64_t i; (i = hidden_taken++) < num_hidden;)
+        hidden_chunk(scratch, routing_.experts[i / chunks], i % chunks * WIDTH_CHUNK);
+#pragma omp barrier
+      for (int64_t d; (d = out_taken++ * DIM_CHUNK) < call_.dim;) out_chunk(scratch, d);
+    }
+  }
+
+ private:
+  // hidden[pair, i ...] = silu(gate) * up for all tokens of an expert.
+  void hidden_chunk(Scratch<T>& s, int64_t expert, int64_t i) {
+    const int64_t D = call_.dim, I = call_.width, count = std::min(WIDTH_CHUNK, I - i);
+    const T* gate = pointer(call_.gate_up) + (expert * 2 * I + i) * D;
+    s.gate.resize(ROWS * count), s.up.resize(ROWS * count);
+    for_blocks(expert, [&](int64_t p, int rows) {
+      s.rows.pack(rows, D, [&](int r) { return token_row(p + r); });
+      th::multiply_rows(s.rows, gate, D, count, s.gate.data(), count);
+      th::multiply_rows(s.rows, gate + I * D, D, count, s.up.data(), count);
+      for (int r = 0; r < rows; ++r)
+        for (int64_t j = 0; j < count; j += th::LANES) {
+          const int left = int(std::min<int64_t>(th::LANES, count - j));
+          const th::f32x16 g = th::load(&s.gate[r * count + j], left);
+          const th::f32x16 u = th::load(&s.up[r * count + j], left);
+          th::store(pointer(call_.hidden) + (p + r) * I + i + j, th::silu(g) * u, left);
+        }
+    });
+  }
+
+  // out[:, d ...] of all tokens: one thread owns the columns, so nothing is added concurrently,
+  // and each token's experts are added in the order of their numbers.
+  void out_chunk(Scratch<T>& s, int64_t d) {
+    const int64_t D = call_.dim, I = call_.width, count = std::min(DIM_CHUNK, D - d);
+    s.sums.assign(call_.num_tokens * count, 0.0f);
+    s.up.resize(ROWS * count);
+    for (int64_t expert : routing_.experts)
+      for_blocks(expert, [&](int64_t p, int rows) {
+        s.rows.pack(rows, I, [&](int r) { return pointer(call_.hidden) + (p + r) * I; });
+        const T* down = pointer(call_.down) + (expert * D + d) * I;
+        th::multiply_rows(s.rows, down, I, count, s.up.data(), count);
+        for (int r = 0; r < rows; ++r) add(s, p + r, &s.up[r * count], count);
+      });
+    for (int64_t t = 0; t < call_.num_tokens; ++t)
+      for (int64_t j = 0; j < count; j += th::LANES) {
+        const int left = int(std::min<int64_t>(th::LANES, count - j));
+        th::store(pointer(call_.out) + t * D + d + j, th::load(&s.sums[t * count + j], left), left);
+      }
+  }
+
+  void add(Scratch<T>& s, int64_t p, const float* y, int64_t count) {
+    const int64_t pair = routing_.pairs[p];
+    float* sums = &s.sums[pair / call_.top_k * count];
+    const float weight = call_.weights_are_float
+                             ? reinterpret_cast<const float*>(call_.weights)[pair]
+                             : th::to_float(pointer(call_.weights)[pair]);
+    for (int64_t j = 0; j < count; ++j) sums[j] += weight * y[j];
+  }
+
+  template <typename Block>
+  void for_blocks(int64_t expert, const Block& block) {
+    const int64_t last = routing_.first[expert + 1];
+    for (int64_t p = routing_.first[expert]; p < last; p += ROWS)
+      block(p, int(std::min<int64_t>(ROWS, last - p)));
+  }
+
+  const T* token_row(int64_t p) {
+    return pointer(call_.x) + routing_.pairs[p] / call_.top_k * call_.ldx;
+  }
+  static T* pointer(int64_t address) { return reinterpret_cast<T*>(address); }
+
+  const Call& call_;
+  const Routing routing_;
+};
+
+}  // namespace
+
+extern "C" TH_EXPORT void th_fused_experts(const int64_t* arguments) {
+  const Call& call = *reinterpret_cast<const Call*>(arguments);
+  call.is_bf16 ? Experts<th::bf16>(call).run() : Experts<float>(call).run();
+}
