@@ -10,15 +10,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
 from torch_hybrid.ops.triton_devices import interpreted
 
 # Programs that fill the GPUs this is meant for (108 to 148 processors) a few times over.
 _TARGET_PROGRAMS = 512
-_MAX_SPLITS = 32
-
-# Elements of one tile of keys (or values): 16 KiB in bfloat16, of which a processor holds enough
-# in flight to cover the latency of its memory.
-_KV_TILE = 8192
+_MAX_SPLITS = 128
+# A split of fewer tiles of keys costs more in merging than it gains.
+_MIN_TILES_PER_SPLIT = 2
 
 _LOG2_E = math.log2(math.e)
 
@@ -38,21 +37,34 @@ class Tiles:
     num_blocks: int
     num_splits: int
     num_warps: int
+    num_stages: int
 
     @classmethod
     def of(
-        cls, num_tokens: int, num_seqs: int, num_kv_heads: int, group: int, head_dim: int, keys: int
+        cls,
+        *,
+        num_tokens: int,
+        num_seqs: int,
+        num_kv_heads: int,
+        group: int,
+        head_dim: int,
+        itemsize: int,
+        max_keys: int,
     ) -> Tiles:
-        """Tiles for ``num_tokens`` of ``num_seqs`` sequences of at most ``keys`` keys each."""
-        tokens_per_seq = triton.cdiv(num_tokens, max(1, num_seqs))
-        wanted = min(64, triton.next_power_of_2(tokens_per_seq * group))
-        block_m = max(16, wanted, triton.next_power_of_2(group))
-        block_q = block_m // group
+        """Tiles for ``num_tokens`` of ``num_seqs`` sequences of at most ``max_keys`` keys each."""
+        # float32 products run outside the tensor cores, on operands held in registers: larger
+        # tiles spill.
+        tensor_cores = itemsize == 2
         block_d = max(16, triton.next_power_of_2(head_dim))
-        block_kv = max(16, min(128, _KV_TILE // block_d))
-        busy = max(num_seqs, num_tokens // block_q) * num_kv_heads
-        wanted_splits = min(_MAX_SPLITS, _TARGET_PROGRAMS // max(1, busy))
-        useful_splits = triton.cdiv(keys, 4 * block_kv)
+        block_kv = max(16, min(64, 8192 // block_d)) if tensor_cores else 16
+        tokens_per_seq = triton.cdiv(num_tokens, max(1, num_seqs))
+        wanted_rows = triton.next_power_of_2(tokens_per_seq * group)
+        most_rows = 64 if tensor_cores else 16
+        block_m = max(16, min(wanted_rows, most_rows), triton.next_power_of_2(group))
+        block_q = block_m // group
+        busy_programs = max(num_seqs, num_tokens // block_q) * num_kv_heads
+        wanted_splits = min(_MAX_SPLITS, _TARGET_PROGRAMS // max(1, busy_programs))
+        useful_splits = triton.cdiv(max_keys, _MIN_TILES_PER_SPLIT * block_kv)
         num_splits = max(1, min(wanted_splits, useful_splits))
         return cls(
             block_q=block_q,
@@ -61,7 +73,9 @@ class Tiles:
             block_kv=block_kv,
             num_blocks=num_tokens // block_q + num_seqs if num_seqs else 0,
             num_splits=1 << (num_splits.bit_length() - 1),
-            num_warps=4 if block_m * block_d <= 32 * 256 else 8,
+            num_warps=4 if block_m * block_d <= (8192 if tensor_cores else 4096) else 8,
+            # With three, page numbers are fetched two tiles ahead, keys and values one.
+            num_stages=3 if block_m < 64 else 2,
         )
 
 
@@ -114,9 +128,14 @@ def paged_attention_with_lse(
     num_tokens, num_q_heads, head_dim = q.shape
     _, _, page_size, num_kv_heads, _ = kv.shape
     num_seqs, max_pages = page_table.shape
-    group = num_q_heads // num_kv_heads
     tiles = Tiles.of(
-        num_tokens, num_seqs, num_kv_heads, group, head_dim, keys=max_pages * page_size
+        num_tokens=num_tokens,
+        num_seqs=num_seqs,
+        num_kv_heads=num_kv_heads,
+        group=num_q_heads // num_kv_heads,
+        head_dim=head_dim,
+        itemsize=kv.itemsize,
+        max_keys=max_pages * page_size,
     )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(num_tokens, num_q_heads, dtype=torch.float32, device=q.device)
@@ -224,12 +243,13 @@ def _attend(
         BLOCK_D=tiles.block_d,
         BLOCK_KV=tiles.block_kv,
         NUM_SPLITS=tiles.num_splits,
+        MIN_TILES=_MIN_TILES_PER_SPLIT,
         HAS_WINDOW=window > 0,
         HAS_SOFTCAP=softcap > 0,
         # The interpreter holds bfloat16 as integers and multiplies them as such.
         FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
         num_warps=tiles.num_warps,
-        num_stages=2,
+        num_stages=tiles.num_stages,
         enable_fp_fusion=True,
     )
 
@@ -256,6 +276,7 @@ def _merge(
         D=head_dim,
         BLOCK_D=tiles.block_d,
         NUM_SPLITS=tiles.num_splits,
+        BLOCK_SPLITS=min(tiles.num_splits, 16),
         num_warps=4,
         enable_fp_fusion=True,
     )
@@ -334,6 +355,7 @@ def _attend_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
@@ -368,7 +390,8 @@ def _attend_kernel(
     if HAS_WINDOW:
         keys_begin = tl.maximum(0, ahead + first_token - window + 1)
     keys_end = ahead + tl.minimum(first_token + BLOCK_Q, end)
-    tiles_per_split = tl.cdiv(tl.cdiv(keys_end - keys_begin, BLOCK_KV), NUM_SPLITS)
+    num_tiles = tl.cdiv(keys_end - keys_begin, BLOCK_KV)
+    tiles_per_split = tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), MIN_TILES)
     split_begin = keys_begin + split * tiles_per_split * BLOCK_KV
     split_end = tl.minimum(keys_end, split_begin + tiles_per_split * BLOCK_KV)
 
@@ -378,8 +401,10 @@ def _attend_kernel(
     b_o = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     table = page_table + seq.to(tl.int64) * stride_table_seq
     heads = kv + head_kv * D + index_d
-    for tile in range(split_begin, split_end, BLOCK_KV):
-        key = tile + tl.arange(0, BLOCK_KV)
+    # Tiles are counted from 0: with another lower bound the compiler loses sight of the
+    # alignment of what is loaded, and loads element by element.
+    for tile in range(tl.cdiv(split_end - split_begin, BLOCK_KV)):
+        key = split_begin + tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
         mask_key = key < split_end
         page = tl.load(table + key // PAGE_SIZE * stride_table_page, mask=mask_key, other=0)
         slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
@@ -415,7 +440,8 @@ def _attend_kernel(
     row_out = (split.to(tl.int64) * num_tokens + token) * HQ + head
     tl.store(lse + row_out, b_lse, mask=mask_m)
     p_out = out + row_out[:, None] * D + index_d[None, :]
-    tl.store(p_out, (b_o / total[:, None]).to(out.dtype.element_ty), mask=mask_q)
+    b_o = (b_o / total[:, None]).to(out.dtype.element_ty)
+    tl.store(p_out, b_o, mask=mask_q & (split_begin < split_end))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
@@ -431,26 +457,33 @@ def _merge_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
 ) -> None:
     """One program: one query head of one token."""
     token = tl.program_id(0)
     if token >= tl.load(cu_seqlens + num_seqs):
         return
     row = token.to(tl.int64) * HQ + tl.program_id(1)
-    split = tl.arange(0, NUM_SPLITS)
+    stride_split = num_tokens.to(tl.int64) * HQ
     index_d = tl.arange(0, BLOCK_D)
     mask_d = index_d < D
-    split_row = split.to(tl.int64) * num_tokens * HQ + row
 
-    b_lse = tl.load(partial_lse + split_row)
+    b_lse = tl.load(partial_lse + row + tl.arange(0, NUM_SPLITS) * stride_split)
     peak = tl.max(b_lse, 0)
-    weights = tl.exp(b_lse - tl.where(peak == -float("inf"), 0.0, peak))
-    total = tl.sum(weights, 0)
-    mask = (weights > 0.0)[:, None] & mask_d[None, :]
-    b_o = tl.load(partial_out + split_row[:, None] * D + index_d[None, :], mask=mask, other=0.0)
-    b_o = tl.sum(b_o * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out + row * D + index_d, b_o.to(out.dtype.element_ty), mask=mask_d)
-    tl.store(lse + row, peak + tl.log(tl.where(total == 0.0, 1.0, total)))
+    shift = tl.where(peak == -float("inf"), 0.0, peak)
+    total = tl.sum(tl.exp(b_lse - shift), 0)
+    total = tl.where(total == 0.0, 1.0, total)
+
+    b_o = tl.zeros([BLOCK_D], dtype=tl.float32)
+    for base in range(0, NUM_SPLITS, BLOCK_SPLITS):
+        split_row = row + (base + tl.arange(0, BLOCK_SPLITS)) * stride_split
+        weights = tl.exp(tl.load(partial_lse + split_row) - shift)
+        # A split without keys has written no output.
+        mask = (weights > 0.0)[:, None] & mask_d[None, :]
+        p_o = partial_out + split_row[:, None] * D + index_d[None, :]
+        b_o += tl.sum(tl.load(p_o, mask=mask, other=0.0) * weights[:, None], 0)
+    tl.store(out + row * D + index_d, (b_o / total).to(out.dtype.element_ty), mask=mask_d)
+    tl.store(lse + row, peak + tl.log(total))
 
 
 @triton.jit
