@@ -13,12 +13,14 @@ from torch_hybrid.ops.capability import Capability, Implementation
 from torch_hybrid.ops.gated_delta_rule.validate import check_inputs
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, define_op
+from torch_hybrid.ops.triton_devices import triton_devices, triton_missing
 
 DEFAULT_CHUNK_SIZE = 32
 CHUNK_SIZES = (16, 32, 64, 128)
 
 _CPU = "torch_hybrid.ops.gated_delta_rule._cpu"
 _TORCH = "torch_hybrid.ops.gated_delta_rule._torch"
+_TRITON = "torch_hybrid.ops.gated_delta_rule._triton"
 _CPP_CAPABILITY = Capability(
     devices=frozenset({"cpu"}),
     dtypes=frozenset({torch.float32, torch.bfloat16}),
@@ -28,6 +30,15 @@ _CPP_CAPABILITY = Capability(
 RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(
         capability=_CPP_CAPABILITY, launcher=f"{_CPU}:recurrent_gated_delta_rule"
+    ),
+    "triton": Implementation(
+        capability=Capability(
+            devices=triton_devices(),
+            limits={"head_k_dim": 512},
+            cuda_graph=True,
+            available=triton_missing,
+        ),
+        launcher=f"{_TRITON}:recurrent_gated_delta_rule",
     ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),

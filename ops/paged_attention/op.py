@@ -8,6 +8,7 @@ from torch import Tensor
 from torch_hybrid.ops.capability import FLOATS, Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
+from torch_hybrid.ops.triton_devices import triton_devices, triton_missing
 
 # What a caller may need beyond plain decode: queries of more than one token ("extend"), a
 # window, a softcap, the log-sum-exp as a second output.
@@ -23,6 +24,16 @@ _BACKENDS = {
             multiples={"head_dim": 16},
             features=FEATURES,
             available=compiler_missing,
+        ),
+    ),
+    "triton": (
+        "_triton",
+        Capability(
+            devices=triton_devices(),
+            limits={"head_dim": 256},
+            features=FEATURES,
+            cuda_graph=True,
+            available=triton_missing,
         ),
     ),
     "torch": ("_torch", Capability(devices=frozenset({"cpu", "cuda"}), features=FEATURES)),

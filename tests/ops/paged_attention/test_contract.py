@@ -384,7 +384,7 @@ q must have a contiguous last dim, got (128, 1, 4)
 seq_lens must have dtype torch.int32, got torch.int64
 window must be 0 or a number of keys, got -1
 softcap must be 0 or positive, got -2.0
-impl must be one of ['cpp', 'torch'], got 'tpu'""",
+impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'""",
     )
 
 
