@@ -1,0 +1,24 @@
+"""Settings of every test: fixed seeds, few threads, and no noise from transformers."""
+
+import os
+
+# Read when torch's thread pool and transformers are first loaded: before any other import.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+import hypothesis
+import pytest
+import torch
+
+torch.set_num_threads(2)
+hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    """Every test draws the same random numbers, whatever ran before it."""
+    torch.manual_seed(0)

@@ -1,0 +1,52 @@
+"""bfloat16: no further from the exact logits than transformers' own bfloat16 is."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import torch_hybrid as th
+from tests.models.oracle import (
+    Oracle,
+    ask,
+    assert_rounds_like,
+    chunked,
+    decoded,
+    make_texts,
+    serve,
+    whole,
+)
+from tests.tiny_models import BUILDERS, make_model
+
+LENGTHS = (2, 3, 65, 200)
+
+
+@pytest.fixture(scope="module", params=BUILDERS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """A runner on bf16 weights from disk, transformers' logits, and the exact ones."""
+    # All experts are taken, so that no router can be tipped over by rounding.
+    all_experts = {"num_experts": 3, "num_experts_per_tok": 3}
+    has_experts = request.param in ("qwen3_next", "qwen3_5_moe")
+    options = all_experts if has_experts else {}
+    hf_model = make_model(request.param, **options).bfloat16()
+    texts = make_texts(LENGTHS)
+    exact = ask(copy.deepcopy(hf_model).double(), texts)
+    theirs = ask(hf_model, texts)
+    path = tmp_path_factory.mktemp("checkpoint")
+    hf_model.save_pretrained(path)
+    model = th.from_pretrained(path)
+    assert model.dtype is torch.bfloat16
+    runner = th.Runner(model, max_seqs=4, max_tokens=512, kv_tokens=512, compile=False)
+    return runner, theirs, exact
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [whole(LENGTHS), list(chunked(LENGTHS, 64)), list(decoded(LENGTHS, 1))],
+    ids=["whole", "chunked", "decoded"],
+)
+def test_tolerance(served: tuple[th.Runner, Oracle, Oracle], steps):
+    runner, theirs, exact = served
+    assert_rounds_like(serve(runner, exact.texts, steps), theirs, exact, torch.bfloat16)

@@ -1,0 +1,155 @@
+"""Random models of transformers, small enough for a test, in which every weight matters.
+
+Fresh from their constructors the models have norms of one, biases of zero and decays that forget
+within a few tokens: a wrong state or a swapped weight would go unseen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import Tensor, nn
+
+from torch_hybrid.models.hybrid_model import HybridModel
+from torch_hybrid.models.load import adapt
+
+VOCAB_SIZE = 199
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LINEAR = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+# Axes of unequal width, so that one taken for another shows.
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [7, 5, 4],
+}
+
+
+def qwen3_next(**options: Any) -> nn.Module:
+    """With experts."""
+    sizes = {**SIZES, **LINEAR, **EXPERTS, "head_dim": 32, **options}
+    return tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**sizes))
+
+
+def qwen3_next_dense(**options: Any) -> nn.Module:
+    """Without experts."""
+    return qwen3_next(**{"num_experts": 0, **options})
+
+
+def qwen3_5(**options: Any) -> nn.Module:
+    sizes = {**SIZES, **LINEAR, "head_dim": 64, "rope_parameters": MROPE, **options}
+    return tf.Qwen3_5ForCausalLM(tf.Qwen3_5TextConfig(**sizes))
+
+
+def qwen3_5_moe(**options: Any) -> nn.Module:
+    sizes = {**SIZES, **LINEAR, **EXPERTS, "head_dim": 64, "rope_parameters": MROPE, **options}
+    return tf.Qwen3_5MoeForCausalLM(tf.Qwen3_5MoeTextConfig(**sizes))
+
+
+def olmo_hybrid(**options: Any) -> nn.Module:
+    sizes = {**SIZES, **LINEAR, "pad_token_id": 0, "eos_token_id": None, **options}
+    return tf.OlmoHybridForCausalLM(tf.OlmoHybridConfig(**sizes))
+
+
+def qwen3(**options: Any) -> nn.Module:
+    return tf.Qwen3ForCausalLM(tf.Qwen3Config(**{**SIZES, "head_dim": 32, **options}))
+
+
+BUILDERS: dict[str, Callable[..., nn.Module]] = {
+    "qwen3_next": qwen3_next,
+    "qwen3_next_dense": qwen3_next_dense,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5_moe,
+    "olmo_hybrid": olmo_hybrid,
+    "qwen3": qwen3,
+}
+
+
+def make_model(family: str, *, seed: int = 0, **options: Any) -> Any:
+    """A random transformers model of one family; ``options`` go to its config."""
+    model = BUILDERS[family](**options).eval().requires_grad_(False)
+    randomize(model, seed)
+    return model
+
+
+def make_hybrid(family: str = "qwen3_next_dense", *, seed: int = 0, **options: Any) -> HybridModel:
+    """The same, adapted. By default one linear and one full layer of width 32."""
+    kinds = ["linear_attention", "full_attention"]
+    if family == "qwen3":
+        kinds = ["full_attention"] * 2
+    two_layers = {"num_hidden_layers": 2, "hidden_size": 32, "layer_types": kinds}
+    return adapt(make_model(family, seed=seed, **{**two_layers, **options}))
+
+
+def randomize(model: nn.Module, seed: int) -> None:
+    """Draw every weight so that activations keep their scale and no weight is neutral."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=generator)
+
+    decays: dict[str, Tensor] = {}
+    for name, weight in model.named_parameters():
+        layer, _, kind = name.rpartition(".")
+        if kind == "A_log":
+            weight.copy_(torch.rand(weight.shape, generator=generator) * 3 - 1)
+            decays[layer] = weight
+        elif kind == "dt_bias":
+            pass  # below: it takes A_log into account
+        elif "norm" in name:
+            weight.add_(0.2 * normal(weight))
+        elif "conv" in name:
+            weight.copy_(0.4 * normal(weight))
+        else:
+            weight.copy_(normal(weight) * weight.shape[-1] ** -0.5)
+    for layer, A_log in decays.items():
+        spread_time_constants(model.get_submodule(layer).dt_bias, A_log, generator)
+
+
+def spread_time_constants(dt_bias: Tensor, A_log: Tensor, generator: torch.Generator) -> None:
+    """Choose ``dt_bias`` so that the heads forget over 1 to 1000 tokens, log-uniformly."""
+    tokens = torch.exp(torch.rand(dt_bias.shape, generator=generator) * math.log(1000))
+    dt_bias.copy_(torch.expm1(1 / (tokens * A_log.exp())).log())
+
+
+@contextmanager
+def router_gaps(model: nn.Module) -> Iterator[list[float]]:
+    """Collects how near the routers of a model come to another choice of experts.
+
+    The gap of a token is between the probabilities of the last expert taken and the first not.
+    """
+    gaps: list[float] = []
+
+    def record(router: Any, _inputs: object, outputs: tuple[Tensor, ...]) -> None:
+        ordered = outputs[0].float().softmax(-1).sort(dim=-1, descending=True).values
+        if router.top_k < router.num_experts:
+            gaps.append((ordered[:, router.top_k - 1] - ordered[:, router.top_k]).min().item())
+
+    routers = [module for module in model.modules() if type(module).__name__.endswith("Router")]
+    handles = [router.register_forward_hook(record) for router in routers]
+    yield gaps
+    for handle in handles:
+        handle.remove()
