@@ -26,9 +26,11 @@ from torch_hybrid.ops.gated_delta_rule import DEFAULT_CHUNK_SIZE
 from torch_hybrid.specs import LayerTable
 
 Logits = Literal["last", "all"]
-# Sizes that a graph is traced with: distinct, so that no two symbols are taken for one.
-_TRACED = {Mode.DECODE: (8, 8), Mode.EXTEND: (5, 512)}
-_TRACED_PAGES = 11
+# What a graph is traced with; distinct sizes, so that no two symbols are taken for one.
+_TRACED = {
+    Mode.DECODE: Bucket(num_seqs=8, num_tokens=8, num_pages=11),
+    Mode.EXTEND: Bucket(num_seqs=5, num_tokens=512, num_pages=11),
+}
 
 
 class Model(Protocol):
@@ -243,16 +245,14 @@ class Runner:
         return out[: sum(lengths) if logits == "all" else len(seqs)]
 
     def warm_up(self, on_variant: Callable[[str], None] | None = None) -> None:
-        """Compile every variant of a step ahead of time; a no-op for those compiled already.
+        """Compile decode and extend ahead of time; a no-op for what is compiled already.
 
         ``on_variant`` is called with the name of each variant before it is compiled.
         """
-        for mode, num_seqs in ((Mode.DECODE, 1), (Mode.DECODE, 2), (Mode.EXTEND, 2)):
-            if num_seqs <= self.max_seqs or mode is Mode.EXTEND:
-                variant = _variant(mode, "last", num_seqs)
-                if on_variant is not None:
-                    on_variant(variant)
-                self._compile(variant, mode, "last", num_seqs)
+        for mode in Mode:
+            if on_variant is not None:
+                on_variant(mode.value)
+            self._compile(mode, "last")
 
     def report(self) -> Report:
         """What was compiled so far, and what is in it."""
@@ -281,31 +281,28 @@ class Runner:
             num_position_axes=self.model.num_position_axes,
             table_width=lambda used: round_up(used, self._page_sizes),
         )
-        if mode is Mode.EXTEND:
-            batch = pad_to(
-                batch,
-                num_seqs=round_up(batch.num_seqs, self._seq_sizes),
-                num_tokens=round_up(batch.num_tokens, self._token_sizes),
-            )
+        # At least two of each: a size of 1 would be a graph of its own.
+        if mode is Mode.DECODE:
+            num_seqs = num_tokens = max(batch.num_seqs, 2)
+        else:
+            num_seqs = round_up(batch.num_seqs, self._seq_sizes)
+            num_tokens = round_up(batch.num_tokens, self._token_sizes)
+        batch = pad_to(batch, num_seqs=num_seqs, num_tokens=num_tokens)
         return Inputs(batch=batch, plans=plan_all(self.backends, batch, mode))
 
     def _run(self, mode: Mode, logits: Logits, inputs: Inputs) -> Tensor:
-        num_seqs = inputs.batch.num_seqs
-        if self.compile:
-            self._compile(_variant(mode, logits, num_seqs), mode, logits, num_seqs)
+        self._compile(mode, logits)
         with torch.inference_mode():
             out: Tensor = self._steps[mode, logits](inputs, self._cache.pools)
         return out
 
-    def _compile(self, variant: str, mode: Mode, logits: Logits, num_seqs: int) -> None:
+    def _compile(self, mode: Mode, logits: Logits) -> None:
         """Trace and compile one variant on a step of null sequences, which changes no state."""
+        variant = _variant(mode, logits)
         if variant in self._variants or not self.compile:
             return
-        traced_seqs, traced_tokens = (1, 1) if num_seqs == 1 else _TRACED[mode]
-        bucket = Bucket(num_seqs=traced_seqs, num_tokens=traced_tokens, num_pages=_TRACED_PAGES)
-        inputs = pytree.tree_map(
-            lambda leaf: leaf.to(self.model.device), self._null_inputs(mode, bucket)
-        )
+        null = self._null_inputs(mode, _TRACED[mode])
+        inputs = pytree.tree_map(lambda leaf: leaf.to(self.model.device), null)
         if inputs.batch.positions.ndim == 2:
             torch._dynamo.mark_static(inputs.batch.positions, 0)
         place = len(self._log.graphs)
@@ -351,9 +348,11 @@ class Runner:
         return Inputs(batch=batch, plans=plan_all(self.backends, batch, mode))
 
     def _largest(self, mode: Mode) -> Bucket:
-        num_tokens = self.max_seqs if mode is Mode.DECODE else self.max_tokens
+        num_seqs = self._seq_sizes[-1]
         return Bucket(
-            num_seqs=self._seq_sizes[-1], num_tokens=num_tokens, num_pages=self._page_sizes[-1]
+            num_seqs=num_seqs,
+            num_tokens=num_seqs if mode is Mode.DECODE else self.max_tokens,
+            num_pages=self._page_sizes[-1],
         )
 
     def _check_extend(
@@ -407,10 +406,8 @@ def _make_step(
     return step
 
 
-def _variant(mode: Mode, logits: Logits, num_seqs: int) -> str:
-    if mode is Mode.DECODE:
-        return "decode one" if num_seqs == 1 else "decode many"
-    return "extend" if logits == "last" else "extend, all logits"
+def _variant(mode: Mode, logits: Logits) -> str:
+    return "extend, all logits" if (mode, logits) == (Mode.EXTEND, "all") else mode.value
 
 
 def _count_graph_breaks() -> int:

@@ -81,6 +81,8 @@ def pad_to(batch: Batch, *, num_seqs: int, num_tokens: int) -> Batch:
             f"a batch of {batch.num_seqs} sequences and {batch.num_tokens} tokens does not fit "
             f"a bucket of {num_seqs} sequences and {num_tokens} tokens"
         )
+    if more_seqs == more_tokens == 0:
+        return batch
 
     def padded(name: str, tensor: Tensor) -> Tensor:
         axis, value = AXES[name]
