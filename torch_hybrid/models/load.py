@@ -29,6 +29,8 @@ FAMILIES: dict[str, Family] = {
     for model_type in family.model_types
 }
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
 
 def from_pretrained(
     path_or_id: str | Path,
@@ -46,17 +48,22 @@ def from_pretrained(
         UnsupportedError: the model type, or a field of its config, is not known here.
         ValueError: the checkpoint is missing, incomplete or unreadable, or has NaN weights.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise ValueError(f"dtype must be a torch.dtype or one of {sorted(DTYPES)}, got {dtype!r}")
+    if str(path_or_id).startswith(("/", ".")) and not Path(path_or_id).is_dir():
+        raise ValueError(f"there is no folder {path_or_id}")
     try:
         config = AutoConfig.from_pretrained(path_or_id)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StrictDataclassError) as error:
         raise ValueError(f"cannot read a model config from {path_or_id}: {error}") from error
-    _family_of(config)
+    _table_of(config)  # before gigabytes are read
     try:
         hf_model, info = AutoModelForCausalLM.from_pretrained(
-            path_or_id, dtype=dtype, output_loading_info=True
+            path_or_id, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot read the weights in {path_or_id}: {error}") from error
@@ -74,11 +81,15 @@ def adapt(hf_model: Any) -> HybridModel:
 
     Raises:
         UnsupportedError: the model type, or a field of its config, is not known here.
-        ValueError: a weight is NaN or infinite.
+        ValueError: it is no causal language model, was adapted before, or has NaN weights.
     """
-    config = hf_model.config.get_text_config()
-    family = _family_of(hf_model.config)
-    table = LayerTable.from_specs(family.specs(config))
+    family, table = _family_of(hf_model.config), _table_of(hf_model.config)
+    if not any(base.__name__.endswith("ForCausalLM") for base in type(hf_model).__mro__):
+        raise ValueError(
+            f"hf_model must be a causal language model of transformers, got {type(hf_model)}"
+        )
+    if hf_model.config._attn_implementation == ATTENTION_NAME:
+        raise ValueError("hf_model was adapted before")
     _check_finite(hf_model)
     register_attention()
     hf_model.set_attn_implementation(ATTENTION_NAME)
@@ -99,6 +110,10 @@ def _family_of(config: Any) -> Family:
             f"model type {config.model_type!r} is not supported; supported are {sorted(FAMILIES)}"
         )
     return FAMILIES[config.model_type]
+
+
+def _table_of(config: Any) -> LayerTable:
+    return LayerTable.from_specs(_family_of(config).specs(config.get_text_config()))
 
 
 def _check_finite(hf_model: nn.Module) -> None:

@@ -1,0 +1,195 @@
+"""What ``from_pretrained`` and ``adapt`` refuse, and what the refusal says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from expecttest import assert_expected_inline
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import torch_hybrid as th
+from tests.models.oracle import ask, assert_equal_logits, make_texts, serve, whole
+from tests.tiny_models import LINEAR, MROPE, SIZES, make_model
+
+Weights = dict[str, Tensor]
+UP_PROJ = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    make_model("qwen3_5", num_hidden_layers=2).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def edit_config(path: Path, **fields: Any) -> None:
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+def edit_weights(path: Path, edit: Callable[[Weights], object]) -> None:
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    edit(weights)
+    save_file(weights, file, {"format": "pt"})
+
+
+def refusal(path: Path, error: type[Exception], **options: Any) -> str:
+    """What loading says, without the folder's name."""
+    with pytest.raises(error) as caught:
+        th.from_pretrained(path, **options)
+    return str(caught.value).replace(str(path), "PATH")
+
+
+def test_unknown_model_type(checkpoint: Path):
+    edit_config(checkpoint, model_type="llama")
+    assert_expected_inline(
+        refusal(checkpoint, th.UnsupportedError),
+        """model type 'llama' is not supported; supported are ['olmo_hybrid', 'qwen3', 'qwen3_5', 'qwen3_5_moe', 'qwen3_5_moe_text', 'qwen3_5_text', 'qwen3_next']""",  # noqa: E501
+    )
+
+
+def test_model_type_unknown_to_transformers(checkpoint: Path):
+    edit_config(checkpoint, model_type="nonesuch")
+    text = refusal(checkpoint, ValueError)
+    assert text.startswith("cannot read a model config from PATH: ")
+    assert "`nonesuch`" in text
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value", "named"),
+    [
+        ("qwen3_5", "hidden_act", "gelu", "hidden_act must be one of ['silu'], got 'gelu'"),
+        (
+            "qwen3_5",
+            "layer_types",
+            ["linear_attention", "conv"],
+            "layer_types must be one of ['full_attention', 'linear_attention'], got 'conv'",
+        ),
+        (
+            "qwen3",
+            "layer_types",
+            ["full_attention", "linear_attention"],
+            "layer_types must be one of ['full_attention'], got 'linear_attention'",
+        ),
+        (
+            "qwen3",
+            "rope_parameters",
+            {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0},
+            "rope_parameters.rope_type must be one of "
+            "['default', 'linear', 'llama3', 'yarn'], got 'dynamic'",
+        ),
+    ],
+)
+def test_unknown_value_of_a_config_field(
+    family: str, field: str, value: object, named: str, tmp_path: Path
+):
+    make_model(family, num_hidden_layers=2).save_pretrained(tmp_path)
+    edit_config(tmp_path, **{field: value})
+    (tmp_path / "model.safetensors").unlink()  # refused before any weight is read
+    assert f"config field {named}" in refusal(tmp_path, th.UnsupportedError)
+
+
+def test_heads_that_do_not_divide(checkpoint: Path):
+    edit_config(checkpoint, linear_num_key_heads=3)
+    assert_expected_inline(
+        refusal(checkpoint, ValueError),
+        """num_v_heads must be a multiple of num_k_heads, got 4 and 3""",
+    )
+
+
+def test_config_that_transformers_refuses(checkpoint: Path):
+    edit_config(checkpoint, layer_types=["linear_attention", "nonesuch"])
+    assert "layer_types" in refusal(checkpoint, ValueError)
+    (checkpoint / "config.json").write_text("{garbage")
+    assert "not a valid JSON file" in refusal(checkpoint, ValueError)
+
+
+def test_missing_folder(tmp_path: Path):
+    assert_expected_inline(
+        refusal(tmp_path / "nonesuch", ValueError), """there is no folder PATH"""
+    )
+
+
+def test_missing_config(tmp_path: Path):
+    assert refusal(tmp_path, ValueError).startswith("cannot read a model config from PATH: ")
+
+
+def test_missing_weights_file(checkpoint: Path):
+    (checkpoint / "model.safetensors").unlink()
+    assert_expected_inline(
+        refusal(checkpoint, ValueError),
+        """cannot read the weights in PATH: Error no file named model.safetensors, or pytorch_model.bin, found in directory PATH.""",  # noqa: E501
+    )
+
+
+@pytest.mark.parametrize("size", [0, 5, 20_000])
+def test_truncated_weights_file(checkpoint: Path, size: int):
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    assert refusal(checkpoint, ValueError).startswith("cannot read the weights in PATH: ")
+
+
+def test_missing_weight(checkpoint: Path):
+    edit_weights(checkpoint, lambda weights: weights.pop(UP_PROJ))
+    assert_expected_inline(
+        refusal(checkpoint, ValueError),
+        """the checkpoint PATH has missing keys: ['model.layers.1.mlp.up_proj.weight']""",
+    )
+
+
+def test_weight_of_the_wrong_shape(checkpoint: Path):
+    edit_weights(checkpoint, lambda weights: weights.update({UP_PROJ: torch.zeros(3, 3)}))
+    text = refusal(checkpoint, ValueError)
+    assert all(part in text for part in ("mismatched keys", UP_PROJ, "[3, 3]", "[96, 64]"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", [UP_PROJ, "model.layers.0.linear_attn.A_log"])
+def test_weight_that_is_not_finite(checkpoint: Path, name: str, value: float):
+    edit_weights(checkpoint, lambda weights: weights[name].view(-1)[-1:].fill_(value))
+    assert refusal(checkpoint, ValueError) == f"weight {name} has 1 NaN or infinite values"
+
+
+def test_finite_weights_whose_sum_overflows(checkpoint: Path):
+    edit_weights(checkpoint, lambda weights: weights[UP_PROJ].fill_(1e38))
+    th.from_pretrained(checkpoint)
+
+
+def test_dtype(checkpoint: Path):
+    assert th.from_pretrained(checkpoint, dtype="bfloat16").dtype is torch.bfloat16
+    assert th.from_pretrained(checkpoint, dtype=torch.float16).dtype is torch.float16
+    assert_expected_inline(
+        refusal(checkpoint, ValueError, dtype="float31"),
+        """dtype must be a torch.dtype or one of ['auto', 'bfloat16', 'float16', 'float32'], got 'float31'""",  # noqa: E501
+    )
+
+
+def test_adapt_refuses_what_is_no_causal_language_model():
+    model = make_model("qwen3_5", num_hidden_layers=1)
+    with pytest.raises(ValueError, match="must be a causal language model of transformers, got"):
+        th.adapt(model.model)
+    th.adapt(model)
+    with pytest.raises(ValueError, match="was adapted before"):
+        th.adapt(model)
+
+
+def test_text_part_of_a_multimodal_checkpoint(tmp_path: Path):
+    text = tf.Qwen3_5TextConfig(**{**SIZES, **LINEAR, "head_dim": 64, "rope_parameters": MROPE})
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+    config = tf.Qwen3_5Config(
+        text_config=text.to_dict(), vision_config={**vision, "out_hidden_size": 64}
+    )
+    hf_model = tf.Qwen3_5ForConditionalGeneration(config).eval()
+    hf_model.save_pretrained(tmp_path)
+    oracle = ask(hf_model, make_texts([40]))
+    runner = th.Runner(
+        th.from_pretrained(tmp_path), max_seqs=1, max_tokens=64, kv_tokens=64, compile=False
+    )
+    assert_equal_logits(serve(runner, oracle.texts, whole([40])), oracle)
