@@ -1,0 +1,149 @@
+"""What a runner does with a model, as tables of text: layers, implementations, graphs, pools."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+
+from torch_hybrid.backends.mode import Mode
+from torch_hybrid.graphs.runner import Report, Runner
+from torch_hybrid.specs import LayerSpec, LayerTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A table with a title."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def explain(runner: Runner) -> list[Section]:
+    """Everything there is to know before serving; ``runner.warm_up()`` makes the graphs known."""
+    sections = [layers(runner), implementations(runner), pools(runner)]
+    if runner.compile:
+        sections.append(graphs(runner.report()))
+    return sections
+
+
+def layers(runner: Runner) -> Section:
+    """The layer table, equal layers together, with what each adds to the pools."""
+    costs = runner.cache.costs()
+    rows = []
+    for kind, spec, ids in _equal_layers(runner.model.table):
+        cost = costs[ids[0]]
+        rows.append(
+            (
+                _ranges(ids),
+                kind,
+                ", ".join(_facts(spec)),
+                byte_count(cost.per_token) if cost.per_token else "-",
+                byte_count(cost.per_sequence) if cost.per_sequence else "-",
+            )
+        )
+    return Section(
+        title=f"{len(runner.model.table)} layers",
+        columns=("layers", "kind", "facts", "per token", "per sequence"),
+        rows=tuple(rows),
+    )
+
+
+def implementations(runner: Runner) -> Section:
+    """What each kind of layer takes for decode and extend, and why not the others."""
+    rows = []
+    for kind, backend in runner.backends.items():
+        for mode in Mode:
+            choice = backend.choices[mode]
+            refused = [f"{name}: {'; '.join(why)}" for name, why in choice.refused.items()]
+            rows.append((kind, mode.value, choice.op, choice.impl, "\n".join(refused) or "-"))
+    return Section(
+        title="Implementations",
+        columns=("kind", "step", "op", "takes", "and not"),
+        rows=tuple(rows),
+    )
+
+
+def graphs(report: Report) -> Section:
+    """Each compiled graph with the ops in it, and what must be zero."""
+    rows = [
+        (
+            name,
+            str(graph.num_nodes),
+            f"{graph.seconds:.1f} s",
+            "\n".join(f"{count} x {op}" for op, count in sorted(graph.ops.items())),
+            str(len(graph.pool_clones)),
+        )
+        for name, graph in report.graphs.items()
+    ]
+    return Section(
+        title=(
+            f"{len(report.graphs)} graphs, {report.graph_breaks} breaks, "
+            f"{report.recompiles} recompiles, {len(report.pool_clones)} pool clones"
+        ),
+        columns=("step", "nodes", "compiled in", "ops", "pool clones"),
+        rows=tuple(rows),
+    )
+
+
+def pools(runner: Runner) -> Section:
+    """What a token and a sequence cost over all layers, and what there is room for."""
+    costs = runner.cache.costs()
+    per_token = sum(cost.per_token for cost in costs)
+    per_sequence = sum(cost.per_sequence for cost in costs)
+    pool_bytes = sum(pool.nbytes for pool in runner.cache.pool_tensors())
+    return Section(
+        title=f"Pools of {byte_count(pool_bytes)}",
+        columns=("", "bytes each", "room for"),
+        rows=(
+            ("token", byte_count(per_token), f"{runner.max_seq_len:,}"),
+            ("sequence", byte_count(per_sequence), f"{runner.max_seqs:,}"),
+        ),
+    )
+
+
+def pattern(table: LayerTable) -> str:
+    """One letter for each layer: F for full attention, L for linear attention."""
+    return "".join("F" if entry.kind == "paged_attention" else "L" for entry in table.entries)
+
+
+def byte_count(count: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"
+
+
+def _equal_layers(table: LayerTable) -> Iterator[tuple[str, LayerSpec, list[int]]]:
+    groups: dict[tuple[str, LayerSpec], list[int]] = {}
+    for layer_id, entry in enumerate(table.entries):
+        groups.setdefault((entry.kind, entry.spec), []).append(layer_id)
+    for (kind, spec), ids in groups.items():
+        yield kind, spec, ids
+
+
+def _ranges(ids: Sequence[int]) -> str:
+    """[0, 1, 2, 4] -> "0-2, 4"."""
+    runs: list[list[int]] = []
+    for layer_id in ids:
+        if runs and runs[-1][1] == layer_id - 1:
+            runs[-1][1] = layer_id
+        else:
+            runs.append([layer_id, layer_id])
+    return ", ".join(f"{first}-{last}" if first < last else f"{first}" for first, last in runs)
+
+
+def _facts(spec: LayerSpec) -> list[str]:
+    """The fields of a spec that are not at their defaults."""
+    named = [
+        (field.name.removeprefix("num_"), value)
+        for field in fields(spec)
+        if (value := getattr(spec, field.name)) != field.default
+    ]
+    return [
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in named
+    ]

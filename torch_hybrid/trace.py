@@ -1,0 +1,53 @@
+"""A timeline of a few steps, in the format that Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from torch_hybrid.graphs.runner import Runner
+
+
+def write_trace(
+    runner: Runner,
+    path: str | Path,
+    *,
+    prompt_len: int = 128,
+    num_seqs: int = 4,
+    num_decodes: int = 4,
+) -> None:
+    """Record a chunked prefill, decode steps and a mixed step, and write them to ``path``.
+
+    The runner's sequences are borrowed and given back; its graphs should be warm.
+
+    Args:
+        runner: needs ``num_seqs + 1`` free slots.
+        path: where the JSON goes.
+        prompt_len: tokens of each prompt, run in two chunks.
+        num_seqs: sequences that are decoded together.
+        num_decodes: decode steps.
+    """
+    on_gpu = runner.model.device.type == "cuda"
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
+    chunk = [1] * (min(prompt_len * num_seqs, runner.max_tokens) // (2 * num_seqs))
+    seqs = runner.new_sequences(num_seqs + 1)
+    decoding, late = seqs[:num_seqs], seqs[num_seqs]
+    try:
+        with profile(activities=activities) as recorded:
+            for part in ("first", "second"):
+                with record_function(f"extend: {part} chunks of {num_seqs} prompts"):
+                    runner.extend(decoding, [chunk] * num_seqs)
+            for _ in range(num_decodes):
+                with record_function(f"decode: {num_seqs} sequences"):
+                    runner.extend(decoding, [[1]] * num_seqs)
+            with record_function(f"mixed: {num_seqs} decodes and a prompt"):
+                runner.extend(seqs, [*[[1]] * num_seqs, chunk])
+            with record_function("decode: 1 sequence"):
+                runner.extend([late], [[1]])
+            if on_gpu:
+                torch.cuda.synchronize()
+    finally:
+        runner.free(seqs)
+    recorded.export_chrome_trace(str(path))
