@@ -5,10 +5,10 @@ A prompt binds symbols to symbols and asks for one of them:
     <bos>  <write> key value  <write> key value  ...  <ask> key
 
 The model answers with the value bound to that key, then with the value bound to *that* symbol, and
-so on: each generated token is a new query, so one wrong recall spoils everything after it. A key
-may be written more than once and its last value counts. The last bindings form a single cycle over
-all symbols of the prompt, so an answer of any length is determined by the prompt, and visits every
-symbol before the first one comes back.
+so on: each generated token is a new query, so one wrong recall spoils everything after it. Every
+key is written once; then some keys of the earlier half are written again, and their last value
+counts. The last bindings form a single cycle over all symbols of the prompt, so an answer of any
+length is determined by the prompt, and visits every symbol before the first one comes back.
 
 Recall over bindings written once is what attention does best; overwriting a binding in a memory of
 fixed size is what the delta rule is for.
@@ -31,7 +31,7 @@ class Recall:
     """The numbers of the task's format.
 
     Token ids ``first_symbol .. vocab_size - 1`` are the symbols. A prompt makes ``min_writes`` to
-    ``max_writes`` writes, and at most the part ``max_rewritten`` of them is overwritten later.
+    ``max_writes`` writes, of which at most one in ``writes_per_rewrite`` overwrites an earlier one.
     """
 
     vocab_size: int = 128
@@ -42,7 +42,7 @@ class Recall:
     first_symbol: int = 4
     min_writes: int = 2
     max_writes: int = 64
-    max_rewritten: float = 0.5
+    writes_per_rewrite: int = 3
     answer_len: int = 8
 
     def prompt_len(self, num_writes: int) -> int:
@@ -92,37 +92,25 @@ def make_bindings(
         raise ValueError(
             f"num_writes must be in {task.min_writes}..{task.max_writes}, got {num_writes}"
         )
-    rewrites = int(rng.integers(int(task.max_rewritten * num_writes) + 1))
-    num_symbols = max(2, num_writes - rewrites)
+    num_rewrites = int(rng.integers(num_writes // task.writes_per_rewrite + 1))
+    num_symbols = num_writes - num_rewrites
     symbols = np.arange(task.first_symbol, task.vocab_size)
     cycle = rng.permuted(np.tile(symbols, (batch, 1)), axis=1)[:, :num_symbols]
 
-    # Every symbol is written at least once; keys are positions in the cycle.
-    once = np.tile(np.arange(num_symbols), (batch, 1))
-    again = rng.integers(num_symbols, size=(batch, num_writes - num_symbols))
-    keys = rng.permuted(np.concatenate([once, again], axis=1), axis=1)
-    values = np.where(
-        _is_last_write(keys, num_symbols),
-        (keys + 1) % num_symbols,
-        rng.integers(num_symbols, size=keys.shape),
-    )
+    # Keys and values are positions in the cycle here: a key's last value is the next position.
+    once = rng.permuted(np.tile(np.arange(num_symbols), (batch, 1)), axis=1)
+    again = rng.permuted(once[:, : num_symbols // 2], axis=1)[:, :num_rewrites]
+    overwritten = (once[:, :, None] == again[:, None, :]).any(axis=2)
+    stale_values = rng.integers(num_symbols, size=once.shape)
+    first_values = np.where(overwritten, stale_values, (once + 1) % num_symbols)
+    keys = np.concatenate([once, again], axis=1)
+    values = np.concatenate([first_values, (again + 1) % num_symbols], axis=1)
     columns = [
         np.full_like(keys, task.write),
         np.take_along_axis(cycle, keys, axis=1),
         np.take_along_axis(cycle, values, axis=1),
     ]
     return Bindings(writes=np.stack(columns, axis=2).reshape(batch, -1), cycle=cycle)
-
-
-def _is_last_write(keys: Tokens, num_symbols: int) -> NDArray[np.bool_]:
-    """Which of the writes ``[B, W]`` no later write of the same row overwrites."""
-    batch, num_writes = keys.shape
-    rows = np.arange(batch)
-    last = np.zeros((batch, num_symbols), dtype=np.int64)
-    for write in range(num_writes):
-        last[rows, keys[:, write]] = write
-    current: NDArray[np.bool_] = np.take_along_axis(last, keys, axis=1) == np.arange(num_writes)
-    return current
 
 
 def make_prompts(num: int, seed: int, task: Recall = RECALL) -> list[RecallPrompt]:
