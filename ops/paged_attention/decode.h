@@ -11,9 +11,11 @@
 // power of two). For the products, lane r * W + w holds element d + w of query r, and W elements of
 // a key are broadcast by one load: D / W multiply-adds a key, none of whose lanes is wasted. W keys
 // then sum their lanes together, after which lane r * W + w holds the product of query r and key w,
-// so the softmax too uses every lane and reduces across lanes once a block.
+// so the softmax too uses every lane and reduces across lanes once a block. Where the CPU multiplies
+// pairs of bf16, a lane holds a pair.
 #pragma once
 
+#include <type_traits>
 #include <vector>
 
 #include "problem.h"
@@ -112,19 +114,43 @@ TH_INLINE f32x16 combine_lanes(f32x16 x, Combine combine) {
   return x;
 }
 
-// The products of the queries with the next keys.
+// Whether a lane takes a pair of bf16 elements instead of one float.
 template <int R, typename T>
-TH_INLINE void products(const float* queries, const float* const* keys, int64_t D,
-                        Fetch<T>& ahead, float* to) {
+constexpr bool in_pairs() {
+#ifdef __AVX512BF16__
+  return R > 1 && sizeof(T) == sizeof(bf16);
+#else
+  return false;
+#endif
+}
+
+// acc + q * key, of floats, or of pairs that are summed.
+template <bool PAIRS>
+TH_INLINE f32x16 multiply_add(f32x16 q, f32x16 key, f32x16 acc) {
+#ifdef __AVX512BF16__
+  if constexpr (PAIRS)
+    return (f32x16)_mm512_dpbf16_ps((__m512)acc, bit_cast<__m512bh>(q), bit_cast<__m512bh>(key));
+#endif
+  return fma(q, key, acc);
+}
+
+// The products of the queries with the next keys, which are T, or floats if widened.
+template <int R, typename T, typename Key>
+TH_INLINE void products(const float* queries, const Key* const* keys, int64_t D, Fetch<T>& ahead,
+                        float* to) {
   constexpr int W = lanes_per_row(R), KEYS = keys_at_once(R);
+  constexpr int PER_LANE = in_pairs<R, T>() ? 2 : 1;
   f32x16 acc[KEYS] = {};
   for (int64_t d = 0; d < D; d += LANES) {
     ahead.template lines<KEYS * sizeof(T) / sizeof(float)>();
 #pragma GCC unroll 8
-    for (int part = 0; part < LANES; part += W) {
-      const f32x16 q = load(queries + (d + part) * (LANES / W));
+    for (int part = 0; part < LANES; part += W * PER_LANE) {
+      const f32x16 q = load(queries + (d + part) / PER_LANE * (LANES / W));
 #pragma GCC unroll 16
-      for (int i = 0; i < KEYS; ++i) acc[i] = fma(broadcast<W>(keys[i] + d + part), q, acc[i]);
+      for (int i = 0; i < KEYS; ++i) {
+        const f32x16 key = broadcast<W>(reinterpret_cast<const float*>(keys[i] + d + part));
+        acc[i] = multiply_add<PER_LANE == 2>(q, key, acc[i]);
+      }
     }
   }
 #pragma GCC unroll 8
@@ -143,9 +169,14 @@ void weigh(Pass& pass, const Block<T>& block) {
   constexpr int W = lanes_per_row(R), KEYS = keys_at_once(R);
   const int64_t D = block.problem.head_dim;
   for (int i = 0; i < block.count; i += KEYS) {
-    const float* keys[KEYS];
-    for (int j = 0; j < KEYS; ++j)
-      keys[j] = as_floats(block.keys[i + j] + pass.offset, D, block.widened + j * D);
+    const std::conditional_t<in_pairs<R, T>(), bf16, float>* keys[KEYS];
+    for (int j = 0; j < KEYS; ++j) {
+      const T* key = block.keys[i + j] + pass.offset;
+      if constexpr (in_pairs<R, T>())
+        keys[j] = key;
+      else
+        keys[j] = as_floats(key, D, block.widened + j * D);
+    }
     products<R>(pass.queries, keys, D, block.values_ahead, pass.weights + i / W * LANES);
   }
   const float scale = float(block.problem.scale), softcap = float(block.problem.softcap);
@@ -222,8 +253,15 @@ void begin(Pass& pass, const Problem<T>& p, int64_t token, int64_t first_head) {
   std::fill_n(pass.out, R * p.head_dim, 0.0f);
   for (int r = 0; r < R; ++r) {
     const T* q = p.query(token, first_head + r);
-    for (int64_t d = 0; d < p.head_dim; ++d)
-      pass.queries[d / W * LANES + r * W + d % W] = to_float(q[d]);
+    constexpr int PER_LANE = in_pairs<R, T>() ? 2 : 1;
+    for (int64_t i = 0; i < p.head_dim / PER_LANE; ++i) {
+      float lane;
+      if constexpr (PER_LANE == 2)
+        std::memcpy(&lane, q + 2 * i, sizeof(lane));
+      else
+        lane = to_float(q[i]);
+      pass.queries[i / W * LANES + r * W + i % W] = lane;
+    }
   }
   pass.largest = splat(NO_KEY);
   pass.total = f32x16{};
