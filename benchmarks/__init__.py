@@ -1,0 +1,1 @@
+"""What the project claims about speed and memory, each figure from one command."""

@@ -1,0 +1,129 @@
+"""Who is measured: this package's runner, and transformers on padded batches."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+
+from torch_hybrid import Runner
+
+COMPILE_ERRORS = (TorchDynamoException, RuntimeError, TimeoutError)
+
+
+class Decoder(Protocol):
+    """Holds a batch of sequences and appends one token to each."""
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> None: ...
+
+    def step(self, tokens: Sequence[int]) -> Tensor: ...
+
+
+class Ours:
+    """Sequences of a runner."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self._seqs: list[Any] = []
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Drop what is held, and prefill the prompts one by one."""
+        if self._seqs:
+            self.runner.free(self._seqs)
+        self._seqs = self.runner.new_sequences(len(prompts))
+        for seq, prompt in zip(self._seqs, prompts, strict=True):
+            self.runner.extend([seq], [prompt])
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Append a token to each sequence; [N, vocab_size] logits."""
+        return self.runner.extend(self._seqs, [[token] for token in tokens])
+
+
+class Transformers:
+    """A transformers model on one left-padded batch, called as its ``generate`` calls it.
+
+    Args:
+        model: unmodified.
+        max_len: compile the step with a static cache of this length; 0 runs eagerly with the
+            cache that ``generate`` takes by default.
+    """
+
+    def __init__(self, model: Any, *, max_len: int = 0) -> None:
+        self.model = model
+        self.max_len = max_len
+        # Not reduce-overhead, transformers' default: that is about CUDA graphs.
+        self._call = torch.compile(model.__call__, dynamic=False) if max_len else model
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Prefill the padded batch eagerly."""
+        from transformers import DynamicCache, StaticCache
+
+        longest = max(map(len, prompts))
+        padding = [longest - len(prompt) for prompt in prompts]
+        ids = torch.tensor([[0] * n + list(p) for n, p in zip(padding, prompts, strict=True)])
+        self._mask = torch.tensor([[0] * n + [1] * (longest - n) for n in padding])
+        config = self.model.config
+        self._cache = (
+            StaticCache(config, self.max_len) if self.max_len else DynamicCache(config=config)
+        )
+        self._forward(self.model, ids, (self._mask.cumsum(-1) - 1).clamp(min=0))
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Append a token to each sequence; [N, vocab_size] logits."""
+        self._mask = torch.nn.functional.pad(self._mask, (0, 1), value=1)
+        positions = self._mask.sum(-1, keepdim=True) - 1
+        return self._forward(self._call, torch.tensor(tokens)[:, None], positions)
+
+    def _forward(self, call: Callable[..., Any], ids: Tensor, positions: Tensor) -> Tensor:
+        from transformers.masking_utils import create_masks_for_generate
+
+        mask: Any = self._mask
+        with torch.inference_mode():
+            if self.max_len:  # masks are made outside the graph, as generate does
+                mask = create_masks_for_generate(
+                    config=self.model.config,
+                    inputs_embeds=torch.empty(*ids.shape, 0, dtype=self.model.dtype),
+                    attention_mask=mask,
+                    past_key_values=self._cache,
+                    position_ids=positions,
+                )
+            logits: Tensor = call(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+        return logits
+
+
+@contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError in the body after so many seconds."""
+
+    def stop(_signal: int, _frame: Any) -> None:
+        raise TimeoutError(f"took longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def failure(run: Callable[[], Any], *, limit: int) -> str | None:
+    """Run something that compiles; why it failed within ``limit`` seconds, or None."""
+    try:
+        with time_limit(limit):
+            run()
+    except COMPILE_ERRORS as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:120]}"
+    return None

@@ -1,0 +1,197 @@
+"""The least time that a step can take: its bytes at the read bandwidth, or its FLOPs at the rate of
+a large matrix product, whichever is longer. Both ceilings are measured in the same process.
+
+    python -m benchmarks.floor [--model NAME] [--dtype NAME]
+
+Bytes of a step: every weight that it must read (of experts, as many as uniform routing hits), the
+recurrent and the convolution state of each sequence read and written, and its keys and values
+read once. FLOPs: 2 for each weight and token, the logits of the last tokens, and the products of
+attention and of the delta rule.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks.models import make_model
+from benchmarks.results import Results, arguments, parse, title
+from benchmarks.timing import best_of
+from torch_hybrid import adapt
+from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.models.hybrid_model import HybridModel
+from torch_hybrid.ops.native import compiler_missing, load_library
+from torch_hybrid.specs import AttentionSpec, DeltaRuleSpec
+
+CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """What this machine gives at best with all threads: bytes and FLOPs per second."""
+
+    bandwidth: float
+    matrix_rate: float
+
+
+def best(first: Ceilings, second: Ceilings) -> Ceilings:
+    """The higher of two measurements of each ceiling."""
+    return Ceilings(
+        bandwidth=max(first.bandwidth, second.bandwidth),
+        matrix_rate=max(first.matrix_rate, second.matrix_rate),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence of a step: its new tokens, and those that it held before."""
+
+    num_new: int
+    num_held: int
+
+
+def measure(dtype: torch.dtype, *, rounds: int = 10) -> Ceilings:
+    """Measure both ceilings now; a model in this dtype is judged by them."""
+    readers = _readers(num_bytes=2**29)
+    bandwidth = max(size / best_of(read, rounds=rounds) for read, size in readers.values())
+    return Ceilings(bandwidth=bandwidth, matrix_rate=_matrix_rate(dtype, rounds=rounds))
+
+
+def _readers(num_bytes: int) -> dict[str, tuple[Callable[[], object], int]]:
+    """Honest ways to read a buffer much larger than any cache."""
+    buffer = torch.ones(num_bytes // 4)
+    integers = buffer.view(torch.int64)
+    readers: dict[str, tuple[Callable[[], object], int]] = {
+        "torch.sum float32": (lambda: buffer.sum(), num_bytes),
+        "torch.sum int64": (lambda: integers.sum(), num_bytes),
+        "torch.max float32": (lambda: buffer.amax(), num_bytes),
+    }
+    if compiler_missing() is None:
+        read = load_library("benchmark_read", Path(__file__).with_name("_read.cpp")).th_read
+        read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+        size, threads = buffer.numel(), torch.get_num_threads()
+        readers["C++"] = (lambda: read(buffer.data_ptr(), size, threads), num_bytes)
+    return readers
+
+
+def _matrix_rate(dtype: torch.dtype, *, rounds: int) -> float:
+    rates = []
+    for rows, columns, depth in ((2048, 2048, 2048), (2048, 4096, 1024), (1024, 4096, 4096)):
+        a, b = torch.randn(rows, depth).to(dtype), torch.randn(depth, columns).to(dtype)
+        seconds = best_of(lambda a=a, b=b: a @ b, rounds=rounds)
+        rates.append(2 * rows * columns * depth / seconds)
+    return max(rates)
+
+
+def step_bytes(model: HybridModel, rows: Sequence[Row]) -> int:
+    """Bytes that a step must move at the least."""
+    item = model.dtype.itemsize
+    num_tokens = sum(row.num_new for row in rows)
+    moved = _weight_bytes(model, num_tokens)
+    for entry in model.table.entries:
+        spec = entry.spec
+        match spec:
+            case DeltaRuleSpec():
+                state = 2 * spec.num_v_heads * spec.head_k_dim * spec.head_v_dim * 4
+                conv = 2 * (spec.conv_width - 1) * spec.conv_channels * item
+                moved += (state + conv) * len(rows)
+            case AttentionSpec():
+                kept = sum(row.num_held + row.num_new for row in rows)
+                moved += 2 * kept * spec.num_kv_heads * spec.head_dim * item
+    return moved
+
+
+def _weight_bytes(model: HybridModel, num_tokens: int) -> int:
+    embedding = model.hf_model.get_input_embeddings().weight
+    read = 0
+    for module in model.modules():
+        hit = 1.0
+        if isinstance(module, FusedExperts):
+            num_experts, chosen = module.gate_up_proj.shape[0], experts_per_token(model)
+            hit = 1 - (1 - chosen / num_experts) ** num_tokens
+        for weight in module.parameters(recurse=False):
+            is_lookup = weight is embedding and isinstance(module, nn.Embedding)
+            read += 0 if is_lookup else int(hit * weight.nbytes)
+    return read
+
+
+def experts_per_token(model: HybridModel) -> int:
+    """How many experts serve one token."""
+    chosen: int = model.hf_model.config.get_text_config().num_experts_per_tok
+    return chosen
+
+
+def linear_flops(model: HybridModel, rows: Sequence[Row]) -> float:
+    """FLOPs of the products with weights; logits of each sequence's last token only."""
+    num_tokens = sum(row.num_new for row in rows)
+    head = model.hf_model.get_output_embeddings()
+    flops = 0.0
+    for module in model.modules():
+        match module:
+            case nn.Linear():
+                times = len(rows) if module is head else num_tokens
+                flops += 2 * times * module.weight.numel()
+            case FusedExperts():
+                share = experts_per_token(model) / module.gate_up_proj.shape[0]
+                size = module.gate_up_proj.numel() + module.down_proj.numel()
+                flops += 2 * num_tokens * share * size
+    return flops
+
+
+def mixer_flops(model: HybridModel, rows: Sequence[Row]) -> float:
+    """FLOPs of attention (causal) and of the delta rule (chunks for more than one token)."""
+    return sum(
+        _attention_flops(spec, row) if isinstance(spec, AttentionSpec) else _rule_flops(spec, row)
+        for row in rows
+        for spec in (entry.spec for entry in model.table.entries)
+    )
+
+
+def _attention_flops(spec: AttentionSpec, row: Row) -> float:
+    pairs = row.num_new * row.num_held + row.num_new * (row.num_new + 1) / 2
+    return 4 * spec.num_q_heads * spec.head_dim * pairs
+
+
+def _rule_flops(spec: DeltaRuleSpec, row: Row) -> float:
+    k, v, c = spec.head_k_dim, spec.head_v_dim, CHUNK
+    if row.num_new == 1:
+        return 7 * spec.num_v_heads * k * v
+    chunk = 6 * c * k * v + 2 * c * c * (3 * k + 2 * v) + 2 / 3 * c**3
+    return spec.num_v_heads * chunk * row.num_new / c
+
+
+def step_floor(model: HybridModel, rows: Sequence[Row], ceilings: Ceilings) -> float:
+    """Seconds that a step takes at the least on this machine."""
+    flops = linear_flops(model, rows) + mixer_flops(model, rows)
+    return max(step_bytes(model, rows) / ceilings.bandwidth, flops / ceilings.matrix_rate)
+
+
+def main() -> None:
+    """Print the ceilings and the floors of some steps."""
+    options = parse(arguments("The floors of steps on this machine."))
+    model = adapt(make_model(options.model, options.torch_dtype, quick=options.quick))
+    ceilings = measure(options.torch_dtype)
+    results = Results(
+        title=title(options, "Floors"), columns=["step", "GB", "GFLOP", "memory ms", "matrix ms"]
+    )
+    steps = {f"decode, {n} sequences of 256": [Row(1, 256)] * n for n in (1, 8, 32)}
+    steps |= {f"prefill of {n}": [Row(n, 0)] for n in (512, 2048)}
+    for name, rows in steps.items():
+        moved = step_bytes(model, rows)
+        flops = linear_flops(model, rows) + mixer_flops(model, rows)
+        memory, matrix = moved / ceilings.bandwidth, flops / ceilings.matrix_rate
+        results.add(name, moved / 1e9, flops / 1e9, memory * 1e3, matrix * 1e3)
+    results.notes.append(
+        f"read bandwidth {ceilings.bandwidth / 1e9:.1f} GB/s, "
+        f"matrix rate {ceilings.matrix_rate / 1e9:.0f} GFLOP/s"
+    )
+    results.emit(options)
+
+
+if __name__ == "__main__":
+    main()

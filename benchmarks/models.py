@@ -1,0 +1,126 @@
+"""Models of about 200M parameters, one for each family, with random weights.
+
+The shapes are those of published models with fewer layers and a smaller vocabulary, so that the
+embedding does not dominate. Decays have time constants from 1 to 1000 tokens, as trained models
+have: no state fades at once or overflows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+VOCAB_SIZE = 32_000
+
+_LINEAR = {
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+_DENSE = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 1024,
+    "intermediate_size": 2560,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 4096,
+}
+_TINY = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 512}
+
+
+def _qwen3_next(sizes: dict[str, Any]) -> Any:
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    config = _DENSE | _LINEAR | {"head_dim": 256, "num_experts": 0} | sizes
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**config))
+
+
+def _qwen3_next_moe(sizes: dict[str, Any]) -> Any:
+    """64 experts, 8 for each token, and a shared one, in fewer and narrower layers."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    experts = {
+        "num_hidden_layers": 8,
+        "hidden_size": 768,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+    }
+    return Qwen3NextForCausalLM(
+        Qwen3NextConfig(**_DENSE | _LINEAR | {"head_dim": 256} | experts | sizes)
+    )
+
+
+def _qwen3_5(sizes: dict[str, Any]) -> Any:
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**_DENSE | _LINEAR | {"head_dim": 256} | sizes))
+
+
+def _olmo_hybrid(sizes: dict[str, Any]) -> Any:
+    """Head dims of the delta rule 96 and 192, as many key heads as value heads."""
+    from transformers import OlmoHybridConfig, OlmoHybridForCausalLM
+
+    linear = {
+        "linear_num_key_heads": 10,
+        "linear_num_value_heads": 10,
+        "linear_key_head_dim": 96,
+        "linear_value_head_dim": 192,
+        "num_key_value_heads": 8,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+    return OlmoHybridForCausalLM(OlmoHybridConfig(**_DENSE | linear | sizes))
+
+
+def _qwen3(sizes: dict[str, Any]) -> Any:
+    """Full attention alone, the control."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    return Qwen3ForCausalLM(Qwen3Config(**_DENSE | heads | {"intermediate_size": 3072} | sizes))
+
+
+FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "qwen3_next": _qwen3_next,
+    "qwen3_5": _qwen3_5,
+    "olmo_hybrid": _olmo_hybrid,
+    "qwen3_next_moe": _qwen3_next_moe,
+    "qwen3": _qwen3,
+}
+
+
+def make_model(
+    family: str, dtype: torch.dtype = torch.float32, *, quick: bool = False, **sizes: Any
+) -> Any:
+    """A transformers model of a family, the same weights at every call.
+
+    Args:
+        family: a name in FAMILIES.
+        dtype: of the weights.
+        quick: tiny sizes, to see that a benchmark runs.
+        sizes: fields of the config that differ.
+    """
+    generator = torch.Generator().manual_seed(0)
+    model = FAMILIES[family]((_TINY if quick else {}) | sizes)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            _fill(name, weight, generator)
+    return model.to(dtype).eval().requires_grad_(False)
+
+
+def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
+    if name.endswith("A_log"):
+        weight.uniform_(1, 16, generator=generator).log_()
+    elif name.endswith("dt_bias"):
+        weight.uniform_(-7, -2, generator=generator)
+    elif "norm" in name:
+        weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
+    else:
+        weight.normal_(std=weight.shape[-1] ** -0.5, generator=generator)
