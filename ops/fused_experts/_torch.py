@@ -31,4 +31,4 @@ def fused_experts(
         gate, up = F.linear(x[hit // top_k], gate_up[expert]).chunk(2, dim=-1)
         results[hit] = F.linear(F.silu(gate) * up, down[expert]).to(compute)
     weighted = results * expert_weights.reshape(-1, 1).to(compute)
-    return weighted.unflatten(0, (-1, top_k)).sum(1).to(x.dtype)
+    return weighted.reshape(x.shape[0], top_k, x.shape[1]).sum(1).to(x.dtype)

@@ -1,0 +1,60 @@
+"""Inputs for the fused experts: real shapes made narrow, and routings that go to the extremes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """``routing``: "spread" picks k distinct experts per token, "one" sends all to one expert,
+    "some_none" leaves out about half of the choices, "none" all of them."""
+
+    num_tokens: int
+    num_experts: int = 8
+    top_k: int = 2
+    dim: int = 64
+    width: int = 32
+    routing: str = "spread"
+
+
+CASES = {
+    "decode": Case(num_tokens=1, num_experts=32, top_k=8, dim=512, width=256),
+    "batch": Case(num_tokens=9, num_experts=16, top_k=4, dim=256, width=160),
+    "odd_sizes": Case(num_tokens=7, num_experts=5, top_k=3, dim=77, width=45),
+    "prefill": Case(num_tokens=150, num_experts=8, top_k=2),
+    "one_expert_for_all": Case(num_tokens=70, routing="one"),
+    "one_expert_exists": Case(num_tokens=3, num_experts=1, top_k=1),
+    "some_choices_empty": Case(num_tokens=20, top_k=3, routing="some_none"),
+    "all_choices_empty": Case(num_tokens=4, routing="none"),
+    "no_tokens": Case(num_tokens=0),
+}
+
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def make_ids(case: Case, generator: torch.Generator) -> Tensor:
+    """[T, k] int64, as ``case.routing`` says."""
+    shape = (case.num_tokens, case.top_k)
+    if case.routing in ("one", "none"):
+        return torch.full(shape, case.num_experts - (case.routing == "one"))
+    ids = torch.rand(case.num_tokens, case.num_experts, generator=generator).argsort(1)
+    ids = ids[:, : case.top_k].contiguous()
+    if case.routing == "some_none":
+        ids[torch.rand(shape, generator=generator) < 0.5] = case.num_experts
+    return ids
+
+
+def make_inputs(case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
+    """x, expert_ids, expert_weights, gate_up, down; rows of x lie in a wider tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.randn(case.num_tokens, case.dim + 8, generator=generator).to(dtype)
+    ids = make_ids(case, generator)
+    expert_weights = torch.rand(ids.shape, generator=generator).to(dtype)
+    gate_up = torch.randn(case.num_experts, 2 * case.width, case.dim, generator=generator)
+    down = torch.randn(case.num_experts, case.dim, case.width, generator=generator)
+    gate_up, down = gate_up * case.dim**-0.5, down * case.width**-0.5
+    return wide[:, : case.dim], ids, expert_weights, gate_up.to(dtype), down.to(dtype)

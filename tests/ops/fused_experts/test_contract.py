@@ -1,0 +1,198 @@
+"""The contract of fused_experts, held by every implementation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+from tests.ops.contract import assert_traces_once, assert_within_budget, skip_reason, to_exact
+from tests.ops.fused_experts.cases import CASES, Case, make_inputs
+from torch_hybrid.ops.fused_experts import fused_experts
+from torch_hybrid.ops.fused_experts.op import IMPLEMENTATIONS
+from torch_hybrid.ops.fused_experts.reference import fused_experts_reference
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SMALL = Case(num_tokens=5, num_experts=4, dim=24, width=20)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def impl(request: pytest.FixtureRequest) -> str:
+    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
+        pytest.skip(reason)
+    return request.param
+
+
+def run(inputs: tuple[Tensor, ...], impl: str) -> Tensor:
+    return fused_experts(*inputs, activation="silu", impl=impl)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_the_exact_result(impl: str, name: str) -> None:
+    inputs = make_inputs(CASES[name])
+    exact = fused_experts_reference(*to_exact(*inputs), activation="silu")
+    reference = fused_experts_reference(*inputs, activation="silu")
+    assert_within_budget(run(inputs, impl), exact, reference)
+
+
+def assert_near(actual: Tensor, exact: Tensor) -> None:
+    """Within four roundings: the hidden activations are kept in bfloat16, as models keep them."""
+    scale = exact.abs().max().item() if exact.numel() else 0.0
+    assert ((actual - exact).abs() <= 4 * torch.finfo(torch.bfloat16).eps * scale).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bfloat16(impl: str, name: str) -> None:
+    inputs = make_inputs(CASES[name], dtype=torch.bfloat16)
+    exact = fused_experts_reference(*to_exact(*inputs), activation="silu")
+    assert_near(run(inputs, impl), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_float32_weights_and_int32_ids(impl: str, dtype: str) -> None:
+    x, ids, expert_weights, gate_up, down = make_inputs(CASES["batch"], dtype=DTYPES[dtype])
+    expected = run((x, ids, expert_weights, gate_up, down), impl)
+    out = run((x, ids.int(), expert_weights.float(), gate_up, down), impl)
+    assert torch.equal(out, expected)
+
+
+def test_equals_transformers(impl: str) -> None:
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    x, ids, expert_weights, gate_up, down = make_inputs(CASES["some_choices_empty"])
+    config = modeling.Qwen3NextConfig(num_experts=8, hidden_size=64, moe_intermediate_size=32)
+    experts = modeling.Qwen3NextExperts(config)
+    experts.gate_up_proj = torch.nn.Parameter(gate_up)
+    experts.down_proj = torch.nn.Parameter(down)
+    with torch.no_grad():
+        expected = experts(x, ids, expert_weights)
+    out = run((x, ids, expert_weights, gate_up, down), impl)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_empty_choices_give_exact_zeros(impl: str) -> None:
+    inputs = make_inputs(CASES["all_choices_empty"])
+    assert torch.equal(run(inputs, impl), torch.zeros(4, 64))
+
+
+def test_one_expert_twice(impl: str) -> None:
+    x, ids, expert_weights, gate_up, down = make_inputs(SMALL)
+    ids[:, 1] = ids[:, 0]
+    once = expert_weights.clone()
+    once[:, 0] += once[:, 1]
+    once[:, 1] = 0
+    out = run((x, ids, expert_weights, gate_up, down), impl)
+    expected = run((x, ids, once, gate_up, down), impl)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_token_does_not_see_the_others(impl: str) -> None:
+    x, ids, expert_weights, gate_up, down = make_inputs(CASES["prefill"])
+    expected = run((x, ids, expert_weights, gate_up, down), impl)
+    x[:3], x[4:] = torch.nan, torch.nan
+    assert torch.equal(run((x, ids, expert_weights, gate_up, down), impl)[3], expected[3])
+
+
+def test_an_expert_that_is_not_hit_is_not_read(impl: str) -> None:
+    inputs = make_inputs(Case(num_tokens=6, num_experts=4, routing="one"))
+    expected = run(inputs, impl)
+    inputs[3][:3], inputs[4][:3] = torch.nan, torch.nan
+    assert torch.equal(run(inputs, impl), expected)
+
+
+def test_is_deterministic(impl: str) -> None:
+    inputs = make_inputs(CASES["batch"])
+    first = run(inputs, impl)
+    assert all(torch.equal(run(inputs, impl), first) for _ in range(5))
+
+
+# ---- the op as the compiler sees it ----------------------------------------------------------
+
+
+def test_schema() -> None:
+    assert_expected_inline(
+        str(torch.ops.torch_hybrid.fused_experts.default._schema).replace(", ", ",\n"),
+        """\
+torch_hybrid::fused_experts(Tensor x,
+Tensor expert_ids,
+Tensor expert_weights,
+Tensor gate_up,
+Tensor down,
+*,
+str activation,
+str impl) -> Tensor""",
+    )
+
+
+@pytest.mark.parametrize("name", ["odd_sizes", "no_tokens"])
+def test_opcheck(impl: str, name: str) -> None:
+    op = torch.ops.torch_hybrid.fused_experts.default
+    options = {"activation": "silu", "impl": impl}
+    torch.library.opcheck(op, make_inputs(CASES[name]), options)
+
+
+def step(impl: str) -> object:
+    def layer(x: Tensor, logits: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        """Route, run the experts, add to the residual."""
+        expert_weights, ids = logits.softmax(-1).topk(2)
+        return x + run((x, ids, expert_weights, gate_up, down), impl)
+
+    return layer
+
+
+def step_inputs(num_tokens: int) -> tuple[Tensor, ...]:
+    x, _, _, gate_up, down = make_inputs(Case(num_tokens=num_tokens, num_experts=4))
+    return x.contiguous(), torch.randn(num_tokens, 4), gate_up, down
+
+
+def test_compiles_once(impl: str) -> None:
+    assert_traces_once(step(impl), [step_inputs(n) for n in (6, 2, 33, 100)])
+
+
+@pytest.mark.slow
+def test_inductor_gives_the_eager_result(impl: str) -> None:
+    inputs = step_inputs(6)
+    out = torch.compile(step(impl), fullgraph=True)(*inputs)
+    torch.testing.assert_close(out, step(impl)(*inputs))
+
+
+# ---- errors ----------------------------------------------------------------------------------
+
+
+def failing(impl: str = "torch", /, **changes: object) -> str:
+    names = ("x", "expert_ids", "expert_weights", "gate_up", "down")
+    arguments = dict(zip(names, make_inputs(SMALL), strict=True)) | {"activation": "silu"}
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
+        fused_experts(**{**arguments, **changes}, impl=impl)
+    return str(error.value)
+
+
+def test_error_texts() -> None:
+    errors = [
+        failing(x=torch.randn(5, 1, 24)),
+        failing(x=torch.randn(24, 5).T),
+        failing(expert_ids=torch.zeros(4, 2, dtype=torch.int64)),
+        failing(expert_ids=torch.zeros(5, 2)),
+        failing(expert_weights=torch.zeros(5, 3)),
+        failing(expert_weights=torch.zeros(5, 2).half()),
+        failing(gate_up=torch.zeros(4, 20, 24)),
+        failing(down=torch.zeros(4, 24, 20).bfloat16()),
+        failing(down=torch.zeros(4, 20, 24).mT),
+        failing(activation="gelu"),
+        failing("tpu"),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+x must have 2 dimensions, got [5, 1, 24]
+x must have contiguous rows, got strides [1, 5]
+expert_ids must have shape [5, 2], got [4, 2]
+expert_ids must have dtype torch.int32 or torch.int64, got torch.float32
+expert_weights must have shape [5, 2], got [5, 3]
+expert_weights must have dtype torch.float32, got torch.float16
+gate_up must have shape [4, 40, 24], got [4, 20, 24]
+down must have dtype torch.float32, got torch.bfloat16
+down must be contiguous, got strides [480, 1, 24]
+activation must be one of ['silu'], got 'gelu'
+impl must be one of ['cpp', 'torch'], got 'tpu'""",
+    )

@@ -1,0 +1,51 @@
+"""Inputs for the linear op: layers of real models, and sizes that leave tails everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Sibling linears of one input; ``biased`` names those with a bias."""
+
+    num_rows: int
+    depth: int
+    widths: tuple[int, ...]
+    biased: frozenset[int] = frozenset()
+
+
+CASES = {
+    "decode_qkv": Case(num_rows=1, depth=1024, widths=(2048, 512, 512)),
+    "decode_in_proj": Case(num_rows=8, depth=1024, widths=(1536, 512, 16, 16)),
+    "decode_down": Case(num_rows=4, depth=3072, widths=(512,)),
+    "two_rows": Case(num_rows=2, depth=640, widths=(130,), biased=frozenset({0})),
+    "three_rows_odd": Case(num_rows=3, depth=1027, widths=(17, 33), biased=frozenset({1})),
+    "five_rows_odd": Case(num_rows=5, depth=77, widths=(1, 2, 3), biased=frozenset({0, 2})),
+    "thirteen_rows": Case(num_rows=13, depth=2100, widths=(66, 7), biased=frozenset({0, 1})),
+    "one_by_one": Case(num_rows=1, depth=1, widths=(1,), biased=frozenset({0})),
+    "most_rows": Case(num_rows=64, depth=96, widths=(40, 9), biased=frozenset({1})),
+    "prefill": Case(num_rows=130, depth=256, widths=(96, 32), biased=frozenset({0})),
+    "no_rows": Case(num_rows=0, depth=32, widths=(8, 8)),
+    "no_depth": Case(num_rows=7, depth=0, widths=(5, 4), biased=frozenset({0})),
+}
+
+Inputs = tuple[Tensor, list[Tensor], list[Tensor | None]]
+
+
+def make_inputs(case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
+    """x, weights and biases; x is a slice of a wider tensor whose other columns are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.full((case.num_rows, case.depth + 5), torch.nan)
+    wide[:, 3 : 3 + case.depth] = torch.randn(case.num_rows, case.depth, generator=generator)
+    scale = max(case.depth, 1) ** -0.5
+    weights = [torch.randn(n, case.depth, generator=generator) * scale for n in case.widths]
+    biases = [
+        torch.randn(n, generator=generator).to(dtype) if i in case.biased else None
+        for i, n in enumerate(case.widths)
+    ]
+    x = wide.to(dtype)[:, 3 : 3 + case.depth]
+    return x, [weight.to(dtype) for weight in weights], biases

@@ -1,0 +1,165 @@
+"""The contract of linear, held by every implementation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+from tests.ops.contract import assert_traces_once, assert_within_budget, skip_reason, to_exact
+from tests.ops.linear.cases import CASES, Case, make_inputs
+from torch_hybrid.ops.linear import linear
+from torch_hybrid.ops.linear.op import IMPLEMENTATIONS
+from torch_hybrid.ops.linear.reference import linear_reference
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SMALL = Case(num_rows=6, depth=50, widths=(7, 20), biased=frozenset({1}))
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def impl(request: pytest.FixtureRequest) -> str:
+    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
+        pytest.skip(reason)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_matches_the_exact_result(impl: str, name: str, dtype: str) -> None:
+    x, weights, biases = make_inputs(CASES[name], dtype=DTYPES[dtype])
+    exact = linear_reference(*to_exact(x), to_exact(*weights), to_exact(*biases))
+    reference = linear_reference(x, weights, biases)
+    assert_within_budget(linear(x, weights, biases, impl=impl), exact, reference)
+
+
+@pytest.mark.parametrize("num_rows", range(1, 20))
+def test_every_small_number_of_rows(impl: str, num_rows: int) -> None:
+    case = Case(num_rows=num_rows, depth=600, widths=(21,), biased=frozenset({0}))
+    x, weights, biases = make_inputs(case)
+    exact = linear_reference(*to_exact(x), to_exact(*weights), to_exact(*biases))
+    reference = linear_reference(x, weights, biases)
+    assert_within_budget(linear(x, weights, biases, impl=impl), exact, reference)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 3, 9, 64])
+def test_a_row_does_not_see_the_others(impl: str, num_rows: int, dtype: str) -> None:
+    case = Case(num_rows=num_rows, depth=530, widths=(70,))
+    x, weights, biases = make_inputs(case, dtype=DTYPES[dtype])
+    expected = linear(x, weights, biases, impl=impl)
+    for others in (torch.nan, torch.inf, 1e30):
+        x[:-1] = others
+        assert torch.equal(linear(x, weights, biases, impl=impl)[-1], expected[-1])
+
+
+def test_is_deterministic(impl: str) -> None:
+    inputs = make_inputs(CASES["decode_in_proj"])
+    first = linear(*inputs, impl=impl)
+    assert all(torch.equal(linear(*inputs, impl=impl), first) for _ in range(5))
+
+
+def test_merged_equals_one_by_one(impl: str) -> None:
+    x, weights, biases = make_inputs(CASES["decode_in_proj"])
+    merged = linear(x, weights, biases, impl=impl)
+    single = [linear(x, [w], [b], impl=impl) for w, b in zip(weights, biases, strict=True)]
+    torch.testing.assert_close(merged, torch.cat(single, dim=1), rtol=1e-5, atol=1e-6)
+
+
+def test_infinity_and_nan_in_a_weight_stay_in_their_column(impl: str) -> None:
+    x, weights, biases = make_inputs(SMALL)
+    expected = linear(x, weights, biases, impl=impl)
+    weights[0][2, 7], weights[1][5, 9] = torch.nan, torch.inf
+    out = linear(x, weights, biases, impl=impl)
+    assert out[:, 2].isnan().all()
+    assert out[:, 12].isinf().all()
+    clean = [i for i in range(27) if i not in (2, 12)]
+    assert torch.equal(out[:, clean], expected[:, clean])
+
+
+# ---- the op as the compiler sees it ----------------------------------------------------------
+
+
+def test_schema() -> None:
+    assert_expected_inline(
+        str(torch.ops.torch_hybrid.linear.default._schema).replace(", ", ",\n"),
+        """\
+torch_hybrid::linear(Tensor x,
+Tensor[] weights,
+Tensor?[] biases,
+*,
+str impl) -> Tensor""",
+    )
+
+
+@pytest.mark.parametrize("name", ["five_rows_odd", "no_rows", "prefill"])
+def test_opcheck(impl: str, name: str) -> None:
+    x, weights, biases = make_inputs(CASES[name])
+    x = x.contiguous()  # opcheck compares the whole storage, NaN margins included
+    torch.library.opcheck(
+        torch.ops.torch_hybrid.linear.default, (x, weights, biases), {"impl": impl}
+    )
+
+
+def step(impl: str) -> object:
+    def run(x: Tensor, first: Tensor, second: Tensor, bias: Tensor) -> Tensor:
+        """Merged layers, sliced again."""
+        out = linear(x, [first, second], [None, bias], impl=impl)
+        return out[:, :7].sigmoid().sum(1) + out[:, 7:].sum(1)
+
+    return run
+
+
+def step_inputs(num_rows: int) -> tuple[Tensor, ...]:
+    x, weights, _ = make_inputs(Case(num_rows=num_rows, depth=50, widths=(7, 20)))
+    return x, *weights, torch.ones(20)
+
+
+def test_compiles_once(impl: str) -> None:
+    assert_traces_once(step(impl), [step_inputs(n) for n in (6, 3, 64, 65, 200)])
+
+
+@pytest.mark.slow
+def test_inductor_gives_the_eager_result(impl: str) -> None:
+    inputs = step_inputs(6)
+    out = torch.compile(step(impl), fullgraph=True)(*inputs)
+    torch.testing.assert_close(out, step(impl)(*inputs))
+
+
+# ---- errors ----------------------------------------------------------------------------------
+
+
+def failing(impl: str = "torch", /, **changes: object) -> str:
+    x, weights, biases = make_inputs(SMALL)
+    arguments = {"x": x, "weights": weights, "biases": biases, **changes}
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
+        linear(**arguments, impl=impl)
+    return str(error.value)
+
+
+def test_error_texts() -> None:
+    weight = torch.randn(7, 50)
+    errors = [
+        failing(x=torch.randn(2, 3, 50)),
+        failing(x=torch.randn(50, 6).T),
+        failing(weights=[], biases=[]),
+        failing(biases=[None]),
+        failing(weights=[weight, torch.randn(20, 49)]),
+        failing(weights=[weight, torch.randn(20, 50).bfloat16()]),
+        failing(weights=[torch.randn(50, 7).T, torch.randn(20, 50)]),
+        failing(biases=[torch.randn(8), None]),
+        failing("tpu"),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+x must have 2 dimensions, got [2, 3, 50]
+x must have contiguous rows, got strides [1, 6]
+weights must have at least one tensor, got none
+biases must have length 2, got 1
+weights[1] must have shape [20, 50], got [20, 49]
+weights[1] must have dtype torch.float32, got torch.bfloat16
+weights[0] must be contiguous, got strides [1, 7]
+biases[0] must have shape [7], got [8]
+impl must be one of ['cpp', 'torch'], got 'tpu'""",
+    )

@@ -1,0 +1,169 @@
+"""The builder: its cache, its errors, and the one OpenMP runtime of the process."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from torch_hybrid.ops.native import BuildError, build, compiler_missing, load_library
+
+needs_compiler = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
+ANSWER = 'extern "C" __attribute__((visibility("default"))) int answer() {{ return {}; }}\n'
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache; what the builder remembers of this process is forgotten around the test."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("TORCH_HYBRID_CACHE", str(folder))
+    forget()
+    yield folder
+    monkeypatch.undo()
+    forget()
+
+
+def forget() -> None:
+    load_library.cache_clear()
+    compiler_missing.cache_clear()
+
+
+def answer(source: Path) -> int:
+    return load_library("answer", source).answer()
+
+
+def run_python(code: str, **environment: str) -> str:
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={**os.environ, **environment}
+    )
+    return done.stdout.strip()
+
+
+@needs_compiler
+def test_built_once_and_again_when_the_source_changes(cache_folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "answer.cpp"
+    source.write_text(ANSWER.format(41))
+    assert answer(source) == 41
+    (built,) = cache_folder.iterdir()
+    stamp = built.stat().st_mtime_ns
+    load_library.cache_clear()
+    assert answer(source) == 41
+    assert built.stat().st_mtime_ns == stamp
+    load_library.cache_clear()
+    source.write_text(ANSWER.format(42))
+    assert answer(source) == 42
+    assert len(list(cache_folder.iterdir())) == 2
+
+
+@needs_compiler
+def test_a_changed_header_beside_the_source_rebuilds(cache_folder: Path, tmp_path: Path) -> None:
+    source, header = tmp_path / "answer.cpp", tmp_path / "value.h"
+    source.write_text('#include "value.h"\n' + ANSWER.format("VALUE"))
+    for value in (1, 2):
+        header.write_text(f"#define VALUE {value}\n")
+        load_library.cache_clear()
+        assert answer(source) == value
+
+
+@needs_compiler
+def test_processes_may_build_at_once(cache_folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "answer.cpp"
+    source.write_text(ANSWER.format(7))
+    code = (
+        "from pathlib import Path\nfrom torch_hybrid.ops.native import load_library\n"
+        f"print(load_library('answer', Path({str(source)!r})).answer())"
+    )
+    with ThreadPoolExecutor(3) as threads:
+        outputs = list(threads.map(run_python, [code] * 3))
+    assert outputs == ["7", "7", "7"]
+    assert len(list(cache_folder.iterdir())) == 1
+
+
+@needs_compiler
+def test_a_source_that_does_not_compile(cache_folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "broken.cpp"
+    source.write_text("int f() { return undeclared_name; }\n")
+    with pytest.raises(BuildError, match="undeclared_name") as error:
+        load_library("broken", source)
+    assert str(source) in str(error.value)
+    assert "-march=native" in str(error.value)
+    assert list(cache_folder.iterdir()) == []
+
+
+@needs_compiler
+def test_a_symbol_that_nothing_defines(cache_folder: Path, tmp_path: Path) -> None:
+    source = tmp_path / "unresolved.cpp"
+    source.write_text('extern "C" int nowhere();\nextern "C" int f() { return nowhere(); }\n')
+    with pytest.raises(BuildError, match=r"does not load.*nowhere"):
+        load_library("unresolved", source)
+
+
+def test_no_compiler(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    reason = compiler_missing()
+    assert reason == "no C++ compiler was found (looked for $CXX, g++, c++, clang++)"
+    with pytest.raises(BuildError, match="no C\\+\\+ compiler"):
+        load_library("answer", Path("answer.cpp"))
+
+
+def test_a_compiler_that_fails(
+    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = tmp_path / "fake-g++"
+    fake.write_text("#!/bin/sh\necho no licence >&2\nexit 3\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("CXX", str(fake))
+    reason = str(compiler_missing())
+    assert "exited with 3" in reason
+    assert "no licence" in reason
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("TORCH_HYBRID_CACHE", str(blocked / "cache"))
+    forget()
+    assert "TORCH_HYBRID_CACHE" in str(compiler_missing())
+    monkeypatch.undo()
+    forget()
+
+
+@needs_compiler
+def test_compiler_macros_are_part_of_the_key() -> None:
+    compiler = build._find_compiler()
+    assert compiler is not None
+    assert "__VERSION__" in build._target(compiler)
+
+
+@needs_compiler
+def test_one_openmp_runtime_in_the_process() -> None:
+    code = """
+import torch
+from torch_hybrid.ops.native import load_library
+from torch_hybrid.ops.native.build import HEADERS
+kernel = load_library("probe", HEADERS / "probe.cpp").th_probe
+torch.randn(300, 300) @ torch.randn(300, 300)
+print(kernel(3), torch.get_num_threads())
+with open("/proc/self/maps") as maps:
+    files = {line.split()[-1] for line in maps if "omp" in line.rsplit("/", 1)[-1]}
+print(*files, sep="\\n")
+"""
+    threads, *runtimes = run_python(code, OMP_NUM_THREADS="2").splitlines()
+    assert threads == "3 2"
+    assert len(runtimes) == 1, runtimes
+
+
+@needs_compiler
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_the_thread_count_is_the_callers(num_threads: int) -> None:
+    probe: ctypes.CDLL = load_library("probe", build.HEADERS / "probe.cpp")
+    assert probe.th_probe(num_threads) == num_threads
