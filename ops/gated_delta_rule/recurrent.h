@@ -7,41 +7,78 @@
 
 namespace gdr {
 
-// Rows of the state taken together: they share the loads of k and q, and their sums overlap.
-constexpr int STATE_ROWS = 4;
+// One token on one row of a head's state: decay it, correct it towards v, read it with q.
+template <typename T>
+TH_INLINE void step_row(int64_t k_dim, const float* q, const float* k, const T* v, float decay,
+                        float beta, float* row, T* out) {
+  f32x16 sum{};
+  for_lanes(k_dim, [&](int64_t i, int n) TH_LAMBDA {
+    sum = th::fma(th::load(row + i, n), th::load(k + i, n), sum);
+  });
+  const f32x16 u = th::splat(beta * (th::to_float(*v) - decay * th::sum(sum)));
+  sum = f32x16{};
+  for_lanes(k_dim, [&](int64_t i, int n) TH_LAMBDA {
+    const f32x16 s = th::fma(u, th::load(k + i, n), th::load(row + i, n) * decay);
+    th::store(row + i, s, n);
+    sum = th::fma(s, th::load(q + i, n), sum);
+  });
+  *out = th::from_float<T>(th::sum(sum));
+}
 
-// One token on R rows of a head's state: decay them, correct them towards v, read them with q.
-// The rows are read once from memory; what follows finds them in L1.
-template <int R, typename T>
-TH_INLINE void step_rows(int64_t k_dim, const float* q, const float* k, const T* v, float decay,
-                         float beta, float* state, T* out) {
-  f32x16 sums[R] = {};
-  for (int64_t i = 0; i < k_dim; i += LANES) {
-    const int n = int(k_dim - i);
-    const f32x16 k_i = th::load(k + i, n);
+// The same on ROWS rows of VECTORS whole vectors, held in registers between read and write: memory
+// then sees one stream of reads and writes in order, which it serves at nearly its full rate.
+// Going over the rows twice costs half of that, whatever is prefetched.
+template <int ROWS, int VECTORS, typename T>
+TH_INLINE void step_rows(const float* q, const float* k, const T* v, float decay, float beta,
+                         float* state, T* out) {
+  f32x16 row[ROWS][VECTORS], sum[ROWS] = {}, u[ROWS];
+#pragma GCC unroll 16
+  for (int i = 0; i < VECTORS; ++i)
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r)
-      sums[r] = th::fma(th::load(state + r * k_dim + i, n), k_i, sums[r]);
-  }
-  f32x16 u[R];
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-    u[r] = th::splat(beta * (th::to_float(v[r]) - decay * th::sum(sums[r])));
-    sums[r] = f32x16{};
-  }
-  for (int64_t i = 0; i < k_dim; i += LANES) {
-    const int n = int(k_dim - i);
-    const f32x16 k_i = th::load(k + i, n), q_i = th::load(q + i, n);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      float* row = state + r * k_dim + i;
-      const f32x16 s = th::fma(u[r], k_i, th::load(row, n) * decay);
-      th::store(row, s, n);
-      sums[r] = th::fma(s, q_i, sums[r]);
+    for (int r = 0; r < ROWS; ++r) {
+      row[r][i] = th::load(state + (r * VECTORS + i) * LANES);
+      sum[r] = th::fma(row[r][i], th::load(k + i * LANES), sum[r]);
     }
-  }
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) out[r] = th::from_float<T>(th::sum(sums[r]));
+  for (int r = 0; r < ROWS; ++r) {
+    u[r] = th::splat(beta * (th::to_float(v[r]) - decay * th::sum(sum[r])));
+    sum[r] = f32x16{};
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < VECTORS; ++i)
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) {
+      const f32x16 s = th::fma(u[r], th::load(k + i * LANES), row[r][i] * decay);
+      th::store(state + (r * VECTORS + i) * LANES, s);
+      sum[r] = th::fma(s, th::load(q + i * LANES), sum[r]);
+    }
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; ++r) out[r] = th::from_float<T>(th::sum(sum[r]));
+}
+
+// One token on a whole head. VECTORS is k_dim / LANES where rows fit in registers, else 0.
+template <int VECTORS, typename T>
+void step_head(int64_t k_dim, int64_t v_dim, const float* q, const float* k, const T* v,
+               float decay, float beta, float* state, T* out) {
+  int64_t i = 0;
+  if constexpr (VECTORS > 0) {
+    constexpr int ROWS = LANES / VECTORS;
+    for (; i + ROWS <= v_dim; i += ROWS)
+      step_rows<ROWS, VECTORS>(q, k, v + i, decay, beta, state + i * k_dim, out + i);
+  }
+  for (; i < v_dim; ++i) step_row(k_dim, q, k, v + i, decay, beta, state + i * k_dim, out + i);
+}
+
+template <typename T>
+auto choose_step(int64_t k_dim) {
+  switch (k_dim) {
+    case 64: return step_head<4, T>;
+    case 96: return step_head<6, T>;
+    case 128: return step_head<8, T>;
+    case 192: return step_head<12, T>;
+    case 256: return step_head<16, T>;
+    default: return step_head<0, T>;
+  }
 }
 
 // All tokens of one sequence on value head j. `keys` holds 2 * k_dim floats.
@@ -50,19 +87,14 @@ void run_recurrent(const Sequence<T>& seq, int64_t j, float* keys) {
   const Call& call = seq.call;
   const int64_t k_dim = call.k_dim, v_dim = call.v_dim;
   const int64_t h = j / (call.num_v_heads / call.num_k_heads);
+  const auto step = choose_step<T>(k_dim);
   float *state = seq.state(j), *q = keys, *k = keys + k_dim;
   if (!seq.has_initial_state) std::fill(state, state + v_dim * k_dim, 0.0f);
   for (int64_t t = 0; t < seq.length; ++t) {
     load_key(seq.q(t, h), k_dim, call.qk_l2norm, call.scale, q);
     load_key(seq.k(t, h), k_dim, call.qk_l2norm, 1.0f, k);
-    const T* v = seq.v(t, j);
-    T* out = seq.out(t, j);
-    const float decay = std::exp(seq.g(t, j)), beta = seq.beta(t, j);
-    int64_t i = 0;
-    for (; i + STATE_ROWS <= v_dim; i += STATE_ROWS)
-      step_rows<STATE_ROWS>(k_dim, q, k, v + i, decay, beta, state + i * k_dim, out + i);
-    for (; i < v_dim; ++i)
-      step_rows<1>(k_dim, q, k, v + i, decay, beta, state + i * k_dim, out + i);
+    step(k_dim, v_dim, q, k, seq.v(t, j), std::exp(seq.g(t, j)), seq.beta(t, j), state,
+         seq.out(t, j));
   }
 }
 
