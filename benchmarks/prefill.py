@@ -1,0 +1,141 @@
+"""Prefill of one prompt of 512 and of 2048 tokens, against its own matrix products.
+
+    python -m benchmarks.prefill [--model NAME] [--dtype NAME] [--profile]
+
+"products" replays the step's linear layers, the same shapes with the same weights, and nothing
+else, by turns with the others. The products of attention and of the delta rule are counted as
+FLOPs at the measured matrix rate, and shown apart. Transformers runs one forward without a cache,
+eagerly and compiled for this very length.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.contestants import failure
+from benchmarks.floor import Row, experts_per_token, measure, mixer_flops
+from benchmarks.models import make_model
+from benchmarks.oracle import Oracle
+from benchmarks.profile_steps import print_profile
+from benchmarks.results import Results, Target, arguments, parse, title
+from benchmarks.timing import Times, interleave
+from torch_hybrid import Runner, adapt
+from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.models.hybrid_model import HybridModel
+
+OVER_PRODUCTS = 1.3
+
+
+def products_of(model: HybridModel, num_tokens: int) -> Callable[[], None]:
+    """The linear layers of a prefill of one prompt, alone; its last token has logits."""
+    head = model.hf_model.get_output_embeddings()
+    calls: list[tuple[Tensor, Tensor]] = []
+    for module in model.modules():
+        match module:
+            case nn.Linear():
+                rows = 1 if module is head else num_tokens
+                calls.append((_rows(rows, module.weight), module.weight))
+            case FusedExperts():
+                share = experts_per_token(model) / module.gate_up_proj.shape[0]
+                rows = max(1, round(num_tokens * share))
+                for expert in (*module.gate_up_proj, *module.down_proj):
+                    calls.append((_rows(rows, expert), expert))
+
+    def replay() -> None:
+        with torch.inference_mode():
+            for x, weight in calls:
+                F.linear(x, weight)
+
+    return replay
+
+
+def _rows(count: int, weight: Tensor) -> Tensor:
+    return torch.ones(count, weight.shape[1], dtype=weight.dtype)
+
+
+def _extend(runner: Runner, prompt: Sequence[int]) -> Tensor:
+    seqs = runner.new_sequences(1)
+    logits = runner.extend(seqs, [prompt])
+    runner.free(seqs)
+    return logits
+
+
+def _forward(call: Callable[..., Any], prompt: Sequence[int]) -> Tensor:
+    with torch.inference_mode():
+        ids = torch.tensor([list(prompt)])
+        logits: Tensor = call(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0]
+    return logits
+
+
+def _report(results: Results, length: int, times: dict[str, Times], mixers: float) -> None:
+    products = times["products"].best + mixers
+    for name, taken in times.items():
+        ratio = taken.best / products
+        results.add(length, name, taken.best * 1e3, taken.median * 1e3, ratio)
+    results.add(length, "attention and delta rule, counted", mixers * 1e3, "", mixers / products)
+    ours = times["ours"].best
+    theirs = min(taken.best for name, taken in times.items() if "transformers" in name)
+    name = f"prefill of {length}"
+    results.targets += [
+        Target(name=f"{name} over its products", measured=ours / products, limit=OVER_PRODUCTS),
+        Target(
+            name=f"{name} against the better of transformers",
+            measured=theirs / ours,
+            limit=1.0,
+            at_least=True,
+        ),
+    ]
+
+
+def main() -> None:
+    """Measure, then print."""
+    parser = arguments("Prefill against its own matrix products and against transformers.")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--compile-limit", type=int, default=900, metavar="SECONDS",
+                        help="for transformers under torch.compile; 0 leaves it out")  # fmt: skip
+    parser.add_argument("--profile", action="store_true", help="print where our time goes")
+    options = parse(parser)
+    hf_model = make_model(options.model, options.torch_dtype, quick=options.quick)
+    model = adapt(copy.deepcopy(hf_model))
+    longest = max(options.lengths)
+    runner = Runner(model, max_seqs=4, max_tokens=longest, kv_tokens=2 * longest)
+    oracle = Oracle(hf_model)
+    results = Results(
+        title=title(options, "Prefill"),
+        columns=["tokens", "", "min ms", "median ms", "over products"],
+    )
+    ceilings = measure(options.torch_dtype)
+    draw = random.Random(0)
+    for length in options.lengths:
+        prompt = [draw.randrange(model.vocab_size) for _ in range(length)]
+        oracle.check("ours", _extend(runner, prompt), [prompt])
+        runs = {
+            "ours": partial(_extend, runner, prompt),
+            "products": products_of(model, length),
+            "transformers eager": partial(_forward, hf_model, prompt),
+        }
+        if options.compile_limit:
+            compiled = partial(_forward, torch.compile(hf_model, dynamic=False), prompt)
+            if reason := failure(compiled, limit=options.compile_limit):
+                results.notes.append(f"transformers compiled, {length} tokens: {reason}")
+            else:
+                runs["transformers compiled"] = compiled
+        times = interleave(runs, rounds=options.rounds)
+        mixers = mixer_flops(model, [Row(length, 0)]) / ceilings.matrix_rate
+        _report(results, length, times, mixers)
+        if options.profile:
+            print_profile(f"prefill of {length}", runs["ours"])
+    results.emit(options)
+
+
+if __name__ == "__main__":
+    main()
