@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class Sequence:
 
     slot: int
     generation: int
-    cache: int  # id of the cache that made it
+    owner: object = field(repr=False)  # of the cache that made it; kept alive by its handles
 
 
 class HybridCache:
@@ -63,6 +63,7 @@ class HybridCache:
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
+        self._owner = object()
         self.table = table
         self.page_size = page_size
         self.num_pages = -(-kv_tokens // page_size)
@@ -93,7 +94,7 @@ class HybridCache:
             CapacityError: fewer slots are free.
         """
         slots = self.slots.take(count)
-        return [Sequence(s, self.slots.generation(s), id(self)) for s in slots]
+        return [Sequence(s, self.slots.generation(s), self._owner) for s in slots]
 
     def free(self, seqs: Many[Sequence]) -> None:
         """Give back the slots and pages of ``seqs``; all or none.
@@ -113,7 +114,7 @@ class HybridCache:
     def check(self, seqs: Many[Sequence]) -> None:
         """Raise ValueError unless every handle is live, ours, and given once."""
         for seq in seqs:
-            if seq.cache != id(self):
+            if seq.owner is not self._owner:
                 raise ValueError(f"{seq} belongs to another runner")
             if (
                 not self.slots.is_taken(seq.slot)
@@ -138,7 +139,7 @@ class HybridCache:
     def pages_needed(self, seq: Sequence, num_new: int) -> int:
         """How many more pages ``seq`` needs to hold ``num_new`` more tokens."""
         total = -(-(self._lengths[seq.slot] + num_new) // self.page_size)
-        return total - len(self._owned[seq.slot])
+        return max(0, total - len(self._owned[seq.slot]))
 
     def reserve(self, seqs: Many[Sequence], num_new: Many[int]) -> None:
         """Give each sequence the pages that its new tokens need; all or none.
@@ -184,8 +185,10 @@ class HybridCache:
             table_width: from the most pages that one of them owns to the page table's width.
 
         Raises:
+            ValueError: a handle is foreign, was freed, is given twice, or was broken.
             CapacityError: fewer pages are free than the tokens need; nothing has changed.
         """
+        self.check_usable(seqs)
         self.reserve(seqs, [len(new) for new in tokens])
         return make_batch(
             tokens,

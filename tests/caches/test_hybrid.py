@@ -1,0 +1,273 @@
+"""Who owns what in the pools: nothing leaks, nothing is shared, errors change nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from torch_hybrid.caches.allocator import Allocator
+from torch_hybrid.caches.hybrid import HybridCache, Sequence
+from torch_hybrid.caches.recurrent_state import RecurrentState
+from torch_hybrid.errors import CapacityError
+from torch_hybrid.specs import AttentionSpec, DeltaRuleSpec, LayerTable
+
+FULL = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
+LINEAR = DeltaRuleSpec(num_k_heads=1, num_v_heads=3, head_k_dim=8, head_v_dim=16, conv_width=4)
+MAX_SEQS, NUM_PAGES, PAGE_SIZE = 4, 7, 4
+
+
+def make_cache(**options: int) -> HybridCache:
+    sizes = {"max_seqs": MAX_SEQS, "kv_tokens": NUM_PAGES * PAGE_SIZE, "page_size": PAGE_SIZE}
+    return HybridCache(
+        LayerTable.from_specs([LINEAR, FULL, LINEAR]),
+        **{**sizes, **options},
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+    )
+
+
+def page_row(cache: HybridCache, seq: Sequence) -> list[int]:
+    """The pages of one sequence, as a step sees them."""
+    batch = cache.make_batch([seq], [[]])
+    return batch.page_table[0].tolist()
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Random calls against a model that counts tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache, self.other = make_cache(), make_cache()
+        self.live: dict[Sequence, int] = {}  # sequence to the tokens it holds
+        self.reserved: dict[Sequence, int] = {}  # and to the pages it owns
+        self.dead: list[Sequence] = []
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // PAGE_SIZE)
+
+    @rule(count=st.integers(0, MAX_SEQS + 1))
+    def allocate(self, count: int) -> None:
+        free = MAX_SEQS - len(self.live)
+        if count > free:
+            with pytest.raises(CapacityError, match=f"asked for {count} .*, {free} of 4 are free"):
+                self.cache.allocate(count)
+            return
+        for seq in self.cache.allocate(count):
+            assert seq not in self.live
+            assert seq not in self.dead
+            assert self.cache.length(seq) == 0
+            self.live[seq] = self.reserved[seq] = 0
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def extend(self, data: st.DataObject) -> None:
+        """Reserve for some sequences; then the step finishes, or is given up."""
+        seqs = data.draw(st.lists(st.sampled_from(sorted(self.live, key=repr)), unique=True))
+        counts = [data.draw(st.integers(1, 12)) for _ in seqs]
+        needed = [
+            max(0, self.pages_for(self.live[seq] + n) - self.reserved[seq])
+            for seq, n in zip(seqs, counts, strict=True)
+        ]
+        if sum(needed) > self.cache.pages.num_free:
+            with pytest.raises(CapacityError, match="raise kv_tokens"):
+                self.cache.reserve(seqs, counts)
+            return
+        self.cache.reserve(seqs, counts)
+        for seq, more in zip(seqs, needed, strict=True):
+            self.reserved[seq] += more
+        if data.draw(st.booleans()):
+            self.cache.commit(seqs, counts)
+            for seq, n in zip(seqs, counts, strict=True):
+                self.live[seq] += n
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), breaks=st.booleans())
+    def free(self, data: st.DataObject, breaks: bool) -> None:
+        seqs = data.draw(st.lists(st.sampled_from(sorted(self.live, key=repr)), unique=True))
+        if breaks:
+            self.cache.mark_broken(seqs)
+        self.cache.free(seqs)
+        for seq in seqs:
+            del self.live[seq], self.reserved[seq]
+            self.dead.append(seq)
+
+    @precondition(lambda self: self.dead)
+    @rule(data=st.data())
+    def free_again(self, data: st.DataObject) -> None:
+        stale = data.draw(st.sampled_from(self.dead))
+        with pytest.raises(ValueError, match="was freed"):
+            self.cache.free([*self.live, stale])
+
+    @precondition(lambda self: self.live)
+    @rule()
+    def free_twice_at_once(self) -> None:
+        seqs = list(self.live)
+        with pytest.raises(ValueError, match="given twice"):
+            self.cache.free([*seqs, seqs[0]])
+
+    @rule()
+    def free_foreign(self) -> None:
+        [foreign] = self.other.allocate(1)
+        with pytest.raises(ValueError, match="belongs to another runner"):
+            self.cache.free([*self.live, foreign])
+        self.other.free([foreign])
+
+    @invariant()
+    def books_agree(self) -> None:
+        assert self.cache.slots.num_free == MAX_SEQS - len(self.live)
+        assert self.cache.pages.num_free == NUM_PAGES - sum(self.reserved.values())
+        assert len({seq.slot for seq in self.live}) == len(self.live)
+        assert all(0 < seq.slot <= MAX_SEQS for seq in self.live)
+        owned = [page for seq in self.live for page in page_row(self.cache, seq)]
+        assert len(set(owned)) == len(owned) == sum(self.reserved.values())
+        assert all(0 < page <= NUM_PAGES for page in owned)
+        for seq, num_tokens in self.live.items():
+            assert self.cache.length(seq) == num_tokens
+
+    def teardown(self) -> None:
+        self.cache.free(list(self.live))
+        assert self.cache.slots.num_free == MAX_SEQS
+        assert self.cache.pages.num_free == NUM_PAGES
+
+
+TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_pools():
+    cache = make_cache()
+    [kv] = cache.pools["paged_attention"]
+    first, second = cache.pools["gated_delta_rule"]
+    assert kv.shape == (2, NUM_PAGES + 1, PAGE_SIZE, 2, 16)
+    assert isinstance(first, RecurrentState)
+    assert first.conv.shape == (MAX_SEQS + 1, 3, 64)
+    assert first.state.shape == (MAX_SEQS + 1, 3, 16, 8)
+    assert (kv.dtype, first.conv.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert first.state.dtype is second.state.dtype is torch.float32
+
+
+def test_one_storage_for_each_pool():
+    pools = make_cache().pool_tensors()
+    assert len(pools) == 5
+    assert len({pool.untyped_storage().data_ptr() for pool in pools}) == len(pools)
+
+
+def test_costs_are_those_of_the_pools():
+    cache = make_cache()
+    costs = cache.costs()
+    per_token = sum(cost.per_token for cost in costs)
+    per_sequence = sum(cost.per_sequence for cost in costs)
+    assert [cost.per_token > 0 for cost in costs] == [False, True, False]
+    expected = per_token * (NUM_PAGES + 1) * PAGE_SIZE + per_sequence * (MAX_SEQS + 1)
+    assert sum(pool.nbytes for pool in cache.pool_tensors()) == expected
+
+
+def test_kv_tokens_round_up_to_pages():
+    assert make_cache(kv_tokens=9).num_pages == 3
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"max_seqs": 0}, "max_seqs must allow at least one sequence slot, got 0"),
+        ({"kv_tokens": 0}, "kv_tokens must allow at least one KV page, got 0"),
+        ({"page_size": 0}, "page_size must be at least 1, got 0"),
+    ],
+)
+def test_sizes_too_small(option: dict[str, int], text: str):
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        make_cache(**option)
+
+
+def message(error: type[Exception], call: object, *args: object) -> str:
+    with pytest.raises(error) as caught:
+        call(*args)
+    return str(caught.value)
+
+
+def test_texts():
+    cache = make_cache()
+    seqs = cache.allocate(3)
+    assert_expected_inline(
+        message(CapacityError, cache.allocate, 2),
+        """asked for 2 sequence slot(s), 1 of 4 are free: free sequences or raise max_seqs""",
+    )
+    assert_expected_inline(
+        message(CapacityError, cache.reserve, seqs, [9, 9, 9]),
+        """asked for 9 KV page(s), 7 of 7 are free: free sequences or raise kv_tokens""",
+    )
+    cache.free(seqs[:1])
+    assert_expected_inline(
+        message(ValueError, cache.free, seqs), """Sequence(slot=1, generation=0) was freed"""
+    )
+    assert_expected_inline(
+        message(ValueError, cache.free, make_cache().allocate(1)),
+        """Sequence(slot=1, generation=0) belongs to another runner""",
+    )
+    cache.mark_broken(seqs[1:2])
+    assert_expected_inline(
+        message(ValueError, cache.check_usable, seqs[1:]),
+        """Sequence(slot=2, generation=0) was in a step that did not finish: free it""",
+    )
+
+
+def test_a_slot_reused_is_another_sequence():
+    cache = make_cache(max_seqs=1)
+    [old] = cache.allocate(1)
+    cache.reserve([old], [5])
+    cache.commit([old], [5])
+    cache.free([old])
+    [new] = cache.allocate(1)
+    assert new.slot == old.slot
+    assert cache.length(new) == 0
+    for call in (cache.length, lambda seq: cache.make_batch([seq], [[1]])):
+        with pytest.raises(ValueError, match="was freed"):
+            call(old)
+
+
+def test_a_handle_outlives_its_cache_as_a_stranger():
+    """Identity is an object that handles keep alive: an address could come again."""
+    seq = make_cache().allocate(1)[0]
+    for _ in range(20):
+        cache = make_cache()
+        cache.allocate(1)
+        with pytest.raises(ValueError, match="another runner"):
+            cache.check([seq])
+
+
+def test_make_batch_checks_before_it_reserves():
+    cache = make_cache()
+    [seq] = cache.allocate(1)
+    cache.mark_broken([seq])
+    with pytest.raises(ValueError, match="did not finish"):
+        cache.make_batch([seq], [[1, 2]])
+    with pytest.raises(ValueError, match="given twice"):
+        cache.make_batch([seq, seq], [[1], [2]])
+    assert cache.pages.num_free == NUM_PAGES
+
+
+def test_allocator_refuses_what_it_did_not_hand_out():
+    allocator = Allocator(3, unit="page", limit="pages")
+    a, b = allocator.take(2)
+    for bad in (0, -1, 4, 3):
+        with pytest.raises(ValueError, match=f"page {bad} is not in use"):
+            allocator.give_back([a, bad])
+        assert allocator.num_free == 1
+    with pytest.raises(ValueError, match="given back twice in one call"):
+        allocator.give_back([a, b, a])
+    assert (allocator.num_free, allocator.generation(a)) == (1, 0)
+    allocator.give_back([a, b])
+    assert (allocator.num_free, allocator.generation(a)) == (3, 1)
+    assert not allocator.is_taken(a)
+
+
+def test_handles_are_values():
+    seq = make_cache().allocate(1)[0]
+    assert replace(seq) == seq
+    assert len({seq, replace(seq)}) == 1
