@@ -1,0 +1,235 @@
+"""Packing, cutting and padding of a ragged batch."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+
+import torch_hybrid.batch
+from torch_hybrid.batch import AXES, Axis, Batch, make_batch, pad_to, split
+
+PAGE_SIZE = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One sequence as a person would write it down."""
+
+    tokens: tuple[int, ...]
+    prefix_len: int
+    pages: tuple[int, ...]
+    slot: int
+
+
+@st.composite
+def rows(draw: st.DrawFn, min_seqs: int = 0) -> list[Row]:
+    made = []
+    for _ in range(draw(st.integers(min_seqs, 5))):
+        tokens = tuple(draw(st.lists(st.integers(0, 99), max_size=9)))
+        prefix_len = draw(st.integers(0, 11))
+        pages = tuple(draw(st.lists(st.integers(1, 40), min_size=5, max_size=5)))
+        made.append(Row(tokens, prefix_len, pages, draw(st.integers(1, 9))))
+    return made
+
+
+def pack(rows: list[Row], num_position_axes: int = 1, positions: object = None) -> Batch:
+    return make_batch(
+        [row.tokens for row in rows],
+        prefix_lens=[row.prefix_len for row in rows],
+        page_table=torch.tensor([row.pages for row in rows], dtype=torch.int32).view(-1, 5),
+        state_indices=[row.slot for row in rows],
+        page_size=PAGE_SIZE,
+        positions=positions,
+        num_position_axes=num_position_axes,
+    )
+
+
+def unpack(batch: Batch, num_tokens: int | None = None) -> list[dict[str, object]]:
+    """Each sequence of a batch with the tokens, positions and cache rows that are its own."""
+    starts = batch.cu_seqlens.tolist()
+    assert starts[0] == 0
+    assert starts == sorted(starts)
+    assert starts[-1] <= batch.num_tokens
+    assert len(starts) == batch.num_seqs + 1
+    return [
+        {
+            "tokens": batch.tokens[start:end].tolist(),
+            "positions": batch.positions[..., start:end].tolist(),
+            "slot_mapping": batch.slot_mapping[start:end].tolist(),
+            "seq_len": int(batch.seq_lens[n]),
+            "pages": batch.page_table[n].tolist(),
+            "slot": int(batch.state_indices[n]),
+        }
+        for n, (start, end) in enumerate(pairwise(starts))
+    ]
+
+
+@given(rows())
+def test_make_batch_equals_a_token_loop(rows: list[Row]):
+    expected = []
+    for row in rows:
+        positions = [row.prefix_len + i for i in range(len(row.tokens))]
+        slots = [row.pages[p // PAGE_SIZE] * PAGE_SIZE + p % PAGE_SIZE for p in positions]
+        expected.append(
+            {
+                "tokens": list(row.tokens),
+                "positions": positions,
+                "slot_mapping": slots,
+                "seq_len": row.prefix_len + len(row.tokens),
+                "pages": list(row.pages),
+                "slot": row.slot,
+            }
+        )
+    batch = pack(rows)
+    assert unpack(batch) == expected
+    assert batch.num_tokens == batch.cu_seqlens[-1] == sum(len(row.tokens) for row in rows)
+    assert batch.num_seqs == len(rows)
+
+
+def test_dtypes():
+    batch = pack([Row((1, 2, 3), 4, (1, 2, 3, 4, 5), 1)])
+    int64 = {name for name in AXES if getattr(batch, name).dtype is torch.int64}
+    int32 = {name for name in AXES if getattr(batch, name).dtype is torch.int32}
+    assert int64 == {"tokens", "positions"}
+    assert int32 == set(AXES) - int64
+
+
+@given(rows(min_seqs=1))
+def test_default_positions_are_alike_on_every_axis(rows: list[Row]):
+    one, three = pack(rows).positions, pack(rows, num_position_axes=3).positions
+    assert torch.equal(three, one.expand(3, -1))
+
+
+@given(rows(min_seqs=1), st.booleans(), st.data())
+def test_split_cuts_at_any_token(rows: list[Row], mrope: bool, data: st.DataObject):
+    num_tokens = sum(len(row.tokens) for row in rows)
+    positions = torch.arange(3 * num_tokens).view(3, -1) if mrope else None
+    batch = pack(rows, 3 if mrope else 1, positions)
+    cut = data.draw(st.integers(0, num_tokens))
+    first, second = split(batch, cut)
+
+    expected_first, expected_second, start = [], [], 0
+    for row in unpack(batch):
+        end = start + len(row["tokens"])
+        left = max(0, min(cut, end) - start)  # tokens before the cut
+        if start < cut:
+            expected_first.append(take(row, slice(None, left), end - start - left))
+        if end > cut or start >= cut:
+            expected_second.append(take(row, slice(left, None), 0))
+        start = end
+    assert unpack(first) == expected_first
+    assert unpack(second) == expected_second
+    assert (first.num_tokens, second.num_tokens) == (cut, num_tokens - cut)
+
+
+def take(row: dict[str, object], span: slice, num_later: int) -> dict[str, object]:
+    """A piece of a sequence, after which ``num_later`` of its new tokens are still to come."""
+    positions = row["positions"]
+    nested = positions and isinstance(positions[0], list)
+    return row | {
+        "tokens": row["tokens"][span],
+        "positions": [axis[span] for axis in positions] if nested else positions[span],
+        "slot_mapping": row["slot_mapping"][span],
+        "seq_len": row["seq_len"] - num_later,
+    }
+
+
+def test_split_inside_a_sequence():
+    batch = pack([Row((1, 2, 3, 4), 5, (1, 2, 3, 4, 5), 1), Row((5, 6), 0, (6, 7, 8, 9, 10), 2)])
+    first, second = split(batch, 3)
+    assert first.cu_seqlens.tolist() == [0, 3]
+    assert second.cu_seqlens.tolist() == [0, 1, 3]
+    assert first.seq_lens.tolist() == [8]
+    assert second.seq_lens.tolist() == [9, 2]
+    assert second.state_indices.tolist() == [1, 2]
+
+
+def test_halves_share_no_tokens_or_offsets():
+    batch = pack([Row((1, 2, 3, 4), 5, (1, 2, 3, 4, 5), 1), Row((5, 6), 0, (6, 7, 8, 9, 10), 2)])
+    first, second = split(batch, 3)
+    for name, (axis, _) in AXES.items():
+        if axis is not Axis.SEQUENCE:  # a cut sequence's row is in both halves
+            ours = bytes_of(getattr(first, name))
+            assert not ours & bytes_of(getattr(second, name)), f"{name} aliases"
+
+
+def bytes_of(tensor: torch.Tensor) -> set[int]:
+    start = tensor.data_ptr()
+    return set(range(start, start + tensor.nbytes))
+
+
+@given(rows(min_seqs=1))
+def test_split_of_a_padded_batch_keeps_padding_in_its_half(rows: list[Row]):
+    batch = pad_to(pack(rows), num_seqs=8, num_tokens=64)
+    first, second = split(batch, 32)
+    assert (first.num_tokens, second.num_tokens) == (32, 32)
+    tokens = [new for half in (first, second) for row in unpack(half) for new in row["tokens"]]
+    assert tokens == [token for row in rows for token in row.tokens]
+
+
+def test_empty_half():
+    batch = pack([Row((1, 2), 0, (1, 2, 3, 4, 5), 1)])
+    for cut, empty in ((0, 0), (2, 1)):
+        half = split(batch, cut)[empty]
+        assert (half.num_seqs, half.num_tokens) == (0, 0)
+        assert half.cu_seqlens.tolist() == [0]
+        assert half.page_table.shape == (0, 5)
+
+
+@pytest.mark.parametrize("cut", [-1, 3])
+def test_cut_out_of_range(cut: int):
+    batch = pack([Row((1, 2), 0, (1, 2, 3, 4, 5), 1)])
+    with pytest.raises(ValueError, match=f"^the cut must be within 0 and 2, got {cut}$"):
+        split(batch, cut)
+
+
+@given(rows(), st.integers(0, 3), st.integers(0, 9), st.sampled_from([1, 3]))
+def test_padding_is_null(rows: list[Row], more_seqs: int, more_tokens: int, axes: int):
+    batch = pack(rows, axes)
+    num_seqs, num_tokens = batch.num_seqs + more_seqs, batch.num_tokens + more_tokens
+    padded = pad_to(batch, num_seqs=num_seqs, num_tokens=num_tokens)
+    assert (padded.num_seqs, padded.num_tokens) == (num_seqs, num_tokens)
+    ours = unpack(padded)
+    assert ours[: len(rows)] == unpack(batch)
+    for row in ours[len(rows) :]:
+        assert (row["tokens"], row["seq_len"], row["slot"]) == ([], 0, 0)
+        assert row["pages"] == [0] * 5
+    for name in ("tokens", "positions", "slot_mapping"):
+        assert not getattr(padded, name)[..., batch.num_tokens :].any(), name
+
+
+def test_bucket_too_small():
+    batch = pack([Row((1, 2), 0, (1, 2, 3, 4, 5), 1)])
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        pad_to(batch, num_seqs=1, num_tokens=1)
+    assert_expected_inline(
+        str(caught.value),
+        """a batch of 1 sequences and 2 tokens does not fit a bucket of 1 sequences and 1 tokens""",
+    )
+
+
+def test_every_field_is_declared_and_a_leaf():
+    batch = pack([Row((1, 2), 0, (1, 2, 3, 4, 5), 1)])
+    leaves, structure = pytree.tree_flatten(batch)
+    assert len(leaves) == len(AXES)
+    assert pytree.tree_unflatten(leaves, structure) == batch
+
+
+def test_undeclared_field_fails_at_import(monkeypatch: pytest.MonkeyPatch):
+    """A copy of the module with one more field, which declares nothing."""
+    source = importlib.util.find_spec("torch_hybrid.batch").loader.get_source("torch_hybrid.batch")
+    edited = source.replace("    @property\n", "    extra: Tensor\n\n    @property\n", 1)
+    assert edited != source
+    module = type(sys)("torch_hybrid_batch_copy")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(TypeError, match=r"fields of Batch without a declared axis: \['extra'\]"):
+        exec(compile(edited, torch_hybrid.batch.__file__, "exec"), module.__dict__)
