@@ -238,10 +238,10 @@ class Runner:
         inputs = self._inputs[mode].refresh(self._plan(seqs, tokens, positions, mode))
         try:
             out = self._run(mode, logits, inputs)
+            self._cache.commit(seqs, lengths)
         except BaseException:
             self._cache.mark_broken(seqs)
             raise
-        self._cache.commit(seqs, lengths)
         return out[: sum(lengths) if logits == "all" else len(seqs)]
 
     def warm_up(self, on_variant: Callable[[str], None] | None = None) -> None:
@@ -389,7 +389,6 @@ class Runner:
                     f"positions must be int64 of shape {list(shape)}, "
                     f"got {positions.dtype} of shape {list(positions.shape)}"
                 )
-        self._cache.check_usable(seqs)
 
 
 def _make_step(

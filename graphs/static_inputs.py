@@ -52,11 +52,15 @@ class StaticInputs:
             value: host tensors, in the structure of ``largest``, no leaf larger than there.
 
         Raises:
-            ValueError: another structure, or a leaf that does not fit.
+            ValueError: another structure, a leaf that does not fit, or two leaves that are not
+                the same tensor although they were in ``largest``.
         """
         leaves, structure = pytree.tree_flatten(value)
         if structure != self._structure:
             raise ValueError(f"expected a value of structure {self._structure}, got {structure}")
+        for i, source in enumerate(self._source):
+            if leaves[i] is not leaves[source]:
+                raise ValueError(f"leaf {i} must be the same tensor as leaf {source}")
         views: dict[int, Tensor] = {}
         used = 0
         for i, offset in self._offsets.items():
