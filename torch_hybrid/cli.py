@@ -6,9 +6,10 @@ Results go to stdout, progress to stderr. What a user got wrong is one message a
 from __future__ import annotations
 
 import json
+import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -34,15 +35,20 @@ except ImportError as error:
     )
     raise SystemExit(2) from error
 
+import torch
+
+from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.engine import Engine, Output, Request, TokenEvent
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.explain import Section, byte_count, explain, pattern
-from torch_hybrid.graphs.runner import Runner
+from torch_hybrid.graphs.runner import Report, Runner
+from torch_hybrid.host import tune_allocator
 from torch_hybrid.models.load import from_pretrained
 from torch_hybrid.sampling import Sampling
 
 if TYPE_CHECKING:
+    from torch_hybrid.demo.serve import Recalled
     from torch_hybrid.models.hybrid_model import HybridModel
 
 out = Console(highlight=False)
@@ -152,6 +158,50 @@ def generate(
         raise SystemExit(1)
 
 
+@cli.command()
+@click.option("--num-prompts", default=48, show_default=True, help="Fresh prompts to serve.")
+@click.option("--seed", type=int, help="Draws the same prompts again; by default they are new.")
+@click.option("--model", type=click.Path(path_type=Path), help="Another checkpoint of the task.")
+def demo(num_prompts: int, seed: int | None, model: Path | None) -> None:
+    """Serve a tiny hybrid, trained to recall, and check it against transformers."""
+    from torch_hybrid.demo import serve
+    from torch_hybrid.demo.task import checkpoint_path, make_prompts
+
+    path = model or checkpoint_path()
+    prompts = make_prompts(num_prompts, random.randrange(2**32) if seed is None else seed)
+    lengths = [len(prompt.tokens) for prompt in prompts]
+    loaded = load_model(str(path), "auto")
+    _print_model("torch-hybrid demo: recall of what a prompt binds", loaded)
+    runner = serve.make_runner(loaded, prompts)
+    compile_steps(runner)
+    with progress("serving"):
+        served = serve.serve(runner, prompts)
+    theirs = serve.load_transformers(path)
+    with progress("transformers, one by one", total=num_prompts) as advance:
+        alone = serve.transformers_one_by_one(
+            theirs, prompts, lambda: advance(1, "transformers, one by one")
+        )
+    with progress("timing both, transformers eager and compiled"):
+        seconds = serve.fastest(
+            {
+                "torch_hybrid": lambda: serve.serve(runner, prompts),
+                "transformers, eager": lambda: serve.transformers_batch(theirs, prompts),
+                "transformers, compiled": lambda: serve.transformers_batch(
+                    theirs, prompts, compiled=True
+                ),
+            },
+            rounds=3,
+        )
+    recalled = serve.compare(prompts, served, alone)
+    out.print(
+        f"{num_prompts} prompts of {min(lengths)} to {max(lengths)} tokens served together, "
+        f"{recalled.num_tokens} new tokens\n"
+    )
+    _print_recalled(recalled, num_prompts)
+    _print_report(runner.report())
+    _print_speed(seconds, recalled.num_tokens)
+
+
 @cli.command("explain")
 @model_options
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a timeline for Perfetto.")
@@ -177,12 +227,7 @@ def explain_command(
         backends=Backends(full=full, linear=linear),
     )
     compile_steps(runner)
-    num_params = sum(weight.numel() for weight in loaded.parameters())
-    num_bytes = sum(weight.nbytes for weight in loaded.parameters())
-    dtype_name = str(loaded.dtype).removeprefix("torch.")
-    out.print(f"\n[bold]{model}[/]")
-    out.print(f"{num_params:,} parameters, {byte_count(num_bytes)} in {dtype_name}")
-    out.print(f"layers {pattern(loaded.table)}  [dim](F full, L linear attention)[/]\n")
+    _print_model(model, loaded)
     for section in explain(runner):
         print_section(section)
     if trace is not None:
@@ -230,13 +275,12 @@ def compile_steps(runner: Runner) -> None:
     """Compile every kind of step ahead, with a bar."""
     if not runner.compile:
         return
-    with progress("compiling", total=3) as advance:
-        first = True
+    with progress("compiling", total=len(Mode)) as advance:
+        started: list[str] = []
 
         def on_variant(name: str) -> None:
-            nonlocal first
-            advance(0 if first else 1, f"compiling the {name} step")
-            first = False
+            advance(int(bool(started)), f"compiling the {name} step")
+            started.append(name)
 
         runner.warm_up(on_variant)
 
@@ -274,6 +318,60 @@ def print_section(section: Section) -> None:
     for row in section.rows:
         table.add_row(*row)
     out.print(table)
+
+
+def _print_model(title: str, model: HybridModel) -> None:
+    num_params = sum(weight.numel() for weight in model.parameters())
+    num_bytes = sum(weight.nbytes for weight in model.parameters())
+    dtype_name = str(model.dtype).removeprefix("torch.")
+    out.print(f"\n[bold]{title}[/]")
+    out.print(
+        f"{model.hf_model.config.model_type}, {num_params:,} parameters, "
+        f"{byte_count(num_bytes)} in {dtype_name}"
+    )
+    out.print(f"layers {pattern(model.table)}  [dim](F full, L linear attention)[/]\n")
+
+
+def _print_recalled(recalled: Recalled, num_prompts: int) -> None:
+    total = recalled.num_tokens
+    accuracy = recalled.num_right / total
+    equal = "yes" if recalled.num_equal == total else "no"
+    _print_fact(
+        "recall",
+        f"{accuracy:.1%}: {recalled.num_right} of {total} tokens, "
+        f"{recalled.num_whole} of {num_prompts} prompts without a miss",
+        good=accuracy >= 0.99,
+    )
+    _print_fact(
+        "as transformers",
+        f"{equal}: {recalled.num_equal} of {total} tokens equal to its own generate",
+        good=recalled.num_equal == total,
+    )
+
+
+def _print_report(report: Report) -> None:
+    num_clones = len(report.pool_clones)
+    _print_fact(
+        "compiled",
+        f"{len(report.graphs)} graphs, {report.graph_breaks} breaks, "
+        f"{report.recompiles} recompiles, {num_clones} pool clones",
+        good=not (report.graph_breaks or report.recompiles or num_clones),
+    )
+
+
+def _print_speed(seconds: Mapping[str, float], num_tokens: int) -> None:
+    ours, *theirs = seconds.values()
+    ratio = min(theirs) / ours
+    better = f"{ratio:.1f} times transformers at its better, on {torch.get_num_threads()} threads"
+    _print_fact("speed", better, good=ratio >= 1)
+    for name, duration in seconds.items():
+        out.print(f"{'':18}{num_tokens / duration:8,.0f} tokens/s  {duration:7.3f} s  {name}")
+    out.print()
+
+
+def _print_fact(name: str, text: str, *, good: bool) -> None:
+    mark = "[green]✓[/]" if good else "[red]✗[/]"
+    out.print(f"{mark} [bold]{name:<16}[/]{text}")
 
 
 def _print_stream(engine: Engine, request: Request) -> None:
@@ -380,6 +478,7 @@ def _quiet_transformers() -> None:
 
 def main() -> None:
     """Run the command line; what a user got wrong is one message and exit code 2."""
+    tune_allocator()
     try:
         cli(standalone_mode=False)
     except click.ClickException as error:

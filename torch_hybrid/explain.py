@@ -52,14 +52,14 @@ def layers(runner: Runner) -> Section:
 def implementations(runner: Runner) -> Section:
     """What each kind of layer takes for decode and extend, and why not the others."""
     rows = []
-    for kind, backend in runner.backends.items():
+    for backend in runner.backends.values():
         for mode in Mode:
             choice = backend.choices[mode]
             refused = [f"{name}: {'; '.join(why)}" for name, why in choice.refused.items()]
-            rows.append((kind, mode.value, choice.op, choice.impl, "\n".join(refused) or "-"))
+            rows.append((mode.value, choice.op, choice.impl, "\n".join(refused) or "-"))
     return Section(
         title="Implementations",
-        columns=("kind", "step", "op", "takes", "and not"),
+        columns=("step", "op", "takes", "and not"),
         rows=tuple(rows),
     )
 

@@ -1,0 +1,134 @@
+"""The demo itself: serve fresh recall prompts together, and hold the tokens against transformers.
+
+Every figure is of the run that prints it. transformers serves the same prompts with its own
+``generate``, one by one where tokens are compared and as one padded batch where time is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_hybrid.demo.task import RecallPrompt
+from torch_hybrid.engine import Engine
+from torch_hybrid.graphs.runner import Runner
+from torch_hybrid.models.hybrid_model import HybridModel
+from torch_hybrid.sampling import Sampling
+
+Tokens = list[list[int]]
+PAGE_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recalled:
+    """How the tokens that were served hold up."""
+
+    num_tokens: int
+    num_right: int  # the recall that the prompt determines
+    num_equal: int  # what transformers generates
+    num_whole: int  # prompts without a wrong token
+
+
+def make_runner(model: HybridModel, prompts: Sequence[RecallPrompt]) -> Runner:
+    """A runner with room for all prompts; they are prefilled in chunks beside the first decodes."""
+    longest = max(len(prompt.tokens) + len(prompt.answer) for prompt in prompts)
+    kv_tokens = len(prompts) * (longest + PAGE_SIZE)
+    return Runner(
+        model, max_seqs=len(prompts), max_tokens=1024, kv_tokens=kv_tokens, page_size=PAGE_SIZE
+    )
+
+
+def serve(runner: Runner, prompts: Sequence[RecallPrompt]) -> Tokens:
+    """Serve all prompts with the engine; the generated tokens of each."""
+    served: Tokens = [[] for _ in prompts]
+    samplings = [Sampling(max_new_tokens=len(prompt.answer)) for prompt in prompts]
+    with Engine(runner) as engine:
+        for output in engine.generate([prompt.tokens for prompt in prompts], samplings):
+            served[output.index] = output.tokens
+    return served
+
+
+def load_transformers(path: Path) -> Any:
+    """The checkpoint as transformers runs it, untouched."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+def transformers_one_by_one(
+    model: Any, prompts: Sequence[RecallPrompt], on_prompt: Callable[[], None]
+) -> Tokens:
+    """What transformers generates for each prompt alone, without padding."""
+    generated = []
+    for prompt in prompts:
+        generated += transformers_batch(model, [prompt])
+        on_prompt()
+    return generated
+
+
+def transformers_batch(
+    model: Any, prompts: Sequence[RecallPrompt], *, compiled: bool = False
+) -> Tokens:
+    """What transformers generates for the prompts as one batch, padded on the left.
+
+    ``compiled`` takes its static cache and its compiled decode step.
+    """
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    padding = [longest - len(prompt.tokens) for prompt in prompts]
+    rows = [[0] * n + prompt.tokens for n, prompt in zip(padding, prompts, strict=True)]
+    mask = [[0] * n + [1] * (longest - n) for n in padding]
+    options: dict[str, Any] = {}
+    if compiled:
+        options = {"cache_implementation": "static", "compile_config": _compile_config()}
+    with torch.inference_mode():
+        ids = model.generate(
+            torch.tensor(rows),
+            attention_mask=torch.tensor(mask),
+            max_new_tokens=max(len(prompt.answer) for prompt in prompts),
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            **options,
+        )
+    generated: Tokens = ids[:, longest:].tolist()
+    return generated
+
+
+def _compile_config() -> Any:
+    from transformers import CompileConfig
+
+    config = CompileConfig(mode="default", dynamic=False)
+    config._compile_all_devices = True  # its only switch for a CPU
+    return config
+
+
+def compare(prompts: Sequence[RecallPrompt], served: Tokens, expected: Tokens) -> Recalled:
+    """Count the tokens that are right, and those that are transformers' own."""
+    answers = [prompt.answer for prompt in prompts]
+    return Recalled(
+        num_tokens=sum(map(len, answers)),
+        num_right=sum(_num_equal(s, a) for s, a in zip(served, answers, strict=True)),
+        num_equal=sum(_num_equal(s, e) for s, e in zip(served, expected, strict=True)),
+        num_whole=sum(s == a for s, a in zip(served, answers, strict=True)),
+    )
+
+
+def _num_equal(tokens: list[int], others: list[int]) -> int:
+    return sum(a == b for a, b in zip(tokens, others, strict=False))
+
+
+def fastest(contestants: Mapping[str, Callable[[], Any]], *, rounds: int) -> dict[str, float]:
+    """Seconds of each contestant's fastest run; they take turns, after one run that warms up."""
+    seconds: dict[str, float] = dict.fromkeys(contestants, float("inf"))
+    for turn in range(1 + rounds):
+        for name, run in contestants.items():
+            start = time.perf_counter()
+            run()
+            if turn:
+                seconds[name] = min(seconds[name], time.perf_counter() - start)
+    return seconds
