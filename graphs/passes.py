@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -39,32 +40,81 @@ def merge_linears(graph: Graph) -> None:
 
     Contract: the graph computes the same values. On a CPU the op streams the weights at memory
     speed for the few rows of a decode step, and the layers of one input are one parallel region.
-    Where the op has no native implementation (a GPU, no compiler) nothing changes.
+    Where the op has no native implementation (a GPU, no compiler), and for weights that are
+    computed in the graph, nothing changes.
 
-    for each input, the F.linear nodes that read it:
+    for each input, the F.linear nodes that read it, up to where it is written in place:
         before the first: y = linear(input as rows, their weights, their biases)
         each node becomes its columns of y, in the input's leading shape
     """
-    siblings: dict[Node, list[Node]] = defaultdict(list)
-    for node in graph.find_nodes(op="call_function", target=F.linear):
-        source = node.args[0]
-        if isinstance(source, Node) and _has_native_linear(source):
-            siblings[source].append(node)
-    for source, nodes in siblings.items():
-        _merge(graph, source, nodes)
+    siblings: dict[Node, list[_Linear]] = defaultdict(list)
+    groups: list[list[_Linear]] = []
+    for node in graph.nodes:
+        for source in _written(node, siblings):
+            groups.append(siblings.pop(source))
+        if node.target is F.linear:
+            layer = _Linear(node, *_operands(*node.args, **node.kwargs))
+            if layer.is_native():
+                siblings[layer.source].append(layer)
+    for group in [*groups, *siblings.values()]:
+        _merge(graph, group)
 
 
-def _has_native_linear(source: Node) -> bool:
-    example: torch.Tensor = source.meta["example_value"]
-    need = Need(device=example.device, dtype=example.dtype)
-    return not IMPLEMENTATIONS["cpp"].capability.why_not(need)
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """A call of ``F.linear`` in a graph."""
+
+    node: Node
+    source: Node
+    weight: Node
+    bias: Node | None
+
+    def is_native(self) -> bool:
+        """Whether the op takes it: rows of a plain input, weights that are there from the start."""
+        x = _example(self.source)
+        parameters = [self.weight] if self.bias is None else [self.weight, self.bias]
+        need = Need(device=x.device, dtype=x.dtype)
+        return (
+            x.ndim >= 2
+            and x.stride(-1) == 1
+            and all(p.op in ("placeholder", "get_attr") for p in parameters)
+            and all(_example(p).is_contiguous() for p in parameters)
+            and not IMPLEMENTATIONS["cpp"].capability.why_not(need)
+        )
 
 
-def _merge(graph: Graph, source: Node, nodes: Sequence[Node]) -> None:
-    weights = [node.args[1] for node in nodes]
-    biases = [node.args[2] if len(node.args) > 2 else node.kwargs.get("bias") for node in nodes]
-    num_dims = source.meta["example_value"].ndim
-    with graph.inserting_before(nodes[0]):
+def _operands(
+    input: Node, weight: Node, bias: Node | None = None
+) -> tuple[Node, Node, Node | None]:
+    """The arguments of ``F.linear``, whether passed by position or by name."""
+    return input, weight, bias
+
+
+def _example(node: Node) -> torch.Tensor:
+    example: torch.Tensor = node.meta["example_value"]
+    return example
+
+
+def _written(node: Node, sources: Collection[Node]) -> list[Node]:
+    """The ``sources`` whose memory ``node`` writes: ``x.add_(y)``, ``x += y``, ``x[0] = y``."""
+    is_method = node.op == "call_method" and str(node.target).endswith("_")
+    if not (is_method or node.target in _IN_PLACE) or not isinstance(node.args[0], Node):
+        return []
+    storage = _example(node.args[0]).untyped_storage()._cdata
+    return [x for x in sources if _example(x).untyped_storage()._cdata == storage]
+
+
+_IN_PLACE = {
+    operator.setitem,
+    *(getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "pow")),
+}
+
+
+def _merge(graph: Graph, layers: Sequence[_Linear]) -> None:
+    source = layers[0].source
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    num_dims = _example(source).ndim
+    with graph.inserting_before(layers[0].node):
         rows = source
         leading = [graph.call_method("size", (source, i)) for i in range(num_dims - 1)]
         if num_dims != 2:
@@ -73,15 +123,15 @@ def _merge(graph: Graph, source: Node, nodes: Sequence[Node]) -> None:
             )
         merged = graph.call_function(linear, (rows, weights, biases), {"impl": "cpp"})
         first = 0
-        for node in nodes:
-            width = node.meta["example_value"].shape[-1]
+        for layer in layers:
+            width = _example(layer.node).shape[-1]
             columns = graph.call_method("narrow", (merged, 1, first, width))
             if num_dims != 2:
                 columns = graph.call_method("unflatten", (columns, 0, leading))
-            node.replace_all_uses_with(columns)
+            layer.node.replace_all_uses_with(columns)
             first += width
-    for node in reversed(nodes):
-        graph.erase_node(node)
+    for layer in reversed(layers):
+        graph.erase_node(layer.node)
 
 
 DEFAULT_PASSES: tuple[Pass, ...] = (Pass("merge_linears", merge_linears),)

@@ -1,0 +1,194 @@
+"""Passes keep values; what they do to a small graph is pinned as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule
+
+from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, PassRecord, apply_passes
+from torch_hybrid.ops.native import compiler_missing
+
+pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason="no C++ compiler")
+
+
+class Block(nn.Module):
+    """Three layers that read x, one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(8, 6, bias=True)
+        self.k = nn.Linear(8, 4, bias=False)
+        self.out = nn.Linear(6, 8, bias=False)
+        self.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        q = self.q(x).relu()
+        return self.out(q), self.k(x)
+
+
+def run(
+    fn: Callable[..., object], *args: Tensor, switched_off: tuple[str, ...] = ()
+) -> tuple[object, str, list[PassRecord]]:
+    """The result of ``fn`` with the passes applied, its graph as text, and the records."""
+    seen: list[tuple[str, list[PassRecord]]] = []
+
+    def backend(module: GraphModule, _inputs: object) -> Callable[..., object]:
+        records = apply_passes(module, DEFAULT_PASSES, switched_off=switched_off)
+        seen.append((text(module.graph), records))
+        return module.forward
+
+    torch._dynamo.reset()
+    result = torch.compile(fn, backend=backend, fullgraph=True, dynamic=False)(*args)
+    [(graph, records)] = seen
+    return result, graph, records
+
+
+def text(graph: Graph) -> str:
+    lines = []
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            target = node.target if isinstance(node.target, str) else node.target.__name__
+            arguments = ", ".join(map(str, node.args))
+            lines.append(f"{node.name} = {target}({arguments})".replace("self_modules", ""))
+    return "\n".join(lines).replace("l__", "").replace("_parameters_", "").replace("l_x_", "x")
+
+
+def test_graph_before_and_after():
+    block, x = Block(), torch.randn(5, 8)
+    _, before, _ = run(block, x, switched_off=("merge_linears",))
+    _, after, [record] = run(block, x)
+    assert_expected_inline(
+        before,
+        """\
+linear = linear(x, qweight_, qbias_)
+q = relu(linear)
+linear_1 = linear(q, outweight_, None)
+linear_2 = linear(x, kweight_, None)""",
+    )
+    assert_expected_inline(
+        after,
+        """\
+size = size(x, 0)
+linear_3 = linear(x, [qweight_, kweight_], [qbias_, None])
+narrow = narrow(linear_3, 1, 0, 6)
+narrow_1 = narrow(linear_3, 1, 6, 4)
+q = relu(narrow)
+size_1 = size(q, 0)
+linear_4 = linear(q, [outweight_], [None])
+narrow_2 = narrow(linear_4, 1, 0, 8)""",
+    )
+    assert record.name == "merge_linears"
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (1, 5, 8), (2, 3, 4, 8), (1, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values(shape: tuple[int, ...], dtype: torch.dtype):
+    block, x = Block().to(dtype), torch.randn(shape, dtype=dtype)
+    merged, graph, _ = run(block, x)
+    assert graph.count("= linear(") == 2
+    for ours, plain in zip(merged, block(x), strict=True):
+        assert ours.shape == plain.shape
+        assert (ours - plain).abs().max() < 8 * torch.finfo(dtype).eps
+
+
+def assert_unchanged_values(fn: Callable[..., Tensor], *args: Tensor) -> str:
+    expected = fn(*(arg.clone() for arg in args))
+    actual, graph, _ = run(fn, *args)
+    assert (actual - expected).abs().max() < 1e-5
+    return graph
+
+
+def test_weight_that_is_computed_between_the_layers():
+    def fn(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        y = F.linear(x, a)
+        return y + F.linear(x, b * 2)
+
+    assert_unchanged_values(fn, torch.randn(3, 8), torch.randn(4, 8), torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("write", ["method", "operator", "item", "view"])
+def test_input_that_is_written_between_the_layers(write: str):
+    def fn(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        x = x * 1
+        y = F.linear(x, a)
+        if write == "method":
+            x.add_(1)
+        elif write == "operator":
+            alias = x
+            alias += 1
+        elif write == "item":
+            x[0] = 1
+        else:
+            x.view(-1)[:4].mul_(3)
+        return y + F.linear(x, b)
+
+    assert_unchanged_values(fn, torch.randn(3, 8), torch.randn(4, 8), torch.randn(4, 8))
+
+
+def test_arguments_by_name():
+    def fn(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(x, weight=a, bias=bias) + F.linear(input=x, weight=b, bias=bias)
+
+    args = torch.randn(3, 8), torch.randn(4, 8), torch.randn(4, 8), torch.randn(4)
+    assert_unchanged_values(fn, *args)
+
+
+def test_what_the_op_does_not_take_is_left_alone():
+    def vector(x: Tensor, a: Tensor) -> Tensor:
+        return F.linear(x, a)
+
+    def transposed(x: Tensor, a: Tensor) -> Tensor:
+        return F.linear(x, a.t())
+
+    assert_unchanged_values(vector, torch.randn(8), torch.randn(4, 8))
+    assert_unchanged_values(transposed, torch.randn(3, 8), torch.randn(8, 4))
+    assert_unchanged_values(vector, torch.randn(8, 3).t(), torch.randn(4, 8))
+    run(vector, torch.randn(3, 8).double(), torch.randn(4, 8).double())
+
+
+def small_module() -> GraphModule:
+    class Relu(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.relu()
+
+    return torch.fx.symbolic_trace(Relu())
+
+
+def test_switched_off_by_name():
+    def remove_everything(graph: Graph) -> None:
+        raise AssertionError("was switched off")
+
+    assert (
+        apply_passes(small_module(), [Pass("one", remove_everything)], switched_off=["one"]) == []
+    )
+    with pytest.raises(ValueError, match=r"^no pass is named \['two'\]; there are \['one'\]$"):
+        apply_passes(small_module(), [Pass("one", remove_everything)], switched_off=["two"])
+
+
+def test_a_pass_that_breaks_the_graph_is_named():
+    def use_before_definition(graph: Graph) -> None:
+        x, relu, _ = graph.nodes
+        relu.append(x)
+
+    passes = [Pass("harmless", lambda graph: None), Pass("careless", use_before_definition)]
+    with pytest.raises(RuntimeError, match=r"^pass careless broke the graph: "):
+        apply_passes(small_module(), passes)
+
+
+def test_records_count_nodes():
+    def double(graph: Graph) -> None:
+        _, relu, output = graph.nodes
+        with graph.inserting_after(relu):
+            again = graph.call_method("relu", (relu,))
+        output.args = (again,)
+
+    module = small_module()
+    [record] = apply_passes(module, [Pass("double", double)])
+    assert record == PassRecord(name="double", nodes_before=3, nodes_after=4)
+    assert "relu_1" in module.code
