@@ -1,0 +1,88 @@
+"""One packed buffer: nothing of an earlier step is left in a later one."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_hybrid.graphs.static_inputs import StaticInputs
+
+CPU = torch.device("cpu")
+
+
+def value(num_tokens: int, num_seqs: int, num_pages: int, fill: int) -> dict[str, Any]:
+    offsets = torch.full((num_seqs + 1,), fill, dtype=torch.int32)
+    return {
+        "tokens": torch.full((3, num_tokens), fill),
+        "pages": torch.full((num_seqs, num_pages), fill, dtype=torch.int32),
+        "offsets": offsets,
+        "plan": [offsets, torch.full((num_seqs,), bool(fill % 2))],
+    }
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5), st.integers(1, 7)), min_size=1))
+def test_every_refresh_is_exact(sizes: list[tuple[int, int, int]]):
+    inputs = StaticInputs(value(9, 5, 7, 0), CPU)
+    for fill, (num_tokens, num_seqs, num_pages) in enumerate(sizes, start=1):
+        given = value(num_tokens, num_seqs, num_pages, fill)
+        static = inputs.refresh(given)
+        assert torch.equal(static["tokens"], given["tokens"])
+        assert torch.equal(static["pages"], given["pages"])
+        assert torch.equal(static["plan"][1], given["plan"][1])
+        assert torch.equal(static["offsets"], given["offsets"])
+        assert static["tokens"].is_contiguous()
+
+
+def test_a_small_step_after_a_large_one_keeps_nothing_of_it():
+    inputs = StaticInputs(value(9, 5, 7, 0), CPU)
+    large = inputs.refresh(value(9, 5, 7, 99))
+    small = inputs.refresh(value(2, 1, 3, 1))
+    for leaf in (small["tokens"], small["pages"], small["offsets"], small["plan"][1]):
+        assert not (leaf == 99).any()
+    assert small["tokens"].data_ptr() == large["tokens"].data_ptr()
+
+
+def test_addresses_stay_and_leaves_do_not_overlap():
+    inputs = StaticInputs(value(9, 5, 7, 0), CPU)
+    first, second = inputs.refresh(value(9, 5, 7, 1)), inputs.refresh(value(3, 2, 7, 2))
+    spans = []
+    for name in ("tokens", "pages", "offsets"):
+        assert first[name].data_ptr() == second[name].data_ptr()
+        assert first[name].data_ptr() % 64 == inputs._host.data_ptr() % 64
+        spans.append((first[name].data_ptr(), first[name].data_ptr() + first[name].nbytes))
+    spans.sort()
+    assert all(a[1] <= b[0] for a, b in pairwise(spans))
+    assert inputs.nbytes < 1024
+
+
+def test_shared_leaves_stay_one_tensor():
+    static = StaticInputs(value(9, 5, 7, 0), CPU).refresh(value(2, 2, 2, 1))
+    assert static["offsets"] is static["plan"][0]
+
+
+def test_strided_leaves_are_packed():
+    inputs = StaticInputs(value(9, 5, 7, 0), CPU)
+    given = value(4, 2, 2, 0)
+    given["tokens"] = torch.arange(4).expand(3, 4)
+    assert torch.equal(inputs.refresh(given)["tokens"], given["tokens"])
+
+
+def test_refusals():
+    inputs = StaticInputs(value(9, 5, 7, 0), CPU)
+    with pytest.raises(ValueError, match="expected a value of structure"):
+        inputs.refresh({"tokens": torch.zeros(1)})
+    with pytest.raises(ValueError, match=r"must be torch.int64 of at most 216 bytes, got .* 240"):
+        inputs.refresh(value(10, 5, 7, 1))
+    wrong = value(2, 2, 2, 1)
+    wrong["tokens"] = wrong["tokens"].int()
+    with pytest.raises(ValueError, match=r"must be torch.int64 .*, got torch.int32"):
+        inputs.refresh(wrong)
+    unshared = value(2, 2, 2, 1)
+    unshared["plan"][0] = unshared["offsets"].clone()
+    with pytest.raises(ValueError, match="must be the same tensor as leaf"):
+        inputs.refresh(unshared)
