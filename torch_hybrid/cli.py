@@ -234,7 +234,8 @@ def explain_command(
         from torch_hybrid.trace import write_trace
 
         write_trace(runner, trace)
-        out.print(f"timeline written to {trace}: open it at https://ui.perfetto.dev")
+        shown = f"timeline written to {trace}: open it at https://ui.perfetto.dev"
+        out.print(shown, markup=False, soft_wrap=True)
 
 
 def load_model(path_or_id: str, dtype: str) -> HybridModel:
@@ -254,13 +255,17 @@ def load_tokenizer(path_or_id: str) -> Any:
     """
     from transformers import AutoTokenizer
 
+    missing = (
+        f"{path_or_id} has no tokenizer that transformers can read; "
+        f"give prompts as token ids with --ids"
+    )
     try:
-        return AutoTokenizer.from_pretrained(path_or_id)
+        tokenizer = AutoTokenizer.from_pretrained(path_or_id)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"{path_or_id} has no tokenizer that transformers can read; "
-            f"give prompts as token ids with --ids"
-        ) from error
+        raise ValueError(missing) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ValueError(missing)  # without its files it is made all the same, and knows no text
+    return tokenizer
 
 
 def eos_token_ids(model: HybridModel) -> list[int]:
@@ -324,7 +329,8 @@ def _print_model(title: str, model: HybridModel) -> None:
     num_params = sum(weight.numel() for weight in model.parameters())
     num_bytes = sum(weight.nbytes for weight in model.parameters())
     dtype_name = str(model.dtype).removeprefix("torch.")
-    out.print(f"\n[bold]{title}[/]")
+    out.print()
+    out.print(title, style="bold", markup=False, soft_wrap=True)
     out.print(
         f"{model.hf_model.config.model_type}, {num_params:,} parameters, "
         f"{byte_count(num_bytes)} in {dtype_name}"
@@ -390,11 +396,9 @@ def _print_stream(engine: Engine, request: Request) -> None:
     sys.stdout.write("\n")
     output = request.output
     speed = f", then {(len(output.tokens) - 1) / seconds:.1f} tokens/s" if seconds > 0 else ""
-    err.print(
-        f"[dim]{_counts(output)}; first token after {first_token:.2f} s{speed}[/]"
-        if output.error is None
-        else f"[red]error:[/] {output.error}"
-    )
+    err.print(f"[dim]{_counts(output)}; first token after {first_token:.2f} s{speed}[/]")
+    if output.error is not None:
+        _print_error(output.error)
 
 
 def _run_prompt(engine: Engine, request: Request) -> list[TokenEvent]:
@@ -430,7 +434,9 @@ def _print_each(engine: Engine, requests: Sequence[Request]) -> None:
 def _print_output(number: int, output: Output) -> None:
     out.print(f"[bold]{number}[/] [dim]{_counts(output)}[/]")
     shown = output.text if output.text is not None else " ".join(map(str, output.tokens))
-    out.print(shown if output.error is None else f"error: {output.error}", markup=False)
+    out.print(shown, markup=False, soft_wrap=True)
+    if output.error is not None:
+        _print_error(f"prompt {number}: {output.error}")
 
 
 def _print_json(engine: Engine, requests: Sequence[Request]) -> None:
@@ -440,6 +446,11 @@ def _print_json(engine: Engine, requests: Sequence[Request]) -> None:
             if event.output is not None:
                 fields = asdict(event.output) | {"index": numbers[event.request]}
                 print(json.dumps(fields, ensure_ascii=False), flush=True)
+
+
+def _print_error(message: str) -> None:
+    err.print("[red]error:[/] ", end="")
+    err.print(message, markup=False, soft_wrap=True)
 
 
 def _shown(event: TokenEvent) -> str:
@@ -485,7 +496,7 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except (ValueError, UnsupportedError, CapacityError) as error:
-        err.print(f"[red]error:[/] {error}", soft_wrap=True)
+        _print_error(str(error))
         sys.exit(2)
     except (KeyboardInterrupt, click.Abort):
         err.print("interrupted")
