@@ -18,7 +18,7 @@ namespace gdr {
 constexpr int PANEL = 2 * LANES;
 constexpr int BLOCK = 8;  // rows solved in registers; a chunk is padded to a multiple of it
 // Up to this length, walking token by token costs less than bringing a state to scratch and back.
-constexpr int64_t RECURRENT_LENGTH = 4;
+constexpr int64_t RECURRENT_LENGTH = 16;
 // exp of it is 0 in float32; a finite stand-in for a decay of -inf, whose differences are NaN.
 constexpr double FULL_DECAY = -1e4;
 
@@ -29,7 +29,7 @@ constexpr int64_t round_up(int64_t n, int64_t multiple) {
 // The buffers of one thread. A row of a [C, C] matrix is C long whatever the chunk's own size.
 struct Scratch {
   float* keys;             // [2 C, K]: rows of k, then rows of q
-  float *kk, *qk;          // [C, C]: their products with k
+  float* products;         // [2 C, C]: their products with k
   float *system, *attend;  // [C, C]: -tril(beta k k^T . D, -1) and tril(q k^T . D)
   float *decay, *left;     // [C]: e^G, and e^(G_C - G)
   float* beta;             // [C]
@@ -44,7 +44,7 @@ struct Scratch {
   Scratch(float* p, int64_t C, int64_t K) {
     const auto take = [&p](int64_t n) { return (p += n) - n; };
     keys = take(2 * C * K);
-    kk = take(C * C), qk = take(C * C), system = take(C * C), attend = take(C * C);
+    products = take(2 * C * C), system = take(C * C), attend = take(C * C);
     decay = take(C), left = take(C), beta = take(C), G = (double*)take(2 * C);
     reads = take(2 * C * PANEL);
     states = p;
@@ -81,6 +81,13 @@ inline void store_panel(const float* panel, int64_t n, int64_t K, float* state) 
     }
 }
 
+// Rows of one head lie a whole token apart, on another page each, where the hardware does not look
+// ahead: a row of the next chunk is fetched when its predecessor in this one is used.
+template <typename T>
+TH_INLINE void prefetch(const T* p, int64_t size) {
+  for (int64_t i = 0; i < size; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(p + i, 0, 2);
+}
+
 // The keys and queries of a chunk in float32, normalised and scaled, and their products with k.
 template <typename T>
 void prepare_keys(const Sequence<T>& seq, int64_t h, const Chunk& chunk, const Scratch& s) {
@@ -90,13 +97,17 @@ void prepare_keys(const Sequence<T>& seq, int64_t h, const Chunk& chunk, const S
   for (int64_t i = 0; i < chunk.size; ++i) {
     load_key(seq.k(chunk.first + i, h), K, call.qk_l2norm, 1.0f, k + i * K);
     load_key(seq.q(chunk.first + i, h), K, call.qk_l2norm, call.scale, q + i * K);
+    if (const int64_t next = chunk.first + i + C; next < seq.length) {
+      prefetch(seq.k(next, h), K);
+      prefetch(seq.q(next, h), K);
+    }
   }
   std::fill(k + chunk.size * K, q, 0.0f);
   std::fill(q + chunk.size * K, q + rows * K, 0.0f);
   for (int64_t j = 0; j < rows; j += PANEL) {  // only what is on or below the diagonal
-    const int m = int(rows - j), n = int(std::min<int64_t>(PANEL, rows - j));
-    th::gemm_nt(m, n, int(K), k + j * K, K, k + j * K, K, s.kk + j * C + j, C);
-    th::gemm_nt(m, n, int(K), q + j * K, K, k + j * K, K, s.qk + j * C + j, C);
+    const int n = int(std::min<int64_t>(PANEL, rows - j));
+    const float* k_j = k + j * K;
+    th::gemm_nt(int(2 * rows - j), n, int(K), k_j, K, k_j, K, s.products + j * C + j, C);
   }
 }
 
@@ -104,6 +115,7 @@ void prepare_keys(const Sequence<T>& seq, int64_t h, const Chunk& chunk, const S
 template <typename T>
 void prepare_decays(const Sequence<T>& seq, int64_t j, const Chunk& chunk, const Scratch& s) {
   const int64_t C = seq.call.chunk_size;
+  const float *kk = s.products, *qk = s.products + chunk.rows * C;
   double G = 0.0;  // in double: a difference of large sums must not lose a small decay
   for (int64_t i = 0; i < chunk.rows; ++i) {
     if (i < chunk.size) G += std::max<double>(seq.g(chunk.first + i, j), FULL_DECAY);
@@ -127,8 +139,8 @@ void prepare_decays(const Sequence<T>& seq, int64_t j, const Chunk& chunk, const
       for (int l = 0; l < LANES; ++l)
         log_decay[l] = c + l <= i ? float(s.G[i] - s.G[c + l]) : float(FULL_DECAY);
       const f32x16 D = th::exp(th::load(log_decay));
-      th::store(s.attend + at, D * th::load(s.qk + at, n), n);
-      th::store(s.system + at, D * th::load(s.kk + at, n) * -s.beta[i], n);
+      th::store(s.attend + at, D * th::load(qk + at, n), n);
+      th::store(s.system + at, D * th::load(kk + at, n) * -s.beta[i], n);
     }
 }
 
@@ -155,7 +167,9 @@ void advance_panel(const Sequence<T>& seq, int64_t j, int64_t column, const Chun
   const int64_t width = std::min<int64_t>(PANEL, seq.call.v_dim - column);
   float *x = s.reads, *o = s.reads + rows * PANEL;
   th::gemm_nn(int(2 * rows), PANEL, int(K), s.keys, K, state, PANEL, x, PANEL);
-  for (int64_t i = 0; i < chunk.size; ++i)
+  for (int64_t i = 0; i < chunk.size; ++i) {
+    const int64_t next = chunk.first + i + C;
+    if (next < seq.length) prefetch(seq.v(next, j) + column, width);
     for (int64_t c = 0; c < PANEL; c += LANES) {
       f32x16 v{};
       if (c < width) v = th::load(seq.v(chunk.first + i, j) + column + c, int(width - c));
@@ -163,6 +177,7 @@ void advance_panel(const Sequence<T>& seq, int64_t j, int64_t column, const Chun
       th::store(x_i, (v - th::load(x_i) * s.decay[i]) * s.beta[i]);
       th::store(o_i, th::load(o_i) * s.decay[i]);
     }
+  }
   for (int64_t i = 0; i < rows; i += BLOCK) {
     float* x_i = x + i * PANEL;
     th::gemm_nn(BLOCK, PANEL, int(i), s.system + i * C, C, x, PANEL, x_i, PANEL, true);
