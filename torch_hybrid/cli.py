@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,7 +85,7 @@ def cli() -> None:
     """
 
 
-@cli.command()
+@cli.command(short_help="Continue prompts: one streams, several are served together.")
 @model_options
 @click.argument("prompts", nargs=-1)
 @click.option("--prompt-file", type=click.Path(path_type=Path), help="One prompt in each line.")
@@ -158,7 +159,7 @@ def generate(
         raise SystemExit(1)
 
 
-@cli.command()
+@cli.command(short_help="Serve a tiny trained hybrid and check it against transformers.")
 @click.option("--num-prompts", default=48, show_default=True, help="Fresh prompts to serve.")
 @click.option("--seed", type=int, help="Draws the same prompts again; by default they are new.")
 @click.option("--model", type=click.Path(path_type=Path), help="Another checkpoint of the task.")
@@ -202,7 +203,24 @@ def demo(num_prompts: int, seed: int | None, model: Path | None) -> None:
     _print_speed(seconds, recalled.num_tokens)
 
 
-@cli.command("explain")
+@cli.command(
+    short_help="Measure speed and memory, in a checkout of the repository.",
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench(arguments: tuple[str, ...]) -> None:
+    """Hand ARGUMENTS to benchmarks.run_all, in a process of its own."""
+    root = Path(__file__).parents[1]
+    if not (root / "benchmarks" / "run_all.py").is_file():
+        raise ValueError(
+            f"the benchmarks are in the repository and not in the package: there is no "
+            f"{root / 'benchmarks'}; run this in a checkout"
+        )
+    command = [sys.executable, "-m", "benchmarks.run_all", *arguments]
+    raise SystemExit(subprocess.run(command, cwd=root, check=False).returncode)
+
+
+@cli.command("explain", short_help="Show layers, implementations, graphs and pools.")
 @model_options
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a timeline for Perfetto.")
 def explain_command(

@@ -124,6 +124,28 @@ def test_a_checkpoint_without_a_tokenizer_asks_for_ids(run, checkpoint, tmp_path
     assert "has no tokenizer that transformers can read; give prompts as token ids" in err
 
 
+def test_bench_hands_its_arguments_on(run, monkeypatch):
+    commands = []
+
+    def call(command, *, cwd, check):
+        commands.append((command, cwd))
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(cli.subprocess, "run", call)
+    code, _, _ = run("bench", "--quick", "--only", "decode")
+    assert code == 3
+    ((command, folder),) = commands
+    assert command == [sys.executable, "-m", "benchmarks.run_all", "--quick", "--only", "decode"]
+    assert (folder / "benchmarks" / "run_all.py").is_file()
+
+
+def test_bench_outside_a_checkout_says_where_it_is(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "torch_hybrid" / "cli.py"))
+    code, _, err = run("bench")
+    assert code == 2
+    assert "the benchmarks are in the repository and not in the package" in err
+
+
 def test_ctrl_c_ends_with_130_and_no_traceback(run, checkpoint, monkeypatch):
     def interrupted(engine):
         raise KeyboardInterrupt
