@@ -14,7 +14,7 @@
 //   L1, while the tile after the next is prefetched, a part in each step. Otherwise memory would
 //   idle in the passes: the hardware prefetches only what misses, and never past a 4 KB page.
 //
-// An element of y depends on its row of x and its row of W alone.
+// An element of y depends on its row of x and its row of W, and on whether x has over four rows.
 #pragma once
 
 #include <algorithm>
