@@ -1,0 +1,130 @@
+"""Compiled steps: one graph for all sizes, never another step's, and a record of what is in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
+from torch_hybrid.ops.causal_conv1d import causal_conv1d
+
+WIDTH = 8
+
+
+@dataclass(frozen=True)
+class Statics:
+    scale: int
+
+
+@dataclass(frozen=True)
+class Inputs:
+    x: Tensor
+    statics: Statics
+
+
+pytree.register_constant(Statics)
+pytree.register_dataclass(Inputs)
+
+
+def compiled(
+    step: Callable[[Inputs, Any], Tensor], pool_sizes: set[int] | None = None
+) -> tuple[Callable[[Inputs, Any], Tensor], CompileLog]:
+    log = CompileLog()
+    return compile_step(step, StepBackend(log, pool_sizes=pool_sizes or set())), log
+
+
+def inputs(num_tokens: int, scale: int = 2) -> Inputs:
+    return Inputs(torch.randn(num_tokens, WIDTH), Statics(scale))
+
+
+def make_step(power: int) -> Callable[[Inputs, Tensor], Tensor]:
+    def step(inputs: Inputs, caches: Tensor) -> Tensor:
+        return (inputs.x * inputs.statics.scale) ** power + caches
+
+    return step
+
+
+def test_a_graph_serves_all_sizes_and_its_own_constants():
+    step = make_step(1)
+    run, log = compiled(step)
+    caches = torch.randn(WIDTH)
+    run(inputs(5), caches)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for num_tokens in (2, 3, 16, 17, 300):
+            given = inputs(num_tokens)
+            assert torch.equal(run(given, caches), step(given, caches))
+    given = inputs(5, scale=3)
+    assert torch.equal(run(given, caches), step(given, caches))
+    assert len(log.graphs) == 2
+
+
+def test_steps_of_one_def_do_not_share_graphs():
+    first, second = make_step(1), make_step(3)
+    run_first, _ = compiled(first)
+    run_second, _ = compiled(second)
+    given, caches = inputs(5), torch.randn(WIDTH)
+    for _ in range(2):
+        assert torch.equal(run_first(given, caches), first(given, caches))
+        assert (run_second(given, caches) - second(given, caches)).abs().max() < 1e-4
+
+
+def test_more_steps_than_dynamo_allows_graphs_for_one_def():
+    given, caches = inputs(5), torch.randn(WIDTH)
+    for _ in range(torch._dynamo.config.recompile_limit + 1):
+        step = make_step(1)
+        run = torch.compile(make_step(1), backend="eager")
+        run(given, caches)
+    run, _ = compiled(step)
+    assert torch.equal(run(given, caches), step(given, caches))
+
+
+def conv_step(inputs: Inputs, caches: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    weight, state, index = caches
+    cu_seqlens = torch.stack([index[0] * 0, index[0] * 0 + inputs.x.shape[0]])
+    first = torch.zeros(1, dtype=torch.bool)
+    options = {"activation": "silu", "impl": "torch"}
+    y = causal_conv1d(inputs.x, weight, None, state, cu_seqlens, index, first, **options)
+    return causal_conv1d(y, weight, None, state, cu_seqlens, index, ~first, **options)
+
+
+def test_the_record_of_a_graph():
+    caches = torch.randn(WIDTH, 4), torch.zeros(64, 3, WIDTH), torch.ones(1, dtype=torch.int32)
+    run, log = compiled(conv_step, {caches[1].numel()})
+    run(inputs(5), caches)
+    [record] = log.graphs
+    assert record.ops == Counter({"causal_conv1d[torch]": 2})
+    assert record.pool_clones == ()
+    assert record.seconds > 0
+    assert record.num_nodes >= 2
+    assert [p.name for p in record.passes] == ["merge_linears"]
+
+
+def test_a_clone_is_in_the_record():
+    def step(inputs: Inputs, caches: Tensor) -> Tensor:
+        before = caches.clone()
+        caches.add_(inputs.x.sum())
+        return before
+
+    run, log = compiled(step, {999 * WIDTH})
+    pool = torch.zeros(999, WIDTH)
+    torch._dynamo.mark_static(pool)
+    run(inputs(5), pool)
+    [record] = log.graphs
+    assert len(record.pool_clones) == 1
+
+
+def test_a_graph_break_is_an_error():
+    def step(inputs: Inputs, caches: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return inputs.x + caches
+
+    run, _ = compiled(step)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        run(inputs(5), torch.zeros(WIDTH))

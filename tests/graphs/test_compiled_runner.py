@@ -1,0 +1,210 @@
+"""A compiled runner: one graph for each kind of step, whatever lengths arrive."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_hybrid as th
+from tests.tiny_models import VOCAB_SIZE, make_hybrid
+from torch_hybrid.graphs.runner import Runner
+
+pytestmark = pytest.mark.slow
+SIZES = {"max_seqs": 12, "max_tokens": 384, "kv_tokens": 1600, "page_size": 16}
+
+
+@pytest.fixture(scope="module")
+def model() -> th.HybridModel:
+    return make_hybrid()
+
+
+@pytest.fixture(scope="module")
+def warm(model: th.HybridModel) -> Runner:
+    runner = Runner(model, **SIZES)
+    names: list[str] = []
+    runner.warm_up(names.append)
+    assert set(runner.report().graphs) == set(names)
+    return runner
+
+
+@pytest.fixture
+def runner(warm: Runner) -> Iterator[Runner]:
+    """The warm runner; a recompile is an error."""
+    with torch.compiler.set_stance("fail_on_recompile"):
+        yield warm
+    assert (warm.free_slots, warm.free_pages) == (12, 100)
+
+
+@pytest.fixture
+def eager(model: th.HybridModel) -> Runner:
+    return Runner(model, **SIZES, compile=False)
+
+
+def make_tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(VOCAB_SIZE) for _ in range(count)]
+
+
+def assert_same(actual: Tensor, expected: Tensor) -> None:
+    assert actual.shape == expected.shape
+    error = (actual - expected).abs().max() / expected.abs().max()
+    assert error < 1e-5, f"compiled and eager differ by {error:.1e}"
+
+
+def both(runner: Runner, eager: Runner, steps: list[list[int]]) -> None:
+    """Run steps of so many tokens for each sequence (0: not in the step) on both."""
+    rng = random.Random(0)
+    count = len(steps[0])
+    ours, theirs = runner.new_sequences(count), eager.new_sequences(count)
+    for step in steps:
+        rows = [row for row, n in enumerate(step) if n]
+        tokens = [make_tokens(rng, step[row]) for row in rows]
+        actual = runner.extend([ours[row] for row in rows], tokens)
+        assert_same(actual, eager.extend([theirs[row] for row in rows], tokens))
+    runner.free(ours)
+    eager.free(theirs)
+
+
+def test_decode_of_every_batch_size(runner: Runner, eager: Runner):
+    prompts = [list(range(1, 13))]
+    decode = [[1] * count + [0] * (12 - count) for count in (12, 1, 2, 3, 5, 8, 11, 1, 12)]
+    both(runner, eager, prompts + decode)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [2],
+        [3, 1],
+        [1, 2, 3],
+        [16],
+        [17, 15],
+        [63, 1, 1],
+        [64],
+        [65, 64],
+        [200, 1],
+        [384],
+        [32] * 12,
+    ],
+    ids=str,
+)
+def test_prompts_of_any_lengths(runner: Runner, eager: Runner, lengths: list[int]):
+    both(runner, eager, [lengths])
+
+
+def test_any_number_of_pages(runner: Runner, eager: Runner):
+    """One sequence grows from the first page to the last, by chunks and single tokens."""
+    both(runner, eager, [[n] for n in (1, 14, 1, 1, 200, 1, 383, 1, 384, 384, 1, 227, 1)])
+
+
+def test_random_steps(runner: Runner, eager: Runner):
+    rng = random.Random(1)
+    choices = [0, 0, 1, 1, 1, 2, 5, 16, 31]
+    steps = [[rng.choice(choices) for _ in range(8)] for _ in range(25)]
+    both(runner, eager, [step for step in steps if any(step)])
+
+
+def test_a_large_step_then_a_small_one(runner: Runner, eager: Runner):
+    """The static buffers keep nothing: the same small step gives the same bits before and after."""
+    rng = random.Random(2)
+    small = [make_tokens(rng, 3), make_tokens(rng, 2)]
+
+    def run_small() -> Tensor:
+        seqs = runner.new_sequences(2)
+        out = torch.cat([runner.extend(seqs, small), runner.extend(seqs, [[1], [2]])])
+        runner.free(seqs)
+        return out
+
+    before = run_small()
+    both(runner, eager, [[32] * 12, [1] * 12])
+    assert torch.equal(run_small(), before)
+
+
+def test_logits_of_earlier_steps_are_not_overwritten(runner: Runner):
+    seqs = runner.new_sequences(2)
+    first = runner.extend(seqs, [[1, 2], [3]])
+    kept = first.clone()
+    second = runner.extend(seqs, [[4], [5]])
+    kept_second = second.clone()
+    runner.extend(seqs, [[6, 7], [8, 9]])
+    runner.extend(seqs, [[6], [8]])
+    assert torch.equal(first, kept)
+    assert torch.equal(second, kept_second)
+    runner.free(seqs)
+
+
+def test_null_slot_and_page_stay_untouched(runner: Runner, eager: Runner):
+    both(runner, eager, [[32] * 12, [1] * 7 + [0] * 5])
+    for state in runner.cache.pools["gated_delta_rule"]:
+        assert not state.state[0].any()
+        assert not state.conv[0].any()
+    for kv in runner.cache.pools["paged_attention"]:
+        assert not kv[:, 0].any()
+
+
+def test_report(runner: Runner):
+    report = runner.report()
+    assert (report.recompiles, report.graph_breaks, report.pool_clones) == (0, 0, ())
+    assert report.captured_graphs == ()
+    assert {"decode", "extend"} <= set(report.graphs)
+    assert report.compiles == len(report.graphs)
+    recurrent, chunked = "recurrent_gated_delta_rule", "chunk_gated_delta_rule"
+    for variant, ops in report.ops.items():
+        calls: dict[str, int] = {}
+        for op, count in ops.items():
+            name, _, impl = op.partition("[")
+            assert impl.removesuffix("]") in ("cpp", "torch"), op
+            calls[name] = calls.get(name, 0) + count
+        rule = recurrent if variant.startswith("decode") else chunked
+        assert calls.pop("linear", 0) in (0, 9), variant
+        assert calls == {"causal_conv1d": 1, rule: 1, "paged_attention": 1}, variant
+
+
+def test_logits_of_all_tokens_add_one_graph(warm: Runner, eager: Runner):
+    before = warm.report()
+    lengths = [20, 1, 5]
+    rng = random.Random(3)
+    tokens = [make_tokens(rng, n) for n in lengths]
+    ours, theirs = warm.new_sequences(3), eager.new_sequences(3)
+    expected = eager.extend(theirs, tokens, logits="all")
+    assert_same(warm.extend(ours, tokens, logits="all"), expected)
+    after = warm.report()
+    assert set(after.graphs) - set(before.graphs) == {"extend, all logits"}
+    assert (after.compiles, after.recompiles) == (before.compiles + 1, 0)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        one_each = [[1], [2], [3]]
+        for kind in ("all", "last"):
+            expected = eager.extend(theirs, one_each, logits=kind)
+            assert_same(warm.extend(ours, one_each, logits=kind), expected)
+        for kind, shape in (("last", 3), ("all", 26), ("last", 3)):
+            expected = eager.extend(theirs, tokens, logits=kind)
+            assert expected.shape[0] == shape
+            assert_same(warm.extend(ours, tokens, logits=kind), expected)
+    warm.free(ours)
+    assert warm.report().compiles == before.compiles + 1
+
+
+def test_a_second_runner_has_graphs_of_its_own(warm: Runner):
+    """Other weights in the same code: neither runner may be served the other's graph."""
+    model = make_hybrid(seed=1)
+    second = Runner(model, max_seqs=2, max_tokens=64, kv_tokens=64)
+    expected = Runner(model, max_seqs=2, max_tokens=64, kv_tokens=64, compile=False)
+    before = warm.report().compiles
+    [ours], [theirs], [first] = (r.new_sequences(1) for r in (second, expected, warm))
+    for tokens in ([5, 6, 7], [8], [9]):
+        logits = second.extend([ours], [tokens])
+        assert_same(logits, expected.extend([theirs], [tokens]))
+        assert (logits - warm.extend([first], [tokens])).abs().max() > 0.1
+    warm.free([first])
+    assert warm.report().compiles == before
+    assert (second.report().compiles, second.report().recompiles) == (2, 0)
+
+
+def test_warm_up_again_compiles_nothing(runner: Runner):
+    before = runner.report().compiles
+    names: list[str] = []
+    runner.warm_up(names.append)
+    assert runner.report().compiles == before
