@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from torch_hybrid.ops.triton_devices import interpreted
+
 # Dynamic shared memory that one block may ask for, in bytes.
 SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 
@@ -51,36 +53,44 @@ class Resources:
     registers: int
     stack: int
     shared: int
-    widest_load: int  # bytes of the widest global load or asynchronous copy of one thread
-    tensor_cores: str
+    async_copies: int  # instructions that copy global to shared memory without waiting
+    products: str  # the tensor core instruction, "-" when products run outside them
 
     def __str__(self) -> str:
         return (
-            f"{self.kernel:<40} {self.target:<7} {self.num_warps:>5} {self.registers:>9} "
-            f"{self.stack:>6} {self.shared:>7} {self.widest_load:>6}  {self.tensor_cores}"
+            f"| {self.kernel} | {self.target} | {self.num_warps} | {self.registers} | {self.stack} "
+            f"| {self.shared} | {self.async_copies} | {self.products} |"
         )
 
 
-TABLE_HEADER = (
-    f"{'kernel':<40} {'target':<7} {'warps':>5} {'registers':>9} {'stack':>6} {'shared':>7} "
-    f"{'load':>6}  products"
-)
+TABLE_HEADER = """\
+| kernel | target | warps | registers | stack | shared | async copies | products |
+|---|---|---|---|---|---|---|---|"""
+
+
+def assert_fits(resources: Resources) -> None:
+    """No spills, and no more shared memory than a block of the target may have."""
+    limit = SHARED_LIMITS[resources.target]
+    assert resources.stack == 0, f"{resources.kernel} spills: {resources}"
+    assert resources.shared <= limit, f"over {limit} bytes of shared memory: {resources}"
 
 
 def cross_compiler_missing() -> str | None:
     """Why kernels cannot be compiled for another machine here, or None when they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
+    if interpreted():
+        return "this process interprets kernels (TRITON_INTERPRET is set)"
     return None if _cuobjdump().exists() else "triton's cuobjdump is missing"
 
 
-def compile_launch(recorder: LaunchRecorder, index: int, target: str, label: str) -> Resources:
-    """Compile one recorded launch for ``target`` ("sm_90") and read what it uses."""
+def compile_launch(recorder: LaunchRecorder, target: str, label: str) -> Resources:
+    """Compile the recorded launch for ``target`` ("sm_90") and read what it uses."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    args, kwargs = recorder.launches[index]
+    [(args, kwargs)] = recorder.launches
     options = {name: kwargs[name] for name in kwargs if name not in recorder.kernel.arg_names}
     signature, constexprs, attrs = _specialise(recorder.kernel, args, kwargs)
     source = ASTSource(fn=recorder.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
@@ -94,8 +104,8 @@ def compile_launch(recorder: LaunchRecorder, index: int, target: str, label: str
         registers=registers,
         stack=stack,
         shared=compiled.metadata.shared,
-        widest_load=_widest_load(compiled.asm["ptx"]),
-        tensor_cores=_tensor_core_instruction(compiled.asm["ptx"]),
+        async_copies=len(re.findall(r"cp\.async\.c[ag]\.shared", compiled.asm["ptx"])),
+        products=_tensor_core_instruction(compiled.asm["ptx"]),
     )
 
 
@@ -141,16 +151,6 @@ def _resource_usage(cubin: bytes) -> tuple[int, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
     return int(found[1]), int(found[2])
-
-
-def _widest_load(ptx: str) -> int:
-    loads = re.findall(r"ld\.global\S*?(?:\.v(\d))?\.[bfus](\d+)\s", ptx)
-    widths = [int(count or 1) * int(bits) // 8 for count, bits in loads]
-    copies = [
-        int(size)
-        for size in re.findall(r"cp\.async\.c[ga]\.\S+ \[[^]]*\], \[[^]]*\], 0x(\d+)", ptx)
-    ]
-    return max(widths + copies, default=0)
 
 
 def _tensor_core_instruction(ptx: str) -> str:
