@@ -29,6 +29,7 @@ try:
         TimeElapsedColumn,
     )
     from rich.table import Table
+    from rich.text import Text
 except ImportError as error:
     print(
         f"torch-hybrid needs {error.name}: pip install 'torch-hybrid[hf]'",
@@ -339,7 +340,7 @@ def print_section(section: Section) -> None:
     for column in section.columns:
         table.add_column(column, no_wrap=column in ("op", "kind", "ops"), overflow="fold")
     for row in section.rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # Text: square brackets are no markup
     out.print(table)
 
 
