@@ -1,18 +1,18 @@
 // One new token: a single pass over the keys of a sequence for all query heads.
 //
-// Keys are cut into splits of at most SPLIT_KEYS, so that one long sequence keeps every core busy. The cut
-// depends on that sequence's length alone, and so do the bits of its result. A split leaves an
-// unnormalised output and a RowState per query head; merge_splits joins them.
+// Keys are cut into splits of at most SPLIT_KEYS, so that one long sequence keeps every core busy.
+// The cut depends on that sequence's length alone, and so do the bits of its result. A split leaves
+// an unnormalised output and a RowState per query head; merge_splits joins them.
 //
 // A split covers adjacent key heads of SPLIT_BYTES a row: memory is read in the order in which it
-// lies, and it is fetched while the block before is computed.
+// lies, and a block is fetched while the one before is computed.
 //
 // R queries of a key head share the lanes of a register: W = 16 / R lanes each (R rounded up to a
 // power of two). For the products, lane r * W + w holds element d + w of query r, and W elements of
 // a key are broadcast by one load: D / W multiply-adds a key, none of whose lanes is wasted. W keys
 // then sum their lanes together, after which lane r * W + w holds the product of query r and key w,
-// so the softmax too uses every lane and reduces across lanes once a block. Where the CPU multiplies
-// pairs of bf16, a lane holds a pair.
+// so the softmax too uses every lane and reduces across lanes once a block. Where the CPU can
+// multiply pairs of bf16, a lane holds a pair.
 #pragma once
 
 #include <type_traits>
@@ -35,20 +35,23 @@ struct Split {
   int n, head, num_heads, begin, count;  // key heads [head, head + num_heads), keys [begin, ...)
 };
 
-// Walks rows that will be needed, line by line.
+// Walks the keys and values that come next, line by line, into L2: L1 has no room for them.
 template <typename T>
 struct Fetch {
+  static constexpr int LINE = 64 / sizeof(T);
   const T* const* row;
   const T* const* end;
-  int64_t plane, length;  // from row to what is fetched; how much of it
+  int64_t plane, length;  // from a key to its value, and how much of a row is needed
   int64_t at = 0;
 
   template <int N>
   TH_INLINE void lines() {
-    constexpr int LINE = 64 / sizeof(T);
     if (row == end) return;
-#pragma GCC unroll 16
-    for (int i = 0; i < N; ++i) __builtin_prefetch(*row + plane + at + i * LINE, 0, 2);
+#pragma GCC unroll 8
+    for (int i = 0; i < N; ++i) {
+      __builtin_prefetch(*row + at + i * LINE, 0, 2);
+      __builtin_prefetch(*row + plane + at + i * LINE, 0, 2);
+    }
     at += N * LINE;
     if (at >= length) at = 0, ++row;
   }
@@ -70,8 +73,7 @@ struct Block {
   const Problem<T>& problem;
   const T* const* keys;
   int count;
-  Fetch<T>& values_ahead;
-  Fetch<T>& keys_ahead;
+  Fetch<T>& ahead;
   float* widened;  // [16][D]
 };
 
@@ -142,7 +144,7 @@ TH_INLINE void products(const float* queries, const Key* const* keys, int64_t D,
   constexpr int PER_LANE = in_pairs<R, T>() ? 2 : 1;
   f32x16 acc[KEYS] = {};
   for (int64_t d = 0; d < D; d += LANES) {
-    ahead.template lines<KEYS * sizeof(T) / sizeof(float)>();
+    ahead.template lines<KEYS * sizeof(T) / sizeof(float) / 2>();
 #pragma GCC unroll 8
     for (int part = 0; part < LANES; part += W * PER_LANE) {
       const f32x16 q = load(queries + (d + part) / PER_LANE * (LANES / W));
@@ -177,7 +179,7 @@ void weigh(Pass& pass, const Block<T>& block) {
       else
         keys[j] = as_floats(key, D, block.widened + j * D);
     }
-    products<R>(pass.queries, keys, D, block.values_ahead, pass.weights + i / W * LANES);
+    products<R>(pass.queries, keys, D, block.ahead, pass.weights + i / W * LANES);
   }
   const float scale = float(block.problem.scale), softcap = float(block.problem.softcap);
   i32x16 key;
@@ -214,7 +216,7 @@ TH_INLINE void accumulate(const Pass& pass, const T* const* values, int count, i
       acc[r][v] = load(pass.out + r * D + column + v * LANES) * pass.factor[r * W];
   for (int j = 0; j < count; ++j) {
     const float* weights = pass.weights + j / W * LANES + j % W;
-    ahead.template lines<V * sizeof(T) / sizeof(float)>();
+    if (j % 2 == 0) ahead.template lines<V * sizeof(T) / sizeof(float)>();
     f32x16 x[V];
 #pragma GCC unroll 8
     for (int v = 0; v < V; ++v) x[v] = load(values[j] + column + v * LANES);
@@ -241,9 +243,9 @@ void fold(Pass& pass, const Block<T>& block) {
     values[j] = block.keys[j] + block.problem.plane() + pass.offset;
   int64_t column = 0;
   for (; column + V * LANES <= D; column += V * LANES)
-    accumulate<R, V>(pass, values, block.count, D, column, block.keys_ahead);
+    accumulate<R, V>(pass, values, block.count, D, column, block.ahead);
   for (; column < D; column += LANES)
-    accumulate<R, 1>(pass, values, block.count, D, column, block.keys_ahead);
+    accumulate<R, 1>(pass, values, block.count, D, column, block.ahead);
 }
 
 template <int R, typename T>
@@ -338,15 +340,17 @@ void attend_split(const Problem<T>& p, const Split& split, float* out, RowState*
     pass.out = out + row * D;
     stages.begin(pass, p, token, split.head * group + row);
   });
-  const int64_t length = split.num_heads * D;
-  const T* const* last = keys + split.count;
+  Fetch<T> ahead{keys, keys + split.count, p.plane(), split.num_heads * D};
+  while (ahead.row < keys + std::min(BLOCK_KEYS, split.count)) ahead.template lines<1>();
   for (int i = 0; i < split.count; i += BLOCK_KEYS) {
-    Fetch<T> values_ahead{keys + i, last, p.plane(), length};
-    Fetch<T> keys_ahead{std::min<const T* const*>(keys + i + BLOCK_KEYS, last), last, 0, length};
-    const Block<T> block{p,           keys + i,   std::min(BLOCK_KEYS, split.count - i),
-                         values_ahead, keys_ahead, scratch.widened.data()};
-    each_pass([&](Pass& pass, const Stages<T>& stages, int, int, int) { stages.weigh(pass, block); });
-    each_pass([&](Pass& pass, const Stages<T>& stages, int, int, int) { stages.fold(pass, block); });
+    const Block<T> block{p, keys + i, std::min(BLOCK_KEYS, split.count - i), ahead,
+                         scratch.widened.data()};
+    each_pass([&](Pass& pass, const Stages<T>& stages, int, int, int) {
+      stages.weigh(pass, block);
+    });
+    each_pass([&](Pass& pass, const Stages<T>& stages, int, int, int) {
+      stages.fold(pass, block);
+    });
   }
   each_pass([&](Pass& pass, const Stages<T>& stages, int, int, int row) {
     stages.end(pass, state + row);

@@ -91,7 +91,8 @@ void store_tile(const Problem<T>& p, const Tile& tile, TileScratch& scratch) {
     const int64_t token = p.cu_seqlens[tile.n] + tile.begin + r / group;
     const int64_t head = tile.head * group + r % group;
     const RowState& row = scratch.state[r];
-    scale_row(p.output(token, head), scratch.out.data() + r * p.head_dim, 1.0f / row.sum, p.head_dim);
+    const float* sum = scratch.out.data() + r * p.head_dim;
+    scale_row(p.output(token, head), sum, 1.0f / row.sum, p.head_dim);
     if (p.lse) p.lse[token * p.num_q_heads + head] = row.lse();
   }
 }
@@ -113,13 +114,14 @@ void attend_block(const Problem<T>& p, const Tile& tile, int position, int begin
   for (int r = 0; r < rows; ++r) {
     const float factor = weigh_row(p, position + r / p.group(), begin, count,
                                    scratch.weights.data() + r * TILE_KEYS, scratch.state[r]);
-    if (factor != 1.0f) scale_row(scratch.out.data() + r * D, scratch.out.data() + r * D, factor, D);
+    float* sum = scratch.out.data() + r * D;
+    if (factor != 1.0f) scale_row(sum, sum, factor, D);
   }
   for (int c = 0; c < D; c += TILE_COLS) {
     const int width = std::min(TILE_COLS, D - c);
     pack_values(keys, count, p.plane() + c, width, scratch.panel.data());
-    detail::tiles(rows, count, {scratch.weights.data(), TILE_KEYS, 1}, scratch.panel.data(), TILE_COLS,
-                  scratch.out.data() + c, D, width, true);
+    detail::tiles(rows, count, {scratch.weights.data(), TILE_KEYS, 1}, scratch.panel.data(),
+                  TILE_COLS, scratch.out.data() + c, D, width, true);
   }
 }
 

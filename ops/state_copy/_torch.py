@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
 from torch_hybrid.ops.state_copy.pairs import check_pairs
 
 
