@@ -9,7 +9,6 @@ costs its Python and no reading of logits.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.models import make_model
 from benchmarks.results import Results, Target, arguments, parse, title
-from benchmarks.timing import Times
+from benchmarks.timing import Times, now
 from torch_hybrid import Runner, adapt
 from torch_hybrid.backends.hybrid import Step
 from torch_hybrid.engine import Engine
@@ -53,9 +52,9 @@ class EmptyModel:
 def _times(run: Callable[[], Any], rounds: int) -> Times:
     seconds = []
     for _ in range(rounds + 10):
-        start = time.perf_counter()
+        start = now()
         run()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(now() - start)
     return Times(min(seconds), median(seconds[10:]))
 
 

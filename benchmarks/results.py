@@ -114,5 +114,7 @@ def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 def title(options: argparse.Namespace, what: str) -> str:
     """What was run, on what."""
+    count = torch.get_num_threads()
+    threads = "1 thread (its own time)" if count == 1 else f"{count} threads"
     sizes = ", tiny sizes" if options.quick else ""
-    return f"{what}: {options.model}, {options.dtype}, {torch.get_num_threads()} threads{sizes}"
+    return f"{what}: {options.model}, {options.dtype}, {threads}{sizes}"

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import random
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from benchmarks.models import make_model
 from benchmarks.oracle import Oracle
 from benchmarks.results import Results, Target, arguments, parse, title
+from benchmarks.timing import now
 from torch_hybrid import Runner, adapt
 from torch_hybrid.engine import Engine
 from torch_hybrid.sampling import Sampling
@@ -76,9 +76,9 @@ def num_equal(tokens: Tokens, expected: Tokens) -> int:
 
 
 def _timed(run: Callable[[], Tokens]) -> tuple[float, Tokens]:
-    start = time.perf_counter()
+    start = now()
     tokens = run()
-    return time.perf_counter() - start, tokens
+    return now() - start, tokens
 
 
 def _ways(batches: Sequence[int], count: int) -> list[tuple[str, int, bool]]:
