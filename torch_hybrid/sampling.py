@@ -160,7 +160,7 @@ def _column(values: Sequence[float], like: Tensor) -> Tensor:
 
 def _weights(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
     """exp(logits / temperature) in single precision, with the best token at 1."""
-    return (logits - best).float().div_(temperature).exp_()
+    return (logits.float() - best.float()).div_(temperature).exp_()
 
 
 def _totals(

@@ -145,6 +145,9 @@ def test_a_row_draws_the_same_in_any_company(options, seed):
 
 
 def test_low_precision_logits_are_drawn_in_single_precision():
-    logits = torch.randn(2, 50).bfloat16()
-    sampling = Sampling(temperature=0.8, top_p=0.9, seed=1)
-    assert draw(logits[:1], sampling, times=20) == draw(logits[:1].float(), sampling, times=20)
+    logits = torch.randn(1, 50).bfloat16()
+    for options in ({}, {"top_p": 0.9}, {"top_k": 20}):
+        sampling = Sampling(temperature=0.8, **options)
+        weights, ids = candidates(logits, [sampling])
+        assert torch.equal(weights, candidates(logits.float(), [sampling])[0])
+        assert weights.dtype == torch.float32
