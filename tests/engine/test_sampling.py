@@ -148,6 +148,6 @@ def test_low_precision_logits_are_drawn_in_single_precision():
     logits = torch.randn(1, 50).bfloat16()
     for options in ({}, {"top_p": 0.9}, {"top_k": 20}):
         sampling = Sampling(temperature=0.8, **options)
-        weights, ids = candidates(logits, [sampling])
+        weights, _ = candidates(logits, [sampling])
         assert torch.equal(weights, candidates(logits.float(), [sampling])[0])
         assert weights.dtype == torch.float32
