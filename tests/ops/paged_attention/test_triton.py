@@ -1,0 +1,183 @@
+"""The Triton kernels: in the interpreter, compiled for GPUs that are not there, and on one."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.contract import assert_within_budget
+from tests.ops.paged_attention.cases import CASES, OPTIONS, Case, Inputs, make_inputs
+from tests.ops.triton_compile import (
+    SHARED_LIMITS,
+    TABLE_HEADER,
+    LaunchRecorder,
+    assert_fits,
+    compile_launch,
+    cross_compiler_missing,
+)
+from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
+from torch_hybrid.ops.paged_attention import paged_attention_with_lse, reference
+
+# What of the contract the interpreter can do in seconds.
+# The whole of it: TRITON_INTERPRET=1 pytest tests/ops/paged_attention -k triton
+CONTRACT = """
+    triton and (
+        matches_float64 and (odd or one_head and fp32 or long_decode and fp16 and plain)
+        or (padding or writes or depend) and odd
+        or merges or strided or sequences_empty or may_be_gone or compiles_once or out_of_range
+    ) or in_interpreter
+"""
+
+# Shapes at which the kernels take another path than at those of the contract.
+PATHS = {
+    "more_sequences_than_one_search": Case(
+        num_q_heads=1, num_kv_heads=1, head_dim=8, lengths=((0, 0),) * 258 + ((1, 3), (2, 2))
+    ),
+    "twenty_queries_per_key_head": Case(
+        num_q_heads=20, num_kv_heads=1, head_dim=16, page_size=4, lengths=((3, 9), (1, 30))
+    ),
+    "more_splits_than_one_merge": Case(
+        num_q_heads=2, num_kv_heads=1, head_dim=256, page_size=64, lengths=((1, 1300),)
+    ),
+}
+
+
+@needs_triton
+def test_in_the_interpreter() -> None:
+    run_interpreted(Path(__file__).parent, " ".join(CONTRACT.split()))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("name", PATHS)
+def test_paths_in_interpreter(name: str) -> None:
+    check("cpu", PATHS[name], torch.float16, "plain")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES | PATHS)
+def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    for options in OPTIONS:
+        check("cuda", (CASES | PATHS)[name], dtype, options)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_captured_graph_serves_other_lengths() -> None:
+    """Two sequences in a bucket of eight tokens, replayed with other lengths and pages."""
+    shape = Case(num_q_heads=4, num_kv_heads=2, head_dim=64, lengths=((1, 70), (1, 9)))
+    captured = on_device(make_inputs(shape, padding=(6, 0)), "cuda")
+    call(captured, "plain")  # compiles the kernels, which cannot be done while capturing
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = call(captured, "plain")
+    other = make_inputs(replace(shape, lengths=((3, 9), (4, 70))), padding=(1, 0), seed=1)
+    for field in fields(Inputs):
+        getattr(captured, field.name).copy_(getattr(other, field.name))
+    graph.replay()
+    assert_as_exact(other, "plain", out.cpu(), lse.cpu(), captured.kv.cpu())
+
+
+def check(device: str, case: Case, dtype: torch.dtype, options: str) -> None:
+    """The kernels on ``device`` are as exact as the reference and write their rows alone."""
+    inputs = make_inputs(case, dtype=dtype, padding=(3, 2))
+    moved = on_device(inputs, device)
+    out, lse = call(moved, options)
+    assert_as_exact(inputs, options, out.cpu(), lse.cpu(), moved.kv.cpu())
+
+
+def call(inputs: Inputs, options: str) -> tuple[Tensor, Tensor]:
+    tensors = [getattr(inputs, field.name) for field in fields(Inputs)]
+    scale = inputs.q.shape[-1] ** -0.5
+    return paged_attention_with_lse(*tensors, scale=scale, impl="triton", **OPTIONS[options])
+
+
+def assert_as_exact(inputs: Inputs, options: str, out: Tensor, lse: Tensor, kv: Tensor) -> None:
+    chosen = {"scale": inputs.q.shape[-1] ** -0.5, **OPTIONS[options]}
+    args = inputs.args()
+    exact = reference.paged_attention_with_lse(*inputs.to(torch.float64).args(), **chosen)
+    rounded = reference.paged_attention_with_lse(*args, **chosen)
+    num_tokens = int(inputs.cu_seqlens[-1])
+    assert_within_budget(out, exact[0], rounded[0])
+    assert_within_budget(lse[:num_tokens], exact[1][:num_tokens], rounded[1][:num_tokens])
+    assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
+    assert (lse[num_tokens:] == -torch.inf).all()
+    assert torch.equal(kv.view(torch.uint8), args[3].view(torch.uint8))
+
+
+def on_device(inputs: Inputs, device: str) -> Inputs:
+    """Copies on ``device``, where q, k and v are slices of one tensor, whose rows lie apart."""
+    moved = {f.name: getattr(inputs, f.name).to(device, copy=True) for f in fields(Inputs)}
+    sizes = [moved[name].shape[1] for name in ("q", "k", "v")]
+    packed = torch.cat([moved[name] for name in ("q", "k", "v")], 1)
+    return replace(
+        inputs, **moved | dict(zip(("q", "k", "v"), packed.split(sizes, 1), strict=True))
+    )
+
+
+# (sequences, tokens, query heads, key heads, head dim, dtype, options); pages of 16, 256 a sequence
+SHAPES = {
+    "Qwen3-Next decode 64": (64, 64, 16, 2, 256, torch.bfloat16, "plain"),
+    "Qwen3-Next decode 64 float32": (64, 64, 16, 2, 256, torch.float32, "plain"),
+    "Qwen3-Next 4 tokens each": (64, 256, 16, 2, 256, torch.bfloat16, "plain"),
+    "Qwen3-Next extend 2048": (8, 2048, 16, 2, 256, torch.bfloat16, "plain"),
+    "32 / 8 heads of 128 extend 2048": (8, 2048, 32, 8, 128, torch.bfloat16, "plain"),
+    "3 / 1 heads of 80 decode 1": (1, 1, 3, 1, 80, torch.bfloat16, "window_softcap"),
+}
+KERNELS = ("_write_kernel", "_attend_kernel", "_merge_kernel")
+
+
+@pytest.mark.skipif(cross_compiler_missing() is not None, reason=cross_compiler_missing() or "")
+def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    for number, (label, shape) in enumerate(SHAPES.items()):
+        launches = record_launches(monkeypatch, *shape)
+        for kernel in KERNELS if number == 0 else ("_attend_kernel",):
+            name = f"{kernel.strip('_').removesuffix('_kernel')}: {label}"
+            rows += [compile_launch(launches[kernel], target, name) for target in SHARED_LIMITS]
+    print("", TABLE_HEADER, *rows, sep="\n")
+    for row in rows:
+        assert_fits(row)
+        if row.kernel.startswith("attend"):
+            # Lost when the compiler can no longer prove that rows of keys are aligned.
+            assert row.async_copies > 0, row
+
+
+def record_launches(
+    monkeypatch: pytest.MonkeyPatch,
+    num_seqs: int,
+    num_tokens: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    options: str,
+) -> dict[str, LaunchRecorder]:
+    """What the launcher launches for q, k and v that are slices of one projection."""
+    from torch_hybrid.ops.paged_attention import _triton
+
+    heads = [num_q_heads, num_kv_heads, num_kv_heads]
+    qkv = torch.empty(num_tokens, sum(heads), head_dim, dtype=dtype, device="meta")
+    kv = torch.empty(2, 1024, 16, num_kv_heads, head_dim, dtype=dtype, device="meta")
+    indices = torch.empty(max(num_tokens, num_seqs + 1), dtype=torch.int32, device="meta")
+    table = torch.empty(num_seqs, 256, dtype=torch.int32, device="meta")
+    recorders = {kernel: LaunchRecorder(getattr(_triton, kernel)) for kernel in KERNELS}
+    with monkeypatch.context() as patch:
+        for kernel, recorder in recorders.items():
+            patch.setattr(_triton, kernel, recorder)
+        _triton.paged_attention_with_lse(
+            *qkv.split(heads, 1),
+            kv,
+            indices[: num_seqs + 1],
+            indices[:num_seqs],
+            table,
+            indices[:num_tokens],
+            scale=head_dim**-0.5,
+            **OPTIONS[options],
+        )
+    return recorders
