@@ -9,8 +9,10 @@ again and are recomputed from their tokens.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from operator import index as index_of
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -147,7 +149,7 @@ class Engine:
             request.inbox = inbox
             requests.append(request)
         events = self._serve(requests, inbox)
-        return events if stream else (event.output for event in events if event.output)
+        return events if stream else _outputs(events)
 
     def submit(
         self, prompt: Sequence[int] | str, sampling: Sampling = GREEDY, *, stream: bool = False
@@ -168,16 +170,23 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """End a request now, with the tokens it has. A finished one stays as it is."""
-        if request.output is None:
-            event = self._end(request, "cancelled")
-            self._late_events.append(event)
-            self._retire([event])
+        """End a request now, with the tokens it has. A finished one stays as it is.
+
+        Raises:
+            ValueError: the request is another engine's.
+        """
+        if request.output is not None:
+            return
+        if request not in self._scheduler:
+            raise ValueError(f"request {request.index} is not one of this engine's")
+        event = self._end(request, "cancelled")
+        self._late_events.append(event)
+        self._retire([event])
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._scheduler.running or self._scheduler.waiting)
+        return bool(self._scheduler.running or self._scheduler.waiting or self._late_events)
 
     def step(self) -> list[TokenEvent]:
         """Run one batch and return what came of it; nothing to do is no event.
@@ -216,7 +225,7 @@ class Engine:
     def _make_request(
         self, prompt: Sequence[int] | str, sampling: Sampling, *, index: int, stream: bool
     ) -> Request:
-        tokens = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
+        tokens = self._encode(prompt) if isinstance(prompt, str) else [index_of(t) for t in prompt]
         self._check(tokens, sampling)
         detokenizer = None
         if self.tokenizer is not None and (stream or sampling.stop):
@@ -255,7 +264,7 @@ class Engine:
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop texts need a tokenizer, got stop={list(sampling.stop)!r}")
 
-    def _serve(self, requests: list[Request], inbox: deque[TokenEvent]) -> Iterator[TokenEvent]:
+    def _serve(self, requests: list[Request], inbox: deque[TokenEvent]) -> Generator[TokenEvent]:
         """Queue the requests and step until each has ended."""
         num_unfinished = len(requests)
         try:
@@ -278,12 +287,13 @@ class Engine:
         self._free(chosen.preempted)
         for request in chosen.admitted:
             (request.sequence,) = runner.new_sequences(1)
-        if not chosen.rows and scheduler.waiting:
-            request = scheduler.waiting[0]
+        if not chosen.rows and (scheduler.running or scheduler.waiting):
+            request = [*scheduler.running, *scheduler.waiting][0]
             raise CapacityError(
                 f"a request of {request.num_tokens} tokens needs a slot and "
-                f"{-(-request.num_tokens // runner.page_size)} pages; {runner.free_slots} slots "
-                f"and {runner.free_pages} pages are free, and what is missing is not the engine's"
+                f"{-(-request.num_tokens // runner.page_size)} pages, its own included; "
+                f"{runner.free_slots} slots and {runner.free_pages} pages are free, and the "
+                f"others are held outside of the engine"
             )
         return list(chosen.rows)
 
@@ -381,3 +391,10 @@ class Engine:
             self.runner.free(sequences)
         for request in requests:
             request.sequence = None
+
+
+def _outputs(events: Generator[TokenEvent]) -> Iterator[Output]:
+    with closing(events):
+        for event in events:
+            if event.output is not None:
+                yield event.output

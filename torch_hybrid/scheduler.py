@@ -65,6 +65,9 @@ class Scheduler(Generic[JobT]):
         """Put a job at the end of the queue."""
         self.waiting.append(job)
 
+    def __contains__(self, job: JobT) -> bool:
+        return job in self.running or job in self.waiting
+
     def discard(self, job: JobT) -> None:
         """Forget a job, wherever it is."""
         for queue in (self.running, self.waiting):
