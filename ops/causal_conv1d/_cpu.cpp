@@ -7,6 +7,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -22,7 +23,7 @@ constexpr int64_t BLOCK_TOKENS = 64;
 constexpr int TILE_TOKENS = 4;
 constexpr int MAX_WIDTH = 8;
 
-// The arguments of the op as the launcher passes them; _Call in _cpu.py mirrors it.
+// The arguments of the op, in the order in which _cpu.py packs them.
 struct Call {
   const void *x, *weight, *bias;  // [T, C], [C, W], [C] or null
   void* conv_state;               // [S, W - 1, C]
@@ -33,6 +34,7 @@ struct Call {
   int64_t num_tokens, num_seqs, channels, width, x_stride, num_threads;
   bool silu, is_bf16;
 };
+static_assert(offsetof(Call, is_bf16) == 14 * 8 + 1, "Call is packed by _cpu.py");
 
 template <typename T>
 struct Sequence {

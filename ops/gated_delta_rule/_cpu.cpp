@@ -39,17 +39,18 @@ int64_t heads_per_item(const Call& call) {
   return enough ? call.num_v_heads / call.num_k_heads : 1;
 }
 
+// What one thread needs; the next one's begins on a cache line of its own.
 int64_t scratch_floats(const Call& call) {
   return round_up(
       Scratch::num_floats(call.chunk_size, call.k_dim, call.v_dim, heads_per_item(call)), LANES);
 }
 
 template <typename T>
-void chunk(const Call& call) {
+void chunk(const Call& call, float* scratch_of_all) {
   const int64_t heads = heads_per_item(call), parts = call.num_v_heads / heads;
 #pragma omp parallel num_threads(call.num_threads)
   {
-    const Scratch scratch(call.scratch + omp_get_thread_num() * scratch_floats(call),
+    const Scratch scratch(scratch_of_all + omp_get_thread_num() * scratch_floats(call),
                           call.chunk_size, call.k_dim);
     clear_padding<T>(call);
 #pragma omp for schedule(dynamic, 1)
@@ -75,11 +76,11 @@ extern "C" TH_EXPORT void gated_delta_rule_recurrent(const gdr::Call* call) {
   call->is_bf16 ? gdr::recurrent<th::bf16>(*call) : gdr::recurrent<float>(*call);
 }
 
-extern "C" TH_EXPORT void gated_delta_rule_chunk(const gdr::Call* call) {
-  call->is_bf16 ? gdr::chunk<th::bf16>(*call) : gdr::chunk<float>(*call);
+extern "C" TH_EXPORT void gated_delta_rule_chunk(const gdr::Call* call, float* scratch) {
+  call->is_bf16 ? gdr::chunk<th::bf16>(*call, scratch) : gdr::chunk<float>(*call, scratch);
 }
 
-// Floats of scratch that gated_delta_rule_chunk needs for each thread.
+// Floats of scratch that gated_delta_rule_chunk needs.
 extern "C" TH_EXPORT int64_t gated_delta_rule_scratch_floats(const gdr::Call* call) {
-  return gdr::scratch_floats(*call);
+  return call->num_threads * gdr::scratch_floats(*call);
 }

@@ -1,6 +1,7 @@
 // What both execution forms are given, and how they find their way in it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
@@ -11,7 +12,7 @@ namespace gdr {
 using th::LANES;
 using th::f32x16;
 
-// The arguments of an op as the launcher passes them; _Call in _cpu.py mirrors it field by field.
+// The arguments of an op, in the order in which _cpu.py packs them.
 struct Call {
   const void *q, *k, *v;  // [T, H, K], [T, H, K], [T, HV, V] in the op's dtype
   const float *g, *beta;  // [T, HV]
@@ -19,14 +20,14 @@ struct Call {
   const int32_t* cu_seqlens;
   const int32_t* state_indices;
   const bool* has_initial_state;
-  void* out;       // [T, HV, V], contiguous
-  float* scratch;  // scratch_floats() for each thread
+  void* out;  // [T, HV, V], contiguous
   int64_t num_tokens, num_seqs, num_k_heads, num_v_heads, k_dim, v_dim;
   int64_t q_stride, k_stride, v_stride, g_stride, beta_stride;  // from token to token
   int64_t chunk_size, num_threads;
   float scale;
   bool qk_l2norm, is_bf16;
 };
+static_assert(offsetof(Call, is_bf16) == 23 * 8 + 5, "Call is packed by _cpu.py");
 
 // One sequence's share of a call, with typed pointers for value head j and key head h.
 template <typename T>

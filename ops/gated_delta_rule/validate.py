@@ -68,5 +68,9 @@ def _check_dtypes(expected: dict[str, tuple[Tensor, torch.dtype]]) -> None:
 
 def _check_contiguous_rows(name: str, tensor: Tensor) -> None:
     """Rows may lie any distance apart (a slice of a wider tensor); one row must be dense."""
-    if tensor.shape[0] > 0 and not tensor[0].is_contiguous():
-        raise ValueError(f"{name} must have contiguous rows, got strides {list(tensor.stride())}")
+    dense = 1
+    for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()), strict=False):
+        if size > 1 and stride != dense:
+            strides = list(tensor.stride())
+            raise ValueError(f"{name} must have contiguous rows, got strides {strides}")
+        dense *= size
