@@ -1,0 +1,167 @@
+"""Plans are values: pure, frozen, made of tensors, and sharing nothing but their batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import get_type_hints
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torch_hybrid.backends import hybrid
+from torch_hybrid.backends.hybrid import Backend, Step, make_backends, plan_all
+from torch_hybrid.backends.mode import Mode
+from torch_hybrid.backends.select import Backends
+from torch_hybrid.batch import Batch
+from torch_hybrid.caches.hybrid import HybridCache
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.specs import KINDS, AttentionSpec, DeltaRuleSpec, LayerTable
+
+FULL = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
+LINEAR = DeltaRuleSpec(num_k_heads=1, num_v_heads=2, head_k_dim=16, head_v_dim=16, conv_width=4)
+TABLE = LayerTable.from_specs([LINEAR, FULL, LINEAR])
+
+
+def make_cache(table: LayerTable = TABLE) -> HybridCache:
+    return HybridCache(
+        table,
+        max_seqs=4,
+        kv_tokens=64,
+        page_size=8,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.fixture
+def backends() -> dict[str, Backend]:
+    return make_backends(TABLE, make_cache().sizes)
+
+
+def make_batch(cache: HybridCache, lengths: list[int]) -> Batch:
+    return cache.make_batch(cache.allocate(len(lengths)), [[1] * n for n in lengths])
+
+
+def tensors(tree: object) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def storages(tree: object) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors(tree)}
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_every_leaf_is_a_tensor_and_the_rest_is_structure(backends: dict[str, Backend], mode: Mode):
+    plans = plan_all(backends, make_batch(make_cache(), [3, 1]), mode)
+    leaves, structure = pytree.tree_flatten(plans)
+    assert all(isinstance(leaf, Tensor) for leaf in leaves)
+    rebuilt = pytree.tree_unflatten(leaves, structure)
+    assert rebuilt.keys() == plans.keys() == set(TABLE.kinds)
+    for kind, plan in plans.items():
+        assert rebuilt[kind].statics == plan.statics
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            plan.statics = None
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_planning_is_pure(backends: dict[str, Backend], mode: Mode):
+    batch = make_batch(make_cache(), [3, 1])
+    before = [leaf.clone() for leaf in tensors(batch)]
+    attributes = {kind: dict(vars(backend)) for kind, backend in backends.items()}
+    first, second = (plan_all(backends, batch, mode) for _ in range(2))
+    assert pytree.tree_structure(first) == pytree.tree_structure(second)
+    for a, b in zip(tensors(first), tensors(second), strict=True):
+        assert torch.equal(a, b)
+    for leaf, copy in zip(tensors(batch), before, strict=True):
+        assert torch.equal(leaf, copy)
+    assert {kind: dict(vars(backend)) for kind, backend in backends.items()} == attributes
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_two_plans_share_nothing_but_their_batch(backends: dict[str, Backend], mode: Mode):
+    cache = make_cache()
+    batch, other = make_batch(cache, [3, 1]), make_batch(cache, [2, 2])
+    first, again, second = (plan_all(backends, b, mode) for b in (batch, batch, other))
+    assert not storages(first) & storages(second)
+    assert storages(first) & storages(again) <= storages(batch)
+
+
+def test_modes_and_sizes_have_the_structure_that_they_should(backends: dict[str, Backend]):
+    cache = make_cache()
+    batch, other = make_batch(cache, [3, 1]), make_batch(cache, [1])
+    decode, extend = (plan_all(backends, batch, mode) for mode in Mode)
+    assert pytree.tree_structure(decode) != pytree.tree_structure(extend)
+    larger = plan_all(backends, other, Mode.DECODE)
+    assert pytree.tree_structure(decode) == pytree.tree_structure(larger)
+
+
+def test_has_initial_state(backends: dict[str, Backend]):
+    cache = make_cache()
+    seqs = cache.allocate(2)
+    cache.reserve(seqs[:1], [5])
+    cache.commit(seqs[:1], [5])
+    batch = cache.make_batch(seqs, [[1], [2, 3]])
+    plan = plan_all(backends, batch, Mode.EXTEND)["gated_delta_rule"]
+    assert plan.has_initial_state.tolist() == [True, False]
+
+
+def test_a_step_finds_each_layer_by_its_id(backends: dict[str, Backend]):
+    cache = make_cache()
+    plans = plan_all(backends, make_batch(cache, [1]), Mode.DECODE)
+    step = Step(plans=plans, caches=cache.pools, table=TABLE)
+    for layer_id, spec in enumerate([LINEAR, FULL, LINEAR]):
+        entry, plan, pool = step.layer(layer_id)
+        assert entry.spec is spec
+        assert plan is plans[KINDS[type(spec)]]
+        assert pool is cache.pools[entry.kind][entry.index]
+
+
+def test_a_layer_kind_that_is_absent_costs_nothing():
+    table = LayerTable.from_specs([FULL])
+    cache = make_cache(table)
+    assert list(make_backends(table, cache.sizes)) == ["paged_attention"]
+    assert list(cache.pools) == ["paged_attention"]
+
+
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_a_backend_is_the_whole_protocol(kind: str):
+    """No hook of the protocol is missing, and all take the same arguments."""
+    made = hybrid._BACKENDS[kind](TABLE.of_kind(kind), make_cache().sizes, Backends())
+    assert set(made.choices) == set(Mode)
+    theirs, ours = inspect.signature(Backend.plan), inspect.signature(type(made).plan)
+    assert list(ours.parameters) == list(theirs.parameters)
+    hints = get_type_hints(type(made).plan)
+    assert (hints["batch"], hints["mode"]) == (Batch, Mode)
+    public = {name for name in dir(made) if not name.startswith("_")}
+    assert {"plan", "choices"} <= public
+
+
+def test_every_kind_of_layer_has_a_backend_and_a_pool():
+    from torch_hybrid.caches.hybrid import _POOLS
+
+    assert set(hybrid._BACKENDS) == set(_POOLS) == set(KINDS.values())
+
+
+@pytest.mark.parametrize("field", ["full", "linear", "conv"])
+def test_names_are_for_their_own_kind(field: str):
+    made = make_backends(TABLE, make_cache().sizes, Backends(**{field: "torch"}))
+    impls = {
+        "full": {c.impl for c in made["paged_attention"].choices.values()},
+        "linear": {c.impl for c in made["gated_delta_rule"].choices.values()},
+        "conv": {made["gated_delta_rule"].conv_choice.impl},
+    }
+    assert impls[field] == {"torch"}
+    with pytest.raises(ValueError, match="has no implementation 'nonesuch'"):
+        make_backends(TABLE, make_cache().sizes, Backends(**{field: "nonesuch"}))
+
+
+def test_a_size_that_a_named_implementation_cannot_serve():
+    """The widest layer decides, wherever in the table it stands."""
+    odd = dataclasses.replace(FULL, head_dim=24)
+    for specs in ([FULL, odd], [odd, FULL]):
+        table = LayerTable.from_specs(specs)
+        with pytest.raises(UnsupportedError, match="head_dim 24 is not a multiple of 16"):
+            make_backends(table, make_cache(table).sizes, Backends(full="cpp"))
