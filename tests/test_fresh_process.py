@@ -1,0 +1,107 @@
+"""What only shows in a new process: imports that must not be needed, and the very first call."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+OPTIONAL = ("triton", "flashinfer", "transformers", "numpy", "safetensors", "rich", "click")
+BLOCK = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {names!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}} (blocked)", name=name)
+
+sys.meta_path.insert(0, Blocked())
+"""
+
+
+def run(code: str, *, blocked: tuple[str, ...] = ()) -> str:
+    """The output of ``code`` in a new interpreter."""
+    source = BLOCK.format(names=set(blocked)) + textwrap.dedent(code)
+    done = subprocess.run(
+        [sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip()
+
+
+def test_import_needs_torch_alone():
+    code = """
+        import torch_hybrid
+        print(sorted(set(sys.modules) & {"triton", "flashinfer", "transformers"}))
+    """
+    assert run(code, blocked=OPTIONAL) == "[]"
+
+
+def test_import_loads_no_optional_package_where_they_are_installed():
+    code = """
+        import torch_hybrid
+        print(sorted(set(sys.modules) & {"transformers", "flashinfer", "rich", "click"}))
+    """
+    assert run(code) == "[]"
+
+
+def test_import_compiles_no_kernel_and_starts_no_compiler():
+    code = """
+        import subprocess
+        def refuse(*args, **options):
+            raise AssertionError(f"a process was started: {args}")
+        subprocess.Popen.__init__ = refuse
+        import torch_hybrid
+        print("torch._inductor.compile_fx" in sys.modules)
+    """
+    assert run(code) == "False"
+
+
+def test_layers_work_without_the_optional_packages():
+    code = """
+        import torch, torch_hybrid as th
+        from torch_hybrid.layers import GatedDeltaNet
+        spec = th.DeltaRuleSpec(num_k_heads=1, num_v_heads=2, head_k_dim=16, head_v_dim=16,
+                                conv_width=4)
+        table = th.LayerTable.from_specs([spec])
+        cache = th.HybridCache(table, max_seqs=1, kv_tokens=16, page_size=16,
+                               dtype=torch.float32, device=torch.device("cpu"))
+        backends = th.make_backends(table, cache.sizes)
+        batch = cache.make_batch(cache.allocate(1), [[0] * 5])
+        plan = th.plan_all(backends, batch, th.Mode.EXTEND)["gated_delta_rule"]
+        with torch.no_grad():
+            y = GatedDeltaNet(8, spec)(torch.randn(5, 8), plan, cache.pools["gated_delta_rule"][0])
+        print(list(y.shape), bool(y.isfinite().all()))
+    """
+    assert run(code, blocked=OPTIONAL) == "[5, 8] True"
+
+
+def test_loading_without_transformers_names_what_is_missing():
+    code = """
+        import torch_hybrid as th
+        try:
+            th.from_pretrained("/nonexistent")
+        except ImportError as error:
+            print(error.name)
+    """
+    assert run(code, blocked=("transformers",)) == "transformers"
+
+
+@pytest.mark.slow
+def test_a_strict_compile_as_the_very_first_call():
+    code = """
+        import torch
+        torch._dynamo.config.error_on_recompile = True
+        import torch_hybrid as th
+        from tests.tiny_models import make_hybrid
+        runner = th.Runner(make_hybrid(), max_seqs=2, max_tokens=64, kv_tokens=64)
+        [seq] = runner.new_sequences(1)
+        logits = runner.extend([seq], [[1, 2, 3]])
+        report = runner.report()
+        print(list(logits.shape), report.compiles, report.recompiles, report.graph_breaks)
+    """
+    assert run(code).splitlines()[-1] == "[1, 199] 1 0 0"
