@@ -34,7 +34,10 @@ def state_copy(pools: Sequence[Tensor], src: Tensor, dst: Tensor, *, dim: int) -
     """Launcher of ``torch_hybrid::state_copy``."""
     if not pools:
         return
-    check_pairs(src.tolist(), dst.tolist(), pools[0].shape[dim])
+    targets = dst.tolist()
+    check_pairs(src.tolist(), targets, pools[0].shape[dim])
+    if not any(targets):
+        return
     fields = [field for pool in pools for field in _shape(pool, dim)]
     _kernel()(
         (ctypes.c_int64 * len(fields))(*fields),

@@ -1,7 +1,8 @@
-"""Implementation "torch": index_select and index_copy_, with no read of the indices.
+"""Implementation "torch": index_select and index_copy_.
 
-A skipped pair rewrites the null index with what it holds, so the op has a fixed shape and can
-be captured in a CUDA graph.
+On a device the indices are not read, so that the op has a fixed shape and can be captured in a CUDA
+graph: a skipped pair rewrites the null index with what it holds. On a CPU skipped pairs are left
+out, because a copy of the null index for each of them costs as much as a real one.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ def state_copy(pools: Sequence[Tensor], src: Tensor, dst: Tensor, *, dim: int) -
         return
     if src.device.type == "cpu":
         check_pairs(src.tolist(), dst.tolist(), pools[0].shape[dim])
+        src, dst = src[dst != 0], dst[dst != 0]
     skipped = dst == 0
     cleared = (src == 0) & ~skipped
     sources = torch.where(skipped, 0, src).long()
