@@ -412,7 +412,7 @@ def _print_stream(engine: Engine, request: Request) -> None:
             break
         events = engine.step()
     seconds = time.perf_counter() - start - first_token
-    sys.stdout.write("\n")
+    print(flush=True)
     output = request.output
     speed = f", then {(len(output.tokens) - 1) / seconds:.1f} tokens/s" if seconds > 0 else ""
     err.print(f"[dim]{_counts(output)}; first token after {first_token:.2f} s{speed}[/]")
