@@ -44,7 +44,7 @@ def main() -> None:
     pages = [torch.randn(2, 65, 16, 2, 256) for _ in range(NUM_FULL)]
     calls = {
         f"1 slot of 2 MB in {NUM_LINEAR} layers": contestants(slots, [1], [5], 0),
-        f"8 pages of 2 x 64 KB in {NUM_FULL} layers": contestants(
+        f"8 pages of 2 x 32 KB in {NUM_FULL} layers": contestants(
             pages, list(range(1, 9)), list(range(20, 28)), 1
         ),
     }
