@@ -30,16 +30,21 @@ def sources() -> Iterator[tuple[Path, str]]:
                 yield file, f"{package}/{file.relative_to(ROOT / folder).as_posix()}"
 
 
+def modules() -> list[tuple[Path, str]]:
+    """The Python files among them; other folders hold data of the package above."""
+    return [(file, target) for file, target in sources() if file.suffix == ".py"]
+
+
 def test_the_package_list_is_the_tree():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    tree = {target.rpartition("/")[0].replace("/", ".") for _, target in sources()}
+    tree = {target.rpartition("/")[0].replace("/", ".") for _, target in modules()}
     listed = settings["packages"]
     assert len(listed) == len(set(listed))
     assert set(listed) == tree
 
 
 def test_every_package_has_an_init():
-    missing = {file.parent for file, _ in sources() if not (file.parent / "__init__.py").is_file()}
+    missing = {file.parent for file, _ in modules() if not (file.parent / "__init__.py").is_file()}
     assert not missing
 
 
