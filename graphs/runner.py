@@ -38,6 +38,7 @@ class Model(Protocol):
 
     table: LayerTable
     vocab_size: int
+    eos_token_ids: tuple[int, ...]
     num_position_axes: int
 
     @property
@@ -136,6 +137,7 @@ class Runner:
         self.model = model
         self.max_seqs, self.max_tokens, self.page_size = max_seqs, max_tokens, page_size
         self.vocab_size = model.vocab_size
+        self.eos_token_ids = model.eos_token_ids
         self.compile = compile
         self._cache = HybridCache(
             model.table,

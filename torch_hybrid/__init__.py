@@ -9,7 +9,7 @@ from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import Backends, select
 from torch_hybrid.batch import Batch, make_batch
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
-from torch_hybrid.engine import Engine
+from torch_hybrid.engine import Engine, Output, Request, TokenEvent
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.runner import Report, Runner
 from torch_hybrid.models.hybrid_model import HybridModel
@@ -28,11 +28,14 @@ __all__ = [
     "HybridModel",
     "LayerTable",
     "Mode",
+    "Output",
     "Report",
+    "Request",
     "Runner",
     "Sampling",
     "Sequence",
     "Step",
+    "TokenEvent",
     "UnsupportedError",
     "adapt",
     "from_pretrained",

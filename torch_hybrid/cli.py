@@ -147,7 +147,7 @@ def generate(
         compile=not eager,
         backends=Backends(full=full, linear=linear),
     )
-    with Engine(runner, tokenizer, eos_token_ids(loaded)) as engine:
+    with Engine(runner, tokenizer) as engine:
         requests = [engine.submit(prompt, sampling, stream=not as_json) for prompt in parsed]
         compile_steps(runner)
         if as_json:
@@ -285,14 +285,6 @@ def load_tokenizer(path_or_id: str) -> Any:
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ValueError(missing)  # without its files it is made all the same, and knows no text
     return tokenizer
-
-
-def eos_token_ids(model: HybridModel) -> list[int]:
-    """The tokens that end a sequence, as the checkpoint says."""
-    eos = model.hf_model.generation_config.eos_token_id
-    if eos is None:
-        eos = model.hf_model.config.get_text_config().eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 def compile_steps(runner: Runner) -> None:

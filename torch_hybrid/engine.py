@@ -79,18 +79,21 @@ class Engine:
     Args:
         runner: holds the sequences; others may hold some of its sequences too.
         tokenizer: lets prompts be texts and outputs have text; needed by stop texts.
-        eos_token_ids: tokens that end every request which does not ignore them.
+        eos_token_ids: tokens that end every request which does not ignore them; by default those
+            of the runner's model.
     """
 
     def __init__(
         self,
         runner: Runner,
         tokenizer: Tokenizer | None = None,
-        eos_token_ids: Sequence[int] = (),
+        eos_token_ids: Sequence[int] | None = None,
     ) -> None:
         self.runner = runner
         self.tokenizer = tokenizer
-        self.eos_token_ids = frozenset(eos_token_ids)
+        self.eos_token_ids = frozenset(
+            runner.eos_token_ids if eos_token_ids is None else eos_token_ids
+        )
         self._scheduler: Scheduler[Request] = Scheduler(
             max_tokens=runner.max_tokens, page_size=runner.page_size
         )

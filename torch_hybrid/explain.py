@@ -54,9 +54,9 @@ def implementations(runner: Runner) -> Section:
     rows = []
     for backend in runner.backends.values():
         for mode in Mode:
-            choice = backend.choices[mode]
-            refused = [f"{name}: {'; '.join(why)}" for name, why in choice.refused.items()]
-            rows.append((mode.value, choice.op, choice.impl, "\n".join(refused) or "-"))
+            for choice in backend.choices[mode]:
+                refused = [f"{name}: {'; '.join(why)}" for name, why in choice.refused.items()]
+                rows.append((mode.value, choice.op, choice.impl, "\n".join(refused) or "-"))
     return Section(
         title="Implementations",
         columns=("step", "op", "takes", "and not"),

@@ -68,7 +68,8 @@ TH_INLINE bf16 from_float<bf16>(float x) {
 
 // ---- loads and stores ------------------------------------------------------------------------
 
-TH_INLINE f32x16 splat(float x) { return f32x16{} + x; }
+// x - 0 is x for every x, and so is left out; x + 0 would turn -0 into 0, and cost an addition.
+TH_INLINE f32x16 splat(float x) { return x - f32x16{}; }
 
 TH_INLINE f32x16 widen(u16x16 bits) {
   return bit_cast<f32x16>(__builtin_convertvector(bits, u32x16) << 16);

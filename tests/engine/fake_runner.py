@@ -29,6 +29,7 @@ class FakeRunner:
         self.max_tokens = max_tokens
         self.page_size = page_size
         self.vocab_size = vocab_size
+        self.eos_token_ids = ()
         self.max_seq_len = num_pages * page_size
         self.num_pages = num_pages
         self.live = []

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_hybrid.backends.mode import Mode
-from torch_hybrid.backends.select import Backends, Choice, select
+from torch_hybrid.backends.select import Backends, select
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.recurrent_state import RecurrentState
 from torch_hybrid.caches.sizes import PoolSizes
@@ -65,21 +65,24 @@ class DeltaRuleBackend:
             dtype=sizes.dtype,
             sizes={"conv_width": max(spec.conv_width for spec in specs)},
         )
-        name = backends.linear
-        self.choices = {
-            Mode.DECODE: select(
-                "recurrent_gated_delta_rule", rule.RECURRENT_IMPLEMENTATIONS, rule_need, name
-            ),
-            Mode.EXTEND: select(
-                "chunk_gated_delta_rule", rule.CHUNK_IMPLEMENTATIONS, rule_need, name
-            ),
-        }
-        self.conv_choice: Choice = select(
-            "causal_conv1d", conv.IMPLEMENTATIONS, conv_need, backends.conv
+        convolution = select("causal_conv1d", conv.IMPLEMENTATIONS, conv_need, backends.conv)
+        recurrent = select(
+            "recurrent_gated_delta_rule",
+            rule.RECURRENT_IMPLEMENTATIONS,
+            rule_need,
+            backends.linear,
         )
+        chunk = select(
+            "chunk_gated_delta_rule", rule.CHUNK_IMPLEMENTATIONS, rule_need, backends.linear
+        )
+        self.choices = {
+            Mode.DECODE: (recurrent, convolution),
+            Mode.EXTEND: (chunk, convolution),
+        }
 
     def plan(self, batch: Batch, mode: Mode) -> DeltaRulePlan:
         """The plan of one step. Pure."""
+        rule_choice, conv_choice = self.choices[mode]
         query_lens = batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]
         return DeltaRulePlan(
             cu_seqlens=batch.cu_seqlens,
@@ -87,8 +90,8 @@ class DeltaRuleBackend:
             has_initial_state=batch.seq_lens > query_lens,
             statics=DeltaRuleStatics(
                 chunked=mode is Mode.EXTEND,
-                rule_impl=self.choices[mode].impl,
-                conv_impl=self.conv_choice.impl,
+                rule_impl=rule_choice.impl,
+                conv_impl=conv_choice.impl,
             ),
         )
 

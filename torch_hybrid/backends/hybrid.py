@@ -24,8 +24,8 @@ class Backend(Protocol):
     """All that a runner asks of the backend of one kind of layer."""
 
     @property
-    def choices(self) -> Mapping[Mode, Choice]:
-        """The implementation taken in each mode."""
+    def choices(self) -> Mapping[Mode, tuple[Choice, ...]]:
+        """What was chosen in each mode, for each op that a layer calls."""
         ...
 
     def plan(self, batch: Batch, mode: Mode) -> Plan:

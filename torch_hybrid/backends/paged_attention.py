@@ -47,8 +47,8 @@ class PagedAttentionBackend:
     ) -> None:
         """Choose an implementation for each mode that serves every layer in ``entries``."""
         self.choices = {
-            Mode.DECODE: self._choose(entries, sizes, backends, frozenset()),
-            Mode.EXTEND: self._choose(entries, sizes, backends, frozenset({"extend"})),
+            Mode.DECODE: (self._choose(entries, sizes, backends, frozenset()),),
+            Mode.EXTEND: (self._choose(entries, sizes, backends, frozenset({"extend"})),),
         }
 
     @staticmethod
@@ -76,12 +76,13 @@ class PagedAttentionBackend:
 
     def plan(self, batch: Batch, mode: Mode) -> PagedAttentionPlan:
         """The plan of one step. Pure: the fields are the batch's own tensors."""
+        (choice,) = self.choices[mode]
         return PagedAttentionPlan(
             cu_seqlens=batch.cu_seqlens,
             seq_lens=batch.seq_lens,
             page_table=batch.page_table,
             slot_mapping=batch.slot_mapping,
-            statics=PagedAttentionStatics(self.choices[mode].impl),
+            statics=PagedAttentionStatics(choice.impl),
         )
 
 

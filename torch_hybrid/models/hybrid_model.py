@@ -27,6 +27,7 @@ class HybridModel(nn.Module):
         self.num_position_axes = num_position_axes
         config = hf_model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
+        self.eos_token_ids = _eos_token_ids(hf_model)
         self._no_masks = dict.fromkeys(["full_attention", "linear_attention", "sliding_attention"])
 
     @property
@@ -66,3 +67,11 @@ class HybridModel(nn.Module):
         """[R, dim] hidden states to [R, vocab_size] logits."""
         logits: Tensor = self.hf_model.lm_head(hidden)
         return logits
+
+
+def _eos_token_ids(hf_model: Any) -> tuple[int, ...]:
+    """The tokens that end a sequence, as the checkpoint says."""
+    eos = hf_model.generation_config.eos_token_id
+    if eos is None:
+        eos = hf_model.config.get_text_config().eos_token_id
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
