@@ -28,7 +28,7 @@ from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_referen
 CONTRACT = """
     recurrent-triton and (
         exact and (one_token or decode or three_value_heads or odd_dims)
-        or padding or no_other_slot or nothing_to_do or one_trace
+        or padding or no_other_slot or nothing_to_do
     ) or in_interpreter
 """
 

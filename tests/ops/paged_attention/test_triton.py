@@ -28,7 +28,7 @@ CONTRACT = """
     triton and (
         matches_float64 and (odd or one_head and fp32 or long_decode and fp16 and plain)
         or (padding or writes or depend) and odd
-        or merges or strided or sequences_empty or may_be_gone or compiles_once or out_of_range
+        or merges or sequences_empty or out_of_range
     ) or in_interpreter
 """
 
@@ -111,13 +111,11 @@ def assert_as_exact(inputs: Inputs, options: str, out: Tensor, lse: Tensor, kv: 
 
 
 def on_device(inputs: Inputs, device: str) -> Inputs:
-    """Copies on ``device``, where q, k and v are slices of one tensor, whose rows lie apart."""
+    """Copies on ``device``; q lies beside a gate within each head, k and v within one tensor."""
     moved = {f.name: getattr(inputs, f.name).to(device, copy=True) for f in fields(Inputs)}
-    sizes = [moved[name].shape[1] for name in ("q", "k", "v")]
-    packed = torch.cat([moved[name] for name in ("q", "k", "v")], 1)
-    return replace(
-        inputs, **moved | dict(zip(("q", "k", "v"), packed.split(sizes, 1), strict=True))
-    )
+    gated = torch.cat([moved["q"], torch.full_like(moved["q"], torch.nan)], 2)
+    k, v = torch.cat([moved["k"], moved["v"]], 1).chunk(2, 1)
+    return replace(inputs, **moved | {"q": gated[..., : gated.shape[2] // 2], "k": k, "v": v})
 
 
 # (sequences, tokens, query heads, key heads, head dim, dtype, options); pages of 16, 256 a sequence
