@@ -1,0 +1,26 @@
+"""Every example runs as it is shown, and checks what it claims."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PRINTED = {
+    "add_an_implementation": "einsum agrees with torch",
+    "own_module": "one piece, eager, against two pieces, compiled",
+    "runner_by_hand": "chunks against one piece",
+    "serve_checkpoint": "length after",
+}
+TRAINING = "train_recall"  # minutes long; tests/demo runs a short training
+
+
+def test_every_example_is_run():
+    names = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert names == {*PRINTED, TRAINING}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_example(name: str, capsys: pytest.CaptureFixture[str]):
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert PRINTED[name] in capsys.readouterr().out
