@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
 from torch_hybrid.ops.capability import Implementation
 
 NAMESPACE = "torch_hybrid"
@@ -49,7 +50,12 @@ def check_shapes(expected: Mapping[str, tuple[Tensor | None, Sequence[int]]]) ->
             raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
 
 
-def check_impl(impl: str, implementations: Mapping[str, Implementation]) -> None:
-    """Raise ValueError when ``impl`` names no implementation."""
+def check_impl(
+    impl: str, implementations: Mapping[str, Implementation], device: torch.device
+) -> None:
+    """Raise ValueError when ``impl`` names no implementation, or one for other devices."""
     if impl not in implementations:
         raise ValueError(f"impl must be one of {list(implementations)}, got {impl!r}")
+    devices = implementations[impl].capability.devices
+    if device.type not in devices:
+        raise ValueError(f"impl {impl!r} runs on {sorted(devices)}, got tensors on {device}")

@@ -61,7 +61,7 @@ def fused_experts(
 
     The experts of Qwen3-Next and Qwen3.5-MoE in transformers' packed layout.
     """
-    check_impl(impl, IMPLEMENTATIONS)
+    check_impl(impl, IMPLEMENTATIONS, x.device)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
     _check_inputs(x, expert_ids, expert_weights, gate_up, down)

@@ -68,7 +68,7 @@ def state_copy(pools: Sequence[Tensor], src: Tensor, dst: Tensor, *, dim: int, i
             )
         if not pool.is_contiguous():
             raise ValueError(f"pools[{i}] must be contiguous, got strides {pool.stride()}")
-    check_impl(impl, IMPLEMENTATIONS)
+    check_impl(impl, IMPLEMENTATIONS, src.device)
     _STATE_COPY(pools, src, dst, dim=dim, impl=impl)
 
 
