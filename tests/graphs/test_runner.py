@@ -24,6 +24,7 @@ class InterruptibleModel:
         self._model = model
         self.table, self.vocab_size = model.table, model.vocab_size
         self.num_position_axes = model.num_position_axes
+        self.eos_token_ids = model.eos_token_ids
         self.dtype, self.device = model.dtype, model.device
         self.logits = model.logits
         self.error: BaseException | None = None
