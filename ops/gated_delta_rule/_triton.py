@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# State elements that one warp keeps in registers: 64 a thread, so that some 100 registers a
-# thread are used and 16 or more warps, each with 8 KiB of loads in flight, share a processor.
+# State elements that one warp keeps in registers: 64 a thread. With some 130 registers a thread
+# about 15 warps share a processor, each with 8 KiB of loads in flight.
 _STATE_TILE = 2048
 
 
