@@ -39,6 +39,7 @@ class StaticInputs:
         self._offsets = dict(zip(unique, [0, *ends[:-1]], strict=True))
         self._host = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = self._host if device.type == "cpu" else self._host.to(device)
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +62,8 @@ class StaticInputs:
         for i, source in enumerate(self._source):
             if leaves[i] is not leaves[source]:
                 raise ValueError(f"leaf {i} must be the same tensor as leaf {source}")
+        if self._copied is not None:
+            self._copied.synchronize()  # the last copy may still read the host's side
         views: dict[int, Tensor] = {}
         used = 0
         for i, offset in self._offsets.items():
@@ -73,8 +76,9 @@ class StaticInputs:
             _view(self._host, offset, leaf).copy_(leaf)
             views[i] = _view(self._device, offset, leaf)
             used = max(used, offset + leaf.nbytes)
-        if self._device is not self._host:
+        if self._copied is not None:
             self._device[:used].copy_(self._host[:used], non_blocking=True)
+            self._copied.record()
         return pytree.tree_unflatten([views[i] for i in self._source], structure)
 
 

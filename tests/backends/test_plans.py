@@ -163,9 +163,10 @@ def test_names_are_for_their_own_kind(field: str):
 
 
 def test_a_size_that_a_named_implementation_cannot_serve():
-    """The widest layer decides, wherever in the table it stands."""
+    """Every layer decides, wherever in the table it stands and however wide the others are."""
     odd = dataclasses.replace(FULL, head_dim=24)
-    for specs in ([FULL, odd], [odd, FULL]):
+    wide = dataclasses.replace(FULL, head_dim=32)
+    for specs in ([FULL, odd], [odd, FULL], [odd, wide]):
         table = LayerTable.from_specs(specs)
         with pytest.raises(UnsupportedError, match="head_dim 24 is not a multiple of 16"):
             make_backends(table, make_cache(table).sizes, Backends(full="cpp"))

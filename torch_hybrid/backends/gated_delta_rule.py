@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -51,29 +52,26 @@ class DeltaRuleBackend:
         self, entries: tuple[LayerEntry, ...], sizes: PoolSizes, backends: Backends
     ) -> None:
         """Choose an implementation for each mode that serves every layer in ``entries``."""
-        specs: list[DeltaRuleSpec] = [entry.spec for entry in entries]  # type: ignore[misc]
-        rule_need = Need(
-            device=sizes.device,
-            dtype=sizes.dtype,
-            sizes={
-                "head_k_dim": max(spec.head_k_dim for spec in specs),
-                "head_v_dim": max(spec.head_v_dim for spec in specs),
-            },
+        specs: set[DeltaRuleSpec] = {entry.spec for entry in entries}  # type: ignore[misc]
+
+        def needs(sizes_of: Callable[[DeltaRuleSpec], dict[str, int]]) -> list[Need]:
+            return [
+                Need(device=sizes.device, dtype=sizes.dtype, sizes=sizes_of(spec)) for spec in specs
+            ]
+
+        conv_needs = needs(lambda spec: {"conv_width": spec.conv_width})
+        rule_needs = needs(
+            lambda spec: {"head_k_dim": spec.head_k_dim, "head_v_dim": spec.head_v_dim}
         )
-        conv_need = Need(
-            device=sizes.device,
-            dtype=sizes.dtype,
-            sizes={"conv_width": max(spec.conv_width for spec in specs)},
-        )
-        convolution = select("causal_conv1d", conv.IMPLEMENTATIONS, conv_need, backends.conv)
+        convolution = select("causal_conv1d", conv.IMPLEMENTATIONS, conv_needs, backends.conv)
         recurrent = select(
             "recurrent_gated_delta_rule",
             rule.RECURRENT_IMPLEMENTATIONS,
-            rule_need,
+            rule_needs,
             backends.linear,
         )
         chunk = select(
-            "chunk_gated_delta_rule", rule.CHUNK_IMPLEMENTATIONS, rule_need, backends.linear
+            "chunk_gated_delta_rule", rule.CHUNK_IMPLEMENTATIONS, rule_needs, backends.linear
         )
         self.choices = {
             Mode.DECODE: (recurrent, convolution),

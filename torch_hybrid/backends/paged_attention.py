@@ -58,21 +58,19 @@ class PagedAttentionBackend:
         backends: Backends,
         features: frozenset[str],
     ) -> Choice:
-        specs: list[AttentionSpec] = [entry.spec for entry in entries]  # type: ignore[misc]
-        if any(spec.window for spec in specs):
-            features |= {"sliding_window"}
-        if any(spec.softcap for spec in specs):
-            features |= {"softcap"}
-        need = Need(
-            device=sizes.device,
-            dtype=sizes.dtype,
-            sizes={
-                "head_dim": max(spec.head_dim for spec in specs),
-                "page_size": sizes.page_size,
-            },
-            features=features,
-        )
-        return select("paged_attention", IMPLEMENTATIONS, need, backends.full)
+        specs: set[AttentionSpec] = {entry.spec for entry in entries}  # type: ignore[misc]
+        needs = [
+            Need(
+                device=sizes.device,
+                dtype=sizes.dtype,
+                sizes={"head_dim": spec.head_dim, "page_size": sizes.page_size},
+                features=features
+                | ({"sliding_window"} if spec.window else set())
+                | ({"softcap"} if spec.softcap else set()),
+            )
+            for spec in specs
+        ]
+        return select("paged_attention", IMPLEMENTATIONS, needs, backends.full)
 
     def plan(self, batch: Batch, mode: Mode) -> PagedAttentionPlan:
         """The plan of one step. Pure: the fields are the batch's own tensors."""

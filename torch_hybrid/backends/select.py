@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torch_hybrid.errors import UnsupportedError
@@ -32,14 +32,18 @@ class Choice:
 
 
 def select(
-    op: str, implementations: Mapping[str, Implementation], need: Need, preferred: str = "auto"
+    op: str,
+    implementations: Mapping[str, Implementation],
+    needs: Need | Iterable[Need],
+    preferred: str = "auto",
 ) -> Choice:
-    """The first implementation of ``op`` that can serve ``need``, or the preferred one.
+    """The first implementation of ``op`` that can serve all ``needs``, or the preferred one.
 
     Raises:
         ValueError: ``preferred`` names no implementation of the op.
         UnsupportedError: none can serve; the message lists every reason of every candidate.
     """
+    wanted = [needs] if isinstance(needs, Need) else list(needs)
     if preferred != "auto" and preferred not in implementations:
         raise ValueError(
             f"{op} has no implementation {preferred!r}; it has {['auto', *implementations]}"
@@ -47,7 +51,8 @@ def select(
     refused: dict[str, tuple[str, ...]] = {}
     chosen: str | None = None
     for name, implementation in implementations.items():
-        reasons = implementation.capability.why_not(need)
+        why_not = implementation.capability.why_not
+        reasons = list(dict.fromkeys(reason for need in wanted for reason in why_not(need)))
         if not reasons and preferred not in ("auto", name):
             reasons = [f"{preferred} was asked for by name"]
         if reasons:
