@@ -35,7 +35,7 @@ WARMUP_STEPS = 50
 
 
 def make_config() -> Qwen3NextConfig:
-    """A hybrid small enough for the repository: about 134,000 parameters."""
+    """A hybrid small enough for the repository: 150,064 parameters."""
     num_layers = len(LAYER_TYPES)
     return Qwen3NextConfig(
         vocab_size=RECALL.vocab_size,
@@ -127,7 +127,11 @@ def lr_scale(step: int, steps: int) -> float:
 
 
 class Curriculum:
-    """How many writes a row may have: a quarter more each time the model has caught up."""
+    """How many writes a row may have: a quarter more each time the model has caught up.
+
+    Few writes are drawn more often than many: where writes of one key are near each other, which
+    was the last is the hardest to tell.
+    """
 
     def __init__(self, rng: np.random.Generator) -> None:
         self.rng = rng
@@ -135,7 +139,8 @@ class Curriculum:
         self.accuracy = 0.0
 
     def num_writes(self) -> int:
-        return int(self.rng.integers(RECALL.min_writes, int(self.limit) + 1))
+        span = int(self.limit) + 1 - RECALL.min_writes
+        return RECALL.min_writes + int(span * self.rng.random() ** 2)
 
     def update(self, accuracy: float) -> None:
         self.accuracy += 0.05 * (accuracy - self.accuracy)
@@ -192,7 +197,7 @@ def exact_answers(model: Qwen3NextForCausalLM, num: int, seed: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo's recall model from scratch.")
     parser.add_argument("--out", type=Path, default=Path("build/recall"), help="checkpoint folder")
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--lr", type=float, default=6e-3)
     parser.add_argument("--seed", type=int, default=0)

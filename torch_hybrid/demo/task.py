@@ -10,8 +10,9 @@ key is written once; then some keys of the earlier half are written again, and t
 counts. The last bindings form a single cycle over all symbols of the prompt, so an answer of any
 length is determined by the prompt, and visits every symbol before the first one comes back.
 
-Recall over bindings written once is what attention does best; overwriting a binding in a memory of
-fixed size is what the delta rule is for.
+The checkpoint (``examples/train_recall.py`` trains it) needs both kinds of its layers: with the
+recurrent state forgotten after each token it recalls 5 % of the symbols, without the output of its
+full attention fewer than 1 %, intact more than 99.9 %.
 """
 
 from __future__ import annotations
