@@ -34,6 +34,7 @@ class EmptyModel:
     """The layers of a model without what they compute: every logit is 0."""
 
     vocab_size = 2
+    eos_token_ids = ()
     dtype = torch.float32
     device = torch.device("cpu")
 

@@ -110,7 +110,8 @@ def main() -> None:
         kv_tokens=count * (longest + num_new + 16),
     )
     seqs = runner.new_sequences(2)
-    Oracle(hf_model).check("ours", runner.extend(seqs, prompts[:2]), prompts[:2])
+    logits = torch.cat([runner.extend([s], [p]) for s, p in zip(seqs, prompts[:2], strict=True)])
+    Oracle(hf_model).check("ours", logits, prompts[:2])
     runner.free(seqs)
     engine = Engine(runner)
     serve(engine, prompts[:2], 2)
