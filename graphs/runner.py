@@ -308,7 +308,8 @@ class Runner:
         if inputs.batch.positions.ndim == 2:
             torch._dynamo.mark_static(inputs.batch.positions, 0)
         place = len(self._log.graphs)
-        with torch.inference_mode():
+        # Floats of the model (an eps) are constants: as inputs, each is a tensor made every step.
+        with torch.inference_mode(), torch._dynamo.config.patch(specialize_float=True):
             self._steps[mode, logits](inputs, self._cache.pools)
         self._variants[variant] = place
 

@@ -7,6 +7,7 @@ and a refresh writes all of it: nothing of an earlier, larger step can be left o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -15,6 +16,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 _ALIGNMENT = 64  # bytes; what vector loads of generated code may assume
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Layout:
+    """A bucket's views: where its leaves are written, and the value that the step reads."""
+
+    host: list[Tensor]
+    value: Any
+    num_bytes: int
 
 
 class StaticInputs:
@@ -39,6 +49,7 @@ class StaticInputs:
         self._offsets = dict(zip(unique, [0, *ends[:-1]], strict=True))
         self._host = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = self._host if device.type == "cpu" else self._host.to(device)
+        self._layouts: dict[tuple[Any, ...], _Layout] = {}
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     @property
@@ -62,24 +73,40 @@ class StaticInputs:
         for i, source in enumerate(self._source):
             if leaves[i] is not leaves[source]:
                 raise ValueError(f"leaf {i} must be the same tensor as leaf {source}")
+        unique = [leaves[i] for i in self._offsets]
+        layout = self._layouts.get(key := tuple((leaf.shape, leaf.dtype) for leaf in unique))
+        if layout is None:
+            layout = self._layouts[key] = self._lay_out(leaves)
         if self._copied is not None:
             self._copied.synchronize()  # the last copy may still read the host's side
-        views: dict[int, Tensor] = {}
-        used = 0
-        for i, offset in self._offsets.items():
+        for view, leaf in zip(layout.host, unique, strict=True):
+            view.copy_(leaf)
+        if self._copied is not None:
+            self._device[: layout.num_bytes].copy_(
+                self._host[: layout.num_bytes], non_blocking=True
+            )
+            self._copied.record()
+        return layout.value
+
+    def _lay_out(self, leaves: list[Tensor]) -> _Layout:
+        """The views for leaves of these shapes; made once for each bucket."""
+        for i in self._offsets:
             leaf = leaves[i]
             if leaf.nbytes > self._capacity[i] or leaf.dtype != self._dtypes[i]:
                 raise ValueError(
                     f"leaf {i} must be {self._dtypes[i]} of at most {self._capacity[i]} bytes, "
                     f"got {leaf.dtype} of {leaf.nbytes}"
                 )
-            _view(self._host, offset, leaf).copy_(leaf)
-            views[i] = _view(self._device, offset, leaf)
-            used = max(used, offset + leaf.nbytes)
-        if self._copied is not None:
-            self._device[:used].copy_(self._host[:used], non_blocking=True)
-            self._copied.record()
-        return pytree.tree_unflatten([views[i] for i in self._source], structure)
+
+        def views(buffer: Tensor) -> dict[int, Tensor]:
+            return {i: _view(buffer, offset, leaves[i]) for i, offset in self._offsets.items()}
+
+        on_device = views(self._device)
+        return _Layout(
+            host=list(views(self._host).values()),
+            value=pytree.tree_unflatten([on_device[i] for i in self._source], self._structure),
+            num_bytes=max(offset + leaves[i].nbytes for i, offset in self._offsets.items()),
+        )
 
 
 def _view(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
