@@ -153,7 +153,9 @@ def _recurrent_kernel(
                 b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
             b_q *= scale
 
-            b_s *= tl.exp(tl.load(p_g))
+            # A GPU's own exponential is off by several roundings, which add up over the tokens; in
+            # float64 it is a library's, and one scalar per token hides behind the state.
+            b_s *= tl.exp(tl.load(p_g).to(tl.float64)).to(tl.float32)
             b_u = tl.load(p_beta) * (b_v - tl.sum(b_s * b_k[None, :], 1))
             b_s += b_u[:, None] * b_k[None, :]
             b_o = tl.sum(b_s * b_q[None, :], 1)

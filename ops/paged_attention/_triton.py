@@ -14,11 +14,9 @@ from torch import Tensor
 from torch_hybrid.ops.paged_attention.bounds import check_indices
 from torch_hybrid.ops.triton_devices import interpreted
 
-# Programs that fill the GPUs this is meant for (108 to 148 processors) a few times over.
-_TARGET_PROGRAMS = 512
+# Two programs for each processor of the GPUs this is meant for (108 to 148 processors).
+_TARGET_PROGRAMS = 256
 _MAX_SPLITS = 128
-# A split moves its rows of float32 output twice, which fewer tiles of keys would not repay.
-_MIN_TILES_PER_SPLIT = 2
 
 _LOG2_E = math.log2(math.e)
 
@@ -38,7 +36,6 @@ class Tiles:
     num_blocks: int
     num_splits: int
     num_warps: int
-    num_stages: int
 
     @classmethod
     def of(
@@ -57,15 +54,15 @@ class Tiles:
         # tiles spill.
         tensor_cores = itemsize == 2
         block_d = max(16, triton.next_power_of_2(head_dim))
-        block_kv = max(16, min(64, 8192 // block_d)) if tensor_cores else 16
         tokens_per_seq = triton.cdiv(num_tokens, max(1, num_seqs))
         wanted_rows = triton.next_power_of_2(tokens_per_seq * group)
         most_rows = 64 if tensor_cores else 16
         block_m = max(16, min(wanted_rows, most_rows), triton.next_power_of_2(group))
         block_q = block_m // group
+        block_kv = (64 if block_m < 64 else 32) if tensor_cores else 16
         busy_programs = max(num_seqs, num_tokens // block_q) * num_kv_heads
         wanted_splits = min(_MAX_SPLITS, _TARGET_PROGRAMS // max(1, busy_programs))
-        useful_splits = triton.cdiv(max_keys, _MIN_TILES_PER_SPLIT * block_kv)
+        useful_splits = triton.cdiv(max_keys, block_kv)
         num_splits = max(1, min(wanted_splits, useful_splits))
         return cls(
             block_q=block_q,
@@ -74,9 +71,7 @@ class Tiles:
             block_kv=block_kv,
             num_blocks=num_tokens // block_q + num_seqs if num_seqs else 0,
             num_splits=1 << (num_splits.bit_length() - 1),
-            num_warps=4 if block_m * block_d <= (8192 if tensor_cores else 4096) else 8,
-            # With three, page numbers are fetched two tiles ahead, keys and values one.
-            num_stages=3 if block_m < 64 else 2,
+            num_warps=4 if block_m <= most_rows else 8,
         )
 
 
@@ -246,13 +241,12 @@ def _attend(
         BLOCK_D=tiles.block_d,
         BLOCK_KV=tiles.block_kv,
         NUM_SPLITS=tiles.num_splits,
-        MIN_TILES=_MIN_TILES_PER_SPLIT,
         HAS_WINDOW=window > 0,
         HAS_SOFTCAP=softcap > 0,
         # The interpreter holds bfloat16 as integers and multiplies them as such.
         FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
         num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        num_stages=3,  # page numbers are fetched two tiles ahead, keys and values one
         enable_fp_fusion=True,
     )
 
@@ -267,7 +261,9 @@ def _merge(
 ) -> None:
     """Weigh the splits of each row by their share of the softmax."""
     num_tokens, num_q_heads, head_dim = out.shape
-    _merge_kernel[(num_tokens, num_q_heads)](
+    block_splits = min(tiles.num_splits, 32)
+    block_d = min(tiles.block_d, 4096 // block_splits)
+    _merge_kernel[(num_tokens, num_q_heads, triton.cdiv(head_dim, block_d))](
         partial_out,
         partial_lse,
         cu_seqlens,
@@ -277,9 +273,9 @@ def _merge(
         cu_seqlens.shape[0] - 1,
         HQ=num_q_heads,
         D=head_dim,
-        BLOCK_D=tiles.block_d,
+        BLOCK_D=block_d,
         NUM_SPLITS=tiles.num_splits,
-        BLOCK_SPLITS=min(tiles.num_splits, 16),
+        BLOCK_SPLITS=block_splits,
         num_warps=4,
         enable_fp_fusion=True,
     )
@@ -358,7 +354,6 @@ def _attend_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
@@ -393,8 +388,7 @@ def _attend_kernel(
     if HAS_WINDOW:
         keys_begin = tl.maximum(0, ahead + first_token - window + 1)
     keys_end = ahead + tl.minimum(first_token + BLOCK_Q, end)
-    num_tiles = tl.cdiv(keys_end - keys_begin, BLOCK_KV)
-    tiles_per_split = tl.maximum(tl.cdiv(num_tiles, NUM_SPLITS), MIN_TILES)
+    tiles_per_split = tl.cdiv(tl.cdiv(keys_end - keys_begin, BLOCK_KV), NUM_SPLITS)
     split_begin = keys_begin + split * tiles_per_split * BLOCK_KV
     split_end = tl.minimum(keys_end, split_begin + tiles_per_split * BLOCK_KV)
 
@@ -462,13 +456,13 @@ def _merge_kernel(
     NUM_SPLITS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ) -> None:
-    """One program: one query head of one token."""
+    """One program: BLOCK_D elements of one query head of one token."""
     token = tl.program_id(0)
     if token >= tl.load(cu_seqlens + num_seqs):
         return
     row = token.to(tl.int64) * HQ + tl.program_id(1)
     stride_split = num_tokens.to(tl.int64) * HQ
-    index_d = tl.arange(0, BLOCK_D)
+    index_d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_d = index_d < D
 
     b_lse = tl.load(partial_lse + row + tl.arange(0, NUM_SPLITS) * stride_split)
@@ -486,7 +480,8 @@ def _merge_kernel(
         p_o = partial_out + split_row[:, None] * D + index_d[None, :]
         b_o += tl.sum(tl.load(p_o, mask=mask, other=0.0) * weights[:, None], 0)
     tl.store(out + row * D + index_d, (b_o / total).to(out.dtype.element_ty), mask=mask_d)
-    tl.store(lse + row, peak + tl.log(total))
+    if tl.program_id(2) == 0:
+        tl.store(lse + row, peak + tl.log(total))
 
 
 @triton.jit

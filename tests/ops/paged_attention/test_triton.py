@@ -41,7 +41,7 @@ PATHS = {
         num_q_heads=20, num_kv_heads=1, head_dim=16, page_size=4, lengths=((3, 9), (1, 30))
     ),
     "more_splits_than_one_merge": Case(
-        num_q_heads=2, num_kv_heads=1, head_dim=256, page_size=64, lengths=((1, 2100),)
+        num_q_heads=2, num_kv_heads=1, head_dim=72, page_size=64, lengths=((1, 4000),)
     ),
 }
 
