@@ -304,7 +304,11 @@ class Runner:
         if variant in self._variants or not self.compile:
             return
         null = self._null_inputs(mode, _TRACED[mode])
-        inputs = pytree.tree_map(lambda leaf: leaf.to(self.model.device), null)
+        # One tensor that stands in several places stays one: graphs are guarded by that.
+        moved: dict[int, Tensor] = {}
+        inputs = pytree.tree_map(
+            lambda leaf: moved.setdefault(id(leaf), leaf.to(self.model.device)), null
+        )
         if inputs.batch.positions.ndim == 2:
             torch._dynamo.mark_static(inputs.batch.positions, 0)
         place = len(self._log.graphs)
