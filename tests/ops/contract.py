@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
 from torch_hybrid.graphs.clone_check import PoolClone, pool_clones
 from torch_hybrid.ops.capability import Implementation
 
