@@ -7,17 +7,11 @@ from typing import Any
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
 from torch_hybrid.models.family import (
     Family,
-    delta_rule_spec,
+    gated_delta_rule_specs,
     mixer_from,
-    specs_by_layer_type,
     weights_of,
 )
-from torch_hybrid.specs import DeltaRuleSpec, LayerSpec
-
-
-def _specs(config: Any) -> list[LayerSpec]:
-    linear = delta_rule_spec(config, norm_eps=config.rms_norm_eps)
-    return specs_by_layer_type(config, linear, head_dim=config.head_dim)
+from torch_hybrid.specs import DeltaRuleSpec
 
 
 def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
@@ -27,7 +21,7 @@ def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
 
 QWEN3_5 = Family(
     model_types=("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
-    specs=_specs,
+    specs=gated_delta_rule_specs,
     mixer=_mixer,
     num_position_axes=3,
 )

@@ -7,17 +7,11 @@ from typing import Any
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
 from torch_hybrid.models.family import (
     Family,
-    delta_rule_spec,
+    gated_delta_rule_specs,
     mixer_from,
-    specs_by_layer_type,
     weights_of,
 )
-from torch_hybrid.specs import DeltaRuleSpec, LayerSpec
-
-
-def _specs(config: Any) -> list[LayerSpec]:
-    linear = delta_rule_spec(config, norm_eps=config.rms_norm_eps)
-    return specs_by_layer_type(config, linear, head_dim=config.head_dim)
+from torch_hybrid.specs import DeltaRuleSpec
 
 
 def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
@@ -36,4 +30,4 @@ def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
     return mixer_from(module, spec, rows, norm=module.norm, out=module.out_proj)
 
 
-QWEN3_NEXT = Family(model_types=("qwen3_next",), specs=_specs, mixer=_mixer)
+QWEN3_NEXT = Family(model_types=("qwen3_next",), specs=gated_delta_rule_specs, mixer=_mixer)
