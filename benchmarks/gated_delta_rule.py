@@ -17,7 +17,7 @@ import torch
 
 from tests.ops.gated_delta_rule.cases import Case, Inputs, make_inputs
 from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
-from torch_hybrid.ops.gated_delta_rule.op import CHUNK_SIZES
+from torch_hybrid.ops.recurrence import CHUNK_SIZES
 
 MATRIX = 2048
 HEADS = ((16, 16), (16, 32))

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch_hybrid.ops.capability import Capability, Implementation
 from torch_hybrid.ops.gated_delta_rule.validate import check_inputs
 from torch_hybrid.ops.native import compiler_missing
+from torch_hybrid.ops.recurrence import check_chunk_size
 from torch_hybrid.ops.registration import check_impl, define_op
 from torch_hybrid.ops.triton_devices import triton_devices, triton_missing
 
 DEFAULT_CHUNK_SIZE = 32
-CHUNK_SIZES = (16, 32, 64, 128)
 
 _CPU = "torch_hybrid.ops.gated_delta_rule._cpu"
 _TORCH = "torch_hybrid.ops.gated_delta_rule._torch"
@@ -143,12 +143,11 @@ def chunk_gated_delta_rule(
     :func:`recurrent_gated_delta_rule`, and:
 
     Args:
-        chunk_size: tokens per chunk, one of CHUNK_SIZES; changes speed and rounding only.
+        chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only.
         impl: a name in CHUNK_IMPLEMENTATIONS.
     """
     check_impl(impl, CHUNK_IMPLEMENTATIONS, q.device)
-    if chunk_size not in CHUNK_SIZES:
-        raise ValueError(f"chunk_size must be one of {list(CHUNK_SIZES)}, got {chunk_size}")
+    check_chunk_size(chunk_size)
     check_inputs(q, k, v, g, beta, state, cu_seqlens, state_indices, has_initial_state)
     out: Tensor = _CHUNK(
         q,

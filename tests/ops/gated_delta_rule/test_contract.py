@@ -23,10 +23,10 @@ from tests.ops.gated_delta_rule.cases import CASES, Case, Inputs, make_inputs, o
 from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from torch_hybrid.ops.gated_delta_rule.op import (
     CHUNK_IMPLEMENTATIONS,
-    CHUNK_SIZES,
     RECURRENT_IMPLEMENTATIONS,
 )
 from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_reference
+from torch_hybrid.ops.recurrence import CHUNK_SIZES
 
 DEVICE = "cpu"
 
