@@ -7,8 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# exp of it is 0 in float32; a finite stand-in for a decay of -inf, whose differences are NaN.
-FULL_DECAY = -1e4
+from torch_hybrid.ops.ragged_chunks import (
+    FULL_DECAY,
+    Chunks,
+    chunk_table,
+    initial_states,
+    live_sequences,
+)
 
 
 def recurrent_gated_delta_rule(
@@ -26,8 +31,8 @@ def recurrent_gated_delta_rule(
     qk_l2norm: bool,
 ) -> Tensor:
     """Step all sequences together, the longest first, so that those left are a leading slice."""
-    seqs = _live_sequences(cu_seqlens, state_indices, has_initial_state)
-    S = _initial_states(state, seqs)
+    seqs = live_sequences(cu_seqlens, state_indices, has_initial_state)
+    S = initial_states(state, seqs)
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
     for step in range(seqs.max_length):
         num_left = int((seqs.lengths > step).sum())
@@ -57,9 +62,9 @@ def chunk_gated_delta_rule(
     chunk_size: int,
 ) -> Tensor:
     """Compute what lies inside chunks for all of them at once, then scan the states over them."""
-    seqs = _live_sequences(cu_seqlens, state_indices, has_initial_state)
-    S = _initial_states(state, seqs)
-    chunks = _chunk_table(seqs, chunk_size)
+    seqs = live_sequences(cu_seqlens, state_indices, has_initial_state)
+    S = initial_states(state, seqs)
+    chunks = chunk_table(seqs, chunk_size)
     parts = _inside_chunks(q, k, v, g, beta, chunks, scale, qk_l2norm)
     o = torch.empty_like(parts.u)
     for step in range(-(-seqs.max_length // chunk_size)):
@@ -76,30 +81,6 @@ def chunk_gated_delta_rule(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sequences:
-    """The sequences that have work to do, the longest first."""
-
-    starts: Tensor
-    lengths: Tensor
-    slots: Tensor
-    has_initial_state: Tensor
-    max_length: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Chunks:
-    """The chunks of all sequences, X in number, those of one sequence next to each other.
-
-    ``first [N]`` is the first chunk of each sequence; ``token [X, C]`` the token of each row,
-    repeating the last one where ``is_real [X, C]`` is False.
-    """
-
-    first: Tensor
-    token: Tensor
-    is_real: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _ChunkParts:
     """Per chunk and value head, all that does not depend on the state at its start."""
 
@@ -109,24 +90,6 @@ class _ChunkParts:
     k_decayed: Tensor
     attention: Tensor
     decay: Tensor
-
-
-def _live_sequences(
-    cu_seqlens: Tensor, state_indices: Tensor, has_initial_state: Tensor
-) -> _Sequences:
-    lengths = torch.where(state_indices > 0, cu_seqlens.diff(), 0)
-    order = lengths.argsort(descending=True)[: int((lengths > 0).sum())]
-    return _Sequences(
-        starts=cu_seqlens[order],
-        lengths=lengths[order],
-        slots=state_indices[order],
-        has_initial_state=has_initial_state[order],
-        max_length=int(lengths.max()) if len(lengths) else 0,
-    )
-
-
-def _initial_states(state: Tensor, seqs: _Sequences) -> Tensor:
-    return state[seqs.slots].where(seqs.has_initial_state[:, None, None, None], 0.0)
 
 
 def _prepare_qk(
@@ -140,24 +103,13 @@ def _prepare_qk(
     return (q * scale).repeat_interleave(group, dim=-2), k.repeat_interleave(group, dim=-2)
 
 
-def _chunk_table(seqs: _Sequences, chunk_size: int) -> _Chunks:
-    num_chunks = (seqs.lengths + chunk_size - 1) // chunk_size
-    first = num_chunks.cumsum(0) - num_chunks
-    seq = torch.repeat_interleave(num_chunks)
-    ordinal = torch.arange(len(seq), device=seq.device) - first[seq]
-    row = ordinal[:, None] * chunk_size + torch.arange(chunk_size, device=seq.device)
-    length = seqs.lengths[seq, None]
-    token = seqs.starts[seq, None] + torch.minimum(row, length - 1)
-    return _Chunks(first=first, token=token, is_real=row < length)
-
-
 def _inside_chunks(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     g: Tensor,
     beta: Tensor,
-    chunks: _Chunks,
+    chunks: Chunks,
     scale: float,
     qk_l2norm: bool,
 ) -> _ChunkParts:
