@@ -50,6 +50,13 @@ def check_shapes(expected: Mapping[str, tuple[Tensor | None, Sequence[int]]]) ->
             raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
 
 
+def check_dtypes(expected: Mapping[str, tuple[Tensor, torch.dtype]]) -> None:
+    """Raise ValueError for the first tensor whose dtype is not the expected one."""
+    for name, (tensor, dtype) in expected.items():
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name} must have dtype {dtype}, got {tensor.dtype}")
+
+
 def check_impl(
     impl: str, implementations: Mapping[str, Implementation], device: torch.device
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.native import load_library
-from torch_hybrid.ops.paged_attention.bounds import check_indices
+from torch_hybrid.ops.page_bounds import check_page_indices
 
 _SYMBOLS = {
     torch.float32: "th_paged_attention_f32",
@@ -132,5 +132,13 @@ def _launch(
         softcap,
     )
     if not _kernel(q.dtype)(call):
-        check_indices(kv, cu_seqlens, seq_lens, page_table, slot_mapping, window=window)
+        check_page_indices(
+            cu_seqlens,
+            seq_lens,
+            page_table,
+            slot_mapping,
+            num_pages=kv.shape[1],
+            page_size=kv.shape[2],
+            window=window,
+        )
     return out

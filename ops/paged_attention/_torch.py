@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.paged_attention.bounds import check_indices
+from torch_hybrid.ops.page_bounds import check_page_indices
 
 # Queries per product: bounds the logits to [Hq, _BLOCK, seq_len].
 _BLOCK = 128
@@ -60,7 +60,15 @@ def paged_attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``torch_hybrid::paged_attention_with_lse``."""
     if q.device.type == "cpu":
-        check_indices(kv, cu_seqlens, seq_lens, page_table, slot_mapping, window=window)
+        check_page_indices(
+            cu_seqlens,
+            seq_lens,
+            page_table,
+            slot_mapping,
+            num_pages=kv.shape[1],
+            page_size=kv.shape[2],
+            window=window,
+        )
     offsets, lengths = cu_seqlens.tolist(), seq_lens.tolist()
     _write(k, v, kv, slot_mapping, offsets[-1])
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)

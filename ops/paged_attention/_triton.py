@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.paged_attention.bounds import check_indices
+from torch_hybrid.ops.page_bounds import check_page_indices
 from torch_hybrid.ops.triton_devices import interpreted
 
 # Two programs for each processor of the GPUs this is meant for (108 to 148 processors).
@@ -122,7 +122,15 @@ def paged_attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``torch_hybrid::paged_attention_with_lse``."""
     if interpreted() and kv.device.type == "cpu":
-        check_indices(kv, cu_seqlens, seq_lens, page_table, slot_mapping, window=window)
+        check_page_indices(
+            cu_seqlens,
+            seq_lens,
+            page_table,
+            slot_mapping,
+            num_pages=kv.shape[1],
+            page_size=kv.shape[2],
+            window=window,
+        )
     num_tokens, num_q_heads, head_dim = q.shape
     _, _, page_size, num_kv_heads, _ = kv.shape
     num_seqs, max_pages = page_table.shape

@@ -1,24 +1,24 @@
-"""Checks of the index tensors, for implementations whose indices are on the host."""
+"""Checks of the index tensors of paged attention, for indices that are on the host."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 
-def check_indices(
-    kv: Tensor,
+def check_page_indices(
     cu_seqlens: Tensor,
     seq_lens: Tensor,
     page_table: Tensor,
     slot_mapping: Tensor,
     *,
-    window: int,
+    num_pages: int,
+    page_size: int,
+    window: int = 0,
 ) -> None:
     """Raise ValueError unless every index that a call uses is inside its pool.
 
     Page 0 is null, so neither a new token nor a visible key may be there.
     """
-    _, num_pages, page_size, _, _ = kv.shape
     offsets, lengths, tables = cu_seqlens.tolist(), seq_lens.tolist(), page_table.tolist()
     if offsets[0] != 0 or sorted(offsets) != offsets or offsets[-1] > slot_mapping.shape[0]:
         raise ValueError(
