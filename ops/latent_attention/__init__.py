@@ -1,0 +1,10 @@
+"""Absorbed attention over paged latents (MLA), and the pool of latents it reads."""
+
+from torch_hybrid.ops.latent_attention.op import (
+    gather_latents,
+    latent_attention,
+    latent_attention_with_lse,
+    store_latents,
+)
+
+__all__ = ["gather_latents", "latent_attention", "latent_attention_with_lse", "store_latents"]

@@ -1,0 +1,35 @@
+"""Rows of the pool written and gathered with torch's own indexing.
+
+Shapes do not depend on indices, so that a CUDA graph can hold both: a padding token rewrites the
+null row with what it holds.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.latent_attention.validate import check_slots
+
+
+def store_latents(
+    latent: Tensor, k_rope: Tensor, pool: Tensor, slot_mapping: Tensor, cu_seqlens: Tensor
+) -> None:
+    """Launcher of ``torch_hybrid::store_latents``."""
+    num_tokens = slot_mapping.shape[0]
+    if pool.device.type == "cpu":
+        num_tokens = int(cu_seqlens[-1])
+        check_slots(slot_mapping[:num_tokens].tolist(), pool, "slot_mapping")
+    is_token = torch.arange(num_tokens, device=pool.device) < cu_seqlens[-1]
+    slots = torch.where(is_token, slot_mapping[:num_tokens], 0).long()
+    new_rows = torch.cat([latent[:num_tokens], k_rope[:num_tokens]], 1)
+    null_row = pool[0, 0]
+    pool.flatten(0, 1).index_copy_(0, slots, torch.where(is_token[:, None], new_rows, null_row))
+
+
+def gather_latents(pool: Tensor, rows: Tensor) -> Tensor:
+    """Launcher of ``torch_hybrid::gather_latents``."""
+    if pool.device.type == "cpu":
+        check_slots([row for row in rows.tolist() if row], pool, "rows")
+    gathered = pool.flatten(0, 1).index_select(0, rows)
+    return gathered.masked_fill_((rows == 0)[:, None], 0)

@@ -1,0 +1,82 @@
+"""Implementation "torch": one sequence at a time, all heads in two products."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.latent_attention._rows import store_latents
+from torch_hybrid.ops.page_bounds import check_page_indices
+
+# Queries per product: bounds the logits to [H * _BLOCK, seq_len].
+_BLOCK = 64
+
+
+def latent_attention(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    pool: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """Launcher of ``torch_hybrid::latent_attention``."""
+    index = (cu_seqlens, seq_lens, page_table, slot_mapping)
+    return latent_attention_with_lse(q_latent, q_rope, latent, k_rope, pool, *index, scale=scale)[0]
+
+
+def latent_attention_with_lse(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    pool: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Launcher of ``torch_hybrid::latent_attention_with_lse``."""
+    num_pages, page_size, _ = pool.shape
+    if pool.device.type == "cpu":
+        index = (cu_seqlens, seq_lens, page_table, slot_mapping)
+        check_page_indices(*index, num_pages=num_pages, page_size=page_size)
+    store_latents(latent, k_rope, pool, slot_mapping, cu_seqlens)
+    q = torch.cat([q_latent, q_rope], 2)
+    offsets, lengths = cu_seqlens.tolist(), seq_lens.tolist()
+    out = torch.zeros(q_latent.shape, dtype=q.dtype, device=q.device)
+    lse = torch.full(q_latent.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
+    for n, length in enumerate(lengths):
+        if offsets[n] == offsets[n + 1]:
+            continue
+        pages = page_table[n, : -(-length // page_size)].long()
+        rows = pool[pages].flatten(0, 1)[:length].to(torch.promote_types(q.dtype, torch.float32))
+        for begin in range(offsets[n], offsets[n + 1], _BLOCK):
+            end = min(begin + _BLOCK, offsets[n + 1])
+            visible = rows[: length - offsets[n + 1] + end]
+            out[begin:end], lse[begin:end] = _attend(
+                q[begin:end], visible, q_latent.shape[2], scale
+            )
+    return out, lse
+
+
+def _attend(q: Tensor, rows: Tensor, rank: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of the last queries to all rows, causal among the last rows."""
+    num_tokens, num_heads, _ = q.shape
+    logits = scale * (q.to(rows.dtype).flatten(0, 1) @ rows.T).view(num_tokens, num_heads, -1)
+    hidden = torch.ones(num_tokens, rows.shape[0], dtype=torch.bool, device=q.device)
+    hidden = hidden.triu(rows.shape[0] - num_tokens + 1)
+    logits.masked_fill_(hidden[:, None], -math.inf)
+    lse = torch.logsumexp(logits, -1)
+    weights = torch.exp(logits - lse[..., None])
+    out = (weights.flatten(0, 1) @ rows[:, :rank]).view(num_tokens, num_heads, rank)
+    return out.to(q.dtype), lse.float()

@@ -1,0 +1,248 @@
+"""Attention over paged latents: public functions, schemas and the list of implementations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.latent_attention.validate import check_attention, check_gather, check_store
+from torch_hybrid.ops.registration import check_impl, define_op
+
+_PACKAGE = "torch_hybrid.ops.latent_attention"
+_CPU_AND_CUDA = frozenset({"cpu", "cuda"})
+
+IMPLEMENTATIONS = {
+    "torch": Implementation(
+        capability=Capability(devices=_CPU_AND_CUDA),
+        launcher=f"{_PACKAGE}._torch:latent_attention",
+    ),
+}
+LSE_IMPLEMENTATIONS = {
+    "torch": Implementation(
+        capability=Capability(devices=_CPU_AND_CUDA),
+        launcher=f"{_PACKAGE}._torch:latent_attention_with_lse",
+    ),
+}
+STORE_IMPLEMENTATIONS = {
+    "torch": Implementation(
+        capability=Capability(devices=_CPU_AND_CUDA, cuda_graph=True),
+        launcher=f"{_PACKAGE}._rows:store_latents",
+    ),
+}
+GATHER_IMPLEMENTATIONS = {
+    "torch": Implementation(
+        capability=Capability(devices=_CPU_AND_CUDA, cuda_graph=True),
+        launcher=f"{_PACKAGE}._rows:gather_latents",
+    ),
+}
+
+
+def latent_attention(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    pool: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale: float,
+    impl: str,
+) -> Tensor:
+    """Write the new latents into their pages, then attend causally to the pages, absorbed.
+
+    Multi-head latent attention (DeepSeek-V2) with the key projection absorbed into the query and
+    the value projection left to the caller: all heads share one row ``[latent | k_rope]`` per
+    token, of which ``latent`` is the value too. One call serves any mix of lengths: N sequences,
+    their T new tokens packed, H heads. Query i of a sequence with n new tokens sees the rows up
+    to position ``seq_len - n + i``. Page 0 is null: it is neither read nor written. Tokens from
+    ``cu_seqlens[N]`` on are padding.
+
+    Args:
+        q_latent: [T, H, R], ``q_nope W_UK``; float32, bfloat16 or float16; any strides that keep
+            R contiguous.
+        q_rope: [T, H, P], as q_latent; rotated, or not in a model without positions.
+        latent: [T, R], the normalised latent of the new tokens, which may be a slice.
+        k_rope: [T, P], the part of the key that the heads share, which may be a slice.
+        pool: [pages, page_size, R + P], dtype of q_latent, contiguous. Mutated: the rows that
+            ``slot_mapping`` names.
+        cu_seqlens: [N + 1] int32, offsets of each sequence's new tokens, from 0.
+        seq_lens: [N] int32, total length of each sequence, new tokens included.
+        page_table: [N, max_pages] int32; entry j holds positions ``[j * page_size, (j + 1) *
+            page_size)``. Entries that no query sees are never read.
+        slot_mapping: [T] int32, ``page * page_size + offset`` of each new token.
+        scale: factor of the logits: that of the expanded head, ``(nope + P) ** -0.5``, and never
+            ``(R + P) ** -0.5``.
+        impl: name in IMPLEMENTATIONS.
+
+    Returns:
+        [T, H, R] in the dtype of q_latent: latents averaged by the softmax, to be multiplied by
+        ``W_UV``. Rows of padding tokens are 0.
+
+    Raises:
+        ValueError: a shape, dtype or option is wrong, or, where reading it is free (on a CPU),
+            an index is outside its pool.
+    """
+    index = (cu_seqlens, seq_lens, page_table, slot_mapping)
+    check_attention(q_latent, q_rope, latent, k_rope, pool, *index)
+    check_impl(impl, IMPLEMENTATIONS, q_latent.device)
+    out: Tensor = _LATENT_ATTENTION(
+        q_latent, q_rope, latent, k_rope, pool, *index, scale=scale, impl=impl
+    )
+    return out
+
+
+def latent_attention_with_lse(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    pool: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """:func:`latent_attention` that also returns the log-sum-exp of each row's logits.
+
+    Returns:
+        The output, [T, H, R] in the dtype of q_latent, and the natural-log LSE, [T, H] float32;
+        padding rows hold ``(0, -inf)``, the identity of ``merge_states``.
+    """
+    index = (cu_seqlens, seq_lens, page_table, slot_mapping)
+    check_attention(q_latent, q_rope, latent, k_rope, pool, *index)
+    check_impl(impl, LSE_IMPLEMENTATIONS, q_latent.device)
+    out, lse = _LATENT_ATTENTION_WITH_LSE(
+        q_latent, q_rope, latent, k_rope, pool, *index, scale=scale, impl=impl
+    )
+    return out, lse
+
+
+def store_latents(
+    latent: Tensor,
+    k_rope: Tensor,
+    pool: Tensor,
+    slot_mapping: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    impl: str,
+) -> None:
+    """Write new latents into their pages, for attention that does not go through the pages.
+
+    Args:
+        latent: [T, R], the normalised latent, which may be a slice of a wider tensor.
+        k_rope: [T, P], in the dtype of latent, which may be a slice.
+        pool: [pages, page_size, R + P], contiguous. Mutated: the rows that ``slot_mapping`` names.
+        slot_mapping: [T] int32, ``page * page_size + offset`` of each new token.
+        cu_seqlens: [N + 1] int32; tokens from ``cu_seqlens[N]`` on are padding, and not written.
+        impl: name in STORE_IMPLEMENTATIONS.
+
+    Raises:
+        ValueError: a shape, dtype or option is wrong, or, on a CPU, an index is out of range.
+    """
+    check_store(latent, k_rope, pool, slot_mapping, cu_seqlens)
+    check_impl(impl, STORE_IMPLEMENTATIONS, latent.device)
+    _STORE_LATENTS(latent, k_rope, pool, slot_mapping, cu_seqlens, impl=impl)
+
+
+def gather_latents(pool: Tensor, rows: Tensor, *, impl: str) -> Tensor:
+    """Copy rows of the pool into one packed tensor, such as a chunk of prefixes to expand.
+
+    Args:
+        pool: [pages, page_size, R + P], contiguous.
+        rows: [Tk] int32, ``page * page_size + offset``; 0 is padding and stands for zeros.
+        impl: name in GATHER_IMPLEMENTATIONS.
+
+    Returns:
+        [Tk, R + P] in the dtype of pool.
+
+    Raises:
+        ValueError: a shape, dtype or option is wrong, or, on a CPU, an index is out of range.
+    """
+    check_gather(pool, rows)
+    check_impl(impl, GATHER_IMPLEMENTATIONS, pool.device)
+    out: Tensor = _GATHER_LATENTS(pool, rows, impl=impl)
+    return out
+
+
+def _fake(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    pool: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale: float,
+    impl: str,
+) -> Tensor:
+    return q_latent.new_empty(q_latent.shape)
+
+
+def _fake_with_lse(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    pool: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    lse = q_latent.new_empty(q_latent.shape[:2], dtype=torch.float32)
+    return q_latent.new_empty(q_latent.shape), lse
+
+
+def _fake_store(
+    latent: Tensor,
+    k_rope: Tensor,
+    pool: Tensor,
+    slot_mapping: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    impl: str,
+) -> None:
+    return None
+
+
+def _fake_gather(pool: Tensor, rows: Tensor, *, impl: str) -> Tensor:
+    return pool.new_empty(rows.shape[0], pool.shape[2])
+
+
+_ARGUMENTS = (
+    "(Tensor q_latent, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor(a!) pool,"
+    " Tensor cu_seqlens, Tensor seq_lens, Tensor page_table, Tensor slot_mapping, *,"
+    " float scale, str impl)"
+)
+_LATENT_ATTENTION = define_op(
+    f"latent_attention{_ARGUMENTS} -> Tensor", fake=_fake, implementations=IMPLEMENTATIONS
+)
+_LATENT_ATTENTION_WITH_LSE = define_op(
+    f"latent_attention_with_lse{_ARGUMENTS} -> (Tensor, Tensor)",
+    fake=_fake_with_lse,
+    implementations=LSE_IMPLEMENTATIONS,
+)
+_STORE_LATENTS = define_op(
+    "store_latents(Tensor latent, Tensor k_rope, Tensor(a!) pool, Tensor slot_mapping,"
+    " Tensor cu_seqlens, *, str impl) -> ()",
+    fake=_fake_store,
+    implementations=STORE_IMPLEMENTATIONS,
+)
+_GATHER_LATENTS = define_op(
+    "gather_latents(Tensor pool, Tensor rows, *, str impl) -> Tensor",
+    fake=_fake_gather,
+    implementations=GATHER_IMPLEMENTATIONS,
+)

@@ -1,0 +1,112 @@
+"""What the ops of this family ask of their arguments."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.capability import FLOATS
+from torch_hybrid.ops.registration import check_dtypes, check_shapes
+
+
+def check_attention(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    pool: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """Raise ValueError naming the first argument of latent_attention that is wrong."""
+    for name, tensor, dim in (("q_latent", q_latent, 3), ("q_rope", q_rope, 3)):
+        _check_dim(name, tensor, dim)
+    _check_dim("page_table", page_table, 2)
+    num_tokens, num_heads, rank = q_latent.shape
+    rope_dim = q_rope.shape[2]
+    num_seqs = page_table.shape[0]
+    check_shapes(
+        {
+            "q_rope": (q_rope, (num_tokens, num_heads, rope_dim)),
+            "latent": (latent, (num_tokens, rank)),
+            "k_rope": (k_rope, (num_tokens, rope_dim)),
+            "cu_seqlens": (cu_seqlens, (num_seqs + 1,)),
+            "seq_lens": (seq_lens, (num_seqs,)),
+        }
+    )
+    check_dtypes(
+        {
+            "q_rope": (q_rope, q_latent.dtype),
+            "latent": (latent, q_latent.dtype),
+            "seq_lens": (seq_lens, torch.int32),
+            "page_table": (page_table, torch.int32),
+        }
+    )
+    for name, tensor in (("q_latent", q_latent), ("q_rope", q_rope)):
+        _check_contiguous_rows(name, tensor)
+    check_store(latent, k_rope, pool, slot_mapping, cu_seqlens)
+
+
+def check_store(
+    latent: Tensor, k_rope: Tensor, pool: Tensor, slot_mapping: Tensor, cu_seqlens: Tensor
+) -> None:
+    """Raise ValueError naming the first argument of store_latents that is wrong."""
+    for name, tensor, dim in (("latent", latent, 2), ("k_rope", k_rope, 2), ("pool", pool, 3)):
+        _check_dim(name, tensor, dim)
+    num_tokens, rank = latent.shape
+    rope_dim = k_rope.shape[1]
+    check_shapes(
+        {
+            "k_rope": (k_rope, (num_tokens, rope_dim)),
+            "pool": (pool, (*pool.shape[:2], rank + rope_dim)),
+            "slot_mapping": (slot_mapping, (num_tokens,)),
+        }
+    )
+    _check_pool(pool)
+    check_dtypes(
+        {
+            "latent": (latent, pool.dtype),
+            "k_rope": (k_rope, pool.dtype),
+            "slot_mapping": (slot_mapping, torch.int32),
+            "cu_seqlens": (cu_seqlens, torch.int32),
+        }
+    )
+    for name, tensor in (("latent", latent), ("k_rope", k_rope)):
+        _check_contiguous_rows(name, tensor)
+
+
+def check_gather(pool: Tensor, rows: Tensor) -> None:
+    """Raise ValueError naming the first argument of gather_latents that is wrong."""
+    _check_dim("pool", pool, 3)
+    _check_dim("rows", rows, 1)
+    _check_pool(pool)
+    check_dtypes({"rows": (rows, torch.int32)})
+
+
+def check_slots(slots: list[int], pool: Tensor, name: str) -> None:
+    """Raise ValueError for a slot that is outside the pool or in its null page."""
+    num_pages, page_size, _ = pool.shape
+    for slot in slots:
+        if not page_size <= slot < num_pages * page_size:
+            raise ValueError(
+                f"{name} must be in [{page_size}, {num_pages * page_size}), got {slot}"
+            )
+
+
+def _check_dim(name: str, tensor: Tensor, dim: int) -> None:
+    if tensor.dim() != dim:
+        raise ValueError(f"{name} must have {dim} dimensions, got {tensor.dim()}")
+
+
+def _check_pool(pool: Tensor) -> None:
+    if pool.dtype not in FLOATS and pool.dtype != torch.float64:
+        raise ValueError(f"pool must be a floating point tensor, got {pool.dtype}")
+    if not pool.is_contiguous():
+        raise ValueError(f"pool must be contiguous, got strides {pool.stride()}")
+
+
+def _check_contiguous_rows(name: str, tensor: Tensor) -> None:
+    if tensor.stride(-1) != 1:
+        raise ValueError(f"{name} must have a contiguous last dim, got {tensor.stride()}")

@@ -1,0 +1,123 @@
+"""ragged_attention_with_lse: public function, validation, schema and implementations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.capability import FLOATS, Capability, Implementation
+from torch_hybrid.ops.registration import check_dtypes, check_impl, check_shapes, define_op
+
+IMPLEMENTATIONS = {
+    "torch": Implementation(
+        capability=Capability(devices=frozenset({"cpu", "cuda"})),
+        launcher="torch_hybrid.ops.ragged_attention._torch:ragged_attention_with_lse",
+    ),
+}
+
+
+def ragged_attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """Attend within each sequence of a packed batch, and return the log-sum-exp of the logits.
+
+    N sequences of any number of queries and keys, none included; H query heads, Hk key heads
+    (query head i reads key head ``i // (H // Hk)``), values of another size than keys. This is
+    the expanded form of multi-head latent attention (DeepSeek-V2): causal over the new tokens,
+    and not causal over each chunk of their prefix, the results joined by ``merge_states``.
+
+    Args:
+        q: [Tq, H, D], float32, bfloat16 or float16; any strides that keep D contiguous.
+        k: [Tk, Hk, D], as q; k and v may be slices of one projection.
+        v: [Tk, Hk, Dv], as q.
+        cu_seqlens_q: [N + 1] int32, offsets of each sequence's queries, from 0; queries from
+            ``cu_seqlens_q[N]`` on are padding.
+        cu_seqlens_k: [N + 1] int32, offsets of each sequence's keys, from 0.
+        causal: whether query i of a sequence with n queries and m keys sees its first
+            ``m - n + i + 1`` keys alone (the last query sees all).
+        scale: factor of the logits, usually ``D ** -0.5``.
+        impl: name in IMPLEMENTATIONS.
+
+    Returns:
+        The output, [Tq, H, Dv] in the dtype of q, and the natural-log LSE, [Tq, H] float32.
+        Padding queries, and queries that see no key, hold ``(0, -inf)``, the identity of
+        ``merge_states``.
+
+    Raises:
+        ValueError: a shape, dtype or option is wrong, or, where reading them is free (on a CPU),
+            the offsets are.
+    """
+    _validate(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    check_impl(impl, IMPLEMENTATIONS, q.device)
+    out, lse = _RAGGED_ATTENTION_WITH_LSE(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, scale=scale, impl=impl
+    )
+    return out, lse
+
+
+def _validate(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    for name, tensor, dim in (
+        ("q", q, 3),
+        ("k", k, 3),
+        ("v", v, 3),
+        ("cu_seqlens_q", cu_seqlens_q, 1),
+    ):
+        if tensor.dim() != dim:
+            raise ValueError(f"{name} must have {dim} dimensions, got {tensor.dim()}")
+    num_keys, num_k_heads, _ = k.shape
+    check_shapes(
+        {
+            "k": (k, (num_keys, num_k_heads, q.shape[2])),
+            "v": (v, (num_keys, num_k_heads, v.shape[2])),
+            "cu_seqlens_k": (cu_seqlens_k, cu_seqlens_q.shape),
+        }
+    )
+    if q.shape[1] % num_k_heads:
+        raise ValueError(
+            f"q heads must be a multiple of the {num_k_heads} key heads, got {q.shape[1]}"
+        )
+    if q.dtype not in FLOATS and q.dtype != torch.float64:
+        raise ValueError(f"q must be a floating point tensor, got {q.dtype}")
+    check_dtypes(
+        {
+            "k": (k, q.dtype),
+            "v": (v, q.dtype),
+            "cu_seqlens_q": (cu_seqlens_q, torch.int32),
+            "cu_seqlens_k": (cu_seqlens_k, torch.int32),
+        }
+    )
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name} must have a contiguous last dim, got {tensor.stride()}")
+
+
+def _fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    num_tokens, num_heads, _ = q.shape
+    out = q.new_empty(num_tokens, num_heads, v.shape[2])
+    return out, q.new_empty(num_tokens, num_heads, dtype=torch.float32)
+
+
+_RAGGED_ATTENTION_WITH_LSE = define_op(
+    "ragged_attention_with_lse(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q,"
+    " Tensor cu_seqlens_k, *, bool causal, float scale, str impl) -> (Tensor, Tensor)",
+    fake=_fake,
+    implementations=IMPLEMENTATIONS,
+)

@@ -1,0 +1,38 @@
+"""The oracle: plain softmax attention, one query at a time."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def ragged_attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """``softmax(scale * q k^T) v`` and ``log sum exp`` of the logits over the visible keys."""
+    group = q.shape[1] // k.shape[1]
+    work = torch.promote_types(q.dtype, torch.float32)
+    offsets_q, offsets_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    out = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype)
+    lse = torch.full(q.shape[:2], -math.inf, dtype=work)
+    for n in range(len(offsets_q) - 1):
+        begin, end = offsets_k[n], offsets_k[n + 1]
+        for t in range(offsets_q[n], offsets_q[n + 1]):
+            last = end - offsets_q[n + 1] + t + 1 if causal else end
+            if last <= begin:
+                continue
+            keys, values = (x[begin:last].to(work).repeat_interleave(group, dim=1) for x in (k, v))
+            logits = scale * torch.einsum("lhd,hd->hl", keys, q[t].to(work))
+            lse[t] = torch.logsumexp(logits, 1)
+            weights = torch.exp(logits - lse[t, :, None])
+            out[t] = torch.einsum("hl,lhd->hd", weights, values).to(q.dtype)
+    return out, lse
