@@ -1,0 +1,235 @@
+"""Linear attention with a scalar decay over ragged sequences, its state updated in place by slot.
+
+Two execution forms of one operation: ``recurrent_ssd`` walks token by token and is meant for
+decode; ``chunk_ssd`` turns each chunk into matrix products. Both serve Mamba2 and lightning
+attention, which differ in their arguments alone; see README.md.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.recurrence import check_chunk_size, check_heads, check_slots, check_tokens
+from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
+
+DEFAULT_CHUNK_SIZE = 64
+
+_TORCH = "torch_hybrid.ops.ssd._torch"
+
+RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "torch": Implementation(
+        capability=Capability(devices=frozenset({"cpu", "cuda"})),
+        launcher=f"{_TORCH}:recurrent_ssd",
+    ),
+}
+CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "torch": Implementation(
+        capability=Capability(devices=frozenset({"cpu", "cuda"})),
+        launcher=f"{_TORCH}:chunk_ssd",
+    ),
+}
+
+
+def recurrent_ssd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    dt: Tensor | None,
+    D: Tensor | None,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+    *,
+    scale: float,
+    impl: str,
+) -> Tensor:
+    """Walk token by token and advance the state of every sequence.
+
+    Per head: ``S = e^g S + (dt v) k^T; o = scale S q + D v``, so that a token reads itself,
+    undecayed. Head ``h`` reads group ``h // (H // G)`` of q and k. All arithmetic is float32.
+
+    Args:
+        q: [T, G, K] queries (Mamba2's C), the sequences packed one after the other. Float dtype;
+            rows may lie any distance apart (a slice of a projection), one row is contiguous; so
+            for k, v, g and dt.
+        k: [T, G, K] keys (Mamba2's B), in q's dtype.
+        v: [T, H, V] values (Mamba2's x), in q's dtype; H is a multiple of G.
+        g: [T, H] float32 natural-log decay, at most 0: Mamba2's ``dt * A``, or minus the slope
+            of a head of lightning attention, one row expanded to all tokens.
+        dt: [T, H] float32 weight of each token in the state; None is 1.
+        D: [H] float32 weight of each token in its own output besides; None is 0.
+        state: [S, H, V, K] float32 pool. **Mutated**: slot ``state_indices[n]`` receives the
+            state after the last token of sequence n; no other slot is written.
+        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
+            ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
+        state_indices: [N] int32 slot of each sequence, distinct except for slot 0, the null
+            slot: a sequence that points there is padding, is not computed and writes no state.
+        has_initial_state: [N] bool; where False, the sequence starts from a zero state whatever
+            its slot holds.
+        scale: factor on q: 1 in Mamba2 and MiniMax-01, ``K ** -0.5`` in Ring-2.5.
+        impl: a name in RECURRENT_IMPLEMENTATIONS.
+
+    Returns:
+        [T, H, V] outputs in v's dtype; rows of padding tokens are exactly 0.
+
+    Raises:
+        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown.
+
+    From "Transformers are SSMs" (Mamba2, arXiv 2405.21060) and "Lightning Attention-2"
+    (arXiv 2401.04658).
+    """
+    check_impl(impl, RECURRENT_IMPLEMENTATIONS, q.device)
+    _check_inputs(q, k, v, g, dt, D, state, cu_seqlens, state_indices, has_initial_state)
+    out: Tensor = _RECURRENT(
+        q,
+        k,
+        v,
+        g,
+        dt,
+        D,
+        state,
+        cu_seqlens,
+        state_indices,
+        has_initial_state,
+        scale=scale,
+        impl=impl,
+    )
+    return out
+
+
+def chunk_ssd(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    dt: Tensor | None,
+    D: Tensor | None,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+    *,
+    scale: float,
+    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    impl: str,
+) -> Tensor:
+    """Walk chunk by chunk: the same function, as matrix products.
+
+    Chunks are counted from the first token of each sequence in this call, so the result for a
+    sequence does not depend on its neighbours. Arguments, mutation and result are those of
+    :func:`recurrent_ssd`, and:
+
+    Args:
+        chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only.
+        impl: a name in CHUNK_IMPLEMENTATIONS.
+    """
+    check_impl(impl, CHUNK_IMPLEMENTATIONS, q.device)
+    check_chunk_size(chunk_size)
+    _check_inputs(q, k, v, g, dt, D, state, cu_seqlens, state_indices, has_initial_state)
+    out: Tensor = _CHUNK(
+        q,
+        k,
+        v,
+        g,
+        dt,
+        D,
+        state,
+        cu_seqlens,
+        state_indices,
+        has_initial_state,
+        scale=scale,
+        chunk_size=chunk_size,
+        impl=impl,
+    )
+    return out
+
+
+def _check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    dt: Tensor | None,
+    D: Tensor | None,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+) -> None:
+    check_heads(q=q, v=v)
+    num_tokens, num_groups, k_dim = q.shape
+    num_heads, v_dim = v.shape[1:]
+    check_tokens(
+        {
+            "q": (q, q.shape, q.dtype),
+            "k": (k, q.shape, q.dtype),
+            "v": (v, (num_tokens, num_heads, v_dim), q.dtype),
+            "g": (g, (num_tokens, num_heads), torch.float32),
+            "dt": (dt, (num_tokens, num_heads), torch.float32),
+        }
+    )
+    check_shapes({"D": (D, (num_heads,))})
+    if D is not None and D.dtype != torch.float32:
+        raise ValueError(f"D must have dtype {torch.float32}, got {D.dtype}")
+    if D is not None and not D.is_contiguous():
+        raise ValueError(f"D must be contiguous, got strides {list(D.stride())}")
+    check_slots(state, (num_heads, v_dim, k_dim), cu_seqlens, state_indices, has_initial_state)
+    if num_heads % num_groups:
+        raise ValueError(f"v must have a multiple of the {num_groups} heads of k, got {num_heads}")
+
+
+def _recurrent_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    dt: Tensor | None,
+    D: Tensor | None,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+    *,
+    scale: float,
+    impl: str,
+) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+def _chunk_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    dt: Tensor | None,
+    D: Tensor | None,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+    *,
+    scale: float,
+    chunk_size: int,
+    impl: str,
+) -> Tensor:
+    return v.new_empty(v.shape)
+
+
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? dt, Tensor? D, Tensor(a!) state, "
+    "Tensor cu_seqlens, Tensor state_indices, Tensor has_initial_state"
+)
+_RECURRENT = define_op(
+    f"recurrent_ssd({_TENSORS}, *, float scale, str impl) -> Tensor",
+    fake=_recurrent_fake,
+    implementations=RECURRENT_IMPLEMENTATIONS,
+)
+_CHUNK = define_op(
+    f"chunk_ssd({_TENSORS}, *, float scale, int chunk_size, str impl) -> Tensor",
+    fake=_chunk_fake,
+    implementations=CHUNK_IMPLEMENTATIONS,
+)

@@ -1,0 +1,144 @@
+"""Inputs of the scalar-decay recurrence: shapes of real models and odd small ones.
+
+Legend: N sequences, T tokens, G groups of q and k, H heads, K and V head dims, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Lengths of the sequences, and the shape of one layer; ``lightning`` has neither dt nor D."""
+
+    lengths: tuple[int, ...]
+    num_groups: int = 2
+    num_heads: int = 4
+    k_dim: int = 16
+    v_dim: int = 16
+    lightning: bool = False
+    num_padding_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """The tensors of a call, in the op's order, and its scale."""
+
+    q: Tensor  # [T, G, K]
+    k: Tensor  # [T, G, K]
+    v: Tensor  # [T, H, V]
+    g: Tensor  # [T, H]
+    dt: Tensor | None  # [T, H]
+    D: Tensor | None  # [H]
+    state: Tensor  # [S, H, V, K]
+    cu_seqlens: Tensor  # [N + 1]
+    state_indices: Tensor  # [N]
+    has_initial_state: Tensor  # [N]
+    scale: float
+
+    def args(self) -> tuple[Tensor | None, ...]:
+        return (
+            self.q,
+            self.k,
+            self.v,
+            self.g,
+            self.dt,
+            self.D,
+            self.state,
+            self.cu_seqlens,
+            self.state_indices,
+            self.has_initial_state,
+        )
+
+    def options(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def copy(self) -> Inputs:
+        """The same inputs with a state of their own."""
+        return replace(self, state=self.state.clone())
+
+    def exact(self) -> Inputs:
+        """The same values in float64."""
+        floats = {name: x.double() for name, x in self.tokens(slice(None)).items()}
+        D = None if self.D is None else self.D.double()
+        return replace(self, D=D, state=self.state.double(), **floats)
+
+    def tokens(self, index: Tensor | slice) -> dict[str, Tensor]:
+        """The per-token tensors at ``index``."""
+        names = ("q", "k", "v", "g") if self.dt is None else ("q", "k", "v", "g", "dt")
+        return {name: getattr(self, name)[index] for name in names}
+
+
+CASES = {
+    "one_token": Case(lengths=(1,), num_groups=1, num_heads=1),
+    "decode": Case(lengths=(1,) * 5, num_groups=1, num_heads=4, k_dim=32, v_dim=32),
+    "mixed": Case(lengths=(5, 0, 1, 70, 33, 2, 64), num_padding_tokens=3),
+    "one_head": Case(lengths=(17, 40), num_groups=1, num_heads=1, k_dim=16, v_dim=48),
+    "three_heads_a_group": Case(lengths=(1, 35), num_groups=2, num_heads=6, k_dim=48, v_dim=16),
+    "odd_dims": Case(lengths=(3, 37, 16), num_groups=3, num_heads=3, k_dim=19, v_dim=27),
+    "odd_lightning": Case(lengths=(3, 37), num_groups=3, num_heads=3, v_dim=80, lightning=True),
+    "bamba": Case(lengths=(1, 130, 16), num_groups=1, num_heads=6, k_dim=128, v_dim=64),
+    "falcon_h1": Case(lengths=(66, 2), num_groups=1, num_heads=3, k_dim=256, v_dim=64),
+    "minimax": Case(lengths=(65, 9), num_groups=2, num_heads=2, k_dim=96, v_dim=96, lightning=True),
+    "ring": Case(lengths=(100,), num_groups=2, num_heads=2, k_dim=128, v_dim=128, lightning=True),
+}
+
+
+def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
+    """Random inputs with decays of 1 to 1000 tokens; in Mamba2, some tokens forget all.
+
+    q, k and v are slices of one tensor, as a model's projection gives them. Slots that no
+    sequence starts from hold NaN: those of new sequences, and the null slot.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    num_seqs, num_slots = len(case.lengths), len(case.lengths) + 3
+    num_tokens = sum(case.lengths) + case.num_padding_tokens
+    k_size, v_size = case.num_groups * case.k_dim, case.num_heads * case.v_dim
+    vkq = torch.randn(num_tokens, v_size + 2 * k_size, generator=rng).to(dtype)
+    v, k, q = vkq.split([v_size, k_size, k_size], dim=1)
+    state = torch.randn(num_slots, case.num_heads, case.v_dim, case.k_dim, generator=rng)
+    state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
+    has_initial_state = torch.arange(num_seqs) % 3 != 1
+    state[state_indices[~has_initial_state]] = torch.nan
+    state[0] = torch.nan
+    g, dt, D = (_slopes if case.lightning else _time_steps)(num_tokens, case.num_heads, rng)
+    return Inputs(
+        q=q.unflatten(1, (case.num_groups, case.k_dim)),
+        k=k.unflatten(1, (case.num_groups, case.k_dim)),
+        v=v.unflatten(1, (case.num_heads, case.v_dim)),
+        g=g,
+        dt=dt,
+        D=D,
+        state=state,
+        cu_seqlens=offsets(case.lengths),
+        state_indices=state_indices.int(),
+        has_initial_state=has_initial_state,
+        scale=case.k_dim**-0.5,
+    )
+
+
+def _slopes(
+    num_tokens: int, num_heads: int, rng: torch.Generator
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Lightning attention: a constant decay per head, one row that serves all tokens."""
+    slopes = 2 ** (-8 * torch.arange(1, num_heads + 1) / num_heads)
+    return -slopes.expand(num_tokens, num_heads), None, None
+
+
+def _time_steps(
+    num_tokens: int, num_heads: int, rng: torch.Generator
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Mamba2: dt from 0.001 to 1 and A from -1 to -16, and now and then a full decay."""
+    dt = 10 ** (-3 * torch.rand(num_tokens, num_heads, generator=rng))
+    g = dt * -(1 + 15 * torch.rand(num_heads, generator=rng))
+    g[torch.rand(num_tokens, generator=rng) < 0.05] = -20.0
+    return g, dt, torch.randn(num_heads, generator=rng)
+
+
+def offsets(lengths: tuple[int, ...] | list[int]) -> Tensor:
+    """cu_seqlens of these lengths."""
+    return torch.tensor([0, *lengths]).cumsum(0).int()
