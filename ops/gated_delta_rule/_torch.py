@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from torch import Tensor
 
-from torch_hybrid.ops.ragged_chunks import (
-    FULL_DECAY,
-    Chunks,
-    chunk_table,
-    initial_states,
-    live_sequences,
-)
+from torch_hybrid.ops.delta_rule import chunk_delta_rule, recurrent_delta_rule
+
+# exp of it is 0 in float32; a finite stand-in for a decay of -inf, whose differences are NaN.
+FULL_DECAY = -1e4
 
 
 def recurrent_gated_delta_rule(
@@ -30,20 +24,20 @@ def recurrent_gated_delta_rule(
     scale: float,
     qk_l2norm: bool,
 ) -> Tensor:
-    """Step all sequences together, the longest first, so that those left are a leading slice."""
-    seqs = live_sequences(cu_seqlens, state_indices, has_initial_state)
-    S = initial_states(state, seqs)
-    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
-    for step in range(seqs.max_length):
-        num_left = int((seqs.lengths > step).sum())
-        token = seqs.starts[:num_left] + step
-        q_t, k_t = _prepare_qk(q[token], k[token], v.shape[1], scale, qk_l2norm)
-        S_t = S[:num_left].mul_(g[token].exp()[..., None, None])
-        u = beta[token][..., None] * (v[token].float() - (S_t @ k_t[..., None])[..., 0])
-        S_t.add_(u[..., None] * k_t[..., None, :])
-        out[token] = (S_t @ q_t[..., None])[..., 0].to(out.dtype)
-    state[seqs.slots] = S
-    return out
+    """Step all sequences together, with one decay for all channels of a head."""
+    return recurrent_delta_rule(
+        q,
+        k,
+        v,
+        g[..., None],
+        beta,
+        state,
+        cu_seqlens,
+        state_indices,
+        has_initial_state,
+        scale=scale,
+        qk_l2norm=qk_l2norm,
+    )
 
 
 def chunk_gated_delta_rule(
@@ -61,80 +55,27 @@ def chunk_gated_delta_rule(
     qk_l2norm: bool,
     chunk_size: int,
 ) -> Tensor:
-    """Compute what lies inside chunks for all of them at once, then scan the states over them."""
-    seqs = live_sequences(cu_seqlens, state_indices, has_initial_state)
-    S = initial_states(state, seqs)
-    chunks = chunk_table(seqs, chunk_size)
-    parts = _inside_chunks(q, k, v, g, beta, chunks, scale, qk_l2norm)
-    o = torch.empty_like(parts.u)
-    for step in range(-(-seqs.max_length // chunk_size)):
-        num_left = int((seqs.lengths > step * chunk_size).sum())
-        c = chunks.first[:num_left] + step
-        S_0 = S[:num_left]
-        v_new = parts.u[c] - parts.w[c] @ S_0.mT
-        o[c] = parts.q_decayed[c] @ S_0.mT + parts.attention[c] @ v_new
-        S_0.mul_(parts.decay[c]).add_(v_new.mT @ parts.k_decayed[c])
-    state[seqs.slots] = S
-    out = torch.zeros_like(v, memory_format=torch.contiguous_format)
-    out[chunks.token[chunks.is_real]] = o.transpose(1, 2)[chunks.is_real].to(out.dtype)
-    return out
+    """Solve all chunks at once, then scan the states over them."""
+    return chunk_delta_rule(
+        q,
+        k,
+        v,
+        g[..., None],
+        beta,
+        state,
+        cu_seqlens,
+        state_indices,
+        has_initial_state,
+        scale=scale,
+        qk_l2norm=qk_l2norm,
+        chunk_size=chunk_size,
+        decayed_products=_decayed_products,
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ChunkParts:
-    """Per chunk and value head, all that does not depend on the state at its start."""
-
-    u: Tensor
-    w: Tensor
-    q_decayed: Tensor
-    k_decayed: Tensor
-    attention: Tensor
-    decay: Tensor
-
-
-def _prepare_qk(
-    q: Tensor, k: Tensor, num_v_heads: int, scale: float, qk_l2norm: bool
-) -> tuple[Tensor, Tensor]:
-    """Normalise and scale in float32, then give each value head its key head (dim -2)."""
-    q, k = q.float(), k.float()
-    if qk_l2norm:
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    group = num_v_heads // k.shape[-2]
-    return (q * scale).repeat_interleave(group, dim=-2), k.repeat_interleave(group, dim=-2)
-
-
-def _inside_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunks: Chunks,
-    scale: float,
-    qk_l2norm: bool,
-) -> _ChunkParts:
-    """Solve each chunk's triangular system for the values and for the keys that read the state.
-
-    Rows past the end of a sequence have beta 0 and g 0: they change neither state nor outputs.
-    """
-    token, is_real = chunks.token, chunks.is_real[..., None]
-    q_c, k_c = _prepare_qk(q[token], k[token], v.shape[1], scale, qk_l2norm)
-    q_c, k_c, v_c = (x.transpose(1, 2) for x in (q_c, k_c, v[token].float()))
-    beta_c = (beta[token] * is_real).transpose(1, 2)[..., None]
+def _decayed_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Products of whole chunks, each entry decayed by what lies between its two tokens."""
     # In float64: a difference of two large sums must not lose a small decay between them.
-    G = (g[token].clamp(min=FULL_DECAY) * is_real).transpose(1, 2).double().cumsum(-1)
+    G = g[..., 0].clamp(min=FULL_DECAY).double().cumsum(-1)
     D = (G[..., :, None] - G[..., None, :]).float().tril().exp().tril()
-    e_G, e_left = G.float().exp()[..., None], (G[..., -1:] - G).float().exp()[..., None]
-    system = beta_c * (k_c @ k_c.mT) * D
-    u, w = (
-        torch.linalg.solve_triangular(system, beta_c * x, upper=False, unitriangular=True)
-        for x in (v_c, k_c * e_G)
-    )
-    return _ChunkParts(
-        u=u,
-        w=w,
-        q_decayed=q_c * e_G,
-        k_decayed=k_c * e_left,
-        attention=(q_c @ k_c.mT) * D,
-        decay=e_G[:, :, -1:, :],
-    )
+    return (k @ k.mT * D).tril(-1), q @ k.mT * D

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.delta_rule import l2_normalize
+
 
 def gated_delta_rule_reference(
     q: Tensor,
@@ -54,11 +56,6 @@ def delta_rule_step(
     u = beta[:, None] * (v - torch.einsum("hvk,hk->hv", S, k))
     S = S + torch.einsum("hv,hk->hvk", u, k)
     return S, torch.einsum("hvk,hk->hv", S, q)
-
-
-def l2_normalize(x: Tensor) -> Tensor:
-    """Scale the last dimension to unit length, as the models do: 1e-6 is added to the square."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 def _zero_state(k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
