@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torch_hybrid.ops.ragged import Chunks, chunk_table, initial_states, live_sequences
+from torch_hybrid.ops.ragged_chunks import Chunks, chunk_table, initial_states, live_sequences
 
 # (q, k, g), each [X, HV, C, .], to the products x_i . k_j, decayed from token j to token i: for
 # x = k where i > j, and for x = q where i >= j; [X, HV, C, C], 0 elsewhere.

@@ -5,9 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from torch_hybrid.ops.delta_rule import chunk_delta_rule, recurrent_delta_rule
-
-# exp of it is 0 in float32; a finite stand-in for a decay of -inf, whose differences are NaN.
-FULL_DECAY = -1e4
+from torch_hybrid.ops.ragged_chunks import FULL_DECAY
 
 
 def recurrent_gated_delta_rule(
