@@ -65,22 +65,12 @@ struct Sequence {
   }
 };
 
-// Calls body(i, n) for every n = LANES elements from i on, and once more for the n that are left.
-// The body is inlined twice, so that whole vectors are handled without a mask.
-#define TH_LAMBDA __attribute__((always_inline))
-template <typename Body>
-TH_INLINE void for_lanes(int64_t size, Body body) {
-  int64_t i = 0;
-  for (; i + LANES <= size; i += LANES) body(i, LANES);
-  if (i < size) body(i, int(size - i));
-}
-
 // to = from * factor, where factor is `scale`, over the length of `from` when `normalize`.
 template <typename T>
 TH_INLINE void load_key(const T* from, int64_t k_dim, bool normalize, float scale, float* to) {
   const float norm = normalize ? std::sqrt(th::squared_norm(from, k_dim) + 1e-6f) : 1.0f;
   const f32x16 factor = th::splat(scale / norm);
-  for_lanes(k_dim, [&](int64_t i, int n) TH_LAMBDA {
+  th::for_lanes(k_dim, [&](int64_t i, int n) TH_LAMBDA {
     th::store(to + i, th::load(from + i, n) * factor, n);
   });
 }

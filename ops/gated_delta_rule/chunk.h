@@ -1,9 +1,8 @@
 // The chunk form: products of small matrices that stay in L1 and L2; see README.md.
 //
 // A thread takes one sequence and the value heads of (a part of) one key head, and walks over the
-// chunks. The state of a head is kept transposed in scratch, [K, V], cut into panels of PANEL
-// columns; columns of V are independent of each other, so a panel goes through a whole chunk while
-// it is in L1.
+// chunks. The state of a head is kept in scratch as panels (state_panels.h); columns of V are
+// independent of each other, so a panel goes through a whole chunk while it is in L1.
 #pragma once
 
 #include <algorithm>
@@ -12,19 +11,18 @@
 #include "call.h"
 #include "gemm.h"
 #include "recurrent.h"
+#include "state_panels.h"
 
 namespace gdr {
 
-constexpr int PANEL = 2 * LANES;
+using th::PANEL;
+using th::round_up;
+
 constexpr int BLOCK = 8;  // rows solved in registers; a chunk is padded to a multiple of it
 // Up to this length, walking token by token costs less than bringing a state to scratch and back.
 constexpr int64_t RECURRENT_LENGTH = 16;
 // exp of it is 0 in float32; a finite stand-in for a decay of -inf, whose differences are NaN.
 constexpr double FULL_DECAY = -1e4;
-
-constexpr int64_t round_up(int64_t n, int64_t multiple) {
-  return (n + multiple - 1) / multiple * multiple;
-}
 
 // The buffers of one thread. A row of a [C, C] matrix is C long whatever the chunk's own size.
 struct Scratch {
@@ -56,38 +54,6 @@ struct Chunk {
   int64_t first, size, rows;
 };
 
-// panel[k][c] = state[c][k] for `n` rows of the state; columns past n become 0.
-inline void load_panel(const float* state, int64_t n, int64_t K, float* panel) {
-  for (int64_t c = 0; c < PANEL; c += LANES)
-    for (int64_t k = 0; k < K; k += LANES) {
-      f32x16 x[LANES];
-      for (int64_t i = 0; i < LANES; ++i)
-        x[i] = c + i < n ? th::load(state + (c + i) * K + k, int(K - k)) : f32x16{};
-      th::transpose16(x);
-      for (int64_t i = 0; i < std::min<int64_t>(LANES, K - k); ++i)
-        th::store(panel + (k + i) * PANEL + c, x[i]);
-    }
-}
-
-inline void store_panel(const float* panel, int64_t n, int64_t K, float* state) {
-  for (int64_t c = 0; c < n; c += LANES)
-    for (int64_t k = 0; k < K; k += LANES) {
-      f32x16 x[LANES];
-      for (int64_t i = 0; i < LANES; ++i)
-        x[i] = k + i < K ? th::load(panel + (k + i) * PANEL + c) : f32x16{};
-      th::transpose16(x);
-      for (int64_t i = 0; i < std::min<int64_t>(LANES, n - c); ++i)
-        th::store(state + (c + i) * K + k, x[i], int(K - k));
-    }
-}
-
-// Rows of one head lie a whole token apart, on another page each, where the hardware does not look
-// ahead: a row of the next chunk is fetched when its predecessor in this one is used.
-template <typename T>
-TH_INLINE void prefetch(const T* p, int64_t size) {
-  for (int64_t i = 0; i < size; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(p + i, 0, 2);
-}
-
 // The keys and queries of a chunk in float32, normalised and scaled, and their products with k.
 template <typename T>
 void prepare_keys(const Sequence<T>& seq, int64_t h, const Chunk& chunk, const Scratch& s) {
@@ -98,8 +64,8 @@ void prepare_keys(const Sequence<T>& seq, int64_t h, const Chunk& chunk, const S
     load_key(seq.k(chunk.first + i, h), K, call.qk_l2norm, 1.0f, k + i * K);
     load_key(seq.q(chunk.first + i, h), K, call.qk_l2norm, call.scale, q + i * K);
     if (const int64_t next = chunk.first + i + C; next < seq.length) {
-      prefetch(seq.k(next, h), K);
-      prefetch(seq.q(next, h), K);
+      th::prefetch(seq.k(next, h), K);
+      th::prefetch(seq.q(next, h), K);
     }
   }
   std::fill(k + chunk.size * K, q, 0.0f);
@@ -169,7 +135,7 @@ void advance_panel(const Sequence<T>& seq, int64_t j, int64_t column, const Chun
   th::gemm_nn(int(2 * rows), PANEL, int(K), s.keys, K, state, PANEL, x, PANEL);
   for (int64_t i = 0; i < chunk.size; ++i) {
     const int64_t next = chunk.first + i + C;
-    if (next < seq.length) prefetch(seq.v(next, j) + column, width);
+    if (next < seq.length) th::prefetch(seq.v(next, j) + column, width);
     for (int64_t c = 0; c < PANEL; c += LANES) {
       f32x16 v{};
       if (c < width) v = th::load(seq.v(chunk.first + i, j) + column + c, int(width - c));
@@ -209,7 +175,7 @@ void run_chunks(const Sequence<T>& seq, int64_t begin, int64_t end, const Scratc
   for (int64_t j = begin; j < end; ++j)
     for (int64_t c = 0; c < V; c += PANEL) {
       if (seq.has_initial_state)
-        load_panel(seq.state(j) + c * K, V - c, K, panel(j, c));
+        th::load_panel(seq.state(j) + c * K, V - c, K, panel(j, c));
       else
         std::fill(panel(j, c), panel(j, c) + K * PANEL, 0.0f);
     }
@@ -225,7 +191,7 @@ void run_chunks(const Sequence<T>& seq, int64_t begin, int64_t end, const Scratc
   }
   for (int64_t j = begin; j < end; ++j)
     for (int64_t c = 0; c < V; c += PANEL)
-      store_panel(panel(j, c), std::min<int64_t>(PANEL, V - c), K, seq.state(j) + c * K);
+      th::store_panel(panel(j, c), std::min<int64_t>(PANEL, V - c), K, seq.state(j) + c * K);
 }
 
 }  // namespace gdr

@@ -12,12 +12,12 @@ template <typename T>
 TH_INLINE void step_row(int64_t k_dim, const float* q, const float* k, const T* v, float decay,
                         float beta, float* row, T* out) {
   f32x16 sum{};
-  for_lanes(k_dim, [&](int64_t i, int n) TH_LAMBDA {
+  th::for_lanes(k_dim, [&](int64_t i, int n) TH_LAMBDA {
     sum = th::fma(th::load(row + i, n), th::load(k + i, n), sum);
   });
   const f32x16 u = th::splat(beta * (th::to_float(*v) - decay * th::sum(sum)));
   sum = f32x16{};
-  for_lanes(k_dim, [&](int64_t i, int n) TH_LAMBDA {
+  th::for_lanes(k_dim, [&](int64_t i, int n) TH_LAMBDA {
     const f32x16 s = th::fma(u, th::load(k + i, n), th::load(row + i, n) * decay);
     th::store(row + i, s, n);
     sum = th::fma(s, th::load(q + i, n), sum);

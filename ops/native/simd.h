@@ -11,6 +11,7 @@
 //                                                         loaded lanes past n are 0
 //   f32x16   fma(a, b, c) = a * b + c, max(a, b), select(mask, a, b), exp, sigmoid, silu
 //   float    sum(f32x16), max(f32x16);  f32x16 sum16(f32x16 (&)[16]): lane i = sum of vector i
+//   void     for_lanes(size, body)          body(i, n) for each 16 (at last fewer) of size elements
 //   float    dot(const TA*, const TB*, n), squared_norm(const T*, n)
 //
 // A kernel is exported as  extern "C" TH_EXPORT ret name(...).
@@ -243,6 +244,18 @@ TH_INLINE f32x16 exp(f32x16 x) {
 
 TH_INLINE f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp(-x)); }
 TH_INLINE f32x16 silu(f32x16 x) { return x / (1.0f + exp(-x)); }
+
+// ---- loops ----------------------------------------------------------------------------------
+
+// Calls body(i, n) for every n = LANES elements from i on, and once more for the n that are left.
+// The body is inlined twice, so that whole vectors are handled without a mask.
+#define TH_LAMBDA __attribute__((always_inline))
+template <typename Body>
+TH_INLINE void for_lanes(int64_t size, Body body) {
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) body(i, LANES);
+  if (i < size) body(i, int(size - i));
+}
 
 // ---- reductions ------------------------------------------------------------------------------
 

@@ -1,0 +1,43 @@
+// The state of a head of linear attention, [V, K] in its pool, in the form that products with it
+// want: transposed, [K, V], and cut into panels of PANEL columns. Columns of V do not depend on
+// each other, so that a panel can go through a whole chunk of tokens while it is in L1.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "simd.h"
+
+namespace th {
+
+constexpr int PANEL = 2 * LANES;
+
+// Floats of a [V, K] state as panels.
+constexpr int64_t panels_size(int64_t V, int64_t K) { return (V + PANEL - 1) / PANEL * PANEL * K; }
+
+// panel[k][c] = state[c][k] for `n` rows of the state; columns past n become 0.
+inline void load_panel(const float* state, int64_t n, int64_t K, float* panel) {
+  for (int64_t c = 0; c < PANEL; c += LANES)
+    for (int64_t k = 0; k < K; k += LANES) {
+      f32x16 x[LANES];
+      for (int64_t i = 0; i < LANES; ++i)
+        x[i] = c + i < n ? load(state + (c + i) * K + k, int(K - k)) : f32x16{};
+      transpose16(x);
+      for (int64_t i = 0; i < std::min<int64_t>(LANES, K - k); ++i)
+        store(panel + (k + i) * PANEL + c, x[i]);
+    }
+}
+
+inline void store_panel(const float* panel, int64_t n, int64_t K, float* state) {
+  for (int64_t c = 0; c < n; c += LANES)
+    for (int64_t k = 0; k < K; k += LANES) {
+      f32x16 x[LANES];
+      for (int64_t i = 0; i < LANES; ++i)
+        x[i] = k + i < K ? load(panel + (k + i) * PANEL + c) : f32x16{};
+      transpose16(x);
+      for (int64_t i = 0; i < std::min<int64_t>(LANES, n - c); ++i)
+        store(state + (c + i) * K + k, x[i], int(K - k));
+    }
+}
+
+}  // namespace th
