@@ -12,8 +12,9 @@ namespace th {
 
 constexpr int PANEL = 2 * LANES;
 
-// Floats of a [V, K] state as panels.
-constexpr int64_t panels_size(int64_t V, int64_t K) { return (V + PANEL - 1) / PANEL * PANEL * K; }
+constexpr int64_t round_up(int64_t n, int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
 
 // panel[k][c] = state[c][k] for `n` rows of the state; columns past n become 0.
 inline void load_panel(const float* state, int64_t n, int64_t K, float* panel) {
@@ -38,6 +39,13 @@ inline void store_panel(const float* panel, int64_t n, int64_t K, float* state) 
       for (int64_t i = 0; i < std::min<int64_t>(LANES, n - c); ++i)
         store(state + (c + i) * K + k, x[i], int(K - k));
     }
+}
+
+// Rows of one head lie a whole token apart, on another page each, where the hardware does not look
+// ahead: a row of the next chunk is fetched when its predecessor in this one is used.
+template <typename T>
+TH_INLINE void prefetch(const T* p, int64_t size) {
+  for (int64_t i = 0; i < size; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(p + i, 0, 2);
 }
 
 }  // namespace th
