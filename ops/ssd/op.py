@@ -11,20 +11,29 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.recurrence import check_chunk_size, check_heads, check_slots, check_tokens
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
 
 DEFAULT_CHUNK_SIZE = 64
 
+_CPU = "torch_hybrid.ops.ssd._cpu"
 _TORCH = "torch_hybrid.ops.ssd._torch"
+_CPP_CAPABILITY = Capability(
+    devices=frozenset({"cpu"}),
+    dtypes=frozenset({torch.float32, torch.bfloat16}),
+    available=compiler_missing,
+)
 
 RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cpp": Implementation(capability=_CPP_CAPABILITY, launcher=f"{_CPU}:recurrent_ssd"),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),
         launcher=f"{_TORCH}:recurrent_ssd",
     ),
 }
 CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cpp": Implementation(capability=_CPP_CAPABILITY, launcher=f"{_CPU}:chunk_ssd"),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),
         launcher=f"{_TORCH}:chunk_ssd",

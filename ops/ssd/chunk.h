@@ -1,0 +1,178 @@
+// The chunk form: products of small matrices that stay in L1 and L2; see README.md.
+//
+// A thread takes one sequence and some heads of one group, which share q k^T, and walks over the
+// chunks. The states of the heads are kept in scratch as panels (state_panels.h).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "call.h"
+#include "gemm.h"
+#include "recurrent.h"
+#include "state_panels.h"
+
+namespace ssd {
+
+using th::PANEL;
+using th::round_up;
+
+constexpr int BLOCK = 8;  // rows of a tile of gemm.h; a chunk is padded to a multiple of it
+// Up to this length, walking token by token costs less than bringing a state to scratch and back.
+constexpr int64_t RECURRENT_LENGTH = 16;
+// exp of it is 0 in float32; a finite stand-in for a decay of -inf, whose differences are NaN.
+constexpr double FULL_DECAY = -1e4;
+
+// The buffers of one thread. A row of a [C, C] matrix is C long whatever the chunk's own size.
+struct Scratch {
+  float *q, *k;         // [C, K]
+  float* products;      // [C, C]: q k^T
+  float* attend;        // [C, C]: tril(q k^T . D) dt
+  float* dt;            // [C]
+  float *decay, *left;  // [C]: e^G, and e^(G_C - G) dt
+  double* G;            // [C]: cumulated g
+  float *v, *o;         // [C, PANEL]
+  float* states;        // [heads, V / PANEL, K, PANEL]
+
+  static int64_t num_floats(int64_t C, int64_t K, int64_t V, int64_t heads) {
+    return 2 * C * K + 2 * C * C + 5 * C + 2 * C * PANEL + heads * K * round_up(V, PANEL);
+  }
+
+  Scratch(float* p, int64_t C, int64_t K) {
+    const auto take = [&p](int64_t n) { return (p += n) - n; };
+    q = take(C * K), k = take(C * K);
+    products = take(C * C), attend = take(C * C);
+    dt = take(C), decay = take(C), left = take(C), G = (double*)take(2 * C);
+    v = take(C * PANEL), o = take(C * PANEL);
+    states = p;
+  }
+};
+
+// A chunk: its first token, its tokens, and its rows (tokens padded with zeros to full blocks).
+struct Chunk {
+  int64_t first, size, rows;
+};
+
+template <typename T>
+TH_INLINE void load_row(const T* from, int64_t size, float scale, float* to) {
+  th::for_lanes(size, [&](int64_t i, int n) TH_LAMBDA {
+    th::store(to + i, th::load(from + i, n) * scale, n);
+  });
+}
+
+// q and k of a chunk in float32, and their products on and below the diagonal.
+template <typename T>
+void prepare_keys(const Sequence<T>& seq, int64_t group, const Chunk& chunk, const Scratch& s) {
+  const int64_t K = seq.call.k_dim, C = seq.call.chunk_size, rows = chunk.rows;
+  for (int64_t i = 0; i < chunk.size; ++i) {
+    const int64_t t = chunk.first + i;
+    load_row(seq.q(t, group), K, seq.call.scale, s.q + i * K);
+    load_row(seq.k(t, group), K, 1.0f, s.k + i * K);
+    if (t + C < seq.length) {
+      th::prefetch(seq.q(t + C, group), K);
+      th::prefetch(seq.k(t + C, group), K);
+    }
+  }
+  std::fill(s.q + chunk.size * K, s.q + rows * K, 0.0f);
+  std::fill(s.k + chunk.size * K, s.k + rows * K, 0.0f);
+  for (int64_t j = 0; j < rows; j += PANEL)
+    th::gemm_nt(int(rows - j), int(std::min<int64_t>(PANEL, rows - j)), int(K), s.q + j * K, K,
+                s.k + j * K, K, s.products + j * C + j, C);
+}
+
+// The decays of head h over a chunk, applied to the products.
+template <typename T>
+void prepare_decays(const Sequence<T>& seq, int64_t h, const Chunk& chunk, const Scratch& s) {
+  const int64_t C = seq.call.chunk_size, rows = chunk.rows;
+  double G = 0.0;  // in double: a difference of large sums must not lose a small decay
+  for (int64_t i = 0; i < rows; ++i) {
+    if (i < chunk.size) G += std::max<double>(seq.g(chunk.first + i, h), FULL_DECAY);
+    s.G[i] = G;
+    s.dt[i] = i < chunk.size ? seq.dt(chunk.first + i, h) : 0.0f;
+  }
+  for (int64_t i = 0; i < rows; i += LANES) {
+    alignas(64) float since_start[LANES] = {}, to_end[LANES] = {};
+    const int n = int(std::min<int64_t>(LANES, rows - i));
+    for (int c = 0; c < n; ++c) {
+      since_start[c] = float(s.G[i + c]);
+      to_end[c] = float(G - s.G[i + c]);
+    }
+    th::store(s.decay + i, th::exp(th::load(since_start)), n);
+    th::store(s.left + i, th::exp(th::load(to_end)) * th::load(s.dt + i, n), n);
+  }
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t c = 0; c <= i; c += LANES) {
+      const int n = int(std::min<int64_t>(LANES, rows - c)), at = int(i * C + c);
+      alignas(64) float log_decay[LANES];
+      for (int l = 0; l < LANES; ++l)
+        log_decay[l] = c + l <= i ? float(s.G[i] - s.G[c + l]) : float(FULL_DECAY);
+      const f32x16 D = th::exp(th::load(log_decay)) * th::load(s.dt + c, n);
+      th::store(s.attend + at, D * th::load(s.products + at, n), n);
+    }
+}
+
+// Takes PANEL columns of one head through a chunk: outputs, and the state at its end.
+template <typename T>
+void advance_panel(const Sequence<T>& seq, int64_t h, int64_t column, const Chunk& chunk,
+                   const Scratch& s, float* state) {
+  const int64_t K = seq.call.k_dim, C = seq.call.chunk_size, rows = chunk.rows;
+  const int64_t width = std::min<int64_t>(PANEL, seq.call.v_dim - column);
+  th::gemm_nn(int(rows), PANEL, int(K), s.q, K, state, PANEL, s.o, PANEL);
+  for (int64_t i = 0; i < chunk.size; ++i) {
+    const int64_t t = chunk.first + i;
+    if (t + C < seq.length) th::prefetch(seq.v(t + C, h) + column, width);
+    for (int64_t c = 0; c < PANEL; c += LANES) {
+      f32x16 v{};
+      if (c < width) v = th::load(seq.v(t, h) + column + c, int(width - c));
+      float* o = s.o + i * PANEL + c;
+      th::store(s.v + i * PANEL + c, v);
+      th::store(o, th::fma(v, th::splat(seq.D(h)), th::load(o) * s.decay[i]));
+    }
+  }
+  std::fill(s.v + chunk.size * PANEL, s.v + rows * PANEL, 0.0f);
+  for (int64_t i = 0; i < rows; i += BLOCK)
+    th::gemm_nn(BLOCK, PANEL, int(i + BLOCK), s.attend + i * C, C, s.v, PANEL, s.o + i * PANEL,
+                PANEL, true);
+  for (int64_t i = 0; i < chunk.size; ++i)
+    for (int64_t c = 0; c < PANEL; c += LANES) {
+      float* v = s.v + i * PANEL + c;
+      if (c < width)
+        th::store(seq.out(chunk.first + i, h) + column + c, th::load(s.o + i * PANEL + c),
+                  int(width - c));
+      th::store(v, th::load(v) * s.left[i]);
+    }
+  const float decay = s.decay[rows - 1];
+  for (int64_t i = 0; i < K * PANEL; i += LANES) th::store(state + i, th::load(state + i) * decay);
+  th::gemm_tn(int(K), PANEL, int(rows), s.k, K, s.v, PANEL, state, PANEL, true);
+}
+
+// One sequence on the heads [begin, end) of one group.
+template <typename T>
+void run_chunks(const Sequence<T>& seq, int64_t begin, int64_t end, const Scratch& s) {
+  const Call& call = seq.call;
+  const int64_t K = call.k_dim, V = call.v_dim, C = call.chunk_size;
+  const auto panel = [&](int64_t h, int64_t c) {
+    return s.states + ((h - begin) * round_up(V, PANEL) + c) * K;
+  };
+  for (int64_t h = begin; h < end; ++h)
+    for (int64_t c = 0; c < V; c += PANEL) {
+      if (seq.has_initial_state)
+        th::load_panel(seq.state(h) + c * K, V - c, K, panel(h, c));
+      else
+        std::fill(panel(h, c), panel(h, c) + K * PANEL, 0.0f);
+    }
+  for (int64_t first = 0; first < seq.length; first += C) {
+    const int64_t size = std::min(C, seq.length - first);
+    const Chunk chunk{first, size, round_up(size, BLOCK)};
+    prepare_keys(seq, begin / call.heads_per_group(), chunk, s);
+    for (int64_t h = begin; h < end; ++h) {
+      prepare_decays(seq, h, chunk, s);
+      for (int64_t c = 0; c < V; c += PANEL) advance_panel(seq, h, c, chunk, s, panel(h, c));
+    }
+  }
+  for (int64_t h = begin; h < end; ++h)
+    for (int64_t c = 0; c < V; c += PANEL)
+      th::store_panel(panel(h, c), std::min<int64_t>(PANEL, V - c), K, seq.state(h) + c * K);
+}
+
+}  // namespace ssd
