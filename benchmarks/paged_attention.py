@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.ops.paged_attention.cases import Case, Inputs, make_inputs, slots_of
+from tests.ops.paged_attention.cases import Case, Inputs, make_inputs
+from tests.ops.pages import slots_of
 from torch_hybrid.ops.native import load_library
 from torch_hybrid.ops.paged_attention import paged_attention
 

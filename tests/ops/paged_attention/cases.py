@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from tests.ops.pages import lay_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,47 +97,22 @@ def make_inputs(
         padding: tokens and (empty) sequences to append.
     """
     generator = torch.Generator().manual_seed(seed)
-    num_seqs, num_tokens = len(case.lengths), sum(new for new, _ in case.lengths)
-    pages = [math.ceil(total / case.page_size) for _, total in case.lengths]
-    num_pages = sum(pages) + 4  # the null page, two of nobody, the last one of nobody
-    order = (torch.randperm(num_pages - 2, generator=generator) + 1).split([*pages, 2])
-    page_table = torch.full((num_seqs + padding[1], max(pages) + 2), num_pages - 1)
-    for n, own in enumerate(order[:-1]):
-        page_table[n, : len(own)] = own
-    page_table[num_seqs:] = 0
-
+    layout = lay_out(case.lengths, case.page_size, generator, padding)
     heads, dim = case.num_kv_heads, case.head_dim
-    kv = torch.full((2, num_pages, case.page_size, heads, dim), unused)
-    slots = []
-    for n, (new, total) in enumerate(case.lengths):
-        own = slots_of(page_table[n], total, case.page_size)
-        prefix = own[: total - new] if new else own
-        kv.flatten(1, 2)[:, prefix] = torch.randn(2, len(prefix), heads, dim, generator=generator)
-        slots.append(own[len(prefix) :])
-    rows = num_tokens + padding[0]
+    kv = torch.full((2, layout.num_pages, case.page_size, heads, dim), unused)
+    prefix = layout.prefix_slots
+    kv.flatten(1, 2)[:, prefix] = torch.randn(2, len(prefix), heads, dim, generator=generator)
     q, k, v = (
-        torch.randn(rows, count, dim, generator=generator)
+        torch.randn(len(layout.slot_mapping), count, dim, generator=generator)
         for count in (case.num_q_heads, heads, heads)
     )
-    slot_mapping = torch.cat([*slots, torch.zeros(padding[0], dtype=torch.int64)])
     return Inputs(
         q=q,
         k=k,
         v=v,
         kv=kv,
-        cu_seqlens=offsets([new for new, _ in case.lengths] + [0] * padding[1]),
-        seq_lens=torch.tensor([total for _, total in case.lengths] + [0] * padding[1]).int(),
-        page_table=page_table.int(),
-        slot_mapping=slot_mapping.int(),
+        cu_seqlens=layout.cu_seqlens,
+        seq_lens=layout.seq_lens,
+        page_table=layout.page_table,
+        slot_mapping=layout.slot_mapping,
     ).to(dtype)
-
-
-def slots_of(pages: Tensor, length: int, page_size: int) -> Tensor:
-    """Where the first ``length`` positions of a sequence with these pages are."""
-    position = torch.arange(length)
-    return pages.long()[position // page_size] * page_size + position % page_size
-
-
-def offsets(counts: Sequence[int]) -> Tensor:
-    """``cu_seqlens`` of sequences with these numbers of new tokens."""
-    return torch.tensor([0, *counts]).cumsum(0).int()

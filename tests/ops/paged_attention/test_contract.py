@@ -19,9 +19,8 @@ from tests.ops.paged_attention.cases import (
     Case,
     Inputs,
     make_inputs,
-    offsets,
-    slots_of,
 )
+from tests.ops.pages import offsets, slots_of
 from torch_hybrid.ops.paged_attention import paged_attention, paged_attention_with_lse, reference
 from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS, LSE_IMPLEMENTATIONS
 

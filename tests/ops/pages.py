@@ -1,0 +1,74 @@
+"""Sequences laid out in shuffled pages, for the families whose ops read a page table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Where the rows of a batch are.
+
+    ``prefix_slots`` are the slots that hold a row before the call, those of empty sequences
+    included; page 0 is null, the last page and two others are of nobody.
+    """
+
+    num_pages: int
+    cu_seqlens: Tensor
+    seq_lens: Tensor
+    page_table: Tensor
+    prefix_slots: Tensor
+    slot_mapping: Tensor
+
+
+def lay_out(
+    lengths: Sequence[tuple[int, int]],
+    page_size: int,
+    generator: torch.Generator,
+    padding: tuple[int, int] = (0, 0),
+) -> Layout:
+    """Lay out sequences of (new tokens, total length).
+
+    Args:
+        lengths: of each sequence.
+        page_size: rows of a page.
+        generator: of the page order.
+        padding: tokens and (empty) sequences to append.
+    """
+    num_seqs = len(lengths)
+    pages = [math.ceil(total / page_size) for _, total in lengths]
+    num_pages = sum(pages) + 4
+    order = (torch.randperm(num_pages - 2, generator=generator) + 1).split([*pages, 2])
+    page_table = torch.full((num_seqs + padding[1], max(pages) + 2), num_pages - 1)
+    page_table[num_seqs:] = 0
+    prefix_slots, new_slots = [], []
+    for n, (new, total) in enumerate(lengths):
+        page_table[n, : pages[n]] = order[n]
+        own = slots_of(page_table[n], total, page_size)
+        prefix_slots.append(own[: total - new])
+        new_slots.append(own[total - new :])
+    padding_slots = torch.zeros(padding[0], dtype=torch.int64)
+    return Layout(
+        num_pages=num_pages,
+        cu_seqlens=offsets([new for new, _ in lengths] + [0] * padding[1]),
+        seq_lens=torch.tensor([total for _, total in lengths] + [0] * padding[1]).int(),
+        page_table=page_table.int(),
+        prefix_slots=torch.cat(prefix_slots),
+        slot_mapping=torch.cat([*new_slots, padding_slots]).int(),
+    )
+
+
+def slots_of(pages: Tensor, length: int, page_size: int) -> Tensor:
+    """Where the first ``length`` positions of a sequence with these pages are."""
+    position = torch.arange(length)
+    return pages.long()[position // page_size] * page_size + position % page_size
+
+
+def offsets(counts: Sequence[int]) -> Tensor:
+    """``cu_seqlens`` of sequences with these numbers of tokens."""
+    return torch.tensor([0, *counts]).cumsum(0).int()
