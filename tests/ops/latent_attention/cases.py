@@ -1,0 +1,121 @@
+"""Inputs of latent_attention: real model shapes and odd small ones."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tests.ops.pages import lay_out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Sizes, and for each sequence its (new tokens, total length)."""
+
+    num_heads: int
+    rank: int = 512
+    rope_dim: int = 64
+    nope_dim: int = 128
+    page_size: int = 16
+    lengths: tuple[tuple[int, int], ...]
+
+    @property
+    def scale(self) -> float:
+        """That of the expanded head, whatever the rank."""
+        return (self.nope_dim + self.rope_dim) ** -0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The tensors of one call, in the op's order."""
+
+    q_latent: Tensor
+    q_rope: Tensor
+    latent: Tensor
+    k_rope: Tensor
+    pool: Tensor
+    cu_seqlens: Tensor
+    seq_lens: Tensor
+    page_table: Tensor
+    slot_mapping: Tensor
+
+    def args(self) -> tuple[Tensor, ...]:
+        """The positional arguments; ``pool`` is a copy, so that a call leaves the inputs alone."""
+        index = (self.cu_seqlens, self.seq_lens, self.page_table, self.slot_mapping)
+        return self.q_latent, self.q_rope, self.latent, self.k_rope, self.pool.clone(), *index
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """The same values in another dtype."""
+        names = ("q_latent", "q_rope", "latent", "k_rope", "pool")
+        return replace(self, **{name: getattr(self, name).to(dtype) for name in names})
+
+    def rows(self, rows: Tensor) -> Inputs:
+        """The same pool with these of the new tokens."""
+        names = ("q_latent", "q_rope", "latent", "k_rope", "slot_mapping")
+        return replace(self, **{name: getattr(self, name)[rows] for name in names})
+
+
+CASES = {
+    "deepseek_v2_lite": Case(num_heads=16, lengths=((1, 70), (19, 19), (1, 1), (3, 40))),
+    "kimi_linear": Case(num_heads=32, lengths=((1, 33), (5, 21))),
+    "deepseek_v3": Case(num_heads=128, lengths=((1, 90), (2, 2))),
+    "one_head": Case(
+        num_heads=1, rank=16, rope_dim=16, page_size=1, lengths=((7, 7), (0, 5), (1, 3))
+    ),
+    "odd": Case(
+        num_heads=5,
+        rank=80,
+        rope_dim=48,
+        page_size=5,
+        lengths=((0, 0), (13, 37), (1, 11), (2, 2)),
+    ),
+    "long_decode": Case(
+        num_heads=4, rank=64, rope_dim=32, lengths=((1, 1500), (1, 260), (1, 2), (1, 256))
+    ),
+    "long_extend": Case(
+        num_heads=2, rank=32, rope_dim=16, lengths=((131, 131), (65, 650), (300, 1200))
+    ),
+}
+
+
+def make_inputs(
+    case: Case,
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    unused: float = math.nan,
+    padding: tuple[int, int] = (0, 0),
+) -> Inputs:
+    """Random inputs with shuffled pages; queries are such that logits are of order 1.
+
+    Args:
+        case: the shapes.
+        dtype: of the queries, the latents and the pool.
+        seed: of the values and of the page order.
+        unused: what every row of the pool holds that no query may see.
+        padding: tokens and (empty) sequences to append.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    layout = lay_out(case.lengths, case.page_size, generator, padding)
+    width = case.rank + case.rope_dim
+    pool = torch.full((layout.num_pages, case.page_size, width), unused)
+    prefix = layout.prefix_slots
+    pool.flatten(0, 1)[prefix] = torch.randn(len(prefix), width, generator=generator)
+    num_tokens = len(layout.slot_mapping)
+    q = torch.randn(num_tokens, case.num_heads, width, generator=generator)
+    q *= width**-0.5 / case.scale
+    new = torch.randn(num_tokens, width, generator=generator)
+    return Inputs(
+        q_latent=q[..., : case.rank],
+        q_rope=q[..., case.rank :],
+        latent=new[:, : case.rank],
+        k_rope=new[:, case.rank :],
+        pool=pool,
+        cu_seqlens=layout.cu_seqlens,
+        seq_lens=layout.seq_lens,
+        page_table=layout.page_table,
+        slot_mapping=layout.slot_mapping,
+    ).to(dtype)

@@ -1,0 +1,385 @@
+"""The contract of latent_attention, held by every implementation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+from tests.ops.contract import assert_traces_once, assert_within_budget, pool_clones, skip_reason
+from tests.ops.latent_attention.cases import CASES, Case, Inputs, make_inputs
+from tests.ops.pages import offsets
+from torch_hybrid.ops.latent_attention import (
+    latent_attention,
+    latent_attention_with_lse,
+    reference,
+)
+from torch_hybrid.ops.latent_attention.op import IMPLEMENTATIONS, LSE_IMPLEMENTATIONS
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SMALL = Case(num_heads=4, rank=32, rope_dim=16, lengths=((1, 23), (9, 30), (1, 1)))
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def impl(request: pytest.FixtureRequest) -> str:
+    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
+        pytest.skip(reason)
+    return request.param
+
+
+def attend(inputs: Inputs, impl: str, scale: float = 0.1) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, LSE and the pool afterwards."""
+    args = inputs.args()
+    out, lse = latent_attention_with_lse(*args, scale=scale, impl=impl)
+    return out, lse, args[4]
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.view(torch.uint8)
+
+
+# ---- numbers ---------------------------------------------------------------------------------
+
+
+@cache
+def expected_results(
+    name: str, dtype: torch.dtype
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The reference in float64 and in ``dtype``."""
+    inputs, scale = make_inputs(CASES[name], dtype=dtype), CASES[name].scale
+    exact = reference.latent_attention_with_lse(*inputs.to(torch.float64).args(), scale=scale)
+    return exact, reference.latent_attention_with_lse(*inputs.args(), scale=scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_matches_float64(impl: str, name: str, dtype: str) -> None:
+    if DTYPES[dtype] not in IMPLEMENTATIONS[impl].capability.dtypes:
+        pytest.skip(f"{impl} has no {dtype}")
+    exact, rounded = expected_results(name, DTYPES[dtype])
+    inputs = make_inputs(CASES[name], dtype=DTYPES[dtype])
+    out, lse, _ = attend(inputs, impl, CASES[name].scale)
+    assert_within_budget(out, exact[0], rounded[0])
+    assert_within_budget(lse, exact[1], rounded[1])
+    assert lse.dtype == torch.float32
+    alone = latent_attention(*inputs.args(), scale=CASES[name].scale, impl=impl)
+    assert torch.equal(out, alone)
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 7, 8, 15, 16, 17, 24, 33, 48, 64, 65])
+def test_any_number_of_heads(impl: str, num_heads: int) -> None:
+    lengths = ((1, 70), (3, 40), (1, 1), (1, 600))
+    case = Case(num_heads=num_heads, rank=48, rope_dim=16, lengths=lengths)
+    inputs = make_inputs(case)
+    exact = reference.latent_attention(*inputs.to(torch.float64).args(), scale=case.scale)
+    rounded = reference.latent_attention(*inputs.args(), scale=case.scale)
+    assert_within_budget(attend(inputs, impl, case.scale)[0], exact, rounded)
+
+
+@pytest.mark.parametrize("seq_len", [1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 513])
+@pytest.mark.parametrize("num_new", [1, 2, 40])
+def test_lengths_around_block_boundaries(impl: str, num_new: int, seq_len: int) -> None:
+    lengths = ((min(num_new, seq_len), seq_len),)
+    inputs = make_inputs(Case(num_heads=3, rank=32, rope_dim=16, lengths=lengths))
+    exact = reference.latent_attention_with_lse(*inputs.to(torch.float64).args(), scale=0.1)
+    rounded = reference.latent_attention_with_lse(*inputs.args(), scale=0.1)
+    for actual, expected, allowed in zip(attend(inputs, impl), exact, rounded, strict=False):
+        assert_within_budget(actual, expected, allowed)
+
+
+def test_lse_is_natural(impl: str) -> None:
+    """Against a full softmax: e^lse is the sum of exponentials, not a power of two."""
+    case = Case(num_heads=2, rank=32, rope_dim=16, lengths=((40, 40),))
+    inputs = make_inputs(case)
+    out, lse, _ = attend(inputs, impl)
+    q = torch.cat([inputs.q_latent, inputs.q_rope], 2)
+    logits = 0.1 * torch.einsum("thd,sd->ths", q, torch.cat([inputs.latent, inputs.k_rope], 1))
+    hidden = torch.ones(40, 40, dtype=torch.bool).triu(1)
+    logits.masked_fill_(hidden[:, None], -math.inf)
+    torch.testing.assert_close(lse, logits.exp().sum(2).log(), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(out, logits.softmax(2) @ inputs.latent, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2_lite", "kimi_linear"])
+def test_absorbed_equals_expanded(impl: str, name: str) -> None:
+    """``W_UV latent_attention(q_nope W_UK, ...)`` is attention with each head's own k and v."""
+    case = CASES[name]
+    nope, v_dim, heads = case.nope_dim, 128, case.num_heads
+    inputs = make_inputs(replace(case, lengths=((30, 30),)))
+    generator = torch.Generator().manual_seed(1)
+    q_nope = torch.randn(30, heads, nope, generator=generator)
+    W_UK = torch.randn(heads, nope, case.rank, generator=generator) * case.rank**-0.5
+    W_UV = torch.randn(heads, v_dim, case.rank, generator=generator) * case.rank**-0.5
+    inputs = replace(inputs, q_latent=torch.einsum("thn,hnr->thr", q_nope, W_UK))
+
+    scale = (128 + 64) ** -0.5
+    assert case.scale == scale != (case.rank + case.rope_dim) ** -0.5
+    out, lse, _ = attend(inputs, impl, scale)
+    absorbed = torch.einsum("thr,hvr->thv", out, W_UV)
+
+    k_nope = torch.einsum("tr,hnr->thn", inputs.latent, W_UK)
+    k = torch.cat([k_nope, inputs.k_rope[:, None].expand(-1, heads, -1)], 2)
+    v = torch.einsum("tr,hvr->thv", inputs.latent, W_UV)
+    q = torch.cat([q_nope, inputs.q_rope], 2)
+    logits = torch.einsum("thd,shd->ths", q, k) * q.shape[2] ** -0.5
+    logits.masked_fill_(torch.ones(30, 30, dtype=torch.bool).triu(1)[:, None], -math.inf)
+    expanded = torch.einsum("ths,shv->thv", logits.softmax(2), v)
+    torch.testing.assert_close(absorbed, expanded, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(lse, logits.logsumexp(2), atol=1e-5, rtol=1e-5)
+
+
+def test_large_logits_do_not_overflow(impl: str) -> None:
+    inputs = make_inputs(SMALL)
+    out, lse, _ = attend(replace(inputs, q_latent=inputs.q_latent * 1e4), impl)
+    assert out.isfinite().all()
+    assert lse.isfinite().all()
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunked_equals_whole(impl: str, chunk: int) -> None:
+    total = min(70, 20 * chunk)
+    whole = make_inputs(replace(SMALL, lengths=((total, total),)))
+    expected, expected_lse, expected_pool = attend(whole, impl)
+    pool, outs, lses = whole.pool, [], []
+    for begin in range(0, total, chunk):
+        end = min(begin + chunk, total)
+        piece = replace(
+            whole.rows(torch.arange(begin, end)),
+            pool=pool,
+            cu_seqlens=offsets([end - begin]),
+            seq_lens=torch.tensor([end]).int(),
+        )
+        out, lse, pool = attend(piece, impl)
+        outs.append(out)
+        lses.append(lse)
+    torch.testing.assert_close(torch.cat(outs), expected, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(torch.cat(lses), expected_lse, atol=2e-6, rtol=1e-5)
+    assert torch.equal(bits(pool), bits(expected_pool))
+
+
+# ---- what a result may not depend on ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["odd", "long_decode"])
+def test_padding_changes_nothing(impl: str, name: str) -> None:
+    plain, padded = (make_inputs(CASES[name], padding=padding) for padding in ((0, 0), (5, 3)))
+    num_tokens = plain.latent.shape[0]
+    for field in ("q_latent", "q_rope", "latent", "k_rope"):
+        poison = torch.full_like(getattr(padded, field)[num_tokens:], math.nan)
+        padded = replace(padded, **{field: torch.cat([getattr(plain, field), poison])})
+    out, lse, pool = attend(plain, impl)
+    padded_out, padded_lse, padded_pool = attend(padded, impl)
+    assert torch.equal(padded_out[:num_tokens], out)
+    assert torch.equal(padded_lse[:num_tokens], lse)
+    assert torch.equal(padded_out[num_tokens:], torch.zeros_like(padded_out[num_tokens:]))
+    assert (padded_lse[num_tokens:] == -math.inf).all()
+    assert torch.equal(bits(padded_pool), bits(pool))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2_lite", "odd", "long_decode", "long_extend"])
+def test_sequences_do_not_depend_on_one_another(impl: str, name: str) -> None:
+    """Each sequence alone gives the bits that it gives within the batch, in either order."""
+    inputs = make_inputs(CASES[name])
+    out, lse, _ = attend(inputs, impl)
+    counts = inputs.cu_seqlens.diff().tolist()
+    rows = torch.arange(inputs.latent.shape[0]).split(counts)
+    for order in [*([n] for n in range(len(counts))), list(reversed(range(len(counts))))]:
+        picked = torch.cat([rows[n] for n in order])
+        part = replace(
+            inputs.rows(picked),
+            cu_seqlens=offsets([counts[n] for n in order]),
+            seq_lens=inputs.seq_lens[order],
+            page_table=inputs.page_table[order],
+        )
+        part_out, part_lse, _ = attend(part, impl)
+        assert torch.equal(part_out, out[picked])
+        assert torch.equal(part_lse, lse[picked])
+
+
+def test_page_order_is_irrelevant(impl: str) -> None:
+    inputs = make_inputs(CASES["odd"])
+    num_pages, page_size, _ = inputs.pool.shape
+    moved = torch.arange(num_pages)
+    moved[1:] = moved[1:].flip(0)
+    page, offset = inputs.slot_mapping // page_size, inputs.slot_mapping % page_size
+    other = replace(
+        inputs,
+        pool=inputs.pool[moved],
+        page_table=moved[inputs.page_table.long()].int(),
+        slot_mapping=(moved[page.long()] * page_size + offset).int(),
+    )
+    for a, b in zip(attend(inputs, impl)[:2], attend(other, impl)[:2], strict=True):
+        assert torch.equal(a, b)
+
+
+def test_strided_rows(impl: str) -> None:
+    """The layouts a model has: heads first out of a batched product, slices of projections."""
+    inputs = make_inputs(CASES["deepseek_v2_lite"])
+    expected, expected_lse, _ = attend(inputs, impl)
+    q_rope = torch.cat([torch.full_like(inputs.q_rope, math.nan), inputs.q_rope], 2)[..., 64:]
+    heads_first = inputs.q_latent.transpose(0, 1).contiguous().transpose(0, 1)
+    kv_a = torch.cat([inputs.latent, inputs.k_rope], 1)
+    strided = replace(
+        inputs, q_latent=heads_first, q_rope=q_rope, latent=kv_a[:, :512], k_rope=kv_a[:, 512:]
+    )
+    out, lse, _ = attend(strided, impl)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+
+
+# ---- what a call may not touch ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_writes_its_rows_and_nothing_else(impl: str, name: str) -> None:
+    inputs = make_inputs(CASES[name], padding=(3, 1), unused=7.0)
+    _, _, pool = attend(inputs, impl)
+    expected = inputs.pool.clone()
+    num_tokens = int(inputs.cu_seqlens[-1])
+    slots = inputs.slot_mapping[:num_tokens].long()
+    expected.flatten(0, 1)[slots] = torch.cat([inputs.latent, inputs.k_rope], 1)[:num_tokens]
+    assert torch.equal(bits(pool), bits(expected))
+
+
+def test_all_sequences_empty(impl: str) -> None:
+    inputs = make_inputs(replace(SMALL, lengths=((0, 4), (0, 0))), padding=(2, 0))
+    out, lse, pool = attend(inputs, impl)
+    assert torch.equal(out, torch.zeros_like(out))
+    assert (lse == -math.inf).all()
+    assert torch.equal(bits(pool), bits(inputs.pool))
+
+
+# ---- the op as the compiler sees it ----------------------------------------------------------
+
+
+def test_schema() -> None:
+    ops = torch.ops.torch_hybrid
+    schema = str(ops.latent_attention.default._schema)
+    with_lse = str(ops.latent_attention_with_lse.default._schema)
+    assert_expected_inline(
+        schema.replace(", ", ",\n"),
+        """\
+torch_hybrid::latent_attention(Tensor q_latent,
+Tensor q_rope,
+Tensor latent,
+Tensor k_rope,
+Tensor(a!) pool,
+Tensor cu_seqlens,
+Tensor seq_lens,
+Tensor page_table,
+Tensor slot_mapping,
+*,
+float scale,
+str impl) -> Tensor""",
+    )
+    name, arguments = schema.removesuffix("Tensor").split("(", 1)
+    assert with_lse == f"{name}_with_lse({arguments}(Tensor, Tensor)"
+
+
+def test_opcheck(impl: str) -> None:
+    for op in (
+        torch.ops.torch_hybrid.latent_attention.default,
+        torch.ops.torch_hybrid.latent_attention_with_lse.default,
+    ):
+        args = make_inputs(SMALL, unused=0.0).args()
+        torch.library.opcheck(op, args, {"scale": 0.2, "impl": impl})
+
+
+def layers(impl: str) -> object:
+    def step(*args: Tensor) -> Tensor:
+        """Two layers on one pool, the second fed by the first."""
+        q_latent, q_rope, latent, *rest = args
+        out = latent_attention(q_latent, q_rope, latent, *rest, scale=0.2, impl=impl)
+        return latent_attention(out * 2, q_rope, latent + 1, *rest, scale=0.2, impl=impl)
+
+    return step
+
+
+def test_compiles_once(impl: str) -> None:
+    # The first batch has no two equal sizes that are not tied to one another.
+    first = ((1, 90), (9, 30), (1, 18), (1, 1), (2, 2), (4, 5))
+    others = [((1, 23), (9, 30)), ((1, 9), (1, 7), (1, 8), (1, 2)), ((40, 40), (2, 3)) * 3]
+    batches = [make_inputs(replace(SMALL, lengths=lengths)).args() for lengths in (first, *others)]
+    assert_traces_once(layers(impl), batches)
+
+
+@pytest.mark.slow
+def test_inductor_gives_the_eager_result(impl: str) -> None:
+    args = make_inputs(SMALL).args()
+    expected = layers(impl)(*args)
+    compiled = torch.compile(layers(impl), fullgraph=True)
+    torch.testing.assert_close(compiled(*make_inputs(SMALL).args()), expected)
+
+
+def test_no_pool_clone(impl: str) -> None:
+    args = make_inputs(SMALL).args()
+    assert pool_clones(layers(impl), args, [args[4]]) == []
+
+
+# ---- errors ----------------------------------------------------------------------------------
+
+
+def failing(impl: str, **changes: Tensor) -> str:
+    args = replace(make_inputs(SMALL), **changes).args()
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
+        latent_attention(*args, scale=1.0, impl=impl)
+    return str(error.value)
+
+
+def test_error_texts() -> None:
+    good = make_inputs(SMALL)
+    errors = [
+        failing("torch", q_latent=good.q_latent[0]),
+        failing("torch", q_rope=good.q_rope[:, :3]),
+        failing("torch", latent=good.latent[:, :16]),
+        failing("torch", pool=good.pool[..., 1:].contiguous()),
+        failing("torch", pool=good.pool[:, ::2]),
+        failing("torch", pool=good.pool.double()),
+        failing("torch", q_latent=good.q_latent.transpose(1, 2).contiguous().transpose(1, 2)),
+        failing("torch", seq_lens=good.seq_lens.long()),
+        failing("torch", page_table=good.page_table[:1]),
+        failing("tpu"),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+q_latent must have 3 dimensions, got 2
+q_rope must have shape [11, 4, 16], got [11, 3, 16]
+latent must have shape [11, 32], got [11, 16]
+pool must have shape [9, 16, 48], got [9, 16, 47]
+slot_mapping must be in [8, 72), got 72
+latent must have dtype torch.float64, got torch.float32
+q_latent must have a contiguous last dim, got (128, 1, 4)
+seq_lens must have dtype torch.int32, got torch.int64
+cu_seqlens must have shape [2], got [4]
+impl must be one of ['torch'], got 'tpu'""",
+    )
+
+
+def test_indices_out_of_range(impl: str) -> None:
+    good = make_inputs(SMALL)
+    errors = [
+        failing(impl, slot_mapping=good.slot_mapping + 10_000),
+        failing(impl, page_table=good.page_table + 100),
+        failing(impl, seq_lens=good.seq_lens + 1000),
+        failing(impl, seq_lens=torch.tensor([23, 8, 1]).int()),
+        failing(impl, cu_seqlens=torch.tensor([0, 1, 10, 12]).int()),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+slot_mapping must be in [16, 144), got 10022
+page_table[0] must be in [1, 9), got 105
+seq_lens[0] must be in [1, 64], got 1023
+seq_lens[1] must be in [9, 64], got 8
+cu_seqlens must rise from 0 to at most 11, got [0, 1, 10, 12]""",
+    )
+
+
+def test_both_ops_have_the_same_implementations() -> None:
+    assert list(IMPLEMENTATIONS) == list(LSE_IMPLEMENTATIONS)
