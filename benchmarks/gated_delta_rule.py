@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from tests.ops.gated_delta_rule.cases import Case, Inputs, make_inputs
+from tests.ops.delta_rule_cases import Case, Inputs
+from tests.ops.gated_delta_rule.cases import make_inputs
 from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from torch_hybrid.ops.recurrence import CHUNK_SIZES
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.ops.contract import assert_within_budget
-from tests.ops.gated_delta_rule.cases import CASES, Case, Inputs, make_inputs
+from tests.ops.delta_rule_cases import Case, Inputs
+from tests.ops.gated_delta_rule.cases import CASES, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     TABLE_HEADER,

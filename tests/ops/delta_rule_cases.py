@@ -1,0 +1,114 @@
+"""Inputs of the delta rules: random tensors for the lengths and shape that a case names.
+
+Legend: N sequences, T tokens, H key heads, HV value heads, K and V head dims, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Lengths of the sequences, and the shape of one layer."""
+
+    lengths: tuple[int, ...]
+    num_k_heads: int = 2
+    num_v_heads: int = 4
+    k_dim: int = 16
+    v_dim: int = 16
+    num_padding_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """The tensors of a call, in the op's order, and its options."""
+
+    q: Tensor  # [T, H, K]
+    k: Tensor  # [T, H, K]
+    v: Tensor  # [T, HV, V]
+    g: Tensor  # [T, HV], or [T, HV, K] where channels decay on their own
+    beta: Tensor  # [T, HV]
+    state: Tensor  # [S, HV, V, K]
+    cu_seqlens: Tensor  # [N + 1]
+    state_indices: Tensor  # [N]
+    has_initial_state: Tensor  # [N]
+    scale: float
+    qk_l2norm: bool = True
+
+    def args(self) -> tuple[Tensor, ...]:
+        return (
+            self.q,
+            self.k,
+            self.v,
+            self.g,
+            self.beta,
+            self.state,
+            self.cu_seqlens,
+            self.state_indices,
+            self.has_initial_state,
+        )
+
+    def options(self) -> dict[str, float | bool]:
+        return {"scale": self.scale, "qk_l2norm": self.qk_l2norm}
+
+    def copy(self) -> Inputs:
+        """The same inputs with a state of their own."""
+        return replace(self, state=self.state.clone())
+
+    def exact(self) -> Inputs:
+        """The same values in float64."""
+        floats = {name: getattr(self, name).double() for name in ("q", "k", "v", "g", "beta")}
+        return replace(self, state=self.state.double(), **floats)
+
+    def tokens(self, index: Tensor | slice) -> dict[str, Tensor]:
+        """The per-token tensors at ``index``."""
+        return {name: getattr(self, name)[index] for name in ("q", "k", "v", "g", "beta")}
+
+    def written_slots(self) -> Tensor:
+        """The slots that a call writes."""
+        return self.state_indices[(self.cu_seqlens.diff() > 0) & (self.state_indices > 0)]
+
+
+def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, channels: bool) -> Inputs:
+    """Random inputs with decays of 1 to 1000 tokens, and now and then one that forgets all.
+
+    q, k and v are slices of one tensor, as a model's projection gives them. Slots that no
+    sequence starts from hold NaN: those of new sequences, and the null slot. With ``channels``
+    each channel of K has a decay of its own.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    num_seqs, num_slots = len(case.lengths), len(case.lengths) + 3
+    num_tokens = sum(case.lengths) + case.num_padding_tokens
+    k_size, v_size = case.num_k_heads * case.k_dim, case.num_v_heads * case.v_dim
+    qkv = torch.randn(num_tokens, 2 * k_size + v_size, generator=rng).to(dtype)
+    q, k, v = qkv.split([k_size, k_size, v_size], dim=1)
+    decays = (num_tokens, case.num_v_heads, *([case.k_dim] if channels else []))
+    g = -1 / 10 ** (3 * torch.rand(decays, generator=rng))
+    g[torch.rand(num_tokens, generator=rng) < 0.03] = -20.0
+    g[torch.rand(decays, generator=rng) < 0.03] = -20.0
+    state = torch.randn(num_slots, case.num_v_heads, case.v_dim, case.k_dim, generator=rng)
+    state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
+    has_initial_state = torch.arange(num_seqs) % 3 != 1
+    state[state_indices[~has_initial_state]] = torch.nan
+    state[0] = torch.nan
+    return Inputs(
+        q=q.unflatten(1, (case.num_k_heads, case.k_dim)),
+        k=k.unflatten(1, (case.num_k_heads, case.k_dim)),
+        v=v.unflatten(1, (case.num_v_heads, case.v_dim)),
+        g=g,
+        beta=torch.rand(num_tokens, case.num_v_heads, generator=rng),
+        state=state,
+        cu_seqlens=offsets(case.lengths),
+        state_indices=state_indices.int(),
+        has_initial_state=has_initial_state,
+        scale=case.k_dim**-0.5,
+    )
+
+
+def offsets(lengths: tuple[int, ...] | list[int]) -> Tensor:
+    """cu_seqlens of these lengths."""
+    return torch.tensor([0, *lengths]).cumsum(0).int()
