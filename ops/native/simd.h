@@ -154,6 +154,16 @@ TH_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return a * b + c; }
 TH_INLINE f32x16 select(i32x16 mask, f32x16 a, f32x16 b) { return mask ? a : b; }
 TH_INLINE f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
+// c + a * b of floats, or, lane by lane, of pairs of bf16 whose two products are summed.
+template <bool PAIRS>
+TH_INLINE f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
+#ifdef __AVX512BF16__
+  if constexpr (PAIRS)
+    return (f32x16)_mm512_dpbf16_ps((__m512)c, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b));
+#endif
+  return fma(a, b, c);
+}
+
 // Halves are added pairwise: the order of the sum is the same on every instruction set.
 TH_INLINE float sum(f32x16 x) {
 #ifdef __AVX512F__

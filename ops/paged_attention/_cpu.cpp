@@ -9,30 +9,10 @@
 namespace th {
 namespace {
 
-bool indices_are_valid(const Call& c) {
-  const int32_t* offsets = c.cu_seqlens;
-  if (offsets[0] != 0 || offsets[c.num_seqs] > c.num_tokens) return false;
-  for (int64_t n = 0; n < c.num_seqs; ++n) {
-    const int64_t num_new = int64_t(offsets[n + 1]) - offsets[n], length = c.seq_lens[n];
-    if (num_new < 0) return false;
-    if (num_new == 0) continue;
-    if (length < num_new || length > c.max_pages * c.page_size) return false;
-    const int64_t first = c.window ? std::max<int64_t>(0, length - num_new - c.window + 1) : 0;
-    const int32_t* pages = c.page_table + n * c.page_table_row;
-    for (int64_t i = first / c.page_size; i * c.page_size < length; ++i)
-      if (pages[i] < 1 || pages[i] >= c.num_pages) return false;
-  }
-  for (int64_t t = 0; t < offsets[c.num_seqs]; ++t) {
-    const int32_t slot = c.slot_mapping[t];
-    if (slot < c.page_size || slot >= c.num_pages * c.page_size) return false;
-  }
-  return true;
-}
-
 // Writes the key and value of one token, or zeroes the output of a padding token.
 template <typename T>
 void write_token(const Problem<T>& p, int64_t token) {
-  if (token >= p.cu_seqlens[p.num_seqs]) {
+  if (p.is_padding(token)) {
     std::fill_n(p.output(token, 0), p.num_q_heads * p.head_dim, T{});
     if (p.lse) std::fill_n(p.lse + token * p.num_q_heads, p.num_q_heads, NO_KEY);
     return;
@@ -110,13 +90,13 @@ void run(const Problem<T>& p) {
 
 // Returns false, having written nothing, when an index is outside its pool.
 extern "C" TH_EXPORT bool th_paged_attention_f32(const th::Call* call) {
-  if (!th::indices_are_valid(*call)) return false;
+  if (!call->are_valid(call->window)) return false;
   th::run(th::Problem<float>(*call));
   return true;
 }
 
 extern "C" TH_EXPORT bool th_paged_attention_bf16(const th::Call* call) {
-  if (!th::indices_are_valid(*call)) return false;
+  if (!call->are_valid(call->window)) return false;
   th::run(th::Problem<th::bf16>(*call));
   return true;
 }

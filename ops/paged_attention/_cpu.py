@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.native import load_library
+from torch_hybrid.ops.native.pages import PAGES_FIELDS, pages_values
 from torch_hybrid.ops.page_bounds import check_page_indices
 
 _SYMBOLS = {
@@ -23,14 +24,11 @@ class _Call(ctypes.Structure):
     """Mirror of ``th::Call`` in problem.h."""
 
     _fields_ = (
+        *PAGES_FIELDS,
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "kv", "out", "lse")),
-        *((name, ctypes.c_void_p) for name in ("cu_seqlens", "seq_lens", "page_table")),
-        ("slot_mapping", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_token", "k_head")),
-        *((name, ctypes.c_int64) for name in ("v_token", "v_head", "page_table_row")),
-        *((name, ctypes.c_int64) for name in ("num_tokens", "num_seqs", "num_q_heads")),
-        *((name, ctypes.c_int64) for name in ("num_kv_heads", "head_dim", "num_pages")),
-        *((name, ctypes.c_int64) for name in ("page_size", "max_pages", "window")),
+        *((name, ctypes.c_int64) for name in ("v_token", "v_head", "num_q_heads")),
+        *((name, ctypes.c_int64) for name in ("num_kv_heads", "head_dim", "window")),
         ("num_threads", ctypes.c_int64),
         ("scale", ctypes.c_double),
         ("softcap", ctypes.c_double),
@@ -99,33 +97,22 @@ def _launch(
     softcap: float,
     lse: Tensor | None,
 ) -> Tensor:
-    num_tokens, num_q_heads, head_dim = q.shape
-    num_seqs, max_pages = page_table.shape
     _, num_pages, page_size, num_kv_heads, _ = kv.shape
     out = torch.empty(q.shape, dtype=q.dtype)
     call = _Call(
+        *pages_values(cu_seqlens, seq_lens, page_table, slot_mapping, num_pages, page_size),
         q.data_ptr(),
         k.data_ptr(),
         v.data_ptr(),
         kv.data_ptr(),
         out.data_ptr(),
         None if lse is None else lse.data_ptr(),
-        cu_seqlens.data_ptr(),
-        seq_lens.data_ptr(),
-        page_table.data_ptr(),
-        slot_mapping.data_ptr(),
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],
-        page_table.stride(0),
-        num_tokens,
-        num_seqs,
-        num_q_heads,
+        q.shape[1],
         num_kv_heads,
-        head_dim,
-        num_pages,
-        page_size,
-        max_pages,
+        q.shape[2],
         window,
         torch.get_num_threads(),
         scale,
@@ -137,8 +124,8 @@ def _launch(
             seq_lens,
             page_table,
             slot_mapping,
-            num_pages=kv.shape[1],
-            page_size=kv.shape[2],
+            num_pages=num_pages,
+            page_size=page_size,
             window=window,
         )
     return out

@@ -126,16 +126,6 @@ constexpr bool in_pairs() {
 #endif
 }
 
-// acc + q * key, of floats, or of pairs that are summed.
-template <bool PAIRS>
-TH_INLINE f32x16 multiply_add(f32x16 q, f32x16 key, f32x16 acc) {
-#ifdef __AVX512BF16__
-  if constexpr (PAIRS)
-    return (f32x16)_mm512_dpbf16_ps((__m512)acc, bit_cast<__m512bh>(q), bit_cast<__m512bh>(key));
-#endif
-  return fma(q, key, acc);
-}
-
 // The products of the queries with the next keys, which are T, or floats if widened.
 template <int R, typename T, typename Key>
 TH_INLINE void products(const float* queries, const Key* const* keys, int64_t D, Fetch<T>& ahead,

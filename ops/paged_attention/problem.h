@@ -4,23 +4,20 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 
+#include "pages.h"
 #include "simd.h"
+#include "softmax.h"
 
 namespace th {
 
-constexpr float NO_KEY = -std::numeric_limits<float>::infinity();
-
 // The arguments as the launcher fills them in; strides in elements. Mirrored in _cpu.py.
-struct Call {
+struct Call : Pages {
   const void *q, *k, *v;
   void *kv, *out;
   float* lse;  // may be null
-  const int32_t *cu_seqlens, *seq_lens, *page_table, *slot_mapping;
-  int64_t q_token, q_head, k_token, k_head, v_token, v_head, page_table_row;
-  int64_t num_tokens, num_seqs, num_q_heads, num_kv_heads, head_dim;
-  int64_t num_pages, page_size, max_pages, window, num_threads;
+  int64_t q_token, q_head, k_token, k_head, v_token, v_head;
+  int64_t num_q_heads, num_kv_heads, head_dim, window, num_threads;
   double scale, softcap;
 };
 
@@ -39,25 +36,15 @@ struct Problem : Call {
   T* slot(int64_t index) const {
     return static_cast<T*>(kv) + index * num_kv_heads * head_dim;
   }
-  int num_new(int n) const { return cu_seqlens[n + 1] - cu_seqlens[n]; }
   // The first key that the query at `position` sees.
   int first_key(int position) const {
     return window ? std::max<int>(0, position - int(window) + 1) : 0;
   }
   // rows[i] = key `begin + i` of a sequence; its value is plane() further.
   void key_rows(int n, int head, int begin, int count, const T** rows) const {
-    const int32_t* pages = page_table + n * page_table_row + begin / page_size;
-    for (int i = 0, offset = int(begin % page_size); i < count; ++i, ++offset) {
-      if (offset == page_size) offset = 0, ++pages;
-      rows[i] = slot(*pages * page_size + offset) + head * head_dim;
-    }
+    const T* first = static_cast<const T*>(kv) + head * head_dim;
+    addresses(n, begin, count, first, num_kv_heads * head_dim, rows);
   }
-};
-
-// Maximum and sum of exponentials of the logits that a row has seen.
-struct RowState {
-  float max = NO_KEY, sum = 0;
-  float lse() const { return max + std::log(sum); }
 };
 
 // tanh within 2e-7: a polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel.
@@ -97,11 +84,6 @@ inline float softmax_row(float* s, int n, RowState& row, float scale, float soft
   const float factor = before == NO_KEY ? 0.0f : std::exp(before - row.max);
   row.sum = row.sum * factor + sum(total);
   return factor;
-}
-
-template <typename To, typename From>
-TH_INLINE void scale_row(To* to, const From* from, float factor, int64_t n) {
-  for (int64_t i = 0; i < n; i += LANES) store(to + i, load(from + i) * factor);
 }
 
 }  // namespace th
