@@ -7,23 +7,31 @@ from torch import Tensor
 
 from torch_hybrid.ops.capability import Capability, Implementation
 from torch_hybrid.ops.latent_attention.validate import check_attention, check_gather, check_store
+from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, define_op
 
 _PACKAGE = "torch_hybrid.ops.latent_attention"
 _CPU_AND_CUDA = frozenset({"cpu", "cuda"})
+_CPP_CAPABILITY = Capability(
+    devices=frozenset({"cpu"}),
+    dtypes=frozenset({torch.float32, torch.bfloat16}),
+    multiples={"rank": 16, "rope_dim": 16},
+    available=compiler_missing,
+)
 
-IMPLEMENTATIONS = {
-    "torch": Implementation(
-        capability=Capability(devices=_CPU_AND_CUDA),
-        launcher=f"{_PACKAGE}._torch:latent_attention",
-    ),
-}
-LSE_IMPLEMENTATIONS = {
-    "torch": Implementation(
-        capability=Capability(devices=_CPU_AND_CUDA),
-        launcher=f"{_PACKAGE}._torch:latent_attention_with_lse",
-    ),
-}
+
+def _implementations(function: str) -> dict[str, Implementation]:
+    return {
+        "cpp": Implementation(capability=_CPP_CAPABILITY, launcher=f"{_PACKAGE}._cpu:{function}"),
+        "torch": Implementation(
+            capability=Capability(devices=_CPU_AND_CUDA),
+            launcher=f"{_PACKAGE}._torch:{function}",
+        ),
+    }
+
+
+IMPLEMENTATIONS = _implementations("latent_attention")
+LSE_IMPLEMENTATIONS = _implementations("latent_attention_with_lse")
 STORE_IMPLEMENTATIONS = {
     "torch": Implementation(
         capability=Capability(devices=_CPU_AND_CUDA, cuda_graph=True),

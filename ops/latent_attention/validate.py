@@ -40,6 +40,7 @@ def check_attention(
         {
             "q_rope": (q_rope, q_latent.dtype),
             "latent": (latent, q_latent.dtype),
+            "pool": (pool, q_latent.dtype),
             "seq_lens": (seq_lens, torch.int32),
             "page_table": (page_table, torch.int32),
         }

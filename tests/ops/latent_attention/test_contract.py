@@ -338,7 +338,7 @@ def test_error_texts() -> None:
         failing("torch", q_rope=good.q_rope[:, :3]),
         failing("torch", latent=good.latent[:, :16]),
         failing("torch", pool=good.pool[..., 1:].contiguous()),
-        failing("torch", pool=good.pool[:, ::2]),
+        failing("torch", pool=good.pool.transpose(1, 2).contiguous().transpose(1, 2)),
         failing("torch", pool=good.pool.double()),
         failing("torch", q_latent=good.q_latent.transpose(1, 2).contiguous().transpose(1, 2)),
         failing("torch", seq_lens=good.seq_lens.long()),
@@ -352,12 +352,12 @@ q_latent must have 3 dimensions, got 2
 q_rope must have shape [11, 4, 16], got [11, 3, 16]
 latent must have shape [11, 32], got [11, 16]
 pool must have shape [9, 16, 48], got [9, 16, 47]
-slot_mapping must be in [8, 72), got 72
-latent must have dtype torch.float64, got torch.float32
+pool must be contiguous, got strides (768, 1, 16)
+pool must have dtype torch.float32, got torch.float64
 q_latent must have a contiguous last dim, got (128, 1, 4)
 seq_lens must have dtype torch.int32, got torch.int64
 cu_seqlens must have shape [2], got [4]
-impl must be one of ['torch'], got 'tpu'""",
+impl must be one of ['cpp', 'torch'], got 'tpu'""",
     )
 
 

@@ -1,0 +1,205 @@
+// Attention over paged latents on a CPU: check the indices, write the new rows, attend, merge.
+//
+// The rows of a tile are (token, head) pairs, token by token: all of them share the latents, so a
+// block of these is read from memory once for a whole tile. Tiles of a short query are cut along
+// the keys as well, into splits that merge_splits joins, so that one long sequence keeps every core
+// busy. The cut depends on that sequence alone, and so do the bits of its result.
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "pages.h"
+
+namespace th {
+namespace {
+
+constexpr int KEYS_PER_SPLIT = 256;    // at least
+constexpr int SPLITS_PER_SEQUENCE = 16;  // over all of its tiles, which bounds their results
+
+// The arguments as the launcher fills them in; strides in elements. Mirrored in _cpu.py.
+struct Call : Pages {
+  const void *q_latent, *q_rope, *latent, *k_rope;
+  void *pool, *out;
+  float* lse;  // may be null
+  int64_t q_latent_token, q_latent_head, q_rope_token, q_rope_head, latent_token, k_rope_token;
+  int64_t num_heads, rank, rope_dim, num_threads;
+  double scale;
+};
+
+template <typename T>
+struct Problem : Call {
+  explicit Problem(const Call& call) : Call(call) {}
+  int64_t width() const { return rank + rope_dim; }
+  // Rows of a sequence are (token, head) pairs; those of the output are all of them.
+  int num_visible(int n, int row) const {
+    return seq_lens[n] - num_new(n) + row / int(num_heads) + 1;
+  }
+  T* output(int64_t row) const { return static_cast<T*>(out) + row * rank; }
+};
+
+// Rows [row, row + rows) of a sequence. Where its keys are cut into several splits, their results
+// are rows [result, result + num_splits * rows) of the shared ones.
+struct Tile {
+  int n, row, rows, num_splits;
+  int64_t result;
+};
+
+// Keys [begin, begin + count), number `index` of a tile's splits.
+struct Split {
+  int tile, index, begin, count;
+};
+
+struct Work {
+  std::vector<Tile> tiles;
+  std::vector<Split> splits;
+  int64_t num_results = 0;
+};
+
+// Keys of a split: about equal parts, in whole blocks.
+inline int keys_per_split(int num_keys, int num_tiles) {
+  const int most = std::max(1, SPLITS_PER_SEQUENCE / num_tiles);
+  const int num_splits = std::clamp(num_keys / KEYS_PER_SPLIT, 1, most);
+  const int blocks = (num_keys + KEYS_PER_BLOCK - 1) / KEYS_PER_BLOCK;
+  return (blocks + num_splits - 1) / num_splits * KEYS_PER_BLOCK;
+}
+
+template <typename T>
+void plan_sequence(const Problem<T>& p, int n, Work& work) {
+  const int heads = int(p.num_heads), num_rows = p.num_new(n) * heads;
+  const int num_tiles = (num_rows + ROWS_PER_TILE - 1) / ROWS_PER_TILE;
+  for (int i = num_tiles - 1; i >= 0; --i) {  // the last rows see most, and go first
+    const int row = i * ROWS_PER_TILE, rows = std::min(ROWS_PER_TILE, num_rows - row);
+    const int num_keys = p.num_visible(n, row + rows - 1), keys = keys_per_split(num_keys, num_tiles);
+    const int num_splits = (num_keys + keys - 1) / keys;
+    for (int s = 0; s < num_splits; ++s)
+      work.splits.push_back(
+          {int(work.tiles.size()), s, s * keys, std::min(keys, num_keys - s * keys)});
+    work.tiles.push_back({n, row, rows, num_splits, work.num_results});
+    if (num_splits > 1) work.num_results += num_splits * rows;
+  }
+}
+
+// Writes the row of one token, or clears the output of a padding token.
+template <typename T>
+void write_token(const Problem<T>& p, int64_t token) {
+  if (p.is_padding(token)) {
+    std::fill_n(p.output(token * p.num_heads), p.num_heads * p.rank, T{});
+    if (p.lse) std::fill_n(p.lse + token * p.num_heads, p.num_heads, NO_KEY);
+    return;
+  }
+  T* row = static_cast<T*>(p.pool) + p.slot_mapping[token] * p.width();
+  std::copy_n(static_cast<const T*>(p.latent) + token * p.latent_token, p.rank, row);
+  std::copy_n(static_cast<const T*>(p.k_rope) + token * p.k_rope_token, p.rope_dim, row + p.rank);
+}
+
+template <typename T>
+void load_rows(const Problem<T>& p, const Tile& tile, AttentionTile<T>& scratch) {
+  scratch.begin(tile.rows, [&](int r) { return p.num_visible(tile.n, tile.row + r); });
+  const T* rows[ROWS_PER_TILE];
+  const auto pack = [&](const void* q, int64_t by_token, int64_t by_head, int64_t at, int64_t n) {
+    for (int r = 0; r < tile.rows; ++r) {
+      const int64_t token = p.cu_seqlens[tile.n] + (tile.row + r) / p.num_heads;
+      const int64_t head = (tile.row + r) % p.num_heads;
+      rows[r] = static_cast<const T*>(q) + token * by_token + head * by_head;
+    }
+    scratch.pack(rows, at, n);
+  };
+  pack(p.q_latent, p.q_latent_token, p.q_latent_head, 0, p.rank);
+  pack(p.q_rope, p.q_rope_token, p.q_rope_head, p.rank, p.rope_dim);
+}
+
+template <typename T>
+void attend(const Problem<T>& p, const Tile& tile, const Split& split, AttentionTile<T>& scratch) {
+  load_rows(p, tile, scratch);
+  const int end = split.begin + split.count;
+  const auto next_rows = [&](int begin, const T** rows) {
+    const int count = std::min(KEYS_PER_BLOCK, end - begin);
+    p.addresses(tile.n, begin, count, static_cast<const T*>(p.pool), p.width(), rows);
+  };
+  KeyBlock<T, T> block;
+  next_rows(split.begin, block.ahead);
+  for (block.begin = split.begin; block.begin < end; block.begin += KEYS_PER_BLOCK) {
+    block.count = std::min(KEYS_PER_BLOCK, end - block.begin);
+    std::copy_n(block.ahead, block.count, block.keys);
+    std::copy_n(block.ahead, block.count, block.values);
+    next_rows(block.begin + block.count, block.ahead);
+    scratch.fold(block, float(p.scale));
+  }
+}
+
+// Row `row` of a tile, from the sum over what it has seen, which is something.
+template <typename T>
+void store_row(const Problem<T>& p, const Tile& tile, int row, const float* sum, RowState state) {
+  const int64_t to = p.cu_seqlens[tile.n] * p.num_heads + tile.row + row;
+  scale_row(p.output(to), sum, 1.0f / state.sum, p.rank);
+  if (p.lse) p.lse[to] = state.lse();
+}
+
+// Joins the results of the splits of one tile: out[num_splits][rows][rank].
+template <typename T>
+void merge_splits(const Problem<T>& p, const Tile& tile, float* out, const RowState* state) {
+  for (int r = 0; r < tile.rows; ++r) {
+    RowState all;
+    for (int s = 0; s < tile.num_splits; ++s)
+      all.max = std::max(all.max, state[s * tile.rows + r].max);
+    float* sum = out + r * p.rank;
+    for (int s = 0; s < tile.num_splits; ++s) {
+      const RowState& part = state[s * tile.rows + r];
+      const float factor = std::exp(part.max - all.max);
+      const float* from = out + (s * tile.rows + r) * p.rank;
+      all.sum += part.sum * factor;
+      for (int64_t d = 0; d < p.rank; d += LANES)
+        store(sum + d, (s ? load(sum + d) : f32x16{}) + load(from + d) * factor);
+    }
+    store_row(p, tile, r, sum, all);
+  }
+}
+
+template <typename T>
+void run(const Problem<T>& p) {
+  Work work;
+  for (int n = 0; n < p.num_seqs; ++n) plan_sequence(p, n, work);
+  const std::unique_ptr<float[]> out(new float[work.num_results * p.rank]);
+  const std::unique_ptr<RowState[]> state(new RowState[work.num_results]);
+#pragma omp parallel num_threads(int(p.num_threads))
+  {
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < p.num_tokens; ++token) write_token(p, token);
+    AttentionTile<T> scratch(p.width(), p.rank);
+#pragma omp for schedule(dynamic)
+    for (size_t i = 0; i < work.splits.size(); ++i) {
+      const Split& split = work.splits[i];
+      const Tile& tile = work.tiles[split.tile];
+      attend(p, tile, split, scratch);
+      const int64_t result = tile.result + split.index * tile.rows;
+      for (int r = 0; r < tile.rows; ++r) {
+        if (tile.num_splits == 1) {
+          store_row(p, tile, r, scratch.row(r), scratch.state(r));
+        } else {
+          std::copy_n(scratch.row(r), p.rank, out.get() + (result + r) * p.rank);
+          state[result + r] = scratch.state(r);
+        }
+      }
+    }
+#pragma omp for schedule(static)
+    for (size_t i = 0; i < work.tiles.size(); ++i)
+      if (const Tile& tile = work.tiles[i]; tile.num_splits > 1)
+        merge_splits(p, tile, out.get() + tile.result * p.rank, state.get() + tile.result);
+  }
+}
+
+}  // namespace
+}  // namespace th
+
+// Returns false, having written nothing, when an index is outside its pool.
+extern "C" TH_EXPORT bool th_latent_attention_f32(const th::Call* call) {
+  if (!call->are_valid()) return false;
+  th::run(th::Problem<float>(*call));
+  return true;
+}
+
+extern "C" TH_EXPORT bool th_latent_attention_bf16(const th::Call* call) {
+  if (!call->are_valid()) return false;
+  th::run(th::Problem<th::bf16>(*call));
+  return true;
+}

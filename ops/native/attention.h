@@ -1,0 +1,262 @@
+// Softmax attention of a tile of rows (queries) to blocks of keys: one thread, float sums.
+//
+//   AttentionTile<T, V> tile(D, Dv)       keys of T, values of V; keep one per thread
+//   tile.begin(rows, visible)             row r will see keys [0, visible(r))
+//   tile.pack(rows, at, n)                elements [at, at + n) of the queries; rows[r] is a query's
+//   tile.fold(block, scale)               takes in a block of keys; any number of times
+//   tile.row(r), tile.state(r)            unnormalised output [Dv], maximum and sum
+//
+// Sixteen rows share a register, a row to a lane. Queries are transposed once a tile; then an
+// element of a key is broadcast to meet sixteen queries, so keys are used where they lie, as rows
+// anywhere in memory, and never transposed. Logits are [key][row]: the softmax runs along keys
+// without reducing across lanes, and leaves its weights in the order in which the product with the
+// values broadcasts them. A row's result depends on its number in the tile and on its keys alone.
+//
+// D and Dv are multiples of 16. Where the CPU can multiply pairs of bf16, keys are taken in pairs:
+// exact products, summed in float.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "simd.h"
+#include "softmax.h"
+
+namespace th {
+
+constexpr int ROWS_PER_TILE = 64;
+constexpr int KEYS_PER_BLOCK = 64;
+
+// Floats that start on a cache line, so that no register is loaded from two lines.
+class AlignedFloats {
+ public:
+  explicit AlignedFloats(int64_t n) : lines_((n + LANES - 1) / LANES) {}
+  float* data() { return lines_.data()->lanes; }
+  const float* data() const { return lines_.data()->lanes; }
+
+ private:
+  struct alignas(64) Line {
+    float lanes[LANES];
+  };
+  std::vector<Line> lines_;
+};
+
+// Consecutive keys of a sequence, from number `begin` on. While it is worked on, the rows `ahead`,
+// as many as keys, are fetched.
+template <typename T, typename V>
+struct KeyBlock {
+  int begin, count;
+  const T* keys[KEYS_PER_BLOCK];
+  const V* values[KEYS_PER_BLOCK];
+  const T* ahead[KEYS_PER_BLOCK];
+};
+
+template <typename T, typename V = T>
+class AttentionTile {
+ public:
+  AttentionTile(int64_t D, int64_t Dv)
+      : D_(D),
+        Dv_(Dv),
+        units_(PAIRS ? D / 2 : D),
+        queries_(ROWS_PER_TILE * units_),
+        out_(ROWS_PER_TILE * Dv),
+        weights_(KEYS_PER_BLOCK * ROWS_PER_TILE),
+        widened_(WIDEN ? KEY_STEP * D : 0) {}
+
+  template <typename Visible>
+  void begin(int num_rows, const Visible& visible) {
+    rows_ = num_rows, vectors_ = (num_rows + LANES - 1) / LANES;
+    std::fill_n(out_.data(), rows_ * Dv_, 0.0f);
+    all_visible_ = visible(0);
+    for (int v = 0; v < vectors_; ++v) {
+      max_[v] = splat(NO_KEY), sum_[v] = f32x16{};
+      for (int lane = 0; lane < LANES; ++lane) {
+        const int row = v * LANES + lane, count = row < rows_ ? visible(row) : 0;
+        visible_[v][lane] = count;
+        if (row < rows_) all_visible_ = std::min(all_visible_, count);
+      }
+    }
+  }
+
+  void pack(const T* const* rows, int64_t at, int64_t n) {
+    constexpr int64_t PER_UNIT = PAIRS ? 2 : 1;
+    for (int v = 0; v < vectors_; ++v)
+      for (int64_t k = 0; k < n / PER_UNIT; k += LANES) {
+        const int left = int(std::min<int64_t>(LANES, n / PER_UNIT - k));
+        f32x16 x[LANES];
+        for (int i = 0; i < LANES; ++i)
+          x[i] = v * LANES + i < rows_ ? units(rows[v * LANES + i], k, left) : f32x16{};
+        transpose16(x);
+        float* to = queries_.data() + (v * units_ + at / PER_UNIT + k) * LANES;
+        for (int i = 0; i < left; ++i) store(to + i * LANES, x[i]);
+      }
+  }
+
+  void fold(const KeyBlock<T, V>& block, float scale) {
+    for (int j = 0; j < block.count; j += KEY_STEP) multiply_keys(block, j);
+    const bool masked = block.begin + block.count > all_visible_;
+    for (int v = 0; v < vectors_; ++v) weigh(block, v, scale, masked);
+    int64_t column = 0;
+    for (; column + 2 * LANES <= Dv_; column += 2 * LANES) add_values<2>(block, column);
+    if (column < Dv_) add_values<1>(block, column);
+  }
+
+  int rows() const { return rows_; }
+  const float* row(int r) const { return out_.data() + r * Dv_; }
+  RowState state(int r) const { return {max_[r / LANES][r % LANES], sum_[r / LANES][r % LANES]}; }
+
+ private:
+#ifdef __AVX512BF16__
+  static constexpr bool PAIRS = sizeof(T) == sizeof(bf16);
+#else
+  static constexpr bool PAIRS = false;
+#endif
+  static constexpr bool WIDEN = sizeof(T) == sizeof(bf16) && !PAIRS;
+  static constexpr int KEY_STEP = 8;  // keys, or rows, of a product in registers
+  static constexpr int64_t DEPTH = 128;
+
+  // Units [k, k + n) of a row: pairs, or elements as floats.
+  static TH_INLINE f32x16 units(const T* row, int64_t k, int n) {
+    if constexpr (PAIRS)
+      return load(reinterpret_cast<const float*>(row) + k, n);
+    else
+      return load(row + k, n);
+  }
+
+  const float* unit_row(const T* key, int i) {
+    if constexpr (!WIDEN) return reinterpret_cast<const float*>(key);
+    float* to = widened_.data() + i * D_;
+    scale_row(to, key, 1.0f, D_);
+    return to;
+  }
+
+  // Products of all rows with up to KEY_STEP keys from number j of the block on.
+  void multiply_keys(const KeyBlock<T, V>& block, int j) {
+    const float* keys[KEY_STEP];
+    const T* ahead[KEY_STEP];
+    for (int i = 0; i < KEY_STEP; ++i) {
+      const int key = std::min(j + i, block.count - 1);
+      keys[i] = unit_row(block.keys[key], i), ahead[i] = block.ahead[key];
+    }
+    float* to = weights_.data() + j * ROWS_PER_TILE;
+    int v = 0;
+    for (; v + 2 <= vectors_; v += 2) products<2>(v, keys, v ? nullptr : ahead, to + v * LANES);
+    if (v < vectors_) products<1>(v, keys, v ? nullptr : ahead, to + v * LANES);
+  }
+
+  // to[key][row] for R registers of rows; fetches the rows `ahead` if they are given. Sums of
+  // DEPTH products are added to one another: one long chain of additions would round more.
+  template <int R>
+  void products(int vector, const float* const* keys, const T* const* ahead, float* to) {
+    const float* queries = queries_.data() + vector * units_ * LANES;
+    for (int64_t k = 0; k < units_; k += DEPTH) {
+      const int64_t end = std::min(units_, k + DEPTH);
+      if (ahead) fetch(ahead, k, end);
+      f32x16 acc[KEY_STEP][R];
+      multiply_units<R>(queries, keys, k, end, acc);
+#pragma GCC unroll 8
+      for (int i = 0; i < KEY_STEP; ++i)
+#pragma GCC unroll 2
+        for (int r = 0; r < R; ++r) {
+          float* sum = to + i * ROWS_PER_TILE + r * LANES;
+          store(sum, k ? load(sum) + acc[i][r] : acc[i][r]);
+        }
+    }
+  }
+
+  static TH_INLINE void fetch(const T* const* rows, int64_t k, int64_t end) {
+    for (; k < end; k += LANES)
+      for (int i = 0; i < KEY_STEP; ++i)
+        __builtin_prefetch(reinterpret_cast<const float*>(rows[i]) + k, 0, 2);
+  }
+
+  template <int R>
+  TH_INLINE void multiply_units(const float* queries, const float* const* keys, int64_t begin,
+                                int64_t end, f32x16 (&to)[KEY_STEP][R]) {
+    f32x16 acc[KEY_STEP][R] = {};
+    for (int64_t k = begin; k < end; ++k) {
+      f32x16 q[R];
+#pragma GCC unroll 2
+      for (int r = 0; r < R; ++r) q[r] = load(queries + (r * units_ + k) * LANES);
+#pragma GCC unroll 8
+      for (int i = 0; i < KEY_STEP; ++i) {
+        const f32x16 key = splat(keys[i][k]);
+#pragma GCC unroll 2
+        for (int r = 0; r < R; ++r) acc[i][r] = multiply_add<PAIRS>(q[r], key, acc[i][r]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < KEY_STEP; ++i)
+#pragma GCC unroll 2
+      for (int r = 0; r < R; ++r) to[i][r] = acc[i][r];
+  }
+
+  // Products of a block turned into weights e^(logit - max), for one register of rows.
+  void weigh(const KeyBlock<T, V>& block, int v, float scale, bool masked) {
+    float* s = weights_.data() + v * LANES;
+    f32x16 largest = max_[v];
+    for (int j = 0; j < block.count; ++j) {
+      f32x16 x = load(s + j * ROWS_PER_TILE) * scale;
+      if (masked) x = select(block.begin + j < visible_[v], x, splat(NO_KEY));
+      store(s + j * ROWS_PER_TILE, x);
+      largest = max(x, largest);
+    }
+    // A row that has seen no key yet keeps weights of 0, where -inf - -inf would be NaN.
+    const f32x16 shift = select(largest == splat(NO_KEY), f32x16{}, largest);
+    const f32x16 factor = exp(max_[v] - shift);
+    f32x16 total{};
+    for (int j = 0; j < block.count; ++j) {
+      const f32x16 weight = exp(load(s + j * ROWS_PER_TILE) - shift);
+      store(s + j * ROWS_PER_TILE, weight);
+      total += weight;
+    }
+    max_[v] = largest, sum_[v] = fma(sum_[v], factor, total);
+    store(factors_ + v * LANES, factor);
+  }
+
+  // Columns [column, column + 16 C) of out = factor * out + weights * values.
+  template <int C>
+  void add_values(const KeyBlock<T, V>& block, int64_t column) {
+    int row = 0;
+    for (; row + KEY_STEP <= rows_; row += KEY_STEP) add_values<KEY_STEP, C>(block, row, column);
+    for (; row + 4 <= rows_; row += 4) add_values<4, C>(block, row, column);
+    for (; row < rows_; ++row) add_values<1, C>(block, row, column);
+  }
+
+  template <int R, int C>
+  TH_INLINE void add_values(const KeyBlock<T, V>& block, int row, int64_t column) {
+    f32x16 acc[R][C] = {};
+    const float* weights = weights_.data() + row;
+    for (int j = 0; j < block.count; ++j, weights += ROWS_PER_TILE) {
+      f32x16 x[C];
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) x[c] = held(load(block.values[j] + column + c * LANES));
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const f32x16 weight = splat(weights[r]);
+#pragma GCC unroll 2
+        for (int c = 0; c < C; ++c) acc[r][c] = fma(weight, x[c], acc[r][c]);
+      }
+    }
+    float* out = out_.data() + row * Dv_ + column;
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+      for (int c = 0; c < C; ++c) {
+        float* sum = out + r * Dv_ + c * LANES;
+        store(sum, fma(load(sum), splat(factors_[row + r]), acc[r][c]));
+      }
+  }
+
+  int64_t D_, Dv_, units_;
+  int rows_ = 0, vectors_ = 0, all_visible_ = 0;
+  i32x16 visible_[ROWS_PER_TILE / LANES];
+  f32x16 max_[ROWS_PER_TILE / LANES], sum_[ROWS_PER_TILE / LANES];
+  float factors_[ROWS_PER_TILE];
+  AlignedFloats queries_;  // [vectors][units][16]
+  AlignedFloats out_;      // [rows][Dv], unnormalised
+  AlignedFloats weights_;  // [keys][ROWS_PER_TILE], products at first
+  AlignedFloats widened_;  // [KEY_STEP][D]
+};
+
+}  // namespace th
