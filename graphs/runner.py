@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_hybrid.backends.hybrid import Plan, Step, make_backends, plan_all
-from torch_hybrid.backends.mode import Mode
+from torch_hybrid.backends.hybrid import Plan, Step, forms_of, make_backends, plan_all
+from torch_hybrid.backends.mode import Form, Mode
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.batch import Batch, pad_to
 from torch_hybrid.caches.hybrid import HybridCache, LayerCache, Sequence
@@ -31,6 +32,7 @@ _TRACED = {
     Mode.DECODE: Bucket(num_seqs=8, num_tokens=8, num_pages=11),
     Mode.EXTEND: Bucket(num_seqs=5, num_tokens=512, num_pages=11),
 }
+_TRACED_ROWS = 192
 
 
 class Model(Protocol):
@@ -61,6 +63,25 @@ class Inputs:
 
 
 pytree.register_dataclass(Inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What steps that share a graph have in common, but for which logits they return."""
+
+    mode: Mode
+    forms: tuple[tuple[str, str], ...]  # kind of layer and the name of its form
+
+    @classmethod
+    def of(cls, mode: Mode, forms: Mapping[str, Form]) -> Variant:
+        """The variant of a step."""
+        return cls(mode, tuple((kind, form.name) for kind, form in forms.items()))
+
+    def name(self, logits: Logits) -> str:
+        """As it stands in reports: "extend, one shot", for example."""
+        every = ["all logits"] if (self.mode, logits) == (Mode.EXTEND, "all") else []
+        forms = [name for _, name in self.forms if name and self.mode is Mode.EXTEND]
+        return ", ".join([self.mode.value, *forms, *every])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,12 +172,15 @@ class Runner:
         self._page_sizes = doubling(2, max(self._cache.num_pages, 2))
         self._seq_sizes = doubling(2, max(max_seqs, 2))
         self._token_sizes = token_sizes(max_tokens)
+        self._forms = {Variant.of(mode, forms): forms for mode in Mode for forms in self._all(mode)}
         self._inputs = {
-            mode: StaticInputs(self._null_inputs(mode, self._largest(mode)), model.device)
-            for mode in Mode
+            variant: StaticInputs(
+                self._null_inputs(variant.mode, self._largest(variant.mode), forms), model.device
+            )
+            for variant, forms in self._forms.items()
         }
         self._log = CompileLog()
-        self._variants: dict[str, int] = {}  # variant to its graph's place in the log
+        self._variants: dict[str, int] = {}  # name of a variant to its graph's place in the log
         self._breaks_before = _count_graph_breaks()
         self._steps = self._make_steps()
 
@@ -237,9 +261,10 @@ class Runner:
         lengths = [len(new) for new in tokens]
         self._check_extend(seqs, tokens, lengths, logits, positions)
         mode = Mode.DECODE if max(lengths) == 1 else Mode.EXTEND
-        inputs = self._inputs[mode].refresh(self._plan(seqs, tokens, positions, mode))
+        variant, planned = self._plan(seqs, tokens, positions, mode)
+        inputs = self._inputs[variant].refresh(planned)
         try:
-            out = self._run(mode, logits, inputs)
+            out = self._run(variant, logits, inputs)
             self._cache.commit(seqs, lengths)
         except BaseException:
             self._cache.mark_broken(seqs)
@@ -247,14 +272,14 @@ class Runner:
         return out[: sum(lengths) if logits == "all" else len(seqs)]
 
     def warm_up(self, on_variant: Callable[[str], None] | None = None) -> None:
-        """Compile decode and extend ahead of time; a no-op for what is compiled already.
+        """Compile every variant of decode and extend ahead of time, unless it is already.
 
         ``on_variant`` is called with the name of each variant before it is compiled.
         """
-        for mode in Mode:
+        for variant in self._forms:
             if on_variant is not None:
-                on_variant(mode.value)
-            self._compile(mode, "last")
+                on_variant(variant.name("last"))
+            self._compile(variant, "last")
 
     def report(self) -> Report:
         """What was compiled so far, and what is in it."""
@@ -274,8 +299,8 @@ class Runner:
         tokens: Many[Many[int]],
         positions: Tensor | None,
         mode: Mode,
-    ) -> Inputs:
-        """The inputs of a step on the host, padded to their bucket."""
+    ) -> tuple[Variant, Inputs]:
+        """A step's variant and its inputs on the host, padded to their bucket."""
         batch = self._cache.make_batch(
             seqs,
             tokens,
@@ -290,20 +315,26 @@ class Runner:
             num_seqs = round_up(batch.num_seqs, self._seq_sizes)
             num_tokens = round_up(batch.num_tokens, self._token_sizes)
         batch = pad_to(batch, num_seqs=num_seqs, num_tokens=num_tokens)
-        return Inputs(batch=batch, plans=plan_all(self.backends, batch, mode))
+        forms = forms_of(self.backends, batch, mode)
+        plans = plan_all(self.backends, batch, mode, forms)
+        return Variant.of(mode, forms), Inputs(batch=batch, plans=plans)
 
-    def _run(self, mode: Mode, logits: Logits, inputs: Inputs) -> Tensor:
-        self._compile(mode, logits)
+    def _run(self, variant: Variant, logits: Logits, inputs: Inputs) -> Tensor:
+        self._compile(variant, logits)
         with torch.inference_mode():
-            out: Tensor = self._steps[mode, logits](inputs, self._cache.pools)
+            out: Tensor = self._steps[variant.mode, logits](inputs, self._cache.pools)
         return out
 
-    def _compile(self, mode: Mode, logits: Logits) -> None:
+    def _compile(self, variant: Variant, logits: Logits) -> None:
         """Trace and compile one variant on a step of null sequences, which changes no state."""
-        variant = _variant(mode, logits)
-        if variant in self._variants or not self.compile:
+        name, mode = variant.name(logits), variant.mode
+        if name in self._variants or not self.compile:
             return
-        null = self._null_inputs(mode, _TRACED[mode])
+        forms = {
+            kind: replace(form, num_rows=_TRACED_ROWS)
+            for kind, form in self._forms[variant].items()
+        }
+        null = self._null_inputs(mode, _TRACED[mode], forms)
         # One tensor that stands in several places stays one: graphs are guarded by that.
         moved: dict[int, Tensor] = {}
         inputs = pytree.tree_map(
@@ -315,7 +346,7 @@ class Runner:
         # Floats of the model (an eps) are constants: as inputs, each is a tensor made every step.
         with torch.inference_mode(), torch._dynamo.config.patch(specialize_float=True):
             self._steps[mode, logits](inputs, self._cache.pools)
-        self._variants[variant] = place
+        self._variants[name] = place
 
     def _make_steps(self) -> dict[tuple[Mode, Logits], Callable[[Inputs, Any], Tensor]]:
         pools = self._cache.pool_tensors()
@@ -335,7 +366,13 @@ class Runner:
             (Mode.EXTEND, "all"): make(gather_last=False),
         }
 
-    def _null_inputs(self, mode: Mode, bucket: Bucket) -> Inputs:
+    def _all(self, mode: Mode) -> Iterator[dict[str, Form]]:
+        """Every combination of forms that steps of a mode may take, each at its largest."""
+        kinds = list(self.backends)
+        for forms in product(*(self.backends[kind].forms(mode) for kind in kinds)):
+            yield dict(zip(kinds, forms, strict=True))
+
+    def _null_inputs(self, mode: Mode, bucket: Bucket, forms: Mapping[str, Form]) -> Inputs:
         """A step of empty sequences, all padding: it reads and writes no state."""
         axes, num_tokens, num_seqs = (
             self.model.num_position_axes,
@@ -352,7 +389,7 @@ class Runner:
             page_table=torch.zeros(num_seqs, bucket.num_pages, dtype=torch.int32),
             state_indices=torch.zeros(num_seqs, dtype=torch.int32),
         )
-        return Inputs(batch=batch, plans=plan_all(self.backends, batch, mode))
+        return Inputs(batch=batch, plans=plan_all(self.backends, batch, mode, forms))
 
     def _largest(self, mode: Mode) -> Bucket:
         num_seqs = self._seq_sizes[-1]
@@ -410,10 +447,6 @@ def _make_step(
         return model.logits(hidden)
 
     return step
-
-
-def _variant(mode: Mode, logits: Logits) -> str:
-    return "extend, all logits" if (mode, logits) == (Mode.EXTEND, "all") else mode.value
 
 
 def _count_graph_breaks() -> int:

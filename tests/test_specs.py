@@ -41,7 +41,7 @@ def test_dense_indices_are_not_layer_ids(specs: list[AttentionSpec | DeltaRuleSp
 
 
 def test_of_kind_is_ordered_by_index():
-    table = LayerTable((entry(1), entry(0, FULL), entry(0)))
+    table = LayerTable(((entry(1),), (entry(0, FULL),), (entry(0),)))
     assert [e.index for e in table.of_kind("gated_delta_rule")] == [0, 1]
     assert table[0].index == 1
 
@@ -49,12 +49,12 @@ def test_of_kind_is_ordered_by_index():
 @pytest.mark.parametrize("indices", [(0, 0), (1, 2), (0, 2), (-1, 0)])
 def test_not_a_bijection(indices: tuple[int, ...]):
     with pytest.raises(ValueError, match=r"^layer table is not a bijection: gated_delta_rule"):
-        LayerTable(tuple(entry(i) for i in indices))
+        LayerTable(tuple((entry(i),) for i in indices))
 
 
 def test_text_of_a_refusal():
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        LayerTable((entry(0), entry(1, FULL), entry(2), entry(2)))
+        LayerTable(((entry(0), entry(1, FULL)), (entry(2),), (entry(2),)))
     assert_expected_inline(
         str(caught.value),
         """layer table is not a bijection: gated_delta_rule layers must have the indices [0, 1, 2], got [0, 2, 2]""",  # noqa: E501
@@ -67,6 +67,25 @@ def test_a_draft_model_counts_from_zero_in_a_table_of_its_own():
     assert (draft[0].kind, draft[0].index) == ("paged_attention", 0)
     assert (draft[1].kind, draft[1].index) == ("gated_delta_rule", 0)
     assert (target[0].kind, target[3].index) == ("gated_delta_rule", 0)
+
+
+def test_a_layer_may_have_no_mixer_or_several():
+    table = LayerTable.from_specs([(FULL, LINEAR), (), LINEAR, (LINEAR, FULL)])
+    assert len(table) == 4
+    assert [e.index for e in table.entries] == [0, 0, 1, 2, 1]
+    assert table.find(3, "paged_attention").index == 1
+    assert table.find(3, "gated_delta_rule").index == 2
+    with pytest.raises(ValueError, match=r"^layer 1 has no paged_attention, it has \[\]$"):
+        table.find(1, "paged_attention")
+    with pytest.raises(ValueError, match=r"^layer 2 has no paged_attention, it has \['gated_de"):
+        table.find(2, "paged_attention")
+    with pytest.raises(ValueError, match="layer 0 must have one mixer, it has"):
+        table[0]
+
+
+def test_one_mixer_of_a_kind_in_a_layer():
+    with pytest.raises(ValueError, match="layer 1 must have one mixer of a kind"):
+        LayerTable.from_specs([FULL, (FULL, FULL)])
 
 
 def test_tables_are_values():

@@ -6,6 +6,7 @@ a hybrid model is traced by ``torch.compile`` into one graph.
 
 from torch_hybrid.backends.hybrid import Step, make_backends, plan_all
 from torch_hybrid.backends.mode import Mode
+from torch_hybrid.backends.prefix import PrefixPolicy
 from torch_hybrid.backends.select import Backends, select
 from torch_hybrid.batch import Batch, make_batch
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
@@ -15,7 +16,15 @@ from torch_hybrid.graphs.runner import Report, Runner
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.load import adapt, from_pretrained
 from torch_hybrid.sampling import Sampling
-from torch_hybrid.specs import AttentionSpec, DeltaRuleSpec, LayerTable
+from torch_hybrid.specs import (
+    AttentionSpec,
+    DeltaRuleSpec,
+    KimiDeltaSpec,
+    LatentSpec,
+    LayerTable,
+    LightningSpec,
+    Mamba2Spec,
+)
 
 __all__ = [
     "AttentionSpec",
@@ -26,9 +35,14 @@ __all__ = [
     "Engine",
     "HybridCache",
     "HybridModel",
+    "KimiDeltaSpec",
+    "LatentSpec",
     "LayerTable",
+    "LightningSpec",
+    "Mamba2Spec",
     "Mode",
     "Output",
+    "PrefixPolicy",
     "Report",
     "Request",
     "Runner",

@@ -346,7 +346,10 @@ def _print_model(title: str, model: HybridModel) -> None:
         f"{model.hf_model.config.model_type}, {num_params:,} parameters, "
         f"{byte_count(num_bytes)} in {dtype_name}"
     )
-    out.print(f"layers {pattern(model.table)}  [dim](F full, L linear attention)[/]\n")
+    legend = "[dim](F full attention, L linear attention, B both, - none)[/]"
+    out.print(f"layers {pattern(model.table)}  {legend}\n")
+        f"layers {pattern(model.table)}  [dim](F full, L linear attention, B both, - none)[/]\n"
+    )
 
 
 def _print_recalled(recalled: Recalled, num_prompts: int) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from torch_hybrid.backends.mode import Mode
+from torch_hybrid.caches.sizes import PoolCost
 from torch_hybrid.graphs.runner import Report, Runner
 from torch_hybrid.specs import LayerSpec, LayerTable
 
@@ -29,10 +30,8 @@ def explain(runner: Runner) -> list[Section]:
 
 def layers(runner: Runner) -> Section:
     """The layer table, equal layers together, with what each adds to the pools."""
-    costs = runner.cache.costs()
     rows = []
-    for kind, spec, ids in _equal_layers(runner.model.table):
-        cost = costs[ids[0]]
+    for (kind, spec, cost), ids in _equal_mixers(runner).items():
         rows.append(
             (
                 _ranges(ids),
@@ -103,8 +102,11 @@ def pools(runner: Runner) -> Section:
 
 
 def pattern(table: LayerTable) -> str:
-    """One letter for each layer: F for full attention, L for linear attention."""
-    return "".join("F" if entry.kind == "paged_attention" else "L" for entry in table.entries)
+    """A letter for each layer: F full attention, L linear attention, B both, - none."""
+    full = {"paged_attention", "latent_attention"}
+    letters = {(): "-", (True,): "F", (False,): "L"}
+    kinds = (tuple(sorted({entry.kind in full for entry in layer})) for layer in table.layers)
+    return "".join(letters.get(kind, "B") for kind in kinds)
 
 
 def byte_count(count: int) -> str:
@@ -117,12 +119,14 @@ def byte_count(count: int) -> str:
     return f"{size:.4g} GiB"
 
 
-def _equal_layers(table: LayerTable) -> Iterator[tuple[str, LayerSpec, list[int]]]:
-    groups: dict[tuple[str, LayerSpec], list[int]] = {}
-    for layer_id, entry in enumerate(table.entries):
-        groups.setdefault((entry.kind, entry.spec), []).append(layer_id)
-    for (kind, spec), ids in groups.items():
-        yield kind, spec, ids
+def _equal_mixers(runner: Runner) -> dict[tuple[str, LayerSpec, PoolCost], list[int]]:
+    """The layers that have each kind of mixer."""
+    groups: dict[tuple[str, LayerSpec, PoolCost], list[int]] = {}
+    costs = iter(runner.cache.costs())
+    for layer_id, layer in enumerate(runner.model.table.layers):
+        for entry in layer:
+            groups.setdefault((entry.kind, entry.spec, next(costs)), []).append(layer_id)
+    return groups
 
 
 def _ranges(ids: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,18 +70,152 @@ class DeltaRuleSpec:
         """Width of ``[q | k | v]``, what the convolution mixes."""
         return 2 * self.k_channels + self.v_channels
 
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Heads, values, keys."""
+        return self.num_v_heads, self.head_v_dim, self.head_k_dim
 
-LayerSpec = AttentionSpec | DeltaRuleSpec
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KimiDeltaSpec:
+    """A Kimi-delta-attention mixer: convolution, delta rule with a decay per channel, gated norm.
+
+    ``gate_lower_bound`` is the bounded form's least log decay of a token (Ling-3); None is the
+    softplus form, which has no bound.
+    """
+
+    num_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    conv_width: int
+    activation: str = "silu"
+    norm_eps: float = 1e-6
+    gate_lower_bound: float | None = None
+
+    @property
+    def k_channels(self) -> int:
+        """Width of q and of k."""
+        return self.num_heads * self.head_k_dim
+
+    @property
+    def v_channels(self) -> int:
+        """Width of v and of the output gate."""
+        return self.num_heads * self.head_v_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of ``[q | k | v]``, what the convolution mixes."""
+        return 2 * self.k_channels + self.v_channels
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Heads, values, keys."""
+        return self.num_heads, self.head_v_dim, self.head_k_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Spec:
+    """A Mamba2 mixer: convolution, scalar-decay recurrence, gate with or without a norm.
+
+    ``dt_min`` and ``dt_max`` bound the step size after its softplus. ``gate`` says where the gate
+    stands: "before_norm", "after_norm", or "no_norm". The norm's groups are ``norm_groups`` equal
+    parts of the inner width.
+    """
+
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int
+    conv_width: int
+    activation: str = "silu"
+    dt_min: float = 0.0
+    dt_max: float = float("inf")
+    gate: str = "before_norm"
+    norm_groups: int = 1
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.num_groups < 1 or self.num_heads % self.num_groups:
+            raise ValueError(
+                f"num_heads must be a multiple of num_groups, "
+                f"got {self.num_heads} and {self.num_groups}"
+            )
+        if self.gate not in ("before_norm", "after_norm", "no_norm"):
+            raise ValueError(
+                f"gate must be 'before_norm', 'after_norm' or 'no_norm', got {self.gate!r}"
+            )
+
+    @property
+    def inner_dim(self) -> int:
+        """Width of x and of the gate."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of ``[x | B | C]``, what the convolution mixes."""
+        return self.inner_dim + 2 * self.num_groups * self.state_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Heads, values, keys."""
+        return self.num_heads, self.head_dim, self.state_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LightningSpec:
+    """A lightning-attention mixer: linear attention with one fixed decay for each head."""
+
+    num_heads: int
+    head_dim: int
+    scale: float = 1.0
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Heads, values, keys."""
+        return self.num_heads, self.head_dim, self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Multi-head latent attention (MLA): keys and values of all heads from one latent row.
+
+    A row holds ``latent_rank`` normed latents and ``rope_dim`` shared key dims, rotated or not.
+    """
+
+    num_heads: int
+    latent_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    scale: float
+
+    @property
+    def row_dim(self) -> int:
+        """Width of a cached row."""
+        return self.latent_rank + self.rope_dim
+
+    @property
+    def qk_dim(self) -> int:
+        """Width of an expanded query and key head."""
+        return self.nope_dim + self.rope_dim
+
+
+RecurrentSpec = DeltaRuleSpec | KimiDeltaSpec | Mamba2Spec | LightningSpec
+LayerSpec = AttentionSpec | LatentSpec | RecurrentSpec
 
 KINDS: dict[type, str] = {
     AttentionSpec: "paged_attention",
+    LatentSpec: "latent_attention",
     DeltaRuleSpec: "gated_delta_rule",
+    KimiDeltaSpec: "kimi_delta_attention",
+    Mamba2Spec: "mamba2",
+    LightningSpec: "lightning_attention",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerEntry:
-    """One layer: its kind, its dense index among the layers of that kind, and its facts."""
+    """One mixer: its kind, its dense index among the mixers of that kind, and its facts."""
 
     kind: str
     index: int
@@ -89,27 +224,34 @@ class LayerEntry:
 
 @dataclass(frozen=True, slots=True)
 class LayerTable:
-    """Layer id to kind and dense pool index; resolved while tracing.
+    """Layer id to the layer's mixers, with their kinds and dense pool indices.
 
-    Every model has its own table, a draft model too, with ids from 0.
+    Most layers have one mixer; one of a model that has attention and a recurrence side by side
+    has two, of different kinds, and one of feed-forward alone has none. The table is resolved
+    while tracing. Every model has its own table, a draft model too, with ids from 0.
 
     Raises:
-        ValueError: the dense indices of a kind are not 0, 1, 2, ... in some order.
+        ValueError: the dense indices of a kind are not 0, 1, 2, ... in some order, or a layer has
+            two mixers of one kind.
     """
 
-    entries: tuple[LayerEntry, ...]
+    layers: tuple[tuple[LayerEntry, ...], ...]
 
     @classmethod
-    def from_specs(cls, specs: Sequence[LayerSpec]) -> LayerTable:
-        """Number the layers of each kind in order of appearance."""
-        counts: dict[str, int] = {}
-        entries = []
-        for spec in specs:
+    def from_specs(cls, specs: Sequence[LayerSpec | tuple[LayerSpec, ...]]) -> LayerTable:
+        """Number the mixers of each kind in order of appearance.
+
+        ``specs`` has for each layer the facts of its mixer, or a tuple of them for none or several.
+        """
+        counts: Counter[str] = Counter()
+
+        def entry(spec: LayerSpec) -> LayerEntry:
             kind = KINDS[type(spec)]
-            index = counts.get(kind, 0)
-            counts[kind] = index + 1
-            entries.append(LayerEntry(kind=kind, index=index, spec=spec))
-        return cls(tuple(entries))
+            counts[kind] += 1
+            return LayerEntry(kind=kind, index=counts[kind] - 1, spec=spec)
+
+        mixers = (spec if type(spec) is tuple else (spec,) for spec in specs)
+        return cls(tuple(tuple(map(entry, layer)) for layer in mixers))  # type: ignore[arg-type]
 
     def __post_init__(self) -> None:
         for kind in self.kinds:
@@ -119,6 +261,15 @@ class LayerTable:
                     f"layer table is not a bijection: {kind} layers must have the indices "
                     f"{list(range(len(indices)))}, got {indices}"
                 )
+        for layer_id, layer in enumerate(self.layers):
+            kinds = [entry.kind for entry in layer]
+            if len(set(kinds)) != len(kinds):
+                raise ValueError(f"layer {layer_id} must have one mixer of a kind, got {kinds}")
+
+    @property
+    def entries(self) -> tuple[LayerEntry, ...]:
+        """All mixers, layer by layer."""
+        return tuple(entry for layer in self.layers for entry in layer)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -130,11 +281,31 @@ class LayerTable:
         chosen = [entry for entry in self.entries if entry.kind == kind]
         return tuple(sorted(chosen, key=lambda entry: entry.index))
 
+    def find(self, layer_id: int, kind: str) -> LayerEntry:
+        """The mixer of one kind in one layer.
+
+        Raises:
+            ValueError: the layer has none of that kind.
+        """
+        for entry in self.layers[layer_id]:
+            if entry.kind == kind:
+                return entry
+        kinds = [entry.kind for entry in self.layers[layer_id]]
+        raise ValueError(f"layer {layer_id} has no {kind}, it has {kinds}")
+
     def __getitem__(self, layer_id: int) -> LayerEntry:
-        return self.entries[layer_id]
+        """The mixer of a layer that has one, and no other.
+
+        Raises:
+            ValueError: it has none, or several.
+        """
+        if len(self.layers[layer_id]) != 1:
+            kinds = [entry.kind for entry in self.layers[layer_id]]
+            raise ValueError(f"layer {layer_id} must have one mixer, it has {kinds}")
+        return self.layers[layer_id][0]
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return len(self.layers)
 
 
 pytree.register_constant(LayerTable)

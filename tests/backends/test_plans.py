@@ -13,16 +13,35 @@ from torch.utils import _pytree as pytree
 
 from torch_hybrid.backends import hybrid
 from torch_hybrid.backends.hybrid import Backend, Step, make_backends, plan_all
-from torch_hybrid.backends.mode import Mode
+from torch_hybrid.backends.mode import Form, Mode
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.specs import KINDS, AttentionSpec, DeltaRuleSpec, LayerTable
+from torch_hybrid.specs import (
+    KINDS,
+    AttentionSpec,
+    DeltaRuleSpec,
+    KimiDeltaSpec,
+    LatentSpec,
+    LayerTable,
+    LightningSpec,
+    Mamba2Spec,
+)
 
 FULL = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
 LINEAR = DeltaRuleSpec(num_k_heads=1, num_v_heads=2, head_k_dim=16, head_v_dim=16, conv_width=4)
 TABLE = LayerTable.from_specs([LINEAR, FULL, LINEAR])
+SPECS = {
+    "paged_attention": FULL,
+    "gated_delta_rule": LINEAR,
+    "kimi_delta_attention": KimiDeltaSpec(num_heads=2, head_k_dim=16, head_v_dim=16, conv_width=4),
+    "mamba2": Mamba2Spec(num_heads=2, head_dim=16, state_dim=16, num_groups=1, conv_width=4),
+    "lightning_attention": LightningSpec(num_heads=2, head_dim=16),
+    "latent_attention": LatentSpec(
+        num_heads=2, latent_rank=32, nope_dim=16, rope_dim=16, v_dim=16, scale=0.2
+    ),
+}
 
 
 def make_cache(table: LayerTable = TABLE) -> HybridCache:
@@ -129,14 +148,15 @@ def test_a_layer_kind_that_is_absent_costs_nothing():
 @pytest.mark.parametrize("kind", KINDS.values())
 def test_a_backend_is_the_whole_protocol(kind: str):
     """No hook of the protocol is missing, and all take the same arguments."""
-    made = hybrid._BACKENDS[kind](TABLE.of_kind(kind), make_cache().sizes, Backends())
+    table = LayerTable.from_specs(list(SPECS.values()))
+    made = hybrid._BACKENDS[kind](table.of_kind(kind), make_cache().sizes, Backends())
     assert set(made.choices) == set(Mode)
     theirs, ours = inspect.signature(Backend.plan), inspect.signature(type(made).plan)
     assert list(ours.parameters) == list(theirs.parameters)
     hints = get_type_hints(type(made).plan)
-    assert (hints["batch"], hints["mode"]) == (Batch, Mode)
+    assert (hints["batch"], hints["mode"], hints["form"]) == (Batch, Mode, Form)
     public = {name for name in dir(made) if not name.startswith("_")}
-    assert {"plan", "choices"} <= public
+    assert {"plan", "forms", "form_of", "choices"} <= public
 
 
 def test_every_kind_of_layer_has_a_backend_and_a_pool():

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from torch.utils import _pytree as pytree
 
-from torch_hybrid.backends.gated_delta_rule import DeltaRuleBackend, DeltaRulePlan
-from torch_hybrid.backends.mode import Mode
+from torch_hybrid.backends.gated_delta_rule import GATED_DELTA_RULE
+from torch_hybrid.backends.kimi_delta_attention import KIMI_DELTA_ATTENTION
+from torch_hybrid.backends.latent_attention import LatentAttentionBackend, LatentPlan
+from torch_hybrid.backends.mode import Form, Mode
 from torch_hybrid.backends.paged_attention import PagedAttentionBackend, PagedAttentionPlan
+from torch_hybrid.backends.recurrent import RecurrentBackend, RecurrentPlan
 from torch_hybrid.backends.select import Backends, Choice
+from torch_hybrid.backends.ssd import LIGHTNING_ATTENTION, MAMBA2
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.specs import LayerEntry, LayerTable
 
-Plan = PagedAttentionPlan | DeltaRulePlan
+Plan = PagedAttentionPlan | LatentPlan | RecurrentPlan
 
 
 class Backend(Protocol):
@@ -28,14 +33,26 @@ class Backend(Protocol):
         """What was chosen in each mode, for each op that a layer calls."""
         ...
 
-    def plan(self, batch: Batch, mode: Mode) -> Plan:
-        """The plan of one step."""
+    def forms(self, mode: Mode) -> tuple[Form, ...]:
+        """Every form that steps of a mode may take, each at its largest; a graph for each."""
+        ...
+
+    def form_of(self, batch: Batch, mode: Mode) -> Form:
+        """The form for one step, from its lengths."""
+        ...
+
+    def plan(self, batch: Batch, mode: Mode, form: Form) -> Plan:
+        """The plan of one step in one of its forms."""
         ...
 
 
 _BACKENDS: dict[str, Callable[[tuple[LayerEntry, ...], PoolSizes, Backends], Backend]] = {
     "paged_attention": PagedAttentionBackend,
-    "gated_delta_rule": DeltaRuleBackend,
+    "latent_attention": LatentAttentionBackend,
+    "gated_delta_rule": partial(RecurrentBackend, GATED_DELTA_RULE),
+    "kimi_delta_attention": partial(RecurrentBackend, KIMI_DELTA_ATTENTION),
+    "mamba2": partial(RecurrentBackend, MAMBA2),
+    "lightning_attention": partial(RecurrentBackend, LIGHTNING_ATTENTION),
 }
 
 
@@ -47,9 +64,15 @@ class Step:
     caches: dict[str, tuple[LayerCache, ...]]  # by kind, then dense index
     table: LayerTable
 
-    def layer(self, layer_id: int) -> tuple[LayerEntry, Plan, LayerCache]:
-        """The facts, plan and cache of one layer; resolved while tracing."""
-        entry = self.table[layer_id]
+    def layer(self, layer_id: int, kind: str | None = None) -> tuple[LayerEntry, Plan, LayerCache]:
+        """The facts, plan and cache of a layer's mixer; resolved while tracing.
+
+        ``kind`` is needed where a layer has several mixers.
+
+        Raises:
+            ValueError: the layer has no such mixer.
+        """
+        entry = self.table[layer_id] if kind is None else self.table.find(layer_id, kind)
         return entry, self.plans[entry.kind], self.caches[entry.kind][entry.index]
 
 
@@ -68,7 +91,18 @@ def make_backends(
     return {kind: _BACKENDS[kind](table.of_kind(kind), sizes, names) for kind in table.kinds}
 
 
-def plan_all(backends: Mapping[str, Backend], batch: Batch, mode: Mode) -> dict[str, Plan]:
+def forms_of(backends: Mapping[str, Backend], batch: Batch, mode: Mode) -> dict[str, Form]:
+    """The form of each kind of layer for one step."""
+    return {kind: backend.form_of(batch, mode) for kind, backend in backends.items()}
+
+
+def plan_all(
+    backends: Mapping[str, Backend],
+    batch: Batch,
+    mode: Mode,
+    forms: Mapping[str, Form] | None = None,
+) -> dict[str, Plan]:
     """A plan for every kind of layer. Pure: equal batches give equal plans that share nothing
-    but the batch's own tensors."""
-    return {kind: backend.plan(batch, mode) for kind, backend in backends.items()}
+    but the batch's own tensors. ``forms`` are those of ``forms_of`` unless given."""
+    forms = forms or forms_of(backends, batch, mode)
+    return {kind: backend.plan(batch, mode, forms[kind]) for kind, backend in backends.items()}

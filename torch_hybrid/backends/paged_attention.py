@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_hybrid.backends.mode import Mode
+from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
 from torch_hybrid.backends.select import Backends, Choice, select
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.sizes import PoolSizes
@@ -72,7 +72,15 @@ class PagedAttentionBackend:
         ]
         return select("paged_attention", IMPLEMENTATIONS, needs, backends.full)
 
-    def plan(self, batch: Batch, mode: Mode) -> PagedAttentionPlan:
+    def forms(self, mode: Mode) -> tuple[Form, ...]:
+        """Steps of a mode all run in one form."""
+        return (ONLY_FORM,)
+
+    def form_of(self, batch: Batch, mode: Mode) -> Form:
+        """As ``forms`` says."""
+        return ONLY_FORM
+
+    def plan(self, batch: Batch, mode: Mode, form: Form) -> PagedAttentionPlan:
         """The plan of one step. Pure: the fields are the batch's own tensors."""
         (choice,) = self.choices[mode]
         return PagedAttentionPlan(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from torch_hybrid.backends.prefix import PrefixPolicy
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.capability import Implementation, Need
 
@@ -14,12 +15,14 @@ class Backends:
     """Which implementations a runner may take, by name; ``"auto"`` is the first that can serve.
 
     ``full`` is for full attention, ``linear`` for linear attention and ``conv`` for its
-    convolution. A name that cannot serve is an error, never replaced by another.
+    convolution. A name that cannot serve is an error, never replaced by another. ``prefix`` says
+    how MLA layers reach what a sequence holds already.
     """
 
     full: str = "auto"
     linear: str = "auto"
     conv: str = "auto"
+    prefix: PrefixPolicy = PrefixPolicy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,12 @@ from torch.utils import _pytree as pytree
 
 from torch_hybrid.batch import Batch, make_batch
 from torch_hybrid.caches.allocator import Allocator
+from torch_hybrid.caches.latent_kv import latent_kv_cost, make_latent_kv
 from torch_hybrid.caches.paged_kv import make_paged_kv, paged_kv_cost
 from torch_hybrid.caches.recurrent_state import (
     RecurrentState,
+    lightning_state_cost,
+    make_lightning_state,
     make_recurrent_state,
     recurrent_state_cost,
 )
@@ -26,7 +29,11 @@ LayerCache = Tensor | RecurrentState
 # What a layer of each kind keeps: how its pool is made, and what the pool costs.
 _POOLS: dict[str, tuple[Callable[..., LayerCache], Callable[..., PoolCost]]] = {
     "paged_attention": (make_paged_kv, paged_kv_cost),
+    "latent_attention": (make_latent_kv, latent_kv_cost),
     "gated_delta_rule": (make_recurrent_state, recurrent_state_cost),
+    "kimi_delta_attention": (make_recurrent_state, recurrent_state_cost),
+    "mamba2": (make_recurrent_state, recurrent_state_cost),
+    "lightning_attention": (make_lightning_state, lightning_state_cost),
 }
 
 
@@ -212,5 +219,5 @@ class HybridCache:
         return tensors
 
     def costs(self) -> list[PoolCost]:
-        """What a token and a sequence take in each layer's pools, by layer id."""
+        """What a token and a sequence take in the pools of each mixer, as ``table.entries``."""
         return [_POOLS[entry.kind][1](entry.spec, self.sizes) for entry in self.table.entries]

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.gated_delta_rule import DeltaRulePlan, apply_delta_rule, convolve
+from torch_hybrid.backends.gated_delta_rule import apply_delta_rule
+from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.caches.recurrent_state import RecurrentState
 from torch_hybrid.specs import DeltaRuleSpec
 
@@ -57,7 +58,7 @@ class GatedDeltaNet(nn.Module):
         nn.init.uniform_(self.dt_bias, -7.0, -2.0)
         nn.init.ones_(self.norm_weight)
 
-    def forward(self, x: Tensor, plan: DeltaRulePlan, cache: RecurrentState) -> Tensor:
+    def forward(self, x: Tensor, plan: RecurrentPlan, cache: RecurrentState) -> Tensor:
         """Mix the tokens of a step.
 
         Args:
@@ -70,7 +71,7 @@ class GatedDeltaNet(nn.Module):
         """
         spec, num_tokens = self.spec, x.shape[0]
         mixed, z, b, a = self.in_proj(x).split(self._widths, dim=-1)
-        mixed = convolve(mixed, self.conv_weight, spec, plan, cache)
+        mixed = convolve(mixed, self.conv_weight, None, spec, plan, cache)
         q, k, v = mixed.split([spec.k_channels, spec.k_channels, spec.v_channels], dim=-1)
         g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
         beta = b.float().sigmoid() * spec.beta_scale
@@ -82,7 +83,7 @@ class GatedDeltaNet(nn.Module):
             beta,
             spec,
             plan,
-            cache,
+            cache.state,
         )
         out: Tensor = self.out_proj(self._gated_norm(o, z.view_as(o)).flatten(1))
         return out

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.hybrid import Step
 from torch_hybrid.backends.paged_attention import attend
-from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
 
 ATTENTION_NAME = "torch_hybrid"
 
@@ -31,7 +30,7 @@ def _attention(
     **_options: Any,  # transformers passes every option to every attention function
 ) -> tuple[Tensor, None]:
     """Full attention as transformers calls it: q, k and v [1, heads, T, head_dim]."""
-    entry, plan, kv = step.layer(module.layer_idx)
+    entry, plan, kv = step.layer(module.layer_idx, "paged_attention")
     q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
     return attend(q, k, v, entry.spec, plan, kv)[None], None  # type: ignore[arg-type]
 
@@ -39,10 +38,10 @@ def _attention(
 class LinearAttentionAdapter(nn.Module):
     """Stands where a transformers model has its linear attention."""
 
-    def __init__(self, mixer: GatedDeltaNet, layer_id: int) -> None:
+    def __init__(self, mixer: nn.Module, layer_id: int, kind: str) -> None:
         super().__init__()
         self.mixer = mixer
-        self.layer_id = layer_id
+        self.layer_id, self.kind = layer_id, kind
 
     def forward(
         self,
@@ -54,6 +53,6 @@ class LinearAttentionAdapter(nn.Module):
         use_cache: bool = False,
     ) -> Tensor:
         """[1, T, dim] -> [1, T, dim], the rows packed as the step's plan says."""
-        _, plan, cache = step.layer(self.layer_id)
+        _, plan, cache = step.layer(self.layer_id, self.kind)
         output: Tensor = self.mixer(hidden_states[0], plan, cache)  # type: ignore[arg-type]
         return output[None]

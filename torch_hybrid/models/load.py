@@ -99,7 +99,7 @@ def adapt(hf_model: Any) -> HybridModel:
         if entry.kind == "gated_delta_rule":
             assert family.mixer is not None
             mixer = family.mixer(layer.linear_attn, entry.spec)  # type: ignore[arg-type]
-            layer.linear_attn = LinearAttentionAdapter(mixer, layer_id)
+            layer.linear_attn = LinearAttentionAdapter(mixer, layer_id, entry.kind)
     _swap_experts(hf_model)
     return HybridModel(hf_model, table, num_position_axes=family.num_position_axes)
 

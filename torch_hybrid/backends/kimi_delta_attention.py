@@ -1,0 +1,45 @@
+"""Kimi delta attention: its ops, and how a layer runs them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torch_hybrid.backends.recurrent import Recurrence, RecurrentPlan
+from torch_hybrid.ops.kimi_delta_attention import op
+from torch_hybrid.specs import KimiDeltaSpec
+
+KIMI_DELTA_ATTENTION = Recurrence(
+    name="kimi_delta_attention",
+    recurrent=op.RECURRENT_IMPLEMENTATIONS,
+    chunk=op.CHUNK_IMPLEMENTATIONS,
+    sizes=lambda spec: {"head_k_dim": spec.head_k_dim, "head_v_dim": spec.head_v_dim},
+)
+
+
+def apply_kimi_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    spec: KimiDeltaSpec,
+    plan: RecurrentPlan,
+    state: Tensor,
+) -> Tensor:
+    """The rule over q, k, g [T, H, K] and v [T, H, V] -> [T, H, V]; advances ``state``."""
+    recurrent, chunk = op.recurrent_kimi_delta_attention, op.chunk_kimi_delta_attention
+    form = chunk if plan.statics.chunked else recurrent
+    return form(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        state,
+        plan.cu_seqlens,
+        plan.state_indices,
+        plan.has_initial_state,
+        scale=spec.head_k_dim**-0.5,
+        qk_l2norm=True,
+        impl=plan.statics.rule_impl,
+    )

@@ -1,0 +1,275 @@
+"""Multi-head latent attention (MLA): what a step needs, and how a layer runs it.
+
+A step runs in one of three forms, chosen when it is planned:
+
+- absorbed: queries meet the latents themselves (decode, and a few new tokens after a prefix);
+- one shot: all rows of a sequence are expanded to keys and values, and attended to at once;
+- chunked: new tokens attend to themselves, then to their prefix chunk by chunk, and the results
+  are merged by their log-sum-exp. The number of chunks is rounded up, so that a few graphs serve
+  every length; the rows are spread over the chunks evenly.
+
+A plan is the same for a model of MLA alone and for a hybrid: it is made from lengths and pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torch_hybrid.backends.mode import Form, Mode
+from torch_hybrid.backends.prefix import (
+    PrefixChunks,
+    chunk_tables,
+    plan_prefix_chunks,
+)
+from torch_hybrid.backends.select import Backends, Choice, select
+from torch_hybrid.batch import Batch
+from torch_hybrid.caches.sizes import PoolSizes
+from torch_hybrid.ops.capability import Implementation, Need
+from torch_hybrid.ops.latent_attention import op as latent_op
+from torch_hybrid.ops.merge_states import op as merge_op
+from torch_hybrid.ops.ragged_attention import op as ragged_op
+from torch_hybrid.specs import LatentSpec, LayerEntry
+
+_ABSORBED = Form(name="absorbed")
+_ONE_SHOT = "one shot"
+_CHUNK_STEP = 4  # from one number of chunks that has a graph to the next
+_ROW_STEP = 64  # rows of a chunk are a multiple of it, which bounds how many layouts there are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentStatics:
+    """What is part of the graph: the form and the implementations of its ops."""
+
+    form: str
+    impls: tuple[tuple[str, str], ...]  # op and implementation
+
+    def impl(self, op: str) -> str:
+        """The implementation of one op of the form."""
+        return dict(self.impls)[op]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentPlan:
+    """Where the N sequences of a step keep their latents, and which of them are expanded."""
+
+    cu_seqlens: Tensor  # [N + 1]
+    seq_lens: Tensor  # [N]
+    page_table: Tensor  # [N, max_pages]
+    slot_mapping: Tensor  # [T]
+    prefix: PrefixChunks | None  # None in the absorbed form
+    statics: LatentStatics
+
+
+pytree.register_constant(LatentStatics)
+pytree.register_dataclass(LatentPlan)
+
+_ABSORBED_OPS: Mapping[str, Mapping[str, Implementation]] = {
+    "latent_attention": latent_op.IMPLEMENTATIONS,
+}
+_EXPANDED_OPS: Mapping[str, Mapping[str, Implementation]] = {
+    "store_latents": latent_op.STORE_IMPLEMENTATIONS,
+    "gather_latents": latent_op.GATHER_IMPLEMENTATIONS,
+    "ragged_attention_with_lse": ragged_op.IMPLEMENTATIONS,
+    "merge_states": merge_op.IMPLEMENTATIONS,
+}
+
+
+class LatentAttentionBackend:
+    """Plans steps for the MLA layers of one model."""
+
+    def __init__(
+        self, entries: tuple[LayerEntry, ...], sizes: PoolSizes, backends: Backends
+    ) -> None:
+        """Choose an implementation for each mode that serves every layer in ``entries``.
+
+        Raises:
+            ValueError: the policy's token budget does not hold a page.
+        """
+        self._specs: list[LatentSpec] = [entry.spec for entry in entries]  # type: ignore[misc]
+        self._sizes, self._policy = sizes, backends.prefix
+        budget = self._policy.token_budget
+        if budget is not None and budget < sizes.page_size:
+            raise ValueError(
+                f"token_budget must hold at least one page of {sizes.page_size} tokens, "
+                f"got {budget}"
+            )
+        needs = [
+            Need(
+                device=sizes.device,
+                dtype=sizes.dtype,
+                sizes={
+                    "latent_rank": spec.latent_rank,
+                    "rope_dim": spec.rope_dim,
+                    "head_qk_dim": spec.qk_dim,
+                    "head_v_dim": spec.v_dim,
+                },
+            )
+            for spec in set(self._specs)
+        ]
+
+        def choose(ops: Mapping[str, Mapping[str, Implementation]]) -> tuple[Choice, ...]:
+            return tuple(select(op, known, needs, backends.full) for op, known in ops.items())
+
+        absorbed = choose(_ABSORBED_OPS)
+        expanded = () if self._policy.absorbed == "always" else choose(_EXPANDED_OPS)
+        self.choices = {Mode.DECODE: absorbed, Mode.EXTEND: (*absorbed, *expanded)}
+
+    def forms(self, mode: Mode) -> tuple[Form, ...]:
+        """Every form that a step of this mode may take, with as many rows as it ever has."""
+        policy, capacity = self._policy, self._sizes.num_pages * self._sizes.page_size
+        if mode is Mode.DECODE or policy.absorbed == "always":
+            return (_ABSORBED,)
+        budget = min(policy.token_budget or capacity, capacity)
+        forms = [] if policy.absorbed == "never" else [_ABSORBED]
+        if policy.one_shot:
+            forms.append(_one_shot(budget))
+        if not policy.one_shot and policy.token_budget is None:
+            return tuple(forms)
+        if budget < capacity or not policy.one_shot:
+            count = 2 if policy.one_shot else 1
+            while count < -(-capacity // budget):
+                forms.append(_chunked(count, budget))
+                count *= _CHUNK_STEP
+            forms.append(_chunked(count, budget))
+        return tuple(forms)
+
+    def form_of(self, batch: Batch, mode: Mode) -> Form:
+        """The form that costs a step least, from its lengths and the policy alone."""
+        forms = self.forms(mode)
+        if len(forms) == 1 or (_ABSORBED in forms and self._absorbed_is_cheaper(batch)):
+            return forms[0]
+        total = int(batch.seq_lens.sum())
+        prefix = total - int(batch.cu_seqlens[-1])
+        for form in forms:
+            rows = total if form.name == _ONE_SHOT else prefix
+            if form is not _ABSORBED and rows <= form.num_chunks * form.num_rows:
+                even = _round_up(max(1, -(-rows // form.num_chunks)), _ROW_STEP)
+                return replace(form, num_rows=min(even, form.num_rows))
+        return forms[0]  # absorbed: there are no chunks, and one shot does not fit
+
+    def plan(self, batch: Batch, mode: Mode, form: Form) -> LatentPlan:
+        """The plan of one step. Pure; reads lengths and pages on the host."""
+        prefix = None
+        if form.name != _ABSORBED.name:
+            lengths = batch.seq_lens
+            if form.name != _ONE_SHOT:
+                lengths = lengths - batch.cu_seqlens.diff()
+            prefix = chunk_tables(
+                plan_prefix_chunks(lengths.tolist(), form.num_rows),
+                batch.page_table,
+                page_size=self._sizes.page_size,
+                num_chunks=form.num_chunks,
+                num_rows=form.num_rows,
+            )
+        return LatentPlan(
+            cu_seqlens=batch.cu_seqlens,
+            seq_lens=batch.seq_lens,
+            page_table=batch.page_table,
+            slot_mapping=batch.slot_mapping,
+            prefix=prefix,
+            statics=LatentStatics(
+                form=form.name,
+                impls=tuple((choice.op, choice.impl) for choice in self.choices[mode]),
+            ),
+        )
+
+    def _absorbed_is_cheaper(self, batch: Batch) -> bool:
+        """Whether the absorbed form takes less time, by counted FLOPs and the policy's weight."""
+        query_lens = batch.cu_seqlens.diff().double()
+        context = batch.seq_lens.double()
+        pairs = float((query_lens * (context - query_lens / 2)).sum())
+        spec, num_rows, num_tokens = self._specs[0], float(context.sum()), float(query_lens.sum())
+        absorbed = pairs * (2 * spec.latent_rank + spec.rope_dim)
+        absorbed += num_tokens * spec.latent_rank * (spec.nope_dim + spec.v_dim)
+        expanded = pairs * (spec.qk_dim + spec.v_dim)
+        expanded += num_rows * spec.latent_rank * (spec.nope_dim + spec.v_dim)
+        return absorbed * self._policy.absorbed_cost < expanded
+
+
+def _one_shot(num_rows: int) -> Form:
+    return Form(name=_ONE_SHOT, num_chunks=1, num_rows=num_rows)
+
+
+def _chunked(num_chunks: int, num_rows: int) -> Form:
+    plural = "" if num_chunks == 1 else "s"
+    return Form(name=f"{num_chunks} chunk{plural}", num_chunks=num_chunks, num_rows=num_rows)
+
+
+def _round_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
+
+
+def attend_absorbed(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    spec: LatentSpec,
+    plan: LatentPlan,
+    pool: Tensor,
+) -> Tensor:
+    """Write latent [T, R] and k_rope [T, P] into ``pool``, and attend with the queries
+    [T, H, R] and [T, H, P] to the latents themselves -> [T, H, R]."""
+    return latent_op.latent_attention(
+        q_latent,
+        q_rope,
+        latent,
+        k_rope,
+        pool,
+        plan.cu_seqlens,
+        plan.seq_lens,
+        plan.page_table,
+        plan.slot_mapping,
+        scale=spec.scale,
+        impl=plan.statics.impl("latent_attention"),
+    )
+
+
+def attend_expanded(
+    q: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    spec: LatentSpec,
+    plan: LatentPlan,
+    prefix: PrefixChunks,
+    pool: Tensor,
+) -> Tensor:
+    """Write latent [T, R] and k_rope [T, P] into ``pool``, and attend with q [T, H, D] to keys
+    and values made of them by ``expand``: rows [n, R] and [n, P] -> [n, H, D] and [n, H, V].
+
+    Returns:
+        [T, H, V].
+    """
+    statics = plan.statics
+
+    def attend(rows: tuple[Tensor, Tensor], offsets: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        return ragged_op.ragged_attention_with_lse(
+            q,
+            *expand(*rows),
+            plan.cu_seqlens,
+            offsets,
+            causal=causal,
+            scale=spec.scale,
+            impl=statics.impl("ragged_attention_with_lse"),
+        )
+
+    def gather(rows: Tensor) -> tuple[Tensor, Tensor]:
+        held = latent_op.gather_latents(pool, rows, impl=statics.impl("gather_latents"))
+        return held[:, : spec.latent_rank], held[:, spec.latent_rank :]
+
+    store = statics.impl("store_latents")
+    latent_op.store_latents(latent, k_rope, pool, plan.slot_mapping, plan.cu_seqlens, impl=store)
+    if statics.form == _ONE_SHOT:
+        return attend(gather(prefix.rows[0]), prefix.cu_seqlens[0], True)[0]
+    out, lse = attend((latent, k_rope), plan.cu_seqlens, True)
+    for rows, offsets in zip(prefix.rows, prefix.cu_seqlens, strict=True):
+        chunk, chunk_lse = attend(gather(rows), offsets, False)
+        out, lse = merge_op.merge_states(
+            out, lse, chunk, chunk_lse, impl=statics.impl("merge_states")
+        )
+    return out

@@ -1,0 +1,125 @@
+"""How prefill reaches the tokens that its sequences hold already, for layers that expand them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torch_hybrid.errors import UnsupportedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixPolicy:
+    """What an MLA layer may do at prefill; the choice is made once for a step, from its lengths.
+
+    Args:
+        token_budget: most rows that are expanded to keys and values at once; more come in chunks.
+            None never makes chunks.
+        one_shot: whether prefix and new tokens are attended to in one pass where both fit.
+        absorbed: "auto" attends to the latents themselves, as decode does, where that costs less
+            (few new tokens after a prefix); "always" and "never" say so.
+        absorbed_cost: time of a FLOP of the absorbed form over one of the expanded form.
+
+    Raises:
+        UnsupportedError: what is left could not serve a sequence that is prefilled in pieces.
+    """
+
+    token_budget: int | None = 8192
+    one_shot: bool = True
+    absorbed: Literal["auto", "always", "never"] = "auto"
+    absorbed_cost: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.absorbed not in ("auto", "always", "never"):
+            raise ValueError(f"absorbed must be 'auto', 'always' or 'never', got {self.absorbed!r}")
+        if self.token_budget is not None and self.token_budget < 1:
+            raise ValueError(f"token_budget must be at least one page, got {self.token_budget}")
+        if self.absorbed == "never" and self.token_budget is None and not self.one_shot:
+            raise UnsupportedError(
+                "no way is left to attend to a prefix: token_budget is None (no chunks), one_shot "
+                "is off, and absorbed is 'never'"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Positions ``[start, start + length)`` of one sequence's prefix."""
+
+    sequence: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixChunks:
+    """Rows of the pool to expand, chunk by chunk: a leaf for each chunk."""
+
+    rows: tuple[Tensor, ...]  # of [num_rows]: page * page_size + offset; 0 is padding
+    cu_seqlens: tuple[Tensor, ...]  # of [N + 1]: each sequence's rows
+
+
+pytree.register_dataclass(PrefixChunks)
+
+
+def plan_prefix_chunks(prefix_lens: Sequence[int], token_budget: int) -> list[list[Piece]]:
+    """Pack prefixes into chunks of ``token_budget`` tokens, in order; the last may be smaller.
+
+    No piece is empty, and there are exactly ``ceil(sum(prefix_lens) / token_budget)`` chunks.
+
+    Raises:
+        ValueError: the budget is below one token.
+    """
+    if token_budget < 1:
+        raise ValueError(f"token_budget must be at least 1, got {token_budget}")
+    chunks: list[list[Piece]] = []
+    room = 0
+    for sequence, length in enumerate(prefix_lens):
+        start = 0
+        while start < length:
+            if room == 0:
+                chunks.append([])
+                room = token_budget
+            take = min(length - start, room)
+            chunks[-1].append(Piece(sequence, start, take))
+            start, room = start + take, room - take
+    return chunks
+
+
+def chunk_tables(
+    chunks: Sequence[Sequence[Piece]],
+    page_table: Tensor,
+    *,
+    page_size: int,
+    num_chunks: int,
+    num_rows: int,
+) -> PrefixChunks:
+    """The tables of ``num_chunks`` chunks of ``num_rows`` rows; chunks past the last are empty."""
+    padded = [*chunks, *([] for _ in range(num_chunks - len(chunks)))]
+    return PrefixChunks(
+        rows=tuple(_rows(pieces, page_table, page_size, num_rows) for pieces in padded),
+        cu_seqlens=tuple(_offsets(pieces, page_table.shape[0]) for pieces in padded),
+    )
+
+
+def _rows(pieces: Sequence[Piece], page_table: Tensor, page_size: int, num_rows: int) -> Tensor:
+    rows = torch.zeros(num_rows, dtype=torch.int32)
+    end = 0
+    for piece in pieces:
+        position = torch.arange(piece.start, piece.start + piece.length, dtype=torch.int32)
+        page = page_table[piece.sequence, position // page_size]
+        rows[end : end + piece.length] = page * page_size + position % page_size
+        end += piece.length
+    return rows
+
+
+def _offsets(pieces: Sequence[Piece], num_seqs: int) -> Tensor:
+    lengths = [0] * num_seqs
+    for piece in pieces:
+        lengths[piece.sequence] += piece.length
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
