@@ -348,8 +348,6 @@ def _print_model(title: str, model: HybridModel) -> None:
     )
     legend = "[dim](F full attention, L linear attention, B both, - none)[/]"
     out.print(f"layers {pattern(model.table)}  {legend}\n")
-        f"layers {pattern(model.table)}  [dim](F full, L linear attention, B both, - none)[/]\n"
-    )
 
 
 def _print_recalled(recalled: Recalled, num_prompts: int) -> None:
