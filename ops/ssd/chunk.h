@@ -15,34 +15,33 @@
 namespace ssd {
 
 using th::PANEL;
+using th::i32x16;
 using th::round_up;
 
+constexpr i32x16 LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr int BLOCK = 8;  // rows of a tile of gemm.h; a chunk is padded to a multiple of it
 // Up to this length, walking token by token costs less than bringing a state to scratch and back.
 constexpr int64_t RECURRENT_LENGTH = 16;
-// exp of it is 0 in float32; a finite stand-in for a decay of -inf, whose differences are NaN.
-constexpr double FULL_DECAY = -1e4;
 
 // The buffers of one thread. A row of a [C, C] matrix is C long whatever the chunk's own size.
 struct Scratch {
   float *q, *k;         // [C, K]
   float* products;      // [C, C]: q k^T
   float* attend;        // [C, C]: tril(q k^T . D) dt
-  float* dt;            // [C]
-  float *decay, *left;  // [C]: e^G, and e^(G_C - G) dt
-  double* G;            // [C]: cumulated g
+  float* decay;         // [C]: from the start of the chunk to each token
+  float *left, *dt;     // [C]: from each token to the last one, and its weight
   float *v, *o;         // [C, PANEL]
   float* states;        // [heads, V / PANEL, K, PANEL]
 
   static int64_t num_floats(int64_t C, int64_t K, int64_t V, int64_t heads) {
-    return 2 * C * K + 2 * C * C + 5 * C + 2 * C * PANEL + heads * K * round_up(V, PANEL);
+    return 2 * C * K + 2 * C * C + 3 * C + 2 * C * PANEL + heads * K * round_up(V, PANEL);
   }
 
   Scratch(float* p, int64_t C, int64_t K) {
     const auto take = [&p](int64_t n) { return (p += n) - n; };
     q = take(C * K), k = take(C * K);
     products = take(C * C), attend = take(C * C);
-    dt = take(C), decay = take(C), left = take(C), G = (double*)take(2 * C);
+    decay = take(C), left = take(C), dt = take(C);
     v = take(C * PANEL), o = take(C * PANEL);
     states = p;
   }
@@ -80,35 +79,35 @@ void prepare_keys(const Sequence<T>& seq, int64_t group, const Chunk& chunk, con
                 s.k + j * K, K, s.products + j * C + j, C);
 }
 
-// The decays of head h over a chunk, applied to the products.
+// One row of decays to the next: each by this token's, and the token itself has none yet.
+TH_INLINE void advance_decays(int64_t i, float decay, float* row) {
+  for (int64_t c = 0; c <= i; c += LANES) {
+    const i32x16 token = LANE + int(c);
+    th::store(row + c, th::select(token == int(i), th::splat(1.0f), th::load(row + c) * decay));
+  }
+}
+
+// The decays of head h over a chunk, applied to the products. They are made as in the recurrence,
+// by multiplying, which costs one exponential per token and is right for a decay of -inf too.
 template <typename T>
 void prepare_decays(const Sequence<T>& seq, int64_t h, const Chunk& chunk, const Scratch& s) {
-  const int64_t C = seq.call.chunk_size, rows = chunk.rows;
-  double G = 0.0;  // in double: a difference of large sums must not lose a small decay
-  for (int64_t i = 0; i < rows; ++i) {
-    if (i < chunk.size) G += std::max<double>(seq.g(chunk.first + i, h), FULL_DECAY);
-    s.G[i] = G;
+  const int64_t C = seq.call.chunk_size;
+  float since_start = 1.0f;
+  std::fill(s.left, s.left + C, 0.0f);
+  for (int64_t i = 0; i < C; ++i)
     s.dt[i] = i < chunk.size ? seq.dt(chunk.first + i, h) : 0.0f;
-  }
-  for (int64_t i = 0; i < rows; i += LANES) {
-    alignas(64) float since_start[LANES] = {}, to_end[LANES] = {};
-    const int n = int(std::min<int64_t>(LANES, rows - i));
-    for (int c = 0; c < n; ++c) {
-      since_start[c] = float(s.G[i + c]);
-      to_end[c] = float(G - s.G[i + c]);
-    }
-    th::store(s.decay + i, th::exp(th::load(since_start)), n);
-    th::store(s.left + i, th::exp(th::load(to_end)) * th::load(s.dt + i, n), n);
-  }
-  for (int64_t i = 0; i < rows; ++i)
+  for (int64_t i = 0; i < chunk.rows; ++i) {
+    const float decay = i < chunk.size ? std::exp(seq.g(chunk.first + i, h)) : 1.0f;
+    s.decay[i] = since_start *= decay;
+    advance_decays(i, decay, s.left);
     for (int64_t c = 0; c <= i; c += LANES) {
-      const int n = int(std::min<int64_t>(LANES, rows - c)), at = int(i * C + c);
-      alignas(64) float log_decay[LANES];
-      for (int l = 0; l < LANES; ++l)
-        log_decay[l] = c + l <= i ? float(s.G[i] - s.G[c + l]) : float(FULL_DECAY);
-      const f32x16 D = th::exp(th::load(log_decay)) * th::load(s.dt + c, n);
-      th::store(s.attend + at, D * th::load(s.products + at, n), n);
+      const int64_t at = i * C + c;
+      th::store(s.attend + at,
+                th::load(s.products + at) * (th::load(s.left + c) * th::load(s.dt + c)));
     }
+  }
+  for (int64_t i = 0; i < chunk.rows; i += LANES)
+    th::store(s.left + i, th::load(s.left + i) * th::load(s.dt + i));
 }
 
 // Takes PANEL columns of one head through a chunk: outputs, and the state at its end.

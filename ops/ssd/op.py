@@ -15,7 +15,7 @@ from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.recurrence import check_chunk_size, check_heads, check_slots, check_tokens
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
 
-DEFAULT_CHUNK_SIZE = 64
+DEFAULT_CHUNK_SIZE = 32
 
 _CPU = "torch_hybrid.ops.ssd._cpu"
 _TORCH = "torch_hybrid.ops.ssd._torch"

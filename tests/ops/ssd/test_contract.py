@@ -143,7 +143,7 @@ def test_it_is_as_exact_as_the_reference(form: Form, case: Case, dtype: torch.dt
 
 
 @every_form
-@pytest.mark.parametrize("decay", [0.0, -1e-3, -1.0, -20.0, -torch.inf])
+@pytest.mark.parametrize("decay", [0.0, -1e-3, -1.0, -20.0, -50.0, -torch.inf])
 def test_any_constant_decay(form: Form, decay: float):
     _assert_matches(form, _expect_decay(decay))
 
@@ -152,6 +152,17 @@ def test_any_constant_decay(form: Form, decay: float):
 def test_a_small_decay_survives_large_ones_before_it(form: Form):
     """Cumulated decays lose their last digits when they grow: differences must not."""
     _assert_matches(form, _expect_small_decays_after_large_ones())
+
+
+@cache
+def _expect_slow_decay_over_a_thousand_tokens() -> Expected:
+    inputs = make_inputs(Case(lengths=(1000,), num_groups=1, num_heads=2))
+    return _expect(replace(inputs, g=torch.full_like(inputs.g, -1e-4)))
+
+
+@every_form
+def test_a_slow_decay_stays_exact_over_many_chunks(form: Form):
+    _assert_matches(form, _expect_slow_decay_over_a_thousand_tokens())
 
 
 @one_form_each
