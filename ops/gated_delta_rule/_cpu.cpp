@@ -1,86 +1,90 @@
-// The gated delta rule on a CPU: which thread does what. The work itself is in recurrent.h and
-// chunk.h.
-#include <omp.h>
-
+// The gated delta rule: one decay for all channels of a value head.
 #include <algorithm>
-#include <vector>
 
-#include "call.h"
-#include "chunk.h"
-#include "recurrent.h"
+#include "delta_rule.h"
 
-namespace gdr {
+namespace {
 
-template <typename T>
-void recurrent(const Call& call) {
-  const int64_t num_items = call.num_seqs * call.num_v_heads;
-  // Long enough stretches to keep neighbours together, short enough to level out lengths.
-  const int64_t stretch = std::max<int64_t>(1, num_items / (8 * call.num_threads));
-#pragma omp parallel num_threads(call.num_threads)
-  {
-    std::vector<float> keys(2 * call.k_dim);
-    clear_padding<T>(call);
-#pragma omp for schedule(dynamic, stretch)
-    for (int64_t item = 0; item < num_items; ++item) {
-      const Sequence<T> seq(call, item / call.num_v_heads);
-      const int64_t j = item % call.num_v_heads;
-      if (seq.slot == 0)
-        seq.clear_out(j);
-      else if (seq.length > 0)
-        run_recurrent(seq, j, keys.data());
+using namespace th;
+using delta::Chunk;
+using delta::Scratch;
+using delta::Sequence;
+
+// exp of it is 0 in float32; a finite stand-in for a decay of -inf, whose differences are NaN.
+constexpr double FULL_DECAY = -1e4;
+
+struct GatedDeltaRule {
+  // Scratch::work: the products of all keys and queries with all keys, and the sums of g.
+  struct Work {
+    float* products;  // [2 C, C]
+    double* G;        // [C]
+    Work(float* p, int64_t C) : products(p), G((double*)(p + 2 * C * C)) {}
+  };
+  static int64_t num_work(int64_t C, int64_t) { return 2 * C * C + 2 * C; }
+
+  template <typename T>
+  static void decay(const Sequence<T>& seq, int64_t t, int64_t j, float* decay) {
+    std::fill(decay, decay + seq.call.k_dim, std::exp(seq.g(t)[j]));
+  }
+
+  template <typename T>
+  static void prepare_keys(const Sequence<T>& seq, const Chunk& chunk, const Scratch& s) {
+    const int64_t K = seq.call.k_dim, C = seq.call.chunk_size, rows = chunk.rows;
+    float* products = Work(s.work, C).products;
+    for (int64_t j = 0; j < rows; j += PANEL) {  // only what is on or below the diagonal
+      const int n = int(std::min<int64_t>(PANEL, rows - j));
+      const float* k_j = s.keys + j * K;
+      gemm_nt(int(2 * rows - j), n, int(K), k_j, K, k_j, K, products + j * C + j, C);
     }
   }
-}
 
-// Value heads that a thread takes at once. Those of one key head share its products, but not when
-// that would leave threads without work.
-int64_t heads_per_item(const Call& call) {
-  const bool enough = call.num_seqs * call.num_k_heads >= 4 * call.num_threads;
-  return enough ? call.num_v_heads / call.num_k_heads : 1;
-}
+  template <typename T>
+  static void prepare_head(const Sequence<T>& seq, int64_t j, const Chunk& chunk,
+                           const Scratch& s) {
+    const int64_t C = seq.call.chunk_size;
+    const Work work(s.work, C);
+    double G = 0.0;  // in double: a difference of large sums must not lose a small decay
+    for (int64_t i = 0; i < chunk.rows; ++i) {
+      if (i < chunk.size) G += std::max<double>(seq.g(chunk.first + i)[j], FULL_DECAY);
+      work.G[i] = G;
+    }
+    decay_keys(seq.call.k_dim, chunk, work, s);
+    decay_products(C, chunk, work, s);
+  }
 
-// What one thread needs; the next one's begins on a cache line of its own.
-int64_t scratch_floats(const Call& call) {
-  return round_up(
-      Scratch::num_floats(call.chunk_size, call.k_dim, call.v_dim, heads_per_item(call)), LANES);
-}
+  static void decay_keys(int64_t K, const Chunk& chunk, const Work& work, const Scratch& s) {
+    const int64_t rows = chunk.rows;
+    const float *k = s.keys, *q = s.keys + rows * K;
+    float *k_read = s.reads, *q_read = s.reads + rows * K;
+    for (int64_t i = 0; i < rows; ++i) {
+      const f32x16 since_start = splat(std::exp(float(work.G[i])));
+      const f32x16 to_end = splat(std::exp(float(work.G[rows - 1] - work.G[i])));
+      for_lanes(K, [&](int64_t c, int n) TH_LAMBDA {
+        const int64_t at = i * K + c;
+        const f32x16 k_i = load(k + at, n);
+        store(k_read + at, k_i * since_start, n);
+        store(q_read + at, load(q + at, n) * since_start, n);
+        store(s.writes + at, k_i * to_end, n);
+      });
+    }
+    std::fill(s.carry, s.carry + K, std::exp(float(work.G[rows - 1])));
+  }
 
-template <typename T>
-void chunk(const Call& call, float* scratch_of_all) {
-  const int64_t heads = heads_per_item(call), parts = call.num_v_heads / heads;
-#pragma omp parallel num_threads(call.num_threads)
-  {
-    const Scratch scratch(scratch_of_all + omp_get_thread_num() * scratch_floats(call),
-                          call.chunk_size, call.k_dim);
-    clear_padding<T>(call);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < call.num_seqs * parts; ++item) {
-      const Sequence<T> seq(call, item / parts);
-      const int64_t begin = item % parts * heads, end = begin + heads;
-      if (seq.slot != 0 && seq.length > RECURRENT_LENGTH) {
-        run_chunks(seq, begin, end, scratch);
-        continue;
+  static void decay_products(int64_t C, const Chunk& chunk, const Work& work, const Scratch& s) {
+    const float *kk = work.products, *qk = work.products + chunk.rows * C;
+    for (int64_t i = 0; i < chunk.rows; ++i)
+      for (int64_t c = 0; c <= i; c += LANES) {
+        const int n = int(std::min<int64_t>(LANES, chunk.rows - c)), at = int(i * C + c);
+        alignas(64) float log_decay[LANES];
+        for (int l = 0; l < LANES; ++l)
+          log_decay[l] = c + l <= i ? float(work.G[i] - work.G[c + l]) : float(FULL_DECAY);
+        const f32x16 D = exp(load(log_decay));
+        store(s.attend + at, D * load(qk + at, n), n);
+        store(s.system + at, D * load(kk + at, n) * -s.beta[i], n);
       }
-      for (int64_t j = begin; j < end; ++j)
-        if (seq.slot == 0)
-          seq.clear_out(j);
-        else if (seq.length > 0)
-          run_recurrent(seq, j, scratch.keys);
-    }
   }
-}
+};
 
-}  // namespace gdr
+}  // namespace
 
-extern "C" TH_EXPORT void gated_delta_rule_recurrent(const gdr::Call* call) {
-  call->is_bf16 ? gdr::recurrent<th::bf16>(*call) : gdr::recurrent<float>(*call);
-}
-
-extern "C" TH_EXPORT void gated_delta_rule_chunk(const gdr::Call* call, float* scratch) {
-  call->is_bf16 ? gdr::chunk<th::bf16>(*call, scratch) : gdr::chunk<float>(*call, scratch);
-}
-
-// Floats of scratch that gated_delta_rule_chunk needs.
-extern "C" TH_EXPORT int64_t gated_delta_rule_scratch_floats(const gdr::Call* call) {
-  return call->num_threads * gdr::scratch_floats(*call);
-}
+TH_EXPORT_DELTA_RULE(GatedDeltaRule)

@@ -10,20 +10,33 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.recurrence import check_chunk_size, check_heads, check_slots, check_tokens
 from torch_hybrid.ops.registration import check_impl, define_op
 
 DEFAULT_CHUNK_SIZE = 32
 
+_CPU = "torch_hybrid.ops.kimi_delta_attention._cpu"
 _TORCH = "torch_hybrid.ops.kimi_delta_attention._torch"
+_CPP_CAPABILITY = Capability(
+    devices=frozenset({"cpu"}),
+    dtypes=frozenset({torch.float32, torch.bfloat16}),
+    available=compiler_missing,
+)
 
 RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cpp": Implementation(
+        capability=_CPP_CAPABILITY, launcher=f"{_CPU}:recurrent_kimi_delta_attention"
+    ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),
         launcher=f"{_TORCH}:recurrent_kimi_delta_attention",
     ),
 }
 CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cpp": Implementation(
+        capability=_CPP_CAPABILITY, launcher=f"{_CPU}:chunk_kimi_delta_attention"
+    ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),
         launcher=f"{_TORCH}:chunk_kimi_delta_attention",

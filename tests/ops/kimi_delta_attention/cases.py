@@ -24,7 +24,7 @@ def case(
 CASES = {
     "one_token": case(1, num_heads=1),
     "decode": case(1, 1, 1, 1, 1, k_dim=32, v_dim=32),
-    "mixed": case(5, 0, 1, 70, 33, 2, 64, num_padding_tokens=3),
+    "mixed": case(5, 0, 1, 70, 33, 2, 64, k_dim=32, v_dim=24, num_padding_tokens=3),
     "one_head": case(17, 40, num_heads=1, k_dim=16, v_dim=48),
     "odd_dims": case(3, 37, 16, num_heads=3, k_dim=19, v_dim=27),
     "kimi_linear": case(1, 130, 16, k_dim=128, v_dim=128),

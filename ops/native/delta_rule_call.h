@@ -1,21 +1,19 @@
-// What both execution forms are given, and how they find their way in it.
+// What both execution forms of a delta rule are given, and how they find their way in it.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 
 #include "simd.h"
 
-namespace gdr {
+namespace th::delta {
 
-using th::LANES;
-using th::f32x16;
-
-// The arguments of an op, in the order in which _cpu.py packs them.
+// The arguments of an op, in the order in which delta_rule.py packs them.
 struct Call {
   const void *q, *k, *v;  // [T, H, K], [T, H, K], [T, HV, V] in the op's dtype
-  const float *g, *beta;  // [T, HV]
+  const float *g, *beta;  // [T, HV], and for g [T, HV, K] where channels decay on their own
   float* state;           // [S, HV, V, K]
   const int32_t* cu_seqlens;
   const int32_t* state_indices;
@@ -27,7 +25,7 @@ struct Call {
   float scale;
   bool qk_l2norm, is_bf16;
 };
-static_assert(offsetof(Call, is_bf16) == 23 * 8 + 5, "Call is packed by _cpu.py");
+static_assert(offsetof(Call, is_bf16) == 23 * 8 + 5, "Call is packed by delta_rule.py");
 
 // One sequence's share of a call, with typed pointers for value head j and key head h.
 template <typename T>
@@ -52,7 +50,7 @@ struct Sequence {
   const T* v(int64_t t, int64_t j) const {
     return (const T*)call.v + (start + t) * call.v_stride + j * call.v_dim;
   }
-  float g(int64_t t, int64_t j) const { return call.g[(start + t) * call.g_stride + j]; }
+  const float* g(int64_t t) const { return call.g + (start + t) * call.g_stride; }  // of all heads
   float beta(int64_t t, int64_t j) const { return call.beta[(start + t) * call.beta_stride + j]; }
   T* out(int64_t t, int64_t j) const {
     return (T*)call.out + ((start + t) * call.num_v_heads + j) * call.v_dim;
@@ -60,6 +58,7 @@ struct Sequence {
   float* state(int64_t j) const {
     return call.state + (slot * call.num_v_heads + j) * call.v_dim * call.k_dim;
   }
+  int64_t key_head(int64_t j) const { return j / (call.num_v_heads / call.num_k_heads); }
   void clear_out(int64_t j) const {
     for (int64_t t = 0; t < length; ++t) std::memset(out(t, j), 0, call.v_dim * sizeof(T));
   }
@@ -68,11 +67,9 @@ struct Sequence {
 // to = from * factor, where factor is `scale`, over the length of `from` when `normalize`.
 template <typename T>
 TH_INLINE void load_key(const T* from, int64_t k_dim, bool normalize, float scale, float* to) {
-  const float norm = normalize ? std::sqrt(th::squared_norm(from, k_dim) + 1e-6f) : 1.0f;
-  const f32x16 factor = th::splat(scale / norm);
-  th::for_lanes(k_dim, [&](int64_t i, int n) TH_LAMBDA {
-    th::store(to + i, th::load(from + i, n) * factor, n);
-  });
+  const float norm = normalize ? std::sqrt(squared_norm(from, k_dim) + 1e-6f) : 1.0f;
+  const f32x16 factor = splat(scale / norm);
+  for_lanes(k_dim, [&](int64_t i, int n) TH_LAMBDA { store(to + i, load(from + i, n) * factor, n); });
 }
 
 // Outputs of the tokens past the last sequence; to be called by all threads of a team.
@@ -84,4 +81,4 @@ void clear_padding(const Call& call) {
     std::memset((T*)call.out + t * row, 0, row * sizeof(T));
 }
 
-}  // namespace gdr
+}  // namespace th::delta

@@ -1,0 +1,103 @@
+// A delta rule on a CPU, for any rule of decay: which thread does what, and the exported functions.
+//
+// A rule is a struct of static functions:
+//
+//   decay(seq, t, j, decay)          e^g of token t for each channel of value head j
+//   num_work(C, K)                   floats of Scratch::work that it wants
+//   prepare_keys(seq, chunk, s)      what the value heads of a key head share, from s.keys
+//   prepare_head(seq, j, chunk, s)   reads, writes, carry, system and attend for value head j
+//
+// and TH_EXPORT_DELTA_RULE(Rule) makes a library of it that delta_rule.py can call.
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "delta_rule_call.h"
+#include "delta_rule_chunk.h"
+#include "delta_rule_recurrent.h"
+
+namespace th::delta {
+
+// Up to this length, walking token by token costs less than bringing a state to scratch and back.
+constexpr int64_t RECURRENT_LENGTH = 16;
+
+template <typename Rule, typename T>
+void recurrent(const Call& call) {
+  const int64_t num_items = call.num_seqs * call.num_v_heads;
+  // Long enough stretches to keep neighbours together, short enough to level out lengths.
+  const int64_t stretch = std::max<int64_t>(1, num_items / (8 * call.num_threads));
+#pragma omp parallel num_threads(call.num_threads)
+  {
+    std::vector<float> scratch(token_floats(call.k_dim));
+    clear_padding<T>(call);
+#pragma omp for schedule(dynamic, stretch)
+    for (int64_t item = 0; item < num_items; ++item) {
+      const Sequence<T> seq(call, item / call.num_v_heads);
+      const int64_t j = item % call.num_v_heads;
+      if (seq.slot == 0)
+        seq.clear_out(j);
+      else if (seq.length > 0)
+        run_recurrent<Rule>(seq, j, scratch.data());
+    }
+  }
+}
+
+// Value heads that a thread takes at once. Those of one key head share its products, but not when
+// that would leave threads without work.
+inline int64_t heads_per_item(const Call& call) {
+  const bool enough = call.num_seqs * call.num_k_heads >= 4 * call.num_threads;
+  return enough ? call.num_v_heads / call.num_k_heads : 1;
+}
+
+// What one thread needs; the next one's begins on a cache line of its own.
+template <typename Rule>
+int64_t scratch_floats(const Call& call) {
+  const int64_t C = call.chunk_size, K = call.k_dim;
+  return round_up(
+      Scratch::num_floats(C, K, call.v_dim, heads_per_item(call), Rule::num_work(C, K)), LANES);
+}
+
+template <typename Rule, typename T>
+void chunk(const Call& call, float* scratch_of_all) {
+  const int64_t heads = heads_per_item(call), parts = call.num_v_heads / heads;
+  const int64_t C = call.chunk_size, K = call.k_dim;
+#pragma omp parallel num_threads(call.num_threads)
+  {
+    const Scratch scratch(scratch_of_all + omp_get_thread_num() * scratch_floats<Rule>(call), C, K,
+                          Rule::num_work(C, K));
+    clear_padding<T>(call);
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t item = 0; item < call.num_seqs * parts; ++item) {
+      const Sequence<T> seq(call, item / parts);
+      const int64_t begin = item % parts * heads, end = begin + heads;
+      if (seq.slot != 0 && seq.length > RECURRENT_LENGTH) {
+        run_chunks<Rule>(seq, begin, end, scratch);
+        continue;
+      }
+      for (int64_t j = begin; j < end; ++j)
+        if (seq.slot == 0)
+          seq.clear_out(j);
+        else if (seq.length > 0)
+          run_recurrent<Rule>(seq, j, scratch.keys);
+    }
+  }
+}
+
+}  // namespace th::delta
+
+#define TH_EXPORT_DELTA_RULE(Rule)                                                      \
+  extern "C" TH_EXPORT void delta_rule_recurrent(const th::delta::Call* call) {         \
+    call->is_bf16 ? th::delta::recurrent<Rule, th::bf16>(*call)                         \
+                  : th::delta::recurrent<Rule, float>(*call);                           \
+  }                                                                                     \
+  extern "C" TH_EXPORT void delta_rule_chunk(const th::delta::Call* call, float* scratch) { \
+    call->is_bf16 ? th::delta::chunk<Rule, th::bf16>(*call, scratch)                    \
+                  : th::delta::chunk<Rule, float>(*call, scratch);                      \
+  }                                                                                     \
+  /* Floats of scratch that delta_rule_chunk needs. */                                  \
+  extern "C" TH_EXPORT int64_t delta_rule_scratch_floats(const th::delta::Call* call) { \
+    return call->num_threads * th::delta::scratch_floats<Rule>(*call);                  \
+  }
