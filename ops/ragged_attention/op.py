@@ -6,9 +6,19 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import FLOATS, Capability, Implementation
+from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_dtypes, check_impl, check_shapes, define_op
 
 IMPLEMENTATIONS = {
+    "cpp": Implementation(
+        capability=Capability(
+            devices=frozenset({"cpu"}),
+            dtypes=frozenset({torch.float32, torch.bfloat16}),
+            multiples={"head_dim": 16, "v_head_dim": 16},
+            available=compiler_missing,
+        ),
+        launcher="torch_hybrid.ops.ragged_attention._cpu:ragged_attention_with_lse",
+    ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),
         launcher="torch_hybrid.ops.ragged_attention._torch:ragged_attention_with_lse",
