@@ -25,7 +25,7 @@ def _restore_num_threads() -> Iterator[None]:
 
 @pytest.mark.parametrize("op", [recurrent_ssd, chunk_ssd])
 def test_the_number_of_threads_changes_no_bit(op):
-    """A group of seven heads is dealt out whole, in threes and one, in twos and one, one by one."""
+    """Seven heads of a group are dealt out whole, as 4 and 3, in twos and one, and one by one."""
     inputs = make_inputs(Case(lengths=(20, 33, 1, 0, 17), num_groups=1, num_heads=7))
     expected = inputs.copy()
     torch.set_num_threads(1)
