@@ -73,6 +73,7 @@ CASES = {
     "width_6": Case(lengths=(9, 2), channels=15, width=6, has_bias=True),
     "width_7": Case(lengths=(9, 2), channels=17, width=7),
     "qwen3_next": Case(lengths=(1, 130, 16), channels=8192),
+    "bamba": Case(lengths=(2, 70, 1), channels=128 * 64 + 2 * 128, has_bias=True),
 }
 
 
