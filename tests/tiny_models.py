@@ -78,6 +78,30 @@ def qwen3(**options: Any) -> nn.Module:
     return tf.Qwen3ForCausalLM(tf.Qwen3Config(**{**SIZES, "head_dim": 32, **options}))
 
 
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+GROUPED_EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+
+
+def deepseek_v3(**options: Any) -> nn.Module:
+    sizes = {**SIZES, **LATENT, **GROUPED_EXPERTS, **options}
+    return tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**sizes))
+
+
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "qwen3_next": qwen3_next,
     "qwen3_next_dense": qwen3_next_dense,
@@ -85,6 +109,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "qwen3_5_moe": qwen3_5_moe,
     "olmo_hybrid": olmo_hybrid,
     "qwen3": qwen3,
+    "deepseek_v3": deepseek_v3,
 }
 
 
@@ -125,6 +150,9 @@ def randomize(model: nn.Module, seed: int) -> None:
             weight.copy_(0.4 * normal(weight))
         else:
             weight.copy_(normal(weight) * weight.shape[-1] ** -0.5)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.copy_(0.1 * normal(bias))
     for layer, A_log in decays.items():
         spread_time_constants(model.get_submodule(layer).dt_bias, A_log, generator)
 
@@ -139,17 +167,34 @@ def spread_time_constants(dt_bias: Tensor, A_log: Tensor, generator: torch.Gener
 def router_gaps(model: nn.Module) -> Iterator[list[float]]:
     """Collects how near the routers of a model come to another choice of experts.
 
-    The gap of a token is between the probabilities of the last expert taken and the first not.
+    The gap of a token is between the score of the last expert taken and the first not, or of the
+    last group of experts and the first not.
     """
     gaps: list[float] = []
 
     def record(router: Any, _inputs: object, outputs: tuple[Tensor, ...]) -> None:
-        ordered = outputs[0].float().softmax(-1).sort(dim=-1, descending=True).values
-        if router.top_k < router.num_experts:
-            gaps.append((ordered[:, router.top_k - 1] - ordered[:, router.top_k]).min().item())
+        logits = outputs[0].float()
+        if hasattr(router, "num_group"):
+            scores = logits.sigmoid() + router.e_score_correction_bias
+            groups = scores.unflatten(-1, (router.num_group, -1))
+            totals = groups.topk(2, dim=-1).values.sum(-1)
+            gaps.extend(_gaps(totals, router.topk_group))
+            refused = totals < totals.topk(router.topk_group).values[:, -1:]
+            scores = groups.masked_fill(refused[..., None], -math.inf).flatten(1)
+        else:
+            scores = logits.softmax(-1)
+        gaps.extend(_gaps(scores, router.top_k))
 
     routers = [module for module in model.modules() if type(module).__name__.endswith("Router")]
     handles = [router.register_forward_hook(record) for router in routers]
     yield gaps
     for handle in handles:
         handle.remove()
+
+
+def _gaps(scores: Tensor, taken: int) -> list[float]:
+    """The least difference over the rows of ``scores`` between the last taken and the next."""
+    if taken >= scores.shape[-1]:
+        return []
+    ordered = scores.sort(dim=-1, descending=True).values
+    return [(ordered[:, taken - 1] - ordered[:, taken]).min().item()]

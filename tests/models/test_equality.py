@@ -28,7 +28,13 @@ from tests.tiny_models import BUILDERS, make_model
 LENGTHS = [n + NUM_DECODED for n in PROMPT_LENGTHS]
 # Weights without a near tie of routers (``ask`` checks) and without a token whose logits magnify
 # rounding a hundredfold.
-SEEDS = {**dict.fromkeys(BUILDERS, 0), "qwen3_next": 2, "qwen3_5": 1, "qwen3_5_moe": 2}
+SEEDS = {
+    **dict.fromkeys(BUILDERS, 0),
+    "qwen3_next": 2,
+    "qwen3_5": 1,
+    "qwen3_5_moe": 2,
+    "deepseek_v3": 0,
+}
 
 
 @pytest.fixture(scope="module", params=BUILDERS)

@@ -1,6 +1,7 @@
 """Token mixers as ordinary modules: ``forward(inputs, plan, cache)``."""
 
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
+from torch_hybrid.layers.latent_attention import LatentAttention
 from torch_hybrid.layers.paged_attention import PagedAttention
 
-__all__ = ["GatedDeltaNet", "PagedAttention"]
+__all__ = ["GatedDeltaNet", "LatentAttention", "PagedAttention"]

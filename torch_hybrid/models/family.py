@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,25 +12,38 @@ from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
-from torch_hybrid.specs import AttentionSpec, DeltaRuleSpec, LayerSpec
+from torch_hybrid.specs import AttentionSpec, DeltaRuleSpec, LatentSpec, LayerSpec
 
 # Frequencies that depend on the present length would need a new graph for each length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Swap:
+    """Where a decoder layer has its mixer of one kind, and how ours is made of it.
+
+    ``make(module, spec)`` takes the family's module, whose weights ours keeps.
+    """
+
+    attribute: str
+    make: Callable[[Any, Any], nn.Module]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One family of transformers models.
 
-    ``specs(config)`` gives the facts of each layer, from the text config. ``mixer(module, spec)``
-    makes our mixer from the family's own linear attention module. ``num_position_axes`` is 3
-    where rotary positions are 3-D (mrope).
+    ``specs(config)`` gives the mixers of each layer, from the text config. ``swaps`` has an entry
+    for every kind of linear attention; full attention, latent attention too, joins as a function
+    that transformers lets us register. ``num_position_axes`` is 3 where rotary positions are 3-D
+    (mrope). ``logits_scale(config)`` is a factor on the logits.
     """
 
     model_types: tuple[str, ...]
-    specs: Callable[[Any], Sequence[LayerSpec]]
-    mixer: Callable[[Any, DeltaRuleSpec], GatedDeltaNet] | None = None
+    specs: Callable[[Any], Sequence[LayerSpec | tuple[LayerSpec, ...]]]
+    swaps: Mapping[str, Swap] = field(default_factory=dict)
     num_position_axes: int = 1
+    logits_scale: Callable[[Any], float] = lambda config: 1.0
 
 
 def require(config: Any, name: str, value: object, allowed: Collection[object]) -> None:
@@ -111,3 +125,27 @@ def mixer_from(
 def weights_of(*projections: nn.Linear) -> list[Tensor]:
     """The weights of several projections, outside autograd."""
     return [projection.weight.detach() for projection in projections]
+
+
+def latent_spec(config: Any) -> LatentSpec:
+    """The facts of MLA layers, whose fields all families name alike."""
+    rope = config.rope_parameters or {}
+    require(config, "rope_parameters.rope_type", rope.get("rope_type", "default"), ROPE_TYPES)
+    qk_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    mscale = yarn_mscale(rope)
+    return LatentSpec(
+        num_heads=config.num_attention_heads,
+        latent_rank=config.kv_lora_rank,
+        nope_dim=config.qk_nope_head_dim,
+        rope_dim=config.qk_rope_head_dim,
+        v_dim=config.v_head_dim,
+        scale=qk_dim**-0.5 * mscale * mscale,
+    )
+
+
+def yarn_mscale(rope: Mapping[str, Any]) -> float:
+    """What YaRN's ``mscale_all_dim`` multiplies queries and keys by, each; 1 without it."""
+    factor, mscale = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0)
+    if rope.get("rope_type", "default") == "default" or not mscale or factor <= 1:
+        return 1.0
+    return 0.1 * mscale * math.log(factor) + 1.0

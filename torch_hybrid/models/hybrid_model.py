@@ -18,13 +18,22 @@ class HybridModel(nn.Module):
         hf_model: a causal language model of transformers, with its mixers swapped already.
         table: its layers.
         num_position_axes: 1, or 3 where rotary positions are 3-D (mrope).
+        logits_scale: factor on the logits.
     """
 
-    def __init__(self, hf_model: Any, table: LayerTable, *, num_position_axes: int = 1) -> None:
+    def __init__(
+        self,
+        hf_model: Any,
+        table: LayerTable,
+        *,
+        num_position_axes: int = 1,
+        logits_scale: float = 1.0,
+    ) -> None:
         super().__init__()
         self.hf_model = hf_model
         self.table = table
         self.num_position_axes = num_position_axes
+        self.logits_scale = logits_scale
         config = hf_model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self.eos_token_ids = _eos_token_ids(hf_model)
@@ -66,7 +75,7 @@ class HybridModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, dim] hidden states to [R, vocab_size] logits."""
         logits: Tensor = self.hf_model.lm_head(hidden)
-        return logits
+        return logits if self.logits_scale == 1.0 else logits * self.logits_scale
 
 
 def _eos_token_ids(hf_model: Any) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Where our mixers join a transformers model: its attention function and its linear layers."""
+"""Where our mixers join a transformers model: its attention functions and its linear layers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,22 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.hybrid import Step
 from torch_hybrid.backends.paged_attention import attend
+from torch_hybrid.layers.latent_attention import LatentAttention
+from torch_hybrid.specs import LatentSpec
 
-ATTENTION_NAME = "torch_hybrid"
+# Names of our attention functions in transformers, by the kind of layer that they serve.
+ATTENTION_NAMES = {
+    "paged_attention": "torch_hybrid",
+    "latent_attention": "torch_hybrid_latent",
+}
 
 
 def register_attention() -> None:
-    """Make our attention known to transformers as ``ATTENTION_NAME``."""
+    """Make our attention functions known to transformers."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION_NAME, _attention)
+    AttentionInterface.register(ATTENTION_NAMES["paged_attention"], _attention)
+    AttentionInterface.register(ATTENTION_NAMES["latent_attention"], _latent_attention)
 
 
 def _attention(
@@ -33,6 +40,37 @@ def _attention(
     entry, plan, kv = step.layer(module.layer_idx, "paged_attention")
     q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
     return attend(q, k, v, entry.spec, plan, kv)[None], None  # type: ignore[arg-type]
+
+
+def join_latent_attention(module: Any, spec: LatentSpec) -> None:
+    """Make an MLA module of transformers hand its latents to us.
+
+    The module calls ``expand_kv`` to make keys and values of its latents, and hands those to the
+    attention function. Left as they are, latents arrive there.
+    """
+    module.latent_attention = LatentAttention(spec, module.kv_b_proj)
+    module.expand_kv = _keep_latents
+
+
+def _keep_latents(latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+    return latent, k_rope
+
+
+def _latent_attention(
+    module: Any,
+    query: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    attention_mask: None,
+    *,
+    step: Step,
+    **_options: Any,
+) -> tuple[Tensor, None]:
+    """MLA: query [1, heads, T, nope + rope], latent [1, 1, T, rank], k_rope [1, 1, T, rope]."""
+    _, plan, pool = step.layer(module.layer_idx, "latent_attention")
+    q = query[0].transpose(0, 1)
+    out: Tensor = module.latent_attention(q, latent[0, 0], k_rope[0, 0], plan, pool)
+    return out[None], None
 
 
 class LinearAttentionAdapter(nn.Module):

@@ -10,11 +10,13 @@ from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.models.deepseek_v3 import DEEPSEEK_V3
 from torch_hybrid.models.family import Family
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.join import (
-    ATTENTION_NAME,
+    ATTENTION_NAMES,
     LinearAttentionAdapter,
+    join_latent_attention,
     register_attention,
 )
 from torch_hybrid.models.olmo_hybrid import OLMO_HYBRID
@@ -25,7 +27,7 @@ from torch_hybrid.specs import LayerTable
 
 FAMILIES: dict[str, Family] = {
     model_type: family
-    for family in (QWEN3_NEXT, QWEN3_5, OLMO_HYBRID, QWEN3)
+    for family in (QWEN3_NEXT, QWEN3_5, OLMO_HYBRID, QWEN3, DEEPSEEK_V3)
     for model_type in family.model_types
 }
 
@@ -88,20 +90,30 @@ def adapt(hf_model: Any) -> HybridModel:
         raise ValueError(
             f"hf_model must be a causal language model of transformers, got {type(hf_model)}"
         )
-    if hf_model.config._attn_implementation == ATTENTION_NAME:
+    if hf_model.config._attn_implementation in ATTENTION_NAMES.values():
         raise ValueError("hf_model was adapted before")
     _check_finite(hf_model)
     register_attention()
-    hf_model.set_attn_implementation(ATTENTION_NAME)
+    is_latent = "latent_attention" in table.kinds
+    kind = "latent_attention" if is_latent else "paged_attention"
+    hf_model.set_attn_implementation(ATTENTION_NAMES[kind])
     hf_model.eval().requires_grad_(False)
     for layer_id, layer in enumerate(hf_model.model.layers):
-        entry = table[layer_id]
-        if entry.kind == "gated_delta_rule":
-            assert family.mixer is not None
-            mixer = family.mixer(layer.linear_attn, entry.spec)  # type: ignore[arg-type]
-            layer.linear_attn = LinearAttentionAdapter(mixer, layer_id, entry.kind)
+        for entry in table.layers[layer_id]:
+            if entry.kind == "latent_attention":
+                join_latent_attention(layer.self_attn, entry.spec)  # type: ignore[arg-type]
+            elif entry.kind != "paged_attention":
+                swap = family.swaps[entry.kind]
+                mixer = swap.make(getattr(layer, swap.attribute), entry.spec)
+                joined = LinearAttentionAdapter(mixer, layer_id, entry.kind)
+                setattr(layer, swap.attribute, joined)
     _swap_experts(hf_model)
-    return HybridModel(hf_model, table, num_position_axes=family.num_position_axes)
+    return HybridModel(
+        hf_model,
+        table,
+        num_position_axes=family.num_position_axes,
+        logits_scale=family.logits_scale(hf_model.config.get_text_config()),
+    )
 
 
 def _family_of(config: Any) -> Family:

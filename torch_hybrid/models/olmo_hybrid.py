@@ -7,6 +7,7 @@ from typing import Any
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
 from torch_hybrid.models.family import (
     Family,
+    Swap,
     delta_rule_spec,
     mixer_from,
     specs_by_layer_type,
@@ -36,4 +37,8 @@ def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
     return mixer_from(module, spec, rows, norm=module.o_norm, out=module.o_proj)
 
 
-OLMO_HYBRID = Family(model_types=("olmo_hybrid",), specs=_specs, mixer=_mixer)
+OLMO_HYBRID = Family(
+    model_types=("olmo_hybrid",),
+    specs=_specs,
+    swaps={"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)},
+)

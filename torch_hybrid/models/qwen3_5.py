@@ -7,6 +7,7 @@ from typing import Any
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
 from torch_hybrid.models.family import (
     Family,
+    Swap,
     gated_delta_rule_specs,
     mixer_from,
     weights_of,
@@ -22,6 +23,6 @@ def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
 QWEN3_5 = Family(
     model_types=("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
     specs=gated_delta_rule_specs,
-    mixer=_mixer,
+    swaps={"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)},
     num_position_axes=3,
 )

@@ -7,6 +7,7 @@ from typing import Any
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
 from torch_hybrid.models.family import (
     Family,
+    Swap,
     gated_delta_rule_specs,
     mixer_from,
     weights_of,
@@ -30,4 +31,8 @@ def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:
     return mixer_from(module, spec, rows, norm=module.norm, out=module.out_proj)
 
 
-QWEN3_NEXT = Family(model_types=("qwen3_next",), specs=gated_delta_rule_specs, mixer=_mixer)
+QWEN3_NEXT = Family(
+    model_types=("qwen3_next",),
+    specs=gated_delta_rule_specs,
+    swaps={"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)},
+)

@@ -1,0 +1,75 @@
+"""Multi-head latent attention over a paged cache of latents, as a module of its own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_hybrid.backends.latent_attention import LatentPlan, attend_absorbed, attend_expanded
+from torch_hybrid.specs import LatentSpec
+
+
+class LatentAttention(nn.Module):
+    """Writes new latents into the pages, then attends to all that the sequence holds.
+
+    Projections to queries and latents, norms and rotary embedding belong to the model.
+
+    Args:
+        spec: the mixer's facts.
+        kv_b_proj: from latents to the keys (without the shared part) and values of all heads,
+            weight [num_heads * (nope_dim + v_dim), latent_rank].
+
+    Raises:
+        ValueError: the weight has another shape than the spec says.
+    """
+
+    def __init__(self, spec: LatentSpec, kv_b_proj: nn.Linear) -> None:
+        super().__init__()
+        self.spec, self.kv_b_proj = spec, kv_b_proj
+        expected = [spec.num_heads * (spec.nope_dim + spec.v_dim), spec.latent_rank]
+        if list(kv_b_proj.weight.shape) != expected:
+            raise ValueError(
+                f"kv_b_proj must have a weight of shape {expected}, "
+                f"got {list(kv_b_proj.weight.shape)}"
+            )
+
+    def forward(
+        self, q: Tensor, latent: Tensor, k_rope: Tensor, plan: LatentPlan, pool: Tensor
+    ) -> Tensor:
+        """Attend, in the form that the plan says.
+
+        Args:
+            q: [T, num_heads, nope_dim + rope_dim], the sequences packed as ``plan`` says; the last
+                ``rope_dim`` are rotated where the model rotates.
+            latent: [T, latent_rank], after its norm.
+            k_rope: [T, rope_dim], the part of the key that all heads share, rotated as q.
+            plan: from the backend's ``plan``.
+            pool: this layer's pool. Mutated at the rows that the plan names.
+
+        Returns:
+            [T, num_heads, v_dim]; rows of padding tokens are 0.
+        """
+        spec = self.spec
+        if plan.prefix is not None:
+            return attend_expanded(q, latent, k_rope, self._expand, spec, plan, plan.prefix, pool)
+        q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
+        w_uk, w_uv = self._weights()
+        # [T, H, nope] to [T, H, rank] and back, head by head.
+        q_latent = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
+        out = attend_absorbed(q_latent, q_rope, latent, k_rope, spec, plan, pool)
+        return torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        """To keys [H, nope, rank] and to values [H, v, rank]."""
+        weight = self.kv_b_proj.weight.view(self.spec.num_heads, -1, self.spec.latent_rank)
+        w_uk, w_uv = weight.split([self.spec.nope_dim, self.spec.v_dim], dim=1)
+        return w_uk, w_uv
+
+    def _expand(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [n, rank] and [n, rope] to keys [n, H, nope + rope] and values [n, H, v]."""
+        spec = self.spec
+        heads = F.linear(latent, self.kv_b_proj.weight).unflatten(-1, (spec.num_heads, -1))
+        k_nope, v = heads.split([spec.nope_dim, spec.v_dim], dim=-1)
+        k = torch.cat([k_nope, k_rope[:, None].expand(-1, spec.num_heads, -1)], dim=-1)
+        return k, v

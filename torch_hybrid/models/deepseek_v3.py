@@ -1,0 +1,16 @@
+"""DeepSeek-V3: multi-head latent attention in every layer; the control of the MLA hybrids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_hybrid.models.family import Family, latent_spec, require
+from torch_hybrid.specs import LayerSpec
+
+
+def _specs(config: Any) -> list[LayerSpec]:
+    require(config, "hidden_act", config.hidden_act, ["silu"])
+    return [latent_spec(config)] * config.num_hidden_layers
+
+
+DEEPSEEK_V3 = Family(model_types=("deepseek_v3",), specs=_specs)
