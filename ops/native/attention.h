@@ -112,7 +112,7 @@ class AttentionTile {
   static constexpr bool PAIRS = false;
 #endif
   static constexpr bool WIDEN = sizeof(T) == sizeof(bf16) && !PAIRS;
-  static constexpr int KEY_STEP = 8;  // keys, or rows, of a product in registers
+  static constexpr int KEY_STEP = 8;  // keys of a product in registers
   static constexpr int64_t DEPTH = 128;
 
   // Units [k, k + n) of a row: pairs, or elements as floats.
@@ -152,15 +152,7 @@ class AttentionTile {
     for (int64_t k = 0; k < units_; k += DEPTH) {
       const int64_t end = std::min(units_, k + DEPTH);
       if (ahead) fetch(ahead, k, end);
-      f32x16 acc[KEY_STEP][R];
-      multiply_units<R>(queries, keys, k, end, acc);
-#pragma GCC unroll 8
-      for (int i = 0; i < KEY_STEP; ++i)
-#pragma GCC unroll 2
-        for (int r = 0; r < R; ++r) {
-          float* sum = to + i * ROWS_PER_TILE + r * LANES;
-          store(sum, k ? load(sum) + acc[i][r] : acc[i][r]);
-        }
+      multiply_units<R>(queries, units_ * LANES, keys, k, end, k > 0, to);
     }
   }
 
@@ -170,25 +162,33 @@ class AttentionTile {
         __builtin_prefetch(reinterpret_cast<const float*>(rows[i]) + k, 0, 2);
   }
 
+  // A function of its own, as its loop needs every register for addresses.
   template <int R>
-  TH_INLINE void multiply_units(const float* queries, const float* const* keys, int64_t begin,
-                                int64_t end, f32x16 (&to)[KEY_STEP][R]) {
+  static TH_NOINLINE void multiply_units(const float* queries, int64_t stride,
+                                         const float* const* keys, int64_t begin, int64_t end,
+                                         bool add, float* to) {
     f32x16 acc[KEY_STEP][R] = {};
+    const float* key[KEY_STEP];
+#pragma GCC unroll 8
+    for (int i = 0; i < KEY_STEP; ++i) key[i] = keys[i];
     for (int64_t k = begin; k < end; ++k) {
       f32x16 q[R];
 #pragma GCC unroll 2
-      for (int r = 0; r < R; ++r) q[r] = load(queries + (r * units_ + k) * LANES);
+      for (int r = 0; r < R; ++r) q[r] = load(queries + r * stride + k * LANES);
 #pragma GCC unroll 8
       for (int i = 0; i < KEY_STEP; ++i) {
-        const f32x16 key = splat(keys[i][k]);
+        const f32x16 element = splat(key[i][k]);
 #pragma GCC unroll 2
-        for (int r = 0; r < R; ++r) acc[i][r] = multiply_add<PAIRS>(q[r], key, acc[i][r]);
+        for (int r = 0; r < R; ++r) acc[i][r] = multiply_add<PAIRS>(q[r], element, acc[i][r]);
       }
     }
 #pragma GCC unroll 8
     for (int i = 0; i < KEY_STEP; ++i)
 #pragma GCC unroll 2
-      for (int r = 0; r < R; ++r) to[i][r] = acc[i][r];
+      for (int r = 0; r < R; ++r) {
+        float* sum = to + i * ROWS_PER_TILE + r * LANES;
+        store(sum, add ? load(sum) + acc[i][r] : acc[i][r]);
+      }
   }
 
   // Products of a block turned into weights e^(logit - max), for one register of rows.
@@ -218,19 +218,19 @@ class AttentionTile {
   template <int C>
   void add_values(const KeyBlock<T, V>& block, int64_t column) {
     int row = 0;
-    for (; row + KEY_STEP <= rows_; row += KEY_STEP) add_values<KEY_STEP, C>(block, row, column);
+    for (; row + 8 <= rows_; row += 8) add_values<8, C>(block, row, column);
     for (; row + 4 <= rows_; row += 4) add_values<4, C>(block, row, column);
     for (; row < rows_; ++row) add_values<1, C>(block, row, column);
   }
 
   template <int R, int C>
-  TH_INLINE void add_values(const KeyBlock<T, V>& block, int row, int64_t column) {
+  TH_NOINLINE void add_values(const KeyBlock<T, V>& block, int row, int64_t column) {
     f32x16 acc[R][C] = {};
     const float* weights = weights_.data() + row;
     for (int j = 0; j < block.count; ++j, weights += ROWS_PER_TILE) {
       f32x16 x[C];
 #pragma GCC unroll 2
-      for (int c = 0; c < C; ++c) x[c] = held(load(block.values[j] + column + c * LANES));
+      for (int c = 0; c < C; ++c) x[c] = load(block.values[j] + column + c * LANES);
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
         const f32x16 weight = splat(weights[r]);

@@ -28,6 +28,7 @@
 
 #define TH_EXPORT __attribute__((visibility("default")))
 #define TH_INLINE inline __attribute__((always_inline))
+#define TH_NOINLINE __attribute__((noinline))
 
 namespace th {
 
