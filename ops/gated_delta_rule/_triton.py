@@ -3,31 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# State elements that one warp keeps in registers: 64 a thread. With some 130 registers a thread
-# about 15 warps share a processor, each with 8 KiB of loads in flight.
-_STATE_TILE = 2048
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """The block ``[block_v, block_k]`` of one head's state that a program owns."""
-
-    block_v: int
-    block_k: int
-
-    @classmethod
-    def of(cls, head_dim_v: int, head_dim_k: int) -> Tile:
-        """All of K, so that no program waits for another, and as many rows of V as fit."""
-        block_k = triton.next_power_of_2(head_dim_k)
-        block_v = min(triton.next_power_of_2(head_dim_v), max(1, _STATE_TILE // block_k))
-        return cls(block_v=block_v, block_k=block_k)
+from torch_hybrid.ops.triton_state import Tile, zero_rows
 
 
 def recurrent_gated_delta_rule(
@@ -129,7 +110,7 @@ def _recurrent_kernel(
     end = tl.load(cu_seqlens + seq + 1)
     slot = tl.load(state_indices + seq).to(tl.int64)
     if slot == 0:
-        _zero_rows(out, begin, end, 1, head_v, index_v, mask_v, HV, V)
+        zero_rows(out, begin, end, 1, head_v, index_v, mask_v, HV, V)
     elif begin < end:
         # Pointers advance token by token: offsets from the base of a pool or of a long batch
         # do not fit 32 bits.
@@ -171,24 +152,4 @@ def _recurrent_kernel(
 
     # The rows past the last sequence are dealt out to the sequences in turn.
     padding = tl.load(cu_seqlens + num_seqs) + seq
-    _zero_rows(out, padding, num_tokens, num_seqs, head_v, index_v, mask_v, HV, V)
-
-
-@triton.jit
-def _zero_rows(
-    out: tl.tensor,
-    first: tl.tensor,
-    last: tl.tensor,
-    step: tl.tensor,
-    head: tl.tensor,
-    index: tl.tensor,
-    mask: tl.tensor,
-    HV: tl.constexpr,
-    V: tl.constexpr,
-) -> None:
-    """Write 0 to ``out[first:last:step, head, index]``."""
-    p_out = out + (first.to(tl.int64) * HV + head) * V + index
-    zeros = tl.zeros_like(index).to(out.dtype.element_ty)
-    for _ in range(first, last, step):
-        tl.store(p_out, zeros, mask=mask)
-        p_out += step * HV * V
+    zero_rows(out, padding, num_tokens, num_seqs, head_v, index_v, mask_v, HV, V)

@@ -1,0 +1,48 @@
+# mypy: disable-error-code="untyped-decorator"
+"""What the Triton kernels of recurrent ops share: blocks of a state, and rows of padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+# State elements that one warp keeps in registers: 64 a thread. With some 130 registers a thread
+# about 15 warps share a processor, each with 8 KiB of loads in flight.
+_STATE_TILE = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """The block ``[block_v, block_k]`` of one head's state that a program owns."""
+
+    block_v: int
+    block_k: int
+
+    @classmethod
+    def of(cls, head_dim_v: int, head_dim_k: int) -> Tile:
+        """All of K, so that no program waits for another, and as many rows of V as fit."""
+        block_k = triton.next_power_of_2(head_dim_k)
+        block_v = min(triton.next_power_of_2(head_dim_v), max(1, _STATE_TILE // block_k))
+        return cls(block_v=block_v, block_k=block_k)
+
+
+@triton.jit
+def zero_rows(
+    out: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    step: tl.tensor,
+    head: tl.tensor,
+    index: tl.tensor,
+    mask: tl.tensor,
+    HV: tl.constexpr,
+    V: tl.constexpr,
+) -> None:
+    """Write 0 to ``out[first:last:step, head, index]``, of ``out [T, HV, V]``."""
+    p_out = out + (first.to(tl.int64) * HV + head) * V + index
+    zeros = tl.zeros_like(index).to(out.dtype.element_ty)
+    for _ in range(first, last, step):
+        tl.store(p_out, zeros, mask=mask)
+        p_out += step * HV * V
