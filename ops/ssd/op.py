@@ -14,6 +14,7 @@ from torch_hybrid.ops.capability import Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.recurrence import check_chunk_size, check_heads, check_slots, check_tokens
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
+from torch_hybrid.ops.triton_devices import triton_devices, triton_missing
 
 DEFAULT_CHUNK_SIZE = 32
 
@@ -27,6 +28,15 @@ _CPP_CAPABILITY = Capability(
 
 RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(capability=_CPP_CAPABILITY, launcher=f"{_CPU}:recurrent_ssd"),
+    "triton": Implementation(
+        capability=Capability(
+            devices=triton_devices(),
+            limits={"head_k_dim": 512},
+            cuda_graph=True,
+            available=triton_missing,
+        ),
+        launcher="torch_hybrid.ops.ssd._triton:recurrent_ssd",
+    ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),
         launcher=f"{_TORCH}:recurrent_ssd",

@@ -1,0 +1,178 @@
+"""The Triton kernel: in the interpreter, compiled for GPUs that are not there, and on one."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.contract import assert_within_budget
+from tests.ops.ssd.cases import CASES, Case, Inputs, make_inputs
+from tests.ops.triton_compile import (
+    SHARED_LIMITS,
+    TABLE_HEADER,
+    LaunchRecorder,
+    assert_fits,
+    compile_launch,
+    cross_compiler_missing,
+)
+from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
+from torch_hybrid.ops.ssd import recurrent_ssd
+from torch_hybrid.ops.ssd.reference import ssd_reference
+
+# What of the contract the interpreter can do in seconds; it takes milliseconds a token and head.
+# The whole of it: TRITON_INTERPRET=1 pytest tests/ops/ssd -k triton
+CONTRACT = """
+    recurrent-triton and (
+        exact and (one_token or decode or three_heads or odd_dims or odd_lightning)
+        or padding or no_other_slot or nothing_to_do
+    ) or in_interpreter
+"""
+
+
+@needs_triton
+def test_in_the_interpreter():
+    run_interpreted(Path(__file__).parent, " ".join(CONTRACT.split()))
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(lengths=(1, 3), num_groups=1, num_heads=2, k_dim=128, v_dim=64),
+        Case(lengths=(2,), num_groups=1, num_heads=1, k_dim=256, v_dim=64),
+        Case(lengths=(2,), num_groups=1, num_heads=1, k_dim=96, v_dim=96, lightning=True),
+    ],
+    ids=["bamba", "falcon_h1", "minimax"],
+)
+def test_blocks_of_a_head_in_interpreter(case: Case):
+    check("cpu", case, torch.bfloat16)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_on_a_gpu(case: Case, dtype: torch.dtype):
+    check("cuda", case, dtype)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_captured_graph_serves_other_lengths():
+    """Three sequences of a bucket of eight tokens, replayed with other lengths and slots."""
+    captured = on_device(make_inputs(Case(lengths=(1, 1, 1), num_padding_tokens=5)), "cuda")
+    call(captured)  # compiles the kernel, which cannot be done while capturing
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(captured)
+    other = make_inputs(Case(lengths=(4, 0, 3), num_padding_tokens=1), seed=1)
+    for name in tensor_fields(captured):
+        getattr(captured, name).copy_(getattr(other, name))
+    graph.replay()
+    assert_as_exact(other, out.cpu(), captured.state.cpu())
+
+
+def check(device: str, case: Case, dtype: torch.dtype) -> None:
+    """The kernel on ``device`` is as exact as the reference and touches no other slot."""
+    inputs = make_inputs(case, dtype)
+    moved = on_device(inputs, device)
+    out = call(moved)
+    assert_as_exact(inputs, out.cpu(), moved.state.cpu())
+
+
+def call(inputs: Inputs) -> Tensor:
+    return recurrent_ssd(*inputs.args(), **inputs.options(), impl="triton")
+
+
+def assert_as_exact(inputs: Inputs, out: Tensor, state: Tensor) -> None:
+    exact, reference = inputs.exact(), inputs.copy()
+    out_exact = ssd_reference(*exact.args(), **exact.options())
+    out_reference = ssd_reference(*reference.args(), **reference.options())
+    assert_within_budget(out, out_exact, out_reference)
+    num_tokens = int(inputs.cu_seqlens[-1])
+    assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
+    written = torch.zeros(len(state), dtype=torch.bool)
+    written[inputs.state_indices[inputs.cu_seqlens.diff() > 0].long()] = True
+    assert_within_budget(state[written], exact.state[written], reference.state[written])
+    torch.testing.assert_close(
+        state[~written], inputs.state[~written], rtol=0, atol=0, equal_nan=True
+    )
+
+
+def tensor_fields(inputs: Inputs) -> list[str]:
+    return [f.name for f in fields(inputs) if isinstance(getattr(inputs, f.name), Tensor)]
+
+
+def on_device(inputs: Inputs, device: str) -> Inputs:
+    """Copies on ``device``; q, k and v stay slices of one tensor, whose rows lie apart."""
+    moved = {name: getattr(inputs, name).to(device) for name in tensor_fields(inputs)}
+    parts = [moved[name].flatten(1) for name in ("q", "k", "v")]
+    slices = torch.cat(parts, 1).split([part.shape[1] for part in parts], 1)
+    for name, part in zip(("q", "k", "v"), slices, strict=True):
+        moved[name] = part.view(moved[name].shape)
+    return replace(inputs, **moved | {"state": moved["state"].clone()})
+
+
+# (sequences, tokens, groups, heads, K, V, lightning, dtype)
+SHAPES = {
+    "Bamba decode 64": (64, 64, 1, 128, 128, 64, False, torch.bfloat16),
+    "Bamba decode 64 float32": (64, 64, 1, 128, 128, 64, False, torch.float32),
+    "Bamba 4 tokens each": (64, 256, 1, 128, 128, 64, False, torch.bfloat16),
+    "Falcon-H1 decode 64": (64, 64, 1, 24, 256, 64, False, torch.bfloat16),
+    "Nemotron-H decode 64": (64, 64, 8, 128, 128, 64, False, torch.bfloat16),
+    "MiniMax-01 decode 64": (64, 64, 64, 64, 96, 96, True, torch.bfloat16),
+    "Ring-2.5 decode 64": (64, 64, 32, 32, 128, 128, True, torch.bfloat16),
+}
+
+
+@pytest.mark.skipif(cross_compiler_missing() is not None, reason=cross_compiler_missing() or "")
+def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch):
+    rows = []
+    for label, shape in SHAPES.items():
+        launch = record_launch(monkeypatch, *shape)
+        rows += [compile_launch(launch, target, label) for target in SHARED_LIMITS]
+    print("", TABLE_HEADER, *rows, sep="\n")
+    for row in rows:
+        assert_fits(row)
+
+
+def record_launch(
+    monkeypatch: pytest.MonkeyPatch,
+    num_seqs: int,
+    num_tokens: int,
+    num_groups: int,
+    num_heads: int,
+    k_dim: int,
+    v_dim: int,
+    lightning: bool,
+    dtype: torch.dtype,
+) -> LaunchRecorder:
+    """What the launcher launches for v, k and q that are slices of one projection."""
+    from torch_hybrid.ops.ssd import _triton
+
+    k_size, v_size = num_groups * k_dim, num_heads * v_dim
+    vkq = torch.empty(num_tokens, 2 * k_size + v_size, dtype=dtype, device="meta")
+    v, k, q = vkq.split([v_size, k_size, k_size], 1)
+    per_head = torch.empty(num_tokens, num_heads, device="meta")
+    indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
+    with monkeypatch.context() as patch:
+        recorder = LaunchRecorder(_triton._recurrent_kernel)
+        patch.setattr(_triton, "_recurrent_kernel", recorder)
+        _triton.recurrent_ssd(
+            q.unflatten(1, (num_groups, k_dim)),
+            k.unflatten(1, (num_groups, k_dim)),
+            v.unflatten(1, (num_heads, v_dim)),
+            per_head[:1].expand_as(per_head) if lightning else per_head,
+            None if lightning else per_head,
+            None if lightning else per_head[0],
+            torch.empty(num_seqs + 1, num_heads, v_dim, k_dim, device="meta"),
+            indices,
+            indices[1:],
+            indices[1:].bool(),
+            scale=1.0,
+        )
+    return recorder
