@@ -57,13 +57,19 @@ class Capability:
             reasons.append(missing)
         if need.dtype not in self.dtypes:
             reasons.append(f"dtype {need.dtype} is not in {sorted(map(str, self.dtypes))}")
-        for name, size in need.sizes.items():
+        reasons += self.sizes_refused(need.sizes)
+        for feature in sorted(need.features - self.features):
+            reasons.append(f"it has no {feature}")
+        return reasons
+
+    def sizes_refused(self, sizes: Mapping[str, int]) -> list[str]:
+        """Every reason in the sizes alone."""
+        reasons = []
+        for name, size in sizes.items():
             if size % self.multiples.get(name, 1):
                 reasons.append(f"{name} {size} is not a multiple of {self.multiples[name]}")
             if size > self.limits.get(name, size):
                 reasons.append(f"{name} {size} is over the limit {self.limits[name]}")
-        for feature in sorted(need.features - self.features):
-            reasons.append(f"it has no {feature}")
         return reasons
 
 

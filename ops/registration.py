@@ -58,11 +58,18 @@ def check_dtypes(expected: Mapping[str, tuple[Tensor, torch.dtype]]) -> None:
 
 
 def check_impl(
-    impl: str, implementations: Mapping[str, Implementation], device: torch.device
+    impl: str,
+    implementations: Mapping[str, Implementation],
+    device: torch.device,
+    sizes: Mapping[str, int] | None = None,
 ) -> None:
-    """Raise ValueError when ``impl`` names no implementation, or one for other devices."""
+    """Raise ValueError when ``impl`` names no implementation, or one for other devices or sizes."""
     if impl not in implementations:
         raise ValueError(f"impl must be one of {list(implementations)}, got {impl!r}")
-    devices = implementations[impl].capability.devices
-    if device.type not in devices:
-        raise ValueError(f"impl {impl!r} runs on {sorted(devices)}, got tensors on {device}")
+    capability = implementations[impl].capability
+    if device.type not in capability.devices:
+        raise ValueError(
+            f"impl {impl!r} runs on {sorted(capability.devices)}, got tensors on {device}"
+        )
+    if reasons := capability.sizes_refused(sizes or {}):
+        raise ValueError(f"impl {impl!r} cannot take these sizes: {'; '.join(reasons)}")

@@ -97,7 +97,7 @@ def paged_attention(
             an index is outside its pool.
     """
     _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping, window, softcap)
-    check_impl(impl, IMPLEMENTATIONS, q.device)
+    check_impl(impl, IMPLEMENTATIONS, q.device, {"head_dim": q.shape[-1]})
     out: Tensor = _PAGED_ATTENTION(
         q,
         k,
@@ -139,7 +139,7 @@ def paged_attention_with_lse(
         The output, [T, Hq, D] in the dtype of q, and the natural-log LSE, [T, Hq] float32.
     """
     _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping, window, softcap)
-    check_impl(impl, LSE_IMPLEMENTATIONS, q.device)
+    check_impl(impl, LSE_IMPLEMENTATIONS, q.device, {"head_dim": q.shape[-1]})
     out, lse = _PAGED_ATTENTION_WITH_LSE(
         q,
         k,

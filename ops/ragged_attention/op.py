@@ -66,7 +66,8 @@ def ragged_attention_with_lse(
             the offsets are.
     """
     _validate(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    check_impl(impl, IMPLEMENTATIONS, q.device)
+    sizes = {"head_dim": q.shape[-1], "v_head_dim": v.shape[-1]}
+    check_impl(impl, IMPLEMENTATIONS, q.device, sizes)
     out, lse = _RAGGED_ATTENTION_WITH_LSE(
         q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, scale=scale, impl=impl
     )

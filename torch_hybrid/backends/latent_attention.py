@@ -13,9 +13,10 @@ A plan is the same for a model of MLA alone and for a hybrid: it is made from le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -102,10 +103,10 @@ class LatentAttentionBackend:
                 device=sizes.device,
                 dtype=sizes.dtype,
                 sizes={
-                    "latent_rank": spec.latent_rank,
+                    "rank": spec.latent_rank,
                     "rope_dim": spec.rope_dim,
-                    "head_qk_dim": spec.qk_dim,
-                    "head_v_dim": spec.v_dim,
+                    "head_dim": spec.qk_dim,
+                    "v_head_dim": spec.v_dim,
                 },
             )
             for spec in set(self._specs)
@@ -137,13 +138,16 @@ class LatentAttentionBackend:
             forms.append(_chunked(count, budget))
         return tuple(forms)
 
-    def form_of(self, batch: Batch, mode: Mode) -> Form:
-        """The form that costs a step least, from its lengths and the policy alone."""
+    def form_of(self, batches: Sequence[Batch], mode: Mode) -> Form:
+        """The form that costs a step least, from its lengths and the policy alone.
+
+        Of several batches, each has room in the form's tables.
+        """
         forms = self.forms(mode)
-        if len(forms) == 1 or (_ABSORBED in forms and self._absorbed_is_cheaper(batch)):
+        if len(forms) == 1 or (_ABSORBED in forms and self._absorbed_is_cheaper(batches)):
             return forms[0]
-        total = int(batch.seq_lens.sum())
-        prefix = total - int(batch.cu_seqlens[-1])
+        total = max(int(batch.seq_lens.sum()) for batch in batches)
+        prefix = max(int(batch.seq_lens.sum() - batch.cu_seqlens[-1]) for batch in batches)
         for form in forms:
             rows = total if form.name == _ONE_SHOT else prefix
             if form is not _ABSORBED and rows <= form.num_chunks * form.num_rows:
@@ -177,10 +181,10 @@ class LatentAttentionBackend:
             ),
         )
 
-    def _absorbed_is_cheaper(self, batch: Batch) -> bool:
+    def _absorbed_is_cheaper(self, batches: Sequence[Batch]) -> bool:
         """Whether the absorbed form takes less time, by counted FLOPs and the policy's weight."""
-        query_lens = batch.cu_seqlens.diff().double()
-        context = batch.seq_lens.double()
+        query_lens = torch.cat([batch.cu_seqlens.diff() for batch in batches]).double()
+        context = torch.cat([batch.seq_lens for batch in batches]).double()
         pairs = float((query_lens * (context - query_lens / 2)).sum())
         spec, num_rows, num_tokens = self._specs[0], float(context.sum()), float(query_lens.sum())
         absorbed = pairs * (2 * spec.latent_rank + spec.rope_dim)
