@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tests.ops.pages import offsets
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -68,10 +70,6 @@ class Inputs:
         """The per-token tensors at ``index``."""
         return {name: getattr(self, name)[index] for name in ("q", "k", "v", "g", "beta")}
 
-    def written_slots(self) -> Tensor:
-        """The slots that a call writes."""
-        return self.state_indices[(self.cu_seqlens.diff() > 0) & (self.state_indices > 0)]
-
 
 def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, channels: bool) -> Inputs:
     """Random inputs with decays of 1 to 1000 tokens, and now and then one that forgets all.
@@ -107,8 +105,3 @@ def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, channels: bool) 
         has_initial_state=has_initial_state,
         scale=case.k_dim**-0.5,
     )
-
-
-def offsets(lengths: tuple[int, ...] | list[int]) -> Tensor:
-    """cu_seqlens of these lengths."""
-    return torch.tensor([0, *lengths]).cumsum(0).int()

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from tests.ops.delta_rule_cases import Case
-from tests.ops.delta_rule_contract import DeltaRuleContract, Family, schemas
+from tests.ops.delta_rule_contract import DeltaRuleContract
 from tests.ops.gated_delta_rule.cases import CASES, make_inputs
+from tests.ops.recurrent_contract import Family, schemas
 from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from torch_hybrid.ops.gated_delta_rule.op import CHUNK_IMPLEMENTATIONS, RECURRENT_IMPLEMENTATIONS
 from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_reference

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi_linear
 
-from tests.ops.delta_rule_contract import DeltaRuleContract, Family, schemas
+from tests.ops.delta_rule_contract import DeltaRuleContract
 from tests.ops.kimi_delta_attention.cases import CASES, case, make_inputs
+from tests.ops.recurrent_contract import Family, schemas
 from torch_hybrid.ops.kimi_delta_attention import (
     chunk_kimi_delta_attention,
     recurrent_kimi_delta_attention,

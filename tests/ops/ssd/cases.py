@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from tests.ops.pages import offsets
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -137,8 +139,3 @@ def _time_steps(
     g = dt * -(1 + 15 * torch.rand(num_heads, generator=rng))
     g[torch.rand(num_tokens, generator=rng) < 0.05] = -20.0
     return g, dt, torch.randn(num_heads, generator=rng)
-
-
-def offsets(lengths: tuple[int, ...] | list[int]) -> Tensor:
-    """cu_seqlens of these lengths."""
-    return torch.tensor([0, *lengths]).cumsum(0).int()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 
 import expecttest
@@ -15,14 +14,9 @@ from transformers.models.bamba import modeling_bamba as bamba
 from transformers.models.minimax import MiniMaxConfig
 from transformers.models.minimax import modeling_minimax as minimax
 
-from tests.ops.contract import (
-    assert_traces_once,
-    assert_within_budget,
-    pool_clones,
-    skip_reason,
-)
-from tests.ops.ssd.cases import CASES, Case, Inputs, make_inputs, offsets
-from torch_hybrid.ops.recurrence import CHUNK_SIZES
+from tests.ops.pages import offsets
+from tests.ops.recurrent_contract import Expected, Family, Form, RecurrentContract, schemas
+from tests.ops.ssd.cases import CASES, Case, Inputs, make_inputs
 from torch_hybrid.ops.ssd import chunk_ssd, recurrent_ssd
 from torch_hybrid.ops.ssd.op import (
     CHUNK_IMPLEMENTATIONS,
@@ -30,273 +24,31 @@ from torch_hybrid.ops.ssd.op import (
 )
 from torch_hybrid.ops.ssd.reference import ssd_reference
 
-DEVICE = "cpu"
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """One execution form by one implementation, with its chunk size where it has one."""
-
-    op: Callable[..., Tensor]
-    impl: str
-    chunk_size: int | None = None
-
-    def options(self) -> dict[str, object]:
-        chunk = {} if self.chunk_size is None else {"chunk_size": self.chunk_size}
-        return {**chunk, "impl": self.impl}
-
-    def __call__(self, inputs: Inputs) -> Tensor:
-        return self.op(*inputs.args(), **inputs.options(), **self.options())
-
-
-def _forms(chunk_sizes: tuple[int, ...]) -> list[object]:
-    recurrent = {
-        f"recurrent-{name}": (Form(op=recurrent_ssd, impl=name), implementation)
-        for name, implementation in RECURRENT_IMPLEMENTATIONS.items()
-    }
-    chunk = {
-        f"chunk{size}-{name}": (
-            Form(op=chunk_ssd, impl=name, chunk_size=size),
-            implementation,
-        )
-        for name, implementation in CHUNK_IMPLEMENTATIONS.items()
-        for size in chunk_sizes
-    }
-    return [
-        pytest.param(
-            form,
-            id=name,
-            marks=pytest.mark.skipif(reason is not None, reason=reason or "it runs here"),
-        )
-        for name, (form, implementation) in {**recurrent, **chunk}.items()
-        for reason in [skip_reason(implementation, DEVICE)]
-    ]
-
-
-every_form = pytest.mark.parametrize("form", _forms(CHUNK_SIZES))
-one_form_each = pytest.mark.parametrize("form", _forms((16,)))
-every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """What the reference makes of inputs, in float64 and in their own dtype."""
-
-    inputs: Inputs
-    exact: Inputs
-    out_exact: Tensor
-    reference: Inputs
-    out_reference: Tensor
-
-    def check(self, out: Tensor, state: Tensor) -> None:
-        assert out.dtype == self.inputs.v.dtype
-        assert_within_budget(out, self.out_exact, self.out_reference)
-        slots = _written_slots(self.inputs)
-        assert_within_budget(state[slots], self.exact.state[slots], self.reference.state[slots])
-
-
-def _expect(inputs: Inputs) -> Expected:
-    exact, reference = inputs.exact(), inputs.copy()
-    return Expected(
-        inputs=inputs,
-        exact=exact,
-        out_exact=ssd_reference(*exact.args(), **exact.options()),
-        reference=reference,
-        out_reference=ssd_reference(*reference.args(), **reference.options()),
+class TestContract(RecurrentContract):
+    family = Family(
+        recurrent=recurrent_ssd,
+        recurrent_implementations=RECURRENT_IMPLEMENTATIONS,
+        chunk=chunk_ssd,
+        chunk_implementations=CHUNK_IMPLEMENTATIONS,
+        reference=ssd_reference,
+        cases=CASES,
+        make_inputs=make_inputs,
     )
 
+    def test_a_slow_decay_stays_exact_over_many_chunks(self, form: Form):
+        _expect_slow_decay_over_a_thousand_tokens().check_form(form)
 
-@cache
-def _expect_case(case: Case, dtype: torch.dtype) -> Expected:
-    return _expect(make_inputs(case, dtype))
-
-
-@cache
-def _expect_decay(decay: float) -> Expected:
-    inputs = make_inputs(CASES["mixed"])
-    return _expect(replace(inputs, g=torch.full_like(inputs.g, decay)))
-
-
-@cache
-def _expect_small_decays_after_large_ones() -> Expected:
-    inputs = make_inputs(Case(lengths=(128,), num_groups=1, num_heads=1))
-    inputs.g[:10] = -500.0
-    inputs.g[10:] = -1e-4
-    return _expect(inputs)
-
-
-def _written_slots(inputs: Inputs) -> Tensor:
-    is_written = (inputs.cu_seqlens.diff() > 0) & (inputs.state_indices > 0)
-    return inputs.state_indices[is_written]
-
-
-def _assert_matches(form: Form, expected: Expected) -> None:
-    inputs = expected.inputs.copy()
-    expected.check(form(inputs), inputs.state)
-
-
-@every_form
-@every_case
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_it_is_as_exact_as_the_reference(form: Form, case: Case, dtype: torch.dtype):
-    _assert_matches(form, _expect_case(case, dtype))
-
-
-@every_form
-@pytest.mark.parametrize("decay", [0.0, -1e-3, -1.0, -20.0, -50.0, -torch.inf])
-def test_any_constant_decay(form: Form, decay: float):
-    _assert_matches(form, _expect_decay(decay))
-
-
-@every_form
-def test_a_small_decay_survives_large_ones_before_it(form: Form):
-    """Cumulated decays lose their last digits when they grow: differences must not."""
-    _assert_matches(form, _expect_small_decays_after_large_ones())
+    @pytest.mark.parametrize("absent", [("dt",), ("D",), ("dt", "D")], ids="+".join)
+    def test_optional_arguments(self, one_form: Form, absent: tuple[str, ...]):
+        inputs = replace(self.family.mixed(), **dict.fromkeys(absent))
+        Expected.of(ssd_reference, inputs).check_form(one_form)
 
 
 @cache
 def _expect_slow_decay_over_a_thousand_tokens() -> Expected:
     inputs = make_inputs(Case(lengths=(1000,), num_groups=1, num_heads=2))
-    return _expect(replace(inputs, g=torch.full_like(inputs.g, -1e-4)))
-
-
-@every_form
-def test_a_slow_decay_stays_exact_over_many_chunks(form: Form):
-    _assert_matches(form, _expect_slow_decay_over_a_thousand_tokens())
-
-
-@one_form_each
-@pytest.mark.parametrize("absent", [("dt",), ("D",), ("dt", "D")], ids="+".join)
-def test_optional_arguments(form: Form, absent: tuple[str, ...]):
-    inputs = replace(make_inputs(CASES["mixed"]), **dict.fromkeys(absent))
-    _assert_matches(form, _expect(inputs))
-
-
-@every_form
-def test_segments_continue_the_whole(form: Form):
-    """Cutting a sequence anywhere and carrying its state on is within the whole's own error."""
-    whole = _expect_case(Case(lengths=(150,), num_heads=2), torch.float32)
-    segmented = whole.inputs.copy()
-    outs = []
-    for start, end in [(0, 1), (1, 50), (50, 53), (53, 150)]:
-        piece = replace(
-            segmented,
-            **segmented.tokens(slice(start, end)),
-            cu_seqlens=offsets([end - start]),
-        )
-        outs.append(form(piece))
-    whole.check(torch.cat(outs), segmented.state)
-
-
-@one_form_each
-def test_padding_changes_nothing(form: Form):
-    """Padding tokens, empty sequences and sequences in the null slot: zeros, and no other bit."""
-    plain = make_inputs(CASES["mixed"])
-    num_tokens = int(plain.cu_seqlens[-1])
-    plain = replace(plain, **plain.tokens(torch.arange(num_tokens)))
-    filler = torch.arange(num_tokens + 6) % num_tokens
-    padded = replace(
-        plain.copy(),
-        **plain.tokens(filler),
-        cu_seqlens=torch.cat([plain.cu_seqlens, plain.cu_seqlens[-1] + torch.tensor([0, 2])]).int(),
-        state_indices=torch.cat([plain.state_indices, torch.zeros(2, dtype=torch.int32)]),
-        has_initial_state=torch.cat([plain.has_initial_state, torch.tensor([True, False])]),
-    )
-    out_plain, out_padded = form(plain), form(padded)
-    assert torch.equal(out_padded[:num_tokens], out_plain)
-    assert torch.equal(out_padded[num_tokens:], torch.zeros_like(out_padded[num_tokens:]))
-    torch.testing.assert_close(padded.state, plain.state, rtol=0, atol=0, equal_nan=True)
-
-
-@one_form_each
-def test_order_of_sequences_does_not_matter(form: Form):
-    inputs = make_inputs(replace(CASES["mixed"], num_padding_tokens=0))
-    order = torch.tensor([3, 6, 0, 5, 1, 4, 2])
-    spans = [torch.arange(a, b) for a, b in inputs.cu_seqlens.unfold(0, 2, 1).tolist()]
-    tokens = torch.cat([spans[n] for n in order])
-    shuffled = replace(
-        inputs.copy(),
-        **inputs.tokens(tokens),
-        cu_seqlens=offsets([len(spans[n]) for n in order]),
-        state_indices=inputs.state_indices[order],
-        has_initial_state=inputs.has_initial_state[order],
-    )
-    out, out_shuffled = form(inputs), form(shuffled)
-    assert torch.equal(out_shuffled, out[tokens])
-    torch.testing.assert_close(shuffled.state, inputs.state, rtol=0, atol=0, equal_nan=True)
-
-
-@one_form_each
-def test_no_other_slot_changes(form: Form):
-    """Canaries in the null slot, the slots of empty sequences, those of nobody and the last."""
-    inputs = make_inputs(replace(CASES["mixed"], lengths=(5, 0, 1, 40)))
-    canary = torch.arange(inputs.state.numel(), dtype=torch.float32).view_as(inputs.state)
-    inputs = replace(inputs, state=canary.clone())
-    others = torch.ones(len(canary), dtype=torch.bool)
-    others[_written_slots(inputs).long()] = False
-    assert others[-1]
-    form(inputs)
-    assert torch.equal(inputs.state[others], canary[others])
-    assert not (inputs.state[~others] == canary[~others]).flatten(1).all(1).any()
-
-
-@one_form_each
-def test_rows_may_lie_apart(form: Form):
-    """Slices of a projection, and one row for all tokens, give the bits of contiguous tensors."""
-    sliced = make_inputs(CASES["bamba"], torch.bfloat16)
-    assert not sliced.q.is_contiguous()
-    num_tokens, num_heads = sliced.g.shape
-    g = sliced.g[3].expand(num_tokens, num_heads)
-    dt = torch.cat([sliced.dt, sliced.dt], 1)[:, :num_heads]
-    sliced = replace(sliced, g=g, dt=dt)
-    dense = replace(
-        sliced.copy(), **{name: x.contiguous() for name, x in sliced.tokens(slice(None)).items()}
-    )
-    assert torch.equal(form(sliced), form(dense))
-    torch.testing.assert_close(sliced.state, dense.state, rtol=0, atol=0, equal_nan=True)
-
-
-@one_form_each
-@pytest.mark.parametrize("lengths", [(), (0,), (0, 0)], ids=str)
-def test_nothing_to_do(form: Form, lengths: tuple[int, ...]):
-    inputs = make_inputs(Case(lengths=lengths, num_padding_tokens=2))
-    before = inputs.state.clone()
-    assert torch.equal(form(inputs), torch.zeros_like(inputs.v))
-    torch.testing.assert_close(inputs.state, before, rtol=0, atol=0, equal_nan=True)
-
-
-@one_form_each
-def test_opcheck(form: Form):
-    inputs = make_inputs(CASES["mixed"])
-    inputs = replace(inputs, state=inputs.state.nan_to_num())
-    overload = getattr(torch.ops.torch_hybrid, form.op.__name__).default
-    options = {**inputs.options(), **form.options()}
-    torch.library.opcheck(overload, inputs.args(), options)
-
-
-@one_form_each
-def test_one_trace_serves_all_batches(form: Form):
-    def step(*args: Tensor) -> Tensor:
-        return form.op(*args, scale=0.25, **form.options()) * 2
-
-    batches = [
-        [*make_inputs(Case(lengths=lengths)).args()]
-        for lengths in [(3, 1, 2, 4, 1, 1, 7), (1,) * 4, (5, 6), (40, 1, 1, 7, 9)]
-    ]
-    state = torch.randn(23, *batches[0][6].shape[1:])
-    for batch in batches:
-        batch[6] = state
-    assert_traces_once(step, batches)
-
-
-@pytest.mark.slow
-@one_form_each
-def test_no_clone_of_the_state_pool(form: Form):
-    def step(*args: Tensor) -> Tensor:
-        return form.op(*args, scale=0.25, **form.options()) * 2
-
-    inputs = make_inputs(CASES["mixed"])
-    assert pool_clones(step, inputs.args(), [inputs.state]) == []
+    return Expected.of(ssd_reference, replace(inputs, g=torch.full_like(inputs.g, -1e-4)))
 
 
 @pytest.mark.parametrize(
@@ -425,12 +177,8 @@ def _one_sequence(*, lightning: bool) -> Inputs:
 
 class TestSchemas(expecttest.TestCase):
     def test_schemas(self):
-        schemas = [
-            str(getattr(torch.ops.torch_hybrid, op.__name__).default._schema).replace(", ", "\n  ")
-            for op in (recurrent_ssd, chunk_ssd)
-        ]
         self.assertExpectedInline(
-            "\n".join(schemas),
+            schemas(recurrent_ssd, chunk_ssd),
             """\
 torch_hybrid::recurrent_ssd(Tensor q
   Tensor k

@@ -1,0 +1,329 @@
+"""What every implementation of both execution forms of a recurrence is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import ClassVar, Protocol, Self
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.contract import assert_traces_once, assert_within_budget, pool_clones, skip_reason
+from tests.ops.pages import offsets
+from torch_hybrid.ops.capability import Implementation
+from torch_hybrid.ops.recurrence import CHUNK_SIZES
+
+DEVICE = "cpu"
+
+
+class Case(Protocol):
+    """Lengths of the sequences, and the shape of one layer; a frozen dataclass."""
+
+    lengths: tuple[int, ...]
+    num_padding_tokens: int
+
+
+class Inputs(Protocol):
+    """The tensors of a call, in the op's order, and its options; a frozen dataclass."""
+
+    q: Tensor
+    v: Tensor
+    g: Tensor
+    state: Tensor
+    cu_seqlens: Tensor
+    state_indices: Tensor
+    has_initial_state: Tensor
+
+    def args(self) -> tuple[Tensor | None, ...]: ...
+
+    def options(self) -> dict[str, float | bool]: ...
+
+    def copy(self) -> Self:
+        """The same inputs with a state of their own."""
+
+    def exact(self) -> Self:
+        """The same values in float64."""
+
+    def tokens(self, index: Tensor | slice) -> dict[str, Tensor]:
+        """The per-token tensors at ``index``, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """One execution form by one implementation, with its chunk size where it has one."""
+
+    op: Callable[..., Tensor]
+    impl: str
+    chunk_size: int | None = None
+
+    def options(self) -> dict[str, object]:
+        chunk = {} if self.chunk_size is None else {"chunk_size": self.chunk_size}
+        return {**chunk, "impl": self.impl}
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        return self.op(*inputs.args(), **inputs.options(), **self.options())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What the reference makes of inputs, in float64 and in their own dtype."""
+
+    inputs: Inputs
+    exact: Inputs
+    out_exact: Tensor
+    reference: Inputs
+    out_reference: Tensor
+
+    @classmethod
+    def of(cls, reference: Callable[..., Tensor], inputs: Inputs) -> Expected:
+        exact, own = inputs.exact(), inputs.copy()
+        return cls(
+            inputs=inputs,
+            exact=exact,
+            out_exact=reference(*exact.args(), **exact.options()),
+            reference=own,
+            out_reference=reference(*own.args(), **own.options()),
+        )
+
+    def check(self, out: Tensor, state: Tensor) -> None:
+        """Output, written slots and padding rows are as exact as the reference's."""
+        assert out.dtype == self.inputs.v.dtype
+        assert_within_budget(out, self.out_exact, self.out_reference)
+        slots = written_slots(self.inputs)
+        assert_within_budget(state[slots], self.exact.state[slots], self.reference.state[slots])
+        num_tokens = int(self.inputs.cu_seqlens[-1])
+        assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
+
+    def check_form(self, form: Form) -> None:
+        inputs = self.inputs.copy()
+        self.check(form(inputs), inputs.state)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Family:
+    """A recurrence: its ops, its oracle and its inputs. ``cases`` has one named "mixed"."""
+
+    recurrent: Callable[..., Tensor]
+    recurrent_implementations: Mapping[str, Implementation]
+    chunk: Callable[..., Tensor]
+    chunk_implementations: Mapping[str, Implementation]
+    reference: Callable[..., Tensor]
+    cases: Mapping[str, Case]
+    make_inputs: Callable[..., Inputs]
+
+    def forms(self, chunk_sizes: tuple[int, ...]) -> list[object]:
+        """Every implementation of both forms, as pytest parameters."""
+        recurrent = {
+            f"recurrent-{name}": (Form(op=self.recurrent, impl=name), implementation)
+            for name, implementation in self.recurrent_implementations.items()
+        }
+        chunk = {
+            f"chunk{size}-{name}": (
+                Form(op=self.chunk, impl=name, chunk_size=size),
+                implementation,
+            )
+            for name, implementation in self.chunk_implementations.items()
+            for size in chunk_sizes
+        }
+        return [
+            pytest.param(
+                form,
+                id=name,
+                marks=pytest.mark.skipif(reason is not None, reason=reason or "it runs here"),
+            )
+            for name, (form, implementation) in {**recurrent, **chunk}.items()
+            for reason in [skip_reason(implementation, DEVICE)]
+        ]
+
+    def mixed(self, **changes: object) -> Inputs:
+        return self.make_inputs(replace(self.cases["mixed"], **changes))
+
+    @cache  # noqa: B019  (a few families live as long as the process)
+    def expect_case(self, case: Case, dtype: torch.dtype) -> Expected:
+        return Expected.of(self.reference, self.make_inputs(case, dtype))
+
+    @cache  # noqa: B019
+    def expect_decay(self, decay: float) -> Expected:
+        inputs = self.mixed()
+        return Expected.of(self.reference, replace(inputs, g=torch.full_like(inputs.g, decay)))
+
+    @cache  # noqa: B019
+    def expect_small_decays_after_large_ones(self) -> Expected:
+        inputs = self.mixed(lengths=(128,))
+        inputs.g[:10] = -500.0
+        inputs.g[10:] = -1e-4
+        return Expected.of(self.reference, inputs)
+
+
+class RecurrentContract:
+    """The tests; a family's own class names the family and adds what is peculiar to it.
+
+    ``form`` runs over chunk sizes too, ``one_form`` over implementations alone.
+    """
+
+    family: ClassVar[Family]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        for name, sizes in {"form": CHUNK_SIZES, "one_form": (16,)}.items():
+            if name in metafunc.fixturenames:
+                metafunc.parametrize(name, self.family.forms(sizes))
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", self.family.cases.values(), ids=self.family.cases)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+    def test_it_is_as_exact_as_the_reference(self, form: Form, case: Case, dtype: torch.dtype):
+        self.family.expect_case(case, dtype).check_form(form)
+
+    @pytest.mark.parametrize("decay", [0.0, -1e-3, -1.0, -5.0, -20.0, -50.0, -torch.inf])
+    def test_any_constant_decay(self, form: Form, decay: float):
+        self.family.expect_decay(decay).check_form(form)
+
+    def test_a_small_decay_survives_large_ones_before_it(self, form: Form):
+        """Cumulated decays lose their last digits when they grow: differences must not."""
+        self.family.expect_small_decays_after_large_ones().check_form(form)
+
+    def test_segments_continue_the_whole(self, form: Form):
+        """Cutting a sequence anywhere and carrying its state on is within the whole's own error."""
+        case = replace(self.family.cases["mixed"], lengths=(150,), num_padding_tokens=0)
+        whole = self.family.expect_case(case, torch.float32)
+        segmented = whole.inputs.copy()
+        outs = []
+        for start, end in [(0, 1), (1, 50), (50, 53), (53, 150)]:
+            piece = replace(
+                segmented,
+                **segmented.tokens(slice(start, end)),
+                cu_seqlens=offsets([end - start]),
+            )
+            outs.append(form(piece))
+        whole.check(torch.cat(outs), segmented.state)
+
+    def test_padding_changes_nothing(self, one_form: Form):
+        """Padding tokens, empty sequences, sequences in the null slot: zeros, and no other bit."""
+        plain = self.family.mixed(num_padding_tokens=0)
+        num_tokens = int(plain.cu_seqlens[-1])
+        padded = replace(
+            plain.copy(),
+            **plain.tokens(torch.arange(num_tokens + 6) % num_tokens),
+            cu_seqlens=torch.cat([plain.cu_seqlens, num_tokens + torch.tensor([0, 2])]).int(),
+            state_indices=torch.cat([plain.state_indices, torch.zeros(2, dtype=torch.int32)]),
+            has_initial_state=torch.cat([plain.has_initial_state, torch.tensor([True, False])]),
+        )
+        out_plain, out_padded = one_form(plain), one_form(padded)
+        assert torch.equal(out_padded[:num_tokens], out_plain)
+        assert torch.equal(out_padded[num_tokens:], torch.zeros_like(out_padded[num_tokens:]))
+        assert_same_bits(padded.state, plain.state)
+
+    def test_order_of_sequences_does_not_matter(self, one_form: Form):
+        inputs = self.family.mixed(num_padding_tokens=0)
+        order = torch.tensor([3, 6, 0, 5, 1, 4, 2])
+        spans = [torch.arange(a, b) for a, b in inputs.cu_seqlens.unfold(0, 2, 1).tolist()]
+        tokens = torch.cat([spans[n] for n in order])
+        shuffled = replace(
+            inputs.copy(),
+            **inputs.tokens(tokens),
+            cu_seqlens=offsets([len(spans[n]) for n in order]),
+            state_indices=inputs.state_indices[order],
+            has_initial_state=inputs.has_initial_state[order],
+        )
+        out, out_shuffled = one_form(inputs), one_form(shuffled)
+        assert torch.equal(out_shuffled, out[tokens])
+        assert_same_bits(shuffled.state, inputs.state)
+
+    def test_no_other_slot_changes(self, one_form: Form):
+        """Canaries in the null slot, the slots of empty sequences, those of nobody and the last."""
+        inputs = self.family.mixed(lengths=(5, 0, 1, 40))
+        canary = torch.arange(inputs.state.numel(), dtype=torch.float32).view_as(inputs.state)
+        inputs = replace(inputs, state=canary.clone())
+        others = torch.ones(len(canary), dtype=torch.bool)
+        others[written_slots(inputs).long()] = False
+        assert others[-1]
+        one_form(inputs)
+        assert torch.equal(inputs.state[others], canary[others])
+        assert not (inputs.state[~others] == canary[~others]).flatten(1).all(1).any()
+
+    def test_rows_may_lie_apart(self, one_form: Form):
+        """Slices of a projection give the same bits as contiguous tensors."""
+        sliced = self.family.make_inputs(self.family.cases["mixed"], torch.bfloat16)
+        assert not sliced.q.is_contiguous()
+        per_token = sliced.tokens(slice(None)).items()
+        sliced = replace(sliced, **{name: widen(x) for name, x in per_token if name not in "qkv"})
+        dense = replace(
+            sliced.copy(),
+            **{name: x.contiguous() for name, x in sliced.tokens(slice(None)).items()},
+        )
+        assert torch.equal(one_form(sliced), one_form(dense))
+        assert_same_bits(sliced.state, dense.state)
+
+    def test_one_row_of_decays_may_serve_all_tokens(self, one_form: Form):
+        inputs = self.family.mixed()
+        shared = replace(inputs.copy(), g=inputs.g[:1].expand(inputs.g.shape))
+        dense = replace(inputs.copy(), g=shared.g.contiguous())
+        assert torch.equal(one_form(shared), one_form(dense))
+        assert_same_bits(shared.state, dense.state)
+
+    @pytest.mark.parametrize("lengths", [(), (0,), (0, 0)], ids=str)
+    def test_nothing_to_do(self, one_form: Form, lengths: tuple[int, ...]):
+        inputs = self.family.mixed(lengths=lengths, num_padding_tokens=2)
+        before = inputs.state.clone()
+        assert torch.equal(one_form(inputs), torch.zeros_like(inputs.v))
+        assert_same_bits(inputs.state, before)
+
+    def test_opcheck(self, one_form: Form):
+        inputs = self.family.mixed()
+        inputs = replace(inputs, state=inputs.state.nan_to_num())
+        overload = getattr(torch.ops.torch_hybrid, one_form.op.__name__).default
+        options = {**inputs.options(), **one_form.options()}
+        torch.library.opcheck(overload, inputs.args(), options)
+
+    def test_one_trace_serves_all_batches(self, one_form: Form):
+        inputs = self.family.mixed()
+        options = {**inputs.options(), **one_form.options()}
+
+        def step(*args: Tensor) -> Tensor:
+            return one_form.op(*args, **options) * 2
+
+        state = torch.randn(23, *inputs.state.shape[1:])
+        batches = [
+            replace(self.family.mixed(lengths=lengths), state=state).args()
+            for lengths in [(3, 1, 2, 4, 1, 1, 7), (1,) * 4, (5, 6), (40, 1, 1, 7, 9)]
+        ]
+        assert_traces_once(step, batches)
+
+    @pytest.mark.slow
+    def test_no_clone_of_the_state_pool(self, one_form: Form):
+        inputs = self.family.mixed()
+        options = {**inputs.options(), **one_form.options()}
+
+        def step(*args: Tensor) -> Tensor:
+            return one_form.op(*args, **options) * 2
+
+        assert pool_clones(step, inputs.args(), [inputs.state]) == []
+
+
+def written_slots(inputs: Inputs) -> Tensor:
+    """The slots that a call writes."""
+    return inputs.state_indices[(inputs.cu_seqlens.diff() > 0) & (inputs.state_indices > 0)]
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Equal in every bit that counts: NaN equals NaN."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def widen(x: Tensor) -> Tensor:
+    """The same values in rows that lie apart, as slices of a tensor of NaN."""
+    rows = x.flatten(1)
+    wide = torch.full((len(rows), rows.shape[1] + 5), torch.nan, dtype=x.dtype)
+    wide[:, : rows.shape[1]] = rows
+    return wide[:, : rows.shape[1]].view(x.shape)
+
+
+def schemas(*ops: Callable[..., Tensor]) -> str:
+    """The registered schemas of these ops, an argument on each line."""
+    return "\n".join(
+        str(getattr(torch.ops.torch_hybrid, op.__name__).default._schema).replace(", ", "\n  ")
+        for op in ops
+    )
