@@ -102,6 +102,44 @@ def deepseek_v3(**options: Any) -> nn.Module:
     return tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**sizes))
 
 
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+}
+
+
+def bamba(**options: Any) -> nn.Module:
+    sizes = {**SIZES, **MAMBA2, "attn_layer_indices": [1, 3], "eos_token_id": None, **options}
+    return tf.BambaForCausalLM(tf.BambaConfig(**sizes))
+
+
+def granitemoehybrid(**options: Any) -> nn.Module:
+    """With experts, and attention without positions."""
+    sizes = {
+        **SIZES,
+        **MAMBA2,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+        "shared_intermediate_size": 48,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.15,
+        "logits_scaling": 6.0,
+        "eos_token_id": None,
+        **options,
+    }
+    return tf.GraniteMoeHybridForCausalLM(tf.GraniteMoeHybridConfig(**sizes))
+
+
+def granitemoehybrid_dense(**options: Any) -> nn.Module:
+    """Without experts, and with rotary attention."""
+    dense = {"num_local_experts": 0, "position_embedding_type": "rope"}
+    return granitemoehybrid(**{**dense, **options})
+
+
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "qwen3_next": qwen3_next,
     "qwen3_next_dense": qwen3_next_dense,
@@ -110,6 +148,9 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "olmo_hybrid": olmo_hybrid,
     "qwen3": qwen3,
     "deepseek_v3": deepseek_v3,
+    "bamba": bamba,
+    "granitemoehybrid": granitemoehybrid,
+    "granitemoehybrid_dense": granitemoehybrid_dense,
 }
 
 

@@ -21,16 +21,19 @@ from tests.models.oracle import (
 from tests.tiny_models import BUILDERS, make_model
 
 LENGTHS = (2, 3, 65, 200)
+# All experts are taken, so that no router can be tipped over by rounding.
+_THREE = {"num_experts": 3, "num_experts_per_tok": 3}
+ALL_EXPERTS = {
+    "qwen3_next": _THREE,
+    "qwen3_5_moe": _THREE,
+    "granitemoehybrid": {"num_local_experts": 3, "num_experts_per_tok": 3},
+}
 
 
 @pytest.fixture(scope="module", params=BUILDERS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """A runner on bf16 weights from disk, transformers' logits, and the exact ones."""
-    # All experts are taken, so that no router can be tipped over by rounding.
-    all_experts = {"num_experts": 3, "num_experts_per_tok": 3}
-    has_experts = request.param in ("qwen3_next", "qwen3_5_moe")
-    options = all_experts if has_experts else {}
-    hf_model = make_model(request.param, **options).bfloat16()
+    hf_model = make_model(request.param, **ALL_EXPERTS.get(request.param, {})).bfloat16()
     texts = make_texts(LENGTHS)
     exact = ask(copy.deepcopy(hf_model).double(), texts)
     theirs = ask(hf_model, texts)

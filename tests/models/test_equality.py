@@ -34,6 +34,7 @@ SEEDS = {
     "qwen3_5": 1,
     "qwen3_5_moe": 2,
     "deepseek_v3": 0,
+    "granitemoehybrid": 1,
 }
 
 

@@ -2,6 +2,7 @@
 
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
 from torch_hybrid.layers.latent_attention import LatentAttention
+from torch_hybrid.layers.mamba2 import Mamba2
 from torch_hybrid.layers.paged_attention import PagedAttention
 
-__all__ = ["GatedDeltaNet", "LatentAttention", "PagedAttention"]
+__all__ = ["GatedDeltaNet", "LatentAttention", "Mamba2", "PagedAttention"]

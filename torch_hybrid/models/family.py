@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
-from torch_hybrid.specs import AttentionSpec, DeltaRuleSpec, LatentSpec, LayerSpec
+from torch_hybrid.specs import (
+    AttentionSpec,
+    DeltaRuleSpec,
+    LatentSpec,
+    LayerSpec,
+    RecurrentSpec,
+)
 
 # Frequencies that depend on the present length would need a new graph for each length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -55,10 +61,18 @@ def require(config: Any, name: str, value: object, allowed: Collection[object]) 
         )
 
 
+def head_dim_of(config: Any) -> int:
+    """The width of an attention head, for configs that may leave it out."""
+    return config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+
+
 def specs_by_layer_type(
-    config: Any, linear: DeltaRuleSpec | None, *, head_dim: int
+    config: Any, linear: RecurrentSpec | None, *, head_dim: int, scale: float | None = None
 ) -> list[LayerSpec]:
-    """The facts of each layer, for configs that list ``layer_types``."""
+    """The facts of each layer, for configs that list ``layer_types``.
+
+    ``scale`` is attention's factor on q k, by default the usual one.
+    """
     rope = config.rope_parameters or {}
     require(config, "hidden_act", config.hidden_act, ["silu"])
     require(config, "rope_parameters.rope_type", rope.get("rope_type", "default"), ROPE_TYPES)
@@ -66,7 +80,7 @@ def specs_by_layer_type(
         num_q_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
-        scale=head_dim**-0.5,
+        scale=head_dim**-0.5 if scale is None else scale,
     )
     known: dict[str, LayerSpec] = {"full_attention": full}
     if linear is not None:

@@ -10,8 +10,10 @@ from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.models.bamba import BAMBA
 from torch_hybrid.models.deepseek_v3 import DEEPSEEK_V3
 from torch_hybrid.models.family import Family
+from torch_hybrid.models.granitemoehybrid import GRANITEMOEHYBRID
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.join import (
     ATTENTION_NAMES,
@@ -27,7 +29,7 @@ from torch_hybrid.specs import LayerTable
 
 FAMILIES: dict[str, Family] = {
     model_type: family
-    for family in (QWEN3_NEXT, QWEN3_5, OLMO_HYBRID, QWEN3, DEEPSEEK_V3)
+    for family in (QWEN3_NEXT, QWEN3_5, OLMO_HYBRID, QWEN3, DEEPSEEK_V3, BAMBA, GRANITEMOEHYBRID)
     for model_type in family.model_types
 }
 

@@ -9,6 +9,7 @@ from torch_hybrid.models.family import (
     Family,
     Swap,
     delta_rule_spec,
+    head_dim_of,
     mixer_from,
     specs_by_layer_type,
     weights_of,
@@ -21,8 +22,7 @@ NORM_EPS = 1e-5  # of the gated norm: fixed by the model, whatever config.rms_no
 def _specs(config: Any) -> list[LayerSpec]:
     beta_scale = 2.0 if config.linear_allow_neg_eigval else 1.0
     linear = delta_rule_spec(config, norm_eps=NORM_EPS, beta_scale=beta_scale)
-    head_dim = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
-    return specs_by_layer_type(config, linear, head_dim=head_dim)
+    return specs_by_layer_type(config, linear, head_dim=head_dim_of(config))
 
 
 def _mixer(module: Any, spec: DeltaRuleSpec) -> GatedDeltaNet:

@@ -1,0 +1,118 @@
+"""The Mamba2 mixer of Falcon-H1, Nemotron-H, Granite-4-H and Bamba, as a module of its own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
+from torch_hybrid.backends.ssd import apply_ssd
+from torch_hybrid.caches.recurrent_state import RecurrentState
+from torch_hybrid.specs import Mamba2Spec
+
+
+class Mamba2(nn.Module):
+    """Projection, causal convolution, state-space recurrence, gate and norm, projection.
+
+    One input projection gives ``[z | x | B | C | dt]``, whose slices the rest reads.
+
+    Args:
+        dim: width of the model.
+        spec: the mixer's facts.
+        bias: whether the projections have a bias.
+        conv_bias: whether the convolution has one.
+        dtype, device: of the parameters.
+    """
+
+    norm_weight: nn.Parameter | None
+    conv_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        dim: int,
+        spec: Mamba2Spec,
+        *,
+        bias: bool = False,
+        conv_bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self._widths = [spec.inner_dim, spec.conv_channels, spec.num_heads]
+        self.in_proj = nn.Linear(dim, sum(self._widths), bias=bias, dtype=dtype, device=device)
+        self.out_proj = nn.Linear(spec.inner_dim, dim, bias=bias, dtype=dtype, device=device)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+        self.conv_weight = parameter(spec.conv_channels, spec.conv_width)
+        self.conv_bias = parameter(spec.conv_channels) if conv_bias else None
+        self.A_log = parameter(spec.num_heads)
+        self.dt_bias = parameter(spec.num_heads)
+        self.D = parameter(spec.num_heads)
+        self.norm_weight = parameter(spec.inner_dim) if spec.gate != "no_norm" else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise as the published models do: steps of 0.001 to 0.1, decay rates of 1 to 16."""
+        bound = self.spec.conv_width**-0.5
+        nn.init.uniform_(self.conv_weight, -bound, bound)
+        if self.conv_bias is not None:
+            nn.init.uniform_(self.conv_bias, -bound, bound)
+        with torch.no_grad():
+            self.A_log.uniform_(1, 16).log_()
+        nn.init.uniform_(self.dt_bias, -7.0, -2.0)
+        nn.init.ones_(self.D)
+        if self.norm_weight is not None:
+            nn.init.ones_(self.norm_weight)
+
+    def forward(self, x: Tensor, plan: RecurrentPlan, cache: RecurrentState) -> Tensor:
+        """Mix the tokens of a step.
+
+        Args:
+            x: [T, dim], the sequences packed as ``plan`` says.
+            plan: from the backend's ``plan``.
+            cache: this layer's pools. Mutated at the slots that the plan names.
+
+        Returns:
+            [T, dim].
+        """
+        spec, num_tokens = self.spec, x.shape[0]
+        z, mixed, dt = self.in_proj(x).split(self._widths, dim=-1)
+        mixed = convolve(mixed, self.conv_weight, self.conv_bias, spec, plan, cache)
+        group_width = spec.num_groups * spec.state_dim
+        v, k, q = mixed.split([spec.inner_dim, group_width, group_width], dim=-1)
+        dt = F.softplus(dt.float() + self.dt_bias.float()).clamp(spec.dt_min, spec.dt_max)
+        o = apply_ssd(
+            q.view(num_tokens, spec.num_groups, spec.state_dim),
+            k.view(num_tokens, spec.num_groups, spec.state_dim),
+            v.view(num_tokens, spec.num_heads, spec.head_dim),
+            dt * -self.A_log.float().exp(),
+            dt,
+            self.D.float(),
+            plan,
+            cache.state,
+            scale=1.0,
+        )
+        out: Tensor = self.out_proj(self._gate(o.flatten(1), z))
+        return out
+
+    def _gate(self, o: Tensor, z: Tensor) -> Tensor:
+        """The gate before the norm, after it, or alone; all in float32, rounded once at the end."""
+        gate, gated = F.silu(z.float()), o.float()
+        if self.spec.gate == "after_norm":
+            gated = self._norm(gated) * gate
+        elif self.spec.gate == "before_norm":
+            gated = self._norm(gated * gate)
+        else:
+            gated = gated * gate
+        return gated.to(o.dtype)
+
+    def _norm(self, y: Tensor) -> Tensor:
+        """RMSNorm of each group of the inner width, with its weight."""
+        assert self.norm_weight is not None
+        groups = y.unflatten(-1, (self.spec.norm_groups, -1))
+        normed = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + self.spec.norm_eps)
+        return self.norm_weight.float() * normed.flatten(-2)

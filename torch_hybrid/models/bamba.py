@@ -1,0 +1,21 @@
+"""Bamba: Mamba2 and full attention with partial rotary embedding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_hybrid.models.family import Family, Swap, head_dim_of, specs_by_layer_type
+from torch_hybrid.models.mamba2 import mamba2_from, mamba2_spec
+from torch_hybrid.specs import LayerSpec
+
+
+def _specs(config: Any) -> list[LayerSpec]:
+    linear = mamba2_spec(config, gate="before_norm")
+    return specs_by_layer_type(config, linear, head_dim=head_dim_of(config))
+
+
+BAMBA = Family(
+    model_types=("bamba",),
+    specs=_specs,
+    swaps={"mamba2": Swap(attribute="mamba", make=mamba2_from)},
+)

@@ -1,0 +1,29 @@
+"""Granite-4-H: Mamba2 and full attention, rotary or without positions, with experts or without.
+
+The model's own modules apply its embedding and residual multipliers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_hybrid.models.family import Family, Swap, head_dim_of, require, specs_by_layer_type
+from torch_hybrid.models.mamba2 import mamba2_from, mamba2_spec
+from torch_hybrid.specs import LayerSpec
+
+
+def _specs(config: Any) -> list[LayerSpec]:
+    positions = config.position_embedding_type
+    require(config, "position_embedding_type", positions, ["rope", "nope", None])
+    linear = mamba2_spec(config, gate="before_norm")
+    return specs_by_layer_type(
+        config, linear, head_dim=head_dim_of(config), scale=config.attention_multiplier
+    )
+
+
+GRANITEMOEHYBRID = Family(
+    model_types=("granitemoehybrid",),
+    specs=_specs,
+    swaps={"mamba2": Swap(attribute="mamba", make=mamba2_from)},
+    logits_scale=lambda config: 1 / config.logits_scaling,
+)

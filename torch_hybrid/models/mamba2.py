@@ -1,0 +1,45 @@
+"""What the families with Mamba2 mixers share: their facts, and our mixer with their weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_hybrid.layers.mamba2 import Mamba2
+from torch_hybrid.models.family import require
+from torch_hybrid.specs import Mamba2Spec
+
+
+def mamba2_spec(config: Any, *, gate: str) -> Mamba2Spec:
+    """The facts of the Mamba2 layers, for configs that call them ``mamba_*``."""
+    require(config, "hidden_act", config.hidden_act, ["silu"])
+    dt_min, dt_max = config.time_step_limit
+    return Mamba2Spec(
+        num_heads=config.mamba_n_heads,
+        head_dim=config.mamba_d_head,
+        state_dim=config.mamba_d_state,
+        num_groups=config.mamba_n_groups,
+        conv_width=config.mamba_d_conv,
+        activation=config.hidden_act,
+        dt_min=dt_min,
+        dt_max=dt_max,
+        gate=gate,
+        norm_groups=config.mamba_n_groups,
+        norm_eps=config.rms_norm_eps,
+    )
+
+
+def mamba2_from(module: Any, spec: Mamba2Spec) -> Mamba2:
+    """Our mixer with the weights of a transformers module, which all families name alike."""
+    with torch.device("meta"):
+        mixer = Mamba2(module.in_proj.in_features, spec, conv_bias=False)
+    mixer.in_proj, mixer.out_proj = module.in_proj, module.out_proj
+    conv = module.conv1d
+    mixer.conv_weight = nn.Parameter(conv.weight.squeeze(1), requires_grad=False)
+    mixer.conv_bias = conv.bias
+    mixer.A_log, mixer.dt_bias, mixer.D = module.A_log, module.dt_bias, module.D
+    if spec.gate != "no_norm":
+        mixer.norm_weight = module.norm.weight
+    return mixer
