@@ -1,0 +1,94 @@
+"""Steps captured as CUDA graphs, one for each bucket, and replayed.
+
+Capture is manual: whoever runs the step (a runner, or a loop of your own) keeps its inputs at fixed
+addresses (``StaticInputs``), captures each bucket once on inputs that change no state, refreshes
+the inputs, and replays. On a CPU a replay calls the step on the same static inputs, so that all
+around it runs alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """A graph and where it leaves its result; on a CPU there is only the step."""
+
+    step: Callable[[], Tensor]
+    graph: torch.cuda.CUDAGraph | None = None
+    output: Tensor | None = None
+
+
+class CapturedSteps:
+    """Captured steps by key, all in one memory pool.
+
+    The result of a replay is overwritten by the next replay of any key: read it, or copy it, first.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._steps: dict[Hashable, _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._nbytes = 0
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._steps
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @property
+    def keys(self) -> tuple[Hashable, ...]:
+        """What was captured, in order."""
+        return tuple(self._steps)
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that capturing took, for all graphs together."""
+        return self._nbytes
+
+    def capture(self, key: Hashable, step: Callable[[], Tensor]) -> None:
+        """Capture ``step``, which must read static inputs that hold a step of padding now.
+
+        The step runs once before it is captured, to load kernels and choose their settings: it
+        must change no state that anybody owns.
+
+        Raises:
+            ValueError: ``key`` was captured before.
+        """
+        if key in self._steps:
+            raise ValueError(f"{key} was captured before")
+        if self._pool is None:
+            self._steps[key] = _Captured(step)
+            return
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                step()
+            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.synchronize()
+            free_before, _ = torch.cuda.mem_get_info()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                output = step()
+            torch.cuda.synchronize()
+            self._nbytes += max(0, free_before - torch.cuda.mem_get_info()[0])
+        self._steps[key] = _Captured(step, graph, output)
+
+    def replay(self, key: Hashable) -> Tensor:
+        """Run a captured step on what its static inputs hold now.
+
+        Raises:
+            KeyError: ``key`` was not captured.
+        """
+        captured = self._steps[key]
+        if captured.graph is None or captured.output is None:
+            return captured.step()
+        captured.graph.replay()
+        return captured.output
