@@ -8,7 +8,7 @@ namespace {
 
 // The arguments of one call, as the 64-bit integers that _cpu.py packs in this order.
 struct Call {
-  int64_t is_bf16, ids_are_int64, weights_are_float, num_threads;
+  int64_t is_bf16, ids_are_int64, weights_are_float, has_gate, num_threads;
   int64_t num_tokens, top_k, num_experts, dim, width;  // width: rows of gate, and of up
   int64_t x, ldx, ids, weights, gate_up, down, hidden, out;
 };
@@ -71,21 +71,23 @@ class Experts {
   }
 
  private:
-  // hidden[pair, i ...] = silu(gate) * up for all tokens of an expert.
+  // hidden[pair, i ...] = silu(gate) * up, or relu(up)^2, for all tokens of an expert.
   void hidden_chunk(Scratch<T>& s, int64_t expert, int64_t i) {
     const int64_t D = call_.dim, I = call_.width, count = std::min(WIDTH_CHUNK, I - i);
-    const T* gate = pointer(call_.gate_up) + (expert * 2 * I + i) * D;
+    const T* gate = pointer(call_.gate_up) + (expert * (1 + call_.has_gate) * I + i) * D;
+    const T* up = gate + call_.has_gate * I * D;
     s.gate.resize(ROWS * count), s.up.resize(ROWS * count);
     for_blocks(expert, [&](int64_t p, int rows) {
       s.rows.pack(rows, D, [&](int r) { return token_row(p + r); });
-      th::multiply_rows(s.rows, gate, D, count, s.gate.data(), count);
-      th::multiply_rows(s.rows, gate + I * D, D, count, s.up.data(), count);
+      if (call_.has_gate) th::multiply_rows(s.rows, gate, D, count, s.gate.data(), count);
+      th::multiply_rows(s.rows, up, D, count, s.up.data(), count);
       for (int r = 0; r < rows; ++r)
         for (int64_t j = 0; j < count; j += th::LANES) {
           const int left = int(std::min<int64_t>(th::LANES, count - j));
-          const th::f32x16 g = th::load(&s.gate[r * count + j], left);
           const th::f32x16 u = th::load(&s.up[r * count + j], left);
-          th::store(pointer(call_.hidden) + (p + r) * I + i + j, th::silu(g) * u, left);
+          const th::f32x16 a = call_.has_gate ? th::silu(th::load(&s.gate[r * count + j], left))
+                                              : th::max(u, th::f32x16{});
+          th::store(pointer(call_.hidden) + (p + r) * I + i + j, a * u, left);
         }
     });
   }

@@ -32,7 +32,16 @@ def fused_experts(
     hidden = x.new_empty(min(num_tokens, MAX_TOKENS) * top_k, down.shape[2])
     for first in range(0, num_tokens, MAX_TOKENS):
         block = slice(first, first + MAX_TOKENS)
-        _run(x[block], expert_ids[block], expert_weights[block], gate_up, down, hidden, out[block])
+        _run(
+            x[block],
+            expert_ids[block],
+            expert_weights[block],
+            gate_up,
+            down,
+            hidden,
+            out[block],
+            has_gate=activation == "silu",
+        )
     return out
 
 
@@ -44,11 +53,14 @@ def _run(
     down: Tensor,
     hidden: Tensor,
     out: Tensor,
+    *,
+    has_gate: bool,
 ) -> None:
     arguments = (
         x.dtype == torch.bfloat16,
         expert_ids.dtype == torch.int64,
         expert_weights.dtype == torch.float32,
+        has_gate,
         torch.get_num_threads(),
         *expert_ids.shape,
         *down.shape,

@@ -28,7 +28,14 @@ def fused_experts(
     for expert, hit in enumerate(pairs):
         if hit.shape[0] == 0:
             continue
-        gate, up = F.linear(x[hit // top_k], gate_up[expert]).chunk(2, dim=-1)
-        results[hit] = F.linear(F.silu(gate) * up, down[expert]).to(compute)
+        hidden = _activate(F.linear(x[hit // top_k], gate_up[expert]), activation)
+        results[hit] = F.linear(hidden, down[expert]).to(compute)
     weighted = results * expert_weights.reshape(-1, 1).to(compute)
     return weighted.reshape(x.shape[0], top_k, x.shape[1]).sum(1).to(x.dtype)
+
+
+def _activate(projected: Tensor, activation: str) -> Tensor:
+    if activation == "relu2":
+        return F.relu(projected).square()
+    gate, up = projected.chunk(2, dim=-1)
+    return F.silu(gate) * up

@@ -1,4 +1,4 @@
-"""The experts of a mixture: each token through its own few gated MLPs, in one op."""
+"""The experts of a mixture: each token through its own few MLPs, in one op."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from torch_hybrid.ops.capability import Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
 
-ACTIVATIONS = ("silu",)
+# Whether a gate stands beside the up projection, by activation.
+HAS_GATE = {"silu": True, "relu2": False}
 ID_DTYPES = (torch.int32, torch.int64)
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
@@ -41,15 +42,17 @@ def fused_experts(
     """Sum of each token's chosen experts, weighted.
 
     ``out[t] = sum_j expert_weights[t, j] * down[e] @ (act(gate[e] @ x[t]) * (up[e] @ x[t]))``
-    with ``e = expert_ids[t, j]``. Sums are float32.
+    with ``e = expert_ids[t, j]``, or ``down[e] @ act(up[e] @ x[t])`` where the activation has no
+    gate. Sums are float32.
 
     Args:
         x: [T, D] float; rows may lie any distance apart, one row is contiguous.
         expert_ids: [T, k] int32 or int64, contiguous, from 0 to E; E means no expert.
         expert_weights: [T, k] float32 or x's dtype, contiguous.
-        gate_up: [E, 2 I, D] contiguous, in x's dtype: the I rows of gate, then those of up.
+        gate_up: [E, 2 I, D] contiguous, in x's dtype: the I rows of gate, then those of up;
+            [E, I, D], the rows of up alone, where there is no gate.
         down: [E, D, I] contiguous, in x's dtype.
-        activation: "silu".
+        activation: "silu", of a gate; or "relu2", the square of the positive part, without one.
         impl: a name in IMPLEMENTATIONS.
 
     Returns:
@@ -59,12 +62,13 @@ def fused_experts(
         ValueError: a shape, dtype or layout is not as above, or ``activation`` or ``impl`` is
             unknown.
 
-    The experts of Qwen3-Next and Qwen3.5-MoE in transformers' packed layout.
+    The experts of Qwen3-Next, Qwen3.5-MoE and Granite-4-H ("silu") and of Nemotron-H ("relu2"),
+    in transformers' packed layout.
     """
-    check_impl(impl, IMPLEMENTATIONS, x.device)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
-    _check_inputs(x, expert_ids, expert_weights, gate_up, down)
+    check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype)
+    if activation not in HAS_GATE:
+        raise ValueError(f"activation must be one of {list(HAS_GATE)}, got {activation!r}")
+    _check_inputs(x, expert_ids, expert_weights, gate_up, down, HAS_GATE[activation])
     out: Tensor = _FUSED_EXPERTS(
         x, expert_ids, expert_weights, gate_up, down, activation=activation, impl=impl
     )
@@ -72,7 +76,12 @@ def fused_experts(
 
 
 def _check_inputs(
-    x: Tensor, expert_ids: Tensor, expert_weights: Tensor, gate_up: Tensor, down: Tensor
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    has_gate: bool,
 ) -> None:
     for name, tensor, ndim in (("x", x, 2), ("expert_ids", expert_ids, 2), ("down", down, 3)):
         if tensor.ndim != ndim:
@@ -84,7 +93,7 @@ def _check_inputs(
         {
             "expert_ids": (expert_ids, (num_tokens, top_k)),
             "expert_weights": (expert_weights, (num_tokens, top_k)),
-            "gate_up": (gate_up, (num_experts, 2 * width, dim)),
+            "gate_up": (gate_up, (num_experts, (1 + has_gate) * width, dim)),
             "down": (down, (num_experts, dim, width)),
         }
     )

@@ -20,14 +20,21 @@ def fused_experts_reference(
 
     It computes in float32, or in float64 when ``x`` is float64.
     """
-    assert activation == "silu", activation
     compute = torch.promote_types(x.dtype, torch.float32)
     out = torch.zeros_like(x, dtype=compute, memory_format=torch.contiguous_format)
     for t, chosen in enumerate(expert_ids.tolist()):
         for j, expert in enumerate(chosen):
             if expert == down.shape[0]:
                 continue
-            gate, up = (gate_up[expert].to(compute) @ x[t].to(compute)).chunk(2)
-            y = down[expert].to(compute) @ (F.silu(gate) * up)
+            hidden = _activate(gate_up[expert].to(compute) @ x[t].to(compute), activation)
+            y = down[expert].to(compute) @ hidden
             out[t] += expert_weights[t, j].to(compute) * y
     return out.to(x.dtype)
+
+
+def _activate(projected: Tensor, activation: str) -> Tensor:
+    """[..., 2 I], gate and up, or [..., I] without a gate, to the hidden activations [..., I]."""
+    if activation == "relu2":
+        return F.relu(projected).square()
+    gate, up = projected.chunk(2, dim=-1)
+    return F.silu(gate) * up

@@ -10,19 +10,25 @@ from torch_hybrid.ops.fused_experts.op import IMPLEMENTATIONS, fused_experts
 
 
 class FusedExperts(nn.Module):
-    """E gated MLPs, of which each token takes k.
+    """E MLPs, of which each token takes k.
 
     Args:
-        gate_up_proj: [E, 2 I, dim], gate rows before up rows.
+        gate_up_proj: [E, 2 I, dim], gate rows before up rows; [E, I, dim] where there is no gate.
         down_proj: [E, dim, I].
+        activation: "silu", of a gate, or "relu2", without one.
         impl: an implementation of ``fused_experts``, or "auto".
     """
 
     def __init__(
-        self, gate_up_proj: nn.Parameter, down_proj: nn.Parameter, *, impl: str = "auto"
+        self,
+        gate_up_proj: nn.Parameter,
+        down_proj: nn.Parameter,
+        *,
+        activation: str = "silu",
+        impl: str = "auto",
     ) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+        self.gate_up_proj, self.down_proj, self.activation = gate_up_proj, down_proj, activation
         need = Need(device=gate_up_proj.device, dtype=gate_up_proj.dtype)
         self.choice = select("fused_experts", IMPLEMENTATIONS, need, impl)
 
@@ -34,6 +40,6 @@ class FusedExperts(nn.Module):
             expert_weights,
             self.gate_up_proj,
             self.down_proj,
-            activation="silu",
+            activation=self.activation,
             impl=self.choice.impl,
         )

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.fused_experts.op import HAS_GATE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """``routing``: "spread" picks k distinct experts per token, "one" sends all to one expert,
-    "some_none" leaves out about half of the choices, "none" all of them."""
+    "some_none" leaves out about half of the choices, "none" all of them. Without a gate, as with
+    the activation "relu2", there is one row of ``gate_up`` for each hidden unit."""
 
     num_tokens: int
     num_experts: int = 8
@@ -19,6 +22,7 @@ class Case:
     dim: int = 64
     width: int = 32
     routing: str = "spread"
+    activation: str = "silu"
 
 
 CASES = {
@@ -31,6 +35,13 @@ CASES = {
     "some_choices_empty": Case(num_tokens=20, top_k=3, routing="some_none"),
     "all_choices_empty": Case(num_tokens=4, routing="none"),
     "no_tokens": Case(num_tokens=0),
+    "no_gate_decode": Case(
+        num_tokens=1, num_experts=32, top_k=6, dim=512, width=232, activation="relu2"
+    ),
+    "no_gate_odd_sizes": Case(
+        num_tokens=7, num_experts=5, top_k=3, dim=77, width=45, activation="relu2"
+    ),
+    "no_gate_prefill": Case(num_tokens=150, activation="relu2"),
 }
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -54,7 +65,8 @@ def make_inputs(case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0
     wide = torch.randn(case.num_tokens, case.dim + 8, generator=generator).to(dtype)
     ids = make_ids(case, generator)
     expert_weights = torch.rand(ids.shape, generator=generator).to(dtype)
-    gate_up = torch.randn(case.num_experts, 2 * case.width, case.dim, generator=generator)
+    rows = (1 + HAS_GATE[case.activation]) * case.width
+    gate_up = torch.randn(case.num_experts, rows, case.dim, generator=generator)
     down = torch.randn(case.num_experts, case.dim, case.width, generator=generator)
     gate_up, down = gate_up * case.dim**-0.5, down * case.width**-0.5
     return wide[:, : case.dim], ids, expert_weights, gate_up.to(dtype), down.to(dtype)

@@ -24,16 +24,17 @@ def impl(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def run(inputs: tuple[Tensor, ...], impl: str) -> Tensor:
-    return fused_experts(*inputs, activation="silu", impl=impl)
+def run(inputs: tuple[Tensor, ...], impl: str, activation: str = "silu") -> Tensor:
+    return fused_experts(*inputs, activation=activation, impl=impl)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_exact_result(impl: str, name: str) -> None:
+    activation = CASES[name].activation
     inputs = make_inputs(CASES[name])
-    exact = fused_experts_reference(*to_exact(*inputs), activation="silu")
-    reference = fused_experts_reference(*inputs, activation="silu")
-    assert_within_budget(run(inputs, impl), exact, reference)
+    exact = fused_experts_reference(*to_exact(*inputs), activation=activation)
+    reference = fused_experts_reference(*inputs, activation=activation)
+    assert_within_budget(run(inputs, impl, activation), exact, reference)
 
 
 def assert_near(actual: Tensor, exact: Tensor) -> None:
@@ -44,9 +45,10 @@ def assert_near(actual: Tensor, exact: Tensor) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_bfloat16(impl: str, name: str) -> None:
+    activation = CASES[name].activation
     inputs = make_inputs(CASES[name], dtype=torch.bfloat16)
-    exact = fused_experts_reference(*to_exact(*inputs), activation="silu")
-    assert_near(run(inputs, impl), exact)
+    exact = fused_experts_reference(*to_exact(*inputs), activation=activation)
+    assert_near(run(inputs, impl, activation), exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,6 +69,18 @@ def test_equals_transformers(impl: str) -> None:
     with torch.no_grad():
         expected = experts(x, ids, expert_weights)
     out = run((x, ids, expert_weights, gate_up, down), impl)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_equals_transformers_without_a_gate(impl: str) -> None:
+    modeling = pytest.importorskip("transformers.models.nemotron_h.modeling_nemotron_h")
+    x, ids, expert_weights, up, down = make_inputs(CASES["no_gate_prefill"])
+    config = modeling.NemotronHConfig(n_routed_experts=8, hidden_size=64, moe_intermediate_size=32)
+    experts = modeling.NemotronHExperts(config)
+    experts.up_proj, experts.down_proj = torch.nn.Parameter(up), torch.nn.Parameter(down)
+    with torch.no_grad():
+        expected = experts(x, ids, expert_weights)
+    out = run((x, ids, expert_weights, up, down), impl, "relu2")
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -124,10 +138,10 @@ str impl) -> Tensor""",
     )
 
 
-@pytest.mark.parametrize("name", ["odd_sizes", "no_tokens"])
+@pytest.mark.parametrize("name", ["odd_sizes", "no_tokens", "no_gate_odd_sizes"])
 def test_opcheck(impl: str, name: str) -> None:
     op = torch.ops.torch_hybrid.fused_experts.default
-    options = {"activation": "silu", "impl": impl}
+    options = {"activation": CASES[name].activation, "impl": impl}
     torch.library.opcheck(op, make_inputs(CASES[name]), options)
 
 
@@ -179,6 +193,7 @@ def test_error_texts() -> None:
         failing(down=torch.zeros(4, 24, 20).bfloat16()),
         failing(down=torch.zeros(4, 20, 24).mT),
         failing(activation="gelu"),
+        failing(activation="relu2"),
         failing("tpu"),
     ]
     assert_expected_inline(
@@ -193,6 +208,7 @@ expert_weights must have dtype torch.float32, got torch.float16
 gate_up must have shape [4, 40, 24], got [4, 20, 24]
 down must have dtype torch.float32, got torch.bfloat16
 down must be contiguous, got strides [480, 1, 24]
-activation must be one of ['silu'], got 'gelu'
+activation must be one of ['silu', 'relu2'], got 'gelu'
+gate_up must have shape [4, 20, 24], got [4, 40, 24]
 impl must be one of ['cpp', 'torch'], got 'tpu'""",
     )
