@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.gated_delta_rule import fastest
+from benchmarks.timing import fastest
 from tests.ops.causal_conv1d.cases import Case, Inputs, make_inputs
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
 

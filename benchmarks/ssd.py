@@ -19,7 +19,7 @@ from itertools import cycle
 
 import torch
 
-from benchmarks.gated_delta_rule import fastest
+from benchmarks.timing import fastest
 from tests.ops.ssd.cases import Case, Inputs, make_inputs
 from torch_hybrid.ops.recurrence import CHUNK_SIZES
 from torch_hybrid.ops.ssd import chunk_ssd, recurrent_ssd
