@@ -62,8 +62,18 @@ def check_impl(
     implementations: Mapping[str, Implementation],
     device: torch.device,
     sizes: Mapping[str, int] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> None:
-    """Raise ValueError when ``impl`` names no implementation, or one for other devices or sizes."""
+    """Raise ValueError when ``impl`` names no implementation, or one for other tensors.
+
+    Args:
+        impl: the name that the caller gave.
+        implementations: of the op.
+        device: of the tensors.
+        sizes: those that a capability may limit.
+        dtype: that of the tensors, where implementations differ in what they take.
+    """
     if impl not in implementations:
         raise ValueError(f"impl must be one of {list(implementations)}, got {impl!r}")
     capability = implementations[impl].capability
@@ -71,5 +81,8 @@ def check_impl(
         raise ValueError(
             f"impl {impl!r} runs on {sorted(capability.devices)}, got tensors on {device}"
         )
+    if dtype is not None and dtype not in capability.dtypes:
+        names = sorted(map(str, capability.dtypes))
+        raise ValueError(f"impl {impl!r} takes {names}, got tensors of {dtype}")
     if reasons := capability.sizes_refused(sizes or {}):
         raise ValueError(f"impl {impl!r} cannot take these sizes: {'; '.join(reasons)}")

@@ -71,7 +71,7 @@ def causal_conv1d(
 
     The short convolution of Mamba (arXiv 2312.00752), Qwen3-Next and most linear attention.
     """
-    check_impl(impl, IMPLEMENTATIONS, x.device)
+    check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
     _check_inputs(x, weight, bias, conv_state, cu_seqlens, state_indices, has_initial_state)

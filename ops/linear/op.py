@@ -46,7 +46,7 @@ def linear(
     Raises:
         ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown.
     """
-    check_impl(impl, IMPLEMENTATIONS, x.device)
+    check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype)
     _check_inputs(x, weights, biases)
     out: Tensor = _LINEAR(x, weights, biases, impl=impl)
     return out

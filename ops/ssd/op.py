@@ -101,7 +101,8 @@ def recurrent_ssd(
     From "Transformers are SSMs" (Mamba2, arXiv 2405.21060) and "Lightning Attention-2"
     (arXiv 2401.04658).
     """
-    check_impl(impl, RECURRENT_IMPLEMENTATIONS, q.device)
+    sizes = {"head_k_dim": q.shape[-1]}
+    check_impl(impl, RECURRENT_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
     _check_inputs(q, k, v, g, dt, D, state, cu_seqlens, state_indices, has_initial_state)
     out: Tensor = _RECURRENT(
         q,
@@ -146,7 +147,7 @@ def chunk_ssd(
         chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only.
         impl: a name in CHUNK_IMPLEMENTATIONS.
     """
-    check_impl(impl, CHUNK_IMPLEMENTATIONS, q.device)
+    check_impl(impl, CHUNK_IMPLEMENTATIONS, q.device, dtype=q.dtype)
     check_chunk_size(chunk_size)
     _check_inputs(q, k, v, g, dt, D, state, cu_seqlens, state_indices, has_initial_state)
     out: Tensor = _CHUNK(

@@ -271,6 +271,11 @@ class RecurrentContract:
         assert torch.equal(one_form(inputs), torch.zeros_like(inputs.v))
         assert_same_bits(inputs.state, before)
 
+    def test_other_dtypes_are_refused(self, one_form: Form):
+        inputs = self.family.make_inputs(self.family.cases["mixed"], torch.float64)
+        with pytest.raises(ValueError, match=f"impl '{one_form.impl}' takes .* of torch.float64"):
+            one_form(inputs)
+
     def test_opcheck(self, one_form: Form):
         inputs = self.family.mixed()
         inputs = replace(inputs, state=inputs.state.nan_to_num())

@@ -26,3 +26,13 @@ def test_an_implementation_gets_no_sizes_that_it_cannot_take():
         str(error.value),
         """impl 'cpp' cannot take these sizes: head_dim 24 is not a multiple of 16; v_head_dim 12 is not a multiple of 16""",  # noqa: E501
     )
+
+
+def test_an_implementation_gets_no_tensors_of_other_dtypes():
+    x, weight = torch.empty(2, 8, dtype=torch.float16), torch.empty(4, 8, dtype=torch.float16)
+    with pytest.raises(ValueError, match="impl") as error:
+        linear(x, [weight], [None], impl="cpp")
+    assert_expected_inline(
+        str(error.value),
+        """impl 'cpp' takes ['torch.bfloat16', 'torch.float32'], got tensors of torch.float16""",
+    )
