@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "pages.h"
+#include "rows.h"
 
 namespace th {
 namespace {
@@ -202,4 +203,17 @@ extern "C" TH_EXPORT bool th_latent_attention_bf16(const th::Call* call) {
   if (!call->are_valid()) return false;
   th::run(th::Problem<th::bf16>(*call));
   return true;
+}
+
+// Returns false, having written nothing, when there are more tokens than slots, or a slot is outside
+// the pool or in its null page.
+extern "C" TH_EXPORT bool th_store_latents(const th::NewRows* rows, const th::Pool* pool,
+                                           const int32_t* slots, int64_t num_slots,
+                                           const int32_t* num_tokens, int64_t num_threads) {
+  return th::store_rows(*rows, *pool, slots, *num_tokens, num_slots, int(num_threads));
+}
+
+extern "C" TH_EXPORT bool th_gather_latents(const th::Pool* pool, const int32_t* slots,
+                                            int64_t count, void* out, int64_t num_threads) {
+  return th::gather_rows(*pool, slots, count, static_cast<char*>(out), int(num_threads));
 }

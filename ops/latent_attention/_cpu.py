@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.latent_attention.validate import check_gathered_slots, check_new_slots
 from torch_hybrid.ops.native import load_library
 from torch_hybrid.ops.native.pages import PAGES_FIELDS, pages_values
 from torch_hybrid.ops.page_bounds import check_page_indices
@@ -35,11 +36,51 @@ class _Call(ctypes.Structure):
     )
 
 
+class _Pool(ctypes.Structure):
+    """Mirror of ``th::Pool`` in rows.h."""
+
+    _fields_ = (
+        ("rows", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("row_bytes", "page_size", "num_slots")),
+    )
+
+
+class _NewRows(ctypes.Structure):
+    """Mirror of ``th::NewRows`` in rows.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("latent", "k_rope")),
+        *((name, ctypes.c_int64) for name in ("latent_stride", "latent_bytes")),
+        *((name, ctypes.c_int64) for name in ("k_rope_stride", "k_rope_bytes")),
+    )
+
+
+_ARGUMENTS: dict[str, tuple[type[ctypes._CDataType], ...]] = {
+    "th_latent_attention_f32": (ctypes.POINTER(_Call),),
+    "th_latent_attention_bf16": (ctypes.POINTER(_Call),),
+    "th_store_latents": (
+        ctypes.POINTER(_NewRows),
+        ctypes.POINTER(_Pool),
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+    ),
+    "th_gather_latents": (
+        ctypes.POINTER(_Pool),
+        ctypes.c_void_p,
+        ctypes.c_int64,
+        ctypes.c_void_p,
+        ctypes.c_int64,
+    ),
+}
+
+
 @cache
-def _kernel(dtype: torch.dtype) -> Callable[[_Call], bool]:
+def _kernel(symbol: str) -> Callable[..., bool]:
     library = load_library("latent_attention", Path(__file__).with_name("_cpu.cpp"))
-    function: ctypes._NamedFuncPointer = library[_SYMBOLS[dtype]]
-    function.argtypes = (ctypes.POINTER(_Call),)
+    function: ctypes._NamedFuncPointer = library[symbol]
+    function.argtypes = _ARGUMENTS[symbol]
     function.restype = ctypes.c_bool
     return function
 
@@ -115,6 +156,47 @@ def _launch(
         torch.get_num_threads(),
         scale,
     )
-    if not _kernel(q_latent.dtype)(call):
+    if not _kernel(_SYMBOLS[q_latent.dtype])(call):
         check_page_indices(*index, num_pages=num_pages, page_size=page_size)
     return out
+
+
+def store_latents(
+    latent: Tensor, k_rope: Tensor, pool: Tensor, slot_mapping: Tensor, cu_seqlens: Tensor
+) -> None:
+    """Launcher of ``torch_hybrid::store_latents``."""
+    item = latent.element_size()
+    rows = _NewRows(
+        latent.data_ptr(),
+        k_rope.data_ptr(),
+        latent.stride(0) * item,
+        latent.shape[1] * item,
+        k_rope.stride(0) * item,
+        k_rope.shape[1] * item,
+    )
+    num_tokens = cu_seqlens[-1:]
+    stored = _kernel("th_store_latents")(
+        rows,
+        _pool(pool),
+        slot_mapping.data_ptr(),
+        slot_mapping.shape[0],
+        num_tokens.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if not stored:
+        check_new_slots(slot_mapping, cu_seqlens, pool)
+
+
+def gather_latents(pool: Tensor, rows: Tensor) -> Tensor:
+    """Launcher of ``torch_hybrid::gather_latents``."""
+    out = torch.empty(rows.shape[0], pool.shape[2], dtype=pool.dtype)
+    arguments = (rows.data_ptr(), rows.shape[0], out.data_ptr(), torch.get_num_threads())
+    if not _kernel("th_gather_latents")(_pool(pool), *arguments):
+        check_gathered_slots(rows, pool)
+    return out
+
+
+def _pool(pool: Tensor) -> _Pool:
+    num_pages, page_size, width = pool.shape
+    row_bytes = width * pool.element_size()
+    return _Pool(pool.data_ptr(), row_bytes, page_size, num_pages * page_size)

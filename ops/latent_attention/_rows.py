@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.latent_attention.validate import check_slots
+from torch_hybrid.ops.latent_attention.validate import check_gathered_slots, check_new_slots
 
 
 def store_latents(
@@ -18,8 +18,8 @@ def store_latents(
     """Launcher of ``torch_hybrid::store_latents``."""
     num_tokens = slot_mapping.shape[0]
     if pool.device.type == "cpu":
+        check_new_slots(slot_mapping, cu_seqlens, pool)
         num_tokens = int(cu_seqlens[-1])
-        check_slots(slot_mapping[:num_tokens].tolist(), pool, "slot_mapping")
     is_token = torch.arange(num_tokens, device=pool.device) < cu_seqlens[-1]
     slots = torch.where(is_token, slot_mapping[:num_tokens], 0).long()
     new_rows = torch.cat([latent[:num_tokens], k_rope[:num_tokens]], 1)
@@ -30,6 +30,6 @@ def store_latents(
 def gather_latents(pool: Tensor, rows: Tensor) -> Tensor:
     """Launcher of ``torch_hybrid::gather_latents``."""
     if pool.device.type == "cpu":
-        check_slots([row for row in rows.tolist() if row], pool, "rows")
+        check_gathered_slots(rows, pool)
     gathered = pool.flatten(0, 1).index_select(0, rows)
     return gathered.masked_fill_((rows == 0)[:, None], 0)

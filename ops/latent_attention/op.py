@@ -11,39 +11,36 @@ from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, define_op
 
 _PACKAGE = "torch_hybrid.ops.latent_attention"
-_CPU_AND_CUDA = frozenset({"cpu", "cuda"})
-_CPP_CAPABILITY = Capability(
-    devices=frozenset({"cpu"}),
-    dtypes=frozenset({torch.float32, torch.bfloat16}),
-    multiples={"rank": 16, "rope_dim": 16},
-    available=compiler_missing,
-)
+_CPU, _CPU_AND_CUDA = frozenset({"cpu"}), frozenset({"cpu", "cuda"})
 
 
-def _implementations(function: str) -> dict[str, Implementation]:
+def _attention(function: str) -> dict[str, Implementation]:
+    cpp = Capability(
+        devices=_CPU,
+        dtypes=frozenset({torch.float32, torch.bfloat16}),
+        multiples={"rank": 16, "rope_dim": 16},
+        available=compiler_missing,
+    )
+    plain = Capability(devices=_CPU_AND_CUDA)
     return {
-        "cpp": Implementation(capability=_CPP_CAPABILITY, launcher=f"{_PACKAGE}._cpu:{function}"),
-        "torch": Implementation(
-            capability=Capability(devices=_CPU_AND_CUDA),
-            launcher=f"{_PACKAGE}._torch:{function}",
-        ),
+        "cpp": Implementation(capability=cpp, launcher=f"{_PACKAGE}._cpu:{function}"),
+        "torch": Implementation(capability=plain, launcher=f"{_PACKAGE}._torch:{function}"),
     }
 
 
-IMPLEMENTATIONS = _implementations("latent_attention")
-LSE_IMPLEMENTATIONS = _implementations("latent_attention_with_lse")
-STORE_IMPLEMENTATIONS = {
-    "torch": Implementation(
-        capability=Capability(devices=_CPU_AND_CUDA, cuda_graph=True),
-        launcher=f"{_PACKAGE}._rows:store_latents",
-    ),
-}
-GATHER_IMPLEMENTATIONS = {
-    "torch": Implementation(
-        capability=Capability(devices=_CPU_AND_CUDA, cuda_graph=True),
-        launcher=f"{_PACKAGE}._rows:gather_latents",
-    ),
-}
+def _rows(function: str) -> dict[str, Implementation]:
+    cpp = Capability(devices=_CPU, available=compiler_missing)
+    plain = Capability(devices=_CPU_AND_CUDA, cuda_graph=True)
+    return {
+        "cpp": Implementation(capability=cpp, launcher=f"{_PACKAGE}._cpu:{function}"),
+        "torch": Implementation(capability=plain, launcher=f"{_PACKAGE}._rows:{function}"),
+    }
+
+
+IMPLEMENTATIONS = _attention("latent_attention")
+LSE_IMPLEMENTATIONS = _attention("latent_attention_with_lse")
+STORE_IMPLEMENTATIONS = _rows("store_latents")
+GATHER_IMPLEMENTATIONS = _rows("gather_latents")
 
 
 def latent_attention(
@@ -96,7 +93,8 @@ def latent_attention(
     """
     index = (cu_seqlens, seq_lens, page_table, slot_mapping)
     check_attention(q_latent, q_rope, latent, k_rope, pool, *index)
-    check_impl(impl, IMPLEMENTATIONS, q_latent.device)
+    sizes = {"rank": q_latent.shape[-1], "rope_dim": q_rope.shape[-1]}
+    check_impl(impl, IMPLEMENTATIONS, q_latent.device, sizes)
     out: Tensor = _LATENT_ATTENTION(
         q_latent, q_rope, latent, k_rope, pool, *index, scale=scale, impl=impl
     )
@@ -125,7 +123,8 @@ def latent_attention_with_lse(
     """
     index = (cu_seqlens, seq_lens, page_table, slot_mapping)
     check_attention(q_latent, q_rope, latent, k_rope, pool, *index)
-    check_impl(impl, LSE_IMPLEMENTATIONS, q_latent.device)
+    sizes = {"rank": q_latent.shape[-1], "rope_dim": q_rope.shape[-1]}
+    check_impl(impl, LSE_IMPLEMENTATIONS, q_latent.device, sizes)
     out, lse = _LATENT_ATTENTION_WITH_LSE(
         q_latent, q_rope, latent, k_rope, pool, *index, scale=scale, impl=impl
     )

@@ -86,8 +86,22 @@ def check_gather(pool: Tensor, rows: Tensor) -> None:
     check_dtypes({"rows": (rows, torch.int32)})
 
 
-def check_slots(slots: list[int], pool: Tensor, name: str) -> None:
-    """Raise ValueError for a slot that is outside the pool or in its null page."""
+def check_new_slots(slot_mapping: Tensor, cu_seqlens: Tensor, pool: Tensor) -> None:
+    """Raise ValueError unless each token has a slot, outside the null page."""
+    num_tokens = int(cu_seqlens[-1])
+    if not 0 <= num_tokens <= slot_mapping.shape[0]:
+        raise ValueError(
+            f"cu_seqlens must end within [0, {slot_mapping.shape[0]}], got {num_tokens}"
+        )
+    _check_slots("slot_mapping", slot_mapping[:num_tokens].tolist(), pool)
+
+
+def check_gathered_slots(rows: Tensor, pool: Tensor) -> None:
+    """Raise ValueError unless each row is 0 or in the pool, outside the null page."""
+    _check_slots("rows", [row for row in rows.tolist() if row], pool)
+
+
+def _check_slots(name: str, slots: list[int], pool: Tensor) -> None:
     num_pages, page_size, _ = pool.shape
     for slot in slots:
         if not page_size <= slot < num_pages * page_size:

@@ -6,9 +6,19 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import FLOATS, Capability, Implementation
+from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_dtypes, check_impl, check_shapes, define_op
 
 IMPLEMENTATIONS = {
+    "cpp": Implementation(
+        capability=Capability(
+            devices=frozenset({"cpu"}),
+            dtypes=frozenset({torch.float32, torch.bfloat16}),
+            multiples={"v_head_dim": 16},
+            available=compiler_missing,
+        ),
+        launcher="torch_hybrid.ops.merge_states._cpu:merge_states",
+    ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), cuda_graph=True),
         launcher="torch_hybrid.ops.merge_states._torch:merge_states",
@@ -25,8 +35,9 @@ def merge_states(
     identity, also when both are empty.
 
     Args:
-        o_a: [T, H, Dv], float32, bfloat16 or float16; Dv contiguous.
-        lse_a: [T, H] float32, natural logarithm. A base-2 one must be multiplied by ln 2 first.
+        o_a: [T, H, Dv], float32, bfloat16 or float16, contiguous.
+        lse_a: [T, H] float32, contiguous, natural logarithm: a base-2 one must be multiplied by
+            ln 2 first.
         o_b: as o_a.
         lse_b: as lse_a.
         impl: name in IMPLEMENTATIONS.
@@ -50,6 +61,9 @@ def merge_states(
             "lse_b": (lse_b, torch.float32),
         }
     )
+    for name, tensor in (("o_a", o_a), ("lse_a", lse_a), ("o_b", o_b), ("lse_b", lse_b)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
     check_impl(impl, IMPLEMENTATIONS, o_a.device)
     out, lse = _MERGE_STATES(o_a, lse_a, o_b, lse_b, impl=impl)
     return out, lse
