@@ -102,6 +102,82 @@ def deepseek_v3(**options: Any) -> nn.Module:
     return tf.DeepseekV3ForCausalLM(tf.DeepseekV3Config(**sizes))
 
 
+# The families with Kimi delta attention call some fields otherwise.
+KIMI_EXPERTS = {
+    **{name: size for name, size in GROUPED_EXPERTS.items() if name != "n_routed_experts"},
+    "num_local_experts": 8,
+}
+NO_SPECIAL_TOKENS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+LINEAR_FIRST = {"layer_types": ["linear_attention", "full_attention"] * 2}
+
+
+def kimi_linear(**options: Any) -> nn.Module:
+    """Heads of another number and width in linear layers than in the others."""
+    linear = {"linear_num_heads": 3, "linear_head_dim": 20}
+    sizes = {**SIZES, **LATENT, **KIMI_EXPERTS, **LINEAR_FIRST, **NO_SPECIAL_TOKENS, **linear}
+    return tf.KimiLinearForCausalLM(tf.KimiLinearConfig(**{**sizes, **options}))
+
+
+def bailing_hybrid(**options: Any) -> nn.Module:
+    latent = {name: size for name, size in LATENT.items() if name != "q_lora_rank"}
+    sizes = {**SIZES, **latent, **KIMI_EXPERTS, **LINEAR_FIRST, **NO_SPECIAL_TOKENS, "head_dim": 20}
+    config = tf.BailingHybridConfig(**{**sizes, "rope_theta": 1e4, **options})
+    return tf.BailingHybridForCausalLM(config)
+
+
+def minimax(**options: Any) -> nn.Module:
+    """Residuals and branches weighed, each pair otherwise."""
+    weights = {
+        "full_attn_alpha_factor": 1.3,
+        "full_attn_beta_factor": 0.8,
+        "linear_attn_alpha_factor": 0.9,
+        "linear_attn_beta_factor": 1.2,
+        "mlp_alpha_factor": 1.1,
+        "mlp_beta_factor": 0.7,
+    }
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 48}
+    sizes = {**SIZES, **experts, **weights, **LINEAR_FIRST, **NO_SPECIAL_TOKENS, "head_dim": 20}
+    return tf.MiniMaxForCausalLM(tf.MiniMaxConfig(**{**sizes, **options}))
+
+
+MAMBA2 = {
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+}
+
+
+def bamba(**options: Any) -> nn.Module:
+    sizes = {**SIZES, **MAMBA2, "attn_layer_indices": [1, 3], "eos_token_id": None, **options}
+    return tf.BambaForCausalLM(tf.BambaConfig(**sizes))
+
+
+def granitemoehybrid(**options: Any) -> nn.Module:
+    """With experts, and attention without positions."""
+    sizes = {
+        **SIZES,
+        **MAMBA2,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+        "shared_intermediate_size": 48,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "attention_multiplier": 0.15,
+        "logits_scaling": 6.0,
+        "eos_token_id": None,
+        **options,
+    }
+    return tf.GraniteMoeHybridForCausalLM(tf.GraniteMoeHybridConfig(**sizes))
+
+
+def granitemoehybrid_dense(**options: Any) -> nn.Module:
+    """Without experts, and with rotary attention."""
+    dense = {"num_local_experts": 0, "position_embedding_type": "rope"}
+    return granitemoehybrid(**{**dense, **options})
+
+
 MAMBA2 = {
     "mamba_n_heads": 8,
     "mamba_n_groups": 2,
@@ -148,6 +224,9 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "olmo_hybrid": olmo_hybrid,
     "qwen3": qwen3,
     "deepseek_v3": deepseek_v3,
+    "kimi_linear": kimi_linear,
+    "bailing_hybrid": bailing_hybrid,
+    "minimax": minimax,
     "bamba": bamba,
     "granitemoehybrid": granitemoehybrid,
     "granitemoehybrid_dense": granitemoehybrid_dense,
@@ -195,13 +274,21 @@ def randomize(model: nn.Module, seed: int) -> None:
         if name.endswith("e_score_correction_bias"):
             bias.copy_(0.1 * normal(bias))
     for layer, A_log in decays.items():
-        spread_time_constants(model.get_submodule(layer).dt_bias, A_log, generator)
+        spread_time_constants(model.get_submodule(layer), A_log, generator)
 
 
-def spread_time_constants(dt_bias: Tensor, A_log: Tensor, generator: torch.Generator) -> None:
-    """Choose ``dt_bias`` so that the heads forget over 1 to 1000 tokens, log-uniformly."""
+def spread_time_constants(module: Any, A_log: Tensor, generator: torch.Generator) -> None:
+    """Choose ``dt_bias`` so that heads, or their channels, forget over 1 to 1000 tokens.
+
+    Time constants are log-uniform.
+    """
+    dt_bias = module.dt_bias
     tokens = torch.exp(torch.rand(dt_bias.shape, generator=generator) * math.log(1000))
-    dt_bias.copy_(torch.expm1(1 / (tokens * A_log.exp())).log())
+    rate = A_log.exp().flatten().repeat_interleave(dt_bias.numel() // A_log.numel())
+    if getattr(module, "safe_gate", False):
+        dt_bias.copy_(torch.logit(-1 / (tokens * module.lower_bound)) / rate)
+    else:
+        dt_bias.copy_(torch.expm1(1 / (tokens * rate)).log())
 
 
 @contextmanager

@@ -163,11 +163,32 @@ class Mamba2Spec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LightningSpec:
-    """A lightning-attention mixer: linear attention with one fixed decay for each head."""
+    """A lightning-attention mixer: linear attention with one fixed decay for each head, gated norm.
+
+    ``activation`` ("none" or "silu") is that of q, k and v. Where ``qk_norm`` is set, q and k are
+    normed per head. The output norm's groups are ``norm_groups`` equal parts of its width.
+    """
 
     num_heads: int
     head_dim: int
     scale: float = 1.0
+    activation: str = "none"
+    qk_norm: bool = False
+    norm_groups: int = 1
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.activation not in ("none", "silu"):
+            raise ValueError(f"activation must be 'none' or 'silu', got {self.activation!r}")
+        if self.norm_groups < 1 or self.channels % self.norm_groups:
+            raise ValueError(
+                f"norm_groups must divide the {self.channels} channels, got {self.norm_groups}"
+            )
+
+    @property
+    def channels(self) -> int:
+        """Width of q, of k, of v and of the output gate."""
+        return self.num_heads * self.head_dim
 
     @property
     def state_shape(self) -> tuple[int, int, int]:

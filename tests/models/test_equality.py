@@ -34,6 +34,8 @@ SEEDS = {
     "qwen3_5": 1,
     "qwen3_5_moe": 2,
     "deepseek_v3": 0,
+    "kimi_linear": 3,
+    "minimax": 2,
     "granitemoehybrid": 1,
 }
 

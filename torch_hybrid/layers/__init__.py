@@ -1,8 +1,17 @@
 """Token mixers as ordinary modules: ``forward(inputs, plan, cache)``."""
 
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
+from torch_hybrid.layers.kimi_delta_attention import KimiDeltaAttention
 from torch_hybrid.layers.latent_attention import LatentAttention
+from torch_hybrid.layers.lightning_attention import LightningAttention
 from torch_hybrid.layers.mamba2 import Mamba2
 from torch_hybrid.layers.paged_attention import PagedAttention
 
-__all__ = ["GatedDeltaNet", "LatentAttention", "Mamba2", "PagedAttention"]
+__all__ = [
+    "GatedDeltaNet",
+    "KimiDeltaAttention",
+    "LatentAttention",
+    "LightningAttention",
+    "Mamba2",
+    "PagedAttention",
+]

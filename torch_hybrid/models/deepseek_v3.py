@@ -10,7 +10,7 @@ from torch_hybrid.specs import LayerSpec
 
 def _specs(config: Any) -> list[LayerSpec]:
     require(config, "hidden_act", config.hidden_act, ["silu"])
-    return [latent_spec(config)] * config.num_hidden_layers
+    return [latent_spec(config, config.rope_parameters or {})] * config.num_hidden_layers
 
 
 DEEPSEEK_V3 = Family(model_types=("deepseek_v3",), specs=_specs)

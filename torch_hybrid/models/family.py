@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
+from torch_hybrid.models.join import LinearAttentionAdapter
 from torch_hybrid.specs import (
     AttentionSpec,
     DeltaRuleSpec,
@@ -28,11 +29,13 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 class Swap:
     """Where a decoder layer has its mixer of one kind, and how ours is made of it.
 
-    ``make(module, spec)`` takes the family's module, whose weights ours keeps.
+    ``make(module, spec)`` takes the family's module, whose weights ours keeps. ``adapter`` wraps
+    it in the interface that the decoder layer calls.
     """
 
     attribute: str
     make: Callable[[Any, Any], nn.Module]
+    adapter: Callable[[nn.Module, int, str], nn.Module] = LinearAttentionAdapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +144,11 @@ def weights_of(*projections: nn.Linear) -> list[Tensor]:
     return [projection.weight.detach() for projection in projections]
 
 
-def latent_spec(config: Any) -> LatentSpec:
-    """The facts of MLA layers, whose fields all families name alike."""
-    rope = config.rope_parameters or {}
+def latent_spec(config: Any, rope: Mapping[str, Any]) -> LatentSpec:
+    """The facts of MLA layers, whose fields all families name alike.
+
+    ``rope`` are the parameters of the rotary embedding, empty where the model has none.
+    """
     require(config, "rope_parameters.rope_type", rope.get("rope_type", "default"), ROPE_TYPES)
     qk_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
     mscale = yarn_mscale(rope)
@@ -155,6 +160,13 @@ def latent_spec(config: Any) -> LatentSpec:
         v_dim=config.v_head_dim,
         scale=qk_dim**-0.5 * mscale * mscale,
     )
+
+
+def require_fields(config: Any, **fields: object) -> None:
+    """Refuse a config in which a field that transformers does not read says something else."""
+    given = config.to_dict()
+    for name, value in fields.items():
+        require(config, name, given.get(name, value), [value])
 
 
 def yarn_mscale(rope: Mapping[str, Any]) -> float:

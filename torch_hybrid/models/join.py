@@ -88,9 +88,28 @@ class LinearAttentionAdapter(nn.Module):
         step: Step,
         cache_params: None = None,
         attention_mask: None = None,
+        position_embeddings: object = None,
         use_cache: bool = False,
     ) -> Tensor:
         """[1, T, dim] -> [1, T, dim], the rows packed as the step's plan says."""
         _, plan, cache = step.layer(self.layer_id, self.kind)
         output: Tensor = self.mixer(hidden_states[0], plan, cache)  # type: ignore[arg-type]
         return output[None]
+
+
+class LinearAttentionPairAdapter(LinearAttentionAdapter):
+    """The same where the decoder layer calls all its mixers as it calls full attention."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        *,
+        step: Step,
+        past_key_values: None = None,
+        attention_mask: None = None,
+        position_embeddings: object = None,
+        position_ids: object = None,
+        use_cache: bool = False,
+    ) -> tuple[Tensor, None]:
+        """[1, T, dim] -> [1, T, dim] and no attention weights."""
+        return super().forward(hidden_states, step=step), None

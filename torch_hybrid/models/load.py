@@ -10,6 +10,7 @@ from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.models.bailing_hybrid import BAILING_HYBRID
 from torch_hybrid.models.bamba import BAMBA
 from torch_hybrid.models.deepseek_v3 import DEEPSEEK_V3
 from torch_hybrid.models.family import Family
@@ -17,10 +18,11 @@ from torch_hybrid.models.granitemoehybrid import GRANITEMOEHYBRID
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.join import (
     ATTENTION_NAMES,
-    LinearAttentionAdapter,
     join_latent_attention,
     register_attention,
 )
+from torch_hybrid.models.kimi_linear import KIMI_LINEAR
+from torch_hybrid.models.minimax import MINIMAX
 from torch_hybrid.models.olmo_hybrid import OLMO_HYBRID
 from torch_hybrid.models.qwen3 import QWEN3
 from torch_hybrid.models.qwen3_5 import QWEN3_5
@@ -29,7 +31,18 @@ from torch_hybrid.specs import LayerTable
 
 FAMILIES: dict[str, Family] = {
     model_type: family
-    for family in (QWEN3_NEXT, QWEN3_5, OLMO_HYBRID, QWEN3, DEEPSEEK_V3, BAMBA, GRANITEMOEHYBRID)
+    for family in (
+        BAILING_HYBRID,
+        BAMBA,
+        DEEPSEEK_V3,
+        GRANITEMOEHYBRID,
+        KIMI_LINEAR,
+        MINIMAX,
+        OLMO_HYBRID,
+        QWEN3,
+        QWEN3_5,
+        QWEN3_NEXT,
+    )
     for model_type in family.model_types
 }
 
@@ -107,7 +120,7 @@ def adapt(hf_model: Any) -> HybridModel:
             elif entry.kind != "paged_attention":
                 swap = family.swaps[entry.kind]
                 mixer = swap.make(getattr(layer, swap.attribute), entry.spec)
-                joined = LinearAttentionAdapter(mixer, layer_id, entry.kind)
+                joined = swap.adapter(mixer, layer_id, entry.kind)
                 setattr(layer, swap.attribute, joined)
     _swap_experts(hf_model)
     return HybridModel(

@@ -1,0 +1,113 @@
+"""The Kimi-delta-attention mixer of Kimi-Linear and Ling-3, as a module of its own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_hybrid.backends.kimi_delta_attention import apply_kimi_delta
+from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
+from torch_hybrid.caches.recurrent_state import RecurrentState
+from torch_hybrid.specs import KimiDeltaSpec
+
+
+class KimiDeltaAttention(nn.Module):
+    """Projection, causal convolution, Kimi delta attention, gated RMSNorm, projection.
+
+    One input projection gives ``[q | k | v | f | g | b]``, so that the convolution and the rule
+    read slices of it and nothing is shuffled. The decay f and the output gate g are of full width
+    (Ling-3), or of a low rank, with a second projection each (Kimi-Linear).
+
+    Args:
+        dim: width of the model.
+        spec: the mixer's facts.
+        gate_rank: of f and g; None for full width.
+        dtype, device: of the parameters.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        spec: KimiDeltaSpec,
+        *,
+        gate_rank: int | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=False, dtype=dtype, device=device)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+        gates = [spec.k_channels, spec.v_channels]
+        ranks = gates if gate_rank is None else [gate_rank, gate_rank]
+        self._widths = [spec.conv_channels, *ranks, spec.num_heads]
+        self.in_proj = linear(dim, sum(self._widths))
+        self.f_b_proj: nn.Module = nn.Identity()
+        self.g_b_proj: nn.Module = nn.Identity()
+        if gate_rank is not None:
+            self.f_b_proj, self.g_b_proj = (linear(gate_rank, width) for width in gates)
+        self.out_proj = linear(spec.v_channels, dim)
+        self.conv_weight = parameter(spec.conv_channels, spec.conv_width)
+        self.A_log = parameter(spec.num_heads)
+        self.dt_bias = parameter(spec.num_heads, spec.head_k_dim)
+        self.norm_weight = parameter(spec.head_v_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise as the published models do: decays with time constants of 1 to 1000 tokens."""
+        bound = self.spec.conv_width**-0.5
+        nn.init.uniform_(self.conv_weight, -bound, bound)
+        with torch.no_grad():
+            self.A_log.uniform_(1, 16).log_()
+        nn.init.uniform_(self.dt_bias, -7.0, -2.0)
+        nn.init.ones_(self.norm_weight)
+
+    def forward(self, x: Tensor, plan: RecurrentPlan, cache: RecurrentState) -> Tensor:
+        """Mix the tokens of a step.
+
+        Args:
+            x: [T, dim], the sequences packed as ``plan`` says.
+            plan: from the backend's ``plan``.
+            cache: this layer's pools. Mutated at the slots that the plan names.
+
+        Returns:
+            [T, dim].
+        """
+        spec, num_tokens = self.spec, x.shape[0]
+        mixed, f, gate, b = self.in_proj(x).split(self._widths, dim=-1)
+        mixed = convolve(mixed, self.conv_weight, None, spec, plan, cache)
+        q, k, v = mixed.split([spec.k_channels, spec.k_channels, spec.v_channels], dim=-1)
+        o = apply_kimi_delta(
+            q.view(num_tokens, spec.num_heads, spec.head_k_dim),
+            k.view(num_tokens, spec.num_heads, spec.head_k_dim),
+            v.view(num_tokens, spec.num_heads, spec.head_v_dim),
+            self._log_decay(self.f_b_proj(f)),
+            b.float().sigmoid(),
+            spec,
+            plan,
+            cache.state,
+        )
+        gate = self.g_b_proj(gate).unflatten(-1, (spec.num_heads, spec.head_v_dim))
+        out: Tensor = self.out_proj(self._gated_norm(o, gate).flatten(1))
+        return out
+
+    def _log_decay(self, f: Tensor) -> Tensor:
+        """[T, H * K] to the float32 log decay [T, H, K] of each channel, bounded or not."""
+        spec = self.spec
+        rate = self.A_log.float().exp()[:, None]
+        step = f.float().unflatten(-1, (spec.num_heads, spec.head_k_dim)) + self.dt_bias.float()
+        if spec.gate_lower_bound is None:
+            return -rate * F.softplus(step)
+        return spec.gate_lower_bound * torch.sigmoid(rate * step)
+
+    def _gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
+        """RMSNorm over V per head, its weight, then the gate, all in float32; one cast back."""
+        o32 = o.float()
+        normed = o32 * torch.rsqrt(o32.pow(2).mean(-1, keepdim=True) + self.spec.norm_eps)
+        return (self.norm_weight.float() * normed * gate.float().sigmoid()).to(o.dtype)

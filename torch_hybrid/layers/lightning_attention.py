@@ -1,0 +1,117 @@
+"""The lightning-attention mixer of MiniMax-01 and Ring-2.5, as a module of its own."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_hybrid.backends.recurrent import RecurrentPlan
+from torch_hybrid.backends.ssd import apply_ssd
+from torch_hybrid.layers.rotary import Rotary, rotate_halves
+from torch_hybrid.specs import LightningSpec
+
+
+def geometric_slopes(num_heads: int) -> Tensor:
+    """[H] float32 decay rates ``2^(-8 (h + 1) / H)``, whatever H is (MiniMax-01)."""
+    heads = torch.arange(1, num_heads + 1, dtype=torch.float64)
+    return torch.exp2(-8 * heads / num_heads).float()
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """[H] float32 decay rates as of ALiBi (Ring-2.5).
+
+    Where H is no power of two: those of the largest power P below it, then every other one of
+    those for 2 P, from the first.
+    """
+    power = 1 << math.floor(math.log2(num_heads))
+    between = geometric_slopes(2 * power)[::2][: num_heads - power]
+    return torch.cat([geometric_slopes(power), between])
+
+
+class LightningAttention(nn.Module):
+    """Projection, linear attention with a fixed decay per head, RMSNorm, gate, projection.
+
+    One input projection gives ``[q | k | v | gate]``.
+
+    Args:
+        dim: width of the model.
+        spec: the mixer's facts.
+        slopes: [H] float32, minus the log decay of a token in each head.
+        dtype, device: of the parameters.
+    """
+
+    slopes: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        spec: LightningSpec,
+        slopes: Tensor,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        if list(slopes.shape) != [spec.num_heads]:
+            raise ValueError(f"slopes must have shape [{spec.num_heads}], got {[*slopes.shape]}")
+        self.spec = spec
+        channels = spec.channels
+        self.in_proj = nn.Linear(dim, 4 * channels, bias=False, dtype=dtype, device=device)
+        self.out_proj = nn.Linear(channels, dim, bias=False, dtype=dtype, device=device)
+
+        def norm_weight(width: int) -> nn.Parameter:
+            return nn.Parameter(torch.ones(width, dtype=dtype, device=device))
+
+        if spec.qk_norm:
+            self.q_norm_weight = norm_weight(spec.head_dim)
+            self.k_norm_weight = norm_weight(spec.head_dim)
+        self.norm_weight = norm_weight(channels)
+        # A plain attribute would stay behind when the module moves; a parameter would be cast.
+        self.register_buffer("slopes", slopes.float(), persistent=False)
+
+    def forward(
+        self, x: Tensor, plan: RecurrentPlan, state: Tensor, rotary: Rotary | None = None
+    ) -> Tensor:
+        """Mix the tokens of a step.
+
+        Args:
+            x: [T, dim], the sequences packed as ``plan`` says.
+            plan: from the backend's ``plan``.
+            state: this layer's pool. Mutated at the slots that the plan names.
+            rotary: cosines and sines of the tokens' positions, where q and k are rotated.
+
+        Returns:
+            [T, dim].
+        """
+        spec = self.spec
+        qkv, gate = self.in_proj(x).split([3 * spec.channels, spec.channels], dim=-1)
+        if spec.activation == "silu":
+            qkv = F.silu(qkv)
+        q, k, v = qkv.unflatten(-1, (3, spec.num_heads, spec.head_dim)).unbind(1)
+        if spec.qk_norm:
+            q, k, v = (
+                self._norm(q, self.q_norm_weight),
+                self._norm(k, self.k_norm_weight),
+                v.float(),
+            )
+        if rotary is not None:
+            q, k = rotate_halves(q, rotary), rotate_halves(k, rotary)
+        g = -self.slopes.expand(x.shape[0], spec.num_heads)
+        o = apply_ssd(q, k, v, g, None, None, plan, state, scale=spec.scale)
+        out: Tensor = self.out_proj(self._gated_norm(o.flatten(1), gate))
+        return out
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm over the last axis, in float32."""
+        x32 = x.float()
+        normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.spec.norm_eps)
+        return weight.float() * normed
+
+    def _gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
+        """RMSNorm over each group of channels, then the gate, in float32; one cast back."""
+        weight = self.norm_weight.unflatten(0, (self.spec.norm_groups, -1))
+        normed = self._norm(o.unflatten(-1, (self.spec.norm_groups, -1)), weight).flatten(1)
+        return (normed * gate.float().sigmoid()).to(gate.dtype)

@@ -1,0 +1,36 @@
+"""Rotary position embedding for mixers that rotate their own queries and keys."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Rotary(NamedTuple):
+    """Cosines and sines [T, R / 2] float32, of which a head's first R dims are rotated."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotate_halves(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate x [T, H, D]: dim i of the first R with dim i + R / 2 (NeoX)."""
+    half = rotary.cos.shape[-1]
+    a, b, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([*_rotate(a, b, rotary), rest], dim=-1)
+
+
+def rotate_pairs(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate x [T, H, R]: dim 2 i with dim 2 i + 1 (GPT-J). First members come out first.
+
+    The order of the result does not matter as long as queries and keys share it.
+    """
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.cat(_rotate(a, b, rotary), dim=-1)
+
+
+def _rotate(a: Tensor, b: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    cos, sin = (table[:, None].to(a.dtype) for table in rotary)
+    return a * cos - b * sin, b * cos + a * sin

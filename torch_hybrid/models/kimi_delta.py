@@ -1,0 +1,58 @@
+"""What the families with Kimi delta attention and MLA share: their facts, and our mixer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.layers.kimi_delta_attention import KimiDeltaAttention
+from torch_hybrid.models.family import require
+from torch_hybrid.specs import KimiDeltaSpec, LatentSpec, LayerSpec
+
+
+def kimi_delta_specs(
+    config: Any, full: LatentSpec, *, gate_lower_bound: float | None
+) -> list[LayerSpec]:
+    """The facts of each layer, whose fields the families name alike in transformers."""
+    require(config, "hidden_act", config.hidden_act, ["silu"])
+    linear = KimiDeltaSpec(
+        num_heads=config.linear_num_heads,
+        head_k_dim=config.linear_head_dim,
+        head_v_dim=config.linear_head_dim,
+        conv_width=config.linear_conv_kernel_dim,
+        activation=config.hidden_act,
+        norm_eps=config.rms_norm_eps,
+        gate_lower_bound=gate_lower_bound,
+    )
+    known: dict[str, LayerSpec] = {"full_attention": full, "linear_attention": linear}
+    for layer_type in config.layer_types:
+        require(config, "layer_types", layer_type, known)
+    return [known[layer_type] for layer_type in config.layer_types]
+
+
+def kimi_delta_mixer(
+    module: Any, spec: KimiDeltaSpec, rows: Sequence[Tensor], *, gate_rank: int | None
+) -> KimiDeltaAttention:
+    """Our mixer with the weights of a transformers module.
+
+    ``rows`` are the rows of the projections to q, k, v, decay, output gate and b, in that order.
+    """
+    in_weight = torch.cat(list(rows))
+    with torch.device("meta"):
+        mixer = KimiDeltaAttention(in_weight.shape[1], spec, gate_rank=gate_rank)
+
+    def parameter(weight: Tensor, *shape: int) -> nn.Parameter:
+        return nn.Parameter(weight.detach().reshape(shape), requires_grad=False)
+
+    mixer.in_proj.weight = nn.Parameter(in_weight, requires_grad=False)
+    mixer.out_proj = module.o_proj
+    # Some checkpoints keep the filter in float32; the convolution takes it in its input's dtype.
+    conv = module.conv1d.weight.to(in_weight.dtype)
+    mixer.conv_weight = parameter(conv, spec.conv_channels, spec.conv_width)
+    mixer.A_log = parameter(module.forget_gate.A_log, spec.num_heads)
+    mixer.dt_bias = parameter(module.forget_gate.dt_bias, spec.num_heads, spec.head_k_dim)
+    mixer.norm_weight = module.o_norm.weight
+    return mixer
