@@ -6,6 +6,7 @@ within a few tokens: a wrong state or a swapped weight would go unseen.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -178,42 +179,50 @@ def granitemoehybrid_dense(**options: Any) -> nn.Module:
     return granitemoehybrid(**{**dense, **options})
 
 
-MAMBA2 = {
-    "mamba_n_heads": 8,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 24,
-}
-
-
-def bamba(**options: Any) -> nn.Module:
-    sizes = {**SIZES, **MAMBA2, "attn_layer_indices": [1, 3], "eos_token_id": None, **options}
-    return tf.BambaForCausalLM(tf.BambaConfig(**sizes))
-
-
-def granitemoehybrid(**options: Any) -> nn.Module:
-    """With experts, and attention without positions."""
-    sizes = {
-        **SIZES,
-        **MAMBA2,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "num_local_experts": 5,
-        "num_experts_per_tok": 2,
-        "intermediate_size": 32,
-        "shared_intermediate_size": 48,
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.4,
-        "attention_multiplier": 0.15,
-        "logits_scaling": 6.0,
-        "eos_token_id": None,
-        **options,
+def falcon_h1(**options: Any) -> nn.Module:
+    """Every multiplier another one, so that one left out or taken for another shows."""
+    multipliers = {
+        "embedding_multiplier": 1.7,
+        "lm_head_multiplier": 0.6,
+        "mlp_multipliers": [0.8, 1.3],
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.9,
+        "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.75,
+        "ssm_multipliers": [0.9, 1.4, 0.6, 1.1, 0.8],
     }
-    return tf.GraniteMoeHybridForCausalLM(tf.GraniteMoeHybridConfig(**sizes))
+    sizes = {**SIZES, **MAMBA2, **multipliers, "mamba_d_ssm": 96, "head_dim": 24}
+    config = tf.FalconH1Config(**{**sizes, "eos_token_id": None, **options})
+    return tf.FalconH1ForCausalLM(config)
 
 
-def granitemoehybrid_dense(**options: Any) -> nn.Module:
-    """Without experts, and with rotary attention."""
-    dense = {"num_local_experts": 0, "position_embedding_type": "rope"}
-    return granitemoehybrid(**{**dense, **options})
+def falcon_h1_norm(**options: Any) -> nn.Module:
+    """The variant with a norm, before the gate; and every bias."""
+    biases = dict.fromkeys(["mamba_proj_bias", "projectors_bias", "attention_bias"], True)
+    norm = {"mamba_rms_norm": True, "mamba_norm_before_gate": True}
+    return falcon_h1(**{**norm, **biases, **options})
+
+
+def nemotron_h(**options: Any) -> nn.Module:
+    """Every kind of layer; an eighth of the steps of Mamba2 lie below its lower limit."""
+    sizes = {
+        "layer_types": ["linear_attention", "moe", "linear_attention", "mlp", "full_attention"],
+        "head_dim": 24,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 12,
+        "n_groups": 2,
+        "ssm_state_size": 24,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 32,
+        "moe_shared_expert_intermediate_size": 48,
+        "routed_scaling_factor": 1.5,
+        "eos_token_id": None,
+    }
+    sizes = {name: size for name, size in SIZES.items() if name != "num_hidden_layers"} | sizes
+    return tf.NemotronHForCausalLM(tf.NemotronHConfig(**{**sizes, **options}))
 
 
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
@@ -230,6 +239,9 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "bamba": bamba,
     "granitemoehybrid": granitemoehybrid,
     "granitemoehybrid_dense": granitemoehybrid_dense,
+    "falcon_h1": falcon_h1,
+    "falcon_h1_norm": falcon_h1_norm,
+    "nemotron_h": nemotron_h,
 }
 
 
@@ -289,6 +301,21 @@ def spread_time_constants(module: Any, A_log: Tensor, generator: torch.Generator
         dt_bias.copy_(torch.logit(-1 / (tokens * module.lower_bound)) / rate)
     else:
         dt_bias.copy_(torch.expm1(1 / (tokens * rate)).log())
+
+
+def in_double(model: Any) -> Any:
+    """A copy in float64, with the decay rates that its config says.
+
+    MiniMax keeps them in buffers, which are rounded where a model is cast.
+    """
+    exact = copy.deepcopy(model).double()
+    for module in exact.modules():
+        if type(module).__name__ == "MiniMaxLightningAttention":
+            rate = module.get_slope_rate().double()
+            decays = module.decay_factors(rate)
+            module.slope_rate = rate
+            module.query_decay, module.key_decay, module.diagonal_decay = decays
+    return exact
 
 
 @contextmanager

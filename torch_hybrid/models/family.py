@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
 from torch_hybrid.models.join import LinearAttentionAdapter
 from torch_hybrid.specs import (
@@ -23,6 +24,10 @@ from torch_hybrid.specs import (
 
 # Frequencies that depend on the present length would need a new graph for each length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def _gated_experts(module: Any) -> FusedExperts:
+    return FusedExperts(module.gate_up_proj, module.down_proj)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +50,8 @@ class Family:
     ``specs(config)`` gives the mixers of each layer, from the text config. ``swaps`` has an entry
     for every kind of linear attention; full attention, latent attention too, joins as a function
     that transformers lets us register. ``num_position_axes`` is 3 where rotary positions are 3-D
-    (mrope). ``logits_scale(config)`` is a factor on the logits.
+    (mrope). ``logits_scale(config)`` is a factor on the logits. ``experts(module)`` makes ours of
+    the family's experts.
     """
 
     model_types: tuple[str, ...]
@@ -53,6 +59,7 @@ class Family:
     swaps: Mapping[str, Swap] = field(default_factory=dict)
     num_position_axes: int = 1
     logits_scale: Callable[[Any], float] = lambda config: 1.0
+    experts: Callable[[Any], FusedExperts] = _gated_experts
 
 
 def require(config: Any, name: str, value: object, allowed: Collection[object]) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.models.bailing_hybrid import BAILING_HYBRID
 from torch_hybrid.models.bamba import BAMBA
 from torch_hybrid.models.deepseek_v3 import DEEPSEEK_V3
+from torch_hybrid.models.falcon_h1 import FALCON_H1
 from torch_hybrid.models.family import Family
 from torch_hybrid.models.granitemoehybrid import GRANITEMOEHYBRID
 from torch_hybrid.models.hybrid_model import HybridModel
@@ -23,6 +23,7 @@ from torch_hybrid.models.join import (
 )
 from torch_hybrid.models.kimi_linear import KIMI_LINEAR
 from torch_hybrid.models.minimax import MINIMAX
+from torch_hybrid.models.nemotron_h import NEMOTRON_H
 from torch_hybrid.models.olmo_hybrid import OLMO_HYBRID
 from torch_hybrid.models.qwen3 import QWEN3
 from torch_hybrid.models.qwen3_5 import QWEN3_5
@@ -35,9 +36,11 @@ FAMILIES: dict[str, Family] = {
         BAILING_HYBRID,
         BAMBA,
         DEEPSEEK_V3,
+        FALCON_H1,
         GRANITEMOEHYBRID,
         KIMI_LINEAR,
         MINIMAX,
+        NEMOTRON_H,
         OLMO_HYBRID,
         QWEN3,
         QWEN3_5,
@@ -122,7 +125,7 @@ def adapt(hf_model: Any) -> HybridModel:
                 mixer = swap.make(getattr(layer, swap.attribute), entry.spec)
                 joined = swap.adapter(mixer, layer_id, entry.kind)
                 setattr(layer, swap.attribute, joined)
-    _swap_experts(hf_model)
+    _swap_experts(hf_model, family)
     return HybridModel(
         hf_model,
         table,
@@ -151,9 +154,8 @@ def _check_finite(hf_model: nn.Module) -> None:
             raise ValueError(f"weight {name} has {count} NaN or infinite values")
 
 
-def _swap_experts(hf_model: nn.Module) -> None:
+def _swap_experts(hf_model: nn.Module, family: Family) -> None:
     for module in list(hf_model.modules()):
         for name, child in list(module.named_children()):
             if name == "experts":
-                experts = FusedExperts(child.gate_up_proj, child.down_proj)  # type: ignore[arg-type]
-                setattr(module, name, experts)
+                setattr(module, name, family.experts(child))

@@ -1,0 +1,54 @@
+"""Nemotron-H: layers of Mamba2, of attention without positions, of an MLP or of experts alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.models.family import Family, Swap, require
+from torch_hybrid.models.mamba2 import mamba2_from
+from torch_hybrid.specs import AttentionSpec, LayerSpec, Mamba2Spec
+
+
+def _specs(config: Any) -> list[LayerSpec | tuple[LayerSpec, ...]]:
+    require(config, "mamba_hidden_act", config.mamba_hidden_act, ["silu"])
+    require(config, "sliding_window", config.sliding_window, [None])
+    if "moe" in config.layer_types:
+        require(config, "mlp_hidden_act", config.mlp_hidden_act, ["relu2"])
+    mixers: dict[str, LayerSpec | tuple[LayerSpec, ...]] = {
+        "linear_attention": _mamba2_spec(config),
+        "full_attention": AttentionSpec(
+            num_q_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            scale=config.head_dim**-0.5,
+        ),
+        "mlp": (),
+        "moe": (),
+    }
+    for layer_type in config.layer_types:
+        require(config, "layer_types", layer_type, mixers)
+    return [mixers[layer_type] for layer_type in config.layer_types]
+
+
+def _mamba2_spec(config: Any) -> Mamba2Spec:
+    return Mamba2Spec(
+        num_heads=config.mamba_num_heads,
+        head_dim=config.mamba_head_dim,
+        state_dim=config.ssm_state_size,
+        num_groups=config.n_groups,
+        conv_width=config.conv_kernel,
+        activation=config.mamba_hidden_act,
+        dt_min=config.time_step_min,  # and not time_step_limit; there is no upper limit
+        gate="before_norm",
+        norm_groups=config.n_groups,
+        norm_eps=config.layer_norm_epsilon,
+    )
+
+
+NEMOTRON_H = Family(
+    model_types=("nemotron_h",),
+    specs=_specs,
+    swaps={"mamba2": Swap(attribute="mixer", make=mamba2_from)},
+    experts=lambda module: FusedExperts(module.up_proj, module.down_proj, activation="relu2"),
+)
