@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 
@@ -18,15 +16,21 @@ from tests.models.oracle import (
     serve,
     whole,
 )
-from tests.tiny_models import BUILDERS, make_model
+from tests.tiny_models import BUILDERS, in_double, make_model
 
 LENGTHS = (2, 3, 65, 200)
 # All experts are taken, so that no router can be tipped over by rounding.
-_THREE = {"num_experts": 3, "num_experts_per_tok": 3}
+_THREE = {"num_experts_per_tok": 3}
+_TWO_GROUPS = {"n_group": 2, "topk_group": 2, "num_experts_per_tok": 4}
 ALL_EXPERTS = {
-    "qwen3_next": _THREE,
-    "qwen3_5_moe": _THREE,
-    "granitemoehybrid": {"num_local_experts": 3, "num_experts_per_tok": 3},
+    "qwen3_next": {**_THREE, "num_experts": 3},
+    "qwen3_5_moe": {**_THREE, "num_experts": 3},
+    "granitemoehybrid": {**_THREE, "num_local_experts": 3},
+    "minimax": {**_THREE, "num_local_experts": 3},
+    "deepseek_v3": {**_TWO_GROUPS, "n_routed_experts": 4},
+    "nemotron_h": {**_TWO_GROUPS, "n_routed_experts": 4},
+    "kimi_linear": {**_TWO_GROUPS, "num_local_experts": 4},
+    "bailing_hybrid": {**_TWO_GROUPS, "num_local_experts": 4},
 }
 
 
@@ -35,7 +39,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """A runner on bf16 weights from disk, transformers' logits, and the exact ones."""
     hf_model = make_model(request.param, **ALL_EXPERTS.get(request.param, {})).bfloat16()
     texts = make_texts(LENGTHS)
-    exact = ask(copy.deepcopy(hf_model).double(), texts)
+    exact = ask(in_double(hf_model), texts)
     theirs = ask(hf_model, texts)
     path = tmp_path_factory.mktemp("checkpoint")
     hf_model.save_pretrained(path)
