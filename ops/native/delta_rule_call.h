@@ -4,8 +4,8 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 
+#include "recurrent_call.h"
 #include "simd.h"
 
 namespace th::delta {
@@ -27,40 +27,16 @@ struct Call {
 };
 static_assert(offsetof(Call, is_bf16) == 23 * 8 + 5, "Call is packed by delta_rule.py");
 
-// One sequence's share of a call, with typed pointers for value head j and key head h.
+// One sequence's share of a call; g is that of all heads.
 template <typename T>
-struct Sequence {
-  const Call& call;
-  int64_t start, length, slot;
-  bool has_initial_state;
+struct Sequence : RecurrentSequence<T, Call> {
+  using RecurrentSequence<T, Call>::RecurrentSequence;
 
-  Sequence(const Call& call, int64_t n)
-      : call(call),
-        start(call.cu_seqlens[n]),
-        length(call.cu_seqlens[n + 1] - start),
-        slot(call.state_indices[n]),
-        has_initial_state(call.has_initial_state[n]) {}
-
-  const T* q(int64_t t, int64_t h) const {
-    return (const T*)call.q + (start + t) * call.q_stride + h * call.k_dim;
+  const float* g(int64_t t) const {
+    return this->call.g + (this->start + t) * this->call.g_stride;
   }
-  const T* k(int64_t t, int64_t h) const {
-    return (const T*)call.k + (start + t) * call.k_stride + h * call.k_dim;
-  }
-  const T* v(int64_t t, int64_t j) const {
-    return (const T*)call.v + (start + t) * call.v_stride + j * call.v_dim;
-  }
-  const float* g(int64_t t) const { return call.g + (start + t) * call.g_stride; }  // of all heads
-  float beta(int64_t t, int64_t j) const { return call.beta[(start + t) * call.beta_stride + j]; }
-  T* out(int64_t t, int64_t j) const {
-    return (T*)call.out + ((start + t) * call.num_v_heads + j) * call.v_dim;
-  }
-  float* state(int64_t j) const {
-    return call.state + (slot * call.num_v_heads + j) * call.v_dim * call.k_dim;
-  }
-  int64_t key_head(int64_t j) const { return j / (call.num_v_heads / call.num_k_heads); }
-  void clear_out(int64_t j) const {
-    for (int64_t t = 0; t < length; ++t) std::memset(out(t, j), 0, call.v_dim * sizeof(T));
+  float beta(int64_t t, int64_t j) const {
+    return this->call.beta[(this->start + t) * this->call.beta_stride + j];
   }
 };
 
@@ -70,15 +46,6 @@ TH_INLINE void load_key(const T* from, int64_t k_dim, bool normalize, float scal
   const float norm = normalize ? std::sqrt(squared_norm(from, k_dim) + 1e-6f) : 1.0f;
   const f32x16 factor = splat(scale / norm);
   for_lanes(k_dim, [&](int64_t i, int n) TH_LAMBDA { store(to + i, load(from + i, n) * factor, n); });
-}
-
-// Outputs of the tokens past the last sequence; to be called by all threads of a team.
-template <typename T>
-void clear_padding(const Call& call) {
-  const int64_t row = call.num_v_heads * call.v_dim;
-#pragma omp for schedule(static) nowait
-  for (int64_t t = call.cu_seqlens[call.num_seqs]; t < call.num_tokens; ++t)
-    std::memset((T*)call.out + t * row, 0, row * sizeof(T));
 }
 
 }  // namespace th::delta

@@ -20,25 +20,27 @@ void run_or_clear(const Sequence<T>& seq, int64_t h) {
 
 template <typename T>
 void recurrent(const Call& call) {
-  const int64_t num_items = call.num_seqs * call.num_heads;
+  const int64_t num_items = call.num_seqs * call.num_v_heads;
   // Long enough stretches to keep neighbours together, short enough to level out lengths.
   const int64_t stretch = std::max<int64_t>(1, num_items / (8 * call.num_threads));
 #pragma omp parallel num_threads(call.num_threads)
   {
-    clear_padding<T>(call);
+    th::clear_padding<T>(call);
 #pragma omp for schedule(dynamic, stretch)
     for (int64_t item = 0; item < num_items; ++item)
-      run_or_clear(Sequence<T>(call, item / call.num_heads), item % call.num_heads);
+      run_or_clear(Sequence<T>(call, item / call.num_v_heads), item % call.num_v_heads);
   }
 }
+
+int64_t group_size(const Call& call) { return call.num_v_heads / call.num_k_heads; }
 
 // Heads of a group that a thread takes at once: they share q, k and their products, but their
 // states have to stay in L2, and no thread may be left without work.
 int64_t heads_per_item(const Call& call) {
   constexpr int64_t STATE_FLOATS = 1 << 16;
   const int64_t fit = STATE_FLOATS / (call.k_dim * round_up(call.v_dim, PANEL));
-  const int64_t share = call.num_seqs * call.num_heads / (4 * call.num_threads);
-  return std::max<int64_t>(1, std::min({fit, share, call.heads_per_group()}));
+  const int64_t share = call.num_seqs * call.num_v_heads / (4 * call.num_threads);
+  return std::max<int64_t>(1, std::min({fit, share, group_size(call)}));
 }
 
 // What one thread needs; the next one's begins on a cache line of its own.
@@ -49,13 +51,13 @@ int64_t scratch_floats(const Call& call) {
 
 template <typename T>
 void chunk(const Call& call, float* scratch_of_all) {
-  const int64_t heads = heads_per_item(call), group = call.heads_per_group();
-  const int64_t parts = (group + heads - 1) / heads, per_seq = call.num_groups * parts;
+  const int64_t heads = heads_per_item(call), group = group_size(call);
+  const int64_t parts = (group + heads - 1) / heads, per_seq = call.num_k_heads * parts;
 #pragma omp parallel num_threads(call.num_threads)
   {
     const Scratch scratch(scratch_of_all + omp_get_thread_num() * scratch_floats(call),
                           call.chunk_size, call.k_dim);
-    clear_padding<T>(call);
+    th::clear_padding<T>(call);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t item = 0; item < call.num_seqs * per_seq; ++item) {
       const Sequence<T> seq(call, item / per_seq);

@@ -163,7 +163,7 @@ void run_chunks(const Sequence<T>& seq, int64_t begin, int64_t end, const Scratc
   for (int64_t first = 0; first < seq.length; first += C) {
     const int64_t size = std::min(C, seq.length - first);
     const Chunk chunk{first, size, round_up(size, BLOCK)};
-    prepare_keys(seq, begin / call.heads_per_group(), chunk, s);
+    prepare_keys(seq, seq.key_head(begin), chunk, s);
     for (int64_t h = begin; h < end; ++h) {
       prepare_decays(seq, h, chunk, s);
       for (int64_t c = 0; c < V; c += PANEL) advance_panel(seq, h, c, chunk, s, panel(h, c));

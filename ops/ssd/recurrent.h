@@ -85,7 +85,7 @@ auto choose_step(int64_t k_dim) {
 template <typename T>
 void run_recurrent(const Sequence<T>& seq, int64_t h) {
   const Call& call = seq.call;
-  const int64_t k_dim = call.k_dim, v_dim = call.v_dim, i = h / call.heads_per_group();
+  const int64_t k_dim = call.k_dim, v_dim = call.v_dim, i = seq.key_head(h);
   const auto step = choose_step<T>(k_dim);
   float* state = seq.state(h);
   if (!seq.has_initial_state) std::fill(state, state + v_dim * k_dim, 0.0f);
