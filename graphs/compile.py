@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import FunctionType
 from typing import Any
@@ -19,6 +20,7 @@ from torch.fx import GraphModule
 
 from torch_hybrid.graphs.clone_check import PoolClone, find_pool_clones
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, PassRecord, apply_passes
+from torch_hybrid.graphs.schedule import Stage, read_schedule
 from torch_hybrid.ops.registration import NAMESPACE
 
 
@@ -29,6 +31,7 @@ class GraphRecord:
     num_nodes: int
     ops: Counter[str]  # "op[impl]" to number of calls
     passes: tuple[PassRecord, ...]
+    schedule: tuple[Stage, ...]  # empty for a step that is not in halves
     pool_clones: tuple[PoolClone, ...]
     seconds: float
 
@@ -78,9 +81,8 @@ class StepBackend:
             return compiled
 
         records = apply_passes(module, self._passes, switched_off=self._switched_off)
-        num_nodes = len(module.graph.nodes)
-        # A hit in autograd's cache would skip Inductor, and with it the code to look at.
-        with torch._functorch.config.patch(enable_autograd_cache=False):
+        num_nodes, schedule = len(module.graph.nodes), read_schedule(module.graph)
+        with torch._functorch.config.patch(_ALWAYS_INDUCTOR), _inductor_options(schedule):
             compiled: Any = compile_fx(module, inputs, inner_compile=compile_inner)
         clones = [c for source in sources for c in find_pool_clones(source, self._pool_sizes)]
         self._log.graphs.append(
@@ -88,12 +90,27 @@ class StepBackend:
                 num_nodes=num_nodes,
                 ops=ops,
                 passes=tuple(records),
+                schedule=schedule,
                 pool_clones=tuple(clones),
                 seconds=time.perf_counter() - start,
             )
         )
         step: Callable[..., Any] = compiled
         return step
+
+
+# A hit in autograd's cache would skip Inductor, and with it the code to look at.
+_ALWAYS_INDUCTOR = {"enable_autograd_cache": False}
+
+
+def _inductor_options(schedule: Sequence[Stage]) -> AbstractContextManager[Any]:
+    """Inductor's own order for a plain step, and the schedule's for one in halves."""
+    if not schedule:
+        return nullcontext()
+    from torch_hybrid.graphs.keep_order import KEEP_ORDER
+
+    options: AbstractContextManager[Any] = torch._inductor.config.patch(KEEP_ORDER)
+    return options
 
 
 def _ops_of(graph: GraphModule) -> Counter[str]:

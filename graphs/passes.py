@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
+from torch_hybrid.graphs.lanes import keep_marks
+from torch_hybrid.graphs.mutation import storages, written_nodes
+from torch_hybrid.graphs.schedule import interleave_halves
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.linear.op import IMPLEMENTATIONS, linear
 
@@ -46,11 +49,14 @@ def merge_linears(graph: Graph) -> None:
     for each input, the F.linear nodes that read it, up to where it is written in place:
         before the first: y = linear(input as rows, their weights, their biases)
         each node becomes its columns of y, in the input's leading shape
+
+    The halves of a step have different inputs: each half's layers stay its own.
     """
     siblings: dict[Node, list[_Linear]] = defaultdict(list)
     groups: list[list[_Linear]] = []
     for node in graph.nodes:
-        for source in _written(node, siblings):
+        written = storages(written_nodes(node))
+        for source in [x for x in siblings if storages([x]) & written]:
             groups.append(siblings.pop(source))
         if node.target is F.linear:
             layer = _Linear(node, *_operands(*node.args, **node.kwargs))
@@ -95,46 +101,41 @@ def _example(node: Node) -> torch.Tensor:
     return example
 
 
-def _written(node: Node, sources: Collection[Node]) -> list[Node]:
-    """The ``sources`` whose memory ``node`` writes: ``x.add_(y)``, ``x += y``, ``x[0] = y``."""
-    is_method = node.op == "call_method" and str(node.target).endswith("_")
-    if not (is_method or node.target in _IN_PLACE) or not isinstance(node.args[0], Node):
-        return []
-    storage = _example(node.args[0]).untyped_storage()._cdata
-    return [x for x in sources if _example(x).untyped_storage()._cdata == storage]
-
-
-_IN_PLACE = {
-    operator.setitem,
-    *(getattr(operator, f"i{name}") for name in ("add", "sub", "mul", "truediv", "pow")),
-}
-
-
 def _merge(graph: Graph, layers: Sequence[_Linear]) -> None:
     source = layers[0].source
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
     num_dims = _example(source).ndim
+    made: list[Node] = []
+
+    def method(name: str, *args: Any) -> Node:
+        made.append(graph.call_method(name, args))
+        return made[-1]
+
     with graph.inserting_before(layers[0].node):
         rows = source
-        leading = [graph.call_method("size", (source, i)) for i in range(num_dims - 1)]
+        leading = [method("size", source, i) for i in range(num_dims - 1)]
         if num_dims != 2:
-            rows = graph.call_method(
-                "reshape", (source, -1, graph.call_method("size", (source, -1)))
-            )
+            rows = method("reshape", source, -1, method("size", source, -1))
         merged = graph.call_function(linear, (rows, weights, biases), {"impl": "cpp"})
+        made.append(merged)
         first = 0
         for layer in layers:
             width = _example(layer.node).shape[-1]
-            columns = graph.call_method("narrow", (merged, 1, first, width))
+            columns = method("narrow", merged, 1, first, width)
             if num_dims != 2:
-                columns = graph.call_method("unflatten", (columns, 0, leading))
+                columns = method("unflatten", columns, 0, leading)
             layer.node.replace_all_uses_with(columns)
             first += width
+    for node in made:
+        keep_marks(node, layers[0].node)
     for layer in reversed(layers):
         graph.erase_node(layer.node)
 
 
-DEFAULT_PASSES: tuple[Pass, ...] = (Pass("merge_linears", merge_linears),)
+DEFAULT_PASSES: tuple[Pass, ...] = (
+    Pass("merge_linears", merge_linears),
+    Pass("interleave_halves", interleave_halves),
+)
 
 
 def apply_passes(

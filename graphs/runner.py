@@ -2,117 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, replace
-from itertools import product
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_hybrid.backends.hybrid import Plan, Step, forms_of, make_backends, plan_all
-from torch_hybrid.backends.mode import Form, Mode
+from torch_hybrid.backends.hybrid import make_backends
+from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import Backends
-from torch_hybrid.batch import Batch, pad_to
-from torch_hybrid.caches.hybrid import HybridCache, LayerCache, Sequence
+from torch_hybrid.caches.hybrid import HybridCache, Sequence
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.graphs.buckets import Bucket, doubling, round_up, token_sizes
-from torch_hybrid.graphs.clone_check import PoolClone
-from torch_hybrid.graphs.compile import CompileLog, GraphRecord, StepBackend, compile_step
+from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
+from torch_hybrid.graphs.planner import Logits, StepPlanner
+from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.static_inputs import StaticInputs
+from torch_hybrid.graphs.step import Caches, Inputs, Model, Variant, make_step
+from torch_hybrid.graphs.two_batch import OverlapPolicy, check_cuttable, overlap_policy
 from torch_hybrid.ops.gated_delta_rule import DEFAULT_CHUNK_SIZE
 from torch_hybrid.specs import LayerTable
-
-Logits = Literal["last", "all"]
-# What a graph is traced with; distinct sizes, so that no two symbols are taken for one.
-_TRACED = {
-    Mode.DECODE: Bucket(num_seqs=8, num_tokens=8, num_pages=11),
-    Mode.EXTEND: Bucket(num_seqs=5, num_tokens=512, num_pages=11),
-}
-_TRACED_ROWS = 192
-
-
-class Model(Protocol):
-    """What a runner needs of a model."""
-
-    table: LayerTable
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    num_position_axes: int
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def __call__(self, tokens: Tensor, positions: Tensor, step: Step) -> Tensor: ...
-
-    def logits(self, hidden: Tensor) -> Tensor: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """All of a step's input that changes from step to step."""
-
-    batch: Batch
-    plans: dict[str, Plan]
-
-
-pytree.register_dataclass(Inputs)
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """What steps that share a graph have in common, but for which logits they return."""
-
-    mode: Mode
-    forms: tuple[tuple[str, str], ...]  # kind of layer and the name of its form
-
-    @classmethod
-    def of(cls, mode: Mode, forms: Mapping[str, Form]) -> Variant:
-        """The variant of a step."""
-        return cls(mode, tuple((kind, form.name) for kind, form in forms.items()))
-
-    def name(self, logits: Logits) -> str:
-        """As it stands in reports: "extend, one shot", for example."""
-        every = ["all logits"] if (self.mode, logits) == (Mode.EXTEND, "all") else []
-        forms = [name for _, name in self.forms if name and self.mode is Mode.EXTEND]
-        return ", ".join([self.mode.value, *forms, *every])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What a runner compiled so far.
-
-    ``graphs`` is by step variant; ``recompiles`` counts graphs beyond the one that each variant
-    needs; ``ops`` counts calls by ``op[implementation]`` in one step of each variant.
-    """
-
-    graphs: Mapping[str, GraphRecord]
-    recompiles: int
-    graph_breaks: int
-    captured_graphs: tuple[str, ...]
-    pool_bytes: int
-    static_input_bytes: int
-
-    @property
-    def compiles(self) -> int:
-        """How many graphs were compiled."""
-        return len(self.graphs) + self.recompiles
-
-    @property
-    def ops(self) -> Mapping[str, Counter[str]]:
-        """Calls by op and implementation, for each variant."""
-        return {variant: graph.ops for variant, graph in self.graphs.items()}
-
-    @property
-    def pool_clones(self) -> tuple[PoolClone, ...]:
-        """Copies of a whole pool in the compiled code; none is right."""
-        return tuple(clone for graph in self.graphs.values() for clone in graph.pool_clones)
 
 
 class Runner:
@@ -126,7 +36,9 @@ class Runner:
         page_size: tokens in a page of the KV pool.
         compile: compile the steps; without, the same code runs eagerly.
         cuda_graphs: "auto" or "off"; nothing is captured yet.
-        two_batch_overlap: "off" or "auto"; overlap is not offered yet.
+        two_batch_overlap: "on" runs every step as two interleaved halves, "auto" those that are
+            large enough where there are collectives to hide, "off" none. An ``OverlapPolicy``
+            says which.
         backends: implementations to take, by name.
 
     Raises:
@@ -144,7 +56,7 @@ class Runner:
         page_size: int = 16,
         compile: bool = True,
         cuda_graphs: Literal["auto", "off"] = "auto",
-        two_batch_overlap: Literal["auto", "off"] = "off",
+        two_batch_overlap: Literal["off", "on", "auto"] | OverlapPolicy = "off",
         backends: Backends | None = None,
     ) -> None:
         if max_tokens < DEFAULT_CHUNK_SIZE:
@@ -152,9 +64,12 @@ class Runner:
                 f"max_tokens must hold at least one chunk of {DEFAULT_CHUNK_SIZE} tokens, "
                 f"got {max_tokens}"
             )
-        for name, value in (("cuda_graphs", cuda_graphs), ("two_batch_overlap", two_batch_overlap)):
-            if value not in ("auto", "off"):
-                raise UnsupportedError(f"{name} must be 'auto' or 'off', got {value!r}")
+        if cuda_graphs not in ("auto", "off"):
+            raise UnsupportedError(f"cuda_graphs must be 'auto' or 'off', got {cuda_graphs!r}")
+        self.overlap = overlap_policy(two_batch_overlap, num_ranks=_num_ranks())
+        check_cuttable(
+            self.overlap, max_seqs=max_seqs, max_tokens=max_tokens, chunk_size=DEFAULT_CHUNK_SIZE
+        )
         self.model = model
         self.max_seqs, self.max_tokens, self.page_size = max_seqs, max_tokens, page_size
         self.vocab_size = model.vocab_size
@@ -169,15 +84,18 @@ class Runner:
             device=model.device,
         )
         self.backends = make_backends(model.table, self._cache.sizes, backends)
-        self._page_sizes = doubling(2, max(self._cache.num_pages, 2))
-        self._seq_sizes = doubling(2, max(max_seqs, 2))
-        self._token_sizes = token_sizes(max_tokens)
-        self._forms = {Variant.of(mode, forms): forms for mode in Mode for forms in self._all(mode)}
+        self._planner = StepPlanner(
+            self.backends,
+            max_seqs=max_seqs,
+            max_tokens=max_tokens,
+            num_pages=self._cache.num_pages,
+            num_position_axes=model.num_position_axes,
+            overlap=self.overlap,
+            chunk_grid=_chunk_grid(model.table),
+        )
         self._inputs = {
-            variant: StaticInputs(
-                self._null_inputs(variant.mode, self._largest(variant.mode), forms), model.device
-            )
-            for variant, forms in self._forms.items()
+            variant: StaticInputs(self._planner.largest(variant), model.device)
+            for variant in self._planner.forms
         }
         self._log = CompileLog()
         self._variants: dict[str, int] = {}  # name of a variant to its graph's place in the log
@@ -245,7 +163,8 @@ class Runner:
         itself is cut off (Ctrl-C), its sequences can only be freed.
 
         Args:
-            seqs: N distinct live sequences.
+            seqs: N distinct live sequences. With none, the step runs on padding alone: a rank
+                that has no work still takes part in the collectives of the others.
             tokens: the new tokens of each, at least one, ``max_tokens`` in all at most.
             logits: "last" for those after each sequence's last token, "all" for every token.
             positions: [3, T] int64 rotary positions of the packed tokens, for models with 3-D
@@ -260,11 +179,19 @@ class Runner:
         """
         lengths = [len(new) for new in tokens]
         self._check_extend(seqs, tokens, lengths, logits, positions)
+        if not seqs:
+            return self._run(*self._planner.plan_idle())[:0]
         mode = Mode.DECODE if max(lengths) == 1 else Mode.EXTEND
-        variant, planned = self._plan(seqs, tokens, positions, mode)
-        inputs = self._inputs[variant].refresh(planned)
+        batch = self._cache.make_batch(
+            seqs,
+            tokens,
+            positions=positions,
+            num_position_axes=self.model.num_position_axes,
+            table_width=self._planner.table_width,
+        )
+        variant, planned = self._planner.plan(batch, mode, logits)
         try:
-            out = self._run(variant, logits, inputs)
+            out = self._run(variant, planned)
             self._cache.commit(seqs, lengths)
         except BaseException:
             self._cache.mark_broken(seqs)
@@ -276,10 +203,10 @@ class Runner:
 
         ``on_variant`` is called with the name of each variant before it is compiled.
         """
-        for variant in self._forms:
+        for variant in self._planner.forms:
             if on_variant is not None:
-                on_variant(variant.name("last"))
-            self._compile(variant, "last")
+                on_variant(variant.name)
+            self._compile(variant)
 
     def report(self) -> Report:
         """What was compiled so far, and what is in it."""
@@ -293,111 +220,43 @@ class Runner:
             static_input_bytes=sum(inputs.nbytes for inputs in self._inputs.values()),
         )
 
-    def _plan(
-        self,
-        seqs: Many[Sequence],
-        tokens: Many[Many[int]],
-        positions: Tensor | None,
-        mode: Mode,
-    ) -> tuple[Variant, Inputs]:
-        """A step's variant and its inputs on the host, padded to their bucket."""
-        batch = self._cache.make_batch(
-            seqs,
-            tokens,
-            positions=positions,
-            num_position_axes=self.model.num_position_axes,
-            table_width=lambda used: round_up(used, self._page_sizes),
-        )
-        # At least two of each: a size of 1 would be a graph of its own.
-        if mode is Mode.DECODE:
-            num_seqs = num_tokens = max(batch.num_seqs, 2)
-        else:
-            num_seqs = round_up(batch.num_seqs, self._seq_sizes)
-            num_tokens = round_up(batch.num_tokens, self._token_sizes)
-        batch = pad_to(batch, num_seqs=num_seqs, num_tokens=num_tokens)
-        forms = forms_of(self.backends, batch, mode)
-        plans = plan_all(self.backends, batch, mode, forms)
-        return Variant.of(mode, forms), Inputs(batch=batch, plans=plans)
-
-    def _run(self, variant: Variant, logits: Logits, inputs: Inputs) -> Tensor:
-        self._compile(variant, logits)
+    def _run(self, variant: Variant, planned: Inputs) -> Tensor:
+        """Run one step whose inputs are on the host."""
+        self._compile(variant)
+        inputs = self._inputs[variant].refresh(planned)
         with torch.inference_mode():
-            out: Tensor = self._steps[variant.mode, logits](inputs, self._cache.pools)
-        return out
+            return self._steps[variant](inputs, self._cache.pools)
 
-    def _compile(self, variant: Variant, logits: Logits) -> None:
+    def _compile(self, variant: Variant) -> None:
         """Trace and compile one variant on a step of null sequences, which changes no state."""
-        name, mode = variant.name(logits), variant.mode
-        if name in self._variants or not self.compile:
+        if variant.name in self._variants or not self.compile:
             return
-        forms = {
-            kind: replace(form, num_rows=_TRACED_ROWS)
-            for kind, form in self._forms[variant].items()
-        }
-        null = self._null_inputs(mode, _TRACED[mode], forms)
         # One tensor that stands in several places stays one: graphs are guarded by that.
         moved: dict[int, Tensor] = {}
-        inputs = pytree.tree_map(
-            lambda leaf: moved.setdefault(id(leaf), leaf.to(self.model.device)), null
+        inputs = pytree.tree_map_only(
+            Tensor,
+            lambda leaf: moved.setdefault(id(leaf), leaf.to(self.model.device)),
+            self._planner.traced(variant),
         )
-        if inputs.batch.positions.ndim == 2:
-            torch._dynamo.mark_static(inputs.batch.positions, 0)
+        for part in inputs.parts:
+            if part.batch.positions.ndim == 2:
+                torch._dynamo.mark_static(part.batch.positions, 0)
         place = len(self._log.graphs)
         # Floats of the model (an eps) are constants: as inputs, each is a tensor made every step.
         with torch.inference_mode(), torch._dynamo.config.patch(specialize_float=True):
-            self._steps[mode, logits](inputs, self._cache.pools)
-        self._variants[name] = place
+            self._steps[variant](inputs, self._cache.pools)
+        self._variants[variant.name] = place
 
-    def _make_steps(self) -> dict[tuple[Mode, Logits], Callable[[Inputs, Any], Tensor]]:
+    def _make_steps(self) -> dict[Variant, Callable[[Inputs, Caches], Tensor]]:
+        """A step for each variant, not compiled yet."""
+        step, variants = make_step(self.model), self._planner.forms
+        if not self.compile:
+            return dict.fromkeys(variants, step)
         pools = self._cache.pool_tensors()
         for pool in pools:
             torch._dynamo.mark_static(pool)
         backend = StepBackend(self._log, pool_sizes={pool.numel() for pool in pools})
-
-        def make(gather_last: bool) -> Callable[[Inputs, Any], Tensor]:
-            step = _make_step(self.model, gather_last=gather_last)
-            return compile_step(step, backend) if self.compile else step
-
-        decode = make(gather_last=False)  # one token each: the last is all there is
-        return {
-            (Mode.DECODE, "last"): decode,
-            (Mode.DECODE, "all"): decode,
-            (Mode.EXTEND, "last"): make(gather_last=True),
-            (Mode.EXTEND, "all"): make(gather_last=False),
-        }
-
-    def _all(self, mode: Mode) -> Iterator[dict[str, Form]]:
-        """Every combination of forms that steps of a mode may take, each at its largest."""
-        kinds = list(self.backends)
-        for forms in product(*(self.backends[kind].forms(mode) for kind in kinds)):
-            yield dict(zip(kinds, forms, strict=True))
-
-    def _null_inputs(self, mode: Mode, bucket: Bucket, forms: Mapping[str, Form]) -> Inputs:
-        """A step of empty sequences, all padding: it reads and writes no state."""
-        axes, num_tokens, num_seqs = (
-            self.model.num_position_axes,
-            bucket.num_tokens,
-            bucket.num_seqs,
-        )
-        position_shape = (num_tokens,) if axes == 1 else (axes, num_tokens)
-        batch = Batch(
-            tokens=torch.zeros(num_tokens, dtype=torch.int64),
-            positions=torch.zeros(position_shape, dtype=torch.int64),
-            slot_mapping=torch.zeros(num_tokens, dtype=torch.int32),
-            cu_seqlens=torch.zeros(num_seqs + 1, dtype=torch.int32),
-            seq_lens=torch.zeros(num_seqs, dtype=torch.int32),
-            page_table=torch.zeros(num_seqs, bucket.num_pages, dtype=torch.int32),
-            state_indices=torch.zeros(num_seqs, dtype=torch.int32),
-        )
-        return Inputs(batch=batch, plans=plan_all(self.backends, batch, mode, forms))
-
-    def _largest(self, mode: Mode) -> Bucket:
-        num_seqs = self._seq_sizes[-1]
-        return Bucket(
-            num_seqs=num_seqs,
-            num_tokens=num_seqs if mode is Mode.DECODE else self.max_tokens,
-            num_pages=self._page_sizes[-1],
-        )
+        return {variant: compile_step(step, backend) for variant in variants}
 
     def _check_extend(
         self,
@@ -407,13 +266,15 @@ class Runner:
         logits: str,
         positions: Tensor | None,
     ) -> None:
-        if not seqs or len(seqs) != len(tokens):
+        if len(seqs) != len(tokens):
             raise ValueError(
-                f"tokens must have one list for each of at least one sequence, "
+                f"tokens must have one list for each sequence, "
                 f"got {len(tokens)} lists for {len(seqs)} sequences"
             )
         if logits not in ("last", "all"):
             raise ValueError(f"logits must be 'last' or 'all', got {logits!r}")
+        if not seqs:
+            return
         if min(lengths) == 0:
             raise ValueError(f"every sequence needs at least one new token, got {lengths}")
         if sum(lengths) > self.max_tokens:
@@ -435,18 +296,16 @@ class Runner:
                 )
 
 
-def _make_step(
-    model: Model, *, gather_last: bool
-) -> Callable[[Inputs, dict[str, tuple[LayerCache, ...]]], Tensor]:
-    def step(inputs: Inputs, caches: dict[str, tuple[LayerCache, ...]]) -> Tensor:
-        batch = inputs.batch
-        layers = Step(plans=inputs.plans, caches=caches, table=model.table)
-        hidden = model(batch.tokens, batch.positions, layers)
-        if gather_last:
-            hidden = hidden[(batch.cu_seqlens[1:].long() - 1).clamp(min=0)]
-        return model.logits(hidden)
+def _chunk_grid(table: LayerTable) -> int:
+    """What the cut of a step keeps to inside a sequence: the chunks of its recurrent layers."""
+    recurrent = set(table.kinds) - {"paged_attention", "latent_attention"}
+    return DEFAULT_CHUNK_SIZE if recurrent else 1
 
-    return step
+
+def _num_ranks() -> int:
+    """Devices that run one step together."""
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if distributed else 1
 
 
 def _count_graph_breaks() -> int:

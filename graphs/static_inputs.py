@@ -7,6 +7,7 @@ and a refresh writes all of it: nothing of an earlier, larger step can be left o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -28,7 +29,7 @@ class _Layout:
 
 
 class StaticInputs:
-    """Static storage for values of one pytree structure.
+    """Static storage for values of one pytree structure, of tensors and None.
 
     Args:
         largest: a value whose leaves are as large as they ever get. Leaves that are the same
@@ -37,7 +38,7 @@ class StaticInputs:
     """
 
     def __init__(self, largest: Any, device: torch.device) -> None:
-        leaves, self._structure = pytree.tree_flatten(largest)
+        leaves, self._structure = _flatten(largest)
         first: dict[int, int] = {}
         self._source = [first.setdefault(id(leaf), i) for i, leaf in enumerate(leaves)]
         self._dtypes = [leaf.dtype for leaf in leaves]
@@ -67,9 +68,11 @@ class StaticInputs:
             ValueError: another structure, a leaf that does not fit, or two leaves that are not
                 the same tensor although they were in ``largest``.
         """
-        leaves, structure = pytree.tree_flatten(value)
+        leaves, structure = _flatten(value)
         if structure != self._structure:
-            raise ValueError(f"expected a value of structure {self._structure}, got {structure}")
+            raise ValueError(
+                f"expected a value of structure {self._structure[0]}, got {structure[0]}"
+            )
         for i, source in enumerate(self._source):
             if leaves[i] is not leaves[source]:
                 raise ValueError(f"leaf {i} must be the same tensor as leaf {source}")
@@ -104,9 +107,25 @@ class StaticInputs:
         on_device = views(self._device)
         return _Layout(
             host=list(views(self._host).values()),
-            value=pytree.tree_unflatten([on_device[i] for i in self._source], self._structure),
+            value=_unflatten([on_device[i] for i in self._source], self._structure),
             num_bytes=max(offset + leaves[i].nbytes for i, offset in self._offsets.items()),
         )
+
+
+# A pytree takes None for a leaf: which leaves are tensors belongs to the structure.
+_Structure = tuple[pytree.TreeSpec, tuple[bool, ...]]
+
+
+def _flatten(value: Any) -> tuple[list[Tensor], _Structure]:
+    leaves, spec = pytree.tree_flatten(value)
+    is_tensor = tuple(leaf is not None for leaf in leaves)
+    return [leaf for leaf in leaves if leaf is not None], (spec, is_tensor)
+
+
+def _unflatten(tensors: Iterable[Tensor], structure: _Structure) -> Any:
+    spec, is_tensor = structure
+    remaining = iter(tensors)
+    return pytree.tree_unflatten([next(remaining) if t else None for t in is_tensor], spec)
 
 
 def _view(buffer: Tensor, offset: int, like: Tensor) -> Tensor:

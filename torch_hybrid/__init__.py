@@ -12,7 +12,8 @@ from torch_hybrid.batch import Batch, make_batch
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
 from torch_hybrid.engine import Engine, Output, Request, TokenEvent
 from torch_hybrid.errors import CapacityError, UnsupportedError
-from torch_hybrid.graphs.runner import Report, Runner
+from torch_hybrid.graphs.report import Report
+from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.load import adapt, from_pretrained
 from torch_hybrid.sampling import Sampling

@@ -44,7 +44,8 @@ from torch_hybrid.backends.select import Backends
 from torch_hybrid.engine import Engine, Output, Request, TokenEvent
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.explain import Section, byte_count, explain, pattern
-from torch_hybrid.graphs.runner import Report, Runner
+from torch_hybrid.graphs.report import Report
+from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.host import tune_allocator
 from torch_hybrid.models.load import from_pretrained
 from torch_hybrid.sampling import Sampling

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.caches.sizes import PoolCost
-from torch_hybrid.graphs.runner import Report, Runner
+from torch_hybrid.graphs.report import Report
+from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.specs import LayerSpec, LayerTable
 
 

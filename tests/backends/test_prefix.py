@@ -47,7 +47,7 @@ def step(
     cache.reserve(seqs, prefixes)
     cache.commit(seqs, prefixes)
     batch = cache.make_batch(seqs, [[0] * n for n in new])
-    form = backend.form_of(batch, Mode.EXTEND)
+    form = backend.form_of([batch], Mode.EXTEND)
     return form, backend.plan(batch, Mode.EXTEND, form)
 
 
@@ -128,7 +128,7 @@ def test_rows_name_the_pages_of_their_positions():
     cache.reserve(seqs, [50, 0, 41])
     cache.commit(seqs, [50, 0, 41])
     batch = cache.make_batch(seqs, [[0], [0, 0], [0, 0, 0]])
-    plan = backend.plan(batch, Mode.EXTEND, backend.form_of(batch, Mode.EXTEND))
+    plan = backend.plan(batch, Mode.EXTEND, backend.form_of([batch], Mode.EXTEND))
     rows = torch.cat(
         [
             rows[: offsets[-1]]
@@ -204,6 +204,6 @@ def test_plans_of_all_forms_are_alike_but_for_their_chunks():
     cache, _ = make(HYBRID, EXPANDED)
     backends = make_backends(HYBRID, cache.sizes, th.Backends(prefix=EXPANDED))
     batch = cache.make_batch(cache.allocate(1), [[0] * 9])
-    plans = plan_all(backends, batch, Mode.EXTEND, forms_of(backends, batch, Mode.EXTEND))
+    plans = plan_all(backends, batch, Mode.EXTEND, forms_of(backends, [batch], Mode.EXTEND))
     assert list(plans) == ["kimi_delta_attention", "latent_attention"]
     assert plans["latent_attention"].slot_mapping is batch.slot_mapping

@@ -95,7 +95,8 @@ def test_the_record_of_a_graph():
     assert record.pool_clones == ()
     assert record.seconds > 0
     assert record.num_nodes >= 2
-    assert [p.name for p in record.passes] == ["merge_linears"]
+    assert [p.name for p in record.passes] == ["merge_linears", "interleave_halves"]
+    assert record.schedule == ()
 
 
 def test_a_clone_is_in_the_record():

@@ -11,9 +11,10 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, PassRecord, apply_passes
+from torch_hybrid.graphs.passes import Pass, PassRecord, apply_passes, merge_linears
 from torch_hybrid.ops.native import compiler_missing
 
+MERGE = Pass("merge_linears", merge_linears)
 pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason="no C++ compiler")
 
 
@@ -39,7 +40,7 @@ def run(
     seen: list[tuple[str, list[PassRecord]]] = []
 
     def backend(module: GraphModule, _inputs: object) -> Callable[..., object]:
-        records = apply_passes(module, DEFAULT_PASSES, switched_off=switched_off)
+        records = apply_passes(module, [MERGE], switched_off=switched_off)
         seen.append((text(module.graph), records))
         return module.forward
 

@@ -70,7 +70,7 @@ def books(runner: Runner, seqs: list[th.Sequence]) -> tuple[object, ...]:
 # ---- what extend refuses ---------------------------------------------------------------------
 
 REFUSED = {
-    "no sequences": ([], [], {}, "at least one sequence, got 0 lists for 0 sequences"),
+    "no sequences": ([], [[1]], {}, "got 1 lists for 0 sequences"),
     "too few lists": ([0, 1], [[1]], {}, "got 1 lists for 2 sequences"),
     "too many lists": ([0], [[1], [2]], {}, "got 2 lists for 1 sequences"),
     "empty prompt": ([0, 1], [[1], []], {}, "at least one new token, got [1, 0]"),
@@ -171,8 +171,20 @@ def test_construction(model: InterruptibleModel):
         """max_seqs must allow at least one sequence slot, got 0""",
     )
     assert_expected_inline(
-        refusal(th.UnsupportedError, make_runner, model, two_batch_overlap="on"),
-        """two_batch_overlap must be 'auto' or 'off', got 'on'""",
+        refusal(ValueError, make_runner, model, two_batch_overlap="sometimes"),
+        """two_batch_overlap must be 'off', 'on', 'auto' or an OverlapPolicy, got 'sometimes'""",
+    )
+    assert_expected_inline(
+        refusal(ValueError, make_runner, model, two_batch_overlap="on", max_seqs=1),
+        """\
+decode steps of at most 1 sequence(s) are too small to cut in halves: two_batch_overlap needs \
+max_seqs of at least 2""",
+    )
+    assert_expected_inline(
+        refusal(ValueError, make_runner, model, two_batch_overlap="on", max_tokens=63),
+        """\
+extend steps of at most 63 tokens are too small to cut in halves: two_batch_overlap needs \
+max_tokens of at least 64""",
     )
     text = refusal(ValueError, make_runner, model, backends=th.Backends(full="nonesuch"))
     assert text.startswith("paged_attention has no implementation 'nonesuch'; it has ['auto', ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -37,8 +37,8 @@ class Backend(Protocol):
         """Every form that steps of a mode may take, each at its largest; a graph for each."""
         ...
 
-    def form_of(self, batch: Batch, mode: Mode) -> Form:
-        """The form for one step, from its lengths."""
+    def form_of(self, batches: Sequence[Batch], mode: Mode) -> Form:
+        """The form for one step, from the lengths of its batches: all run in that one."""
         ...
 
     def plan(self, batch: Batch, mode: Mode, form: Form) -> Plan:
@@ -91,9 +91,11 @@ def make_backends(
     return {kind: _BACKENDS[kind](table.of_kind(kind), sizes, names) for kind in table.kinds}
 
 
-def forms_of(backends: Mapping[str, Backend], batch: Batch, mode: Mode) -> dict[str, Form]:
-    """The form of each kind of layer for one step."""
-    return {kind: backend.form_of(batch, mode) for kind, backend in backends.items()}
+def forms_of(
+    backends: Mapping[str, Backend], batches: Sequence[Batch], mode: Mode
+) -> dict[str, Form]:
+    """The form of each kind of layer for one step: a batch, or the halves of one."""
+    return {kind: backend.form_of(batches, mode) for kind, backend in backends.items()}
 
 
 def plan_all(
@@ -104,5 +106,5 @@ def plan_all(
 ) -> dict[str, Plan]:
     """A plan for every kind of layer. Pure: equal batches give equal plans that share nothing
     but the batch's own tensors. ``forms`` are those of ``forms_of`` unless given."""
-    forms = forms or forms_of(backends, batch, mode)
+    forms = forms or forms_of(backends, [batch], mode)
     return {kind: backend.plan(batch, mode, forms[kind]) for kind, backend in backends.items()}

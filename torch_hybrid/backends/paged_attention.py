@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +77,7 @@ class PagedAttentionBackend:
         """Steps of a mode all run in one form."""
         return (ONLY_FORM,)
 
-    def form_of(self, batch: Batch, mode: Mode) -> Form:
+    def form_of(self, batches: Sequence[Batch], mode: Mode) -> Form:
         """As ``forms`` says."""
         return ONLY_FORM
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,7 +99,7 @@ class RecurrentBackend:
         """Steps of a mode all run in one form."""
         return (ONLY_FORM,)
 
-    def form_of(self, batch: Batch, mode: Mode) -> Form:
+    def form_of(self, batches: Sequence[Batch], mode: Mode) -> Form:
         """As ``forms`` says."""
         return ONLY_FORM
 

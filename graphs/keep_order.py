@@ -1,0 +1,46 @@
+"""What keeps a schedule through Inductor: no reordering, and no kernel of two stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._inductor.choices import InductorChoices
+
+from torch_hybrid.graphs.lanes import lane_of, stage_of
+
+
+class KeepLanes(InductorChoices):
+    """Inductor's choices, but for fusion: never across lanes or stages.
+
+    A kernel of both halves would wait for both, and one of two stages would be in neither place.
+    """
+
+    def uuid(self) -> str:
+        """Part of the key under which Inductor caches code."""
+        return "torch_hybrid.KeepLanes.1"
+
+    @staticmethod
+    def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
+        """As Inductor decides, within one stage of one lane."""
+        if len(_places(node1) | _places(node2)) > 1:
+            return False
+        return bool(InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score))
+
+
+def _places(scheduler_node: Any) -> set[tuple[int | None, int | None]]:
+    """Lanes and stages of all graph nodes that a kernel comes from."""
+    origins = [
+        origin
+        for part in scheduler_node.get_nodes()
+        if part.node is not None
+        for origin in part.node.get_origins()
+    ]
+    return {(lane_of(n), stage_of(n)) for n in origins if lane_of(n) is not None}
+
+
+# Inductor's own reordering would run one half after the other again.
+KEEP_ORDER: dict[str, Any] = {
+    "reorder_for_locality": False,
+    "reorder_for_peak_memory": False,
+    "inductor_choices_class": KeepLanes,
+}

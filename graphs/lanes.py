@@ -1,0 +1,54 @@
+"""Lanes: which half of a step a node belongs to, from the traced function down to Inductor.
+
+The step marks the calls of its halves; the marks ride in node metadata, which functionalization
+and Inductor keep as the origins of every kernel.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch.fx.traceback
+from torch.fx import Node
+
+_LANE, _STAGE = "lane", "stage"
+
+
+def lane(index: int) -> AbstractContextManager[None]:
+    """Mark what is traced in this context as part of one half."""
+    context: AbstractContextManager[None] = torch.fx.traceback.annotate({_LANE: index})
+    return context
+
+
+def lane_of(node: Node) -> int | None:
+    """The half that a node is part of; None for what belongs to the whole step."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return None  # Dynamo makes an input where it is first used
+    marked: int | None = node.meta.get("custom", {}).get(_LANE)
+    return marked
+
+
+def stage_of(node: Node) -> int | None:
+    """The stage of its lane that a node was scheduled in."""
+    marked: int | None = node.meta.get("custom", {}).get(_STAGE)
+    return marked
+
+
+def set_stage(node: Node, stage: int) -> None:
+    """Mark a node as scheduled in a stage of its lane."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), _STAGE: stage}
+
+
+def clear_marks(node: Node) -> None:
+    """Let a node belong to the whole step."""
+    node.meta["custom"] = {
+        key: value
+        for key, value in node.meta.get("custom", {}).items()
+        if key not in (_LANE, _STAGE)
+    }
+
+
+def keep_marks(new: Node, old: Node) -> None:
+    """Mark a node that a pass made as the one that it stands for."""
+    if "custom" in old.meta:
+        new.meta["custom"] = old.meta["custom"]

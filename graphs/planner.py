@@ -1,0 +1,185 @@
+"""From ragged batches to the padded inputs of one of a few graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.backends.hybrid import Backend, forms_of, plan_all
+from torch_hybrid.backends.mode import Form, Mode
+from torch_hybrid.batch import Batch, pad_to, split
+from torch_hybrid.graphs.buckets import Bucket, doubling, round_up, token_sizes
+from torch_hybrid.graphs.step import Inputs, Part, Variant
+from torch_hybrid.graphs.two_batch import OverlapPolicy, plan_split, rows_in_halves
+
+Logits = Literal["last", "all"]
+# What a graph is traced with; distinct sizes, so that no two symbols are taken for one.
+_TRACED = {
+    Mode.DECODE: Bucket(num_seqs=8, num_tokens=8, num_pages=11),
+    Mode.EXTEND: Bucket(num_seqs=5, num_tokens=512, num_pages=11),
+}
+_TRACED_CHUNK_ROWS = 192
+_TRACED_ROWS = 13
+
+
+class StepPlanner:
+    """Pads steps to buckets, cuts them where the policy says so, and plans their layers.
+
+    Args:
+        backends: of the model's kinds of layers.
+        max_seqs: most sequences in a step.
+        max_tokens: most tokens in a step.
+        num_pages: most pages that one sequence may own.
+        num_position_axes: of the model.
+        overlap: which steps are cut in halves.
+        chunk_grid: a cut inside a sequence is at a multiple of so many tokens.
+    """
+
+    def __init__(
+        self,
+        backends: Mapping[str, Backend],
+        *,
+        max_seqs: int,
+        max_tokens: int,
+        num_pages: int,
+        num_position_axes: int,
+        overlap: OverlapPolicy,
+        chunk_grid: int,
+    ) -> None:
+        self._backends, self._overlap, self._grid = backends, overlap, chunk_grid
+        self._num_position_axes = num_position_axes
+        self._page_sizes = doubling(2, max(num_pages, 2))
+        self._seq_sizes = doubling(2, max(max_seqs, 2))
+        self._token_sizes = token_sizes(max_tokens)
+        # The cut may be half of the grid off the middle.
+        self._half_token_sizes = token_sizes(-(-(max_tokens + chunk_grid) // 2))
+        self.forms = {
+            Variant.of(mode, forms, in_halves=in_halves): forms
+            for mode in Mode
+            for in_halves in self._cuts_of(mode)
+            for forms in self._forms_of(mode)
+        }
+
+    def table_width(self, num_pages: int) -> int:
+        """Width of the page table of a step whose longest sequence owns so many pages."""
+        width: int = round_up(num_pages, self._page_sizes)
+        return width
+
+    def plan(self, batch: Batch, mode: Mode, logits: Logits) -> tuple[Variant, Inputs]:
+        """A step's variant and its inputs on the host, padded to their bucket.
+
+        Args:
+            batch: unpadded, its page table as wide as ``table_width`` says.
+            mode: DECODE only where every sequence has one new token.
+            logits: which rows are wanted.
+        """
+        parts: tuple[Batch, ...] = (batch,)
+        cut = batch.num_tokens
+        if self._overlap.cuts(mode, batch.num_seqs, batch.num_tokens):
+            cut = plan_split(batch.cu_seqlens.diff().tolist(), grid=self._grid)
+            parts = split(batch, cut)
+        num_seqs, num_tokens = self._bucket_of(parts, mode)
+        rows = None
+        if mode is Mode.EXTEND or len(parts) == 2:
+            rows = rows_in_halves(self._wanted(batch, mode, logits), cut, num_tokens)
+        forms = forms_of(self._backends, parts, mode)
+        padded = [pad_to(part, num_seqs=num_seqs, num_tokens=num_tokens) for part in parts]
+        variant = Variant.of(mode, forms, in_halves=len(parts) == 2)
+        return variant, self._inputs(padded, mode, forms, rows)
+
+    def plan_idle(self) -> tuple[Variant, Inputs]:
+        """A decode step of no sequences: all padding, so that it reads and writes no state."""
+        nothing = Bucket(num_seqs=0, num_tokens=0, num_pages=2)
+        return self.plan(self._null_batch(nothing), Mode.DECODE, "last")
+
+    def largest(self, variant: Variant) -> Inputs:
+        """An all-padding step of a variant whose every leaf is as large as it ever gets."""
+        num_seqs, num_rows = self._seq_sizes[-1], self._seq_sizes[-1]
+        num_tokens = num_seqs
+        if variant.mode is Mode.EXTEND:
+            sizes = self._half_token_sizes if variant.in_halves else self._token_sizes
+            num_tokens, num_rows = sizes[-1], self._token_sizes[-1]
+        bucket = Bucket(num_seqs=num_seqs, num_tokens=num_tokens, num_pages=self._page_sizes[-1])
+        return self._null_inputs(variant, bucket, self.forms[variant], num_rows)
+
+    def traced(self, variant: Variant) -> Inputs:
+        """An all-padding step of a variant to trace it on: no two kinds of size are equal."""
+        forms = {
+            kind: replace(form, num_rows=_TRACED_CHUNK_ROWS)
+            for kind, form in self.forms[variant].items()
+        }
+        return self._null_inputs(variant, _TRACED[variant.mode], forms, _TRACED_ROWS)
+
+    def _bucket_of(self, parts: Sequence[Batch], mode: Mode) -> tuple[int, int]:
+        """Sequences and tokens that each part is padded to.
+
+        At least two of each: a size of 1 would be a graph of its own.
+        """
+        num_seqs = max(part.num_seqs for part in parts)
+        if mode is Mode.DECODE:
+            return max(num_seqs, 2), max(num_seqs, 2)
+        sizes = self._token_sizes if len(parts) == 1 else self._half_token_sizes
+        num_tokens = max(part.num_tokens for part in parts)
+        return round_up(num_seqs, self._seq_sizes), round_up(num_tokens, sizes)
+
+    def _wanted(self, batch: Batch, mode: Mode, logits: Logits) -> Tensor:
+        """[R] the tokens whose logits are wanted, padded with token 0."""
+        if mode is Mode.DECODE:
+            rows, size = torch.arange(batch.num_tokens), max(batch.num_tokens, 2)
+        elif logits == "all":
+            size = round_up(batch.num_tokens, self._token_sizes)
+            rows = torch.arange(batch.num_tokens)
+        else:
+            rows, size = batch.cu_seqlens[1:].long() - 1, round_up(batch.num_seqs, self._seq_sizes)
+        return torch.nn.functional.pad(rows, (0, size - rows.shape[0]))
+
+    def _inputs(
+        self,
+        batches: Iterable[Batch],
+        mode: Mode,
+        forms: Mapping[str, Form],
+        rows: Tensor | None,
+    ) -> Inputs:
+        parts = [Part(batch=b, plans=plan_all(self._backends, b, mode, forms)) for b in batches]
+        return Inputs(parts=tuple(parts), rows=rows)
+
+    def _null_inputs(
+        self, variant: Variant, bucket: Bucket, forms: Mapping[str, Form], num_rows: int
+    ) -> Inputs:
+        batches = [self._null_batch(bucket) for _ in range(1 + variant.in_halves)]
+        rows = None
+        if variant.mode is Mode.EXTEND or variant.in_halves:
+            rows = torch.zeros(num_rows, dtype=torch.int64)
+        return self._inputs(batches, variant.mode, forms, rows)
+
+    def _null_batch(self, bucket: Bucket) -> Batch:
+        """Empty sequences and padding tokens."""
+        axes, num_tokens, num_seqs = self._num_position_axes, bucket.num_tokens, bucket.num_seqs
+        position_shape = (num_tokens,) if axes == 1 else (axes, num_tokens)
+        return Batch(
+            tokens=torch.zeros(num_tokens, dtype=torch.int64),
+            positions=torch.zeros(position_shape, dtype=torch.int64),
+            slot_mapping=torch.zeros(num_tokens, dtype=torch.int32),
+            cu_seqlens=torch.zeros(num_seqs + 1, dtype=torch.int32),
+            seq_lens=torch.zeros(num_seqs, dtype=torch.int32),
+            page_table=torch.zeros(num_seqs, bucket.num_pages, dtype=torch.int32),
+            state_indices=torch.zeros(num_seqs, dtype=torch.int32),
+        )
+
+    def _cuts_of(self, mode: Mode) -> list[bool]:
+        """Whether steps of a mode run whole, in halves, or some so and some so."""
+        largest = self._seq_sizes[-1], self._token_sizes[-1]
+        whole = [] if self._overlap.always_cuts(mode) else [False]
+        halves = [True] if self._overlap.cuts(mode, *largest) else []
+        return whole + halves
+
+    def _forms_of(self, mode: Mode) -> Iterator[dict[str, Form]]:
+        """Every combination of forms that steps of a mode may take, each at its largest."""
+        kinds = list(self._backends)
+        for forms in product(*(self._backends[kind].forms(mode) for kind in kinds)):
+            yield dict(zip(kinds, forms, strict=True))

@@ -1,0 +1,41 @@
+"""What a runner compiled, as a value."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch_hybrid.graphs.clone_check import PoolClone
+from torch_hybrid.graphs.compile import GraphRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What a runner compiled so far.
+
+    ``graphs`` is by step variant; ``recompiles`` counts graphs beyond the one that each variant
+    needs; ``ops`` counts calls by ``op[implementation]`` in one step of each variant.
+    """
+
+    graphs: Mapping[str, GraphRecord]
+    recompiles: int
+    graph_breaks: int
+    captured_graphs: tuple[str, ...]
+    pool_bytes: int
+    static_input_bytes: int
+
+    @property
+    def compiles(self) -> int:
+        """How many graphs were compiled."""
+        return len(self.graphs) + self.recompiles
+
+    @property
+    def ops(self) -> Mapping[str, Counter[str]]:
+        """Calls by op and implementation, for each variant."""
+        return {variant: graph.ops for variant, graph in self.graphs.items()}
+
+    @property
+    def pool_clones(self) -> tuple[PoolClone, ...]:
+        """Copies of a whole pool in the compiled code; none is right."""
+        return tuple(clone for graph in self.graphs.values() for clone in graph.pool_clones)

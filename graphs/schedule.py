@@ -1,0 +1,286 @@
+"""Interleave the two halves of a step, so that what one waits for the other hides.
+
+Contract of the pass ``interleave_halves``: it permutes the nodes of a graph and changes nothing
+else. Every node is there once; the nodes of a half keep their order; every pool is read and
+written in the order in which it was; collectives come in one order, which follows from the graph
+alone and is therefore that of every rank. A graph that cannot be scheduled so is an error, and one
+without halves stays as it is.
+
+    sizes alone                         -> first
+    nodes of half 0, nodes of half 1    -> cut into stages, both alike:
+        with collectives, after each start of one (its wait begins a later stage);
+        without, where matrix products and mixers (attention, recurrences) take turns;
+        nowhere between two uses of one pool
+    stages of half 0: a0 a1 a2, of half 1: b0 b1 b2
+        offset 0: a0 b0 a1 b1 a2 b2     a collective of one beside any compute of the other
+        offset 1: a0 a1 b0 a2 b1 b2     a mixer of one beside a matrix product of the other
+    the rest                            -> last
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx import Graph, Node
+from torch.utils import _pytree as pytree
+
+from torch_hybrid.graphs.lanes import clear_marks, lane_of, set_stage, stage_of
+from torch_hybrid.graphs.mutation import storages, written_nodes
+from torch_hybrid.ops.linear.op import linear
+from torch_hybrid.ops.registration import NAMESPACE
+
+LANES = (0, 1)
+_COLLECTIVES = "_c10d_functional"
+_MATRIX_FUNCTIONS: set[Callable[..., object]] = {
+    F.linear,
+    F.bilinear,
+    operator.matmul,
+    torch.matmul,
+    torch.mm,
+    torch.bmm,
+    torch.addmm,
+    torch.baddbmm,
+    torch.einsum,
+    linear,
+}
+_MATRIX_METHODS = {"matmul", "mm", "bmm", "addmm", "__matmul__"}
+_MATRIX_OPS = {"linear", "fused_experts"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stretch of one half: its lane, its place there, and the ops that take time, in order."""
+
+    lane: int
+    index: int
+    ops: tuple[str, ...]
+
+    def __str__(self) -> str:
+        runs = ((op, len(list(same))) for op, same in groupby(self.ops))
+        ops = ", ".join(f"{count} {op}" if count > 1 else op for op, count in runs)
+        return f"{'ab'[self.lane]}{self.index:<3} {'':{40 * self.lane}}{ops or '-'}"
+
+
+def interleave_halves(graph: Graph, *, offset: int | None = None) -> None:
+    """Run the stages of both halves in turn; see the module's docstring for the contract.
+
+    Args:
+        graph: of a step whose halves are marked with ``lanes.lane``.
+        offset: by how many stages the second half lags; None is 0 where stages end with
+            collectives and 1 elsewhere.
+
+    Raises:
+        RuntimeError: the halves differ, or the contract cannot be kept.
+    """
+    nodes = list(graph.nodes)
+    if all(lane_of(node) is None for node in nodes):
+        return
+    sizes = _sizes_alone(nodes)
+    halves = [[n for n in nodes if lane_of(n) == k and n not in sizes] for k in LANES]
+    shared = _written_by_both(nodes)
+    has_collectives = any(_starts_collective(node) for half in halves for node in half)
+    stages = [_cut(half, shared, has_collectives) for half in halves]
+    _check_alike(stages)
+    if offset is None:
+        offset = 0 if has_collectives else 1
+    interleaved = [node for stage in _in_turn(stages, offset) for node in stage]
+    laned = set(interleaved)
+    first, last = _around(nodes, laned, sizes)
+    order = [*first, *interleaved, *last]
+    _check(nodes, order, shared)
+    for half in stages:
+        for index, stage in enumerate(half):
+            for node in stage:
+                set_stage(node, index)
+    _unmark_shared(order)
+    _permute(graph, order)
+
+
+def read_schedule(graph: Graph) -> tuple[Stage, ...]:
+    """The stages of a scheduled graph in the order in which they run; none without halves."""
+    placed = [(lane_of(n), stage_of(n), heavy_op(n)) for n in graph.nodes]
+    stages = []
+    for (lane, index), part in groupby((p for p in placed if p[1] is not None), lambda p: p[:2]):
+        stages.append(Stage(lane, index, tuple(op for _, _, op in part if op)))  # type: ignore[arg-type]
+    return tuple(stages)
+
+
+def heavy_op(node: Node) -> str | None:
+    """The name of an op that takes time of its own: matrix product, mixer, collective or wait."""
+    name = _op_name(node)
+    if _is_matrix_product(node):
+        return name.rpartition(".")[2]
+    return name.partition(".")[2] if name.startswith((NAMESPACE, _COLLECTIVES)) else None
+
+
+def _op_name(node: Node) -> str:
+    """ "torch_hybrid.paged_attention" for our op; the plain name of any other function."""
+    if isinstance(node.target, OpOverload):
+        return str(node.target.overloadpacket)
+    if callable(node.target) and not isinstance(node.target, OpOverloadPacket):
+        return node.target.__name__
+    return str(node.target)
+
+
+def _is_matrix_product(node: Node) -> bool:
+    if node.op == "call_method":
+        return node.target in _MATRIX_METHODS
+    namespace, _, name = _op_name(node).partition(".")
+    return node.target in _MATRIX_FUNCTIONS or (namespace == NAMESPACE and name in _MATRIX_OPS)
+
+
+def _is_mixer(node: Node) -> bool:
+    is_ours = node.op == "call_function" and _op_name(node).startswith(f"{NAMESPACE}.")
+    is_attention = node.target is F.scaled_dot_product_attention
+    return is_attention or (is_ours and not _is_matrix_product(node))
+
+
+def _starts_collective(node: Node) -> bool:
+    namespace, _, name = _op_name(node).partition(".")
+    return namespace == _COLLECTIVES and name != "wait_tensor"
+
+
+def _sizes_alone(nodes: Sequence[Node]) -> set[Node]:
+    """Nodes that compute sizes from sizes: Dynamo makes each once and uses it in both halves."""
+    sizes: set[Node] = set()
+    for node in nodes:
+        values = pytree.tree_leaves(node.meta.get("example_value"))
+        if any(isinstance(value, Tensor) for value in values):
+            continue
+        inputs = node.all_input_nodes
+        if node.op == "placeholder" or (inputs and sizes.issuperset(inputs)):
+            sizes.add(node)
+    return sizes
+
+
+def _written_by_both(nodes: Sequence[Node]) -> set[int]:
+    """Storages of the step's inputs that some node writes: the pools."""
+    inputs = storages(node for node in nodes if node.op in ("placeholder", "get_attr"))
+    written: set[int] = storages(w for node in nodes for w in written_nodes(node))
+    return inputs & written
+
+
+def _cut(half: Sequence[Node], shared: set[int], at_collectives: bool) -> list[list[Node]]:
+    """A half's nodes as stages, in order."""
+    cuts = _after_collectives(half) if at_collectives else _between_kinds(half)
+    allowed = [cut for cut in cuts if cut not in _inside(half, shared)]
+    return [list(half[i:j]) for i, j in zip([0, *allowed], [*allowed, len(half)], strict=True)]
+
+
+def _after_collectives(half: Sequence[Node]) -> list[int]:
+    return [i + 1 for i, node in enumerate(half) if _starts_collective(node)]
+
+
+def _between_kinds(half: Sequence[Node]) -> list[int]:
+    """Before the first mixer op after a matrix product, and after the last one before the next.
+
+    What lies between, norms and gates, goes with the matrix products: it is fused there.
+    """
+    cuts, last_mixer, in_mixer = [], 0, False
+    for i, node in enumerate(half):
+        if _is_mixer(node):
+            if not in_mixer:
+                cuts.append(i)
+            in_mixer, last_mixer = True, i
+        elif in_mixer and _is_matrix_product(node):
+            cuts.append(last_mixer + 1)
+            in_mixer = False
+    return [cut for cut in cuts if cut > 0]
+
+
+def _inside(half: Sequence[Node], shared: set[int]) -> set[int]:
+    """Places where no cut may be: between two uses of one pool, and inside a context."""
+    uses: dict[int, list[int]] = {}
+    for i, node in enumerate(half):
+        for storage in storages(node.all_input_nodes) & shared:
+            uses.setdefault(storage, []).append(i)
+    inside = {cut for at in uses.values() for cut in range(at[0] + 1, at[-1] + 1)}
+    depth = 0
+    for i, node in enumerate(half):
+        if depth:
+            inside.add(i)
+        depth += (node.target is _enter_autocast) - (node.target is _exit_autocast)
+    return inside
+
+
+def _in_turn(stages: Sequence[list[list[Node]]], offset: int) -> list[list[Node]]:
+    """a0 .. a[offset] b0 a[offset + 1] b1 ..."""
+    first, second = stages
+    turns: list[list[Node]] = []
+    for i in range(len(first) + offset):
+        turns += [first[i]] if i < len(first) else []
+        turns += [second[i - offset]] if offset <= i else []
+    return turns
+
+
+def _around(
+    nodes: Sequence[Node], laned: set[Node], sizes: set[Node]
+) -> tuple[list[Node], list[Node]]:
+    """The nodes of the whole step: those that need nothing of a half, and the others."""
+    after: set[Node] = set()
+    for node in nodes:
+        if node not in laned and any(n in laned or n in after for n in node.all_input_nodes):
+            after.add(node)
+    output = [node for node in nodes if node.op == "output"]
+    last = [node for node in nodes if node in after and node.op != "output"]
+    first = [n for n in nodes if n not in laned and n not in after and n.op != "output"]
+    return first, last + output
+
+
+def _unmark_shared(nodes: Sequence[Node]) -> None:
+    """Let what both halves compute alike, from weights and sizes, belong to neither.
+
+    Functionalization makes one node of the two; as part of a half it could not be fused with the
+    other's.
+    """
+    users = {n: {lane_of(user) for user in n.users} for n in nodes if n.op == "placeholder"}
+    shared = {n for n, lanes in users.items() if lanes != {0} and lanes != {1}}
+    for node in nodes:
+        if lane_of(node) is None or not shared.issuperset(node.all_input_nodes):
+            continue
+        if not written_nodes(node) and heavy_op(node) is None:
+            shared.add(node)
+            clear_marks(node)
+
+
+def _permute(graph: Graph, order: Sequence[Node]) -> None:
+    *body, output = order
+    for node in body:
+        output.prepend(node)
+
+
+def _check_alike(stages: Sequence[list[list[Node]]]) -> None:
+    first, second = (
+        [[op for node in stage if (op := heavy_op(node))] for stage in half] for half in stages
+    )
+    if first != second:
+        raise RuntimeError(
+            f"the halves of the step must run the same stages, got {first} and {second}"
+        )
+
+
+def _check(before: Sequence[Node], after: Sequence[Node], shared: set[int]) -> None:
+    """Raise unless ``after`` is ``before`` in another order that keeps the contract."""
+    if len(after) != len(before) or set(after) != set(before):
+        raise RuntimeError("the schedule must have every node once")
+    place = {node: i for i, node in enumerate(after)}
+    for node in after:
+        for source in node.all_input_nodes:
+            if place[source] > place[node]:
+                raise RuntimeError(
+                    f"{node.name} of half {lane_of(node)} needs {source.name} of half "
+                    f"{lane_of(source)}, which is scheduled after it"
+                )
+    for storage in shared:
+        users = [n for n in before if storage in storages(n.all_input_nodes)]
+        if sorted(users, key=place.__getitem__) != users:
+            names = [node.name for node in sorted(users, key=place.__getitem__)]
+            raise RuntimeError(f"the uses of a pool changed their order, to {names}")

@@ -1,0 +1,108 @@
+"""One step of a model: its input value, the kinds of step that are a graph each, and the function
+that is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torch_hybrid.backends.hybrid import Plan, Step
+from torch_hybrid.backends.mode import Form, Mode
+from torch_hybrid.batch import Batch
+from torch_hybrid.caches.hybrid import LayerCache
+from torch_hybrid.graphs.lanes import lane
+from torch_hybrid.specs import LayerTable
+
+Caches = dict[str, tuple[LayerCache, ...]]
+
+
+class Model(Protocol):
+    """What a runner needs of a model."""
+
+    table: LayerTable
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_position_axes: int
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def __call__(self, tokens: Tensor, positions: Tensor, step: Step) -> Tensor: ...
+
+    def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A batch with its plans: a whole step, or one half of it."""
+
+    batch: Batch
+    plans: dict[str, Plan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """All of a step's input that changes from step to step.
+
+    ``rows`` says which tokens' logits are returned, as indices into the parts' tokens, one part
+    after the other; None is all of them.
+    """
+
+    parts: tuple[Part, ...]
+    rows: Tensor | None  # [R] int64
+
+
+pytree.register_dataclass(Part)
+pytree.register_dataclass(Inputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """What the steps that share a graph have in common."""
+
+    mode: Mode
+    forms: tuple[tuple[str, str], ...]  # kind of layer and the name of its form
+    in_halves: bool
+
+    @classmethod
+    def of(cls, mode: Mode, forms: Mapping[str, Form], *, in_halves: bool) -> Variant:
+        """The variant of a step."""
+        names = tuple((kind, form.name) for kind, form in forms.items())
+        return cls(mode=mode, forms=names, in_halves=in_halves)
+
+    @property
+    def name(self) -> str:
+        """As it stands in reports: "extend, one shot, in halves", for example."""
+        forms = [name for _, name in self.forms if name and self.mode is Mode.EXTEND]
+        return ", ".join([self.mode.value, *forms, *["in halves"] * self.in_halves])
+
+
+def make_step(model: Model) -> Callable[[Inputs, Caches], Tensor]:
+    """The function that is traced: each part through the model, then the logits that are wanted."""
+
+    def step(inputs: Inputs, caches: Caches) -> Tensor:
+        def run(part: Part) -> Tensor:
+            layers = Step(plans=part.plans, caches=caches, table=model.table)
+            return model(part.batch.tokens, part.batch.positions, layers)
+
+        if len(inputs.parts) == 1:
+            hidden = run(inputs.parts[0])
+        else:
+            halves = []
+            for index, part in enumerate(inputs.parts):
+                with lane(index):
+                    halves.append(run(part))
+            hidden = torch.cat(halves)
+        if inputs.rows is not None:
+            hidden = hidden[inputs.rows]
+        return model.logits(hidden)
+
+    return step
