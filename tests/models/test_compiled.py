@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,12 +22,24 @@ from tests.tiny_models import make_model
 
 pytestmark = pytest.mark.slow
 LENGTHS = (5, 64, 131)
+# Layers of every kind that a family has, and no more of them.
+_TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_moe": _TWO_LAYERS,
+    "olmo_hybrid": _TWO_LAYERS,
+    "kimi_linear": _TWO_LAYERS,
+    "bailing_hybrid": _TWO_LAYERS,
+    "minimax": _TWO_LAYERS,
+    "bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1]},
+    "granitemoehybrid": _TWO_LAYERS,
+    "falcon_h1_norm": {"num_hidden_layers": 2},
+    "nemotron_h": {"layer_types": ["moe", "linear_attention", "mlp", "full_attention"]},
+}
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe", "olmo_hybrid"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits(family: str, tmp_path):
-    kinds = ["linear_attention", "full_attention"]
-    hf_model = make_model(family, seed=2, num_hidden_layers=2, layer_types=kinds)
+    hf_model = make_model(family, seed=2, **FAMILIES[family])
     oracle = ask(hf_model, make_texts(LENGTHS))
     hf_model.save_pretrained(tmp_path)
     model = th.from_pretrained(tmp_path)
