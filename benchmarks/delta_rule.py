@@ -1,28 +1,25 @@
 """A delta rule against the memory (decode) and against matrix products (prefill).
 
-Decode: calls take turns on pools of 256 MB in all, as the layers of a model do, so that states come
-from memory; the floor is an in-place scale of as many such states, and the op is called as a
-compiled graph calls it. Prefill: the rate counts the products of the chunk form, and is compared
-with that of a 2048^3 product. Contestants take turns and the fastest run of each counts. Each shape
-is first compared with the torch form.
+Decode is that of benchmarks/recurrence.py. Prefill: the rate counts the products of the chunk form,
+and is compared with that of a 2048^3 product. Contestants take turns and the fastest run of each
+counts. Each shape is first compared with the torch form.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import cycle
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from benchmarks.recurrence import decode, runner
 from benchmarks.timing import fastest
 from tests.ops.delta_rule_cases import Case, Inputs
 from torch_hybrid.ops.recurrence import CHUNK_SIZES
 
 MATRIX = 2048
-DECODE_BYTES = 256 << 20
 HEAD_DIM = 128
 
 Contestants = Mapping[str, Callable[[], object]]
@@ -57,37 +54,6 @@ class Rule:
         inputs.has_initial_state.fill_(True)
         inputs.state.nan_to_num_()
         return inputs
-
-
-def runner(op: Callable[..., Tensor], inputs: Inputs, **options: object) -> Callable[[], object]:
-    """The op on one pool, which moves on at each call, after a check against the torch form."""
-    one, other = inputs.copy(), inputs.copy()
-    out = op(*one.args(), **one.options(), **options, impl="cpp")
-    expected = op(*other.args(), **other.options(), **options, impl="torch")
-    torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-3)
-    torch.testing.assert_close(one.state[1:], other.state[1:], rtol=1e-3, atol=1e-3)
-    return lambda: op(*inputs.args(), **inputs.options(), **options, impl="cpp")
-
-
-def decode(rule: Rule, seconds: float, cpu_time: bool) -> None:
-    overload = getattr(torch.ops.torch_hybrid, rule.recurrent.__name__)
-    for batch in (1, 2, 4, 8, 16, 32):
-        inputs = rule.inputs((1,) * batch, rule.heads[0], torch.float32)
-        runner(rule.recurrent, inputs)
-        num_pools = max(2, DECODE_BYTES // inputs.state.nbytes)
-        pools = cycle([inputs.state.clone() for _ in range(num_pools)])
-        states = cycle([torch.ones_like(inputs.state[:batch]) for _ in range(num_pools)])
-        contestants = {
-            "floor": lambda states=states: next(states).mul_(1.0001),
-            "cpp": lambda inputs=inputs, pools=pools: overload(
-                *replace(inputs, state=next(pools)).args(), **inputs.options(), impl="cpp"
-            ),
-        }
-        best = fastest(contestants, seconds, cpu_time)
-        print(
-            f"decode batch {batch:2}: {best['cpp'] * 1e6:6.0f} us, in-place scale "
-            f"{best['floor'] * 1e6:6.0f} us, ratio {best['cpp'] / best['floor']:.2f}"
-        )
 
 
 def chunk_flops(num_tokens: int, num_heads: int, chunk: int) -> float:
@@ -130,7 +96,9 @@ def main(rule: Rule, description: str) -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     clock = {"seconds": args.seconds, "cpu_time": args.cpu_time}
-    decode(rule, **clock)
+    for batch in (1, 2, 4, 8, 16, 32):
+        inputs = rule.inputs((1,) * batch, rule.heads[0], torch.float32)
+        decode(f"{rule.heads[0][1]} heads", rule.recurrent, inputs, **clock)
     for dtype in (torch.float32, torch.bfloat16):
         for heads in rule.heads:
             for num_tokens in rule.num_tokens:

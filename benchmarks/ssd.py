@@ -2,12 +2,10 @@
 
     python -m benchmarks.ssd [--threads N] [--seconds S] [--cpu-time]
 
-Decode: calls take turns on pools of 256 MB in all, as the layers of a model do, so that states
-come from memory; the floor is an in-place scale of as many such states, and the op is called as a
-compiled graph calls it. Prefill: the rate counts the products that the chunk form takes, and is
-compared with that of a 2048^3 product; the time is compared with that of the projections of the
-same layer at model width 1024. Contestants take turns and the fastest run of each counts. Each
-shape is first compared with the torch form.
+Decode is that of benchmarks/recurrence.py. Prefill: the rate counts the products of the chunk form
+and is compared with that of a 2048^3 product; the time is compared with that of the
+projections of the same layer at model width 1024. Contestants take turns and the fastest run of
+each counts. Each shape is first compared with the torch form.
 """
 
 from __future__ import annotations
@@ -15,10 +13,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import cycle
 
 import torch
 
+from benchmarks.recurrence import decode, runner
 from benchmarks.timing import fastest
 from tests.ops.ssd.cases import Case, Inputs, make_inputs
 from torch_hybrid.ops.recurrence import CHUNK_SIZES
@@ -26,7 +24,6 @@ from torch_hybrid.ops.ssd import chunk_ssd, recurrent_ssd
 
 MATRIX = 2048
 MODEL_DIM = 1024
-DECODE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,18 +71,6 @@ def layer_inputs(layer: Layer, lengths: tuple[int, ...], dtype: torch.dtype) -> 
     return inputs
 
 
-def runner(
-    op: Callable[..., torch.Tensor], inputs: Inputs, **options: object
-) -> Callable[[], object]:
-    """The op on one pool, which moves on at each call, after a check against the torch form."""
-    one, other = inputs.copy(), inputs.copy()
-    out = op(*one.args(), **one.options(), **options, impl="cpp")
-    expected = op(*other.args(), **other.options(), **options, impl="torch")
-    torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-2)
-    torch.testing.assert_close(one.state[1:], other.state[1:], rtol=1e-3, atol=1e-3)
-    return lambda: op(*inputs.args(), **inputs.options(), **options, impl="cpp")
-
-
 def projections(layer: Layer, num_tokens: int, dtype: torch.dtype) -> Callable[[], object]:
     x = torch.randn(num_tokens, MODEL_DIM, dtype=dtype)
     y = torch.randn(num_tokens, layer.in_features, dtype=dtype)
@@ -93,27 +78,6 @@ def projections(layer: Layer, num_tokens: int, dtype: torch.dtype) -> Callable[[
     w_out = torch.randn(MODEL_DIM, layer.in_features, dtype=dtype)
     linear = torch.nn.functional.linear
     return lambda: (linear(x, w_in), linear(y, w_out))
-
-
-def decode(seconds: float, cpu_time: bool) -> None:
-    for name, layer in LAYERS.items():
-        for batch in (1, 8, 32):
-            inputs = layer_inputs(layer, (1,) * batch, torch.float32)
-            runner(recurrent_ssd, inputs)
-            num_pools = DECODE_BYTES // inputs.state.nbytes
-            pools = cycle([inputs.state.clone() for _ in range(num_pools)])
-            states = cycle([torch.ones_like(inputs.state[:batch]) for _ in range(num_pools)])
-            contestants = {
-                "floor": lambda states=states: next(states).mul_(1.0001),
-                "cpp": lambda inputs=inputs, pools=pools: torch.ops.torch_hybrid.recurrent_ssd(
-                    *replace(inputs, state=next(pools)).args(), **inputs.options(), impl="cpp"
-                ),
-            }
-            best = fastest(contestants, seconds, cpu_time)
-            print(
-                f"decode {name:24} batch {batch:2}: {best['cpp'] * 1e6:6.0f} us, in-place scale "
-                f"{best['floor'] * 1e6:6.0f} us, ratio {best['cpp'] / best['floor']:.2f}"
-            )
 
 
 def chunk_flops(case: Case, num_tokens: int, chunk: int) -> float:
@@ -153,7 +117,10 @@ def main() -> None:
     parser.add_argument("--cpu-time", action="store_true", help="for a machine that others use")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    decode(args.seconds, args.cpu_time)
+    for name, layer in LAYERS.items():
+        for batch in (1, 8, 32):
+            inputs = layer_inputs(layer, (1,) * batch, torch.float32)
+            decode(name, recurrent_ssd, inputs, seconds=args.seconds, cpu_time=args.cpu_time)
     for dtype in (torch.float32, torch.bfloat16):
         prefill(args.seconds, args.cpu_time, dtype)
 
