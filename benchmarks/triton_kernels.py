@@ -21,6 +21,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.gated_delta_rule import recurrent_gated_delta_rule
 from torch_hybrid.ops.paged_attention import paged_attention
+from torch_hybrid.ops.ssd import recurrent_ssd
 
 BF16 = torch.bfloat16
 # What a round of calls touches at least, to leave nothing in L2 for the next round.
@@ -31,6 +32,12 @@ DELTA_RULE = [
     *(((16, 32, 128, 128), num_seqs, 1) for num_seqs in (1, 8, 64, 256)),
     ((16, 32, 128, 128), 64, 4),
     ((30, 30, 96, 192), 64, 1),
+]
+# (groups, heads, K, V), sequences, tokens of each
+SSD = [
+    *(((1, 128, 128, 64), num_seqs, 1) for num_seqs in (1, 8, 64)),
+    ((1, 128, 128, 64), 64, 4),
+    ((1, 24, 256, 64), 64, 1),
 ]
 # (query heads, key heads, D), sequences, length, new tokens of each
 ATTENTION = [
@@ -113,6 +120,39 @@ def delta_rule_calls(
     return calls, state_bytes + 2 * (qkv.numel() + num_tokens * v_size)
 
 
+def ssd_calls(
+    heads: tuple[int, int, int, int], num_seqs: int, num_new: int
+) -> tuple[list[Call], float]:
+    """Calls that take turns on different slots, each ``call(impl=...)``; bytes of one."""
+    num_groups, num_heads, k_dim, v_dim = heads
+    num_tokens, k_size, v_size = num_seqs * num_new, num_groups * k_dim, num_heads * v_dim
+    state_bytes = 2 * 4 * num_seqs * v_size * k_dim
+    num_calls = math.ceil(ROUND_BYTES / state_bytes)
+    state = torch.randn(num_calls * num_seqs + 1, num_heads, v_dim, k_dim, device="cuda")
+    vkq = torch.randn(num_tokens, v_size + 2 * k_size, device="cuda", dtype=BF16)
+    v, k, q = vkq.split([v_size, k_size, k_size], 1)
+    dt = torch.rand(num_tokens, num_heads, device="cuda")
+    slots = torch.randperm(num_calls * num_seqs, device="cuda").int() + 1
+    calls = [
+        partial(
+            recurrent_ssd,
+            q.unflatten(1, (num_groups, k_dim)),
+            k.unflatten(1, (num_groups, k_dim)),
+            v.unflatten(1, (num_heads, v_dim)),
+            -dt,
+            dt,
+            torch.ones(num_heads, device="cuda"),
+            state,
+            offsets(num_seqs, num_new),
+            indices,
+            torch.ones(num_seqs, dtype=torch.bool, device="cuda"),
+            scale=k_dim**-0.5,
+        )
+        for indices in slots.split(num_seqs)
+    ]
+    return calls, state_bytes + 2 * (vkq.numel() + num_tokens * v_size)
+
+
 def attention_calls(
     heads: tuple[int, int, int], num_seqs: int, length: int, num_new: int
 ) -> tuple[list[Call], float]:
@@ -187,6 +227,13 @@ def main() -> None:
         check(calls[0], state=5)
         time, floor = timed(calls), num_bytes / rate
         name = f"delta rule H {heads[0]} HV {heads[1]} K {heads[2]} V {heads[3]}"
+        print(f"| {name} | {num_seqs} | {num_new} | - | {time:.1f} | {floor:.1f} "
+              f"| {time / floor:.2f} |")  # fmt: skip
+    for heads, num_seqs, num_new in SSD:
+        calls, num_bytes = ssd_calls(heads, num_seqs, num_new)
+        check(calls[0], state=6)
+        time, floor = timed(calls), num_bytes / rate
+        name = f"ssd G {heads[0]} H {heads[1]} K {heads[2]} V {heads[3]}"
         print(f"| {name} | {num_seqs} | {num_new} | - | {time:.1f} | {floor:.1f} "
               f"| {time / floor:.2f} |")  # fmt: skip
     for heads, num_seqs, length, num_new in ATTENTION:
