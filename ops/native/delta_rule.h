@@ -24,6 +24,17 @@ namespace th::delta {
 // Up to this length, walking token by token costs less than bringing a state to scratch and back.
 constexpr int64_t RECURRENT_LENGTH = 16;
 
+// What the next item of a thread starts with: it lies far from what the thread is at.
+template <typename T>
+void fetch_item(const Call& call, int64_t item) {
+  const Sequence<T> seq(call, item / call.num_v_heads);
+  const int64_t j = item % call.num_v_heads, h = seq.key_head(j);
+  prefetch(seq.q(0, h), call.k_dim);
+  prefetch(seq.k(0, h), call.k_dim);
+  prefetch(seq.v(0, j), call.v_dim);
+  prefetch(seq.state(j), AHEAD);
+}
+
 template <typename Rule, typename T>
 void recurrent(const Call& call) {
   const int64_t num_items = call.num_seqs * call.num_v_heads;
@@ -37,6 +48,7 @@ void recurrent(const Call& call) {
     for (int64_t item = 0; item < num_items; ++item) {
       const Sequence<T> seq(call, item / call.num_v_heads);
       const int64_t j = item % call.num_v_heads;
+      if (item + 1 < num_items) fetch_item<T>(call, item + 1);
       if (seq.slot == 0)
         seq.clear_out(j);
       else if (seq.length > 0)
