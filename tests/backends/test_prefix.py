@@ -122,6 +122,14 @@ def test_rows_are_spread_over_the_chunks():
     assert form == Form(name="8 chunks", num_chunks=8, num_rows=64)
 
 
+def test_one_shot_has_the_rows_of_the_step_and_no_more():
+    policy = PrefixPolicy(absorbed="never", token_budget=None)
+    form, plan = step([100], [8], policy)
+    assert form == Form(name="one shot", num_chunks=1, num_rows=128)
+    assert plan.prefix is not None
+    assert [len(rows) for rows in plan.prefix.rows] == [128]
+
+
 def test_rows_name_the_pages_of_their_positions():
     cache, backend = make(PLAIN, EXPANDED)
     seqs = cache.allocate(3)

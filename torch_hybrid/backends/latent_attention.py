@@ -153,7 +153,7 @@ class LatentAttentionBackend:
             if form is not _ABSORBED and rows <= form.num_chunks * form.num_rows:
                 even = _round_up(max(1, -(-rows // form.num_chunks)), _ROW_STEP)
                 return replace(form, num_rows=min(even, form.num_rows))
-        return forms[0]  # absorbed: there are no chunks, and one shot does not fit
+        return _ABSORBED  # the policy has no chunks, and one shot does not fit
 
     def plan(self, batch: Batch, mode: Mode, form: Form) -> LatentPlan:
         """The plan of one step. Pure; reads lengths and pages on the host."""
