@@ -144,8 +144,8 @@ class LatentAttentionBackend:
         Of several batches, each has room in the form's tables.
         """
         forms = self.forms(mode)
-        if len(forms) == 1 or (_ABSORBED in forms and self._absorbed_is_cheaper(batches)):
-            return forms[0]
+        if forms == (_ABSORBED,) or (_ABSORBED in forms and self._absorbed_is_cheaper(batches)):
+            return _ABSORBED
         total = max(int(batch.seq_lens.sum()) for batch in batches)
         prefix = max(int(batch.seq_lens.sum() - batch.cu_seqlens[-1]) for batch in batches)
         for form in forms:
