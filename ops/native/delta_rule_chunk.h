@@ -123,16 +123,9 @@ template <typename Rule, typename T>
 void run_chunks(const Sequence<T>& seq, int64_t begin, int64_t end, const Scratch& s) {
   const Call& call = seq.call;
   const int64_t K = call.k_dim, V = call.v_dim, C = call.chunk_size;
-  const auto panel = [&](int64_t j, int64_t c) {
-    return s.states + ((j - begin) * round_up(V, PANEL) + c) * K;
-  };
+  const auto panels = [&](int64_t j) { return s.states + (j - begin) * panels_size(V, K); };
   for (int64_t j = begin; j < end; ++j)
-    for (int64_t c = 0; c < V; c += PANEL) {
-      if (seq.has_initial_state)
-        load_panel(seq.state(j) + c * K, V - c, K, panel(j, c));
-      else
-        std::fill(panel(j, c), panel(j, c) + K * PANEL, 0.0f);
-    }
+    load_panels(seq.has_initial_state ? seq.state(j) : nullptr, V, K, panels(j));
   for (int64_t first = 0; first < seq.length; first += C) {
     const int64_t size = std::min(C, seq.length - first);
     const Chunk chunk{first, size, round_up(size, BLOCK)};
@@ -141,12 +134,10 @@ void run_chunks(const Sequence<T>& seq, int64_t begin, int64_t end, const Scratc
     for (int64_t j = begin; j < end; ++j) {
       for (int64_t i = 0; i < chunk.rows; ++i) s.beta[i] = i < size ? seq.beta(first + i, j) : 0.0f;
       Rule::prepare_head(seq, j, chunk, s);
-      for (int64_t c = 0; c < V; c += PANEL) advance_panel(seq, j, c, chunk, s, panel(j, c));
+      for (int64_t c = 0; c < V; c += PANEL) advance_panel(seq, j, c, chunk, s, panels(j) + c * K);
     }
   }
-  for (int64_t j = begin; j < end; ++j)
-    for (int64_t c = 0; c < V; c += PANEL)
-      store_panel(panel(j, c), std::min<int64_t>(PANEL, V - c), K, seq.state(j) + c * K);
+  for (int64_t j = begin; j < end; ++j) store_panels(panels(j), V, K, seq.state(j));
 }
 
 }  // namespace th::delta

@@ -41,6 +41,20 @@ inline void store_panel(const float* panel, int64_t n, int64_t K, float* state) 
     }
 }
 
+// Floats that a state takes as panels.
+constexpr int64_t panels_size(int64_t V, int64_t K) { return round_up(V, PANEL) * K; }
+
+// All panels of a state, the one of column c at panels + c * K. A null state is one of zeros.
+inline void load_panels(const float* state, int64_t V, int64_t K, float* panels) {
+  if (!state) return std::fill(panels, panels + panels_size(V, K), 0.0f);
+  for (int64_t c = 0; c < V; c += PANEL) load_panel(state + c * K, V - c, K, panels + c * K);
+}
+
+inline void store_panels(const float* panels, int64_t V, int64_t K, float* state) {
+  for (int64_t c = 0; c < V; c += PANEL)
+    store_panel(panels + c * K, std::min<int64_t>(PANEL, V - c), K, state + c * K);
+}
+
 // Rows of one head lie a whole token apart, on another page each, where the hardware does not look
 // ahead: a row of the next chunk is fetched when its predecessor in this one is used.
 template <typename T>

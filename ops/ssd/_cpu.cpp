@@ -38,7 +38,7 @@ int64_t group_size(const Call& call) { return call.num_v_heads / call.num_k_head
 // states have to stay in L2, and no thread may be left without work.
 int64_t heads_per_item(const Call& call) {
   constexpr int64_t STATE_FLOATS = 1 << 16;
-  const int64_t fit = STATE_FLOATS / (call.k_dim * round_up(call.v_dim, PANEL));
+  const int64_t fit = STATE_FLOATS / th::panels_size(call.v_dim, call.k_dim);
   const int64_t share = call.num_seqs * call.num_v_heads / (4 * call.num_threads);
   return std::max<int64_t>(1, std::min({fit, share, group_size(call)}));
 }

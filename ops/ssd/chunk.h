@@ -18,7 +18,6 @@ using th::PANEL;
 using th::i32x16;
 using th::round_up;
 
-constexpr i32x16 LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 constexpr int BLOCK = 8;  // rows of a tile of gemm.h; a chunk is padded to a multiple of it
 // Up to this length, walking token by token costs less than bringing a state to scratch and back.
 constexpr int64_t RECURRENT_LENGTH = 16;
@@ -34,7 +33,7 @@ struct Scratch {
   float* states;        // [heads, V / PANEL, K, PANEL]
 
   static int64_t num_floats(int64_t C, int64_t K, int64_t V, int64_t heads) {
-    return 2 * C * K + 2 * C * C + 3 * C + 2 * C * PANEL + heads * K * round_up(V, PANEL);
+    return 2 * C * K + 2 * C * C + 3 * C + 2 * C * PANEL + heads * th::panels_size(V, K);
   }
 
   Scratch(float* p, int64_t C, int64_t K) {
@@ -79,6 +78,8 @@ void prepare_keys(const Sequence<T>& seq, int64_t group, const Chunk& chunk, con
                 s.k + j * K, K, s.products + j * C + j, C);
 }
 
+constexpr i32x16 LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+
 // One row of decays to the next: each by this token's, and the token itself has none yet.
 TH_INLINE void advance_decays(int64_t i, float decay, float* row) {
   for (int64_t c = 0; c <= i; c += LANES) {
@@ -110,36 +111,56 @@ void prepare_decays(const Sequence<T>& seq, int64_t h, const Chunk& chunk, const
     th::store(s.left + i, th::load(s.left + i) * th::load(s.dt + i));
 }
 
-// Takes PANEL columns of one head through a chunk: outputs, and the state at its end.
+// PANEL columns of head h from `first` on.
+struct Columns {
+  int64_t h, first, width;
+};
+
+// The values of a chunk in float32; what was read of the state decays, and D v is added to it.
 template <typename T>
-void advance_panel(const Sequence<T>& seq, int64_t h, int64_t column, const Chunk& chunk,
-                   const Scratch& s, float* state) {
-  const int64_t K = seq.call.k_dim, C = seq.call.chunk_size, rows = chunk.rows;
-  const int64_t width = std::min<int64_t>(PANEL, seq.call.v_dim - column);
-  th::gemm_nn(int(rows), PANEL, int(K), s.q, K, state, PANEL, s.o, PANEL);
+void load_values(const Sequence<T>& seq, const Columns& columns, const Chunk& chunk,
+                 const Scratch& s) {
+  const auto v_at = [&](int64_t t) { return seq.v(t, columns.h) + columns.first; };
+  const f32x16 D = th::splat(seq.D(columns.h));
   for (int64_t i = 0; i < chunk.size; ++i) {
-    const int64_t t = chunk.first + i;
-    if (t + C < seq.length) th::prefetch(seq.v(t + C, h) + column, width);
+    const int64_t t = chunk.first + i, next = t + seq.call.chunk_size;
+    if (next < seq.length) th::prefetch(v_at(next), columns.width);
     for (int64_t c = 0; c < PANEL; c += LANES) {
       f32x16 v{};
-      if (c < width) v = th::load(seq.v(t, h) + column + c, int(width - c));
+      if (c < columns.width) v = th::load(v_at(t) + c, int(columns.width - c));
       float* o = s.o + i * PANEL + c;
       th::store(s.v + i * PANEL + c, v);
-      th::store(o, th::fma(v, th::splat(seq.D(h)), th::load(o) * s.decay[i]));
+      th::store(o, th::fma(v, D, th::load(o) * s.decay[i]));
     }
   }
-  std::fill(s.v + chunk.size * PANEL, s.v + rows * PANEL, 0.0f);
+  std::fill(s.v + chunk.size * PANEL, s.v + chunk.rows * PANEL, 0.0f);
+}
+
+// Outputs to where they belong; values become what is left of them at the end of the chunk.
+template <typename T>
+void store_outputs(const Sequence<T>& seq, const Columns& columns, const Chunk& chunk,
+                   const Scratch& s) {
+  for (int64_t i = 0; i < chunk.size; ++i) {
+    T* out = seq.out(chunk.first + i, columns.h) + columns.first;
+    for (int64_t c = 0; c < PANEL; c += LANES) {
+      const int64_t at = i * PANEL + c;
+      if (c < columns.width) th::store(out + c, th::load(s.o + at), int(columns.width - c));
+      th::store(s.v + at, th::load(s.v + at) * s.left[i]);
+    }
+  }
+}
+
+// Takes PANEL columns of one head through a chunk: outputs, and the state at its end.
+template <typename T>
+void advance_panel(const Sequence<T>& seq, const Columns& columns, const Chunk& chunk,
+                   const Scratch& s, float* state) {
+  const int64_t K = seq.call.k_dim, C = seq.call.chunk_size, rows = chunk.rows;
+  th::gemm_nn(int(rows), PANEL, int(K), s.q, K, state, PANEL, s.o, PANEL);
+  load_values(seq, columns, chunk, s);
   for (int64_t i = 0; i < rows; i += BLOCK)
     th::gemm_nn(BLOCK, PANEL, int(i + BLOCK), s.attend + i * C, C, s.v, PANEL, s.o + i * PANEL,
                 PANEL, true);
-  for (int64_t i = 0; i < chunk.size; ++i)
-    for (int64_t c = 0; c < PANEL; c += LANES) {
-      float* v = s.v + i * PANEL + c;
-      if (c < width)
-        th::store(seq.out(chunk.first + i, h) + column + c, th::load(s.o + i * PANEL + c),
-                  int(width - c));
-      th::store(v, th::load(v) * s.left[i]);
-    }
+  store_outputs(seq, columns, chunk, s);
   const float decay = s.decay[rows - 1];
   for (int64_t i = 0; i < K * PANEL; i += LANES) th::store(state + i, th::load(state + i) * decay);
   th::gemm_tn(int(K), PANEL, int(rows), s.k, K, s.v, PANEL, state, PANEL, true);
@@ -150,28 +171,22 @@ template <typename T>
 void run_chunks(const Sequence<T>& seq, int64_t begin, int64_t end, const Scratch& s) {
   const Call& call = seq.call;
   const int64_t K = call.k_dim, V = call.v_dim, C = call.chunk_size;
-  const auto panel = [&](int64_t h, int64_t c) {
-    return s.states + ((h - begin) * round_up(V, PANEL) + c) * K;
-  };
+  const auto panels = [&](int64_t h) { return s.states + (h - begin) * th::panels_size(V, K); };
   for (int64_t h = begin; h < end; ++h)
-    for (int64_t c = 0; c < V; c += PANEL) {
-      if (seq.has_initial_state)
-        th::load_panel(seq.state(h) + c * K, V - c, K, panel(h, c));
-      else
-        std::fill(panel(h, c), panel(h, c) + K * PANEL, 0.0f);
-    }
+    th::load_panels(seq.has_initial_state ? seq.state(h) : nullptr, V, K, panels(h));
   for (int64_t first = 0; first < seq.length; first += C) {
     const int64_t size = std::min(C, seq.length - first);
     const Chunk chunk{first, size, round_up(size, BLOCK)};
     prepare_keys(seq, seq.key_head(begin), chunk, s);
     for (int64_t h = begin; h < end; ++h) {
       prepare_decays(seq, h, chunk, s);
-      for (int64_t c = 0; c < V; c += PANEL) advance_panel(seq, h, c, chunk, s, panel(h, c));
+      for (int64_t c = 0; c < V; c += PANEL) {
+        const Columns columns{h, c, std::min<int64_t>(PANEL, V - c)};
+        advance_panel(seq, columns, chunk, s, panels(h) + c * K);
+      }
     }
   }
-  for (int64_t h = begin; h < end; ++h)
-    for (int64_t c = 0; c < V; c += PANEL)
-      th::store_panel(panel(h, c), std::min<int64_t>(PANEL, V - c), K, seq.state(h) + c * K);
+  for (int64_t h = begin; h < end; ++h) th::store_panels(panels(h), V, K, seq.state(h));
 }
 
 }  // namespace ssd
