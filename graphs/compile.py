@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 
 from torch_hybrid.graphs.clone_check import PoolClone, find_pool_clones
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, PassRecord, apply_passes
-from torch_hybrid.graphs.schedule import Stage, read_schedule
+from torch_hybrid.graphs.schedule import Stage, opaque_ops, read_schedule
 from torch_hybrid.ops.registration import NAMESPACE
 
 
@@ -82,8 +82,11 @@ class StepBackend:
 
         records = apply_passes(module, self._passes, switched_off=self._switched_off)
         num_nodes, schedule = len(module.graph.nodes), read_schedule(module.graph)
+        planned = opaque_ops(module.graph)
         with torch._functorch.config.patch(_ALWAYS_INDUCTOR), _inductor_options(schedule):
             compiled: Any = compile_fx(module, inputs, inner_compile=compile_inner)
+        if schedule:
+            _check_order(sources, planned)
         clones = [c for source in sources for c in find_pool_clones(source, self._pool_sizes)]
         self._log.graphs.append(
             GraphRecord(
@@ -111,6 +114,12 @@ def _inductor_options(schedule: Sequence[Stage]) -> AbstractContextManager[Any]:
 
     options: AbstractContextManager[Any] = torch._inductor.config.patch(KEEP_ORDER)
     return options
+
+
+def _check_order(sources: Sequence[str], planned: Sequence[str]) -> None:
+    from torch_hybrid.graphs.keep_order import check_order
+
+    check_order("\n".join(sources), planned)
 
 
 def _ops_of(graph: GraphModule) -> Counter[str]:

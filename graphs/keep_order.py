@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from torch._inductor.choices import InductorChoices
@@ -36,6 +38,27 @@ def _places(scheduler_node: Any) -> set[tuple[int | None, int | None]]:
         for origin in part.node.get_origins()
     ]
     return {(lane_of(n), stage_of(n)) for n in origins if lane_of(n) is not None}
+
+
+_OPAQUE_CALL = re.compile(r"torch\.ops\.(?P<name>(?:torch_hybrid|_c10d_functional)\.\w+?)_?\.\w+\(")
+
+
+def check_order(source: str, planned: Sequence[str]) -> None:
+    """Raise unless generated code calls the opaque ops in the order of the schedule.
+
+    Args:
+        source: Inductor's code of a scheduled graph.
+        planned: the ops in the graph's order, from ``schedule.opaque_ops``.
+
+    Raises:
+        RuntimeError: Inductor has undone the schedule.
+    """
+    found = [call["name"] for call in _OPAQUE_CALL.finditer(source)]
+    remaining = iter(planned)  # an op of weights alone is there once for both halves
+    if not all(name in remaining for name in found):
+        raise RuntimeError(
+            f"compiled code must keep the schedule's order of ops, {list(planned)}; it has {found}"
+        )
 
 
 # Inductor's own reordering would run one half after the other again.

@@ -121,6 +121,12 @@ def heavy_op(node: Node) -> str | None:
     return name.partition(".")[2] if name.startswith((NAMESPACE, _COLLECTIVES)) else None
 
 
+def opaque_ops(graph: Graph) -> list[str]:
+    """The ops that Inductor calls as they are, "torch_hybrid.linear" for example, in order."""
+    names = ["torch_hybrid.linear" if n.target is linear else _op_name(n) for n in graph.nodes]
+    return [name for name in names if name.startswith((f"{NAMESPACE}.", f"{_COLLECTIVES}."))]
+
+
 def _op_name(node: Node) -> str:
     """ "torch_hybrid.paged_attention" for our op; the plain name of any other function."""
     if isinstance(node.target, OpOverload):
