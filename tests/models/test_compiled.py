@@ -35,11 +35,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_h1_norm": {"num_hidden_layers": 2},
     "nemotron_h": {"layer_types": ["moe", "linear_attention", "mlp", "full_attention"]},
 }
+SEEDS = {"granitemoehybrid": 0}  # without a near tie of routers; 2 for the others
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits(family: str, tmp_path):
-    hf_model = make_model(family, seed=2, **FAMILIES[family])
+    hf_model = make_model(family, seed=SEEDS.get(family, 2), **FAMILIES[family])
     oracle = ask(hf_model, make_texts(LENGTHS))
     hf_model.save_pretrained(tmp_path)
     model = th.from_pretrained(tmp_path)
