@@ -7,7 +7,6 @@ within a few tokens: a wrong state or a swapped weight would go unseen.
 from __future__ import annotations
 
 import copy
-import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -302,21 +301,6 @@ def spread_time_constants(module: Any, A_log: Tensor, generator: torch.Generator
         dt_bias.copy_(torch.logit(-1 / (tokens * module.lower_bound)) / rate)
     else:
         dt_bias.copy_(torch.expm1(1 / (tokens * rate)).log())
-
-
-def in_double(model: Any) -> Any:
-    """A copy in float64, with the decay rates that its config says.
-
-    MiniMax keeps them in buffers, which are rounded where a model is cast.
-    """
-    exact = copy.deepcopy(model).double()
-    for module in exact.modules():
-        if type(module).__name__ == "MiniMaxLightningAttention":
-            rate = module.get_slope_rate().double()
-            decays = module.decay_factors(rate)
-            module.slope_rate = rate
-            module.query_decay, module.key_decay, module.diagonal_decay = decays
-    return exact
 
 
 def in_double(model: Any) -> Any:

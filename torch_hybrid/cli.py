@@ -53,6 +53,7 @@ from torch_hybrid.sampling import Sampling
 if TYPE_CHECKING:
     from torch_hybrid.demo.serve import Recalled
     from torch_hybrid.models.hybrid_model import HybridModel
+    from torch_hybrid.models.ring_2_5 import Ring25
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
@@ -258,7 +259,7 @@ def explain_command(
         out.print(shown, markup=False, soft_wrap=True)
 
 
-def load_model(path_or_id: str, dtype: str) -> HybridModel:
+def load_model(path_or_id: str, dtype: str) -> HybridModel | Ring25:
     """A checkpoint, with a spinner for as long as it loads."""
     if path_or_id.startswith((".", "/", "~")) and not Path(path_or_id).is_dir():
         raise ValueError(f"there is no folder {path_or_id}")
@@ -337,14 +338,14 @@ def print_section(section: Section) -> None:
     out.print(table)
 
 
-def _print_model(title: str, model: HybridModel) -> None:
+def _print_model(title: str, model: HybridModel | Ring25) -> None:
     num_params = sum(weight.numel() for weight in model.parameters())
     num_bytes = sum(weight.nbytes for weight in model.parameters())
     dtype_name = str(model.dtype).removeprefix("torch.")
     out.print()
     out.print(title, style="bold", markup=False, soft_wrap=True)
     out.print(
-        f"{model.hf_model.config.model_type}, {num_params:,} parameters, "
+        f"{model.model_type}, {num_params:,} parameters, "
         f"{byte_count(num_bytes)} in {dtype_name}"
     )
     legend = "[dim](F full attention, L linear attention, B both, - none)[/]"

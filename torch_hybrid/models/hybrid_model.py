@@ -40,6 +40,11 @@ class HybridModel(nn.Module):
         self._no_masks = dict.fromkeys(["full_attention", "linear_attention", "sliding_attention"])
 
     @property
+    def model_type(self) -> str:
+        """As its config says."""
+        return str(self.hf_model.config.model_type)
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights, and of keys, values and convolution states."""
         dtype: torch.dtype = self.hf_model.dtype

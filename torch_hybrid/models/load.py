@@ -28,6 +28,7 @@ from torch_hybrid.models.olmo_hybrid import OLMO_HYBRID
 from torch_hybrid.models.qwen3 import QWEN3
 from torch_hybrid.models.qwen3_5 import QWEN3_5
 from torch_hybrid.models.qwen3_next import QWEN3_NEXT
+from torch_hybrid.models.ring_2_5 import Ring25, is_ring_2_5, load_ring_2_5
 from torch_hybrid.specs import LayerTable
 
 FAMILIES: dict[str, Family] = {
@@ -56,8 +57,8 @@ def from_pretrained(
     path_or_id: str | Path,
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
-) -> HybridModel:
-    """Load a checkpoint through transformers and swap its mixers.
+) -> HybridModel | Ring25:
+    """Load a checkpoint: through transformers, with its mixers swapped, or into our own module.
 
     Args:
         path_or_id: a folder as ``save_pretrained`` writes it, or a hub id.
@@ -68,14 +69,52 @@ def from_pretrained(
         UnsupportedError: the model type, or a field of its config, is not known here.
         ValueError: the checkpoint is missing, incomplete or unreadable, or has NaN weights.
     """
-    from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype must be a torch.dtype or one of {sorted(DTYPES)}, got {dtype!r}")
     if str(path_or_id).startswith(("/", ".")) and not Path(path_or_id).is_dir():
         raise ValueError(f"there is no folder {path_or_id}")
+    config = _read_config(path_or_id)
+    if is_ring_2_5(config):
+        return _load_ring_2_5(path_or_id, config, dtype, device)
+    return adapt(_load_hf_model(path_or_id, dtype).to(device))
+
+
+def _read_config(path_or_id: str | Path) -> dict[str, Any]:
+    from transformers import PreTrainedConfig
+
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(path_or_id)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read a model config from {path_or_id}: {error}") from error
+    return dict(config)
+
+
+def _load_ring_2_5(
+    path_or_id: str | Path,
+    config: dict[str, Any],
+    dtype: torch.dtype | str,
+    device: torch.device | str,
+) -> Ring25:
+    from huggingface_hub import snapshot_download
+    from safetensors import SafetensorError
+
+    try:
+        folder = Path(path_or_id)
+        if not folder.is_dir():
+            patterns = ["*.safetensors", "*.json"]
+            folder = Path(snapshot_download(str(path_or_id), allow_patterns=patterns))
+        model = load_ring_2_5(folder, config, dtype, device)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"cannot read the weights in {path_or_id}: {error}") from error
+    _check_finite(model)
+    return model
+
+
+def _load_hf_model(path_or_id: str | Path, dtype: torch.dtype | str) -> Any:
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     try:
         config = AutoConfig.from_pretrained(path_or_id)
     except (OSError, ValueError, StrictDataclassError) as error:
@@ -93,7 +132,7 @@ def from_pretrained(
                 f"the checkpoint {path_or_id} has {problem.replace('_', ' ')}: "
                 f"{sorted(map(str, info[problem]))}"
             )
-    return adapt(hf_model.to(device))
+    return hf_model
 
 
 def adapt(hf_model: Any) -> HybridModel:

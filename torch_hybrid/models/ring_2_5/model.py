@@ -1,0 +1,161 @@
+"""Ring-2.5 as a module of its own, called on packed ragged batches.
+
+Seven or so lightning layers to one of multi-head latent attention; an MLP in the first layers and
+a mixture of experts in the others. Weights are on the meta device until they are loaded.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.backends.hybrid import Step
+from torch_hybrid.backends.latent_attention import LatentPlan
+from torch_hybrid.layers.latent_attention import LatentAttention
+from torch_hybrid.layers.lightning_attention import LightningAttention, alibi_slopes
+from torch_hybrid.layers.rotary import Rotary, rotate_pairs
+from torch_hybrid.models.ring_2_5.config import Ring25Config
+from torch_hybrid.models.ring_2_5.moe import MLP, MixtureOfExperts, linear
+from torch_hybrid.models.ring_2_5.rotary import RotaryTable
+
+LATENT_NORM_EPS = 1e-6  # of the norms inside MLA: fixed by the model, whatever the config says
+
+
+class Ring25(nn.Module):
+    """What a runner needs of a model: its layers, and a forward over packed tokens.
+
+    Args:
+        config: the sizes.
+        dtype: of the weights.
+        eos_token_ids: tokens that end a sequence.
+    """
+
+    num_position_axes = 1
+    model_type = "ring_2_5"
+
+    def __init__(
+        self, config: Ring25Config, dtype: torch.dtype, eos_token_ids: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__()
+        self.config, self.table = config, config.table()
+        self.vocab_size, self.eos_token_ids = config.vocab_size, eos_token_ids
+        shape = config.vocab_size, config.hidden_size
+        self.word_embeddings = nn.Embedding(*shape, dtype=dtype, device="meta")
+        self.layers = nn.ModuleList(
+            Ring25Layer(config, layer_id, dtype) for layer_id in range(config.num_hidden_layers)
+        )
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device="meta")
+        self.lm_head = linear(config.hidden_size, config.vocab_size, dtype)
+        self.rotary = nn.ModuleDict(
+            {kind: RotaryTable(spec) for kind, spec in config.rotary_specs.items()}
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights and of the cached latents."""
+        return self.lm_head.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.lm_head.weight.device
+
+    def forward(self, tokens: Tensor, positions: Tensor, step: Step) -> Tensor:
+        """Run the layers over the packed tokens of a step.
+
+        Args:
+            tokens: [T] int64.
+            positions: [T] int64.
+            step: plans, caches and table. The caches are mutated as the plans say.
+
+        Returns:
+            [T, dim] hidden states after the last norm.
+        """
+        rotary = {kind: table(positions) for kind, table in self.rotary.items()}
+        hidden = self.word_embeddings(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden, rotary, step)
+        normed: Tensor = self.norm(hidden)
+        return normed
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, dim] hidden states to [R, vocab_size] logits."""
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+
+class Ring25Layer(nn.Module):
+    """A mixer and an MLP or experts, each after a norm and added to what went in."""
+
+    def __init__(self, config: Ring25Config, layer_id: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer_id = layer_id
+        dim, eps = config.hidden_size, config.rms_norm_eps
+        self.input_norm = nn.RMSNorm(dim, eps, dtype=dtype, device="meta")
+        self.mixer: nn.Module
+        if config.is_latent(layer_id):
+            self.mixer = MultiHeadLatentAttention(config, dtype)
+        else:
+            slopes = alibi_slopes(config.num_attention_heads) * layer_factor(config, layer_id)
+            meta = torch.device("meta")
+            self.mixer = LightningAttention(dim, config.lightning, slopes, dtype=dtype, device=meta)
+        self.mlp_norm = nn.RMSNorm(dim, eps, dtype=dtype, device="meta")
+        self.mlp: nn.Module = (
+            MLP(dim, config.intermediate_size, dtype)
+            if config.is_dense(layer_id)
+            else MixtureOfExperts(config, dtype)
+        )
+
+    def forward(self, x: Tensor, rotary: dict[str, Rotary], step: Step) -> Tensor:
+        """[T, dim] -> [T, dim]."""
+        entry, plan, cache = step.layer(self.layer_id)
+        x = x + self.mixer(self.input_norm(x), plan, cache, rotary[entry.kind])
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+
+class MultiHeadLatentAttention(nn.Module):
+    """Projections to queries and latents, attention over all latents so far, projection."""
+
+    def __init__(self, config: Ring25Config, dtype: torch.dtype) -> None:
+        super().__init__()
+        dim, spec = config.hidden_size, config.latent
+        self.spec = spec
+
+        def norm(width: int) -> nn.RMSNorm:
+            return nn.RMSNorm(width, LATENT_NORM_EPS, dtype=dtype, device="meta")
+
+        q_width = spec.num_heads * spec.qk_dim
+        rank = config.q_lora_rank
+        if rank is None:
+            self.q_proj: nn.Module = linear(dim, q_width, dtype)
+        else:
+            self.q_proj = nn.Sequential(
+                linear(dim, rank, dtype), norm(rank), linear(rank, q_width, dtype)
+            )
+        self.kv_a_proj = linear(dim, spec.row_dim, dtype)
+        self.kv_a_norm = norm(spec.latent_rank)
+        kv_width = spec.num_heads * (spec.nope_dim + spec.v_dim)
+        self.attention = LatentAttention(spec, linear(spec.latent_rank, kv_width, dtype))
+        self.out_proj = linear(spec.num_heads * spec.v_dim, dim, dtype)
+
+    def forward(self, x: Tensor, plan: LatentPlan, pool: Tensor, rotary: Rotary) -> Tensor:
+        """[T, dim] -> [T, dim]; ``pool`` is mutated at the rows that the plan names."""
+        spec = self.spec
+        q = self.q_proj(x).unflatten(-1, (spec.num_heads, spec.qk_dim))
+        q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
+        q = torch.cat([q_nope, rotate_pairs(q_rope, rotary)], dim=-1)
+        latent, k_rope = self.kv_a_proj(x).split([spec.latent_rank, spec.rope_dim], dim=-1)
+        k_rope = rotate_pairs(k_rope[:, None], rotary)[:, 0]
+        o = self.attention(q, self.kv_a_norm(latent), k_rope, plan, pool)
+        out: Tensor = self.out_proj(o.flatten(1))
+        return out
+
+
+def layer_factor(config: Ring25Config, layer_id: int) -> float:
+    """How fast the heads of a layer forget, against the first: hardly at all in the last.
+
+    As the engines that serve the model count, from 0; the model file that is published with the
+    weights takes ``layer_id - 1`` here.
+    """
+    return 1 - layer_id / max(config.num_hidden_layers - 1, 1) + 1e-5

@@ -1,0 +1,98 @@
+"""Rotary frequencies of Ring-2.5: plain, or stretched by YaRN (arXiv 2309.00071)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.layers.rotary import Rotary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotarySpec:
+    """How many dims of a head are rotated, how fast, and YaRN's parameters or None."""
+
+    dim: int
+    theta: float
+    scaling: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        kind = rope_type(self.scaling)
+        if kind not in ("default", "yarn"):
+            raise UnsupportedError(
+                f"rope_scaling must be of type 'default' or 'yarn', got {kind!r}"
+            )
+
+
+def rope_type(scaling: Mapping[str, Any] | None) -> str:
+    """The kind of scaling, under its new name or its old one."""
+    given = scaling or {}
+    return str(given.get("rope_type", given.get("type", "default")))
+
+
+def mscale(scaling: Mapping[str, Any] | None, field: str) -> float:
+    """What YaRN's ``field`` multiplies by: a function of the factor, 1 where it is not set."""
+    if rope_type(scaling) == "default" or not scaling or not scaling.get(field):
+        return 1.0
+    factor: float = scaling["factor"]
+    return 0.1 * scaling[field] * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+class RotaryTable(nn.Module):
+    """Cosines and sines of positions.
+
+    Args:
+        spec: the frequencies.
+    """
+
+    inv_freq: Tensor
+
+    def __init__(self, spec: RotarySpec) -> None:
+        super().__init__()
+        is_plain = rope_type(spec.scaling) == "default"
+        freqs = _plain(spec) if is_plain else _yarn(spec)
+        self.register_buffer("inv_freq", freqs.float(), persistent=False)
+        self.amplitude = 1.0 if is_plain else _yarn_amplitude(spec.scaling or {})
+
+    def forward(self, positions: Tensor) -> Rotary:
+        """[T] int64 positions to their rotary table."""
+        angles = positions[:, None].float() * self.inv_freq
+        return Rotary(angles.cos() * self.amplitude, angles.sin() * self.amplitude)
+
+
+def _plain(spec: RotarySpec) -> Tensor:
+    """[R / 2] float64 ``theta^(-2 i / R)``."""
+    exponents = torch.arange(0, spec.dim, 2, dtype=torch.float64) / max(spec.dim, 1)
+    return spec.theta**-exponents
+
+
+def _yarn(spec: RotarySpec) -> Tensor:
+    """Fast dims as they are, slow dims slowed by the factor, those between them blended."""
+    scaling = spec.scaling or {}
+    length = scaling["original_max_position_embeddings"]
+
+    def dim_of(rotations: float) -> float:
+        """The dim that turns so often over the original length."""
+        turns = math.log(length / (rotations * 2 * math.pi))
+        return spec.dim * turns / (2 * math.log(spec.theta))
+
+    low = max(math.floor(dim_of(scaling.get("beta_fast", 32))), 0)
+    high = min(math.ceil(dim_of(scaling.get("beta_slow", 1))), spec.dim - 1)
+    ramp = (torch.arange(spec.dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)
+    slowed = ramp.clamp(0, 1)
+    return _plain(spec) * ((1 - slowed) + slowed / scaling["factor"])
+
+
+def _yarn_amplitude(scaling: Mapping[str, Any]) -> float:
+    """The factor on cosines and sines."""
+    if scaling.get("attention_factor") is not None:
+        return float(scaling["attention_factor"])
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return mscale(scaling, "mscale") / mscale(scaling, "mscale_all_dim")
+    return mscale({**scaling, "mscale": 1.0}, "mscale")

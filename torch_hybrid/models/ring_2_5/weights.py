@@ -1,0 +1,216 @@
+"""Loading Ring-2.5 from safetensors of the published layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.models.ring_2_5.config import Ring25Config
+from torch_hybrid.models.ring_2_5.model import Ring25
+
+# Our weights and the published ones, whose rows they hold one after the other.
+Sources = Mapping[str, Sequence[str]]
+
+_NORMS: Sources = {
+    "input_norm.weight": ["input_layernorm.weight"],
+    "mlp_norm.weight": ["post_attention_layernorm.weight"],
+}
+_LIGHTNING: Sources = {
+    "mixer.in_proj.weight": ["attention.query_key_value.weight", "attention.g_proj.weight"],
+    "mixer.norm_weight": ["attention.g_norm.weight"],
+    "mixer.out_proj.weight": ["attention.dense.weight"],
+}
+_QK_NORM: Sources = {
+    "mixer.q_norm_weight": ["attention.query_layernorm.weight"],
+    "mixer.k_norm_weight": ["attention.key_layernorm.weight"],
+}
+_LATENT: Sources = {
+    "mixer.kv_a_proj.weight": ["attention.kv_a_proj_with_mqa.weight"],
+    "mixer.kv_a_norm.weight": ["attention.kv_a_layernorm.weight"],
+    "mixer.attention.kv_b_proj.weight": ["attention.kv_b_proj.weight"],
+    "mixer.out_proj.weight": ["attention.dense.weight"],
+}
+_QUERY: Sources = {"mixer.q_proj.weight": ["attention.q_proj.weight"]}
+_LOW_RANK_QUERY: Sources = {
+    "mixer.q_proj.0.weight": ["attention.q_a_proj.weight"],
+    "mixer.q_proj.1.weight": ["attention.q_a_layernorm.weight"],
+    "mixer.q_proj.2.weight": ["attention.q_b_proj.weight"],
+}
+_ROUTER: Sources = {
+    "mlp.router.weight": ["mlp.gate.weight"],
+    "mlp.router.expert_bias": ["mlp.gate.expert_bias"],
+}
+_OUTER: Sources = {
+    "word_embeddings.weight": ["model.word_embeddings.weight"],
+    "norm.weight": ["model.norm.weight"],
+    "lm_head.weight": ["lm_head.weight"],
+}
+
+
+def sources(config: Ring25Config) -> dict[str, Sequence[str]]:
+    """Every weight of ours, but those of routed experts, and the published ones it is made of."""
+    outer = dict(_OUTER)
+    if config.tie_word_embeddings:
+        outer["lm_head.weight"] = outer["word_embeddings.weight"]
+    for layer_id in range(config.num_hidden_layers):
+        for name, published in _layer_sources(config, layer_id).items():
+            outer[f"layers.{layer_id}.{name}"] = [
+                f"model.layers.{layer_id}.{source}" for source in published
+            ]
+    return outer
+
+
+def _layer_sources(config: Ring25Config, layer_id: int) -> Sources:
+    if config.is_latent(layer_id):
+        query = _QUERY if config.q_lora_rank is None else _LOW_RANK_QUERY
+        mixer = {**_LATENT, **query}
+    else:
+        mixer = {**_LIGHTNING, **(_QK_NORM if config.use_qk_norm else {})}
+    if config.is_dense(layer_id):
+        return {**_NORMS, **mixer, **_mlp_sources("mlp")}
+    return {**_NORMS, **mixer, **_ROUTER, **_mlp_sources("mlp.shared_experts")}
+
+
+def _mlp_sources(name: str) -> Sources:
+    return {
+        f"{name}.gate_up_proj.weight": [f"{name}.gate_proj.weight", f"{name}.up_proj.weight"],
+        f"{name}.down_proj.weight": [f"{name}.down_proj.weight"],
+    }
+
+
+def expert_sources(config: Ring25Config) -> dict[str, list[Sequence[str]]]:
+    """The weights of routed experts: for each expert, the published ones it is made of."""
+    return {
+        f"layers.{layer_id}.mlp.experts.{ours}": [
+            [f"model.layers.{layer_id}.mlp.experts.{expert}.{name}.weight" for name in published]
+            for expert in range(config.num_experts)
+        ]
+        for layer_id in range(config.first_k_dense_replace, config.num_hidden_layers)
+        for ours, published in (
+            ("gate_up_proj", ("gate_proj", "up_proj")),
+            ("down_proj", ("down_proj",)),
+        )
+    }
+
+
+class Checkpoint:
+    """The tensors of a folder of safetensors by name, read one at a time.
+
+    Raises:
+        OSError: there is no safetensors file.
+    """
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        from safetensors import safe_open
+
+        self.folder = folder
+        self.names: dict[str, Any] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            file = stack.enter_context(safe_open(path, framework="pt"))
+            self.names.update(dict.fromkeys(file.keys(), file))
+        if not self.names:
+            raise OSError(f"no safetensors file found in directory {folder}")
+
+    def check(self, needed: set[str], num_layers: int) -> None:
+        """Raise ValueError unless it has the weights needed, and no others of these layers."""
+        foreign = {name for name in self.names if not _is_of_draft(name, num_layers)} - needed
+        for problem, names in (("missing", needed - self.names.keys()), ("unexpected", foreign)):
+            if names:
+                raise ValueError(
+                    f"the checkpoint {self.folder} has {problem} keys: {sorted(names)}"
+                )
+
+    def read(self, names: Sequence[str], shape: Sequence[int]) -> Tensor:
+        """Some tensors, the rows of one after the other's, which together have a shape.
+
+        Raises:
+            ValueError: they have another.
+        """
+        rows, *rest = shape
+        shapes = [list(self.names[name].get_slice(name).get_shape()) for name in names]
+        if sum(given[0] for given in shapes) != rows or any(given[1:] != rest for given in shapes):
+            raise ValueError(
+                f"the checkpoint {self.folder} has mismatched keys: the rows of "
+                f"{' and '.join(names)} must give a weight of shape {[*shape]}, "
+                f"got {' and '.join(map(str, shapes))}"
+            )
+        parts = [self.names[name].get_tensor(name) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _is_of_draft(name: str, num_layers: int) -> bool:
+    """Whether a weight is of the layers after the last, which predict further tokens."""
+    head, _, rest = name.partition("model.layers.")
+    return head == "" and rest != "" and int(rest.partition(".")[0]) >= num_layers
+
+
+def load_ring_2_5(
+    folder: Path, config: Mapping[str, Any], dtype: torch.dtype | str, device: torch.device | str
+) -> Ring25:
+    """Load a checkpoint, without any class of transformers.
+
+    Args:
+        folder: with ``*.safetensors``.
+        config: its ``config.json``.
+        dtype: of the weights; "auto" takes the config's.
+        device: where the weights go.
+
+    Raises:
+        UnsupportedError: a field of the config says what is not served.
+        ValueError: a weight is missing, unexpected, or of another shape than the config says.
+        OSError: there is no safetensors file.
+    """
+    sizes = Ring25Config.from_dict(config)
+    model = Ring25(sizes, _dtype(dtype, config), _eos_token_ids(folder, sizes))
+    with ExitStack() as stack:
+        checkpoint = Checkpoint(folder, stack)
+        plain, experts = sources(sizes), expert_sources(sizes)
+        needed = {name for published in plain.values() for name in published}
+        needed |= {name for each in experts.values() for names in each for name in names}
+        checkpoint.check(needed, sizes.num_hidden_layers)
+        weights = _read_all(model, checkpoint, plain, experts, torch.device(device))
+        model.load_state_dict(dict(weights), assign=True)
+    if sizes.tie_word_embeddings:
+        model.lm_head.weight = model.word_embeddings.weight
+    for layer_id in range(sizes.first_k_dense_replace, sizes.num_hidden_layers):
+        moe: Any = model.layers[layer_id].get_submodule("mlp")
+        moe.experts = FusedExperts(moe.experts.gate_up_proj, moe.experts.down_proj)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def _read_all(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    plain: Mapping[str, Sequence[str]],
+    experts: Mapping[str, list[Sequence[str]]],
+    device: torch.device,
+) -> Iterator[tuple[str, Tensor]]:
+    """Our weights, of the model's shapes and dtypes."""
+    for name, like in model.state_dict().items():
+        if name in experts:
+            weight = torch.stack([checkpoint.read(each, like.shape[1:]) for each in experts[name]])
+        else:
+            weight = checkpoint.read(plain[name], like.shape)
+        yield name, weight.to(device=device, dtype=like.dtype)
+
+
+def _dtype(dtype: torch.dtype | str, config: Mapping[str, Any]) -> torch.dtype:
+    if dtype == "auto":
+        dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+    chosen: torch.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return chosen
+
+
+def _eos_token_ids(folder: Path, config: Ring25Config) -> tuple[int, ...]:
+    """As the checkpoint's ``generation_config.json`` says, or else its config."""
+    file = folder / "generation_config.json"
+    given = json.loads(file.read_text()) if file.exists() else {}
+    eos = given.get("eos_token_id", config.eos_token_id)
+    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
