@@ -10,24 +10,19 @@ take turns and the fastest run of each counts.
 
 from __future__ import annotations
 
-import argparse
-import ctypes
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.ceilings import Clock, clock_arguments, clock_of, product, reader
 from tests.ops.paged_attention.cases import Case, Inputs, make_inputs
 from tests.ops.pages import slots_of
-from torch_hybrid.ops.native import load_library
 from torch_hybrid.ops.paged_attention import paged_attention
 
 FP32, BF16 = torch.float32, torch.bfloat16
-MATRIX = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,37 +63,6 @@ PREFILL = (
     (MULTI_HEAD, 2048),
     (Shape(num_q_heads=16, num_kv_heads=2, head_dim=256, dtype=BF16), 2048),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Clock:
-    """How long a contestant takes: by the wall, or processor time shared out to the threads."""
-
-    seconds: float
-    cpu_time: bool
-
-    def fastest(self, contestants: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-        now, share = time.perf_counter, 1
-        if self.cpu_time:
-            now, share = time.process_time, torch.get_num_threads()
-        best = dict.fromkeys(contestants, float("inf"))
-        for run in contestants.values():
-            run()
-        end = time.perf_counter() + self.seconds
-        while time.perf_counter() < end:
-            for name, run in contestants.items():
-                start = now()
-                run()
-                best[name] = min(best[name], (now() - start) / share)
-        return best
-
-
-def reader(num_bytes: int) -> Callable[[], object]:
-    """Reads a buffer of this size with all threads."""
-    read = load_library("benchmark_read", Path(__file__).with_name("_read.cpp")).th_read
-    read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-    buffer, threads = torch.ones(num_bytes // 4), torch.get_num_threads()
-    return lambda: read(buffer.data_ptr(), buffer.numel(), threads)
 
 
 def op(inputs: Inputs) -> Callable[[], Tensor]:
@@ -158,28 +122,20 @@ def prefill_line(shape: Shape, num_tokens: int, clock: Clock) -> str:
     inputs = make_inputs(shape.case(((num_tokens, num_tokens),)), dtype=shape.dtype, unused=0.0)
     ours, theirs = op(inputs), causal_attention(inputs)
     check(ours, theirs)
-    a = torch.randn(MATRIX, MATRIX)
-    best = clock.fastest({"product": lambda: a @ a, "ours": ours, "theirs": theirs})
+    multiply, product_flops = product(FP32)
+    best = clock.fastest({"product": multiply, "ours": ours, "theirs": theirs})
     flops = 2 * shape.num_q_heads * shape.head_dim * num_tokens * (num_tokens + 1)
-    rate, product = flops / best["ours"], 2 * MATRIX**3 / best["product"]
+    rate, ceiling = flops / best["ours"], product_flops / best["product"]
     return (
-        f"| {shape} | {num_tokens} | {product / 1e9:.0f} | {best['ours'] * 1e3:.1f} "
-        f"| {rate / 1e9:.0f} | {100 * rate / product:.0f} "
+        f"| {shape} | {num_tokens} | {ceiling / 1e9:.0f} | {best['ours'] * 1e3:.1f} "
+        f"| {rate / 1e9:.0f} | {100 * rate / ceiling:.0f} "
         f"| {best['theirs'] / best['ours']:.2f} |"
     )
 
 
 def main() -> None:
     """Print both tables."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=4.0, help="per line")
-    parser.add_argument(
-        "--cpu-time", action="store_true", help="processor time / threads, for a busy machine"
-    )
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    clock = Clock(seconds=options.seconds, cpu_time=options.cpu_time)
+    clock = clock_of(clock_arguments(__doc__.partition("\n")[0]).parse_args())
     print("| decode | batch | length | MB | read GB/s | ms | / read | SDPA / ours |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for shape, batch, shortest, longest in DECODE:
