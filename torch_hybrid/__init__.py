@@ -16,6 +16,8 @@ from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.load import adapt, from_pretrained
+from torch_hybrid.parallel.agreement import Agreement
+from torch_hybrid.parallel.shard import shard
 from torch_hybrid.sampling import Sampling
 from torch_hybrid.specs import (
     AttentionSpec,
@@ -28,6 +30,7 @@ from torch_hybrid.specs import (
 )
 
 __all__ = [
+    "Agreement",
     "AttentionSpec",
     "Backends",
     "Batch",
@@ -58,4 +61,5 @@ __all__ = [
     "make_batch",
     "plan_all",
     "select",
+    "shard",
 ]

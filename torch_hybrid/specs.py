@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from torch.utils import _pytree as pytree
+
+from torch_hybrid.parallel.ranks import divide, divide_or_repeat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,18 @@ class AttentionSpec:
                 f"num_q_heads must be a multiple of num_kv_heads, "
                 f"got {self.num_q_heads} and {self.num_kv_heads}"
             )
+
+    def divided(self, num_ranks: int) -> Self:
+        """What each of ``num_ranks`` ranks holds.
+
+        Raises:
+            UnsupportedError: the heads cannot be spread so.
+        """
+        return replace(
+            self,
+            num_q_heads=divide("num_q_heads", self.num_q_heads, num_ranks),
+            num_kv_heads=divide_or_repeat("num_kv_heads", self.num_kv_heads, num_ranks),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +90,18 @@ class DeltaRuleSpec:
         """Heads, values, keys."""
         return self.num_v_heads, self.head_v_dim, self.head_k_dim
 
+    def divided(self, num_ranks: int) -> Self:
+        """What each of ``num_ranks`` ranks holds.
+
+        Raises:
+            UnsupportedError: the heads cannot be spread so.
+        """
+        return replace(
+            self,
+            num_k_heads=divide_or_repeat("num_k_heads", self.num_k_heads, num_ranks),
+            num_v_heads=divide("num_v_heads", self.num_v_heads, num_ranks),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KimiDeltaSpec:
@@ -111,6 +138,14 @@ class KimiDeltaSpec:
     def state_shape(self) -> tuple[int, int, int]:
         """Heads, values, keys."""
         return self.num_heads, self.head_v_dim, self.head_k_dim
+
+    def divided(self, num_ranks: int) -> Self:
+        """What each of ``num_ranks`` ranks holds.
+
+        Raises:
+            UnsupportedError: the heads cannot be spread so.
+        """
+        return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +195,19 @@ class Mamba2Spec:
         """Heads, values, keys."""
         return self.num_heads, self.head_dim, self.state_dim
 
+    def divided(self, num_ranks: int) -> Self:
+        """What each of ``num_ranks`` ranks holds.
+
+        Raises:
+            UnsupportedError: the heads cannot be spread so.
+        """
+        return replace(
+            self,
+            num_heads=divide("num_heads", self.num_heads, num_ranks),
+            num_groups=divide_or_repeat("num_groups", self.num_groups, num_ranks),
+            norm_groups=divide_or_repeat("norm_groups", self.norm_groups, num_ranks),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LightningSpec:
@@ -195,6 +243,18 @@ class LightningSpec:
         """Heads, values, keys."""
         return self.num_heads, self.head_dim, self.head_dim
 
+    def divided(self, num_ranks: int) -> Self:
+        """What each of ``num_ranks`` ranks holds.
+
+        Raises:
+            UnsupportedError: the heads cannot be spread so.
+        """
+        return replace(
+            self,
+            num_heads=divide("num_heads", self.num_heads, num_ranks),
+            norm_groups=divide_or_repeat("norm_groups", self.norm_groups, num_ranks),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec:
@@ -219,6 +279,14 @@ class LatentSpec:
     def qk_dim(self) -> int:
         """Width of an expanded query and key head."""
         return self.nope_dim + self.rope_dim
+
+    def divided(self, num_ranks: int) -> Self:
+        """What each of ``num_ranks`` ranks holds: some of the heads, and all of the latents.
+
+        Raises:
+            UnsupportedError: the heads cannot be spread so.
+        """
+        return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))
 
 
 RecurrentSpec = DeltaRuleSpec | KimiDeltaSpec | Mamba2Spec | LightningSpec
@@ -327,6 +395,19 @@ class LayerTable:
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    def divided(self, num_ranks: int) -> LayerTable:
+        """The table of what each of ``num_ranks`` ranks holds.
+
+        Raises:
+            UnsupportedError: the heads of a mixer cannot be spread so.
+        """
+        return LayerTable(
+            tuple(
+                tuple(replace(entry, spec=entry.spec.divided(num_ranks)) for entry in layer)
+                for layer in self.layers
+            )
+        )
 
 
 pytree.register_constant(LayerTable)

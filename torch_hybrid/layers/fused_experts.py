@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.select import select
 from torch_hybrid.ops.capability import Need
-from torch_hybrid.ops.fused_experts.op import IMPLEMENTATIONS, fused_experts
+from torch_hybrid.ops.fused_experts.op import HAS_GATE, IMPLEMENTATIONS, fused_experts
+from torch_hybrid.parallel.ranks import Ranks, divide
 
 
 class FusedExperts(nn.Module):
@@ -40,6 +41,22 @@ class FusedExperts(nn.Module):
             expert_weights,
             self.gate_up_proj,
             self.down_proj,
+            activation=self.activation,
+            impl=self.choice.impl,
+        )
+
+    def shard(self, ranks: Ranks) -> FusedExperts:
+        """This rank's part of the width of every expert; the ranks' outputs are to be summed.
+
+        Raises:
+            UnsupportedError: the ranks do not divide the width.
+        """
+        width = self.down_proj.shape[2]
+        divide("the width of the experts", width, ranks.size)
+        blocks = [(width, 1)] * (1 + HAS_GATE[self.activation])
+        return FusedExperts(
+            ranks.parameter(self.gate_up_proj, blocks, dim=1),
+            ranks.parameter(self.down_proj, [(width, 1)], dim=2),
             activation=self.activation,
             impl=self.choice.impl,
         )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.gated_delta_rule import apply_delta_rule
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.caches.recurrent_state import RecurrentState
+from torch_hybrid.parallel.ranks import Ranks
 from torch_hybrid.specs import DeltaRuleSpec
 
 
@@ -87,6 +88,25 @@ class GatedDeltaNet(nn.Module):
         )
         out: Tensor = self.out_proj(self._gated_norm(o, z.view_as(o)).flatten(1))
         return out
+
+    def shard(self, ranks: Ranks) -> GatedDeltaNet:
+        """This rank's heads: a layer that keeps their states alone, and sums over the ranks.
+
+        Raises:
+            UnsupportedError: the ranks do not divide the heads.
+        """
+        spec = self.spec
+        with torch.device("meta"):
+            part = GatedDeltaNet(self.in_proj.in_features, spec.divided(ranks.size))
+        key, value = (spec.num_k_heads, spec.head_k_dim), (spec.num_v_heads, spec.head_v_dim)
+        head = (spec.num_v_heads, 1)
+        part.in_proj = ranks.rows(self.in_proj, [key, key, value, value, head, head])
+        part.out_proj = ranks.summed_columns(self.out_proj, spec.num_v_heads)
+        part.conv_weight = ranks.parameter(self.conv_weight, [key, key, value])
+        part.A_log = ranks.parameter(self.A_log, [head])
+        part.dt_bias = ranks.parameter(self.dt_bias, [head])
+        part.norm_weight = self.norm_weight
+        return part
 
     def _gated_norm(self, o: Tensor, z: Tensor) -> Tensor:
         """RMSNorm over V per head, then the gate; the weight applies after the cast back."""

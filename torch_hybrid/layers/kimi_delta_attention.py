@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.kimi_delta_attention import apply_kimi_delta
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.caches.recurrent_state import RecurrentState
+from torch_hybrid.parallel.ranks import Ranks
 from torch_hybrid.specs import KimiDeltaSpec
 
 
@@ -36,7 +37,7 @@ class KimiDeltaAttention(nn.Module):
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self._gate_rank = spec, gate_rank
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=False, dtype=dtype, device=device)
@@ -96,6 +97,31 @@ class KimiDeltaAttention(nn.Module):
         gate = self.g_b_proj(gate).unflatten(-1, (spec.num_heads, spec.head_v_dim))
         out: Tensor = self.out_proj(self._gated_norm(o, gate).flatten(1))
         return out
+
+    def shard(self, ranks: Ranks) -> KimiDeltaAttention:
+        """This rank's heads: a layer that keeps their states alone, and sums over the ranks.
+
+        Raises:
+            UnsupportedError: the ranks do not divide the heads.
+        """
+        spec, rank = self.spec, self._gate_rank
+        with torch.device("meta"):
+            part = KimiDeltaAttention(
+                self.in_proj.in_features, spec.divided(ranks.size), gate_rank=rank
+            )
+        key, value = (spec.num_heads, spec.head_k_dim), (spec.num_heads, spec.head_v_dim)
+        head = (spec.num_heads, 1)
+        gates = [key, value] if rank is None else [(1, rank), (1, rank)]
+        part.in_proj = ranks.rows(self.in_proj, [key, key, value, *gates, head])
+        if rank is not None:
+            part.f_b_proj = ranks.rows(self.f_b_proj, [key])  # type: ignore[arg-type]
+            part.g_b_proj = ranks.rows(self.g_b_proj, [value])  # type: ignore[arg-type]
+        part.out_proj = ranks.summed_columns(self.out_proj, spec.num_heads)
+        part.conv_weight = ranks.parameter(self.conv_weight, [key, key, value])
+        part.A_log = ranks.parameter(self.A_log, [head])
+        part.dt_bias = ranks.parameter(self.dt_bias, [head])
+        part.norm_weight = self.norm_weight
+        return part
 
     def _log_decay(self, f: Tensor) -> Tensor:
         """[T, H * K] to the float32 log decay [T, H, K] of each channel, bounded or not."""

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_hybrid.backends.latent_attention import LatentPlan, attend_absorbed, attend_expanded
+from torch_hybrid.parallel.ranks import Ranks
 from torch_hybrid.specs import LatentSpec
 
 
@@ -59,6 +60,16 @@ class LatentAttention(nn.Module):
         q_latent = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
         out = attend_absorbed(q_latent, q_rope, latent, k_rope, spec, plan, pool)
         return torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
+
+    def shard(self, ranks: Ranks) -> LatentAttention:
+        """This rank's heads, over all of the latents.
+
+        Raises:
+            UnsupportedError: the ranks do not divide the heads.
+        """
+        spec = self.spec
+        heads = [(spec.num_heads, spec.nope_dim + spec.v_dim)]
+        return LatentAttention(spec.divided(ranks.size), ranks.rows(self.kv_b_proj, heads))
 
     def _weights(self) -> tuple[Tensor, Tensor]:
         """To keys [H, nope, rank] and to values [H, v, rank]."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan
 from torch_hybrid.backends.ssd import apply_ssd
 from torch_hybrid.layers.rotary import Rotary, rotate_halves
+from torch_hybrid.parallel.ranks import Ranks, own_means
 from torch_hybrid.specs import LightningSpec
 
 
@@ -58,6 +61,7 @@ class LightningAttention(nn.Module):
         if list(slopes.shape) != [spec.num_heads]:
             raise ValueError(f"slopes must have shape [{spec.num_heads}], got {[*slopes.shape]}")
         self.spec = spec
+        self._group_means: Callable[[Tensor], Tensor] = own_means
         channels = spec.channels
         self.in_proj = nn.Linear(dim, 4 * channels, bias=False, dtype=dtype, device=device)
         self.out_proj = nn.Linear(channels, dim, bias=False, dtype=dtype, device=device)
@@ -104,14 +108,36 @@ class LightningAttention(nn.Module):
         out: Tensor = self.out_proj(self._gated_norm(o.flatten(1), gate))
         return out
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last axis, in float32."""
+    def shard(self, ranks: Ranks) -> LightningAttention:
+        """This rank's heads: a layer that keeps their states alone, and sums over the ranks.
+
+        Raises:
+            UnsupportedError: the ranks do not divide the heads.
+        """
+        spec = self.spec
+        head = [(spec.num_heads, spec.head_dim)]
+        slopes = ranks.cut(self.slopes, [(spec.num_heads, 1)])
+        with torch.device("meta"):
+            part = LightningAttention(self.in_proj.in_features, spec.divided(ranks.size), slopes)
+        part.in_proj = ranks.rows(self.in_proj, head * 4)
+        part.out_proj = ranks.summed_columns(self.out_proj, spec.num_heads)
+        if spec.qk_norm:
+            part.q_norm_weight, part.k_norm_weight = self.q_norm_weight, self.k_norm_weight
+        part.norm_weight = ranks.parameter(self.norm_weight, head)
+        part._group_means = partial(ranks.mean_of_groups, num_groups=spec.norm_groups)
+        return part
+
+    def _norm(
+        self, x: Tensor, weight: Tensor, of_all: Callable[[Tensor], Tensor] = own_means
+    ) -> Tensor:
+        """RMSNorm over the last axis, in float32; ``of_all`` makes its means those of all ranks."""
         x32 = x.float()
-        normed = x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + self.spec.norm_eps)
-        return weight.float() * normed
+        means = of_all(x32.pow(2).mean(-1, keepdim=True))
+        return weight.float() * (x32 * torch.rsqrt(means + self.spec.norm_eps))
 
     def _gated_norm(self, o: Tensor, gate: Tensor) -> Tensor:
         """RMSNorm over each group of channels, then the gate, in float32; one cast back."""
         weight = self.norm_weight.unflatten(0, (self.spec.norm_groups, -1))
-        normed = self._norm(o.unflatten(-1, (self.spec.norm_groups, -1)), weight).flatten(1)
+        groups = o.unflatten(-1, (self.spec.norm_groups, -1))
+        normed = self._norm(groups, weight, self._group_means).flatten(1)
         return (normed * gate.float().sigmoid()).to(gate.dtype)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,6 +12,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.backends.ssd import apply_ssd
 from torch_hybrid.caches.recurrent_state import RecurrentState
+from torch_hybrid.parallel.ranks import Ranks, own_means
 from torch_hybrid.specs import Mamba2Spec
 
 
@@ -40,6 +44,7 @@ class Mamba2(nn.Module):
     ) -> None:
         super().__init__()
         self.spec = spec
+        self._group_means: Callable[[Tensor], Tensor] = own_means
         self._widths = [spec.inner_dim, spec.conv_channels, spec.num_heads]
         self.in_proj = nn.Linear(dim, sum(self._widths), bias=bias, dtype=dtype, device=device)
         self.out_proj = nn.Linear(spec.inner_dim, dim, bias=bias, dtype=dtype, device=device)
@@ -99,6 +104,30 @@ class Mamba2(nn.Module):
         out: Tensor = self.out_proj(self._gate(o.flatten(1), z))
         return out
 
+    def shard(self, ranks: Ranks) -> Mamba2:
+        """This rank's heads: a layer that keeps their states alone, and sums over the ranks.
+
+        Raises:
+            UnsupportedError: the ranks do not divide the heads.
+        """
+        spec = self.spec
+        with torch.device("meta"):
+            part = Mamba2(self.in_proj.in_features, spec.divided(ranks.size), conv_bias=False)
+        inner, group = (spec.num_heads, spec.head_dim), (spec.num_groups, spec.state_dim)
+        head = (spec.num_heads, 1)
+        part.in_proj = ranks.rows(self.in_proj, [inner, inner, group, group, head])
+        part.out_proj = ranks.summed_columns(self.out_proj, spec.num_heads)
+        part.conv_weight = ranks.parameter(self.conv_weight, [inner, group, group])
+        if self.conv_bias is not None:
+            part.conv_bias = ranks.parameter(self.conv_bias, [inner, group, group])
+        part.A_log = ranks.parameter(self.A_log, [head])
+        part.dt_bias = ranks.parameter(self.dt_bias, [head])
+        part.D = ranks.parameter(self.D, [head])
+        if self.norm_weight is not None:
+            part.norm_weight = ranks.parameter(self.norm_weight, [inner])
+        part._group_means = partial(ranks.mean_of_groups, num_groups=spec.norm_groups)
+        return part
+
     def _gate(self, o: Tensor, z: Tensor) -> Tensor:
         """The gate before the norm, after it, or alone; all in float32, rounded once at the end."""
         gate, gated = F.silu(z.float()), o.float()
@@ -113,6 +142,7 @@ class Mamba2(nn.Module):
     def _norm(self, y: Tensor) -> Tensor:
         """RMSNorm of each group of the inner width, with its weight."""
         assert self.norm_weight is not None
-        groups = y.unflatten(-1, (self.spec.norm_groups, -1))
-        normed = groups * torch.rsqrt(groups.pow(2).mean(-1, keepdim=True) + self.spec.norm_eps)
+        groups: Tensor = y.unflatten(-1, (self.spec.norm_groups, -1))
+        means = self._group_means(groups.pow(2).mean(-1, keepdim=True))
+        normed = groups * torch.rsqrt(means + self.spec.norm_eps)
         return self.norm_weight.float() * normed.flatten(-2)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.hybrid import Step
+from torch_hybrid.parallel.ranks import Ranks
 from torch_hybrid.specs import LayerTable
 
 
@@ -34,6 +35,7 @@ class HybridModel(nn.Module):
         self.table = table
         self.num_position_axes = num_position_axes
         self.logits_scale = logits_scale
+        self.ranks: Ranks | None = None  # those that share the model, after ``shard``
         config = hf_model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self.eos_token_ids = _eos_token_ids(hf_model)

@@ -1,0 +1,211 @@
+"""The processes that run one model together: what each holds, and what they exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_hybrid.errors import UnsupportedError
+
+Block = tuple[int, int]  # heads and the width of each
+
+
+def divide(name: str, count: int, num_ranks: int) -> int:
+    """How many of ``count`` things, of which none may be held twice, each rank holds.
+
+    Raises:
+        UnsupportedError: the ranks do not divide them.
+    """
+    if count % num_ranks:
+        raise UnsupportedError(
+            f"the number of ranks must divide {name}, got {num_ranks} ranks and {count}"
+        )
+    return count // num_ranks
+
+
+def divide_or_repeat(name: str, count: int, num_ranks: int) -> int:
+    """The same for things that several ranks may hold, where there are fewer than ranks.
+
+    Raises:
+        UnsupportedError: neither number divides the other.
+    """
+    if count % num_ranks and num_ranks % count:
+        raise UnsupportedError(
+            f"the number of ranks must divide {name} or be a multiple of it, "
+            f"got {num_ranks} ranks and {count}"
+        )
+    return max(count // num_ranks, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """This process among those that share a model.
+
+    ``group_name`` is that of a ``torch.distributed`` process group, which the compiler takes as a
+    constant.
+    """
+
+    rank: int
+    size: int
+    group_name: str
+
+    def cut(self, weight: Tensor, blocks: Sequence[Block], dim: int = 0) -> Tensor:
+        """This rank's heads of a weight, of each block along ``dim`` on its own.
+
+        A projection to ``[q | k | v]`` has three blocks: its rows cut as one would give a rank
+        heads of q alone. A block of one head is whole on every rank.
+        """
+        sizes = [heads * width for heads, width in blocks]
+        parts: tuple[Tensor, ...] = weight.detach().split(sizes, dim)
+        held = [
+            self._heads(part, heads, dim) for part, (heads, _) in zip(parts, blocks, strict=True)
+        ]
+        return torch.cat(held, dim)
+
+    def _heads(self, part: Tensor, count: int, dim: int) -> Tensor:
+        held = divide_or_repeat("the heads of a weight", count, self.size)
+        first = self.rank * count // self.size
+        heads: Tensor = part.unflatten(dim, (count, -1))
+        return heads.narrow(dim, first, held).flatten(dim, dim + 1)
+
+    def parameter(self, weight: Tensor, blocks: Sequence[Block], dim: int = 0) -> nn.Parameter:
+        """The same as a parameter."""
+        return nn.Parameter(self.cut(weight, blocks, dim), requires_grad=False)
+
+    def rows(self, linear: nn.Linear, blocks: Sequence[Block]) -> nn.Linear:
+        """A layer that computes this rank's heads of each block of outputs."""
+        bias = None if linear.bias is None else self.cut(linear.bias, blocks)
+        return _linear(self.parameter(linear.weight, blocks), bias)
+
+    def columns(self, linear: nn.Linear, num_heads: int) -> nn.Linear:
+        """A layer that takes this rank's heads, and computes its part of a sum over the ranks.
+
+        Raises:
+            UnsupportedError: the ranks do not divide the heads.
+        """
+        divide(f"the {linear.in_features} inputs of a projection", num_heads, self.size)
+        width = linear.in_features // num_heads
+        weight = self.parameter(linear.weight, [(num_heads, width)], dim=1)
+        part = _linear(weight, linear.bias)
+        return self.count_bias_once(part)
+
+    def summed_columns(self, linear: nn.Linear, num_heads: int) -> nn.Linear:
+        """The same, and the sum at the end of it.
+
+        Raises:
+            UnsupportedError: the ranks do not divide the heads.
+        """
+        part = self.columns(linear, num_heads)
+        return SummedLinear(part.weight, part.bias, self)  # type: ignore[arg-type]
+
+    def count_bias_once(self, linear: nn.Linear) -> nn.Linear:
+        """A layer whose outputs are to be summed over the ranks: one of them adds the bias."""
+        if linear.bias is None or self.rank == 0:
+            return linear
+        return _linear(linear.weight, torch.zeros_like(linear.bias))
+
+    def sum(self, part: Tensor) -> Tensor:
+        """The sum over all ranks, on each.
+
+        Start and wait are two calls, so that a schedule can put work of its own between them.
+        """
+        started = torch.ops._c10d_functional.all_reduce(part, "sum", self.group_name)
+        total: Tensor = torch.ops._c10d_functional.wait_tensor(started)
+        return total
+
+    def exchange(self, rows: Tensor) -> Tensor:
+        """Part i of the rows goes to rank i; part i of the result came from there.
+
+        Args:
+            rows: [R * n, ...] for R ranks; n is the same on each.
+        """
+        splits = [rows.shape[0] // self.size] * self.size
+        started = torch.ops._c10d_functional.all_to_all_single(
+            rows, splits, splits, self.group_name
+        )
+        received: Tensor = torch.ops._c10d_functional.wait_tensor(started)
+        return received
+
+    def mean_of_groups(self, means: Tensor, num_groups: int) -> Tensor:
+        """The mean over each group of channels, of which this rank has a part.
+
+        Args:
+            means: [..., G, 1] over the channels that this rank has of each of its G groups.
+            num_groups: of the whole. The ranks of a group hold equally many of its channels.
+        """
+        if num_groups % self.size == 0:
+            return means
+        ranks_of_group = self.size // num_groups
+        group = self.rank // ranks_of_group
+        # Every group has a row, in which the ranks that have none of it put zero.
+        spread = F.pad(means, (0, 0, group, num_groups - 1 - group))
+        return self.sum(spread).narrow(-2, group, 1) / ranks_of_group
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    with torch.device("meta"):
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return linear
+
+
+class SummedLinear(nn.Linear):
+    """A linear layer whose inputs are spread over the ranks: partial products, then their sum.
+
+    Args:
+        weight: [outputs, inputs of this rank].
+        bias: [outputs], which counts on every rank, or None.
+        ranks: that hold the inputs.
+    """
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, ranks: Ranks) -> None:
+        super().__init__(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+        self.weight, self.bias, self.ranks = weight, bias, ranks  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inputs of this rank] -> [..., outputs], the same bits on every rank."""
+        return self.ranks.sum(super().forward(x))
+
+
+def own_means(means: Tensor) -> Tensor:
+    """Means over groups of channels of which this rank has all: as they are."""
+    return means
+
+
+class SumOverRanks(nn.Module):
+    """What a module computes on each rank, summed over the ranks."""
+
+    def __init__(self, part: nn.Module, ranks: Ranks) -> None:
+        super().__init__()
+        self.part, self.ranks = part, ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim], the same bits on every rank."""
+        return self.ranks.sum(self.part(x))
+
+
+class RMSNormOverRanks(nn.Module):
+    """RMSNorm over all heads together, of which each rank has some.
+
+    Args:
+        weight: of this rank's heads.
+        eps: of the norm.
+        ranks: that hold the heads, each equally many.
+    """
+
+    def __init__(self, weight: nn.Parameter, eps: float, ranks: Ranks) -> None:
+        super().__init__()
+        self.weight, self.eps, self.ranks = weight, eps, ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., channels] -> [..., channels], in float32 and rounded once."""
+        x32 = x.float()
+        means = x32.pow(2).mean(-1, keepdim=True)
+        mean = self.ranks.sum(means) / self.ranks.size
+        return (self.weight * (x32 * torch.rsqrt(mean + self.eps))).to(x.dtype)

@@ -1,0 +1,212 @@
+"""Tensor parallelism: a model of which each rank holds some heads and a part of every MLP.
+
+What is cut, by the names that transformers gives to projections:
+
+    attention, MLA    q, k, v: rows by head (of MLA: the queries' and ``kv_b_proj``'s; latents are
+                      whole on every rank); o: columns, and a sum over the ranks
+    our own mixers    as their ``shard`` says: each of the blocks of a projection on its own
+    MLP               gate and up: rows; down: columns
+    experts           the same in every expert, or whole experts (``experts="all_to_all"``)
+    embeddings, norms, routers, the head: whole on every rank
+
+A layer of feed-forward sums once, at its end: what a shared expert and the others add up to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import nn
+
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.models.hybrid_model import HybridModel
+from torch_hybrid.models.load import FAMILIES
+from torch_hybrid.parallel.experts import ExpertParallel, TokensOfRank
+from torch_hybrid.parallel.ranks import Ranks, RMSNormOverRanks, SumOverRanks, divide
+from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerEntry
+
+Experts = Literal["tensor", "all_to_all"]
+Cut = Callable[[Any], nn.Module]  # a module to this rank's part of it
+
+
+def shard(
+    model: HybridModel, group: dist.ProcessGroup | None = None, *, experts: Experts = "tensor"
+) -> HybridModel:
+    """Keep this rank's part of a model, which the ranks of a group then run together.
+
+    Every rank calls it on a model of its own, with the same weights, and afterwards makes the same
+    calls with the same batches (``Agreement`` checks that). Logits are the same on every rank.
+
+    Args:
+        model: from ``from_pretrained`` or ``adapt``. It is changed, and of no use after an error.
+        group: the ranks; by default all of ``torch.distributed``.
+        experts: "tensor" cuts every expert of a mixture; "all_to_all" gives each rank whole
+            experts, to which the ranks send their tokens.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        UnsupportedError: the number of ranks does not divide heads or widths, or a module has
+            weights of which nothing is known here.
+        ValueError: ``experts`` is another word, the model was sharded before, or
+            ``torch.distributed`` is not initialised.
+    """
+    if experts not in ("tensor", "all_to_all"):
+        raise ValueError(f"experts must be 'tensor' or 'all_to_all', got {experts!r}")
+    if model.ranks is not None:
+        raise ValueError(f"the model was sharded before, for {model.ranks.size} ranks")
+    ranks = _ranks_of(group)
+    table = model.table.divided(ranks.size)  # refuses before anything is changed
+    swaps = FAMILIES[model.hf_model.config.model_type].swaps
+    feed_forward = _feed_forward_cuts(ranks, experts)
+    for layer, entries in zip(model.hf_model.model.layers, model.table.layers, strict=True):
+        rest = dict(layer.named_children())
+        for entry in entries:
+            if entry.kind in swaps:
+                joined: Any = rest.pop(swaps[entry.kind].attribute)
+                joined.mixer = joined.mixer.shard(ranks)
+            else:
+                _shard_attention(rest.pop(_attention_name(rest)), entry, ranks)
+        for name, child in rest.items():
+            _shard_feed_forward(layer, name, child, feed_forward, ranks)
+    model.table, model.ranks = table, ranks
+    return model
+
+
+def _attention_name(children: Mapping[str, nn.Module]) -> str:
+    """Which child of a decoder layer is its attention."""
+    return next(name for name in children if "o_proj" in dict(children[name].named_children()))
+
+
+def _shard_attention(module: Any, entry: LayerEntry, ranks: Ranks) -> None:
+    spec: Any = entry.spec
+    is_latent = entry.kind == "latent_attention"
+    cuts = _latent_cuts(module, spec, ranks) if is_latent else _attention_cuts(spec, ranks)
+    _cut_children(module, cuts)
+
+
+def _shard_feed_forward(
+    layer: nn.Module, name: str, child: nn.Module, cuts: Mapping[str, Cut], ranks: Ranks
+) -> None:
+    """Cut one child of a decoder layer that is no mixer; norms stay whole."""
+    if any(part in cuts for part, _ in child.named_children()):
+        _cut_children(child, cuts)
+        setattr(layer, name, SumOverRanks(child, ranks))
+    elif any(weight.ndim > 1 for weight in child.parameters()):
+        raise UnsupportedError(
+            f"cannot shard {type(layer).__name__}: nothing is known of its {name!r}"
+        )
+
+
+def _ranks_of(group: dist.ProcessGroup | None) -> Ranks:
+    if not dist.is_initialized():
+        raise ValueError("torch.distributed must be initialised before a model is sharded")
+    group = group or dist.group.WORLD
+    assert group is not None
+    return Ranks(rank=dist.get_rank(group), size=group.size(), group_name=group.group_name)
+
+
+def _cut_children(module: nn.Module, cuts: Mapping[str, Cut]) -> None:
+    """Put this rank's part in the place of each child.
+
+    Raises:
+        UnsupportedError: a child has weights, and no cut.
+    """
+    for name, child in list(module.named_children()):
+        if not list(child.parameters()):
+            continue
+        if name in cuts:
+            setattr(module, name, cuts[name](child))
+        else:
+            raise UnsupportedError(
+                f"cannot shard {type(module).__name__}: nothing is known of its {name!r}"
+            )
+
+
+def _whole(module: nn.Module) -> nn.Module:
+    return module
+
+
+def _attention_cuts(spec: AttentionSpec, ranks: Ranks) -> Mapping[str, Cut]:
+    def rows(num_heads: int) -> Cut:
+        return lambda linear: ranks.rows(linear, [(num_heads, linear.out_features // num_heads)])
+
+    def norm(num_heads: int) -> Cut:
+        """Of each head by itself, or of all heads together (OLMo)."""
+
+        def cut(norm: Any) -> nn.Module:
+            width = norm.weight.numel()
+            if width == spec.head_dim:
+                return _whole(norm)
+            weight = ranks.parameter(norm.weight, [(num_heads, width // num_heads)])
+            return RMSNormOverRanks(weight, norm.variance_epsilon, ranks)
+
+        return cut
+
+    return {
+        "q_proj": rows(spec.num_q_heads),
+        "k_proj": rows(spec.num_kv_heads),
+        "v_proj": rows(spec.num_kv_heads),
+        "q_norm": norm(spec.num_q_heads),
+        "k_norm": norm(spec.num_kv_heads),
+        "o_proj": lambda linear: ranks.summed_columns(linear, spec.num_q_heads),
+    }
+
+
+def _latent_cuts(module: Any, spec: LatentSpec, ranks: Ranks) -> Mapping[str, Cut]:
+    latent_attention = module.latent_attention.shard(ranks)
+
+    def rows(linear: nn.Linear) -> nn.Module:
+        return ranks.rows(linear, [(spec.num_heads, linear.out_features // spec.num_heads)])
+
+    return {
+        "q_proj": rows,
+        "q_a_proj": _whole,
+        "q_a_layernorm": _whole,
+        "q_b_proj": rows,
+        "kv_a_proj_with_mqa": _whole,
+        "kv_a_layernorm": _whole,
+        "kv_b_proj": lambda _: latent_attention.kv_b_proj,
+        "latent_attention": lambda _: latent_attention,
+        "g_proj": rows,
+        "o_proj": lambda linear: ranks.summed_columns(linear, spec.num_heads),
+    }
+
+
+def _feed_forward_cuts(ranks: Ranks, experts: Experts) -> Mapping[str, Cut]:
+    """Of MLPs and of mixtures of experts. What each rank computes is to be summed."""
+
+    def rows(linear: nn.Linear, num_blocks: int = 1) -> nn.Module:
+        width = linear.out_features // num_blocks
+        divide("the width of an MLP", width, ranks.size)
+        return ranks.rows(linear, [(width, 1)] * num_blocks)
+
+    def columns(linear: nn.Linear) -> nn.Module:
+        return ranks.columns(linear, linear.in_features)
+
+    def inside(module: nn.Module) -> nn.Module:
+        _cut_children(module, cuts)
+        return module
+
+    def whole_experts(module: Any) -> nn.Module:
+        return TokensOfRank(ExpertParallel(module, ranks))
+
+    cuts: dict[str, Cut] = {
+        "gate_proj": rows,
+        "up_proj": rows,
+        "down_proj": columns,
+        "input_linear": lambda linear: rows(linear, num_blocks=2),
+        "output_linear": columns,
+        "experts": whole_experts if experts == "all_to_all" else lambda own: own.shard(ranks),
+        "shared_expert": inside,
+        "shared_experts": inside,
+        "shared_expert_gate": _whole,
+        "gate": _whole,
+        "router": _whole,
+        "fc1_latent_proj": _whole,
+        "fc2_latent_proj": ranks.count_bias_once,
+    }
+    return cuts
