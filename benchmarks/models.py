@@ -87,12 +87,68 @@ def _qwen3(sizes: dict[str, Any]) -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**_DENSE | heads | {"intermediate_size": 3072} | sizes))
 
 
+def _layer_types(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Full attention, or MLA, in every fourth layer."""
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    return {"layer_types": [kinds[i % 4] for i in range((_DENSE | sizes)["num_hidden_layers"])]}
+
+
+_LATENT = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_key_value_heads": 8,
+    "first_k_dense_replace": 12,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+
+
+def _deepseek_v3(sizes: dict[str, Any]) -> Any:
+    """MLA in every layer, the control of the hybrids with MLA; MLPs without experts."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    options = {"q_lora_rank": 512, "intermediate_size": 3072}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**_DENSE | _LATENT | options | sizes))
+
+
+def _kimi_linear(sizes: dict[str, Any]) -> Any:
+    """Kimi delta attention and MLA without rotary embedding; MLPs without experts."""
+    from transformers import KimiLinearConfig, KimiLinearForCausalLM
+
+    config = _DENSE | _LATENT | {"linear_num_heads": 8} | _layer_types(sizes) | sizes
+    return KimiLinearForCausalLM(KimiLinearConfig(**config))
+
+
+def _bailing_hybrid(sizes: dict[str, Any]) -> Any:
+    """Ling-3: Kimi delta attention of bounded decay and gated MLA; MLPs without experts."""
+    from transformers import BailingHybridConfig, BailingHybridForCausalLM
+
+    config = _DENSE | _LATENT | {"intermediate_size": 2048} | _layer_types(sizes) | sizes
+    return BailingHybridForCausalLM(BailingHybridConfig(**config))
+
+
+def _minimax(sizes: dict[str, Any]) -> Any:
+    """Lightning attention and full attention. Every MLP is an expert: here one, that all take."""
+    from transformers import MiniMaxConfig, MiniMaxForCausalLM
+
+    options = {"num_local_experts": 1, "num_experts_per_tok": 1}
+    config = _DENSE | options | _layer_types(sizes) | sizes
+    return MiniMaxForCausalLM(MiniMaxConfig(**config))
+
+
 FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "qwen3_next": _qwen3_next,
     "qwen3_5": _qwen3_5,
     "olmo_hybrid": _olmo_hybrid,
     "qwen3_next_moe": _qwen3_next_moe,
     "qwen3": _qwen3,
+    "deepseek_v3": _deepseek_v3,
+    "kimi_linear": _kimi_linear,
+    "bailing_hybrid": _bailing_hybrid,
+    "minimax": _minimax,
 }
 
 

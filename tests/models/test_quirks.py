@@ -87,7 +87,7 @@ def test_layer_lists_of_kimi_linear_count_from_one(tmp_path: Path):
 
 
 def test_dense_layer_of_kimi_linear_under_either_name(tmp_path: Path):
-    """transformers writes each MLP as ``block_sparse_moe``, the hub's files a dense one as ``mlp``."""
+    """transformers writes a dense MLP as ``block_sparse_moe``, the hub as ``mlp``."""
     hf_model = make_model("kimi_linear", seed=3)
     hf_model.save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
