@@ -8,6 +8,7 @@ from torch import Tensor
 from torch_hybrid.ops.capability import Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
+from torch_hybrid.ops.triton_devices import triton_devices, triton_missing
 
 ACTIVATIONS = ("none", "silu")
 MIN_WIDTH, MAX_WIDTH = 2, 8
@@ -20,6 +21,10 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.causal_conv1d._cpu:causal_conv1d",
+    ),
+    "triton": Implementation(
+        capability=Capability(devices=triton_devices(), cuda_graph=True, available=triton_missing),
+        launcher="torch_hybrid.ops.causal_conv1d._triton:causal_conv1d",
     ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),

@@ -1,0 +1,145 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Implementation "triton": one launch for any mix of decode and extend."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_hybrid.ops.triton_ragged import first_token_of_block, num_blocks, sequence_of_block
+
+# Inputs that a program holds, and the least number of tokens among them. No block is shorter
+# than a state, so that the first block of a sequence alone reads the state.
+_TILE = 2048
+_MIN_TOKENS = 8
+
+
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    cu_seqlens: Tensor,
+    state_indices: Tensor,
+    has_initial_state: Tensor,
+    *,
+    activation: str,
+) -> Tensor:
+    """Launcher of ``torch_hybrid::causal_conv1d``."""
+    num_tokens, num_channels = x.shape
+    num_seqs, width = state_indices.shape[0], weight.shape[1]
+    if num_seqs == 0:
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    tokens_per_seq = triton.cdiv(num_tokens, num_seqs)
+    block_t = min(32, max(_MIN_TOKENS, triton.next_power_of_2(tokens_per_seq)))
+    block_c = min(_TILE // block_t, triton.next_power_of_2(num_channels))
+    grid = (num_blocks(num_tokens, num_seqs, block_t), triton.cdiv(num_channels, block_c))
+    _conv_kernel[grid](
+        x,
+        weight,
+        bias,
+        conv_state,
+        cu_seqlens,
+        state_indices,
+        has_initial_state,
+        out,
+        num_tokens,
+        num_seqs,
+        x.stride(0),
+        C=num_channels,
+        W=width,
+        BLOCK_T=block_t,
+        BLOCK_C=block_c,
+        BLOCK_PAST=triton.next_power_of_2(width - 1),
+        SILU=activation == "silu",
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+def _conv_kernel(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor | None,
+    conv_state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    state_indices: tl.tensor,
+    has_initial_state: tl.tensor,
+    out: tl.tensor,
+    num_tokens: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_x: tl.tensor,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_PAST: tl.constexpr,
+    SILU: tl.constexpr,
+) -> None:
+    """One program: a block of tokens of one sequence, a block of channels."""
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = channel < C
+    row = tl.arange(0, BLOCK_T)
+
+    # The grid has a block for any BLOCK_T tokens in a row: their padding is zeroed here.
+    token = tl.program_id(0) * BLOCK_T + row
+    is_padding = (token >= tl.load(cu_seqlens + num_seqs)) & (token < num_tokens)
+    p_out = out + token.to(tl.int64)[:, None] * C + channel[None, :]
+    zeros = tl.zeros([BLOCK_T, BLOCK_C], dtype=out.dtype.element_ty)
+    tl.store(p_out, zeros, mask=is_padding[:, None] & mask_c[None, :])
+
+    seq = sequence_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_T)
+    begin = tl.load(cu_seqlens + seq)
+    end = tl.load(cu_seqlens + seq + 1)
+    first_token = first_token_of_block(begin, seq, tl.program_id(0), BLOCK_T)
+    if first_token >= end:
+        return
+    slot = tl.load(state_indices + seq).to(tl.int64)
+    token = first_token + row
+    mask_out = (token < end)[:, None] & mask_c[None, :]
+    p_out = out + token.to(tl.int64)[:, None] * C + channel[None, :]
+    if slot == 0:
+        tl.store(p_out, zeros, mask=mask_out)
+        return
+
+    known = tl.load(has_initial_state + seq) != 0
+    state = conv_state + slot * (W - 1) * C + channel
+    b_o = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
+    if bias is not None:
+        b_o += tl.load(bias + channel, mask=mask_c, other=0.0).to(tl.float32)[None, :]
+    for tap in tl.static_range(W):
+        source = token + (tap - W + 1)
+        mask_x = (source >= begin) & (source < end)
+        p_x = x + source.to(tl.int64)[:, None] * stride_x + channel[None, :]
+        b_x = tl.load(p_x, mask=mask_x[:, None] & mask_c[None, :], other=0.0).to(tl.float32)
+        if tap < W - 1:
+            past = source - begin + (W - 1)
+            mask_past = (source < begin) & known
+            p_past = state[None, :] + past[:, None] * C
+            b_past = tl.load(p_past, mask=mask_past[:, None] & mask_c[None, :], other=0.0)
+            b_x += b_past.to(tl.float32)
+        b_w = tl.load(weight + channel * W + tap, mask=mask_c, other=0.0).to(tl.float32)
+        b_o += b_x * b_w[None, :]
+    if SILU:
+        b_o = b_o / (1.0 + tl.exp(-b_o))
+    tl.store(p_out, b_o.to(out.dtype.element_ty), mask=mask_out)
+
+    if first_token == begin:
+        # The inputs at the last W - 1 places; those before the first token are in the old state.
+        place = tl.arange(0, BLOCK_PAST)
+        source = end - (W - 1) + place
+        mask_x = (place < W - 1) & (source >= begin)
+        p_x = x + source.to(tl.int64)[:, None] * stride_x + channel[None, :]
+        b_x = tl.load(p_x, mask=mask_x[:, None] & mask_c[None, :], other=0.0)
+        mask_past = (place < W - 1) & (source < begin) & known
+        p_past = state[None, :] + (place + end - begin)[:, None] * C
+        b_past = tl.load(p_past, mask=mask_past[:, None] & mask_c[None, :], other=0.0)
+        b_new = tl.where((source >= begin)[:, None], b_x, b_past)
+        tl.debug_barrier()  # all of the old state has been read, by whichever thread
+        mask_new = (place < W - 1)[:, None] & mask_c[None, :]
+        tl.store(state[None, :] + place[:, None] * C, b_new, mask=mask_new)

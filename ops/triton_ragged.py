@@ -1,0 +1,38 @@
+# mypy: disable-error-code="untyped-decorator"
+"""How a grid that follows from shapes alone covers ragged sequences of any lengths.
+
+Tokens are dealt out in blocks of BLOCK. Sequence n takes the blocks from
+``cu_seqlens[n] // BLOCK + n`` on: at least as many as its tokens need, for any lengths, so that
+``num_blocks`` serves all batches of these shapes. Blocks past a sequence's last token are idle.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+def num_blocks(num_tokens: int, num_seqs: int, block: int) -> int:
+    """Blocks that any ``num_seqs`` sequences of ``num_tokens`` in all may need."""
+    return num_tokens // block + num_seqs if num_seqs else 0
+
+
+@triton.jit
+def sequence_of_block(
+    cu_seqlens: tl.tensor, num_seqs: tl.tensor, block: tl.tensor, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """The sequence that takes the block."""
+    before = tl.zeros([256], dtype=tl.int32)
+    for base in range(0, num_seqs, 256):
+        seq = base + tl.arange(0, 256)
+        begin = tl.load(cu_seqlens + seq, mask=seq < num_seqs, other=0)
+        before += ((seq < num_seqs) & (begin // BLOCK + seq <= block)).to(tl.int32)
+    return tl.sum(before, 0) - 1
+
+
+@triton.jit
+def first_token_of_block(
+    begin: tl.tensor, seq: tl.tensor, block: tl.tensor, BLOCK: tl.constexpr
+) -> tl.tensor:
+    """The first token of a block of a sequence that begins at ``begin``; past its end when idle."""
+    return begin + (block - begin // BLOCK - seq) * BLOCK
