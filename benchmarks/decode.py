@@ -17,7 +17,8 @@ from functools import partial
 import torch
 
 from benchmarks.contestants import Decoder, Ours, Transformers, failure
-from benchmarks.floor import Row, best, measure, step_floor
+from benchmarks.floor import best, measure, step_floor
+from benchmarks.mixers import Row
 from benchmarks.models import make_model
 from benchmarks.oracle import Oracle
 from benchmarks.profile_steps import print_profile

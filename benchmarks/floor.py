@@ -5,8 +5,8 @@ a large matrix product, whichever is longer. Both ceilings are measured in the s
 
 Bytes of a step: every weight that it must read (of experts, as many as uniform routing hits), the
 recurrent and the convolution state of each sequence read and written, and its keys and values
-read once. FLOPs: 2 for each weight and token, the logits of the last tokens, and the products of
-attention and of the delta rule.
+(of MLA its latents) read once. FLOPs: 2 for each weight and token, the logits of the last tokens,
+and those of the mixers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from benchmarks.mixers import Row, cache_bytes, mixer_flops
 from benchmarks.models import make_model
 from benchmarks.results import Results, arguments, parse, title
 from benchmarks.timing import best_of
@@ -26,9 +27,6 @@ from torch_hybrid import adapt
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.ops.native import compiler_missing, load_library
-from torch_hybrid.specs import AttentionSpec, DeltaRuleSpec
-
-CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +43,6 @@ def best(first: Ceilings, second: Ceilings) -> Ceilings:
         bandwidth=max(first.bandwidth, second.bandwidth),
         matrix_rate=max(first.matrix_rate, second.matrix_rate),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One sequence of a step: its new tokens, and those that it held before."""
-
-    num_new: int
-    num_held: int
 
 
 def measure(dtype: torch.dtype, *, rounds: int = 10) -> Ceilings:
@@ -94,15 +84,7 @@ def step_bytes(model: HybridModel, rows: Sequence[Row]) -> int:
     num_tokens = sum(row.num_new for row in rows)
     moved = _weight_bytes(model, num_tokens)
     for entry in model.table.entries:
-        spec = entry.spec
-        match spec:
-            case DeltaRuleSpec():
-                state = 2 * spec.num_v_heads * spec.head_k_dim * spec.head_v_dim * 4
-                conv = 2 * (spec.conv_width - 1) * spec.conv_channels * item
-                moved += (state + conv) * len(rows)
-            case AttentionSpec():
-                kept = sum(row.num_held + row.num_new for row in rows)
-                moved += 2 * kept * spec.num_kv_heads * spec.head_dim * item
+        moved += sum(cache_bytes(entry.spec, row, item) for row in rows)
     return moved
 
 
@@ -143,31 +125,14 @@ def linear_flops(model: HybridModel, rows: Sequence[Row]) -> float:
     return flops
 
 
-def mixer_flops(model: HybridModel, rows: Sequence[Row]) -> float:
-    """FLOPs of attention (causal) and of the delta rule (chunks for more than one token)."""
-    return sum(
-        _attention_flops(spec, row) if isinstance(spec, AttentionSpec) else _rule_flops(spec, row)
-        for row in rows
-        for spec in (entry.spec for entry in model.table.entries)
-    )
-
-
-def _attention_flops(spec: AttentionSpec, row: Row) -> float:
-    pairs = row.num_new * row.num_held + row.num_new * (row.num_new + 1) / 2
-    return 4 * spec.num_q_heads * spec.head_dim * pairs
-
-
-def _rule_flops(spec: DeltaRuleSpec, row: Row) -> float:
-    k, v, c = spec.head_k_dim, spec.head_v_dim, CHUNK
-    if row.num_new == 1:
-        return 7 * spec.num_v_heads * k * v
-    chunk = 6 * c * k * v + 2 * c * c * (3 * k + 2 * v) + 2 / 3 * c**3
-    return spec.num_v_heads * chunk * row.num_new / c
+def all_mixer_flops(model: HybridModel, rows: Sequence[Row]) -> float:
+    """FLOPs of the mixers of all layers, beside their projections."""
+    return sum(mixer_flops(entry.spec, row) for entry in model.table.entries for row in rows)
 
 
 def step_floor(model: HybridModel, rows: Sequence[Row], ceilings: Ceilings) -> float:
     """Seconds that a step takes at the least on this machine."""
-    flops = linear_flops(model, rows) + mixer_flops(model, rows)
+    flops = linear_flops(model, rows) + all_mixer_flops(model, rows)
     return max(step_bytes(model, rows) / ceilings.bandwidth, flops / ceilings.matrix_rate)
 
 
@@ -183,7 +148,7 @@ def main() -> None:
     steps |= {f"prefill of {n}": [Row(n, 0)] for n in (512, 2048)}
     for name, rows in steps.items():
         moved = step_bytes(model, rows)
-        flops = linear_flops(model, rows) + mixer_flops(model, rows)
+        flops = linear_flops(model, rows) + all_mixer_flops(model, rows)
         memory, matrix = moved / ceilings.bandwidth, flops / ceilings.matrix_rate
         results.add(name, moved / 1e9, flops / 1e9, memory * 1e3, matrix * 1e3)
     results.notes.append(

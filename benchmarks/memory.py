@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.mixers import inner_width
 from benchmarks.models import make_model
 from benchmarks.oracle import Oracle
 from benchmarks.results import Results, Target, arguments, parse, title
@@ -30,7 +31,6 @@ from benchmarks.serve import make_prompts, serve
 from torch_hybrid import Runner, from_pretrained
 from torch_hybrid.engine import Engine
 from torch_hybrid.models.hybrid_model import HybridModel
-from torch_hybrid.specs import AttentionSpec, LayerSpec
 
 LIMIT = 1.15
 MB = 1e6
@@ -51,15 +51,9 @@ def largest_activations(model: HybridModel, *, max_tokens: int, max_seqs: int) -
     """Bytes, as the module says."""
     config = model.hf_model.config.get_text_config()
     mlp = 3 * config.intermediate_size
-    mixers = max(_mixer_width(entry.spec) for entry in model.table.entries)
+    mixers = max(inner_width(entry.spec) for entry in model.table.entries)
     widths = 2 * config.hidden_size + max(mlp, mixers)
     return max_tokens * widths * model.dtype.itemsize + max_seqs * model.vocab_size * 4
-
-
-def _mixer_width(spec: LayerSpec) -> int:
-    if isinstance(spec, AttentionSpec):  # query, its gate, key, value, output
-        return (3 * spec.num_q_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    return 2 * spec.conv_channels + 2 * spec.v_channels + 2 * spec.num_v_heads
 
 
 def _child(options: argparse.Namespace) -> None:

@@ -87,6 +87,74 @@ def _qwen3(sizes: dict[str, Any]) -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**_DENSE | heads | {"intermediate_size": 3072} | sizes))
 
 
+_MAMBA2 = {"mamba_n_heads": 32, "mamba_n_groups": 1, "mamba_d_state": 128}
+
+
+def _bamba(sizes: dict[str, Any]) -> Any:
+    """Mamba2 with heads of 64 and one group, full attention in every fourth layer."""
+    from transformers import BambaConfig, BambaForCausalLM
+
+    return BambaForCausalLM(
+        BambaConfig(**_DENSE | _MAMBA2 | {"attn_layer_indices": [3, 7, 11]} | sizes)
+    )
+
+
+def _granitemoehybrid(sizes: dict[str, Any]) -> Any:
+    """The dense form: the same layers, no positions, and the published multipliers."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    options = {
+        "num_local_experts": 0,
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 1 / 128,
+        "logits_scaling": 8.0,
+    }
+    config = _DENSE | _MAMBA2 | options | sizes
+    kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(12)]
+    config |= {
+        "layer_types": kinds[: config["num_hidden_layers"]],
+        "shared_intermediate_size": config["intermediate_size"],
+    }
+    return GraniteMoeHybridForCausalLM(GraniteMoeHybridConfig(**config))
+
+
+def _falcon_h1(sizes: dict[str, Any]) -> Any:
+    """Attention and Mamba2 in every layer, without a norm after the gate."""
+    from transformers import FalconH1Config, FalconH1ForCausalLM
+
+    options = {
+        "num_hidden_layers": 13,
+        "intermediate_size": 2048,
+        "head_dim": 64,
+        "mamba_d_ssm": 1536,
+        "mamba_n_heads": 24,
+        "mamba_d_state": 128,
+        "ssm_multipliers": [0.35, 0.25, 0.35, 0.5, 0.35],
+        "ssm_in_multiplier": 1.25,
+        "key_multiplier": 0.4,
+        "embedding_multiplier": 5.7,
+    }
+    return FalconH1ForCausalLM(FalconH1Config(**_DENSE | options | sizes))
+
+
+def _nemotron_h(sizes: dict[str, Any]) -> Any:
+    """Mamba2 with 8 groups, attention and MLPs as layers of their own.
+
+    Steps have hardly a lower limit: transformers does not keep to it in decode.
+    """
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    kinds = [*["linear_attention", "mlp"] * 3, "full_attention", "mlp"] * 2
+    config = _DENSE | {"intermediate_size": 5376, "num_hidden_layers": len(kinds)} | sizes
+    config |= {
+        "layer_types": kinds[-config.pop("num_hidden_layers") :],
+        "mamba_num_heads": 32,
+        "time_step_min": 1e-9,
+    }
+    return NemotronHForCausalLM(NemotronHConfig(**config))
+
+
 def _layer_types(sizes: dict[str, Any]) -> dict[str, Any]:
     """Full attention, or MLA, in every fourth layer."""
     kinds = ["linear_attention"] * 3 + ["full_attention"]
@@ -149,6 +217,10 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "kimi_linear": _kimi_linear,
     "bailing_hybrid": _bailing_hybrid,
     "minimax": _minimax,
+    "bamba": _bamba,
+    "granitemoehybrid": _granitemoehybrid,
+    "falcon_h1": _falcon_h1,
+    "nemotron_h": _nemotron_h,
 }
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.prefill [--model NAME] [--dtype NAME] [--profile]
 
 "products" replays the step's linear layers, the same shapes with the same weights, and nothing
-else, by turns with the others. The products of attention and of the delta rule are counted as
-FLOPs at the measured matrix rate, and shown apart. Transformers runs one forward without a cache,
+else, by turns with the others. The products of the mixers are counted as FLOPs at the measured
+matrix rate, and shown apart. Transformers runs one forward without a cache,
 eagerly and compiled for this very length.
 """
 
@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.contestants import failure
-from benchmarks.floor import Row, experts_per_token, measure, mixer_flops
+from benchmarks.floor import all_mixer_flops, experts_per_token, measure
+from benchmarks.mixers import Row
 from benchmarks.models import make_model
 from benchmarks.oracle import Oracle
 from benchmarks.profile_steps import print_profile
@@ -80,7 +81,7 @@ def _report(results: Results, length: int, times: dict[str, Times], mixers: floa
     for name, taken in times.items():
         ratio = taken.best / products
         results.add(length, name, taken.best * 1e3, taken.median * 1e3, ratio)
-    results.add(length, "attention and delta rule, counted", mixers * 1e3, "", mixers / products)
+    results.add(length, "mixers, counted", mixers * 1e3, "", mixers / products)
     ours = times["ours"].best
     theirs = min(taken.best for name, taken in times.items() if "transformers" in name)
     name = f"prefill of {length}"
@@ -130,7 +131,7 @@ def main() -> None:
             else:
                 runs["transformers compiled"] = compiled
         times = interleave(runs, rounds=options.rounds)
-        mixers = mixer_flops(model, [Row(length, 0)]) / ceilings.matrix_rate
+        mixers = all_mixer_flops(model, [Row(length, 0)]) / ceilings.matrix_rate
         _report(results, length, times, mixers)
         if options.profile:
             print_profile(f"prefill of {length}", runs["ours"])

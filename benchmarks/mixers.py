@@ -1,0 +1,117 @@
+"""What the mixers of a layer must move and compute at the least, by their facts.
+
+FLOPs of recurrences are those of the ops: token by token for a single token, and by chunks of
+``CHUNK`` tokens, their triangular products counted whole, for more.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch_hybrid.specs import (
+    AttentionSpec,
+    DeltaRuleSpec,
+    KimiDeltaSpec,
+    LatentSpec,
+    LayerSpec,
+    LightningSpec,
+    Mamba2Spec,
+    RecurrentSpec,
+)
+
+CHUNK = 32  # what the ops take by default
+FLOAT32 = 4  # bytes of an element of a recurrent state
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence of a step: its new tokens, and those that it held before."""
+
+    num_new: int
+    num_held: int
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens that it holds after the step."""
+        return self.num_held + self.num_new
+
+    @property
+    def num_pairs(self) -> float:
+        """Pairs of a query and a key that it sees."""
+        return self.num_new * self.num_held + self.num_new * (self.num_new + 1) / 2
+
+
+def cache_bytes(spec: LayerSpec, row: Row, item: int) -> int:
+    """Bytes of what a mixer keeps: states read and written, keys and values or latents read once.
+
+    ``item`` is the size of an element in the model's dtype.
+    """
+    match spec:
+        case AttentionSpec():
+            return 2 * row.num_kept * spec.num_kv_heads * spec.head_dim * item
+        case LatentSpec():
+            return row.num_kept * spec.row_dim * item
+        case LightningSpec():
+            return 2 * math.prod(spec.state_shape) * FLOAT32
+        case _:
+            conv = (spec.conv_width - 1) * spec.conv_channels * item
+            return 2 * (math.prod(spec.state_shape) * FLOAT32 + conv)
+
+
+def mixer_flops(spec: LayerSpec, row: Row) -> float:
+    """FLOPs of a mixer beside its projections."""
+    match spec:
+        case AttentionSpec():
+            return 4 * spec.num_q_heads * spec.head_dim * row.num_pairs
+        case LatentSpec():
+            return _latent_flops(spec, row)
+        case _:
+            one_token = row.num_new == 1
+            return _token_flops(spec) if one_token else row.num_new * _chunk_flops(spec) / CHUNK
+
+
+def _latent_flops(spec: LatentSpec, row: Row) -> float:
+    """The cheaper of both forms. The projection of the new tokens' latents, or of their queries
+    and outputs, is a linear layer of the model; that of the latents held before is not."""
+    absorbed = 2 * (2 * spec.latent_rank + spec.rope_dim) * row.num_pairs
+    expanded = 2 * (spec.qk_dim + spec.v_dim) * row.num_pairs
+    expanded += 2 * spec.latent_rank * (spec.nope_dim + spec.v_dim) * row.num_held
+    return spec.num_heads * min(absorbed, expanded)
+
+
+def _token_flops(spec: RecurrentSpec) -> float:
+    """Decay, update and read a state; a delta rule reads it once more for its error."""
+    per_element = 7 if isinstance(spec, DeltaRuleSpec | KimiDeltaSpec) else 5
+    return per_element * math.prod(spec.state_shape)
+
+
+def _chunk_flops(spec: RecurrentSpec) -> float:
+    c = CHUNK
+    heads, v, k = spec.state_shape
+    match spec:
+        case DeltaRuleSpec() | KimiDeltaSpec():
+            return heads * (6 * c * k * v + 2 * c * c * (3 * k + 2 * v) + 2 / 3 * c**3)
+        case Mamba2Spec():  # q k^T once for the heads of a group
+            return heads * (4 * c * k * v + 2 * c * c * v) + spec.num_groups * 2 * c * c * k
+        case LightningSpec():
+            return heads * (4 * c * k * v + 2 * c * c * (k + v))
+
+
+def inner_width(spec: LayerSpec) -> int:
+    """Elements of a token that a mixer's inner tensors hold at once: its projections, their
+    convolution, its gates and its output."""
+    match spec:
+        case AttentionSpec():  # query, its gate, key, value, output
+            return (3 * spec.num_q_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        case LatentSpec():  # latent, and expanded: query, key, value, output
+            return spec.row_dim + 2 * spec.num_heads * (spec.qk_dim + spec.v_dim)
+        case DeltaRuleSpec():  # and the decays and betas
+            return 2 * (spec.conv_channels + spec.v_channels + spec.num_v_heads)
+        case KimiDeltaSpec():  # a decay for each channel of a key
+            width = 2 * (spec.conv_channels + spec.v_channels)
+            return width + spec.k_channels + spec.num_heads
+        case Mamba2Spec():  # and the steps and decays
+            return 2 * (spec.conv_channels + spec.inner_dim + spec.num_heads)
+        case LightningSpec():  # query, key, value, gate, output
+            return 5 * spec.channels
