@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch_hybrid.backends.hybrid import make_backends
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import Backends
+from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
@@ -40,6 +41,8 @@ class Runner:
             large enough where there are collectives to hide, "off" none. An ``OverlapPolicy``
             says which.
         backends: implementations to take, by name.
+        check_batch: called on the host with the batch of each step before it runs; what it raises
+            stops the step. ``Agreement(...).check``, where several ranks share the model.
 
     Raises:
         UnsupportedError: no implementation can serve a layer of the model.
@@ -58,6 +61,7 @@ class Runner:
         cuda_graphs: Literal["auto", "off"] = "auto",
         two_batch_overlap: Literal["off", "on", "auto"] | OverlapPolicy = "off",
         backends: Backends | None = None,
+        check_batch: Callable[[Batch], None] | None = None,
     ) -> None:
         if max_tokens < DEFAULT_CHUNK_SIZE:
             raise ValueError(
@@ -75,6 +79,7 @@ class Runner:
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
         self.compile = compile
+        self._check_batch = check_batch
         self._cache = HybridCache(
             model.table,
             max_seqs=max_seqs,
@@ -180,7 +185,9 @@ class Runner:
         lengths = [len(new) for new in tokens]
         self._check_extend(seqs, tokens, lengths, logits, positions)
         if not seqs:
-            return self._run(*self._planner.plan_idle())[:0]
+            idle, planned = self._planner.plan_idle()
+            self._check(planned.parts[0].batch)
+            return self._run(idle, planned)[:0]
         mode = Mode.DECODE if max(lengths) == 1 else Mode.EXTEND
         batch = self._cache.make_batch(
             seqs,
@@ -189,6 +196,7 @@ class Runner:
             num_position_axes=self.model.num_position_axes,
             table_width=self._planner.table_width,
         )
+        self._check(batch)
         variant, planned = self._planner.plan(batch, mode, logits)
         try:
             out = self._run(variant, planned)
@@ -197,6 +205,10 @@ class Runner:
             self._cache.mark_broken(seqs)
             raise
         return out[: sum(lengths) if logits == "all" else len(seqs)]
+
+    def _check(self, batch: Batch) -> None:
+        if self._check_batch is not None:
+            self._check_batch(batch)
 
     def warm_up(self, on_variant: Callable[[str], None] | None = None) -> None:
         """Compile every variant of decode and extend ahead of time, unless it is already.

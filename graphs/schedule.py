@@ -52,6 +52,7 @@ _MATRIX_FUNCTIONS: set[Callable[..., object]] = {
     linear,
 }
 _MATRIX_METHODS = {"matmul", "mm", "bmm", "addmm", "__matmul__"}
+_SIZE_METHODS = {"size", "stride", "numel", "dim", "storage_offset"}
 _MATRIX_OPS = {"linear", "fused_experts"}
 
 
@@ -174,6 +175,13 @@ def _written_by_both(nodes: Sequence[Node]) -> set[int]:
     return inputs & written
 
 
+def _used(node: Node, shared: set[int]) -> set[int]:
+    """The pools that a node reads or writes; to ask for a size is neither."""
+    if node.op == "call_method" and node.target in _SIZE_METHODS:
+        return set()
+    return storages(node.all_input_nodes) & shared
+
+
 def _cut(half: Sequence[Node], shared: set[int], at_collectives: bool) -> list[list[Node]]:
     """A half's nodes as stages, in order."""
     cuts = _after_collectives(half) if at_collectives else _between_kinds(half)
@@ -206,7 +214,7 @@ def _inside(half: Sequence[Node], shared: set[int]) -> set[int]:
     """Places where no cut may be: between two uses of one pool, and inside a context."""
     uses: dict[int, list[int]] = {}
     for i, node in enumerate(half):
-        for storage in storages(node.all_input_nodes) & shared:
+        for storage in _used(node, shared):
             uses.setdefault(storage, []).append(i)
     inside = {cut for at in uses.values() for cut in range(at[0] + 1, at[-1] + 1)}
     depth = 0
@@ -286,7 +294,7 @@ def _check(before: Sequence[Node], after: Sequence[Node], shared: set[int]) -> N
                     f"{lane_of(source)}, which is scheduled after it"
                 )
     for storage in shared:
-        users = [n for n in before if storage in storages(n.all_input_nodes)]
+        users = [node for node in before if storage in _used(node, shared)]
         if sorted(users, key=place.__getitem__) != users:
             names = [node.name for node in sorted(users, key=place.__getitem__)]
             raise RuntimeError(f"the uses of a pool changed their order, to {names}")

@@ -1,0 +1,381 @@
+"""The schedule: pinned as text, a permutation that keeps values, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from tests.tiny_models import make_hybrid
+from torch_hybrid.backends.mode import Mode
+from torch_hybrid.graphs.lanes import lane, lane_of
+from torch_hybrid.graphs.passes import Pass, apply_passes
+from torch_hybrid.graphs.runner import Runner
+from torch_hybrid.graphs.schedule import Stage, interleave_halves, read_schedule
+from torch_hybrid.ops.causal_conv1d import causal_conv1d
+
+WIDTH = 8
+Step = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A Dynamo graph before any pass, and the inputs that it was traced with."""
+
+    module: GraphModule
+    inputs: list[Any]
+
+    def run(self) -> tuple[Tensor, list[Any]]:
+        """The output on copies of the inputs, and the copies as the graph leaves them."""
+        copies = _copied(self.inputs)
+        self.module.recompile()
+        with torch.inference_mode():
+            [output] = self.module(*copies)
+        return output, copies
+
+
+def _copied(inputs: Iterable[Any]) -> list[Any]:
+    return [x.clone() if isinstance(x, Tensor) else x for x in inputs]
+
+
+def trace(step: Callable[..., object], *args: Any, **options: Any) -> Traced:
+    """The graph that ``step`` is traced to; ``step`` has an effect on ``args``."""
+    seen: list[Traced] = []
+
+    def backend(module: GraphModule, _inputs: object) -> Callable[..., object]:
+        def run(*inputs: Any) -> object:
+            seen.append(Traced(module, _copied(inputs)))
+            return module.forward(*inputs)
+
+        return run
+
+    torch._dynamo.reset()
+    torch.compile(step, backend=backend, fullgraph=True, **options)(*args)
+    [traced] = seen
+    return traced
+
+
+def in_halves(half: Callable[..., Tensor]) -> Step:
+    """A step that runs ``half(x, *shared)`` on both rows of x."""
+
+    def step(x: Tensor, *shared: Tensor) -> Tensor:
+        outputs = []
+        for index in (0, 1):
+            with lane(index):
+                outputs.append(half(x[index], *shared))
+        return torch.cat(outputs)
+
+    return step
+
+
+def schedule(graph: Graph, offset: int | None = None) -> str:
+    interleave_halves(graph, offset=offset)
+    graph.lint()
+    return drawn(read_schedule(graph))
+
+
+def drawn(stages: tuple[Stage, ...]) -> str:
+    return "\n".join(str(stage).rstrip() for stage in stages)
+
+
+# ---- mixers and matrix products --------------------------------------------------------------
+
+
+def conv(x: Tensor, pool: Tensor, first_slot: int) -> Tensor:
+    """One mixer op on a pool."""
+    rows = torch.tensor([0, x.shape[0]], dtype=torch.int32)
+    slot = torch.tensor([first_slot], dtype=torch.int32)
+    fresh = torch.zeros(1, dtype=torch.bool)
+    weight = torch.ones(WIDTH, 4)
+    options = {"activation": "silu", "impl": "torch"}
+    return causal_conv1d(x, weight, None, pool, rows, slot, ~fresh, **options)
+
+
+def two_layers(x: Tensor, a: Tensor, b: Tensor, pool: Tensor, other: Tensor) -> Tensor:
+    x = conv(F.linear(x, a), pool, 1).relu()
+    x = conv(F.linear(x, b) + x, other, 1)
+    return F.linear(x, a).tanh()
+
+
+def arguments() -> tuple[Tensor, ...]:
+    weights = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
+    return torch.randn(2, 5, WIDTH), *weights, torch.zeros(3, 3, WIDTH), torch.zeros(3, 3, WIDTH)
+
+
+def test_mixers_of_one_half_stand_beside_matrix_products_of_the_other():
+    traced = trace(in_halves(two_layers), *arguments())
+    assert_expected_inline(
+        schedule(traced.module.graph),
+        """\
+a0   linear
+a1   causal_conv1d
+b0                                           linear
+a2   linear
+b1                                           causal_conv1d
+a3   causal_conv1d
+b2                                           linear
+a4   linear
+b3                                           causal_conv1d
+b4                                           linear""",
+    )
+
+
+def test_offsets():
+    traced = trace(in_halves(two_layers), *arguments())
+    orders = {}
+    for offset in (0, 1, 2, 9):
+        interleave_halves(traced.module.graph, offset=offset)
+        stages = read_schedule(traced.module.graph)
+        orders[offset] = " ".join(str(stage).split()[0] for stage in stages)
+    assert orders == {
+        0: "a0 b0 a1 b1 a2 b2 a3 b3 a4 b4",
+        1: "a0 a1 b0 a2 b1 a3 b2 a4 b3 b4",
+        2: "a0 a1 a2 b0 a3 b1 a4 b2 b3 b4",
+        9: "a0 a1 a2 a3 a4 b0 b1 b2 b3 b4",
+    }
+
+
+def test_the_schedule_of_a_model():
+    """Every family is served so; the forward has one linear and one full layer."""
+    traced = trace_model("qwen3_next_dense", [70, 3])
+    assert_expected_inline(
+        schedule(traced.module.graph),
+        """\
+a0   linear
+a1   causal_conv1d, chunk_gated_delta_rule
+b0                                           linear
+a2   7 linear
+b1                                           causal_conv1d, chunk_gated_delta_rule
+a3   paged_attention
+b2                                           7 linear
+a4   4 linear
+b3                                           paged_attention
+b4                                           4 linear""",
+    )
+
+
+def trace_model(family: str, lengths: list[int]) -> Traced:
+    """The graph of one step of a model, in halves."""
+    runner = Runner(
+        make_hybrid(family), max_seqs=3, max_tokens=128, compile=False, two_batch_overlap="on"
+    )
+    for pool in runner.cache.pool_tensors():
+        torch._dynamo.mark_static(pool)
+    mode = Mode.DECODE if max(lengths) == 1 else Mode.EXTEND
+    seqs = runner.new_sequences(len(lengths))
+    batch = runner.cache.make_batch(
+        seqs, [[5] * n for n in lengths], table_width=runner._planner.table_width
+    )
+    variant, inputs = runner._planner.plan(batch, mode, "last")
+    with torch.inference_mode():
+        return trace(runner._steps[variant], inputs, runner.cache.pools, dynamic=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "olmo_hybrid", "qwen3"])
+@pytest.mark.parametrize("lengths", [[70, 3], [1, 1, 1]], ids=str)
+def test_values_are_bitwise_those_of_the_order_as_traced(family: str, lengths: list[int]):
+    traced = trace_model(family, lengths)
+    expected, expected_inputs = traced.run()
+    for offset in (0, 1, 3):
+        before = [node.name for node in traced.module.graph.nodes]
+        apply_passes(traced.module, [Pass("", partial(interleave_halves, offset=offset))])
+        assert [node.name for node in traced.module.graph.nodes] != before
+        actual, inputs = traced.run()
+        assert torch.equal(actual, expected)
+        for ours, theirs in zip(inputs, expected_inputs, strict=True):
+            assert not isinstance(ours, Tensor) or torch.equal(ours, theirs)
+
+
+def test_each_half_keeps_its_order_and_every_node_is_there_once():
+    traced = trace(in_halves(two_layers), *arguments())
+    before = list(traced.module.graph.nodes)
+    interleave_halves(traced.module.graph)
+    after = list(traced.module.graph.nodes)
+    assert len(after) == len(before)
+    assert set(after) == set(before)
+    for index in (0, 1):
+        ours = [node for node in after if lane_of(node) == index]
+        assert ours == [node for node in before if node in set(ours)]
+
+
+def test_a_step_without_halves_stays_as_it_is():
+    traced = trace(two_layers, torch.randn(5, WIDTH), *arguments()[1:])
+    before = list(traced.module.graph.nodes)
+    assert schedule(traced.module.graph) == ""
+    assert list(traced.module.graph.nodes) == before
+
+
+# ---- collectives -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def group() -> Iterator[str]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+def reduced(x: Tensor, group: str) -> Tensor:
+    started = torch.ops._c10d_functional.all_reduce(x, "sum", group)
+    return torch.ops._c10d_functional.wait_tensor(started)
+
+
+def test_a_collective_of_one_half_is_in_flight_while_the_other_computes(group: str):
+    def layers(x: Tensor, a: Tensor, b: Tensor, pool: Tensor, other: Tensor) -> Tensor:
+        x = x + reduced(F.linear(conv(F.linear(x, a), pool, 1), b), group)
+        return x + reduced(F.linear(x, b), group)
+
+    traced = trace(in_halves(layers), *arguments())
+    expected, _ = traced.run()
+    assert_expected_inline(
+        schedule(traced.module.graph),
+        """\
+a0   linear, causal_conv1d, linear, all_reduce
+b0                                           linear, causal_conv1d, linear, all_reduce
+a1   wait_tensor, linear, all_reduce
+b1                                           wait_tensor, linear, all_reduce
+a2   wait_tensor
+b2                                           wait_tensor""",
+    )
+    assert torch.equal(traced.run()[0], expected)
+
+
+def test_collectives_come_in_the_order_of_the_stages(group: str):
+    """Of one graph there is one order: every rank that traces it starts them alike."""
+
+    def layers(x: Tensor, a: Tensor) -> Tensor:
+        for _ in range(3):
+            x = reduced(F.linear(x, a), group)
+        return x
+
+    orders = []
+    for _ in range(2):
+        traced = trace(in_halves(layers), torch.randn(2, 5, WIDTH), torch.randn(WIDTH, WIDTH))
+        interleave_halves(traced.module.graph)
+        starts = [n for n in traced.module.graph.nodes if "all_reduce" in str(n.target)]
+        orders.append([(lane_of(node), node.name) for node in starts])
+    assert orders[0] == orders[1]
+    assert [index for index, _ in orders[0]] == [0, 1] * 3
+
+
+# ---- what a cut must not part, and what is refused -------------------------------------------
+
+
+def test_uses_of_one_pool_are_not_parted():
+    def half(x: Tensor, a: Tensor, b: Tensor, pool: Tensor, other: Tensor) -> Tensor:
+        x = conv(F.linear(x, a), pool, 1)
+        return conv(F.linear(x, b), pool, 2)
+
+    traced = trace(in_halves(half), *arguments())
+    assert_expected_inline(
+        schedule(traced.module.graph),
+        """\
+a0   linear
+a1   causal_conv1d, linear, causal_conv1d
+b0                                           linear
+b1                                           causal_conv1d, linear, causal_conv1d""",
+    )
+
+
+def test_a_context_is_not_parted():
+    def half(x: Tensor, a: Tensor, b: Tensor, pool: Tensor, other: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = F.linear(x, a)
+            x = conv(x.float(), pool, 1)
+            x = F.linear(x, b)
+        return conv(x.float(), other, 1)
+
+    traced = trace(in_halves(half), *arguments())
+    expected, _ = traced.run()
+    assert_expected_inline(
+        schedule(traced.module.graph),
+        """\
+a0   linear, causal_conv1d, linear
+a1   causal_conv1d
+b0                                           linear, causal_conv1d, linear
+b1                                           causal_conv1d""",
+    )
+    assert torch.equal(traced.run()[0], expected)
+
+
+def refusal(step: Step, *args: Any) -> str:
+    traced = trace(step, *args)
+    with pytest.raises(RuntimeError) as caught:
+        interleave_halves(traced.module.graph)
+    return str(caught.value)
+
+
+def test_halves_that_need_each_other():
+    def step(x: Tensor, a: Tensor) -> Tensor:
+        with lane(0):
+            first = F.linear(x[0], a)
+            middle = torch.ops._c10d_functional.wait_tensor(first)
+            last = F.linear(middle, a)
+        with lane(1):
+            second = F.linear(x[1], a)
+            middle = torch.ops._c10d_functional.wait_tensor(second)
+            return F.linear(middle, a) + last
+
+    traced = trace(step, torch.randn(2, 5, WIDTH), torch.randn(WIDTH, WIDTH))
+    interleave_halves(traced.module.graph)  # the first half comes first here: nothing is wrong
+
+    def crossed(x: Tensor, a: Tensor) -> Tensor:
+        with lane(1):
+            first = F.linear(x[0], a).relu()
+        with lane(0):
+            return F.linear(first, a).relu()
+
+    assert_expected_inline(
+        refusal(crossed, torch.randn(2, 5, WIDTH), torch.randn(WIDTH, WIDTH)),
+        """linear_1 of half 0 needs first of half 1, which is scheduled after it""",
+    )
+
+
+def test_halves_that_differ():
+    def step(x: Tensor, a: Tensor) -> Tensor:
+        with lane(0):
+            first = F.linear(x[0], a)
+        with lane(1):
+            second = F.linear(F.linear(x[1], a), a)
+        return first + second
+
+    assert_expected_inline(
+        refusal(step, torch.randn(2, 5, WIDTH), torch.randn(WIDTH, WIDTH)),
+        """the halves of the step must run the same stages, got [['linear']] and [['linear', 'linear']]""",  # noqa: E501
+    )
+
+
+def test_pools_used_in_another_order():
+    """The first half uses late what the second uses early."""
+
+    def step(x: Tensor, a: Tensor, b: Tensor, pool: Tensor, other: Tensor) -> Tensor:
+        outputs = []
+        for index, pools in enumerate([(pool, other), (other, pool)]):
+            with lane(index):
+                y = conv(F.linear(x[index], a), pools[0], 1)
+                outputs.append(conv(F.linear(y, b), pools[1], 1))
+        return torch.cat(outputs)
+
+    assert "the uses of a pool changed their order" in refusal(step, *arguments())
+
+
+def test_a_pass_that_breaks_the_schedule_is_named():
+    """A pass of one's own is held to the same rule: the graph must still lint."""
+
+    def swap(graph: Graph) -> None:
+        first, second = [n for n in graph.nodes if n.target is F.linear][:2]
+        second.append(first)
+
+    traced = trace(in_halves(two_layers), *arguments())
+    with pytest.raises(RuntimeError, match=r"^pass swap broke the graph: "):
+        apply_passes(traced.module, [Pass("interleave", interleave_halves), Pass("swap", swap)])
