@@ -17,7 +17,7 @@
 #pragma once
 
 #include <algorithm>
-#include <vector>
+#include <memory>
 
 #include "simd.h"
 #include "softmax.h"
@@ -27,18 +27,18 @@ namespace th {
 constexpr int ROWS_PER_TILE = 64;
 constexpr int KEYS_PER_BLOCK = 64;
 
-// Floats that start on a cache line, so that no register is loaded from two lines.
+// Uninitialised floats that start on a cache line, so that no register is loaded from two lines.
 class AlignedFloats {
  public:
-  explicit AlignedFloats(int64_t n) : lines_((n + LANES - 1) / LANES) {}
-  float* data() { return lines_.data()->lanes; }
-  const float* data() const { return lines_.data()->lanes; }
+  explicit AlignedFloats(int64_t n) : lines_(new Line[(n + LANES - 1) / LANES]) {}
+  float* data() { return reinterpret_cast<float*>(lines_.get()); }
+  const float* data() const { return reinterpret_cast<const float*>(lines_.get()); }
 
  private:
   struct alignas(64) Line {
     float lanes[LANES];
   };
-  std::vector<Line> lines_;
+  std::unique_ptr<Line[]> lines_;
 };
 
 // Consecutive keys of a sequence, from number `begin` on. While it is worked on, the rows `ahead`,
