@@ -50,7 +50,7 @@ class StepBackend:
         log: where records go.
         pool_sizes: numbers of elements of the state pools, to find copies of them.
         passes: run in order on the Dynamo graph.
-        switched_off: names of passes to leave out.
+        keep_text: record each graph's text before and after each pass.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class StepBackend:
         *,
         pool_sizes: Collection[int],
         passes: Sequence[Pass] = DEFAULT_PASSES,
-        switched_off: Collection[str] = (),
+        keep_text: bool = False,
     ) -> None:
         self._log = log
         self._pool_sizes = pool_sizes
         self._passes = passes
-        self._switched_off = switched_off
+        self._keep_text = keep_text
 
     def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one traced graph."""
@@ -80,7 +80,7 @@ class StepBackend:
             sources.append(compiled.source_code)
             return compiled
 
-        records = apply_passes(module, self._passes, switched_off=self._switched_off)
+        records = apply_passes(module, self._passes, keep_text=self._keep_text)
         num_nodes, schedule = len(module.graph.nodes), read_schedule(module.graph)
         planned = opaque_ops(module.graph)
         with torch._functorch.config.patch(_ALWAYS_INDUCTOR), _inductor_options(schedule):

@@ -5,20 +5,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import difflib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
-import torch
-import torch.nn.functional as F
 from torch.fx import Graph, GraphModule, Node
 
-from torch_hybrid.graphs.lanes import keep_marks
-from torch_hybrid.graphs.mutation import storages, written_nodes
+from torch_hybrid.graphs.lanes import lane_of
+from torch_hybrid.graphs.merge_linears import merge_linears
 from torch_hybrid.graphs.schedule import interleave_halves
-from torch_hybrid.ops.capability import Need
-from torch_hybrid.ops.linear.op import IMPLEMENTATIONS, linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,140 +24,91 @@ class Pass:
     apply: Callable[[Graph], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassRecord:
-    """How many nodes a graph had before and after a pass."""
-
-    name: str
-    nodes_before: int
-    nodes_after: int
-
-
-def merge_linears(graph: Graph) -> None:
-    """Give the linear layers that read one input to a single ``linear`` op.
-
-    Contract: the graph computes the same values. On a CPU the op streams the weights at memory
-    speed for the few rows of a decode step, and the layers of one input are one parallel region.
-    Where the op has no native implementation (a GPU, no compiler), and for weights that are
-    computed in the graph, nothing changes.
-
-    for each input, the F.linear nodes that read it, up to where it is written in place:
-        before the first: y = linear(input as rows, their weights, their biases)
-        each node becomes its columns of y, in the input's leading shape
-
-    The halves of a step have different inputs: each half's layers stay its own.
-    """
-    siblings: dict[Node, list[_Linear]] = defaultdict(list)
-    groups: list[list[_Linear]] = []
-    for node in graph.nodes:
-        written = storages(written_nodes(node))
-        for source in [x for x in siblings if storages([x]) & written]:
-            groups.append(siblings.pop(source))
-        if node.target is F.linear:
-            layer = _Linear(node, *_operands(*node.args, **node.kwargs))
-            if layer.is_native():
-                siblings[layer.source].append(layer)
-    for group in [*groups, *siblings.values()]:
-        _merge(graph, group)
-
-
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    """A call of ``F.linear`` in a graph."""
-
-    node: Node
-    source: Node
-    weight: Node
-    bias: Node | None
-
-    def is_native(self) -> bool:
-        """Whether the op takes it: rows of a plain input, weights that are there from the start."""
-        x = _example(self.source)
-        parameters = [self.weight] if self.bias is None else [self.weight, self.bias]
-        need = Need(device=x.device, dtype=x.dtype)
-        return (
-            x.ndim >= 2
-            and x.stride(-1) == 1
-            and all(p.op in ("placeholder", "get_attr") for p in parameters)
-            and all(_example(p).is_contiguous() for p in parameters)
-            and not IMPLEMENTATIONS["cpp"].capability.why_not(need)
-        )
-
-
-def _operands(
-    input: Node, weight: Node, bias: Node | None = None
-) -> tuple[Node, Node, Node | None]:
-    """The arguments of ``F.linear``, whether passed by position or by name."""
-    return input, weight, bias
-
-
-def _example(node: Node) -> torch.Tensor:
-    example: torch.Tensor = node.meta["example_value"]
-    return example
-
-
-def _merge(graph: Graph, layers: Sequence[_Linear]) -> None:
-    source = layers[0].source
-    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-    num_dims = _example(source).ndim
-    made: list[Node] = []
-
-    def method(name: str, *args: Any) -> Node:
-        made.append(graph.call_method(name, args))
-        return made[-1]
-
-    with graph.inserting_before(layers[0].node):
-        rows = source
-        leading = [method("size", source, i) for i in range(num_dims - 1)]
-        if num_dims != 2:
-            rows = method("reshape", source, -1, method("size", source, -1))
-        merged = graph.call_function(linear, (rows, weights, biases), {"impl": "cpp"})
-        made.append(merged)
-        first = 0
-        for layer in layers:
-            width = _example(layer.node).shape[-1]
-            columns = method("narrow", merged, 1, first, width)
-            if num_dims != 2:
-                columns = method("unflatten", columns, 0, leading)
-            layer.node.replace_all_uses_with(columns)
-            first += width
-    for node in made:
-        keep_marks(node, layers[0].node)
-    for layer in reversed(layers):
-        graph.erase_node(layer.node)
-
-
 DEFAULT_PASSES: tuple[Pass, ...] = (
     Pass("merge_linears", merge_linears),
     Pass("interleave_halves", interleave_halves),
 )
 
 
-def apply_passes(
-    module: GraphModule, passes: Sequence[Pass], *, switched_off: Collection[str] = ()
-) -> list[PassRecord]:
-    """Run ``passes`` in order over a traced step.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassRecord:
+    """What a pass did to one graph: numbers of nodes, and the graph's text if that was kept."""
+
+    name: str
+    nodes_before: int
+    nodes_after: int
+    text_before: str = field(default="", repr=False)
+    text_after: str = field(default="", repr=False)
+
+    def diff(self) -> str:
+        """The lines of the graph that the pass took out, put in or moved; "" without texts."""
+        before, after = self.text_before.splitlines(), self.text_after.splitlines()
+        lines = difflib.unified_diff(before, after, "before", self.name, n=1, lineterm="")
+        return "\n".join(lines)
+
+
+def without(passes: Sequence[Pass], switched_off: Collection[str]) -> tuple[Pass, ...]:
+    """``passes`` but those with a name in ``switched_off``.
 
     Raises:
         ValueError: ``switched_off`` names no pass.
-        RuntimeError: a pass left a graph that does not lint.
     """
-    unknown = set(switched_off) - {p.name for p in passes}
+    names = [graph_pass.name for graph_pass in passes]
+    unknown = sorted(set(switched_off) - set(names))
     if unknown:
-        raise ValueError(
-            f"no pass is named {sorted(unknown)}; there are {[p.name for p in passes]}"
-        )
+        raise ValueError(f"no pass is named {unknown}; there are {names}")
+    return tuple(graph_pass for graph_pass in passes if graph_pass.name not in switched_off)
+
+
+def apply_passes(
+    module: GraphModule, passes: Sequence[Pass], *, keep_text: bool = False
+) -> list[PassRecord]:
+    """Run ``passes`` in order over a traced step.
+
+    Args:
+        module: changed in place.
+        passes: each is given the module's graph.
+        keep_text: record the graph's text before and after each pass.
+
+    Raises:
+        RuntimeError: a pass refused the graph, or left one that does not lint.
+    """
+
+    def text() -> str:
+        return graph_text(module.graph) if keep_text else ""
+
     records = []
     for graph_pass in passes:
-        if graph_pass.name in switched_off:
-            continue
-        before = len(module.graph.nodes)
-        graph_pass.apply(module.graph)
+        num_before, text_before = len(module.graph.nodes), text()
+        try:
+            graph_pass.apply(module.graph)
+        except RuntimeError as error:
+            raise RuntimeError(f"pass {graph_pass.name} failed: {error}") from error
         try:
             module.graph.lint()
         except RuntimeError as error:
             raise RuntimeError(f"pass {graph_pass.name} broke the graph: {error}") from error
-        after = len(module.graph.nodes)
-        records.append(PassRecord(name=graph_pass.name, nodes_before=before, nodes_after=after))
+        records.append(
+            PassRecord(
+                name=graph_pass.name,
+                nodes_before=num_before,
+                nodes_after=len(module.graph.nodes),
+                text_before=text_before,
+                text_after=text(),
+            )
+        )
     module.recompile()
     return records
+
+
+def graph_text(graph: Graph) -> str:
+    """One line for each call in a graph, with its half in front where it belongs to one."""
+    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    return "\n".join(map(_line, nodes))
+
+
+def _line(node: Node) -> str:
+    half = {None: " ", 0: "a", 1: "b"}[lane_of(node)]
+    target = node.target if isinstance(node.target, str) else node._pretty_print_target(node.target)
+    arguments = [*map(str, node.args), *(f"{key}={value}" for key, value in node.kwargs.items())]
+    return f"{half} {node.name} = {target}({', '.join(arguments)})"

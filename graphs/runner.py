@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Many
 from typing import Literal
 
@@ -17,6 +17,7 @@ from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
+from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, without
 from torch_hybrid.graphs.planner import Logits, StepPlanner
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.static_inputs import StaticInputs
@@ -43,10 +44,13 @@ class Runner:
         backends: implementations to take, by name.
         check_batch: called on the host with the batch of each step before it runs; what it raises
             stops the step. ``Agreement(...).check``, where several ranks share the model.
+        passes: graph passes over each traced step, in order; see ``graphs.passes``.
+        switched_off: names of passes to leave out.
+        keep_pass_text: keep each graph's text before and after each pass, to look at.
 
     Raises:
         UnsupportedError: no implementation can serve a layer of the model.
-        ValueError: a size is too small to hold anything.
+        ValueError: a size is too small to hold anything, or no pass has a name that is off.
     """
 
     def __init__(
@@ -62,6 +66,9 @@ class Runner:
         two_batch_overlap: Literal["off", "on", "auto"] | OverlapPolicy = "off",
         backends: Backends | None = None,
         check_batch: Callable[[Batch], None] | None = None,
+        passes: Many[Pass] = DEFAULT_PASSES,
+        switched_off: Collection[str] = (),
+        keep_pass_text: bool = False,
     ) -> None:
         if max_tokens < DEFAULT_CHUNK_SIZE:
             raise ValueError(
@@ -105,7 +112,7 @@ class Runner:
         self._log = CompileLog()
         self._variants: dict[str, int] = {}  # name of a variant to its graph's place in the log
         self._breaks_before = _count_graph_breaks()
-        self._steps = self._make_steps()
+        self._steps = self._make_steps(without(passes, switched_off), keep_pass_text)
 
     @property
     def max_seq_len(self) -> int:
@@ -126,6 +133,11 @@ class Runner:
     def cache(self) -> HybridCache:
         """The pools, and who owns what in them."""
         return self._cache
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Names of the kinds of step that have a graph each."""
+        return tuple(variant.name for variant in self._planner.forms)
 
     def new_sequences(self, count: int) -> list[Sequence]:
         """Take a state slot for each of ``count`` new, empty sequences.
@@ -259,7 +271,9 @@ class Runner:
             self._steps[variant](inputs, self._cache.pools)
         self._variants[variant.name] = place
 
-    def _make_steps(self) -> dict[Variant, Callable[[Inputs, Caches], Tensor]]:
+    def _make_steps(
+        self, passes: Many[Pass], keep_text: bool
+    ) -> dict[Variant, Callable[[Inputs, Caches], Tensor]]:
         """A step for each variant, not compiled yet."""
         step, variants = make_step(self.model), self._planner.forms
         if not self.compile:
@@ -267,7 +281,12 @@ class Runner:
         pools = self._cache.pool_tensors()
         for pool in pools:
             torch._dynamo.mark_static(pool)
-        backend = StepBackend(self._log, pool_sizes={pool.numel() for pool in pools})
+        backend = StepBackend(
+            self._log,
+            pool_sizes={pool.numel() for pool in pools},
+            passes=passes,
+            keep_text=keep_text,
+        )
         return {variant: compile_step(step, backend) for variant in variants}
 
     def _check_extend(

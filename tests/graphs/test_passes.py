@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -11,7 +11,16 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-from torch_hybrid.graphs.passes import Pass, PassRecord, apply_passes, merge_linears
+from torch_hybrid.graphs.lanes import lane
+from torch_hybrid.graphs.merge_linears import merge_linears
+from torch_hybrid.graphs.passes import (
+    DEFAULT_PASSES,
+    Pass,
+    PassRecord,
+    apply_passes,
+    graph_text,
+    without,
+)
 from torch_hybrid.ops.native import compiler_missing
 
 MERGE = Pass("merge_linears", merge_linears)
@@ -34,13 +43,13 @@ class Block(nn.Module):
 
 
 def run(
-    fn: Callable[..., object], *args: Tensor, switched_off: tuple[str, ...] = ()
+    fn: Callable[..., object], *args: Tensor, passes: Sequence[Pass] = (MERGE,)
 ) -> tuple[object, str, list[PassRecord]]:
     """The result of ``fn`` with the passes applied, its graph as text, and the records."""
     seen: list[tuple[str, list[PassRecord]]] = []
 
     def backend(module: GraphModule, _inputs: object) -> Callable[..., object]:
-        records = apply_passes(module, [MERGE], switched_off=switched_off)
+        records = apply_passes(module, passes)
         seen.append((text(module.graph), records))
         return module.forward
 
@@ -62,7 +71,7 @@ def text(graph: Graph) -> str:
 
 def test_graph_before_and_after():
     block, x = Block(), torch.randn(5, 8)
-    _, before, _ = run(block, x, switched_off=("merge_linears",))
+    _, before, _ = run(block, x, passes=())
     _, after, [record] = run(block, x)
     assert_expected_inline(
         before,
@@ -162,14 +171,12 @@ def small_module() -> GraphModule:
 
 
 def test_switched_off_by_name():
-    def remove_everything(graph: Graph) -> None:
-        raise AssertionError("was switched off")
-
-    assert (
-        apply_passes(small_module(), [Pass("one", remove_everything)], switched_off=["one"]) == []
-    )
-    with pytest.raises(ValueError, match=r"^no pass is named \['two'\]; there are \['one'\]$"):
-        apply_passes(small_module(), [Pass("one", remove_everything)], switched_off=["two"])
+    names = [graph_pass.name for graph_pass in DEFAULT_PASSES]
+    assert names == ["merge_linears", "interleave_halves"]
+    assert [p.name for p in without(DEFAULT_PASSES, ["merge_linears"])] == ["interleave_halves"]
+    assert without(DEFAULT_PASSES, names) == ()
+    with pytest.raises(ValueError, match=r"^no pass is named \['two'\]; there are \['merge_"):
+        without(DEFAULT_PASSES, ["two"])
 
 
 def test_a_pass_that_breaks_the_graph_is_named():
@@ -180,6 +187,70 @@ def test_a_pass_that_breaks_the_graph_is_named():
     passes = [Pass("harmless", lambda graph: None), Pass("careless", use_before_definition)]
     with pytest.raises(RuntimeError, match=r"^pass careless broke the graph: "):
         apply_passes(small_module(), passes)
+
+
+def test_a_pass_that_refuses_the_graph_is_named():
+    def refuse(graph: Graph) -> None:
+        raise RuntimeError("the halves differ")
+
+    with pytest.raises(RuntimeError, match=r"^pass picky failed: the halves differ$"):
+        apply_passes(small_module(), [Pass("picky", refuse)])
+
+
+def test_the_diff_of_a_pass():
+    def fn(x: Tensor, a: Tensor) -> Tensor:
+        return F.linear(x, a).relu()
+
+    def gelu(graph: Graph) -> None:
+        [relu] = [node for node in graph.nodes if node.target == "relu"]
+        relu.target = "gelu"
+
+    def backend(module: GraphModule, _inputs: object) -> Callable[..., object]:
+        unchanged, changed = apply_passes(
+            module, [Pass("none", lambda graph: None), Pass("gelu", gelu)], keep_text=True
+        )
+        assert unchanged.diff() == ""
+        assert_expected_inline(
+            changed.diff(),
+            """\
+--- before
++++ gelu
+@@ -1,2 +1,2 @@
+   linear = torch._C._nn.linear(l_x_, l_a_)
+-  relu = relu(linear)
++  relu = gelu(linear)""",
+        )
+        return lambda *args: args[:1]
+
+    torch._dynamo.reset()
+    torch.compile(fn, backend=backend, fullgraph=True)(torch.randn(3, 8), torch.randn(4, 8))
+
+
+def test_merged_layers_stay_in_their_half():
+    """Both halves read other inputs, and what is made of their layers carries their marks."""
+
+    def fn(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        outputs = []
+        for index in (0, 1):
+            with lane(index):
+                half = x[index]
+                outputs.append(F.linear(half, a) + F.linear(half, b))
+        return torch.cat(outputs)
+
+    seen: list[str] = []
+
+    def backend(module: GraphModule, _inputs: object) -> Callable[..., object]:
+        apply_passes(module, [MERGE])
+        seen.append(graph_text(module.graph))
+        return module.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(fn, backend=backend, fullgraph=True)
+    compiled(torch.randn(2, 3, 8), torch.randn(4, 8), torch.randn(4, 8))
+    lines = seen[0].splitlines()
+    merged = [line for line in lines if "linear(" in line]
+    assert [line[0] for line in merged] == ["a", "b"]
+    assert [line for line in lines if line[0] == " "] == lines[-1:]
 
 
 def test_records_count_nodes():
