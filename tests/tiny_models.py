@@ -79,12 +79,13 @@ def qwen3(**options: Any) -> nn.Module:
     return tf.Qwen3ForCausalLM(tf.Qwen3Config(**{**SIZES, "head_dim": 32, **options}))
 
 
+# Sizes that every implementation of latent and ragged attention takes.
 LATENT = {
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
     "num_key_value_heads": 4,
 }
 GROUPED_EXPERTS = {
