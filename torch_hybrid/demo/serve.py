@@ -17,7 +17,7 @@ import torch
 from torch_hybrid.demo.task import RecallPrompt
 from torch_hybrid.engine import Engine
 from torch_hybrid.graphs.runner import Runner
-from torch_hybrid.models.hybrid_model import HybridModel
+from torch_hybrid.graphs.step import Model
 from torch_hybrid.sampling import Sampling
 
 Tokens = list[list[int]]
@@ -34,7 +34,7 @@ class Recalled:
     num_whole: int  # prompts without a wrong token
 
 
-def make_runner(model: HybridModel, prompts: Sequence[RecallPrompt]) -> Runner:
+def make_runner(model: Model, prompts: Sequence[RecallPrompt]) -> Runner:
     """A runner with room for all prompts; they are prefilled in chunks beside the first decodes."""
     longest = max(len(prompt.tokens) + len(prompt.answer) for prompt in prompts)
     kv_tokens = len(prompts) * (longest + PAGE_SIZE)

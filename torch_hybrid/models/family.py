@@ -73,7 +73,8 @@ def require(config: Any, name: str, value: object, allowed: Collection[object]) 
 
 def head_dim_of(config: Any) -> int:
     """The width of an attention head, for configs that may leave it out."""
-    return config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
+    given: int | None = config.to_dict().get("head_dim")
+    return given or config.hidden_size // config.num_attention_heads
 
 
 def specs_by_layer_type(
@@ -178,7 +179,8 @@ def require_fields(config: Any, **fields: object) -> None:
 
 def yarn_mscale(rope: Mapping[str, Any]) -> float:
     """What YaRN's ``mscale_all_dim`` multiplies queries and keys by, each; 1 without it."""
-    factor, mscale = rope.get("factor", 1.0), rope.get("mscale_all_dim", 0)
+    factor: float = rope.get("factor", 1.0)
+    mscale: float = rope.get("mscale_all_dim", 0)
     if rope.get("rope_type", "default") == "default" or not mscale or factor <= 1:
         return 1.0
     return 0.1 * mscale * math.log(factor) + 1.0

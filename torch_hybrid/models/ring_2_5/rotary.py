@@ -85,8 +85,8 @@ def _yarn(spec: RotarySpec) -> Tensor:
     low = max(math.floor(dim_of(scaling.get("beta_fast", 32))), 0)
     high = min(math.ceil(dim_of(scaling.get("beta_slow", 1))), spec.dim - 1)
     ramp = (torch.arange(spec.dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)
-    slowed = ramp.clamp(0, 1)
-    return _plain(spec) * ((1 - slowed) + slowed / scaling["factor"])
+    slowed, factor = ramp.clamp(0, 1), float(scaling["factor"])
+    return _plain(spec) * ((1 - slowed) + slowed / factor)
 
 
 def _yarn_amplitude(scaling: Mapping[str, Any]) -> float:
