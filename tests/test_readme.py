@@ -1,53 +1,112 @@
 """README's table of what runs is made from the code. `python -m tests.test_readme` rewrites it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from torch_hybrid.models.load import FAMILIES
+from tests.tiny_models import BUILDERS
+from torch_hybrid.models.load import FAMILIES, NOT_SERVED, table_of
+from torch_hybrid.models.ring_2_5.config import ARCHITECTURE as RING_2_5
 from torch_hybrid.ops.capability import Implementation
 from torch_hybrid.ops.causal_conv1d import op as causal_conv1d
 from torch_hybrid.ops.fused_experts import op as fused_experts
 from torch_hybrid.ops.gated_delta_rule import op as gated_delta_rule
+from torch_hybrid.ops.kimi_delta_attention import op as kimi_delta_attention
+from torch_hybrid.ops.latent_attention import op as latent_attention
 from torch_hybrid.ops.linear import op as linear
+from torch_hybrid.ops.merge_states import op as merge_states
 from torch_hybrid.ops.paged_attention import op as paged_attention
+from torch_hybrid.ops.ragged_attention import op as ragged_attention
+from torch_hybrid.ops.ssd import op as ssd
 from torch_hybrid.ops.state_copy import op as state_copy
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- generated: tests/test_readme.py -->\n", "<!-- end generated -->"
 
-OPS: dict[str, Mapping[str, Implementation]] = {
-    "`paged_attention`, `paged_attention_with_lse`": paged_attention.IMPLEMENTATIONS,
-    "`recurrent_gated_delta_rule`": gated_delta_rule.RECURRENT_IMPLEMENTATIONS,
-    "`chunk_gated_delta_rule`": gated_delta_rule.CHUNK_IMPLEMENTATIONS,
-    "`causal_conv1d`": causal_conv1d.IMPLEMENTATIONS,
-    "`linear`": linear.IMPLEMENTATIONS,
-    "`fused_experts`": fused_experts.IMPLEMENTATIONS,
-    "`state_copy`": state_copy.IMPLEMENTATIONS,
+# Ops by the kind of layer that calls them, in order.
+OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
+    "paged_attention": {"paged_attention": paged_attention.IMPLEMENTATIONS},
+    "latent_attention": {
+        "latent_attention": latent_attention.IMPLEMENTATIONS,
+        "store_latents": latent_attention.STORE_IMPLEMENTATIONS,
+        "gather_latents": latent_attention.GATHER_IMPLEMENTATIONS,
+        "ragged_attention_with_lse": ragged_attention.IMPLEMENTATIONS,
+        "merge_states": merge_states.IMPLEMENTATIONS,
+    },
+    "gated_delta_rule": {
+        "recurrent_gated_delta_rule": gated_delta_rule.RECURRENT_IMPLEMENTATIONS,
+        "chunk_gated_delta_rule": gated_delta_rule.CHUNK_IMPLEMENTATIONS,
+    },
+    "kimi_delta_attention": {
+        "recurrent_kimi_delta_attention": kimi_delta_attention.RECURRENT_IMPLEMENTATIONS,
+        "chunk_kimi_delta_attention": kimi_delta_attention.CHUNK_IMPLEMENTATIONS,
+    },
+    "mamba2, lightning_attention": {
+        "recurrent_ssd": ssd.RECURRENT_IMPLEMENTATIONS,
+        "chunk_ssd": ssd.CHUNK_IMPLEMENTATIONS,
+    },
+    "convolution of the recurrent mixers": {"causal_conv1d": causal_conv1d.IMPLEMENTATIONS},
+    "around the mixers": {
+        "linear": linear.IMPLEMENTATIONS,
+        "fused_experts": fused_experts.IMPLEMENTATIONS,
+        "state_copy": state_copy.IMPLEMENTATIONS,
+    },
 }
-MIXERS = {True: "full attention, gated delta rule", False: "full attention"}
+NAMES = {
+    "paged_attention": "full attention (GQA)",
+    "latent_attention": "full attention (MLA)",
+    "gated_delta_rule": "gated delta rule",
+    "kimi_delta_attention": "Kimi delta attention",
+    "mamba2": "Mamba2",
+    "lightning_attention": "lightning attention",
+}
 SHOWN = {"cpp": "C++", "triton": "Triton", "torch": "torch"}
 
 
 def generated() -> str:
-    """The two tables: models, and ops with their implementations by device."""
-    lines = ["| model type | layers | positions |", "|---|---|---|"]
-    for model_type, family in sorted(FAMILIES.items()):
-        positions = "3-D" if family.num_position_axes == 3 else "1-D"
-        mixers = MIXERS[family.mixer is not None]
-        lines.append(f"| `{model_type}` | {mixers} | {positions} |")
-    lines += ["", "| op | on a CPU | on a CUDA GPU |", "|---|---|---|"]
-    for op, implementations in OPS.items():
-        cells = [
-            ", ".join(
-                SHOWN[name]
-                for name, implementation in implementations.items()
-                if device in implementation.capability.devices
-                and (name, device) != ("triton", "cpu")
-            )
-            for device in ("cpu", "cuda")
-        ]
-        lines.append(f"| {op} | {cells[0]} | {cells[1]} |")
+    """Two tables: models with their mixers or why not, and ops with their implementations."""
+    lines = ["| model types | mixers | positions |", "|---|---|---|"]
+    lines += sorted(_model_rows())
+    for reason in sorted(set(NOT_SERVED.values())):
+        types = ", ".join(name for name, why in NOT_SERVED.items() if why == reason)
+        lines.append(f"| {types} | not served ({reason}) | |")
+    lines += ["", "| mixer | op | on a CPU | on a CUDA GPU |", "|---|---|---|---|"]
+    for kinds, ops in OPS.items():
+        mixer = ", ".join(NAMES.get(kind, kind) for kind in kinds.split(", "))
+        for op, implementations in ops.items():
+            cells = [_on(implementations, device) for device in ("cpu", "cuda")]
+            lines.append(f"| {mixer} | `{op}` | {cells[0]} | {cells[1]} |")
+            mixer = ""
     return "\n".join(lines) + "\n"
+
+
+def _model_rows() -> Iterator[str]:
+    """A line for each family; its mixers are those of the tiny models that tests run."""
+    mixers: dict[tuple[str, ...], dict[str, None]] = {}
+    axes: dict[tuple[str, ...], int] = {}
+    for build in BUILDERS.values():
+        config = build().config
+        family = FAMILIES[config.model_type]
+        kinds = mixers.setdefault(family.model_types, {})
+        kinds.update(dict.fromkeys(table_of(config).kinds))
+        axes[family.model_types] = family.num_position_axes
+    assert {model_type for types in mixers for model_type in types} == set(FAMILIES)
+    for types, kinds in mixers.items():
+        yield _row(types, kinds, axes[types])
+    yield _row([RING_2_5], ("latent_attention", "lightning_attention"), 1)
+
+
+def _row(types: Iterable[str], kinds: Iterable[str], num_axes: int) -> str:
+    shown = ", ".join(f"`{model_type}`" for model_type in types)
+    mixers = ", ".join(NAMES[kind] for kind in NAMES if kind in set(kinds))
+    return f"| {shown} | {mixers} | {num_axes}-D |"
+
+
+def _on(implementations: Mapping[str, Implementation], device: str) -> str:
+    return ", ".join(
+        SHOWN[name]
+        for name, implementation in implementations.items()
+        if device in implementation.capability.devices and (name, device) != ("triton", "cpu")
+    )
 
 
 def test_the_table_is_what_the_code_says():

@@ -55,6 +55,13 @@ def test_unknown_model_type(checkpoint: Path):
     )
 
 
+def test_a_hybrid_without_an_op_says_why(checkpoint: Path):
+    edit_config(checkpoint, model_type="zamba2", text_config=None)
+    assert refusal(checkpoint, th.UnsupportedError) == (
+        "model type 'zamba2' is not supported: it has attention blocks that several layers share"
+    )
+
+
 def test_model_type_unknown_to_transformers(checkpoint: Path):
     edit_config(checkpoint, model_type="nonesuch")
     text = refusal(checkpoint, ValueError)

@@ -50,6 +50,20 @@ FAMILIES: dict[str, Family] = {
     for model_type in family.model_types
 }
 
+# Hybrids that transformers has and this package has no op for.
+NOT_SERVED = {
+    "falcon_mamba": "Mamba-1: a decay for each channel and state",
+    "jamba": "Mamba-1: a decay for each channel and state",
+    "lfm2": "gated short convolutions without a recurrence",
+    "lfm2_moe": "gated short convolutions without a recurrence",
+    "mamba": "Mamba-1: a decay for each channel and state",
+    "recurrent_gemma": "real-gated linear recurrent units",
+    "rwkv": "RWKV's time mixing",
+    "xlstm": "matrix memories with exponential gates",
+    "zamba": "Mamba-1: a decay for each channel and state",
+    "zamba2": "attention blocks that several layers share",
+}
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -119,7 +133,7 @@ def _load_hf_model(path_or_id: str | Path, dtype: torch.dtype | str) -> Any:
         config = AutoConfig.from_pretrained(path_or_id)
     except (OSError, ValueError, StrictDataclassError) as error:
         raise ValueError(f"cannot read a model config from {path_or_id}: {error}") from error
-    _table_of(config)  # before gigabytes are read
+    table_of(config)  # before gigabytes are read
     try:
         hf_model, info = AutoModelForCausalLM.from_pretrained(
             path_or_id, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
@@ -142,7 +156,7 @@ def adapt(hf_model: Any) -> HybridModel:
         UnsupportedError: the model type, or a field of its config, is not known here.
         ValueError: it is no causal language model, was adapted before, or has NaN weights.
     """
-    family, table = _family_of(hf_model.config), _table_of(hf_model.config)
+    family, table = _family_of(hf_model.config), table_of(hf_model.config)
     if not any(base.__name__.endswith("ForCausalLM") for base in type(hf_model).__mro__):
         raise ValueError(
             f"hf_model must be a causal language model of transformers, got {type(hf_model)}"
@@ -174,14 +188,24 @@ def adapt(hf_model: Any) -> HybridModel:
 
 
 def _family_of(config: Any) -> Family:
-    if config.model_type not in FAMILIES:
+    model_type = config.model_type
+    if model_type in NOT_SERVED:
         raise UnsupportedError(
-            f"model type {config.model_type!r} is not supported; supported are {sorted(FAMILIES)}"
+            f"model type {model_type!r} is not supported: it has {NOT_SERVED[model_type]}"
         )
-    return FAMILIES[config.model_type]
+    if model_type not in FAMILIES:
+        raise UnsupportedError(
+            f"model type {model_type!r} is not supported; supported are {sorted(FAMILIES)}"
+        )
+    return FAMILIES[model_type]
 
 
-def _table_of(config: Any) -> LayerTable:
+def table_of(config: Any) -> LayerTable:
+    """The mixers of a transformers config, before any weight is read.
+
+    Raises:
+        UnsupportedError: the model type, or a field of the config, is not known here.
+    """
     return LayerTable.from_specs(_family_of(config).specs(config.get_text_config()))
 
 
