@@ -1,0 +1,105 @@
+"""What the processes of these tests run: a model alone and shared, led through the same steps."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torch_hybrid as th
+from tests.models.oracle import Step, make_texts, serve
+from tests.tiny_models import make_model
+from torch_hybrid.parallel.shard import Experts
+
+LENGTHS = (5, 64, 73)
+# Prompts, chunks beside single tokens, and decode.
+STEPS: list[Step] = [{0: 2, 1: 60, 2: 33}, {0: 1, 2: 37}, {0: 1, 1: 1, 2: 1}, {0: 1, 1: 3, 2: 2}]
+SIZES = {"max_seqs": 4, "max_tokens": 128, "kv_tokens": 256}
+# Weights without a near tie of routers, nor a token whose logits magnify rounding a hundredfold.
+SEEDS = {"qwen3_next_dense": 1, "qwen3_5": 1}
+# Heads that four ranks can share.
+OPTIONS = {"kimi_linear": {"linear_num_heads": 4}}
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What came of a model that the ranks share."""
+
+    error: float | None  # against the model alone, of the largest logit; on the first rank
+    digest: str  # of the logits
+    pool_bytes: tuple[int, int]  # alone and shared
+    counts: tuple[int, int, int]  # recompiles, graph breaks, pool clones
+
+
+def make(family: str, **options: Any) -> th.HybridModel:
+    options = {**OPTIONS.get(family, {}), **options}
+    return th.adapt(make_model(family, seed=SEEDS.get(family, 0), **options))
+
+
+def share(
+    family: str, compile: bool, experts: Experts = "tensor", options: dict[str, Any] | None = None
+) -> Shared:
+    """Serve the same texts with a model alone, on the first rank, and with a shared one."""
+    options = options or {}
+    alone = th.Runner(make(family, **options), **SIZES, compile=False)
+    expected = _logits(alone) if dist.get_rank() == 0 else None
+    model = th.shard(make(family, **options), experts=experts)
+    runner = th.Runner(model, **SIZES, compile=compile)
+    logits, report = _logits(runner), runner.report()
+    error = None
+    if expected is not None:
+        error = ((logits - expected).abs().max() / expected.abs().max()).item()
+    return Shared(
+        error=error,
+        digest=hashlib.sha256(logits.numpy().tobytes()).hexdigest(),
+        pool_bytes=(alone.report().pool_bytes, report.pool_bytes),
+        counts=(report.recompiles, report.graph_breaks, len(report.pool_clones)),
+    )
+
+
+def share_all(families: list[str], compile: bool, experts: Experts = "tensor") -> dict[str, Shared]:
+    return {family: share(family, compile, experts) for family in families}
+
+
+def share_one(
+    family: str, compile: bool, experts: Experts, options: dict[str, Any]
+) -> dict[str, Shared]:
+    return {family: share(family, compile, experts, options)}
+
+
+def refusals() -> None:
+    """Widths that the ranks do not divide, unknown weights, and a second time."""
+    with pytest.raises(th.UnsupportedError, match=r"width of an MLP, got 2 ranks and 33"):
+        th.shard(make("qwen3_next_dense", intermediate_size=33))
+    with pytest.raises(th.UnsupportedError, match=r"width of the experts, got 2 ranks and 15"):
+        th.shard(make("qwen3_next", moe_intermediate_size=15))
+    stranger = make("qwen3_next_dense")
+    stranger.hf_model.model.layers[0].mlp.adapter = torch.nn.Linear(2, 2)
+    with pytest.raises(th.UnsupportedError, match=r"Qwen3NextMLP: .* of its 'adapter'"):
+        th.shard(stranger)
+    shared = th.shard(make("qwen3_next_dense"))
+    with pytest.raises(ValueError, match="sharded before, for 2 ranks"):
+        th.shard(shared)
+
+
+def states() -> list[tuple[Tensor, Tensor, th.DeltaRuleSpec]]:
+    """Convolution and recurrent states of every linear layer after the same steps."""
+    found = []
+    for shared in (False, True):
+        model = make("qwen3_next_dense")
+        model = th.shard(model) if shared else model
+        runner = th.Runner(model, **SIZES, compile=False)
+        _logits(runner)
+        for entry in model.table.of_kind("gated_delta_rule"):
+            pool = runner.cache.pools["gated_delta_rule"][entry.index]
+            found.append((pool.conv, pool.state, entry.spec))
+    return found
+
+
+def _logits(runner: th.Runner) -> Tensor:
+    return torch.cat(serve(runner, make_texts(LENGTHS), STEPS))

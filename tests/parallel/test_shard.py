@@ -1,0 +1,121 @@
+"""A model that 2 or 4 processes share gives the logits of one process, on every rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_hybrid as th
+from tests.parallel import jobs
+from tests.parallel.jobs import Shared
+from tests.parallel.processes import results, run_ranks
+from tests.tiny_models import BUILDERS, make_hybrid
+
+MIXTURES = ["qwen3_next", "deepseek_v3", "granitemoehybrid", "nemotron_h"]
+Runs = list[dict[str, Shared]]  # by rank, by family
+
+
+def assert_shared(runs: Runs, family: str) -> None:
+    shared = [run[family] for run in runs]
+    error = shared[0].error
+    assert error is not None
+    assert error < 2e-5, f"{error:.1e} of the largest logit"
+    assert len({one.digest for one in shared}) == 1, "the ranks differ"
+    assert {one.counts for one in shared} == {(0, 0, 0)}
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def runs(request: pytest.FixtureRequest) -> Runs:
+    """All families in one go: starting processes takes longer than what they do."""
+    ended = run_ranks(jobs.share_all, request.param, list(BUILDERS), False, limit_s=300)
+    return results(ended)
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_logits_are_those_of_one_process(runs: Runs, family: str):
+    assert_shared(runs, family)
+
+
+@pytest.mark.parametrize("family", ["olmo_hybrid", "minimax", "nemotron_h"])
+def test_pools_shrink_with_the_heads(runs: Runs, family: str):
+    alone, shared = runs[0][family].pool_bytes
+    # Two heads of keys and values, or two groups, are held twice by four ranks.
+    assert alone / len(runs) <= shared <= alone / 2
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_whole_experts(num_ranks: int):
+    ended = run_ranks(jobs.share_all, num_ranks, MIXTURES, False, "all_to_all", limit_s=200)
+    for family in MIXTURES:
+        assert_shared(results(ended), family)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_states_are_cut_block_by_block(num_ranks: int):
+    """A rank's convolution state is its heads of q, of k and of v, not a stretch of [q | k | v]."""
+    by_rank = results(run_ranks(jobs.states, num_ranks))
+    num_layers = len(by_rank[0]) // 2
+    for rank, found in enumerate(by_rank):
+        for alone, shared in zip(found[:num_layers], found[num_layers:], strict=True):
+            (conv, state, spec), (own_conv, own_state, own_spec) = alone, shared
+            first_k = rank * spec.num_k_heads // num_ranks
+            first_v = rank * own_spec.num_v_heads
+            blocks = conv.split([spec.k_channels, spec.k_channels, spec.v_channels], dim=-1)
+            firsts = [first_k * spec.head_k_dim] * 2 + [first_v * spec.head_v_dim]
+            widths = [own_spec.k_channels] * 2 + [own_spec.v_channels]
+            expected = [b.narrow(-1, f, w) for b, f, w in zip(blocks, firsts, widths, strict=True)]
+            assert conv.any()
+            torch.testing.assert_close(own_conv, torch.cat(expected, -1), rtol=1e-4, atol=1e-5)
+            heads = state.narrow(1, first_v, own_spec.num_v_heads)
+            torch.testing.assert_close(own_state, heads, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "experts"),
+    [("qwen3_next", "tensor"), ("qwen3_next", "all_to_all"), ("olmo_hybrid", "tensor")],
+)
+def test_compiled_whole(family: str, experts: str):
+    options = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "layer_types": ["linear_attention", "full_attention"],
+    }
+    job = (jobs.share_one, 2, family, True, experts, options)
+    assert_shared(results(run_ranks(*job, limit_s=400)), family)
+
+
+@pytest.mark.parametrize(
+    ("family", "num_ranks", "message"),
+    [
+        ("qwen3", 3, "the number of ranks must divide num_q_heads, got 3 ranks and 4"),
+        ("qwen3_next_dense", 8, "must divide num_v_heads, got 8 ranks and 4"),
+        ("kimi_linear", 2, "must divide num_heads, got 2 ranks and 3"),
+        ("deepseek_v3", 3, "must divide num_heads, got 3 ranks and 4"),
+        ("bamba", 3, "must divide num_heads, got 3 ranks and 8"),
+    ],
+)
+def test_refuses_heads_that_ranks_do_not_divide(family: str, num_ranks: int, message: str):
+    model = th.adapt(jobs.make_model(family))
+    with pytest.raises(th.UnsupportedError, match=message):
+        model.table.divided(num_ranks)
+
+
+def test_refuses_key_heads_that_neither_divide_nor_are_divided():
+    spec = th.AttentionSpec(num_q_heads=12, num_kv_heads=4, head_dim=8, scale=1.0)
+    with pytest.raises(th.UnsupportedError, match="got 6 ranks and 4"):
+        spec.divided(6)
+
+
+def test_refuses_before_torch_distributed_is_there():
+    with pytest.raises(ValueError, match="must be initialised"):
+        th.shard(make_hybrid())
+
+
+def test_refuses_unknown_experts():
+    with pytest.raises(ValueError, match="'tensor' or 'all_to_all', got 'some'"):
+        th.shard(make_hybrid(), experts="some")
+
+
+def test_refusals_inside_a_group():
+    results(run_ranks(jobs.refusals, 2))
