@@ -13,11 +13,13 @@ from torch_hybrid.ops.capability import Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.recurrence import check_chunk_size, check_heads, check_slots, check_tokens
 from torch_hybrid.ops.registration import check_impl, define_op
+from torch_hybrid.ops.triton_devices import triton_devices, triton_missing
 
 DEFAULT_CHUNK_SIZE = 32
 
 _CPU = "torch_hybrid.ops.kimi_delta_attention._cpu"
 _TORCH = "torch_hybrid.ops.kimi_delta_attention._torch"
+_TRITON = "torch_hybrid.ops.kimi_delta_attention._triton"
 _CPP_CAPABILITY = Capability(
     devices=frozenset({"cpu"}),
     dtypes=frozenset({torch.float32, torch.bfloat16}),
@@ -27,6 +29,15 @@ _CPP_CAPABILITY = Capability(
 RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(
         capability=_CPP_CAPABILITY, launcher=f"{_CPU}:recurrent_kimi_delta_attention"
+    ),
+    "triton": Implementation(
+        capability=Capability(
+            devices=triton_devices(),
+            limits={"head_k_dim": 512},
+            cuda_graph=True,
+            available=triton_missing,
+        ),
+        launcher=f"{_TRITON}:recurrent_kimi_delta_attention",
     ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.ops.contract import assert_within_budget
-from tests.ops.delta_rule_cases import Case, Inputs
+from tests.ops.delta_rule_cases import Case
+from tests.ops.delta_rule_triton import Shape, check, check_captured, record_recurrent
 from tests.ops.gated_delta_rule.cases import CASES, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     TABLE_HEADER,
-    LaunchRecorder,
     assert_fits,
     compile_launch,
     cross_compiler_missing,
@@ -23,6 +20,8 @@ from tests.ops.triton_compile import (
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
 from torch_hybrid.ops.gated_delta_rule import recurrent_gated_delta_rule
 from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_reference
+
+GATED = (recurrent_gated_delta_rule, gated_delta_rule_reference)
 
 # What of the contract the interpreter can do in seconds; it takes milliseconds a token and head.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/gated_delta_rule -k triton
@@ -50,7 +49,7 @@ def test_in_the_interpreter():
     ids=["qwen3_next", "olmo_hybrid", "blocks_of_four_rows"],
 )
 def test_blocks_of_a_head_in_interpreter(case: Case):
-    check("cpu", case, torch.bfloat16)
+    check(*GATED, "cpu", make_inputs(case, torch.bfloat16))
 
 
 @pytest.mark.cuda
@@ -58,72 +57,27 @@ def test_blocks_of_a_head_in_interpreter(case: Case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_on_a_gpu(case: Case, dtype: torch.dtype):
-    check("cuda", case, dtype)
+    check(*GATED, "cuda", make_inputs(case, dtype))
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_captured_graph_serves_other_lengths():
     """Three sequences of a bucket of eight tokens, replayed with other lengths and slots."""
-    captured = on_device(make_inputs(Case(lengths=(1, 1, 1), num_padding_tokens=5)), "cuda")
-    call(captured)  # compiles the kernel, which cannot be done while capturing
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call(captured)
-    other = make_inputs(Case(lengths=(4, 0, 3), num_padding_tokens=1), seed=1)
-    for field in tensor_fields(captured):
-        getattr(captured, field).copy_(getattr(other, field))
-    graph.replay()
-    assert_as_exact(other, out.cpu(), captured.state.cpu())
-
-
-def check(device: str, case: Case, dtype: torch.dtype) -> None:
-    """The kernel on ``device`` is as exact as the reference and touches no other slot."""
-    inputs = make_inputs(case, dtype)
-    moved = on_device(inputs, device)
-    out = call(moved)
-    assert_as_exact(inputs, out.cpu(), moved.state.cpu())
-
-
-def call(inputs: Inputs) -> Tensor:
-    return recurrent_gated_delta_rule(*inputs.args(), **inputs.options(), impl="triton")
-
-
-def assert_as_exact(inputs: Inputs, out: Tensor, state: Tensor) -> None:
-    exact, reference = inputs.exact(), inputs.copy()
-    out_exact = gated_delta_rule_reference(*exact.args(), **exact.options())
-    out_reference = gated_delta_rule_reference(*reference.args(), **reference.options())
-    assert_within_budget(out, out_exact, out_reference)
-    num_tokens = int(inputs.cu_seqlens[-1])
-    assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
-    written = torch.zeros(len(state), dtype=torch.bool)
-    written[inputs.state_indices[inputs.cu_seqlens.diff() > 0].long()] = True
-    assert_within_budget(state[written], exact.state[written], reference.state[written])
-    torch.testing.assert_close(
-        state[~written], inputs.state[~written], rtol=0, atol=0, equal_nan=True
+    check_captured(
+        *GATED,
+        make_inputs(Case(lengths=(1, 1, 1), num_padding_tokens=5)),
+        make_inputs(Case(lengths=(4, 0, 3), num_padding_tokens=1), seed=1),
     )
 
 
-def tensor_fields(inputs: Inputs) -> list[str]:
-    return [f.name for f in fields(inputs) if f.name not in ("scale", "qk_l2norm")]
-
-
-def on_device(inputs: Inputs, device: str) -> Inputs:
-    """Copies on ``device``; q, k and v stay slices of one tensor, whose rows lie apart."""
-    moved = {name: getattr(inputs, name).to(device) for name in tensor_fields(inputs)}
-    parts = [moved[name].flatten(1) for name in ("q", "k", "v")]
-    slices = torch.cat(parts, 1).split([part.shape[1] for part in parts], 1)
-    for name, part in zip(("q", "k", "v"), slices, strict=True):
-        moved[name] = part.view(moved[name].shape)
-    return replace(inputs, **moved | {"state": moved["state"].clone()})
-
-
-# (sequences, tokens, key heads, value heads, K, V, dtype)
+QWEN3_NEXT = {"num_seqs": 64, "num_k_heads": 16, "num_v_heads": 32, "k_dim": 128, "v_dim": 128}
+OLMO_HYBRID = {"num_seqs": 64, "num_k_heads": 30, "num_v_heads": 30, "k_dim": 96, "v_dim": 192}
 SHAPES = {
-    "Qwen3-Next decode 64": (64, 64, 16, 32, 128, 128, torch.bfloat16),
-    "Qwen3-Next decode 64 float32": (64, 64, 16, 32, 128, 128, torch.float32),
-    "Qwen3-Next 4 tokens each": (64, 256, 16, 32, 128, 128, torch.bfloat16),
-    "OLMo-hybrid decode 64": (64, 64, 30, 30, 96, 192, torch.bfloat16),
+    "Qwen3-Next decode 64": Shape(**QWEN3_NEXT, num_tokens=64, dtype=torch.bfloat16),
+    "Qwen3-Next decode 64 float32": Shape(**QWEN3_NEXT, num_tokens=64, dtype=torch.float32),
+    "Qwen3-Next 4 tokens each": Shape(**QWEN3_NEXT, num_tokens=256, dtype=torch.bfloat16),
+    "OLMo-hybrid decode 64": Shape(**OLMO_HYBRID, num_tokens=64, dtype=torch.bfloat16),
 }
 
 
@@ -131,45 +85,8 @@ SHAPES = {
 def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch):
     rows = []
     for label, shape in SHAPES.items():
-        launch = record_launch(monkeypatch, *shape)
+        launch = record_recurrent(monkeypatch, shape)
         rows += [compile_launch(launch, target, label) for target in SHARED_LIMITS]
     print("", TABLE_HEADER, *rows, sep="\n")
     for row in rows:
         assert_fits(row)
-
-
-def record_launch(
-    monkeypatch: pytest.MonkeyPatch,
-    num_seqs: int,
-    num_tokens: int,
-    num_k_heads: int,
-    num_v_heads: int,
-    k_dim: int,
-    v_dim: int,
-    dtype: torch.dtype,
-) -> LaunchRecorder:
-    """What the launcher launches for q, k and v that are slices of one projection."""
-    from torch_hybrid.ops.gated_delta_rule import _triton
-
-    k_size, v_size = num_k_heads * k_dim, num_v_heads * v_dim
-    qkv = torch.empty(num_tokens, 2 * k_size + v_size, dtype=dtype, device="meta")
-    q, k, v = qkv.split([k_size, k_size, v_size], 1)
-    per_head = torch.empty(num_tokens, num_v_heads, device="meta")
-    indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
-    with monkeypatch.context() as patch:
-        recorder = LaunchRecorder(_triton._recurrent_kernel)
-        patch.setattr(_triton, "_recurrent_kernel", recorder)
-        _triton.recurrent_gated_delta_rule(
-            q.unflatten(1, (num_k_heads, k_dim)),
-            k.unflatten(1, (num_k_heads, k_dim)),
-            v.unflatten(1, (num_v_heads, v_dim)),
-            per_head,
-            per_head,
-            torch.empty(num_seqs + 1, num_v_heads, v_dim, k_dim, device="meta"),
-            indices,
-            indices[1:],
-            indices[1:].bool(),
-            scale=k_dim**-0.5,
-            qk_l2norm=True,
-        )
-    return recorder
