@@ -225,6 +225,9 @@ def test_refusals():
         refusal("nemotron_h", mamba_hidden_act="gelu"),
         refusal("nemotron_h", mlp_hidden_act="silu"),
         refusal("nemotron_h", sliding_window=64),
+        refusal("nemotron_h", residual_in_fp32=True),
+        refusal("bamba", attn_rotary_emb=16),
+        refusal("granitemoehybrid", normalization_function="layernorm"),
     ]
     assert_expected_inline(
         "\n".join(refusals),
@@ -235,7 +238,10 @@ falcon_h1: config field rope_parameters.rope_type must be one of ['default', 'li
 granitemoehybrid: config field position_embedding_type must be one of ['None', 'nope', 'rope'], got 'alibi'
 nemotron_h: config field mamba_hidden_act must be one of ['silu'], got 'gelu'
 nemotron_h: config field mlp_hidden_act must be one of ['relu2'], got 'silu'
-nemotron_h: config field sliding_window must be one of ['None'], got 64""",  # noqa: E501
+nemotron_h: config field sliding_window must be one of ['None'], got 64
+nemotron_h: config field residual_in_fp32 must be one of ['False'], got True
+bamba: config field attn_rotary_emb must be one of ['8'], got 16
+granitemoehybrid: config field normalization_function must be one of ['rmsnorm'], got 'layernorm'""",  # noqa: E501
     )
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_hybrid.models.family import Family, Swap, head_dim_of, specs_by_layer_type
+from torch_hybrid.models.family import (
+    Family,
+    Swap,
+    head_dim_of,
+    require_fields,
+    specs_by_layer_type,
+)
 from torch_hybrid.models.mamba2 import mamba2_from, mamba2_spec
 from torch_hybrid.specs import LayerSpec
 
 
 def _specs(config: Any) -> list[LayerSpec]:
+    require_fields(config, attn_rotary_emb=head_dim_of(config) // 2)
     linear = mamba2_spec(config, gate="before_norm")
     return specs_by_layer_type(config, linear, head_dim=head_dim_of(config))
 

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_hybrid.models.family import Family, Swap, head_dim_of, require, specs_by_layer_type
+from torch_hybrid.models.family import (
+    Family,
+    Swap,
+    head_dim_of,
+    require,
+    require_fields,
+    specs_by_layer_type,
+)
 from torch_hybrid.models.mamba2 import mamba2_from, mamba2_spec
 from torch_hybrid.specs import LayerSpec
 
@@ -15,6 +22,7 @@ from torch_hybrid.specs import LayerSpec
 def _specs(config: Any) -> list[LayerSpec]:
     positions = config.position_embedding_type
     require(config, "position_embedding_type", positions, ["rope", "nope", None])
+    require_fields(config, normalization_function="rmsnorm")
     linear = mamba2_spec(config, gate="before_norm")
     return specs_by_layer_type(
         config, linear, head_dim=head_dim_of(config), scale=config.attention_multiplier

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from torch_hybrid.layers.fused_experts import FusedExperts
-from torch_hybrid.models.family import Family, Swap, require
+from torch_hybrid.models.family import Family, Swap, require, require_fields
 from torch_hybrid.models.mamba2 import mamba2_from
 from torch_hybrid.specs import AttentionSpec, LayerSpec, Mamba2Spec
 
 
 def _specs(config: Any) -> list[LayerSpec | tuple[LayerSpec, ...]]:
     require(config, "mamba_hidden_act", config.mamba_hidden_act, ["silu"])
-    require(config, "sliding_window", config.sliding_window, [None])
+    require_fields(config, sliding_window=None, residual_in_fp32=False)
     if "moe" in config.layer_types:
         require(config, "mlp_hidden_act", config.mlp_hidden_act, ["relu2"])
     mixers: dict[str, LayerSpec | tuple[LayerSpec, ...]] = {
