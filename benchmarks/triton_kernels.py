@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_hybrid.ops.gated_delta_rule import recurrent_gated_delta_rule
+from torch_hybrid.ops.kimi_delta_attention import recurrent_kimi_delta_attention
 from torch_hybrid.ops.paged_attention import paged_attention
 from torch_hybrid.ops.ssd import recurrent_ssd
 
@@ -32,6 +33,10 @@ DELTA_RULE = [
     *(((16, 32, 128, 128), num_seqs, 1) for num_seqs in (1, 8, 64, 256)),
     ((16, 32, 128, 128), 64, 4),
     ((30, 30, 96, 192), 64, 1),
+]
+KIMI = [
+    *(((32, 32, 128, 128), num_seqs, 1) for num_seqs in (1, 8, 64, 256)),
+    ((32, 32, 128, 128), 64, 4),
 ]
 # (groups, heads, K, V), sequences, tokens of each
 SSD = [
@@ -89,7 +94,7 @@ def offsets(num_seqs: int, num_tokens: int) -> Tensor:
 
 
 def delta_rule_calls(
-    heads: tuple[int, int, int, int], num_seqs: int, num_new: int
+    op: Call, heads: tuple[int, int, int, int], num_seqs: int, num_new: int
 ) -> tuple[list[Call], float]:
     """Calls that take turns on different slots, each ``call(impl=...)``; bytes of one."""
     num_k_heads, num_v_heads, k_dim, v_dim = heads
@@ -99,14 +104,16 @@ def delta_rule_calls(
     state = torch.randn(num_calls * num_seqs + 1, num_v_heads, v_dim, k_dim, device="cuda")
     qkv = torch.randn(num_tokens, 2 * k_size + v_size, device="cuda", dtype=BF16)
     q, k, v = qkv.split([k_size, k_size, v_size], 1)
+    channels = (k_dim,) if op is recurrent_kimi_delta_attention else ()
+    g = -torch.rand(num_tokens, num_v_heads, *channels, device="cuda")
     slots = torch.randperm(num_calls * num_seqs, device="cuda").int() + 1
     calls = [
         partial(
-            recurrent_gated_delta_rule,
+            op,
             q.unflatten(1, (num_k_heads, k_dim)),
             k.unflatten(1, (num_k_heads, k_dim)),
             v.unflatten(1, (num_v_heads, v_dim)),
-            -torch.rand(num_tokens, num_v_heads, device="cuda"),
+            g,
             torch.rand(num_tokens, num_v_heads, device="cuda"),
             state,
             offsets(num_seqs, num_new),
@@ -117,7 +124,7 @@ def delta_rule_calls(
         )
         for indices in slots.split(num_seqs)
     ]
-    return calls, state_bytes + 2 * (qkv.numel() + num_tokens * v_size)
+    return calls, state_bytes + 2 * (qkv.numel() + num_tokens * v_size) + g.nbytes
 
 
 def ssd_calls(
@@ -222,11 +229,15 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, read and write at {rate / 1e6:.2f} TB/s\n")
     print("| decode, bfloat16 | sequences | tokens each | length | us | floor us | ratio |")
     print("|---|---:|---:|---:|---:|---:|---:|")
-    for heads, num_seqs, num_new in DELTA_RULE:
-        calls, num_bytes = delta_rule_calls(heads, num_seqs, num_new)
+    rules = [
+        *(("delta rule", recurrent_gated_delta_rule, *shape) for shape in DELTA_RULE),
+        *(("Kimi delta attention", recurrent_kimi_delta_attention, *shape) for shape in KIMI),
+    ]
+    for rule, op, heads, num_seqs, num_new in rules:
+        calls, num_bytes = delta_rule_calls(op, heads, num_seqs, num_new)
         check(calls[0], state=5)
         time, floor = timed(calls), num_bytes / rate
-        name = f"delta rule H {heads[0]} HV {heads[1]} K {heads[2]} V {heads[3]}"
+        name = f"{rule} H {heads[0]} HV {heads[1]} K {heads[2]} V {heads[3]}"
         print(f"| {name} | {num_seqs} | {num_new} | - | {time:.1f} | {floor:.1f} "
               f"| {time / floor:.2f} |")  # fmt: skip
     for heads, num_seqs, num_new in SSD:
