@@ -64,10 +64,19 @@ class Stage:
     index: int
     ops: tuple[str, ...]
 
-    def __str__(self) -> str:
+    @property
+    def name(self) -> str:
+        """ "a0", "a1", ... of the first half, "b0", "b1", ... of the second."""
+        return f"{'ab'[self.lane]}{self.index}"
+
+    @property
+    def work(self) -> str:
+        """The ops as text: "2 linear, paged_attention"."""
         runs = ((op, len(list(same))) for op, same in groupby(self.ops))
-        ops = ", ".join(f"{count} {op}" if count > 1 else op for op, count in runs)
-        return f"{'ab'[self.lane]}{self.index:<3} {'':{40 * self.lane}}{ops or '-'}"
+        return ", ".join(f"{count} {op}" if count > 1 else op for op, count in runs) or "-"
+
+    def __str__(self) -> str:
+        return f"{self.name:<4} {'':{40 * self.lane}}{self.work}"
 
 
 def interleave_halves(graph: Graph, *, offset: int | None = None) -> None:

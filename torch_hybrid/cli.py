@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 try:
     import click
@@ -39,11 +39,13 @@ except ImportError as error:
 
 import torch
 
-from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.engine import Engine, Output, Request, TokenEvent
 from torch_hybrid.errors import CapacityError, UnsupportedError
-from torch_hybrid.explain import Section, byte_count, explain, pattern
+from torch_hybrid.explain import Section, byte_count, explain, pass_diffs, pattern, schedules
+from torch_hybrid.explain import passes as explain_passes
+from torch_hybrid.graphs.passes import DEFAULT_PASSES
+from torch_hybrid.graphs.passes import without as chosen_passes
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.host import tune_allocator
@@ -225,6 +227,16 @@ def bench(arguments: tuple[str, ...]) -> None:
 
 @cli.command("explain", short_help="Show layers, implementations, graphs and pools.")
 @model_options
+@click.option(
+    "--overlap",
+    default="off",
+    type=click.Choice(["off", "on", "auto"]),
+    show_default=True,
+    help="Run steps as two interleaved halves; shows their schedule.",
+)
+@click.option("--passes", is_flag=True, help="Show what each graph pass did.")
+@click.option("--diff", metavar="PASS", help="Show the lines that a pass changed in each graph.")
+@click.option("--without", metavar="PASS", multiple=True, help="Switch a pass off.")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write a timeline for Perfetto.")
 def explain_command(
     model: str,
@@ -235,9 +247,14 @@ def explain_command(
     eager: bool,
     full: str,
     linear: str,
+    overlap: Literal["off", "on", "auto"],
+    passes: bool,
+    diff: str | None,
+    without: tuple[str, ...],
     trace: Path | None,
 ) -> None:
     """Show what MODEL becomes: its layers, implementations, graphs and pools."""
+    chosen_passes(DEFAULT_PASSES, [*without, *([diff] if diff else [])])  # names are checked first
     loaded = load_model(model, dtype)
     runner = Runner(
         loaded,
@@ -246,11 +263,22 @@ def explain_command(
         kv_tokens=kv_tokens,
         compile=not eager,
         backends=Backends(full=full, linear=linear),
+        two_batch_overlap=overlap,
+        switched_off=without,
+        keep_pass_text=diff is not None,
     )
     compile_steps(runner)
     _print_model(model, loaded)
-    for section in explain(runner):
+    sections = explain(runner)
+    if runner.compile:
+        report = runner.report()
+        sections += [*([explain_passes(report)] if passes else []), *schedules(report)]
+    for section in sections:
         print_section(section)
+    if diff is not None:
+        for step, lines in pass_diffs(runner.report(), diff).items():
+            out.print(f"{diff} in {step}", style="bold", markup=False)
+            out.print(lines or "nothing changed", markup=False, soft_wrap=True)
     if trace is not None:
         from torch_hybrid.trace import write_trace
 
@@ -293,7 +321,7 @@ def compile_steps(runner: Runner) -> None:
     """Compile every kind of step ahead, with a bar."""
     if not runner.compile:
         return
-    with progress("compiling", total=len(Mode)) as advance:
+    with progress("compiling", total=len(runner.variants)) as advance:
         started: list[str] = []
 
         def on_variant(name: str) -> None:
@@ -345,8 +373,7 @@ def _print_model(title: str, model: HybridModel | Ring25) -> None:
     out.print()
     out.print(title, style="bold", markup=False, soft_wrap=True)
     out.print(
-        f"{model.model_type}, {num_params:,} parameters, "
-        f"{byte_count(num_bytes)} in {dtype_name}"
+        f"{model.model_type}, {num_params:,} parameters, {byte_count(num_bytes)} in {dtype_name}"
     )
     legend = "[dim](F full attention, L linear attention, B both, - none)[/]"
     out.print(f"layers {pattern(model.table)}  {legend}\n")

@@ -86,6 +86,46 @@ def graphs(report: Report) -> Section:
     )
 
 
+def passes(report: Report) -> Section:
+    """What each graph pass did to each graph."""
+    rows = [
+        (name, record.name, str(record.nodes_before), str(record.nodes_after))
+        for name, graph in report.graphs.items()
+        for record in graph.passes
+    ]
+    return Section(
+        title="Graph passes",
+        columns=("step", "pass", "nodes before", "after"),
+        rows=tuple(rows),
+    )
+
+
+def schedules(report: Report) -> list[Section]:
+    """The order in which the halves of each kind of step run, a column for each half."""
+    return [
+        Section(
+            title=f"Schedule of {name}",
+            columns=("stage", "first half", "second half"),
+            rows=tuple(
+                (stage.name, *(stage.work if stage.lane == lane else "" for lane in (0, 1)))
+                for stage in graph.schedule
+            ),
+        )
+        for name, graph in report.graphs.items()
+        if graph.schedule
+    ]
+
+
+def pass_diffs(report: Report, name: str) -> dict[str, str]:
+    """By kind of step, what a pass changed in its graph; kept by ``keep_pass_text``."""
+    return {
+        step: record.diff()
+        for step, graph in report.graphs.items()
+        for record in graph.passes
+        if record.name == name
+    }
+
+
 def pools(runner: Runner) -> Section:
     """What a token and a sequence cost over all layers, and what there is room for."""
     costs = runner.cache.costs()

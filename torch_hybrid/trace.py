@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from torch_hybrid.graphs.runner import Runner
+from torch_hybrid.lane_trace import add_lanes
 
 
 def write_trace(
@@ -20,7 +22,9 @@ def write_trace(
 ) -> None:
     """Record a chunked prefill, decode steps and a mixed step, and write them to ``path``.
 
-    The runner's sequences are borrowed and given back; its graphs should be warm.
+    Steps that run in halves get a track for each half, with the stages of the schedule, and one
+    for the collectives in flight. The runner's sequences are borrowed and given back; its graphs
+    should be warm.
 
     Args:
         runner: needs ``num_seqs + 1`` free slots.
@@ -51,3 +55,7 @@ def write_trace(
     finally:
         runner.free(seqs)
     recorded.export_chrome_trace(str(path))
+    schedules = [graph.schedule for graph in runner.report().graphs.values() if graph.schedule]
+    if schedules:
+        trace = json.loads(Path(path).read_text())
+        Path(path).write_text(json.dumps(add_lanes(trace, schedules)))
