@@ -42,3 +42,46 @@ def token_sizes(max_tokens: int) -> tuple[int, ...]:
     fine = range(16, min(256, max_tokens), 16)
     coarse = range(256, max_tokens, 64)
     return (*fine, *coarse, max_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSizes:
+    """The sizes that steps are padded to, ascending; the last of each is the largest.
+
+    ``decode_seqs`` None leaves decode steps as they are. ``chunk_rows`` is for the tables of layers
+    that read a prefix in chunks; None leaves those as they are too.
+    """
+
+    decode_seqs: tuple[int, ...] | None
+    seqs: tuple[int, ...]
+    tokens: tuple[int, ...]
+    half_tokens: tuple[int, ...]
+    pages: tuple[int, ...]
+    chunk_rows: tuple[int, ...] | None
+
+    @classmethod
+    def fine(cls, *, max_seqs: int, max_tokens: int, half_tokens: int, num_pages: int) -> StepSizes:
+        """Little padding: for graphs that serve every size."""
+        return cls(
+            decode_seqs=None,
+            seqs=doubling(2, max(max_seqs, 2)),
+            tokens=token_sizes(max_tokens),
+            half_tokens=token_sizes(half_tokens),
+            pages=doubling(2, max(num_pages, 2)),
+            chunk_rows=None,
+        )
+
+    @classmethod
+    def coarse(
+        cls, *, max_seqs: int, max_tokens: int, half_tokens: int, num_pages: int, page_size: int
+    ) -> StepSizes:
+        """Few sizes: for graphs that are captured once for each. Tables have their full capacity,
+        where padding is no work; sequences of a decode step and tokens double."""
+        return cls(
+            decode_seqs=doubling(2, max(max_seqs, 2)),
+            seqs=(max(max_seqs, 2),),
+            tokens=doubling(min(64, max_tokens), max_tokens),
+            half_tokens=doubling(min(64, half_tokens), half_tokens),
+            pages=(max(num_pages, 2),),
+            chunk_rows=doubling(64, max(64, num_pages * page_size)),
+        )

@@ -8,17 +8,20 @@ around it runs alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from torch_hybrid.ops.registration import REGISTERED
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
     """A graph and where it leaves its result; on a CPU there is only the step."""
 
+    name: str
     step: Callable[[], Tensor]
     graph: torch.cuda.CUDAGraph | None = None
     output: Tensor | None = None
@@ -43,28 +46,31 @@ class CapturedSteps:
         return len(self._steps)
 
     @property
-    def keys(self) -> tuple[Hashable, ...]:
+    def names(self) -> tuple[str, ...]:
         """What was captured, in order."""
-        return tuple(self._steps)
+        return tuple(step.name for step in self._steps.values())
 
     @property
     def nbytes(self) -> int:
         """Device memory that capturing took, for all graphs together."""
         return self._nbytes
 
-    def capture(self, key: Hashable, step: Callable[[], Tensor]) -> None:
+    def capture(
+        self, key: Hashable, step: Callable[[], Tensor], *, name: str | None = None
+    ) -> None:
         """Capture ``step``, which must read static inputs that hold a step of padding now.
 
         The step runs once before it is captured, to load kernels and choose their settings: it
-        must change no state that anybody owns.
+        must change no state that anybody owns. ``name`` is for reports; the key's text by default.
 
         Raises:
             ValueError: ``key`` was captured before.
         """
         if key in self._steps:
             raise ValueError(f"{key} was captured before")
+        name = str(key) if name is None else name
         if self._pool is None:
-            self._steps[key] = _Captured(step)
+            self._steps[key] = _Captured(name, step)
             return
         with torch.cuda.device(self._device):
             stream = torch.cuda.Stream()
@@ -79,7 +85,7 @@ class CapturedSteps:
                 output = step()
             torch.cuda.synchronize()
             self._nbytes += max(0, free_before - torch.cuda.mem_get_info()[0])
-        self._steps[key] = _Captured(step, graph, output)
+        self._steps[key] = _Captured(name, step, graph, output)
 
     def replay(self, key: Hashable) -> Tensor:
         """Run a captured step on what its static inputs hold now.
@@ -92,3 +98,13 @@ class CapturedSteps:
             return captured.step()
         captured.graph.replay()
         return captured.output
+
+
+def why_not_capturable(calls: Iterable[str]) -> tuple[str, ...]:
+    """Which of a compiled step's ops, as ``op[implementation]``, a CUDA graph cannot hold."""
+    reasons = []
+    for call in calls:
+        op, _, impl = call.rstrip("]").partition("[")
+        if not REGISTERED[op][impl].capability.cuda_graph:
+            reasons.append(f"{op}: {impl} reads lengths on the host")
+    return tuple(dict.fromkeys(reasons))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_hybrid.backends.hybrid import Backend, forms_of, plan_all
 from torch_hybrid.backends.mode import Form, Mode
 from torch_hybrid.batch import Batch, pad_to, split
-from torch_hybrid.graphs.buckets import Bucket, doubling, round_up, token_sizes
+from torch_hybrid.graphs.buckets import Bucket, StepSizes, round_up
 from torch_hybrid.graphs.step import Inputs, Part, Variant
 from torch_hybrid.graphs.two_batch import OverlapPolicy, plan_split, rows_in_halves
 
@@ -32,9 +32,7 @@ class StepPlanner:
 
     Args:
         backends: of the model's kinds of layers.
-        max_seqs: most sequences in a step.
-        max_tokens: most tokens in a step.
-        num_pages: most pages that one sequence may own.
+        sizes: what steps are padded to.
         num_position_axes: of the model.
         overlap: which steps are cut in halves.
         chunk_grid: a cut inside a sequence is at a multiple of so many tokens.
@@ -44,20 +42,13 @@ class StepPlanner:
         self,
         backends: Mapping[str, Backend],
         *,
-        max_seqs: int,
-        max_tokens: int,
-        num_pages: int,
+        sizes: StepSizes,
         num_position_axes: int,
         overlap: OverlapPolicy,
         chunk_grid: int,
     ) -> None:
         self._backends, self._overlap, self._grid = backends, overlap, chunk_grid
-        self._num_position_axes = num_position_axes
-        self._page_sizes = doubling(2, max(num_pages, 2))
-        self._seq_sizes = doubling(2, max(max_seqs, 2))
-        self._token_sizes = token_sizes(max_tokens)
-        # The cut may be half of the grid off the middle.
-        self._half_token_sizes = token_sizes(-(-(max_tokens + chunk_grid) // 2))
+        self._num_position_axes, self._sizes = num_position_axes, sizes
         self.forms = {
             Variant.of(mode, forms, in_halves=in_halves): forms
             for mode in Mode
@@ -67,7 +58,7 @@ class StepPlanner:
 
     def table_width(self, num_pages: int) -> int:
         """Width of the page table of a step whose longest sequence owns so many pages."""
-        width: int = round_up(num_pages, self._page_sizes)
+        width: int = round_up(num_pages, self._sizes.pages)
         return width
 
     def plan(self, batch: Batch, mode: Mode, logits: Logits) -> tuple[Variant, Inputs]:
@@ -87,7 +78,10 @@ class StepPlanner:
         rows = None
         if mode is Mode.EXTEND or len(parts) == 2:
             rows = rows_in_halves(self._wanted(batch, mode, logits), cut, num_tokens)
-        forms = forms_of(self._backends, parts, mode)
+        forms = {
+            kind: self._padded(kind, mode, form)
+            for kind, form in forms_of(self._backends, parts, mode).items()
+        }
         padded = [pad_to(part, num_seqs=num_seqs, num_tokens=num_tokens) for part in parts]
         variant = Variant.of(mode, forms, in_halves=len(parts) == 2)
         return variant, self._inputs(padded, mode, forms, rows)
@@ -99,12 +93,12 @@ class StepPlanner:
 
     def largest(self, variant: Variant) -> Inputs:
         """An all-padding step of a variant whose every leaf is as large as it ever gets."""
-        num_seqs, num_rows = self._seq_sizes[-1], self._seq_sizes[-1]
+        num_seqs, num_rows = self._sizes.seqs[-1], self._sizes.seqs[-1]
         num_tokens = num_seqs
         if variant.mode is Mode.EXTEND:
-            sizes = self._half_token_sizes if variant.in_halves else self._token_sizes
-            num_tokens, num_rows = sizes[-1], self._token_sizes[-1]
-        bucket = Bucket(num_seqs=num_seqs, num_tokens=num_tokens, num_pages=self._page_sizes[-1])
+            sizes = self._sizes.half_tokens if variant.in_halves else self._sizes.tokens
+            num_tokens, num_rows = sizes[-1], self._sizes.tokens[-1]
+        bucket = Bucket(num_seqs=num_seqs, num_tokens=num_tokens, num_pages=self._sizes.pages[-1])
         return self._null_inputs(variant, bucket, self.forms[variant], num_rows)
 
     def traced(self, variant: Variant) -> Inputs:
@@ -122,20 +116,32 @@ class StepPlanner:
         """
         num_seqs = max(part.num_seqs for part in parts)
         if mode is Mode.DECODE:
-            return max(num_seqs, 2), max(num_seqs, 2)
-        sizes = self._token_sizes if len(parts) == 1 else self._half_token_sizes
+            num_seqs = max(num_seqs, 2)
+            if self._sizes.decode_seqs is not None:
+                num_seqs = round_up(num_seqs, self._sizes.decode_seqs)
+            return num_seqs, num_seqs
+        sizes = self._sizes.tokens if len(parts) == 1 else self._sizes.half_tokens
         num_tokens = max(part.num_tokens for part in parts)
-        return round_up(num_seqs, self._seq_sizes), round_up(num_tokens, sizes)
+        return round_up(num_seqs, self._sizes.seqs), round_up(num_tokens, sizes)
+
+    def _padded(self, kind: str, mode: Mode, form: Form) -> Form:
+        """A form whose tables have one of a few sizes, where that is asked for."""
+        if self._sizes.chunk_rows is None or not form.num_rows:
+            return form
+        largest = {f.name: f.num_rows for f in self._backends[kind].forms(mode)}[form.name]
+        return replace(form, num_rows=min(round_up(form.num_rows, self._sizes.chunk_rows), largest))
 
     def _wanted(self, batch: Batch, mode: Mode, logits: Logits) -> Tensor:
         """[R] the tokens whose logits are wanted, padded with token 0."""
         if mode is Mode.DECODE:
             rows, size = torch.arange(batch.num_tokens), max(batch.num_tokens, 2)
+            if self._sizes.decode_seqs is not None:
+                size = round_up(size, self._sizes.decode_seqs)
         elif logits == "all":
-            size = round_up(batch.num_tokens, self._token_sizes)
+            size = round_up(batch.num_tokens, self._sizes.tokens)
             rows = torch.arange(batch.num_tokens)
         else:
-            rows, size = batch.cu_seqlens[1:].long() - 1, round_up(batch.num_seqs, self._seq_sizes)
+            rows, size = batch.cu_seqlens[1:].long() - 1, round_up(batch.num_seqs, self._sizes.seqs)
         return torch.nn.functional.pad(rows, (0, size - rows.shape[0]))
 
     def _inputs(
@@ -173,7 +179,7 @@ class StepPlanner:
 
     def _cuts_of(self, mode: Mode) -> list[bool]:
         """Whether steps of a mode run whole, in halves, or some so and some so."""
-        largest = self._seq_sizes[-1], self._token_sizes[-1]
+        largest = self._sizes.seqs[-1], self._sizes.tokens[-1]
         whole = [] if self._overlap.always_cuts(mode) else [False]
         halves = [True] if self._overlap.cuts(mode, *largest) else []
         return whole + halves

@@ -16,12 +16,16 @@ class Report:
 
     ``graphs`` is by step variant; ``recompiles`` counts graphs beyond the one that each variant
     needs; ``ops`` counts calls by ``op[implementation]`` in one step of each variant.
+    ``captured_graphs`` names each captured bucket, ``captured_bytes`` is the device memory that
+    capturing took, and ``not_captured`` says why a variant is not.
     """
 
     graphs: Mapping[str, GraphRecord]
     recompiles: int
     graph_breaks: int
     captured_graphs: tuple[str, ...]
+    captured_bytes: int
+    not_captured: Mapping[str, tuple[str, ...]]
     pool_bytes: int
     static_input_bytes: int
 

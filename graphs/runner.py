@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Many
 from typing import Literal
 
@@ -16,7 +16,9 @@ from torch_hybrid.backends.select import Backends
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.graphs.buckets import StepSizes
 from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
+from torch_hybrid.graphs.cuda_graph import CapturedSteps, why_not_capturable
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, without
 from torch_hybrid.graphs.planner import Logits, StepPlanner
 from torch_hybrid.graphs.report import Report
@@ -37,7 +39,10 @@ class Runner:
         kv_tokens: tokens that all sequences together can hold.
         page_size: tokens in a page of the KV pool.
         compile: compile the steps; without, the same code runs eagerly.
-        cuda_graphs: "auto" or "off"; nothing is captured yet.
+        cuda_graphs: "auto" captures each bucket of a compiled step in a CUDA graph, on a CUDA
+            device, where all of its ops can be captured; ``report()`` has what was and what was
+            not, with the reason. "on" refuses what cannot be captured. On a CPU, "on" pads and
+            refreshes as if steps were captured, to try an engine without a GPU. "off" is never.
         two_batch_overlap: "on" runs every step as two interleaved halves, "auto" those that are
             large enough where there are collectives to hide, "off" none. An ``OverlapPolicy``
             says which.
@@ -62,7 +67,7 @@ class Runner:
         kv_tokens: int = 65536,
         page_size: int = 16,
         compile: bool = True,
-        cuda_graphs: Literal["auto", "off"] = "auto",
+        cuda_graphs: Literal["auto", "on", "off"] = "auto",
         two_batch_overlap: Literal["off", "on", "auto"] | OverlapPolicy = "off",
         backends: Backends | None = None,
         check_batch: Callable[[Batch], None] | None = None,
@@ -75,8 +80,11 @@ class Runner:
                 f"max_tokens must hold at least one chunk of {DEFAULT_CHUNK_SIZE} tokens, "
                 f"got {max_tokens}"
             )
-        if cuda_graphs not in ("auto", "off"):
-            raise UnsupportedError(f"cuda_graphs must be 'auto' or 'off', got {cuda_graphs!r}")
+        if cuda_graphs not in ("auto", "on", "off"):
+            raise ValueError(f"cuda_graphs must be 'auto', 'on' or 'off', got {cuda_graphs!r}")
+        is_cuda = model.device.type == "cuda"
+        if cuda_graphs == "on" and is_cuda and not compile:
+            raise UnsupportedError("cuda_graphs='on' captures compiled steps, got compile=False")
         self.overlap = overlap_policy(two_batch_overlap, num_ranks=_num_ranks())
         check_cuttable(
             self.overlap, max_seqs=max_seqs, max_tokens=max_tokens, chunk_size=DEFAULT_CHUNK_SIZE
@@ -86,6 +94,10 @@ class Runner:
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
         self.compile = compile
+        self._must_capture = cuda_graphs == "on"
+        may_capture = self._must_capture or (cuda_graphs == "auto" and is_cuda and compile)
+        self._captured = CapturedSteps(model.device) if may_capture else None
+        self._not_captured: dict[str, tuple[str, ...]] = {}  # name of a variant to the reasons
         self._check_batch = check_batch
         self._cache = HybridCache(
             model.table,
@@ -98,9 +110,7 @@ class Runner:
         self.backends = make_backends(model.table, self._cache.sizes, backends)
         self._planner = StepPlanner(
             self.backends,
-            max_seqs=max_seqs,
-            max_tokens=max_tokens,
-            num_pages=self._cache.num_pages,
+            sizes=self._step_sizes(),
             num_position_axes=model.num_position_axes,
             overlap=self.overlap,
             chunk_grid=_chunk_grid(model.table),
@@ -239,7 +249,9 @@ class Runner:
             graphs=graphs,
             recompiles=len(self._log.graphs) - len(graphs),
             graph_breaks=_count_graph_breaks() - self._breaks_before,
-            captured_graphs=(),
+            captured_graphs=() if self._captured is None else self._captured.names,
+            captured_bytes=0 if self._captured is None else self._captured.nbytes,
+            not_captured=dict(self._not_captured),
             pool_bytes=sum(pool.nbytes for pool in self._cache.pool_tensors()),
             static_input_bytes=sum(inputs.nbytes for inputs in self._inputs.values()),
         )
@@ -249,7 +261,22 @@ class Runner:
         self._compile(variant)
         inputs = self._inputs[variant].refresh(planned)
         with torch.inference_mode():
-            return self._steps[variant](inputs, self._cache.pools)
+            if self._captured is None or variant.name in self._not_captured:
+                return self._steps[variant](inputs, self._cache.pools)
+            return self._replay(self._captured, variant, inputs, planned)
+
+    def _replay(
+        self, captured: CapturedSteps, variant: Variant, inputs: Inputs, planned: Inputs
+    ) -> Tensor:
+        """Run a step whose static ``inputs`` hold ``planned`` from its captured graph, made now if
+        this bucket has none."""
+        key = (variant, id(inputs))  # one value for each layout, as old as the storage itself
+        if key not in captured:
+            self._inputs[variant].refresh(_zeros_like(planned))
+            step, pools = self._steps[variant], self._cache.pools
+            captured.capture(key, lambda: step(inputs, pools), name=_bucket_name(variant, inputs))
+            self._inputs[variant].refresh(planned)
+        return captured.replay(key).clone()  # the next replay overwrites it
 
     def _compile(self, variant: Variant) -> None:
         """Trace and compile one variant on a step of null sequences, which changes no state."""
@@ -270,6 +297,17 @@ class Runner:
         with torch.inference_mode(), torch._dynamo.config.patch(specialize_float=True):
             self._steps[variant](inputs, self._cache.pools)
         self._variants[variant.name] = place
+        if self._captured is not None and self.model.device.type == "cuda":
+            self._check_capturable(variant.name, self._log.graphs[place].ops)
+
+    def _check_capturable(self, name: str, calls: Iterable[str]) -> None:
+        """Note why a compiled variant cannot be captured, or refuse it where it must be."""
+        reasons = why_not_capturable(calls)
+        if reasons and self._must_capture:
+            listed = "\n".join(f"  {reason}" for reason in reasons)
+            raise UnsupportedError(f"{name} steps cannot be captured in a CUDA graph:\n{listed}")
+        if reasons:
+            self._not_captured[name] = reasons
 
     def _make_steps(
         self, passes: Many[Pass], keep_text: bool
@@ -288,6 +326,20 @@ class Runner:
             keep_text=keep_text,
         )
         return {variant: compile_step(step, backend) for variant in variants}
+
+    def _step_sizes(self) -> StepSizes:
+        """What steps are padded to: few sizes where each is captured."""
+        grid = _chunk_grid(self.model.table)
+        sizes = {
+            "max_seqs": self.max_seqs,
+            "max_tokens": self.max_tokens,
+            # The cut may be half of the grid off the middle.
+            "half_tokens": -(-(self.max_tokens + grid) // 2),
+            "num_pages": self._cache.num_pages,
+        }
+        if self._captured is None:
+            return StepSizes.fine(**sizes)
+        return StepSizes.coarse(**sizes, page_size=self.page_size)
 
     def _check_extend(
         self,
@@ -325,6 +377,23 @@ class Runner:
                     f"positions must be int64 of shape {list(shape)}, "
                     f"got {positions.dtype} of shape {list(positions.shape)}"
                 )
+
+
+def _zeros_like(planned: Inputs) -> Inputs:
+    """A step of padding alone with the sizes of ``planned``; tensors that are one stay one."""
+    made: dict[int, Tensor] = {}
+    return pytree.tree_map_only(
+        Tensor, lambda leaf: made.setdefault(id(leaf), torch.zeros_like(leaf)), planned
+    )
+
+
+def _bucket_name(variant: Variant, inputs: Inputs) -> str:
+    """As it stands in reports: "decode: 8 sequences"."""
+    batch = inputs.parts[0].batch
+    size = f"{batch.num_seqs} sequences"
+    if variant.mode is Mode.EXTEND:
+        size = f"{batch.num_tokens} tokens"
+    return f"{variant.name}: {size}"
 
 
 def _chunk_grid(table: LayerTable) -> int:

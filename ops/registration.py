@@ -15,6 +15,8 @@ from torch import Tensor
 from torch_hybrid.ops.capability import Implementation
 
 NAMESPACE = "torch_hybrid"
+# Every op's implementations by its name, entered once when its module is imported.
+REGISTERED: dict[str, Mapping[str, Implementation]] = {}
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 
 
@@ -36,6 +38,7 @@ def define_op(
     def launch(*args: Any, impl: str, **options: Any) -> Any:
         return implementations[impl].load()(*args, **options)
 
+    REGISTERED[name] = implementations
     _LIBRARY.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, launch, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)

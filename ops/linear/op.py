@@ -21,7 +21,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         launcher="torch_hybrid.ops.linear._cpu:linear",
     ),
     "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"})),
+        capability=Capability(devices=frozenset({"cpu", "cuda"}), cuda_graph=True),
         launcher="torch_hybrid.ops.linear._torch:linear",
     ),
 }

@@ -53,7 +53,7 @@ def test_replay_reads_what_was_refreshed(device: torch.device):
     assert loop.run([4.0]) == 16.0
     assert loop.run([1.0, 1.0, 1.0]) == 3.0
     assert float(loop.total) == 3.0 + 30.0 + 4.0 + 3.0
-    assert loop.steps.keys == (4, 16)
+    assert loop.steps.names == ("4", "16")
     assert len(loop.steps) == 2
 
 

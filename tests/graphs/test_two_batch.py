@@ -18,6 +18,7 @@ import torch_hybrid as th
 from tests.tiny_models import BUILDERS, VOCAB_SIZE, make_model
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.prefix import PrefixPolicy
+from torch_hybrid.graphs.buckets import StepSizes
 from torch_hybrid.graphs.planner import StepPlanner
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.graphs.static_inputs import StaticInputs
@@ -76,9 +77,12 @@ def make_planner(overlap: OverlapPolicy, *, axes: int = 1, family: str = "qwen3"
     """The planner of a runner of one family, with so many axes of positions."""
     return StepPlanner(
         make_runner(family).backends,
-        max_seqs=SIZES["max_seqs"],
-        max_tokens=SIZES["max_tokens"],
-        num_pages=50,
+        sizes=StepSizes.fine(
+            max_seqs=SIZES["max_seqs"],
+            max_tokens=SIZES["max_tokens"],
+            half_tokens=-(-(SIZES["max_tokens"] + 32) // 2),
+            num_pages=50,
+        ),
         num_position_axes=axes,
         overlap=overlap,
         chunk_grid=32,
