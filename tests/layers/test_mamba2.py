@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import torch_hybrid as th
+from tests.layers.one_layer import run
 from torch_hybrid.layers import Mamba2
 from torch_hybrid.specs import Mamba2Spec
 
@@ -27,21 +27,6 @@ SPECS = {
 def make(spec: Mamba2Spec, *, bias: bool = True, conv_bias: bool = True) -> Mamba2:
     torch.manual_seed(0)
     return Mamba2(DIM, spec, bias=bias, conv_bias=conv_bias).requires_grad_(False)
-
-
-def run(layer: Mamba2, x: Tensor, lengths: list[int]) -> Tensor:
-    """One sequence in pieces of the given lengths."""
-    table = th.LayerTable.from_specs([layer.spec])
-    cache = th.HybridCache(table, max_seqs=1, kv_tokens=128, page_size=16)
-    backends = th.make_backends(table, cache.sizes)
-    seqs, out = cache.allocate(1), []
-    for part in x.split(lengths):
-        batch = cache.make_batch(seqs, [[0] * len(part)])
-        mode = th.Mode.DECODE if len(part) == 1 else th.Mode.EXTEND
-        plan = th.plan_all(backends, batch, mode)["mamba2"]
-        out.append(layer(part, plan, cache.pools["mamba2"][0]))
-        cache.commit(seqs, [len(part)])
-    return torch.cat(out)
 
 
 def by_definition(layer: Mamba2, x: Tensor) -> Tensor:

@@ -73,8 +73,14 @@ class LightningAttention(nn.Module):
             self.q_norm_weight = norm_weight(spec.head_dim)
             self.k_norm_weight = norm_weight(spec.head_dim)
         self.norm_weight = norm_weight(channels)
-        # A plain attribute would stay behind when the module moves; a parameter would be cast.
         self.register_buffer("slopes", slopes.float(), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LightningAttention:
+        """Move the slopes with the weights, and never cast them."""
+        exact = self.slopes
+        super()._apply(fn, recurse)
+        self.slopes = exact.to(self.slopes.device)
+        return self
 
     def forward(
         self, x: Tensor, plan: RecurrentPlan, state: Tensor, rotary: Rotary | None = None

@@ -1,0 +1,26 @@
+"""A linear mixer on its own, fed one sequence in pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torch_hybrid as th
+from torch_hybrid.specs import KINDS
+
+
+def run(layer: Any, x: Tensor, lengths: list[int]) -> Tensor:
+    """One sequence in pieces of the given lengths."""
+    kind, table = KINDS[type(layer.spec)], th.LayerTable.from_specs([layer.spec])
+    cache = th.HybridCache(table, max_seqs=1, kv_tokens=128, page_size=16)
+    backends = th.make_backends(table, cache.sizes)
+    seqs, out = cache.allocate(1), []
+    for part in x.split(lengths):
+        batch = cache.make_batch(seqs, [[0] * len(part)])
+        mode = th.Mode.DECODE if len(part) == 1 else th.Mode.EXTEND
+        plan = th.plan_all(backends, batch, mode)[kind]
+        out.append(layer(part, plan, cache.pools[kind][0]))
+        cache.commit(seqs, [len(part)])
+    return torch.cat(out)
