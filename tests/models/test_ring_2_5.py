@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor
 
 import torch_hybrid as th
@@ -24,6 +25,7 @@ from tests.models.oracle import (
 )
 from tests.models.ring_checkpoint import CONFIG, make_weights, save
 from tests.models.ring_reference import reference_logits
+from torch_hybrid.models.ring_2_5.rotary import RotarySpec, RotaryTable
 
 LENGTHS = (33, 66, 100)
 YARN = {
@@ -76,6 +78,26 @@ def test_logits(case: str, tmp_path: Path):
         assert_equal_logits(serve(runner, oracle.texts, steps), oracle)
 
 
+@pytest.mark.parametrize(
+    "fields", [{}, {"mscale": 0, "mscale_all_dim": 0}, {"attention_factor": 1.5}, {"factor": 40.0}]
+)
+def test_yarn_is_that_of_transformers(fields: dict[str, Any]):
+    """Who wrote the reference wrote the model too; nobody here wrote this."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling = {**YARN, "rope_type": "yarn", **fields}
+    theirs = tf.DeepseekV3Config(
+        head_dim=64,
+        qk_rope_head_dim=64,
+        max_position_embeddings=256,
+        rope_parameters={"rope_theta": 10000.0, **scaling},
+    )
+    freqs, amplitude = ROPE_INIT_FUNCTIONS["yarn"](theirs, torch.device("cpu"))
+    table = RotaryTable(RotarySpec(dim=64, theta=10000.0, scaling=scaling))
+    torch.testing.assert_close(table.inv_freq, freqs, rtol=1e-6, atol=0)
+    assert table.amplitude == pytest.approx(amplitude)
+
+
 def test_bfloat16_weights_are_taken_as_they_are(tmp_path: Path):
     config = {**CONFIG, "torch_dtype": "bfloat16", "n_group": 1, "topk_group": 1}
     config |= {"num_experts": 3, "num_experts_per_tok": 3}  # rounding tips no router over
@@ -91,7 +113,7 @@ def test_bfloat16_weights_are_taken_as_they_are(tmp_path: Path):
 
 @pytest.mark.slow
 def test_compiled(tmp_path: Path):
-    config = {**CONFIG, "num_hidden_layers": 4}
+    config = {**CONFIG, "num_hidden_layers": 2}
     weights = make_weights(config, seed=0)
     save(tmp_path, config, weights)
     oracle = make_oracle(config, weights)
