@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -85,7 +86,7 @@ def _collect(pipes: list[Connection], left_out: Collection[int], deadline: float
         assert ready, f"ranks {[r for r in range(len(pipes)) if r not in ended]} hang"
         for pipe in ready:
             try:
-                ended[pipes.index(pipe)] = pipe.recv()
+                ended[pipes.index(pipe)] = pickle.loads(pipe.recv_bytes())
             except EOFError:
                 ended[pipes.index(pipe)] = Ended(error="died")
     return [ended[rank] for rank in range(len(pipes))]
@@ -111,6 +112,7 @@ def _run(
         ended = Ended(function(*args), seconds=time.monotonic() - start)
     except Exception:
         ended = Ended(error=traceback.format_exc(), seconds=time.monotonic() - start)
-    pipe.send(ended)
+    # Plain pickle: the pipe's own would keep tensors in this process.
+    pipe.send_bytes(pickle.dumps(ended))
     # Without the group's own shutdown, which would wait for ranks that are gone.
     os._exit(0)
