@@ -9,9 +9,11 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PRINTED = {
     "add_an_implementation": "einsum agrees with torch",
+    "capture_your_own_loop": "buckets 4, 2, 8",
     "own_module": "one piece, eager, against two pieces, compiled",
     "runner_by_hand": "chunks against one piece",
     "serve_checkpoint": "length after",
+    "write_a_pass": "with the pass and without: 0.0e+00",
 }
 TRAINING = "train_recall"  # minutes long; tests/demo runs a short training
 
