@@ -138,7 +138,7 @@ def minimax(**options: Any) -> nn.Module:
         "mlp_beta_factor": 0.7,
     }
     experts = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 48}
-    sizes = {**SIZES, **experts, **weights, **LINEAR_FIRST, **NO_SPECIAL_TOKENS, "head_dim": 20}
+    sizes = {**SIZES, **experts, **weights, **LINEAR_FIRST, **NO_SPECIAL_TOKENS, "head_dim": 16}
     return tf.MiniMaxForCausalLM(tf.MiniMaxConfig(**{**sizes, **options}))
 
 

@@ -140,6 +140,7 @@ def refusal(folder: Path, error: type[Exception], **fields: Any) -> str:
         ("rope_interleave", False, "True"),
         ("hidden_act", "gelu", "'silu'"),
         ("norm_topk_prob", False, "True"),
+        ("quantization_config", {"bits": 8}, "None"),
     ],
 )
 def test_config_field_that_is_not_served(tmp_path: Path, field: str, value: object, allowed: str):

@@ -18,6 +18,7 @@ _FIXED: Mapping[str, object] = {
     "moe_router_enable_expert_bias": True,
     "norm_head": False,
     "norm_topk_prob": True,
+    "quantization_config": None,
     "rope_interleave": True,
     "score_function": "sigmoid",
     "scoring_func": "sigmoid",
