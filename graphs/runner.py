@@ -209,6 +209,7 @@ class Runner:
         if not seqs:
             idle, planned = self._planner.plan_idle()
             self._check(planned.parts[0].batch)
+            self._compile(idle)
             return self._run(idle, planned)[:0]
         mode = Mode.DECODE if max(lengths) == 1 else Mode.EXTEND
         batch = self._cache.make_batch(
@@ -220,6 +221,7 @@ class Runner:
         )
         self._check(batch)
         variant, planned = self._planner.plan(batch, mode, logits)
+        self._compile(variant)  # if that fails, no state has changed
         try:
             out = self._run(variant, planned)
             self._cache.commit(seqs, lengths)
@@ -257,8 +259,7 @@ class Runner:
         )
 
     def _run(self, variant: Variant, planned: Inputs) -> Tensor:
-        """Run one step whose inputs are on the host."""
-        self._compile(variant)
+        """Run one step, compiled already, whose inputs are on the host."""
         inputs = self._inputs[variant].refresh(planned)
         with torch.inference_mode():
             if self._captured is None or variant.name in self._not_captured:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import torch_hybrid as th
 from tests.tiny_models import VOCAB_SIZE, make_hybrid
+from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.runner import Runner
 
 pytestmark = pytest.mark.slow
@@ -198,3 +199,20 @@ def test_warm_up_again_compiles_nothing(runner: Runner):
     names: list[str] = []
     runner.warm_up(names.append)
     assert runner.report().compiles == before
+
+
+def test_a_compile_that_fails_breaks_no_sequence(model: th.HybridModel, eager: Runner):
+    """The pass fails once; the same step then compiles and runs."""
+    failures = ["once"]
+
+    def fail_once(graph: torch.fx.Graph) -> None:
+        if failures:
+            raise RuntimeError(failures.pop())
+
+    torch._dynamo.reset()
+    runner = Runner(model, **SIZES, passes=(Pass("fail_once", fail_once),))
+    [seq], [twin] = runner.new_sequences(1), eager.new_sequences(1)
+    with pytest.raises(Exception, match="pass fail_once failed: once"):
+        runner.extend([seq], [[1, 2, 3]])
+    assert runner.length(seq) == 0
+    assert_same(runner.extend([seq], [[1, 2, 3]]), eager.extend([twin], [[1, 2, 3]]))
