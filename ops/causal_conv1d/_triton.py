@@ -132,14 +132,14 @@ def _conv_kernel(
     if first_token == begin:
         # The inputs at the last W - 1 places; those before the first token are in the old state.
         place = tl.arange(0, BLOCK_PAST)
-        source = end - (W - 1) + place
-        mask_x = (place < W - 1) & (source >= begin)
-        p_x = x + source.to(tl.int64)[:, None] * stride_x + channel[None, :]
-        b_x = tl.load(p_x, mask=mask_x[:, None] & mask_c[None, :], other=0.0)
-        mask_past = (place < W - 1) & (source < begin) & known
-        p_past = state[None, :] + (place + end - begin)[:, None] * C
-        b_past = tl.load(p_past, mask=mask_past[:, None] & mask_c[None, :], other=0.0)
-        b_new = tl.where((source >= begin)[:, None], b_x, b_past)
-        tl.debug_barrier()  # all of the old state has been read, by whichever thread
+        newest = end - (W - 1) + place
         mask_new = (place < W - 1)[:, None] & mask_c[None, :]
+        mask_input = mask_new & (newest >= begin)[:, None]
+        p_new = x + newest.to(tl.int64)[:, None] * stride_x + channel[None, :]
+        b_input = tl.load(p_new, mask=mask_input, other=0.0)
+        mask_older = mask_new & ((newest < begin) & known)[:, None]
+        p_older = state[None, :] + (place + end - begin)[:, None] * C
+        b_older = tl.load(p_older, mask=mask_older, other=0.0)
+        tl.debug_barrier()  # all of the old state has been read, by whichever thread
+        b_new = tl.where(mask_input, b_input, b_older)
         tl.store(state[None, :] + place[:, None] * C, b_new, mask=mask_new)

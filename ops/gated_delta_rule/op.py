@@ -47,6 +47,15 @@ RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(capability=_CPP_CAPABILITY, launcher=f"{_CPU}:chunk_gated_delta_rule"),
+    "triton": Implementation(
+        capability=Capability(
+            devices=triton_devices(),
+            limits={"head_k_dim": 256},
+            cuda_graph=True,
+            available=triton_missing,
+        ),
+        launcher=f"{_TRITON}_chunk:chunk_gated_delta_rule",
+    ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),
         launcher=f"{_TORCH}:chunk_gated_delta_rule",

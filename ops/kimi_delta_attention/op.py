@@ -48,6 +48,15 @@ CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(
         capability=_CPP_CAPABILITY, launcher=f"{_CPU}:chunk_kimi_delta_attention"
     ),
+    "triton": Implementation(
+        capability=Capability(
+            devices=triton_devices(),
+            limits={"head_k_dim": 128},
+            cuda_graph=True,
+            available=triton_missing,
+        ),
+        launcher=f"{_TRITON}_chunk:chunk_kimi_delta_attention",
+    ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),
         launcher=f"{_TORCH}:chunk_kimi_delta_attention",

@@ -44,6 +44,15 @@ RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
 }
 CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(capability=_CPP_CAPABILITY, launcher=f"{_CPU}:chunk_ssd"),
+    "triton": Implementation(
+        capability=Capability(
+            devices=triton_devices(),
+            limits={"head_k_dim": 256},
+            cuda_graph=True,
+            available=triton_missing,
+        ),
+        launcher="torch_hybrid.ops.ssd._triton_chunk:chunk_ssd",
+    ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),
         launcher=f"{_TORCH}:chunk_ssd",

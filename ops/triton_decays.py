@@ -1,0 +1,77 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Decays between the tokens of a chunk, from logarithms that are at most 0, -inf included."""
+
+from __future__ import annotations
+
+import math
+
+import triton
+import triton.language as tl
+
+from torch_hybrid.ops.ragged_chunks import FULL_DECAY
+
+_FULL_DECAY: tl.constexpr = tl.constexpr(FULL_DECAY)
+
+
+_LOG2_E: tl.constexpr = tl.constexpr(1.44269502162933349609375)  # to float32 precision
+_LOG2_E_REST: tl.constexpr = tl.constexpr(math.log2(math.e) - 1.44269502162933349609375)
+_LN_2: tl.constexpr = tl.constexpr(math.log(2))
+
+
+@triton.jit
+def exp(x: tl.tensor) -> tl.tensor:
+    """``e^x`` of a finite float32 to float32 precision.
+
+    A GPU has 2^x alone, and the product with log2(e) that goes before it is rounded: an error that
+    grows with x. What was rounded off is put back.
+    """
+    x_log2 = x * _LOG2_E
+    rest = tl.fma(x, tl.full(x.shape, _LOG2_E, tl.float32), -x_log2) + x * _LOG2_E_REST
+    power = tl.exp2(x_log2)
+    return power + power * (rest * _LN_2)
+
+
+@triton.jit
+def cumulate(g: tl.tensor) -> tl.tensor:
+    """Sums ``[C]`` of ``g [C]`` from the chunk's first token on, in float64.
+
+    A difference of two large sums must not lose a small decay that lies between them.
+    """
+    return tl.cumsum(tl.maximum(g, _FULL_DECAY).to(tl.float64), 0)
+
+
+@triton.jit
+def decay_since_start(total: tl.tensor) -> tl.tensor:
+    """Decay ``[C]`` from before the chunk up to and with each token."""
+    return tl.exp(total).to(tl.float32)
+
+
+@triton.jit
+def decay_until_end(total: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """Decay ``[C]`` from after each token to the end of the chunk."""
+    return tl.exp(_last(total, C) - total).to(tl.float32)
+
+
+@triton.jit
+def decay_of_chunk(total: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """Decay of the whole chunk, a scalar."""
+    return tl.exp(_last(total, C)).to(tl.float32)
+
+
+@triton.jit
+def decay_between(total: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    """Decay ``[C, C]`` from after token j up to and with token i, 0 for i < j.
+
+    A pair of float32 numbers holds a sum; of two pairs the difference is as exact.
+    """
+    token = tl.arange(0, C)
+    high = total.to(tl.float32)
+    low = (total - high.to(tl.float64)).to(tl.float32)
+    between = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    is_past = token[:, None] >= token[None, :]
+    return tl.where(is_past, exp(tl.where(is_past, between, 0.0)), 0.0)
+
+
+@triton.jit
+def _last(total: tl.tensor, C: tl.constexpr) -> tl.tensor:
+    return tl.sum(tl.where(tl.arange(0, C) == C - 1, total, 0.0), 0)
