@@ -193,7 +193,7 @@ def falcon_h1(**options: Any) -> nn.Module:
         "ssm_out_multiplier": 0.75,
         "ssm_multipliers": [0.9, 1.4, 0.6, 1.1, 0.8],
     }
-    sizes = {**SIZES, **MAMBA2, **multipliers, "mamba_d_ssm": 96, "head_dim": 24}
+    sizes = {**SIZES, **MAMBA2, **multipliers, "mamba_d_ssm": 96, "head_dim": 32}
     config = tf.FalconH1Config(**{**sizes, "eos_token_id": None, **options})
     return tf.FalconH1ForCausalLM(config)
 
@@ -209,7 +209,7 @@ def nemotron_h(**options: Any) -> nn.Module:
     """Every kind of layer; an eighth of the steps of Mamba2 lie below its lower limit."""
     sizes = {
         "layer_types": ["linear_attention", "moe", "linear_attention", "mlp", "full_attention"],
-        "head_dim": 24,
+        "head_dim": 32,
         "mamba_num_heads": 8,
         "mamba_head_dim": 12,
         "n_groups": 2,

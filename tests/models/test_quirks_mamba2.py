@@ -163,7 +163,7 @@ def test_falcon_folds_its_multipliers_into_the_projection():
 
 def test_multipliers_of_attention_and_logits():
     falcon, granite = make("falcon_h1"), make("granitemoehybrid")
-    for hf_model, scale, logits_scale in ((falcon, 24**-0.5, 0.6), (granite, 0.15, 1 / 6)):
+    for hf_model, scale, logits_scale in ((falcon, 32**-0.5, 0.6), (granite, 0.15, 1 / 6)):
         model = th.adapt(hf_model)
         assert {entry.spec.scale for entry in model.table.of_kind("paged_attention")} == {scale}
         assert model.logits_scale == logits_scale
