@@ -14,8 +14,12 @@
 namespace th {
 namespace {
 
+constexpr int ROWS_PER_TILE = 64;  // of 576 floats: what a tile needs fills half of L2
 constexpr int KEYS_PER_SPLIT = 256;    // at least
 constexpr int SPLITS_PER_SEQUENCE = 16;  // over all of its tiles, which bounds their results
+
+template <typename T>
+using Scratch = AttentionTile<T, T, ROWS_PER_TILE>;
 
 // The arguments as the launcher fills them in; strides in elements. Mirrored in _cpu.py.
 struct Call : Pages {
@@ -70,7 +74,8 @@ void plan_sequence(const Problem<T>& p, int n, Work& work) {
   const int num_tiles = (num_rows + ROWS_PER_TILE - 1) / ROWS_PER_TILE;
   for (int i = num_tiles - 1; i >= 0; --i) {  // the last rows see most, and go first
     const int row = i * ROWS_PER_TILE, rows = std::min(ROWS_PER_TILE, num_rows - row);
-    const int num_keys = p.num_visible(n, row + rows - 1), keys = keys_per_split(num_keys, num_tiles);
+    const int num_keys = p.num_visible(n, row + rows - 1);
+    const int keys = keys_per_split(num_keys, num_tiles);
     const int num_splits = (num_keys + keys - 1) / keys;
     for (int s = 0; s < num_splits; ++s)
       work.splits.push_back(
@@ -94,8 +99,9 @@ void write_token(const Problem<T>& p, int64_t token) {
 }
 
 template <typename T>
-void load_rows(const Problem<T>& p, const Tile& tile, AttentionTile<T>& scratch) {
-  scratch.begin(tile.rows, [&](int r) { return p.num_visible(tile.n, tile.row + r); });
+void load_rows(const Problem<T>& p, const Tile& tile, Scratch<T>& scratch) {
+  const auto range = [&](int r) { return KeyRange{0, p.num_visible(tile.n, tile.row + r)}; };
+  scratch.begin(tile.rows, range);
   const T* rows[ROWS_PER_TILE];
   const auto pack = [&](const void* q, int64_t by_token, int64_t by_head, int64_t at, int64_t n) {
     for (int r = 0; r < tile.rows; ++r) {
@@ -110,7 +116,7 @@ void load_rows(const Problem<T>& p, const Tile& tile, AttentionTile<T>& scratch)
 }
 
 template <typename T>
-void attend(const Problem<T>& p, const Tile& tile, const Split& split, AttentionTile<T>& scratch) {
+void attend(const Problem<T>& p, const Tile& tile, const Split& split, Scratch<T>& scratch) {
   load_rows(p, tile, scratch);
   const int end = split.begin + split.count;
   const auto next_rows = [&](int begin, const T** rows) {
@@ -166,7 +172,7 @@ void run(const Problem<T>& p) {
   {
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < p.num_tokens; ++token) write_token(p, token);
-    AttentionTile<T> scratch(p.width(), p.rank);
+    Scratch<T> scratch(p.width(), p.rank);
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < work.splits.size(); ++i) {
       const Split& split = work.splits[i];
@@ -205,8 +211,8 @@ extern "C" TH_EXPORT bool th_latent_attention_bf16(const th::Call* call) {
   return true;
 }
 
-// Returns false, having written nothing, when there are more tokens than slots, or a slot is outside
-// the pool or in its null page.
+// Returns false, having written nothing, when there are more tokens than slots, or a slot is
+// outside the pool or in its null page.
 extern "C" TH_EXPORT bool th_store_latents(const th::NewRows* rows, const th::Pool* pool,
                                            const int32_t* slots, int64_t num_slots,
                                            const int32_t* num_tokens, int64_t num_threads) {

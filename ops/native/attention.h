@@ -1,9 +1,9 @@
 // Softmax attention of a tile of rows (queries) to blocks of keys: one thread, float sums.
 //
-//   AttentionTile<T, V> tile(D, Dv)       keys of T, values of V; keep one per thread
-//   tile.begin(rows, visible)             row r will see keys [0, visible(r))
-//   tile.pack(rows, at, n)                elements [at, at + n) of the queries; rows[r] is a query's
-//   tile.fold(block, scale)               takes in a block of keys; any number of times
+//   AttentionTile<T, V, ROWS> tile(D, Dv) keys of T, values of V, up to ROWS rows; one per thread
+//   tile.begin(rows, range)               row r will see the keys of the KeyRange range(r)
+//   tile.pack(rows, at, n)                elements [at, at + n) of the queries, row r at rows[r]
+//   tile.fold(block, scale, softcap)      takes in a block of keys; any number of times
 //   tile.row(r), tile.state(r)            unnormalised output [Dv], maximum and sum
 //
 // Sixteen rows share a register, a row to a lane. Queries are transposed once a tile; then an
@@ -24,8 +24,12 @@
 
 namespace th {
 
-constexpr int ROWS_PER_TILE = 64;
 constexpr int KEYS_PER_BLOCK = 64;
+
+// Rows of a tile of a sequence with so many rows: wide tiles copy fewer keys, narrow ones of a
+// short sequence compute less above the diagonal.
+constexpr int MAX_ROWS_PER_TILE = 128;
+constexpr int rows_per_tile(int num_rows) { return num_rows < 512 ? 64 : MAX_ROWS_PER_TILE; }
 
 // Uninitialised floats that start on a cache line, so that no register is loaded from two lines.
 class AlignedFloats {
@@ -41,6 +45,11 @@ class AlignedFloats {
   std::unique_ptr<Line[]> lines_;
 };
 
+// Keys [begin, end) of a sequence.
+struct KeyRange {
+  int begin, end;
+};
+
 // Consecutive keys of a sequence, from number `begin` on. While it is worked on, the rows `ahead`,
 // as many as keys, are fetched.
 template <typename T, typename V>
@@ -51,29 +60,31 @@ struct KeyBlock {
   const T* ahead[KEYS_PER_BLOCK];
 };
 
-template <typename T, typename V = T>
+template <typename T, typename V, int ROWS>
 class AttentionTile {
  public:
   AttentionTile(int64_t D, int64_t Dv)
       : D_(D),
         Dv_(Dv),
         units_(PAIRS ? D / 2 : D),
-        queries_(ROWS_PER_TILE * units_),
-        out_(ROWS_PER_TILE * Dv),
-        weights_(KEYS_PER_BLOCK * ROWS_PER_TILE),
+        queries_(ROWS * units_),
+        out_(ROWS * Dv),
+        weights_(KEYS_PER_BLOCK * ROWS),
         widened_(WIDEN ? KEY_STEP * D : 0) {}
 
-  template <typename Visible>
-  void begin(int num_rows, const Visible& visible) {
+  template <typename Range>
+  void begin(int num_rows, const Range& range) {
     rows_ = num_rows, vectors_ = (num_rows + LANES - 1) / LANES;
     std::fill_n(out_.data(), rows_ * Dv_, 0.0f);
-    all_visible_ = visible(0);
+    seen_by_all_ = range(0);
     for (int v = 0; v < vectors_; ++v) {
       max_[v] = splat(NO_KEY), sum_[v] = f32x16{};
       for (int lane = 0; lane < LANES; ++lane) {
-        const int row = v * LANES + lane, count = row < rows_ ? visible(row) : 0;
-        visible_[v][lane] = count;
-        if (row < rows_) all_visible_ = std::min(all_visible_, count);
+        const int row = std::min(v * LANES + lane, rows_ - 1);  // lanes past the end: any row
+        const KeyRange keys = range(row);
+        begin_[v][lane] = keys.begin, end_[v][lane] = keys.end;
+        seen_by_all_ = {std::max(seen_by_all_.begin, keys.begin),
+                        std::min(seen_by_all_.end, keys.end)};
       }
     }
   }
@@ -92,10 +103,9 @@ class AttentionTile {
       }
   }
 
-  void fold(const KeyBlock<T, V>& block, float scale) {
+  void fold(const KeyBlock<T, V>& block, float scale, float softcap = 0) {
     for (int j = 0; j < block.count; j += KEY_STEP) multiply_keys(block, j);
-    const bool masked = block.begin + block.count > all_visible_;
-    for (int v = 0; v < vectors_; ++v) weigh(block, v, scale, masked);
+    for (int v = 0; v < vectors_; ++v) weigh(block, v, scale, softcap);
     int64_t column = 0;
     for (; column + 2 * LANES <= Dv_; column += 2 * LANES) add_values<2>(block, column);
     if (column < Dv_) add_values<1>(block, column);
@@ -138,7 +148,7 @@ class AttentionTile {
       const int key = std::min(j + i, block.count - 1);
       keys[i] = unit_row(block.keys[key], i), ahead[i] = block.ahead[key];
     }
-    float* to = weights_.data() + j * ROWS_PER_TILE;
+    float* to = weights_.data() + j * ROWS;
     int v = 0;
     for (; v + 2 <= vectors_; v += 2) products<2>(v, keys, v ? nullptr : ahead, to + v * LANES);
     if (v < vectors_) products<1>(v, keys, v ? nullptr : ahead, to + v * LANES);
@@ -186,19 +196,25 @@ class AttentionTile {
     for (int i = 0; i < KEY_STEP; ++i)
 #pragma GCC unroll 2
       for (int r = 0; r < R; ++r) {
-        float* sum = to + i * ROWS_PER_TILE + r * LANES;
+        float* sum = to + i * ROWS + r * LANES;
         store(sum, add ? load(sum) + acc[i][r] : acc[i][r]);
       }
   }
 
   // Products of a block turned into weights e^(logit - max), for one register of rows.
-  void weigh(const KeyBlock<T, V>& block, int v, float scale, bool masked) {
+  void weigh(const KeyBlock<T, V>& block, int v, float scale, float softcap) {
     float* s = weights_.data() + v * LANES;
+    const bool masked = block.begin < seen_by_all_.begin ||
+                        block.begin + block.count > seen_by_all_.end;
     f32x16 largest = max_[v];
     for (int j = 0; j < block.count; ++j) {
-      f32x16 x = load(s + j * ROWS_PER_TILE) * scale;
-      if (masked) x = select(block.begin + j < visible_[v], x, splat(NO_KEY));
-      store(s + j * ROWS_PER_TILE, x);
+      f32x16 x = load(s + j * ROWS) * scale;
+      if (softcap != 0) x = softcap * tanh(x * (1.0f / softcap));
+      if (masked) {
+        const i32x16 key = i32x16{} + (block.begin + j);
+        x = select((key >= begin_[v]) & (key < end_[v]), x, splat(NO_KEY));
+      }
+      store(s + j * ROWS, x);
       largest = max(x, largest);
     }
     // A row that has seen no key yet keeps weights of 0, where -inf - -inf would be NaN.
@@ -206,8 +222,8 @@ class AttentionTile {
     const f32x16 factor = exp(max_[v] - shift);
     f32x16 total{};
     for (int j = 0; j < block.count; ++j) {
-      const f32x16 weight = exp(load(s + j * ROWS_PER_TILE) - shift);
-      store(s + j * ROWS_PER_TILE, weight);
+      const f32x16 weight = exp(load(s + j * ROWS) - shift);
+      store(s + j * ROWS, weight);
       total += weight;
     }
     max_[v] = largest, sum_[v] = fma(sum_[v], factor, total);
@@ -227,7 +243,7 @@ class AttentionTile {
   TH_NOINLINE void add_values(const KeyBlock<T, V>& block, int row, int64_t column) {
     f32x16 acc[R][C] = {};
     const float* weights = weights_.data() + row;
-    for (int j = 0; j < block.count; ++j, weights += ROWS_PER_TILE) {
+    for (int j = 0; j < block.count; ++j, weights += ROWS) {
       f32x16 x[C];
 #pragma GCC unroll 2
       for (int c = 0; c < C; ++c) x[c] = load(block.values[j] + column + c * LANES);
@@ -249,14 +265,43 @@ class AttentionTile {
   }
 
   int64_t D_, Dv_, units_;
-  int rows_ = 0, vectors_ = 0, all_visible_ = 0;
-  i32x16 visible_[ROWS_PER_TILE / LANES];
-  f32x16 max_[ROWS_PER_TILE / LANES], sum_[ROWS_PER_TILE / LANES];
-  float factors_[ROWS_PER_TILE];
+  int rows_ = 0, vectors_ = 0;
+  KeyRange seen_by_all_{};
+  i32x16 begin_[ROWS / LANES], end_[ROWS / LANES];  // of the keys of a row
+  f32x16 max_[ROWS / LANES], sum_[ROWS / LANES];
+  float factors_[ROWS];
   AlignedFloats queries_;  // [vectors][units][16]
   AlignedFloats out_;      // [rows][Dv], unnormalised
-  AlignedFloats weights_;  // [keys][ROWS_PER_TILE], products at first
+  AlignedFloats weights_;  // [keys][ROWS], products at first
   AlignedFloats widened_;  // [KEY_STEP][D]
+};
+
+// A block of keys and values copied to where they are dense, values in float: rows of one head may
+// lie many kilobytes apart, at a power of two, and would evict one another from the caches.
+template <typename T>
+class DenseBlock {
+ public:
+  DenseBlock(int64_t D, int64_t Dv)
+      : D_(D), Dv_(Dv), keys_(KEYS_PER_BLOCK * D), values_(KEYS_PER_BLOCK * Dv) {}
+
+  // key(i) and value(i) are the rows of key number i; keys [begin, end) are still to come.
+  template <typename Row, typename ValueRow>
+  const KeyBlock<T, float>& load(int begin, int end, const Row& key, const ValueRow& value) {
+    block_.begin = begin, block_.count = std::min(KEYS_PER_BLOCK, end - begin);
+    for (int j = 0; j < block_.count; ++j) {
+      T* dense = reinterpret_cast<T*>(keys_.data()) + j * D_;
+      std::copy_n(key(begin + j), D_, dense);
+      scale_row(values_.data() + j * Dv_, value(begin + j), 1.0f, Dv_);
+      block_.keys[j] = dense, block_.values[j] = values_.data() + j * Dv_;
+      block_.ahead[j] = key(std::min(begin + j + KEYS_PER_BLOCK, end - 1));
+    }
+    return block_;
+  }
+
+ private:
+  int64_t D_, Dv_;
+  AlignedFloats keys_, values_;  // keys as T
+  KeyBlock<T, float> block_;
 };
 
 }  // namespace th

@@ -34,7 +34,7 @@ struct Work {
 template <typename T>
 Work plan(const Problem<T>& p) {
   Work work;
-  const int step = tile_tokens(p.group()), heads = heads_per_split(p);
+  const int heads = heads_per_split(p);
   for (int n = 0; n < p.num_seqs; ++n) {
     const int num_new = p.num_new(n), length = p.seq_lens[n];
     for (int head = 0; head < p.num_kv_heads && num_new == 1; head += heads) {
@@ -44,9 +44,10 @@ Work plan(const Problem<T>& p) {
       for (int i = first; i < length; i += keys)
         work.splits.push_back({n, head, num_heads, i, std::min(keys, length - i)});
     }
-    for (int i = (num_new - 1) / step * step; i >= 0 && num_new > 1; i -= step)
+    const int rows = num_new > 1 ? num_new * p.group() : 0, step = rows_per_tile(rows);
+    for (int i = (rows - 1) / step * step; i >= 0 && rows; i -= step)
       for (int head = 0; head < p.num_kv_heads; ++head)
-        work.tiles.push_back({n, head, i, std::min(step, num_new - i)});
+        work.tiles.push_back({n, head, i, std::min(step, rows - i)});
   }
   work.runs.push_back(int(work.splits.size()));
   return work;
@@ -65,7 +66,7 @@ void run(const Problem<T>& p) {
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < p.num_tokens; ++token) write_token(p, token);
     if (num_tiles) {
-      TileScratch scratch(p.group(), p.head_dim);
+      TileScratch<T> scratch(p);
 #pragma omp for schedule(dynamic) nowait
       for (int i = 0; i < num_tiles; ++i) attend_tile(p, work.tiles[i], scratch);
     }

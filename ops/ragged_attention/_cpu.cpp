@@ -1,8 +1,6 @@
 // Attention within each sequence of a packed batch on a CPU.
 //
-// A tile has the rows (token, query head) of consecutive queries that share a key head. Keys and
-// values are copied, block by block, to where they are dense: rows of one head may lie many
-// kilobytes apart, at a power of two, and would evict one another from the caches.
+// A tile has the rows (token, query head) of consecutive queries that share a key head.
 #include <vector>
 
 #include "attention.h"
@@ -53,13 +51,10 @@ struct Tile {
 template <typename T>
 struct Scratch {
   explicit Scratch(const Problem<T>& p)
-      : tile(p.head_dim, p.v_head_dim),
-        keys(KEYS_PER_BLOCK * p.head_dim),
-        values(KEYS_PER_BLOCK * p.v_head_dim) {}
+      : tile(p.head_dim, p.v_head_dim), block(p.head_dim, p.v_head_dim) {}
 
-  AttentionTile<T, float> tile;
-  AlignedFloats keys;    // of T
-  AlignedFloats values;
+  AttentionTile<T, float, MAX_ROWS_PER_TILE> tile;
+  DenseBlock<T> block;
 };
 
 template <typename T>
@@ -67,9 +62,10 @@ std::vector<Tile> plan(const Problem<T>& p) {
   std::vector<Tile> tiles;
   for (int n = 0; n < p.num_seqs; ++n) {
     const int rows = p.num_queries_of(n) * p.group();
-    for (int head = 0; head < p.num_k_heads && rows; ++head)  // the last rows see most: first
-      for (int row = (rows - 1) / ROWS_PER_TILE * ROWS_PER_TILE; row >= 0; row -= ROWS_PER_TILE)
-        tiles.push_back({n, head, row, std::min(ROWS_PER_TILE, rows - row)});
+    const int step = rows_per_tile(rows);
+    for (int head = 0; head < p.num_k_heads && rows; ++head)
+      for (int row = (rows - 1) / step * step; row >= 0; row -= step)  // the last ones see most
+        tiles.push_back({n, head, row, std::min(step, rows - row)});
   }
   return tiles;
 }
@@ -83,38 +79,24 @@ void each_row(const Problem<T>& p, const Tile& tile, const Action& action) {
            tile.k_head * group + (tile.row + r) % group);
 }
 
-// Copies keys [begin, begin + count) and their values; the keys after them are fetched meanwhile.
-template <typename T>
-void load_block(const Problem<T>& p, const Tile& tile, int begin, int end, Scratch<T>& scratch,
-                KeyBlock<T, float>& block) {
-  block.begin = begin, block.count = std::min(KEYS_PER_BLOCK, end - begin);
-  const int64_t first = p.cu_seqlens_k[tile.n] + begin;
-  const T* k = static_cast<const T*>(p.k) + first * p.k_token + tile.k_head * p.k_head;
-  const T* v = static_cast<const T*>(p.v) + first * p.v_token + tile.k_head * p.v_head;
-  T* keys = reinterpret_cast<T*>(scratch.keys.data());
-  float* values = scratch.values.data();
-  for (int j = 0; j < block.count; ++j) {
-    block.keys[j] = std::copy_n(k + j * p.k_token, p.head_dim, keys + j * p.head_dim) - p.head_dim;
-    scale_row(values + j * p.v_head_dim, v + j * p.v_token, 1.0f, p.v_head_dim);
-    block.values[j] = values + j * p.v_head_dim;
-    block.ahead[j] = k + std::min(j + KEYS_PER_BLOCK, end - begin - 1) * p.k_token;
-  }
-}
-
 template <typename T>
 void attend(const Problem<T>& p, const Tile& tile, Scratch<T>& scratch) {
   const int group = p.group();
-  const T* rows[ROWS_PER_TILE];
+  const T* rows[MAX_ROWS_PER_TILE];
   each_row(p, tile, [&](int r, int64_t token, int64_t head) {
     rows[r] = static_cast<const T*>(p.q) + token * p.q_token + head * p.q_head;
   });
-  scratch.tile.begin(tile.count,
-                     [&](int r) { return p.num_visible(tile.n, (tile.row + r) / group); });
+  const auto visible = [&](int row) { return p.num_visible(tile.n, (tile.row + row) / group); };
+  scratch.tile.begin(tile.count, [&](int row) { return KeyRange{0, visible(row)}; });
   scratch.tile.pack(rows, 0, p.head_dim);
-  KeyBlock<T, float> block;
-  const int end = p.num_visible(tile.n, (tile.row + tile.count - 1) / group);
+  const int64_t first = p.cu_seqlens_k[tile.n];
+  const T* k = static_cast<const T*>(p.k) + first * p.k_token + tile.k_head * p.k_head;
+  const T* v = static_cast<const T*>(p.v) + first * p.v_token + tile.k_head * p.v_head;
+  const int end = visible(tile.count - 1);
   for (int begin = 0; begin < end; begin += KEYS_PER_BLOCK) {
-    load_block(p, tile, begin, end, scratch, block);
+    const auto& block = scratch.block.load(
+        begin, end, [&](int i) { return k + i * p.k_token; },
+        [&](int i) { return v + i * p.v_token; });
     scratch.tile.fold(block, float(p.scale));
   }
   each_row(p, tile, [&](int r, int64_t token, int64_t head) {

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch_hybrid.ops.capability import FLOATS, Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_dtypes, check_impl, check_shapes, define_op
+from torch_hybrid.ops.triton_devices import triton_devices, triton_missing
 
 IMPLEMENTATIONS = {
     "cpp": Implementation(
@@ -18,6 +19,15 @@ IMPLEMENTATIONS = {
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.ragged_attention._cpu:ragged_attention_with_lse",
+    ),
+    "triton": Implementation(
+        capability=Capability(
+            devices=triton_devices(),
+            limits={"head_dim": 256, "v_head_dim": 256},
+            cuda_graph=True,
+            available=triton_missing,
+        ),
+        launcher="torch_hybrid.ops.ragged_attention._triton:ragged_attention_with_lse",
     ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),
