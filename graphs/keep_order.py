@@ -19,7 +19,7 @@ class KeepLanes(InductorChoices):
 
     def uuid(self) -> str:
         """Part of the key under which Inductor caches code."""
-        return "torch_hybrid.KeepLanes.1"
+        return "torch_hybrid.KeepLanes.2"
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
@@ -29,15 +29,20 @@ class KeepLanes(InductorChoices):
         return bool(InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score))
 
 
-def _places(scheduler_node: Any) -> set[tuple[int | None, int | None]]:
-    """Lanes and stages of all graph nodes that a kernel comes from."""
-    origins = [
-        origin
-        for part in scheduler_node.get_nodes()
-        if part.node is not None
-        for origin in part.node.get_origins()
-    ]
-    return {(lane_of(n), stage_of(n)) for n in origins if lane_of(n) is not None}
+def _places(scheduler_node: Any) -> set[tuple[int, int]]:
+    """Lane and stage of each part of a kernel; parts that belong to the whole step have none.
+
+    A part may repeat what an earlier stage computes too: it stands at the last of its stages. What
+    is made of both halves is where they are joined, after either.
+    """
+    places = set()
+    for part in scheduler_node.get_nodes():
+        origins = [] if part.node is None else part.node.get_origins()
+        marks = {(lane_of(origin), stage_of(origin)) for origin in origins}
+        placed = [(lane, stage) for lane, stage in marks if lane is not None and stage is not None]
+        if len({lane for lane, _ in placed}) == 1:
+            places.add(max(placed))
+    return places
 
 
 _OPAQUE_CALL = re.compile(r"torch\.ops\.(?P<name>(?:torch_hybrid|_c10d_functional)\.\w+?)_?\.\w+\(")

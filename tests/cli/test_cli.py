@@ -4,12 +4,16 @@ import json
 import subprocess
 import sys
 import textwrap
+from collections import Counter
 
 import pytest
 
 import torch_hybrid as th
 from torch_hybrid import cli
 from torch_hybrid.engine import Engine
+from torch_hybrid.graphs.compile import GraphRecord, StepBackend
+from torch_hybrid.graphs.passes import apply_passes
+from torch_hybrid.graphs.schedule import read_schedule
 
 EAGER = ("--eager", "--max-seqs", 4, "--max-tokens", 64, "--kv-tokens", 256)
 
@@ -89,6 +93,44 @@ def test_explain_shows_layers_implementations_and_pools(run, checkpoint, tmp_pat
     assert any("recurrent_gated_delta_rule" in str(name) for name in names)
 
 
+def test_explain_of_passes_and_schedule(run, checkpoint, monkeypatch):
+    """The compiled half of ``explain``, on graphs that are not compiled to the end."""
+    monkeypatch.setattr(StepBackend, "__call__", passes_alone)
+    options = ("--overlap", "on", "--passes", "--diff", "merge_linears", "--linear", "torch")
+    code, out, err = run("explain", checkpoint, *options)
+    assert code == 0, err
+    assert "Graph passes" in out
+    assert "Schedule of decode, in halves" in out
+    assert "merge_linears in extend, in halves" in out
+    lines = out.splitlines()
+    assert any(line.startswith("+a linear") for line in lines)
+    assert any(line.startswith("-b linear") for line in lines)
+    after = lines[lines.index(next(line for line in lines if "Schedule of decode" in line)) :]
+    stages = [word for line in after for word in line.split()[:1] if word[1:].isdecimal()]
+    assert stages[:6] == ["a0", "a1", "b0", "a2", "b1", "a3"]
+
+    code, out, _ = run("explain", checkpoint, "--passes", "--without", "merge_linears")
+    assert code == 0
+    assert "merge_linears" not in out
+    assert "interleave_halves" in out
+
+
+def passes_alone(backend, module, inputs):
+    """A StepBackend that leaves Inductor out."""
+    records = apply_passes(module, backend._passes, keep_text=backend._keep_text)
+    backend._log.graphs.append(
+        GraphRecord(
+            num_nodes=len(module.graph.nodes),
+            ops=Counter(),
+            passes=tuple(records),
+            schedule=read_schedule(module.graph),
+            pool_clones=(),
+            seconds=0.0,
+        )
+    )
+    return module.forward
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -114,6 +156,12 @@ def test_what_a_user_got_wrong_is_a_message_and_code_2(run, checkpoint, argument
     assert message in err.replace("\n", " ")
     assert out == ""
     assert "Traceback" not in err
+
+
+def test_a_pass_that_is_none_is_refused(run, checkpoint):
+    code, _, err = run("explain", checkpoint, "--without", "reorder")
+    assert code == 2
+    assert "no pass is named ['reorder']" in err
 
 
 def test_a_checkpoint_without_a_tokenizer_asks_for_ids(run, checkpoint, tmp_path):

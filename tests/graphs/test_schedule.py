@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +14,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 from torch.fx import Graph, GraphModule
 
+from tests.graphs import overlap_jobs
+from tests.parallel import processes
 from tests.tiny_models import make_hybrid
 from torch_hybrid.backends.mode import Mode
+from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
 from torch_hybrid.graphs.lanes import lane, lane_of
 from torch_hybrid.graphs.passes import Pass, apply_passes
 from torch_hybrid.graphs.runner import Runner
@@ -266,6 +271,51 @@ def test_collectives_come_in_the_order_of_the_stages(group: str):
         orders.append([(lane_of(node), node.name) for node in starts])
     assert orders[0] == orders[1]
     assert [index for index, _ in orders[0]] == [0, 1] * 3
+
+
+@pytest.mark.slow
+def test_compiled_code_keeps_the_order_of_collectives(group: str):
+    """Inductor calls them as the schedule has them, each wait as late as it stands there."""
+
+    def step(inputs: Tensor, caches: tuple[Tensor, ...]) -> Tensor:
+        def layers(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+            x = x + reduced(F.linear(x, a).relu(), group)
+            return x + reduced(F.linear(x, b).tanh(), group)
+
+        return in_halves(layers)(inputs, *caches)
+
+    log = CompileLog()
+    backend = StepBackend(log, pool_sizes=())
+    x, a, b = torch.randn(2, 5, WIDTH), torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
+    with torch.inference_mode(), torch._inductor.config.patch(fx_graph_cache=False):
+        actual, codes = run_and_get_code(compile_step(step, backend), x, (a, b))
+    assert (actual - step(x, (a, b))).abs().max() < 1e-5
+    [graph] = log.graphs
+    assert drawn(graph.schedule).count("all_reduce") == 4
+    calls = re.findall(r"_c10d_functional\.(all_reduce|wait_tensor)_?\.default\(", codes[0])
+    assert calls == ["all_reduce"] * 2 + ["wait_tensor", "all_reduce"] * 2 + ["wait_tensor"] * 2
+
+
+def test_two_ranks_serve_a_shared_model_by_one_schedule():
+    served = processes.results(processes.run_ranks(overlap_jobs.serve_shared, 2, limit_s=150.0))
+    assert served[0] == served[1]
+    assert served[0].bitwise
+    assert served[0].error < 2e-5
+    assert served[0].lanes_of_collectives[:4] == [0, 1, 0, 1]
+    assert_expected_inline(
+        served[0].schedule,
+        """\
+a0   linear, causal_conv1d, chunk_gated_delta_rule, linear, all_reduce
+b0                                           linear, causal_conv1d, chunk_gated_delta_rule, linear, all_reduce
+a1   wait_tensor, 2 linear, all_reduce
+b1                                           wait_tensor, 2 linear, all_reduce
+a2   wait_tensor, linear, paged_attention, linear, all_reduce
+b2                                           wait_tensor, linear, paged_attention, linear, all_reduce
+a3   wait_tensor, 2 linear, all_reduce
+b3                                           wait_tensor, 2 linear, all_reduce
+a4   wait_tensor
+b4                                           wait_tensor""",  # noqa: E501
+    )
 
 
 # ---- what a cut must not part, and what is refused -------------------------------------------

@@ -1,0 +1,88 @@
+"""What each process of a test runs: a shared model in halves, with and without the schedule."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+import torch_hybrid as th
+from tests.tiny_models import VOCAB_SIZE, make_hybrid
+from torch_hybrid.graphs.compile import GraphRecord, StepBackend
+from torch_hybrid.graphs.passes import apply_passes
+from torch_hybrid.graphs.schedule import read_schedule
+
+SIZES = {"max_seqs": 4, "max_tokens": 128, "kv_tokens": 256}
+STEPS = [[70, 3, 0], [1, 1, 0], [1, 4, 20], [1, 1, 1], [0, 1, 0]]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one rank saw."""
+
+    error: float  # of overlap against none, of the largest logit
+    bitwise: bool  # scheduled against unscheduled
+    digest: str  # of the logits
+    schedule: str  # of the extend step
+    lanes_of_collectives: list[int]  # in the order in which the extend step starts them
+
+
+def serve_shared() -> Served:
+    """Serve the same steps whole, in halves, and in halves by the schedule."""
+    whole = _serve(_runner())
+    with mock.patch.object(StepBackend, "__call__", _run_as_traced):
+        in_order = _serve(_runner(switched_off=["interleave_halves"], compile=True))
+        runner = _runner(compile=True)
+        scheduled = _serve(runner)
+    stages = runner.report().graphs["extend, in halves"].schedule
+    starts = [s.lane for s in stages for op in s.ops if op == "all_reduce"]
+    return Served(
+        error=((scheduled - whole).abs().max() / whole.abs().max()).item(),
+        bitwise=torch.equal(scheduled, in_order),
+        digest=hashlib.sha256(scheduled.numpy().tobytes()).hexdigest(),
+        schedule="\n".join(str(stage).rstrip() for stage in stages),
+        lanes_of_collectives=starts,
+    )
+
+
+def _runner(*, compile: bool = False, **options: Any) -> th.Runner:
+    model = th.shard(make_hybrid("qwen3_next_dense"))
+    overlap = "on" if compile else "off"
+    return th.Runner(model, **SIZES, compile=compile, two_batch_overlap=overlap, **options)
+
+
+def _serve(runner: th.Runner) -> Tensor:
+    rng = random.Random(0)
+    seqs = runner.new_sequences(len(STEPS[0]))
+    outputs = []
+    for step in STEPS:
+        rows = [row for row, n in enumerate(step) if n]
+        tokens = [[rng.randrange(VOCAB_SIZE) for _ in range(step[row])] for row in rows]
+        outputs.append(runner.extend([seqs[row] for row in rows], tokens, logits="all"))
+    return torch.cat(outputs)
+
+
+def _run_as_traced(
+    backend: StepBackend, module: GraphModule, _inputs: object
+) -> Callable[..., object]:
+    """A StepBackend without Inductor: the passes, then the graph node by node."""
+    records = apply_passes(module, backend._passes)
+    backend._log.graphs.append(
+        GraphRecord(
+            num_nodes=len(module.graph.nodes),
+            ops=Counter(),
+            passes=tuple(records),
+            schedule=read_schedule(module.graph),
+            pool_clones=(),
+            seconds=0.0,
+        )
+    )
+    return module.forward

@@ -1,0 +1,162 @@
+"""A compiled runner with overlap: one graph in halves for each kind of step, and its schedule in
+the code that runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_hybrid as th
+from tests.tiny_models import VOCAB_SIZE, make_hybrid
+from torch_hybrid.backends.mode import Mode
+from torch_hybrid.graphs.runner import Runner
+from torch_hybrid.graphs.schedule import Stage
+from torch_hybrid.ops.capability import Implementation
+
+pytestmark = pytest.mark.slow
+SIZES = {"max_seqs": 6, "max_tokens": 160, "kv_tokens": 800}
+STEPS = [
+    [100, 3, 1, 0, 0, 0],
+    [1, 1, 1, 0, 0, 0],
+    [1, 0, 0, 90, 2, 1],
+    [1, 1, 1, 1, 1, 1],
+    [4, 4, 4, 4, 4, 4],
+    [1, 0, 0, 0, 0, 0],
+    [2, 0, 0, 0, 0, 0],
+    [0, 0, 0, 33, 0, 64],
+    [26, 26, 26, 26, 26, 26],
+    [0, 1, 0, 1, 0, 1],
+]
+
+
+@pytest.fixture(scope="module", params=["qwen3_next_dense", "qwen3"])
+def model(request: pytest.FixtureRequest) -> th.HybridModel:
+    return make_hybrid(request.param)
+
+
+def warm_runner(model: th.HybridModel, **options: object) -> Runner:
+    runner = Runner(model, **SIZES, **options)
+    runner.warm_up()
+    return runner
+
+
+@pytest.fixture(scope="module")
+def scheduled(model: th.HybridModel) -> Runner:
+    return warm_runner(model, two_batch_overlap="on")
+
+
+def serve(runner: Runner) -> list[Tensor]:
+    """The logits of STEPS, an idle step among them; a recompile is an error."""
+    rng = random.Random(0)
+    seqs = runner.new_sequences(len(STEPS[0]))
+    outputs = []
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for step in STEPS:
+            rows = [row for row, n in enumerate(step) if n]
+            tokens = [[rng.randrange(VOCAB_SIZE) for _ in range(step[row])] for row in rows]
+            kind = ("last", "all")[len(outputs) % 2]
+            outputs.append(runner.extend([seqs[row] for row in rows], tokens, logits=kind))
+        assert runner.extend([], []).shape == (0, VOCAB_SIZE)
+    runner.free(seqs)
+    return outputs
+
+
+def test_every_batch_is_served_by_two_graphs(model: th.HybridModel, scheduled: Runner):
+    whole = Runner(model, **SIZES, compile=False)
+    for actual, expected in zip(serve(scheduled), serve(whole), strict=True):
+        assert actual.shape == expected.shape
+        error = (actual - expected).abs().max() / expected.abs().max()
+        assert error < 2e-5, f"overlap and none differ by {error:.1e}"
+    report = scheduled.report()
+    assert list(report.graphs) == ["decode, in halves", "extend, in halves"]
+    assert (report.recompiles, report.graph_breaks, report.pool_clones) == (0, 0, ())
+
+
+def test_scheduled_is_bitwise_unscheduled(model: th.HybridModel, scheduled: Runner):
+    """Of the same split: the schedule moves work and changes nothing."""
+    in_order = warm_runner(model, two_batch_overlap="on", switched_off=["interleave_halves"])
+    assert not any(graph.schedule for graph in in_order.report().graphs.values())
+    for actual, expected in zip(serve(scheduled), serve(in_order), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Names of the mixer ops as they run, and where their offsets of sequences lie."""
+    made: list[tuple[str, int]] = []
+    load = Implementation.load
+
+    def recording(implementation: Implementation) -> Callable[..., object]:
+        launch = load(implementation)
+        name = implementation.launcher.rpartition(":")[2]
+
+        def call(*args: object, **options: object) -> object:
+            offsets = [a for a in args if isinstance(a, Tensor) and a.dtype is torch.int32]
+            if offsets:
+                made.append((name, offsets[0].data_ptr()))
+            return launch(*args, **options)
+
+        return call
+
+    monkeypatch.setattr(Implementation, "load", recording)
+    return made
+
+
+@pytest.mark.parametrize("mode", Mode)
+def test_the_compiled_code_runs_the_schedule(
+    scheduled: Runner, calls: list[tuple[str, int]], mode: Mode
+):
+    """Each mixer is seen running on the half, and at the place, that the schedule gives it."""
+    seqs = scheduled.new_sequences(4)
+    scheduled.extend(seqs, [[1] * (1 if mode is Mode.DECODE else 20)] * 4)
+    scheduled.free(seqs)
+    stages = scheduled.report().graphs[f"{mode.value}, in halves"].schedule
+    expected = [(op, stage.lane) for stage in stages for op in stage.ops if op != "linear"]
+    first = calls[0][1]
+    assert [(name, int(offsets != first)) for name, offsets in calls] == expected
+    lanes = [stage.lane for stage in stages]
+    assert lanes != sorted(lanes), "the halves are not interleaved"
+
+
+def test_no_kernel_is_of_both_halves(scheduled: Runner):
+    """Inductor would fuse the halves' norms through their weight; each is its own kernel."""
+    from torch_hybrid.graphs import keep_order
+
+    seen: list[set[tuple[int, int]]] = []
+
+    def look(nodes: list[object]) -> list[object]:
+        seen.extend(keep_order._places(node) for node in nodes)
+        return nodes
+
+    with torch._inductor.config.patch(_post_fusion_custom_pass=look, fx_graph_cache=False):
+        runner = Runner(scheduled.model, **SIZES, two_batch_overlap="on")
+        [seq] = runner.new_sequences(1)
+        runner.extend([seq], [[1]])
+    assert len(seen) > 10
+    assert {len(places) for places in seen} <= {0, 1}
+    assert {lane for places in seen for lane, _ in places} == {0, 1}
+
+
+def test_a_schedule_that_inductor_would_undo_is_an_error(
+    scheduled: Runner, monkeypatch: pytest.MonkeyPatch
+):
+    from torch_hybrid.graphs import keep_order
+
+    knobs = {"reorder_for_locality": True, "reorder_for_peak_memory": True}
+    monkeypatch.setattr(keep_order, "KEEP_ORDER", {**keep_order.KEEP_ORDER, **knobs})
+    runner = Runner(scheduled.model, **SIZES, two_batch_overlap="on")
+    [seq] = runner.new_sequences(1)
+    with pytest.raises(RuntimeError, match="compiled code must keep the schedule's order of ops"):
+        runner.extend([seq], [[1]])
+
+
+def test_the_report_has_the_schedule(scheduled: Runner):
+    for graph in scheduled.report().graphs.values():
+        assert all(isinstance(stage, Stage) for stage in graph.schedule)
+        assert [p.name for p in graph.passes] == ["merge_linears", "interleave_halves"]
+        interleaved = graph.passes[1]
+        assert interleaved.nodes_before == interleaved.nodes_after
