@@ -110,10 +110,9 @@ def _inductor_options(schedule: Sequence[Stage]) -> AbstractContextManager[Any]:
     """Inductor's own order for a plain step, and the schedule's for one in halves."""
     if not schedule:
         return nullcontext()
-    from torch_hybrid.graphs.keep_order import KEEP_ORDER
+    from torch_hybrid.graphs.keep_order import keep_order
 
-    options: AbstractContextManager[Any] = torch._inductor.config.patch(KEEP_ORDER)
-    return options
+    return keep_order()
 
 
 def _check_order(sources: Sequence[str], planned: Sequence[str]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch._inductor.choices import InductorChoices
+from torch._inductor.virtualized import V
 
 from torch_hybrid.graphs.lanes import lane_of, stage_of
 
@@ -72,3 +75,12 @@ KEEP_ORDER: dict[str, Any] = {
     "reorder_for_peak_memory": False,
     "inductor_choices_class": KeepLanes,
 }
+
+
+@contextmanager
+def keep_order() -> Iterator[None]:
+    """Let Inductor compile a scheduled graph as it stands."""
+    # Inductor makes its choices once for a thread, as the option is at its first graph: a plain
+    # graph before this one would have left its own. The option alone is part of the cache's key.
+    with torch._inductor.config.patch(KEEP_ORDER), V.set_choices_handler(KeepLanes()):
+        yield
