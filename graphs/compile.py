@@ -112,7 +112,8 @@ def _inductor_options(schedule: Sequence[Stage]) -> AbstractContextManager[Any]:
         return nullcontext()
     from torch_hybrid.graphs.keep_order import keep_order
 
-    return keep_order()
+    options: AbstractContextManager[None] = keep_order()
+    return options
 
 
 def _check_order(sources: Sequence[str], planned: Sequence[str]) -> None:
