@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torch_hybrid as th
+from tests.models import ring_checkpoint
 from tests.models.oracle import Step, make_texts, serve
 from tests.tiny_models import make_model
 from torch_hybrid.parallel.shard import Experts
@@ -36,21 +39,35 @@ class Shared:
     counts: tuple[int, int, int]  # recompiles, graph breaks, pool clones
 
 
-def make(family: str, **options: Any) -> th.HybridModel:
+def make(family: str, **options: Any) -> Any:
+    if family == "ring_2_5":
+        return make_ring()
     options = {**OPTIONS.get(family, {}), **options}
     return th.adapt(make_model(family, seed=SEEDS.get(family, 0), **options))
 
 
+def make_ring() -> Any:
+    """Ring-2.5, which is loaded from files, with heads and groups that four ranks can share."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "group_norm_size": 2}
+    config = {**ring_checkpoint.CONFIG, **heads}
+    with TemporaryDirectory() as folder:
+        ring_checkpoint.save(Path(folder), config, ring_checkpoint.make_weights(config, seed=0))
+        return th.from_pretrained(folder)
+
+
 def share(
-    family: str, compile: bool, experts: Experts = "tensor", options: dict[str, Any] | None = None
+    family: str,
+    compile: bool,
+    experts: Experts = "tensor",
+    steps: list[Step] = STEPS,
+    **options: Any,
 ) -> Shared:
     """Serve the same texts with a model alone, on the first rank, and with a shared one."""
-    options = options or {}
     alone = th.Runner(make(family, **options), **SIZES, compile=False)
-    expected = _logits(alone) if dist.get_rank() == 0 else None
+    expected = _logits(alone, steps) if dist.get_rank() == 0 else None
     model = th.shard(make(family, **options), experts=experts)
     runner = th.Runner(model, **SIZES, compile=compile)
-    logits, report = _logits(runner), runner.report()
+    logits, report = _logits(runner, steps), runner.report()
     error = None
     if expected is not None:
         error = ((logits - expected).abs().max() / expected.abs().max()).item()
@@ -66,10 +83,11 @@ def share_all(families: list[str], compile: bool, experts: Experts = "tensor") -
     return {family: share(family, compile, experts) for family in families}
 
 
-def share_one(
-    family: str, compile: bool, experts: Experts, options: dict[str, Any]
-) -> dict[str, Shared]:
-    return {family: share(family, compile, experts, options)}
+def share_compiled(family: str, experts: Experts, num_steps: int) -> dict[str, Shared]:
+    """A small one, and the first so many steps."""
+    layers = ["linear_attention", "full_attention"]
+    options = {"num_hidden_layers": 2, "hidden_size": 32, "layer_types": layers}
+    return {family: share(family, True, experts, STEPS[:num_steps], **options)}
 
 
 def refusals() -> None:
@@ -94,12 +112,12 @@ def states() -> list[tuple[Tensor, Tensor, th.DeltaRuleSpec]]:
         model = make("qwen3_next_dense")
         model = th.shard(model) if shared else model
         runner = th.Runner(model, **SIZES, compile=False)
-        _logits(runner)
+        _logits(runner, STEPS)
         for entry in model.table.of_kind("gated_delta_rule"):
             pool = runner.cache.pools["gated_delta_rule"][entry.index]
             found.append((pool.conv, pool.state, entry.spec))
     return found
 
 
-def _logits(runner: th.Runner) -> Tensor:
-    return torch.cat(serve(runner, make_texts(LENGTHS), STEPS))
+def _logits(runner: th.Runner, steps: list[Step]) -> Tensor:
+    return torch.cat(serve(runner, make_texts(LENGTHS), steps))

@@ -11,7 +11,8 @@ from tests.parallel.jobs import Shared
 from tests.parallel.processes import results, run_ranks
 from tests.tiny_models import BUILDERS, make_hybrid
 
-MIXTURES = ["qwen3_next", "deepseek_v3", "granitemoehybrid", "nemotron_h"]
+FAMILIES = [*BUILDERS, "ring_2_5"]
+MIXTURES = ["qwen3_next", "deepseek_v3", "granitemoehybrid", "nemotron_h", "ring_2_5"]
 Runs = list[dict[str, Shared]]  # by rank, by family
 
 
@@ -27,11 +28,11 @@ def assert_shared(runs: Runs, family: str) -> None:
 @pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
 def runs(request: pytest.FixtureRequest) -> Runs:
     """All families in one go: starting processes takes longer than what they do."""
-    ended = run_ranks(jobs.share_all, request.param, list(BUILDERS), False, limit_s=300)
+    ended = run_ranks(jobs.share_all, request.param, FAMILIES, False, limit_s=300)
     return results(ended)
 
 
-@pytest.mark.parametrize("family", BUILDERS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_one_process(runs: Runs, family: str):
     assert_shared(runs, family)
 
@@ -72,17 +73,12 @@ def test_states_are_cut_block_by_block(num_ranks: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("family", "experts"),
-    [("qwen3_next", "tensor"), ("qwen3_next", "all_to_all"), ("olmo_hybrid", "tensor")],
+    ("family", "experts", "num_steps"),
+    [("qwen3_next", "tensor", 4), ("qwen3_next", "all_to_all", 2), ("olmo_hybrid", "tensor", 2)],
 )
-def test_compiled_whole(family: str, experts: str):
-    options = {
-        "num_hidden_layers": 2,
-        "hidden_size": 32,
-        "layer_types": ["linear_attention", "full_attention"],
-    }
-    job = (jobs.share_one, 2, family, True, experts, options)
-    assert_shared(results(run_ranks(*job, limit_s=400)), family)
+def test_compiled_whole(family: str, experts: str, num_steps: int):
+    job = (jobs.share_compiled, 2, family, experts, num_steps)
+    assert_shared(results(run_ranks(*job, limit_s=590, timeout_s=400)), family)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ class HybridModel(nn.Module):
     Args:
         hf_model: a causal language model of transformers, with its mixers swapped already.
         table: its layers.
+        mixer_names: where a decoder layer has its mixers of ours, by kind.
         num_position_axes: 1, or 3 where rotary positions are 3-D (mrope).
         logits_scale: factor on the logits.
     """
@@ -27,12 +29,14 @@ class HybridModel(nn.Module):
         hf_model: Any,
         table: LayerTable,
         *,
+        mixer_names: Mapping[str, str],
         num_position_axes: int = 1,
         logits_scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.hf_model = hf_model
         self.table = table
+        self.mixer_names = mixer_names
         self.num_position_axes = num_position_axes
         self.logits_scale = logits_scale
         self.ranks: Ranks | None = None  # those that share the model, after ``shard``
@@ -45,6 +49,12 @@ class HybridModel(nn.Module):
     def model_type(self) -> str:
         """As its config says."""
         return str(self.hf_model.config.model_type)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers."""
+        layers: nn.ModuleList = self.hf_model.model.layers
+        return layers
 
     @property
     def dtype(self) -> torch.dtype:

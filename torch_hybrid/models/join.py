@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor, nn
 
 from torch_hybrid.backends.hybrid import Step
 from torch_hybrid.backends.paged_attention import attend
 from torch_hybrid.layers.latent_attention import LatentAttention
+from torch_hybrid.parallel.ranks import Ranks
 from torch_hybrid.specs import LatentSpec
 
 # Names of our attention functions in transformers, by the kind of layer that they serve.
@@ -95,6 +96,16 @@ class LinearAttentionAdapter(nn.Module):
         _, plan, cache = step.layer(self.layer_id, self.kind)
         output: Tensor = self.mixer(hidden_states[0], plan, cache)  # type: ignore[arg-type]
         return output[None]
+
+    def shard(self, ranks: Ranks) -> Self:
+        """Keep this rank's heads.
+
+        Raises:
+            UnsupportedError: the ranks do not divide the heads.
+        """
+        mixer: Any = self.mixer
+        self.mixer = mixer.shard(ranks)
+        return self
 
 
 class LinearAttentionPairAdapter(LinearAttentionAdapter):

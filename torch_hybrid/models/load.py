@@ -182,6 +182,7 @@ def adapt(hf_model: Any) -> HybridModel:
     return HybridModel(
         hf_model,
         table,
+        mixer_names={kind: swap.attribute for kind, swap in family.swaps.items()},
         num_position_axes=family.num_position_axes,
         logits_scale=family.logits_scale(hf_model.config.get_text_config()),
     )

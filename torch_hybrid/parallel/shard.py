@@ -15,25 +15,24 @@ A layer of feed-forward sums once, at its end: what a shared expert and the othe
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.models.hybrid_model import HybridModel
-from torch_hybrid.models.load import FAMILIES
+from torch_hybrid.models.ring_2_5 import Ring25
 from torch_hybrid.parallel.experts import ExpertParallel, TokensOfRank
 from torch_hybrid.parallel.ranks import Ranks, RMSNormOverRanks, SumOverRanks, divide
 from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerEntry
 
+M = TypeVar("M", HybridModel, Ring25)
 Experts = Literal["tensor", "all_to_all"]
 Cut = Callable[[Any], nn.Module]  # a module to this rank's part of it
 
 
-def shard(
-    model: HybridModel, group: dist.ProcessGroup | None = None, *, experts: Experts = "tensor"
-) -> HybridModel:
+def shard(model: M, group: dist.ProcessGroup | None = None, *, experts: Experts = "tensor") -> M:
     """Keep this rank's part of a model, which the ranks of a group then run together.
 
     Every rank calls it on a model of its own, with the same weights, and afterwards makes the same
@@ -60,14 +59,14 @@ def shard(
         raise ValueError(f"the model was sharded before, for {model.ranks.size} ranks")
     ranks = _ranks_of(group)
     table = model.table.divided(ranks.size)  # refuses before anything is changed
-    swaps = FAMILIES[model.hf_model.config.model_type].swaps
     feed_forward = _feed_forward_cuts(ranks, experts)
-    for layer, entries in zip(model.hf_model.model.layers, model.table.layers, strict=True):
+    for layer, entries in zip(model.layers, model.table.layers, strict=True):
         rest = dict(layer.named_children())
         for entry in entries:
-            if entry.kind in swaps:
-                joined: Any = rest.pop(swaps[entry.kind].attribute)
-                joined.mixer = joined.mixer.shard(ranks)
+            if entry.kind in model.mixer_names:
+                name = model.mixer_names[entry.kind]
+                mixer: Any = rest.pop(name)
+                setattr(layer, name, mixer.shard(ranks))
             else:
                 _shard_attention(rest.pop(_attention_name(rest)), entry, ranks)
         for name, child in rest.items():
@@ -198,6 +197,7 @@ def _feed_forward_cuts(ranks: Ranks, experts: Experts) -> Mapping[str, Cut]:
         "gate_proj": rows,
         "up_proj": rows,
         "down_proj": columns,
+        "gate_up_proj": lambda linear: rows(linear, num_blocks=2),
         "input_linear": lambda linear: rows(linear, num_blocks=2),
         "output_linear": columns,
         "experts": whole_experts if experts == "all_to_all" else lambda own: own.shard(ranks),

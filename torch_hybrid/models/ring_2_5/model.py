@@ -6,6 +6,8 @@ a mixture of experts in the others. Weights are on the meta device until they ar
 
 from __future__ import annotations
 
+from typing import ClassVar, Self
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,7 @@ from torch_hybrid.layers.rotary import Rotary, rotate_pairs
 from torch_hybrid.models.ring_2_5.config import Ring25Config
 from torch_hybrid.models.ring_2_5.moe import MLP, MixtureOfExperts, linear
 from torch_hybrid.models.ring_2_5.rotary import RotaryTable
+from torch_hybrid.parallel.ranks import Ranks
 
 LATENT_NORM_EPS = 1e-6  # of the norms inside MLA: fixed by the model, whatever the config says
 
@@ -32,12 +35,14 @@ class Ring25(nn.Module):
 
     num_position_axes = 1
     model_type = "ring_2_5"
+    mixer_names: ClassVar = {"lightning_attention": "mixer", "latent_attention": "mixer"}
 
     def __init__(
         self, config: Ring25Config, dtype: torch.dtype, eos_token_ids: tuple[int, ...] = ()
     ) -> None:
         super().__init__()
         self.config, self.table = config, config.table()
+        self.ranks: Ranks | None = None  # those that share the model, after ``shard``
         self.vocab_size, self.eos_token_ids = config.vocab_size, eos_token_ids
         shape = config.vocab_size, config.hidden_size
         self.word_embeddings = nn.Embedding(*shape, dtype=dtype, device="meta")
@@ -150,6 +155,23 @@ class MultiHeadLatentAttention(nn.Module):
         o = self.attention(q, self.kv_a_norm(latent), k_rope, plan, pool)
         out: Tensor = self.out_proj(o.flatten(1))
         return out
+
+    def shard(self, ranks: Ranks) -> Self:
+        """Keep this rank's heads, over all of the latents.
+
+        Raises:
+            UnsupportedError: the ranks do not divide the heads.
+        """
+        spec, q_proj = self.spec, self.q_proj
+        self.spec = spec.divided(ranks.size)
+        heads = [(spec.num_heads, spec.qk_dim)]
+        if isinstance(q_proj, nn.Sequential):
+            q_proj[-1] = ranks.rows(q_proj[-1], heads)  # type: ignore[arg-type]
+        else:
+            self.q_proj = ranks.rows(q_proj, heads)  # type: ignore[arg-type]
+        self.attention = self.attention.shard(ranks)
+        self.out_proj = ranks.summed_columns(self.out_proj, spec.num_heads)
+        return self
 
 
 def layer_factor(config: Ring25Config, layer_id: int) -> float:
