@@ -9,6 +9,7 @@ from torch_hybrid.ops.capability import Capability, Implementation
 from torch_hybrid.ops.latent_attention.validate import check_attention, check_gather, check_store
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, define_op
+from torch_hybrid.ops.triton_devices import triton_devices, triton_missing
 
 _PACKAGE = "torch_hybrid.ops.latent_attention"
 _CPU, _CPU_AND_CUDA = frozenset({"cpu"}), frozenset({"cpu", "cuda"})
@@ -21,9 +22,16 @@ def _attention(function: str) -> dict[str, Implementation]:
         multiples={"rank": 16, "rope_dim": 16},
         available=compiler_missing,
     )
+    triton = Capability(
+        devices=triton_devices(),
+        limits={"rank": 512, "rope_dim": 64},
+        cuda_graph=True,
+        available=triton_missing,
+    )
     plain = Capability(devices=_CPU_AND_CUDA)
     return {
         "cpp": Implementation(capability=cpp, launcher=f"{_PACKAGE}._cpu:{function}"),
+        "triton": Implementation(capability=triton, launcher=f"{_PACKAGE}._triton:{function}"),
         "torch": Implementation(capability=plain, launcher=f"{_PACKAGE}._torch:{function}"),
     }
 

@@ -357,7 +357,7 @@ pool must have dtype torch.float32, got torch.float64
 q_latent must have a contiguous last dim, got (128, 1, 4)
 seq_lens must have dtype torch.int32, got torch.int64
 cu_seqlens must have shape [2], got [4]
-impl must be one of ['cpp', 'torch'], got 'tpu'""",
+impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'""",
     )
 
 

@@ -266,7 +266,7 @@ v must have dtype torch.float32, got torch.float64
 k must have a contiguous last dim, got (64, 1, 2)
 cu_seqlens_q must have dtype torch.int32, got torch.int64
 cu_seqlens_k must have shape [4], got [3]
-impl must be one of ['cpp', 'torch'], got 'tpu'""",
+impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'""",
     )
 
 

@@ -1,0 +1,304 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Implementation "triton": heads are the rows of a tile, since all read the same latents."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_hybrid.ops.latent_attention._rows import store_latents
+from torch_hybrid.ops.page_bounds import check_page_indices
+from torch_hybrid.ops.triton_devices import interpreted
+from torch_hybrid.ops.triton_ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton_softmax import advance, finish, merge_splits
+
+# One program for each processor of the GPUs this is meant for (108 to 148 processors): a tile of
+# latents fills most of a processor's shared memory.
+_TARGET_PROGRAMS = 128
+_MAX_SPLITS = 64
+
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """How the work is cut. Decided by shapes alone, so that a captured graph serves any lengths.
+
+    ``block_m`` rows are ``block_q`` tokens times ``block_h`` heads.
+    """
+
+    block_q: int
+    block_h: int
+    block_kv: int
+    block_rank: int
+    block_rope: int
+    num_splits: int
+    num_warps: int
+
+    @property
+    def block_m(self) -> int:
+        return self.block_q * self.block_h
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        num_tokens: int,
+        num_seqs: int,
+        num_heads: int,
+        rank: int,
+        rope_dim: int,
+        itemsize: int,
+        max_keys: int,
+    ) -> Tiles:
+        """Tiles for ``num_tokens`` of ``num_seqs`` sequences of at most ``max_keys`` keys each."""
+        # float32 products run outside the tensor cores, on operands held in registers.
+        tensor_cores = itemsize == 2
+        most_rows = 64 if tensor_cores else 16
+        block_h = min(triton.next_power_of_2(num_heads), most_rows)
+        tokens_per_seq = triton.next_power_of_2(triton.cdiv(num_tokens, num_seqs))
+        block_q = max(min(tokens_per_seq, most_rows // block_h), triton.cdiv(16, block_h))
+        block_kv = 32 if tensor_cores else 16
+        busy_programs = max(num_seqs, num_tokens // block_q) * triton.cdiv(num_heads, block_h)
+        wanted_splits = min(_MAX_SPLITS, _TARGET_PROGRAMS // max(1, busy_programs))
+        num_splits = max(1, min(wanted_splits, triton.cdiv(max_keys, block_kv)))
+        return cls(
+            block_q=block_q,
+            block_h=block_h,
+            block_kv=block_kv,
+            block_rank=max(16, triton.next_power_of_2(rank)),
+            block_rope=max(16, triton.next_power_of_2(rope_dim)),
+            num_splits=1 << (num_splits.bit_length() - 1),
+            num_warps=8 if block_q * block_h > 16 or not tensor_cores else 4,
+        )
+
+
+def latent_attention(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    pool: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """Launcher of ``torch_hybrid::latent_attention``."""
+    index = (cu_seqlens, seq_lens, page_table, slot_mapping)
+    return latent_attention_with_lse(q_latent, q_rope, latent, k_rope, pool, *index, scale=scale)[0]
+
+
+def latent_attention_with_lse(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    pool: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Launcher of ``torch_hybrid::latent_attention_with_lse``."""
+    num_pages, page_size, _ = pool.shape
+    if interpreted() and pool.device.type == "cpu":
+        index = (cu_seqlens, seq_lens, page_table, slot_mapping)
+        check_page_indices(*index, num_pages=num_pages, page_size=page_size)
+    num_tokens, num_heads, rank = q_latent.shape
+    num_seqs, max_pages = page_table.shape
+    out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
+    lse = q_latent.new_empty(num_tokens, num_heads, dtype=torch.float32)
+    if num_seqs == 0:
+        return out.zero_(), lse.fill_(-math.inf)
+    store_latents(latent, k_rope, pool, slot_mapping, cu_seqlens)
+    tiles = Tiles.of(
+        num_tokens=num_tokens,
+        num_seqs=num_seqs,
+        num_heads=num_heads,
+        rank=rank,
+        rope_dim=q_rope.shape[2],
+        itemsize=pool.itemsize,
+        max_keys=max_pages * page_size,
+    )
+    index = (cu_seqlens, seq_lens, page_table)
+    if tiles.num_splits == 1:
+        _attend(q_latent, q_rope, pool, *index, out, lse, scale, tiles)
+        return out, lse
+    partial_out = out.new_empty(tiles.num_splits, *out.shape, dtype=torch.float32)
+    partial_lse = lse.new_empty(tiles.num_splits, *lse.shape)
+    _attend(q_latent, q_rope, pool, *index, partial_out, partial_lse, scale, tiles)
+    merge_splits(partial_out, partial_lse, cu_seqlens, out, lse)
+    return out, lse
+
+
+def _attend(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    pool: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    tiles: Tiles,
+) -> None:
+    """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row."""
+    num_tokens, num_heads, rank = q_latent.shape
+    num_seqs = page_table.shape[0]
+    grid = (
+        num_blocks(num_tokens, num_seqs, tiles.block_q),
+        triton.cdiv(num_heads, tiles.block_h),
+        tiles.num_splits,
+    )
+    _attend_kernel[grid](
+        q_latent,
+        q_rope,
+        pool,
+        cu_seqlens,
+        seq_lens,
+        page_table,
+        out,
+        lse,
+        scale * _LOG2_E,
+        num_tokens,
+        num_seqs,
+        q_latent.stride(0),
+        q_latent.stride(1),
+        q_rope.stride(0),
+        q_rope.stride(1),
+        page_table.stride(0),
+        page_table.stride(1),
+        H=num_heads,
+        RANK=rank,
+        ROPE=q_rope.shape[2],
+        PAGE_SIZE=pool.shape[1],
+        BLOCK_Q=tiles.block_q,
+        BLOCK_H=tiles.block_h,
+        BLOCK_RANK=tiles.block_rank,
+        BLOCK_ROPE=tiles.block_rope,
+        BLOCK_KV=tiles.block_kv,
+        NUM_SPLITS=tiles.num_splits,
+        # The interpreter holds bfloat16 as integers and multiplies them as such.
+        FLOAT32_PRODUCTS=interpreted() and pool.dtype == torch.bfloat16,
+        num_warps=tiles.num_warps,
+        num_stages=2,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+def _attend_kernel(
+    q_latent: tl.tensor,
+    q_rope: tl.tensor,
+    pool: tl.tensor,
+    cu_seqlens: tl.tensor,
+    seq_lens: tl.tensor,
+    page_table: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    logit_scale: tl.tensor,
+    num_tokens: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_latent_token: tl.tensor,
+    stride_latent_head: tl.tensor,
+    stride_rope_token: tl.tensor,
+    stride_rope_head: tl.tensor,
+    stride_table_seq: tl.tensor,
+    stride_table_page: tl.tensor,
+    H: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    FLOAT32_PRODUCTS: tl.constexpr,
+) -> None:
+    """One program: a block of tokens, a block of heads, one split of the keys."""
+    BLOCK_M: tl.constexpr = BLOCK_Q * BLOCK_H
+    split = tl.program_id(2)
+    row = tl.arange(0, BLOCK_M)
+    head = tl.program_id(1) * BLOCK_H + row % BLOCK_H
+    index_rank = tl.arange(0, BLOCK_RANK)
+    index_rope = tl.arange(0, BLOCK_ROPE)
+    mask_rank = (index_rank < RANK)[None, :]
+    mask_rope = (index_rope < ROPE)[None, :]
+    nothing = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
+
+    # The grid has a block for any BLOCK_Q tokens in a row: their padding is filled here, or where
+    # splits are merged.
+    if NUM_SPLITS == 1:
+        place = tl.program_id(0) * BLOCK_Q + row // BLOCK_H
+        is_padding = (head < H) & (place >= tl.load(cu_seqlens + num_seqs)) & (place < num_tokens)
+        row_padding = place.to(tl.int64) * H + head
+        zeros = tl.zeros([BLOCK_M, BLOCK_RANK], dtype=out.dtype.element_ty)
+        p_padding = out + row_padding[:, None] * RANK + index_rank[None, :]
+        tl.store(p_padding, zeros, mask=is_padding[:, None] & mask_rank)
+        tl.store(lse + row_padding, nothing, mask=is_padding)
+
+    seq = sequence_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_Q)
+    begin = tl.load(cu_seqlens + seq)
+    end = tl.load(cu_seqlens + seq + 1)
+    first_token = first_token_of_block(begin, seq, tl.program_id(0), BLOCK_Q)
+    if first_token >= end:
+        return
+    token = first_token + row // BLOCK_H
+    mask_m = (head < H) & (token < end)
+    p_latent = (
+        q_latent + (token.to(tl.int64) * stride_latent_token + head * stride_latent_head)[:, None]
+    )
+    p_rope = q_rope + (token.to(tl.int64) * stride_rope_token + head * stride_rope_head)[:, None]
+    b_q = tl.load(p_latent + index_rank[None, :], mask=mask_m[:, None] & mask_rank, other=0.0)
+    b_q_rope = tl.load(p_rope + index_rope[None, :], mask=mask_m[:, None] & mask_rope, other=0.0)
+    if FLOAT32_PRODUCTS:
+        b_q, b_q_rope = b_q.to(tl.float32), b_q_rope.to(tl.float32)
+
+    ahead = tl.load(seq_lens + seq) - end  # of a token's number, to its position in the sequence
+    keys_end = ahead + tl.minimum(first_token + BLOCK_Q, end)
+    tiles_per_split = tl.cdiv(tl.cdiv(keys_end, BLOCK_KV), NUM_SPLITS)
+    split_begin = split * tiles_per_split * BLOCK_KV
+    split_end = tl.minimum(keys_end, split_begin + tiles_per_split * BLOCK_KV)
+    peak = nothing
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    b_o = tl.zeros([BLOCK_M, BLOCK_RANK], dtype=tl.float32)
+    table = page_table + seq.to(tl.int64) * stride_table_seq
+    for tile in range(tl.cdiv(split_end - split_begin, BLOCK_KV)):
+        key = split_begin + tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
+        mask_key = key < split_end
+        page = tl.load(table + key // PAGE_SIZE * stride_table_page, mask=mask_key, other=0)
+        slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
+        p_row = pool + slot[:, None] * (RANK + ROPE)
+        mask_c = mask_key[:, None] & mask_rank
+        b_c = tl.load(p_row + index_rank[None, :], mask=mask_c, other=0.0)
+        p_key = p_row + RANK + index_rope[None, :]
+        b_k_rope = tl.load(p_key, mask=mask_key[:, None] & mask_rope, other=0.0)
+        if FLOAT32_PRODUCTS:
+            b_c, b_k_rope = b_c.to(tl.float32), b_k_rope.to(tl.float32)
+        logits = tl.dot(b_q, tl.trans(b_c), out_dtype=tl.float32, input_precision="ieee")
+        logits = tl.dot(b_q_rope, tl.trans(b_k_rope), logits, input_precision="ieee")
+        visible = (key[None, :] <= (ahead + token)[:, None]) & mask_key[None, :]
+        logits = tl.where(visible, logits * logit_scale, -float("inf"))
+        weights, rescale, peak, total = advance(logits, peak, total)
+        b_o *= rescale[:, None]
+        b_o = tl.dot(weights.to(b_c.dtype), b_c, b_o, input_precision="ieee")
+
+    total, b_lse = finish(peak, total)
+    row_out = (split.to(tl.int64) * num_tokens + token) * H + head
+    tl.store(lse + row_out, b_lse, mask=mask_m)
+    p_out = out + row_out[:, None] * RANK + index_rank[None, :]
+    b_o = (b_o / total[:, None]).to(out.dtype.element_ty)
+    tl.store(p_out, b_o, mask=mask_m[:, None] & mask_rank & (split_begin < split_end))

@@ -1,0 +1,246 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Implementation "triton": a program owns a block of one sequence's queries and walks its keys."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_hybrid.ops.ragged_attention.bounds import check_offsets
+from torch_hybrid.ops.triton_devices import interpreted
+from torch_hybrid.ops.triton_ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton_softmax import advance, finish
+
+_LOG2_E = math.log2(math.e)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """How the work is cut. Decided by shapes alone, so that a captured graph serves any lengths.
+
+    ``block_m`` rows are ``block_q`` tokens times the query heads that share a key head. A head's
+    dims are cut in two powers of two, 192 in 128 and 64; ``block_d_rest`` may be 0.
+    """
+
+    block_q: int
+    block_m: int
+    block_d: int
+    block_d_rest: int
+    block_v: int
+    block_kv: int
+    num_warps: int
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        num_tokens: int,
+        num_seqs: int,
+        group: int,
+        head_dim: int,
+        v_head_dim: int,
+        itemsize: int,
+    ) -> Tiles:
+        """float32 products run outside the tensor cores, on operands held in registers."""
+        tensor_cores = itemsize == 2
+        wanted_rows = triton.next_power_of_2(triton.cdiv(num_tokens, num_seqs) * group)
+        most_rows = 128 if tensor_cores else 16
+        block_m = max(16, min(wanted_rows, most_rows), triton.next_power_of_2(group))
+        whole = triton.next_power_of_2(head_dim)
+        block_d = max(16, whole if whole == head_dim else whole // 2)
+        rest = head_dim - block_d
+        return cls(
+            block_q=block_m // group,
+            block_m=block_m,
+            block_d=block_d,
+            block_d_rest=max(16, triton.next_power_of_2(rest)) if rest > 0 else 0,
+            block_v=max(16, triton.next_power_of_2(v_head_dim)),
+            block_kv=64 if tensor_cores else 16,
+            num_warps=8 if block_m > 64 else 4,
+        )
+
+
+def ragged_attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Launcher of ``torch_hybrid::ragged_attention_with_lse``."""
+    if interpreted() and q.device.type == "cpu":
+        check_offsets(q, k, cu_seqlens_q, cu_seqlens_k)
+    num_tokens, num_heads, head_dim = q.shape
+    _, num_k_heads, v_head_dim = v.shape
+    num_seqs = cu_seqlens_q.shape[0] - 1
+    out = q.new_empty(num_tokens, num_heads, v_head_dim)
+    lse = q.new_empty(num_tokens, num_heads, dtype=torch.float32)
+    if num_seqs == 0:
+        return out.zero_(), lse.fill_(-math.inf)
+    tiles = Tiles.of(
+        num_tokens=num_tokens,
+        num_seqs=num_seqs,
+        group=num_heads // num_k_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        itemsize=q.itemsize,
+    )
+    _attend_kernel[(num_blocks(num_tokens, num_seqs, tiles.block_q), num_k_heads)](
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        out,
+        lse,
+        scale * _LOG2_E,
+        num_tokens,
+        num_seqs,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        H=num_heads,
+        HK=num_k_heads,
+        D=head_dim,
+        V=v_head_dim,
+        BLOCK_Q=tiles.block_q,
+        BLOCK_M=tiles.block_m,
+        BLOCK_D=tiles.block_d,
+        BLOCK_D_REST=tiles.block_d_rest,
+        BLOCK_V=tiles.block_v,
+        BLOCK_KV=tiles.block_kv,
+        CAUSAL=causal,
+        # The interpreter holds bfloat16 as integers and multiplies them as such.
+        FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
+        num_warps=tiles.num_warps,
+        num_stages=2,
+        enable_fp_fusion=True,
+    )
+    return out, lse
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+def _attend_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    cu_seqlens_q: tl.tensor,
+    cu_seqlens_k: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    logit_scale: tl.tensor,
+    num_tokens: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_q_token: tl.tensor,
+    stride_q_head: tl.tensor,
+    stride_k_token: tl.tensor,
+    stride_k_head: tl.tensor,
+    stride_v_token: tl.tensor,
+    stride_v_head: tl.tensor,
+    H: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_D_REST: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    FLOAT32_PRODUCTS: tl.constexpr,
+) -> None:
+    """One program: a block of queries, the query heads of one key head."""
+    GROUP: tl.constexpr = H // HK
+    head_k = tl.program_id(1)
+    row = tl.arange(0, BLOCK_M)
+    head = head_k * GROUP + row % GROUP
+    is_row = row < BLOCK_Q * GROUP
+    index_d = tl.arange(0, BLOCK_D)
+    index_v = tl.arange(0, BLOCK_V)
+    mask_d = index_d < D
+    mask_v = index_v < V
+    if BLOCK_D_REST > 0:
+        index_rest = BLOCK_D + tl.arange(0, BLOCK_D_REST)
+        mask_rest = index_rest < D
+
+    # The grid has a block for any BLOCK_Q tokens in a row: their padding is filled here.
+    token = tl.program_id(0) * BLOCK_Q + row // GROUP
+    is_padding = is_row & (token >= tl.load(cu_seqlens_q + num_seqs)) & (token < num_tokens)
+    row_out = token.to(tl.int64) * H + head
+    zeros = tl.zeros([BLOCK_M, BLOCK_V], dtype=out.dtype.element_ty)
+    nothing = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
+    p_out = out + row_out[:, None] * V + index_v[None, :]
+    tl.store(p_out, zeros, mask=is_padding[:, None] & mask_v[None, :])
+    tl.store(lse + row_out, nothing, mask=is_padding)
+
+    seq = sequence_of_block(cu_seqlens_q, num_seqs, tl.program_id(0), BLOCK_Q)
+    begin = tl.load(cu_seqlens_q + seq)
+    end = tl.load(cu_seqlens_q + seq + 1)
+    first_token = first_token_of_block(begin, seq, tl.program_id(0), BLOCK_Q)
+    if first_token >= end:
+        return
+    token = first_token + row // GROUP
+    mask_m = is_row & (token < end)
+    p_q = q + (token.to(tl.int64) * stride_q_token + head * stride_q_head)[:, None]
+    b_q = tl.load(p_q + index_d[None, :], mask=mask_m[:, None] & mask_d[None, :], other=0.0)
+    if BLOCK_D_REST > 0:
+        mask_q = mask_m[:, None] & mask_rest[None, :]
+        b_q_rest = tl.load(p_q + index_rest[None, :], mask=mask_q, other=0.0)
+    if FLOAT32_PRODUCTS:
+        b_q = b_q.to(tl.float32)
+        if BLOCK_D_REST > 0:
+            b_q_rest = b_q_rest.to(tl.float32)
+
+    first_key = tl.load(cu_seqlens_k + seq)
+    num_keys = tl.load(cu_seqlens_k + seq + 1) - first_key
+    num_seen = num_keys + tl.zeros([BLOCK_M], dtype=tl.int32)
+    keys_end = num_keys
+    if CAUSAL:
+        num_seen += token - end + 1
+        keys_end += tl.minimum(first_token + BLOCK_Q, end) - end
+    peak = nothing
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    b_o = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
+    base_k = k + first_key.to(tl.int64) * stride_k_token + head_k * stride_k_head
+    base_v = v + first_key.to(tl.int64) * stride_v_token + head_k * stride_v_head
+    for tile in range(tl.cdiv(tl.maximum(keys_end, 0), BLOCK_KV)):
+        key = tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
+        mask_key = (key < keys_end)[:, None]
+        p_k = base_k + key.to(tl.int64)[:, None] * stride_k_token
+        p_v = base_v + key.to(tl.int64)[:, None] * stride_v_token
+        b_k = tl.load(p_k + index_d[None, :], mask=mask_key & mask_d[None, :], other=0.0)
+        b_v = tl.load(p_v + index_v[None, :], mask=mask_key & mask_v[None, :], other=0.0)
+        if FLOAT32_PRODUCTS:
+            b_k = b_k.to(tl.float32)
+            b_v = b_v.to(tl.float32)
+        logits = tl.dot(b_q, tl.trans(b_k), out_dtype=tl.float32, input_precision="ieee")
+        if BLOCK_D_REST > 0:
+            mask_k = mask_key & mask_rest[None, :]
+            b_k_rest = tl.load(p_k + index_rest[None, :], mask=mask_k, other=0.0)
+            if FLOAT32_PRODUCTS:
+                b_k_rest = b_k_rest.to(tl.float32)
+            logits = tl.dot(b_q_rest, tl.trans(b_k_rest), logits, input_precision="ieee")
+        visible = (key[None, :] < num_seen[:, None]) & (key < keys_end)[None, :]
+        logits = tl.where(visible, logits * logit_scale, -float("inf"))
+        weights, rescale, peak, total = advance(logits, peak, total)
+        b_o *= rescale[:, None]
+        b_o = tl.dot(weights.to(b_v.dtype), b_v, b_o, input_precision="ieee")
+
+    total, b_lse = finish(peak, total)
+    row_out = token.to(tl.int64) * H + head
+    tl.store(lse + row_out, b_lse, mask=mask_m)
+    p_out = out + row_out[:, None] * V + index_v[None, :]
+    b_o = (b_o / total[:, None]).to(out.dtype.element_ty)
+    tl.store(p_out, b_o, mask=mask_m[:, None] & mask_v[None, :])

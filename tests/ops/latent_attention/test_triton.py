@@ -1,0 +1,152 @@
+"""The Triton kernels: in the interpreter, compiled for GPUs that are not there, and on one."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.contract import assert_within_budget
+from tests.ops.latent_attention.cases import CASES, Case, Inputs, make_inputs
+from tests.ops.triton_compile import (
+    SHARED_LIMITS,
+    TABLE_HEADER,
+    LaunchRecorder,
+    assert_fits,
+    compile_launch,
+    cross_compiler_missing,
+)
+from tests.ops.triton_interpreter import needs_triton, run_interpreted
+from torch_hybrid.ops.latent_attention import latent_attention_with_lse, reference
+
+# What of the contract the interpreter can do in seconds.
+# The whole of it: TRITON_INTERPRET=1 pytest tests/ops/latent_attention -k triton
+CONTRACT = """
+    triton and (
+        matches_float64 and (one_head or odd or long_decode and fp16)
+        or (padding or writes) and odd or sequences_empty or out_of_range or overflow
+    )
+"""
+
+
+@needs_triton
+def test_in_the_interpreter() -> None:
+    run_interpreted(Path(__file__).parent, " ".join(CONTRACT.split()))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    inputs = make_inputs(CASES[name], dtype=dtype, padding=(3, 2))
+    moved = on_device(inputs)
+    out, lse = call(moved, CASES[name].scale)
+    assert_as_exact(inputs, CASES[name].scale, out.cpu(), lse.cpu(), moved.pool.cpu())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_captured_graph_serves_other_lengths(dtype: torch.dtype) -> None:
+    """Two sequences in a bucket of eight tokens, replayed with other lengths and pages."""
+    shape = Case(num_heads=16, lengths=((1, 70), (1, 9)))
+    captured = on_device(make_inputs(shape, dtype=dtype, padding=(6, 0)))
+    call(captured, shape.scale)  # compiles the kernels, which cannot be done while capturing
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = call(captured, shape.scale)
+    other = make_inputs(
+        replace(shape, lengths=((3, 9), (4, 70))), dtype=dtype, padding=(1, 0), seed=1
+    )
+    for field in fields(Inputs):
+        getattr(captured, field.name).copy_(getattr(other, field.name))
+    graph.replay()
+    assert_as_exact(other, shape.scale, out.cpu(), lse.cpu(), captured.pool.cpu())
+
+
+def call(inputs: Inputs, scale: float) -> tuple[Tensor, Tensor]:
+    tensors = [getattr(inputs, field.name) for field in fields(Inputs)]
+    return latent_attention_with_lse(*tensors, scale=scale, impl="triton")
+
+
+def assert_as_exact(inputs: Inputs, scale: float, out: Tensor, lse: Tensor, pool: Tensor) -> None:
+    args = inputs.args()
+    exact = reference.latent_attention_with_lse(*inputs.to(torch.float64).args(), scale=scale)
+    rounded = reference.latent_attention_with_lse(*args, scale=scale)
+    num_tokens = int(inputs.cu_seqlens[-1])
+    assert_within_budget(out, exact[0], rounded[0])
+    assert_within_budget(lse[:num_tokens], exact[1][:num_tokens], rounded[1][:num_tokens])
+    assert not out[num_tokens:].any()
+    assert (lse[num_tokens:] == -torch.inf).all()
+    assert torch.equal(pool.view(torch.uint8), args[4].view(torch.uint8))
+
+
+def on_device(inputs: Inputs) -> Inputs:
+    """Copies on the GPU; queries out of a product with heads first, latents slices of one."""
+    moved = {f.name: getattr(inputs, f.name).to("cuda", copy=True) for f in fields(Inputs)}
+    heads_first = moved["q_latent"].transpose(0, 1).contiguous().transpose(0, 1)
+    rows = torch.cat([moved["latent"], moved["k_rope"]], 1)
+    latent, k_rope = rows.split([moved["latent"].shape[1], moved["k_rope"].shape[1]], 1)
+    return replace(inputs, **moved | {"q_latent": heads_first, "latent": latent, "k_rope": k_rope})
+
+
+# (sequences, tokens, heads, dtype); pages of 16, 256 a sequence
+SHAPES = {
+    "DeepSeek-V3 decode 64": (64, 64, 128, torch.bfloat16),
+    "Kimi-Linear decode 64": (64, 64, 32, torch.bfloat16),
+    "Kimi-Linear decode 64 float32": (64, 64, 32, torch.float32),
+    "DeepSeek-V2-Lite decode 64": (64, 64, 16, torch.bfloat16),
+    "Kimi-Linear 64 tokens each": (8, 512, 32, torch.bfloat16),
+}
+
+
+@pytest.mark.skipif(cross_compiler_missing() is not None, reason=cross_compiler_missing() or "")
+def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    for label, shape in SHAPES.items():
+        launch = record_launch(monkeypatch, *shape)
+        rows += [compile_launch(launch, target, label) for target in SHARED_LIMITS]
+    print("", TABLE_HEADER, *rows, sep="\n")
+    for row in rows:
+        assert_fits(row)
+        # Lost when the compiler can no longer prove that rows of latents are aligned.
+        assert row.async_copies > 0, row
+
+
+def record_launch(
+    monkeypatch: pytest.MonkeyPatch,
+    num_seqs: int,
+    num_tokens: int,
+    num_heads: int,
+    dtype: torch.dtype,
+) -> LaunchRecorder:
+    """What the launcher launches to attend, for rows of 512 and 64."""
+    from torch_hybrid.ops.latent_attention import _triton
+
+    def rows(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    def index(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=torch.int32, device="meta")
+
+    with monkeypatch.context() as patch:
+        recorder = LaunchRecorder(_triton._attend_kernel)
+        patch.setattr(_triton, "_attend_kernel", recorder)
+        patch.setattr(_triton, "merge_splits", lambda *_: None)
+        _triton.latent_attention_with_lse(
+            rows(num_tokens, num_heads, 512),
+            rows(num_tokens, num_heads, 64),
+            rows(num_tokens, 512),
+            rows(num_tokens, 64),
+            rows(1024, 16, 576),
+            index(num_seqs + 1),
+            index(num_seqs),
+            index(num_seqs, 256),
+            index(num_tokens),
+            scale=1.0,
+        )
+    return recorder

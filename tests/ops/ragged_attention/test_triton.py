@@ -1,0 +1,145 @@
+"""The Triton kernel: in the interpreter, compiled for GPUs that are not there, and on one."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.contract import assert_within_budget
+from tests.ops.ragged_attention.cases import CASES, Inputs, make_inputs
+from tests.ops.triton_compile import (
+    SHARED_LIMITS,
+    TABLE_HEADER,
+    LaunchRecorder,
+    assert_fits,
+    compile_launch,
+    cross_compiler_missing,
+)
+from tests.ops.triton_interpreter import needs_triton, run_interpreted
+from torch_hybrid.ops.ragged_attention import ragged_attention_with_lse, reference
+
+# What of the contract the interpreter can do in seconds.
+# The whole of it: TRITON_INTERPRET=1 pytest tests/ops/ragged_attention -k triton
+CONTRACT = """
+    triton and (
+        matches_float64 and (one_head or no_keys or grouped and fp32 or ling and bf16)
+        or padding and no_keys or first_queries or no_sequence or out_of_range or overflow
+        or shared_key
+    )
+"""
+
+
+@needs_triton
+def test_in_the_interpreter() -> None:
+    run_interpreted(Path(__file__).parent, " ".join(CONTRACT.split()))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    inputs = make_inputs(CASES[name], dtype=dtype, padding=(3, 2, 2))
+    for causal in (False, True):
+        out, lse = call(on_device(inputs), causal)
+        assert_as_exact(inputs, causal, out.cpu(), lse.cpu())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_captured_graph_serves_other_lengths() -> None:
+    """Two sequences of 200 queries and 300 keys at most, replayed with other lengths."""
+    shape = CASES["deepseek_v2_lite"]
+    captured = on_device(of_lengths((*shape.lengths[:1], (1, 1)), 0))
+    call(captured, True)  # compiles the kernel, which cannot be done while capturing
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = call(captured, True)
+    for seed, lengths in enumerate([((150, 250), (3, 40)), ((0, 9), (64, 64))], 1):
+        other = of_lengths(lengths, seed)
+        for field in fields(Inputs):
+            getattr(captured, field.name).copy_(getattr(other, field.name))
+        graph.replay()
+        assert_as_exact(other, True, out.cpu(), lse.cpu())
+
+
+def of_lengths(lengths: tuple[tuple[int, int], ...], seed: int) -> Inputs:
+    """Inputs padded to 200 queries and 300 keys."""
+    num_q, num_k = (sum(length[i] for length in lengths) for i in (0, 1))
+    case = replace(CASES["deepseek_v2_lite"], lengths=lengths)
+    padding = (200 - num_q, 300 - num_k, 0)
+    return make_inputs(case, dtype=torch.bfloat16, seed=seed, padding=padding)
+
+
+def call(inputs: Inputs, causal: bool) -> tuple[Tensor, Tensor]:
+    scale = inputs.q.shape[2] ** -0.5
+    return ragged_attention_with_lse(*inputs.args(), causal=causal, scale=scale, impl="triton")
+
+
+def assert_as_exact(inputs: Inputs, causal: bool, out: Tensor, lse: Tensor) -> None:
+    options = {"causal": causal, "scale": inputs.q.shape[2] ** -0.5}
+    exact = reference.ragged_attention_with_lse(*inputs.to(torch.float64).args(), **options)
+    rounded = reference.ragged_attention_with_lse(*inputs.args(), **options)
+    empty = exact[1] == -torch.inf
+    assert torch.equal(lse == -torch.inf, empty)
+    assert not out[empty].any()
+    assert_within_budget(out[~empty], exact[0][~empty], rounded[0][~empty])
+    assert_within_budget(lse[~empty], exact[1][~empty], rounded[1][~empty])
+
+
+def on_device(inputs: Inputs) -> Inputs:
+    """Copies on the GPU; k and v lie beside each other within each head."""
+    moved = {f.name: getattr(inputs, f.name).to("cuda", copy=True) for f in fields(Inputs)}
+    kv = torch.cat([moved["k"], moved["v"]], 2)
+    k, v = kv.split([moved["k"].shape[2], moved["v"].shape[2]], 2)
+    return replace(inputs, **moved | {"k": k, "v": v})
+
+
+# (sequences, queries, heads, key heads, head dim, dim of values, dtype)
+SHAPES = {
+    "DeepSeek-V3 extend 8192": (4, 8192, 128, 128, 192, 128, torch.bfloat16),
+    "DeepSeek-V3 extend 8192 float32": (4, 8192, 128, 128, 192, 128, torch.float32),
+    "one query each": (64, 64, 32, 32, 192, 128, torch.bfloat16),
+    "16 / 2 heads of 256": (4, 8192, 16, 2, 256, 256, torch.bfloat16),
+}
+
+
+@pytest.mark.skipif(cross_compiler_missing() is not None, reason=cross_compiler_missing() or "")
+def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    for label, shape in SHAPES.items():
+        launch = record_launch(monkeypatch, *shape)
+        rows += [compile_launch(launch, target, label) for target in SHARED_LIMITS]
+    print("", TABLE_HEADER, *rows, sep="\n")
+    for row in rows:
+        assert_fits(row)
+        # Lost when the compiler can no longer prove that rows are aligned.
+        assert row.async_copies > 0, row
+
+
+def record_launch(
+    monkeypatch: pytest.MonkeyPatch,
+    num_seqs: int,
+    num_tokens: int,
+    num_heads: int,
+    num_k_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype,
+) -> LaunchRecorder:
+    """What the launcher launches for k and v that are slices of one projection."""
+    from torch_hybrid.ops.ragged_attention import _triton
+
+    q = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype, device="meta")
+    kv = torch.empty(num_tokens, num_k_heads, head_dim + v_head_dim, dtype=dtype, device="meta")
+    offsets = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
+    with monkeypatch.context() as patch:
+        recorder = LaunchRecorder(_triton._attend_kernel)
+        patch.setattr(_triton, "_attend_kernel", recorder)
+        k, v = kv.split([head_dim, v_head_dim], 2)
+        _triton.ragged_attention_with_lse(q, k, v, offsets, offsets, causal=True, scale=1.0)
+    return recorder
