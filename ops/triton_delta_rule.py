@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.triton_devices import is_hopper
 from torch_hybrid.ops.triton_products import (
     exact_dot,
     piece_dot,
@@ -26,9 +27,11 @@ from torch_hybrid.ops.triton_ragged import num_blocks
 from torch_hybrid.ops.triton_state import zero_rows
 
 
-def max_chunk(dtype: torch.dtype) -> int:
-    """The longest chunk whose matrices, in the pieces of ``dtype``, leave a program its room."""
-    return 64 if dtype == torch.bfloat16 else 16
+def max_chunk(dtype: torch.dtype, device: torch.device) -> int:
+    """The longest chunk whose matrices, in the pieces of ``dtype``, registers hold."""
+    if dtype != torch.bfloat16:
+        return 16
+    return 64 if is_hopper(device) else 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,8 +93,8 @@ def scan(
     num_tokens, num_v_heads, head_dim_v = v.shape
     num_seqs = state_indices.shape[0]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    most_v = 16 if v.dtype == torch.float32 else 32
-    block_v = max(16, min(most_v, triton.next_power_of_2(head_dim_v)))
+    small = v.dtype != torch.float32
+    block_v = max(16, min(32 if small else 16, triton.next_power_of_2(head_dim_v)))
     _scan_kernel[(triton.cdiv(head_dim_v, block_v) * num_v_heads * num_seqs,)](
         rows.queries,
         rows.reads,
@@ -124,7 +127,7 @@ def scan(
         CHANNELS=prepared.factors.ndim == 3,
         BLOCK_K=max(16, triton.next_power_of_2(head_dim_k)),
         BLOCK_V=block_v,
-        num_warps=4,
+        num_warps=4 if small and is_hopper(v.device) else 8,
         num_stages=2,
         enable_fp_fusion=True,
     )

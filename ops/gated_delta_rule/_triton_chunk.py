@@ -39,7 +39,7 @@ def chunk_gated_delta_rule(
     num_seqs = state_indices.shape[0]
     if num_seqs == 0:
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
-    chunk = min(chunk_size, max_chunk(q.dtype))
+    chunk = min(chunk_size, max_chunk(q.dtype, q.device))
     prepared = Prepared.empty(q, num_seqs, v.shape[1], chunk, factors=(4, chunk))
     q, k = in_pieces(q), in_pieces(k)
     _prepare(prepared, q, k, g, beta, cu_seqlens, scale=scale, qk_l2norm=qk_l2norm)

@@ -17,6 +17,7 @@ from torch_hybrid.ops.triton_decays import (
     decay_since_start,
     decay_until_end,
 )
+from torch_hybrid.ops.triton_devices import is_hopper
 from torch_hybrid.ops.triton_products import dot, exact_dot, in_pieces, piece_dot, pieces_of_states
 from torch_hybrid.ops.triton_state import zero_rows
 
@@ -32,16 +33,18 @@ class ChunkTile:
     block_v: int
 
     @classmethod
-    def of(cls, head_dim_k: int, head_dim_v: int, chunk_size: int, dtype: torch.dtype) -> ChunkTile:
-        """As much as registers hold, of which numbers of more bits take more."""
+    def of(cls, head_dim_k: int, head_dim_v: int, chunk_size: int, like: Tensor) -> ChunkTile:
+        """As much as registers hold, for inputs of the dtype and device of ``like``."""
         block_k = max(16, triton.next_power_of_2(head_dim_k))
-        small = dtype == torch.bfloat16
-        longest = 16 if not small else 64 if block_k <= 128 else 32
-        most_v = (8192 if small else 4096) // block_k
+        hopper = is_hopper(like.device)
+        if like.dtype == torch.bfloat16:
+            longest, most = 64 if hopper and block_k <= 128 else 32, 8192 if hopper else 4096
+        else:
+            longest, most = 16, 4096 if like.dtype == torch.float16 else 2048
         return cls(
             chunk=min(chunk_size, longest),
             block_k=block_k,
-            block_v=max(16, min(triton.next_power_of_2(head_dim_v), 64, most_v)),
+            block_v=max(16, min(triton.next_power_of_2(head_dim_v), 64, most // block_k)),
         )
 
 
@@ -67,7 +70,7 @@ def chunk_ssd(
     if num_seqs == 0:
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    tile = ChunkTile.of(head_dim_k, head_dim_v, chunk_size, q.dtype)
+    tile = ChunkTile.of(head_dim_k, head_dim_v, chunk_size, q)
     q, k = in_pieces(q), in_pieces(k)
     _chunk_kernel[(triton.cdiv(head_dim_v, tile.block_v) * num_heads * num_seqs,)](
         q,

@@ -13,8 +13,10 @@ import subprocess
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 
 from torch_hybrid.ops.triton_devices import interpreted
@@ -30,6 +32,12 @@ _DTYPES = {
     torch.int64: "*i64",
     torch.bool: "*i1",
 }
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, target: str, *modules: ModuleType) -> None:
+    """Let the launchers in these modules believe that tensors are on a GPU of ``target``."""
+    for module in modules:
+        monkeypatch.setattr(module, "is_hopper", lambda _: target == "sm_90")
 
 
 @dataclass

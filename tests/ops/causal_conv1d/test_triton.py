@@ -1,0 +1,137 @@
+"""The Triton kernel: in the interpreter, compiled for GPUs that are not there, and on one."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.causal_conv1d.cases import CASES, Case, Inputs, make_inputs
+from tests.ops.contract import assert_within_budget
+from tests.ops.triton_compile import (
+    SHARED_LIMITS,
+    TABLE_HEADER,
+    LaunchRecorder,
+    assert_fits,
+    compile_launch,
+    cross_compiler_missing,
+)
+from tests.ops.triton_interpreter import needs_triton, run_interpreted
+from torch_hybrid.ops.causal_conv1d import causal_conv1d
+from torch_hybrid.ops.causal_conv1d.reference import causal_conv1d_reference
+
+# What of the contract the interpreter can do in seconds.
+# The whole of it: TRITON_INTERPRET=1 pytest tests/ops/causal_conv1d -k triton
+CONTRACT = """
+    triton and (exact and not qwen3_next and not bamba or segments or padding
+    or no_other_slot or nothing_to_do) and not on_a_gpu and not interpreter
+"""
+
+
+@needs_triton
+def test_in_the_interpreter():
+    run_interpreted(Path(__file__).parent, " ".join(CONTRACT.split()))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_on_a_gpu(case: Case, dtype: torch.dtype):
+    inputs = make_inputs(case, dtype)
+    moved = on_device(inputs)
+    assert_as_exact(inputs, call(moved).cpu(), moved.conv_state.cpu())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_captured_graph_serves_other_lengths():
+    """Three sequences of a bucket of 80 tokens, replayed with other lengths and slots."""
+    captured = on_device(make_inputs(Case(lengths=(1, 50, 1), num_padding_tokens=28)))
+    call(captured)  # compiles the kernel, which cannot be done while capturing
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(captured)
+    for seed, lengths in enumerate([(2, 0, 70), (32, 33, 1)], 1):
+        case = Case(lengths=lengths, num_padding_tokens=80 - sum(lengths))
+        other = make_inputs(case, seed=seed)
+        for name in tensor_fields(captured):
+            getattr(captured, name).copy_(getattr(other, name))
+        graph.replay()
+        assert_as_exact(other, out.cpu(), captured.conv_state.cpu())
+
+
+def call(inputs: Inputs) -> Tensor:
+    return causal_conv1d(*inputs.args(), activation=inputs.activation, impl="triton")
+
+
+def assert_as_exact(inputs: Inputs, out: Tensor, conv_state: Tensor) -> None:
+    exact, reference = inputs.exact(), inputs.copy()
+    out_exact = causal_conv1d_reference(*exact.args(), activation=inputs.activation)
+    out_reference = causal_conv1d_reference(*reference.args(), activation=inputs.activation)
+    assert_within_budget(out, out_exact, out_reference)
+    num_tokens = int(inputs.cu_seqlens[-1])
+    assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
+    torch.testing.assert_close(conv_state, reference.conv_state, rtol=0, atol=0, equal_nan=True)
+
+
+def tensor_fields(inputs: Inputs) -> list[str]:
+    return [f.name for f in fields(inputs) if isinstance(getattr(inputs, f.name), Tensor)]
+
+
+def on_device(inputs: Inputs) -> Inputs:
+    """Copies on the GPU; rows of x still lie apart."""
+    moved = {name: getattr(inputs, name).to("cuda") for name in tensor_fields(inputs)}
+    wide = torch.cat([moved["x"], torch.full_like(moved["x"], torch.nan)], 1)
+    return replace(inputs, **moved | {"x": wide[:, : moved["x"].shape[1]]})
+
+
+# (sequences, tokens, channels, width, dtype)
+SHAPES = {
+    "Qwen3-Next decode 64": (64, 64, 8192, 4, torch.bfloat16),
+    "Qwen3-Next extend 8192": (4, 8192, 8192, 4, torch.bfloat16),
+    "Qwen3-Next extend 8192 float32": (4, 8192, 8192, 4, torch.float32),
+}
+
+
+@pytest.mark.skipif(cross_compiler_missing() is not None, reason=cross_compiler_missing() or "")
+def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch):
+    rows = []
+    for label, shape in SHAPES.items():
+        launch = record_launch(monkeypatch, *shape)
+        rows += [compile_launch(launch, target, label) for target in SHARED_LIMITS]
+    print("", TABLE_HEADER, *rows, sep="\n")
+    for row in rows:
+        assert_fits(row)
+
+
+def record_launch(
+    monkeypatch: pytest.MonkeyPatch,
+    num_seqs: int,
+    num_tokens: int,
+    channels: int,
+    width: int,
+    dtype: torch.dtype,
+) -> LaunchRecorder:
+    """What the launcher launches for x that is a slice of a projection."""
+    from torch_hybrid.ops.causal_conv1d import _triton
+
+    projected = torch.empty(num_tokens, channels + 4096, dtype=dtype, device="meta")
+    indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
+    with monkeypatch.context() as patch:
+        recorder = LaunchRecorder(_triton._conv_kernel)
+        patch.setattr(_triton, "_conv_kernel", recorder)
+        _triton.causal_conv1d(
+            projected[:, :channels],
+            projected.new_empty(channels, width),
+            None,
+            projected.new_empty(num_seqs + 1, width - 1, channels),
+            indices,
+            indices[1:],
+            indices[1:].bool(),
+            activation="silu",
+        )
+    return recorder

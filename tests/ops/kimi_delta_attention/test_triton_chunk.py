@@ -1,0 +1,159 @@
+"""The chunk form in Triton: in the interpreter, compiled for GPUs not there, and on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.delta_rule_cases import Case, Inputs
+from tests.ops.delta_rule_triton import assert_as_exact, on_device, tensor_fields
+from tests.ops.kimi_delta_attention.cases import CASES, make_inputs
+from tests.ops.triton_compile import (
+    SHARED_LIMITS,
+    TABLE_HEADER,
+    LaunchRecorder,
+    assert_fits,
+    compile_launch,
+    cross_compiler_missing,
+    pretend,
+)
+from tests.ops.triton_interpreter import needs_triton, run_interpreted
+from torch_hybrid.ops.kimi_delta_attention import chunk_kimi_delta_attention
+from torch_hybrid.ops.kimi_delta_attention.reference import kimi_delta_attention_reference
+
+# What of the contract the interpreter can do in seconds.
+# The whole of it: TRITON_INTERPRET=1 pytest tests/ops/kimi_delta_attention -k triton
+CONTRACT = """
+    chunk16-triton and (exact and (one_token or odd_dims) or padding_changes or nothing_to_do)
+    or chunk64-triton and exact and one_head and fp32
+"""
+
+
+@needs_triton
+def test_in_the_interpreter():
+    run_interpreted(Path(__file__).parent, " ".join(CONTRACT.split()))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(
+    ("dtype", "chunk_size"),
+    [
+        (torch.float32, 64),
+        (torch.float16, 64),
+        (torch.bfloat16, 16),
+        (torch.bfloat16, 32),
+        (torch.bfloat16, 128),
+    ],
+    ids=["fp32", "fp16", "bf16-16", "bf16-32", "bf16-128"],
+)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_on_a_gpu(case: Case, dtype: torch.dtype, chunk_size: int):
+    inputs = make_inputs(case, dtype)
+    moved = on_device(inputs, "cuda")
+    out = call(moved, chunk_size)
+    assert_as_exact(kimi_delta_attention_reference, inputs, out.cpu(), moved.state.cpu())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("decay", [0.0, -1e-3, -5.0, -50.0, -torch.inf])
+def test_decays_on_a_gpu(decay: float):
+    inputs = make_inputs(Case(lengths=(130, 17), num_k_heads=4), torch.bfloat16)
+    inputs.g.fill_(decay)
+    moved = on_device(inputs, "cuda")
+    out = call(moved, 64)
+    assert_as_exact(kimi_delta_attention_reference, inputs, out.cpu(), moved.state.cpu())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_captured_graph_serves_other_lengths():
+    """Three sequences of a bucket of 200 tokens, replayed with other lengths and slots."""
+    shape = {"num_k_heads": 4, "k_dim": 32, "v_dim": 32}
+    first = Case(lengths=(1, 100, 1), num_padding_tokens=98, **shape)
+    captured = on_device(make_inputs(first, torch.bfloat16), "cuda")
+    call(captured, 64)  # compiles the kernels, which cannot be done while capturing
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(captured, 64)
+    for seed, lengths in enumerate([(150, 0, 49), (64, 65, 63)], 1):
+        case = Case(lengths=lengths, num_padding_tokens=200 - sum(lengths), **shape)
+        other = make_inputs(case, torch.bfloat16, seed)
+        for field in tensor_fields(captured):
+            getattr(captured, field).copy_(getattr(other, field))
+        graph.replay()
+        assert_as_exact(kimi_delta_attention_reference, other, out.cpu(), captured.state.cpu())
+
+
+def call(inputs: Inputs, chunk_size: int) -> Tensor:
+    return chunk_kimi_delta_attention(
+        *inputs.args(), **inputs.options(), chunk_size=chunk_size, impl="triton"
+    )
+
+
+# (heads, K, V, dtype), 8192 tokens in 16 sequences
+SHAPES = {
+    "Kimi-Linear": (32, 128, 128, torch.bfloat16),
+    "Kimi-Linear float32": (32, 128, 128, torch.float32),
+    "K 80 V 72": (4, 80, 72, torch.bfloat16),
+}
+KERNELS = ("_prepare_kernel", "_scan_kernel")
+
+
+@pytest.mark.skipif(cross_compiler_missing() is not None, reason=cross_compiler_missing() or "")
+def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch):
+    rows = []
+    for label, shape in SHAPES.items():
+        for target in SHARED_LIMITS:
+            for kernel, launch in record_launches(monkeypatch, target, *shape).items():
+                name = f"{kernel.strip('_').removesuffix('_kernel')}: {label}"
+                rows.append(compile_launch(launch, target, name))
+    print("", TABLE_HEADER, *rows, sep="\n")
+    for row in rows:
+        assert_fits(row)
+        assert (row.products == "-") == ("float32" in row.kernel), row
+
+
+def record_launches(
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    num_heads: int,
+    k_dim: int,
+    v_dim: int,
+    dtype: torch.dtype,
+) -> dict[str, LaunchRecorder]:
+    """What the launcher launches for q, k and v that are slices of one projection."""
+    from torch_hybrid.ops import triton_delta_rule
+    from torch_hybrid.ops.kimi_delta_attention import _triton_chunk
+
+    num_tokens, num_seqs = 8192, 16
+    k_size, v_size = num_heads * k_dim, num_heads * v_dim
+    qkv = torch.empty(num_tokens, 2 * k_size + v_size, dtype=dtype, device="meta")
+    q, k, v = qkv.split([k_size, k_size, v_size], 1)
+    per_head = torch.empty(num_tokens, num_heads, device="meta")
+    indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
+    modules = dict(zip(KERNELS, (_triton_chunk, triton_delta_rule), strict=True))
+    recorders = {name: LaunchRecorder(getattr(module, name)) for name, module in modules.items()}
+    with monkeypatch.context() as patch:
+        pretend(patch, target, triton_delta_rule)
+        for name, module in modules.items():
+            patch.setattr(module, name, recorders[name])
+        _triton_chunk.chunk_kimi_delta_attention(
+            q.unflatten(1, (num_heads, k_dim)),
+            k.unflatten(1, (num_heads, k_dim)),
+            v.unflatten(1, (num_heads, v_dim)),
+            torch.empty(num_tokens, num_heads, k_dim, device="meta"),
+            per_head,
+            torch.empty(num_seqs + 1, num_heads, v_dim, k_dim, device="meta"),
+            indices,
+            indices[1:],
+            indices[1:].bool(),
+            scale=k_dim**-0.5,
+            qk_l2norm=True,
+            chunk_size=32,
+        )
+    return recorders
