@@ -13,7 +13,8 @@ from torch._dynamo.exc import TorchDynamoException
 
 from torch_hybrid import Runner
 
-COMPILE_ERRORS = (TorchDynamoException, RuntimeError, TimeoutError)
+# ValueError: a model that refuses the static cache.
+COMPILE_ERRORS = (TorchDynamoException, RuntimeError, TimeoutError, ValueError)
 
 
 class Decoder(Protocol):
@@ -61,17 +62,21 @@ class Transformers:
 
     def start(self, prompts: Sequence[Sequence[int]]) -> None:
         """Prefill the padded batch eagerly."""
-        from transformers import DynamicCache, StaticCache
-
         longest = max(map(len, prompts))
         padding = [longest - len(prompt) for prompt in prompts]
         ids = torch.tensor([[0] * n + list(p) for n, p in zip(padding, prompts, strict=True)])
         self._mask = torch.tensor([[0] * n + [1] * (longest - n) for n in padding])
-        config = self.model.config
-        self._cache = (
-            StaticCache(config, self.max_len) if self.max_len else DynamicCache(config=config)
-        )
+        self._cache = self._empty_cache()
         self._forward(self.model, ids, (self._mask.cumsum(-1) - 1).clamp(min=0))
+
+    def _empty_cache(self) -> Any:
+        from transformers import DynamicCache, StaticCache
+        from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+        config = self.model.config
+        if self.max_len:
+            return StaticCache(config, self.max_len)
+        return MiniMaxCache() if config.model_type == "minimax" else DynamicCache(config=config)
 
     def step(self, tokens: Sequence[int]) -> Tensor:
         """Append a token to each sequence; [N, vocab_size] logits."""

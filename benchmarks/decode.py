@@ -47,15 +47,20 @@ def _line_up(
     tokens = [1] * len(prompts)
     sequences = [[*prompt, 1] for prompt in prompts][:NUM_CHECKED]
     for name, contestant in contestants.items():
-        contestant.start(prompts)
+        begin = partial(_begin, contestant, prompts, tokens)
         if name == "transformers compiled":
-            if reason := failure(partial(contestant.step, tokens), limit=limit):
+            if reason := failure(begin, limit=limit):
                 print(f"{name} is left out at batch {len(prompts)}: {reason}")
                 continue
         else:
-            oracle.check(name, contestant.step(tokens)[:NUM_CHECKED], sequences)
+            oracle.check(name, begin()[:NUM_CHECKED], sequences)
         ready[name] = contestant
     return ready
+
+
+def _begin(contestant: Decoder, prompts: list[list[int]], tokens: list[int]) -> torch.Tensor:
+    contestant.start(prompts)
+    return contestant.step(tokens)
 
 
 def _report(

@@ -199,11 +199,15 @@ def _bailing_hybrid(sizes: dict[str, Any]) -> Any:
 
 
 def _minimax(sizes: dict[str, Any]) -> Any:
-    """Lightning attention and full attention. Every MLP is an expert: here one, that all take."""
+    """Lightning attention and full attention. Every MLP is an expert: here one, that all take.
+
+    The first layer has full attention: with another, transformers' cache loses count of tokens.
+    """
     from transformers import MiniMaxConfig, MiniMaxForCausalLM
 
     options = {"num_local_experts": 1, "num_experts_per_tok": 1}
-    config = _DENSE | options | _layer_types(sizes) | sizes
+    kinds = _layer_types(sizes)["layer_types"]
+    config = _DENSE | options | {"layer_types": [kinds[-1], *kinds[:-1]]} | sizes
     return MiniMaxForCausalLM(MiniMaxConfig(**config))
 
 
