@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 from torch import Tensor
 
 # Mirror of ``th::Pages``.
-PAGES_FIELDS = (
+PAGES_FIELDS: tuple[tuple[str, type[ctypes._SimpleCData[Any]]], ...] = (
     *((name, ctypes.c_void_p) for name in ("cu_seqlens", "seq_lens", "page_table")),
     ("slot_mapping", ctypes.c_void_p),
     *((name, ctypes.c_int64) for name in ("page_table_row", "num_tokens", "num_seqs")),

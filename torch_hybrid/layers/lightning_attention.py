@@ -78,7 +78,7 @@ class LightningAttention(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LightningAttention:
         """Move the slopes with the weights, and never cast them."""
         exact = self.slopes
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.slopes = exact.to(self.slopes.device)
         return self
 
