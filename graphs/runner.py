@@ -17,6 +17,7 @@ from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.buckets import StepSizes
+from torch_hybrid.graphs.check_extend import check_extend
 from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
 from torch_hybrid.graphs.cuda_graph import CapturedSteps, why_not_capturable
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, without
@@ -205,7 +206,15 @@ class Runner:
             CapacityError: the KV pool has too few free pages.
         """
         lengths = [len(new) for new in tokens]
-        self._check_extend(seqs, tokens, lengths, logits, positions)
+        check_extend(
+            tokens,
+            positions,
+            logits,
+            num_seqs=len(seqs),
+            max_tokens=self.max_tokens,
+            vocab_size=self.vocab_size,
+            num_position_axes=self.model.num_position_axes,
+        )
         if not seqs:
             idle, planned = self._planner.plan_idle()
             self._check(planned.parts[0].batch)
@@ -342,50 +351,14 @@ class Runner:
             return StepSizes.fine(**sizes)
         return StepSizes.coarse(**sizes, page_size=self.page_size)
 
-    def _check_extend(
-        self,
-        seqs: Many[Sequence],
-        tokens: Many[Many[int]],
-        lengths: Many[int],
-        logits: str,
-        positions: Tensor | None,
-    ) -> None:
-        if len(seqs) != len(tokens):
-            raise ValueError(
-                f"tokens must have one list for each sequence, "
-                f"got {len(tokens)} lists for {len(seqs)} sequences"
-            )
-        if logits not in ("last", "all"):
-            raise ValueError(f"logits must be 'last' or 'all', got {logits!r}")
-        if not seqs:
-            return
-        if min(lengths) == 0:
-            raise ValueError(f"every sequence needs at least one new token, got {lengths}")
-        if sum(lengths) > self.max_tokens:
-            raise ValueError(
-                f"at most max_tokens = {self.max_tokens} new tokens fit one step, got "
-                f"{sum(lengths)}: extend in chunks"
-            )
-        lowest, highest = min(map(min, tokens)), max(map(max, tokens))
-        if lowest < 0 or highest >= self.vocab_size:
-            bad = lowest if lowest < 0 else highest
-            raise ValueError(f"token ids must be within 0 and {self.vocab_size - 1}, got {bad}")
-        if positions is not None:
-            axes = self.model.num_position_axes
-            shape = (sum(lengths),) if axes == 1 else (axes, sum(lengths))
-            if tuple(positions.shape) != shape or positions.dtype != torch.int64:
-                raise ValueError(
-                    f"positions must be int64 of shape {list(shape)}, "
-                    f"got {positions.dtype} of shape {list(positions.shape)}"
-                )
-
 
 def _zeros_like(planned: Inputs) -> Inputs:
     """A step of padding alone with the sizes of ``planned``; tensors that are one stay one."""
     made: dict[int, Tensor] = {}
-    return pytree.tree_map_only(
+    zeros: Inputs = pytree.tree_map_only(
         Tensor, lambda leaf: made.setdefault(id(leaf), torch.zeros_like(leaf)), planned
     )
+    return zeros
 
 
 def _bucket_name(variant: Variant, inputs: Inputs) -> str:

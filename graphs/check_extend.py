@@ -1,0 +1,57 @@
+"""What ``Runner.extend`` refuses before anything has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def check_extend(
+    tokens: Sequence[Sequence[int]],
+    positions: Tensor | None,
+    logits: str,
+    *,
+    num_seqs: int,
+    max_tokens: int,
+    vocab_size: int,
+    num_position_axes: int,
+) -> None:
+    """Raise ValueError unless the arguments are as ``Runner.extend`` says.
+
+    Args:
+        tokens, positions, logits: its arguments.
+        num_seqs: how many sequences it was given.
+        max_tokens: most new tokens in one step.
+        vocab_size, num_position_axes: of the model.
+    """
+    if num_seqs != len(tokens):
+        raise ValueError(
+            f"tokens must have one list for each sequence, "
+            f"got {len(tokens)} lists for {num_seqs} sequences"
+        )
+    if logits not in ("last", "all"):
+        raise ValueError(f"logits must be 'last' or 'all', got {logits!r}")
+    if not tokens:
+        return
+    lengths = [len(new) for new in tokens]
+    if min(lengths) == 0:
+        raise ValueError(f"every sequence needs at least one new token, got {lengths}")
+    if sum(lengths) > max_tokens:
+        raise ValueError(
+            f"at most max_tokens = {max_tokens} new tokens fit one step, got "
+            f"{sum(lengths)}: extend in chunks"
+        )
+    lowest, highest = min(map(min, tokens)), max(map(max, tokens))
+    if lowest < 0 or highest >= vocab_size:
+        bad = lowest if lowest < 0 else highest
+        raise ValueError(f"token ids must be within 0 and {vocab_size - 1}, got {bad}")
+    if positions is not None:
+        axes = [] if num_position_axes == 1 else [num_position_axes]
+        shape = (*axes, sum(lengths))
+        if tuple(positions.shape) != shape or positions.dtype != torch.int64:
+            raise ValueError(
+                f"positions must be int64 of shape {list(shape)}, "
+                f"got {positions.dtype} of shape {list(positions.shape)}"
+            )
