@@ -79,6 +79,7 @@ class CapturedSteps:
                 step()
             torch.cuda.current_stream().wait_stream(stream)
             torch.cuda.synchronize()
+            torch.cuda.empty_cache()  # as torch.cuda.graph does: what is freed there is not counted
             free_before, _ = torch.cuda.mem_get_info()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
