@@ -90,6 +90,21 @@ def share_compiled(family: str, experts: Experts, num_steps: int) -> dict[str, S
     return {family: share(family, True, experts, STEPS[:num_steps], **options)}
 
 
+def rounding(family: str) -> tuple[float, float]:
+    """Root mean square error of bfloat16 logits against float32, alone and shared."""
+
+    def serve_with(model: th.HybridModel) -> Tensor:
+        return _logits(th.Runner(model, **SIZES, compile=False), STEPS).float()
+
+    def rounded() -> th.HybridModel:
+        return th.adapt(make_model(family).bfloat16())
+
+    exact = serve_with(make(family))
+    served = serve_with(rounded()), serve_with(th.shard(rounded()))
+    alone, shared = ((logits - exact).square().mean().sqrt().item() for logits in served)
+    return alone, shared
+
+
 def refusals() -> None:
     """Widths that the ranks do not divide, unknown weights, and a second time."""
     with pytest.raises(th.UnsupportedError, match=r"width of an MLP, got 2 ranks and 33"):

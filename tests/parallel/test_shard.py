@@ -71,6 +71,12 @@ def test_states_are_cut_block_by_block(num_ranks: int):
             torch.testing.assert_close(own_state, heads, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("family", ["bamba", "qwen3"])
+def test_bfloat16_rounds_as_one_process_does(family: str):
+    for alone, shared in results(run_ranks(jobs.rounding, 2, family)):
+        assert 0 < shared < 1.5 * alone
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "experts", "num_steps"),
