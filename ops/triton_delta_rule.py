@@ -252,13 +252,14 @@ def _scan_kernel(
             tile_k = row[:, None] * stride_k + index_k[None, :]
             square = chunk * C * C + row[:, None] * C + row[None, :]
 
+            # Pieces from the last: what is small is added up before what is large.
             b_x = tl.zeros([C, BLOCK_V], dtype=tl.float32)
             b_o = tl.zeros([C, BLOCK_V], dtype=tl.float32)
-            for piece in tl.static_range(PK):
+            for piece in tl.static_range(PK - 1, -1, -1):
                 p_k = reads + (base_k + piece * stride_k_piece) + tile_k
                 b_k = tl.load(p_k, mask=mask_tk, other=0.0)
                 b_x = piece_dot(b_k, b_s, b_x, PS - piece)
-            for piece in tl.static_range(PQ):
+            for piece in tl.static_range(PQ - 1, -1, -1):
                 p_q = queries + (base_q + piece * stride_q_piece) + tile_q
                 b_q = tl.load(p_q, mask=mask_tk, other=0.0)
                 b_o = piece_dot(b_q, b_s, b_o, PQ - piece)
@@ -272,19 +273,21 @@ def _scan_kernel(
 
             b_x = b_v.to(tl.float32) - b_x
             b_u = tl.zeros([C, BLOCK_V], dtype=tl.float32)
-            for piece in tl.static_range(PS):
+            for piece in tl.static_range(PS - 1, -1, -1):
                 b_solve = tl.load(solve + piece * stride_square + square)
                 b_u = piece_dot(b_solve, b_x, b_u, PS - piece)
-            for piece in tl.static_range(PQ):
+            for piece in tl.static_range(PQ - 1, -1, -1):
                 b_attend = tl.load(attend + piece * stride_square + square)
                 b_o = piece_dot(b_attend, b_u, b_o, PQ - piece)
             if not CHANNELS:
                 b_u *= tl.load(p_f + 2 * C + row)[:, None]
-            for piece in tl.static_range(PK):
+            update = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
+            for piece in tl.static_range(PK - 1, -1, -1):
                 if CHANNELS or PK > 1:
                     p_k = writes + (base_k + piece * stride_k_piece) + tile_k
                     b_k = tl.load(p_k, mask=mask_tk, other=0.0)
-                b_s = piece_dot(tl.trans(b_k), b_u, b_s, PS - piece)
+                update = piece_dot(tl.trans(b_k), b_u, update, PS - piece)
+            b_s += update
             p_o = p_out[None, :] + row[:, None] * (HV * V)
             tl.store(p_o, b_o.to(out.dtype.element_ty), mask=mask_tv)
 

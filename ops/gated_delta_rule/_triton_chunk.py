@@ -88,6 +88,8 @@ def _prepare(
         SLICE=min(64, max(16, triton.next_power_of_2(head_dim_k))),
         QK_L2NORM=qk_l2norm,
         num_warps=4,
+        # Prefetched operands of Q K^T were overwritten before they were read (Triton 3.6, sm_90).
+        num_stages=1,
         enable_fp_fusion=True,
     )
 
@@ -166,8 +168,8 @@ def _prepare_kernel(
     norm_k = tl.full([C], 1.0, dtype=tl.float32)
     norm_q = norm_k * scale
     if QK_L2NORM:
-        norm_k *= tl.rsqrt(squares_k + 1e-6)
-        norm_q *= tl.rsqrt(squares_q + 1e-6)
+        norm_k = tl.div_rn(norm_k, tl.sqrt_rn(squares_k + 1e-6))
+        norm_q = tl.div_rn(norm_q, tl.sqrt_rn(squares_q + 1e-6))
 
     place = tl.program_id(0).to(tl.int64)
     p_f = factors + place * 4 * C + row

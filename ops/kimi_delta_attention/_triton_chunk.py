@@ -12,7 +12,6 @@ from torch_hybrid.ops.ragged_chunks import FULL_DECAY
 from torch_hybrid.ops.triton_decays import exp
 from torch_hybrid.ops.triton_delta_rule import Prepared, Rows, inverse, scan
 from torch_hybrid.ops.triton_products import (
-    exact_dot,
     piece_dtype,
     pieces_of_outputs,
     pieces_of_states,
@@ -21,8 +20,9 @@ from torch_hybrid.ops.triton_products import (
 from torch_hybrid.ops.triton_ragged import first_token_of_block, sequence_of_block
 
 _FULL_DECAY: tl.constexpr = tl.constexpr(FULL_DECAY)
-# Tokens whose products are decayed one distance after the other.
-_BAND: tl.constexpr = tl.constexpr(16)
+# Tokens of a chunk, whatever the caller wants: in a longer one the products of its blocks need
+# more registers than there are.
+_CHUNK = 16
 
 
 def chunk_kimi_delta_attention(
@@ -40,14 +40,11 @@ def chunk_kimi_delta_attention(
     qk_l2norm: bool,
     chunk_size: int,
 ) -> Tensor:
-    """Launcher of ``torch_hybrid::chunk_kimi_delta_attention``; chunks of 32 tokens at most."""
+    """Launcher of ``torch_hybrid::chunk_kimi_delta_attention``; chunks are of 16 tokens."""
     num_seqs = state_indices.shape[0]
     if num_seqs == 0:
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
-    chunk = min(chunk_size, 32 if q.dtype == torch.bfloat16 else 16)
-    prepared, rows = _prepare(
-        q, k, g, beta, cu_seqlens, scale=scale, qk_l2norm=qk_l2norm, chunk=chunk
-    )
+    prepared, rows = _prepare(q, k, g, beta, cu_seqlens, scale=scale, qk_l2norm=qk_l2norm)
     return scan(prepared, rows, v, state, cu_seqlens, state_indices, has_initial_state)
 
 
@@ -60,12 +57,11 @@ def _prepare(
     *,
     scale: float,
     qk_l2norm: bool,
-    chunk: int,
 ) -> tuple[Prepared, Rows]:
     """All that does not depend on a state. Rows of outputs need their dtype's precision alone."""
     _, num_heads, head_dim_k = q.shape
     num_seqs = cu_seqlens.shape[0] - 1
-    prepared = Prepared.empty(q, num_seqs, num_heads, chunk, factors=(head_dim_k,))
+    prepared = Prepared.empty(q, num_seqs, num_heads, _CHUNK, factors=(head_dim_k,))
     num_chunks, num_pieces = prepared.factors.shape[0], pieces_of_states(q.dtype)
     dtype = piece_dtype(q.dtype)
     rows = Rows(
@@ -95,7 +91,7 @@ def _prepare(
         prepared.solve.stride(0),
         H=num_heads,
         K=head_dim_k,
-        C=chunk,
+        C=_CHUNK,
         PQ=rows.queries.shape[0],
         PS=num_pieces,
         BLOCK_K=max(16, triton.next_power_of_2(head_dim_k)),
@@ -160,16 +156,16 @@ def _prepare_kernel(
     norm_k = tl.full([C], 1.0, dtype=tl.float32)
     norm_q = norm_k * scale
     if QK_L2NORM:
-        norm_k *= tl.rsqrt(tl.sum(b_k * b_k, 1) + 1e-6)
-        norm_q *= tl.rsqrt(tl.sum(b_q * b_q, 1) + 1e-6)
+        norm_k = tl.div_rn(norm_k, tl.sqrt_rn(tl.sum(b_k * b_k, 1) + 1e-6))
+        norm_q = tl.div_rn(norm_q, tl.sqrt_rn(tl.sum(b_q * b_q, 1) + 1e-6))
     b_q *= norm_q[:, None]
 
-    # Within blocks of 16: by the distance of two tokens, whose decay grows a row at a time.
+    # By the distance of two tokens, whose decay grows a row at a time.
     b_kk = tl.zeros([C, C], dtype=tl.float32)
     b_qk = tl.where(row[:, None] == row[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
     between = tl.zeros([C, BLOCK_K], dtype=tl.float32)
-    for distance in range(1, _BAND):
-        is_pair = mask_t & (row % _BAND >= distance)
+    for distance in range(1, C):
+        is_pair = mask_t & (row >= distance)
         mask_pair = is_pair[:, None] & mask_k
         between += _load_decays(p_g - (distance - 1) * stride_g, mask_pair)
         earlier = tl.load(p_k - distance * stride_k, mask=mask_pair, other=0.0).to(tl.float32)
@@ -181,17 +177,9 @@ def _prepare_kernel(
     b_g = _load_decays(p_g, mask_tk)
     mask_later = mask_k & ((first_token + row + 1 < end) & (row + 1 < C))[:, None]
     g_later = _load_decays(p_g + stride_g, mask_later)
-    zeros = tl.zeros([C, C], dtype=tl.float32)
-    if C > _BAND:
-        # Of two blocks: both sides carry the decay between their token and the middle.
-        is_early = row < _BAND
-        late = exp(_sum_rows(b_g, ~is_early, True))
-        early = exp(_sum_rows(g_later, row < _BAND - 1, False))
-        early = tl.trans(tl.where(is_early[:, None], b_k * early, 0.0))
-        b_kk += exact_dot(tl.where(is_early[:, None], 0.0, b_k * late), early, zeros, PS)
-        b_qk += exact_dot(tl.where(is_early[:, None], 0.0, b_q * late), early, zeros, PS)
-    since_start = exp(_sum_rows(b_g, row < C, True))
-    until_end = exp(_sum_rows(g_later, row < C, False))
+    since_start = exp(tl.cumsum(b_g, 0))
+    # Sums of what lies between, not differences of sums: a small decay survives large ones.
+    until_end = exp(tl.cumsum(g_later, 0, reverse=True))
 
     place = tl.program_id(0).to(tl.int64)
     # Of the whole chunk in float64: its errors stay in the state, chunk after chunk.
@@ -215,13 +203,3 @@ def _prepare_kernel(
 @triton.jit
 def _load_decays(pointer: tl.tensor, mask: tl.tensor) -> tl.tensor:
     return tl.maximum(tl.load(pointer, mask=mask, other=0.0), _FULL_DECAY)
-
-
-@triton.jit
-def _sum_rows(x: tl.tensor, mask: tl.tensor, BEFORE: tl.constexpr) -> tl.tensor:
-    """For each row, the sum of the rows up to and with it (or from it on) that the mask picks.
-
-    Sums of what lies between, not differences of sums: a small decay survives large ones.
-    """
-    x = tl.where(mask[:, None], x, 0.0)
-    return tl.cumsum(x, 0, reverse=not BEFORE)

@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.latent_attention._rows import store_latents
 from torch_hybrid.ops.page_bounds import check_page_indices
-from torch_hybrid.ops.triton_devices import interpreted
+from torch_hybrid.ops.triton_devices import interpreted, is_hopper
 from torch_hybrid.ops.triton_ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton_softmax import advance, finish, merge_splits
 
@@ -53,13 +52,13 @@ class Tiles:
         num_heads: int,
         rank: int,
         rope_dim: int,
-        itemsize: int,
+        like: Tensor,
         max_keys: int,
     ) -> Tiles:
-        """Tiles for ``num_tokens`` of ``num_seqs`` sequences of at most ``max_keys`` keys each."""
+        """Tiles for sequences of at most ``max_keys`` keys, of the dtype and device of ``like``."""
         # float32 products run outside the tensor cores, on operands held in registers.
-        tensor_cores = itemsize == 2
-        most_rows = 64 if tensor_cores else 16
+        tensor_cores = like.itemsize == 2
+        most_rows = 16 if not tensor_cores else 64 if is_hopper(like.device) else 32
         block_h = min(triton.next_power_of_2(num_heads), most_rows)
         tokens_per_seq = triton.next_power_of_2(triton.cdiv(num_tokens, num_seqs))
         block_q = max(min(tokens_per_seq, most_rows // block_h), triton.cdiv(16, block_h))
@@ -71,7 +70,7 @@ class Tiles:
             block_q=block_q,
             block_h=block_h,
             block_kv=block_kv,
-            block_rank=max(16, triton.next_power_of_2(rank)),
+            block_rank=max(32, triton.next_power_of_2(rank)),
             block_rope=max(16, triton.next_power_of_2(rope_dim)),
             num_splits=1 << (num_splits.bit_length() - 1),
             num_warps=8 if block_q * block_h > 16 or not tensor_cores else 4,
@@ -120,14 +119,14 @@ def latent_attention_with_lse(
     lse = q_latent.new_empty(num_tokens, num_heads, dtype=torch.float32)
     if num_seqs == 0:
         return out.zero_(), lse.fill_(-math.inf)
-    store_latents(latent, k_rope, pool, slot_mapping, cu_seqlens)
+    _store(latent, k_rope, pool, slot_mapping, cu_seqlens)
     tiles = Tiles.of(
         num_tokens=num_tokens,
         num_seqs=num_seqs,
         num_heads=num_heads,
         rank=rank,
         rope_dim=q_rope.shape[2],
-        itemsize=pool.itemsize,
+        like=pool,
         max_keys=max_pages * page_size,
     )
     index = (cu_seqlens, seq_lens, page_table)
@@ -139,6 +138,32 @@ def latent_attention_with_lse(
     _attend(q_latent, q_rope, pool, *index, partial_out, partial_lse, scale, tiles)
     merge_splits(partial_out, partial_lse, cu_seqlens, out, lse)
     return out, lse
+
+
+def _store(
+    latent: Tensor, k_rope: Tensor, pool: Tensor, slot_mapping: Tensor, cu_seqlens: Tensor
+) -> None:
+    """Put the new rows into their pages.
+
+    A launch of its own: the kernel that attends reads rows which other programs write here.
+    """
+    num_tokens, rank = latent.shape
+    rope_dim = k_rope.shape[1]
+    _store_kernel[(num_tokens,)](
+        latent,
+        k_rope,
+        pool,
+        slot_mapping,
+        cu_seqlens,
+        cu_seqlens.shape[0] - 1,
+        latent.stride(0),
+        k_rope.stride(0),
+        RANK=rank,
+        ROPE=rope_dim,
+        BLOCK_RANK=triton.next_power_of_2(rank),
+        BLOCK_ROPE=triton.next_power_of_2(rope_dim),
+        num_warps=1,
+    )
 
 
 def _attend(
@@ -197,6 +222,33 @@ def _attend(
     )
 
 
+@triton.jit(do_not_specialize=["num_seqs"])
+def _store_kernel(
+    latent: tl.tensor,
+    k_rope: tl.tensor,
+    pool: tl.tensor,
+    slot_mapping: tl.tensor,
+    cu_seqlens: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_latent: tl.tensor,
+    stride_rope: tl.tensor,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+) -> None:
+    """One program: one token."""
+    token = tl.program_id(0).to(tl.int64)
+    if token < tl.load(cu_seqlens + num_seqs):
+        p_row = pool + tl.load(slot_mapping + token).to(tl.int64) * (RANK + ROPE)
+        index = tl.arange(0, BLOCK_RANK)
+        b_c = tl.load(latent + token * stride_latent + index, mask=index < RANK)
+        tl.store(p_row + index, b_c, mask=index < RANK)
+        place = tl.arange(0, BLOCK_ROPE)
+        b_k = tl.load(k_rope + token * stride_rope + place, mask=place < ROPE)
+        tl.store(p_row + RANK + place, b_k, mask=place < ROPE)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
 def _attend_kernel(
     q_latent: tl.tensor,
@@ -233,9 +285,11 @@ def _attend_kernel(
     split = tl.program_id(2)
     row = tl.arange(0, BLOCK_M)
     head = tl.program_id(1) * BLOCK_H + row % BLOCK_H
-    index_rank = tl.arange(0, BLOCK_RANK)
+    index_low = tl.arange(0, BLOCK_RANK // 2)  # of a latent, and of its other half
+    index_high = BLOCK_RANK // 2 + index_low
     index_rope = tl.arange(0, BLOCK_ROPE)
-    mask_rank = (index_rank < RANK)[None, :]
+    mask_low = (index_low < RANK)[None, :]
+    mask_high = (index_high < RANK)[None, :]
     mask_rope = (index_rope < ROPE)[None, :]
     nothing = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
 
@@ -245,9 +299,10 @@ def _attend_kernel(
         place = tl.program_id(0) * BLOCK_Q + row // BLOCK_H
         is_padding = (head < H) & (place >= tl.load(cu_seqlens + num_seqs)) & (place < num_tokens)
         row_padding = place.to(tl.int64) * H + head
-        zeros = tl.zeros([BLOCK_M, BLOCK_RANK], dtype=out.dtype.element_ty)
-        p_padding = out + row_padding[:, None] * RANK + index_rank[None, :]
-        tl.store(p_padding, zeros, mask=is_padding[:, None] & mask_rank)
+        zeros = tl.zeros([BLOCK_M, BLOCK_RANK // 2], dtype=out.dtype.element_ty)
+        p_padding = out + row_padding[:, None] * RANK
+        tl.store(p_padding + index_low[None, :], zeros, mask=is_padding[:, None] & mask_low)
+        tl.store(p_padding + index_high[None, :], zeros, mask=is_padding[:, None] & mask_high)
         tl.store(lse + row_padding, nothing, mask=is_padding)
 
     seq = sequence_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_Q)
@@ -262,10 +317,13 @@ def _attend_kernel(
         q_latent + (token.to(tl.int64) * stride_latent_token + head * stride_latent_head)[:, None]
     )
     p_rope = q_rope + (token.to(tl.int64) * stride_rope_token + head * stride_rope_head)[:, None]
-    b_q = tl.load(p_latent + index_rank[None, :], mask=mask_m[:, None] & mask_rank, other=0.0)
-    b_q_rope = tl.load(p_rope + index_rope[None, :], mask=mask_m[:, None] & mask_rope, other=0.0)
+    is_query = mask_m[:, None]
+    b_q_low = tl.load(p_latent + index_low[None, :], mask=is_query & mask_low, other=0.0)
+    b_q_high = tl.load(p_latent + index_high[None, :], mask=is_query & mask_high, other=0.0)
+    b_q_rope = tl.load(p_rope + index_rope[None, :], mask=is_query & mask_rope, other=0.0)
     if FLOAT32_PRODUCTS:
-        b_q, b_q_rope = b_q.to(tl.float32), b_q_rope.to(tl.float32)
+        b_q_low, b_q_high = b_q_low.to(tl.float32), b_q_high.to(tl.float32)
+        b_q_rope = b_q_rope.to(tl.float32)
 
     ahead = tl.load(seq_lens + seq) - end  # of a token's number, to its position in the sequence
     keys_end = ahead + tl.minimum(first_token + BLOCK_Q, end)
@@ -274,7 +332,8 @@ def _attend_kernel(
     split_end = tl.minimum(keys_end, split_begin + tiles_per_split * BLOCK_KV)
     peak = nothing
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    b_o = tl.zeros([BLOCK_M, BLOCK_RANK], dtype=tl.float32)
+    b_o_low = tl.zeros([BLOCK_M, BLOCK_RANK // 2], dtype=tl.float32)
+    b_o_high = tl.zeros([BLOCK_M, BLOCK_RANK // 2], dtype=tl.float32)
     table = page_table + seq.to(tl.int64) * stride_table_seq
     for tile in range(tl.cdiv(split_end - split_begin, BLOCK_KV)):
         key = split_begin + tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
@@ -282,23 +341,32 @@ def _attend_kernel(
         page = tl.load(table + key // PAGE_SIZE * stride_table_page, mask=mask_key, other=0)
         slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
         p_row = pool + slot[:, None] * (RANK + ROPE)
-        mask_c = mask_key[:, None] & mask_rank
-        b_c = tl.load(p_row + index_rank[None, :], mask=mask_c, other=0.0)
-        p_key = p_row + RANK + index_rope[None, :]
-        b_k_rope = tl.load(p_key, mask=mask_key[:, None] & mask_rope, other=0.0)
+        is_key = mask_key[:, None]
+        b_c_low = tl.load(p_row + index_low[None, :], mask=is_key & mask_low, other=0.0)
+        b_c_high = tl.load(p_row + index_high[None, :], mask=is_key & mask_high, other=0.0)
+        b_k_rope = tl.load(p_row + RANK + index_rope[None, :], mask=is_key & mask_rope, other=0.0)
         if FLOAT32_PRODUCTS:
-            b_c, b_k_rope = b_c.to(tl.float32), b_k_rope.to(tl.float32)
-        logits = tl.dot(b_q, tl.trans(b_c), out_dtype=tl.float32, input_precision="ieee")
-        logits = tl.dot(b_q_rope, tl.trans(b_k_rope), logits, input_precision="ieee")
+            b_c_low, b_c_high = b_c_low.to(tl.float32), b_c_high.to(tl.float32)
+            b_k_rope = b_k_rope.to(tl.float32)
+        # Sums of tensor cores are cut off as they grow: shorter ones are added up here.
+        logits = tl.dot(b_q_rope, tl.trans(b_k_rope), input_precision="ieee")
+        logits += tl.dot(b_q_low, tl.trans(b_c_low), input_precision="ieee")
+        logits += tl.dot(b_q_high, tl.trans(b_c_high), input_precision="ieee")
         visible = (key[None, :] <= (ahead + token)[:, None]) & mask_key[None, :]
         logits = tl.where(visible, logits * logit_scale, -float("inf"))
         weights, rescale, peak, total = advance(logits, peak, total)
-        b_o *= rescale[:, None]
-        b_o = tl.dot(weights.to(b_c.dtype), b_c, b_o, input_precision="ieee")
+        weights = weights.to(b_c_low.dtype)
+        b_o_low *= rescale[:, None]
+        b_o_high *= rescale[:, None]
+        b_o_low = tl.dot(weights, b_c_low, b_o_low, input_precision="ieee")
+        b_o_high = tl.dot(weights, b_c_high, b_o_high, input_precision="ieee")
 
     total, b_lse = finish(peak, total)
     row_out = (split.to(tl.int64) * num_tokens + token) * H + head
     tl.store(lse + row_out, b_lse, mask=mask_m)
-    p_out = out + row_out[:, None] * RANK + index_rank[None, :]
-    b_o = (b_o / total[:, None]).to(out.dtype.element_ty)
-    tl.store(p_out, b_o, mask=mask_m[:, None] & mask_rank & (split_begin < split_end))
+    p_out = out + row_out[:, None] * RANK
+    has_keys = is_query & (split_begin < split_end)
+    b_o_low = (b_o_low / total[:, None]).to(out.dtype.element_ty)
+    b_o_high = (b_o_high / total[:, None]).to(out.dtype.element_ty)
+    tl.store(p_out + index_low[None, :], b_o_low, mask=has_keys & mask_low)
+    tl.store(p_out + index_high[None, :], b_o_high, mask=has_keys & mask_high)

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.ragged_attention.bounds import check_offsets
-from torch_hybrid.ops.triton_devices import interpreted
+from torch_hybrid.ops.triton_devices import interpreted, is_hopper
 from torch_hybrid.ops.triton_ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton_softmax import advance, finish
 
@@ -44,12 +44,16 @@ class Tiles:
         group: int,
         head_dim: int,
         v_head_dim: int,
-        itemsize: int,
+        like: Tensor,
     ) -> Tiles:
-        """float32 products run outside the tensor cores, on operands held in registers."""
-        tensor_cores = itemsize == 2
+        """Tiles for inputs of the dtype and device of ``like``.
+
+        float32 products run outside the tensor cores, on operands held in registers.
+        """
+        tensor_cores = like.itemsize == 2
         wanted_rows = triton.next_power_of_2(triton.cdiv(num_tokens, num_seqs) * group)
-        most_rows = 128 if tensor_cores else 16
+        large = head_dim + v_head_dim > 320 and not is_hopper(like.device)
+        most_rows = 16 if not tensor_cores else 64 if large else 128
         block_m = max(16, min(wanted_rows, most_rows), triton.next_power_of_2(group))
         whole = triton.next_power_of_2(head_dim)
         block_d = max(16, whole if whole == head_dim else whole // 2)
@@ -91,7 +95,7 @@ def ragged_attention_with_lse(
         group=num_heads // num_k_heads,
         head_dim=head_dim,
         v_head_dim=v_head_dim,
-        itemsize=q.itemsize,
+        like=q,
     )
     _attend_kernel[(num_blocks(num_tokens, num_seqs, tiles.block_q), num_k_heads)](
         q,

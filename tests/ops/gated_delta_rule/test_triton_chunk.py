@@ -21,7 +21,7 @@ from tests.ops.triton_compile import (
     pretend,
 )
 from tests.ops.triton_interpreter import needs_triton, run_interpreted
-from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule
+from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_reference
 
 # What of the contract the interpreter can do in seconds.
@@ -87,6 +87,20 @@ def test_a_captured_graph_serves_other_lengths():
             getattr(captured, field).copy_(getattr(other, field))
         graph.replay()
         assert_as_exact(gated_delta_rule_reference, other, out.cpu(), captured.state.cpu())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("chunk_size", [32, 64])
+def test_many_chunks_on_a_gpu(chunk_size: int):
+    """As the recurrent kernel, on enough programs for a race between threads to show."""
+    shape = {"num_k_heads": 16, "num_v_heads": 32, "k_dim": 128, "v_dim": 128}
+    inputs = on_device(make_inputs(Case(lengths=(4000, 4096), **shape), torch.bfloat16), "cuda")
+    stepped = inputs.copy()
+    expected = recurrent_gated_delta_rule(*stepped.args(), **stepped.options(), impl="triton")
+    out = call(inputs, chunk_size)
+    error, scale = (out - expected).abs().max(), expected.abs().max()
+    assert error <= 2**-6 * scale, f"error {error:.1e}, outputs up to {scale:.1e}"
 
 
 def call(inputs: Inputs, chunk_size: int) -> Tensor:

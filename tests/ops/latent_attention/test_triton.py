@@ -18,6 +18,7 @@ from tests.ops.triton_compile import (
     assert_fits,
     compile_launch,
     cross_compiler_missing,
+    pretend,
 )
 from tests.ops.triton_interpreter import needs_triton, run_interpreted
 from torch_hybrid.ops.latent_attention import latent_attention_with_lse, reference
@@ -108,8 +109,9 @@ SHAPES = {
 def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = []
     for label, shape in SHAPES.items():
-        launch = record_launch(monkeypatch, *shape)
-        rows += [compile_launch(launch, target, label) for target in SHARED_LIMITS]
+        for target in SHARED_LIMITS:
+            launch = record_launch(monkeypatch, target, *shape)
+            rows.append(compile_launch(launch, target, label))
     print("", TABLE_HEADER, *rows, sep="\n")
     for row in rows:
         assert_fits(row)
@@ -119,6 +121,7 @@ def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def record_launch(
     monkeypatch: pytest.MonkeyPatch,
+    target: str,
     num_seqs: int,
     num_tokens: int,
     num_heads: int,
@@ -134,9 +137,11 @@ def record_launch(
         return torch.empty(*shape, dtype=torch.int32, device="meta")
 
     with monkeypatch.context() as patch:
+        pretend(patch, target, _triton)
         recorder = LaunchRecorder(_triton._attend_kernel)
         patch.setattr(_triton, "_attend_kernel", recorder)
-        patch.setattr(_triton, "merge_splits", lambda *_: None)
+        for other in ("_store", "merge_splits"):
+            patch.setattr(_triton, other, lambda *_: None)
         _triton.latent_attention_with_lse(
             rows(num_tokens, num_heads, 512),
             rows(num_tokens, num_heads, 64),
