@@ -93,8 +93,8 @@ def scan(
     num_tokens, num_v_heads, head_dim_v = v.shape
     num_seqs = state_indices.shape[0]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    small = v.dtype != torch.float32
-    block_v = max(16, min(32 if small else 16, triton.next_power_of_2(head_dim_v)))
+    wide = is_hopper(v.device) and v.dtype != torch.float32
+    block_v = max(16, min(32 if wide else 16, triton.next_power_of_2(head_dim_v)))
     _scan_kernel[(triton.cdiv(head_dim_v, block_v) * num_v_heads * num_seqs,)](
         rows.queries,
         rows.reads,
@@ -127,7 +127,7 @@ def scan(
         CHANNELS=prepared.factors.ndim == 3,
         BLOCK_K=max(16, triton.next_power_of_2(head_dim_k)),
         BLOCK_V=block_v,
-        num_warps=4 if small and is_hopper(v.device) else 8,
+        num_warps=8 if v.dtype == torch.float32 else 4,
         num_stages=2,
         enable_fp_fusion=True,
     )
@@ -281,13 +281,15 @@ def _scan_kernel(
                 b_o = piece_dot(b_attend, b_u, b_o, PQ - piece)
             if not CHANNELS:
                 b_u *= tl.load(p_f + 2 * C + row)[:, None]
-            update = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
-            for piece in tl.static_range(PK - 1, -1, -1):
-                if CHANNELS or PK > 1:
+            if PK == 1 and not CHANNELS:
+                b_s = piece_dot(tl.trans(b_k), b_u, b_s, PS)
+            else:
+                update = tl.zeros([BLOCK_K, BLOCK_V], dtype=tl.float32)
+                for piece in tl.static_range(PK - 1, -1, -1):
                     p_k = writes + (base_k + piece * stride_k_piece) + tile_k
                     b_k = tl.load(p_k, mask=mask_tk, other=0.0)
-                update = piece_dot(tl.trans(b_k), b_u, update, PS - piece)
-            b_s += update
+                    update = piece_dot(tl.trans(b_k), b_u, update, PS - piece)
+                b_s += update
             p_o = p_out[None, :] + row[:, None] * (HV * V)
             tl.store(p_o, b_o.to(out.dtype.element_ty), mask=mask_tv)
 

@@ -1,11 +1,16 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Softmax over keys that arrive in tiles, and over splits of the keys. Logits are in log2 units."""
+"""Softmax over keys that arrive in tiles, and over splits of the keys."""
 
 from __future__ import annotations
+
+import math
 
 import triton
 import triton.language as tl
 from torch import Tensor
+
+_LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
+_LN_2: tl.constexpr = tl.constexpr(math.log(2))
 
 
 @triton.jit
@@ -19,8 +24,8 @@ def advance(
     """
     new_peak = tl.maximum(peak, tl.max(logits, 1))
     shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # no key was visible so far
-    weights = tl.exp2(logits - shift[:, None])
-    rescale = tl.exp2(peak - shift)
+    weights = tl.exp2((logits - shift[:, None]) * _LOG2_E)
+    rescale = tl.exp2((peak - shift) * _LOG2_E)
     return weights, rescale, new_peak, total * rescale + tl.sum(weights, 1)
 
 
@@ -29,7 +34,7 @@ def finish(peak: tl.tensor, total: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """What results of each row are to be divided by, and the natural LSE, -inf without keys."""
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    lse = tl.where(empty, -float("inf"), (peak + tl.log2(total)) * 0.6931471805599453)
+    lse = tl.where(empty, -float("inf"), peak + tl.log2(total) * _LN_2)
     return total, lse
 
 

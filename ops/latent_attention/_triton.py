@@ -21,8 +21,6 @@ from torch_hybrid.ops.triton_softmax import advance, finish, merge_splits
 _TARGET_PROGRAMS = 128
 _MAX_SPLITS = 64
 
-_LOG2_E = math.log2(math.e)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
@@ -195,7 +193,7 @@ def _attend(
         page_table,
         out,
         lse,
-        scale * _LOG2_E,
+        scale,
         num_tokens,
         num_seqs,
         q_latent.stride(0),
@@ -259,7 +257,7 @@ def _attend_kernel(
     page_table: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
-    logit_scale: tl.tensor,
+    scale: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
     stride_latent_token: tl.tensor,
@@ -353,7 +351,7 @@ def _attend_kernel(
         logits += tl.dot(b_q_low, tl.trans(b_c_low), input_precision="ieee")
         logits += tl.dot(b_q_high, tl.trans(b_c_high), input_precision="ieee")
         visible = (key[None, :] <= (ahead + token)[:, None]) & mask_key[None, :]
-        logits = tl.where(visible, logits * logit_scale, -float("inf"))
+        logits = tl.where(visible, logits * scale, -float("inf"))
         weights, rescale, peak, total = advance(logits, peak, total)
         weights = weights.to(b_c_low.dtype)
         b_o_low *= rescale[:, None]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.page_bounds import check_page_indices
 from torch_hybrid.ops.triton_devices import interpreted
+from torch_hybrid.ops.triton_ragged import first_token_of_block, num_blocks, sequence_of_block
 
 # Two programs for each processor of the GPUs this is meant for (108 to 148 processors).
 _TARGET_PROGRAMS = 256
@@ -69,7 +70,7 @@ class Tiles:
             block_m=block_m,
             block_d=block_d,
             block_kv=block_kv,
-            num_blocks=num_tokens // block_q + num_seqs if num_seqs else 0,
+            num_blocks=num_blocks(num_tokens, num_seqs, block_q),
             num_splits=1 << (num_splits.bit_length() - 1),
             num_warps=4 if block_m <= most_rows else 8,
         )
@@ -370,10 +371,10 @@ def _attend_kernel(
     GROUP: tl.constexpr = HQ // HKV
     head_kv = tl.program_id(1)
     split = tl.program_id(2)
-    seq = _sequence_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_Q)
+    seq = sequence_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_Q)
     begin = tl.load(cu_seqlens + seq)
     end = tl.load(cu_seqlens + seq + 1)
-    first_token = begin + (tl.program_id(0) - begin // BLOCK_Q - seq) * BLOCK_Q
+    first_token = first_token_of_block(begin, seq, tl.program_id(0), BLOCK_Q)
     if first_token >= end:
         return
 
@@ -490,23 +491,6 @@ def _merge_kernel(
     tl.store(out + row * D + index_d, (b_o / total).to(out.dtype.element_ty), mask=mask_d)
     if tl.program_id(2) == 0:
         tl.store(lse + row, peak + tl.log(total))
-
-
-@triton.jit
-def _sequence_of_block(
-    cu_seqlens: tl.tensor, num_seqs: tl.tensor, block: tl.tensor, BLOCK_Q: tl.constexpr
-) -> tl.tensor:
-    """The sequence whose tokens the block holds.
-
-    Sequence n takes the blocks from ``cu_seqlens[n] // BLOCK_Q + n`` on: at least as many as its
-    tokens need, for any lengths, so that the grid follows from the number of tokens alone.
-    """
-    before = tl.zeros([256], dtype=tl.int32)
-    for base in range(0, num_seqs, 256):
-        seq = base + tl.arange(0, 256)
-        begin = tl.load(cu_seqlens + seq, mask=seq < num_seqs, other=0)
-        before += ((seq < num_seqs) & (begin // BLOCK_Q + seq <= block)).to(tl.int32)
-    return tl.sum(before, 0) - 1
 
 
 @triton.jit

@@ -16,8 +16,6 @@ from torch_hybrid.ops.triton_devices import interpreted, is_hopper
 from torch_hybrid.ops.triton_ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton_softmax import advance, finish
 
-_LOG2_E = math.log2(math.e)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiles:
@@ -65,7 +63,7 @@ class Tiles:
             block_d_rest=max(16, triton.next_power_of_2(rest)) if rest > 0 else 0,
             block_v=max(16, triton.next_power_of_2(v_head_dim)),
             block_kv=64 if tensor_cores else 16,
-            num_warps=8 if block_m > 64 else 4,
+            num_warps=8 if block_m > 64 or large else 4,
         )
 
 
@@ -105,7 +103,7 @@ def ragged_attention_with_lse(
         cu_seqlens_k,
         out,
         lse,
-        scale * _LOG2_E,
+        scale,
         num_tokens,
         num_seqs,
         q.stride(0),
@@ -143,7 +141,7 @@ def _attend_kernel(
     cu_seqlens_k: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
-    logit_scale: tl.tensor,
+    scale: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
     stride_q_token: tl.tensor,
@@ -237,7 +235,7 @@ def _attend_kernel(
                 b_k_rest = b_k_rest.to(tl.float32)
             logits = tl.dot(b_q_rest, tl.trans(b_k_rest), logits, input_precision="ieee")
         visible = (key[None, :] < num_seen[:, None]) & (key < keys_end)[None, :]
-        logits = tl.where(visible, logits * logit_scale, -float("inf"))
+        logits = tl.where(visible, logits * scale, -float("inf"))
         weights, rescale, peak, total = advance(logits, peak, total)
         b_o *= rescale[:, None]
         b_o = tl.dot(weights.to(b_v.dtype), b_v, b_o, input_precision="ieee")

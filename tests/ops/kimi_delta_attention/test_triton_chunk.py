@@ -98,7 +98,6 @@ def call(inputs: Inputs, chunk_size: int) -> Tensor:
 SHAPES = {
     "Kimi-Linear": (32, 128, 128, torch.bfloat16),
     "Kimi-Linear float32": (32, 128, 128, torch.float32),
-    "K 80 V 72": (4, 80, 72, torch.bfloat16),
 }
 KERNELS = ("_prepare_kernel", "_scan_kernel")
 

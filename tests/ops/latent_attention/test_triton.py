@@ -80,10 +80,23 @@ def assert_as_exact(inputs: Inputs, scale: float, out: Tensor, lse: Tensor, pool
     rounded = reference.latent_attention_with_lse(*args, scale=scale)
     num_tokens = int(inputs.cu_seqlens[-1])
     assert_within_budget(out, exact[0], rounded[0])
-    assert_within_budget(lse[:num_tokens], exact[1][:num_tokens], rounded[1][:num_tokens])
+    check_lse(inputs, lse[:num_tokens], exact[1][:num_tokens], rounded[1][:num_tokens])
     assert not out[num_tokens:].any()
     assert (lse[num_tokens:] == -torch.inf).all()
     assert torch.equal(pool.view(torch.uint8), args[4].view(torch.uint8))
+
+
+def check_lse(inputs: Inputs, lse: Tensor, exact: Tensor, rounded: Tensor) -> None:
+    """Within budget in float32; else what tensor cores leave of logits, of 576 products in turn.
+
+    They cut sums off where float32 arithmetic rounds them: up to one unit for each 16 products.
+    """
+    if inputs.pool.dtype == torch.float32:
+        return assert_within_budget(lse, exact, rounded)
+    units = inputs.pool.shape[2] / 16
+    error, scale = (lse - exact).abs().max(), exact.abs().max()
+    assert error <= units * torch.finfo(torch.float32).eps / 2 * scale
+    return None
 
 
 def on_device(inputs: Inputs) -> Inputs:
