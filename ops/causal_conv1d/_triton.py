@@ -35,7 +35,8 @@ def causal_conv1d(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     tokens_per_seq = triton.cdiv(num_tokens, num_seqs)
     block_t = min(32, max(_MIN_TOKENS, triton.next_power_of_2(tokens_per_seq)))
-    block_c = min(_TILE // block_t, triton.next_power_of_2(num_channels))
+    rows = 1 if tokens_per_seq == 1 else block_t
+    block_c = min(_TILE // rows, 512, triton.next_power_of_2(num_channels))
     grid = (num_blocks(num_tokens, num_seqs, block_t), triton.cdiv(num_channels, block_c))
     _conv_kernel[grid](
         x,
@@ -52,6 +53,7 @@ def causal_conv1d(
         C=num_channels,
         W=width,
         BLOCK_T=block_t,
+        ROWS=rows,
         BLOCK_C=block_c,
         BLOCK_PAST=triton.next_power_of_2(width - 1),
         SILU=activation == "silu",
@@ -77,21 +79,24 @@ def _conv_kernel(
     C: tl.constexpr,
     W: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_PAST: tl.constexpr,
     SILU: tl.constexpr,
 ) -> None:
-    """One program: a block of tokens of one sequence, a block of channels."""
+    """One program: a block of tokens of one sequence, ROWS at a time, and a block of channels."""
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channel < C
-    row = tl.arange(0, BLOCK_T)
+    row = tl.arange(0, ROWS)
+    zeros = tl.zeros([ROWS, BLOCK_C], dtype=out.dtype.element_ty)
 
     # The grid has a block for any BLOCK_T tokens in a row: their padding is zeroed here.
-    token = tl.program_id(0) * BLOCK_T + row
-    is_padding = (token >= tl.load(cu_seqlens + num_seqs)) & (token < num_tokens)
-    p_out = out + token.to(tl.int64)[:, None] * C + channel[None, :]
-    zeros = tl.zeros([BLOCK_T, BLOCK_C], dtype=out.dtype.element_ty)
-    tl.store(p_out, zeros, mask=is_padding[:, None] & mask_c[None, :])
+    first_padding = tl.maximum(tl.load(cu_seqlens + num_seqs), tl.program_id(0) * BLOCK_T)
+    last_padding = tl.minimum(num_tokens, (tl.program_id(0) + 1) * BLOCK_T)
+    for start in range(first_padding, last_padding, ROWS):
+        place = start + row
+        p_zero = out + place.to(tl.int64)[:, None] * C + channel[None, :]
+        tl.store(p_zero, zeros, mask=(place < last_padding)[:, None] & mask_c[None, :])
 
     seq = sequence_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_T)
     begin = tl.load(cu_seqlens + seq)
@@ -100,46 +105,45 @@ def _conv_kernel(
     if first_token >= end:
         return
     slot = tl.load(state_indices + seq).to(tl.int64)
-    token = first_token + row
-    mask_out = (token < end)[:, None] & mask_c[None, :]
-    p_out = out + token.to(tl.int64)[:, None] * C + channel[None, :]
-    if slot == 0:
-        tl.store(p_out, zeros, mask=mask_out)
-        return
-
+    last = tl.minimum(first_token + BLOCK_T, end)
     known = tl.load(has_initial_state + seq) != 0
     state = conv_state + slot * (W - 1) * C + channel
-    b_o = tl.zeros([BLOCK_T, BLOCK_C], dtype=tl.float32)
-    if bias is not None:
-        b_o += tl.load(bias + channel, mask=mask_c, other=0.0).to(tl.float32)[None, :]
-    for tap in tl.static_range(W):
-        source = token + (tap - W + 1)
-        mask_x = (source >= begin) & (source < end)
-        p_x = x + source.to(tl.int64)[:, None] * stride_x + channel[None, :]
-        b_x = tl.load(p_x, mask=mask_x[:, None] & mask_c[None, :], other=0.0).to(tl.float32)
-        if tap < W - 1:
-            past = source - begin + (W - 1)
-            mask_past = (source < begin) & known
-            p_past = state[None, :] + past[:, None] * C
-            b_past = tl.load(p_past, mask=mask_past[:, None] & mask_c[None, :], other=0.0)
-            b_x += b_past.to(tl.float32)
-        b_w = tl.load(weight + channel * W + tap, mask=mask_c, other=0.0).to(tl.float32)
-        b_o += b_x * b_w[None, :]
-    if SILU:
-        b_o = b_o / (1.0 + tl.exp(-b_o))
-    tl.store(p_out, b_o.to(out.dtype.element_ty), mask=mask_out)
+    for start in range(first_token, last, ROWS):
+        token = start + row
+        mask_out = (token < last)[:, None] & mask_c[None, :]
+        b_o = tl.zeros([ROWS, BLOCK_C], dtype=tl.float32)
+        if bias is not None:
+            b_o += tl.load(bias + channel, mask=mask_c, other=0.0).to(tl.float32)[None, :]
+        for tap in tl.static_range(W):
+            source = token + (tap - W + 1)
+            mask_x = (source >= begin) & (source < end)
+            p_x = x + source.to(tl.int64)[:, None] * stride_x + channel[None, :]
+            b_x = tl.load(p_x, mask=mask_x[:, None] & mask_c[None, :], other=0.0).to(tl.float32)
+            if tap < W - 1:
+                past = source - begin + (W - 1)
+                mask_past = (source < begin) & known
+                p_past = state[None, :] + past[:, None] * C
+                b_past = tl.load(p_past, mask=mask_past[:, None] & mask_c[None, :], other=0.0)
+                b_x += b_past.to(tl.float32)
+            b_w = tl.load(weight + channel * W + tap, mask=mask_c, other=0.0).to(tl.float32)
+            b_o += b_x * b_w[None, :]
+        if SILU:
+            b_o = b_o / (1.0 + tl.exp(-b_o))
+        b_o = tl.where(slot == 0, 0.0, b_o)  # a sequence of padding
+        p_out = out + token.to(tl.int64)[:, None] * C + channel[None, :]
+        tl.store(p_out, b_o.to(out.dtype.element_ty), mask=mask_out)
 
-    if first_token == begin:
+    if (first_token == begin) & (slot != 0):
         # The inputs at the last W - 1 places; those before the first token are in the old state.
-        place = tl.arange(0, BLOCK_PAST)
-        newest = end - (W - 1) + place
-        mask_new = (place < W - 1)[:, None] & mask_c[None, :]
+        index = tl.arange(0, BLOCK_PAST)
+        newest = end - (W - 1) + index
+        mask_new = (index < W - 1)[:, None] & mask_c[None, :]
         mask_input = mask_new & (newest >= begin)[:, None]
         p_new = x + newest.to(tl.int64)[:, None] * stride_x + channel[None, :]
         b_input = tl.load(p_new, mask=mask_input, other=0.0)
         mask_older = mask_new & ((newest < begin) & known)[:, None]
-        p_older = state[None, :] + (place + end - begin)[:, None] * C
+        p_older = state[None, :] + (index + end - begin)[:, None] * C
         b_older = tl.load(p_older, mask=mask_older, other=0.0)
         tl.debug_barrier()  # all of the old state has been read, by whichever thread
         b_new = tl.where(mask_input, b_input, b_older)
-        tl.store(state[None, :] + place[:, None] * C, b_new, mask=mask_new)
+        tl.store(state[None, :] + index[:, None] * C, b_new, mask=mask_new)
