@@ -122,7 +122,7 @@ def main() -> None:
     oracle = Oracle(hf_model)
     max_len = 512 + options.rounds + 16
     contestants = _contestants(options, hf_model, model, max_len)
-    has_targets = options.dtype == "float32" and "moe" not in options.model
+    has_targets = options.dtype == "float32" and not options.model.endswith("_moe")
     results = Results(
         title=title(options, "Decode"),
         columns=["batch", "", "min ms", "median ms", "over floor", "tokens/s"],
