@@ -127,13 +127,13 @@ def latent_attention_with_lse(
         like=pool,
         max_keys=max_pages * page_size,
     )
-    index = (cu_seqlens, seq_lens, page_table)
+    queries_and_keys = (q_latent, q_rope, pool, cu_seqlens, seq_lens, page_table)
     if tiles.num_splits == 1:
-        _attend(q_latent, q_rope, pool, *index, out, lse, scale, tiles)
+        _attend(*queries_and_keys, out, lse, scale, tiles)
         return out, lse
     partial_out = out.new_empty(tiles.num_splits, *out.shape, dtype=torch.float32)
     partial_lse = lse.new_empty(tiles.num_splits, *lse.shape)
-    _attend(q_latent, q_rope, pool, *index, partial_out, partial_lse, scale, tiles)
+    _attend(*queries_and_keys, partial_out, partial_lse, scale, tiles)
     merge_splits(partial_out, partial_lse, cu_seqlens, out, lse)
     return out, lse
 
