@@ -110,7 +110,8 @@ def recurrent_gated_delta_rule(
 
     From "Gated Delta Networks" (arXiv 2412.06464), as used by Qwen3-Next.
     """
-    check_impl(impl, RECURRENT_IMPLEMENTATIONS, q.device, dtype=q.dtype)
+    sizes = {"head_k_dim": q.shape[-1]}
+    check_impl(impl, RECURRENT_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
     check_inputs(q, k, v, g, beta, state, cu_seqlens, state_indices, has_initial_state)
     out: Tensor = _RECURRENT(
         q,
@@ -155,7 +156,8 @@ def chunk_gated_delta_rule(
         chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only.
         impl: a name in CHUNK_IMPLEMENTATIONS.
     """
-    check_impl(impl, CHUNK_IMPLEMENTATIONS, q.device, dtype=q.dtype)
+    sizes = {"head_k_dim": q.shape[-1]}
+    check_impl(impl, CHUNK_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
     check_chunk_size(chunk_size)
     check_inputs(q, k, v, g, beta, state, cu_seqlens, state_indices, has_initial_state)
     out: Tensor = _CHUNK(

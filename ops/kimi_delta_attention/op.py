@@ -112,7 +112,8 @@ def recurrent_kimi_delta_attention(
 
     From "Kimi Linear" (arXiv 2510.26692); also the linear layers of Ling-3.
     """
-    check_impl(impl, RECURRENT_IMPLEMENTATIONS, q.device, dtype=q.dtype)
+    sizes = {"head_k_dim": q.shape[-1]}
+    check_impl(impl, RECURRENT_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
     _check_inputs(q, k, v, g, beta, state, cu_seqlens, state_indices, has_initial_state)
     out: Tensor = _RECURRENT(
         q,
@@ -157,7 +158,8 @@ def chunk_kimi_delta_attention(
         chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only.
         impl: a name in CHUNK_IMPLEMENTATIONS.
     """
-    check_impl(impl, CHUNK_IMPLEMENTATIONS, q.device, dtype=q.dtype)
+    sizes = {"head_k_dim": q.shape[-1]}
+    check_impl(impl, CHUNK_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
     check_chunk_size(chunk_size)
     _check_inputs(q, k, v, g, beta, state, cu_seqlens, state_indices, has_initial_state)
     out: Tensor = _CHUNK(

@@ -156,7 +156,8 @@ def chunk_ssd(
         chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only.
         impl: a name in CHUNK_IMPLEMENTATIONS.
     """
-    check_impl(impl, CHUNK_IMPLEMENTATIONS, q.device, dtype=q.dtype)
+    sizes = {"head_k_dim": q.shape[-1]}
+    check_impl(impl, CHUNK_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
     check_chunk_size(chunk_size)
     _check_inputs(q, k, v, g, dt, D, state, cu_seqlens, state_indices, has_initial_state)
     out: Tensor = _CHUNK(
