@@ -74,8 +74,10 @@ CASES = {
     "only lightning attention": ("minimax", layers(LINEAR, LINEAR)),
     "one expert": ("minimax", {"num_local_experts": 1, "num_experts_per_tok": 1}),
 }
-# Weights without a near tie of routers.
+# Weights without a near tie of routers, and without a token whose logits magnify rounding so that
+# transformers' own float32 error is near half of what is allowed.
 SEEDS = {
+    "as many kv heads as query heads": 0,
     "short convolution of Kimi delta attention": 0,
     "lightning attention of six heads": 0,
     "lightning attention in blocks of 32": 0,

@@ -85,8 +85,6 @@ def from_pretrained(
     """
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype must be a torch.dtype or one of {sorted(DTYPES)}, got {dtype!r}")
-    if str(path_or_id).startswith(("/", ".")) and not Path(path_or_id).is_dir():
-        raise ValueError(f"there is no folder {path_or_id}")
     config = _read_config(path_or_id)
     if is_ring_2_5(config):
         return _load_ring_2_5(path_or_id, config, dtype, device)
@@ -96,6 +94,8 @@ def from_pretrained(
 def _read_config(path_or_id: str | Path) -> dict[str, Any]:
     from transformers import PreTrainedConfig
 
+    if str(path_or_id).startswith(("/", ".")) and not Path(path_or_id).is_dir():
+        raise ValueError(f"there is no folder {path_or_id}")
     try:
         config, _ = PreTrainedConfig.get_config_dict(path_or_id)
     except (OSError, ValueError) as error:
