@@ -118,9 +118,13 @@ class LatentAttentionBackend:
         absorbed = choose(_ABSORBED_OPS)
         expanded = () if self._policy.absorbed == "always" else choose(_EXPANDED_OPS)
         self.choices = {Mode.DECODE: absorbed, Mode.EXTEND: (*absorbed, *expanded)}
+        self._forms = {mode: self._make_forms(mode) for mode in Mode}
 
     def forms(self, mode: Mode) -> tuple[Form, ...]:
         """Every form that a step of this mode may take, with as many rows as it ever has."""
+        return self._forms[mode]
+
+    def _make_forms(self, mode: Mode) -> tuple[Form, ...]:
         policy, capacity = self._policy, self._sizes.num_pages * self._sizes.page_size
         if mode is Mode.DECODE or policy.absorbed == "always":
             return (_ABSORBED,)
