@@ -282,7 +282,7 @@ class Runner:
         this bucket has none."""
         key = (variant, id(inputs))  # one value for each layout, as old as the storage itself
         if key not in captured:
-            self._inputs[variant].refresh(_zeros_like(planned))
+            self._inputs[variant].refresh(_map_tensors(torch.zeros_like, planned))
             step, pools = self._steps[variant], self._cache.pools
             captured.capture(key, lambda: step(inputs, pools), name=_bucket_name(variant, inputs))
             self._inputs[variant].refresh(planned)
@@ -292,12 +292,8 @@ class Runner:
         """Trace and compile one variant on a step of null sequences, which changes no state."""
         if variant.name in self._variants or not self.compile:
             return
-        # One tensor that stands in several places stays one: graphs are guarded by that.
-        moved: dict[int, Tensor] = {}
-        inputs = pytree.tree_map_only(
-            Tensor,
-            lambda leaf: moved.setdefault(id(leaf), leaf.to(self.model.device)),
-            self._planner.traced(variant),
+        inputs = _map_tensors(
+            lambda leaf: leaf.to(self.model.device), self._planner.traced(variant)
         )
         for part in inputs.parts:
             if part.batch.positions.ndim == 2:
@@ -352,13 +348,20 @@ class Runner:
         return StepSizes.coarse(**sizes, page_size=self.page_size)
 
 
-def _zeros_like(planned: Inputs) -> Inputs:
-    """A step of padding alone with the sizes of ``planned``; tensors that are one stay one."""
-    made: dict[int, Tensor] = {}
-    zeros: Inputs = pytree.tree_map_only(
-        Tensor, lambda leaf: made.setdefault(id(leaf), torch.zeros_like(leaf)), planned
-    )
-    return zeros
+def _map_tensors(action: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
+    """``inputs`` with ``action`` done to each tensor once.
+
+    One tensor that stands in several places stays one: graphs are guarded by that.
+    """
+    done: dict[int, Tensor] = {}
+
+    def once(leaf: Tensor) -> Tensor:
+        if id(leaf) not in done:
+            done[id(leaf)] = action(leaf)
+        return done[id(leaf)]
+
+    mapped: Inputs = pytree.tree_map_only(Tensor, once, inputs)
+    return mapped
 
 
 def _bucket_name(variant: Variant, inputs: Inputs) -> str:
