@@ -21,7 +21,8 @@ from torch.fx import GraphModule
 from torch_hybrid.graphs.clone_check import PoolClone, find_pool_clones
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, PassRecord, apply_passes
 from torch_hybrid.graphs.schedule import Stage, opaque_ops, read_schedule
-from torch_hybrid.ops.registration import NAMESPACE
+from torch_hybrid.ops.registration import NAMESPACE, REGISTERED
+from torch_hybrid.ops.side_stream import JOIN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +84,7 @@ class StepBackend:
         records = apply_passes(module, self._passes, keep_text=self._keep_text)
         num_nodes, schedule = len(module.graph.nodes), read_schedule(module.graph)
         planned = opaque_ops(module.graph)
-        with torch._functorch.config.patch(_ALWAYS_INDUCTOR), _inductor_options(schedule):
+        with torch._functorch.config.patch(_ALWAYS_INDUCTOR), _inductor_options(schedule, planned):
             compiled: Any = compile_fx(module, inputs, inner_compile=compile_inner)
         if schedule:
             _check_order(sources, planned)
@@ -106,13 +107,15 @@ class StepBackend:
 _ALWAYS_INDUCTOR = {"enable_autograd_cache": False}
 
 
-def _inductor_options(schedule: Sequence[Stage]) -> AbstractContextManager[Any]:
-    """Inductor's own order for a plain step, and the schedule's for one in halves."""
-    if not schedule:
+def _inductor_options(
+    schedule: Sequence[Stage], planned: Sequence[str]
+) -> AbstractContextManager[Any]:
+    """Inductor's own order for a plain step, and the graph's where a pass has set one."""
+    if not schedule and JOIN not in planned:
         return nullcontext()
     from torch_hybrid.graphs.keep_order import keep_order
 
-    options: AbstractContextManager[None] = keep_order()
+    options: AbstractContextManager[None] = keep_order(planned)
     return options
 
 
@@ -131,8 +134,9 @@ def _ops_of(graph: GraphModule) -> Counter[str]:
         target = (
             str(node.args[0]) if "auto_functionalized" in str(node.target) else str(node.target)
         )
-        if target.startswith(f"{NAMESPACE}."):
-            name = target.split(".")[1]
+        namespace, _, name = target.partition(".")
+        name = name.partition(".")[0]
+        if namespace == NAMESPACE and name in REGISTERED:
             ops[f"{name}[{node.kwargs.get('impl')}]"] += 1
     return ops
 

@@ -12,6 +12,7 @@ from torch._inductor.choices import InductorChoices
 from torch._inductor.virtualized import V
 
 from torch_hybrid.graphs.lanes import lane_of, stage_of
+from torch_hybrid.ops.side_stream import JOIN
 
 
 class KeepLanes(InductorChoices):
@@ -77,10 +78,15 @@ KEEP_ORDER: dict[str, Any] = {
 }
 
 
+# Inductor reuses a buffer after the last call that reads it: too early where that only starts.
+KEEP_BUFFERS: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}
+
+
 @contextmanager
-def keep_order() -> Iterator[None]:
-    """Let Inductor compile a scheduled graph as it stands."""
+def keep_order(planned: Sequence[str]) -> Iterator[None]:
+    """Let Inductor compile a scheduled graph as it stands; ``planned`` are its opaque ops."""
     # Inductor makes its choices once for a thread, as the option is at its first graph: a plain
     # graph before this one would have left its own. The option alone is part of the cache's key.
-    with torch._inductor.config.patch(KEEP_ORDER), V.set_choices_handler(KeepLanes()):
+    options = KEEP_ORDER | (KEEP_BUFFERS if JOIN in planned else {})
+    with torch._inductor.config.patch(options), V.set_choices_handler(KeepLanes()):
         yield

@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch_hybrid.graphs.lanes import lane_of
 from torch_hybrid.graphs.merge_linears import merge_linears
 from torch_hybrid.graphs.schedule import interleave_halves
+from torch_hybrid.graphs.side_stream import mixers_on_side_stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class Pass:
 
 DEFAULT_PASSES: tuple[Pass, ...] = (
     Pass("merge_linears", merge_linears),
+    Pass("mixers_on_side_stream", mixers_on_side_stream),
     Pass("interleave_halves", interleave_halves),
 )
 

@@ -8,11 +8,12 @@ without halves stays as it is.
 
     sizes alone                         -> first
     nodes of half 0, nodes of half 1    -> cut into stages, both alike:
-        with collectives, after each start of one (its wait begins a later stage);
-        without, where matrix products and mixers (attention, recurrences) take turns;
+        after each start of a collective or of an op on the side stream (its wait begins a later
+        stage); where there is none, where matrix products and mixers (attention, recurrences) take
+        turns;
         nowhere between two uses of one pool
     stages of half 0: a0 a1 a2, of half 1: b0 b1 b2
-        offset 0: a0 b0 a1 b1 a2 b2     a collective of one beside any compute of the other
+        offset 0: a0 b0 a1 b1 a2 b2     what one half started beside what the other computes
         offset 1: a0 a1 b0 a2 b1 b2     a mixer of one beside a matrix product of the other
     the rest                            -> last
 """
@@ -36,6 +37,7 @@ from torch_hybrid.graphs.lanes import clear_marks, lane_of, set_stage, stage_of
 from torch_hybrid.graphs.mutation import storages, written_nodes
 from torch_hybrid.ops.linear.op import linear
 from torch_hybrid.ops.registration import NAMESPACE
+from torch_hybrid.ops.side_stream import OVERLOAD
 
 LANES = (0, 1)
 _COLLECTIVES = "_c10d_functional"
@@ -85,7 +87,7 @@ def interleave_halves(graph: Graph, *, offset: int | None = None) -> None:
     Args:
         graph: of a step whose halves are marked with ``lanes.lane``.
         offset: by how many stages the second half lags; None is 0 where stages end with
-            collectives and 1 elsewhere.
+            what they start, and 1 elsewhere.
 
     Raises:
         RuntimeError: the halves differ, or the contract cannot be kept.
@@ -95,12 +97,12 @@ def interleave_halves(graph: Graph, *, offset: int | None = None) -> None:
         return
     sizes = _sizes_alone(nodes)
     halves = [[n for n in nodes if lane_of(n) == k and n not in sizes] for k in LANES]
-    shared = _written_by_both(nodes)
-    has_collectives = any(_starts_collective(node) for half in halves for node in half)
-    stages = [_cut(half, shared, has_collectives) for half in halves]
+    shared = pools_of(nodes)
+    has_starts = any(_starts(node) for half in halves for node in half)
+    stages = [_cut(half, shared, has_starts) for half in halves]
     _check_alike(stages)
     if offset is None:
-        offset = 0 if has_collectives else 1
+        offset = 0 if has_starts else 1
     interleaved = [node for stage in _in_turn(stages, offset) for node in stage]
     laned = set(interleaved)
     first, last = _around(nodes, laned, sizes)
@@ -159,9 +161,30 @@ def _is_mixer(node: Node) -> bool:
     return is_attention or (is_ours and not _is_matrix_product(node))
 
 
-def _starts_collective(node: Node) -> bool:
+def is_collective_start(node: Node) -> bool:
+    """Whether a node starts a collective, which is waited for later."""
     namespace, _, name = _op_name(node).partition(".")
     return namespace == _COLLECTIVES and name != "wait_tensor"
+
+
+def _starts(node: Node) -> bool:
+    """Whether a node starts what goes on beside later nodes: a collective, or an op on the side
+    stream."""
+    beside = isinstance(node.target, OpOverload) and node.target._overloadname == OVERLOAD
+    return beside or is_collective_start(node)
+
+
+def last_mixers(half: Sequence[Node]) -> list[int]:
+    """Where the last mixer op before each matrix product stands."""
+    found: list[int] = []
+    last: int | None = None
+    for i, node in enumerate(half):
+        if _is_mixer(node):
+            last = i
+        elif last is not None and _is_matrix_product(node):
+            found.append(last)
+            last = None
+    return found
 
 
 def _sizes_alone(nodes: Sequence[Node]) -> set[Node]:
@@ -177,29 +200,29 @@ def _sizes_alone(nodes: Sequence[Node]) -> set[Node]:
     return sizes
 
 
-def _written_by_both(nodes: Sequence[Node]) -> set[int]:
+def pools_of(nodes: Sequence[Node]) -> set[int]:
     """Storages of the step's inputs that some node writes: the pools."""
     inputs = storages(node for node in nodes if node.op in ("placeholder", "get_attr"))
     written: set[int] = storages(w for node in nodes for w in written_nodes(node))
     return inputs & written
 
 
-def _used(node: Node, shared: set[int]) -> set[int]:
+def uses_of(node: Node, shared: set[int]) -> set[int]:
     """The pools that a node reads or writes; to ask for a size is neither."""
     if node.op == "call_method" and node.target in _SIZE_METHODS:
         return set()
     return storages(node.all_input_nodes) & shared
 
 
-def _cut(half: Sequence[Node], shared: set[int], at_collectives: bool) -> list[list[Node]]:
+def _cut(half: Sequence[Node], shared: set[int], after_starts: bool) -> list[list[Node]]:
     """A half's nodes as stages, in order."""
-    cuts = _after_collectives(half) if at_collectives else _between_kinds(half)
+    cuts = _after_starts(half) if after_starts else _between_kinds(half)
     allowed = [cut for cut in cuts if cut not in _inside(half, shared)]
     return [list(half[i:j]) for i, j in zip([0, *allowed], [*allowed, len(half)], strict=True)]
 
 
-def _after_collectives(half: Sequence[Node]) -> list[int]:
-    return [i + 1 for i, node in enumerate(half) if _starts_collective(node)]
+def _after_starts(half: Sequence[Node]) -> list[int]:
+    return [i + 1 for i, node in enumerate(half) if _starts(node)]
 
 
 def _between_kinds(half: Sequence[Node]) -> list[int]:
@@ -207,23 +230,20 @@ def _between_kinds(half: Sequence[Node]) -> list[int]:
 
     What lies between, norms and gates, goes with the matrix products: it is fused there.
     """
-    cuts, last_mixer, in_mixer = [], 0, False
+    cuts = [last + 1 for last in last_mixers(half)]
+    in_mixer = False
     for i, node in enumerate(half):
-        if _is_mixer(node):
-            if not in_mixer:
-                cuts.append(i)
-            in_mixer, last_mixer = True, i
-        elif in_mixer and _is_matrix_product(node):
-            cuts.append(last_mixer + 1)
-            in_mixer = False
-    return [cut for cut in cuts if cut > 0]
+        if _is_mixer(node) and not in_mixer:
+            cuts.append(i)
+        in_mixer = (in_mixer or _is_mixer(node)) and not _is_matrix_product(node)
+    return sorted(cut for cut in cuts if cut > 0)
 
 
 def _inside(half: Sequence[Node], shared: set[int]) -> set[int]:
     """Places where no cut may be: between two uses of one pool, and inside a context."""
     uses: dict[int, list[int]] = {}
     for i, node in enumerate(half):
-        for storage in _used(node, shared):
+        for storage in uses_of(node, shared):
             uses.setdefault(storage, []).append(i)
     inside = {cut for at in uses.values() for cut in range(at[0] + 1, at[-1] + 1)}
     depth = 0
@@ -303,7 +323,7 @@ def _check(before: Sequence[Node], after: Sequence[Node], shared: set[int]) -> N
                     f"{lane_of(source)}, which is scheduled after it"
                 )
     for storage in shared:
-        users = [node for node in before if storage in _used(node, shared)]
+        users = [node for node in before if storage in uses_of(node, shared)]
         if sorted(users, key=place.__getitem__) != users:
             names = [node.name for node in sorted(users, key=place.__getitem__)]
             raise RuntimeError(f"the uses of a pool changed their order, to {names}")

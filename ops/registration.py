@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import Implementation
+from torch_hybrid.ops.side_stream import OVERLOAD, on_side_stream
 
 NAMESPACE = "torch_hybrid"
 # Every op's implementations by its name, entered once when its module is imported.
@@ -26,7 +27,9 @@ def define_op(
     fake: Callable[..., Any],
     implementations: Mapping[str, Implementation],
 ) -> torch._ops.OpOverload:
-    """Register ``signature``, whose last argument is ``str impl``, and return its overload.
+    """Register ``signature``, whose last argument is ``str impl``, and return its default overload.
+
+    The other overload starts the op on the side stream; see ``ops.side_stream``.
 
     Args:
         signature: ``name(args) -> returns``; every mutated tensor is marked ``Tensor(a!)``.
@@ -39,9 +42,10 @@ def define_op(
         return implementations[impl].load()(*args, **options)
 
     REGISTERED[name] = implementations
-    _LIBRARY.define(signature, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, launch, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    for qualified, kernel in ((name, launch), (f"{name}.{OVERLOAD}", on_side_stream(launch))):
+        _LIBRARY.define(signature.replace(name, qualified, 1), tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(qualified, kernel, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{NAMESPACE}::{qualified}", fake, lib=_LIBRARY)
     overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
     return overload
 

@@ -11,6 +11,6 @@ from torch_hybrid.graphs.keep_order import KeepLanes, keep_order
 def test_choices_of_a_plain_graph_before_it_do_not_stay():
     plain = type(V.choices)  # made and kept by the first use
     assert issubclass(plain, InductorChoices)
-    with keep_order():
+    with keep_order(()):
         assert type(V.choices) is KeepLanes
     assert type(V.choices) is plain
