@@ -35,6 +35,7 @@ class EmptyModel:
 
     vocab_size = 2
     eos_token_ids = ()
+    ranks = None
     dtype = torch.float32
     device = torch.device("cpu")
 

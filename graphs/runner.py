@@ -86,7 +86,7 @@ class Runner:
         is_cuda = model.device.type == "cuda"
         if cuda_graphs == "on" and is_cuda and not compile:
             raise UnsupportedError("cuda_graphs='on' captures compiled steps, got compile=False")
-        self.overlap = overlap_policy(two_batch_overlap, num_ranks=_num_ranks())
+        self.overlap = overlap_policy(two_batch_overlap, num_ranks=_num_ranks(model))
         check_cuttable(
             self.overlap, max_seqs=max_seqs, max_tokens=max_tokens, chunk_size=DEFAULT_CHUNK_SIZE
         )
@@ -379,10 +379,9 @@ def _chunk_grid(table: LayerTable) -> int:
     return DEFAULT_CHUNK_SIZE if recurrent else 1
 
 
-def _num_ranks() -> int:
+def _num_ranks(model: Model) -> int:
     """Devices that run one step together."""
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if distributed else 1
+    return 1 if model.ranks is None else model.ranks.size
 
 
 def _count_graph_breaks() -> int:

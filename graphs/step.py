@@ -16,6 +16,7 @@ from torch_hybrid.backends.mode import Form, Mode
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import LayerCache
 from torch_hybrid.graphs.lanes import lane
+from torch_hybrid.parallel.ranks import Ranks
 from torch_hybrid.specs import LayerTable
 
 Caches = dict[str, tuple[LayerCache, ...]]
@@ -28,6 +29,7 @@ class Model(Protocol):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_position_axes: int
+    ranks: Ranks | None  # those that share it, after ``shard``
 
     @property
     def dtype(self) -> torch.dtype: ...

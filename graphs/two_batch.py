@@ -53,7 +53,7 @@ def overlap_policy(overlap: str | OverlapPolicy, *, num_ranks: int) -> OverlapPo
     Args:
         overlap: "off", "on", "auto" or a policy. "auto" cuts nothing on one device, where there
             is no collective to hide, and large steps on several.
-        num_ranks: devices that run one step together.
+        num_ranks: devices that share the model and run its steps together.
 
     Raises:
         ValueError: another name.

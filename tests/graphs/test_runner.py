@@ -23,7 +23,7 @@ class InterruptibleModel:
     def __init__(self, model: th.HybridModel) -> None:
         self._model = model
         self.table, self.vocab_size = model.table, model.vocab_size
-        self.num_position_axes = model.num_position_axes
+        self.num_position_axes, self.ranks = model.num_position_axes, model.ranks
         self.eos_token_ids = model.eos_token_ids
         self.dtype, self.device = model.dtype, model.device
         self.logits = model.logits

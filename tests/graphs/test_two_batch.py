@@ -31,6 +31,7 @@ from torch_hybrid.graphs.two_batch import (
     plan_split,
 )
 from torch_hybrid.models.load import adapt
+from torch_hybrid.parallel.ranks import Ranks
 
 SIZES = {"max_seqs": 6, "max_tokens": 160, "kv_tokens": 800, "compile": False}
 lengths_of_steps = st.lists(st.integers(0, 150), max_size=6)
@@ -174,6 +175,17 @@ def test_policies_by_name():
     assert large.cuts(Mode.EXTEND, 1, 2048)
     mine = OverlapPolicy(min_decode_seqs=4)
     assert overlap_policy(mine, num_ranks=1) == mine
+
+
+def test_auto_goes_by_the_ranks_that_share_the_model():
+    def policy(model: th.HybridModel) -> OverlapPolicy:
+        sizes = {**SIZES, "max_tokens": 512}
+        return Runner(model, **sizes, two_batch_overlap="auto").overlap
+
+    model = adapt(make_model("qwen3"))
+    assert policy(model) == NEVER_CUT
+    model.ranks = Ranks(rank=0, size=2, group_name="two of many")
+    assert policy(model) == overlap_policy("auto", num_ranks=2) != NEVER_CUT
 
 
 def variants(planner: StepPlanner) -> list[str]:
