@@ -3,7 +3,8 @@
     python -m benchmarks.decode [--model NAME] [--dtype NAME] [--profile]
 
 Every contestant holds the same sequences, of 128 to 512 tokens, and appends a token to each by
-turns. Transformers runs its padded batch eagerly, and compiled with a static cache. Targets hold
+turns; between them, as many bytes are read as the step must read, which is the floor of memory.
+Transformers runs its padded batch eagerly, and compiled with a static cache. Targets hold
 for dense models in float32; for others the figures are reported.
 """
 
@@ -17,7 +18,7 @@ from functools import partial
 import torch
 
 from benchmarks.contestants import Decoder, Ours, Transformers, failure
-from benchmarks.floor import best, measure, step_floor
+from benchmarks.floor import Read, measure, step_bytes, step_flops
 from benchmarks.mixers import Row
 from benchmarks.models import make_model
 from benchmarks.oracle import Oracle
@@ -127,14 +128,16 @@ def main() -> None:
         title=title(options, "Decode"),
         columns=["batch", "", "min ms", "median ms", "over floor", "tokens/s"],
     )
-    ceilings = measure(options.torch_dtype)
+    matrix_rate = measure(options.torch_dtype).matrix_rate
+    read = Read()
     for batch in options.batches:
         prompts = _prompts(batch, model.vocab_size, quick=options.quick)
         ready = _line_up(contestants, prompts, oracle, options.compile_limit)
         runs = {name: partial(c.step, [1] * batch) for name, c in ready.items()}
-        times = interleave(runs, rounds=options.rounds)
-        ceilings = best(ceilings, measure(options.torch_dtype, rounds=3))
-        floor = step_floor(model, [Row(1, len(prompt)) for prompt in prompts], ceilings)
+        rows = [Row(1, len(prompt)) for prompt in prompts]
+        reading = {"memory": partial(read, step_bytes(model, rows))}
+        times = interleave(runs | reading, rounds=options.rounds)
+        floor = max(times.pop("memory").best, step_flops(model, rows) / matrix_rate)
         _report(results, batch, times, floor, has_targets=has_targets)
         if options.profile:
             print_profile(f"decode batch {batch}", runs["ours compiled"])

@@ -24,9 +24,12 @@ from benchmarks.models import make_model
 from benchmarks.results import Results, arguments, parse, title
 from benchmarks.timing import best_of
 from torch_hybrid import adapt
+from torch_hybrid.host import zeros
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.ops.native import compiler_missing, load_library
+
+_SOURCE = Path(__file__).with_name("_read.cpp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,36 +40,38 @@ class Ceilings:
     matrix_rate: float
 
 
-def best(first: Ceilings, second: Ceilings) -> Ceilings:
-    """The higher of two measurements of each ceiling."""
+def measure(dtype: torch.dtype, *, rounds: int = 10) -> Ceilings:
+    """Measure both ceilings now; a model in this dtype is judged by them."""
+    read = Read()
+    size = read.buffer.nbytes
     return Ceilings(
-        bandwidth=max(first.bandwidth, second.bandwidth),
-        matrix_rate=max(first.matrix_rate, second.matrix_rate),
+        bandwidth=size / best_of(lambda: read(size), rounds=rounds),
+        matrix_rate=_matrix_rate(dtype, rounds=rounds),
     )
 
 
-def measure(dtype: torch.dtype, *, rounds: int = 10) -> Ceilings:
-    """Measure both ceilings now; a model in this dtype is judged by them."""
-    readers = _readers(num_bytes=2**29)
-    bandwidth = max(size / best_of(read, rounds=rounds) for read, size in readers.values())
-    return Ceilings(bandwidth=bandwidth, matrix_rate=_matrix_rate(dtype, rounds=rounds))
+class Read:
+    """Reads so many bytes from memory as fast as the machine gives them, and does nothing else.
 
+    The buffer is much larger than any cache, and in huge pages as our weights are.
+    """
 
-def _readers(num_bytes: int) -> dict[str, tuple[Callable[[], object], int]]:
-    """Honest ways to read a buffer much larger than any cache."""
-    buffer = torch.ones(num_bytes // 4)
-    integers = buffer.view(torch.int64)
-    readers: dict[str, tuple[Callable[[], object], int]] = {
-        "torch.sum float32": (lambda: buffer.sum(), num_bytes),
-        "torch.sum int64": (lambda: integers.sum(), num_bytes),
-        "torch.max float32": (lambda: buffer.amax(), num_bytes),
-    }
-    if compiler_missing() is None:
-        read = load_library("benchmark_read", Path(__file__).with_name("_read.cpp")).th_read
-        read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
-        size, threads = buffer.numel(), torch.get_num_threads()
-        readers["C++"] = (lambda: read(buffer.data_ptr(), size, threads), num_bytes)
-    return readers
+    def __init__(self) -> None:
+        self.buffer = zeros([2**27], dtype=torch.float32, device=torch.device("cpu")).fill_(1)
+        self._native: Callable[[int, int, int], object] | None = None
+        if compiler_missing() is None:
+            self._native = load_library("benchmark_read", _SOURCE).th_read
+            self._native.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+
+    def __call__(self, nbytes: int) -> None:
+        """Read ``nbytes``, the buffer over and over."""
+        while nbytes > 0:
+            count = min(nbytes, self.buffer.nbytes) // 4
+            if self._native is None:
+                self.buffer[:count].view(torch.int32).sum()
+            else:
+                self._native(self.buffer.data_ptr(), count, torch.get_num_threads())
+            nbytes -= max(4 * count, 1)
 
 
 def _matrix_rate(dtype: torch.dtype, *, rounds: int) -> float:
@@ -130,10 +135,15 @@ def all_mixer_flops(model: HybridModel, rows: Sequence[Row]) -> float:
     return sum(mixer_flops(entry.spec, row) for entry in model.table.entries for row in rows)
 
 
+def step_flops(model: HybridModel, rows: Sequence[Row]) -> float:
+    """All FLOPs of a step that are counted."""
+    return linear_flops(model, rows) + all_mixer_flops(model, rows)
+
+
 def step_floor(model: HybridModel, rows: Sequence[Row], ceilings: Ceilings) -> float:
     """Seconds that a step takes at the least on this machine."""
-    flops = linear_flops(model, rows) + all_mixer_flops(model, rows)
-    return max(step_bytes(model, rows) / ceilings.bandwidth, flops / ceilings.matrix_rate)
+    memory = step_bytes(model, rows) / ceilings.bandwidth
+    return max(memory, step_flops(model, rows) / ceilings.matrix_rate)
 
 
 def main() -> None:
@@ -148,7 +158,7 @@ def main() -> None:
     steps |= {f"prefill of {n}": [Row(n, 0)] for n in (512, 2048)}
     for name, rows in steps.items():
         moved = step_bytes(model, rows)
-        flops = linear_flops(model, rows) + all_mixer_flops(model, rows)
+        flops = step_flops(model, rows)
         memory, matrix = moved / ceilings.bandwidth, flops / ceilings.matrix_rate
         results.add(name, moved / 1e9, flops / 1e9, memory * 1e3, matrix * 1e3)
     results.notes.append(

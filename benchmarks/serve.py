@@ -5,7 +5,8 @@
 Prompts of 16 to 1024 tokens, drawn once from a seed, and 64 new greedy tokens each. Transformers
 gets left-padded batches of several sizes, in the order of arrival and sorted by length, and the
 fastest of them counts. Its tokens with a batch of one, where nothing is padded, are the right
-ones: ours are compared with them token by token.
+ones: ours are compared with them token by token. The floor is that of one prefill of all prompts
+and of as many decode steps of all requests as there are new tokens.
 """
 
 from __future__ import annotations
@@ -18,12 +19,15 @@ from typing import Any
 
 import torch
 
+from benchmarks.floor import Ceilings, measure, step_floor
+from benchmarks.mixers import Row
 from benchmarks.models import make_model
 from benchmarks.oracle import Oracle
 from benchmarks.results import Results, Target, arguments, parse, title
 from benchmarks.timing import now
 from torch_hybrid import Runner, adapt
 from torch_hybrid.engine import Engine
+from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.sampling import Sampling
 
 SPEEDUP = 3.0
@@ -73,6 +77,16 @@ def num_equal(tokens: Tokens, expected: Tokens) -> int:
         wrong = (i for i, pair in enumerate(zip(row, right, strict=True)) if pair[0] != pair[1])
         count += next(wrong, len(right))
     return count
+
+
+def serving_floor(
+    model: HybridModel, prompts: Tokens, num_new: int, ceilings: Ceilings
+) -> tuple[float, float]:
+    """Seconds that prefill and decode take at the least on this machine."""
+    lengths = [len(prompt) for prompt in prompts]
+    prefill = step_floor(model, [Row(n, 0) for n in lengths], ceilings)
+    steps = ([Row(1, n + i) for n in lengths] for i in range(1, num_new))
+    return prefill, sum(step_floor(model, rows, ceilings) for rows in steps)
 
 
 def _timed(run: Callable[[], Tokens]) -> tuple[float, Tokens]:
@@ -136,6 +150,11 @@ def main() -> None:
         equal = num_equal(tokens, expected)
         results.notes.append(f"tokens equal to transformers': {equal} of {total}")
     results.notes.append(f"best padded batch: {best}; {sum(map(len, prompts))} prompt tokens")
+    floors = serving_floor(model, prompts, num_new, measure(options.torch_dtype))
+    results.notes.append(
+        f"floor {sum(floors):.3g} s (prefill {floors[0]:.3g}, decode {floors[1]:.3g}): "
+        f"ours takes {ours / sum(floors):.3g}x of it"
+    )
     results.targets.append(
         Target(
             name="serving against the best padded batch",

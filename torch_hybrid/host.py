@@ -1,9 +1,15 @@
-"""Settings of the host process that a server wants and a library must not force on others."""
+"""Memory of the host: where weights and pools live, and settings that a server wants."""
 
 from __future__ import annotations
 
 import ctypes
+import math
+import mmap
 import platform
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
 
 _M_TRIM_THRESHOLD = -1  # glibc's <malloc.h>
 _M_MMAP_THRESHOLD = -3
@@ -27,3 +33,63 @@ def tune_allocator() -> bool:
     return all(
         mallopt(setting, _KEPT_BYTES) == 1 for setting in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD)
     )
+
+
+_HUGE_PAGE = 2 << 20  # bytes; on x86-64, and on Arm with pages of 4 KiB
+_ALIGNMENT = 64  # bytes; a cache line
+
+
+class _HugePages:
+    """Zeroed memory of this process alone, in huge pages where the kernel has them.
+
+    A step streams all weights and many states: in pages of 4 KiB, it waits for translations of
+    addresses too. Tensors that are cut from it keep it.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        self._memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=flags)
+        self._memory.madvise(mmap.MADV_HUGEPAGE)
+        start = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        self._used = -start % _HUGE_PAGE
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor with a storage of its own, at the start of a cache line."""
+        count, first = math.prod(shape), self._used
+        self._used += _padded(count * dtype.itemsize)
+        if count == 0:
+            return torch.zeros(shape, dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=first).view(shape)
+
+
+def _padded(nbytes: int) -> int:
+    """Whole cache lines."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _has_huge_pages(device: torch.device) -> bool:
+    return device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE")
+
+
+def zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """As ``torch.zeros``, in huge pages where the host has them and the tensor fills one."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < _HUGE_PAGE or not _has_huge_pages(device):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return _HugePages(nbytes).take(shape, dtype)
+
+
+def keep_weights(module: nn.Module) -> None:
+    """Move the parameters of ``module`` that are on the host to memory of its own, in huge pages.
+
+    Weights that a loader mapped from a file are copied; the file can then be unmapped. Each
+    original is freed as soon as its copy is made, unless somebody else keeps it.
+    """
+    weights = [weight for weight in module.parameters() if _has_huge_pages(weight.device)]
+    if not weights:
+        return
+    memory = _HugePages(sum(_padded(weight.nbytes) for weight in weights))
+    for weight in weights:
+        own = memory.take(weight.shape, weight.dtype)
+        own.copy_(weight.detach())
+        weight.data = own

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
+from torch_hybrid.host import zeros
 from torch_hybrid.specs import LatentSpec
 
 
@@ -15,7 +15,7 @@ def make_latent_kv(spec: LatentSpec, sizes: PoolSizes) -> Tensor:
     A row is ``[latent | shared key]``; page 0 is null: no sequence owns it.
     """
     shape = (sizes.num_pages + 1, sizes.page_size, spec.row_dim)
-    return torch.zeros(shape, dtype=sizes.dtype, device=sizes.device)
+    return zeros(shape, dtype=sizes.dtype, device=sizes.device)
 
 
 def latent_kv_cost(spec: LatentSpec, sizes: PoolSizes) -> PoolCost:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
+from torch_hybrid.host import zeros
 from torch_hybrid.specs import AttentionSpec
 
 
@@ -16,7 +16,7 @@ def make_paged_kv(spec: AttentionSpec, sizes: PoolSizes) -> Tensor:
     is null: no sequence owns it.
     """
     shape = (2, sizes.num_pages + 1, sizes.page_size, spec.num_kv_heads, spec.head_dim)
-    return torch.zeros(shape, dtype=sizes.dtype, device=sizes.device)
+    return zeros(shape, dtype=sizes.dtype, device=sizes.device)
 
 
 def paged_kv_cost(spec: AttentionSpec, sizes: PoolSizes) -> PoolCost:

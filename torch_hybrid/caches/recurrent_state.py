@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
+from torch_hybrid.host import zeros
 from torch_hybrid.specs import DeltaRuleSpec, KimiDeltaSpec, LightningSpec, Mamba2Spec
 
 
@@ -33,7 +34,7 @@ def make_recurrent_state(spec: ConvolvedSpec, sizes: PoolSizes) -> RecurrentStat
     """Zeroed pools of ``sizes.num_slots`` slots beside the null one."""
     conv = (sizes.num_slots + 1, spec.conv_width - 1, spec.conv_channels)
     return RecurrentState(
-        conv=torch.zeros(conv, dtype=sizes.dtype, device=sizes.device),
+        conv=zeros(conv, dtype=sizes.dtype, device=sizes.device),
         state=_zero_states(spec, sizes),
     )
 
@@ -56,7 +57,7 @@ def lightning_state_cost(spec: LightningSpec, sizes: PoolSizes) -> PoolCost:
 
 def _zero_states(spec: ConvolvedSpec | LightningSpec, sizes: PoolSizes) -> Tensor:
     shape = (sizes.num_slots + 1, *spec.state_shape)
-    return torch.zeros(shape, dtype=torch.float32, device=sizes.device)
+    return zeros(shape, dtype=torch.float32, device=sizes.device)
 
 
 def _state_bytes(spec: ConvolvedSpec | LightningSpec) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.host import keep_weights
 from torch_hybrid.models.bailing_hybrid import BAILING_HYBRID
 from torch_hybrid.models.bamba import BAMBA
 from torch_hybrid.models.deepseek_v3 import DEEPSEEK_V3
@@ -121,6 +122,7 @@ def _load_ring_2_5(
     except (OSError, SafetensorError) as error:
         raise ValueError(f"cannot read the weights in {path_or_id}: {error}") from error
     _check_finite(model)
+    keep_weights(model)
     return model
 
 
@@ -179,6 +181,7 @@ def adapt(hf_model: Any) -> HybridModel:
                 joined = swap.adapter(mixer, layer_id, entry.kind)
                 setattr(layer, swap.attribute, joined)
     _swap_experts(hf_model, family)
+    keep_weights(hf_model)
     return HybridModel(
         hf_model,
         table,

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.host import keep_weights
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.ring_2_5 import Ring25
 from torch_hybrid.parallel.experts import ExpertParallel, TokensOfRank
@@ -71,6 +72,7 @@ def shard(model: M, group: dist.ProcessGroup | None = None, *, experts: Experts 
                 _shard_attention(rest.pop(_attention_name(rest)), entry, ranks)
         for name, child in rest.items():
             _shard_feed_forward(layer, name, child, feed_forward, ranks)
+    keep_weights(model)
     model.table, model.ranks = table, ranks
     return model
 
