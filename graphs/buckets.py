@@ -28,12 +28,12 @@ def round_up(size: int, sizes: Sequence[int]) -> int:
     return sizes[i]
 
 
-def doubling(first: int, last: int) -> tuple[int, ...]:
-    """``first``, twice that, and so on; ends with ``last``."""
+def geometric(first: int, last: int, ratio: int = 2) -> tuple[int, ...]:
+    """``first``, ``ratio`` times that, and so on; ends with ``last``."""
     sizes = []
     while first < last:
         sizes.append(first)
-        first *= 2
+        first *= ratio
     return (*sizes, last)
 
 
@@ -64,10 +64,10 @@ class StepSizes:
         """Little padding: for graphs that serve every size."""
         return cls(
             decode_seqs=None,
-            seqs=doubling(2, max(max_seqs, 2)),
+            seqs=geometric(2, max(max_seqs, 2)),
             tokens=token_sizes(max_tokens),
             half_tokens=token_sizes(half_tokens),
-            pages=doubling(2, max(num_pages, 2)),
+            pages=geometric(2, max(num_pages, 2)),
             chunk_rows=None,
         )
 
@@ -75,13 +75,13 @@ class StepSizes:
     def coarse(
         cls, *, max_seqs: int, max_tokens: int, half_tokens: int, num_pages: int, page_size: int
     ) -> StepSizes:
-        """Few sizes: for graphs that are captured once for each. Tables have their full capacity,
-        where padding is no work; sequences of a decode step and tokens double."""
+        """Few sizes: for graphs that are captured once for each. Sequences of a decode step and
+        tokens double; tables, where padding is copied but is no work, grow in wider strides."""
         return cls(
-            decode_seqs=doubling(2, max(max_seqs, 2)),
-            seqs=(max(max_seqs, 2),),
-            tokens=doubling(min(64, max_tokens), max_tokens),
-            half_tokens=doubling(min(64, half_tokens), half_tokens),
-            pages=(max(num_pages, 2),),
-            chunk_rows=doubling(64, max(64, num_pages * page_size)),
+            decode_seqs=geometric(2, max(max_seqs, 2)),
+            seqs=geometric(8, max(max_seqs, 2), 8),
+            tokens=geometric(min(64, max_tokens), max_tokens),
+            half_tokens=geometric(min(64, half_tokens), half_tokens),
+            pages=geometric(64, max(num_pages, 2), 4),
+            chunk_rows=geometric(64, max(64, num_pages * page_size)),
         )

@@ -365,12 +365,11 @@ def _map_tensors(action: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
 
 
 def _bucket_name(variant: Variant, inputs: Inputs) -> str:
-    """As it stands in reports: "decode: 8 sequences"."""
+    """As it stands in reports: "extend: 128 tokens, 8 sequences of 64 pages"."""
     batch = inputs.parts[0].batch
-    size = f"{batch.num_seqs} sequences"
-    if variant.mode is Mode.EXTEND:
-        size = f"{batch.num_tokens} tokens"
-    return f"{variant.name}: {size}"
+    tokens = f"{batch.num_tokens} tokens, " if variant.mode is Mode.EXTEND else ""
+    num_pages = batch.page_table.shape[1]
+    return f"{variant.name}: {tokens}{batch.num_seqs} sequences of {num_pages} pages"
 
 
 def _chunk_grid(table: LayerTable) -> int:

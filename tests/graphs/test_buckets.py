@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_hybrid.graphs.buckets import doubling, round_up, token_sizes
+from torch_hybrid.graphs.buckets import geometric, round_up, token_sizes
 
 
 @given(st.integers(1, 64), st.integers(1, 5000))
-def test_doubling(first: int, last: int):
-    sizes = doubling(first, last)
+def test_geometric(first: int, last: int):
+    sizes = geometric(first, last)
     assert sizes[-1] == last
     assert all(a < b for a, b in pairwise(sizes))
     assert all(b <= 2 * a for a, b in pairwise(sizes))

@@ -55,10 +55,10 @@ def test_buckets_are_few_and_named():
     serve(runner, oracle.texts[:3], decoded(LENGTHS[:3], 2))
     serve(runner, oracle.texts[:2], decoded((39, 3), 2))
     assert set(runner.report().captured_graphs) == {
-        "extend: 128 tokens",
-        "decode: 4 sequences",
-        "extend: 64 tokens",
-        "decode: 2 sequences",
+        "extend: 128 tokens, 6 sequences of 32 pages",
+        "decode: 4 sequences of 32 pages",
+        "extend: 64 tokens, 6 sequences of 32 pages",
+        "decode: 2 sequences of 32 pages",
     }
     assert runner.report().not_captured == {}
 
@@ -83,6 +83,15 @@ def test_sizes_end_with_the_largest():
     assert (sizes.seqs, sizes.pages) == ((5,), (7,))
     assert (sizes.tokens, sizes.half_tokens) == ((64, 100), (64, 66))
     assert sizes.chunk_rows == (64, 112)
+
+
+def test_tables_grow_in_wide_strides():
+    """A few short prompts copy no table of all sequences with all pages."""
+    sizes = StepSizes.coarse(
+        max_seqs=100, max_tokens=100, half_tokens=66, num_pages=3000, page_size=16
+    )
+    assert sizes.seqs == (8, 64, 100)
+    assert sizes.pages == (64, 256, 1024, 3000)
 
 
 def test_what_reads_lengths_on_the_host_cannot_be_captured():
