@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import math
 import mmap
 import platform
@@ -33,6 +34,17 @@ def tune_allocator() -> bool:
     return all(
         mallopt(setting, _KEPT_BYTES) == 1 for setting in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD)
     )
+
+
+def trim() -> None:
+    """Give memory that is free back to the kernel: what loading or compiling took and left.
+
+    Malloc keeps it otherwise, all the more where ``tune_allocator`` was called. Nothing happens
+    without glibc.
+    """
+    gc.collect()
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 _HUGE_PAGE = 2 << 20  # bytes; on x86-64, and on Arm with pages of 4 KiB

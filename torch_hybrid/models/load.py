@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.host import keep_weights
+from torch_hybrid.host import keep_weights, trim
 from torch_hybrid.models.bailing_hybrid import BAILING_HYBRID
 from torch_hybrid.models.bamba import BAMBA
 from torch_hybrid.models.deepseek_v3 import DEEPSEEK_V3
@@ -88,8 +88,11 @@ def from_pretrained(
         raise ValueError(f"dtype must be a torch.dtype or one of {sorted(DTYPES)}, got {dtype!r}")
     config = _read_config(path_or_id)
     if is_ring_2_5(config):
-        return _load_ring_2_5(path_or_id, config, dtype, device)
-    return adapt(_load_hf_model(path_or_id, dtype).to(device))
+        model: HybridModel | Ring25 = _load_ring_2_5(path_or_id, config, dtype, device)
+    else:
+        model = adapt(_load_hf_model(path_or_id, dtype).to(device))
+    trim()
+    return model
 
 
 def _read_config(path_or_id: str | Path) -> dict[str, Any]:
