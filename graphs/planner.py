@@ -36,6 +36,7 @@ class StepPlanner:
         num_position_axes: of the model.
         overlap: which steps are cut in halves.
         chunk_grid: a cut inside a sequence is at a multiple of so many tokens.
+        modes: of the steps that are planned.
     """
 
     def __init__(
@@ -46,12 +47,13 @@ class StepPlanner:
         num_position_axes: int,
         overlap: OverlapPolicy,
         chunk_grid: int,
+        modes: Sequence[Mode] = tuple(Mode),
     ) -> None:
         self._backends, self._overlap, self._grid = backends, overlap, chunk_grid
         self._num_position_axes, self._sizes = num_position_axes, sizes
         self.forms = {
             Variant.of(mode, forms, in_halves=in_halves): forms
-            for mode in Mode
+            for mode in modes
             for in_halves in self._cuts_of(mode)
             for forms in self._forms_of(mode)
         }

@@ -26,6 +26,7 @@ from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.static_inputs import StaticInputs
 from torch_hybrid.graphs.step import Caches, Inputs, Model, Variant, make_step
 from torch_hybrid.graphs.two_batch import OverlapPolicy, check_cuttable, overlap_policy
+from torch_hybrid.host import trim
 from torch_hybrid.ops.gated_delta_rule import DEFAULT_CHUNK_SIZE
 from torch_hybrid.specs import LayerTable
 
@@ -48,6 +49,8 @@ class Runner:
             large enough where there are collectives to hide, "off" none. An ``OverlapPolicy``
             says which.
         backends: implementations to take, by name.
+        prefill: with False, every step appends one token to each of its sequences, and nothing is
+            chosen, allocated or compiled for others.
         check_batch: called on the host with the batch of each step before it runs; what it raises
             stops the step. ``Agreement(...).check``, where several ranks share the model.
         passes: graph passes over each traced step, in order; see ``graphs.passes``.
@@ -71,6 +74,7 @@ class Runner:
         cuda_graphs: Literal["auto", "on", "off"] = "auto",
         two_batch_overlap: Literal["off", "on", "auto"] | OverlapPolicy = "off",
         backends: Backends | None = None,
+        prefill: bool = True,
         check_batch: Callable[[Batch], None] | None = None,
         passes: Many[Pass] = DEFAULT_PASSES,
         switched_off: Collection[str] = (),
@@ -94,7 +98,7 @@ class Runner:
         self.max_seqs, self.max_tokens, self.page_size = max_seqs, max_tokens, page_size
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
-        self.compile = compile
+        self.compile, self.prefill = compile, prefill
         self._must_capture = cuda_graphs == "on"
         may_capture = self._must_capture or (cuda_graphs == "auto" and is_cuda and compile)
         self._captured = CapturedSteps(model.device) if may_capture else None
@@ -108,13 +112,15 @@ class Runner:
             dtype=model.dtype,
             device=model.device,
         )
-        self.backends = make_backends(model.table, self._cache.sizes, backends)
+        modes = tuple(Mode) if prefill else (Mode.DECODE,)
+        self.backends = make_backends(model.table, self._cache.sizes, backends, modes)
         self._planner = StepPlanner(
             self.backends,
             sizes=self._step_sizes(),
             num_position_axes=model.num_position_axes,
             overlap=self.overlap,
             chunk_grid=_chunk_grid(model.table),
+            modes=modes,
         )
         self._inputs = {
             variant: StaticInputs(self._planner.largest(variant), model.device)
@@ -203,6 +209,7 @@ class Runner:
 
         Raises:
             ValueError: an argument is not as above.
+            UnsupportedError: several new tokens for a sequence of a runner without prefill.
             CapacityError: the KV pool has too few free pages.
         """
         lengths = [len(new) for new in tokens]
@@ -221,6 +228,10 @@ class Runner:
             self._compile(idle)
             return self._run(idle, planned)[:0]
         mode = Mode.DECODE if max(lengths) == 1 else Mode.EXTEND
+        if mode is Mode.EXTEND and not self.prefill:
+            raise UnsupportedError(
+                f"a runner with prefill=False appends one token to each sequence, got {lengths}"
+            )
         batch = self._cache.make_batch(
             seqs,
             tokens,
@@ -252,6 +263,8 @@ class Runner:
             if on_variant is not None:
                 on_variant(variant.name)
             self._compile(variant)
+        if self.compile:
+            trim()
 
     def report(self) -> Report:
         """What was compiled so far, and what is in it."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal, overload
 import torch
 
 from torch_hybrid.detokenizer import Detokenizer, Tokenizer
-from torch_hybrid.errors import CapacityError
+from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.sampling import GREEDY, NOT_FINITE, Sampling, sample
 from torch_hybrid.scheduler import Job, Scheduler
 
@@ -81,6 +81,9 @@ class Engine:
         tokenizer: lets prompts be texts and outputs have text; needed by stop texts.
         eos_token_ids: tokens that end every request which does not ignore them; by default those
             of the runner's model.
+
+    Raises:
+        UnsupportedError: the runner serves decode steps alone.
     """
 
     def __init__(
@@ -89,6 +92,8 @@ class Engine:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Sequence[int] | None = None,
     ) -> None:
+        if not runner.prefill:
+            raise UnsupportedError("an engine prefills prompts, got a runner with prefill=False")
         self.runner = runner
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(

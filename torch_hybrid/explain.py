@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from torch_hybrid.backends.mode import Mode
 from torch_hybrid.caches.sizes import PoolCost
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.runner import Runner
@@ -53,8 +52,8 @@ def implementations(runner: Runner) -> Section:
     """What each kind of layer takes for decode and extend, and why not the others."""
     rows = []
     for backend in runner.backends.values():
-        for mode in Mode:
-            for choice in backend.choices[mode]:
+        for mode, choices in backend.choices.items():
+            for choice in choices:
                 refused = [f"{name}: {'; '.join(why)}" for name, why in choice.refused.items()]
                 rows.append((mode.value, choice.op, choice.impl, "\n".join(refused) or "-"))
     return Section(

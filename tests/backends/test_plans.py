@@ -149,7 +149,7 @@ def test_a_layer_kind_that_is_absent_costs_nothing():
 def test_a_backend_is_the_whole_protocol(kind: str):
     """No hook of the protocol is missing, and all take the same arguments."""
     table = LayerTable.from_specs(list(SPECS.values()))
-    made = hybrid._BACKENDS[kind](table.of_kind(kind), make_cache().sizes, Backends())
+    made = hybrid._BACKENDS[kind](table.of_kind(kind), make_cache().sizes, Backends(), tuple(Mode))
     assert set(made.choices) == set(Mode)
     theirs, ours = inspect.signature(Backend.plan), inspect.signature(type(made).plan)
     assert list(ours.parameters) == list(theirs.parameters)

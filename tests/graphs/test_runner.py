@@ -11,9 +11,12 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 import torch_hybrid as th
-from tests.tiny_models import VOCAB_SIZE, make_hybrid
+from tests.tiny_models import VOCAB_SIZE, make_hybrid, make_model
+from torch_hybrid.backends import recurrent
 from torch_hybrid.backends.hybrid import Step
+from torch_hybrid.backends.mode import Mode
 from torch_hybrid.graphs.runner import Runner
+from torch_hybrid.models.load import adapt
 from torch_hybrid.ops.gated_delta_rule import DEFAULT_CHUNK_SIZE
 
 
@@ -297,3 +300,41 @@ def test_a_report_of_nothing_compiled(runner: Runner):
     assert (report.compiles, report.recompiles, report.graph_breaks) == (0, 0, 0)
     assert report.pool_bytes == sum(pool.nbytes for pool in runner.cache.pool_tensors())
     assert report.static_input_bytes > 0
+
+
+@pytest.mark.parametrize("family", ["qwen3_next_dense", "kimi_linear", "bamba", "minimax"])
+def test_a_runner_of_decode_steps_alone(family: str):
+    """It gives the logits of one that prefills, and makes nothing that prefill needs."""
+    model = adapt(make_model(family, seed=4))
+    both, decode = (make_runner(model, prefill=prefill) for prefill in (True, False))
+    assert decode.variants == ("decode",)
+    assert all(list(backend.choices) == [Mode.DECODE] for backend in decode.backends.values())
+    [ours], [theirs] = decode.new_sequences(1), both.new_sequences(1)
+    for token in tokens(5):
+        actual, expected = decode.extend([ours], [[token]]), both.extend([theirs], [[token]])
+        assert torch.equal(actual, expected)
+    assert_expected_inline(
+        refusal(th.UnsupportedError, decode.extend, [ours], [[1, 2]]),
+        """a runner with prefill=False appends one token to each sequence, got [2]""",
+    )
+    assert decode.length(ours) == 5
+    assert_expected_inline(
+        refusal(th.UnsupportedError, th.Engine, decode),
+        """an engine prefills prompts, got a runner with prefill=False""",
+    )
+
+
+def test_a_runner_of_decode_steps_needs_no_implementation_of_prefill(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    select = recurrent.select
+
+    def no_chunks(op: str, *args: Any, **options: Any) -> Any:
+        if op.startswith("chunk_"):
+            raise th.UnsupportedError(f"no implementation of {op} can serve")
+        return select(op, *args, **options)
+
+    monkeypatch.setattr(recurrent, "select", no_chunks)
+    with pytest.raises(th.UnsupportedError, match="chunk_gated_delta_rule"):
+        make_runner(make_hybrid())
+    make_runner(make_hybrid(), prefill=False)

@@ -30,7 +30,7 @@ class Backend(Protocol):
 
     @property
     def choices(self) -> Mapping[Mode, tuple[Choice, ...]]:
-        """What was chosen in each mode, for each op that a layer calls."""
+        """What was chosen in each mode that is served, for each op that a layer calls."""
         ...
 
     def forms(self, mode: Mode) -> tuple[Form, ...]:
@@ -46,7 +46,8 @@ class Backend(Protocol):
         ...
 
 
-_BACKENDS: dict[str, Callable[[tuple[LayerEntry, ...], PoolSizes, Backends], Backend]] = {
+MakeBackend = Callable[[tuple[LayerEntry, ...], PoolSizes, Backends, Sequence[Mode]], Backend]
+_BACKENDS: dict[str, MakeBackend] = {
     "paged_attention": PagedAttentionBackend,
     "latent_attention": LatentAttentionBackend,
     "gated_delta_rule": partial(RecurrentBackend, GATED_DELTA_RULE),
@@ -80,15 +81,20 @@ pytree.register_dataclass(Step)
 
 
 def make_backends(
-    table: LayerTable, sizes: PoolSizes, backends: Backends | None = None
+    table: LayerTable,
+    sizes: PoolSizes,
+    backends: Backends | None = None,
+    modes: Sequence[Mode] = tuple(Mode),
 ) -> dict[str, Backend]:
     """One backend for each kind of layer in the table, with the implementations named.
+
+    Steps of other modes than ``modes`` are never planned: nothing is chosen for them.
 
     Raises:
         UnsupportedError: no implementation can serve a kind; the message has every reason.
     """
     names = backends or Backends()
-    return {kind: _BACKENDS[kind](table.of_kind(kind), sizes, names) for kind in table.kinds}
+    return {kind: _BACKENDS[kind](table.of_kind(kind), sizes, names, modes) for kind in table.kinds}
 
 
 def forms_of(

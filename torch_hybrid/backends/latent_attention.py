@@ -83,9 +83,13 @@ class LatentAttentionBackend:
     """Plans steps for the MLA layers of one model."""
 
     def __init__(
-        self, entries: tuple[LayerEntry, ...], sizes: PoolSizes, backends: Backends
+        self,
+        entries: tuple[LayerEntry, ...],
+        sizes: PoolSizes,
+        backends: Backends,
+        modes: Sequence[Mode],
     ) -> None:
-        """Choose an implementation for each mode that serves every layer in ``entries``.
+        """Choose an implementation for each of ``modes`` that serves every layer in ``entries``.
 
         Raises:
             ValueError: the policy's token budget does not hold a page.
@@ -115,10 +119,12 @@ class LatentAttentionBackend:
         def choose(ops: Mapping[str, Mapping[str, Implementation]]) -> tuple[Choice, ...]:
             return tuple(select(op, known, needs, backends.full) for op, known in ops.items())
 
+        self._forms = {mode: self._make_forms(mode) for mode in modes}
         absorbed = choose(_ABSORBED_OPS)
-        expanded = () if self._policy.absorbed == "always" else choose(_EXPANDED_OPS)
-        self.choices = {Mode.DECODE: absorbed, Mode.EXTEND: (*absorbed, *expanded)}
-        self._forms = {mode: self._make_forms(mode) for mode in Mode}
+        self.choices = {
+            mode: absorbed if forms == (_ABSORBED,) else (*absorbed, *choose(_EXPANDED_OPS))
+            for mode, forms in self._forms.items()
+        }
 
     def forms(self, mode: Mode) -> tuple[Form, ...]:
         """Every form that a step of this mode may take, with as many rows as it ever has."""

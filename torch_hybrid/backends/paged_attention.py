@@ -44,12 +44,16 @@ class PagedAttentionBackend:
     """Plans steps for the full-attention layers of one model."""
 
     def __init__(
-        self, entries: tuple[LayerEntry, ...], sizes: PoolSizes, backends: Backends
+        self,
+        entries: tuple[LayerEntry, ...],
+        sizes: PoolSizes,
+        backends: Backends,
+        modes: Sequence[Mode],
     ) -> None:
-        """Choose an implementation for each mode that serves every layer in ``entries``."""
+        """Choose an implementation for each of ``modes`` that serves every layer in ``entries``."""
+        features = {Mode.DECODE: frozenset[str](), Mode.EXTEND: frozenset({"extend"})}
         self.choices = {
-            Mode.DECODE: (self._choose(entries, sizes, backends, frozenset()),),
-            Mode.EXTEND: (self._choose(entries, sizes, backends, frozenset({"extend"})),),
+            mode: (self._choose(entries, sizes, backends, features[mode]),) for mode in modes
         }
 
     @staticmethod

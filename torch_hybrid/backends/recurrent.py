@@ -68,8 +68,9 @@ class RecurrentBackend:
         entries: tuple[LayerEntry, ...],
         sizes: PoolSizes,
         backends: Backends,
+        modes: Sequence[Mode],
     ) -> None:
-        """Choose an implementation for each mode that serves every layer in ``entries``."""
+        """Choose an implementation for each of ``modes`` that serves every layer in ``entries``."""
         specs: set[Any] = {entry.spec for entry in entries}
 
         def choose(
@@ -87,12 +88,13 @@ class RecurrentBackend:
         if recurrence.convolved:
             width = _conv_width
             convolutions = (choose("causal_conv1d", conv.IMPLEMENTATIONS, width, backends.conv),)
-        rule, linear = recurrence, backends.linear
-        recurrent = choose(f"recurrent_{rule.name}", rule.recurrent, rule.sizes, linear)
-        chunk = choose(f"chunk_{rule.name}", rule.chunk, rule.sizes, linear)
+        rules = {
+            Mode.DECODE: (f"recurrent_{recurrence.name}", recurrence.recurrent),
+            Mode.EXTEND: (f"chunk_{recurrence.name}", recurrence.chunk),
+        }
         self.choices = {
-            Mode.DECODE: (recurrent, *convolutions),
-            Mode.EXTEND: (chunk, *convolutions),
+            mode: (choose(*rules[mode], recurrence.sizes, backends.linear), *convolutions)
+            for mode in modes
         }
 
     def forms(self, mode: Mode) -> tuple[Form, ...]:
