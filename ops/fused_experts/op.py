@@ -8,6 +8,7 @@ from torch import Tensor
 from torch_hybrid.ops.capability import Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
+from torch_hybrid.ops.triton_devices import triton_devices, triton_missing
 
 # Whether a gate stands beside the up projection, by activation.
 HAS_GATE = {"silu": True, "relu2": False}
@@ -21,6 +22,10 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.fused_experts._cpu:fused_experts",
+    ),
+    "triton": Implementation(
+        capability=Capability(devices=triton_devices(), cuda_graph=True, available=triton_missing),
+        launcher="torch_hybrid.ops.fused_experts._triton:fused_experts",
     ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),

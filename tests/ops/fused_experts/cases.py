@@ -34,6 +34,9 @@ CASES = {
     "one_expert_exists": Case(num_tokens=3, num_experts=1, top_k=1),
     "some_choices_empty": Case(num_tokens=20, top_k=3, routing="some_none"),
     "all_choices_empty": Case(num_tokens=4, routing="none"),
+    "few_tokens_odd_sizes": Case(
+        num_tokens=3, num_experts=5, top_k=3, dim=77, width=45, routing="some_none"
+    ),
     "no_tokens": Case(num_tokens=0),
     "no_gate_decode": Case(
         num_tokens=1, num_experts=32, top_k=6, dim=512, width=232, activation="relu2"

@@ -1,0 +1,170 @@
+"""The Triton kernels: in the interpreter, compiled for GPUs that are not there, and on one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.contract import assert_within_budget, to_exact
+from tests.ops.fused_experts.cases import CASES, Case, Inputs, make_inputs
+from tests.ops.fused_experts.test_contract import assert_near
+from tests.ops.triton_compile import (
+    SHARED_LIMITS,
+    TABLE_HEADER,
+    LaunchRecorder,
+    assert_fits,
+    compile_launch,
+    cross_compiler_missing,
+    pretend,
+)
+from tests.ops.triton_interpreter import needs_triton, run_interpreted
+from torch_hybrid.ops.fused_experts import fused_experts
+from torch_hybrid.ops.fused_experts.reference import fused_experts_reference
+
+# What of the contract the interpreter can do in seconds.
+# The whole of it: TRITON_INTERPRET=1 pytest tests/ops/fused_experts -k triton
+CONTRACT = """
+    triton and (
+        (exact or bfloat16) and (odd_sizes or some_choices or one_expert or no_tokens)
+        or does_not_see or int32 or twice or not_read or empty_choices or opcheck and no_gate
+    )
+"""
+# More experts than a launch has blocks, several blocks of an expert, and blocks of many rows.
+WIDE = {
+    "many_experts": Case(num_tokens=3, num_experts=300, top_k=10, dim=192, width=136),
+    "blocks_of_32": Case(num_tokens=90, num_experts=8, dim=200, width=72),
+    "blocks_of_64": Case(num_tokens=200, num_experts=8, routing="some_none"),
+    "blocks_of_128": Case(num_tokens=700, num_experts=8, top_k=3, dim=320, width=136),
+    "one_for_700": Case(num_tokens=700, num_experts=8, routing="one", activation="relu2"),
+    "real": Case(num_tokens=5, num_experts=64, top_k=8, dim=2048, width=512),
+}
+
+
+@needs_triton
+def test_in_the_interpreter() -> None:
+    run_interpreted(Path(__file__).parent, " ".join(CONTRACT.split()))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [*CASES, *WIDE])
+def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    case = {**CASES, **WIDE}[name]
+    inputs = make_inputs(case, dtype=dtype)
+    assert_as_exact(inputs, case.activation, call(on_device(inputs), case.activation))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_captured_graph_serves_other_choices(dtype: torch.dtype) -> None:
+    captured = on_device(make_inputs(CASES["one_expert_for_all"], dtype=dtype))
+    call(captured, "silu")  # compiles the kernels, which cannot be done while capturing
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(captured, "silu")
+    for seed, routing in enumerate(("spread", "none", "some_none"), 1):
+        other = make_inputs(Case(num_tokens=70, routing=routing), dtype=dtype, seed=seed)
+        for static, tensor in zip(captured, other, strict=True):
+            static.copy_(tensor)
+        graph.replay()
+        assert_as_exact(other, "silu", out)
+
+
+def call(inputs: Inputs, activation: str) -> Tensor:
+    return fused_experts(*inputs, activation=activation, impl="triton")
+
+
+def assert_as_exact(inputs: Inputs, activation: str, out: Tensor) -> None:
+    """Within budget in float32; else as near as hidden activations of x's dtype allow."""
+    exact = fused_experts_reference(*to_exact(*inputs), activation=activation)
+    if out.dtype == torch.float32:
+        reference = fused_experts_reference(*inputs, activation=activation)
+        assert_within_budget(out.cpu(), exact, reference)
+    else:
+        assert_near(out.cpu(), exact)
+
+
+def on_device(inputs: Inputs) -> Inputs:
+    """Copies on the GPU; rows of x stay parts of wider ones."""
+    x, *others = (tensor.to("cuda", copy=True) for tensor in inputs)
+    wide = torch.cat([x, torch.full_like(x, torch.nan)], 1)
+    return wide[:, : x.shape[1]], *others
+
+
+# (tokens, experts, top k, dim, width, activation, dtype)
+SHAPES = {
+    "Qwen3-Next 1": (1, 512, 10, 2048, 512, "silu", torch.bfloat16),
+    "Qwen3-Next 8": (8, 512, 10, 2048, 512, "silu", torch.bfloat16),
+    "Qwen3-Next 512": (512, 512, 10, 2048, 512, "silu", torch.bfloat16),
+    "Qwen3-Next 4096": (4096, 512, 10, 2048, 512, "silu", torch.bfloat16),
+    "Nemotron-H 4096": (4096, 128, 6, 2688, 1856, "relu2", torch.bfloat16),
+    "Qwen3-Next 64 float32": (64, 512, 10, 2048, 512, "silu", torch.float32),
+}
+KERNELS = (
+    "_count_kernel",
+    "_add_up_kernel",
+    "_place_kernel",
+    "_gate_up_kernel",
+    "_down_kernel",
+    "_combine_kernel",
+)
+KERNELS_OF_FEW = ("_hidden_kernel", "_out_kernel")
+
+
+@pytest.mark.skipif(cross_compiler_missing() is not None, reason=cross_compiler_missing() or "")
+def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = []
+    for label, shape in SHAPES.items():
+        for target in SHARED_LIMITS:
+            launches = record_launches(monkeypatch, target, *shape)
+            rows += [
+                compile_launch(launch, target, f"{label} {name}")
+                for name, launch in launches.items()
+            ]
+    print("", TABLE_HEADER, *rows, sep="\n")
+    for row in rows:
+        assert_fits(row)
+        multiplies = "gate_up" in row.kernel or "down" in row.kernel
+        assert (row.products != "-") == (multiplies and "float32" not in row.kernel), row
+
+
+def record_launches(
+    monkeypatch: pytest.MonkeyPatch,
+    target: str,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    dim: int,
+    width: int,
+    activation: str,
+    dtype: torch.dtype,
+) -> dict[str, LaunchRecorder]:
+    """What the launcher launches, by kernel."""
+    from torch_hybrid.ops.fused_experts import _triton, _triton_few
+
+    def weights(*shape: int) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device="meta")
+    rows = (1 + (activation == "silu")) * width
+    with monkeypatch.context() as patch:
+        pretend(patch, target, _triton)
+        recorders = {}
+        for module, names in ((_triton, KERNELS), (_triton_few, KERNELS_OF_FEW)):
+            for name in names:
+                recorders[name] = LaunchRecorder(getattr(module, name))
+                patch.setattr(module, name, recorders[name])
+        _triton.fused_experts(
+            weights(num_tokens, dim),
+            ids,
+            weights(num_tokens, top_k),
+            weights(num_experts, rows, dim),
+            weights(num_experts, dim, width),
+            activation=activation,
+        )
+    return {name: recorder for name, recorder in recorders.items() if recorder.launches}
