@@ -3,7 +3,8 @@
     python -m benchmarks.decode [--model NAME] [--dtype NAME] [--profile]
 
 Every contestant holds the same sequences, of 128 to 512 tokens, and appends a token to each by
-turns; between them, as many bytes are read as the step must read, which is the floor of memory.
+turns; between them, as many bytes of the weights are read as the step must move, which is the
+floor of memory.
 Transformers runs its padded batch eagerly, and compiled with a static cache. Targets hold
 for dense models in float32; for others the figures are reported.
 """
@@ -129,7 +130,7 @@ def main() -> None:
         columns=["batch", "", "min ms", "median ms", "over floor", "tokens/s"],
     )
     matrix_rate = measure(options.torch_dtype).matrix_rate
-    read = Read()
+    read = Read(model.parameters())
     for batch in options.batches:
         prompts = _prompts(batch, model.vocab_size, quick=options.quick)
         ready = _line_up(contestants, prompts, oracle, options.compile_limit)

@@ -12,12 +12,12 @@ and those of the mixers.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from benchmarks.mixers import Row, cache_bytes, mixer_flops
 from benchmarks.models import make_model
@@ -29,6 +29,7 @@ from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.ops.native import compiler_missing, load_library
 
+_CPU = torch.device("cpu")
 _SOURCE = Path(__file__).with_name("_read.cpp")
 
 
@@ -43,9 +44,8 @@ class Ceilings:
 def measure(dtype: torch.dtype, *, rounds: int = 10) -> Ceilings:
     """Measure both ceilings now; a model in this dtype is judged by them."""
     read = Read()
-    size = read.buffer.nbytes
     return Ceilings(
-        bandwidth=size / best_of(lambda: read(size), rounds=rounds),
+        bandwidth=read.nbytes / best_of(lambda: read(read.nbytes), rounds=rounds),
         matrix_rate=_matrix_rate(dtype, rounds=rounds),
     )
 
@@ -53,25 +53,45 @@ def measure(dtype: torch.dtype, *, rounds: int = 10) -> Ceilings:
 class Read:
     """Reads so many bytes from memory as fast as the machine gives them, and does nothing else.
 
-    The buffer is much larger than any cache, and in huge pages as our weights are.
+    Args:
+        memory: what is read, all together much larger than any cache; the memory of a model's
+            weights where a step of it is judged, because not all memory of a machine is as fast.
+            By default a buffer in huge pages.
     """
 
-    def __init__(self) -> None:
-        self.buffer = zeros([2**27], dtype=torch.float32, device=torch.device("cpu")).fill_(1)
+    def __init__(self, memory: Iterable[Tensor] = ()) -> None:
+        self._memory = list(memory) or [zeros([2**27], dtype=torch.float32, device=_CPU).fill_(1)]
+        self._stretches = _stretches(self._memory)
+        self.nbytes = sum(nbytes for _, nbytes in self._stretches)
         self._native: Callable[[int, int, int], object] | None = None
         if compiler_missing() is None:
             self._native = load_library("benchmark_read", _SOURCE).th_read
             self._native.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
 
     def __call__(self, nbytes: int) -> None:
-        """Read ``nbytes``, the buffer over and over."""
+        """Read ``nbytes``, the memory over and over."""
         while nbytes > 0:
-            count = min(nbytes, self.buffer.nbytes) // 4
-            if self._native is None:
-                self.buffer[:count].view(torch.int32).sum()
-            else:
-                self._native(self.buffer.data_ptr(), count, torch.get_num_threads())
-            nbytes -= max(4 * count, 1)
+            for start, length in self._stretches:
+                count = min(length, nbytes)
+                if self._native is None:
+                    address = (ctypes.c_char * count).from_address(start)
+                    torch.frombuffer(address, dtype=torch.int32, count=count // 4).sum()
+                else:
+                    self._native(start, count // 4, torch.get_num_threads())
+                nbytes -= count
+                if nbytes <= 0:
+                    break
+
+
+def _stretches(memory: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Start and length in bytes of what lies together; tensors may share memory."""
+    found: list[tuple[int, int]] = []
+    for start, length in sorted((x.data_ptr(), x.nbytes) for x in memory if x.nbytes):
+        if found and start <= sum(found[-1]) + 64:
+            first, before = found.pop()
+            start, length = first, max(before, start + length - first)
+        found.append((start, length))
+    return found
 
 
 def _matrix_rate(dtype: torch.dtype, *, rounds: int) -> float:
