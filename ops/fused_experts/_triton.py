@@ -10,13 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.fused_experts._triton_activation import activate
 from torch_hybrid.ops.fused_experts._triton_few import few_tokens
+from torch_hybrid.ops.fused_experts._triton_group import group_pairs, num_blocks, rows_of_block
 from torch_hybrid.ops.triton_devices import is_hopper
 from torch_hybrid.ops.triton_products import dot
 
 # Up to so many tokens, hardly an expert has two of them.
 _FEW_TOKENS = 4
-_CHUNK = 128  # pairs that a program brings into the order of their experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +44,6 @@ class Tile:
             return cls(block_m=rows, block_n=128, block_k=64, num_warps=4, num_stages=4)
         block_n, stages = (256, 4) if is_hopper(like.device) else (128, 3)
         return cls(block_m=128, block_n=block_n, block_k=64, num_warps=8, num_stages=stages)
-
-    def num_blocks(self, num_pairs: int, num_experts: int) -> int:
-        """Blocks of pairs for any choice of experts: each that is hit may leave one unfilled."""
-        most_hit = min(num_pairs, num_experts)
-        return (num_pairs - most_hit) // self.block_m + most_hit
 
 
 def fused_experts(
@@ -86,13 +82,13 @@ def _many_tokens(
     num_experts, dim, width = down.shape
     num_pairs = num_tokens * top_k
     has_gate = activation == "silu"
-    order, starts = _group(expert_ids, num_experts)
+    order, starts = group_pairs(expert_ids, num_experts)
     hidden = x.new_empty(num_pairs, width)
     results = x.new_empty(num_pairs, dim)
     tile = Tile.of(num_pairs, num_experts, x)
-    num_blocks = tile.num_blocks(num_pairs, num_experts)
+    blocks = num_blocks(num_pairs, num_experts, tile.block_m)
     block_n = tile.block_n // (1 + has_gate)
-    _gate_up_kernel[(num_blocks * triton.cdiv(width, block_n),)](
+    _gate_up_kernel[(blocks * triton.cdiv(width, block_n),)](
         x,
         gate_up,
         hidden,
@@ -112,7 +108,7 @@ def _many_tokens(
         num_stages=tile.num_stages,
         enable_fp_fusion=True,
     )
-    _down_kernel[(num_blocks * triton.cdiv(dim, tile.block_n),)](
+    _down_kernel[(blocks * triton.cdiv(dim, tile.block_n),)](
         hidden,
         down,
         results,
@@ -142,131 +138,6 @@ def _many_tokens(
         num_warps=4,
         enable_fp_fusion=True,
     )
-
-
-def _group(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Numbers of the pairs, those of an expert in a row, and where each expert's begin.
-
-    A counting sort in chunks of pairs.
-    """
-    num_pairs = expert_ids.numel()
-    order = expert_ids.new_empty(num_pairs, dtype=torch.int32)
-    starts = expert_ids.new_empty(num_experts + 1, dtype=torch.int32)
-    chunk = max(16, min(_CHUNK, triton.next_power_of_2(num_pairs)))
-    num_chunks = triton.cdiv(num_pairs, chunk)
-    counts = expert_ids.new_empty(num_chunks + 1, num_experts, dtype=torch.int32)
-    sizes = {"E": num_experts, "BLOCK_E": max(16, triton.next_power_of_2(num_experts)), "C": chunk}
-    if num_chunks > 1:
-        _count_kernel[(num_chunks,)](expert_ids, counts, num_pairs, **sizes, num_warps=4)
-        _add_up_kernel[(triton.cdiv(num_experts, 16),)](
-            counts, num_chunks, E=num_experts, BLOCK_E=16, BLOCK=64, num_warps=4
-        )
-    _place_kernel[(num_chunks,)](
-        expert_ids,
-        counts,
-        order,
-        starts,
-        num_pairs,
-        num_chunks,
-        **sizes,
-        ONE_CHUNK=num_chunks == 1,
-        num_warps=8,
-    )
-    return order, starts
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
-def _count_kernel(
-    expert_ids: tl.tensor,
-    counts: tl.tensor,
-    num_pairs: tl.tensor,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    C: tl.constexpr,
-) -> None:
-    """One program: how many of a chunk of C pairs each expert has."""
-    pair = tl.program_id(0) * C + tl.arange(0, C)
-    chosen = tl.load(expert_ids + pair, mask=pair < num_pairs, other=E).to(tl.int32)
-    expert = tl.arange(0, BLOCK_E)
-    count = tl.histogram(chosen, BLOCK_E, mask=chosen < E)
-    tl.store(counts + tl.program_id(0) * E + expert, count, mask=expert < E)
-
-
-@triton.jit(do_not_specialize=["num_chunks"])
-def _add_up_kernel(
-    counts: tl.tensor,
-    num_chunks: tl.tensor,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One program: for BLOCK_E experts, counts of each chunk to those of all chunks before it.
-
-    The row after the last chunk's has those of all chunks.
-    """
-    expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
-    before = tl.zeros([BLOCK_E], dtype=tl.int32)
-    for first in range(0, num_chunks, BLOCK):
-        chunk = first + tl.arange(0, BLOCK)
-        mask = (chunk < num_chunks)[:, None] & (expert < E)[None, :]
-        p_count = counts + chunk[:, None] * E + expert[None, :]
-        count = tl.load(p_count, mask=mask, other=0)
-        tl.store(p_count, before[None, :] + tl.cumsum(count, 0) - count, mask=mask)
-        before += tl.sum(count, 0)
-    tl.store(counts + num_chunks * E + expert, before, mask=expert < E)
-
-
-@triton.jit(do_not_specialize=["num_pairs", "num_chunks"])
-def _place_kernel(
-    expert_ids: tl.tensor,
-    counts: tl.tensor,
-    order: tl.tensor,
-    starts: tl.tensor,
-    num_pairs: tl.tensor,
-    num_chunks: tl.tensor,
-    E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    C: tl.constexpr,
-    ONE_CHUNK: tl.constexpr,
-) -> None:
-    """One program: a chunk of C pairs, each to its place in the order."""
-    own = tl.program_id(0)
-    nth = tl.arange(0, C)
-    pair = own * C + nth
-    chosen = tl.load(expert_ids + pair, mask=pair < num_pairs, other=E).to(tl.int32)
-    expert = tl.arange(0, BLOCK_E)
-    if ONE_CHUNK:
-        count = tl.histogram(chosen, BLOCK_E, mask=chosen < E)
-        first = tl.cumsum(count, 0) - count
-        start = first
-    else:
-        count = tl.load(counts + num_chunks * E + expert, mask=expert < E, other=0)
-        start = tl.cumsum(count, 0) - count
-        first = start + tl.load(counts + own * E + expert, mask=expert < E, other=0)
-    if own == 0:
-        tl.store(starts + expert, start, mask=expert < E)
-        tl.store(starts + E, tl.sum(count, 0))
-    is_before = (chosen[None, :] == chosen[:, None]) & (nth[None, :] < nth[:, None])
-    place = tl.gather(first, tl.minimum(chosen, E - 1), 0) + tl.sum(is_before.to(tl.int32), 1)
-    tl.store(order + place, pair, mask=chosen < E)
-
-
-@triton.jit
-def _rows_of_block(
-    starts: tl.tensor, block: tl.tensor, E: tl.constexpr, BLOCK_E: tl.constexpr, M: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """The expert of a block of M rows, E when it is idle, and where in the order its rows begin
-    and end."""
-    index = tl.arange(0, BLOCK_E)
-    begin = tl.load(starts + index, mask=index < E, other=0)
-    end = tl.load(starts + index + 1, mask=index < E, other=0)
-    count = (end - begin + M - 1) // M
-    is_before = (tl.cumsum(count, 0) <= block) & (index < E)
-    expert = tl.sum(is_before.to(tl.int32), 0)
-    first = block - tl.sum(tl.where(is_before, count, 0), 0)
-    is_own = index == expert
-    begin = tl.sum(tl.where(is_own, begin, 0), 0) + first * M
-    return expert, begin, tl.sum(tl.where(is_own, end, 0), 0)
 
 
 @triton.jit
@@ -308,7 +179,7 @@ def _gate_up_kernel(
     """One program: BLOCK_N hidden activations of BLOCK_M pairs of one expert."""
     NUM_COLUMNS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // NUM_COLUMNS
-    expert, begin, end = _rows_of_block(starts, block, E, BLOCK_E, BLOCK_M)
+    expert, begin, end = rows_of_block(starts, block, E, BLOCK_E, BLOCK_M)
     if expert == E:
         return
     row = begin + tl.arange(0, BLOCK_M)
@@ -333,13 +204,9 @@ def _gate_up_kernel(
             b_gate, lost_gate = _add_product(b_gate, lost_gate, b_x, b_w)
         b_w = tl.load(p_w + HAS_GATE * I * D + first, mask=mask_w, other=0.0)
         b_up, lost_up = _add_product(b_up, lost_up, b_x, b_w)
-    if HAS_GATE:
-        b_up *= b_gate / (1 + tl.exp(-b_gate))
-    else:
-        b_up = tl.maximum(b_up, 0.0)
-        b_up *= b_up
+    b_hidden = activate(b_gate, b_up, HAS_GATE)
     p_hidden = hidden + pair[:, None] * I + index_n[None, :]
-    tl.store(p_hidden, b_up.to(hidden.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
+    tl.store(p_hidden, b_hidden.to(hidden.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
 
 
 @triton.jit
@@ -360,7 +227,7 @@ def _down_kernel(
     """One program: BLOCK_N outputs of BLOCK_M pairs of one expert."""
     NUM_COLUMNS: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0) // NUM_COLUMNS
-    expert, begin, end = _rows_of_block(starts, block, E, BLOCK_E, BLOCK_M)
+    expert, begin, end = rows_of_block(starts, block, E, BLOCK_E, BLOCK_M)
     if expert == E:
         return
     row = begin + tl.arange(0, BLOCK_M)

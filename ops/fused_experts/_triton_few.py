@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_N = 8  # rows of weights that a program reads side by side
-BLOCK_K = 256
-NUM_STAGES = 4
-NUM_WARPS = 4
+from torch_hybrid.ops.fused_experts._triton_activation import activate
+
+_BLOCK_N = 8  # rows of weights that a program reads side by side
+_BLOCK_K = 256
+_NUM_STAGES = 4
+_NUM_WARPS = 4
 
 
 def few_tokens(
@@ -31,7 +33,7 @@ def few_tokens(
     num_tokens, top_k = expert_ids.shape
     num_experts, dim, width = down.shape
     hidden = x.new_empty(num_tokens * top_k, width)
-    _hidden_kernel[(num_tokens * top_k, triton.cdiv(width, BLOCK_N))](
+    _hidden_kernel[(num_tokens * top_k, triton.cdiv(width, _BLOCK_N))](
         x,
         expert_ids,
         gate_up,
@@ -42,13 +44,13 @@ def few_tokens(
         E=num_experts,
         D=dim,
         I=width,
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=min(BLOCK_K, triton.next_power_of_2(dim)),
-        STAGES=NUM_STAGES,
-        num_warps=NUM_WARPS,
+        BLOCK_N=_BLOCK_N,
+        BLOCK_K=min(_BLOCK_K, triton.next_power_of_2(dim)),
+        STAGES=_NUM_STAGES,
+        num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
     )
-    _out_kernel[(num_tokens, triton.cdiv(dim, BLOCK_N))](
+    _out_kernel[(num_tokens, triton.cdiv(dim, _BLOCK_N))](
         hidden,
         expert_ids,
         expert_weights,
@@ -58,10 +60,10 @@ def few_tokens(
         E=num_experts,
         D=dim,
         I=width,
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=min(BLOCK_K, triton.next_power_of_2(width)),
-        STAGES=NUM_STAGES,
-        num_warps=NUM_WARPS,
+        BLOCK_N=_BLOCK_N,
+        BLOCK_K=min(_BLOCK_K, triton.next_power_of_2(width)),
+        STAGES=_NUM_STAGES,
+        num_warps=_NUM_WARPS,
         enable_fp_fusion=True,
     )
 
@@ -101,15 +103,9 @@ def _hidden_kernel(
         if HAS_GATE:
             gate += tl.load(p_w + first, mask=mask_w, other=0.0).to(tl.float32) * b_x
         up += tl.load(p_w + HAS_GATE * I * D + first, mask=mask_w, other=0.0).to(tl.float32) * b_x
-    b_hidden = tl.sum(up, 1)
-    if HAS_GATE:
-        b_gate = tl.sum(gate, 1)
-        b_hidden *= b_gate / (1 + tl.exp(-b_gate))
-    else:
-        b_hidden = tl.maximum(b_hidden, 0.0)
-        b_hidden *= b_hidden
-    tl.store(hidden + pair.to(tl.int64) * I + index_n, b_hidden.to(hidden.dtype.element_ty),
-             mask=index_n < I)  # fmt: skip
+    b_hidden = activate(tl.sum(gate, 1), tl.sum(up, 1), HAS_GATE)
+    p_hidden = hidden + pair.to(tl.int64) * I + index_n
+    tl.store(p_hidden, b_hidden.to(hidden.dtype.element_ty), mask=index_n < I)
 
 
 @triton.jit

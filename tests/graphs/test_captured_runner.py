@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torch_hybrid as th
+from tests.devices import needs_cuda
 from tests.models.oracle import (
     Oracle,
     ask,
@@ -31,7 +32,6 @@ LENGTHS = (40, 3, 70, 1)
 FAMILIES = ("qwen3_next_dense", "qwen3", "deepseek_v3", "kimi_linear", "bamba", "minimax")
 SIZES = {"max_seqs": 6, "max_tokens": 256, "kv_tokens": 512}
 CHUNKS = th.Backends(prefix=th.PrefixPolicy(token_budget=96, absorbed="never"))
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 
 
 def make(family: str, **options: Any) -> tuple[th.Runner, Oracle]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.devices import needs_cuda
 from torch_hybrid.graphs.cuda_graph import CapturedSteps
 from torch_hybrid.graphs.static_inputs import StaticInputs
 
@@ -78,7 +79,7 @@ def test_errors(device: torch.device):
         steps.replay("b")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@needs_cuda
 def test_all_graphs_share_one_pool():
     """A second graph of the same step takes next to no memory of its own."""
     device = torch.device("cuda")

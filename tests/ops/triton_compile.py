@@ -11,6 +11,7 @@ import importlib.util
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -71,16 +72,25 @@ class Resources:
         )
 
 
-TABLE_HEADER = """\
+_TABLE_HEADER = """\
 | kernel | target | warps | registers | stack | shared | async copies | products |
 |---|---|---|---|---|---|---|---|"""
 
 
-def assert_fits(resources: Resources) -> None:
-    """No spills, and no more shared memory than a block of the target may have."""
-    limit = SHARED_LIMITS[resources.target]
-    assert resources.stack == 0, f"{resources.kernel} spills: {resources}"
-    assert resources.shared <= limit, f"over {limit} bytes of shared memory: {resources}"
+def assert_all_fit(rows: Sequence[Resources]) -> None:
+    """No spills, and no more shared memory than a block of the target may have; shown first."""
+    print("", _TABLE_HEADER, *rows, sep="\n")
+    for row in rows:
+        limit = SHARED_LIMITS[row.target]
+        assert row.stack == 0, f"{row.kernel} spills: {row}"
+        assert row.shared <= limit, f"over {limit} bytes of shared memory: {row}"
+
+
+def _cuobjdump() -> Path:
+    spec = importlib.util.find_spec("triton")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 def cross_compiler_missing() -> str | None:
@@ -90,6 +100,11 @@ def cross_compiler_missing() -> str | None:
     if interpreted():
         return "this process interprets kernels (TRITON_INTERPRET is set)"
     return None if _cuobjdump().exists() else "triton's cuobjdump is missing"
+
+
+needs_cross_compiler = pytest.mark.skipif(
+    cross_compiler_missing() is not None, reason=cross_compiler_missing() or ""
+)
 
 
 def compile_launch(recorder: LaunchRecorder, target: str, label: str) -> Resources:
@@ -141,13 +156,6 @@ def _specialise(
         else:
             signature[parameter.name] = "fp32"
     return signature, constexprs, attrs
-
-
-def _cuobjdump() -> Path:
-    spec = importlib.util.find_spec("triton")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 def _resource_usage(cubin: bytes) -> tuple[int, int]:

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.devices import needs_cuda
 from tests.ops.causal_conv1d.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.contract import assert_within_budget
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
-    TABLE_HEADER,
     LaunchRecorder,
-    assert_fits,
+    assert_all_fit,
     compile_launch,
-    cross_compiler_missing,
+    needs_cross_compiler,
 )
 from tests.ops.triton_interpreter import needs_triton, run_interpreted
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
@@ -36,8 +36,7 @@ def test_in_the_interpreter():
     run_interpreted(Path(__file__).parent, " ".join(CONTRACT.split()))
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_on_a_gpu(case: Case, dtype: torch.dtype):
@@ -46,8 +45,7 @@ def test_on_a_gpu(case: Case, dtype: torch.dtype):
     assert_as_exact(inputs, call(moved).cpu(), moved.conv_state.cpu())
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 def test_a_captured_graph_serves_other_lengths():
     """Three sequences of a bucket of 80 tokens, replayed with other lengths and slots."""
     captured = on_device(make_inputs(Case(lengths=(1, 50, 1), num_padding_tokens=28)))
@@ -97,15 +95,13 @@ SHAPES = {
 }
 
 
-@pytest.mark.skipif(cross_compiler_missing() is not None, reason=cross_compiler_missing() or "")
+@needs_cross_compiler
 def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch):
     rows = []
     for label, shape in SHAPES.items():
         launch = record_launch(monkeypatch, *shape)
         rows += [compile_launch(launch, target, label) for target in SHARED_LIMITS]
-    print("", TABLE_HEADER, *rows, sep="\n")
-    for row in rows:
-        assert_fits(row)
+    assert_all_fit(rows)
 
 
 def record_launch(

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget, to_exact
 from tests.ops.fused_experts.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.fused_experts.test_contract import assert_near
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
-    TABLE_HEADER,
     LaunchRecorder,
-    assert_fits,
+    assert_all_fit,
     compile_launch,
-    cross_compiler_missing,
+    needs_cross_compiler,
     pretend,
 )
 from tests.ops.triton_interpreter import needs_triton, run_interpreted
@@ -48,8 +49,7 @@ def test_in_the_interpreter() -> None:
     run_interpreted(Path(__file__).parent, " ".join(CONTRACT.split()))
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", [*CASES, *WIDE])
 def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
@@ -58,8 +58,7 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     assert_as_exact(inputs, case.activation, call(on_device(inputs), case.activation))
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_captured_graph_serves_other_choices(dtype: torch.dtype) -> None:
     captured = on_device(make_inputs(CASES["one_expert_for_all"], dtype=dtype))
@@ -102,21 +101,18 @@ SHAPES = {
     "Qwen3-Next 8": (8, 512, 10, 2048, 512, "silu", torch.bfloat16),
     "Qwen3-Next 512": (512, 512, 10, 2048, 512, "silu", torch.bfloat16),
     "Qwen3-Next 4096": (4096, 512, 10, 2048, 512, "silu", torch.bfloat16),
+    "Qwen3-Next 1 float32": (1, 512, 10, 2048, 512, "silu", torch.float32),
     "Nemotron-H 4096": (4096, 128, 6, 2688, 1856, "relu2", torch.bfloat16),
     "Qwen3-Next 64 float32": (64, 512, 10, 2048, 512, "silu", torch.float32),
 }
-KERNELS = (
-    "_count_kernel",
-    "_add_up_kernel",
-    "_place_kernel",
-    "_gate_up_kernel",
-    "_down_kernel",
-    "_combine_kernel",
-)
-KERNELS_OF_FEW = ("_hidden_kernel", "_out_kernel")
+KERNELS = {
+    "_triton_group": ("_count_kernel", "_add_up_kernel", "_place_kernel"),
+    "_triton_few": ("_hidden_kernel", "_out_kernel"),
+    "_triton": ("_gate_up_kernel", "_down_kernel", "_combine_kernel"),
+}
 
 
-@pytest.mark.skipif(cross_compiler_missing() is not None, reason=cross_compiler_missing() or "")
+@needs_cross_compiler
 def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = []
     for label, shape in SHAPES.items():
@@ -126,9 +122,8 @@ def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
                 compile_launch(launch, target, f"{label} {name}")
                 for name, launch in launches.items()
             ]
-    print("", TABLE_HEADER, *rows, sep="\n")
+    assert_all_fit(rows)
     for row in rows:
-        assert_fits(row)
         multiplies = "gate_up" in row.kernel or "down" in row.kernel
         assert (row.products != "-") == (multiplies and "float32" not in row.kernel), row
 
@@ -145,7 +140,8 @@ def record_launches(
     dtype: torch.dtype,
 ) -> dict[str, LaunchRecorder]:
     """What the launcher launches, by kernel."""
-    from torch_hybrid.ops.fused_experts import _triton, _triton_few
+    folder = "torch_hybrid.ops.fused_experts"
+    modules = {name: importlib.import_module(f"{folder}.{name}") for name in KERNELS}
 
     def weights(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -153,13 +149,13 @@ def record_launches(
     ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device="meta")
     rows = (1 + (activation == "silu")) * width
     with monkeypatch.context() as patch:
-        pretend(patch, target, _triton)
+        pretend(patch, target, modules["_triton"])
         recorders = {}
-        for module, names in ((_triton, KERNELS), (_triton_few, KERNELS_OF_FEW)):
-            for name in names:
-                recorders[name] = LaunchRecorder(getattr(module, name))
-                patch.setattr(module, name, recorders[name])
-        _triton.fused_experts(
+        for name, kernels in KERNELS.items():
+            for kernel in kernels:
+                recorders[kernel] = LaunchRecorder(getattr(modules[name], kernel))
+                patch.setattr(modules[name], kernel, recorders[kernel])
+        modules["_triton"].fused_experts(
             weights(num_tokens, dim),
             ids,
             weights(num_tokens, top_k),

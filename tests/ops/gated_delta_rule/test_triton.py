@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.devices import needs_cuda
 from tests.ops.delta_rule_cases import Case
 from tests.ops.delta_rule_triton import Shape, check, check_captured, record_recurrent
 from tests.ops.gated_delta_rule.cases import CASES, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
-    TABLE_HEADER,
-    assert_fits,
+    assert_all_fit,
     compile_launch,
-    cross_compiler_missing,
+    needs_cross_compiler,
 )
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
 from torch_hybrid.ops.gated_delta_rule import recurrent_gated_delta_rule
@@ -52,16 +52,14 @@ def test_blocks_of_a_head_in_interpreter(case: Case):
     check(*GATED, "cpu", make_inputs(case, torch.bfloat16))
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_on_a_gpu(case: Case, dtype: torch.dtype):
     check(*GATED, "cuda", make_inputs(case, dtype))
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 def test_a_captured_graph_serves_other_lengths():
     """Three sequences of a bucket of eight tokens, replayed with other lengths and slots."""
     check_captured(
@@ -81,12 +79,10 @@ SHAPES = {
 }
 
 
-@pytest.mark.skipif(cross_compiler_missing() is not None, reason=cross_compiler_missing() or "")
+@needs_cross_compiler
 def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch):
     rows = []
     for label, shape in SHAPES.items():
         launch = record_recurrent(monkeypatch, shape)
         rows += [compile_launch(launch, target, label) for target in SHARED_LIMITS]
-    print("", TABLE_HEADER, *rows, sep="\n")
-    for row in rows:
-        assert_fits(row)
+    assert_all_fit(rows)

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.devices import needs_cuda
 from tests.ops.delta_rule_cases import Case
 from tests.ops.delta_rule_triton import Shape, check, check_captured, record_recurrent
 from tests.ops.kimi_delta_attention.cases import CASES, case, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
-    TABLE_HEADER,
-    assert_fits,
+    assert_all_fit,
     compile_launch,
-    cross_compiler_missing,
+    needs_cross_compiler,
 )
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
 from torch_hybrid.ops.kimi_delta_attention import recurrent_kimi_delta_attention
@@ -59,16 +59,14 @@ def test_any_decay_in_interpreter(decay: float):
     check(*KIMI, "cpu", replace(inputs, g=torch.full_like(inputs.g, decay)))
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", CASES.values(), ids=CASES.keys())
 def test_on_a_gpu(shape: Case, dtype: torch.dtype):
     check(*KIMI, "cuda", make_inputs(shape, dtype))
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 def test_a_captured_graph_serves_other_lengths():
     """Three sequences of a bucket of eight tokens, replayed with other lengths and slots."""
     check_captured(
@@ -90,12 +88,10 @@ SHAPES = {
 }
 
 
-@pytest.mark.skipif(cross_compiler_missing() is not None, reason=cross_compiler_missing() or "")
+@needs_cross_compiler
 def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch):
     rows = []
     for label, shape in SHAPES.items():
         launch = record_recurrent(monkeypatch, shape)
         rows += [compile_launch(launch, target, label) for target in SHARED_LIMITS]
-    print("", TABLE_HEADER, *rows, sep="\n")
-    for row in rows:
-        assert_fits(row)
+    assert_all_fit(rows)

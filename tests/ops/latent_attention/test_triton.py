@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget
 from tests.ops.latent_attention.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
-    TABLE_HEADER,
     LaunchRecorder,
-    assert_fits,
+    assert_all_fit,
     compile_launch,
-    cross_compiler_missing,
+    needs_cross_compiler,
     pretend,
 )
 from tests.ops.triton_interpreter import needs_triton, run_interpreted
@@ -38,8 +38,7 @@ def test_in_the_interpreter() -> None:
     run_interpreted(Path(__file__).parent, " ".join(CONTRACT.split()))
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
@@ -49,8 +48,7 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     assert_as_exact(inputs, CASES[name].scale, out.cpu(), lse.cpu(), moved.pool.cpu())
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_captured_graph_serves_other_lengths(dtype: torch.dtype) -> None:
     """Two sequences in a bucket of eight tokens, replayed with other lengths and pages."""
@@ -118,16 +116,15 @@ SHAPES = {
 }
 
 
-@pytest.mark.skipif(cross_compiler_missing() is not None, reason=cross_compiler_missing() or "")
+@needs_cross_compiler
 def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = []
     for label, shape in SHAPES.items():
         for target in SHARED_LIMITS:
             launch = record_launch(monkeypatch, target, *shape)
             rows.append(compile_launch(launch, target, label))
-    print("", TABLE_HEADER, *rows, sep="\n")
+    assert_all_fit(rows)
     for row in rows:
-        assert_fits(row)
         # Lost when the compiler can no longer prove that rows of latents are aligned.
         assert row.async_copies > 0, row
 

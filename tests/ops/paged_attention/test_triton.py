@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget
 from tests.ops.paged_attention.cases import CASES, OPTIONS, Case, Inputs, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
-    TABLE_HEADER,
     LaunchRecorder,
-    assert_fits,
+    assert_all_fit,
     compile_launch,
-    cross_compiler_missing,
+    needs_cross_compiler,
 )
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
 from torch_hybrid.ops.paged_attention import paged_attention_with_lse, reference
@@ -57,8 +57,7 @@ def test_paths_in_interpreter(name: str) -> None:
     check("cpu", PATHS[name], torch.float16, "plain")
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES | PATHS)
 def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
@@ -66,8 +65,7 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
         check("cuda", (CASES | PATHS)[name], dtype, options)
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 def test_a_captured_graph_serves_other_lengths() -> None:
     """Two sequences in a bucket of eight tokens, replayed with other lengths and pages."""
     shape = Case(num_q_heads=4, num_kv_heads=2, head_dim=64, lengths=((1, 70), (1, 9)))
@@ -130,7 +128,7 @@ SHAPES = {
 KERNELS = ("_write_kernel", "_attend_kernel", "_merge_kernel")
 
 
-@pytest.mark.skipif(cross_compiler_missing() is not None, reason=cross_compiler_missing() or "")
+@needs_cross_compiler
 def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = []
     for number, (label, shape) in enumerate(SHAPES.items()):
@@ -138,9 +136,8 @@ def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
         for kernel in KERNELS if number == 0 else ("_attend_kernel",):
             name = f"{kernel.strip('_').removesuffix('_kernel')}: {label}"
             rows += [compile_launch(launches[kernel], target, name) for target in SHARED_LIMITS]
-    print("", TABLE_HEADER, *rows, sep="\n")
+    assert_all_fit(rows)
     for row in rows:
-        assert_fits(row)
         if row.kernel.startswith("attend"):
             # Lost when the compiler can no longer prove that rows of keys are aligned.
             assert row.async_copies > 0, row

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.devices import needs_cuda
 from tests.ops.ssd.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.ssd.test_triton import assert_as_exact, on_device, tensor_fields
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
-    TABLE_HEADER,
     LaunchRecorder,
-    assert_fits,
+    assert_all_fit,
     compile_launch,
-    cross_compiler_missing,
+    needs_cross_compiler,
     pretend,
 )
 from tests.ops.triton_interpreter import needs_triton, run_interpreted
@@ -35,8 +35,7 @@ def test_in_the_interpreter():
     run_interpreted(Path(__file__).parent, " ".join(CONTRACT.split()))
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 @pytest.mark.parametrize(
     ("dtype", "chunk_size"),
     [
@@ -56,8 +55,7 @@ def test_on_a_gpu(case: Case, dtype: torch.dtype, chunk_size: int):
     assert_as_exact(inputs, out.cpu(), moved.state.cpu())
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("decay", [0.0, -1e-3, -5.0, -50.0, -torch.inf])
 def test_decays_on_a_gpu(decay: float):
     inputs = make_inputs(Case(lengths=(130, 17)), torch.bfloat16)
@@ -67,8 +65,7 @@ def test_decays_on_a_gpu(decay: float):
     assert_as_exact(inputs, out.cpu(), moved.state.cpu())
 
 
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 def test_a_captured_graph_serves_other_lengths():
     """Three sequences of a bucket of 200 tokens, replayed with other lengths and slots."""
     shape = {"k_dim": 32, "v_dim": 32}
@@ -102,16 +99,15 @@ SHAPES = {
 }
 
 
-@pytest.mark.skipif(cross_compiler_missing() is not None, reason=cross_compiler_missing() or "")
+@needs_cross_compiler
 def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch):
     rows = []
     for label, shape in SHAPES.items():
         for target in SHARED_LIMITS:
             launch = record_launch(monkeypatch, target, *shape)
             rows.append(compile_launch(launch, target, label))
-    print("", TABLE_HEADER, *rows, sep="\n")
+    assert_all_fit(rows)
     for row in rows:
-        assert_fits(row)
         assert (row.products == "-") == ("float32" in row.kernel), row
 
 

@@ -1,0 +1,18 @@
+# mypy: disable-error-code="untyped-decorator"
+"""What becomes of gate and up, in Triton."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate(gate: tl.tensor, up: tl.tensor, HAS_GATE: tl.constexpr) -> tl.tensor:
+    """``silu(gate) * up``; without a gate, the square of the positive part of ``up``."""
+    if HAS_GATE:
+        up *= gate / (1 + tl.exp(-gate))
+    else:
+        up = tl.maximum(up, 0.0)
+        up *= up
+    return up
