@@ -22,10 +22,28 @@ def now() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of one contestant: the fastest run, and the median."""
+    """Seconds of one contestant, run by run."""
 
-    best: float
-    median: float
+    runs: tuple[float, ...]
+
+    @property
+    def best(self) -> float:
+        """Of the fastest run."""
+        return min(self.runs)
+
+    @property
+    def median(self) -> float:
+        """Of the middle one."""
+        return statistics.median(self.runs)
+
+    def over(self, other: Times, *, least: float = 0.0) -> float:
+        """How many times as long as ``other``, which took its turns with it: the middle one of the
+        turns' ratios, so that a machine that is slow for some turns is so to both.
+
+        ``least`` is what ``other`` takes at the least.
+        """
+        pairs = zip(self.runs, other.runs, strict=True)
+        return statistics.median(ours / max(theirs, least) for ours, theirs in pairs)
 
 
 def interleave(
@@ -45,7 +63,7 @@ def interleave(
             run()
             if turn >= warm_up:
                 seconds[name].append(now() - start)
-    return {name: Times(min(s), statistics.median(s)) for name, s in seconds.items()}
+    return {name: Times(tuple(s)) for name, s in seconds.items()}
 
 
 def best_of(run: Callable[[], Any], *, rounds: int) -> float:
