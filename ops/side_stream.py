@@ -36,7 +36,8 @@ _SIDE_STREAMS: dict[torch.device, _SideStream] = {}
 
 def _side_stream(device: torch.device) -> _SideStream:
     if device not in _SIDE_STREAMS:
-        _SIDE_STREAMS[device] = _SideStream(torch.cuda.Stream(device))
+        # Its blocks are placed before those of a product that was launched earlier.
+        _SIDE_STREAMS[device] = _SideStream(torch.cuda.Stream(device, priority=-1))
     return _SIDE_STREAMS[device]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.fx import Graph
 
+from tests.graphs.test_captured_runner import needs_cuda
 from tests.graphs.test_schedule import (
     arguments,
     conv,
@@ -24,11 +26,14 @@ from tests.graphs.test_schedule import (
     trace_model,
     two_layers,
 )
-from tests.tiny_models import make_model
-from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, apply_passes, graph_text
+from tests.tiny_models import make_hybrid, make_model
+from torch_hybrid.graphs.cuda_graph import CapturedSteps
+from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, apply_passes, graph_text, without
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.graphs.side_stream import mixers_on_side_stream
 from torch_hybrid.models.load import adapt
+from torch_hybrid.ops import side_stream
+from torch_hybrid.ops.side_stream import _SideStream
 
 on_a_cpu = partial(mixers_on_side_stream, devices=("cpu",))
 PASSES = [
@@ -79,7 +84,7 @@ def test_the_text_of_the_pass():
 
 def test_only_the_last_mixer_before_a_matrix_product_is_started():
     """The convolution's result is read at once: there is nothing to run beside it."""
-    graph = trace_model("qwen3_next_dense", [70, 3]).module.graph
+    graph = trace_model(make_hybrid("qwen3_next_dense"), [70, 3]).module.graph
     on_a_cpu(graph)
     assert starts(graph) == ["chunk_gated_delta_rule", "paged_attention"] * 2
 
@@ -98,7 +103,7 @@ def test_an_op_whose_pool_is_used_on_the_main_stream_stays_there():
 @pytest.mark.parametrize("lengths", [[70, 3], [1, 1]], ids=str)
 def test_steps_without_halves_and_on_other_devices_stay_as_they_are(lengths: list[int]):
     whole = trace(two_layers, torch.randn(5, 8), *arguments()[1:]).module.graph
-    halves = trace_model("qwen3_next_dense", lengths).module.graph
+    halves = trace_model(make_hybrid("qwen3_next_dense"), lengths).module.graph
     for graph, apply in ((whole, on_a_cpu), (halves, mixers_on_side_stream)):
         before = graph_text(graph)
         apply(graph)
@@ -106,13 +111,14 @@ def test_steps_without_halves_and_on_other_devices_stay_as_they_are(lengths: lis
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_next_dense", "kimi_linear", "falcon_h1"])
-def test_compiled_steps_are_bitwise_those_without(family: str):
-    """One graph, the starts and joins in the generated code in the schedule's order."""
+@pytest.mark.parametrize("family", ["kimi_linear", "minimax", "falcon_h1"])
+def test_compiled_steps_are_bitwise_those_of_the_order_as_traced(family: str):
+    """With each mixer beside the other half's products, and with starts and joins: one graph each,
+    whose code keeps the schedule."""
     model = adapt(make_model(family, seed=4))
     sizes = {"max_seqs": 4, "max_tokens": 128, "kv_tokens": 256, "two_batch_overlap": "on"}
     outputs = []
-    for passes in (DEFAULT_PASSES, PASSES):
+    for passes in (without(DEFAULT_PASSES, ["interleave_halves"]), DEFAULT_PASSES, PASSES):
         runner = Runner(model, **sizes, passes=passes)
         seqs = runner.new_sequences(3)
         steps = [[[5] * 70, [7] * 3, [9]], [[1], [2], [3]], [[4] * 3, [1], [2]]]
@@ -121,5 +127,80 @@ def test_compiled_steps_are_bitwise_those_without(family: str):
         assert (report.recompiles, report.graph_breaks, report.pool_clones) == (0, 0, ())
     names = [op for g in report.graphs.values() for s in g.schedule for op in s.ops]
     assert names.count("join_side_stream") >= 4
-    for ours, theirs in zip(*outputs, strict=True):
-        assert torch.equal(ours, theirs)
+    for as_traced, scheduled, with_starts in zip(*outputs, strict=True):
+        assert torch.equal(scheduled, as_traced)
+        assert torch.equal(with_starts, as_traced)
+
+
+STEPS = [[[5] * 70, [7] * 3, [9]], [[1], [2], [3]], [[4] * 3, [1] * 90, [2]], [[4], [1], [2]]]
+
+
+def make_gpu_runner(family: str, **options: Any) -> Runner:
+    torch._dynamo.reset()
+    model = adapt(make_model(family, seed=4).cuda())
+    sizes = {"max_seqs": 4, "max_tokens": 256, "kv_tokens": 512}
+    return Runner(model, **sizes, two_batch_overlap="on", **options)
+
+
+def serve_steps(runner: Runner) -> Tensor:
+    """All logits of fresh sequences that are led through the steps."""
+    seqs = runner.new_sequences(3)
+    logits = [runner.extend(seqs, tokens, logits="all") for tokens in STEPS]
+    runner.free(seqs)
+    return torch.cat(logits)
+
+
+def on_the_same_stream(device: torch.device) -> _SideStream:
+    """The current stream in place of the side stream."""
+    return _SideStream(torch.cuda.current_stream(device), side_stream._SIDE_STREAMS[device].running)
+
+
+def wait_long(stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+    """``wait_stream``, and then some."""
+    stream.wait_event(other.record_event())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(300_000)
+
+
+@needs_cuda
+@pytest.mark.parametrize("family", ["qwen3_next_dense", "kimi_linear", "falcon_h1", "minimax"])
+def test_two_streams_are_bitwise_one(family: str, monkeypatch: pytest.MonkeyPatch):
+    """The same compiled steps, captured where all ops can be, over many replays, with a sequence
+    that is cut: also where the side stream is late, so that what does not wait for it reads too
+    early."""
+    runner = make_gpu_runner(family)
+    expected = serve_steps(runner)
+    assert expected.isfinite().all()
+    served = {"two streams": [serve_steps(runner) for _ in range(20)]}
+    others = {
+        "one stream": (side_stream, "_side_stream", on_the_same_stream),
+        "late": (torch.cuda.Stream, "wait_stream", wait_long),
+    }
+    for name, patched in others.items():
+        runner._captured = CapturedSteps(runner.model.device)  # captures its steps anew
+        with monkeypatch.context() as patch:
+            patch.setattr(*patched)
+            served[name] = [serve_steps(runner) for _ in range(3)]
+    errors = {
+        name: max((logits - expected).abs().max().item() for logits in all_logits)
+        for name, all_logits in served.items()
+    }
+    assert errors == dict.fromkeys(errors, 0.0)
+
+
+@needs_cuda
+def test_a_captured_step_has_two_branches():
+    """Kernels of its replay run on several streams: a branch may go from one to another."""
+    counts = []
+    for switched_off in ([], ["mixers_on_side_stream"]):
+        runner = make_gpu_runner("qwen3_next_dense", switched_off=switched_off)
+        serve_steps(runner)
+        assert runner.report().not_captured == {}
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+            serve_steps(runner)
+            torch.cuda.synchronize()
+        mixers = [event for event in seen.events() if event.name == "_scan_kernel"]
+        products = [event for event in seen.events() if "gemm" in event.name]
+        streams = [{event.device_resource_id for event in of} for of in (mixers, products)]
+        counts.append(len(set.union(*streams)))
+    assert counts[0] > counts[1] == 1
