@@ -16,11 +16,11 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from torch_hybrid.graphs.clone_check import PoolClone, find_pool_clones
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, PassRecord, apply_passes
-from torch_hybrid.graphs.schedule import Stage, opaque_ops, read_schedule
+from torch_hybrid.graphs.schedule import Stage, is_collective_start, opaque_ops, read_schedule
 from torch_hybrid.ops.registration import NAMESPACE, REGISTERED
 from torch_hybrid.ops.side_stream import JOIN
 
@@ -84,7 +84,11 @@ class StepBackend:
         records = apply_passes(module, self._passes, keep_text=self._keep_text)
         num_nodes, schedule = len(module.graph.nodes), read_schedule(module.graph)
         planned = opaque_ops(module.graph)
-        with torch._functorch.config.patch(_ALWAYS_INDUCTOR), _inductor_options(schedule, planned):
+        with (
+            torch._functorch.config.patch(_ALWAYS_INDUCTOR),
+            torch._inductor.config.patch(_options_of_ranks(module.graph)),
+            _inductor_options(schedule, planned),
+        ):
             compiled: Any = compile_fx(module, inputs, inner_compile=compile_inner)
         if schedule:
             _check_order(sources, planned)
@@ -105,6 +109,12 @@ class StepBackend:
 
 # A hit in autograd's cache would skip Inductor, and with it the code to look at.
 _ALWAYS_INDUCTOR = {"enable_autograd_cache": False}
+
+
+def _options_of_ranks(graph: Graph) -> dict[str, bool]:
+    """With collectives, how sums are cut up is not chosen by timing: ranks would choose
+    differently, and what each computes for itself must have the same bits on all."""
+    return {"deterministic": True} if any(map(is_collective_start, graph.nodes)) else {}
 
 
 def _inductor_options(

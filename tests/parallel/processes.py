@@ -44,21 +44,23 @@ def run_ranks(
     limit_s: float = 120.0,
     timeout_s: float = 60.0,
     left_out: Collection[int] = (),
+    backend: str = "gloo",
 ) -> list[Ended]:
-    """``function(*args)`` in every process of a gloo group.
+    """``function(*args)`` in every process of a group.
 
     Args:
         function: of a module, so that it can be sent.
         limit_s: after it, processes are killed and the test fails.
         timeout_s: of the group's operations.
         left_out: ranks whose end is not waited for.
+        backend: of the group; with "nccl" every rank has a GPU.
     """
     with tempfile.TemporaryDirectory() as folder:
         store = f"file://{folder}/store"
         pipes, processes = [], []
         for rank in range(num_ranks):
             ours, theirs = _CONTEXT.Pipe(duplex=False)
-            options = (theirs, store, rank, num_ranks, timeout_s, function, args)
+            options = (theirs, store, rank, num_ranks, timeout_s, backend, function, args)
             processes.append(_CONTEXT.Process(target=_run, args=options, daemon=True))
             processes[-1].start()
             theirs.close()
@@ -98,14 +100,17 @@ def _run(
     rank: int,
     num_ranks: int,
     timeout_s: float,
+    backend: str,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo")
     torch.set_num_threads(1)
     timeout = timedelta(seconds=timeout_s)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=num_ranks, timeout=timeout
+        backend, init_method=store, rank=rank, world_size=num_ranks, timeout=timeout
     )
     start = time.monotonic()
     try:
