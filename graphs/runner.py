@@ -45,9 +45,8 @@ class Runner:
             device, where all of its ops can be captured; ``report()`` has what was and what was
             not, with the reason. "on" refuses what cannot be captured. On a CPU, "on" pads and
             refreshes as if steps were captured, to try an engine without a GPU. "off" is never.
-        two_batch_overlap: "on" runs every step as two interleaved halves, "auto" those that are
-            large enough where there are collectives to hide, "off" none. An ``OverlapPolicy``
-            says which.
+        two_batch_overlap: "on" runs every step as two interleaved halves, "off" none, "auto" those
+            where it was measured to pay; see ``overlap_policy``. An ``OverlapPolicy`` says which.
         backends: implementations to take, by name.
         prefill: with False, every step appends one token to each of its sequences, and nothing is
             chosen, allocated or compiled for others.
@@ -90,7 +89,9 @@ class Runner:
         is_cuda = model.device.type == "cuda"
         if cuda_graphs == "on" and is_cuda and not compile:
             raise UnsupportedError("cuda_graphs='on' captures compiled steps, got compile=False")
-        self.overlap = overlap_policy(two_batch_overlap, num_ranks=_num_ranks(model))
+        self.overlap = overlap_policy(
+            two_batch_overlap, num_ranks=_num_ranks(model), device=model.device
+        )
         check_cuttable(
             self.overlap, max_seqs=max_seqs, max_tokens=max_tokens, chunk_size=DEFAULT_CHUNK_SIZE
         )

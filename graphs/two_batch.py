@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from torch_hybrid.backends.mode import Mode
@@ -47,18 +48,24 @@ ALWAYS_CUT = OverlapPolicy(min_decode_seqs=0, min_extend_tokens=0)
 CUT_LARGE = OverlapPolicy(min_decode_seqs=128, min_extend_tokens=256)
 
 
-def overlap_policy(overlap: str | OverlapPolicy, *, num_ranks: int) -> OverlapPolicy:
+def overlap_policy(
+    overlap: str | OverlapPolicy, *, num_ranks: int, device: torch.device
+) -> OverlapPolicy:
     """The policy that a choice stands for.
 
     Args:
-        overlap: "off", "on", "auto" or a policy. "auto" cuts nothing on one device, where there
-            is no collective to hide, and large steps on several.
+        overlap: "off", "on", "auto" or a policy. "auto" cuts large steps of several CPUs, whose
+            network is slow beside what they compute. It cuts nothing on one CPU, which has nothing
+            to hide, and nothing on GPUs: there two halves cost at least what they hide, on one
+            (``benchmarks.side_stream``) and on two over NVLink (``benchmarks.overlap``). Over a
+            slower link, give a policy.
         num_ranks: devices that share the model and run its steps together.
+        device: of this rank.
 
     Raises:
         ValueError: another name.
     """
-    auto = CUT_LARGE if num_ranks > 1 else NEVER_CUT
+    auto = CUT_LARGE if num_ranks > 1 and device.type == "cpu" else NEVER_CUT
     named = {"off": NEVER_CUT, "on": ALWAYS_CUT, "auto": auto}
     if not isinstance(overlap, str):
         return overlap

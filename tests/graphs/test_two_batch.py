@@ -167,14 +167,23 @@ def test_the_second_half_goes_on_where_the_first_ended():
 # ---- policies --------------------------------------------------------------------------------
 
 
-def test_policies_by_name():
-    assert overlap_policy("off", num_ranks=8) == overlap_policy("auto", num_ranks=1) == NEVER_CUT
-    assert overlap_policy("on", num_ranks=1) == ALWAYS_CUT
-    large = overlap_policy("auto", num_ranks=2)
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+def test_policies_by_name(device: torch.device):
+    assert overlap_policy("off", num_ranks=8, device=device) == NEVER_CUT
+    assert overlap_policy("on", num_ranks=1, device=device) == ALWAYS_CUT
+    assert overlap_policy("auto", num_ranks=1, device=device) == NEVER_CUT
+    mine = OverlapPolicy(min_decode_seqs=4)
+    assert overlap_policy(mine, num_ranks=1, device=device) == mine
+
+
+def test_auto_cuts_large_steps_of_several_cpus():
+    large = overlap_policy("auto", num_ranks=2, device=CPU)
     assert not large.cuts(Mode.DECODE, 8, 8)
     assert large.cuts(Mode.EXTEND, 1, 2048)
-    mine = OverlapPolicy(min_decode_seqs=4)
-    assert overlap_policy(mine, num_ranks=1) == mine
+    assert overlap_policy("auto", num_ranks=2, device=GPU) == NEVER_CUT
 
 
 def test_auto_goes_by_the_ranks_that_share_the_model():
@@ -185,7 +194,7 @@ def test_auto_goes_by_the_ranks_that_share_the_model():
     model = adapt(make_model("qwen3"))
     assert policy(model) == NEVER_CUT
     model.ranks = Ranks(rank=0, size=2, group_name="two of many")
-    assert policy(model) == overlap_policy("auto", num_ranks=2) != NEVER_CUT
+    assert policy(model) == overlap_policy("auto", num_ranks=2, device=CPU) != NEVER_CUT
 
 
 def variants(planner: StepPlanner) -> list[str]:
