@@ -53,6 +53,15 @@ def serve_shared() -> Served:
     )
 
 
+def recompiles_with_whole_experts() -> int:
+    """Of steps in halves, in which a rank has down to one token for the experts."""
+    with mock.patch.object(StepBackend, "__call__", _run_as_traced):
+        model = th.shard(make_hybrid("qwen3_next"), experts="all_to_all")
+        runner = th.Runner(model, **SIZES, two_batch_overlap="on")
+        _serve(runner)
+        return runner.report().recompiles
+
+
 def _runner(*, compile: bool = False, **options: Any) -> th.Runner:
     model = th.shard(make_hybrid("qwen3_next_dense"))
     overlap = "on" if compile else "off"

@@ -320,6 +320,11 @@ b4                                           wait_tensor""",  # noqa: E501
     )
 
 
+def test_experts_of_one_token_need_no_graph_of_their_own():
+    job = overlap_jobs.recompiles_with_whole_experts
+    assert processes.results(processes.run_ranks(job, 2, limit_s=150.0)) == [0, 0]
+
+
 # ---- what a cut must not part, and what is refused -------------------------------------------
 
 

@@ -87,7 +87,8 @@ class TokensOfRank(nn.Module):
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """x [T, dim], expert_ids and expert_weights [T, k] -> [T, dim]."""
         ranks, num_tokens = self.experts.ranks, x.shape[0]
-        part = (num_tokens + ranks.size - 1) // ranks.size
+        # One more than there are, so that it is never 1: that size would be a graph of its own.
+        part = (num_tokens + ranks.size - 1) // ranks.size + 1
         rest = part * ranks.size - num_tokens
         first = ranks.rank * part
 
