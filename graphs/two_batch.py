@@ -44,9 +44,9 @@ class OverlapPolicy:
 
 NEVER_CUT = OverlapPolicy()
 ALWAYS_CUT = OverlapPolicy(min_decode_seqs=0, min_extend_tokens=0)
-# Between processes on CPUs, measured by ``benchmarks.overlap``: from here on halves lose nothing over
-# a link without delay, and gain 1.5x over one as slow as the compute; below, they lose up to a fifth
-# without delay. A decode step is bound by its weights, which each half reads.
+# Between processes on CPUs, measured by ``benchmarks.overlap``: from here on halves lose nothing
+# over a link without delay, and gain 1.5x over one as slow as the compute; below, they lose up to a
+# fifth without delay. A decode step is bound by its weights, which each half reads.
 CUT_LARGE = OverlapPolicy(min_extend_tokens=1024)
 
 
