@@ -24,6 +24,8 @@ class FakeSequence:
 class FakeRunner:
     """The contract of ``Runner``, over a table of random logits."""
 
+    prefill = True
+
     def __init__(self, *, max_seqs=8, max_tokens=32, page_size=4, num_pages=32, vocab_size=50):
         self.max_seqs = max_seqs
         self.max_tokens = max_tokens
