@@ -12,7 +12,7 @@ from torch import nn
 
 import torch_hybrid as th
 from tests.tiny_models import make_model
-from torch_hybrid.host import keep_weights, zeros
+from torch_hybrid.host import int_tensor, keep_weights, zeros
 
 CPU = torch.device("cpu")
 
@@ -25,6 +25,14 @@ def test_zeros_are_those_of_torch(shape: tuple[int, ...], dtype: torch.dtype):
     assert made.is_contiguous()
     made.fill_(1)
     assert not zeros(shape, dtype=dtype, device=CPU).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("values", [[], [7], [-1, 2**31 - 1, -(2**31)]], ids=str)
+def test_int_tensors_are_those_of_torch(values: list[int], dtype: torch.dtype):
+    made = int_tensor(iter(values), dtype)
+    assert made.dtype == dtype
+    assert torch.equal(made, torch.tensor(values, dtype=dtype))
 
 
 def test_large_tensors_start_at_a_huge_page():

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from torch_hybrid.host import int_tensor
 
 
 class Axis(Enum):
@@ -164,14 +166,16 @@ def make_batch(
         num_position_axes: 1, or 3 for models with 3-D rotary positions.
     """
     query_lens = [len(new) for new in tokens]
-    cu_seqlens = torch.tensor([0, *accumulate(query_lens)], dtype=torch.int32)
-    prefix = torch.tensor(prefix_lens, dtype=torch.int32)
+    cu_seqlens = int_tensor(accumulate(query_lens, initial=0), torch.int32)
+    prefix = int_tensor(prefix_lens, torch.int32)
     num_tokens = sum(query_lens)
     if num_tokens == len(tokens):  # a decode step: token i belongs to sequence i
         row_of_token = torch.arange(num_tokens)
         position = prefix
     else:
-        row_of_token = torch.repeat_interleave(torch.tensor(query_lens), output_size=num_tokens)
+        row_of_token = torch.repeat_interleave(
+            int_tensor(query_lens, torch.int64), output_size=num_tokens
+        )
         offset = torch.arange(num_tokens, dtype=torch.int32)
         position = offset + (prefix - cu_seqlens[:-1])[row_of_token]
     page = page_table[row_of_token, position // page_size]
@@ -180,11 +184,11 @@ def make_batch(
         if num_position_axes > 1:
             positions = positions.expand(num_position_axes, -1)
     return Batch(
-        tokens=torch.tensor([token for new in tokens for token in new], dtype=torch.int64),
+        tokens=int_tensor(chain.from_iterable(tokens), torch.int64),
         positions=positions,
         slot_mapping=page * page_size + position % page_size,
         cu_seqlens=cu_seqlens,
-        seq_lens=prefix + torch.tensor(query_lens, dtype=torch.int32),
+        seq_lens=prefix + int_tensor(query_lens, torch.int32),
         page_table=page_table,
-        state_indices=torch.tensor(state_indices, dtype=torch.int32),
+        state_indices=int_tensor(state_indices, torch.int32),
     )

@@ -1,4 +1,4 @@
-"""Memory of the host: where weights and pools live, and settings that a server wants."""
+"""The host: memory of weights and pools, settings that a server wants, numbers for its steps."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import gc
 import math
 import mmap
 import platform
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,12 @@ def trim() -> None:
     gc.collect()
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def int_tensor(values: Iterable[int], dtype: torch.dtype) -> Tensor:
+    """As ``torch.tensor`` for int32 and int64, in a third of its time: it looks for their type."""
+    packed = array("i" if dtype is torch.int32 else "q", values)
+    return torch.frombuffer(packed, dtype=dtype) if packed else torch.empty(0, dtype=dtype)
 
 
 _HUGE_PAGE = 2 << 20  # bytes; on x86-64, and on Arm with pages of 4 KiB

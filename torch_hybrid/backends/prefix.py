@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.host import int_tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,4 +125,4 @@ def _offsets(pieces: Sequence[Piece], num_seqs: int) -> Tensor:
     lengths = [0] * num_seqs
     for piece in pieces:
         lengths[piece.sequence] += piece.length
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    return int_tensor(accumulate(lengths, initial=0), torch.int32)

@@ -22,6 +22,7 @@ from torch_hybrid.caches.recurrent_state import (
     recurrent_state_cost,
 )
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
+from torch_hybrid.host import int_tensor
 from torch_hybrid.specs import LayerTable
 
 LayerCache = Tensor | RecurrentState
@@ -162,7 +163,7 @@ class HybridCache:
                 new = [taken.pop() for _ in range(count)]
                 first = len(owned)
                 owned.extend(new)
-                self._page_table[seq.slot, first : first + count] = torch.tensor(new).int()
+                self._page_table[seq.slot, first : first + count] = int_tensor(new, torch.int32)
 
     def commit(self, seqs: Many[Sequence], num_new: Many[int]) -> None:
         """Count the new tokens as held: the step that wrote them has finished."""
@@ -210,7 +211,7 @@ class HybridCache:
     def _page_rows(self, seqs: Many[Sequence], width: Callable[[int], int]) -> Tensor:
         """[N, width(most pages that one owns)] int32."""
         used = max(len(self._owned[seq.slot]) for seq in seqs)
-        slots = torch.tensor([seq.slot for seq in seqs], dtype=torch.int64)
+        slots = int_tensor((seq.slot for seq in seqs), torch.int64)
         return self._page_table[:, : width(used)][slots]
 
     def pool_tensors(self) -> list[Tensor]:
