@@ -16,7 +16,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.fx import Graph
 
-from tests.graphs.test_captured_runner import needs_cuda
+from tests.devices import needs_cuda
 from tests.graphs.test_schedule import (
     arguments,
     conv,

@@ -16,10 +16,6 @@ from tests.parallel.processes import results, run_ranks
 from tests.tiny_models import make_model
 from torch_hybrid.parallel.shard import Experts
 
-needs_two_gpus = pytest.mark.skipif(
-    torch.cuda.device_count() < 2, reason="there are fewer than two CUDA devices"
-)
-
 
 @dataclass(frozen=True)
 class Shared:
@@ -62,7 +58,8 @@ def share(family: str, experts: Experts) -> dict[str, Shared]:
     return shared
 
 
-@needs_two_gpus
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are fewer than two CUDA devices")
 @pytest.mark.parametrize(
     ("family", "experts"),
     [("qwen3_next_dense", "tensor"), ("kimi_linear", "tensor"), ("qwen3_next", "all_to_all")],
