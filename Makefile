@@ -11,7 +11,7 @@ demo: $(READY)
 	$(BIN)/torch-hybrid demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 # Type checkers cannot follow the ops/ and graphs/ mapping of an editable install: check a copy.
 lint: $(READY)

@@ -1,12 +1,18 @@
 """Settings of every test: fixed seeds, few threads, and no noise from transformers."""
 
 import os
+import tempfile
+from pathlib import Path
 
 # Read when torch's thread pool and transformers are first loaded: before any other import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    # Processes that compile the same code into one cache may load what another has half written.
+    shared = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(shared, worker))
 
 
 import hypothesis
