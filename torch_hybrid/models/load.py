@@ -103,7 +103,8 @@ def _read_config(path_or_id: str | Path) -> dict[str, Any]:
     try:
         config, _ = PreTrainedConfig.get_config_dict(path_or_id)
     except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read a model config from {path_or_id}: {error}") from error
+        what = "" if Path(path_or_id).is_dir() else "there is no such folder, and as a hub id: "
+        raise ValueError(f"cannot read a model config from {path_or_id}: {what}{error}") from error
     return dict(config)
 
 
