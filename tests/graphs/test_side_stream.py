@@ -33,7 +33,8 @@ from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.graphs.side_stream import mixers_on_side_stream
 from torch_hybrid.models.load import adapt
 from torch_hybrid.ops import side_stream
-from torch_hybrid.ops.side_stream import _SideStream
+from torch_hybrid.ops.registration import REGISTERED
+from torch_hybrid.ops.side_stream import _SideStream, join_side_stream
 
 on_a_cpu = partial(mixers_on_side_stream, devices=("cpu",))
 PASSES = [
@@ -64,6 +65,40 @@ b2                                           join_side_stream, linear""",
     assert torch.equal(actual, expected)
     for ours, theirs in zip(inputs, expected_inputs, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_opcheck_of_the_join(count: int):
+    """It is declared to write what it waits for."""
+    results = [torch.randn(5, 3) for _ in range(count)]
+    expected = [result.clone() for result in results]
+    torch.library.opcheck(join_side_stream, (results,))
+    assert all(map(torch.equal, results, expected))
+    assert_expected_inline(
+        str(join_side_stream._schema),
+        """torch_hybrid::join_side_stream(Tensor(a!)[] results) -> ()""",
+    )
+
+
+def test_an_op_declares_the_same_on_either_stream():
+    """Its pools are written on the side stream as they are on the main one."""
+    assert len(REGISTERED) > 10
+    for name in REGISTERED:
+        packet = getattr(torch.ops.torch_hybrid, name)
+        beside = str(packet.on_side_stream._schema)
+        assert beside == str(packet.default._schema).replace("(", ".on_side_stream(", 1)
+
+
+def test_opcheck_on_the_side_stream():
+    rows, slot = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+    pool, fresh = torch.randn(3, 3, 8), torch.zeros(1, dtype=torch.bool)
+    args = (torch.randn(5, 8), torch.randn(8, 4), None, pool, rows, slot, fresh)
+    options = {"activation": "silu", "impl": "torch"}
+    op = torch.ops.torch_hybrid.causal_conv1d
+    torch.library.opcheck(op.on_side_stream, args, options)
+    copies = [x.clone() if isinstance(x, Tensor) else x for x in args]
+    assert torch.equal(op.on_side_stream(*args, **options), op.default(*copies, **options))
+    assert torch.equal(pool, copies[3])
 
 
 def test_the_text_of_the_pass():
