@@ -21,8 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.triton_extend import product_rate, randn
-from benchmarks.triton_kernels import BF16, ROUND_BYTES, Call, copy_rate, microseconds
+from benchmarks.triton_extend import measure_ceilings, randn
+from benchmarks.triton_kernels import BF16, ROUND_BYTES, Call, microseconds
 from torch_hybrid.ops.fused_experts import fused_experts
 
 NUM_TOKENS = (1, 8, 64, 512, 4096)
@@ -110,12 +110,7 @@ def compare(model: Model, bytes_rate: float, flops_rate: float) -> None:
 
 
 def main() -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device")
-    torch.manual_seed(0)
-    bytes_rate, flops_rate = copy_rate(), product_rate()
-    print(f"{torch.cuda.get_device_name()}, {bytes_rate / 1e6:.2f} TB/s and "
-          f"{flops_rate / 1e6:.0f} TFLOP/s\n")  # fmt: skip
+    bytes_rate, flops_rate = measure_ceilings()
     print("| bfloat16 | tokens | hit | us | bytes us | FLOPs us | ratio to the larger | torch us |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
     for model in MODELS:

@@ -225,13 +225,19 @@ def product_rate() -> float:
     return 2 * 8192**3 / microseconds([partial(torch.mm, a, b)])
 
 
-def main() -> None:
+def measure_ceilings() -> tuple[float, float]:
+    """Bytes and floating point operations per microsecond, measured now and printed."""
     if not torch.cuda.is_available():
         raise SystemExit("no CUDA device")
     torch.manual_seed(0)
     bytes_rate, flops_rate = copy_rate(), product_rate()
     print(f"{torch.cuda.get_device_name()}, {bytes_rate / 1e6:.2f} TB/s and "
           f"{flops_rate / 1e6:.0f} TFLOP/s\n")  # fmt: skip
+    return bytes_rate, flops_rate
+
+
+def main() -> None:
+    bytes_rate, flops_rate = measure_ceilings()
     print("| bfloat16 | sequences | us | bytes us | FLOPs us | ratio to the larger |")
     print("|---|---:|---:|---:|---:|---:|")
     for task in tasks():
