@@ -260,11 +260,12 @@ class Runner:
 
         ``on_variant`` is called with the name of each variant before it is compiled.
         """
+        num_before = len(self._variants)
         for variant in self._planner.forms:
             if on_variant is not None:
                 on_variant(variant.name)
             self._compile(variant)
-        if self.compile:
+        if len(self._variants) > num_before:
             trim()
 
     def report(self) -> Report:
