@@ -1,0 +1,231 @@
+"""From what callers give as prompts (texts, tokens in many shapes, conversations) to tokens.
+
+``as_prompts`` tells one prompt from several, ``prompt_tokens`` makes the tokens of one.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from operator import index as index_of
+from typing import Any, Protocol, SupportsIndex, runtime_checkable
+
+from torch_hybrid.detokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+EXPECTED = (
+    "a text, a list of token ids, a 1-D tensor or array of integers, a conversation (a list of "
+    'dicts with "role" and "content"), or what a tokenizer returns for one of these'
+)
+# What a processor of images or sounds adds beside the tokens. Without it they would mean nothing.
+_OTHER_INPUTS = ("pixel_values", "input_features", "input_values", "inputs_embeds")
+
+
+@runtime_checkable
+class Array(Protocol):
+    """What tensors have in common with arrays of numpy."""
+
+    @property
+    def ndim(self) -> int: ...
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    @property
+    def dtype(self) -> object: ...
+
+    def tolist(self) -> Any: ...
+
+
+@runtime_checkable
+class ChatTokenizer(Tokenizer, Protocol):
+    """A tokenizer that can write a conversation; those of transformers can."""
+
+    chat_template: Any
+
+    def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any: ...
+
+
+Prompt = str | Sequence[int] | Array | Sequence[Message] | Mapping[str, Any]
+
+
+def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """The prompts in the argument of ``generate``: one alone, or several.
+
+    One prompt is a text, a list of tokens, a 1-D tensor or array, one conversation. Several are
+    a list of those, a 2-D tensor or array (a prompt in each row), or what a tokenizer returns for
+    several: with an ``attention_mask``, what it pads with is left out.
+
+    Raises:
+        TypeError: it is neither, or a list that mixes tokens with prompts.
+        ValueError: a tensor of another rank, or a mask that does not fit its tokens.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping):
+        return list(_encoded_rows(prompts))
+    if isinstance(prompts, Array):
+        if prompts.ndim not in (1, 2):
+            raise ValueError(f"prompts must be a 1-D or 2-D array, got {_shown(prompts)}")
+        return prompts.tolist() if prompts.ndim == 2 else [prompts]
+    if isinstance(prompts, bytes | set | frozenset) or not isinstance(prompts, Iterable):
+        raise TypeError(f"a prompt must be {EXPECTED}; got {_shown(prompts)}")
+    items: list[Any] = list(prompts)
+    parts = {_is_part(item) for item in items}
+    if len(parts) == 2:
+        raise TypeError(
+            f"prompts must be one prompt or a list of prompts, got a mix of both: {_shown(items)}"
+        )
+    return [items] if True in parts else items
+
+
+def prompt_tokens(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+    """The token ids of one prompt.
+
+    Args:
+        prompt: a text, a list of token ids, a 1-D tensor or array of integers, a conversation
+            (messages with "role" and "content"; the tokenizer's chat template is applied, and a
+            last message of the assistant is continued), or a dict with ``input_ids`` of one row.
+        tokenizer: for texts and conversations.
+
+    Raises:
+        TypeError: the prompt, or one of its tokens, is of another kind.
+        ValueError: the tokenizer that it needs is missing or has no chat template, the template
+            refuses the conversation, or an array is not 1-D.
+    """
+    if isinstance(prompt, str):
+        return _encode(prompt, tokenizer)
+    if isinstance(prompt, Mapping):
+        rows = _encoded_rows(prompt)
+        if len(rows) != 1:
+            raise ValueError(f"a prompt must have one row of input_ids, got {len(rows)} rows")
+        return _token_list(rows[0])
+    if isinstance(prompt, Array):
+        if prompt.ndim != 1:
+            raise ValueError(f"a prompt must be a 1-D array, got {_shown(prompt)}")
+        return _token_list(prompt.tolist())
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
+        raise TypeError(f"a prompt must be {EXPECTED}; got {_shown(prompt)}")
+    if any(isinstance(item, Mapping) for item in prompt):
+        return _conversation_tokens(_messages(prompt), tokenizer)
+    return _token_list(prompt)
+
+
+def _is_part(item: object) -> bool:
+    """Whether an item of a list is a part of a prompt, and no prompt itself."""
+    if isinstance(item, Mapping):
+        return "input_ids" not in item
+    if isinstance(item, Array):
+        return item.ndim == 0
+    return not isinstance(item, str | bytes | Iterable)
+
+
+def _token_list(values: Sequence[Any]) -> list[int]:
+    return [value if type(value) is int else _token(value, at) for at, value in enumerate(values)]
+
+
+def _token(value: object, at: int) -> int:
+    """A token that is not a plain int: an integer scalar of torch or numpy."""
+    plain = value.tolist() if isinstance(value, Array) and value.ndim == 0 else value
+    if isinstance(plain, bool | Array) or not isinstance(plain, SupportsIndex):
+        raise TypeError(f"a token must be an int, got {_shown(value)} at place {at} of the prompt")
+    return index_of(plain)
+
+
+def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
+    if tokenizer is None:
+        raise ValueError("a prompt must be tokens when the engine has no tokenizer, got a text")
+    _check_unicode(text)
+    return list(tokenizer.encode(text))
+
+
+def _check_unicode(text: str) -> None:
+    """Surrogates, as an argument of bytes that are no UTF-8 has them, have no tokens."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"a text must be valid Unicode, got {_shown(text)}: {error}") from error
+
+
+def _messages(prompt: Sequence[Any]) -> list[Message]:
+    for at, message in enumerate(prompt):
+        if not isinstance(message, Mapping):
+            raise TypeError(f"message {at} must be a dict, got {_shown(message)}")
+        if "role" not in message or not {"content", "tool_calls"} & message.keys():
+            raise ValueError(
+                f'message {at} must have "role" and "content", got {sorted(map(str, message))}'
+            )
+        if isinstance(content := message.get("content"), str):
+            _check_unicode(content)
+    return list(prompt)
+
+
+def _conversation_tokens(messages: list[Message], tokenizer: Tokenizer | None) -> list[int]:
+    from jinja2 import TemplateError
+
+    if not isinstance(tokenizer, ChatTokenizer):
+        has = "the engine has none" if tokenizer is None else f"got {type(tokenizer).__name__}"
+        raise ValueError(f"a conversation needs a tokenizer with a chat template, {has}")
+    if not tokenizer.chat_template:
+        raise ValueError("the tokenizer has no chat template: give the prompt as a text")
+    is_continued = messages[-1]["role"] == "assistant"
+    try:
+        tokens = tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=not is_continued,
+            continue_final_message=is_continued,
+            tokenize=True,
+            return_dict=False,
+        )
+    except TemplateError as error:
+        raise ValueError(f"the chat template refuses the conversation: {error}") from error
+    return _token_list(tokens)
+
+
+def _encoded_rows(encoded: Mapping[str, Any]) -> list[Sequence[Any]]:
+    """The rows of what a tokenizer returned, without its padding."""
+    if "input_ids" not in encoded:
+        hint = "; a message belongs in a list" if "role" in encoded else ""
+        raise TypeError(
+            f'a dict as a prompt must have "input_ids", got {sorted(map(str, encoded))}{hint}'
+        )
+    if others := sorted(set(encoded).intersection(_OTHER_INPUTS)):
+        raise ValueError(f"a prompt must be of tokens alone, got {others} beside input_ids")
+    rows = _rows(encoded["input_ids"], "input_ids")
+    mask = encoded.get("attention_mask")
+    if mask is None:
+        return rows
+    masks = _rows(mask, "attention_mask")
+    lengths, expected = [len(row) for row in masks], [len(row) for row in rows]
+    if lengths != expected:
+        raise ValueError(
+            f"attention_mask must have rows of {expected} entries as input_ids, got {lengths}"
+        )
+    return [
+        [value for value, kept in zip(row, keep, strict=True) if kept]
+        for row, keep in zip(rows, masks, strict=True)
+    ]
+
+
+def _rows(values: Any, name: str) -> list[Sequence[Any]]:
+    """A list of rows: of a 2-D array, a list of lists, a list of arrays, or one row alone."""
+    if isinstance(values, Array):
+        if values.ndim not in (1, 2):
+            raise ValueError(f"{name} must be a 1-D or 2-D array, got {_shown(values)}")
+        values = values.tolist()
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes):
+        raise TypeError(f"{name} must be a list or an array of integers, got {_shown(values)}")
+    listed = [item.tolist() if isinstance(item, Array) else item for item in values]
+    nested = [isinstance(item, Sequence) for item in listed]
+    if any(nested) and not all(nested):
+        raise TypeError(f"{name} must be one row or a list of rows, got {_shown(values)}")
+    return listed if any(nested) else [listed]
+
+
+def _shown(value: object) -> str:
+    """A value in an error message: its type, and as much of it as fits a line."""
+    kind = type(value).__name__
+    if isinstance(value, Array) and value.ndim:
+        return f"{kind} of shape {list(value.shape)} and {value.dtype}"
+    return f"{reprlib.repr(value)} ({kind})"
