@@ -52,6 +52,10 @@ class Detokenizer:
         if not self.is_stopped:
             known = self._decode(self._tokens[: self._num_context])
             self._append(self._decode(self._tokens)[len(known) :])
+        return self.flush()
+
+    def flush(self) -> str:
+        """Return what was held back of the text so far, without decoding anything further."""
         return self._give(len(self.text))
 
     def _append(self, piece: str) -> None:

@@ -51,6 +51,12 @@ class HybridModel(nn.Module):
         return str(self.hf_model.config.model_type)
 
     @property
+    def generation_config(self) -> dict[str, Any]:
+        """How the checkpoint asks for its tokens to be drawn; see ``Sampling.of``."""
+        config: dict[str, Any] = self.hf_model.generation_config.to_dict()
+        return config
+
+    @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers."""
         layers: nn.ModuleList = self.hf_model.model.layers

@@ -6,7 +6,9 @@ a mixture of experts in the others. Weights are on the meta device until they ar
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +32,8 @@ class Ring25(nn.Module):
     Args:
         config: the sizes.
         dtype: of the weights.
-        eos_token_ids: tokens that end a sequence.
+        generation_config: how the checkpoint asks for its tokens to be drawn, and what ends a
+            sequence, where it is not as ``config`` says; see ``Sampling.of``.
     """
 
     num_position_axes = 1
@@ -38,12 +41,17 @@ class Ring25(nn.Module):
     mixer_names: ClassVar = {"lightning_attention": "mixer", "latent_attention": "mixer"}
 
     def __init__(
-        self, config: Ring25Config, dtype: torch.dtype, eos_token_ids: tuple[int, ...] = ()
+        self,
+        config: Ring25Config,
+        dtype: torch.dtype,
+        generation_config: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.config, self.table = config, config.table()
         self.ranks: Ranks | None = None  # those that share the model, after ``shard``
-        self.vocab_size, self.eos_token_ids = config.vocab_size, eos_token_ids
+        self.vocab_size, self.generation_config = config.vocab_size, generation_config
+        eos = generation_config.get("eos_token_id", config.eos_token_id)
+        self.eos_token_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
         shape = config.vocab_size, config.hidden_size
         self.word_embeddings = nn.Embedding(*shape, dtype=dtype, device="meta")
         self.layers = nn.ModuleList(

@@ -168,7 +168,7 @@ def load_ring_2_5(
         OSError: there is no safetensors file.
     """
     sizes = Ring25Config.from_dict(config)
-    model = Ring25(sizes, _dtype(dtype, config), _eos_token_ids(folder, sizes))
+    model = Ring25(sizes, _dtype(dtype, config), _generation_config(folder))
     with ExitStack() as stack:
         checkpoint = Checkpoint(folder, stack)
         plain, experts = sources(sizes), expert_sources(sizes)
@@ -208,9 +208,8 @@ def _dtype(dtype: torch.dtype | str, config: Mapping[str, Any]) -> torch.dtype:
     return chosen
 
 
-def _eos_token_ids(folder: Path, config: Ring25Config) -> tuple[int, ...]:
-    """As the checkpoint's ``generation_config.json`` says, or else its config."""
+def _generation_config(folder: Path) -> dict[str, Any]:
+    """How the checkpoint asks for its tokens to be drawn; empty where it does not say."""
     file = folder / "generation_config.json"
-    given = json.loads(file.read_text()) if file.exists() else {}
-    eos = given.get("eos_token_id", config.eos_token_id)
-    return () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    config: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return config

@@ -1,82 +1,22 @@
-"""From logits to tokens: what a request asks for, and the draw for a whole batch at once.
+"""The draw of a token for each row of a batch.
 
 The filters keep what transformers' logits processors keep, in their order: temperature, top-k,
-top-p, min-p. Tokens that tie with the last one kept are kept too. A request draws one number per
-token from its own generator, so its tokens depend on nothing else in the batch.
+top-p, min-p. Tokens that tie with the last one kept are kept too. A request draws one number for
+each token from its own generator, so the draw depends on its own row of logits and its own seed.
+The row itself may differ in its last bits with the size and the cut of the batch (see ``Runner``).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from torch_hybrid.sampling.parameters import Sampling
+
 NOT_FINITE = -1
-
-
-def _check(name: str, expected: str, got: object, holds: bool) -> None:
-    if not holds:
-        raise ValueError(f"{name} must be {expected}, got {got!r}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How a request's tokens are chosen and when it ends.
-
-    Args:
-        max_new_tokens: the most tokens generated.
-        temperature: logits are divided by it; 0 takes the likeliest token.
-        top_k: the number of likeliest tokens to draw from; 0 is all of them.
-        top_p: the likeliest tokens that reach this probability together; 1 is all of them.
-        min_p: tokens at least this likely, as a fraction of the likeliest; 0 is all of them.
-        seed: repeats a draw; by default it comes from torch's global generator.
-        stop_token_ids: tokens that end the request, besides the model's own.
-        stop: texts that end the request (needs a tokenizer); the output ends before them.
-        ignore_eos: go on past the model's own end-of-sequence tokens.
-
-    Raises:
-        ValueError: a value out of its range.
-    """
-
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop_token_ids: Sequence[int] = ()
-    stop: Sequence[str] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        _check("max_new_tokens", "at least 1", self.max_new_tokens, self.max_new_tokens >= 1)
-        warm = math.isfinite(self.temperature) and self.temperature >= 0
-        _check("temperature", "finite and at least 0", self.temperature, warm)
-        _check("top_k", "at least 0", self.top_k, self.top_k >= 0)
-        _check("top_p", "within (0, 1]", self.top_p, 0 < self.top_p <= 1)
-        _check("min_p", "within [0, 1]", self.min_p, 0 <= self.min_p <= 1)
-        _check("stop", "a list of texts", self.stop, not isinstance(self.stop, str))
-        _check("stop", "made of texts that are not empty", self.stop, "" not in self.stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "stop", tuple(self.stop))
-
-    @property
-    def filters(self) -> bool:
-        """Whether the draw is from less than the whole vocabulary."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-    def make_generator(self) -> torch.Generator | None:
-        """The source of this request's random numbers; None when it needs none."""
-        if self.temperature == 0:
-            return None
-        seed = int(torch.randint(2**63 - 1, ())) if self.seed is None else self.seed
-        return torch.Generator().manual_seed(seed)
-
-
-GREEDY = Sampling()
 
 
 def sample(
@@ -107,10 +47,15 @@ def sample(
     ]
     for rows in _split(drawn, samplings):
         weights, ids = candidates(logits[rows], [samplings[row] for row in rows])
-        numbers = [torch.rand((), dtype=torch.float64, generator=generators[row]) for row in rows]
+        numbers = [_number(generators[row]) for row in rows]
         for row, token in zip(rows, _draw(weights, ids, torch.stack(numbers)), strict=True):
             tokens[row] = token
     return tokens
+
+
+def _number(generator: torch.Generator | None) -> Tensor:
+    """The next random number, in [0, 1)."""
+    return torch.rand((), dtype=torch.float64, device="cpu", generator=generator)
 
 
 def _split(rows: list[int], samplings: Sequence[Sampling]) -> list[list[int]]:

@@ -1,0 +1,248 @@
+"""What a request asks for: checked whole when it is made, so that no step can stumble over it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
+
+_SEEDS = range(-(2**63), 2**64)  # what torch.Generator takes
+
+
+class HasGenerationConfig(Protocol):
+    """What ``Sampling.of`` needs of a model."""
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How a request's tokens are chosen and when it ends. By default greedily, 64 tokens.
+
+    The library's default does not look at the checkpoint; ``Sampling.of(model)`` does. The rules on
+    the logits come in the order of transformers' ``generate``: repetition, presence and frequency
+    penalty, bias, ``min_new_tokens``, ``logits_processor``, then temperature, top-k, top-p, min-p.
+
+    Args:
+        max_new_tokens: the most tokens generated.
+        min_new_tokens: tokens that end a request are barred before so many are generated; stop
+            texts still end it.
+        temperature: logits are divided by it; 0 takes the likeliest token.
+        top_k: the number of likeliest tokens to draw from; 0 is all of them.
+        top_p: the likeliest tokens that reach this probability together; 1 is all of them.
+        min_p: tokens at least this likely, as a fraction of the likeliest; 0 is all of them.
+        repetition_penalty: divides positive and multiplies negative logits of every token of the
+            prompt and the output; 1 changes nothing.
+        presence_penalty: taken from the logit of every token of the output.
+        frequency_penalty: the same, for each time that it occurs there.
+        logit_bias: by token id, added to its logit; ``-inf`` bars it.
+        logits_processor: called as ``processor(tokens, logits)`` before each draw, with the prompt
+            and output so far and a float32 copy of the row, [vocab_size], on the model's device;
+            returns logits of that shape. What it raises ends its own request.
+        logprobs: so many likeliest tokens are reported beside each generated one, with natural
+            log-probabilities by the model's own logits, before any rule; None reports nothing.
+        prompt_logprobs: the same for the tokens of the prompt.
+        seed: repeats a draw, within 64 bits; by default it comes from torch's global generator.
+        n: outputs for each prompt, with seeds ``seed``, ``seed + 1``, ...
+        stop_token_ids: tokens that end the request, besides the model's own.
+        stop: texts that end the request (needs a tokenizer); the output ends before them.
+        ignore_eos: go on past the model's own end-of-sequence tokens.
+
+    Raises:
+        TypeError: a value of a wrong type.
+        ValueError: a value out of its range.
+    """
+
+    max_new_tokens: int = 64
+    min_new_tokens: int = 0
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logits_processor: LogitsProcessor | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    seed: int | None = None
+    n: int = 1
+    stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _check_int(self, "max_new_tokens", at_least=1)
+        _check_int(self, "min_new_tokens", at_least=0)
+        _check_int(self, "top_k", at_least=0)
+        _check_int(self, "n", at_least=1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(self, name, at_least=0)
+        short = self.min_new_tokens <= self.max_new_tokens
+        expected = f"at most max_new_tokens = {self.max_new_tokens}"
+        _check("min_new_tokens", expected, self.min_new_tokens, short)
+        _check_float(self, "temperature", "finite and at least 0", lambda value: value >= 0)
+        _check_float(self, "top_p", "within (0, 1]", lambda value: 0 < value <= 1)
+        _check_float(self, "min_p", "within [0, 1]", lambda value: 0 <= value <= 1)
+        _check_float(self, "repetition_penalty", "finite and above 0", lambda value: value > 0)
+        _check_float(self, "presence_penalty", "finite", math.isfinite)
+        _check_float(self, "frequency_penalty", "finite", math.isfinite)
+        self._check_seed()
+        self._check_ends()
+        _set(self, "logit_bias", _checked_bias(self.logit_bias))
+        if self.logits_processor is not None and not callable(self.logits_processor):
+            raise _wrong_type("logits_processor", "a callable or None", self.logits_processor)
+
+    def _check_seed(self) -> None:
+        if self.seed is None:
+            return
+        _check_int(self, "seed")
+        ends = self.seed in _SEEDS and self.seed + self.n - 1 in _SEEDS
+        _check("seed", "a 64-bit integer, as are those of all n outputs", self.seed, ends)
+
+    def _check_ends(self) -> None:
+        if not isinstance(self.ignore_eos, bool):
+            raise _wrong_type("ignore_eos", "True or False", self.ignore_eos)
+        _check("stop", "a list of texts", self.stop, not isinstance(self.stop, str))
+        stop = _checked_tuple("stop", self.stop, str)
+        _check("stop", "made of texts that are not empty", self.stop, "" not in stop)
+        _set(self, "stop", stop)
+        ids = _checked_tuple("stop_token_ids", self.stop_token_ids, Integral)
+        _check("stop_token_ids", "at least 0 each", ids, all(token >= 0 for token in ids))
+        _set(self, "stop_token_ids", tuple(map(int, ids)))
+
+    @classmethod
+    def of(cls, model: HasGenerationConfig, **changes: Any) -> Self:
+        """What the checkpoint's ``generation_config`` asks for, with ``changes``.
+
+        As ``generate`` of transformers reads it: without ``do_sample`` it is greedy, with it the
+        default ``top_k`` is 50. Tokens that end a sequence are the engine's ``eos_token_ids``.
+        Fields that change what ``generate`` draws and that have no counterpart here are named in
+        a warning.
+        """
+        config = {
+            name: value for name, value in model.generation_config.items() if value is not None
+        }
+        ignored = [
+            f"{name}={config[name]!r}"
+            for name, neutral in _NOT_HONOURED.items()
+            if config.get(name, neutral) != neutral
+        ]
+        if ignored:
+            warnings.warn(f"generation_config asks for {', '.join(ignored)}: ignored", stacklevel=2)
+        chosen = {name: config[name] for name in _READ if name in config}
+        if config.get("do_sample", False):
+            chosen = {"temperature": 1.0, "top_k": 50} | chosen
+        else:
+            chosen["temperature"] = 0.0
+        return cls(**(chosen | changes))
+
+    @property
+    def filters(self) -> bool:
+        """Whether the draw is from less than the whole vocabulary."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    def make_generator(self, sample: int = 0) -> torch.Generator | None:
+        """The source of random numbers of one of the ``n`` outputs; None when it needs none."""
+        if self.temperature == 0:
+            return None
+        if self.seed is None:
+            drawn = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
+            return torch.Generator("cpu").manual_seed(int(drawn))
+        return torch.Generator("cpu").manual_seed(self.seed + sample)
+
+
+_READ = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+)
+
+# What changes the tokens of ``generate`` and is not known here, with the value that does nothing.
+_NOT_HONOURED: dict[str, object] = {
+    "num_beams": 1,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "no_repeat_ngram_size": 0,
+    "bad_words_ids": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+    "guidance_scale": None,
+}
+
+
+def _set(sampling: Sampling, name: str, value: object) -> None:
+    object.__setattr__(sampling, name, value)
+
+
+def _check(name: str, expected: str, got: object, holds: bool) -> None:
+    if not holds:
+        raise ValueError(f"{name} must be {expected}, got {got!r}")
+
+
+def _wrong_type(name: str, expected: str, got: object) -> TypeError:
+    return TypeError(f"{name} must be {expected}, got {got!r}")
+
+
+def _check_int(sampling: Sampling, name: str, *, at_least: int | None = None) -> None:
+    value = getattr(sampling, name)
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise _wrong_type(name, "an integer", value)
+    _set(sampling, name, int(value))
+    if at_least is not None:
+        _check(name, f"at least {at_least}", value, value >= at_least)
+
+
+def _check_float(
+    sampling: Sampling, name: str, expected: str, holds: Callable[[float], bool]
+) -> None:
+    value = getattr(sampling, name)
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise _wrong_type(name, "a number", value)
+    _set(sampling, name, float(value))
+    _check(name, expected, value, math.isfinite(value) and holds(value))
+
+
+def _checked_tuple(name: str, values: Any, kind: type) -> tuple[Any, ...]:
+    if not isinstance(values, Sequence | set | frozenset):
+        raise _wrong_type(name, "a list", values)
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, kind):
+            what = "texts" if kind is str else "token ids"
+            raise _wrong_type(name, f"made of {what}", value)
+    return tuple(values)
+
+
+def _checked_bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise _wrong_type("logit_bias", "a mapping from token id to a number", bias)
+    for token, value in bias.items():
+        if isinstance(token, bool) or not isinstance(token, Integral):
+            raise _wrong_type("logit_bias", "a mapping from token id to a number", bias)
+        if isinstance(value, bool) or not isinstance(value, Real):
+            raise _wrong_type("logit_bias", "a mapping from token id to a number", bias)
+        _check("logit_bias", "made of token ids of at least 0", token, token >= 0)
+        _check("logit_bias", "finite or -inf for each token", value, value < math.inf)
+    return {int(token): float(value) for token, value in bias.items()}
+
+
+GREEDY = Sampling()
