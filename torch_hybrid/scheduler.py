@@ -1,14 +1,17 @@
 """Which tokens the next step runs: continuous batching as arithmetic on counts.
 
 Contract: a step never holds more tokens than the budget, never asks for a page or a slot that is
-not free, and names a job at most once. Jobs are served first come, first served: the oldest job
-always gets on, so none starves. No tensor and no model is known here.
+not free, and names a job at most once. Jobs are served in order of arrival, but for those that wait
+for pages: smaller ones may pass them. A waiting job is passed by at most ``MAX_PASSES`` others in
+its life, and the first running job always gets on, so none starves. No tensor and no model is known
+here.
 
     for each running job, oldest first:       (decodes come before the one unfinished prompt)
         take its missing tokens, within the budget
         out of pages: the latest admitted job gives its own back and is recomputed later
-    for each waiting job, oldest first:
-        admit while slots, pages for its whole history and some budget are left
+    for each waiting job, oldest first, while slots and some budget are left:
+        pages for its whole history are free: admit it; it passes those that were left waiting
+        else leave it waiting; nobody passes it if it was passed often enough
 """
 
 from __future__ import annotations
@@ -16,7 +19,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Generic, TypeVar
+
+MAX_PASSES = 16
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -28,6 +34,7 @@ class Job:
 
     num_tokens: int  # its history: prompt and generated tokens
     num_held: int = 0  # how many of them the runner holds
+    num_passes: int = 0  # how many jobs were admitted before it that came later
 
 
 JobT = TypeVar("JobT", bound=Job)
@@ -53,11 +60,13 @@ class Scheduler(Generic[JobT]):
     Args:
         max_tokens: the most new tokens in one step.
         page_size: tokens in a page.
+        max_passes: how many later jobs may be admitted before one that waits for pages.
     """
 
-    def __init__(self, *, max_tokens: int, page_size: int) -> None:
+    def __init__(self, *, max_tokens: int, page_size: int, max_passes: int = MAX_PASSES) -> None:
         self.max_tokens = max_tokens
         self.page_size = page_size
+        self.max_passes = max_passes
         self.waiting: deque[JobT] = deque()
         self.running: list[JobT] = []
 
@@ -124,17 +133,24 @@ class Scheduler(Generic[JobT]):
     def _admit(self, free_slots: int, free_pages: int, budget: int) -> list[tuple[JobT, int]]:
         """Start waiting jobs while there are slots, tokens and pages for their whole history."""
         rows: list[tuple[JobT, int]] = []
-        while self.waiting and budget and len(rows) < free_slots:
-            job = self.waiting[0]
+        passed: list[JobT] = []  # left waiting for pages
+        for job in list(islice(self.waiting, free_slots + self.max_passes)):
+            if not budget or len(rows) == free_slots:
+                break
+            if any(waiting.num_passes >= self.max_passes for waiting in passed):
+                break
             reserve = len(self.running)  # a page for each running job to grow into
             if self._num_pages(job.num_tokens) + reserve > free_pages:
-                break
+                passed.append(job)
+                continue
             chunk = min(job.num_tokens, budget)
             rows.append((job, chunk))
             budget -= chunk
             free_pages -= self._num_pages(chunk)
             self.running.append(job)
-            self.waiting.popleft()
+            self.waiting.remove(job)
+            for waiting in passed:
+                waiting.num_passes += 1
         return rows
 
     def _num_pages(self, num_tokens: int) -> int:

@@ -94,6 +94,26 @@ def test_restart_keeps_the_order_of_arrival():
     assert [job.num_held for job in jobs] == [0, 0, 0]
 
 
+def test_small_jobs_pass_one_that_waits_for_pages_a_bounded_number_of_times():
+    scheduler = Scheduler(max_tokens=100, page_size=4, max_passes=2)
+    running, big, *small = jobs_of(scheduler, 4, 80, 4, 4, 4)
+    run(scheduler.schedule(free_slots=1, free_pages=20))
+    schedule = scheduler.schedule(free_slots=8, free_pages=19)
+    assert schedule.admitted == small[:2]
+    assert list(scheduler.waiting) == [big, small[2]]
+    run(schedule)
+    assert scheduler.schedule(free_slots=6, free_pages=19).admitted == []
+    for job in (running, *small[:2]):
+        scheduler.discard(job)
+    assert scheduler.schedule(free_slots=9, free_pages=22).admitted == [big, small[2]]
+
+
+def test_nobody_is_passed_where_slots_are_short():
+    scheduler = Scheduler(max_tokens=100, page_size=4)
+    jobs_of(scheduler, 80, 4)
+    assert scheduler.schedule(free_slots=0, free_pages=3).admitted == []
+
+
 @settings(deadline=None, max_examples=200)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 12)), min_size=1, max_size=12),
@@ -101,35 +121,44 @@ def test_restart_keeps_the_order_of_arrival():
     page_size=st.integers(1, 5),
     num_slots=st.integers(1, 5),
     spare_pages=st.integers(0, 6),
+    max_passes=st.integers(0, 3),
 )
-def test_every_job_ends_in_order_within_the_limits(
-    lengths, max_tokens, page_size, num_slots, spare_pages
+def test_every_job_ends_within_the_limits(
+    lengths, max_tokens, page_size, num_slots, spare_pages, max_passes
 ):
-    """Pools from just large enough for the longest job upwards; steps are bounded."""
+    """Pools from just large enough for the longest job upwards; steps and passes are bounded."""
 
     def pages(num_tokens):
         return -(-num_tokens // page_size)
 
     num_pages = max(pages(prompt + new - 1) for prompt, new in lengths) + spare_pages
-    scheduler = Scheduler(max_tokens=max_tokens, page_size=page_size)
+    scheduler = Scheduler(max_tokens=max_tokens, page_size=page_size, max_passes=max_passes)
     jobs = jobs_of(scheduler, *[prompt for prompt, _ in lengths])
+    arrival = {job: at for at, job in enumerate(jobs)}
+    passed_by = {job: set() for job in jobs}
     ends = {job: prompt + new for job, (prompt, new) in zip(jobs, lengths, strict=True)}
     for _ in range(sum(prompt + new for prompt, new in lengths) * (len(jobs) + 1)):
         used = sum(pages(job.num_held) for job in scheduler.running)
         num_running = len(scheduler.running)
-        oldest = next(job for job in jobs if ends[job])
+        first = (scheduler.running or scheduler.waiting)[0]
         schedule = scheduler.schedule(
             free_slots=num_slots - num_running, free_pages=num_pages - used
         )
         rows = [job for job, _ in schedule.rows]
         assert len(set(rows)) == len(rows)
-        assert oldest in rows, "the oldest job always gets on"
+        assert first in rows, "the first job always gets on"
         assert sum(num_new for _, num_new in schedule.rows) <= max_tokens
         assert len(scheduler.running) <= num_slots
         assert all(job.num_held + new == job.num_tokens for job, new in schedule.rows[:-1])
+        for job in scheduler.waiting:
+            passed_by[job].update(new for new in schedule.admitted if arrival[new] > arrival[job])
+        assert all(len(others) <= max_passes for others in passed_by.values())
         run(schedule)
         assert sum(pages(job.num_held) for job in scheduler.running) <= num_pages
-        assert scheduler.running + list(scheduler.waiting) == [job for job in jobs if ends[job]]
+        left = [job for job in jobs if ends[job]]
+        assert sorted(scheduler.running + list(scheduler.waiting), key=arrival.get) == left
+        if max_passes == 0:
+            assert scheduler.running + list(scheduler.waiting) == left, "first come, first served"
         for job in rows:
             if job.num_tokens == ends[job]:
                 scheduler.discard(job)
@@ -137,3 +166,20 @@ def test_every_job_ends_in_order_within_the_limits(
         if not any(ends.values()):
             return
     raise AssertionError("not every job ended")
+
+
+def test_three_small_requests_do_not_wait_behind_one_for_pages():
+    """Slots are free, and the big job waits until the first one ends."""
+    scheduler = Scheduler(max_tokens=64, page_size=4)
+    long, big, *small = jobs_of(scheduler, 100, 60, 4, 4, 4)
+    ends = {long: 140, big: 70, **{job: 10 for job in small}}
+    ended_at = {}
+    for step in range(400):
+        used = sum(-(-job.num_held // 4) for job in scheduler.running)
+        run(scheduler.schedule(free_slots=8 - len(scheduler.running), free_pages=36 - used))
+        for job in list(scheduler.running):
+            if job.num_tokens == ends[job]:
+                scheduler.discard(job)
+                ended_at[job] = step
+    assert all(ended_at[job] < 10 for job in small)
+    assert ended_at[long] < ended_at[big] < 200
