@@ -1,86 +1,51 @@
 """Continuous batching on top of ``Runner.extend``: prompts in, tokens out.
 
-A step frees what was preempted, gives sequences to what was admitted, runs one ragged batch of
-decodes and prompt chunks, and samples a token for every request whose history is complete.
-Whatever raises in the middle, every page and slot comes back: requests that were running wait
-again and are recomputed from their tokens.
+A step ends what is late, frees what was preempted, gives sequences to what was admitted, runs one
+ragged batch of decodes and prompt chunks, and samples a token for every request whose history is
+complete. Whatever raises in the middle, every page and slot comes back: requests that were running
+wait again and are recomputed from their tokens. What one request raises (its own rules on the
+logits, its text) ends that request alone.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from operator import index as index_of
+from itertools import accumulate
+from numbers import Real
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, overload
 
-import torch
+from torch import Tensor
 
 from torch_hybrid.detokenizer import Detokenizer, Tokenizer
 from torch_hybrid.errors import CapacityError, UnsupportedError
-from torch_hybrid.sampling import GREEDY, NOT_FINITE, Sampling, sample
-from torch_hybrid.scheduler import Job, Scheduler
+from torch_hybrid.prompts import Prompt, as_prompts, prompt_tokens
+from torch_hybrid.request import FinishReason, Output, Request, TokenEvent
+from torch_hybrid.sampling import GREEDY, LogitsRules, Sampling, sample
+from torch_hybrid.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from torch_hybrid.caches.hybrid import Sequence as HeldSequence
     from torch_hybrid.graphs.runner import Runner
 
-FinishReason = Literal["length", "stop", "cancelled", "error"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
-    """A finished request."""
-
-    index: int  # which prompt of its call
-    prompt: list[int]
-    tokens: list[int]  # generated, a stop token at the end included
-    text: str | None  # None without a tokenizer; ends before a stop text or stop token
-    finish_reason: FinishReason
-    error: str | None = None  # set when finish_reason is "error"
-
-
-@dataclass(eq=False, slots=True, kw_only=True)
-class Request(Job):
-    """A prompt on its way; its fields are the engine's to change."""
-
-    index: int
-    prompt: list[int]
-    sampling: Sampling
-    stop_token_ids: frozenset[int]
-    generator: torch.Generator | None
-    detokenizer: Detokenizer | None
-    history: list[int]  # prompt and generated tokens
-    sequence: HeldSequence | None = None
-    output: Output | None = None
-    inbox: deque[TokenEvent] | None = None  # of the iterator that waits for this request
-
-    @property
-    def tokens(self) -> list[int]:
-        """The tokens generated so far."""
-        return self.history[len(self.prompt) :]
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """One more token of a request, or its end."""
-
-    request: Request
-    token: int | None  # None: the request ended without one
-    text: str  # what became certain with it; the pieces add up to the output's text
-    output: Output | None = None  # set by a request's last event
-
 
 class Engine:
-    """Serves many requests on one runner. Not thread-safe: one thread submits and steps.
+    """Serves many requests on one runner.
+
+    Requests are served in order of arrival; one that waits for pages is passed by smaller ones, a
+    bounded number of times (``scheduler.MAX_PASSES``). Several threads may submit, cancel and step:
+    each call waits for the runner's lock, which a step holds from its schedule to its tokens.
 
     Args:
-        runner: holds the sequences; others may hold some of its sequences too.
+        runner: holds the sequences; others, and other engines, may hold some of its sequences too.
         tokenizer: lets prompts be texts and outputs have text; needed by stop texts.
         eos_token_ids: tokens that end every request which does not ignore them; by default those
             of the runner's model.
+        max_waiting: the most requests that may wait for their first step; None is any number.
 
     Raises:
         UnsupportedError: the runner serves decode steps alone.
@@ -90,8 +55,12 @@ class Engine:
         self,
         runner: Runner,
         tokenizer: Tokenizer | None = None,
-        eos_token_ids: Sequence[int] | None = None,
+        eos_token_ids: Iterable[int] | None = None,
+        *,
+        max_waiting: int | None = None,
     ) -> None:
+        if max_waiting is not None and max_waiting < 1:
+            raise ValueError(f"max_waiting must be at least 1 or None, got {max_waiting}")
         if not runner.prefill:
             raise UnsupportedError("an engine prefills prompts, got a runner with prefill=False")
         self.runner = runner
@@ -102,80 +71,105 @@ class Engine:
         self._scheduler: Scheduler[Request] = Scheduler(
             max_tokens=runner.max_tokens, page_size=runner.page_size
         )
-        self._late_events: list[TokenEvent] = []  # of cancels, for the next step to return
+        self.max_waiting = max_waiting
+        self._lock = runner.lock
+        self._next_deadline = math.inf  # of the requests that have one
+        self._late_events: list[TokenEvent] = []  # of ends outside of a batch, for a step to return
 
     @overload
     def generate(
         self,
-        prompts: Sequence[Sequence[int] | str],
+        prompts: Prompt | Iterable[Prompt],
         sampling: Sampling | Sequence[Sampling] = ...,
         *,
         stream: Literal[False] = ...,
+        timeout_s: float | None = ...,
     ) -> Iterator[Output]: ...
 
     @overload
     def generate(
         self,
-        prompts: Sequence[Sequence[int] | str],
+        prompts: Prompt | Iterable[Prompt],
         sampling: Sampling | Sequence[Sampling] = ...,
         *,
         stream: Literal[True],
+        timeout_s: float | None = ...,
     ) -> Iterator[TokenEvent]: ...
 
     def generate(
         self,
-        prompts: Sequence[Sequence[int] | str],
+        prompts: Prompt | Iterable[Prompt],
         sampling: Sampling | Sequence[Sampling] = GREEDY,
         *,
         stream: bool = False,
+        timeout_s: float | None = None,
     ) -> Iterator[Output] | Iterator[TokenEvent]:
         """Serve prompts together; yield each output as its request finishes.
 
         Leaving the loop early, Ctrl-C included, cancels what is unfinished and frees it.
 
         Args:
-            prompts: token lists, or texts when the engine has a tokenizer.
+            prompts: one prompt or several: token lists or 1-D integer tensors; texts and
+                conversations (lists of messages) when the engine has a tokenizer; or what a
+                tokenizer returned for them.
             sampling: for all prompts, or one for each.
             stream: yield an event for each token instead; a request's last one has its output.
+            timeout_s: a request that has not ended after so many seconds ends with what it has;
+                they count from the first iteration.
 
         Raises:
+            TypeError: a prompt or ``sampling`` is of another kind; nothing has been started then.
             ValueError: a prompt cannot be served; nothing has been started then.
-            CapacityError: while iterating: sequences held elsewhere leave no room.
+            CapacityError: while iterating: more requests than may wait, or sequences held
+                elsewhere leave no room.
         """
-        if isinstance(prompts, str):
-            raise ValueError("prompts must be a list of prompts, got one text")
-        samplings = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
-        if len(samplings) != len(prompts):
-            raise ValueError(f"sampling must have {len(prompts)} entries, got {len(samplings)}")
+        chosen = as_prompts(prompts)
+        samplings = [sampling] * len(chosen) if not isinstance(sampling, Sequence) else sampling
+        if len(samplings) != len(chosen):
+            raise ValueError(f"sampling must have {len(chosen)} entries, got {len(samplings)}")
+        _check_timeout(timeout_s)
         inbox: deque[TokenEvent] = deque()
-        requests = []
-        for index, (prompt, chosen) in enumerate(zip(prompts, samplings, strict=True)):
+        requests: list[Request] = []
+        for index, (prompt, each) in enumerate(zip(chosen, samplings, strict=True)):
             try:
-                request = self._make_request(prompt, chosen, index=index, stream=stream)
-            except ValueError as error:
-                raise ValueError(f"prompt {index}: {error}") from error
+                requests += self._make_requests(prompt, each, index=index, stream=stream)
+            except (TypeError, ValueError) as error:
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(f"prompt {index}: {error}") from error
+        for request in requests:
             request.inbox = inbox
-            requests.append(request)
-        events = self._serve(requests, inbox)
+        events = self._serve(requests, inbox, timeout_s)
         return events if stream else _outputs(events)
 
     def submit(
-        self, prompt: Sequence[int] | str, sampling: Sampling = GREEDY, *, stream: bool = False
+        self,
+        prompt: Prompt,
+        sampling: Sampling = GREEDY,
+        *,
+        stream: bool = False,
+        timeout_s: float | None = None,
     ) -> Request:
         """Queue one prompt; ``step`` then brings its events and ``request.output`` its end.
 
         Args:
-            prompt: tokens, or a text when the engine has a tokenizer.
-            sampling: how its tokens are chosen and when it ends.
+            prompt: as one of ``generate``.
+            sampling: how its tokens are chosen and when it ends; for one output.
             stream: give events their text as it comes (costs a decode for each token).
+            timeout_s: end it, with what it has, when so many seconds have passed.
 
         Raises:
+            TypeError: the prompt or ``sampling`` is of another kind.
             ValueError: the prompt is empty, holds an unknown token or, with ``max_new_tokens``,
-                is longer than a sequence can be; or texts are used without a tokenizer.
+                is longer than a sequence can be; texts are used without a tokenizer; or several
+                outputs are asked for.
+            CapacityError: ``max_waiting`` requests wait already.
         """
-        request = self._make_request(prompt, sampling, index=0, stream=stream)
-        self._scheduler.add(request)
-        return request
+        _check_timeout(timeout_s)
+        requests = self._make_requests(prompt, sampling, index=0, stream=stream)
+        if len(requests) != 1:
+            raise ValueError(f"submit serves one output, got n={sampling.n}: use generate")
+        self._queue(requests, timeout_s)
+        return requests[0]
 
     def cancel(self, request: Request) -> None:
         """End a request now, with the tokens it has. A finished one stays as it is.
@@ -183,13 +177,12 @@ class Engine:
         Raises:
             ValueError: the request is another engine's.
         """
-        if request.output is not None:
-            return
-        if request not in self._scheduler:
-            raise ValueError(f"request {request.index} is not one of this engine's")
-        event = self._end(request, "cancelled")
-        self._late_events.append(event)
-        self._retire([event])
+        with self._lock:
+            if request.output is not None:
+                return
+            if request not in self._scheduler:
+                raise ValueError(f"request {request.index} is not one of this engine's")
+            self._end_outside([request], "cancelled")
 
     @property
     def has_unfinished(self) -> bool:
@@ -204,20 +197,23 @@ class Engine:
         Raises:
             CapacityError: sequences held elsewhere leave no room for the oldest request.
         """
-        try:
-            rows = self._prepare()
-            events = self._run(rows) if rows else []
-            self._retire(events)
-        except BaseException:
-            self._restart()
-            raise
-        late, self._late_events = self._late_events, []
-        return late + events
+        with self._lock:
+            try:
+                self._end_late()
+                rows = self._prepare()
+                events = self._run(rows) if rows else []
+                self._retire(events)
+            except BaseException:
+                self._restart()
+                raise
+            late, self._late_events = self._late_events, []
+            return late + events
 
     def close(self) -> None:
         """Cancel everything that is unfinished and free it."""
-        for request in [*self._scheduler.running, *self._scheduler.waiting]:
-            self.cancel(request)
+        with self._lock:
+            for request in [*self._scheduler.running, *self._scheduler.waiting]:
+                self.cancel(request)
 
     def __enter__(self) -> Engine:
         return self
@@ -230,30 +226,34 @@ class Engine:
     ) -> None:
         self.close()
 
-    def _make_request(
-        self, prompt: Sequence[int] | str, sampling: Sampling, *, index: int, stream: bool
-    ) -> Request:
-        tokens = self._encode(prompt) if isinstance(prompt, str) else [index_of(t) for t in prompt]
+    def _make_requests(
+        self, prompt: Prompt, sampling: Sampling, *, index: int, stream: bool
+    ) -> list[Request]:
+        """A request for each of the ``sampling.n`` outputs of a prompt."""
+        if not isinstance(sampling, Sampling):
+            raise TypeError(f"sampling must be a th.Sampling, got {sampling!r}")
+        tokens = prompt_tokens(prompt, self.tokenizer)
         self._check(tokens, sampling)
-        detokenizer = None
-        if self.tokenizer is not None and (stream or sampling.stop):
-            detokenizer = Detokenizer(self.tokenizer, sampling.stop)
         eos = frozenset[int]() if sampling.ignore_eos else self.eos_token_ids
-        return Request(
-            index=index,
-            prompt=tokens,
-            sampling=sampling,
-            stop_token_ids=eos.union(sampling.stop_token_ids),
-            generator=sampling.make_generator(),
-            detokenizer=detokenizer,
-            history=tokens.copy(),
-            num_tokens=len(tokens),
-        )
-
-    def _encode(self, prompt: str) -> list[int]:
-        if self.tokenizer is None:
-            raise ValueError("a prompt must be tokens when the engine has no tokenizer, got a text")
-        return self.tokenizer.encode(prompt)
+        ends = eos.union(sampling.stop_token_ids)
+        barred = ends.intersection(range(self.runner.vocab_size))  # a config may name others
+        has_text = self.tokenizer is not None and (stream or bool(sampling.stop))
+        return [
+            Request(
+                index=index,
+                sample=sample,
+                prompt=tokens,
+                sampling=sampling,
+                stop_token_ids=ends,
+                tokenizer=self.tokenizer,
+                detokenizer=Detokenizer(self.tokenizer, sampling.stop) if has_text else None,
+                generator=sampling.make_generator(sample),
+                rules=LogitsRules.of(sampling, num_prompt=len(tokens), end_token_ids=barred),
+                history=tokens.copy(),
+                num_tokens=len(tokens),
+            )
+            for sample in range(sampling.n)
+        ]
 
     def _check(self, tokens: list[int], sampling: Sampling) -> None:
         runner = self.runner
@@ -262,6 +262,14 @@ class Engine:
         if min(tokens) < 0 or max(tokens) >= runner.vocab_size:
             wrong = next(token for token in tokens if not 0 <= token < runner.vocab_size)
             raise ValueError(f"token ids must be within 0 and {runner.vocab_size - 1}, got {wrong}")
+        for name, ids in (
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("logit_bias", sampling.logit_bias),
+        ):
+            if max(ids, default=0) >= runner.vocab_size:
+                raise ValueError(
+                    f"{name} must be within 0 and {runner.vocab_size - 1}, got {max(ids)}"
+                )
         longest = len(tokens) + sampling.max_new_tokens - 1  # the last token is never held
         if longest > runner.max_seq_len:
             raise ValueError(
@@ -272,12 +280,30 @@ class Engine:
         if sampling.stop and self.tokenizer is None:
             raise ValueError(f"stop texts need a tokenizer, got stop={list(sampling.stop)!r}")
 
-    def _serve(self, requests: list[Request], inbox: deque[TokenEvent]) -> Generator[TokenEvent]:
+    def _queue(self, requests: Sequence[Request], timeout_s: float | None) -> None:
+        """Let requests wait, all or none; their time begins."""
+        with self._lock:
+            num_waiting = len(self._scheduler.waiting) + len(requests)
+            if self.max_waiting is not None and num_waiting > self.max_waiting:
+                raise CapacityError(
+                    f"{num_waiting - len(requests)} requests wait already and {len(requests)} more "
+                    f"came: at most max_waiting = {self.max_waiting} may wait"
+                )
+            if timeout_s is not None:
+                deadline = time.monotonic() + timeout_s
+                self._next_deadline = min(self._next_deadline, deadline)
+                for request in requests:
+                    request.deadline = deadline
+            for request in requests:
+                self._scheduler.add(request)
+
+    def _serve(
+        self, requests: list[Request], inbox: deque[TokenEvent], timeout_s: float | None
+    ) -> Generator[TokenEvent]:
         """Queue the requests and step until each has ended."""
         num_unfinished = len(requests)
         try:
-            for request in requests:
-                self._scheduler.add(request)
+            self._queue(requests, timeout_s)
             while num_unfinished:
                 while not inbox:
                     self.step()
@@ -285,8 +311,28 @@ class Engine:
                 num_unfinished -= event.output is not None
                 yield event
         finally:
-            left = [request for request in requests if request.output is None]
-            self._retire([self._end(request, "cancelled") for request in left])
+            with self._lock:
+                left = [request for request in requests if request.output is None]
+                self._retire([request.end("cancelled") for request in left])
+
+    def _end_late(self) -> None:
+        """End the requests whose time is over."""
+        now = time.monotonic()
+        if now < self._next_deadline:
+            return
+        timed = [
+            request
+            for request in (*self._scheduler.running, *self._scheduler.waiting)
+            if request.deadline is not None
+        ]
+        self._end_outside([r for r in timed if r.deadline <= now], "timeout")
+        self._next_deadline = min((r.deadline for r in timed if r.deadline > now), default=math.inf)
+
+    def _end_outside(self, requests: Sequence[Request], reason: FinishReason) -> None:
+        """End requests outside of a batch; the next step returns their events."""
+        events = [request.end(reason) for request in requests]
+        self._late_events += events
+        self._retire(events)
 
     def _prepare(self) -> list[tuple[Request, int]]:
         """Choose the rows of a step and give each a sequence; free what was preempted."""
@@ -314,68 +360,34 @@ class Engine:
             held = request.num_held
             sequences.append(request.sequence)
             tokens.append(request.history[held : held + num_new])
-        logits = self.runner.extend(sequences, tokens, logits="last")
+        logits = self._extend(rows, sequences, tokens)
         for request, num_new in rows:
             request.num_held += num_new
         sampled = [request for request, _ in rows if request.num_held == request.num_tokens]
+        logits = logits[: len(sampled)]  # only the last row of a schedule can be incomplete
         drawn = sample(
-            logits[: len(sampled)],  # only the last row of a schedule can be incomplete
+            _ruled(logits, sampled),
             [request.sampling for request in sampled],
             [request.generator for request in sampled],
         )
-        return [self._take(request, token) for request, token in zip(sampled, drawn, strict=True)]
+        taken = zip(sampled, drawn, logits, strict=True)
+        return [request.take(token, row) for request, token, row in taken]
 
-    def _take(self, request: Request, token: int) -> TokenEvent:
-        """Append a sampled token to its request, and end the request where that ends it."""
-        if token == NOT_FINITE:
-            error = f"the logits after {request.num_tokens} tokens have NaN or infinite values"
-            return self._end(request, "error", error=error)
-        request.history.append(token)
-        request.num_tokens += 1
-        text = ""
-        if token in request.stop_token_ids:
-            return self._end(request, "stop", token=token)
-        if request.detokenizer is not None:
-            text = request.detokenizer.add(token)
-            if request.detokenizer.is_stopped:
-                return self._end(request, "stop", token=token, text=text)
-        if request.num_tokens - len(request.prompt) == request.sampling.max_new_tokens:
-            return self._end(request, "length", token=token, text=text)
-        event = TokenEvent(request, token, text)
-        if request.inbox is not None:
-            request.inbox.append(event)
-        return event
-
-    def _end(
+    def _extend(
         self,
-        request: Request,
-        reason: FinishReason,
-        *,
-        token: int | None = None,
-        text: str = "",
-        error: str | None = None,
-    ) -> TokenEvent:
-        """Give a request its output. It holds its sequence until it is retired."""
-        tokens = request.tokens
-        whole: str | None = None
-        if request.detokenizer is not None:
-            text += request.detokenizer.finish()
-            whole = request.detokenizer.text
-        elif self.tokenizer is not None:
-            shown = tokens[:-1] if token in request.stop_token_ids else tokens
-            whole = self.tokenizer.decode(shown, skip_special_tokens=True)
-        request.output = Output(
-            index=request.index,
-            prompt=request.prompt,
-            tokens=tokens,
-            text=whole,
-            finish_reason=reason,
-            error=error,
-        )
-        event = TokenEvent(request, token, text, request.output)
-        if request.inbox is not None:
-            request.inbox.append(event)
-        return event
+        rows: Sequence[tuple[Request, int]],
+        sequences: list[HeldSequence],
+        tokens: list[list[int]],
+    ) -> Tensor:
+        """[N, vocab_size] logits after each row's tokens; prompts that ask note their own."""
+        if not any(request.needs_prompt_logits for request, _ in rows):
+            return self.runner.extend(sequences, tokens, logits="last")
+        logits = self.runner.extend(sequences, tokens, logits="all")
+        each = logits.split([num_new for _, num_new in rows])
+        for (request, _), own in zip(rows, each, strict=True):
+            request.note_prompt(own, first=request.num_held)
+        last = [end - 1 for end in accumulate(num_new for _, num_new in rows)]
+        return logits[last]
 
     def _retire(self, events: Sequence[TokenEvent]) -> None:
         """Free what the requests that ended hold, and forget them."""
@@ -399,6 +411,22 @@ class Engine:
             self.runner.free(sequences)
         for request in requests:
             request.sequence = None
+
+
+def _ruled(logits: Tensor, requests: Sequence[Request]) -> Tensor:
+    """[N, vocab_size] logits by each request's own rules."""
+    if all(request.rules is None for request in requests):
+        return logits
+    ruled = logits.float().clone()
+    for row, request in zip(ruled, requests, strict=True):
+        if request.rules is not None:
+            row.copy_(request.ruled(row))
+    return ruled
+
+
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None and not (isinstance(timeout_s, Real) and timeout_s > 0):
+        raise ValueError(f"timeout_s must be above 0 or None, got {timeout_s!r}")
 
 
 def _outputs(events: Generator[TokenEvent]) -> Iterator[Output]:

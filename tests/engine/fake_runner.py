@@ -4,6 +4,7 @@ A sequence's next token depends on every token it holds, in order, so a mix-up o
 chunks changes what comes out.
 """
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ class FakeRunner:
     prefill = True
 
     def __init__(self, *, max_seqs=8, max_tokens=32, page_size=4, num_pages=32, vocab_size=50):
+        self.lock = threading.RLock()
         self.max_seqs = max_seqs
         self.max_tokens = max_tokens
         self.page_size = page_size
@@ -63,7 +65,6 @@ class FakeRunner:
         return seq.num_tokens
 
     def extend(self, seqs, tokens, *, logits="last"):
-        assert logits == "last"
         assert len(set(map(id, seqs))) == len(seqs) == len(tokens), "a sequence is there twice"
         assert all(seq.is_live and not seq.is_broken for seq in seqs), "a stale sequence"
         assert all(len(new) >= 1 for new in tokens), "a row without tokens"
@@ -74,17 +75,21 @@ class FakeRunner:
         if needed > self.free_pages:
             raise CapacityError(f"asked {needed} pages, {self.free_pages} are free")
         self.num_extends += 1
+        digests = []
         for seq, new in zip(seqs, tokens, strict=True):
             seq.is_broken = True
             seq.num_tokens += len(new)
             for token in new:
                 seq.digest = (seq.digest * 131 + token + 7) % MODULUS
+                digests.append(seq.digest)
         if self.num_extends in self.raise_at:
             raise self.raise_at[self.num_extends]
         for seq in seqs:
             seq.is_broken = False
-        rows = self.logits[[seq.digest % len(self.logits) for seq in seqs]]
-        rows[[seq.digest in self.poisoned for seq in seqs]] = float("nan")
+        if logits == "last":
+            digests = [seq.digest for seq in seqs]
+        rows = self.logits[[digest % len(self.logits) for digest in digests]]
+        rows[[digest in self.poisoned for digest in digests]] = float("nan")
         return rows
 
     def free(self, seqs):

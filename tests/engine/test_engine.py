@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.engine.fake_runner import FakeRunner, alone, digest_of
 from torch_hybrid import engine as engine_module
+from torch_hybrid import request as request_module
 from torch_hybrid import scheduler as scheduler_module
 from torch_hybrid.engine import Engine
 from torch_hybrid.errors import CapacityError
@@ -113,10 +114,15 @@ def test_bad_requests_are_refused_and_running_ones_go_on(prompt, options, messag
     assert_all_returned(runner)
 
 
-def test_generate_refuses_one_text_and_a_wrong_number_of_samplings():
+def test_one_prompt_alone_is_one_prompt():
+    engine, sampling = Engine(FakeRunner()), Sampling(max_new_tokens=4)
+    for prompt in ([1, 2, 3], (1, 2, 3), torch.tensor([1, 2, 3])):
+        (output,) = engine.generate(prompt, sampling)
+        assert output.tokens == alone([1, 2, 3], sampling)
+
+
+def test_generate_refuses_a_wrong_number_of_samplings():
     engine = Engine(FakeRunner())
-    with pytest.raises(ValueError, match="prompts must be a list of prompts, got one text"):
-        engine.generate("hello")
     with pytest.raises(ValueError, match="sampling must have 2 entries, got 1"):
         engine.generate([[1], [2]], [Sampling()])
 
@@ -311,12 +317,12 @@ def test_an_exception_leaves_generate_with_nothing_held():
 
 
 # Where an interrupt cannot be undone by the interrupted code itself: the cleaning up.
-CLEANING = {"_free", "_retire", "_restart", "_end", "discard", "restart", "__exit__", "close"}
+CLEANING = {"_free", "_retire", "_restart", "end", "discard", "restart", "__exit__", "close"}
 
 
 def interrupted_at(line_number, runner):
     """Serve with Ctrl-C at the n-th line that engine or scheduler run; False past the last."""
-    files = {engine_module.__file__, scheduler_module.__file__}
+    files = {module.__file__ for module in (engine_module, request_module, scheduler_module)}
     count = 0
 
     def trace(frame, event, arg):

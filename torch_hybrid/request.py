@@ -1,0 +1,184 @@
+"""One request on its way through the engine: what it asked, what it has, how it ended.
+
+What belongs to one request alone (its rules on the logits, its text) raises in here and ends that
+request with its reason; the others of the batch go on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.detokenizer import Detokenizer, Tokenizer
+from torch_hybrid.sampling import NOT_FINITE, LogitsRules, Sampling, TokenLogprob, logprobs_of
+from torch_hybrid.scheduler import Job
+
+if TYPE_CHECKING:
+    from torch_hybrid.caches.hybrid import Sequence as HeldSequence
+
+FinishReason = Literal["length", "stop", "cancelled", "timeout", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """A finished request."""
+
+    index: int  # which prompt of its call
+    sample: int = 0  # which of the ``Sampling.n`` outputs of that prompt
+    prompt: list[int]
+    tokens: list[int]  # generated, a stop token at the end included
+    text: str | None  # None without a tokenizer; ends before a stop text or stop token
+    finish_reason: FinishReason
+    error: str | None = None  # set when finish_reason is "error"
+    logprobs: list[TokenLogprob] | None = None  # of ``tokens``, where they were asked for
+    prompt_logprobs: list[TokenLogprob] | None = None  # of ``prompt[1:]``: nothing precedes the 1st
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Request(Job):
+    """A prompt on its way; its fields are the engine's to change."""
+
+    index: int
+    sample: int = 0
+    prompt: list[int]
+    sampling: Sampling
+    stop_token_ids: frozenset[int]
+    tokenizer: Tokenizer | None
+    detokenizer: Detokenizer | None
+    generator: torch.Generator | None
+    rules: LogitsRules | None
+    history: list[int]  # prompt and generated tokens
+    deadline: float | None = None  # on the engine's clock, in seconds
+    sequence: HeldSequence | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    failure: str | None = None  # what it raised in this step
+    output: Output | None = None
+    inbox: deque[TokenEvent] | None = None  # of the iterator that waits for this request
+
+    @property
+    def tokens(self) -> list[int]:
+        """The tokens generated so far."""
+        return self.history[len(self.prompt) :]
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Whether logits of prompt tokens are still to be looked at."""
+        asked = self.sampling.prompt_logprobs is not None
+        return asked and len(self.prompt_logprobs) < len(self.prompt) - 1
+
+    def note_prompt(self, logits: Tensor, first: int) -> None:
+        """Keep log-probabilities of prompt tokens, once each however often they are run.
+
+        Args:
+            logits: [R, vocab_size] after the tokens at ``first`` to ``first + R - 1``.
+            first: position of the first of them.
+        """
+        if not self.needs_prompt_logits:
+            return
+        start = len(self.prompt_logprobs) + 1  # the next token to note, by those before it
+        end = min(first + logits.shape[0] + 1, len(self.prompt))
+        if start < end and first < start:
+            rows = logits[start - 1 - first : end - 1 - first]
+            num_top = self.sampling.prompt_logprobs or 0
+            self.prompt_logprobs += logprobs_of(rows, self.prompt[start:end], num_top)
+
+    def ruled(self, logits: Tensor) -> Tensor:
+        """[vocab_size] logits by the request's own rules; unchanged where those raise."""
+        if self.rules is None:
+            return logits
+        try:
+            return self.rules.apply(logits, self.history)
+        except Exception as error:  # of the caller's own function
+            self.failure = _told("the rules on its logits", error)
+            return logits.float()
+
+    def take(self, token: int, logits: Tensor) -> TokenEvent:
+        """Append a token, drawn after ``logits`` [vocab_size], and end where that ends it."""
+        if self.failure is not None:
+            return self.end("error", error=self.failure)
+        if token == NOT_FINITE:
+            error = f"the logits after {self.num_tokens} tokens have NaN or infinite values"
+            return self.end("error", error=error)
+        self.history.append(token)
+        self.num_tokens += 1
+        if self.sampling.logprobs is not None:
+            self.logprobs += logprobs_of(logits.unsqueeze(0), [token], self.sampling.logprobs)
+        if token in self.stop_token_ids:
+            return self.end("stop", token=token)
+        text = ""
+        if self.detokenizer is not None:
+            try:
+                text = self.detokenizer.add(token)
+            except Exception as error:  # of the caller's tokenizer
+                return self.end("error", token=token, error=_told("detokenizing", error))
+            if self.detokenizer.is_stopped:
+                return self.end("stop", token=token, text=text)
+        if self.num_tokens - len(self.prompt) == self.sampling.max_new_tokens:
+            return self.end("length", token=token, text=text)
+        return self._told_to_inbox(TokenEvent(self, token, text))
+
+    def end(
+        self,
+        reason: FinishReason,
+        *,
+        token: int | None = None,
+        text: str = "",
+        error: str | None = None,
+    ) -> TokenEvent:
+        """Give the request its output. It holds its sequence until it is retired."""
+        try:
+            rest, whole = self._last_text(token)
+        except Exception as raised:  # of the caller's tokenizer
+            rest = "" if self.detokenizer is None else self.detokenizer.flush()
+            whole = "" if self.detokenizer is None else self.detokenizer.text
+            if reason != "error":
+                reason, error = "error", _told("detokenizing", raised)
+        if reason == "length" and self.detokenizer is not None and self.detokenizer.is_stopped:
+            reason = "stop"  # by a stop text in what was held back until now
+        sampling = self.sampling
+        self.output = Output(
+            index=self.index,
+            sample=self.sample,
+            prompt=self.prompt,
+            tokens=self.tokens,
+            text=whole,
+            finish_reason=reason,
+            error=error,
+            logprobs=None if sampling.logprobs is None else self.logprobs,
+            prompt_logprobs=None if sampling.prompt_logprobs is None else self.prompt_logprobs,
+        )
+        return self._told_to_inbox(TokenEvent(self, token, text + rest, self.output))
+
+    def _last_text(self, token: int | None) -> tuple[str, str | None]:
+        """What the detokenizer held back, and the whole text."""
+        if self.detokenizer is not None:
+            rest = self.detokenizer.finish()
+            return rest, self.detokenizer.text
+        if self.tokenizer is None:
+            return "", None
+        shown = self.tokens[:-1] if token in self.stop_token_ids else self.tokens
+        return "", self.tokenizer.decode(shown, skip_special_tokens=True)
+
+    def _told_to_inbox(self, event: TokenEvent) -> TokenEvent:
+        if self.inbox is not None:
+            self.inbox.append(event)
+        return event
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One more token of a request, or its end."""
+
+    request: Request
+    token: int | None  # None: the request ended without one
+    text: str  # what became certain with it; the pieces add up to the output's text
+    output: Output | None = None  # set by a request's last event
+
+
+def _told(what: str, error: Exception) -> str:
+    return f"{what} raised {type(error).__name__}: {error}"
