@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index as index_of
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
+
+
+def token_lists(tokens: Any) -> Sequence[Sequence[int]]:
+    """The new tokens of each sequence as ints: of lists, tuples, 1-D or 2-D integer tensors.
+
+    Raises:
+        TypeError: they are no lists, or hold something else.
+    """
+    rows = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+    rows = [row.tolist() if isinstance(row, Tensor) else row for row in rows]
+    for row in rows:
+        if not isinstance(row, list | tuple):
+            raise TypeError(f"tokens must be a list of token ids for each sequence, got {row!r}")
+    if {type(token) for row in rows for token in row} <= {int}:
+        return rows
+    return [[_token(token) for token in row] for row in rows]
+
+
+def _token(token: object) -> int:
+    if isinstance(token, bool) or not isinstance(token, SupportsIndex):
+        raise TypeError(f"a token must be an int, got {token!r} ({type(token).__name__})")
+    return index_of(token)
 
 
 def check_extend(

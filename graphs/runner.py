@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as Many
-from typing import Literal
+from threading import RLock
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.buckets import StepSizes
-from torch_hybrid.graphs.check_extend import check_extend
+from torch_hybrid.graphs.check_extend import check_extend, token_lists
 from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
 from torch_hybrid.graphs.cuda_graph import CapturedSteps, why_not_capturable
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, without
@@ -25,14 +26,26 @@ from torch_hybrid.graphs.planner import Logits, StepPlanner
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.static_inputs import StaticInputs
 from torch_hybrid.graphs.step import Caches, Inputs, Model, Variant, make_step
+from torch_hybrid.graphs.surroundings import calm
 from torch_hybrid.graphs.two_batch import OverlapPolicy, check_cuttable, overlap_policy
 from torch_hybrid.host import trim
 from torch_hybrid.ops.gated_delta_rule import DEFAULT_CHUNK_SIZE
 from torch_hybrid.specs import LayerTable
 
+_COMPILING = RLock()  # runners of several threads compile one after another
+
 
 class Runner:
     """Serves ragged batches of sequences with one compiled graph per kind of step.
+
+    Several threads may use one runner: each call waits for ``lock``, which is free to be held over
+    several calls that belong together (an engine holds it for a whole step). Runners run beside
+    each other, also on one model. What surrounds a call (default dtype and device, autocast,
+    inference mode) does not change what it does.
+
+    The logits of a sequence depend on its own tokens alone, but for rounding: products and splits
+    are chosen by the size of the batch, and chunks begin where a prompt was cut, so that the last
+    bits may differ with the company. Greedy tokens then differ only where two logits are as close.
 
     Args:
         model: from ``from_pretrained`` or ``adapt``.
@@ -57,6 +70,7 @@ class Runner:
         keep_pass_text: keep each graph's text before and after each pass, to look at.
 
     Raises:
+        TypeError: ``model`` or ``backends`` is of another kind.
         UnsupportedError: no implementation can serve a layer of the model.
         ValueError: a size is too small to hold anything, or no pass has a name that is off.
     """
@@ -79,6 +93,7 @@ class Runner:
         switched_off: Collection[str] = (),
         keep_pass_text: bool = False,
     ) -> None:
+        _check_types(model, backends)
         if max_tokens < DEFAULT_CHUNK_SIZE:
             raise ValueError(
                 f"max_tokens must hold at least one chunk of {DEFAULT_CHUNK_SIZE} tokens, "
@@ -95,6 +110,7 @@ class Runner:
         check_cuttable(
             self.overlap, max_seqs=max_seqs, max_tokens=max_tokens, chunk_size=DEFAULT_CHUNK_SIZE
         )
+        self.lock = RLock()
         self.model = model
         self.max_seqs, self.max_tokens, self.page_size = max_seqs, max_tokens, page_size
         self.vocab_size = model.vocab_size
@@ -105,32 +121,33 @@ class Runner:
         self._captured = CapturedSteps(model.device) if may_capture else None
         self._not_captured: dict[str, tuple[str, ...]] = {}  # name of a variant to the reasons
         self._check_batch = check_batch
-        self._cache = HybridCache(
-            model.table,
-            max_seqs=max_seqs,
-            kv_tokens=kv_tokens,
-            page_size=page_size,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        modes = tuple(Mode) if prefill else (Mode.DECODE,)
-        self.backends = make_backends(model.table, self._cache.sizes, backends, modes)
-        self._planner = StepPlanner(
-            self.backends,
-            sizes=self._step_sizes(),
-            num_position_axes=model.num_position_axes,
-            overlap=self.overlap,
-            chunk_grid=_chunk_grid(model.table),
-            modes=modes,
-        )
-        self._inputs = {
-            variant: StaticInputs(self._planner.largest(variant), model.device)
-            for variant in self._planner.forms
-        }
-        self._log = CompileLog()
-        self._variants: dict[str, int] = {}  # name of a variant to its graph's place in the log
-        self._breaks_before = _count_graph_breaks()
-        self._steps = self._make_steps(without(passes, switched_off), keep_pass_text)
+        with calm(model.device):
+            self._cache = HybridCache(
+                model.table,
+                max_seqs=max_seqs,
+                kv_tokens=kv_tokens,
+                page_size=page_size,
+                dtype=model.dtype,
+                device=model.device,
+            )
+            modes = tuple(Mode) if prefill else (Mode.DECODE,)
+            self.backends = make_backends(model.table, self._cache.sizes, backends, modes)
+            self._planner = StepPlanner(
+                self.backends,
+                sizes=self._step_sizes(),
+                num_position_axes=model.num_position_axes,
+                overlap=self.overlap,
+                chunk_grid=_chunk_grid(model.table),
+                modes=modes,
+            )
+            self._inputs = {
+                variant: StaticInputs(self._planner.largest(variant), model.device)
+                for variant in self._planner.forms
+            }
+            self._log = CompileLog()
+            self._variants: dict[str, int] = {}  # name of a variant to its graph's place in the log
+            self._breaks_before = _count_graph_breaks()
+            self._steps = self._make_steps(without(passes, switched_off), keep_pass_text)
 
     @property
     def max_seq_len(self) -> int:
@@ -165,7 +182,8 @@ class Runner:
         """
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
-        return self._cache.allocate(count)
+        with self.lock:
+            return self._cache.allocate(count)
 
     def free(self, seqs: Many[Sequence]) -> None:
         """Give back the slots and pages of sequences, all or none.
@@ -173,7 +191,8 @@ class Runner:
         Raises:
             ValueError: a sequence was freed before, belongs to another runner, or comes twice.
         """
-        self._cache.free(seqs)
+        with self.lock:
+            self._cache.free(seqs)
 
     def length(self, seq: Sequence) -> int:
         """How many tokens a sequence holds."""
@@ -200,7 +219,8 @@ class Runner:
         Args:
             seqs: N distinct live sequences. With none, the step runs on padding alone: a rank
                 that has no work still takes part in the collectives of the others.
-            tokens: the new tokens of each, at least one, ``max_tokens`` in all at most.
+            tokens: the new tokens of each (lists, or integer tensors), at least one, ``max_tokens``
+                in all at most.
             logits: "last" for those after each sequence's last token, "all" for every token.
             positions: [3, T] int64 rotary positions of the packed tokens, for models with 3-D
                 positions; by default all three axes count each sequence on.
@@ -209,10 +229,22 @@ class Runner:
             [N, vocab_size] in the order of ``seqs``, or [T, vocab_size] for "all".
 
         Raises:
+            TypeError: tokens are no integers.
             ValueError: an argument is not as above.
             UnsupportedError: several new tokens for a sequence of a runner without prefill.
             CapacityError: the KV pool has too few free pages.
         """
+        with self.lock, calm(self.model.device):
+            return self._extend(seqs, token_lists(tokens), logits=logits, positions=positions)
+
+    def _extend(
+        self,
+        seqs: Many[Sequence],
+        tokens: Many[Many[int]],
+        *,
+        logits: Logits,
+        positions: Tensor | None,
+    ) -> Tensor:
         lengths = [len(new) for new in tokens]
         check_extend(
             tokens,
@@ -261,10 +293,11 @@ class Runner:
         ``on_variant`` is called with the name of each variant before it is compiled.
         """
         num_before = len(self._variants)
-        for variant in self._planner.forms:
-            if on_variant is not None:
-                on_variant(variant.name)
-            self._compile(variant)
+        with self.lock, calm(self.model.device):
+            for variant in self._planner.forms:
+                if on_variant is not None:
+                    on_variant(variant.name)
+                self._compile(variant)
         if len(self._variants) > num_before:
             trim()
 
@@ -315,7 +348,8 @@ class Runner:
                 torch._dynamo.mark_static(part.batch.positions, 0)
         place = len(self._log.graphs)
         # Floats of the model (an eps) are constants: as inputs, each is a tensor made every step.
-        with torch.inference_mode(), torch._dynamo.config.patch(specialize_float=True):
+        settings = torch._dynamo.config.patch(specialize_float=True)  # of the whole process
+        with _COMPILING, torch.inference_mode(), settings:
             self._steps[variant](inputs, self._cache.pools)
         self._variants[variant.name] = place
         if self._captured is not None and self.model.device.type == "cuda":
@@ -361,6 +395,15 @@ class Runner:
         if self._captured is None:
             return StepSizes.fine(**sizes)
         return StepSizes.coarse(**sizes, page_size=self.page_size)
+
+
+def _check_types(model: Any, backends: Any) -> None:
+    if not isinstance(getattr(model, "table", None), LayerTable):
+        raise TypeError(
+            f"model must come from th.from_pretrained or th.adapt, got {type(model).__name__}"
+        )
+    if backends is not None and not isinstance(backends, Backends):
+        raise TypeError(f"backends must be a th.Backends or None, got {backends!r}")
 
 
 def _map_tensors(action: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:

@@ -37,6 +37,7 @@ class StaticInputs:
         device: where the step runs.
     """
 
+    @torch.inference_mode(mode=False)
     def __init__(self, largest: Any, device: torch.device) -> None:
         leaves, self._structure = _flatten(largest)
         first: dict[int, int] = {}

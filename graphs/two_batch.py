@@ -69,7 +69,7 @@ def overlap_policy(
     """
     auto = CUT_LARGE if num_ranks > 1 and device.type == "cpu" else NEVER_CUT
     named = {"off": NEVER_CUT, "on": ALWAYS_CUT, "auto": auto}
-    if not isinstance(overlap, str):
+    if isinstance(overlap, OverlapPolicy):
         return overlap
     if overlap not in named:
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -50,6 +51,8 @@ class Sequence:
 class HybridCache:
     """Pools of every layer by kind, and the slots, pages and lengths of the live sequences.
 
+    It can be made in ``torch.inference_mode()`` and used outside. Not thread-safe.
+
     Args:
         table: the model's layers.
         max_seqs: slots for sequences.
@@ -59,6 +62,7 @@ class HybridCache:
         device: of the pools; the bookkeeping stays on the host.
     """
 
+    @torch.inference_mode(mode=False)
     def __init__(
         self,
         table: LayerTable,
@@ -157,13 +161,21 @@ class HybridCache:
         """
         needed = [self.pages_needed(seq, n) for seq, n in zip(seqs, num_new, strict=True)]
         taken = self.pages.take(sum(needed))
-        for seq, count in zip(seqs, needed, strict=True):
-            if count:
-                owned = self._owned[seq.slot]
-                new = [taken.pop() for _ in range(count)]
-                first = len(owned)
-                owned.extend(new)
-                self._page_table[seq.slot, first : first + count] = int_tensor(new, torch.int32)
+        try:
+            ends = list(accumulate(needed, initial=0))
+            grown = [
+                (seq.slot, taken[start:end])
+                for seq, (start, end) in zip(seqs, pairwise(ends), strict=True)
+                if end > start
+            ]
+            for slot, new in grown:
+                first = len(self._owned[slot])
+                self._page_table[slot, first : first + len(new)] = int_tensor(new, torch.int32)
+        except BaseException:  # what was written is beyond what the sequences own
+            self.pages.give_back(taken)
+            raise
+        for slot, new in grown:
+            self._owned[slot].extend(new)
 
     def commit(self, seqs: Many[Sequence], num_new: Many[int]) -> None:
         """Count the new tokens as held: the step that wrote them has finished."""
