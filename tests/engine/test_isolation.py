@@ -1,4 +1,4 @@
-"""What one request raises ends that request alone; nothing is lost, and the others do not change."""
+"""What one request raises ends that request alone; nothing is lost, others do not change."""
 
 import random
 
