@@ -10,7 +10,7 @@ from torch_hybrid.backends.prefix import PrefixPolicy
 from torch_hybrid.backends.select import Backends, select
 from torch_hybrid.batch import Batch, make_batch
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
-from torch_hybrid.engine import Engine, Output, Request, TokenEvent
+from torch_hybrid.engine import Engine
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.runner import Runner
@@ -18,7 +18,8 @@ from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.load import adapt, from_pretrained
 from torch_hybrid.parallel.agreement import Agreement
 from torch_hybrid.parallel.shard import shard
-from torch_hybrid.sampling import Sampling
+from torch_hybrid.request import Output, Request, TokenEvent
+from torch_hybrid.sampling import Sampling, TokenLogprob
 from torch_hybrid.specs import (
     AttentionSpec,
     DeltaRuleSpec,
@@ -54,6 +55,7 @@ __all__ = [
     "Sequence",
     "Step",
     "TokenEvent",
+    "TokenLogprob",
     "UnsupportedError",
     "adapt",
     "from_pretrained",

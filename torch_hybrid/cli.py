@@ -40,7 +40,7 @@ except ImportError as error:
 import torch
 
 from torch_hybrid.backends.select import Backends
-from torch_hybrid.engine import Engine, Output, Request, TokenEvent
+from torch_hybrid.engine import Engine
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.explain import Section, byte_count, explain, pass_diffs, pattern, schedules
 from torch_hybrid.explain import passes as explain_passes
@@ -50,6 +50,7 @@ from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.host import tune_allocator
 from torch_hybrid.models.load import from_pretrained
+from torch_hybrid.request import Output, Request, TokenEvent
 from torch_hybrid.sampling import Sampling
 
 if TYPE_CHECKING:

@@ -237,7 +237,7 @@ class Engine:
         eos = frozenset[int]() if sampling.ignore_eos else self.eos_token_ids
         ends = eos.union(sampling.stop_token_ids)
         barred = ends.intersection(range(self.runner.vocab_size))  # a config may name others
-        has_text = self.tokenizer is not None and (stream or bool(sampling.stop))
+        tokenizer = self.tokenizer if stream or sampling.stop else None
         return [
             Request(
                 index=index,
@@ -246,7 +246,7 @@ class Engine:
                 sampling=sampling,
                 stop_token_ids=ends,
                 tokenizer=self.tokenizer,
-                detokenizer=Detokenizer(self.tokenizer, sampling.stop) if has_text else None,
+                detokenizer=None if tokenizer is None else Detokenizer(tokenizer, sampling.stop),
                 generator=sampling.make_generator(sample),
                 rules=LogitsRules.of(sampling, num_prompt=len(tokens), end_token_ids=barred),
                 history=tokens.copy(),
@@ -320,13 +320,10 @@ class Engine:
         now = time.monotonic()
         if now < self._next_deadline:
             return
-        timed = [
-            request
-            for request in (*self._scheduler.running, *self._scheduler.waiting)
-            if request.deadline is not None
-        ]
-        self._end_outside([r for r in timed if r.deadline <= now], "timeout")
-        self._next_deadline = min((r.deadline for r in timed if r.deadline > now), default=math.inf)
+        requests = (*self._scheduler.running, *self._scheduler.waiting)
+        late = [request for request in requests if request.deadline <= now]
+        self._end_outside(late, "timeout")
+        self._next_deadline = min((r.deadline for r in requests if r not in late), default=math.inf)
 
     def _end_outside(self, requests: Sequence[Request], reason: FinishReason) -> None:
         """End requests outside of a batch; the next step returns their events."""

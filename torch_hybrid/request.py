@@ -6,6 +6,7 @@ request with its reason; the others of the batch go on.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -52,7 +53,7 @@ class Request(Job):
     generator: torch.Generator | None
     rules: LogitsRules | None
     history: list[int]  # prompt and generated tokens
-    deadline: float | None = None  # on the engine's clock, in seconds
+    deadline: float = math.inf  # by time.monotonic, in seconds
     sequence: HeldSequence | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)

@@ -106,3 +106,26 @@ def test_ctrl_c_inside_the_model_loses_nothing(runner, prompts, expected, num_ca
     run_all(engine)
     assert [request.output.tokens for request in requests] == expected
     assert_all_returned(runner)
+
+
+def test_penalties_and_minimum_are_those_of_generate(runner, prompts):
+    model = two_layers()
+    eos = model.generation_config.eos_token_id = 7
+    engine = Engine(runner, eos_token_ids=[eos])
+    sampling = Sampling(max_new_tokens=NEW, min_new_tokens=5, repetition_penalty=1.4)
+    for output in engine.generate(prompts[:4], sampling):
+        tokens = model.generate(
+            torch.tensor([output.prompt]),
+            do_sample=False,
+            max_new_tokens=NEW,
+            min_new_tokens=5,
+            repetition_penalty=1.4,
+            pad_token_id=0,
+        )
+        assert output.tokens == tokens[0, len(output.prompt) :].tolist()
+
+
+def test_of_reads_the_models_generation_config(runner):
+    config = runner.model.hf_model.generation_config
+    config.do_sample, config.top_p = True, 0.9
+    assert Sampling.of(runner.model) == Sampling(temperature=1.0, top_k=50, top_p=0.9)

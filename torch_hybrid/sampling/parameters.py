@@ -209,7 +209,7 @@ def _check_int(sampling: Sampling, name: str, *, at_least: int | None = None) ->
         raise _wrong_type(name, "an integer", value)
     _set(sampling, name, int(value))
     if at_least is not None:
-        _check(name, f"at least {at_least}", value, value >= at_least)
+        _check(name, f"at least {at_least}", value, int(value) >= at_least)
 
 
 def _check_float(
@@ -218,8 +218,9 @@ def _check_float(
     value = getattr(sampling, name)
     if isinstance(value, bool) or not isinstance(value, Real):
         raise _wrong_type(name, "a number", value)
-    _set(sampling, name, float(value))
-    _check(name, expected, value, math.isfinite(value) and holds(value))
+    number = float(value)
+    _set(sampling, name, number)
+    _check(name, expected, value, math.isfinite(number) and holds(number))
 
 
 def _checked_tuple(name: str, values: Any, kind: type) -> tuple[Any, ...]:
@@ -240,7 +241,7 @@ def _checked_bias(bias: Any) -> dict[int, float]:
             raise _wrong_type("logit_bias", "a mapping from token id to a number", bias)
         if isinstance(value, bool) or not isinstance(value, Real):
             raise _wrong_type("logit_bias", "a mapping from token id to a number", bias)
-        _check("logit_bias", "made of token ids of at least 0", token, token >= 0)
+        _check("logit_bias", "made of token ids of at least 0", token, int(token) >= 0)
         _check("logit_bias", "finite or -inf for each token", value, value < math.inf)
     return {int(token): float(value) for token, value in bias.items()}
 
