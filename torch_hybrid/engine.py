@@ -367,8 +367,8 @@ class Engine:
             [request.sampling for request in sampled],
             [request.generator for request in sampled],
         )
-        taken = zip(sampled, drawn, logits, strict=True)
-        return [request.take(token, row) for request, token, row in taken]
+        taken = enumerate(zip(sampled, drawn, strict=True))
+        return [request.take(token, logits, row) for row, (request, token) in taken]
 
     def _extend(
         self,

@@ -98,8 +98,8 @@ class Request(Job):
             self.failure = _told("the rules on its logits", error)
             return logits.float()
 
-    def take(self, token: int, logits: Tensor) -> TokenEvent:
-        """Append a token, drawn after ``logits`` [vocab_size], and end where that ends it."""
+    def take(self, token: int, logits: Tensor, row: int) -> TokenEvent:
+        """Append a token, drawn by ``logits[row]`` of [N, vocab_size]; end where that ends it."""
         if self.failure is not None:
             return self.end("error", error=self.failure)
         if token == NOT_FINITE:
@@ -108,7 +108,7 @@ class Request(Job):
         self.history.append(token)
         self.num_tokens += 1
         if self.sampling.logprobs is not None:
-            self.logprobs += logprobs_of(logits.unsqueeze(0), [token], self.sampling.logprobs)
+            self.logprobs += logprobs_of(logits[row : row + 1], [token], self.sampling.logprobs)
         if token in self.stop_token_ids:
             return self.end("stop", token=token)
         text = ""
