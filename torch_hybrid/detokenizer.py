@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 UNFINISHED = "\ufffd"  # what decoders write for bytes that are not a whole character (yet)
+MOST_UNFINISHED = 8  # tokens; a character has at most 4 bytes, and a token of it one at least
 
 
 class Tokenizer(Protocol):
@@ -24,7 +25,8 @@ class Detokenizer:
 
     Args:
         tokenizer: decodes.
-        stop: texts that end the request; ``text`` then ends before the first of them.
+        stop: texts that end the request; ``text`` then ends before the first of them. Special
+            tokens have no place in ``text``, and still end it where one is a stop text.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
@@ -39,24 +41,56 @@ class Detokenizer:
     def add(self, token: int) -> str:
         """Take a token; return the text that is certain now and was not before."""
         self._tokens.append(token)
-        decoded = self._decode(self._tokens)
-        known = self._decode(self._tokens[: self._num_context])
+        decoded, known = self._decode(self._tokens), self._known()
         if len(decoded) > len(known) and not decoded.endswith(UNFINISHED):
             self._append(decoded[len(known) :])
-            del self._tokens[: self._num_context]
-            self._num_context = len(self._tokens)
+            self._settle(len(self._tokens))
+        elif special := self._special_text(token):
+            self._tokens.pop()  # it has no part in any text
+            if special in self._stop:
+                self._take_rest()
+                self.is_stopped = True
+        elif len(self._tokens) - self._num_context > MOST_UNFINISHED:
+            self._settle_broken()
         return self._give(len(self.text) - self._num_withheld())
 
     def finish(self) -> str:
-        """Return the rest: no further token comes."""
+        """Return the rest: no further token comes. It may turn out to hold a stop text."""
         if not self.is_stopped:
-            known = self._decode(self._tokens[: self._num_context])
-            self._append(self._decode(self._tokens)[len(known) :])
+            self._take_rest()
         return self.flush()
 
     def flush(self) -> str:
         """Return what was held back of the text so far, without decoding anything further."""
         return self._give(len(self.text))
+
+    def _known(self) -> str:
+        return self._decode(self._tokens[: self._num_context])
+
+    def _take_rest(self) -> None:
+        """Take the text of all tokens, that of an unfinished character too."""
+        self._append(self._decode(self._tokens)[len(self._known()) :])
+
+    def _settle(self, count: int) -> None:
+        """The first ``count`` tokens are in the text: what was new of them is context now."""
+        del self._tokens[: self._num_context]
+        self._num_context = count - self._num_context
+
+    def _settle_broken(self) -> None:
+        """Take bytes that make no character, up to those that may begin one."""
+        whole = self._decode(self._tokens)
+        for count in range(len(self._tokens) - 1, self._num_context, -1):
+            broken = self._decode(self._tokens[:count])
+            if broken + self._decode(self._tokens[count:]) == whole:
+                self._append(broken[len(self._known()) :])
+                self._settle(count)
+                return
+
+    def _special_text(self, token: int) -> str:
+        """What a special token is written as; "" for every other token."""
+        if self._decode([token]):
+            return ""
+        return self._tokenizer.decode([token], skip_special_tokens=False)
 
     def _append(self, piece: str) -> None:
         """Add to the text, and cut it before the first stop text."""

@@ -5,28 +5,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.fake_runner import FakeRunner, alone
+from tests.tiny_tokenizers import byte_level, metaspace
 from torch_hybrid.detokenizer import Detokenizer
 from torch_hybrid.engine import Engine
 from torch_hybrid.sampling import Sampling
 
-tokenizers = pytest.importorskip("tokenizers")
-transformers = pytest.importorskip("transformers")
-
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    """Byte-level BPE with the merges of a few words; any bytes can be written."""
-    model = tokenizers.Tokenizer(tokenizers.models.BPE())
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<end>"],
-        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    model.train_from_iterator(["the quick brown fox", "größer über 日本"], trainer)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<end>")
+    return byte_level()
+
+
+@pytest.fixture(scope="module", params=[byte_level, metaspace])
+def any_tokenizer(request):
+    return request.param()
 
 
 def pieces(tokenizer, tokens, stop=()):
@@ -42,9 +34,12 @@ def pieces(tokenizer, tokens, stop=()):
 
 @settings(deadline=None, max_examples=200)
 @given(text=st.text(max_size=30))
-def test_the_pieces_of_a_text_add_up_to_it_in_whole_characters(tokenizer, text):
-    given, detokenizer = pieces(tokenizer, tokenizer.encode(text))
-    assert "".join(given) == detokenizer.text == text
+def test_the_pieces_of_a_text_add_up_to_it_in_whole_characters(any_tokenizer, text):
+    tokens = any_tokenizer.encode(text)
+    given, detokenizer = pieces(any_tokenizer, tokens)
+    assert (
+        "".join(given) == detokenizer.text == any_tokenizer.decode(tokens, skip_special_tokens=True)
+    )
     assert all("\ufffd" not in piece or "\ufffd" in text for piece in given)
 
 
@@ -83,6 +78,71 @@ def test_a_piece_costs_the_same_however_long_the_text_is(tokenizer):
         for token in tokenizer.encode("the quick brown fox. "):
             detokenizer.add(token)
             assert len(detokenizer._tokens) < 8
+
+
+@settings(deadline=None, max_examples=100)
+@given(texts=st.lists(st.text("the fox, 日🦊é", max_size=6), max_size=5))
+def test_special_tokens_neither_show_nor_take_a_space(any_tokenizer, texts):
+    special = any_tokenizer.eos_token_id
+    words = [any_tokenizer.encode(text) for text in texts]
+    tokens = [token for word in words for token in (*word, special)]
+    given, _ = pieces(any_tokenizer, tokens)
+    assert "".join(given) == any_tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def test_a_special_token_can_be_a_stop_text(any_tokenizer):
+    before, after = any_tokenizer.encode("the fox"), any_tokenizer.encode(" jumps")
+    end = any_tokenizer.eos_token
+    tokens = [*before, any_tokenizer.eos_token_id, *after]
+    given, detokenizer = pieces(any_tokenizer, tokens, ["nothing", end])
+    assert detokenizer.is_stopped
+    assert "".join(given) == detokenizer.text == "the fox"
+    assert len(given) == len(before) + 2
+    _, other = pieces(any_tokenizer, tokens, ["nothing"])
+    assert not other.is_stopped
+
+
+def test_a_special_token_as_a_stop_text_ends_an_unfinished_character(tokenizer):
+    fox = tokenizer.encode("a🦊")
+    given, detokenizer = pieces(tokenizer, [*fox[:-1], tokenizer.eos_token_id], ["<end>"])
+    assert detokenizer.is_stopped
+    assert "".join(given) == detokenizer.text == "a\ufffd"
+
+
+@pytest.mark.parametrize("kind", ["special", "half a character"])
+def test_tokens_without_text_cost_the_same_however_many_come(tokenizer, kind):
+    fox = tokenizer.encode("🦊")
+    token = tokenizer.eos_token_id if kind == "special" else fox[0]
+    detokenizer, given = Detokenizer(tokenizer), []
+    for one in [*fox, *[token] * 100, *fox]:
+        given.append(detokenizer.add(one))
+        assert len(detokenizer._tokens) < 20
+    middle = "" if kind == "special" else "\ufffd" * 100
+    assert "".join([*given, detokenizer.finish()]) == f"🦊{middle}🦊"
+
+
+def test_a_stop_text_that_the_last_flush_finds_ends_the_request(tokenizer):
+    """A piece with an unfinished character is held back until no further token comes."""
+    fox = tokenizer.encode("🦊")[:1]
+    detokenizer = Detokenizer(tokenizer, ["\ufffd"])
+    assert [detokenizer.add(token) for token in fox] == [""]
+    assert not detokenizer.is_stopped
+    assert detokenizer.finish() == ""
+    assert detokenizer.is_stopped
+
+    engine = Engine(FakeRunner(vocab_size=300), tokenizer)
+    (whole,) = engine.generate(["the"], Sampling(max_new_tokens=30))
+    held = next(n for n in range(1, 31) if is_held(tokenizer, whole.tokens[:n]))
+    sampling = Sampling(max_new_tokens=held, stop=["\ufffd"])
+    *_, last = engine.generate(["the"], sampling, stream=True)
+    assert last.output.finish_reason == "stop"
+    assert "\ufffd" not in last.output.text
+
+
+def is_held(tokenizer, tokens):
+    """Whether the text so far ends in an unfinished character, its first."""
+    text = tokenizer.decode(tokens)
+    return text.endswith("\ufffd") and "\ufffd" not in text[:-1]
 
 
 def test_engine_serves_texts(tokenizer):
