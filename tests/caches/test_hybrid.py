@@ -22,13 +22,13 @@ LINEAR = DeltaRuleSpec(num_k_heads=1, num_v_heads=3, head_k_dim=8, head_v_dim=16
 MAX_SEQS, NUM_PAGES, PAGE_SIZE = 4, 7, 4
 
 
-def make_cache(**options: int) -> HybridCache:
+def make_cache(device: str = "cpu", **options: int) -> HybridCache:
     sizes = {"max_seqs": MAX_SEQS, "kv_tokens": NUM_PAGES * PAGE_SIZE, "page_size": PAGE_SIZE}
     return HybridCache(
         LayerTable.from_specs([LINEAR, FULL, LINEAR]),
         **{**sizes, **options},
         dtype=torch.bfloat16,
-        device=torch.device("cpu"),
+        device=device,
     )
 
 
@@ -226,7 +226,11 @@ def test_a_slot_reused_is_another_sequence():
     [new] = cache.allocate(1)
     assert new.slot == old.slot
     assert cache.length(new) == 0
-    for call in (cache.length, lambda seq: cache.make_batch([seq], [[1]])):
+    for call in (
+        cache.length,
+        lambda seq: cache.pages_needed(seq, 1),
+        lambda seq: cache.make_batch([seq], [[1]]),
+    ):
         with pytest.raises(ValueError, match="was freed"):
             call(old)
 

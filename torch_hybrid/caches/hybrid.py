@@ -22,11 +22,14 @@ from torch_hybrid.caches.recurrent_state import (
     make_recurrent_state,
     recurrent_state_cost,
 )
+from torch_hybrid.caches.room import check_room
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
 from torch_hybrid.host import int_tensor
 from torch_hybrid.specs import LayerTable
 
 LayerCache = Tensor | RecurrentState
+
+_LISTED_BYTES = 56  # of a page in the allocator's lists: an int and three places
 
 # What a layer of each kind keeps: how its pool is made, and what the pool costs.
 _POOLS: dict[str, tuple[Callable[..., LayerCache], Callable[..., PoolCost]]] = {
@@ -60,6 +63,10 @@ class HybridCache:
         page_size: tokens in a page.
         dtype: of keys, values and convolution states.
         device: of the pools; the bookkeeping stays on the host.
+
+    Raises:
+        ValueError: a size is too small to hold anything.
+        CapacityError: the device has no memory for the pools, or the host for the bookkeeping.
     """
 
     @torch.inference_mode(mode=False)
@@ -79,8 +86,6 @@ class HybridCache:
         self.table = table
         self.page_size = page_size
         self.num_pages = -(-kv_tokens // page_size)
-        self.slots = Allocator(max_seqs, unit="sequence slot", limit="max_seqs")
-        self.pages = Allocator(self.num_pages, unit="KV page", limit="kv_tokens")
         self.sizes = PoolSizes(
             num_pages=self.num_pages,
             page_size=page_size,
@@ -88,6 +93,9 @@ class HybridCache:
             dtype=dtype,
             device=torch.device(device),
         )
+        self._check_room()
+        self.slots = Allocator(max_seqs, unit="sequence slot", limit="max_seqs")
+        self.pages = Allocator(self.num_pages, unit="KV page", limit="kv_tokens")
         self.pools: dict[str, tuple[LayerCache, ...]] = {
             kind: tuple(_POOLS[kind][0](entry.spec, self.sizes) for entry in table.of_kind(kind))
             for kind in table.kinds
@@ -149,7 +157,15 @@ class HybridCache:
         return self._lengths[seq.slot]
 
     def pages_needed(self, seq: Sequence, num_new: int) -> int:
-        """How many more pages ``seq`` needs to hold ``num_new`` more tokens."""
+        """How many more pages ``seq`` needs to hold ``num_new`` more tokens.
+
+        Raises:
+            ValueError: the handle is foreign or was freed.
+        """
+        self.check([seq])
+        return self._pages_short(seq, num_new)
+
+    def _pages_short(self, seq: Sequence, num_new: int) -> int:
         total = -(-(self._lengths[seq.slot] + num_new) // self.page_size)
         return max(0, total - len(self._owned[seq.slot]))
 
@@ -159,7 +175,7 @@ class HybridCache:
         Raises:
             CapacityError: fewer pages are free.
         """
-        needed = [self.pages_needed(seq, n) for seq, n in zip(seqs, num_new, strict=True)]
+        needed = [self._pages_short(seq, n) for seq, n in zip(seqs, num_new, strict=True)]
         taken = self.pages.take(sum(needed))
         try:
             ends = list(accumulate(needed, initial=0))
@@ -230,6 +246,18 @@ class HybridCache:
         """Every pool tensor, kind by kind."""
         tensors: list[Tensor] = pytree.tree_leaves(self.pools)
         return tensors
+
+    def _check_room(self) -> None:
+        """Refuse sizes that do not fit, before anything is allocated."""
+        sizes = self.sizes
+        num_slots, num_pages = sizes.num_slots + 1, sizes.num_pages + 1
+        num_tokens = num_pages * self.page_size
+        costs = self.costs()
+        pools = sum(num_tokens * c.per_token + num_slots * c.per_sequence for c in costs)
+        limits = f"kv_tokens, now {num_tokens - self.page_size}, or max_seqs, now {sizes.num_slots}"
+        check_room(pools, sizes.device, what="the pools", limits=limits)
+        tables = num_pages * (4 * num_slots + _LISTED_BYTES)
+        check_room(tables, torch.device("cpu"), what="the page tables", limits=limits)
 
     def costs(self) -> list[PoolCost]:
         """What a token and a sequence take in the pools of each mixer, as ``table.entries``."""

@@ -1,0 +1,80 @@
+"""Whether pools fit into the memory that a device has left, before any of it is taken."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from torch_hybrid.errors import CapacityError
+
+_CGROUP = Path("/sys/fs/cgroup")
+# Limit, use, and what of the use the kernel can take back; of cgroup v2 and of v1.
+_CGROUP_FILES = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
+
+
+def check_room(num_bytes: int, device: torch.device, *, what: str, limits: str) -> None:
+    """Refuse an allocation that the device has no room for.
+
+    Args:
+        num_bytes: to be allocated.
+        device: where; on devices other than CPU and CUDA nothing is checked.
+        what: is to be allocated, for the message.
+        limits: the arguments that make it smaller.
+
+    Raises:
+        CapacityError: with the bytes that it needs and the bytes that there are.
+    """
+    free = free_bytes(device)
+    if free is not None and num_bytes > free:
+        raise CapacityError(
+            f"{what} need {num_bytes:,} bytes ({_gib(num_bytes)}), and {device.type} has "
+            f"{free:,} bytes ({_gib(free)}) free: lower {limits}"
+        )
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on ``device``; None where the system does not say."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + kept)
+    if device.type != "cpu":
+        return None
+    known = [free for free in (_free_of_machine(), _free_of_container()) if free is not None]
+    return min(known, default=None)
+
+
+def _free_of_machine() -> int | None:
+    """What Linux reckons it can give without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    fields = (line.split() for line in lines)
+    return next((1024 * int(size) for name, size, *_ in fields if name == "MemAvailable:"), None)
+
+
+def _free_of_container() -> int | None:
+    """What is left under the limit of this process's control group."""
+    for limit, used, stat, reclaimable in _CGROUP_FILES:
+        try:
+            limit_bytes = int((_CGROUP / limit).read_text())  # "max": none, a ValueError
+            used_bytes = int((_CGROUP / used).read_text())
+            counts = dict(line.split() for line in (_CGROUP / stat).read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        return max(0, limit_bytes - used_bytes + int(counts.get(reclaimable, 0)))
+    return None
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.4g} GiB"
