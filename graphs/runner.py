@@ -31,6 +31,7 @@ from torch_hybrid.graphs.two_batch import OverlapPolicy, check_cuttable, overlap
 from torch_hybrid.host import trim
 from torch_hybrid.ops.gated_delta_rule import DEFAULT_CHUNK_SIZE
 from torch_hybrid.specs import LayerTable
+from torch_hybrid.toolchain import check_toolchain, named_failures
 
 _COMPILING = RLock()  # runners of several threads compile one after another
 
@@ -101,6 +102,8 @@ class Runner:
             )
         if cuda_graphs not in ("auto", "on", "off"):
             raise ValueError(f"cuda_graphs must be 'auto', 'on' or 'off', got {cuda_graphs!r}")
+        if compile:
+            check_toolchain(model.device)
         is_cuda = model.device.type == "cuda"
         if cuda_graphs == "on" and is_cuda and not compile:
             raise UnsupportedError("cuda_graphs='on' captures compiled steps, got compile=False")
@@ -349,7 +352,7 @@ class Runner:
         place = len(self._log.graphs)
         # Floats of the model (an eps) are constants: as inputs, each is a tensor made every step.
         settings = torch._dynamo.config.patch(specialize_float=True)  # of the whole process
-        with _COMPILING, torch.inference_mode(), settings:
+        with _COMPILING, torch.inference_mode(), settings, named_failures():
             self._steps[variant](inputs, self._cache.pools)
         self._variants[variant.name] = place
         if self._captured is not None and self.model.device.type == "cuda":

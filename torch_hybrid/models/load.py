@@ -31,6 +31,7 @@ from torch_hybrid.models.qwen3_5 import QWEN3_5
 from torch_hybrid.models.qwen3_next import QWEN3_NEXT
 from torch_hybrid.models.ring_2_5 import Ring25, is_ring_2_5, load_ring_2_5
 from torch_hybrid.specs import LayerTable
+from torch_hybrid.toolchain import make_cache_folder
 
 FAMILIES: dict[str, Family] = {
     model_type: family
@@ -86,6 +87,7 @@ def from_pretrained(
     """
     if isinstance(dtype, str) and dtype not in DTYPES:
         raise ValueError(f"dtype must be a torch.dtype or one of {sorted(DTYPES)}, got {dtype!r}")
+    make_cache_folder()
     config = _read_config(path_or_id)
     if is_ring_2_5(config):
         model: HybridModel | Ring25 = _load_ring_2_5(path_or_id, config, dtype, device)

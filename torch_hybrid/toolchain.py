@@ -1,0 +1,147 @@
+"""What a machine must have before steps can be compiled: a C++ compiler, headers, a cache folder.
+
+Inductor says late, and in a page of traceback, that one of them is missing. Here it is one line,
+before anything is compiled.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from torch_hybrid.errors import UnsupportedError
+
+_PROBE_BYTES = 1 << 20  # less free than this, and no step can be compiled
+
+
+def make_cache_folder() -> None:
+    """Make the folder that torch makes as soon as its compiler is imported.
+
+    transformers imports that when it loads a model: called before, a folder that cannot be made is
+    not taken for a checkpoint that cannot be read.
+
+    Raises:
+        UnsupportedError: the folder cannot be made.
+    """
+    try:
+        for folder in _cache_folders():
+            os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise UnsupportedError(_cache_refused(error)) from error
+
+
+def missing_tools(device: torch.device) -> str | None:
+    """What has to be installed before steps can be compiled for ``device``; None when it is there.
+
+    On a CPU, Inductor writes C++ and calls a compiler. On CUDA, Triton needs none of its own to
+    say so.
+    """
+    if device.type != "cpu" or sys.platform == "win32":
+        return None
+    make_cache_folder()
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, OSError):
+        looked = os.environ.get("CXX", "g++")
+        return (
+            f"no C++ compiler ({looked} does not run): install g++ (Debian, Ubuntu: "
+            f"apt install g++), or name yours in CXX"
+        )
+    if sys.platform == "linux" and not _has_python_header():
+        version = f"{sys.version_info.major}.{sys.version_info.minor}"
+        return (
+            f"no Python.h in {sysconfig.get_path('include')}: install Python's headers "
+            f"(Debian, Ubuntu: apt install python{version}-dev)"
+        )
+    return None
+
+
+def check_toolchain(device: torch.device) -> None:
+    """Refuse to compile for ``device`` where that cannot work.
+
+    Raises:
+        UnsupportedError: a tool is missing, or the compile cache cannot be written.
+    """
+    if missing := missing_tools(device):
+        raise UnsupportedError(f"compile=True cannot be: {missing}; compile=False runs uncompiled")
+    check_cache()
+
+
+def check_cache() -> None:
+    """Refuse a compile cache that cannot be written, or has no room.
+
+    Raises:
+        UnsupportedError: with the folder, what is wrong with it and how another one is named.
+    """
+    make_cache_folder()
+    try:
+        for folder in _cache_folders():
+            with tempfile.TemporaryFile(dir=folder) as file:
+                _write(file, bytes(_PROBE_BYTES))
+    except OSError as error:
+        raise UnsupportedError(_cache_refused(error)) from error
+
+
+@contextmanager
+def named_failures() -> Iterator[None]:
+    """Say in one line what the machine lacks when a compilation fails for it.
+
+    Raises:
+        UnsupportedError: the cache or the disk is full, or the C++ compiler fails.
+    """
+    from torch._dynamo.exc import BackendCompilerFailed
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+    try:
+        yield
+    except OSError as error:
+        raise UnsupportedError(_cache_refused(error)) from error
+    except BackendCompilerFailed as error:
+        cause = error.inner_exception
+        if isinstance(cause, OSError):
+            raise UnsupportedError(_cache_refused(cause)) from error
+        if isinstance(cause, InvalidCxxCompiler | CppCompileError | subprocess.SubprocessError):
+            *_, last = str(cause).strip().splitlines()
+            raise UnsupportedError(
+                f"the C++ compiler failed: {last}; compile=False runs uncompiled"
+            ) from error
+        raise
+
+
+def _write(file: IO[bytes], data: bytes) -> None:
+    file.write(data)
+    file.flush()
+
+
+def _cache_folders() -> list[str]:
+    """Where Inductor keeps what it compiled, and where it and the compilers it calls work."""
+    temporary = tempfile.gettempdir()
+    return [os.environ.get("TORCHINDUCTOR_CACHE_DIR", temporary), temporary]
+
+
+def _cache_refused(error: OSError) -> str:
+    return (
+        f"torch's compile cache cannot be written ({error}): make room, or name another folder "
+        f"in TORCHINDUCTOR_CACHE_DIR, now {os.environ.get('TORCHINDUCTOR_CACHE_DIR', 'not set')}, "
+        f"and in TMPDIR"
+    )
+
+
+def _has_python_header() -> bool:
+    """Whether a compiler finds Python.h, which the kernels of Inductor include."""
+    folders = [sysconfig.get_path("include"), sysconfig.get_path("include", "posix_prefix")]
+    for name in ("CPATH", "CPLUS_INCLUDE_PATH"):
+        folders += filter(None, os.environ.get(name, "").split(os.pathsep))
+    return any(Path(folder, "Python.h").is_file() for folder in folders)
