@@ -19,7 +19,9 @@ import hypothesis
 import pytest
 import torch
 
-torch.set_num_threads(2)
+# Two at least where there is one process: kernels cut their work by threads.
+num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+torch.set_num_threads(2 if num_processes == 1 else max(1, (os.cpu_count() or 2) // num_processes))
 hypothesis.settings.register_profile("repeatable", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("repeatable")
 

@@ -265,14 +265,18 @@ def run(runner: Runner, steps: list[list[int]]) -> list[Tensor]:
     return outputs
 
 
-@pytest.mark.parametrize("steps", STEPS)
+# A recurrence beside GQA, one beside MLA, and two mixers side by side: the others are cut alike.
+THOROUGH = ("qwen3_next", "kimi_linear", "falcon_h1")
+FEW = ("cut inside a sequence", "decodes and a prompt")
+
+
 @pytest.mark.parametrize("family", BUILDERS)
-def test_overlap_is_no_overlap(family: str, steps: str):
-    whole = run(make_runner(family), STEPS[steps])
-    halves = run(make_runner(family, two_batch_overlap="on"), STEPS[steps])
-    for actual, expected in zip(halves, whole, strict=True):
-        error = (actual - expected).abs().max() / expected.abs().max()
-        assert error < 2e-5, f"{family} differs by {error:.1e}"
+def test_overlap_is_no_overlap(family: str):
+    one, two = make_runner(family), make_runner(family, two_batch_overlap="on")
+    for name in STEPS if family in THOROUGH else FEW:
+        for actual, expected in zip(run(two, STEPS[name]), run(one, STEPS[name]), strict=True):
+            error = (actual - expected).abs().max() / expected.abs().max()
+            assert error < 2e-5, f"{family} differs by {error:.1e} in {name}"
 
 
 PREFIXES = {
@@ -284,14 +288,14 @@ PREFIXES = {
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
-@pytest.mark.parametrize("steps", STEPS)
-def test_halves_take_one_form_that_serves_both(steps: str, prefix: str):
+def test_halves_take_one_form_that_serves_both(prefix: str):
     """The second half has more of a prefix than the step: what the first half writes."""
-    whole = run(make_runner("deepseek_v3"), STEPS[steps])
+    one = make_runner("deepseek_v3")
     backends = th.Backends(prefix=PREFIXES[prefix])
-    runner = make_runner("deepseek_v3", two_batch_overlap="on", backends=backends)
-    for actual, expected in zip(run(runner, STEPS[steps]), whole, strict=True):
-        assert (actual - expected).abs().max() < 2e-5 * expected.abs().max()
+    two = make_runner("deepseek_v3", two_batch_overlap="on", backends=backends)
+    for name, steps in STEPS.items():
+        for actual, expected in zip(run(two, steps), run(one, steps), strict=True):
+            assert (actual - expected).abs().max() < 2e-5 * expected.abs().max(), name
 
 
 def test_a_step_that_is_cut_touches_no_other_slot_or_page():

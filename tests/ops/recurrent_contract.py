@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -114,11 +115,24 @@ class Family:
     cases: Mapping[str, Case]
     make_inputs: Callable[..., Inputs]
 
-    def forms(self, chunk_sizes: tuple[int, ...]) -> list[object]:
-        """Every implementation of both forms, as pytest parameters."""
-        recurrent = {
+    @property
+    def chunk_size(self) -> int:
+        """The one that layers run: what the chunk form takes where it is not told."""
+        default: int = inspect.signature(self.chunk).parameters["chunk_size"].default
+        return default
+
+    def forms(
+        self,
+        chunk_sizes: tuple[int, ...],
+        *,
+        recurrent: bool = True,
+        impls: tuple[str, ...] | None = None,
+    ) -> list[object]:
+        """Implementations of both forms, all or those named, as pytest parameters."""
+        each = {
             f"recurrent-{name}": (Form(op=self.recurrent, impl=name), implementation)
             for name, implementation in self.recurrent_implementations.items()
+            if recurrent
         }
         chunk = {
             f"chunk{size}-{name}": (
@@ -134,7 +148,8 @@ class Family:
                 id=name,
                 marks=pytest.mark.skipif(reason is not None, reason=reason or "it runs here"),
             )
-            for name, (form, implementation) in {**recurrent, **chunk}.items()
+            for name, (form, implementation) in {**each, **chunk}.items()
+            if impls is None or form.impl in impls
             for reason in [skip_reason(implementation, DEVICE)]
         ]
 
@@ -161,21 +176,32 @@ class Family:
 class RecurrentContract:
     """The tests; a family's own class names the family and adds what is peculiar to it.
 
-    ``form`` runs over chunk sizes too, ``one_form`` over implementations alone.
+    ``form`` is each implementation at the chunk size that layers run, ``other_size`` each at the
+    other sizes. ``traced_form`` is one implementation: what is traced (schema, fake) is shared.
     """
 
     family: ClassVar[Family]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        for name, sizes in {"form": CHUNK_SIZES, "one_form": (16,)}.items():
+        family, size = self.family, self.family.chunk_size
+        forms = {
+            "form": family.forms((size,)),
+            "other_size": family.forms(tuple(n for n in CHUNK_SIZES if n != size), recurrent=False),
+            "traced_form": family.forms((size,), impls=("torch",)),
+        }
+        for name, parameters in forms.items():
             if name in metafunc.fixturenames:
-                metafunc.parametrize(name, self.family.forms(sizes))
+                metafunc.parametrize(name, parameters)
         if "case" in metafunc.fixturenames:
             metafunc.parametrize("case", self.family.cases.values(), ids=self.family.cases)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
     def test_it_is_as_exact_as_the_reference(self, form: Form, case: Case, dtype: torch.dtype):
         self.family.expect_case(case, dtype).check_form(form)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+    def test_other_chunk_sizes_are_as_exact(self, other_size: Form, dtype: torch.dtype):
+        self.family.expect_case(self.family.cases["mixed"], dtype).check_form(other_size)
 
     @pytest.mark.parametrize("decay", [0.0, -1e-3, -1.0, -5.0, -20.0, -50.0, -torch.inf])
     def test_any_constant_decay(self, form: Form, decay: float):
@@ -200,7 +226,7 @@ class RecurrentContract:
             outs.append(form(piece))
         whole.check(torch.cat(outs), segmented.state)
 
-    def test_padding_changes_nothing(self, one_form: Form):
+    def test_padding_changes_nothing(self, form: Form):
         """Padding tokens, empty sequences, sequences in the null slot: zeros, and no other bit."""
         plain = self.family.mixed(num_padding_tokens=0)
         num_tokens = int(plain.cu_seqlens[-1])
@@ -211,12 +237,12 @@ class RecurrentContract:
             state_indices=torch.cat([plain.state_indices, torch.zeros(2, dtype=torch.int32)]),
             has_initial_state=torch.cat([plain.has_initial_state, torch.tensor([True, False])]),
         )
-        out_plain, out_padded = one_form(plain), one_form(padded)
+        out_plain, out_padded = form(plain), form(padded)
         assert torch.equal(out_padded[:num_tokens], out_plain)
         assert torch.equal(out_padded[num_tokens:], torch.zeros_like(out_padded[num_tokens:]))
         assert_same_bits(padded.state, plain.state)
 
-    def test_order_of_sequences_does_not_matter(self, one_form: Form):
+    def test_order_of_sequences_does_not_matter(self, form: Form):
         inputs = self.family.mixed(num_padding_tokens=0)
         order = torch.tensor([3, 6, 0, 5, 1, 4, 2])
         spans = [torch.arange(a, b) for a, b in inputs.cu_seqlens.unfold(0, 2, 1).tolist()]
@@ -228,11 +254,11 @@ class RecurrentContract:
             state_indices=inputs.state_indices[order],
             has_initial_state=inputs.has_initial_state[order],
         )
-        out, out_shuffled = one_form(inputs), one_form(shuffled)
+        out, out_shuffled = form(inputs), form(shuffled)
         assert torch.equal(out_shuffled, out[tokens])
         assert_same_bits(shuffled.state, inputs.state)
 
-    def test_no_other_slot_changes(self, one_form: Form):
+    def test_no_other_slot_changes(self, form: Form):
         """Canaries in the null slot, the slots of empty sequences, those of nobody and the last."""
         inputs = self.family.mixed(lengths=(5, 0, 1, 40))
         canary = torch.arange(inputs.state.numel(), dtype=torch.float32).view_as(inputs.state)
@@ -240,11 +266,11 @@ class RecurrentContract:
         others = torch.ones(len(canary), dtype=torch.bool)
         others[written_slots(inputs).long()] = False
         assert others[-1]
-        one_form(inputs)
+        form(inputs)
         assert torch.equal(inputs.state[others], canary[others])
         assert not (inputs.state[~others] == canary[~others]).flatten(1).all(1).any()
 
-    def test_rows_may_lie_apart(self, one_form: Form):
+    def test_rows_may_lie_apart(self, form: Form):
         """Slices of a projection give the same bits as contiguous tensors."""
         sliced = self.family.make_inputs(self.family.cases["mixed"], torch.bfloat16)
         assert not sliced.q.is_contiguous()
@@ -254,41 +280,41 @@ class RecurrentContract:
             sliced.copy(),
             **{name: x.contiguous() for name, x in sliced.tokens(slice(None)).items()},
         )
-        assert torch.equal(one_form(sliced), one_form(dense))
+        assert torch.equal(form(sliced), form(dense))
         assert_same_bits(sliced.state, dense.state)
 
-    def test_one_row_of_decays_may_serve_all_tokens(self, one_form: Form):
+    def test_one_row_of_decays_may_serve_all_tokens(self, form: Form):
         inputs = self.family.mixed()
         shared = replace(inputs.copy(), g=inputs.g[:1].expand(inputs.g.shape))
         dense = replace(inputs.copy(), g=shared.g.contiguous())
-        assert torch.equal(one_form(shared), one_form(dense))
+        assert torch.equal(form(shared), form(dense))
         assert_same_bits(shared.state, dense.state)
 
     @pytest.mark.parametrize("lengths", [(), (0,), (0, 0)], ids=str)
-    def test_nothing_to_do(self, one_form: Form, lengths: tuple[int, ...]):
+    def test_nothing_to_do(self, form: Form, lengths: tuple[int, ...]):
         inputs = self.family.mixed(lengths=lengths, num_padding_tokens=2)
         before = inputs.state.clone()
-        assert torch.equal(one_form(inputs), torch.zeros_like(inputs.v))
+        assert torch.equal(form(inputs), torch.zeros_like(inputs.v))
         assert_same_bits(inputs.state, before)
 
-    def test_other_dtypes_are_refused(self, one_form: Form):
+    def test_other_dtypes_are_refused(self, form: Form):
         inputs = self.family.make_inputs(self.family.cases["mixed"], torch.float64)
-        with pytest.raises(ValueError, match=f"impl '{one_form.impl}' takes .* of torch.float64"):
-            one_form(inputs)
+        with pytest.raises(ValueError, match=f"impl '{form.impl}' takes .* of torch.float64"):
+            form(inputs)
 
-    def test_opcheck(self, one_form: Form):
+    def test_opcheck(self, form: Form):
         inputs = self.family.mixed()
         inputs = replace(inputs, state=inputs.state.nan_to_num())
-        overload = getattr(torch.ops.torch_hybrid, one_form.op.__name__).default
-        options = {**inputs.options(), **one_form.options()}
+        overload = getattr(torch.ops.torch_hybrid, form.op.__name__).default
+        options = {**inputs.options(), **form.options()}
         torch.library.opcheck(overload, inputs.args(), options)
 
-    def test_one_trace_serves_all_batches(self, one_form: Form):
+    def test_one_trace_serves_all_batches(self, traced_form: Form):
         inputs = self.family.mixed()
-        options = {**inputs.options(), **one_form.options()}
+        options = {**inputs.options(), **traced_form.options()}
 
         def step(*args: Tensor) -> Tensor:
-            return one_form.op(*args, **options) * 2
+            return traced_form.op(*args, **options) * 2
 
         state = torch.randn(23, *inputs.state.shape[1:])
         batches = [
@@ -298,12 +324,12 @@ class RecurrentContract:
         assert_traces_once(step, batches)
 
     @pytest.mark.slow
-    def test_no_clone_of_the_state_pool(self, one_form: Form):
+    def test_no_clone_of_the_state_pool(self, traced_form: Form):
         inputs = self.family.mixed()
-        options = {**inputs.options(), **one_form.options()}
+        options = {**inputs.options(), **traced_form.options()}
 
         def step(*args: Tensor) -> Tensor:
-            return one_form.op(*args, **options) * 2
+            return traced_form.op(*args, **options) * 2
 
         assert pool_clones(step, inputs.args(), [inputs.state]) == []
 

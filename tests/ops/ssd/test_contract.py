@@ -40,9 +40,9 @@ class TestContract(RecurrentContract):
         _expect_slow_decay_over_a_thousand_tokens().check_form(form)
 
     @pytest.mark.parametrize("absent", [("dt",), ("D",), ("dt", "D")], ids="+".join)
-    def test_optional_arguments(self, one_form: Form, absent: tuple[str, ...]):
+    def test_optional_arguments(self, form: Form, absent: tuple[str, ...]):
         inputs = replace(self.family.mixed(), **dict.fromkeys(absent))
-        Expected.of(ssd_reference, inputs).check_form(one_form)
+        Expected.of(ssd_reference, inputs).check_form(form)
 
 
 @cache
