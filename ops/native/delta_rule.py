@@ -49,7 +49,8 @@ def run_chunk(
     v = tensors[2]
     out = torch.empty(v.shape, dtype=v.dtype)
     call = _pack((*tensors, out), scale, qk_l2norm, chunk_size)
-    scratch = torch.empty(library.delta_rule_scratch_floats(call))
+    floats = library.delta_rule_scratch_floats(call)
+    scratch = torch.empty(floats, dtype=torch.float32, device="cpu")
     library.delta_rule_chunk(call, scratch.data_ptr())
     return out
 

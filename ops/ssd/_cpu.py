@@ -57,7 +57,8 @@ def chunk_ssd(
     out = torch.empty(v.shape, dtype=v.dtype)
     pool = (state, cu_seqlens, state_indices, has_initial_state)
     call, library = _pack(q, k, v, g, dt, D, *pool, out, scale, chunk_size), _library()
-    scratch = torch.empty(library.ssd_scratch_floats(call))
+    floats = library.ssd_scratch_floats(call)
+    scratch = torch.empty(floats, dtype=torch.float32, device="cpu")
     library.ssd_chunk(call, scratch.data_ptr())
     return out
 
