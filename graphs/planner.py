@@ -136,12 +136,12 @@ class StepPlanner:
     def _wanted(self, batch: Batch, mode: Mode, logits: Logits) -> Tensor:
         """[R] the tokens whose logits are wanted, padded with token 0."""
         if mode is Mode.DECODE:
-            rows, size = torch.arange(batch.num_tokens), max(batch.num_tokens, 2)
+            rows, size = _counted(batch.num_tokens), max(batch.num_tokens, 2)
             if self._sizes.decode_seqs is not None:
                 size = round_up(size, self._sizes.decode_seqs)
         elif logits == "all":
             size = round_up(batch.num_tokens, self._sizes.tokens)
-            rows = torch.arange(batch.num_tokens)
+            rows = _counted(batch.num_tokens)
         else:
             rows, size = batch.cu_seqlens[1:].long() - 1, round_up(batch.num_seqs, self._sizes.seqs)
         return torch.nn.functional.pad(rows, (0, size - rows.shape[0]))
@@ -162,7 +162,7 @@ class StepPlanner:
         batches = [self._null_batch(bucket) for _ in range(1 + variant.in_halves)]
         rows = None
         if variant.mode is Mode.EXTEND or variant.in_halves:
-            rows = torch.zeros(num_rows, dtype=torch.int64)
+            rows = _zeros(num_rows, dtype=torch.int64)
         return self._inputs(batches, variant.mode, forms, rows)
 
     def _null_batch(self, bucket: Bucket) -> Batch:
@@ -170,13 +170,13 @@ class StepPlanner:
         axes, num_tokens, num_seqs = self._num_position_axes, bucket.num_tokens, bucket.num_seqs
         position_shape = (num_tokens,) if axes == 1 else (axes, num_tokens)
         return Batch(
-            tokens=torch.zeros(num_tokens, dtype=torch.int64),
-            positions=torch.zeros(position_shape, dtype=torch.int64),
-            slot_mapping=torch.zeros(num_tokens, dtype=torch.int32),
-            cu_seqlens=torch.zeros(num_seqs + 1, dtype=torch.int32),
-            seq_lens=torch.zeros(num_seqs, dtype=torch.int32),
-            page_table=torch.zeros(num_seqs, bucket.num_pages, dtype=torch.int32),
-            state_indices=torch.zeros(num_seqs, dtype=torch.int32),
+            tokens=_zeros(num_tokens, dtype=torch.int64),
+            positions=_zeros(*position_shape, dtype=torch.int64),
+            slot_mapping=_zeros(num_tokens, dtype=torch.int32),
+            cu_seqlens=_zeros(num_seqs + 1, dtype=torch.int32),
+            seq_lens=_zeros(num_seqs, dtype=torch.int32),
+            page_table=_zeros(num_seqs, bucket.num_pages, dtype=torch.int32),
+            state_indices=_zeros(num_seqs, dtype=torch.int32),
         )
 
     def _cuts_of(self, mode: Mode) -> list[bool]:
@@ -191,3 +191,12 @@ class StepPlanner:
         kinds = list(self._backends)
         for forms in product(*(self._backends[kind].forms(mode) for kind in kinds)):
             yield dict(zip(kinds, forms, strict=True))
+
+
+def _zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device="cpu")
+
+
+def _counted(count: int) -> Tensor:
+    """0, 1 and so on."""
+    return torch.arange(count, dtype=torch.int64, device="cpu")

@@ -49,7 +49,9 @@ class StaticInputs:
         padded = [-(-self._capacity[i] // _ALIGNMENT) * _ALIGNMENT for i in unique]
         ends = list(accumulate(padded))
         self._offsets = dict(zip(unique, [0, *ends[:-1]], strict=True))
-        self._host = torch.zeros(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self._host = torch.zeros(
+            ends[-1], dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda"
+        )
         self._device = self._host if device.type == "cpu" else self._host.to(device)
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
         self._copied = torch.cuda.Event() if device.type == "cuda" else None

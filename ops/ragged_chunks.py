@@ -64,8 +64,9 @@ def chunk_table(seqs: Sequences, chunk_size: int) -> Chunks:
     num_chunks = (seqs.lengths + chunk_size - 1) // chunk_size
     first = num_chunks.cumsum(0) - num_chunks
     seq = torch.repeat_interleave(num_chunks)
-    ordinal = torch.arange(len(seq), device=seq.device) - first[seq]
-    row = ordinal[:, None] * chunk_size + torch.arange(chunk_size, device=seq.device)
+    ordinal = torch.arange(len(seq), dtype=torch.int64, device=seq.device) - first[seq]
+    within = torch.arange(chunk_size, dtype=torch.int64, device=seq.device)
+    row = ordinal[:, None] * chunk_size + within
     length = seqs.lengths[seq, None]
     token = seqs.starts[seq, None] + torch.minimum(row, length - 1)
     return Chunks(first=first, token=token, is_real=row < length)

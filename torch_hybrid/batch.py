@@ -170,13 +170,13 @@ def make_batch(
     prefix = int_tensor(prefix_lens, torch.int32)
     num_tokens = sum(query_lens)
     if num_tokens == len(tokens):  # a decode step: token i belongs to sequence i
-        row_of_token = torch.arange(num_tokens)
+        row_of_token = torch.arange(num_tokens, dtype=torch.int64, device="cpu")
         position = prefix
     else:
         row_of_token = torch.repeat_interleave(
             int_tensor(query_lens, torch.int64), output_size=num_tokens
         )
-        offset = torch.arange(num_tokens, dtype=torch.int32)
+        offset = torch.arange(num_tokens, dtype=torch.int32, device="cpu")
         position = offset + (prefix - cu_seqlens[:-1])[row_of_token]
     page = page_table[row_of_token, position // page_size]
     if positions is None:

@@ -51,7 +51,9 @@ def trim() -> None:
 def int_tensor(values: Iterable[int], dtype: torch.dtype) -> Tensor:
     """As ``torch.tensor`` for int32 and int64, in a third of its time: it looks for their type."""
     packed = array("i" if dtype is torch.int32 else "q", values)
-    return torch.frombuffer(packed, dtype=dtype) if packed else torch.empty(0, dtype=dtype)
+    if not packed:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(packed, dtype=dtype)
 
 
 _HUGE_PAGE = 2 << 20  # bytes; on x86-64, and on Arm with pages of 4 KiB
@@ -77,7 +79,7 @@ class _HugePages:
         count, first = math.prod(shape), self._used
         self._used += _padded(count * dtype.itemsize)
         if count == 0:
-            return torch.zeros(shape, dtype=dtype)
+            return torch.zeros(shape, dtype=dtype, device="cpu")
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=first).view(shape)
 
 

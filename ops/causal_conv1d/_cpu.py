@@ -29,7 +29,7 @@ def causal_conv1d(
     activation: str,
 ) -> Tensor:
     """Convolve blocks of tokens and channels in parallel, then write the states."""
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = x.new_empty(x.shape)
     call = _CALL.pack(
         x.data_ptr(),
         weight.data_ptr(),

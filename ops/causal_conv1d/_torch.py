@@ -27,12 +27,12 @@ def causal_conv1d(
     seq = torch.searchsorted(
         cu_seqlens[1:], torch.arange(num_tokens, device=x.device, dtype=torch.int32), right=True
     )
-    window = torch.arange(num_tokens, device=x.device) + seq * num_past
-    past = torch.arange(num_past, device=x.device)
+    window = torch.arange(num_tokens, device=x.device, dtype=torch.int64) + seq * num_past
+    past = torch.arange(num_past, device=x.device, dtype=torch.int64)
 
     padded = x.new_zeros(num_tokens + (num_seqs + 1) * num_past, x.shape[1])
     padded[window + num_past] = x
-    first = cu_seqlens[:-1] + torch.arange(num_seqs, device=x.device) * num_past
+    first = cu_seqlens[:-1] + torch.arange(num_seqs, device=x.device, dtype=torch.int64) * num_past
     initial = conv_state[state_indices].where(has_initial_state[:, None, None], 0)
     padded[first[:, None] + past] = initial
 

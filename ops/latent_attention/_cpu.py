@@ -117,7 +117,7 @@ def latent_attention_with_lse(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``torch_hybrid::latent_attention_with_lse``."""
-    lse = torch.empty(q_latent.shape[:2], dtype=torch.float32)
+    lse = q_latent.new_empty(q_latent.shape[:2], dtype=torch.float32)
     index = (cu_seqlens, seq_lens, page_table, slot_mapping)
     return _launch(q_latent, q_rope, latent, k_rope, pool, *index, scale, lse), lse
 
@@ -137,7 +137,7 @@ def _launch(
 ) -> Tensor:
     num_pages, page_size, _ = pool.shape
     index = (cu_seqlens, seq_lens, page_table, slot_mapping)
-    out = torch.empty(q_latent.shape, dtype=q_latent.dtype)
+    out = q_latent.new_empty(q_latent.shape)
     call = _Call(
         *pages_values(*index, num_pages, page_size),
         q_latent.data_ptr(),
@@ -189,7 +189,7 @@ def store_latents(
 
 def gather_latents(pool: Tensor, rows: Tensor) -> Tensor:
     """Launcher of ``torch_hybrid::gather_latents``."""
-    out = torch.empty(rows.shape[0], pool.shape[2], dtype=pool.dtype)
+    out = pool.new_empty(rows.shape[0], pool.shape[2])
     arguments = (rows.data_ptr(), rows.shape[0], out.data_ptr(), torch.get_num_threads())
     if not _kernel("th_gather_latents")(_pool(pool), *arguments):
         check_gathered_slots(rows, pool)

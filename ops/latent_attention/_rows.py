@@ -20,7 +20,7 @@ def store_latents(
     if pool.device.type == "cpu":
         check_new_slots(slot_mapping, cu_seqlens, pool)
         num_tokens = int(cu_seqlens[-1])
-    is_token = torch.arange(num_tokens, device=pool.device) < cu_seqlens[-1]
+    is_token = torch.arange(num_tokens, dtype=torch.int32, device=pool.device) < cu_seqlens[-1]
     slots = torch.where(is_token, slot_mapping[:num_tokens], 0).long()
     new_rows = torch.cat([latent[:num_tokens], k_rope[:num_tokens]], 1)
     null_row = pool[0, 0]

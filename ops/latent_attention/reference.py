@@ -43,12 +43,14 @@ def latent_attention_with_lse(
     rank, page_size = q_latent.shape[2], pool.shape[1]
     work = torch.promote_types(q_latent.dtype, torch.float32)
     offsets, lengths = cu_seqlens.tolist(), seq_lens.tolist()
-    out = torch.zeros(q_latent.shape, dtype=q_latent.dtype)
-    lse = torch.full(q_latent.shape[:2], -math.inf, dtype=work)
+    out = q_latent.new_zeros(q_latent.shape)
+    lse = q_latent.new_full(q_latent.shape[:2], -math.inf, dtype=work)
     store_latents(latent, k_rope, pool, slot_mapping, cu_seqlens)
     for n, length in enumerate(lengths):
         for t in range(offsets[n], offsets[n + 1]):
-            visible = torch.arange(length - offsets[n + 1] + t + 1)
+            visible = torch.arange(
+                length - offsets[n + 1] + t + 1, dtype=torch.int64, device=pool.device
+            )
             rows = pool[page_table[n, visible // page_size].long(), visible % page_size]
             c, shared_key = rows.to(work).split([rank, rows.shape[1] - rank], 1)
             logits = scale * (q_latent[t].to(work) @ c.T + q_rope[t].to(work) @ shared_key.T)
@@ -68,7 +70,7 @@ def store_latents(
 
 def gather_latents(pool: Tensor, rows: Tensor) -> Tensor:
     """Row i is row ``rows[i]`` of the pool, or zeros for 0."""
-    out = torch.zeros(rows.shape[0], pool.shape[2], dtype=pool.dtype)
+    out = pool.new_zeros(rows.shape[0], pool.shape[2])
     for i, row in enumerate(rows.tolist()):
         if row:
             page, offset = divmod(row, pool.shape[1])

@@ -29,8 +29,8 @@ def _kernel(dtype: torch.dtype) -> Callable[..., None]:
 
 def merge_states(o_a: Tensor, lse_a: Tensor, o_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Launcher of ``torch_hybrid::merge_states``."""
-    out = torch.empty(o_a.shape, dtype=o_a.dtype)
-    lse = torch.empty(lse_a.shape, dtype=torch.float32)
+    out = o_a.new_empty(o_a.shape)
+    lse = lse_a.new_empty(lse_a.shape)
     tensors = (o_a, lse_a, o_b, lse_b, out, lse)
     _kernel(o_a.dtype)(
         *(tensor.data_ptr() for tensor in tensors),

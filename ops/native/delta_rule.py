@@ -33,7 +33,7 @@ def run_recurrent(
 ) -> Tensor:
     """Walk token by token; ``tensors`` are those of the op, in its order."""
     v = tensors[2]
-    out = torch.empty(v.shape, dtype=v.dtype)
+    out = v.new_empty(v.shape)
     library.delta_rule_recurrent(_pack((*tensors, out), scale, qk_l2norm, chunk_size=0))
     return out
 
@@ -47,7 +47,7 @@ def run_chunk(
 ) -> Tensor:
     """Walk chunk by chunk; ``tensors`` are those of the op, in its order."""
     v = tensors[2]
-    out = torch.empty(v.shape, dtype=v.dtype)
+    out = v.new_empty(v.shape)
     call = _pack((*tensors, out), scale, qk_l2norm, chunk_size)
     floats = library.delta_rule_scratch_floats(call)
     scratch = torch.empty(floats, dtype=torch.float32, device="cpu")

@@ -78,7 +78,7 @@ def paged_attention_with_lse(
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``torch_hybrid::paged_attention_with_lse``."""
-    lse = torch.empty(q.shape[:2], dtype=torch.float32)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     index = (cu_seqlens, seq_lens, page_table, slot_mapping)
     return _launch(q, k, v, kv, *index, scale, window, softcap, lse), lse
 
@@ -98,7 +98,7 @@ def _launch(
     lse: Tensor | None,
 ) -> Tensor:
     _, num_pages, page_size, num_kv_heads, _ = kv.shape
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = q.new_empty(q.shape)
     call = _Call(
         *pages_values(cu_seqlens, seq_lens, page_table, slot_mapping, num_pages, page_size),
         q.data_ptr(),

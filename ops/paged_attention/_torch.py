@@ -119,8 +119,8 @@ def _attend(
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
     logits = logits.view(num_kv_heads, -1, num_tokens, num_keys)
-    query_at = position + torch.arange(num_tokens, device=q.device)[:, None]
-    key_at = torch.arange(num_keys, device=q.device)
+    query_at = position + torch.arange(num_tokens, dtype=torch.int64, device=q.device)[:, None]
+    key_at = torch.arange(num_keys, dtype=torch.int64, device=q.device)
     hidden = key_at > query_at
     if window:
         hidden |= key_at <= query_at - window

@@ -58,8 +58,8 @@ def paged_attention_with_lse(
     group = q.shape[1] // num_kv_heads
     work = torch.promote_types(q.dtype, torch.float32)
     offsets, lengths = cu_seqlens.tolist(), seq_lens.tolist()
-    out = torch.zeros(q.shape, dtype=q.dtype)
-    lse = torch.full(q.shape[:2], -math.inf, dtype=work)
+    out = q.new_zeros(q.shape)
+    lse = q.new_full(q.shape[:2], -math.inf, dtype=work)
 
     for t in range(offsets[-1]):
         page, offset = divmod(int(slot_mapping[t]), page_size)
@@ -69,7 +69,7 @@ def paged_attention_with_lse(
         for t in range(offsets[n], offsets[n + 1]):
             position = length - offsets[n + 1] + t
             first = max(0, position - window + 1) if window else 0
-            visible = torch.arange(first, position + 1)
+            visible = torch.arange(first, position + 1, dtype=torch.int64, device=kv.device)
             pages = page_table[n, visible // page_size].long()
             shared = kv[:, pages, visible % page_size].to(work)  # [2, L visible, Hkv, D]
             keys, values = shared.repeat_interleave(group, dim=2)

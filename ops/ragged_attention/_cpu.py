@@ -56,8 +56,8 @@ def ragged_attention_with_lse(
     """Launcher of ``torch_hybrid::ragged_attention_with_lse``."""
     num_queries, num_heads, head_dim = q.shape
     num_keys, num_k_heads, v_head_dim = v.shape
-    out = torch.empty(num_queries, num_heads, v_head_dim, dtype=q.dtype)
-    lse = torch.empty(num_queries, num_heads, dtype=torch.float32)
+    out = q.new_empty(num_queries, num_heads, v_head_dim)
+    lse = q.new_empty(num_queries, num_heads, dtype=torch.float32)
     call = _Call(
         q.data_ptr(),
         k.data_ptr(),

@@ -22,8 +22,8 @@ def ragged_attention_with_lse(
     group = q.shape[1] // k.shape[1]
     work = torch.promote_types(q.dtype, torch.float32)
     offsets_q, offsets_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    out = torch.zeros(*q.shape[:2], v.shape[2], dtype=q.dtype)
-    lse = torch.full(q.shape[:2], -math.inf, dtype=work)
+    out = q.new_zeros(*q.shape[:2], v.shape[2])
+    lse = q.new_full(q.shape[:2], -math.inf, dtype=work)
     for n in range(len(offsets_q) - 1):
         begin, end = offsets_k[n], offsets_k[n + 1]
         for t in range(offsets_q[n], offsets_q[n + 1]):

@@ -32,7 +32,7 @@ def recurrent_ssd(
     scale: float,
 ) -> Tensor:
     """Walk token by token: each head's state is read once and written once per token."""
-    out = torch.empty(v.shape, dtype=v.dtype)
+    out = v.new_empty(v.shape)
     pool = (state, cu_seqlens, state_indices, has_initial_state)
     _library().ssd_recurrent(_pack(q, k, v, g, dt, D, *pool, out, scale, chunk_size=0))
     return out
@@ -54,7 +54,7 @@ def chunk_ssd(
     chunk_size: int,
 ) -> Tensor:
     """Walk chunk by chunk with products of small matrices; a few tokens go the recurrent way."""
-    out = torch.empty(v.shape, dtype=v.dtype)
+    out = v.new_empty(v.shape)
     pool = (state, cu_seqlens, state_indices, has_initial_state)
     call, library = _pack(q, k, v, g, dt, D, *pool, out, scale, chunk_size), _library()
     floats = library.ssd_scratch_floats(call)

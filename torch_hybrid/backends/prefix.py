@@ -111,10 +111,12 @@ def chunk_tables(
 
 
 def _rows(pieces: Sequence[Piece], page_table: Tensor, page_size: int, num_rows: int) -> Tensor:
-    rows = torch.zeros(num_rows, dtype=torch.int32)
+    rows = torch.zeros(num_rows, dtype=torch.int32, device="cpu")
     end = 0
     for piece in pieces:
-        position = torch.arange(piece.start, piece.start + piece.length, dtype=torch.int32)
+        position = torch.arange(
+            piece.start, piece.start + piece.length, dtype=torch.int32, device="cpu"
+        )
         page = page_table[piece.sequence, position // page_size]
         rows[end : end + piece.length] = page * page_size + position % page_size
         end += piece.length

@@ -105,7 +105,7 @@ class HybridCache:
         self._broken = [False] * (max_seqs + 1)
         # At least two pages wide: a graph that saw a single one would serve no other width.
         width = max(self.num_pages, 2)
-        self._page_table = torch.zeros(max_seqs + 1, width, dtype=torch.int32)
+        self._page_table = torch.zeros(max_seqs + 1, width, dtype=torch.int32, device="cpu")
 
     def allocate(self, count: int) -> list[Sequence]:
         """Take a slot for each of ``count`` new, empty sequences.

@@ -87,8 +87,8 @@ def transformers_batch(
         options = {"cache_implementation": "static", "compile_config": _compile_config()}
     with torch.inference_mode():
         ids = model.generate(
-            torch.tensor(rows),
-            attention_mask=torch.tensor(mask),
+            torch.tensor(rows, dtype=torch.int64, device="cpu"),
+            attention_mask=torch.tensor(mask, dtype=torch.int64, device="cpu"),
             max_new_tokens=max(len(prompt.answer) for prompt in prompts),
             do_sample=False,
             eos_token_id=None,

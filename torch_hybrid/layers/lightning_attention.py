@@ -19,7 +19,7 @@ from torch_hybrid.specs import LightningSpec
 
 def geometric_slopes(num_heads: int) -> Tensor:
     """[H] float32 decay rates ``2^(-8 (h + 1) / H)``, whatever H is (MiniMax-01)."""
-    heads = torch.arange(1, num_heads + 1, dtype=torch.float64)
+    heads = torch.arange(1, num_heads + 1, dtype=torch.float64, device="cpu")
     return torch.exp2(-8 * heads / num_heads).float()
 
 

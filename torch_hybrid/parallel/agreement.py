@@ -62,4 +62,5 @@ def _digests(batch: Batch) -> Tensor:
         content.update(tensor.contiguous().numpy().tobytes())
         return int.from_bytes(content.digest())
 
-    return torch.tensor([digest(getattr(batch, f.name)) for f in fields(Batch)])
+    digests = [digest(getattr(batch, f.name)) for f in fields(Batch)]
+    return torch.tensor(digests, dtype=torch.int64, device="cpu")

@@ -66,7 +66,8 @@ class ExpertParallel(nn.Module):
     def _address(self, x: Tensor, expert_ids: Tensor) -> tuple[Tensor, Tensor]:
         """What goes to the ranks, one after the other: rows [R * C, dim], and the ids [R * C, k]
         of those of their experts that a row needs."""
-        starts = self.num_each * torch.arange(self.ranks.size, device=x.device)[:, None, None]
+        ranks = torch.arange(self.ranks.size, dtype=torch.int64, device=x.device)
+        starts = self.num_each * ranks[:, None, None]
         local = expert_ids - starts  # [R, C, k]
         is_there = (local >= 0) & (local < self.num_each) & (expert_ids < self.num_experts)
         rows = torch.where(is_there.any(-1, keepdim=True), x, 0)

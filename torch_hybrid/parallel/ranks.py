@@ -147,8 +147,8 @@ class Ranks:
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
-    with torch.device("meta"):
-        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    outputs, inputs = weight.shape
+    linear = nn.Linear(inputs, outputs, bias=bias is not None, dtype=weight.dtype, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
@@ -165,7 +165,13 @@ class SummedLinear(nn.Linear):
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, ranks: Ranks) -> None:
-        super().__init__(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+        super().__init__(
+            weight.shape[1],
+            weight.shape[0],
+            bias=bias is not None,
+            dtype=weight.dtype,
+            device="meta",
+        )
         self.weight, self.bias, self.ranks = weight, bias, ranks  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:

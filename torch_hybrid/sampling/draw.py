@@ -129,7 +129,7 @@ def _least_kept(weights: Tensor, total: Tensor, samplings: Sequence[Sampling]) -
         samplings: N of them.
     """
     last = [min(sampling.top_k or 1, weights.shape[-1]) - 1 for sampling in samplings]
-    kth = weights.gather(-1, torch.tensor(last, device=weights.device).unsqueeze(-1))
+    kth = weights.gather(-1, torch.tensor(last, dtype=torch.int64, device=weights.device).unsqueeze(-1))
     has_top_k = _column([sampling.top_k for sampling in samplings], weights) > 0
     kth = kth.where(has_top_k, 0.0)
 

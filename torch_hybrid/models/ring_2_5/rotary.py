@@ -68,8 +68,8 @@ class RotaryTable(nn.Module):
 
 def _plain(spec: RotarySpec) -> Tensor:
     """[R / 2] float64 ``theta^(-2 i / R)``."""
-    exponents = torch.arange(0, spec.dim, 2, dtype=torch.float64) / max(spec.dim, 1)
-    return spec.theta**-exponents
+    dims = torch.arange(0, spec.dim, 2, dtype=torch.float64, device="cpu")
+    return spec.theta ** -(dims / max(spec.dim, 1))
 
 
 def _yarn(spec: RotarySpec) -> Tensor:
@@ -84,7 +84,8 @@ def _yarn(spec: RotarySpec) -> Tensor:
 
     low = max(math.floor(dim_of(scaling.get("beta_fast", 32))), 0)
     high = min(math.ceil(dim_of(scaling.get("beta_slow", 1))), spec.dim - 1)
-    ramp = (torch.arange(spec.dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)
+    pairs = torch.arange(spec.dim // 2, dtype=torch.float64, device="cpu")
+    ramp = (pairs - low) / max(high - low, 1e-3)
     slowed, factor = ramp.clamp(0, 1), float(scaling["factor"])
     return _plain(spec) * ((1 - slowed) + slowed / factor)
 
