@@ -7,10 +7,11 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
 #include <cstring>
 
+#include "call.h"
+#include "recurrent_call.h"
 #include "simd.h"
 
 namespace conv {
@@ -23,18 +24,15 @@ constexpr int64_t BLOCK_TOKENS = 64;
 constexpr int TILE_TOKENS = 4;
 constexpr int MAX_WIDTH = 8;
 
-// The arguments of the op, in the order in which _cpu.py packs them.
-struct Call {
+TH_CALL(Call,
   const void *x, *weight, *bias;  // [T, C], [C, W], [C] or null
   void* conv_state;               // [S, W - 1, C]
-  const int32_t* cu_seqlens;
-  const int32_t* state_indices;
+  const int32_t *cu_seqlens, *state_indices;
   const bool* has_initial_state;
   void* out;  // [T, C], contiguous
-  int64_t num_tokens, num_seqs, channels, width, x_stride, num_threads;
-  bool silu, is_bf16;
-};
-static_assert(offsetof(Call, is_bf16) == 14 * 8 + 1, "Call is packed by _cpu.py");
+  int64_t num_tokens, num_seqs, num_slots, channels, width, x_stride;
+  int64_t silu, is_bf16, num_threads;
+);
 
 template <typename T>
 struct Sequence {
@@ -197,6 +195,8 @@ void dispatch(const Call& call) {
 
 }  // namespace conv
 
-extern "C" TH_EXPORT void causal_conv1d(const conv::Call* call) {
+TH_EXPORT_CALL(causal_conv1d, conv::Call) {
+  if (!th::indices_are_valid(*call)) return false;
   call->is_bf16 ? conv::dispatch<th::bf16>(*call) : conv::dispatch<float>(*call);
+  return true;
 }

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
-import struct
-from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.native import load_library
+from torch_hybrid.ops.native.call import kernel
+from torch_hybrid.ops.state_bounds import check_state_indices
 
-# ``Call`` in _cpu.cpp: pointers, sizes and the stride of x, flags. Cheaper to make than a ctypes
-# structure of as many fields.
-_CALL = struct.Struct("@8P 6q 2?")
+_RUN = kernel(
+    "causal_conv1d",
+    Path(__file__).with_name("_cpu.cpp"),
+    tensors="x weight bias conv_state cu_seqlens state_indices has_initial_state out",
+    integers="num_tokens num_seqs num_slots channels width x_stride silu is_bf16 num_threads",
+)
 
 
 def causal_conv1d(
@@ -29,32 +30,29 @@ def causal_conv1d(
     activation: str,
 ) -> Tensor:
     """Convolve blocks of tokens and channels in parallel, then write the states."""
+    num_tokens, channels = x.shape
     out = x.new_empty(x.shape)
-    call = _CALL.pack(
-        x.data_ptr(),
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        conv_state.data_ptr(),
-        cu_seqlens.data_ptr(),
-        state_indices.data_ptr(),
-        has_initial_state.data_ptr(),
-        out.data_ptr(),
-        x.shape[0],
+    in_range = _RUN(
+        x,
+        weight,
+        bias,
+        conv_state,
+        cu_seqlens,
+        state_indices,
+        has_initial_state,
+        out,
+        num_tokens,
         state_indices.shape[0],
-        x.shape[1],
+        conv_state.shape[0],
+        channels,
         weight.shape[1],
         x.stride(0),
-        torch.get_num_threads(),
         activation == "silu",
         x.dtype is torch.bfloat16,
+        torch.get_num_threads(),
     )
-    _library().causal_conv1d(call)
+    if not in_range:
+        check_state_indices(
+            cu_seqlens, state_indices, num_tokens=num_tokens, num_slots=conv_state.shape[0]
+        )
     return out
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    library: ctypes.CDLL = load_library("causal_conv1d", Path(__file__).with_name("_cpu.cpp"))
-    library.causal_conv1d.argtypes = [ctypes.c_char_p]
-    library.causal_conv1d.restype = None
-    return library

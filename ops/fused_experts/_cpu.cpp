@@ -2,16 +2,17 @@
 #include <atomic>
 #include <vector>
 
+#include "call.h"
 #include "skinny.h"
 
 namespace {
 
-// The arguments of one call, as the 64-bit integers that _cpu.py packs in this order.
-struct Call {
-  int64_t is_bf16, ids_are_int64, weights_are_float, has_gate, num_threads;
-  int64_t num_tokens, top_k, num_experts, dim, width;  // width: rows of gate, and of up
-  int64_t x, ldx, ids, weights, gate_up, down, hidden, out;
-};
+TH_CALL(Call,
+  const void *x, *expert_ids, *expert_weights, *gate_up, *down;
+  void *hidden, *out;
+  int64_t num_tokens, top_k, num_experts, dim, width, ldx;  // width: rows of gate, and of up
+  int64_t ids_are_int64, weights_are_float, has_gate, is_bf16, num_threads;
+);
 
 constexpr int ROWS = 64;                         // of one expert's tokens, multiplied at a time
 constexpr int64_t WIDTH_CHUNK = 128, DIM_CHUNK = 128;  // weight rows a thread takes at a time
@@ -36,8 +37,8 @@ struct Routing {
   }
 
   static int64_t expert(const Call& call, int64_t pair) {
-    return call.ids_are_int64 ? reinterpret_cast<const int64_t*>(call.ids)[pair]
-                              : reinterpret_cast<const int32_t*>(call.ids)[pair];
+    return call.ids_are_int64 ? static_cast<const int64_t*>(call.expert_ids)[pair]
+                              : static_cast<const int32_t*>(call.expert_ids)[pair];
   }
   static bool chosen(const Call& call, int64_t pair) {
     const int64_t e = expert(call, pair);
@@ -74,7 +75,7 @@ class Experts {
   // hidden[pair, i ...] = silu(gate) * up, or relu(up)^2, for all tokens of an expert.
   void hidden_chunk(Scratch<T>& s, int64_t expert, int64_t i) {
     const int64_t D = call_.dim, I = call_.width, count = std::min(WIDTH_CHUNK, I - i);
-    const T* gate = pointer(call_.gate_up) + (expert * (1 + call_.has_gate) * I + i) * D;
+    const T* gate = typed(call_.gate_up) + (expert * (1 + call_.has_gate) * I + i) * D;
     const T* up = gate + call_.has_gate * I * D;
     s.gate.resize(ROWS * count), s.up.resize(ROWS * count);
     for_blocks(expert, [&](int64_t p, int rows) {
@@ -87,7 +88,7 @@ class Experts {
           const th::f32x16 u = th::load(&s.up[r * count + j], left);
           const th::f32x16 a = call_.has_gate ? th::silu(th::load(&s.gate[r * count + j], left))
                                               : th::max(u, th::f32x16{});
-          th::store(pointer(call_.hidden) + (p + r) * I + i + j, a * u, left);
+          th::store(typed(call_.hidden) + (p + r) * I + i + j, a * u, left);
         }
     });
   }
@@ -100,15 +101,15 @@ class Experts {
     s.up.resize(ROWS * count);
     for (int64_t expert : routing_.experts)
       for_blocks(expert, [&](int64_t p, int rows) {
-        s.rows.pack(rows, I, [&](int r) { return pointer(call_.hidden) + (p + r) * I; });
-        const T* down = pointer(call_.down) + (expert * D + d) * I;
+        s.rows.pack(rows, I, [&](int r) { return typed(call_.hidden) + (p + r) * I; });
+        const T* down = typed(call_.down) + (expert * D + d) * I;
         th::multiply_rows(s.rows, down, I, count, s.up.data(), count);
         for (int r = 0; r < rows; ++r) add(s, p + r, &s.up[r * count], count);
       });
     for (int64_t t = 0; t < call_.num_tokens; ++t)
       for (int64_t j = 0; j < count; j += th::LANES) {
         const int left = int(std::min<int64_t>(th::LANES, count - j));
-        th::store(pointer(call_.out) + t * D + d + j, th::load(&s.sums[t * count + j], left), left);
+        th::store(typed(call_.out) + t * D + d + j, th::load(&s.sums[t * count + j], left), left);
       }
   }
 
@@ -116,8 +117,8 @@ class Experts {
     const int64_t pair = routing_.pairs[p];
     float* sums = &s.sums[pair / call_.top_k * count];
     const float weight = call_.weights_are_float
-                             ? reinterpret_cast<const float*>(call_.weights)[pair]
-                             : th::to_float(pointer(call_.weights)[pair]);
+                             ? static_cast<const float*>(call_.expert_weights)[pair]
+                             : th::to_float(typed(call_.expert_weights)[pair]);
     for (int64_t j = 0; j < count; ++j) sums[j] += weight * y[j];
   }
 
@@ -129,9 +130,10 @@ class Experts {
   }
 
   const T* token_row(int64_t p) {
-    return pointer(call_.x) + routing_.pairs[p] / call_.top_k * call_.ldx;
+    return typed(call_.x) + routing_.pairs[p] / call_.top_k * call_.ldx;
   }
-  static T* pointer(int64_t address) { return reinterpret_cast<T*>(address); }
+  static T* typed(void* data) { return static_cast<T*>(data); }
+  static const T* typed(const void* data) { return static_cast<const T*>(data); }
 
   const Call& call_;
   const Routing routing_;
@@ -139,7 +141,7 @@ class Experts {
 
 }  // namespace
 
-extern "C" TH_EXPORT void th_fused_experts(const int64_t* arguments) {
-  const Call& call = *reinterpret_cast<const Call*>(arguments);
-  call.is_bf16 ? Experts<th::bf16>(call).run() : Experts<float>(call).run();
+TH_EXPORT_CALL(fused_experts, Call) {
+  call->is_bf16 ? Experts<th::bf16>(*call).run() : Experts<float>(*call).run();
+  return true;
 }

@@ -133,4 +133,4 @@ struct KimiDeltaAttention {
 
 }  // namespace
 
-TH_EXPORT_DELTA_RULE(KimiDeltaAttention)
+TH_EXPORT_DELTA_RULE(KimiDeltaAttention, recurrent_kimi_delta_attention, chunk_kimi_delta_attention)

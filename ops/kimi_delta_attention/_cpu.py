@@ -2,54 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
 from pathlib import Path
 
 from torch import Tensor
 
-from torch_hybrid.ops.native.delta_rule import load_delta_rule, run_chunk, run_recurrent
+from torch_hybrid.ops.native.delta_rule import delta_rule_kernel, run_delta_rule
+
+_SOURCE = Path(__file__).with_name("_cpu.cpp")
+_RECURRENT = delta_rule_kernel("recurrent_kimi_delta_attention", _SOURCE)
+_CHUNK = delta_rule_kernel("chunk_kimi_delta_attention", _SOURCE)
 
 
-def recurrent_kimi_delta_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    state_indices: Tensor,
-    has_initial_state: Tensor,
-    *,
-    scale: float,
-    qk_l2norm: bool,
-) -> Tensor:
+def recurrent_kimi_delta_attention(*tensors: Tensor, scale: float, qk_l2norm: bool) -> Tensor:
     """Walk token by token: each head's state is read once and written once per token."""
-    tensors = (q, k, v, g, beta, state, cu_seqlens, state_indices, has_initial_state)
-    return run_recurrent(_library(), tensors, scale, qk_l2norm)
+    return run_delta_rule(_RECURRENT, *tensors, scale=scale, qk_l2norm=qk_l2norm)
 
 
 def chunk_kimi_delta_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    state_indices: Tensor,
-    has_initial_state: Tensor,
-    *,
-    scale: float,
-    qk_l2norm: bool,
-    chunk_size: int,
+    *tensors: Tensor, scale: float, qk_l2norm: bool, chunk_size: int
 ) -> Tensor:
     """Walk chunk by chunk with products of small matrices; a few tokens go the recurrent way."""
-    tensors = (q, k, v, g, beta, state, cu_seqlens, state_indices, has_initial_state)
-    return run_chunk(_library(), tensors, scale, qk_l2norm, chunk_size)
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    return load_delta_rule("kimi_delta_attention", Path(__file__).with_name("_cpu.cpp"))
+    options = {"scale": scale, "qk_l2norm": qk_l2norm, "chunk_size": chunk_size}
+    return run_delta_rule(_CHUNK, *tensors, **options)

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "call.h"
 #include "pages.h"
 #include "rows.h"
 
@@ -21,19 +22,22 @@ constexpr int SPLITS_PER_SEQUENCE = 16;  // over all of its tiles, which bounds 
 template <typename T>
 using Scratch = AttentionTile<T, T, ROWS_PER_TILE>;
 
-// The arguments as the launcher fills them in; strides in elements. Mirrored in _cpu.py.
-struct Call : Pages {
+// Strides in elements.
+TH_CALL(Call,
+  const int32_t *cu_seqlens, *seq_lens, *page_table, *slot_mapping;
   const void *q_latent, *q_rope, *latent, *k_rope;
   void *pool, *out;
   float* lse;  // may be null
+  int64_t page_table_row, num_tokens, num_seqs, num_pages, page_size, max_pages;
   int64_t q_latent_token, q_latent_head, q_rope_token, q_rope_head, latent_token, k_rope_token;
-  int64_t num_heads, rank, rope_dim, num_threads;
+  int64_t num_heads, rank, rope_dim, is_bf16, num_threads;
   double scale;
-};
+);
 
 template <typename T>
-struct Problem : Call {
-  explicit Problem(const Call& call) : Call(call) {}
+struct Problem : OverPages<Call> {
+  using OverPages<Call>::OverPages;
+
   int64_t width() const { return rank + rope_dim; }
   // Rows of a sequence are (token, head) pairs; those of the output are all of them.
   int num_visible(int n, int row) const {
@@ -163,7 +167,8 @@ void merge_splits(const Problem<T>& p, const Tile& tile, float* out, const RowSt
 }
 
 template <typename T>
-void run(const Problem<T>& p) {
+bool run(const Problem<T>& p) {
+  if (!p.indices_are_valid()) return false;
   Work work;
   for (int n = 0; n < p.num_seqs; ++n) plan_sequence(p, n, work);
   const std::unique_ptr<float[]> out(new float[work.num_results * p.rank]);
@@ -193,33 +198,16 @@ void run(const Problem<T>& p) {
       if (const Tile& tile = work.tiles[i]; tile.num_splits > 1)
         merge_splits(p, tile, out.get() + tile.result * p.rank, state.get() + tile.result);
   }
+  return true;
 }
 
 }  // namespace
 }  // namespace th
 
-// Returns false, having written nothing, when an index is outside its pool.
-extern "C" TH_EXPORT bool th_latent_attention_f32(const th::Call* call) {
-  if (!call->are_valid()) return false;
-  th::run(th::Problem<float>(*call));
-  return true;
+TH_EXPORT_CALL(latent_attention, th::Call) {
+  return call->is_bf16 ? th::run(th::Problem<th::bf16>(*call)) : th::run(th::Problem<float>(*call));
 }
 
-extern "C" TH_EXPORT bool th_latent_attention_bf16(const th::Call* call) {
-  if (!call->are_valid()) return false;
-  th::run(th::Problem<th::bf16>(*call));
-  return true;
-}
+TH_EXPORT_CALL(store_latents, th::StoreCall) { return th::store_rows(*call); }
 
-// Returns false, having written nothing, when there are more tokens than slots, or a slot is
-// outside the pool or in its null page.
-extern "C" TH_EXPORT bool th_store_latents(const th::NewRows* rows, const th::Pool* pool,
-                                           const int32_t* slots, int64_t num_slots,
-                                           const int32_t* num_tokens, int64_t num_threads) {
-  return th::store_rows(*rows, *pool, slots, *num_tokens, num_slots, int(num_threads));
-}
-
-extern "C" TH_EXPORT bool th_gather_latents(const th::Pool* pool, const int32_t* slots,
-                                            int64_t count, void* out, int64_t num_threads) {
-  return th::gather_rows(*pool, slots, count, static_cast<char*>(out), int(num_threads));
-}
+TH_EXPORT_CALL(gather_latents, th::GatherCall) { return th::gather_rows(*call); }

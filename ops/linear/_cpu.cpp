@@ -2,17 +2,22 @@
 #include <atomic>
 #include <vector>
 
+#include "call.h"
 #include "skinny.h"
 
 namespace {
 
-// The arguments of one call, as the 64-bit integers that _cpu.py packs in this order.
-struct Call {
-  int64_t dtype_is_bf16, num_threads, M, K, x, ldx, y, ldy, num_weights;
-};
-struct Group {
-  int64_t weight, bias, rows;
-};
+TH_CALL(Call,
+  const void* x;  // [M, K] in the op's dtype
+  void* y;        // [M, rows of all weights]
+  int64_t M, K, ldx, ldy, num_weights, is_bf16, num_threads;
+);
+
+// A weight: [rows, K], and its bias, [rows] or null.
+TH_CALL(Group,
+  const void *weight, *bias;
+  int64_t rows;
+);
 
 // Of weights, what a thread takes at a time: long enough for streams, short enough to balance.
 constexpr int64_t MAX_CHUNK_BYTES = 512 << 10, MIN_CHUNK_BYTES = 64 << 10, CHUNKS_PER_THREAD = 8;
@@ -27,8 +32,8 @@ template <typename T>
 void multiply_chunk(Scratch<T>& scratch, const Group& group, int64_t first, int64_t rows, T* y,
                     int64_t ldy) {
   const int64_t K = scratch.x.depth();
-  const T* W = reinterpret_cast<const T*>(group.weight) + first * K;
-  const T* bias = reinterpret_cast<const T*>(group.bias);
+  const T* W = static_cast<const T*>(group.weight) + first * K;
+  const T* bias = static_cast<const T*>(group.bias);
   scratch.y.resize(scratch.x.rows() * rows);
   th::multiply_rows(scratch.x, W, K, rows, scratch.y.data(), rows);
   for (int m = 0; m < scratch.x.rows(); ++m)
@@ -50,9 +55,9 @@ int64_t chunk_rows(const Call& call, const Group* groups, int64_t row_bytes) {
 }
 
 template <typename T>
-void linear(const Call& call, const Group* groups) {
-  const T* x = reinterpret_cast<const T*>(call.x);
-  T* y = reinterpret_cast<T*>(call.y);
+void multiply(const Call& call, const Group* groups) {
+  const T* x = static_cast<const T*>(call.x);
+  T* y = static_cast<T*>(call.y);
   const int64_t chunk = chunk_rows(call, groups, call.K * int64_t(sizeof(T)));
   std::atomic<int64_t> taken{0};
 #pragma omp parallel num_threads(int(call.num_threads))
@@ -74,8 +79,8 @@ void linear(const Call& call, const Group* groups) {
 
 }  // namespace
 
-extern "C" TH_EXPORT void th_linear(const int64_t* arguments) {
-  const Call& call = *reinterpret_cast<const Call*>(arguments);
-  const Group* groups = reinterpret_cast<const Group*>(arguments + sizeof(Call) / sizeof(int64_t));
-  call.dtype_is_bf16 ? linear<th::bf16>(call, groups) : linear<float>(call, groups);
+TH_EXPORT_CALL_OF_ROWS(linear, Call, Group) {
+  const Group* groups = th::rows_of<Group>(*call);
+  call->is_bf16 ? multiply<th::bf16>(*call, groups) : multiply<float>(*call, groups);
+  return true;
 }

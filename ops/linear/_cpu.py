@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
-import struct
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.native import load_library
+from torch_hybrid.ops.native.call import kernel
 
 # Measured, see README.md: past it, torch's product of one weight after the other is faster.
 MAX_ROWS = 64
+
+_RUN = kernel(
+    "linear",
+    Path(__file__).with_name("_cpu.cpp"),
+    tensors="x y",
+    integers="M K ldx ldy num_weights is_bf16 num_threads",
+    row_tensors="weight bias",
+    row_integers="rows",
+)
 
 
 def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
@@ -25,20 +30,21 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     y = x.new_empty(num_rows, sum(sizes))
     if num_rows > MAX_ROWS:
         return _product_by_torch(x, weights, biases, y)
-    arguments = [
-        x.dtype == torch.bfloat16,
-        torch.get_num_threads(),
+    rows: list[int] = []
+    for weight, bias, size in zip(weights, biases, sizes, strict=True):
+        rows += (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), size)
+    _RUN(
+        x,
+        y,
         num_rows,
         depth,
-        x.data_ptr(),
         x.stride(0),
-        y.data_ptr(),
         y.stride(0),
         len(sizes),
-    ]
-    for weight, bias, size in zip(weights, biases, sizes, strict=True):
-        arguments += (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), size)
-    _kernel()(struct.pack(f"={len(arguments)}q", *arguments))
+        x.dtype is torch.bfloat16,
+        torch.get_num_threads(),
+        *rows,
+    )
     return y
 
 
@@ -52,10 +58,3 @@ def _product_by_torch(
         else:
             torch.addmm(bias, x, weight.T, out=out)
     return y
-
-
-@cache
-def _kernel() -> Any:
-    kernel = load_library("linear", Path(__file__).with_name("_cpu.cpp")).th_linear
-    kernel.argtypes, kernel.restype = [ctypes.c_char_p], None
-    return kernel

@@ -1,10 +1,21 @@
 // Two attention results joined in one pass over memory.
 #include <algorithm>
 
+#include "call.h"
 #include "softmax.h"
 
 namespace th {
 namespace {
+
+TH_CALL(Call,
+  const void* o_a;  // [rows, dim] in the op's dtype, as are o_b and out
+  const float* lse_a;
+  const void* o_b;
+  const float* lse_b;
+  void* out;
+  float* lse;
+  int64_t rows, dim, is_bf16, num_threads;
+);
 
 struct Weights {
   float a, b, lse;
@@ -19,13 +30,14 @@ inline Weights weigh(float lse_a, float lse_b) {
 }
 
 template <typename T>
-void merge(const T* o_a, const float* lse_a, const T* o_b, const float* lse_b, T* out, float* lse,
-           int64_t rows, int64_t dim, int num_threads) {
-#pragma omp parallel for num_threads(num_threads)
-  for (int64_t row = 0; row < rows; ++row) {
-    const Weights weights = weigh(lse_a[row], lse_b[row]);
-    lse[row] = weights.lse;
-    for (int64_t i = row * dim; i < (row + 1) * dim; i += LANES)
+void merge(const Call& call) {
+  const T *o_a = static_cast<const T*>(call.o_a), *o_b = static_cast<const T*>(call.o_b);
+  T* out = static_cast<T*>(call.out);
+#pragma omp parallel for num_threads(int(call.num_threads))
+  for (int64_t row = 0; row < call.rows; ++row) {
+    const Weights weights = weigh(call.lse_a[row], call.lse_b[row]);
+    call.lse[row] = weights.lse;
+    for (int64_t i = row * call.dim; i < (row + 1) * call.dim; i += LANES)
       store(out + i, load(o_a + i) * weights.a + load(o_b + i) * weights.b);
   }
 }
@@ -33,16 +45,7 @@ void merge(const T* o_a, const float* lse_a, const T* o_b, const float* lse_b, T
 }  // namespace
 }  // namespace th
 
-extern "C" TH_EXPORT void th_merge_states_f32(const float* o_a, const float* lse_a,
-                                              const float* o_b, const float* lse_b, float* out,
-                                              float* lse, int64_t rows, int64_t dim,
-                                              int64_t num_threads) {
-  th::merge(o_a, lse_a, o_b, lse_b, out, lse, rows, dim, int(num_threads));
-}
-
-extern "C" TH_EXPORT void th_merge_states_bf16(const th::bf16* o_a, const float* lse_a,
-                                               const th::bf16* o_b, const float* lse_b,
-                                               th::bf16* out, float* lse, int64_t rows,
-                                               int64_t dim, int64_t num_threads) {
-  th::merge(o_a, lse_a, o_b, lse_b, out, lse, rows, dim, int(num_threads));
+TH_EXPORT_CALL(merge_states, th::Call) {
+  call->is_bf16 ? th::merge<th::bf16>(*call) : th::merge<float>(*call);
+  return true;
 }

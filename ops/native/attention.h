@@ -17,8 +17,8 @@
 #pragma once
 
 #include <algorithm>
-#include <memory>
 
+#include "aligned_floats.h"
 #include "simd.h"
 #include "softmax.h"
 
@@ -30,20 +30,6 @@ constexpr int KEYS_PER_BLOCK = 64;
 // short sequence compute less above the diagonal.
 constexpr int MAX_ROWS_PER_TILE = 128;
 constexpr int rows_per_tile(int num_rows) { return num_rows < 512 ? 64 : MAX_ROWS_PER_TILE; }
-
-// Uninitialised floats that start on a cache line, so that no register is loaded from two lines.
-class AlignedFloats {
- public:
-  explicit AlignedFloats(int64_t n) : lines_(new Line[(n + LANES - 1) / LANES]) {}
-  float* data() { return reinterpret_cast<float*>(lines_.get()); }
-  const float* data() const { return reinterpret_cast<const float*>(lines_.get()); }
-
- private:
-  struct alignas(64) Line {
-    float lanes[LANES];
-  };
-  std::unique_ptr<Line[]> lines_;
-};
 
 // Keys [begin, end) of a sequence.
 struct KeyRange {

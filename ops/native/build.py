@@ -32,6 +32,10 @@ FLAGS = (
     "-fopenmp",
     "-Wno-psabi",
 )
+# Of a build whose every access is checked: SANITIZE names what gcc's -fsanitize takes. The runtime
+# comes first in a process or not at all, so python runs with it preloaded; see `make sanitize`.
+SANITIZE = "TORCH_HYBRID_SANITIZE"
+SANITIZER_FLAGS = ("-O1", "-g1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all")
 SHOWN_LINES = 20
 
 
@@ -102,6 +106,11 @@ def _no_compiler() -> str:
     return f"no C++ compiler was found (looked for $CXX, {', '.join(COMPILERS)})"
 
 
+def _flags() -> list[str]:
+    checks = os.environ.get(SANITIZE)
+    return [*FLAGS, *SANITIZER_FLAGS, f"-fsanitize={checks}"] if checks else list(FLAGS)
+
+
 @cache
 def _target(compiler: str) -> str:
     """The predefined macros: they name the compiler's version and this CPU's instruction sets."""
@@ -110,7 +119,7 @@ def _target(compiler: str) -> str:
 
 def _content_hash(compiler: str, source: Path) -> str:
     headers = sorted({*HEADERS.glob("*.h"), *source.parent.glob("*.h")})
-    digest = hashlib.sha256(" ".join([compiler, *FLAGS, _target(compiler)]).encode())
+    digest = hashlib.sha256(" ".join([compiler, *_flags(), _target(compiler)]).encode())
     for file in (source, *headers):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:20]
@@ -122,8 +131,9 @@ def _build(compiler: str, source: Path, library: Path) -> None:
         library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             unit, built = Path(folder, "unit.o"), Path(folder, "unit.so")
-            _run([compiler, *FLAGS, f"-I{HEADERS}", "-c", str(source), "-o", str(unit)])
-            _run([compiler, "-shared", str(unit), "-o", str(built)])
+            _run([compiler, *_flags(), f"-I{HEADERS}", "-c", str(source), "-o", str(unit)])
+            checked = [flag for flag in _flags() if flag.startswith("-fsanitize=")]
+            _run([compiler, *checked, "-shared", str(unit), "-o", str(built)])
             built.replace(library)
     except OSError as error:
         hint = "set TORCH_HYBRID_CACHE to a writable folder"

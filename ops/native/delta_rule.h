@@ -7,7 +7,7 @@
 //   prepare_keys(seq, chunk, s)      what the value heads of a key head share, from s.keys
 //   prepare_head(seq, j, chunk, s)   reads, writes, carry, system and attend for value head j
 //
-// and TH_EXPORT_DELTA_RULE(Rule) makes a library of it that delta_rule.py can call.
+// and TH_EXPORT_DELTA_RULE(Rule, recurrent, chunk) exports its two forms under these names.
 #pragma once
 
 #include <omp.h>
@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "aligned_floats.h"
 #include "delta_rule_call.h"
 #include "delta_rule_chunk.h"
 #include "delta_rule_recurrent.h"
@@ -64,22 +65,14 @@ inline int64_t heads_per_item(const Call& call) {
   return enough ? call.num_v_heads / call.num_k_heads : 1;
 }
 
-// What one thread needs; the next one's begins on a cache line of its own.
-template <typename Rule>
-int64_t scratch_floats(const Call& call) {
-  const int64_t C = call.chunk_size, K = call.k_dim;
-  return round_up(
-      Scratch::num_floats(C, K, call.v_dim, heads_per_item(call), Rule::num_work(C, K)), LANES);
-}
-
 template <typename Rule, typename T>
-void chunk(const Call& call, float* scratch_of_all) {
+void chunk(const Call& call) {
   const int64_t heads = heads_per_item(call), parts = call.num_v_heads / heads;
-  const int64_t C = call.chunk_size, K = call.k_dim;
+  const int64_t C = call.chunk_size, K = call.k_dim, num_work = Rule::num_work(C, K);
 #pragma omp parallel num_threads(call.num_threads)
   {
-    const Scratch scratch(scratch_of_all + omp_get_thread_num() * scratch_floats<Rule>(call), C, K,
-                          Rule::num_work(C, K));
+    AlignedFloats memory(Scratch::num_floats(C, K, call.v_dim, heads, num_work));
+    const Scratch scratch(memory.data(), C, K, num_work);
     clear_padding<T>(call);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t item = 0; item < call.num_seqs * parts; ++item) {
@@ -100,16 +93,16 @@ void chunk(const Call& call, float* scratch_of_all) {
 
 }  // namespace th::delta
 
-#define TH_EXPORT_DELTA_RULE(Rule)                                                      \
-  extern "C" TH_EXPORT void delta_rule_recurrent(const th::delta::Call* call) {         \
-    call->is_bf16 ? th::delta::recurrent<Rule, th::bf16>(*call)                         \
-                  : th::delta::recurrent<Rule, float>(*call);                           \
-  }                                                                                     \
-  extern "C" TH_EXPORT void delta_rule_chunk(const th::delta::Call* call, float* scratch) { \
-    call->is_bf16 ? th::delta::chunk<Rule, th::bf16>(*call, scratch)                    \
-                  : th::delta::chunk<Rule, float>(*call, scratch);                      \
-  }                                                                                     \
-  /* Floats of scratch that delta_rule_chunk needs. */                                  \
-  extern "C" TH_EXPORT int64_t delta_rule_scratch_floats(const th::delta::Call* call) { \
-    return call->num_threads * th::delta::scratch_floats<Rule>(*call);                  \
+#define TH_EXPORT_DELTA_RULE(Rule, recurrent_name, chunk_name)                                  \
+  TH_EXPORT_CALL(recurrent_name, th::delta::Call) {                                             \
+    if (!th::indices_are_valid(*call)) return false;                                            \
+    call->is_bf16 ? th::delta::recurrent<Rule, th::bf16>(*call)                                 \
+                  : th::delta::recurrent<Rule, float>(*call);                                   \
+    return true;                                                                                \
+  }                                                                                             \
+  TH_EXPORT_CALL(chunk_name, th::delta::Call) {                                                 \
+    if (!th::indices_are_valid(*call)) return false;                                            \
+    call->is_bf16 ? th::delta::chunk<Rule, th::bf16>(*call)                                     \
+                  : th::delta::chunk<Rule, float>(*call);                                       \
+    return true;                                                                                \
   }

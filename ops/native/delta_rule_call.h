@@ -2,30 +2,26 @@
 #pragma once
 
 #include <cmath>
-#include <cstddef>
 #include <cstdint>
 
+#include "call.h"
 #include "recurrent_call.h"
 #include "simd.h"
 
 namespace th::delta {
 
-// The arguments of an op, in the order in which delta_rule.py packs them.
-struct Call {
+TH_CALL(Call,
   const void *q, *k, *v;  // [T, H, K], [T, H, K], [T, HV, V] in the op's dtype
   const float *g, *beta;  // [T, HV], and for g [T, HV, K] where channels decay on their own
   float* state;           // [S, HV, V, K]
-  const int32_t* cu_seqlens;
-  const int32_t* state_indices;
+  const int32_t *cu_seqlens, *state_indices;
   const bool* has_initial_state;
   void* out;  // [T, HV, V], contiguous
-  int64_t num_tokens, num_seqs, num_k_heads, num_v_heads, k_dim, v_dim;
+  int64_t num_tokens, num_seqs, num_slots, num_k_heads, num_v_heads, k_dim, v_dim;
   int64_t q_stride, k_stride, v_stride, g_stride, beta_stride;  // from token to token
-  int64_t chunk_size, num_threads;
-  float scale;
-  bool qk_l2norm, is_bf16;
-};
-static_assert(offsetof(Call, is_bf16) == 23 * 8 + 5, "Call is packed by delta_rule.py");
+  int64_t qk_l2norm, chunk_size, is_bf16, num_threads;
+  double scale;
+);
 
 // One sequence's share of a call; g is that of all heads.
 template <typename T>

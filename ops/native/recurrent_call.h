@@ -1,12 +1,12 @@
 // How the kernels of a recurrent op find their way in a call's tensors.
 //
-// A Call is a struct that the op's launcher packs, with at least these fields:
+// A Call (call.h) has at least these fields:
 //
 //   const void *q, *k, *v;                   [T, H, K], [T, H, K], [T, HV, V] in the op's dtype
 //   float* state;                            [S, HV, V, K]
 //   const int32_t *cu_seqlens, *state_indices;  const bool* has_initial_state;
 //   void* out;                               [T, HV, V], contiguous
-//   int64_t num_tokens, num_seqs, num_k_heads, num_v_heads, k_dim, v_dim;
+//   int64_t num_tokens, num_seqs, num_slots, num_k_heads, num_v_heads, k_dim, v_dim;
 //   int64_t q_stride, k_stride, v_stride;    from token to token
 #pragma once
 
@@ -51,6 +51,17 @@ struct RecurrentSequence {
     for (int64_t t = 0; t < length; ++t) std::memset(out(t, j), 0, call.v_dim * sizeof(T));
   }
 };
+
+// Whether all that a call reads and writes is there; the launcher says what is not.
+template <typename Call>
+bool indices_are_valid(const Call& call) {
+  if (call.cu_seqlens[0] != 0 || call.cu_seqlens[call.num_seqs] > call.num_tokens) return false;
+  for (int64_t n = 0; n < call.num_seqs; ++n) {
+    if (call.cu_seqlens[n + 1] < call.cu_seqlens[n]) return false;
+    if (call.state_indices[n] < 0 || call.state_indices[n] >= call.num_slots) return false;
+  }
+  return true;
+}
 
 // Outputs of the tokens past the last sequence; to be called by all threads of a team.
 template <typename T, typename Call>

@@ -13,8 +13,6 @@
 //   float    sum(f32x16), max(f32x16);  f32x16 sum16(f32x16 (&)[16]): lane i = sum of vector i
 //   void     for_lanes(size, body)          body(i, n) for each 16 (at last fewer) of size elements
 //   float    dot(const TA*, const TB*, n), squared_norm(const T*, n)
-//
-// A kernel is exported as  extern "C" TH_EXPORT ret name(...).
 #pragma once
 
 #include <cmath>
@@ -22,11 +20,12 @@
 #include <cstring>
 #include <utility>
 
+#include "export.h"
+
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
 
-#define TH_EXPORT __attribute__((visibility("default")))
 #define TH_INLINE inline __attribute__((always_inline))
 #define TH_NOINLINE __attribute__((noinline))
 

@@ -54,7 +54,8 @@ Work plan(const Problem<T>& p) {
 }
 
 template <typename T>
-void run(const Problem<T>& p) {
+bool run(const Problem<T>& p) {
+  if (!p.indices_are_valid(p.window)) return false;
   const Work work = plan(p);
   const int num_tiles = int(work.tiles.size()), num_splits = int(work.splits.size());
   const int num_runs = int(work.runs.size()) - 1;
@@ -84,20 +85,12 @@ void run(const Problem<T>& p) {
       }
     }
   }
+  return true;
 }
 
 }  // namespace
 }  // namespace th
 
-// Returns false, having written nothing, when an index is outside its pool.
-extern "C" TH_EXPORT bool th_paged_attention_f32(const th::Call* call) {
-  if (!call->are_valid(call->window)) return false;
-  th::run(th::Problem<float>(*call));
-  return true;
-}
-
-extern "C" TH_EXPORT bool th_paged_attention_bf16(const th::Call* call) {
-  if (!call->are_valid(call->window)) return false;
-  th::run(th::Problem<th::bf16>(*call));
-  return true;
+TH_EXPORT_CALL(paged_attention, th::Call) {
+  return call->is_bf16 ? th::run(th::Problem<th::bf16>(*call)) : th::run(th::Problem<float>(*call));
 }

@@ -5,25 +5,28 @@
 #include <cmath>
 #include <cstdint>
 
+#include "call.h"
 #include "pages.h"
 #include "simd.h"
 #include "softmax.h"
 
 namespace th {
 
-// The arguments as the launcher fills them in; strides in elements. Mirrored in _cpu.py.
-struct Call : Pages {
+// Strides in elements.
+TH_CALL(Call,
+  const int32_t *cu_seqlens, *seq_lens, *page_table, *slot_mapping;
   const void *q, *k, *v;
   void *kv, *out;
   float* lse;  // may be null
+  int64_t page_table_row, num_tokens, num_seqs, num_pages, page_size, max_pages;
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;
-  int64_t num_q_heads, num_kv_heads, head_dim, window, num_threads;
+  int64_t num_q_heads, num_kv_heads, head_dim, window, is_bf16, num_threads;
   double scale, softcap;
-};
+);
 
 template <typename T>
-struct Problem : Call {
-  explicit Problem(const Call& call) : Call(call) {}
+struct Problem : OverPages<Call> {
+  using OverPages<Call>::OverPages;
 
   int group() const { return int(num_q_heads / num_kv_heads); }
   int64_t plane() const { return num_pages * page_size * num_kv_heads * head_dim; }

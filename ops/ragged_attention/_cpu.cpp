@@ -4,21 +4,22 @@
 #include <vector>
 
 #include "attention.h"
+#include "call.h"
 
 namespace th {
 namespace {
 
-// The arguments as the launcher fills them in; strides in elements. Mirrored in _cpu.py.
-struct Call {
+// Strides in elements.
+TH_CALL(Call,
   const void *q, *k, *v;
   void* out;
   float* lse;
   const int32_t *cu_seqlens_q, *cu_seqlens_k;
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;
   int64_t num_queries, num_keys, num_seqs, num_heads, num_k_heads, head_dim, v_head_dim;
-  int64_t causal, num_threads;
+  int64_t causal, is_bf16, num_threads;
   double scale;
-};
+);
 
 bool rise_from_zero(const int32_t* offsets, int64_t num_seqs, int64_t limit) {
   for (int64_t n = 0; n < num_seqs; ++n)
@@ -132,11 +133,6 @@ bool run(const Problem<T>& p) {
 }  // namespace
 }  // namespace th
 
-// Returns false, having written nothing, when offsets do not rise from 0 to the number of rows.
-extern "C" TH_EXPORT bool th_ragged_attention_f32(const th::Call* call) {
-  return th::run(th::Problem<float>(*call));
-}
-
-extern "C" TH_EXPORT bool th_ragged_attention_bf16(const th::Call* call) {
-  return th::run(th::Problem<th::bf16>(*call));
+TH_EXPORT_CALL(ragged_attention, th::Call) {
+  return call->is_bf16 ? th::run(th::Problem<th::bf16>(*call)) : th::run(th::Problem<float>(*call));
 }

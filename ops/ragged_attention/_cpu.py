@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.native import load_library
+from torch_hybrid.ops.native.call import kernel
 from torch_hybrid.ops.ragged_attention.bounds import check_offsets
 
-_SYMBOLS = {
-    torch.float32: "th_ragged_attention_f32",
-    torch.bfloat16: "th_ragged_attention_bf16",
-}
-
-
-class _Call(ctypes.Structure):
-    """Mirror of ``th::Call`` in _cpu.cpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "out", "lse")),
-        *((name, ctypes.c_void_p) for name in ("cu_seqlens_q", "cu_seqlens_k")),
-        *((name, ctypes.c_int64) for name in ("q_token", "q_head", "k_token", "k_head")),
-        *((name, ctypes.c_int64) for name in ("v_token", "v_head", "num_queries", "num_keys")),
-        *((name, ctypes.c_int64) for name in ("num_seqs", "num_heads", "num_k_heads")),
-        *((name, ctypes.c_int64) for name in ("head_dim", "v_head_dim", "causal")),
-        ("num_threads", ctypes.c_int64),
-        ("scale", ctypes.c_double),
-    )
-
-
-@cache
-def _kernel(dtype: torch.dtype) -> Callable[[_Call], bool]:
-    library = load_library("ragged_attention", Path(__file__).with_name("_cpu.cpp"))
-    function: ctypes._NamedFuncPointer = library[_SYMBOLS[dtype]]
-    function.argtypes = (ctypes.POINTER(_Call),)
-    function.restype = ctypes.c_bool
-    return function
+_RUN = kernel(
+    "ragged_attention",
+    Path(__file__).with_name("_cpu.cpp"),
+    tensors="q k v out lse cu_seqlens_q cu_seqlens_k",
+    integers="q_token q_head k_token k_head v_token v_head "
+    "num_queries num_keys num_seqs num_heads num_k_heads head_dim v_head_dim "
+    "causal is_bf16 num_threads",
+    numbers="scale",
+)
 
 
 def ragged_attention_with_lse(
@@ -58,17 +36,20 @@ def ragged_attention_with_lse(
     num_keys, num_k_heads, v_head_dim = v.shape
     out = q.new_empty(num_queries, num_heads, v_head_dim)
     lse = q.new_empty(num_queries, num_heads, dtype=torch.float32)
-    call = _Call(
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        out.data_ptr(),
-        lse.data_ptr(),
-        cu_seqlens_q.data_ptr(),
-        cu_seqlens_k.data_ptr(),
-        *q.stride()[:2],
-        *k.stride()[:2],
-        *v.stride()[:2],
+    in_range = _RUN(
+        q,
+        k,
+        v,
+        out,
+        lse,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
         num_queries,
         num_keys,
         cu_seqlens_q.shape[0] - 1,
@@ -77,9 +58,10 @@ def ragged_attention_with_lse(
         head_dim,
         v_head_dim,
         causal,
+        q.dtype is torch.bfloat16,
         torch.get_num_threads(),
         scale,
     )
-    if not _kernel(q.dtype)(call):
+    if not in_range:
         check_offsets(q, k, cu_seqlens_q, cu_seqlens_k)
     return out, lse

@@ -4,9 +4,10 @@
 
 #include <algorithm>
 
-#include "call.h"
+#include "aligned_floats.h"
 #include "chunk.h"
 #include "recurrent.h"
+#include "sequence.h"
 
 namespace ssd {
 
@@ -43,20 +44,15 @@ int64_t heads_per_item(const Call& call) {
   return std::max<int64_t>(1, std::min({fit, share, group_size(call)}));
 }
 
-// What one thread needs; the next one's begins on a cache line of its own.
-int64_t scratch_floats(const Call& call) {
-  return round_up(
-      Scratch::num_floats(call.chunk_size, call.k_dim, call.v_dim, heads_per_item(call)), LANES);
-}
-
 template <typename T>
-void chunk(const Call& call, float* scratch_of_all) {
+void chunk(const Call& call) {
   const int64_t heads = heads_per_item(call), group = group_size(call);
   const int64_t parts = (group + heads - 1) / heads, per_seq = call.num_k_heads * parts;
 #pragma omp parallel num_threads(call.num_threads)
   {
-    const Scratch scratch(scratch_of_all + omp_get_thread_num() * scratch_floats(call),
-                          call.chunk_size, call.k_dim);
+    th::AlignedFloats memory(
+        Scratch::num_floats(call.chunk_size, call.k_dim, call.v_dim, heads));
+    const Scratch scratch(memory.data(), call.chunk_size, call.k_dim);
     th::clear_padding<T>(call);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t item = 0; item < call.num_seqs * per_seq; ++item) {
@@ -73,15 +69,14 @@ void chunk(const Call& call, float* scratch_of_all) {
 
 }  // namespace ssd
 
-extern "C" TH_EXPORT void ssd_recurrent(const ssd::Call* call) {
+TH_EXPORT_CALL(recurrent_ssd, ssd::Call) {
+  if (!th::indices_are_valid(*call)) return false;
   call->is_bf16 ? ssd::recurrent<th::bf16>(*call) : ssd::recurrent<float>(*call);
+  return true;
 }
 
-extern "C" TH_EXPORT void ssd_chunk(const ssd::Call* call, float* scratch) {
-  call->is_bf16 ? ssd::chunk<th::bf16>(*call, scratch) : ssd::chunk<float>(*call, scratch);
-}
-
-// Floats of scratch that ssd_chunk needs.
-extern "C" TH_EXPORT int64_t ssd_scratch_floats(const ssd::Call* call) {
-  return call->num_threads * ssd::scratch_floats(*call);
+TH_EXPORT_CALL(chunk_ssd, ssd::Call) {
+  if (!th::indices_are_valid(*call)) return false;
+  call->is_bf16 ? ssd::chunk<th::bf16>(*call) : ssd::chunk<float>(*call);
+  return true;
 }

@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
-import ctypes
-import struct
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.native import load_library
-
-# ``Call`` in call.h: pointers, sizes and strides, scale, flag. Cheaper to make than a ctypes
-# structure of as many fields.
-_CALL = struct.Struct("@11P 13q f ?")
+from torch_hybrid.ops.native.call import kernel
+from torch_hybrid.ops.state_bounds import check_state_indices
 
 
-def recurrent_ssd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    dt: Tensor | None,
-    D: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    state_indices: Tensor,
-    has_initial_state: Tensor,
-    *,
-    scale: float,
-) -> Tensor:
+def _kernel(name: str) -> Callable[..., bool]:
+    return kernel(
+        name,
+        Path(__file__).with_name("_cpu.cpp"),
+        tensors="q k v g dt D state cu_seqlens state_indices has_initial_state out",
+        integers="num_tokens num_seqs num_slots num_k_heads num_v_heads k_dim v_dim "
+        "q_stride k_stride v_stride g_stride dt_stride chunk_size is_bf16 num_threads",
+        numbers="scale",
+    )
+
+
+_RECURRENT, _CHUNK = _kernel("recurrent_ssd"), _kernel("chunk_ssd")
+
+
+def recurrent_ssd(*tensors: Tensor, scale: float) -> Tensor:
     """Walk token by token: each head's state is read once and written once per token."""
-    out = v.new_empty(v.shape)
-    pool = (state, cu_seqlens, state_indices, has_initial_state)
-    _library().ssd_recurrent(_pack(q, k, v, g, dt, D, *pool, out, scale, chunk_size=0))
-    return out
+    return _run(_RECURRENT, *tensors, scale=scale, chunk_size=0)
 
 
-def chunk_ssd(
+def chunk_ssd(*tensors: Tensor, scale: float, chunk_size: int) -> Tensor:
+    """Walk chunk by chunk with products of small matrices; a few tokens go the recurrent way."""
+    return _run(_CHUNK, *tensors, scale=scale, chunk_size=chunk_size)
+
+
+def _run(
+    run: Callable[..., bool],
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -53,47 +52,24 @@ def chunk_ssd(
     scale: float,
     chunk_size: int,
 ) -> Tensor:
-    """Walk chunk by chunk with products of small matrices; a few tokens go the recurrent way."""
-    out = v.new_empty(v.shape)
-    pool = (state, cu_seqlens, state_indices, has_initial_state)
-    call, library = _pack(q, k, v, g, dt, D, *pool, out, scale, chunk_size), _library()
-    floats = library.ssd_scratch_floats(call)
-    scratch = torch.empty(floats, dtype=torch.float32, device="cpu")
-    library.ssd_chunk(call, scratch.data_ptr())
-    return out
-
-
-def _pack(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    dt: Tensor | None,
-    D: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    state_indices: Tensor,
-    has_initial_state: Tensor,
-    out: Tensor,
-    scale: float,
-    chunk_size: int,
-) -> bytes:
     num_tokens, num_groups, k_dim = q.shape
     _, num_heads, v_dim = v.shape
-    return _CALL.pack(
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        g.data_ptr(),
-        0 if dt is None else dt.data_ptr(),
-        0 if D is None else D.data_ptr(),
-        state.data_ptr(),
-        cu_seqlens.data_ptr(),
-        state_indices.data_ptr(),
-        has_initial_state.data_ptr(),
-        out.data_ptr(),
+    out = v.new_empty(v.shape)
+    in_range = run(
+        q,
+        k,
+        v,
+        g,
+        dt,
+        D,
+        state,
+        cu_seqlens,
+        state_indices,
+        has_initial_state,
+        out,
         num_tokens,
         state_indices.shape[0],
+        state.shape[0],
         num_groups,
         num_heads,
         k_dim,
@@ -104,19 +80,12 @@ def _pack(
         g.stride(0),
         0 if dt is None else dt.stride(0),
         chunk_size,
+        v.dtype is torch.bfloat16,
         torch.get_num_threads(),
         scale,
-        v.dtype is torch.bfloat16,
     )
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    library: ctypes.CDLL = load_library("ssd", Path(__file__).with_name("_cpu.cpp"))
-    library.ssd_recurrent.argtypes = [ctypes.c_char_p]
-    library.ssd_recurrent.restype = None
-    library.ssd_chunk.argtypes = [ctypes.c_char_p, ctypes.c_void_p]
-    library.ssd_chunk.restype = None
-    library.ssd_scratch_floats.argtypes = [ctypes.c_char_p]
-    library.ssd_scratch_floats.restype = ctypes.c_int64
-    return library
+    if not in_range:
+        check_state_indices(
+            cu_seqlens, state_indices, num_tokens=num_tokens, num_slots=state.shape[0]
+        )
+    return out

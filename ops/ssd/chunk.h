@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <cmath>
 
-#include "call.h"
 #include "gemm.h"
 #include "recurrent.h"
+#include "sequence.h"
 #include "state_panels.h"
 
 namespace ssd {
@@ -64,7 +64,7 @@ void prepare_keys(const Sequence<T>& seq, int64_t group, const Chunk& chunk, con
   const int64_t K = seq.call.k_dim, C = seq.call.chunk_size, rows = chunk.rows;
   for (int64_t i = 0; i < chunk.size; ++i) {
     const int64_t t = chunk.first + i;
-    load_row(seq.q(t, group), K, seq.call.scale, s.q + i * K);
+    load_row(seq.q(t, group), K, float(seq.call.scale), s.q + i * K);
     load_row(seq.k(t, group), K, 1.0f, s.k + i * K);
     if (t + C < seq.length) {
       th::prefetch(seq.q(t + C, group), K);

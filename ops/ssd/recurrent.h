@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "call.h"
+#include "sequence.h"
 
 namespace ssd {
 
@@ -91,8 +91,8 @@ void run_recurrent(const Sequence<T>& seq, int64_t h) {
   if (!seq.has_initial_state) std::fill(state, state + v_dim * k_dim, 0.0f);
   for (int64_t r = 0; r < v_dim; r += LANES)
     for (int64_t t = 0; t < seq.length; ++t) {
-      const Token<T> token{seq.q(t, i),  seq.k(t, i), seq.v(t, h) + r,  std::exp(seq.g(t, h)),
-                           seq.dt(t, h), seq.D(h),    call.scale, seq.out(t, h) + r};
+      const Token<T> token{seq.q(t, i),  seq.k(t, i), seq.v(t, h) + r,   std::exp(seq.g(t, h)),
+                           seq.dt(t, h), seq.D(h),    float(call.scale), seq.out(t, h) + r};
       step(token, k_dim, int(std::min<int64_t>(LANES, v_dim - r)), state + r * k_dim);
     }
 }

@@ -1,9 +1,9 @@
 // What both execution forms are given, and how they find their way in it.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
+#include "call.h"
 #include "recurrent_call.h"
 #include "simd.h"
 
@@ -12,23 +12,19 @@ namespace ssd {
 using th::LANES;
 using th::f32x16;
 
-// The arguments of an op, in the order in which _cpu.py packs them.
-struct Call {
+TH_CALL(Call,
   const void *q, *k, *v;  // [T, G, K], [T, G, K], [T, H, V] in the op's dtype
   const float *g, *dt;    // [T, H]; dt may be null
   const float* D;         // [H], or null
   float* state;           // [S, H, V, K]
-  const int32_t* cu_seqlens;
-  const int32_t* state_indices;
+  const int32_t *cu_seqlens, *state_indices;
   const bool* has_initial_state;
   void* out;  // [T, H, V], contiguous
-  int64_t num_tokens, num_seqs, num_k_heads, num_v_heads, k_dim, v_dim;  // G, H, K, V
+  int64_t num_tokens, num_seqs, num_slots, num_k_heads, num_v_heads, k_dim, v_dim;  // G, H, K, V
   int64_t q_stride, k_stride, v_stride, g_stride, dt_stride;  // from token to token
-  int64_t chunk_size, num_threads;
-  float scale;
-  bool is_bf16;
-};
-static_assert(offsetof(Call, is_bf16) == 24 * 8 + 4, "Call is packed by _cpu.py");
+  int64_t chunk_size, is_bf16, num_threads;
+  double scale;
+);
 
 // One sequence's share of a call. A key head is what Mamba2 calls a group.
 template <typename T>
