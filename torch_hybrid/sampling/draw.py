@@ -81,7 +81,8 @@ def candidates(logits: Tensor, samplings: Sequence[Sampling]) -> tuple[Tensor, T
     temperature = _column([sampling.temperature for sampling in samplings], logits)
     if not samplings[0].filters:
         weights = _weights(logits, logits.amax(dim=-1, keepdim=True), temperature)
-        return weights, torch.arange(logits.shape[-1], device=logits.device).expand_as(weights)
+        ids = torch.arange(logits.shape[-1], dtype=torch.int64, device=logits.device)
+        return weights, ids.expand_as(weights)
 
     vocab = logits.shape[-1]
     num_ranked = 2 * max(128, *(sampling.top_k for sampling in samplings))
@@ -129,7 +130,8 @@ def _least_kept(weights: Tensor, total: Tensor, samplings: Sequence[Sampling]) -
         samplings: N of them.
     """
     last = [min(sampling.top_k or 1, weights.shape[-1]) - 1 for sampling in samplings]
-    kth = weights.gather(-1, torch.tensor(last, dtype=torch.int64, device=weights.device).unsqueeze(-1))
+    places = torch.tensor(last, dtype=torch.int64, device=weights.device).unsqueeze(-1)
+    kth = weights.gather(-1, places)
     has_top_k = _column([sampling.top_k for sampling in samplings], weights) > 0
     kth = kth.where(has_top_k, 0.0)
 
