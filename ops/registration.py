@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.autograd import register_without_backward
 from torch_hybrid.ops.capability import Implementation
 from torch_hybrid.ops.side_stream import OVERLOAD, on_side_stream
 
@@ -46,6 +47,7 @@ def define_op(
         _LIBRARY.define(signature.replace(name, qualified, 1), tags=(torch.Tag.pt2_compliant_tag,))
         _LIBRARY.impl(qualified, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{qualified}", fake, lib=_LIBRARY)
+        register_without_backward(_LIBRARY, qualified, kernel)
     overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
     return overload
 

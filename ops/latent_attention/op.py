@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.autograd import define_made_of
 from torch_hybrid.ops.capability import Capability, Implementation
 from torch_hybrid.ops.latent_attention.validate import check_attention, check_gather, check_store
 from torch_hybrid.ops.native import compiler_missing
@@ -186,6 +189,24 @@ def gather_latents(pool: Tensor, rows: Tensor, *, impl: str) -> Tensor:
     return out
 
 
+def made_of_stored(rows: Tensor, stored: Sequence[Tensor]) -> Tensor:
+    """Tell autograd that gathered rows are made of latents that were stored.
+
+    A pool has no history: without this, a backward that ends at the pool would pass as complete.
+
+    Args:
+        rows: [Tk, R + P], from ``gather_latents``.
+        stored: what ``store_latents`` wrote into the pool before.
+
+    Returns:
+        ``rows``; a copy where autograd follows what was stored, through which no backward goes.
+    """
+    if not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in stored)):
+        return rows
+    out: Tensor = torch.ops.torch_hybrid.store_latents.made_of(rows, stored)
+    return out
+
+
 def _fake(
     q_latent: Tensor,
     q_rope: Tensor,
@@ -250,6 +271,7 @@ _LATENT_ATTENTION_WITH_LSE = define_op(
     fake=_fake_with_lse,
     implementations=LSE_IMPLEMENTATIONS,
 )
+define_made_of("store_latents.made_of")
 _STORE_LATENTS = define_op(
     "store_latents(Tensor latent, Tensor k_rope, Tensor(a!) pool, Tensor slot_mapping,"
     " Tensor cu_seqlens, *, str impl) -> ()",

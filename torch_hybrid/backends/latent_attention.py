@@ -274,6 +274,7 @@ def attend_expanded(
 
     def gather(rows: Tensor) -> tuple[Tensor, Tensor]:
         held = latent_op.gather_latents(pool, rows, impl=statics.impl("gather_latents"))
+        held = latent_op.made_of_stored(held, [latent, k_rope])
         return held[:, : spec.latent_rank], held[:, spec.latent_rank :]
 
     store = statics.impl("store_latents")
