@@ -115,7 +115,9 @@ class _WithoutBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Any:
-        raise NotImplementedError(f"{ctx.name} is inference only: it has no forward-mode derivative")
+        raise NotImplementedError(
+            f"{ctx.name} is inference only: it has no forward-mode derivative"
+        )
 
 
 def _refuse_backward(grad: Tensor, op: str) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.hybrid import Step
 from torch_hybrid.backends.paged_attention import attend
+from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.latent_attention import LatentAttention
 from torch_hybrid.parallel.ranks import Ranks
 from torch_hybrid.specs import LatentSpec
@@ -25,6 +26,18 @@ def register_attention() -> None:
 
     AttentionInterface.register(ATTENTION_NAMES["paged_attention"], _attention)
     AttentionInterface.register(ATTENTION_NAMES["latent_attention"], _latent_attention)
+
+
+def refuse_to_save(hf_model: Any) -> None:
+    """Make ``save_pretrained`` of an adapted model say why it cannot be saved."""
+    hf_model.save_pretrained = _refuse_to_save
+
+
+def _refuse_to_save(*args: Any, **options: Any) -> None:
+    raise UnsupportedError(
+        "an adapted model cannot be saved: its mixers keep their weights in another order, and "
+        "nothing could load them. Call save_pretrained before adapt"
+    )
 
 
 def _attention(

@@ -20,9 +20,11 @@ from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.join import (
     ATTENTION_NAMES,
     join_latent_attention,
+    refuse_to_save,
     register_attention,
 )
 from torch_hybrid.models.kimi_linear import KIMI_LINEAR
+from torch_hybrid.models.merge_adapters import merge_adapters
 from torch_hybrid.models.minimax import MINIMAX
 from torch_hybrid.models.nemotron_h import NEMOTRON_H
 from torch_hybrid.models.olmo_hybrid import OLMO_HYBRID
@@ -30,6 +32,7 @@ from torch_hybrid.models.qwen3 import QWEN3
 from torch_hybrid.models.qwen3_5 import QWEN3_5
 from torch_hybrid.models.qwen3_next import QWEN3_NEXT
 from torch_hybrid.models.ring_2_5 import Ring25, is_ring_2_5, load_ring_2_5
+from torch_hybrid.models.taken_weights import check_weights_say_all
 from torch_hybrid.specs import LayerTable
 from torch_hybrid.toolchain import make_cache_folder
 
@@ -160,17 +163,22 @@ def _load_hf_model(path_or_id: str | Path, dtype: torch.dtype | str) -> Any:
 def adapt(hf_model: Any) -> HybridModel:
     """Swap the mixers of a transformers model in memory. The model is taken over and changed.
 
+    Adapters of peft, in a PeftModel or in a transformers model, are merged into its weights.
+
     Raises:
-        UnsupportedError: the model type, or a field of its config, is not known here.
+        UnsupportedError: the model type, or a field of its config, is not known here; an adapter
+            cannot be merged; or a module whose weights are taken is quantized, wrapped or hooked.
         ValueError: it is no causal language model, was adapted before, or has NaN weights.
     """
     family, table = _family_of(hf_model.config), table_of(hf_model.config)
+    hf_model = merge_adapters(hf_model)
     if not any(base.__name__.endswith("ForCausalLM") for base in type(hf_model).__mro__):
         raise ValueError(
             f"hf_model must be a causal language model of transformers, got {type(hf_model)}"
         )
     if hf_model.config._attn_implementation in ATTENTION_NAMES.values():
         raise ValueError("hf_model was adapted before")
+    _check_taken_weights(hf_model, family, table)
     _check_finite(hf_model)
     register_attention()
     is_latent = "latent_attention" in table.kinds
@@ -187,6 +195,7 @@ def adapt(hf_model: Any) -> HybridModel:
                 joined = swap.adapter(mixer, layer_id, entry.kind)
                 setattr(layer, swap.attribute, joined)
     _swap_experts(hf_model, family)
+    refuse_to_save(hf_model)
     keep_weights(hf_model)
     return HybridModel(
         hf_model,
@@ -217,6 +226,22 @@ def table_of(config: Any) -> LayerTable:
         UnsupportedError: the model type, or a field of the config, is not known here.
     """
     return LayerTable.from_specs(_family_of(config).specs(config.get_text_config()))
+
+
+def _check_taken_weights(hf_model: Any, family: Family, table: LayerTable) -> None:
+    """Look at every module that is about to be swapped, or read by its weights."""
+    for layer_id, layer in enumerate(hf_model.model.layers):
+        for entry in table.layers[layer_id]:
+            if entry.kind == "latent_attention":
+                name = f"model.layers.{layer_id}.self_attn.kv_b_proj"
+                check_weights_say_all(name, layer.self_attn.kv_b_proj)
+            elif entry.kind != "paged_attention":
+                attribute = family.swaps[entry.kind].attribute
+                name = f"model.layers.{layer_id}.{attribute}"
+                check_weights_say_all(name, getattr(layer, attribute))
+    for name, module in hf_model.named_modules():
+        if name.endswith(".experts"):
+            check_weights_say_all(name, module)
 
 
 def _check_finite(hf_model: nn.Module) -> None:

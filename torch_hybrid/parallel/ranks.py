@@ -78,6 +78,7 @@ class Ranks:
 
     def rows(self, linear: nn.Linear, blocks: Sequence[Block]) -> nn.Linear:
         """A layer that computes this rank's heads of each block of outputs."""
+        _check_plain(linear)
         bias = None if linear.bias is None else self.cut(linear.bias, blocks)
         return _linear(self.parameter(linear.weight, blocks), bias)
 
@@ -87,6 +88,7 @@ class Ranks:
         Raises:
             UnsupportedError: the ranks do not divide the heads.
         """
+        _check_plain(linear)
         divide(f"the {linear.in_features} inputs of a projection", num_heads, self.size)
         width = linear.in_features // num_heads
         weight = self.parameter(linear.weight, [(num_heads, width)], dim=1)
@@ -144,6 +146,15 @@ class Ranks:
         # Every group has a row, in which the ranks that have none of it put zero.
         spread = F.pad(means, (0, 0, group, num_groups - 1 - group))
         return self.sum(spread).narrow(-2, group, 1) / ranks_of_group
+
+
+def _check_plain(linear: nn.Module) -> None:
+    # Whatever a subclass or a wrapper adds to its weights would be lost.
+    if type(linear) is not nn.Linear:
+        raise UnsupportedError(
+            f"cannot shard a {type(linear).__module__}.{type(linear).__qualname__}: only plain "
+            "linear layers have nothing but their weights to cut"
+        )
 
 
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:

@@ -1,0 +1,70 @@
+"""Adapters of peft (LoRA and its kin), merged into the weights of the model that they adapt.
+
+Our mixers are made of a module's weights, beside which an unmerged adapter would be lost.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from torch_hybrid.errors import UnsupportedError
+
+
+def merge_adapters(model: nn.Module) -> nn.Module:
+    """The transformers model within ``model``, its active adapters merged in place, as
+    ``merge_and_unload`` of peft does; those that are switched off are left out.
+
+    Takes a PeftModel, a transformers model with adapters, or one without.
+
+    Raises:
+        UnsupportedError: an adapter changes no weights (prompt tuning, activated LoRA).
+    """
+    if "peft" not in sys.modules:  # then nothing in the model is of peft
+        return model
+    from peft import PeftMixedModel, PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    if isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning:
+        kind = model.active_peft_config.peft_type.value
+        raise UnsupportedError(
+            f"adapter {model.active_adapter!r} of type {kind} has no weights to merge"
+        )
+    if isinstance(model, PeftModel | PeftMixedModel):
+        model = model.base_model.model
+    done: tuple[str, ...] = ()
+    for name, module in list(model.named_modules()):
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) and not name.startswith(
+            done
+        ):
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, _merged(name, module))
+            done = (*done, f"{name}.")
+    return model
+
+
+def _merged(name: str, wrapper: Any) -> nn.Module:
+    """What wrappers of peft wrap, one within another, their adapters merged."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    module: Any = wrapper
+    try:
+        while isinstance(module, BaseTunerLayer):
+            if module.disable_adapters:
+                module.unmerge()
+            else:
+                module.merge()
+            module = module.base_layer
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            if module.disable_adapters:
+                module = module.original_module
+            else:
+                module = module.unload_and_optionally_merge_module(True, False, None)
+    except (NotImplementedError, ValueError) as error:
+        raise UnsupportedError(f"peft cannot merge its adapter of {name}: {error}") from error
+    merged: nn.Module = module
+    return merged

@@ -1,0 +1,44 @@
+"""What is asked of modules of which only the weights are taken: that the weights say all."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from torch_hybrid.errors import UnsupportedError
+
+# Where the modules of a transformers model come from. Those of fla are norms that it takes on GPUs.
+_KNOWN = ("torch.nn.modules.", "transformers.models.", "transformers.activations", "fla.")
+
+
+def check_weights_say_all(name: str, module: nn.Module) -> None:
+    """Refuse a module, or a part of it, that computes something else than its class and weights
+    say: a subclass, a quantized or otherwise wrapped layer, one with hooks.
+
+    Raises:
+        UnsupportedError: names the part and what it is.
+    """
+    for path, part in module.named_modules(prefix=name):
+        if (what := _what_else(part)) is not None:
+            raise UnsupportedError(
+                f"{path} {what}: its weights are taken into a layer of ours, and that would be "
+                "lost. Merge or remove it before the model is adapted"
+            )
+
+
+def _what_else(part: nn.Module) -> str | None:
+    cls = type(part)
+    if not f"{cls.__module__}.".startswith(_KNOWN):
+        return f"is a {cls.__module__}.{cls.__qualname__}"
+    if isinstance(part, nn.Linear | nn.Conv1d):
+        if cls not in (nn.Linear, nn.Conv1d):
+            return (
+                f"is a {cls.__module__}.{cls.__qualname__} and no plain {cls.__mro__[1].__name__}"
+            )
+        if "forward" in vars(part):
+            return "has another forward than its class"
+    if part._forward_hooks or part._forward_pre_hooks:
+        return "has forward hooks"
+    for key, weight in part.named_parameters(recurse=False):
+        if type(weight) not in (nn.Parameter, Tensor):
+            return f"has a {key} of type {type(weight).__name__}"
+    return None
