@@ -9,7 +9,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torch_hybrid.backends.hybrid import Plan, Step
 from torch_hybrid.backends.mode import Form, Mode
@@ -17,6 +16,7 @@ from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import LayerCache
 from torch_hybrid.graphs.lanes import lane
 from torch_hybrid.parallel.ranks import Ranks
+from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LayerTable
 
 Caches = dict[str, tuple[LayerCache, ...]]
@@ -62,8 +62,8 @@ class Inputs:
     rows: Tensor | None  # [R] int64
 
 
-pytree.register_dataclass(Part)
-pytree.register_dataclass(Inputs)
+register_value(Part)
+register_value(Inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

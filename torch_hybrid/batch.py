@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torch_hybrid.host import int_tensor
+from torch_hybrid.pytrees import register_value
 
 
 class Axis(Enum):
@@ -68,7 +68,7 @@ def _axes() -> dict[str, tuple[Axis, int]]:
 
 
 AXES = _axes()
-pytree.register_dataclass(Batch)
+register_value(Batch)
 
 
 def pad_to(batch: Batch, *, num_seqs: int, num_tokens: int) -> Batch:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from torch.utils import _pytree as pytree
-
 from torch_hybrid.parallel.ranks import divide, divide_or_repeat
+from torch_hybrid.pytrees import register_constant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -410,4 +409,4 @@ class LayerTable:
         )
 
 
-pytree.register_constant(LayerTable)
+register_constant(LayerTable, LayerEntry, *KINDS)

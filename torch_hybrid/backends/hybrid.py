@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from torch.utils import _pytree as pytree
-
 from torch_hybrid.backends.gated_delta_rule import GATED_DELTA_RULE
 from torch_hybrid.backends.kimi_delta_attention import KIMI_DELTA_ATTENTION
 from torch_hybrid.backends.latent_attention import LatentAttentionBackend, LatentPlan
@@ -20,6 +18,7 @@ from torch_hybrid.backends.ssd import LIGHTNING_ATTENTION, MAMBA2
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
+from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LayerEntry, LayerTable
 
 Plan = PagedAttentionPlan | LatentPlan | RecurrentPlan
@@ -77,7 +76,7 @@ class Step:
         return entry, self.plans[entry.kind], self.caches[entry.kind][entry.index]
 
 
-pytree.register_dataclass(Step)
+register_value(Step)
 
 
 def make_backends(

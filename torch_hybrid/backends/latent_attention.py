@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torch_hybrid.backends.mode import Form, Mode
 from torch_hybrid.backends.prefix import (
@@ -33,6 +32,7 @@ from torch_hybrid.ops.capability import Implementation, Need
 from torch_hybrid.ops.latent_attention import op as latent_op
 from torch_hybrid.ops.merge_states import op as merge_op
 from torch_hybrid.ops.ragged_attention import op as ragged_op
+from torch_hybrid.pytrees import register_constant, register_value
 from torch_hybrid.specs import LatentSpec, LayerEntry
 
 _ABSORBED = Form(name="absorbed")
@@ -65,8 +65,8 @@ class LatentPlan:
     statics: LatentStatics
 
 
-pytree.register_constant(LatentStatics)
-pytree.register_dataclass(LatentPlan)
+register_constant(LatentStatics)
+register_value(LatentPlan)
 
 _ABSORBED_OPS: Mapping[str, Mapping[str, Implementation]] = {
     "latent_attention": latent_op.IMPLEMENTATIONS,

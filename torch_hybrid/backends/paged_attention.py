@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
 from torch_hybrid.backends.select import Backends, Choice, select
@@ -15,6 +14,7 @@ from torch_hybrid.batch import Batch
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS, paged_attention
+from torch_hybrid.pytrees import register_constant, register_value
 from torch_hybrid.specs import AttentionSpec, LayerEntry
 
 
@@ -36,8 +36,8 @@ class PagedAttentionPlan:
     statics: PagedAttentionStatics
 
 
-pytree.register_constant(PagedAttentionStatics)
-pytree.register_dataclass(PagedAttentionPlan)
+register_constant(PagedAttentionStatics)
+register_value(PagedAttentionPlan)
 
 
 class PagedAttentionBackend:

@@ -9,10 +9,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host import int_tensor
+from torch_hybrid.pytrees import register_value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class PrefixChunks:
     cu_seqlens: tuple[Tensor, ...]  # of [N + 1]: each sequence's rows
 
 
-pytree.register_dataclass(PrefixChunks)
+register_value(PrefixChunks)
 
 
 def plan_prefix_chunks(prefix_lens: Sequence[int], token_budget: int) -> list[list[Piece]]:

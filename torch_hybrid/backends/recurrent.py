@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
 from torch_hybrid.backends.select import Backends, Choice, select
@@ -16,6 +15,7 @@ from torch_hybrid.caches.recurrent_state import ConvolvedSpec, RecurrentState
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.ops.capability import Implementation, Need
 from torch_hybrid.ops.causal_conv1d import op as conv
+from torch_hybrid.pytrees import register_constant, register_value
 from torch_hybrid.specs import LayerEntry
 
 
@@ -38,8 +38,8 @@ class RecurrentPlan:
     statics: RecurrentStatics
 
 
-pytree.register_constant(RecurrentStatics)
-pytree.register_dataclass(RecurrentPlan)
+register_constant(RecurrentStatics)
+register_value(RecurrentPlan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

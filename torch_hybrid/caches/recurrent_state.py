@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
 from torch_hybrid.host import zeros
+from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import DeltaRuleSpec, KimiDeltaSpec, LightningSpec, Mamba2Spec
 
 
@@ -25,7 +25,7 @@ class RecurrentState:
     state: Tensor
 
 
-pytree.register_dataclass(RecurrentState)
+register_value(RecurrentState)
 
 ConvolvedSpec = DeltaRuleSpec | KimiDeltaSpec | Mamba2Spec
 

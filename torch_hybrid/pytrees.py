@@ -1,0 +1,62 @@
+"""Values as pytrees, with names by which ``torch.export`` and AOTInductor packages find them again.
+
+A package keeps the structure of its inputs as text. Tensors are inputs of the graph; constants are
+part of it, so they are in that text, as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+_CLASSES: dict[str, type] = {}  # that may be within a constant
+
+
+def register_value(cls: type) -> None:
+    """Make a dataclass a pytree: its fields are its children, by name."""
+    pytree.register_dataclass(cls, serialized_type_name=_name(cls))
+
+
+def register_constant(cls: type, *parts: type) -> None:
+    """Make a frozen dataclass a pytree without leaves, which a graph holds as it is.
+
+    ``parts`` are the other dataclasses that are found within it. Their fields are strings,
+    numbers, None, and tuples of those and of ``parts``.
+    """
+    pytree.register_constant(cls)
+    for part in (cls, *parts):
+        _CLASSES[_name(part)] = part
+    # What register_constant has no argument for.
+    pytree.SUPPORTED_SERIALIZED_TYPES[cls] = pytree._SerializeNodeDef(
+        cls,
+        _name(cls),
+        lambda context: json.dumps(_encoded(context.value)),
+        lambda text: pytree.ConstantNode(_decoded(json.loads(text))),
+    )
+    pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[_name(cls)] = cls
+
+
+def _name(cls: type) -> str:
+    return f"torch_hybrid.{cls.__name__}"
+
+
+def _encoded(value: Any) -> Any:
+    """Tuples become lists, and a dataclass its name with its fields."""
+    if isinstance(value, tuple):
+        return [_encoded(item) for item in value]
+    if is_dataclass(value):
+        items = {field.name: _encoded(getattr(value, field.name)) for field in fields(value)}
+        return {"class": _name(type(value)), "fields": items}
+    return value
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_decoded(item) for item in value)
+    if isinstance(value, dict):
+        items = {name: _decoded(item) for name, item in value["fields"].items()}
+        return _CLASSES[value["class"]](**items)
+    return value
