@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.autograd import register_without_backward
 from torch_hybrid.ops.capability import Implementation
+from torch_hybrid.ops.flops import FORMULAS, register_formula
 from torch_hybrid.ops.side_stream import OVERLOAD, on_side_stream
 
 NAMESPACE = "torch_hybrid"
@@ -48,7 +49,10 @@ def define_op(
         _LIBRARY.impl(qualified, kernel, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{qualified}", fake, lib=_LIBRARY)
         register_without_backward(_LIBRARY, qualified, kernel)
-    overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), name).default
+    op = getattr(getattr(torch.ops, NAMESPACE), name)
+    if name in FORMULAS:
+        register_formula(op, name)
+    overload: torch._ops.OpOverload = op.default
     return overload
 
 

@@ -10,6 +10,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 PRINTED = {
     "add_an_implementation": "einsum agrees with torch",
     "capture_your_own_loop": "buckets 4, 2, 8",
+    "export_decode_step": "packaged, without a compiler, against eager",
     "overlap_two_processes": "of the time in flight was hidden",
     "own_module": "one piece, eager, against two pieces, compiled",
     "runner_by_hand": "chunks against one piece",

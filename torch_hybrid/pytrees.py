@@ -10,6 +10,7 @@ import json
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
 
 _CLASSES: dict[str, type] = {}  # that may be within a constant
@@ -18,6 +19,7 @@ _CLASSES: dict[str, type] = {}  # that may be within a constant
 def register_value(cls: type) -> None:
     """Make a dataclass a pytree: its fields are its children, by name."""
     pytree.register_dataclass(cls, serialized_type_name=_name(cls))
+    torch.serialization.add_safe_globals([cls])  # an exported program has example inputs
 
 
 def register_constant(cls: type, *parts: type) -> None:
@@ -29,6 +31,7 @@ def register_constant(cls: type, *parts: type) -> None:
     pytree.register_constant(cls)
     for part in (cls, *parts):
         _CLASSES[_name(part)] = part
+    torch.serialization.add_safe_globals([cls, *parts])
     # What register_constant has no argument for.
     pytree.SUPPORTED_SERIALIZED_TYPES[cls] = pytree._SerializeNodeDef(
         cls,

@@ -37,7 +37,7 @@ class TwoLayers(nn.Module):
         _, plan, cache = step.layer(0)
         x = x + self.linear(x, plan, cache)
         _, plan, kv = step.layer(1)
-        qkv = self.qkv(x).view(len(x), -1, WIDTH)
+        qkv = self.qkv(x).view(x.shape[0], -1, WIDTH)
         q, k, v = qkv.split([4, 2, 2], dim=1)
         return x + self.out(self.full(q, k, v, plan, kv).flatten(1))
 

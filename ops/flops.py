@@ -1,0 +1,163 @@
+"""What ``torch.utils.flop_counter`` counts for each op: multiplications and additions of products.
+
+Lengths are data, and a counter sees shapes alone. Attention to pages counts as if every sequence
+filled its row of the page table, attention to packed keys as if all sequences were of one length;
+neither counts causal masks, as torch's own formulas do not. A recurrence counts what it needs token
+by token, whichever form runs. Copies, and what is done element by element, count nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from typing import Any
+
+import torch
+
+Shape = Sequence[int]
+
+
+def linear(x: Shape, weights: Sequence[Shape], biases: object, **_: Any) -> int:
+    """One product for each weight."""
+    return 2 * x[0] * x[1] * sum(weight[0] for weight in weights)
+
+
+def fused_experts(
+    x: Shape, expert_ids: Shape, expert_weights: Shape, up: Shape, down: Shape, **_: Any
+) -> int:
+    """Two products for each expert that a token takes."""
+    return 2 * x[0] * expert_ids[1] * (up[1] * up[2] + down[1] * down[2])
+
+
+def paged_attention(
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    kv: Shape,
+    cu_seqlens: Shape,
+    seq_lens: Shape,
+    page_table: Shape,
+    slot_mapping: Shape,
+    *,
+    window: int = 0,
+    **_: Any,
+) -> int:
+    """Logits and outputs, of every query with a page table's width of keys, or its window's."""
+    num_keys = page_table[1] * kv[2]
+    num_keys = min(num_keys, window) if window else num_keys
+    return 4 * q[0] * q[1] * q[2] * num_keys
+
+
+def latent_attention(
+    q_latent: Shape,
+    q_rope: Shape,
+    latent: Shape,
+    k_rope: Shape,
+    pool: Shape,
+    cu_seqlens: Shape,
+    seq_lens: Shape,
+    page_table: Shape,
+    slot_mapping: Shape,
+    **_: Any,
+) -> int:
+    """As paged attention; values are the latents, and keys have the shared part too."""
+    num_keys = page_table[1] * pool[1]
+    return 2 * q_latent[0] * q_latent[1] * num_keys * (pool[2] + q_latent[2])
+
+
+def ragged_attention(
+    q: Shape, k: Shape, v: Shape, cu_seqlens: Shape, cu_seqlens_k: Shape, **_: Any
+) -> int:
+    """Logits and outputs, of every query with a sequence's share of the keys."""
+    num_seqs = max(cu_seqlens[0] - 1, 1)
+    return 2 * q[0] * q[1] * (q[2] + v[2]) * k[0] // num_seqs
+
+
+def causal_conv1d(x: Shape, weight: Shape, *args: Any, **_: Any) -> int:
+    """Every tap of every channel."""
+    return 2 * x[0] * weight[0] * weight[1]
+
+
+def delta_rule(
+    q: Shape, k: Shape, v: Shape, g: Shape, beta: Shape, state: Shape, *args: Any, **_: Any
+) -> int:
+    """A token reads the state by its key, writes it, and reads it by its query."""
+    return 6 * v[0] * state[1] * state[2] * state[3]
+
+
+def ssd(
+    q: Shape, k: Shape, v: Shape, g: Shape, dt: Shape, D: Shape, state: Shape, *args: Any, **_: Any
+) -> int:
+    """A token writes the state, and reads it."""
+    return 4 * v[0] * state[1] * state[2] * state[3]
+
+
+def nothing(*args: Any, **_: Any) -> int:
+    """No product."""
+    return 0
+
+
+FORMULAS: dict[str, Callable[..., int]] = {
+    "linear": linear,
+    "fused_experts": fused_experts,
+    "paged_attention": paged_attention,
+    "paged_attention_with_lse": paged_attention,
+    "latent_attention": latent_attention,
+    "latent_attention_with_lse": latent_attention,
+    "store_latents": nothing,
+    "gather_latents": nothing,
+    "ragged_attention_with_lse": ragged_attention,
+    "merge_states": nothing,
+    "causal_conv1d": causal_conv1d,
+    "recurrent_gated_delta_rule": delta_rule,
+    "chunk_gated_delta_rule": delta_rule,
+    "recurrent_kimi_delta_attention": delta_rule,
+    "chunk_kimi_delta_attention": delta_rule,
+    "recurrent_ssd": ssd,
+    "chunk_ssd": ssd,
+    "state_copy": nothing,
+}
+
+_COUNTER = "torch.utils.flop_counter"
+_ops: dict[str, torch._ops.OpOverloadPacket] = {}
+
+
+def register_formula(op: torch._ops.OpOverloadPacket, name: str) -> None:
+    """Have the counter count ``op``: now, or once it is imported.
+
+    The counter imports triton, which takes longer than all of this package; few need it.
+    """
+    _ops[name] = op
+    if _COUNTER in sys.modules:
+        _register(name)
+
+
+def _register(name: str) -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    register_flop_formula(_ops[name])(FORMULAS[name])
+
+
+class _AfterImport(MetaPathFinder):
+    """Registers all formulas when the counter is imported, and is then gone."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> Any:
+        if name != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def execute_and_register(module: Any) -> None:
+            execute(module)
+            for known in _ops:
+                _register(known)
+
+        spec.loader.exec_module = execute_and_register
+        return spec
+
+
+if _COUNTER not in sys.modules:
+    sys.meta_path.insert(0, _AfterImport())
