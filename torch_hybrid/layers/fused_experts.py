@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from torch_hybrid.backends.select import select
+from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.fused_experts.op import HAS_GATE, IMPLEMENTATIONS, fused_experts
 from torch_hybrid.parallel.ranks import Ranks, divide
@@ -33,6 +34,7 @@ class FusedExperts(nn.Module):
         need = Need(device=gate_up_proj.device, dtype=gate_up_proj.dtype)
         self.choice = select("fused_experts", IMPLEMENTATIONS, need, impl)
 
+    @in_own_dtype(1)
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """x [T, dim], expert_ids and expert_weights [T, k] -> [T, dim]."""
         return fused_experts(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.gated_delta_rule import apply_delta_rule
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.caches.recurrent_state import RecurrentState
+from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.parallel.ranks import Ranks
 from torch_hybrid.specs import DeltaRuleSpec
 
@@ -59,6 +60,7 @@ class GatedDeltaNet(nn.Module):
         nn.init.uniform_(self.dt_bias, -7.0, -2.0)
         nn.init.ones_(self.norm_weight)
 
+    @in_own_dtype(1)
     def forward(self, x: Tensor, plan: RecurrentPlan, cache: RecurrentState) -> Tensor:
         """Mix the tokens of a step.
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_hybrid.backends.latent_attention import LatentPlan, attend_absorbed, attend_expanded
+from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.parallel.ranks import Ranks
 from torch_hybrid.specs import LatentSpec
 
@@ -35,6 +36,7 @@ class LatentAttention(nn.Module):
                 f"got {list(kv_b_proj.weight.shape)}"
             )
 
+    @in_own_dtype(3)
     def forward(
         self, q: Tensor, latent: Tensor, k_rope: Tensor, plan: LatentPlan, pool: Tensor
     ) -> Tensor:

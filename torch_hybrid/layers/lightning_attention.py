@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.recurrent import RecurrentPlan
 from torch_hybrid.backends.ssd import apply_ssd
+from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.rotary import Rotary, rotate_halves
 from torch_hybrid.parallel.ranks import Ranks, own_means
 from torch_hybrid.specs import LightningSpec
@@ -82,6 +83,7 @@ class LightningAttention(nn.Module):
         self.slopes = exact.to(self.slopes.device)
         return self
 
+    @in_own_dtype(1)
     def forward(
         self, x: Tensor, plan: RecurrentPlan, state: Tensor, rotary: Rotary | None = None
     ) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.backends.ssd import apply_ssd
 from torch_hybrid.caches.recurrent_state import RecurrentState
+from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.parallel.ranks import Ranks, own_means
 from torch_hybrid.specs import Mamba2Spec
 
@@ -73,6 +74,7 @@ class Mamba2(nn.Module):
         if self.norm_weight is not None:
             nn.init.ones_(self.norm_weight)
 
+    @in_own_dtype(1)
     def forward(self, x: Tensor, plan: RecurrentPlan, cache: RecurrentState) -> Tensor:
         """Mix the tokens of a step.
 

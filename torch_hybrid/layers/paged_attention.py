@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from torch_hybrid.backends.paged_attention import PagedAttentionPlan, attend
+from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.specs import AttentionSpec
 
 
@@ -18,6 +19,7 @@ class PagedAttention(nn.Module):
         super().__init__()
         self.spec = spec
 
+    @in_own_dtype(3)
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, plan: PagedAttentionPlan, kv: Tensor
     ) -> Tensor:

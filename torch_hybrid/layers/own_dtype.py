@@ -1,0 +1,35 @@
+"""Mixers under ``torch.autocast``: they compute in the dtype of their weights and caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Forward = TypeVar("Forward", bound=Callable[..., Any])
+
+
+def in_own_dtype(num_inputs: int) -> Callable[[Forward], Forward]:
+    """Have a mixer's ``forward`` take no part in autocast, which knows nothing of its caches.
+
+    Where autocast is on, the first ``num_inputs`` arguments are cast to the dtype of the mixer's
+    weights, or of its pool (the last argument) where it has none. The output has that dtype too.
+    """
+
+    def decorate(forward: Forward) -> Forward:
+        @wraps(forward)
+        def run(self: Any, x: Tensor, *args: Any, **options: Any) -> Any:
+            if not torch.is_autocast_enabled(x.device.type):
+                return forward(self, x, *args, **options)
+            weight = next(self.parameters(), None)
+            dtype = (x, *args, *options.values())[-1].dtype if weight is None else weight.dtype
+            inputs = [tensor.to(dtype) for tensor in (x, *args[: num_inputs - 1])]
+            with torch.autocast(x.device.type, enabled=False):
+                return forward(self, *inputs, *args[num_inputs - 1 :], **options)
+
+        return run  # type: ignore[return-value]
+
+    return decorate
