@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,11 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.models.oracle import ask, assert_equal_logits, make_texts, serve, whole
 from tests.tiny_models import LINEAR, MROPE, SIZES, make_model
+from torch_hybrid.models.join import register_attention
 from torch_hybrid.models.load import FAMILIES
 
 Weights = dict[str, Tensor]
+SMALL = {"max_seqs": 1, "max_tokens": 64, "kv_tokens": 64, "compile": False}
 UP_PROJ = "model.layers.1.mlp.up_proj.weight"
 
 
@@ -64,9 +68,8 @@ def test_a_hybrid_without_an_op_says_why(checkpoint: Path):
 
 def test_model_type_unknown_to_transformers(checkpoint: Path):
     edit_config(checkpoint, model_type="nonesuch")
-    text = refusal(checkpoint, ValueError)
-    assert text.startswith("cannot read a model config from PATH: ")
-    assert "`nonesuch`" in text
+    text = refusal(checkpoint, th.UnsupportedError)
+    assert text.startswith("model type 'nonesuch' is not supported; supported are ['bailing_hy")
 
 
 @pytest.mark.parametrize(
@@ -174,7 +177,7 @@ def test_dtype(checkpoint: Path):
     assert th.from_pretrained(checkpoint, dtype=torch.float16).dtype is torch.float16
     assert_expected_inline(
         refusal(checkpoint, ValueError, dtype="float31"),
-        """dtype must be a torch.dtype or one of ['auto', 'bfloat16', 'float16', 'float32'], got 'float31'""",  # noqa: E501
+        """dtype must be a torch.dtype of floats or one of ['auto', 'bfloat16', 'float16', 'float32'], got 'float31'""",  # noqa: E501
     )
 
 
@@ -196,7 +199,87 @@ def test_text_part_of_a_multimodal_checkpoint(tmp_path: Path):
     hf_model = tf.Qwen3_5ForConditionalGeneration(config).eval()
     hf_model.save_pretrained(tmp_path)
     oracle = ask(hf_model, make_texts([40]))
-    runner = th.Runner(
-        th.from_pretrained(tmp_path), max_seqs=1, max_tokens=64, kv_tokens=64, compile=False
-    )
-    assert_equal_logits(serve(runner, oracle.texts, whole([40])), oracle)
+    dropped = "qwen3_5: the text part alone is served, without the vision part"
+    for load in (lambda: th.from_pretrained(tmp_path), lambda: th.adapt(hf_model)):
+        with pytest.warns(UserWarning, match=dropped) as warned:
+            model = load()
+        assert len(warned) == 1
+        runner = th.Runner(model, **SMALL)
+        assert_equal_logits(serve(runner, oracle.texts, whole([40])), oracle)
+        assert model.eos_token_ids == ()
+        assert model.vocab_size == text.vocab_size
+
+
+def test_a_text_model_warns_of_nothing(checkpoint: Path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        th.from_pretrained(checkpoint)
+
+
+def test_the_models_own_generate_says_what_to_use():
+    model = th.adapt(make_model("qwen3_5"))
+    tokens = torch.tensor([[1, 2, 3]])
+    for call in (model.hf_model.generate, model.hf_model, model.hf_model.model):
+        with pytest.raises(th.UnsupportedError) as caught:
+            call(tokens)
+        assert "use th.Engine(th.Runner(th.adapt(hf_model))).generate(prompts)" in str(caught.value)
+        assert "\n" not in str(caught.value)
+    assert th.Runner(model, **SMALL).extend([], []).shape[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("qwen3", "torch_hybrid"), ("deepseek_v3", "torch_hybrid_latent")]
+)
+def test_our_attention_in_a_model_of_transformers_says_what_to_use(family: str, name: str):
+    register_attention()
+    hf_model = make_model(family, num_hidden_layers=1)
+    hf_model.set_attn_implementation(name)
+    with pytest.raises(th.UnsupportedError, match=r"use th\.Engine"):
+        hf_model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        (None, TypeError, "a folder or a hub id, as a str or a Path, got None"),
+        (5, TypeError, "a folder or a hub id, as a str or a Path, got 5"),
+        ("", ValueError, "there is no folder ''"),
+        ("./gone", ValueError, "there is no folder ./gone"),
+        ("~/gone", ValueError, "there is no folder ~/gone"),
+        (Path("gone"), ValueError, "there is no folder gone"),
+        (__file__, ValueError, "path_or_id must be a folder, got the file"),
+    ],
+)
+def test_what_is_no_checkpoint_is_named_as_it_was_typed(path: Any, error: Any, message: str):
+    with pytest.raises(error, match=re.escape(message)):
+        th.from_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "message"),
+    [
+        ("gpu", ValueError, "device must be 'cpu', 'cuda' or 'cuda:N', got 'gpu'"),
+        (None, ValueError, "device must be 'cpu', 'cuda' or 'cuda:N', got None"),
+        ("meta", th.UnsupportedError, "device must be a CPU or CUDA device, got 'meta'"),
+        ("cuda:99", th.UnsupportedError, "device 'cuda:99' is not there: torch sees"),
+    ],
+)
+def test_a_device_that_is_not_there(tmp_path: Path, device: Any, error: Any, message: str):
+    with pytest.raises(error, match=re.escape(message)):
+        th.from_pretrained(tmp_path, device=device)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": None}, "the config of PATH names no model_type, got None"),
+        ({"model_type": ["qwen3_5"]}, "the config of PATH names no model_type, got ['qwen3_5']"),
+        ({"hidden_size": "large"}, "cannot read a model config from PATH: "),
+        ({"model_type": "bamba"}, "cannot read a model config from PATH: "),
+    ],
+)
+def test_a_config_that_cannot_be_is_one_line(checkpoint: Path, fields: Any, message: str):
+    edit_config(checkpoint, **fields)
+    text = refusal(checkpoint, ValueError)
+    assert text.startswith(message)
+    assert "\n" not in text

@@ -19,6 +19,11 @@ ATTENTION_NAMES = {
     "latent_attention": "torch_hybrid_latent",
 }
 
+_OURS_TO_RUN = (
+    "a model with the attention of torch_hybrid is run by torch_hybrid alone: use "
+    "th.Engine(th.Runner(th.adapt(hf_model))).generate(prompts), or th.from_pretrained(path)"
+)
+
 
 def register_attention() -> None:
     """Make our attention functions known to transformers."""
@@ -28,16 +33,28 @@ def register_attention() -> None:
     AttentionInterface.register(ATTENTION_NAMES["latent_attention"], _latent_attention)
 
 
-def refuse_to_save(hf_model: Any) -> None:
-    """Make ``save_pretrained`` of an adapted model say why it cannot be saved."""
-    hf_model.save_pretrained = _refuse_to_save
+def refuse_as_transformers(hf_model: Any) -> None:
+    """Make the model's own ``generate`` and ``save_pretrained`` say what to use instead."""
+    hf_model.generate = _refused_generate
+    hf_model.save_pretrained = _refused_save
 
 
-def _refuse_to_save(*args: Any, **options: Any) -> None:
+def _refused_generate(*_args: Any, **_options: Any) -> None:
+    raise UnsupportedError(_OURS_TO_RUN)
+
+
+def _refused_save(*_args: Any, **_options: Any) -> None:
     raise UnsupportedError(
         "an adapted model cannot be saved: its mixers keep their weights in another order, and "
         "nothing could load them. Call save_pretrained before adapt"
     )
+
+
+def _given(step: Step | None) -> Step:
+    """The step of a runner: transformers' own forward and generate have none."""
+    if step is None:
+        raise UnsupportedError(_OURS_TO_RUN)
+    return step
 
 
 def _attention(
@@ -47,11 +64,11 @@ def _attention(
     value: Tensor,
     attention_mask: None,
     *,
-    step: Step,
+    step: Step | None = None,
     **_options: Any,  # transformers passes every option to every attention function
 ) -> tuple[Tensor, None]:
     """Full attention as transformers calls it: q, k and v [1, heads, T, head_dim]."""
-    entry, plan, kv = step.layer(module.layer_idx, "paged_attention")
+    entry, plan, kv = _given(step).layer(module.layer_idx, "paged_attention")
     q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
     return attend(q, k, v, entry.spec, plan, kv)[None], None  # type: ignore[arg-type]
 
@@ -77,11 +94,11 @@ def _latent_attention(
     k_rope: Tensor,
     attention_mask: None,
     *,
-    step: Step,
+    step: Step | None = None,
     **_options: Any,
 ) -> tuple[Tensor, None]:
     """MLA: query [1, heads, T, nope + rope], latent [1, 1, T, rank], k_rope [1, 1, T, rope]."""
-    _, plan, pool = step.layer(module.layer_idx, "latent_attention")
+    _, plan, pool = _given(step).layer(module.layer_idx, "latent_attention")
     q = query[0].transpose(0, 1)
     out: Tensor = module.latent_attention(q, latent[0, 0], k_rope[0, 0], plan, pool)
     return out[None], None
@@ -99,14 +116,14 @@ class LinearAttentionAdapter(nn.Module):
         self,
         hidden_states: Tensor,
         *,
-        step: Step,
+        step: Step | None = None,
         cache_params: None = None,
         attention_mask: None = None,
         position_embeddings: object = None,
         use_cache: bool = False,
     ) -> Tensor:
         """[1, T, dim] -> [1, T, dim], the rows packed as the step's plan says."""
-        _, plan, cache = step.layer(self.layer_id, self.kind)
+        _, plan, cache = _given(step).layer(self.layer_id, self.kind)
         output: Tensor = self.mixer(hidden_states[0], plan, cache)  # type: ignore[arg-type]
         return output[None]
 
@@ -128,7 +145,7 @@ class LinearAttentionPairAdapter(LinearAttentionAdapter):
         self,
         hidden_states: Tensor,
         *,
-        step: Step,
+        step: Step | None = None,
         past_key_values: None = None,
         attention_mask: None = None,
         position_embeddings: object = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host import keep_weights, trim
+from torch_hybrid.models.arguments import checked_device, checked_dtype, checked_path
 from torch_hybrid.models.bailing_hybrid import BAILING_HYBRID
 from torch_hybrid.models.bamba import BAMBA
 from torch_hybrid.models.deepseek_v3 import DEEPSEEK_V3
@@ -20,7 +22,7 @@ from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.join import (
     ATTENTION_NAMES,
     join_latent_attention,
-    refuse_to_save,
+    refuse_as_transformers,
     register_attention,
 )
 from torch_hybrid.models.kimi_linear import KIMI_LINEAR
@@ -69,8 +71,6 @@ NOT_SERVED = {
     "zamba2": "attention blocks that several layers share",
 }
 
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-
 
 def from_pretrained(
     path_or_id: str | Path,
@@ -85,16 +85,21 @@ def from_pretrained(
         device: where the weights go.
 
     Raises:
-        UnsupportedError: the model type, or a field of its config, is not known here.
+        TypeError: ``path_or_id`` is neither a text nor a path.
+        UnsupportedError: the model type, a field of its config or the device is not known here.
         ValueError: the checkpoint is missing, incomplete or unreadable, or has NaN weights.
     """
-    if isinstance(dtype, str) and dtype not in DTYPES:
-        raise ValueError(f"dtype must be a torch.dtype or one of {sorted(DTYPES)}, got {dtype!r}")
+    path_or_id = checked_path(path_or_id)
+    dtype, device = checked_dtype(dtype), checked_device(device)
     make_cache_folder()
     config = _read_config(path_or_id)
     if is_ring_2_5(config):
         model: HybridModel | Ring25 = _load_ring_2_5(path_or_id, config, dtype, device)
     else:
+        model_type = config.get("model_type")
+        if not isinstance(model_type, str):
+            raise ValueError(f"the config of {path_or_id} names no model_type, got {model_type!r}")
+        _family_of(model_type)
         model = adapt(_load_hf_model(path_or_id, dtype).to(device))
     trim()
     return model
@@ -103,13 +108,13 @@ def from_pretrained(
 def _read_config(path_or_id: str | Path) -> dict[str, Any]:
     from transformers import PreTrainedConfig
 
-    if str(path_or_id).startswith(("/", ".")) and not Path(path_or_id).is_dir():
-        raise ValueError(f"there is no folder {path_or_id}")
     try:
         config, _ = PreTrainedConfig.get_config_dict(path_or_id)
     except (OSError, ValueError) as error:
         what = "" if Path(path_or_id).is_dir() else "there is no such folder, and as a hub id: "
         raise ValueError(f"cannot read a model config from {path_or_id}: {what}{error}") from error
+    if not config:
+        raise ValueError(f"cannot read a model config from {path_or_id}: it has no config.json")
     return dict(config)
 
 
@@ -142,9 +147,11 @@ def _load_hf_model(path_or_id: str | Path, dtype: torch.dtype | str) -> Any:
 
     try:
         config = AutoConfig.from_pretrained(path_or_id)
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise ValueError(f"cannot read a model config from {path_or_id}: {error}") from error
+    except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
+        told = " ".join(str(error).split())
+        raise ValueError(f"cannot read a model config from {path_or_id}: {told}") from error
     table_of(config)  # before gigabytes are read
+    _warn_of_dropped(config)
     try:
         hf_model, info = AutoModelForCausalLM.from_pretrained(
             path_or_id, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
@@ -163,19 +170,25 @@ def _load_hf_model(path_or_id: str | Path, dtype: torch.dtype | str) -> Any:
 def adapt(hf_model: Any) -> HybridModel:
     """Swap the mixers of a transformers model in memory. The model is taken over and changed.
 
-    Adapters of peft, in a PeftModel or in a transformers model, are merged into its weights.
+    Adapters of peft, in a PeftModel or in a transformers model, are merged into its weights. Of a
+    multimodal model, the text part is taken.
 
     Raises:
         UnsupportedError: the model type, or a field of its config, is not known here; an adapter
             cannot be merged; or a module whose weights are taken is quantized, wrapped or hooked.
         ValueError: it is no causal language model, was adapted before, or has NaN weights.
     """
-    family, table = _family_of(hf_model.config), table_of(hf_model.config)
     hf_model = merge_adapters(hf_model)
-    if not any(base.__name__.endswith("ForCausalLM") for base in type(hf_model).__mro__):
+    names = [base.__name__ for base in type(hf_model).__mro__]
+    is_multimodal = any(name.endswith("ForConditionalGeneration") for name in names)
+    if not (is_multimodal or any(name.endswith("ForCausalLM") for name in names)):
         raise ValueError(
             f"hf_model must be a causal language model of transformers, got {type(hf_model)}"
         )
+    family, table = _family_of(hf_model.config.model_type), table_of(hf_model.config)
+    if is_multimodal:
+        _warn_of_dropped(hf_model.config)
+        hf_model = _text_part(hf_model)
     if hf_model.config._attn_implementation in ATTENTION_NAMES.values():
         raise ValueError("hf_model was adapted before")
     _check_taken_weights(hf_model, family, table)
@@ -195,7 +208,7 @@ def adapt(hf_model: Any) -> HybridModel:
                 joined = swap.adapter(mixer, layer_id, entry.kind)
                 setattr(layer, swap.attribute, joined)
     _swap_experts(hf_model, family)
-    refuse_to_save(hf_model)
+    refuse_as_transformers(hf_model)
     keep_weights(hf_model)
     return HybridModel(
         hf_model,
@@ -206,8 +219,30 @@ def adapt(hf_model: Any) -> HybridModel:
     )
 
 
-def _family_of(config: Any) -> Family:
-    model_type = config.model_type
+def _text_part(hf_model: Any) -> Any:
+    """The language model of a multimodal one, as transformers has it alone; weights are shared."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        text = AutoModelForCausalLM.from_config(hf_model.config.get_text_config())
+    text.model = hf_model.model.language_model
+    text.lm_head = hf_model.lm_head
+    text.generation_config = hf_model.generation_config
+    return text
+
+
+def _warn_of_dropped(config: Any) -> None:
+    """Say that prompts are texts alone, where a checkpoint could see or hear."""
+    dropped = [name.removesuffix("_config") for name in config.sub_configs if name != "text_config"]
+    if dropped:
+        parts = " and ".join(sorted(dropped))
+        warnings.warn(
+            f"{config.model_type}: the text part alone is served, without the {parts} part",
+            stacklevel=2,
+        )
+
+
+def _family_of(model_type: Any) -> Family:
     if model_type in NOT_SERVED:
         raise UnsupportedError(
             f"model type {model_type!r} is not supported: it has {NOT_SERVED[model_type]}"
@@ -225,7 +260,7 @@ def table_of(config: Any) -> LayerTable:
     Raises:
         UnsupportedError: the model type, or a field of the config, is not known here.
     """
-    return LayerTable.from_specs(_family_of(config).specs(config.get_text_config()))
+    return LayerTable.from_specs(_family_of(config.model_type).specs(config.get_text_config()))
 
 
 def _check_taken_weights(hf_model: Any, family: Family, table: LayerTable) -> None:
