@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 
 import torch
@@ -32,6 +33,10 @@ def write_trace(
         prompt_len: tokens of each prompt, run in two chunks.
         num_seqs: sequences that are decoded together.
         num_decodes: decode steps.
+
+    Raises:
+        ValueError: the file cannot be written.
+        CapacityError: too few slots are free.
     """
     on_gpu = runner.model.device.type == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu
@@ -54,8 +59,19 @@ def write_trace(
                 torch.cuda.synchronize()
     finally:
         runner.free(seqs)
-    recorded.export_chrome_trace(str(path))
     schedules = [graph.schedule for graph in runner.report().graphs.values() if graph.schedule]
+    text = _chrome_trace(recorded)
     if schedules:
-        trace = json.loads(Path(path).read_text())
-        Path(path).write_text(json.dumps(add_lanes(trace, schedules)))
+        text = json.dumps(add_lanes(json.loads(text), schedules))
+    try:
+        Path(path).write_text(text)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+
+
+def _chrome_trace(recorded: profile) -> str:
+    """The profiler writes to a file alone, and says nothing where it cannot."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "trace.json")
+        recorded.export_chrome_trace(str(file))
+        return file.read_text()

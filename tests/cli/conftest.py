@@ -1,10 +1,12 @@
 """A checkpoint with a tokenizer, and a way to run the command line in this process."""
 
 import sys
+import warnings
 
 import pytest
 
 from tests.tiny_models import qwen3_next_dense
+from tests.tiny_tokenizers import CHAT_TEMPLATE, byte_level
 
 tokenizers = pytest.importorskip("tokenizers")
 pytest.importorskip("click")
@@ -27,6 +29,18 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def chat_checkpoint(tmp_path_factory):
+    """A random Qwen3-Next whose tokenizer has a chat template, and that asks to be sampled."""
+    folder = tmp_path_factory.mktemp("chat")
+    tokenizer = byte_level(CHAT_TEMPLATE)
+    tokenizer.save_pretrained(folder)
+    model = qwen3_next_dense(vocab_size=len(tokenizer), eos_token_id=0)
+    model.generation_config.update(do_sample=True, temperature=0.7, top_k=5)
+    model.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Run ``torch-hybrid`` with these arguments; its exit code, stdout and stderr."""
@@ -34,6 +48,7 @@ def run(monkeypatch, capsys):
 
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["torch-hybrid", *map(str, args)])
+        monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main replaces it
         monkeypatch.setattr(cli, "tune_allocator", lambda: False)  # it is for the whole process
         code = 0
         try:

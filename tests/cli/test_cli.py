@@ -1,5 +1,6 @@
 """The command line: what it prints, and one clear message for what a user got wrong."""
 
+import io
 import json
 import subprocess
 import sys
@@ -7,9 +8,12 @@ import textwrap
 from collections import Counter
 
 import pytest
+import torch
 
 import torch_hybrid as th
-from torch_hybrid import cli
+from torch_hybrid import cli, cli_options
+from torch_hybrid.cli_options import load_tokenizer
+from torch_hybrid.cli_output import print_fact
 from torch_hybrid.engine import Engine
 from torch_hybrid.graphs.compile import GraphRecord, StepBackend
 from torch_hybrid.graphs.passes import apply_passes
@@ -44,7 +48,7 @@ def test_generate_streams_token_ids(run, checkpoint, expected):
 
 
 def test_generate_streams_text(run, checkpoint, expected):
-    tokenizer = cli.load_tokenizer(str(checkpoint))
+    tokenizer = load_tokenizer(str(checkpoint))
     code, out, _ = run(
         "generate", checkpoint, *EAGER, "the fox", "--max-new-tokens", 9, "--ignore-eos"
     )
@@ -147,6 +151,18 @@ def passes_alone(backend, module, inputs):
         (["CHECKPOINT", "hi", "--max-tokens", "8"], "max_tokens must hold at least one chunk"),
         (["CHECKPOINT", "hi", "--kv-tokens", "32"], "a sequence can hold 32"),
         (["CHECKPOINT", "hi", "--top-k", "many"], "'many' is not a valid integer"),
+        (
+            ["CHECKPOINT", "hi", "--seed", "-1"],
+            "Invalid value for '--seed': -1 is not in the range",
+        ),
+        (["CHECKPOINT", "hi", "--seed", str(2**64)], f"Invalid value for '--seed': {2**64} is not"),
+        (["CHECKPOINT", "hi", "--kv-tokens", "99999999999"], "the pools need 5"),
+        (["CHECKPOINT", "hi", "--max-seqs", "0"], "max_seqs must allow at least one sequence slot"),
+        (["CHECKPOINT", "hi", "--device", "gpu"], "device must be 'cpu', 'cuda'"),
+        (["CHECKPOINT", "hi", "--chat"], "the tokenizer has no chat template"),
+        (["CHECKPOINT", "1", "--chat", "--ids"], "--ids and --chat say different things"),
+        (["CHECKPOINT", "hi", "--system", "be brief"], "--system is for --chat"),
+        (["CHECKPOINT", "a\udc80b"], "a text must be valid Unicode"),
     ],
 )
 def test_what_a_user_got_wrong_is_a_message_and_code_2(run, checkpoint, arguments, message):
@@ -156,6 +172,44 @@ def test_what_a_user_got_wrong_is_a_message_and_code_2(run, checkpoint, argument
     assert message in err.replace("\n", " ")
     assert out == ""
     assert "Traceback" not in err
+
+
+def test_chat_options(run, chat_checkpoint):
+    """A message goes through the chat template, and the checkpoint's sampling is taken."""
+    tokenizer = load_tokenizer(str(chat_checkpoint))
+    options = ("--chat", "--system", "be brief", "--json", "--seed", 3, "--max-new-tokens", 4)
+    code, out, err = run("generate", chat_checkpoint, *EAGER, "the fox", *options)
+    assert code == 0, err
+    output = json.loads(out)
+    prompt = "<|system|>be brief<end><|user|>the fox<end><|assistant|>"
+    assert output["prompt"] == tokenizer.encode(prompt)
+    model = th.from_pretrained(chat_checkpoint)
+    runner = th.Runner(model, max_seqs=1, max_tokens=64, kv_tokens=256, compile=False)
+    sampling = th.Sampling.of(model, seed=3, max_new_tokens=4)
+    assert (sampling.temperature, sampling.top_k) == (0.7, 5)
+    (expected,) = Engine(runner, tokenizer).generate(output["prompt"], sampling)
+    assert output["tokens"] == expected.tokens
+
+
+def test_options_win_over_the_checkpoints_sampling(run, chat_checkpoint):
+    chosen = ("--chat", "--json", "--max-new-tokens", 6, "--ignore-eos", "hi")
+    greedy = [run("generate", chat_checkpoint, *EAGER, *chosen, "--temperature", 0)]
+    greedy += [run("generate", chat_checkpoint, *EAGER, *chosen, "--top-k", 1, "--seed", 5)]
+    tokens = [json.loads(out)["tokens"] for _, out, _ in greedy]
+    assert tokens[0] == tokens[1]
+
+
+def test_a_special_token_ends_an_answer(run, chat_checkpoint, monkeypatch):
+    """``--stop`` with a special token's text, which is not in what is printed."""
+    special = load_tokenizer(str(chat_checkpoint)).convert_tokens_to_ids("<|user|>")
+    draws = iter([40, 41, special, 42])
+    monkeypatch.setattr("torch_hybrid.engine.sample", lambda *args: [next(draws)])
+    options = ("--chat", "hi", "--stop", "<|user|>", "--json")
+    code, out, err = run("generate", chat_checkpoint, *EAGER, *options)
+    assert code == 0, err
+    output = json.loads(out)
+    assert output["finish_reason"] == "stop"
+    assert output["tokens"] == [40, 41, special]
 
 
 def test_a_pass_that_is_none_is_refused(run, checkpoint):
@@ -170,6 +224,56 @@ def test_a_checkpoint_without_a_tokenizer_asks_for_ids(run, checkpoint, tmp_path
     code, _, err = run("generate", tmp_path, "hi", "--eager")
     assert code == 2
     assert "has no tokenizer that transformers can read; give prompts as token ids" in err
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [("gone/trace.json", "No such file or directory"), ("", "Is a directory")],
+)
+def test_a_trace_that_cannot_be_written_is_said_before_anything_runs(
+    run, checkpoint, tmp_path, target, message
+):
+    code, out, err = run("explain", checkpoint, "--eager", "--trace", tmp_path / target)
+    assert code == 2
+    assert f"cannot write {tmp_path / target}: {message}" in err.replace("\n", " ")
+    assert out == ""
+
+
+def test_an_old_trace_is_kept_when_the_model_cannot_be_loaded(run, tmp_path):
+    (tmp_path / "trace").write_text("old")
+    assert run("explain", "./gone", "--trace", tmp_path / "trace")[0] == 2
+    assert (tmp_path / "trace").read_text() == "old"
+    assert run("explain", "./gone", "--trace", tmp_path / "new")[0] == 2
+    assert not (tmp_path / "new").exists()
+
+
+def test_without_a_compiler_steps_run_uncompiled_and_one_line_says_so(
+    run, checkpoint, monkeypatch, expected
+):
+    said = "no C++ compiler (g++ does not run): install g++"
+    monkeypatch.setattr(cli_options, "missing_tools", lambda device: said)
+    sizes = EAGER[1:]
+    options = ("--ids", "5 17 3", "--max-new-tokens", 3, "--ignore-eos")
+    code, out, err = run("generate", checkpoint, *sizes, *options)
+    assert code == 0
+    assert [int(word) for word in out.split()] == expected([5, 17, 3], 3)
+    assert err.splitlines()[0] == f"steps run uncompiled: {said}"
+    assert len(err.splitlines()) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(run, checkpoint, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    code, out, err = run("generate", checkpoint, "hi")
+    assert (code, out) == (2, "")
+    assert "error: torch's compile cache cannot be written" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_kernels_that_cannot_be_built_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(cli_options, "compiler_missing", lambda: "cannot write /x: full")
+    assert cli_options.can_compile(torch.device("cpu"))
+    assert capsys.readouterr().err == "the C++ kernels are not used: cannot write /x: full\n"
 
 
 def test_bench_hands_its_arguments_on(run, monkeypatch):
@@ -216,3 +320,65 @@ def test_a_missing_package_names_the_extra():
     assert done.returncode == 2
     assert "pip install 'torch-hybrid[hf]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+class Reader(io.BytesIO):
+    """The other end of stdout; a reader that has left breaks the pipe."""
+
+    def __init__(self, *, has_left=False):
+        super().__init__()
+        self.has_left = has_left
+
+    def write(self, data):
+        if self.has_left:
+            raise BrokenPipeError
+        return super().write(data)
+
+
+@pytest.fixture
+def piped(run, monkeypatch):
+    """Run with a stdout of this encoding; the exit code, and what was read."""
+
+    def piped(encoding, *args, **options):
+        reader = Reader(**options)
+        stdout = io.TextIOWrapper(reader, encoding=encoding, write_through=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stdout)
+            code, _, _ = run(*args)
+        return code, reader.getvalue()
+
+    return piped
+
+
+def test_a_terminal_of_ascii_alone_shows_everything(piped, chat_checkpoint, monkeypatch):
+    """What the encoding does not have is an escape; JSON stays JSON."""
+    tokens = load_tokenizer(str(chat_checkpoint)).encode("日本")
+    options = ("generate", chat_checkpoint, *EAGER, "hi", "--max-new-tokens", len(tokens))
+    for flags, shown in (((), b"\\u65e5\\u672c\n"), (("--json",), b'"text": "\\u65e5\\u672c"')):
+        draws = iter(tokens)
+        monkeypatch.setattr("torch_hybrid.engine.sample", lambda *args, d=draws: [next(d)])
+        code, read = piped("ascii", *options, *flags)
+        assert code == 0
+        assert shown in read
+    code, read = piped("ascii", "explain", chat_checkpoint, *EAGER)
+    assert code == 0
+    assert b"Pools of" in read
+    read.decode("ascii")
+
+
+def test_marks_and_spinners_are_of_the_encoding(piped, monkeypatch, capsys):
+    for encoding, mark in (("utf-8", "✓"), ("ascii", "+"), ("latin-1", "+")):
+        reader = Reader()
+        stdout = io.TextIOWrapper(reader, encoding=encoding, write_through=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stdout)
+            print_fact("recall", "100 %", good=True)
+        assert reader.getvalue().decode(encoding).startswith(mark)
+
+
+def test_a_reader_that_leaves_is_no_error(piped, chat_checkpoint, monkeypatch):
+    monkeypatch.setattr(cli.os, "dup2", lambda *descriptors: None)
+    monkeypatch.setattr(Reader, "fileno", lambda self: 1)
+    options = ("a", "b", "--max-new-tokens", 2, "--json")
+    code, read = piped("utf-8", "generate", chat_checkpoint, *EAGER, *options, has_left=True)
+    assert (code, read) == (141, b"")

@@ -34,12 +34,17 @@ class Recalled:
     num_whole: int  # prompts without a wrong token
 
 
-def make_runner(model: Model, prompts: Sequence[RecallPrompt]) -> Runner:
+def make_runner(model: Model, prompts: Sequence[RecallPrompt], *, compile: bool = True) -> Runner:
     """A runner with room for all prompts; they are prefilled in chunks beside the first decodes."""
     longest = max(len(prompt.tokens) + len(prompt.answer) for prompt in prompts)
     kv_tokens = len(prompts) * (longest + PAGE_SIZE)
     return Runner(
-        model, max_seqs=len(prompts), max_tokens=1024, kv_tokens=kv_tokens, page_size=PAGE_SIZE
+        model,
+        max_seqs=len(prompts),
+        max_tokens=1024,
+        kv_tokens=kv_tokens,
+        page_size=PAGE_SIZE,
+        compile=compile,
     )
 
 

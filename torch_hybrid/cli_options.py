@@ -1,0 +1,215 @@
+"""Options that several commands of the command line share, each group handed on as one value."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import click
+import torch
+
+from torch_hybrid.backends.select import Backends
+from torch_hybrid.cli_output import note, progress
+from torch_hybrid.graphs.runner import Runner
+from torch_hybrid.models.load import from_pretrained
+from torch_hybrid.ops.native import compiler_missing
+from torch_hybrid.sampling import Sampling
+from torch_hybrid.toolchain import missing_tools
+
+if TYPE_CHECKING:
+    from torch_hybrid.models.hybrid_model import HybridModel
+    from torch_hybrid.models.ring_2_5 import Ring25
+
+Command = Callable[..., Any]
+Decorator = Callable[[Command], Command]
+SEED = click.IntRange(0, 2**64 - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """Which model, and how a runner of it is made."""
+
+    model: str
+    dtype: str
+    device: str
+    max_seqs: int
+    max_tokens: int
+    kv_tokens: int
+    eager: bool
+    full: str
+    linear: str
+
+    def load(self) -> HybridModel | Ring25:
+        """The checkpoint, with a spinner for as long as it loads."""
+        return load_model(self.model, self.dtype, self.device)
+
+    def runner(self, model: HybridModel | Ring25, **options: Any) -> Runner:
+        """A runner of these sizes; uncompiled where it is asked for or cannot be otherwise."""
+        return Runner(
+            model,
+            max_seqs=self.max_seqs,
+            max_tokens=self.max_tokens,
+            kv_tokens=self.kv_tokens,
+            compile=not self.eager and can_compile(model.device),
+            backends=Backends(full=self.full, linear=self.linear),
+            **options,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen; None leaves it to the checkpoint's generation_config."""
+
+    max_new_tokens: int
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    seed: int | None
+    stop: tuple[str, ...]
+    ignore_eos: bool
+
+    def of(self, model: HybridModel | Ring25) -> Sampling:
+        """The checkpoint's sampling with what was given on the command line.
+
+        Raises:
+            ValueError: a value out of its range.
+        """
+        return Sampling.of(model, **self._given())
+
+    def check(self) -> None:
+        """Raise ValueError for a value out of its range, before a model is loaded."""
+        Sampling(**self._given())
+
+    def _given(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def _grouped(kind: type, name: str, options: tuple[Callable[[Command], Command], ...]) -> Decorator:
+    """A decorator that gives a command these options as one argument, ``name``: a ``kind``."""
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def with_options(**values: Any) -> Any:
+            taken = {field.name: values.pop(field.name) for field in fields(kind)}
+            return command(**{name: kind(**taken)}, **values)
+
+        decorated: Command = with_options
+        for option in reversed(options):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate
+
+
+model_options = _grouped(
+    ModelOptions,
+    "options",
+    (
+        click.argument("model"),
+        click.option("--dtype", default="auto", show_default=True, help="Of the weights."),
+        click.option(
+            "--device", default="auto", show_default=True, help="auto takes CUDA where it is."
+        ),
+        click.option("--max-seqs", default=16, show_default=True, help="Sequences served at once."),
+        click.option(
+            "--max-tokens", default=1024, show_default=True, help="New tokens in one step."
+        ),
+        click.option("--kv-tokens", default=16384, show_default=True, help="Tokens held in all."),
+        click.option("--eager", is_flag=True, help="Run without compiling."),
+        click.option("--full", default="auto", show_default=True, help="Full attention by name."),
+        click.option(
+            "--linear", default="auto", show_default=True, help="Linear attention by name."
+        ),
+    ),
+)
+
+
+def sampling_options(*, max_new_tokens: int) -> Decorator:
+    """The options of a ``SamplingOptions``, handed on as ``chosen``."""
+    return _grouped(
+        SamplingOptions,
+        "chosen",
+        (
+            click.option("--max-new-tokens", default=max_new_tokens, show_default=True),
+            click.option(
+                "--temperature",
+                type=float,
+                help="0 is greedy. This and the next four are by default as the checkpoint's "
+                "generation_config says.",
+            ),
+            click.option("--top-k", type=int, help="0 is off."),
+            click.option("--top-p", type=float),
+            click.option("--min-p", type=float),
+            click.option("--repetition-penalty", type=float),
+            click.option("--seed", type=SEED, help="Repeats a draw."),
+            click.option(
+                "--stop", multiple=True, help="A text that ends the output; several can be given."
+            ),
+            click.option("--ignore-eos", is_flag=True, help="Go on past the end of a sequence."),
+        ),
+    )
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether steps can be compiled; one line says what to install where they cannot be."""
+    if missing := missing_tools(device):
+        note(f"steps run uncompiled: {missing}")
+        return False
+    if device.type == "cpu" and (reason := compiler_missing()):
+        note(f"the C++ kernels are not used: {reason}")
+    return True
+
+
+def load_model(path_or_id: str, dtype: str = "auto", device: str = "cpu") -> HybridModel | Ring25:
+    """A checkpoint, with a spinner for as long as it loads."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    _quiet_transformers()
+    with progress("loading"):
+        return from_pretrained(os.path.expanduser(path_or_id), dtype=dtype, device=device)
+
+
+def load_tokenizer(path_or_id: str, hint: str = "give prompts as token ids with --ids") -> Any:
+    """The checkpoint's tokenizer; ``hint`` says what can be done without one.
+
+    Raises:
+        ValueError: it has none.
+    """
+    from transformers import AutoTokenizer
+
+    missing = f"{path_or_id} has no tokenizer that transformers can read; {hint}"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(path_or_id))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(missing) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ValueError(missing)  # without its files it is made all the same, and knows no text
+    return tokenizer
+
+
+def compile_steps(runner: Runner) -> None:
+    """Compile every kind of step ahead, with a bar."""
+    if not runner.compile:
+        return
+    with progress("compiling", total=len(runner.variants)) as advance:
+        started: list[str] = []
+
+        def on_variant(name: str) -> None:
+            advance(int(bool(started)), f"compiling the {name} step")
+            started.append(name)
+
+        runner.warm_up(on_variant)
+
+
+def _quiet_transformers() -> None:
+    """Its bars and hints about other packages would mix with ours."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
