@@ -1,56 +1,154 @@
-"""Every benchmark, one after the other, and one Markdown page of their tables.
+"""Every benchmark, one after the other, and one Markdown page of what they print.
 
-python -m benchmarks.run_all [--quick] [--models NAME ...] [--page FILE]
+python -m benchmarks.run_all [--list] [--quick] [--only NAME ...] [--models NAME ...] [--page FILE]
+
+A benchmark is a module of this folder that can be run. Those of GPUs are named and left out where
+torch sees no CUDA device.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from benchmarks.models import FAMILIES
 
-# Benchmarks that say something about each family, and those that one family answers.
-EACH = ("decode", "prefill")
-ONCE = ("serve", "overhead", "compile_time", "memory")
+FOLDER = Path(__file__).parent
 
 
-def _jobs(models: list[str], only: list[str], dtypes: list[str]) -> list[list[str]]:
-    jobs = [
-        [name, "--model", model, "--dtype", dtype]
-        for model in models
-        for dtype in dtypes
-        for name in EACH
-    ]
-    jobs += [[name, "--model", models[0]] for name in ONCE]
-    return [job for job in jobs if job[0] in only]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What has to be known of a benchmark before it is run."""
+
+    quick: tuple[str, ...] = ()  # arguments for few rounds or tiny sizes, to see that it runs
+    for_each: bool = False  # says something about every family and dtype
+    has_options: bool = False  # takes what ``results.arguments`` has, --markdown among it
+    needs_cuda: bool = False
+
+
+_OF_STEPS = Traits(quick=("--quick",), has_options=True)
+_OF_STEPS_ON_CUDA = Traits(quick=("--quick",), has_options=True, needs_cuda=True)
+_OF_FAMILIES = Traits(quick=("--quick",), has_options=True, for_each=True)
+_TIMED = Traits(quick=("--seconds", "0.01"))
+
+TRAITS = {
+    "causal_conv1d": _TIMED,
+    "compile_time": _OF_STEPS,
+    "cuda_graphs": _OF_STEPS_ON_CUDA,
+    "decode": _OF_FAMILIES,
+    "floor": _OF_STEPS,
+    "fused_experts": _TIMED,
+    "gated_delta_rule": _TIMED,
+    "kimi_delta_attention": _TIMED,
+    "latent_attention": _TIMED,
+    "latent_prefix": Traits(quick=("--prefixes", "256", "--tokens", "16", "--budget", "128")),
+    "linear": _TIMED,
+    "memory": _OF_STEPS,
+    "overhead": _OF_STEPS,
+    "overlap": Traits(quick=("--layers", "1", "--tokens", "128", "--delays", "0", "--rounds", "1")),
+    "paged_attention": _TIMED,
+    "prefill": _OF_FAMILIES,
+    "ragged_attention": _TIMED,
+    "serve": _OF_STEPS,
+    "side_stream": Traits(quick=("--layers", "2"), has_options=True, needs_cuda=True),
+    "ssd": _TIMED,
+    "state_copy": Traits(quick=("--rounds", "1")),
+    "triton_experts": Traits(needs_cuda=True),
+    "triton_extend": Traits(needs_cuda=True),
+    "triton_kernels": Traits(needs_cuda=True),
+}
+
+
+def discover() -> list[str]:
+    """Names of the benchmarks: modules here that do something when they are run."""
+    return sorted(
+        file.stem
+        for file in FOLDER.glob("*.py")
+        if file.stem != Path(__file__).stem and _can_be_run(file)
+    )
+
+
+def _can_be_run(file: Path) -> bool:
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    return any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in body)
+
+
+def summary(name: str) -> str:
+    """The first sentence that a benchmark says of itself."""
+    doc = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))) or ""
+    return " ".join(doc.partition("\n\n")[0].split()).partition(". ")[0].rstrip(".")
+
+
+def jobs(
+    names: Sequence[str], models: Sequence[str], dtypes: Sequence[str], *, quick: bool
+) -> list[list[str]]:
+    """The command lines to run: a benchmark's name and its arguments."""
+    found = []
+    for name in names:
+        traits = TRAITS.get(name, Traits())
+        options: list[list[str]] = [[]]
+        if traits.for_each:
+            options = [["--model", m, "--dtype", d] for m in models for d in dtypes]
+        elif traits.has_options:
+            options = [["--model", models[0]]]
+        found += [[name, *each, *(traits.quick if quick else ())] for each in options]
+    return found
+
+
+def run(job: Sequence[str]) -> tuple[bool, str]:
+    """Run one in a process of its own; whether it went well, and its part of the page."""
+    shown = f"`python -m benchmarks.{' '.join(job)}`"
+    print(f"\n{shown}", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder, "page.md")
+        has_page = TRAITS.get(job[0], Traits()).has_options
+        writes = ["--markdown", str(page)] if has_page else []
+        command = [sys.executable, "-m", f"benchmarks.{job[0]}", *job[1:], *writes]
+        lines = []
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            for line in process.stdout or ():
+                print(line, end="", flush=True)
+                lines.append(line)
+        told = page.read_text() if page.exists() else f"```\n{''.join(lines)}```\n"
+    return process.returncode == 0, f"{told}\n{shown}\n"
 
 
 def main() -> None:
     """Run them in fresh processes; a failed one is named and the others go on."""
-    parser = argparse.ArgumentParser(description="Every benchmark.")
+    names = discover()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run_all", description=__doc__)
+    parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
     parser.add_argument("--models", nargs="+", choices=FAMILIES, default=["qwen3_next"])
     parser.add_argument("--dtypes", nargs="+", default=["float32"], metavar="DTYPE")
-    parser.add_argument("--only", nargs="+", choices=EACH + ONCE, default=list(EACH + ONCE))
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that they run")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument(
+        "--quick", action="store_true", help="few rounds or tiny sizes, to see that they run"
+    )
     parser.add_argument("--page", type=Path, help="where the Markdown goes")
     options = parser.parse_args()
+    if options.list:
+        for name in options.only:
+            on_gpu = " (needs a CUDA device)" if TRAITS.get(name, Traits()).needs_cuda else ""
+            print(f"{name:22}{summary(name)}{on_gpu}")
+        return
     pages, failed = [], []
-    with tempfile.TemporaryDirectory() as folder:
-        for job in _jobs(options.models, options.only, options.dtypes):
-            page = Path(folder, "page.md")
-            page.unlink(missing_ok=True)
-            command = [sys.executable, "-m", f"benchmarks.{job[0]}", *job[1:]]
-            quick = ["--quick"] if options.quick else []
-            done = subprocess.run([*command, *quick, "--markdown", str(page)], check=False)
-            if done.returncode:
-                failed.append(" ".join(job))
-                continue
-            shown = f"`python -m benchmarks.{' '.join([*job, *quick])}`"
-            pages.append(f"{page.read_text()}\n{shown}\n")
+    for job in jobs(options.only, options.models, options.dtypes, quick=options.quick):
+        if TRAITS.get(job[0], Traits()).needs_cuda and not torch.cuda.is_available():
+            print(f"\n{job[0]} needs a CUDA device: not run", flush=True)
+            pages.append(f"{job[0]} needs a CUDA device: not run\n")
+            continue
+        went_well, page = run(job)
+        pages.append(page)
+        if not went_well:
+            failed.append(" ".join(job))
     if options.page:
         options.page.write_text("\n".join(pages))
     if failed:

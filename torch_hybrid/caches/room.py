@@ -77,4 +77,4 @@ def _free_of_container() -> int | None:
 
 
 def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:,.4g} GiB"
+    return f"{num_bytes / 2**30:,.1f} GiB"
