@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from torch_hybrid.cli_output import note, print_error, stream_output
+from torch_hybrid.cli_output import note, print_error, shown, stream_output
 from torch_hybrid.cli_prompts import system_message, user_message
 from torch_hybrid.engine import Engine
 from torch_hybrid.errors import CapacityError
@@ -76,8 +76,7 @@ def _answer(engine: Engine, messages: list[Message], sampling: Sampling) -> str 
         stream_output(engine, request)
     except KeyboardInterrupt:
         engine.cancel(request)
-        engine.step()  # the cancelled request's last event
-        print(flush=True)
+        print("".join(map(shown, engine.step())), flush=True)  # what was held back of its text
         note("interrupted")
     output = request.output
     return None if output is None or output.error is not None else output.text

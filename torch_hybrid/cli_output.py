@@ -121,7 +121,7 @@ def stream_output(engine: Engine, request: Request) -> Output:
     first_token = time.perf_counter() - start
     while True:
         for event in events:
-            sys.stdout.write(_shown(event))
+            sys.stdout.write(shown(event))
         sys.stdout.flush()
         if request.output is not None:
             break
@@ -185,7 +185,7 @@ def print_json(engine: Engine, requests: Sequence[Request]) -> None:
                 print(json.dumps(fields, ensure_ascii=not is_unicode(out)), flush=True)
 
 
-def _shown(event: TokenEvent) -> str:
+def shown(event: TokenEvent) -> str:
     """An event's text, or its token id when there is no tokenizer."""
     if event.request.detokenizer is not None:
         return event.text
