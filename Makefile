@@ -5,13 +5,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test sanitize lint bench clean
 
 demo: $(READY)
 	$(BIN)/torch-hybrid demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+# The contract suites of the C++ ops and an engine's run, every access of a kernel checked.
+sanitize: $(READY)
+	$(BIN)/python -m tests.hostile.sanitize
 
 # Type checkers cannot follow the ops/ and graphs/ mapping of an editable install: check a copy.
 lint: $(READY)

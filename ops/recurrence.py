@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.registration import check_shapes
+from torch_hybrid.ops.registration import check_contiguous, check_dtypes, check_shapes
 
 CHUNK_SIZES = (16, 32, 64, 128)
 
@@ -32,7 +32,7 @@ def check_tokens(
     that serves all tokens); one row must be dense.
     """
     check_shapes({name: (tensor, shape) for name, (tensor, shape, _) in expected.items()})
-    _check_dtypes({name: (tensor, dtype) for name, (tensor, _, dtype) in expected.items()})
+    check_dtypes({name: (tensor, dtype) for name, (tensor, _, dtype) in expected.items()})
     for name, (tensor, _, _) in expected.items():
         if tensor is not None and not _has_dense_rows(tensor):
             strides = list(tensor.stride())
@@ -56,7 +56,7 @@ def check_slots(
             "has_initial_state": (has_initial_state, (num_seqs,)),
         }
     )
-    _check_dtypes(
+    check_dtypes(
         {
             "state": (state, torch.float32),
             "cu_seqlens": (cu_seqlens, torch.int32),
@@ -64,20 +64,18 @@ def check_slots(
             "has_initial_state": (has_initial_state, torch.bool),
         }
     )
-    if not state.is_contiguous():
-        raise ValueError(f"state must be contiguous, got strides {list(state.stride())}")
+    check_contiguous(
+        state=state,
+        cu_seqlens=cu_seqlens,
+        state_indices=state_indices,
+        has_initial_state=has_initial_state,
+    )
 
 
 def check_chunk_size(chunk_size: int) -> None:
     """Raise ValueError when ``chunk_size`` is not one of CHUNK_SIZES."""
     if chunk_size not in CHUNK_SIZES:
         raise ValueError(f"chunk_size must be one of {list(CHUNK_SIZES)}, got {chunk_size}")
-
-
-def _check_dtypes(expected: Mapping[str, tuple[Tensor | None, torch.dtype]]) -> None:
-    for name, (tensor, dtype) in expected.items():
-        if tensor is not None and tensor.dtype != dtype:
-            raise ValueError(f"{name} must have dtype {dtype}, got {tensor.dtype}")
 
 
 def _has_dense_rows(tensor: Tensor) -> bool:

@@ -63,11 +63,21 @@ def check_shapes(expected: Mapping[str, tuple[Tensor | None, Sequence[int]]]) ->
             raise ValueError(f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
 
 
-def check_dtypes(expected: Mapping[str, tuple[Tensor, torch.dtype]]) -> None:
+def check_dtypes(expected: Mapping[str, tuple[Tensor | None, torch.dtype]]) -> None:
     """Raise ValueError for the first tensor whose dtype is not the expected one."""
     for name, (tensor, dtype) in expected.items():
-        if tensor.dtype != dtype:
-            raise ValueError(f"{name} must have dtype {dtype}, got {tensor.dtype}")
+        if tensor is not None and tensor.dtype != dtype:
+            # Autocast rounds what comes from a matrix product and nothing else that an op takes.
+            autocast = torch.is_autocast_enabled(tensor.device.type)
+            why = "; leave torch.autocast, which casts some of them alone" if autocast else ""
+            raise ValueError(f"{name} must have dtype {dtype}, got {tensor.dtype}{why}")
+
+
+def check_contiguous(**tensors: Tensor | None) -> None:
+    """Raise ValueError for the first tensor that is not contiguous."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
 
 
 def check_impl(

@@ -7,7 +7,13 @@ from torch import Tensor
 
 from torch_hybrid.ops.capability import Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
+from torch_hybrid.ops.registration import (
+    check_contiguous,
+    check_dtypes,
+    check_impl,
+    check_shapes,
+    define_op,
+)
 from torch_hybrid.ops.triton_devices import triton_devices, triton_missing
 
 ACTIVATIONS = ("none", "silu")
@@ -120,22 +126,26 @@ def _check_inputs(
             "has_initial_state": (has_initial_state, (num_seqs,)),
         }
     )
-    dtypes = {
-        "weight": (weight, x.dtype),
-        "bias": (bias, x.dtype),
-        "conv_state": (conv_state, x.dtype),
-        "cu_seqlens": (cu_seqlens, torch.int32),
-        "state_indices": (state_indices, torch.int32),
-        "has_initial_state": (has_initial_state, torch.bool),
-    }
-    for name, (given, dtype) in dtypes.items():
-        if given is not None and given.dtype != dtype:
-            raise ValueError(f"{name} must have dtype {dtype}, got {given.dtype}")
+    check_dtypes(
+        {
+            "weight": (weight, x.dtype),
+            "bias": (bias, x.dtype),
+            "conv_state": (conv_state, x.dtype),
+            "cu_seqlens": (cu_seqlens, torch.int32),
+            "state_indices": (state_indices, torch.int32),
+            "has_initial_state": (has_initial_state, torch.bool),
+        }
+    )
     if x.stride(1) != 1 and channels > 1:
         raise ValueError(f"x must have contiguous rows, got strides {list(x.stride())}")
-    for name, tensor in {"weight": weight, "conv_state": conv_state}.items():
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
+    check_contiguous(
+        weight=weight,
+        bias=bias,
+        conv_state=conv_state,
+        cu_seqlens=cu_seqlens,
+        state_indices=state_indices,
+        has_initial_state=has_initial_state,
+    )
 
 
 def _fake(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import FLOATS
-from torch_hybrid.ops.registration import check_dtypes, check_shapes
+from torch_hybrid.ops.registration import check_contiguous, check_dtypes, check_shapes
 
 
 def check_attention(
@@ -45,7 +45,8 @@ def check_attention(
             "page_table": (page_table, torch.int32),
         }
     )
-    for name, tensor in (("q_latent", q_latent), ("q_rope", q_rope)):
+    check_contiguous(seq_lens=seq_lens)
+    for name, tensor in (("q_latent", q_latent), ("q_rope", q_rope), ("page_table", page_table)):
         _check_contiguous_rows(name, tensor)
     check_store(latent, k_rope, pool, slot_mapping, cu_seqlens)
 
@@ -74,6 +75,7 @@ def check_store(
             "cu_seqlens": (cu_seqlens, torch.int32),
         }
     )
+    check_contiguous(slot_mapping=slot_mapping, cu_seqlens=cu_seqlens)
     for name, tensor in (("latent", latent), ("k_rope", k_rope)):
         _check_contiguous_rows(name, tensor)
 
@@ -84,6 +86,7 @@ def check_gather(pool: Tensor, rows: Tensor) -> None:
     _check_dim("rows", rows, 1)
     _check_pool(pool)
     check_dtypes({"rows": (rows, torch.int32)})
+    check_contiguous(rows=rows)
 
 
 def check_new_slots(slot_mapping: Tensor, cu_seqlens: Tensor, pool: Tensor) -> None:

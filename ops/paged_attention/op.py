@@ -7,7 +7,13 @@ from torch import Tensor
 
 from torch_hybrid.ops.capability import FLOATS, Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
+from torch_hybrid.ops.registration import (
+    check_contiguous,
+    check_dtypes,
+    check_impl,
+    check_shapes,
+    define_op,
+)
 from torch_hybrid.ops.triton_devices import triton_devices, triton_missing
 
 # What a caller may need beyond plain decode: queries of more than one token ("extend"), a
@@ -191,22 +197,20 @@ def _validate(
         )
     if q.dtype not in FLOATS and q.dtype != torch.float64:
         raise ValueError(f"q must be a floating point tensor, got {q.dtype}")
-    for name, tensor in (("k", k), ("v", v), ("kv", kv)):
-        if tensor.dtype != q.dtype:
-            raise ValueError(f"{name} must have dtype {q.dtype}, got {tensor.dtype}")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+    check_dtypes({name: (tensor, q.dtype) for name, tensor in (("k", k), ("v", v), ("kv", kv))})
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("page_table", page_table)):
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name} must have a contiguous last dim, got {tensor.stride()}")
     if not kv.is_contiguous():
         raise ValueError(f"kv must be contiguous, got strides {kv.stride()}")
-    for name, tensor in (
-        ("cu_seqlens", cu_seqlens),
-        ("seq_lens", seq_lens),
-        ("page_table", page_table),
-        ("slot_mapping", slot_mapping),
-    ):
-        if tensor.dtype != torch.int32:
-            raise ValueError(f"{name} must have dtype torch.int32, got {tensor.dtype}")
+    index = {"cu_seqlens": cu_seqlens, "seq_lens": seq_lens, "slot_mapping": slot_mapping}
+    check_contiguous(**index)
+    check_dtypes(
+        {
+            "page_table": (page_table, torch.int32),
+            **{name: (tensor, torch.int32) for name, tensor in index.items()},
+        }
+    )
     if window < 0:
         raise ValueError(f"window must be 0 or a number of keys, got {window}")
     if softcap < 0:

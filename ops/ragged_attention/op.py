@@ -7,7 +7,13 @@ from torch import Tensor
 
 from torch_hybrid.ops.capability import FLOATS, Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.registration import check_dtypes, check_impl, check_shapes, define_op
+from torch_hybrid.ops.registration import (
+    check_contiguous,
+    check_dtypes,
+    check_impl,
+    check_shapes,
+    define_op,
+)
 from torch_hybrid.ops.triton_devices import triton_devices, triton_missing
 
 IMPLEMENTATIONS = {
@@ -115,6 +121,7 @@ def _validate(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_
             "cu_seqlens_k": (cu_seqlens_k, torch.int32),
         }
     )
+    check_contiguous(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name} must have a contiguous last dim, got {tensor.stride()}")

@@ -1,0 +1,85 @@
+"""Index tensors that a C++ kernel would trust: out of range, or not dense, they are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.causal_conv1d import causal_conv1d
+from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
+from torch_hybrid.ops.kimi_delta_attention import chunk_kimi_delta_attention
+from torch_hybrid.ops.native import compiler_missing
+from torch_hybrid.ops.ssd import chunk_ssd, recurrent_ssd
+
+pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
+NUM_TOKENS, NUM_SLOTS, DIM = 6, 3, 16
+RULE: dict[str, Any] = {"scale": 1.0, "qk_l2norm": True, "impl": "cpp"}
+
+
+def delta_rule(op: Callable[..., Tensor], index: tuple[Tensor, ...], g: Tensor) -> Tensor:
+    q = torch.randn(NUM_TOKENS, 1, DIM)
+    state = torch.zeros(NUM_SLOTS, 1, DIM, DIM)
+    return op(q, q, q, g, torch.ones(NUM_TOKENS, 1), state, *index, **RULE)
+
+
+def scalar_decay(op: Callable[..., Tensor], index: tuple[Tensor, ...]) -> Tensor:
+    q, g = torch.randn(NUM_TOKENS, 1, DIM), torch.zeros(NUM_TOKENS, 1)
+    state = torch.zeros(NUM_SLOTS, 1, DIM, DIM)
+    return op(q, q, q, g, None, None, state, *index, scale=1.0, impl="cpp")
+
+
+def convolution(index: tuple[Tensor, ...]) -> Tensor:
+    x, state = torch.randn(NUM_TOKENS, DIM), torch.zeros(NUM_SLOTS, 3, DIM)
+    return causal_conv1d(x, torch.randn(DIM, 4), None, state, *index, activation="silu", impl="cpp")
+
+
+OPS: dict[str, Callable[[tuple[Tensor, ...]], Tensor]] = {
+    "recurrent gated delta rule": lambda index: delta_rule(
+        recurrent_gated_delta_rule, index, torch.zeros(NUM_TOKENS, 1)
+    ),
+    "chunk gated delta rule": lambda index: delta_rule(
+        chunk_gated_delta_rule, index, torch.zeros(NUM_TOKENS, 1)
+    ),
+    "chunk kimi": lambda index: delta_rule(
+        chunk_kimi_delta_attention, index, torch.zeros(NUM_TOKENS, 1, DIM)
+    ),
+    "recurrent ssd": lambda index: scalar_decay(recurrent_ssd, index),
+    "chunk ssd": lambda index: scalar_decay(chunk_ssd, index),
+    "convolution": convolution,
+}
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "slot past the pool": ({"slots": [1, 3]}, r"state_indices must be in \[0, 3\), got 3"),
+    "negative slot": ({"slots": [-1, 1]}, r"state_indices must be in \[0, 3\), got -1"),
+    "too many tokens": ({"offsets": [0, 2, 9]}, "cu_seqlens must rise from 0 to at most 6"),
+    "falling": ({"offsets": [0, 5, 2]}, "cu_seqlens must rise from 0"),
+    "not from 0": ({"offsets": [-3, 2, 4]}, "cu_seqlens must rise from 0"),
+    "strided slots": ({"stride": 2}, "state_indices must be contiguous"),
+    "int64 slots": ({"dtype": torch.int64}, "state_indices must have dtype torch.int32"),
+}
+
+
+def indices(
+    offsets: tuple[int, ...] = (0, 2, 6),
+    slots: tuple[int, ...] = (1, 2),
+    stride: int = 1,
+    dtype: torch.dtype = torch.int32,
+) -> tuple[Tensor, Tensor, Tensor]:
+    spread = torch.tensor(slots, dtype=dtype).repeat_interleave(stride)[::stride]
+    return torch.tensor(offsets, dtype=torch.int32), spread, torch.zeros(2, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_right_ones_pass(op: str) -> None:
+    OPS[op](indices())
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("op", OPS)
+def test_wrong_ones_are_refused(op: str, wrong: str) -> None:
+    changes, message = WRONG[wrong]
+    with pytest.raises(ValueError, match=message):
+        OPS[op](indices(**changes))
