@@ -27,35 +27,50 @@ SUITES = (
 )
 
 
-def runtime() -> Path | None:
-    """The library that is preloaded, where the compiler has one."""
+def runtime() -> list[str]:
+    """The libraries that are preloaded; none where the compiler lacks one.
+
+    The runtime looks for ``__cxa_throw`` when it starts, and python does not link libstdc++: the
+    first error that an op raises would end the process.
+    """
     compiler = _find_compiler()
-    if compiler is None:
-        return None
-    command = [compiler, "-print-file-name=libasan.so"]
-    path = Path(subprocess.run(command, capture_output=True, text=True).stdout.strip())
-    return path if path.is_absolute() and path.exists() else None
+    found = (
+        [_library(compiler, name) for name in ("libasan.so", "libstdc++.so")] if compiler else []
+    )
+    return [str(path) for path in found] if all(path.is_absolute() for path in found) else []
 
 
-def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run pytest so; its output is captured."""
+def _library(compiler: str, name: str) -> Path:
+    """Where a library of the compiler lies; just its name when it has none."""
+    command = [compiler, f"-print-file-name={name}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return Path(done.stdout.strip())
+
+
+def run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run python so; its output is captured."""
     environment = {
         **os.environ,
         SANITIZE: CHECKS,
-        "LD_PRELOAD": str(runtime()),
+        "LD_PRELOAD": " ".join(runtime()),
         # Python keeps what it allocates until it ends; what a kernel leaks is not sought here.
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
+    command = [sys.executable, *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+def run_tests(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run pytest so. It captures nothing: the report of an access is the process's last word."""
+    return run_python("-m", "pytest", "-q", "-x", "-s", *arguments)
+
+
 def main() -> int:
-    if runtime() is None:
+    if not runtime():
         print("the C++ compiler has no AddressSanitizer runtime (libasan.so)")
         return 2
-    done = run(sys.argv[1:] or list(SUITES))
+    done = run_tests(*(sys.argv[1:] or SUITES))
     print(done.stdout[-20_000:], done.stderr[-20_000:])
     return done.returncode
 
