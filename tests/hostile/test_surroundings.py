@@ -1,8 +1,7 @@
 """What a caller set before, or has open around, changes no token and no logit of ours.
 
 Each surrounding is there while a thing is made, or while it runs, and the results are those of calm
-surroundings, bit by bit. Autocast alone is refused by name: it rounds what comes from a matrix
-product, and not the weights that an op takes beside it.
+surroundings, bit by bit. A layer of one's own rounds its products under autocast, as it should.
 """
 
 from __future__ import annotations
@@ -56,6 +55,7 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "bfloat16": lambda: default_dtype(torch.bfloat16),
     "float64": lambda: default_dtype(torch.float64),
     "meta": lambda: default_device("meta"),
+    "with meta": lambda: torch.device("meta"),
     "inference mode": torch.inference_mode,
     "no grad": torch.no_grad,
     "grad": torch.enable_grad,
@@ -63,23 +63,6 @@ SURROUNDINGS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
 calm = nullcontext
-INFERENCE = pytest.mark.xfail(
-    strict=True, reason="the page table is an inference tensor: it must be made outside of the mode"
-)
-RUNNERS = [
-    pytest.param(surrounding, when, marks=INFERENCE)
-    if (surrounding, when) == ("inference mode", "making")
-    else (surrounding, when)
-    for surrounding in SURROUNDINGS
-    for when in ("making", "running", "both")
-]
-
-
-def refused(surrounding: str) -> AbstractContextManager[object]:
-    """Expects the refusal of what is run in autocast, and nothing of what is not."""
-    if surrounding == "autocast":
-        return pytest.raises(ValueError, match=r"leave torch\.autocast")
-    return nullcontext()
 
 
 @pytest.fixture(autouse=True)
@@ -136,27 +119,27 @@ def assert_same_bits(outputs: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(out, wanted)
 
 
-@pytest.mark.parametrize(("surrounding", "when"), RUNNERS)
+@pytest.mark.parametrize("when", ["making", "running", "both"])
+@pytest.mark.parametrize("surrounding", SURROUNDINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_runner(family: str, surrounding: str, when: str) -> None:
     model, expected = model_of(family), calm_logits(family)
     hostile = SURROUNDINGS[surrounding]
     with calm() if when == "running" else hostile():
         runner = th.Runner(model, compile=False, **SIZES)
-    with calm() if when == "making" else refused(surrounding):
-        with calm() if when == "making" else hostile():
-            outputs = logits_of(runner)
-        assert_same_bits(outputs, expected)
-        assert (runner.free_slots, runner.free_pages) == (3, 12)
+    with calm() if when == "making" else hostile():
+        outputs = logits_of(runner)
+    assert_same_bits(outputs, expected)
+    assert (runner.free_slots, runner.free_pages) == (3, 12)
 
 
 @pytest.mark.parametrize("surrounding", SURROUNDINGS)
 @pytest.mark.parametrize("family", ["qwen3_next_dense", "bamba"])
 def test_engine(family: str, surrounding: str) -> None:
     model, expected = model_of(family), calm_tokens(family)
-    with refused(surrounding), SURROUNDINGS[surrounding]():
+    with SURROUNDINGS[surrounding]():
         outputs = tokens_of(Engine(th.Runner(model, compile=False, **SIZES)))
-        assert outputs == expected
+    assert outputs == expected
 
 
 @pytest.mark.parametrize("surrounding", SURROUNDINGS)
@@ -169,6 +152,9 @@ def test_layer_of_ones_own(surrounding: str) -> None:
         weight.requires_grad_(False).normal_(std=0.3)
     x = torch.randn(41, 32)
     expected = outputs_of(layer, x)
-    with refused(surrounding), SURROUNDINGS[surrounding]():
+    with SURROUNDINGS[surrounding]():
         outputs = outputs_of(layer, x)
+    if surrounding == "autocast":
+        assert (outputs[0] - expected[0]).abs().max() < 0.05 * expected[0].abs().max()
+    else:
         assert_same_bits(outputs, expected)
