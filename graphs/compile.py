@@ -1,8 +1,9 @@
 """Compile a step into one graph, and keep what is known of that graph.
 
-Dynamo traces the step whole (``fullgraph``: a graph break is an error), the passes run on its
-graph, and Inductor compiles the result. Guards are kept on the step's own inputs alone: weights
-and pools belong to the runner, which never replaces them.
+Dynamo traces the step with the first layers (``fullgraph``: a graph break is an error), the others
+are put in as copies of those, the passes run on the whole graph, and Inductor compiles each
+distinct region of the result. Guards are kept on the step's own inputs alone: weights and pools
+belong to the runner, which never replaces them.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from torch_hybrid.graphs.clone_check import PoolClone, find_pool_clones
+from torch_hybrid.graphs.instantiate import drop_dead_checks, own_copy
+from torch_hybrid.graphs.layers_once import LayerCount, LayersOnce
+from torch_hybrid.graphs.mutation import storages
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, PassRecord, apply_passes
+from torch_hybrid.graphs.regions import Compiled, Region, fake_of, join, plan_regions
 from torch_hybrid.graphs.schedule import Stage, is_collective_start, opaque_ops, read_schedule
 from torch_hybrid.ops.registration import NAMESPACE, REGISTERED
 from torch_hybrid.ops.side_stream import JOIN
@@ -30,6 +36,8 @@ class GraphRecord:
     """One compiled graph: what is in it, what it cost, and whether it copies a pool."""
 
     num_nodes: int
+    layers: LayerCount
+    regions: tuple[int, ...]  # how often each compiled region is called
     ops: Counter[str]  # "op[impl]" to number of calls
     passes: tuple[PassRecord, ...]
     schedule: tuple[Stage, ...]  # empty for a step that is not in halves
@@ -44,13 +52,25 @@ class CompileLog:
     graphs: list[GraphRecord] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledGraph:
+    """What a graph was compiled to; ``ops`` and ``sources`` are those of all calls."""
+
+    step: Callable[..., Any]
+    regions: tuple[int, ...] = ()
+    ops: Counter[str] = field(default_factory=Counter)
+    sources: tuple[str, ...] = ()  # in the order of the calls
+
+
 class StepBackend:
-    """A ``torch.compile`` backend: the passes, then Inductor, with a record of each graph.
+    """A ``torch.compile`` backend: the layers that were not traced, the passes, then Inductor, with
+    a record of each graph.
 
     Args:
         log: where records go.
         pool_sizes: numbers of elements of the state pools, to find copies of them.
-        passes: run in order on the Dynamo graph.
+        layers: completes the graphs of its model.
+        passes: run in order on the whole graph.
         keep_text: record each graph's text before and after each pass.
     """
 
@@ -59,52 +79,120 @@ class StepBackend:
         log: CompileLog,
         *,
         pool_sizes: Collection[int],
+        layers: LayersOnce | None = None,
         passes: Sequence[Pass] = DEFAULT_PASSES,
         keep_text: bool = False,
     ) -> None:
         self._log = log
         self._pool_sizes = pool_sizes
+        self._layers = layers
         self._passes = passes
         self._keep_text = keep_text
 
-    def __call__(self, module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def __call__(self, module: GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one traced graph."""
-        from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
         start = time.perf_counter()
-        sources: list[str] = []
-        ops: Counter[str] = Counter()
-
-        def compile_inner(graph: GraphModule, *args: Any, **options: Any) -> Any:
-            ops.update(_ops_of(graph))
-            compiled: Any = compile_fx_inner(graph, *args, **options)
-            sources.append(compiled.source_code)
-            return compiled
-
+        module = own_copy(module)
+        drop_dead_checks(module.graph)
+        added, layers = self._complete(module)
         records = apply_passes(module, self._passes, keep_text=self._keep_text)
         num_nodes, schedule = len(module.graph.nodes), read_schedule(module.graph)
-        planned = opaque_ops(module.graph)
-        with (
-            torch._functorch.config.patch(_ALWAYS_INDUCTOR),
-            torch._inductor.config.patch(_options_of_ranks(module.graph)),
-            _inductor_options(schedule, planned),
-        ):
-            compiled: Any = compile_fx(module, inputs, inner_compile=compile_inner)
-        if schedule:
-            _check_order(sources, planned)
-        clones = [c for source in sources for c in find_pool_clones(source, self._pool_sizes)]
+        compiled = self._compile(module, schedule, added)
+        clones = [c for code in compiled.sources for c in find_pool_clones(code, self._pool_sizes)]
         self._log.graphs.append(
             GraphRecord(
                 num_nodes=num_nodes,
-                ops=ops,
+                layers=layers,
+                regions=compiled.regions,
+                ops=compiled.ops,
                 passes=tuple(records),
                 schedule=schedule,
                 pool_clones=tuple(clones),
                 seconds=time.perf_counter() - start,
             )
         )
-        step: Callable[..., Any] = compiled
-        return step
+        return compiled.step
+
+    def _complete(self, module: GraphModule) -> tuple[list[Tensor], LayerCount]:
+        if self._layers is None:
+            return [], LayerCount(traced=0, copied=0)
+        return self._layers.complete(module)
+
+    def _compile(
+        self, module: GraphModule, schedule: Sequence[Stage], added: Sequence[Tensor]
+    ) -> CompiledGraph:
+        """Compile each distinct region of a graph; ``added`` are the tensors of its last
+        placeholders, which whoever calls the step does not know."""
+        planned = opaque_ops(module.graph)
+        plan = plan_regions(module.graph)
+        with (
+            torch._functorch.config.patch(_ALWAYS_INDUCTOR),
+            torch._inductor.config.patch(_options_of_ranks(module.graph)),
+            _inductor_options(schedule, planned),
+        ):
+            compiled = [compile_region(region, module) for region in plan.distinct]
+        in_turn = [compiled[number] for number in plan.numbers]
+        sources = tuple(source for region in in_turn for source in region.sources)
+        if schedule:
+            _check_order(sources, planned)
+        return CompiledGraph(
+            step=join(module.graph, plan, [region.call for region in compiled], added),
+            regions=plan.counts,
+            ops=sum((region.ops for region in in_turn), Counter()),
+            sources=sources,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledRegion:
+    """One region as Inductor compiled it; ``call`` takes the list of its inputs."""
+
+    call: Compiled
+    ops: Counter[str]
+    sources: tuple[str, ...]
+
+
+def compile_region(region: Region, root: GraphModule) -> CompiledRegion:
+    """Compile a region of the graph of ``root`` by Inductor."""
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    module = region.module(root)
+    inputs = [fake_of(node) for node in region.inputs]
+    is_plain = not _returns_inputs(module.graph)
+    num_given = _num_inputs_and_outputs(module.graph)
+    direct: list[Compiled] = []
+    sources: list[str] = []
+    ops: Counter[str] = Counter()
+
+    def compile_inner(graph: GraphModule, *args: Any, **options: Any) -> Any:
+        ops.update(_ops_of(graph))
+        compiled: Any = compile_fx_inner(graph, *args, **options)
+        sources.append(compiled.source_code)
+        if is_plain and _num_inputs_and_outputs(graph.graph) == num_given:
+            direct.append(compiled.current_callable)
+        return compiled
+
+    wrapped: Any = compile_fx(module, inputs, inner_compile=compile_inner)
+
+    def call(given: list[Any]) -> Sequence[Any]:
+        result: Sequence[Any] = wrapped(*given)
+        return result
+
+    # Autograd's wrapper takes three times as long as the call itself, and has nothing to do where
+    # values go in and out as they are.
+    chosen = direct[0] if len(direct) == 1 and len(sources) == 1 else call
+    return CompiledRegion(call=chosen, ops=ops, sources=tuple(sources))
+
+
+def _num_inputs_and_outputs(graph: Graph) -> tuple[int, int]:
+    return len(graph.find_nodes(op="placeholder")), len(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def _returns_inputs(graph: Graph) -> bool:
+    """Whether a graph returns what it is given, or a view of it."""
+    given = storages(graph.find_nodes(op="placeholder"))
+    returned = graph.output_node().all_input_nodes
+    return any(n.op == "placeholder" for n in returned) or bool(storages(returned) & given)
 
 
 # A hit in autograd's cache would skip Inductor, and with it the code to look at.

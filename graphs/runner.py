@@ -21,6 +21,7 @@ from torch_hybrid.graphs.buckets import StepSizes
 from torch_hybrid.graphs.check_extend import check_extend, token_lists
 from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
 from torch_hybrid.graphs.cuda_graph import CapturedSteps, why_not_capturable
+from torch_hybrid.graphs.layers_once import LayersOnce
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, without
 from torch_hybrid.graphs.planner import Logits, StepPlanner
 from torch_hybrid.graphs.report import Report
@@ -149,6 +150,7 @@ class Runner:
             }
             self._log = CompileLog()
             self._variants: dict[str, int] = {}  # name of a variant to its graph's place in the log
+            self._layers = LayersOnce(model, self._cache.pools)
             self._breaks_before = _count_graph_breaks()
             self._steps = self._make_steps(without(passes, switched_off), keep_pass_text)
 
@@ -353,7 +355,7 @@ class Runner:
         # Floats of the model (an eps) are constants: as inputs, each is a tensor made every step.
         settings = torch._dynamo.config.patch(specialize_float=True)  # of the whole process
         with _COMPILING, torch.inference_mode(), settings, named_failures():
-            self._steps[variant](inputs, self._cache.pools)
+            self._layers.trace(lambda: self._steps[variant](inputs, self._cache.pools))
         self._variants[variant.name] = place
         if self._captured is not None and self.model.device.type == "cuda":
             self._check_capturable(variant.name, self._log.graphs[place].ops)
@@ -380,6 +382,7 @@ class Runner:
         backend = StepBackend(
             self._log,
             pool_sizes={pool.numel() for pool in pools},
+            layers=self._layers,
             passes=passes,
             keep_text=keep_text,
         )

@@ -3,12 +3,13 @@ that is traced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_hybrid.backends.hybrid import Plan, Step
 from torch_hybrid.backends.mode import Form, Mode
@@ -40,6 +41,20 @@ class Model(Protocol):
     def __call__(self, tokens: Tensor, positions: Tensor, step: Step) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class LayeredModel(Model, Protocol):
+    """A module that can say what its layers are, so that those of one kind are compiled once.
+
+    Each layer takes the one value of the layer before it. ``first_layers(n)`` is a context in which
+    the model has its first n layers alone and can be called; its ``table`` keeps all of them.
+    """
+
+    @property
+    def layers(self) -> Sequence[nn.Module]: ...
+
+    def first_layers(self, count: int) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,6 +62,16 @@ class HybridModel(nn.Module):
         """The decoder layers."""
         layers: nn.ModuleList = self.hf_model.model.layers
         return layers
+
+    @contextmanager
+    def first_layers(self, count: int) -> Iterator[None]:
+        """Have the first ``count`` layers alone, while a step is traced."""
+        inner = self.hf_model.model
+        whole, inner.layers = inner.layers, inner.layers[:count]
+        try:
+            yield
+        finally:
+            inner.layers = whole
 
     @property
     def dtype(self) -> torch.dtype:

@@ -6,7 +6,8 @@ a mixture of experts in the others. Weights are on the meta device until they ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
@@ -72,6 +73,15 @@ class Ring25(nn.Module):
     def device(self) -> torch.device:
         """Where the weights are."""
         return self.lm_head.weight.device
+
+    @contextmanager
+    def first_layers(self, count: int) -> Iterator[None]:
+        """Have the first ``count`` layers alone, while a step is traced."""
+        whole, self.layers = self.layers, self.layers[:count]
+        try:
+            yield
+        finally:
+            self.layers = whole
 
     def forward(self, tokens: Tensor, positions: Tensor, step: Step) -> Tensor:
         """Run the layers over the packed tokens of a step.

@@ -1,0 +1,205 @@
+"""Which layers of a model are traced, and which are copies of those.
+
+Tracing takes as long for each layer as for the one before it, and layers of one kind give the same
+calls on other weights and pools. So a step is traced with as many first layers as it takes to see
+every kind; ``graphs.instantiate`` puts copies of them where the others belong.
+
+    kind of a layer: all that a trace can see of it but the values of its tensors and its number
+    first variant of a runner: every kind twice, so that what differs by layer shows
+    later variants:            every kind once
+    nowhere counted: layer 0, which reads the embedding and not a layer
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from torch_hybrid.graphs.instantiate import CannotCopy, Layers, instantiate, mark_layers
+from torch_hybrid.graphs.step import Caches, LayeredModel, Model
+
+_LAYER_NUMBERS = {"layer_idx", "layer_id"}  # resolved through the table while tracing
+_HELD_APART = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCount:
+    """How the layers of one compiled graph came there."""
+
+    traced: int  # 0 where the model does not say what its layers are
+    copied: int
+    why_not_copied: str = ""  # where none is
+
+
+class LayersOnce:
+    """Traces a model's steps with its first layers alone, and completes the graphs.
+
+    Args:
+        model: whose steps are traced; one that is no ``LayeredModel`` is traced whole.
+        caches: of its layers.
+    """
+
+    def __init__(self, model: Model, caches: Caches) -> None:
+        self._refused = ""
+        self._layers: Layers | None = None
+        self._tracing: int | None = None  # how many layers the model has just now
+        self._is_checked = False  # whether layers of one kind were seen to give the same calls
+        if isinstance(model, nn.Module) and isinstance(model, LayeredModel):
+            self._model = model
+            try:
+                self._layers = layers_of(model, caches)
+            except CannotCopy as error:
+                self._refused = str(error)
+        else:
+            self._refused = "the model has no first_layers"
+
+    def trace(self, step: Callable[[], object]) -> None:
+        """Run ``step``, which traces the model; again with all layers if they cannot be copied."""
+        layers = self._layers
+        if layers is None or self._refused:
+            step()
+            return
+        self._tracing = num_first(layers.kinds)
+        if not self._is_checked:
+            # A kind that comes back late is not worth tracing all layers before it.
+            self._tracing = min(num_first(layers.kinds, times=2), 2 * self._tracing)
+        try:
+            with self._model.first_layers(self._tracing):
+                step()
+            self._is_checked = True
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            if not isinstance(error.inner_exception, CannotCopy):
+                raise
+            self._refused = str(error.inner_exception)
+        finally:
+            self._tracing = None
+        if self._refused:
+            step()
+
+    def complete(self, module: GraphModule) -> tuple[list[Tensor], LayerCount]:
+        """Put the layers that were not traced into a traced graph, and mark the layer of each node.
+
+        Returns:
+            The tensors of the placeholders that were added, after those that were there, and how
+            many layers came from where.
+
+        Raises:
+            CannotCopy: the graph is one of layers that cannot be copied.
+        """
+        if self._layers is None:
+            return [], LayerCount(traced=0, copied=0, why_not_copied=self._refused)
+        mark_layers(module.graph, self._layers.names)
+        total = len(self._layers.kinds)
+        if self._tracing is None:
+            return [], LayerCount(traced=total, copied=0, why_not_copied=self._refused)
+        if self._tracing == total:
+            why = f"all {total} layers are needed to see each kind"
+            return [], LayerCount(traced=total, copied=0, why_not_copied=why)
+        tensors = instantiate(module, self._layers, self._tracing)
+        return tensors, LayerCount(traced=self._tracing, copied=total - self._tracing)
+
+
+def num_first(kinds: tuple[int, ...], *, times: int = 1) -> int:
+    """The fewest first layers that have the kind of every later layer ``times`` times, layer 0
+    not counted."""
+    for count in range(len(kinds)):
+        seen = Counter(kinds[1:count])
+        if all(seen[kind] >= times for kind in kinds[count:]):
+            return count
+    return len(kinds)
+
+
+def layers_of(model: LayeredModel, caches: Caches) -> Layers:
+    """The names, kinds and tensors of a model's layers.
+
+    Raises:
+        CannotCopy: a layer stands in several places, or has a tensor of an unknown class.
+    """
+    names = {id(module): name for name, module in model.named_modules()}  # type: ignore[attr-defined]
+    found, kinds, tensors = [], [], []
+    numbers: dict[Any, int] = {}
+    for index, layer in enumerate(model.layers):
+        if names[id(layer)] in found:
+            raise CannotCopy(f"layers {found.index(names[id(layer)])} and {index} are one module")
+        found.append(names[id(layer)])
+        entries = model.table.layers[index]
+        own = _layer_tensors(layer, {e.kind: caches[e.kind][e.index] for e in entries})
+        for name, tensor in own.items():
+            if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+                raise CannotCopy(f"{name} of layer {index} is a {type(tensor).__name__}")
+        facts = tuple((entry.kind, _fact(entry.spec)) for entry in entries)
+        kind = signature(layer), facts, _aliases(list(own.values()))
+        kinds.append(numbers.setdefault(kind, len(numbers)))
+        tensors.append(own)
+    return Layers(names=tuple(found), kinds=tuple(kinds), tensors=tuple(tensors))
+
+
+def signature(module: nn.Module) -> tuple[Any, ...]:
+    """All that a trace can see of a module but the values of its tensors and its layer's number.
+
+    Equal for two modules whose traces are the same but for those. Objects of which nothing is
+    known are equal to themselves alone.
+    """
+    facts = {
+        name: _fact(value)
+        for name, value in vars(module).items()
+        if name not in _LAYER_NUMBERS | _HELD_APART and not isinstance(value, Tensor)
+    }
+    tensors = [(name, _tensor_facts(tensor)) for name, tensor in _own_tensors(module)]
+    children = [
+        (name, None if child is None else signature(child))
+        for name, child in module._modules.items()
+    ]
+    return type(module), tuple(sorted(facts.items())), tuple(tensors), tuple(children)
+
+
+def _fact(value: Any) -> Any:
+    if isinstance(value, _PLAIN):
+        return type(value), repr(value)
+    if isinstance(value, tuple | list):
+        return type(value), tuple(map(_fact, value))
+    if isinstance(value, Mapping):
+        return type(value), tuple((_fact(key), _fact(item)) for key, item in value.items())
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value), tuple(_fact(getattr(value, field.name)) for field in fields(value))
+    return type(value), id(value)
+
+
+def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    held = [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]
+    return [(name, value) for name, value in held if isinstance(value, Tensor)]
+
+
+def _tensor_facts(tensor: Tensor) -> tuple[Any, ...]:
+    layout = tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device)
+    return type(tensor), *layout, tensor.requires_grad
+
+
+def _layer_tensors(layer: nn.Module, mixers: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Every tensor of a layer, its caches too, by a name that is the same in each layer."""
+    found = {
+        f"{path}.{name}": tensor
+        for path, module in layer.named_modules(remove_duplicate=False)
+        for name, tensor in _own_tensors(module)
+    }
+    for kind, cache in mixers.items():
+        found |= {f"{kind} {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(cache))}
+    return found
+
+
+def _aliases(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
+    """Which of the tensors are one, and which share their memory."""
+    same: dict[int, int] = {}
+    shared: dict[int, int] = {}
+    return tuple(
+        (same.setdefault(id(t), i), shared.setdefault(t.untyped_storage()._cdata, i))
+        for i, t in enumerate(tensors)
+    )

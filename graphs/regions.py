@@ -1,0 +1,245 @@
+"""Cut a step into regions: each distinct one is compiled once, and called wherever it stands.
+
+Contract: the regions one after the other are the graph; a region has no weight, pool or plan of its
+own, all of them are its inputs; two regions are one where nothing but the tensors differs.
+
+    cut after the last opaque op of each layer, and the views of its result:
+        that result is in memory in any case, so that no fusion is lost; between layers the
+        residual's sum would part from the norm
+        nowhere inside a context (autocast)
+    for each region:
+        key = its calls with nodes numbered; shapes, strides, dtypes and aliases of its inputs as
+              expressions of the step's sizes; which values are read outside
+    compile each key once
+    the step = one Python function that calls them in turn, and drops each value after its last use
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensor
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from torch_hybrid.graphs.instantiate import Named, layer_of
+from torch_hybrid.graphs.lanes import lane_of
+from torch_hybrid.ops.linear.op import linear
+
+# A compiled region takes the list of its inputs, which it may empty, and gives its outputs.
+Compiled = Callable[[list[Any]], Sequence[Any]]
+_VIEWS = {"narrow", "unflatten", "view", "reshape", "size"}
+
+
+def cut(graph: Graph) -> list[list[Node]]:
+    """The calls of a graph in regions, in order; one region where no layers are known."""
+    nodes = [node for node in graph.nodes if node.op.startswith("call_")]
+    last: dict[tuple[int | None, int], int] = {}
+    layer: int | None = None
+    for place, node in enumerate(nodes):
+        # What a pass has made belongs where it stands, what was traced outside of layers to none.
+        if layer_of(node) is not None or "nn_module_stack" in node.meta:
+            layer = layer_of(node)
+        if layer is not None and _is_opaque(node):
+            last[lane_of(node), layer] = place
+    inside = _inside_contexts(nodes)
+    ends = sorted(_past_views(nodes, place) + 1 for place in last.values())
+    places = [0, *(end for end in ends if end not in inside and end < len(nodes)), len(nodes)]
+    return [nodes[a:b] for a, b in pairwise(places)]
+
+
+def _is_opaque(node: Node) -> bool:
+    """Whether Inductor calls a node's op as it is, and puts its result into memory."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        return target.namespace not in ("aten", "prims")
+    return target is F.linear or target is linear
+
+
+def _past_views(nodes: Sequence[Node], place: int) -> int:
+    """The last of the views behind an op: the sizes that they are made with are there."""
+    while place + 1 < len(nodes) and nodes[place + 1].target in _VIEWS:
+        place += 1
+    return place
+
+
+def _inside_contexts(nodes: Sequence[Node]) -> set[int]:
+    """Places before which a context is open."""
+    inside: set[int] = set()
+    depth = 0
+    for place, node in enumerate(nodes):
+        if depth:
+            inside.add(place)
+        depth += (node.target is _enter_autocast) - (node.target is _exit_autocast)
+    return inside
+
+
+def fake_of(node: Node) -> Any:
+    """A node's value while it is compiled; computed where a pass has left none."""
+    if "example_value" not in node.meta:
+        args, kwargs = map_arg((node.args, node.kwargs), fake_of)  # type: ignore[arg-type]
+        fakes = map(fake_of, node.all_input_nodes)
+        mode = next(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
+        with mode, torch.no_grad():
+            if node.op == "call_method":
+                node.meta["example_value"] = getattr(args[0], str(node.target))(*args[1:], **kwargs)  # type: ignore[index]
+            else:
+                node.meta["example_value"] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return node.meta["example_value"]
+
+
+class Region:
+    """Some calls of a graph, what they read from outside, and what is read of them there.
+
+    Attributes:
+        inputs: in the order in which they are first read, and after them the sizes that shapes
+            are made of.
+        outputs: in the order of the calls.
+    """
+
+    def __init__(self, nodes: Sequence[Node], sizes: Mapping[Any, Node]) -> None:
+        inside = set(nodes)
+        read = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside)
+        self.nodes = nodes
+        self.constants = [node for node in read if node.op == "get_attr"]
+        self.inputs = [node for node in read if node.op != "get_attr"]
+        self.outputs = [n for n in nodes if any(user not in inside for user in n.users)]
+        given = {fake_of(node).node.expr for node in self.inputs if _is_size(node)}
+        values = [*map(fake_of, self.inputs), *(n.meta.get("example_value") for n in nodes)]
+        needed = {size for value in values for size in _symbols(value)}
+        missing = [sizes[s] for s in sorted(needed - given, key=str) if s in sizes]
+        self.inputs += [node for node in missing if node not in self.inputs]
+
+    def key(self) -> object:
+        """Equal for regions that differ in nothing but the tensors that they are called on."""
+        number = {node: i for i, node in enumerate([*self.inputs, *self.nodes])}
+        names = {node: f"%{i}" for node, i in number.items()}
+        names |= {node: str(node.target) for node in self.constants}
+
+        def call(node: Node) -> object:
+            given = map_arg((node.args, node.kwargs), lambda n: Named(names[n]))  # type: ignore[arg-type]
+            return node.op, node.target, str(given), str(node.meta.get("custom", ""))
+
+        storages: dict[int, int] = {}
+
+        def place(node: Node) -> object:
+            fake = fake_of(node)
+            if not isinstance(fake, Tensor):
+                return str(fake)
+            shared = storages.setdefault(fake.untyped_storage()._cdata, number[node])
+            layout = str((*fake.shape, "by", *fake.stride(), "from", fake.storage_offset()))
+            return layout, fake.dtype, str(fake.device), shared
+
+        return (
+            tuple(map(call, self.nodes)),
+            tuple(map(place, self.inputs)),
+            tuple(number[node] for node in self.outputs),
+        )
+
+    def module(self, root: torch.nn.Module) -> GraphModule:
+        """The calls as a graph of their own; ``root`` has the constants."""
+        graph, new = Graph(), {}
+        for node in self.inputs:
+            new[node] = graph.placeholder(node.name)
+            fake_of(node)
+            new[node].meta = {k: v for k, v in node.meta.items() if k != "grapharg"}
+        for node in [*self.constants, *self.nodes]:
+            new[node] = graph.node_copy(node, new.__getitem__)
+        graph.output(tuple(new[node] for node in self.outputs))
+        return GraphModule(root, graph)
+
+
+def _is_size(node: Node) -> bool:
+    return isinstance(fake_of(node), torch.SymInt)
+
+
+def _symbols(fake: Any) -> set[Any]:
+    """The sizes that a value's shape is made of."""
+    if isinstance(fake, torch.SymInt):
+        return set(fake.node.expr.free_symbols)
+    if not isinstance(fake, Tensor):
+        return set()
+    return {
+        s
+        for n in (*fake.shape, *fake.stride())
+        if isinstance(n, torch.SymInt)
+        for s in n.node.expr.free_symbols
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The regions of a graph: the distinct ones, and which of them is called at each place."""
+
+    regions: tuple[Region, ...]  # at each place
+    numbers: tuple[int, ...]  # of the distinct one, at each place
+    distinct: tuple[Region, ...]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How often each distinct region is called."""
+        return tuple(map(self.numbers.count, range(len(self.distinct))))
+
+
+def plan_regions(graph: Graph) -> Plan:
+    """Cut a graph, and find the regions that are one."""
+    placeholders = graph.find_nodes(op="placeholder")
+    sizes = {fake_of(node).node.expr: node for node in placeholders if _is_size(node)}
+    regions = [Region(nodes, sizes) for nodes in cut(graph)]
+    known: dict[object, int] = {}
+    numbers = [known.setdefault(region.key(), len(known)) for region in regions]
+    first = dict(zip(reversed(numbers), reversed(regions), strict=True))
+    return Plan(
+        regions=tuple(regions),
+        numbers=tuple(numbers),
+        distinct=tuple(first[number] for number in range(len(known))),
+    )
+
+
+def join(graph: Graph, plan: Plan, compiled: Sequence[Compiled], bound: Sequence[Tensor]) -> Any:
+    """The step as a function of the graph's placeholders.
+
+    Args:
+        graph: that was cut.
+        plan: its regions.
+        compiled: each distinct region.
+        bound: the tensors that the last placeholders stand for; the function takes the others.
+    """
+    placeholders = list(graph.find_nodes(op="placeholder"))
+    taken = placeholders[: len(placeholders) - len(bound)]
+    names = {node: f"a{i}" for i, node in enumerate(placeholders)}
+    made = [node for region in plan.regions for node in region.outputs]
+    names |= {node: f"v{i}" for i, node in enumerate(made)}
+    scope: dict[str, Any] = {f"f{i}": function for i, function in enumerate(compiled)}
+    given = [names[node] for node in placeholders[len(taken) :]]
+    scope |= dict(zip(given, bound, strict=True))
+    exec("\n".join(_text(graph, plan, names, taken, set(made))), scope)
+    return scope["step"]
+
+
+def _text(
+    graph: Graph, plan: Plan, names: Mapping[Node, str], taken: Sequence[Node], made: set[Node]
+) -> list[str]:
+    output = graph.output_node()
+    last: dict[Node, int] = {}
+    for place, region in enumerate(plan.regions):
+        last |= dict.fromkeys(region.inputs, place)
+    last |= dict.fromkeys(output.all_input_nodes, len(plan.regions))
+    lines = [f"def step({', '.join(names[node] for node in taken)}):"]
+    for place, (number, region) in enumerate(zip(plan.numbers, plan.regions, strict=True)):
+        # The list alone holds a region's values then: the region frees them as early as it can.
+        lines.append(f"    boxed = [{', '.join(names[node] for node in region.inputs)}]")
+        done = [names[n] for n in region.inputs if n in made and last[n] == place]
+        lines += [f"    del {', '.join(done)}"] if done else []
+        results = "".join(f"{names[node]}, " for node in region.outputs)
+        lines.append(f"    {results + '= ' if results else ''}f{number}(boxed)")
+    result = map_arg(output.args[0], lambda node: Named(names[node]))  # type: ignore[arg-type]
+    return [*lines, f"    return {result}"]
