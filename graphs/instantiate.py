@@ -22,6 +22,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -211,17 +212,18 @@ class _Copier:
 
     def check_alike(self) -> None:
         """Raise CannotCopy unless layers of one kind make the same calls."""
-        texts: dict[int, list[str]] = {}
+        first: dict[int, int] = {}  # of each kind
+        calls = [self._calls(index) for index in range(1, len(self._run))]
         for index in range(1, len(self._run)):
-            kind, text = self._layers.kinds[index], self._text(index)
-            known = texts.setdefault(kind, text)
-            if known != text:
-                pairs = zip([*known, "nothing"], [*text, "nothing"], strict=False)
-                one, other = next(pair for pair in pairs if pair[0] != pair[1])
-                raise CannotCopy(
-                    f"layer {index} looks like one before it and makes other calls: "
-                    f"{other} for {one}"
-                )
+            one = first.setdefault(self._layers.kinds[index], index)
+            for (op, text), (own_op, own_text) in zip_longest(
+                calls[one - 1], calls[index - 1], fillvalue=(None, "nothing")
+            ):
+                if (op, text) != (own_op, own_text):
+                    raise CannotCopy(
+                        f"layers {one} and {index} look alike, and one calls {text} where the "
+                        f"other calls {own_text}"
+                    )
 
     def copy(self) -> None:
         """Append the layers that were not traced."""
@@ -257,10 +259,10 @@ class _Copier:
             for key, (text, module) in node.meta.get("nn_module_stack", {}).items()
         }
 
-    def _text(self, index: int) -> list[str]:
-        """A layer's calls, with its tensors by name and its values by number."""
+    def _calls(self, index: int) -> list[tuple[object, str]]:
+        """What a layer calls: op and text, with its tensors by name and its values by number."""
         names: dict[Node, str] = {self._results[index - 1]: "the value before"}
-        lines: list[str] = []
+        calls: list[tuple[object, str]] = []
 
         def name(node: Node) -> Named:
             if node not in names:
@@ -269,12 +271,14 @@ class _Copier:
             return Named(names[node])
 
         for number, node in enumerate(self._run[index]):
-            given = map_arg((node.args, node.kwargs), name)  # type: ignore[arg-type]
-            lines.append(f"{node.target} of {given}")
+            args, kwargs = map_arg((node.args, node.kwargs), name)  # type: ignore[arg-type]
+            given = [*map(repr, args), *(f"{key}={value}" for key, value in kwargs.items())]
+            op = node.target if node.op == "call_method" else node._pretty_print_target(node.target)
+            calls.append((node.target, f"{op}({', '.join(given)})"))
             names[node] = f"%{number}"
-        if "the value before" not in "\n".join(lines):
+        if self._results[index - 1] not in {i for n in self._run[index] for i in n.all_input_nodes}:
             raise CannotCopy(f"layer {index} does not read the value of layer {index - 1}")
-        return lines
+        return calls
 
 
 class Named:

@@ -81,16 +81,17 @@ def _example(node: Node) -> torch.Tensor:
 
 
 def _merge(graph: Graph, layers: Sequence[_Linear]) -> None:
-    source = layers[0].source
+    first_node = layers[0].node
+    source, *_ = _operands(*first_node.args, **first_node.kwargs)  # one that was merged is replaced
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-    num_dims = _example(source).ndim
+    num_dims = _example(layers[0].source).ndim
     made: list[Node] = []
 
     def method(name: str, *args: Any) -> Node:
         made.append(graph.call_method(name, args))
         return made[-1]
 
-    with graph.inserting_before(layers[0].node):
+    with graph.inserting_before(first_node):
         rows = source
         leading = [method("size", source, i) for i in range(num_dims - 1)]
         if num_dims != 2:
@@ -106,6 +107,6 @@ def _merge(graph: Graph, layers: Sequence[_Linear]) -> None:
             layer.node.replace_all_uses_with(columns)
             first += width
     for node in made:
-        keep_marks(node, layers[0].node)
+        keep_marks(node, first_node)
     for layer in reversed(layers):
         graph.erase_node(layer.node)

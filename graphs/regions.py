@@ -31,7 +31,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from torch_hybrid.graphs.instantiate import Named, layer_of
-from torch_hybrid.graphs.lanes import lane_of
+from torch_hybrid.graphs.lanes import lane_of, stage_of
 from torch_hybrid.ops.linear.op import linear
 
 # A compiled region takes the list of its inputs, which it may empty, and gives its outputs.
@@ -124,9 +124,13 @@ class Region:
         names = {node: f"%{i}" for node, i in number.items()}
         names |= {node: str(node.target) for node in self.constants}
 
+        stages = [stage for node in self.nodes if (stage := stage_of(node)) is not None]
+
         def call(node: Node) -> object:
             given = map_arg((node.args, node.kwargs), lambda n: Named(names[n]))  # type: ignore[arg-type]
-            return node.op, node.target, str(given), str(node.meta.get("custom", ""))
+            stage = stage_of(node)
+            behind = None if stage is None else stage - min(stages)
+            return node.op, node.target, str(given), lane_of(node), behind
 
         storages: dict[int, int] = {}
 

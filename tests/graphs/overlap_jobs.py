@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
 
 import torch_hybrid as th
+from tests.graphs.as_traced import run_as_traced
 from tests.tiny_models import VOCAB_SIZE, make_hybrid
-from torch_hybrid.graphs.compile import GraphRecord, StepBackend
-from torch_hybrid.graphs.passes import apply_passes
-from torch_hybrid.graphs.schedule import read_schedule
 
 SIZES = {"max_seqs": 4, "max_tokens": 128, "kv_tokens": 256}
 STEPS = [[70, 3, 0], [1, 1, 0], [1, 4, 20], [1, 1, 1], [0, 1, 0]]
@@ -38,7 +32,7 @@ class Served:
 def serve_shared() -> Served:
     """Serve the same steps whole, in halves, and in halves by the schedule."""
     whole = _serve(_runner())
-    with mock.patch.object(StepBackend, "__call__", _run_as_traced):
+    with run_as_traced():
         in_order = _serve(_runner(switched_off=["interleave_halves"], compile=True))
         runner = _runner(compile=True)
         scheduled = _serve(runner)
@@ -53,13 +47,18 @@ def serve_shared() -> Served:
     )
 
 
-def recompiles_with_whole_experts() -> int:
-    """Of steps in halves, in which a rank has down to one token for the experts."""
-    with mock.patch.object(StepBackend, "__call__", _run_as_traced):
-        model = th.shard(make_hybrid("qwen3_next"), experts="all_to_all")
-        runner = th.Runner(model, **SIZES, two_batch_overlap="on")
-        _serve(runner)
-        return runner.report().recompiles
+def recompiles_and_copies_with_whole_experts() -> tuple[int, list[int]]:
+    """Of steps in halves, in which a rank has down to one token for the experts: graphs beyond
+    one for each variant, and how many layers were copied in each."""
+    kinds = ["linear_attention", "full_attention"] * 2
+    with run_as_traced():
+        model = make_hybrid("qwen3_next", layer_types=kinds, num_hidden_layers=4)
+        runner = th.Runner(th.shard(model, experts="all_to_all"), **SIZES, two_batch_overlap="on")
+        logits = _serve(runner)
+        report = runner.report()
+    whole = _serve(th.Runner(runner.model, **SIZES, compile=False))
+    assert (logits - whole).abs().max() / whole.abs().max() < 1e-4
+    return report.recompiles, [graph.layers.copied for graph in report.graphs.values()]
 
 
 def _runner(*, compile: bool = False, **options: Any) -> th.Runner:
@@ -77,21 +76,3 @@ def _serve(runner: th.Runner) -> Tensor:
         tokens = [[rng.randrange(VOCAB_SIZE) for _ in range(step[row])] for row in rows]
         outputs.append(runner.extend([seqs[row] for row in rows], tokens, logits="all"))
     return torch.cat(outputs)
-
-
-def _run_as_traced(
-    backend: StepBackend, module: GraphModule, _inputs: object
-) -> Callable[..., object]:
-    """A StepBackend without Inductor: the passes, then the graph node by node."""
-    records = apply_passes(module, backend._passes)
-    backend._log.graphs.append(
-        GraphRecord(
-            num_nodes=len(module.graph.nodes),
-            ops=Counter(),
-            passes=tuple(records),
-            schedule=read_schedule(module.graph),
-            pool_clones=(),
-            seconds=0.0,
-        )
-    )
-    return module.forward

@@ -320,9 +320,10 @@ b4                                           wait_tensor""",  # noqa: E501
     )
 
 
-def test_experts_of_one_token_need_no_graph_of_their_own():
-    job = overlap_jobs.recompiles_with_whole_experts
-    assert processes.results(processes.run_ranks(job, 2, limit_s=150.0)) == [0, 0]
+def test_experts_of_one_token_need_no_graph_of_their_own_and_their_layers_are_copied():
+    job = overlap_jobs.recompiles_and_copies_with_whole_experts
+    ranks = processes.run_ranks(job, 2, limit_s=150.0)
+    assert processes.results(ranks) == [(0, [0, 1])] * 2
 
 
 # ---- what a cut must not part, and what is refused -------------------------------------------

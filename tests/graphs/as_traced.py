@@ -1,0 +1,24 @@
+"""A StepBackend without Inductor: copied layers and passes, then the graph node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from torch.fx import GraphModule
+
+from torch_hybrid.graphs.compile import CompiledGraph, StepBackend
+
+
+def run_as_traced() -> AbstractContextManager[Any]:
+    """A context in which steps are traced and not compiled."""
+    return mock.patch.object(StepBackend, "_compile", _as_traced)
+
+
+def _as_traced(
+    _backend: StepBackend, module: GraphModule, _schedule: object, added: Sequence[Tensor]
+) -> CompiledGraph:
+    return CompiledGraph(step=lambda *args: module(*args, *added))

@@ -1,0 +1,123 @@
+"""A graph with copied layers is, call by call, the graph of a trace of all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+import torch_hybrid as th
+from tests.tiny_models import BUILDERS, make_hybrid, make_model
+from torch_hybrid.graphs.compile import CompiledGraph, StepBackend
+from torch_hybrid.graphs.instantiate import Named, layer_of
+from torch_hybrid.graphs.layers_once import LayersOnce
+
+LINEAR_FIRST = ["linear_attention", "full_attention"] * 2
+OPTIONS: dict[str, dict[str, Any]] = {
+    "qwen3": {"layer_types": ["full_attention"] * 3, "num_hidden_layers": 3},
+    "deepseek_v3": {"first_k_dense_replace": 2},
+    "nemotron_h": {
+        "layer_types": ["moe", "linear_attention", "mlp", "full_attention", "moe", "mlp"]
+    },
+    "bamba": {"layer_types": None},
+    "falcon_h1": {"layer_types": None},
+    "falcon_h1_norm": {"layer_types": None},
+}
+FAMILIES = ["qwen3_next"]  # the others: python -m tests.graphs.test_copied_graphs
+
+
+def model_of(family: str) -> th.HybridModel:
+    options = {"layer_types": LINEAR_FIRST, "num_hidden_layers": 4} | OPTIONS.get(family, {})
+    options = {name: value for name, value in options.items() if value is not None}
+    if family == "nemotron_h":
+        return th.adapt(make_model(family, **OPTIONS[family]))
+    if family.startswith(("bamba", "falcon")):
+        return th.adapt(make_model(family, **options))
+    return make_hybrid(family, **options)
+
+
+def lines_of(module: GraphModule, names: dict[int, str], added: Sequence[Tensor]) -> list[str]:
+    """One line a call: op, arguments, shape, layer and marks; inputs by what they stand for."""
+    shown: dict[Node, str] = {}
+    lines: list[str] = []
+    left = list(added)
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            shown[node] = name_of(node, names, left)
+            continue
+        target = node.target if isinstance(node.target, str) else repr(node.target)
+        given = map_arg((node.args, node.kwargs), lambda n: Named(shown[n]))
+        value = node.meta.get("example_value")
+        layout = (tuple(value.shape), value.stride()) if isinstance(value, Tensor) else ""
+        lines.append(f"{target} {given} {layout} {layer_of(node)} {node.meta.get('custom')}")
+        shown[node] = f"%{len(lines)}"
+    return lines
+
+
+def name_of(node: Node, names: dict[int, str], added: list[Tensor]) -> str:
+    if "grapharg" not in node.meta:
+        return names[id(added.pop(0))]
+    example = node.meta["grapharg"].example
+    return names.get(id(example), node.name) if isinstance(example, Tensor) else node.name
+
+
+def traced(model: th.HybridModel, *, whole: bool, **options: Any) -> tuple[list[str], list[int]]:
+    """The lines of a model's graphs, and how many layers were copied in each."""
+    runner = th.Runner(model, max_seqs=4, max_tokens=128, kv_tokens=256, **options)
+    runner._layers._is_checked = True  # each kind is traced once, so that there is more to copy
+    names = {
+        id(tensor): f"{name} of {index}"
+        for index, own in enumerate(runner._layers._layers.tensors)
+        for name, tensor in own.items()
+    }
+    lines: list[str] = []
+
+    def compile(
+        _backend: StepBackend, module: GraphModule, _schedule: object, added: Sequence[Tensor]
+    ) -> CompiledGraph:
+        lines.extend(lines_of(module, names, added))
+        return CompiledGraph(step=lambda *_: (torch.zeros(1),))
+
+    def trace(_layers: LayersOnce, step: Callable[[], object]) -> None:
+        step()
+
+    torch._dynamo.reset()
+    with mock.patch.object(StepBackend, "_compile", compile):
+        if whole:
+            with mock.patch.object(LayersOnce, "trace", trace):
+                runner.warm_up()
+        else:
+            runner.warm_up()
+    return lines, [graph.layers.copied for graph in runner.report().graphs.values()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_copied_graph_is_the_traced_one(family: str):
+    model = model_of(family)
+    expected, copied = traced(model, whole=True, prefill=False)
+    assert not any(copied)
+    lines, copied = traced(model, whole=False, prefill=False)
+    assert all(copied)
+    assert lines == expected
+
+
+def test_in_halves_too():
+    model = model_of("qwen3")
+    options = {"two_batch_overlap": "on", "prefill": False}
+    expected, _ = traced(model, whole=True, **options)
+    lines, copied = traced(model, whole=False, **options)
+    assert all(copied)
+    assert lines == expected
+
+
+if __name__ == "__main__":
+    for name in BUILDERS:
+        first, _ = traced(model_of(name), whole=True)
+        second, copied = traced(model_of(name), whole=False)
+        print(name, first == second, copied, len(first), flush=True)
