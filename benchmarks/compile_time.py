@@ -1,9 +1,10 @@
 """Time to compile all steps of a runner as layers grow: cold, and warm from the compile cache.
 
-    python -m benchmarks.compile_time [--model NAME] [--layers 8 24 48]
+    python -m benchmarks.compile_time [--model NAME] [--layers 8 24 48] [--overlap off on]
 
 Each runner is made in a fresh process. The second one of a size finds the cache folder that the
-first one left, as a server finds it at its next start.
+first one left, as a server finds it at its next start. CPU seconds are those of the process and of
+the compilers that it starts: on a busy machine they say more than wall time.
 """
 
 from __future__ import annotations
@@ -17,10 +18,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import product
+from typing import Any
 
 from benchmarks.models import make_model
 from benchmarks.oracle import Oracle
-from benchmarks.results import Results, arguments, parse, title
+from benchmarks.results import Results, Target, arguments, parse, title
+
+_COLUMNS = ["layers", "overlap", "cache", "wall s", "CPU s", "graphs", "recompiles"]
+_COLUMNS += ["layers copied", "regions"]
+_GROWTH = {"cold": 1.15, "warm": 1.4}  # at most, from the fewest layers to the most
 
 
 def _cpu_seconds() -> float:
@@ -35,7 +42,13 @@ def _child(options: argparse.Namespace) -> None:
     hf_model = make_model(
         options.model, options.torch_dtype, quick=True, num_hidden_layers=options.child
     )
-    runner = Runner(adapt(copy.deepcopy(hf_model)), max_seqs=4, max_tokens=256, kv_tokens=1024)
+    runner = Runner(
+        adapt(copy.deepcopy(hf_model)),
+        max_seqs=4,
+        max_tokens=256,
+        kv_tokens=1024,
+        two_batch_overlap=options.overlap[0],
+    )
     wall, cpu = time.perf_counter(), _cpu_seconds()
     runner.warm_up()
     wall, cpu = time.perf_counter() - wall, _cpu_seconds() - cpu
@@ -43,14 +56,21 @@ def _child(options: argparse.Namespace) -> None:
     logits = runner.extend(runner.new_sequences(2), prompts)
     Oracle(hf_model).check(f"{options.child} layers", logits, prompts)
     report = runner.report()
-    found = {"wall": wall, "cpu": cpu, "graphs": report.compiles, "recompiles": report.recompiles}
+    found = {
+        "wall": wall,
+        "cpu": cpu,
+        "graphs": report.compiles,
+        "recompiles": report.recompiles,
+        "copied": [graph.layers.copied for graph in report.graphs.values()],
+        "regions": [len(graph.regions) for graph in report.graphs.values()],
+    }
     print(json.dumps(found))
 
 
-def _run(options: argparse.Namespace, layers: int, cache: str) -> dict[str, float]:
+def _run(options: argparse.Namespace, layers: int, overlap: str, cache: str) -> dict[str, Any]:
     """One fresh process; what its last line says."""
     command = [sys.executable, "-m", "benchmarks.compile_time", "--child", str(layers)]
-    command += ["--model", options.model, "--dtype", options.dtype]
+    command += ["--model", options.model, "--dtype", options.dtype, "--overlap", overlap]
     if options.threads:
         command += ["--threads", str(options.threads)]
     done = subprocess.run(
@@ -62,7 +82,7 @@ def _run(options: argparse.Namespace, layers: int, cache: str) -> dict[str, floa
     )
     if done.returncode:
         raise SystemExit(f"the run with {layers} layers failed: {done.stdout}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -70,6 +90,7 @@ def main() -> None:
     """Start the processes, then print."""
     parser = arguments("Compile time as layers grow, cold and warm.")
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 24, 48])
+    parser.add_argument("--overlap", nargs="+", choices=["off", "on"], default=["off"])
     parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
     options = parse(parser)
     if options.child:
@@ -77,14 +98,28 @@ def main() -> None:
         return
     results = Results(
         title=title(options, "Compile time, hidden size 128"),
-        columns=["layers", "cache", "wall s", "CPU s", "graphs", "recompiles"],
+        columns=_COLUMNS,
     )
-    for layers in [4] if options.quick else options.layers:
+    all_layers = [4] if options.quick else options.layers
+    cpu: dict[tuple[str, int, str], float] = {}
+    for overlap, layers in product(options.overlap, all_layers):
         with tempfile.TemporaryDirectory() as cache:
             for state in ("cold", "warm"):
-                found = _run(options, layers, cache)
-                counts = found["graphs"], found["recompiles"]
-                results.add(layers, state, found["wall"], found["cpu"], *counts)
+                found = _run(options, layers, overlap, cache)
+                cpu[overlap, layers, state] = found["cpu"]
+                counts = (found[name] for name in ("graphs", "recompiles", "copied", "regions"))
+                results.add(layers, overlap, state, found["wall"], found["cpu"], *counts)
+    least, most = min(all_layers), max(all_layers)
+    for overlap, (state, limit) in product(options.overlap, _GROWTH.items()):
+        if most > least:
+            name = f"CPU, {state}, overlap {overlap}, {most} layers over {least}"
+            ratio = cpu[overlap, most, state] / cpu[overlap, least, state]
+            results.targets.append(Target(name=name, measured=ratio, limit=limit))
+    if len(options.overlap) > 1:
+        for layers, state in product(all_layers, _GROWTH):
+            name = f"CPU, {state}, {layers} layers, overlap on over off"
+            ratio = cpu["on", layers, state] / cpu["off", layers, state]
+            results.targets.append(Target(name=name, measured=ratio, limit=2.0))
     results.emit(options)
 
 
