@@ -30,9 +30,9 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from torch_hybrid.graphs.lanes import layer_of, set_layer
 from torch_hybrid.graphs.mutation import written_nodes
 
-_LAYER = "layer"
 _NOT_CALLS = ("placeholder", "get_attr", "output")
 
 
@@ -76,15 +76,8 @@ def mark_layers(graph: Graph, names: Sequence[str]) -> None:
             continue  # an input is made where it is first used
         for path, _ in (node.meta.get("nn_module_stack") or {}).values():
             if found := pattern.search(path):
-                node.meta[_LAYER] = number[found[1]]
+                set_layer(node, number[found[1]])
                 break
-
-
-def layer_of(node: Node) -> int | None:
-    """The layer that a call is part of; None for those of the whole step, and those that passes
-    have made."""
-    layer: int | None = node.meta.get(_LAYER)
-    return layer
 
 
 def instantiate(module: GraphModule, layers: Layers, num_traced: int) -> list[Tensor]:
@@ -251,7 +244,7 @@ class _Copier:
         return self._tensors.like(source, template, index)
 
     def _mark(self, node: Node, template: int, index: int) -> None:
-        node.meta[_LAYER] = index
+        set_layer(node, index)
         name, own = self._layers.names[template], self._layers.names[index]
         path = re.compile(rf"\.{re.escape(name)}(?=\.|$)")
         node.meta["nn_module_stack"] = {

@@ -1,4 +1,5 @@
-"""Lanes: which half of a step a node belongs to, from the traced function down to Inductor.
+"""Lanes: which half of a step a node belongs to, from the traced function down to Inductor; and
+which layer, as far as our own passes.
 
 The step marks the calls of its halves; the marks ride in node metadata, which functionalization
 and Inductor keep as the origins of every kernel.
@@ -7,11 +8,12 @@ and Inductor keep as the origins of every kernel.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch.fx.traceback
 from torch.fx import Node
 
-_LANE, _STAGE = "lane", "stage"
+_LANE, _STAGE, _LAYER = "lane", "stage", "layer"
 
 
 def lane(index: int) -> AbstractContextManager[None]:
@@ -39,16 +41,31 @@ def set_stage(node: Node, stage: int) -> None:
     node.meta["custom"] = {**node.meta.get("custom", {}), _STAGE: stage}
 
 
+def other_marks(node: Node) -> dict[str, Any]:
+    """What else a node was marked with, by whoever traced it."""
+    marks = node.meta.get("custom", {})
+    return {key: value for key, value in marks.items() if key not in (_LANE, _STAGE)}
+
+
 def clear_marks(node: Node) -> None:
     """Let a node belong to the whole step."""
-    node.meta["custom"] = {
-        key: value
-        for key, value in node.meta.get("custom", {}).items()
-        if key not in (_LANE, _STAGE)
-    }
+    node.meta["custom"] = other_marks(node)
 
 
 def keep_marks(new: Node, old: Node) -> None:
     """Mark a node that a pass made as the one that it stands for."""
     if "custom" in old.meta:
         new.meta["custom"] = old.meta["custom"]
+    if _LAYER in old.meta:
+        set_layer(new, old.meta[_LAYER])
+
+
+def layer_of(node: Node) -> int | None:
+    """The layer that a call is part of; None for those of the whole step."""
+    layer: int | None = node.meta.get(_LAYER)
+    return layer
+
+
+def set_layer(node: Node, layer: int) -> None:
+    """Mark a call as part of a layer."""
+    node.meta[_LAYER] = layer

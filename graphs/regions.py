@@ -3,13 +3,16 @@
 Contract: the regions one after the other are the graph; a region has no weight, pool or plan of its
 own, all of them are its inputs; two regions are one where nothing but the tensors differs.
 
-    cut after the last opaque op of each layer, and the views of its result:
+    cut a plain step after the last opaque op of each layer, and the views of its result:
         that result is in memory in any case, so that no fusion is lost; between layers the
         residual's sum would part from the norm
-        nowhere inside a context (autocast)
+    cut a scheduled step between its stages, over which nothing is fused:
+        a stage of one half is then the same region as that of the other
+    cut nowhere inside a context (autocast)
     for each region:
-        key = its calls with nodes numbered; shapes, strides, dtypes and aliases of its inputs as
-              expressions of the step's sizes; which values are read outside
+        key = its calls with nodes numbered, and which of them are of one half and stage;
+              shapes, strides, dtypes and aliases of its inputs as expressions of the step's sizes;
+              which values are read outside
     compile each key once
     the step = one Python function that calls them in turn, and drops each value after its last use
 """
@@ -30,8 +33,8 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from torch_hybrid.graphs.instantiate import Named, layer_of
-from torch_hybrid.graphs.lanes import lane_of, stage_of
+from torch_hybrid.graphs.instantiate import Named
+from torch_hybrid.graphs.lanes import lane_of, layer_of, other_marks, stage_of
 from torch_hybrid.ops.linear.op import linear
 
 # A compiled region takes the list of its inputs, which it may empty, and gives its outputs.
@@ -42,18 +45,32 @@ _VIEWS = {"narrow", "unflatten", "view", "reshape", "size"}
 def cut(graph: Graph) -> list[list[Node]]:
     """The calls of a graph in regions, in order; one region where no layers are known."""
     nodes = [node for node in graph.nodes if node.op.startswith("call_")]
+    is_scheduled = any(stage_of(node) is not None for node in nodes)
+    ends = _between_stages(nodes) if is_scheduled else _after_layers(nodes)
+    allowed = sorted(set(ends) - _inside_contexts(nodes) - {0, len(nodes)})
+    return [nodes[a:b] for a, b in pairwise([0, *allowed, len(nodes)])]
+
+
+def _after_layers(nodes: Sequence[Node]) -> list[int]:
+    """Places behind the last opaque op of each layer, of each half."""
     last: dict[tuple[int | None, int], int] = {}
-    layer: int | None = None
     for place, node in enumerate(nodes):
-        # What a pass has made belongs where it stands, what was traced outside of layers to none.
-        if layer_of(node) is not None or "nn_module_stack" in node.meta:
-            layer = layer_of(node)
+        layer = layer_of(node)
         if layer is not None and _is_opaque(node):
             last[lane_of(node), layer] = place
-    inside = _inside_contexts(nodes)
-    ends = sorted(_past_views(nodes, place) + 1 for place in last.values())
-    places = [0, *(end for end in ends if end not in inside and end < len(nodes)), len(nodes)]
-    return [nodes[a:b] for a, b in pairwise(places)]
+    return [_past_views(nodes, place) + 1 for place in last.values()]
+
+
+def _between_stages(nodes: Sequence[Node]) -> list[int]:
+    """Places where a stage of either half begins; what has no stage goes with what is before."""
+    places: list[int] = []
+    current: tuple[int | None, int] | None = None
+    for place, node in enumerate(nodes):
+        stage = stage_of(node)
+        if stage is not None and (lane_of(node), stage) != current:
+            current = lane_of(node), stage
+            places.append(place)
+    return places
 
 
 def _is_opaque(node: Node) -> bool:
@@ -124,13 +141,11 @@ class Region:
         names = {node: f"%{i}" for node, i in number.items()}
         names |= {node: str(node.target) for node in self.constants}
 
-        stages = [stage for node in self.nodes if (stage := stage_of(node)) is not None]
+        marks = relative_marks(self.nodes)
 
         def call(node: Node) -> object:
             given = map_arg((node.args, node.kwargs), lambda n: Named(names[n]))  # type: ignore[arg-type]
-            stage = stage_of(node)
-            behind = None if stage is None else stage - min(stages)
-            return node.op, node.target, str(given), lane_of(node), behind
+            return node.op, node.target, str(given), marks[node]
 
         storages: dict[int, int] = {}
 
@@ -159,6 +174,22 @@ class Region:
             new[node] = graph.node_copy(node, new.__getitem__)
         graph.output(tuple(new[node] for node in self.outputs))
         return GraphModule(root, graph)
+
+
+def relative_marks(nodes: Sequence[Node]) -> dict[Node, object]:
+    """Half and stage of each node, counted from the first of these nodes that have them.
+
+    The halves change places from one region to the next: what matters is which nodes are of one
+    stage of one half. Marks of others count as they are.
+    """
+    lanes: dict[int | None, int] = {None: -1}
+    first: dict[int | None, int] = {}
+    marks: dict[Node, object] = {}
+    for node in nodes:
+        lane, stage = lane_of(node), stage_of(node)
+        behind = None if stage is None else stage - first.setdefault(lane, stage)
+        marks[node] = lanes.setdefault(lane, len(lanes) - 1), behind, str(other_marks(node))
+    return marks
 
 
 def _is_size(node: Node) -> bool:

@@ -15,7 +15,8 @@ from torch.fx.node import map_arg
 import torch_hybrid as th
 from tests.tiny_models import BUILDERS, make_hybrid, make_model
 from torch_hybrid.graphs.compile import CompiledGraph, StepBackend
-from torch_hybrid.graphs.instantiate import Named, layer_of
+from torch_hybrid.graphs.instantiate import Named
+from torch_hybrid.graphs.lanes import layer_of
 from torch_hybrid.graphs.layers_once import LayersOnce
 
 LINEAR_FIRST = ["linear_attention", "full_attention"] * 2
