@@ -38,6 +38,10 @@ class LayerCount:
     copied: int
     why_not_copied: str = ""  # where none is
 
+    def __str__(self) -> str:
+        traced = f"{self.traced} traced, {self.copied} copied"
+        return f"{traced}: {self.why_not_copied}" if self.why_not_copied else traced
+
 
 class LayersOnce:
     """Traces a model's steps with its first layers alone, and completes the graphs.

@@ -15,7 +15,9 @@ class Report:
     """What a runner compiled so far.
 
     ``graphs`` is by step variant; ``recompiles`` counts graphs beyond the one that each variant
-    needs; ``ops`` counts calls by ``op[implementation]`` in one step of each variant.
+    needs; ``ops`` counts calls by ``op[implementation]`` in one step of each variant. A graph's
+    ``layers`` says how many were traced and how many are copies, or why none is, and its
+    ``regions`` how often each compiled region is called.
     ``captured_graphs`` names each captured bucket, ``captured_bytes`` is the device memory that
     capturing took, and ``not_captured`` says why a variant is not.
     """

@@ -70,6 +70,7 @@ def graphs(report: Report) -> Section:
             name,
             str(graph.num_nodes),
             f"{graph.seconds:.1f} s",
+            f"{graph.layers}\n{sum(graph.regions)} calls of {len(graph.regions)} regions",
             "\n".join(f"{count} x {op}" for op, count in sorted(graph.ops.items())),
             str(len(graph.pool_clones)),
         )
@@ -80,7 +81,7 @@ def graphs(report: Report) -> Section:
             f"{len(report.graphs)} graphs, {report.graph_breaks} breaks, "
             f"{report.recompiles} recompiles, {len(report.pool_clones)} pool clones"
         ),
-        columns=("step", "nodes", "compiled in", "ops", "pool clones"),
+        columns=("step", "nodes", "compiled in", "layers", "ops", "pool clones"),
         rows=tuple(rows),
     )
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 import torch_hybrid as th
+import torch_hybrid.explain as explain
 from tests.tiny_models import VOCAB_SIZE, make_hybrid
+from torch_hybrid.graphs.layers_once import LayerCount
 from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.runner import Runner
 
@@ -20,7 +22,9 @@ SIZES = {"max_seqs": 12, "max_tokens": 384, "kv_tokens": 1600, "page_size": 16}
 
 @pytest.fixture(scope="module")
 def model() -> th.HybridModel:
-    return make_hybrid()
+    """Of its linear layers one, and then two, are copies."""
+    kinds = ["full_attention", *["linear_attention"] * 3]
+    return make_hybrid(layer_types=kinds, num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +156,14 @@ def test_report(runner: Runner):
     assert report.captured_graphs == ()
     assert set(report.graphs) == {"decode", "extend"}
     assert report.compiles == len(report.graphs)
+    assert {name: graph.layers for name, graph in report.graphs.items()} == {
+        "decode": LayerCount(traced=3, copied=1),
+        "extend": LayerCount(traced=2, copied=2),
+    }
+    assert [graph.regions for graph in report.graphs.values()] == [(1, 1, 2, 1)] * 2
+    assert [row[3] for row in explain.graphs(report).rows] == [
+        f"{traced} traced, {4 - traced} copied\n5 calls of 4 regions" for traced in (3, 2)
+    ]
     recurrent, chunked = "recurrent_gated_delta_rule", "chunk_gated_delta_rule"
     for variant, ops in report.ops.items():
         calls: dict[str, int] = {}
@@ -160,8 +172,8 @@ def test_report(runner: Runner):
             assert impl.removesuffix("]") in ("cpp", "torch"), op
             calls[name] = calls.get(name, 0) + count
         rule = recurrent if variant.startswith("decode") else chunked
-        assert calls.pop("linear", 0) in (0, 9), variant
-        assert calls == {"causal_conv1d": 1, rule: 1, "paged_attention": 1}, variant
+        assert calls.pop("linear", 0) in (0, 17), variant
+        assert calls == {"causal_conv1d": 3, rule: 3, "paged_attention": 1}, variant
 
 
 def test_logits_of_all_tokens_share_the_graph_of_the_last(runner: Runner, eager: Runner):
