@@ -136,7 +136,7 @@ class StepBackend:
         if schedule:
             _check_order(sources, planned)
         return CompiledGraph(
-            step=join(module.graph, plan, [region.call for region in compiled], added),
+            step=_holding(compiled, join(module.graph, plan, [r.call for r in compiled], added)),
             regions=plan.counts,
             ops=sum((region.ops for region in in_turn), Counter()),
             sources=sources,
@@ -145,9 +145,13 @@ class StepBackend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledRegion:
-    """One region as Inductor compiled it; ``call`` takes the list of its inputs."""
+    """One region as Inductor compiled it; ``call`` takes the list of its inputs.
+
+    ``owner`` is what ``call`` was taken from, and takes it apart when it is freed.
+    """
 
     call: Compiled
+    owner: object
     ops: Counter[str]
     sources: tuple[str, ...]
 
@@ -160,7 +164,7 @@ def compile_region(region: Region, root: GraphModule) -> CompiledRegion:
     inputs = [fake_of(node) for node in region.inputs]
     is_plain = not _returns_inputs(module.graph)
     num_given = _num_inputs_and_outputs(module.graph)
-    direct: list[Compiled] = []
+    direct: list[Any] = []
     sources: list[str] = []
     ops: Counter[str] = Counter()
 
@@ -169,7 +173,7 @@ def compile_region(region: Region, root: GraphModule) -> CompiledRegion:
         compiled: Any = compile_fx_inner(graph, *args, **options)
         sources.append(compiled.source_code)
         if is_plain and _num_inputs_and_outputs(graph.graph) == num_given:
-            direct.append(compiled.current_callable)
+            direct.append(compiled)
         return compiled
 
     wrapped: Any = compile_fx(module, inputs, inner_compile=compile_inner)
@@ -180,8 +184,19 @@ def compile_region(region: Region, root: GraphModule) -> CompiledRegion:
 
     # Autograd's wrapper takes three times as long as the call itself, and has nothing to do where
     # values go in and out as they are.
-    chosen = direct[0] if len(direct) == 1 and len(sources) == 1 else call
-    return CompiledRegion(call=chosen, ops=ops, sources=tuple(sources))
+    is_direct = len(direct) == len(sources) == 1
+    return CompiledRegion(
+        call=direct[0].current_callable if is_direct else call,
+        owner=direct if is_direct else wrapped,
+        ops=ops,
+        sources=tuple(sources),
+    )
+
+
+def _holding(owners: object, step: Callable[..., Any]) -> Callable[..., Any]:
+    """``step``, which keeps ``owners`` alive."""
+    step.__dict__["owners"] = owners
+    return step
 
 
 def _num_inputs_and_outputs(graph: Graph) -> tuple[int, int]:

@@ -125,12 +125,15 @@ def layers_of(model: LayeredModel, caches: Caches) -> Layers:
     """The names, kinds and tensors of a model's layers.
 
     Raises:
-        CannotCopy: a layer stands in several places, or has a tensor of an unknown class.
+        CannotCopy: a layer stands in several places or in none, or has a tensor of a class of
+            which nothing is known.
     """
     names = {id(module): name for name, module in model.named_modules()}  # type: ignore[attr-defined]
     found, kinds, tensors = [], [], []
     numbers: dict[Any, int] = {}
     for index, layer in enumerate(model.layers):
+        if id(layer) not in names:
+            raise CannotCopy(f"layer {index} is not among the model's modules")
         if names[id(layer)] in found:
             raise CannotCopy(f"layers {found.index(names[id(layer)])} and {index} are one module")
         found.append(names[id(layer)])
