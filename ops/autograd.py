@@ -81,7 +81,7 @@ def _is_recording() -> bool:
 
 def _without_backward(forward: Callable[[], Any], name: str, args: Iterable[Any]) -> Any:
     if _is_recording() and (sources := asking_for_gradients(args)):
-        return _WithoutBackward.apply(forward, name, *sources)
+        return _WithoutBackward.apply(forward, name, *sources)  # type: ignore[no-untyped-call]
     return forward()
 
 

@@ -22,5 +22,4 @@ def chunk_gated_delta_rule(
     *tensors: Tensor, scale: float, qk_l2norm: bool, chunk_size: int
 ) -> Tensor:
     """Walk chunk by chunk with products of small matrices; a few tokens go the recurrent way."""
-    options = {"scale": scale, "qk_l2norm": qk_l2norm, "chunk_size": chunk_size}
-    return run_delta_rule(_CHUNK, *tensors, **options)
+    return run_delta_rule(_CHUNK, *tensors, scale=scale, qk_l2norm=qk_l2norm, chunk_size=chunk_size)
