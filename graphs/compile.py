@@ -54,12 +54,12 @@ class CompileLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledGraph:
-    """What a graph was compiled to; ``ops`` and ``sources`` are those of all calls."""
+    """What a graph was compiled to; ``ops`` are those of all calls, ``sources`` the codes."""
 
     step: Callable[..., Any]
     regions: tuple[int, ...] = ()
     ops: Counter[str] = field(default_factory=Counter)
-    sources: tuple[str, ...] = ()  # in the order of the calls
+    sources: tuple[str, ...] = ()
 
 
 class StepBackend:
@@ -132,14 +132,13 @@ class StepBackend:
         ):
             compiled = [compile_region(region, module) for region in plan.distinct]
         in_turn = [compiled[number] for number in plan.numbers]
-        sources = tuple(source for region in in_turn for source in region.sources)
         if schedule:
-            _check_order(sources, planned)
+            _check_order([source for region in in_turn for source in region.sources], planned)
         return CompiledGraph(
             step=_holding(compiled, join(module.graph, plan, [r.call for r in compiled], added)),
             regions=plan.counts,
             ops=sum((region.ops for region in in_turn), Counter()),
-            sources=sources,
+            sources=tuple(source for region in compiled for source in region.sources),
         )
 
 

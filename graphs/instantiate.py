@@ -102,8 +102,7 @@ def instantiate(module: GraphModule, layers: Layers, num_traced: int) -> list[Te
         copier.check_alike()
         copier.copy()
     module.graph.lint()
-    module.recompile()
-    return tensors.added
+    return tensors.added  # the passes, which come next, write the module's code
 
 
 class _LayerTensors:
@@ -162,11 +161,12 @@ class _LayerTensors:
             raise CannotCopy(f"{like.name} must have a static shape")
         assert self._fake_mode is not None
         with self._graph.inserting_after(self._last):
-            self._last = self._graph.placeholder(f"of_copied_layers_{len(self.added)}")
+            node: Node = self._graph.placeholder(f"of_copied_layers_{len(self.added)}")
         fake = self._fake_mode.from_tensor(tensor, static_shapes=True)
-        self._last.meta = {"example_value": fake}
+        node.meta = {"example_value": fake}
         self.added.append(tensor)
-        return self._last
+        self._last = node
+        return node
 
 
 def _runs(graph: Graph, num_traced: int) -> list[list[list[Node]]]:

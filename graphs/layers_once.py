@@ -53,11 +53,11 @@ class LayersOnce:
 
     def __init__(self, model: Model, caches: Caches) -> None:
         self._refused = ""
+        self._model = model
         self._layers: Layers | None = None
         self._tracing: int | None = None  # how many layers the model has just now
         self._is_checked = False  # whether layers of one kind were seen to give the same calls
         if isinstance(model, nn.Module) and isinstance(model, LayeredModel):
-            self._model = model
             try:
                 self._layers = layers_of(model, caches)
             except CannotCopy as error:
@@ -76,7 +76,7 @@ class LayersOnce:
             # A kind that comes back late is not worth tracing all layers before it.
             self._tracing = min(num_first(layers.kinds, times=2), 2 * self._tracing)
         try:
-            with self._model.first_layers(self._tracing):
+            with self._model.first_layers(self._tracing):  # type: ignore[attr-defined]
                 step()
             self._is_checked = True
         except torch._dynamo.exc.BackendCompilerFailed as error:
@@ -129,7 +129,9 @@ def layers_of(model: LayeredModel, caches: Caches) -> Layers:
             which nothing is known.
     """
     names = {id(module): name for name, module in model.named_modules()}  # type: ignore[attr-defined]
-    found, kinds, tensors = [], [], []
+    found: list[str] = []
+    kinds: list[int] = []
+    tensors: list[dict[str, Tensor]] = []
     numbers: dict[Any, int] = {}
     for index, layer in enumerate(model.layers):
         if id(layer) not in names:

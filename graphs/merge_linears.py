@@ -34,9 +34,9 @@ def merge_linears(graph: Graph) -> None:
     siblings: dict[Node, list[_Linear]] = defaultdict(list)
     groups: list[list[_Linear]] = []
     for node in graph.nodes:
-        written = storages(written_nodes(node))
-        for source in [x for x in siblings if storages([x]) & written]:
-            groups.append(siblings.pop(source))
+        if written := storages(written_nodes(node)):
+            for source in [x for x in siblings if storages([x]) & written]:
+                groups.append(siblings.pop(source))
         if node.target is F.linear:
             layer = _Linear(node, *_operands(*node.args, **node.kwargs))
             if layer.is_native():
@@ -82,7 +82,8 @@ def _example(node: Node) -> torch.Tensor:
 
 def _merge(graph: Graph, layers: Sequence[_Linear]) -> None:
     first_node = layers[0].node
-    source, *_ = _operands(*first_node.args, **first_node.kwargs)  # one that was merged is replaced
+    # The source as it is now: where it was a merged layer itself, columns stand in its place.
+    source, *_ = _operands(*first_node.args, **first_node.kwargs)  # type: ignore[arg-type]
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
     num_dims = _example(layers[0].source).ndim
     made: list[Node] = []

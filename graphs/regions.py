@@ -144,7 +144,7 @@ class Region:
         marks = relative_marks(self.nodes)
 
         def call(node: Node) -> object:
-            given = map_arg((node.args, node.kwargs), lambda n: Named(names[n]))  # type: ignore[arg-type]
+            given = map_arg((node.args, node.kwargs), lambda n: Named(names[n]))  # type: ignore[arg-type, return-value]
             return node.op, node.target, str(given), marks[node]
 
         storages: dict[int, int] = {}
@@ -276,5 +276,5 @@ def _text(
         lines += [f"    del {', '.join(done)}"] if done else []
         results = "".join(f"{names[node]}, " for node in region.outputs)
         lines.append(f"    {results + '= ' if results else ''}f{number}(boxed)")
-    result = map_arg(output.args[0], lambda node: Named(names[node]))  # type: ignore[arg-type]
+    result = map_arg(output.args[0], lambda n: Named(names[n]))  # type: ignore[arg-type, return-value]
     return [*lines, f"    return {result}"]
