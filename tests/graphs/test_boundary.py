@@ -1,0 +1,73 @@
+"""What is no model, no backends, no tokens is named, with what came; what means tokens is taken."""
+
+import numpy
+import pytest
+import torch
+
+import torch_hybrid as th
+from tests.tiny_models import make_model
+
+SIZES = {"max_seqs": 3, "max_tokens": 64, "kv_tokens": 64, "compile": False}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return th.adapt(make_model("qwen3"))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"backends": "cpp"}, TypeError, "backends must be a th.Backends or None, got 'cpp'"),
+        ({"two_batch_overlap": True}, ValueError, "must be 'off', 'on', 'auto' or .* got True"),
+        ({"cuda_graphs": True}, ValueError, "must be 'auto', 'on' or 'off', got True"),
+    ],
+)
+def test_refuses_options_of_another_kind(model, options, error, message):
+    with pytest.raises(error, match=message):
+        th.Runner(model, **SIZES, **options)
+
+
+def test_refuses_a_model_that_was_not_adapted():
+    expected = "model must come from th.from_pretrained or th.adapt, got Qwen3ForCausalLM"
+    with pytest.raises(TypeError, match=expected):
+        th.Runner(make_model("qwen3"), **SIZES)
+    with pytest.raises(TypeError, match=r"th.from_pretrained or th.adapt, got str"):
+        th.Runner("path", **SIZES)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [torch.tensor([1, 2, 3])],
+        torch.tensor([[1, 2, 3]]),
+        [(1, 2, 3)],
+        [list(numpy.array([1, 2, 3]))],
+        [[torch.tensor(1), 2, 3]],
+    ],
+    ids=["1-D tensor", "2-D tensor", "tuple", "numpy integers", "tensor scalars"],
+)
+def test_tokens_may_be_integers_of_any_kind(model, tokens):
+    runner = th.Runner(model, **SIZES)
+    (one, other) = runner.new_sequences(2)
+    assert torch.equal(runner.extend([one], [[1, 2, 3]]), runner.extend([other], tokens))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([[1.0, 2.0]], r"a token must be an int, got 1.0 \(float\)"),
+        ([[True]], r"a token must be an int, got True \(bool\)"),
+        (["ab"], "tokens must be a list of token ids for each sequence, got 'ab'"),
+        ([7], "tokens must be a list of token ids for each sequence, got 7"),
+        ([[[1]]], r"a token must be an int, got \[1\] \(list\)"),
+        ([torch.tensor([0.5])], r"a token must be an int, got 0.5 \(float\)"),
+    ],
+)
+def test_tokens_of_another_kind_are_named_and_nothing_changes(model, tokens, message):
+    runner = th.Runner(model, **SIZES)
+    seqs = runner.new_sequences(1)
+    free = runner.free_pages
+    with pytest.raises(TypeError, match=message):
+        runner.extend(seqs, tokens)
+    assert (runner.length(seqs[0]), runner.free_pages) == (0, free)
