@@ -120,6 +120,32 @@ def ssd(num_seqs: int, name: str, num_groups: int, num_heads: int, k_dim: int, v
     )
 
 
+def lightning(num_seqs: int, num_heads: int, dim: int) -> Task:
+    """Ring-2.5's or MiniMax-01's: each head decays at a constant rate."""
+    qkv = randn(NUM_TOKENS, 3 * num_heads, dim)
+    slopes = 2 ** (-8 * torch.arange(1, num_heads + 1, device="cuda") / num_heads)
+    state = randn(num_seqs + 1, num_heads, dim, dim, dtype=torch.float32)
+    call = partial(
+        chunk_ssd,
+        *qkv.split(num_heads, 1),
+        -slopes.expand(NUM_TOKENS, num_heads),
+        None,
+        None,
+        state,
+        *slots(num_seqs),
+        scale=dim**-0.5,
+        chunk_size=CHUNK,
+    )
+    return Task(
+        name=f"lightning H {num_heads} K {dim} V {dim}",
+        num_seqs=num_seqs,
+        call=call,
+        state=6,
+        num_bytes=2 * 4 * NUM_TOKENS * num_heads * dim + 8 * state[1:].numel(),
+        flops=NUM_TOKENS // CHUNK * num_heads * (4 * CHUNK * dim**2 + 4 * CHUNK**2 * dim),
+    )
+
+
 def convolution(num_seqs: int) -> Task:
     """That of Qwen3-Next, on a slice of its projection."""
     channels, width = 8192, 4
@@ -189,12 +215,14 @@ def ragged(num_seqs: int, num_heads: int) -> Task:
 
 
 def tasks() -> Iterator[Task]:
-    for num_seqs in (1, 16):
+    for num_seqs in (1, 8, 16):
         yield convolution(num_seqs)
         yield delta_rule(num_seqs, channels=False)
         yield delta_rule(num_seqs, channels=True)
         yield ssd(num_seqs, "Bamba", 1, 128, 128, 64)
         yield ssd(num_seqs, "Falcon-H1", 1, 24, 256, 64)
+        yield lightning(num_seqs, 32, 128)
+        yield lightning(num_seqs, 64, 96)
     for num_heads, num_seqs, length, num_new in (
         (32, 64, 8192, 1),
         (128, 64, 8192, 1),

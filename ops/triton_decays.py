@@ -13,6 +13,7 @@ from torch_hybrid.ops.ragged_chunks import FULL_DECAY
 _FULL_DECAY: tl.constexpr = tl.constexpr(FULL_DECAY)
 
 
+LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 _LOG2_E: tl.constexpr = tl.constexpr(1.44269502162933349609375)  # to float32 precision
 _LOG2_E_REST: tl.constexpr = tl.constexpr(math.log2(math.e) - 1.44269502162933349609375)
 _LN_2: tl.constexpr = tl.constexpr(math.log(2))
@@ -32,12 +33,12 @@ def exp(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def cumulate(g: tl.tensor) -> tl.tensor:
-    """Sums ``[C]`` of ``g [C]`` from the chunk's first token on, in float64.
+def cumulate(g: tl.tensor, axis: tl.constexpr = 0) -> tl.tensor:
+    """Sums of g along ``axis``, the tokens of a chunk, from the first on, in float64.
 
     A difference of two large sums must not lose a small decay that lies between them.
     """
-    return tl.cumsum(tl.maximum(g, _FULL_DECAY).to(tl.float64), 0)
+    return tl.cumsum(tl.maximum(g, _FULL_DECAY).to(tl.float64), axis)
 
 
 @triton.jit

@@ -36,14 +36,14 @@ def pieces_of_states(dtype: torch.dtype) -> int:
 
 
 def in_pieces(x: Tensor) -> Tensor:
-    """[P, *x.shape] whose sum over P is x: three where x is float16, else x itself."""
+    """[T, P, ...] whose sum over P is x [T, ...]: three where x is float16, else x itself."""
     if x.dtype != torch.float16:
-        return x[None]
+        return x[:, None]
     rest, pieces = x.float(), []
     for _ in range(NUM_PIECES):
         pieces.append(rest.bfloat16())
         rest = rest - pieces[-1].float()
-    return torch.stack(pieces)
+    return torch.stack(pieces, 1)
 
 
 @triton.jit
@@ -56,25 +56,41 @@ def dot(x: tl.tensor, y: tl.tensor, acc: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def piece_dot(x: tl.tensor, y: tl.tensor, acc: tl.tensor, PIECES: tl.constexpr) -> tl.tensor:
-    """``acc + x @ y`` for a piece x and the first PIECES pieces of y, which is float32.
+def first_piece(x: tl.tensor) -> tl.tensor:
+    """The first 8 bits of float32 numbers, cut off as bfloat16.
 
-    What is small is summed apart, and added at the end.
+    By their bits: conversions of single numbers are slower than the products.
     """
-    zeros = tl.zeros(acc.shape, dtype=tl.float32)
-    if x.dtype == tl.float32 or _INTERPRETED:
-        acc += tl.dot(x.to(tl.float32), y, zeros, input_precision="ieee")
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def without_first_piece(x: tl.tensor) -> tl.tensor:
+    """What :func:`first_piece` leaves of float32 numbers."""
+    bits = x.to(tl.int32, bitcast=True)
+    return x - (bits & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def piece_dot(x: tl.tensor, y: tl.tensor, acc: tl.tensor, PIECES: tl.constexpr) -> tl.tensor:
+    """``acc + x @ y`` for the first PIECES pieces of x, which is float32, and a piece y.
+
+    What is small is added first. x stays in registers, as the left side of a product may.
+    """
+    if y.dtype == tl.float32 or _INTERPRETED:
+        # Outside the tensor cores the other way around is faster.
+        acc += tl.trans(tl.dot(tl.trans(y.to(tl.float32)), tl.trans(x), input_precision="ieee"))
+    elif PIECES == 1:
+        acc = tl.dot(x.to(tl.bfloat16), y, acc)
     else:
-        high = y.to(tl.bfloat16)
-        if PIECES > 1:
-            rest = y - high.to(tl.float32)
-            middle = rest.to(tl.bfloat16)
-            corrections = zeros
-            if PIECES > 2:
-                low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-                corrections = tl.dot(x, low, corrections)
-            acc += tl.dot(x, middle, corrections)
-        acc += tl.dot(x, high, zeros)
+        rest = without_first_piece(x)
+        middle = first_piece(rest)
+        if PIECES > 2:
+            acc = tl.dot(first_piece(without_first_piece(rest)), y, acc)
+        acc = tl.dot(middle, y, acc)
+        # Cut off late, from numbers that are there anyway: it saves registers.
+        acc = tl.dot(first_piece(x), y, acc)
     return acc
 
 
@@ -84,13 +100,43 @@ def exact_dot(x: tl.tensor, y: tl.tensor, acc: tl.tensor, PIECES: tl.constexpr) 
     if PIECES == 1 or _INTERPRETED:
         acc += tl.dot(x, y, input_precision="ieee")
     else:
-        high = x.to(tl.bfloat16)
-        rest = x - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        acc = piece_dot(low, y, acc, 1)
-        acc = piece_dot(middle, y, acc, 2)
-        acc = piece_dot(high, y, acc, 3)
+        rest = without_first_piece(y)
+        acc = piece_dot(x, first_piece(without_first_piece(rest)), acc, 1)
+        acc = piece_dot(x, first_piece(rest), acc, 2)
+        acc = piece_dot(x, first_piece(y), acc, 3)
+    return acc
+
+
+@triton.jit
+def inverse_root(x: tl.tensor) -> tl.tensor:
+    """``x^-1/2`` to float32 precision: the GPU's own, and what a step of Newton's adds to it."""
+    root = tl.rsqrt(x)
+    return root + root * (0.5 - 0.5 * x * root * root)
+
+
+@triton.jit
+def sum_rows(select: tl.tensor, x: tl.tensor, PIECES: tl.constexpr) -> tl.tensor:
+    """Sums of rows of x [R, N], which is float32: row i of those that ``select[i]`` [R] names."""
+    if PIECES == 1 or _INTERPRETED:
+        acc = tl.dot(select.to(tl.float32), x, input_precision="ieee")
+    else:
+        chosen = tl.where(select, 1.0, 0.0).to(tl.bfloat16)
+        rest = without_first_piece(x)
+        acc = tl.dot(chosen, first_piece(without_first_piece(rest)))
+        acc = tl.dot(chosen, first_piece(rest), acc)
+        acc = tl.dot(chosen, first_piece(x), acc)
+    return acc
+
+
+@triton.jit
+def transpose_dot(x: tl.tensor, acc: tl.tensor) -> tl.tensor:
+    """``acc + x^T``, by a product with ones, for which x may lie in shared memory as it came."""
+    if x.dtype == tl.float32 or _INTERPRETED:
+        acc += tl.trans(x).to(tl.float32)
+    else:
+        index = tl.arange(0, x.shape[1])
+        ones = (index[:, None] == index[None, :]).to(x.dtype)
+        acc = tl.dot(ones, tl.trans(x), acc)
     return acc
 
 
@@ -99,7 +145,9 @@ def store_pieces(
     pointer: tl.tensor, x: tl.tensor, stride: tl.tensor, P: tl.constexpr, mask: tl.tensor
 ) -> None:
     """Write the first P pieces of x, which is float32, ``stride`` apart, where the mask is True."""
-    for piece in tl.static_range(P):
-        high = x.to(pointer.dtype.element_ty)
-        tl.store(pointer + piece * stride, high, mask=mask)
-        x -= high.to(tl.float32)
+    if P == 1:
+        tl.store(pointer, x.to(pointer.dtype.element_ty), mask=mask)
+    else:
+        for piece in tl.static_range(P):
+            tl.store(pointer + piece * stride, first_piece(x), mask=mask)
+            x = without_first_piece(x)

@@ -15,8 +15,8 @@ from torch_hybrid.ops.triton_decays import (
     decay_since_start,
     decay_until_end,
 )
-from torch_hybrid.ops.triton_delta_rule import Prepared, Rows, inverse, max_chunk, scan
-from torch_hybrid.ops.triton_products import dot, in_pieces, store_pieces
+from torch_hybrid.ops.triton_delta_rule import Prepared, Rows, chunk_length, inverse, scan
+from torch_hybrid.ops.triton_products import dot, in_pieces, inverse_root, store_pieces
 from torch_hybrid.ops.triton_ragged import first_token_of_block, sequence_of_block
 
 
@@ -35,11 +35,11 @@ def chunk_gated_delta_rule(
     qk_l2norm: bool,
     chunk_size: int,
 ) -> Tensor:
-    """Launcher of ``torch_hybrid::chunk_gated_delta_rule``; see ``max_chunk``."""
+    """Launcher of ``torch_hybrid::chunk_gated_delta_rule``; its chunks are its own."""
     num_seqs = state_indices.shape[0]
     if num_seqs == 0:
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
-    chunk = min(chunk_size, max_chunk(q.dtype, q.device))
+    chunk = chunk_length(q)
     prepared = Prepared.empty(q, num_seqs, v.shape[1], chunk, factors=(4, chunk))
     q, k = in_pieces(q), in_pieces(k)
     _prepare(prepared, q, k, g, beta, cu_seqlens, scale=scale, qk_l2norm=qk_l2norm)
@@ -58,8 +58,8 @@ def _prepare(
     scale: float,
     qk_l2norm: bool,
 ) -> None:
-    _, num_chunks, num_v_heads, chunk, _ = prepared.solve.shape
-    num_pieces, _, num_k_heads, head_dim_k = q.shape
+    num_chunks, num_v_heads, _, chunk, _ = prepared.solve.shape
+    _, num_pieces, num_k_heads, head_dim_k = q.shape
     _prepare_kernel[(num_chunks * num_v_heads,)](
         q,
         k,
@@ -69,22 +69,20 @@ def _prepare(
         prepared.solve,
         prepared.attend,
         prepared.factors,
+        prepared.scratch,
         scale,
         cu_seqlens.shape[0] - 1,
         q.stride(0),
-        q.stride(1),
         k.stride(0),
-        k.stride(1),
         g.stride(0),
         beta.stride(0),
-        prepared.solve.stride(0),
         H=num_k_heads,
         HV=num_v_heads,
         K=head_dim_k,
         C=chunk,
         P=num_pieces,
-        PQ=prepared.attend.shape[0],
-        PS=prepared.solve.shape[0],
+        PQ=prepared.attend.shape[2],
+        PS=prepared.solve.shape[2],
         SLICE=min(64, max(16, triton.next_power_of_2(head_dim_k))),
         QK_L2NORM=qk_l2norm,
         num_warps=4,
@@ -104,15 +102,13 @@ def _prepare_kernel(
     solve: tl.tensor,
     attend: tl.tensor,
     factors: tl.tensor,
+    scratch: tl.tensor,
     scale: tl.tensor,
     num_seqs: tl.tensor,
-    stride_q_piece: tl.tensor,
     stride_q: tl.tensor,
-    stride_k_piece: tl.tensor,
     stride_k: tl.tensor,
     stride_g: tl.tensor,
     stride_beta: tl.tensor,
-    stride_square: tl.tensor,
     H: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -154,12 +150,12 @@ def _prepare_kernel(
         slice_k = tl.zeros([C, SLICE], dtype=tl.float32)
         slice_q = tl.zeros([C, SLICE], dtype=tl.float32)
         for piece in tl.static_range(P):
-            b_k = tl.load(tile_k + piece * stride_k_piece + index_k, mask=mask_tk, other=0.0)
-            b_q = tl.load(tile_q + piece * stride_q_piece + index_k, mask=mask_tk, other=0.0)
+            b_k = tl.load(tile_k + piece * H * K + index_k, mask=mask_tk, other=0.0)
+            b_q = tl.load(tile_q + piece * H * K + index_k, mask=mask_tk, other=0.0)
             slice_k += b_k.to(tl.float32)
             slice_q += b_q.to(tl.float32)
             for other in tl.static_range(P - piece):
-                p_other = tile_k + other * stride_k_piece + index_k
+                p_other = tile_k + other * H * K + index_k
                 columns = tl.trans(tl.load(p_other, mask=mask_tk, other=0.0))
                 b_kk = dot(b_k, columns, b_kk)
                 b_qk = dot(b_q, columns, b_qk)
@@ -168,8 +164,8 @@ def _prepare_kernel(
     norm_k = tl.full([C], 1.0, dtype=tl.float32)
     norm_q = norm_k * scale
     if QK_L2NORM:
-        norm_k = tl.div_rn(norm_k, tl.sqrt_rn(squares_k + 1e-6))
-        norm_q = tl.div_rn(norm_q, tl.sqrt_rn(squares_q + 1e-6))
+        norm_k *= inverse_root(squares_k + 1e-6)
+        norm_q *= inverse_root(squares_q + 1e-6)
 
     place = tl.program_id(0).to(tl.int64)
     p_f = factors + place * 4 * C + row
@@ -181,11 +177,12 @@ def _prepare_kernel(
     tl.store(p_f + 3 * C, tl.zeros([C], tl.float32) + decay_of_chunk(total, C))
 
     decay = decay_between(total, C) * norm_k[None, :]
-    square = place * C * C + row[:, None] * C + row[None, :]
+    square = row[:, None] * C + row[None, :]
     everywhere = row[:, None] < C
-    store_pieces(attend + square, b_qk * decay * norm_q[:, None], stride_square, PQ, everywhere)
+    p_attend = attend + place * PQ * C * C + square
+    store_pieces(p_attend, b_qk * decay * norm_q[:, None], C * C, PQ, everywhere)
     system = b_kk * decay * (b_beta * norm_k)[:, None]
     system = tl.where(row[:, None] > row[None, :], system, 0.0)
-    store_pieces(
-        solve + square, inverse(system, C, PS) * b_beta[None, :], stride_square, PS, everywhere
-    )
+    p_solve = solve + place * PS * C * C + square
+    solved = inverse(system, scratch + place * 16 * C, C, PS) * b_beta[None, :]
+    store_pieces(p_solve, solved, C * C, PS, everywhere)

@@ -11,18 +11,20 @@ from torch import Tensor
 from torch_hybrid.ops.ragged_chunks import FULL_DECAY
 from torch_hybrid.ops.triton_decays import exp
 from torch_hybrid.ops.triton_delta_rule import Prepared, Rows, inverse, scan
+from torch_hybrid.ops.triton_devices import is_hopper
 from torch_hybrid.ops.triton_products import (
+    dot,
+    exact_dot,
+    inverse_root,
     piece_dtype,
     pieces_of_outputs,
     pieces_of_states,
     store_pieces,
+    sum_rows,
 )
 from torch_hybrid.ops.triton_ragged import first_token_of_block, sequence_of_block
 
 _FULL_DECAY: tl.constexpr = tl.constexpr(FULL_DECAY)
-# Tokens of a chunk, whatever the caller wants: in a longer one the products of its blocks need
-# more registers than there are.
-_CHUNK = 16
 
 
 def chunk_kimi_delta_attention(
@@ -40,7 +42,7 @@ def chunk_kimi_delta_attention(
     qk_l2norm: bool,
     chunk_size: int,
 ) -> Tensor:
-    """Launcher of ``torch_hybrid::chunk_kimi_delta_attention``; chunks are of 16 tokens."""
+    """Launcher of ``torch_hybrid::chunk_kimi_delta_attention``; its chunks are its own."""
     num_seqs = state_indices.shape[0]
     if num_seqs == 0:
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
@@ -59,17 +61,18 @@ def _prepare(
     qk_l2norm: bool,
 ) -> tuple[Prepared, Rows]:
     """All that does not depend on a state. Rows of outputs need their dtype's precision alone."""
-    _, num_heads, head_dim_k = q.shape
+    num_tokens, num_heads, head_dim_k = q.shape
     num_seqs = cu_seqlens.shape[0] - 1
-    prepared = Prepared.empty(q, num_seqs, num_heads, _CHUNK, factors=(head_dim_k,))
-    num_chunks, num_pieces = prepared.factors.shape[0], pieces_of_states(q.dtype)
-    dtype = piece_dtype(q.dtype)
+    # As many rows as a scan's registers and shared memory hold, in pieces. A warp takes 16.
+    chunk = 32 if q.dtype == torch.bfloat16 and is_hopper(q.device) else 16
+    prepared = Prepared.empty(q, num_seqs, num_heads, chunk, factors=(head_dim_k,))
+    num_pieces, dtype = pieces_of_states(q.dtype), piece_dtype(q.dtype)
     rows = Rows(
-        queries=q.new_empty(pieces_of_outputs(q.dtype), *q.shape, dtype=dtype),
-        reads=q.new_empty(num_pieces, *q.shape, dtype=dtype),
-        writes=q.new_empty(num_pieces, *q.shape, dtype=dtype),
+        queries=q.new_empty(num_tokens, pieces_of_outputs(q.dtype), *q.shape[1:], dtype=dtype),
+        reads=q.new_empty(num_tokens, num_pieces, *q.shape[1:], dtype=dtype),
+        writes=q.new_empty(num_tokens, num_pieces, *q.shape[1:], dtype=dtype),
     )
-    _prepare_kernel[(num_chunks * num_heads,)](
+    _prepare_kernel[(prepared.factors.shape[0] * num_heads,)](
         q,
         k,
         g,
@@ -81,22 +84,23 @@ def _prepare(
         prepared.solve,
         prepared.attend,
         prepared.factors,
+        prepared.scratch,
         scale,
         num_seqs,
         q.stride(0),
         k.stride(0),
         g.stride(0),
         beta.stride(0),
-        rows.reads.stride(0),
-        prepared.solve.stride(0),
         H=num_heads,
         K=head_dim_k,
-        C=_CHUNK,
-        PQ=rows.queries.shape[0],
+        C=chunk,
+        PQ=rows.queries.shape[1],
         PS=num_pieces,
         BLOCK_K=max(16, triton.next_power_of_2(head_dim_k)),
+        SLICE=16,
         QK_L2NORM=qk_l2norm,
-        num_warps=4,
+        num_warps=chunk // 16,
+        num_stages=1,
         enable_fp_fusion=True,
     )
     return prepared, rows
@@ -115,20 +119,20 @@ def _prepare_kernel(
     solve: tl.tensor,
     attend: tl.tensor,
     factors: tl.tensor,
+    scratch: tl.tensor,
     scale: tl.tensor,
     num_seqs: tl.tensor,
     stride_q: tl.tensor,
     stride_k: tl.tensor,
     stride_g: tl.tensor,
     stride_beta: tl.tensor,
-    stride_rows: tl.tensor,
-    stride_square: tl.tensor,
     H: tl.constexpr,
     K: tl.constexpr,
     C: tl.constexpr,
     PQ: tl.constexpr,
     PS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SLICE: tl.constexpr,
     QK_L2NORM: tl.constexpr,
 ) -> None:
     """One program: one chunk of one head."""
@@ -143,63 +147,74 @@ def _prepare_kernel(
 
     # Rows past the end have beta 0, k 0 and g 0: they change neither state nor outputs.
     row = tl.arange(0, C)
-    index_k = tl.arange(0, BLOCK_K)
     token = (first_token + row).to(tl.int64)
     mask_t = first_token + row < end
-    mask_k = (index_k < K)[None, :]
-    mask_tk = mask_t[:, None] & mask_k
-    column = head * K + index_k[None, :]
-    p_k = k + token[:, None] * stride_k + column
-    p_g = g + token[:, None] * stride_g + column
-    b_k = tl.load(p_k, mask=mask_tk, other=0.0).to(tl.float32)
-    b_q = tl.load(q + token[:, None] * stride_q + column, mask=mask_tk, other=0.0).to(tl.float32)
     norm_k = tl.full([C], 1.0, dtype=tl.float32)
     norm_q = norm_k * scale
     if QK_L2NORM:
-        norm_k = tl.div_rn(norm_k, tl.sqrt_rn(tl.sum(b_k * b_k, 1) + 1e-6))
-        norm_q = tl.div_rn(norm_q, tl.sqrt_rn(tl.sum(b_q * b_q, 1) + 1e-6))
-    b_q *= norm_q[:, None]
-
-    # By the distance of two tokens, whose decay grows a row at a time.
-    b_kk = tl.zeros([C, C], dtype=tl.float32)
-    b_qk = tl.where(row[:, None] == row[None, :], tl.sum(b_q * b_k, 1)[:, None], 0.0)
-    between = tl.zeros([C, BLOCK_K], dtype=tl.float32)
-    for distance in range(1, C):
-        is_pair = mask_t & (row >= distance)
-        mask_pair = is_pair[:, None] & mask_k
-        between += _load_decays(p_g - (distance - 1) * stride_g, mask_pair)
-        earlier = tl.load(p_k - distance * stride_k, mask=mask_pair, other=0.0).to(tl.float32)
-        earlier *= exp(between)
-        is_here = is_pair[:, None] & (row[:, None] == row[None, :] + distance)
-        b_kk = tl.where(is_here, tl.sum(b_k * earlier, 1)[:, None], b_kk)
-        b_qk = tl.where(is_here, tl.sum(b_q * earlier, 1)[:, None], b_qk)
-
-    b_g = _load_decays(p_g, mask_tk)
-    mask_later = mask_k & ((first_token + row + 1 < end) & (row + 1 < C))[:, None]
-    g_later = _load_decays(p_g + stride_g, mask_later)
-    since_start = exp(tl.cumsum(b_g, 0))
-    # Sums of what lies between, not differences of sums: a small decay survives large ones.
-    until_end = exp(tl.cumsum(g_later, 0, reverse=True))
+        norm_k *= _norm(k + token * stride_k + head * K, mask_t, K, BLOCK_K)
+        norm_q *= _norm(q + token * stride_q + head * K, mask_t, K, BLOCK_K)
 
     place = tl.program_id(0).to(tl.int64)
-    # Of the whole chunk in float64: its errors stay in the state, chunk after chunk.
-    whole = tl.exp(tl.sum(b_g, 0).to(tl.float64)).to(tl.float32)
-    tl.store(factors + place * K + index_k, whole, mask=index_k < K)
-    tile = token[:, None] * (H * K) + column
-    b_k *= norm_k[:, None]
-    store_pieces(queries + tile, b_q * since_start, stride_rows, PQ, mask_tk)
-    store_pieces(reads + tile, b_k * since_start, stride_rows, PS, mask_tk)
-    store_pieces(writes + tile, b_k * until_end, stride_rows, PS, mask_tk)
+    later, earlier = row[:, None], row[None, :]
+    b_kk = tl.zeros([C, C], dtype=tl.float32)
+    b_qk = tl.zeros([C, C], dtype=tl.float32)
+    for base in range(0, K, SLICE):
+        index_k = base + tl.arange(0, SLICE)[None, :]
+        mask_k = index_k < K
+        mask_tk = mask_t[:, None] & mask_k
+        column = head * K + index_k
+        b_k = tl.load(k + token[:, None] * stride_k + column, mask=mask_tk, other=0.0)
+        b_q = tl.load(q + token[:, None] * stride_q + column, mask=mask_tk, other=0.0)
+        b_g = tl.load(g + token[:, None] * stride_g + column, mask=mask_tk, other=0.0)
+        b_k = b_k.to(tl.float32) * norm_k[:, None]
+        b_q = b_q.to(tl.float32) * norm_q[:, None]
+        b_g = tl.maximum(b_g, _FULL_DECAY)
+        own = tl.sum(b_q * b_k, 1)
+        b_qk += tl.where(later == earlier, own[:, None], 0.0)
 
-    square = place * C * C + row[:, None] * C + row[None, :]
-    everywhere = row[:, None] < C
-    store_pieces(attend + square, b_qk * norm_k[None, :], stride_square, PQ, everywhere)
+        # Sums of what lies between two tokens, never differences of longer ones: a small decay
+        # survives large ones. In halves of SIZE rows, later rows meet earlier ones between them.
+        for level in range(5 if C == 32 else 4):
+            size = 1 << level
+            is_later = (later & size) != 0
+            between = ((later ^ earlier) < size) & ((earlier <= later) == is_later)
+            decay = exp(sum_rows(between, b_g, PS))
+            slice_k = b_k * decay
+            slice_q = b_q * decay
+            meets = ((later ^ earlier) >> level == 1) & is_later
+            zeros = tl.zeros([C, C], dtype=tl.float32)
+            product = exact_dot(slice_k, tl.trans(slice_k), zeros, PS)
+            b_kk += tl.where(meets, product, 0.0)
+            if PQ == 1 and PS > 1:
+                columns = tl.trans(slice_k.to(tl.bfloat16))
+                product = dot(slice_q.to(tl.bfloat16), columns, zeros)
+            else:
+                product = exact_dot(slice_q, tl.trans(slice_k), zeros, PS)
+            b_qk += tl.where(meets, product, 0.0)
+
+        since_start = exp(sum_rows(earlier <= later, b_g, PS))
+        tile_q = token[:, None] * (PQ * H * K) + column
+        tile_k = token[:, None] * (PS * H * K) + column
+        store_pieces(queries + tile_q, b_q * since_start, H * K, PQ, mask_tk)
+        store_pieces(reads + tile_k, b_k * since_start, H * K, PS, mask_tk)
+        whole = tl.sum(tl.where(later == C - 1, since_start, 0.0), 0)[None, :]
+        tl.store(factors + place * K + index_k, whole, mask=mask_k)
+        until_end = exp(sum_rows(earlier > later, b_g, PS))
+        store_pieces(writes + tile_k, b_k * until_end, H * K, PS, mask_tk)
+
+    square = later * C + earlier
+    everywhere = later < C
+    store_pieces(attend + place * PQ * C * C + square, b_qk, C * C, PQ, everywhere)
     b_beta = tl.load(beta + token * stride_beta + head, mask=mask_t, other=0.0)
-    system = b_kk * (b_beta * norm_k)[:, None] * norm_k[None, :]
-    b_solve = inverse(system, C, PS) * b_beta[None, :]
-    store_pieces(solve + square, b_solve, stride_square, PS, everywhere)
+    b_solve = inverse(b_kk * b_beta[:, None], scratch + place * 16 * C, C, PS) * b_beta[None, :]
+    store_pieces(solve + place * PS * C * C + square, b_solve, C * C, PS, everywhere)
 
 
 @triton.jit
-def _load_decays(pointer: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    return tl.maximum(tl.load(pointer, mask=mask, other=0.0), _FULL_DECAY)
+def _norm(rows: tl.tensor, mask_t: tl.tensor, K: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
+    """What scales each row to unit length."""
+    index_k = tl.arange(0, BLOCK_K)[None, :]
+    x = tl.load(rows[:, None] + index_k, mask=mask_t[:, None] & (index_k < K), other=0.0)
+    x = x.to(tl.float32)
+    return inverse_root(tl.sum(x * x, 1) + 1e-6)

@@ -10,42 +10,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.triton_decays import (
-    cumulate,
-    decay_between,
-    decay_of_chunk,
-    decay_since_start,
-    decay_until_end,
-)
+from torch_hybrid.ops.triton_decays import LOG2_E, cumulate
 from torch_hybrid.ops.triton_devices import is_hopper
-from torch_hybrid.ops.triton_products import dot, exact_dot, in_pieces, piece_dot, pieces_of_states
+from torch_hybrid.ops.triton_products import (
+    dot,
+    exact_dot,
+    in_pieces,
+    piece_dot,
+    pieces_of_states,
+    transpose_dot,
+)
+from torch_hybrid.ops.triton_ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton_state import zero_rows
 
-_NUM_WARPS = 8
+_HEADS = 16  # of a program that cumulates decays
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkTile:
-    """Tokens of a chunk, and the block ``[block_k, block_v]`` of a state that a program holds."""
+    """Tokens of a chunk, and the block ``[block_v, block_k]`` of a state that a program holds."""
 
     chunk: int
     block_k: int
     block_v: int
+    num_warps: int
 
     @classmethod
-    def of(cls, head_dim_k: int, head_dim_v: int, chunk_size: int, like: Tensor) -> ChunkTile:
+    def of(cls, head_dim_k: int, head_dim_v: int, like: Tensor) -> ChunkTile:
         """As much as registers hold, for inputs of the dtype and device of ``like``."""
         block_k = max(16, triton.next_power_of_2(head_dim_k))
-        hopper = is_hopper(like.device)
         if like.dtype == torch.bfloat16:
-            longest, most = 64 if hopper and block_k <= 128 else 32, 8192 if hopper else 4096
+            # A warp's products have 16 rows.
+            chunk = 64 if is_hopper(like.device) and block_k <= 128 else 32
+            most, num_warps = (64, 4) if block_k <= 128 else (32, 8)
         else:
-            longest, most = 16, 4096 if like.dtype == torch.float16 else 2048
-        return cls(
-            chunk=min(chunk_size, longest),
-            block_k=block_k,
-            block_v=max(16, min(triton.next_power_of_2(head_dim_v), 64, most // block_k)),
-        )
+            chunk, most, num_warps = 16, 4096 if like.dtype == torch.float16 else 2048, 8
+            most //= block_k
+        block_v = max(16, min(triton.next_power_of_2(head_dim_v), most))
+        return cls(chunk=chunk, block_k=block_k, block_v=block_v, num_warps=num_warps)
 
 
 def chunk_ssd(
@@ -63,51 +65,122 @@ def chunk_ssd(
     scale: float,
     chunk_size: int,
 ) -> Tensor:
-    """Launcher of ``torch_hybrid::chunk_ssd``; see ``ChunkTile`` for the longest chunk."""
+    """Launcher of ``torch_hybrid::chunk_ssd``; the chunks are those of ``ChunkTile``."""
     num_tokens, num_groups, head_dim_k = q.shape
     _, num_heads, head_dim_v = v.shape
     num_seqs = state_indices.shape[0]
     if num_seqs == 0:
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    tile = ChunkTile.of(head_dim_k, head_dim_v, chunk_size, q)
+    tile = ChunkTile.of(head_dim_k, head_dim_v, q)
+    factors = _decays(g, dt, cu_seqlens, tile.chunk, scale)
     q, k = in_pieces(q), in_pieces(k)
-    _chunk_kernel[(triton.cdiv(head_dim_v, tile.block_v) * num_heads * num_seqs,)](
+    num_programs = triton.cdiv(head_dim_v, tile.block_v) * num_heads * num_seqs
+    _chunk_kernel[(num_programs,)](
         q,
         k,
         v,
-        g,
-        dt,
+        factors,
         D,
         state,
         cu_seqlens,
         state_indices,
         has_initial_state,
         out,
-        scale,
         num_tokens,
         num_seqs,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        g.stride(0),
-        0 if dt is None else dt.stride(0),
+        # Constants, so that a tile's rows lie at constant distances: fewer registers.
+        STRIDE_Q=q.stride(0),
+        STRIDE_K=k.stride(0),
+        STRIDE_V=v.stride(0),
         G=num_groups,
         H=num_heads,
         K=head_dim_k,
         V=head_dim_v,
         C=tile.chunk,
-        P=q.shape[0],
+        P=q.shape[1],
         PS=pieces_of_states(v.dtype),
         BLOCK_K=tile.block_k,
         BLOCK_V=tile.block_v,
-        num_warps=_NUM_WARPS,
-        num_stages=2,
+        num_warps=tile.num_warps,
+        # Two programs share a multiprocessor, or each fetches further ahead.
+        num_stages=2 if num_programs > 132 else 3,
         enable_fp_fusion=True,
     )
     return out
+
+
+def _decays(g: Tensor, dt: Tensor | None, cu_seqlens: Tensor, chunk: int, scale: float) -> Tensor:
+    """What the decays of X chunks of C tokens make of rows, ``[X, H, 6, C]`` float32.
+
+    By what a row of q reads the state before the chunk; by what a row of v goes into the outputs
+    of the chunk, and into the state after it; the sum of g from the chunk's first token on, to
+    base 2, in two numbers whose sum it is; and by what the whole chunk decays the state.
+    """
+    num_tokens, num_heads = g.shape
+    num_seqs = cu_seqlens.shape[0] - 1
+    num_chunks = num_blocks(num_tokens, num_seqs, chunk)
+    factors = g.new_empty(num_chunks, num_heads, 6, chunk, dtype=torch.float32)
+    _decay_kernel[(num_chunks, triton.cdiv(num_heads, _HEADS))](
+        g,
+        dt,
+        cu_seqlens,
+        factors,
+        scale,
+        num_seqs,
+        g.stride(0),
+        0 if dt is None else dt.stride(0),
+        H=num_heads,
+        C=chunk,
+        BLOCK_H=_HEADS,
+        num_warps=4,
+    )
+    return factors
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _decay_kernel(
+    g: tl.tensor,
+    dt: tl.tensor | None,
+    cu_seqlens: tl.tensor,
+    factors: tl.tensor,
+    scale: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_g: tl.tensor,
+    stride_dt: tl.tensor,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+) -> None:
+    """One program: one chunk of BLOCK_H heads."""
+    chunk = tl.program_id(0)
+    seq = sequence_of_block(cu_seqlens, num_seqs, chunk, C)
+    begin = tl.load(cu_seqlens + seq)
+    end = tl.load(cu_seqlens + seq + 1)
+    first_token = first_token_of_block(begin, seq, chunk, C)
+    if first_token >= end:
+        return
+
+    # Rows past the end have g 0 and dt 0: they change neither state nor outputs.
+    row = tl.arange(0, C)[None, :]
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+    token = (first_token + row).to(tl.int64)
+    mask_h = head < H
+    mask = mask_h & (first_token + row < end)
+    total = cumulate(tl.load(g + token * stride_g + head, mask=mask, other=0.0), 1)
+    step = mask.to(tl.float32)
+    if dt is not None:
+        step = tl.load(dt + token * stride_dt + head, mask=mask, other=0.0)
+    whole = tl.sum(tl.where(row == C - 1, total, 0.0), 1)[:, None]
+    total_log2 = total * LOG2_E
+    high = total_log2.to(tl.float32)
+    p_f = factors + (chunk.to(tl.int64) * H + head) * 6 * C + row
+    tl.store(p_f, tl.exp(total).to(tl.float32) * scale, mask=mask_h)
+    tl.store(p_f + C, step * scale, mask=mask_h)
+    tl.store(p_f + 2 * C, step * tl.exp(whole - total).to(tl.float32), mask=mask_h)
+    tl.store(p_f + 3 * C, high, mask=mask_h)
+    tl.store(p_f + 4 * C, (total_log2 - high.to(tl.float64)).to(tl.float32), mask=mask_h)
+    tl.store(p_f + 5 * C, tl.exp(whole + 0.0 * total).to(tl.float32), mask=mask_h)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
@@ -115,24 +188,18 @@ def _chunk_kernel(
     q: tl.tensor,
     k: tl.tensor,
     v: tl.tensor,
-    g: tl.tensor,
-    dt: tl.tensor | None,
+    factors: tl.tensor,
     D: tl.tensor | None,
     state: tl.tensor,
     cu_seqlens: tl.tensor,
     state_indices: tl.tensor,
     has_initial_state: tl.tensor,
     out: tl.tensor,
-    scale: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
-    stride_q_piece: tl.tensor,
-    stride_q: tl.tensor,
-    stride_k_piece: tl.tensor,
-    stride_k: tl.tensor,
-    stride_v: tl.tensor,
-    stride_g: tl.tensor,
-    stride_dt: tl.tensor,
+    STRIDE_Q: tl.constexpr,
+    STRIDE_K: tl.constexpr,
+    STRIDE_V: tl.constexpr,
     G: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -145,84 +212,98 @@ def _chunk_kernel(
 ) -> None:
     """One program: BLOCK_V rows of the state of one head of one sequence, all its chunks.
 
-    The state is held transposed, [K, BLOCK_V].
+    Tokens and channels are columns of all that it computes, so that the state and the values are
+    left sides of products, which stay in registers.
     """
     NUM_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
     seq = pid // (NUM_BLOCKS * H)
     head = pid // NUM_BLOCKS % H
     group = head // (H // G)
-    index_k = tl.arange(0, BLOCK_K)
-    index_v = pid % NUM_BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
-    mask_k = index_k < K
-    mask_v = index_v < V
-    mask_s = mask_k[:, None] & mask_v[None, :]
+    index_k = tl.arange(0, BLOCK_K)[None, :]
+    first_v = pid % NUM_BLOCKS * BLOCK_V
+    index_v = tl.arange(0, BLOCK_V)
+    mask_k = (index_k < K) | (K == BLOCK_K)
+    mask_v = (first_v + index_v < V) | (V % BLOCK_V == 0)
+    mask_s = mask_v[:, None] & mask_k
 
     begin = tl.load(cu_seqlens + seq)
     end = tl.load(cu_seqlens + seq + 1)
+    # The rows past the last sequence are dealt out to the sequences in turn.
+    padding = tl.load(cu_seqlens + num_seqs) + seq
+    zero_rows(out, padding, num_tokens, num_seqs, head, first_v + index_v, mask_v, H, V)
+
     slot = tl.load(state_indices + seq).to(tl.int64)
     if slot == 0:
-        zero_rows(out, begin, end, 1, head, index_v, mask_v, H, V)
+        zero_rows(out, begin, end, 1, head, first_v + index_v, mask_v, H, V)
     elif begin < end:
         row = tl.arange(0, C)
-        first = begin.to(tl.int64)
-        p_q = q + first * stride_q + group * K + index_k[None, :] + row[:, None] * stride_q
-        p_k = k + first * stride_k + group * K + index_k[None, :] + row[:, None] * stride_k
-        p_v = v + first * stride_v + head * V + index_v[None, :] + row[:, None] * stride_v
-        p_g = g + first * stride_g + head + row * stride_g
-        p_out = out + (first * H + head) * V + index_v[None, :] + row[:, None] * (H * V)
-        p_s = state + (slot * H + head) * V * K + index_v[None, :] * K + index_k[:, None]
-        if dt is not None:
-            p_dt = dt + first * stride_dt + head + row * stride_dt
+        tile_q = row[:, None] * STRIDE_Q + index_k
+        tile_k = row[:, None] * STRIDE_K + index_k
+        tile_v = row[:, None] * STRIDE_V + index_v[None, :]
+        tile_out = row[None, :] * (H * V) + index_v[:, None]
+        p_s = state + ((slot * H + head) * V + first_v) * K + index_v[:, None] * K + index_k
         if D is not None:
             skip = tl.load(D + head)
 
         known = tl.load(has_initial_state + seq) != 0
         b_s = tl.load(p_s, mask=mask_s & known, other=0.0)
         for done in range(0, end - begin, C):
-            # Rows past the end have v 0 and g 0: they change neither state nor outputs.
+            # From the token each time: one number to keep instead of four places.
+            token = (begin + done).to(tl.int64)
+            p_q = q + token * STRIDE_Q + group * K
+            p_k = k + token * STRIDE_K + group * K
+            p_v = v + token * STRIDE_V + head * V + first_v
+            p_out = out + (token * H + head) * V + first_v
+            p_f = factors + (((begin // C + seq) + done // C).to(tl.int64) * H + head) * 6 * C
             mask_t = done + row < end - begin
-            mask_tk = mask_t[:, None] & mask_k[None, :]
-            mask_tv = mask_t[:, None] & mask_v[None, :]
-            b_v = tl.load(p_v, mask=mask_tv, other=0.0).to(tl.float32)
-            total = cumulate(tl.load(p_g, mask=mask_t, other=0.0))
-            b_u = b_v
-            if dt is not None:
-                b_u *= tl.load(p_dt, mask=mask_t, other=0.0)[:, None]
-                p_dt += C * stride_dt
+            mask_tk = mask_t[:, None] & mask_k
 
+            # What tokens j, the rows, add to tokens i, the columns.
             b_a = tl.zeros([C, C], dtype=tl.float32)
-            b_o = tl.zeros([C, BLOCK_V], dtype=tl.float32)
-            for piece in tl.static_range(P):
-                b_q = tl.load(p_q + piece * stride_q_piece, mask=mask_tk, other=0.0)
-                b_o = piece_dot(b_q, b_s, b_o, P - piece)
-                for other in tl.static_range(P - piece):
-                    b_k = tl.load(p_k + other * stride_k_piece, mask=mask_tk, other=0.0)
-                    b_a = dot(b_q, tl.trans(b_k), b_a)
-            b_o *= (decay_since_start(total) * scale)[:, None]
-            b_a *= decay_between(total, C) * scale
+            for piece in tl.static_range(P - 1, -1, -1):
+                b_q = tl.load(p_q + piece * G * K + tile_q, mask=mask_tk, other=0.0)
+                for other in tl.static_range(P - 1 - piece, -1, -1):
+                    b_k = tl.load(p_k + other * G * K + tile_k, mask=mask_tk, other=0.0)
+                    b_a = dot(b_k, tl.trans(b_q), b_a)
+            index = done + row
+            is_past = index[:, None] <= index[None, :]
+            between = tl.load(p_f + 3 * C + row)[None, :] - tl.load(p_f + 3 * C + row)[:, None]
+            if P > 1 or v.dtype.element_ty == tl.float32:
+                p_rest = p_f + 4 * C + row
+                between += tl.load(p_rest)[None, :] - tl.load(p_rest)[:, None]
+            b_a *= tl.exp2(tl.where(is_past, between, -float("inf")))
+            b_a *= tl.load(p_f + C + row)[:, None]
             if P == 1:
-                b_o = piece_dot(b_a.to(b_q.dtype), b_u, b_o, 1)
+                b_a = b_a.to(b_q.dtype)  # now: it takes half the registers from here on
+
+            b_o = tl.zeros([BLOCK_V, C], dtype=tl.float32)
+            for piece in tl.static_range(P - 1, -1, -1):
+                b_q = tl.load(p_q + piece * G * K + tile_q, mask=mask_tk, other=0.0)
+                b_o = piece_dot(b_s, tl.trans(b_q), b_o, P - piece)
+            b_o *= tl.load(p_f + row)[None, :]
+            b_v = tl.load(p_v + tile_v, mask=mask_t[:, None] & mask_v[None, :], other=0.0)
+            # Long before it is needed, since it is not fetched ahead.
+            decay = tl.load(p_f + 5 * C)
+            b_v = transpose_dot(b_v, tl.zeros([BLOCK_V, C], dtype=tl.float32))
+            if P == 1:  # noqa: SIM108  (one branch is compiled)
+                b_o = piece_dot(b_v, b_a, b_o, 1)
             else:
-                b_o = exact_dot(b_a, b_u, b_o, PS)
+                b_o = exact_dot(b_v, b_a, b_o, PS)
             if D is not None:
                 b_o += skip * b_v
+            mask_out = mask_v[:, None] & mask_t[None, :]
+            tl.store(p_out + tile_out, b_o.to(out.dtype.element_ty), mask=mask_out)
 
-            b_s *= decay_of_chunk(total, C)
-            b_u *= decay_until_end(total, C)[:, None]
-            for piece in tl.static_range(P):
+            b_u = b_v * tl.load(p_f + 2 * C + row)[None, :]
+            update = tl.zeros([BLOCK_V, BLOCK_K], dtype=tl.float32)
+            for piece in tl.static_range(P - 1, -1, -1):
                 if P > 1:
-                    b_k = tl.load(p_k + piece * stride_k_piece, mask=mask_tk, other=0.0)
-                b_s = piece_dot(tl.trans(b_k), b_u, b_s, PS - piece)
-            tl.store(p_out, b_o.to(out.dtype.element_ty), mask=mask_tv)
+                    b_k = tl.load(p_k + piece * G * K + tile_k, mask=mask_tk, other=0.0)
+                update = piece_dot(b_u, b_k, update, PS - piece)
+            b_s = b_s * decay + update
 
-            p_q += C * stride_q
-            p_k += C * stride_k
-            p_v += C * stride_v
-            p_g += C * stride_g
-            p_out += C * H * V
+        # Read again, so that no register holds the place of the state through the loop.
+        slot = tl.load(state_indices + seq).to(tl.int64)
+        p_s = state + ((slot * H + head) * V + first_v) * K + index_v[:, None] * K + index_k
         tl.store(p_s, b_s, mask=mask_s)
-
-    # The rows past the last sequence are dealt out to the sequences in turn.
-    padding = tl.load(cu_seqlens + num_seqs) + seq
-    zero_rows(out, padding, num_tokens, num_seqs, head, index_v, mask_v, H, V)

@@ -153,7 +153,8 @@ def chunk_ssd(
     :func:`recurrent_ssd`, and:
 
     Args:
-        chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only.
+        chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only. "triton"
+            takes chunks of its own.
         impl: a name in CHUNK_IMPLEMENTATIONS.
     """
     sizes = {"head_k_dim": q.shape[-1]}

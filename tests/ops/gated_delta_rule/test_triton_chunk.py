@@ -108,7 +108,6 @@ def call(inputs: Inputs, chunk_size: int) -> Tensor:
 # (chunk size, key heads, value heads, K, V, dtype), 8192 tokens in 16 sequences
 SHAPES = {
     "Qwen3-Next": (64, 16, 32, 128, 128, torch.bfloat16),
-    "Qwen3-Next, chunks of 32": (32, 16, 32, 128, 128, torch.bfloat16),
     "Qwen3-Next float32": (16, 16, 32, 128, 128, torch.float32),
     "OLMo-hybrid": (64, 30, 30, 96, 192, torch.bfloat16),
 }

@@ -133,7 +133,7 @@ def record_launches(
     modules = dict(zip(KERNELS, (_triton_chunk, triton_delta_rule), strict=True))
     recorders = {name: LaunchRecorder(getattr(module, name)) for name, module in modules.items()}
     with monkeypatch.context() as patch:
-        pretend(patch, target, triton_delta_rule)
+        pretend(patch, target, triton_delta_rule, _triton_chunk)
         for name, module in modules.items():
             patch.setattr(module, name, recorders[name])
         _triton_chunk.chunk_kimi_delta_attention(

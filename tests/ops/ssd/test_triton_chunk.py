@@ -91,7 +91,6 @@ def call(inputs: Inputs, chunk_size: int) -> Tensor:
 # (chunk size, groups, heads, K, V, lightning, dtype), 8192 tokens in 16 sequences
 SHAPES = {
     "Bamba": (64, 1, 128, 128, 64, False, torch.bfloat16),
-    "Bamba, chunks of 32": (32, 1, 128, 128, 64, False, torch.bfloat16),
     "Bamba float32": (64, 1, 128, 128, 64, False, torch.float32),
     "Falcon-H1": (64, 1, 24, 256, 64, False, torch.bfloat16),
     "MiniMax-01": (64, 64, 64, 96, 96, True, torch.bfloat16),
@@ -135,6 +134,7 @@ def record_launch(
         pretend(patch, target, _triton_chunk)
         recorder = LaunchRecorder(_triton_chunk._chunk_kernel)
         patch.setattr(_triton_chunk, "_chunk_kernel", recorder)
+        patch.setattr(_triton_chunk, "_decay_kernel", LaunchRecorder(_triton_chunk._decay_kernel))
         _triton_chunk.chunk_ssd(
             q.unflatten(1, (num_groups, k_dim)),
             k.unflatten(1, (num_groups, k_dim)),
