@@ -99,7 +99,7 @@ def _prepare(
         BLOCK_K=max(16, triton.next_power_of_2(head_dim_k)),
         SLICE=16,
         QK_L2NORM=qk_l2norm,
-        num_warps=chunk // 16,
+        num_warps=2 if q.dtype == torch.float32 else chunk // 16,
         num_stages=1,
         enable_fp_fusion=True,
     )
