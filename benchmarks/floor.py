@@ -105,11 +105,10 @@ def _matrix_rate(dtype: torch.dtype, *, rounds: int) -> float:
 
 def step_bytes(model: HybridModel, rows: Sequence[Row]) -> int:
     """Bytes that a step must move at the least."""
-    item = model.dtype.itemsize
     num_tokens = sum(row.num_new for row in rows)
     moved = _weight_bytes(model, num_tokens)
     for entry in model.table.entries:
-        moved += sum(cache_bytes(entry.spec, row, item) for row in rows)
+        moved += sum(cache_bytes(entry.spec, row, model.dtype) for row in rows)
     return moved
 
 

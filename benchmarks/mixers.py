@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
 from torch_hybrid.specs import (
     AttentionSpec,
     DeltaRuleSpec,
@@ -17,11 +19,9 @@ from torch_hybrid.specs import (
     LayerSpec,
     LightningSpec,
     Mamba2Spec,
-    RecurrentSpec,
 )
 
 CHUNK = 32  # what the ops take by default
-FLOAT32 = 4  # bytes of an element of a recurrent state
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +42,11 @@ class Row:
         return self.num_new * self.num_held + self.num_new * (self.num_new + 1) / 2
 
 
-def cache_bytes(spec: LayerSpec, row: Row, item: int) -> int:
-    """Bytes of what a mixer keeps: states read and written, keys and values or latents read once.
-
-    ``item`` is the size of an element in the model's dtype.
-    """
-    match spec:
-        case AttentionSpec():
-            return 2 * row.num_kept * spec.num_kv_heads * spec.head_dim * item
-        case LatentSpec():
-            return row.num_kept * spec.row_dim * item
-        case LightningSpec():
-            return 2 * math.prod(spec.state_shape) * FLOAT32
-        case _:
-            conv = (spec.conv_width - 1) * spec.conv_channels * item
-            return 2 * (math.prod(spec.state_shape) * FLOAT32 + conv)
+def cache_bytes(spec: LayerSpec, row: Row, dtype: torch.dtype) -> int:
+    """Bytes of what a mixer keeps, in a model of one dtype: states read and written, keys and
+    values or latents read once."""
+    times = {"slot": 2, "page": row.num_kept}
+    return sum(times[pool.per] * pool.nbytes(dtype) for pool in spec.pools().values())
 
 
 def mixer_flops(spec: LayerSpec, row: Row) -> float:
@@ -80,13 +70,13 @@ def _latent_flops(spec: LatentSpec, row: Row) -> float:
     return spec.num_heads * min(absorbed, expanded)
 
 
-def _token_flops(spec: RecurrentSpec) -> float:
+def _token_flops(spec: LayerSpec) -> float:
     """Decay, update and read a state; a delta rule reads it once more for its error."""
     per_element = 7 if isinstance(spec, DeltaRuleSpec | KimiDeltaSpec) else 5
     return per_element * math.prod(spec.state_shape)
 
 
-def _chunk_flops(spec: RecurrentSpec) -> float:
+def _chunk_flops(spec: LayerSpec) -> float:
     c = CHUNK
     heads, v, k = spec.state_shape
     match spec:

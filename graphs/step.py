@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.hybrid import Plan, Step
 from torch_hybrid.backends.mode import Form, Mode
 from torch_hybrid.batch import Batch
-from torch_hybrid.caches.hybrid import LayerCache
+from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.graphs.lanes import lane
 from torch_hybrid.parallel.ranks import Ranks
 from torch_hybrid.pytrees import register_value

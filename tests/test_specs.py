@@ -11,11 +11,10 @@ from torch_hybrid.specs import AttentionSpec, DeltaRuleSpec, LayerEntry, LayerTa
 
 FULL = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
 LINEAR = DeltaRuleSpec(num_k_heads=2, num_v_heads=4, head_k_dim=16, head_v_dim=24, conv_width=4)
-KIND = {FULL: "paged_attention", LINEAR: "gated_delta_rule"}
 
 
 def entry(index: int, spec: AttentionSpec | DeltaRuleSpec = LINEAR) -> LayerEntry:
-    return LayerEntry(kind=KIND[spec], index=index, spec=spec)
+    return LayerEntry(index=index, spec=spec)
 
 
 @given(st.lists(st.sampled_from([FULL, LINEAR])))
@@ -24,7 +23,7 @@ def test_numbering(specs: list[AttentionSpec | DeltaRuleSpec]):
     assert len(table) == len(specs)
     for layer_id, spec in enumerate(specs):
         assert table[layer_id].spec is spec
-        assert table[layer_id].kind == KIND[spec]
+        assert table[layer_id].kind == spec.kind
         assert table[layer_id].index == specs[:layer_id].count(spec)
     assert sum(len(table.of_kind(kind)) for kind in table.kinds) == len(specs)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from torch_hybrid.caches.sizes import PoolCost
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.runner import Runner
-from torch_hybrid.specs import LayerSpec, LayerTable
+from torch_hybrid.specs import LayerEntry, LayerSpec, LayerTable
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,10 +144,13 @@ def pools(runner: Runner) -> Section:
 
 def pattern(table: LayerTable) -> str:
     """A letter for each layer: F full attention, L linear attention, B both, - none."""
-    full = {"paged_attention", "latent_attention"}
-    letters = {(): "-", (True,): "F", (False,): "L"}
-    kinds = (tuple(sorted({entry.kind in full for entry in layer})) for layer in table.layers)
-    return "".join(letters.get(kind, "B") for kind in kinds)
+    letters = {"full": "F", "linear": "L"}
+
+    def letter(layer: Sequence[LayerEntry]) -> str:
+        found = {letters[entry.spec.family] for entry in layer}
+        return "B" if len(found) > 1 else found.pop() if found else "-"
+
+    return "".join(map(letter, table.layers))
 
 
 def byte_count(count: int) -> str:

@@ -2,13 +2,67 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, ClassVar, Literal, Protocol, Self
+
+import torch
 
 from torch_hybrid.parallel.ranks import divide, divide_or_repeat
 from torch_hybrid.pytrees import register_constant
+
+LayerFamily = Literal["full", "linear"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """One tensor that a layer keeps between steps.
+
+    ``shape`` is what a sequence has in it (``per="slot"``), or a token (``per="page"``, of
+    ``page_size`` tokens each). ``planes`` of them stand one after the other in one tensor; with 0,
+    it has no such dimension. ``dtype`` None is the model's.
+    """
+
+    shape: tuple[int, ...]
+    per: Literal["slot", "page"]
+    dtype: torch.dtype | None = None
+    planes: int = 0
+
+    def nbytes(self, model_dtype: torch.dtype) -> int:
+        """Bytes that a sequence, or a token, takes."""
+        return math.prod(self.shape) * max(self.planes, 1) * (self.dtype or model_dtype).itemsize
+
+
+class LayerSpec(Protocol):
+    """The facts of one mixer: a frozen dataclass, which can be hashed.
+
+    ``kind`` names all mixers that one backend plans. ``family`` is "full" where a token costs more
+    the more its sequence holds, and "linear" where it always costs the same.
+    """
+
+    kind: ClassVar[str]
+    family: ClassVar[LayerFamily]
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def pools(self) -> Mapping[str, Pool]:
+        """What the mixer keeps, by name; it is handed a tensor for each."""
+        ...
+
+    def divided(self, num_ranks: int) -> Self:
+        """What each of ``num_ranks`` ranks holds.
+
+        Raises:
+            UnsupportedError: the heads cannot be spread so.
+        """
+        ...
+
+
+def _conv_and_state(width: int, channels: int, state_shape: tuple[int, ...]) -> dict[str, Pool]:
+    """The last inputs of a convolution, oldest first, and a recurrent state."""
+    conv = Pool((width - 1, channels), per="slot")
+    return {"conv": conv, "state": Pool(state_shape, per="slot", dtype=torch.float32)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +72,9 @@ class AttentionSpec:
     ``window`` is the number of visible keys, the query's own included (0: all of them);
     ``softcap`` bounds logits by ``softcap * tanh(logits / softcap)`` (0: no bound).
     """
+
+    kind: ClassVar[str] = "paged_attention"
+    family: ClassVar[LayerFamily] = "full"
 
     num_q_heads: int
     num_kv_heads: int
@@ -32,6 +89,10 @@ class AttentionSpec:
                 f"num_q_heads must be a multiple of num_kv_heads, "
                 f"got {self.num_q_heads} and {self.num_kv_heads}"
             )
+
+    def pools(self) -> dict[str, Pool]:
+        """Keys and values, in one tensor: an op may mutate one argument per storage in place."""
+        return {"kv": Pool((self.num_kv_heads, self.head_dim), per="page", planes=2)}
 
     def divided(self, num_ranks: int) -> Self:
         """What each of ``num_ranks`` ranks holds.
@@ -52,6 +113,9 @@ class DeltaRuleSpec:
 
     ``beta_scale`` is 2 where negative eigenvalues are allowed and 1 elsewhere.
     """
+
+    kind: ClassVar[str] = "gated_delta_rule"
+    family: ClassVar[LayerFamily] = "linear"
 
     num_k_heads: int
     num_v_heads: int
@@ -89,6 +153,10 @@ class DeltaRuleSpec:
         """Heads, values, keys."""
         return self.num_v_heads, self.head_v_dim, self.head_k_dim
 
+    def pools(self) -> dict[str, Pool]:
+        """The convolution's last inputs and the state, each in a storage of its own."""
+        return _conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
+
     def divided(self, num_ranks: int) -> Self:
         """What each of ``num_ranks`` ranks holds.
 
@@ -109,6 +177,9 @@ class KimiDeltaSpec:
     ``gate_lower_bound`` is the bounded form's least log decay of a token (Ling-3); None is the
     softplus form, which has no bound.
     """
+
+    kind: ClassVar[str] = "kimi_delta_attention"
+    family: ClassVar[LayerFamily] = "linear"
 
     num_heads: int
     head_k_dim: int
@@ -138,6 +209,10 @@ class KimiDeltaSpec:
         """Heads, values, keys."""
         return self.num_heads, self.head_v_dim, self.head_k_dim
 
+    def pools(self) -> dict[str, Pool]:
+        """The convolution's last inputs and the state, each in a storage of its own."""
+        return _conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
+
     def divided(self, num_ranks: int) -> Self:
         """What each of ``num_ranks`` ranks holds.
 
@@ -155,6 +230,9 @@ class Mamba2Spec:
     stands: "before_norm", "after_norm", or "no_norm". The norm's groups are ``norm_groups`` equal
     parts of the inner width.
     """
+
+    kind: ClassVar[str] = "mamba2"
+    family: ClassVar[LayerFamily] = "linear"
 
     num_heads: int
     head_dim: int
@@ -194,6 +272,10 @@ class Mamba2Spec:
         """Heads, values, keys."""
         return self.num_heads, self.head_dim, self.state_dim
 
+    def pools(self) -> dict[str, Pool]:
+        """The convolution's last inputs and the state, each in a storage of its own."""
+        return _conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
+
     def divided(self, num_ranks: int) -> Self:
         """What each of ``num_ranks`` ranks holds.
 
@@ -215,6 +297,9 @@ class LightningSpec:
     ``activation`` ("none" or "silu") is that of q, k and v. Where ``qk_norm`` is set, q and k are
     normed per head. The output norm's groups are ``norm_groups`` equal parts of its width.
     """
+
+    kind: ClassVar[str] = "lightning_attention"
+    family: ClassVar[LayerFamily] = "linear"
 
     num_heads: int
     head_dim: int
@@ -242,6 +327,10 @@ class LightningSpec:
         """Heads, values, keys."""
         return self.num_heads, self.head_dim, self.head_dim
 
+    def pools(self) -> dict[str, Pool]:
+        """The state; there is no convolution to keep."""
+        return {"state": Pool(self.state_shape, per="slot", dtype=torch.float32)}
+
     def divided(self, num_ranks: int) -> Self:
         """What each of ``num_ranks`` ranks holds.
 
@@ -262,6 +351,9 @@ class LatentSpec:
     A row holds ``latent_rank`` normed latents and ``rope_dim`` shared key dims, rotated or not.
     """
 
+    kind: ClassVar[str] = "latent_attention"
+    family: ClassVar[LayerFamily] = "full"
+
     num_heads: int
     latent_rank: int
     nope_dim: int
@@ -279,6 +371,10 @@ class LatentSpec:
         """Width of an expanded query and key head."""
         return self.nope_dim + self.rope_dim
 
+    def pools(self) -> dict[str, Pool]:
+        """Rows ``[latent | shared key]``."""
+        return {"latents": Pool((self.row_dim,), per="page")}
+
     def divided(self, num_ranks: int) -> Self:
         """What each of ``num_ranks`` ranks holds: some of the heads, and all of the latents.
 
@@ -288,26 +384,17 @@ class LatentSpec:
         return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))
 
 
-RecurrentSpec = DeltaRuleSpec | KimiDeltaSpec | Mamba2Spec | LightningSpec
-LayerSpec = AttentionSpec | LatentSpec | RecurrentSpec
-
-KINDS: dict[type, str] = {
-    AttentionSpec: "paged_attention",
-    LatentSpec: "latent_attention",
-    DeltaRuleSpec: "gated_delta_rule",
-    KimiDeltaSpec: "kimi_delta_attention",
-    Mamba2Spec: "mamba2",
-    LightningSpec: "lightning_attention",
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerEntry:
-    """One mixer: its kind, its dense index among the mixers of that kind, and its facts."""
+    """One mixer: its dense index among the mixers of its kind, and its facts."""
 
-    kind: str
     index: int
     spec: LayerSpec
+
+    @property
+    def kind(self) -> str:
+        """As the spec says."""
+        return self.spec.kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,9 +421,8 @@ class LayerTable:
         counts: Counter[str] = Counter()
 
         def entry(spec: LayerSpec) -> LayerEntry:
-            kind = KINDS[type(spec)]
-            counts[kind] += 1
-            return LayerEntry(kind=kind, index=counts[kind] - 1, spec=spec)
+            counts[spec.kind] += 1
+            return LayerEntry(index=counts[spec.kind] - 1, spec=spec)
 
         mixers = (spec if type(spec) is tuple else (spec,) for spec in specs)
         return cls(tuple(tuple(map(entry, layer)) for layer in mixers))  # type: ignore[arg-type]
@@ -409,4 +495,13 @@ class LayerTable:
         )
 
 
-register_constant(LayerTable, LayerEntry, *KINDS)
+register_constant(
+    LayerTable,
+    LayerEntry,
+    AttentionSpec,
+    LatentSpec,
+    DeltaRuleSpec,
+    KimiDeltaSpec,
+    Mamba2Spec,
+    LightningSpec,
+)

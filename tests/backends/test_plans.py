@@ -19,7 +19,6 @@ from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.specs import (
-    KINDS,
     AttentionSpec,
     DeltaRuleSpec,
     KimiDeltaSpec,
@@ -32,16 +31,14 @@ from torch_hybrid.specs import (
 FULL = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
 LINEAR = DeltaRuleSpec(num_k_heads=1, num_v_heads=2, head_k_dim=16, head_v_dim=16, conv_width=4)
 TABLE = LayerTable.from_specs([LINEAR, FULL, LINEAR])
-SPECS = {
-    "paged_attention": FULL,
-    "gated_delta_rule": LINEAR,
-    "kimi_delta_attention": KimiDeltaSpec(num_heads=2, head_k_dim=16, head_v_dim=16, conv_width=4),
-    "mamba2": Mamba2Spec(num_heads=2, head_dim=16, state_dim=16, num_groups=1, conv_width=4),
-    "lightning_attention": LightningSpec(num_heads=2, head_dim=16),
-    "latent_attention": LatentSpec(
-        num_heads=2, latent_rank=32, nope_dim=16, rope_dim=16, v_dim=16, scale=0.2
-    ),
-}
+SPECS = [
+    FULL,
+    LINEAR,
+    KimiDeltaSpec(num_heads=2, head_k_dim=16, head_v_dim=16, conv_width=4),
+    Mamba2Spec(num_heads=2, head_dim=16, state_dim=16, num_groups=1, conv_width=4),
+    LightningSpec(num_heads=2, head_dim=16),
+    LatentSpec(num_heads=2, latent_rank=32, nope_dim=16, rope_dim=16, v_dim=16, scale=0.2),
+]
 
 
 def make_cache(table: LayerTable = TABLE) -> HybridCache:
@@ -134,7 +131,7 @@ def test_a_step_finds_each_layer_by_its_id(backends: dict[str, Backend]):
     for layer_id, spec in enumerate([LINEAR, FULL, LINEAR]):
         entry, plan, pool = step.layer(layer_id)
         assert entry.spec is spec
-        assert plan is plans[KINDS[type(spec)]]
+        assert plan is plans[spec.kind]
         assert pool is cache.pools[entry.kind][entry.index]
 
 
@@ -145,10 +142,10 @@ def test_a_layer_kind_that_is_absent_costs_nothing():
     assert list(cache.pools) == ["paged_attention"]
 
 
-@pytest.mark.parametrize("kind", KINDS.values())
+@pytest.mark.parametrize("kind", hybrid._BACKENDS)
 def test_a_backend_is_the_whole_protocol(kind: str):
     """No hook of the protocol is missing, and all take the same arguments."""
-    table = LayerTable.from_specs(list(SPECS.values()))
+    table = LayerTable.from_specs(SPECS)
     made = hybrid._BACKENDS[kind](table.of_kind(kind), make_cache().sizes, Backends(), tuple(Mode))
     assert set(made.choices) == set(Mode)
     theirs, ours = inspect.signature(Backend.plan), inspect.signature(type(made).plan)
@@ -159,10 +156,8 @@ def test_a_backend_is_the_whole_protocol(kind: str):
     assert {"plan", "forms", "form_of", "choices"} <= public
 
 
-def test_every_kind_of_layer_has_a_backend_and_a_pool():
-    from torch_hybrid.caches.hybrid import _POOLS
-
-    assert set(hybrid._BACKENDS) == set(_POOLS) == set(KINDS.values())
+def test_every_kind_of_layer_has_a_backend():
+    assert set(hybrid._BACKENDS) == {spec.kind for spec in SPECS}
 
 
 @pytest.mark.parametrize("field", ["full", "linear", "conv"])

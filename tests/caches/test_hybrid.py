@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from torch_hybrid.caches.allocator import Allocator
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
-from torch_hybrid.caches.recurrent_state import RecurrentState
 from torch_hybrid.errors import CapacityError
 from torch_hybrid.specs import AttentionSpec, DeltaRuleSpec, LayerTable
 
@@ -142,14 +141,15 @@ TestCacheMachine.settings = settings(max_examples=60, stateful_step_count=30, de
 
 def test_pools():
     cache = make_cache()
-    [kv] = cache.pools["paged_attention"]
+    [full] = cache.pools["paged_attention"]
     first, second = cache.pools["gated_delta_rule"]
+    assert (list(full), list(first)) == (["kv"], ["conv", "state"])
+    kv, conv, state = full["kv"], first["conv"], first["state"]
     assert kv.shape == (2, NUM_PAGES + 1, PAGE_SIZE, 2, 16)
-    assert isinstance(first, RecurrentState)
-    assert first.conv.shape == (MAX_SEQS + 1, 3, 64)
-    assert first.state.shape == (MAX_SEQS + 1, 3, 16, 8)
-    assert (kv.dtype, first.conv.dtype) == (torch.bfloat16, torch.bfloat16)
-    assert first.state.dtype is second.state.dtype is torch.float32
+    assert conv.shape == (MAX_SEQS + 1, 3, 64)
+    assert state.shape == (MAX_SEQS + 1, 3, 16, 8)
+    assert (kv.dtype, conv.dtype) == (torch.bfloat16, torch.bfloat16)
+    assert state.dtype is second["state"].dtype is torch.float32
 
 
 def test_one_storage_for_each_pool():

@@ -142,10 +142,10 @@ def test_logits_of_earlier_steps_are_not_overwritten(runner: Runner):
 def test_null_slot_and_page_stay_untouched(runner: Runner, eager: Runner):
     both(runner, eager, [[32] * 12, [1] * 7 + [0] * 5])
     for state in runner.cache.pools["gated_delta_rule"]:
-        assert not state.state[0].any()
-        assert not state.conv[0].any()
-    for kv in runner.cache.pools["paged_attention"]:
-        assert not kv[:, 0].any()
+        assert not state["state"][0].any()
+        assert not state["conv"][0].any()
+    for full in runner.cache.pools["paged_attention"]:
+        assert not full["kv"][:, 0].any()
 
 
 def test_report(runner: Runner):

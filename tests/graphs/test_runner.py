@@ -240,12 +240,12 @@ def test_a_slot_that_was_broken_starts_afresh(runner: Runner, model: Interruptib
 def test_slots_and_pages_that_are_not_named_stay_bit_identical(runner: Runner):
     a, b, c = runner.new_sequences(3)
     runner.extend([a, b, c], [tokens(20), tokens(5), tokens(17)])
-    states = [pool for pool in runner.cache.pools["gated_delta_rule"]]
-    [kv] = runner.cache.pools["paged_attention"]
-    before = [t.clone() for state in states for t in (state.conv, state.state)] + [kv.clone()]
+    states = [t for pools in runner.cache.pools["gated_delta_rule"] for t in pools.values()]
+    kv = runner.cache.pools["paged_attention"][0]["kv"]
+    before = [t.clone() for t in (*states, kv)]
     pages = runner.cache.make_batch([b], [[1]]).page_table[0].tolist()
     runner.extend([b], [[7]])
-    after = [t for state in states for t in (state.conv, state.state)] + [kv]
+    after = [*states, kv]
     others = [slot for slot in range(4) if slot != b.slot]
     for old, new in zip(before[:-1], after[:-1], strict=True):
         assert torch.equal(old[others], new[others])
@@ -254,7 +254,7 @@ def test_slots_and_pages_that_are_not_named_stay_bit_identical(runner: Runner):
     assert torch.equal(before[-1][:, rest], kv[:, rest])
     assert not kv[:, 0].any(), "the null page was written"
     for state in states:
-        assert not state.state[0].any(), "the null slot was written"
+        assert not state[0].any(), "the null slot was written"
 
 
 def test_pages_come_as_tokens_do(runner: Runner):

@@ -302,7 +302,7 @@ def test_a_step_that_is_cut_touches_no_other_slot_or_page():
     runner = make_runner("qwen3_next", two_batch_overlap="on")
     kept, used = runner.new_sequences(2)
     runner.extend([kept], [[1] * 20])
-    states = [t for s in runner.cache.pools["gated_delta_rule"] for t in (s.conv, s.state)]
+    states = [t for s in runner.cache.pools["gated_delta_rule"] for t in s.values()]
     before = [t.clone() for t in states]
     for lengths in ([100], [3], [1]):
         runner.extend([used], [[5] * n for n in lengths])
@@ -311,8 +311,8 @@ def test_a_step_that_is_cut_touches_no_other_slot_or_page():
         assert torch.equal(old[others], new[others])
         assert not torch.equal(old[used.slot], new[used.slot])
     assert not any(t[0].any() for t in states)
-    for kv in runner.cache.pools["paged_attention"]:
-        assert not kv[:, 0].any()
+    for full in runner.cache.pools["paged_attention"]:
+        assert not full["kv"][:, 0].any()
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])

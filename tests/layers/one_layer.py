@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 import torch_hybrid as th
-from torch_hybrid.specs import KINDS
 
 
 def run(layer: Any, x: Tensor, lengths: list[int]) -> Tensor:
     """One sequence in pieces of the given lengths."""
-    kind, table = KINDS[type(layer.spec)], th.LayerTable.from_specs([layer.spec])
+    kind, table = layer.spec.kind, th.LayerTable.from_specs([layer.spec])
     cache = th.HybridCache(table, max_seqs=1, kv_tokens=128, page_size=16)
     backends = th.make_backends(table, cache.sizes)
     seqs, out = cache.allocate(1), []

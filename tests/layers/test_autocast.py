@@ -9,7 +9,6 @@ from tests.layers import test_lightning_attention
 from tests.ops.test_autograd import DELTA, DIM, LAYERS, planned
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.layers import GatedDeltaNet
-from torch_hybrid.specs import KINDS
 
 
 @pytest.mark.parametrize(
@@ -31,12 +30,11 @@ def test_a_mixer_keeps_its_dtype(name: str):
 @torch.no_grad()
 def test_states_stay_float32_under_a_layer_of_bfloat16():
     layer = test_lightning_attention.make(test_lightning_attention.PLAIN).bfloat16()
-    assert KINDS[type(layer.spec)] == "lightning_attention"
-    plan, state = planned(layer.spec, Mode.EXTEND, 4)
+    plan, cache = planned(layer.spec, Mode.EXTEND, 4)
     with torch.autocast("cpu", torch.bfloat16):
-        assert layer(torch.randn(4, DIM), plan, state).dtype is torch.bfloat16
-    assert state.dtype is torch.float32
-    assert state.abs().sum() > 0
+        assert layer(torch.randn(4, DIM), plan, cache).dtype is torch.bfloat16
+    assert cache["state"].dtype is torch.float32
+    assert cache["state"].abs().sum() > 0
 
 
 @torch.no_grad()

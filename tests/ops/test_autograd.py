@@ -19,7 +19,7 @@ from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.merge_states import merge_states
 from torch_hybrid.ops.registration import REGISTERED
-from torch_hybrid.specs import KINDS, LayerSpec
+from torch_hybrid.specs import LayerSpec
 
 DIM = 32
 DELTA = th.DeltaRuleSpec(num_k_heads=2, num_v_heads=4, head_k_dim=16, head_v_dim=16, conv_width=4)
@@ -42,7 +42,7 @@ def planned(spec: LayerSpec, mode: th.Mode, num_tokens: int, prefix: th.PrefixPo
     options = th.Backends(prefix=prefix or th.PrefixPolicy())
     backends = th.make_backends(table, cache.sizes, options)
     batch = cache.make_batch(cache.allocate(1), [[0] * num_tokens])
-    kind = KINDS[type(spec)]
+    kind = spec.kind
     return th.plan_all(backends, batch, mode)[kind], cache.pools[kind][0]
 
 
@@ -138,9 +138,9 @@ def test_pools_stay_without_history():
     x = torch.randn(4, DIM, requires_grad=True)
     plan, cache = planned(DELTA, th.Mode.EXTEND, 4)
     GatedDeltaNet(DIM, DELTA)(x, plan, cache)
-    assert not cache.conv.requires_grad
-    assert not cache.state.requires_grad
-    assert cache.state.abs().sum() > 0
+    assert not cache["conv"].requires_grad
+    assert not cache["state"].requires_grad
+    assert cache["state"].abs().sum() > 0
 
 
 def test_nothing_is_refused_where_nothing_asks_for_gradients():

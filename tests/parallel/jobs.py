@@ -130,7 +130,7 @@ def states() -> list[tuple[Tensor, Tensor, th.DeltaRuleSpec]]:
         _logits(runner, STEPS)
         for entry in model.table.of_kind("gated_delta_rule"):
             pool = runner.cache.pools["gated_delta_rule"][entry.index]
-            found.append((pool.conv, pool.state, entry.spec))
+            found.append((pool["conv"], pool["state"], entry.spec))
     return found
 
 

@@ -16,7 +16,7 @@ from torch_hybrid.backends.recurrent import RecurrentBackend, RecurrentPlan
 from torch_hybrid.backends.select import Backends, Choice
 from torch_hybrid.backends.ssd import LIGHTNING_ATTENTION, MAMBA2
 from torch_hybrid.batch import Batch
-from torch_hybrid.caches.hybrid import LayerCache
+from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LayerEntry, LayerTable

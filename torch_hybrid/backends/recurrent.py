@@ -11,7 +11,6 @@ from torch import Tensor
 from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
 from torch_hybrid.backends.select import Backends, Choice, select
 from torch_hybrid.batch import Batch
-from torch_hybrid.caches.recurrent_state import ConvolvedSpec, RecurrentState
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.ops.capability import Implementation, Need
 from torch_hybrid.ops.causal_conv1d import op as conv
@@ -121,7 +120,7 @@ class RecurrentBackend:
         )
 
 
-def _conv_width(spec: ConvolvedSpec) -> dict[str, int]:
+def _conv_width(spec: Any) -> dict[str, int]:
     return {"conv_width": spec.conv_width}
 
 
@@ -129,19 +128,20 @@ def convolve(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    spec: ConvolvedSpec,
     plan: RecurrentPlan,
-    cache: RecurrentState,
+    state: Tensor,
+    *,
+    activation: str,
 ) -> Tensor:
-    """Causal convolution and activation of x [T, C] -> [T, C]; advances ``cache.conv``."""
+    """Causal convolution and activation of x [T, C] -> [T, C]; advances ``state``."""
     return conv.causal_conv1d(
         x,
         weight,
         bias,
-        cache.conv,
+        state,
         plan.cu_seqlens,
         plan.state_indices,
         plan.has_initial_state,
-        activation=spec.activation,
+        activation=activation,
         impl=plan.statics.conv_impl,
     )

@@ -13,33 +13,13 @@ from torch.utils import _pytree as pytree
 
 from torch_hybrid.batch import Batch, make_batch
 from torch_hybrid.caches.allocator import Allocator
-from torch_hybrid.caches.latent_kv import latent_kv_cost, make_latent_kv
-from torch_hybrid.caches.paged_kv import make_paged_kv, paged_kv_cost
-from torch_hybrid.caches.recurrent_state import (
-    RecurrentState,
-    lightning_state_cost,
-    make_lightning_state,
-    make_recurrent_state,
-    recurrent_state_cost,
-)
+from torch_hybrid.caches.pools import LayerCache, make_pools, pool_cost
 from torch_hybrid.caches.room import check_room
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
 from torch_hybrid.host import int_tensor
 from torch_hybrid.specs import LayerTable
 
-LayerCache = Tensor | RecurrentState
-
 _LISTED_BYTES = 56  # of a page in the allocator's lists: an int and three places
-
-# What a layer of each kind keeps: how its pool is made, and what the pool costs.
-_POOLS: dict[str, tuple[Callable[..., LayerCache], Callable[..., PoolCost]]] = {
-    "paged_attention": (make_paged_kv, paged_kv_cost),
-    "latent_attention": (make_latent_kv, latent_kv_cost),
-    "gated_delta_rule": (make_recurrent_state, recurrent_state_cost),
-    "kimi_delta_attention": (make_recurrent_state, recurrent_state_cost),
-    "mamba2": (make_recurrent_state, recurrent_state_cost),
-    "lightning_attention": (make_lightning_state, lightning_state_cost),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +77,7 @@ class HybridCache:
         self.slots = Allocator(max_seqs, unit="sequence slot", limit="max_seqs")
         self.pages = Allocator(self.num_pages, unit="KV page", limit="kv_tokens")
         self.pools: dict[str, tuple[LayerCache, ...]] = {
-            kind: tuple(_POOLS[kind][0](entry.spec, self.sizes) for entry in table.of_kind(kind))
+            kind: tuple(make_pools(entry.spec, self.sizes) for entry in table.of_kind(kind))
             for kind in table.kinds
         }
         self._owned: list[list[int]] = [[] for _ in range(max_seqs + 1)]
@@ -261,4 +241,4 @@ class HybridCache:
 
     def costs(self) -> list[PoolCost]:
         """What a token and a sequence take in the pools of each mixer, as ``table.entries``."""
-        return [_POOLS[entry.kind][1](entry.spec, self.sizes) for entry in self.table.entries]
+        return [pool_cost(entry.spec, self.sizes) for entry in self.table.entries]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.gated_delta_rule import apply_delta_rule
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
-from torch_hybrid.caches.recurrent_state import RecurrentState
+from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.parallel.ranks import Ranks
 from torch_hybrid.specs import DeltaRuleSpec
@@ -61,7 +61,7 @@ class GatedDeltaNet(nn.Module):
         nn.init.ones_(self.norm_weight)
 
     @in_own_dtype(1)
-    def forward(self, x: Tensor, plan: RecurrentPlan, cache: RecurrentState) -> Tensor:
+    def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
         """Mix the tokens of a step.
 
         Args:
@@ -74,7 +74,9 @@ class GatedDeltaNet(nn.Module):
         """
         spec, num_tokens = self.spec, x.shape[0]
         mixed, z, b, a = self.in_proj(x).split(self._widths, dim=-1)
-        mixed = convolve(mixed, self.conv_weight, None, spec, plan, cache)
+        mixed = convolve(
+            mixed, self.conv_weight, None, plan, cache["conv"], activation=spec.activation
+        )
         q, k, v = mixed.split([spec.k_channels, spec.k_channels, spec.v_channels], dim=-1)
         g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
         beta = b.float().sigmoid() * spec.beta_scale
@@ -86,7 +88,7 @@ class GatedDeltaNet(nn.Module):
             beta,
             spec,
             plan,
-            cache.state,
+            cache["state"],
         )
         out: Tensor = self.out_proj(self._gated_norm(o, z.view_as(o)).flatten(1))
         return out

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.kimi_delta_attention import apply_kimi_delta
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
-from torch_hybrid.caches.recurrent_state import RecurrentState
+from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.parallel.ranks import Ranks
 from torch_hybrid.specs import KimiDeltaSpec
@@ -71,7 +71,7 @@ class KimiDeltaAttention(nn.Module):
         nn.init.ones_(self.norm_weight)
 
     @in_own_dtype(1)
-    def forward(self, x: Tensor, plan: RecurrentPlan, cache: RecurrentState) -> Tensor:
+    def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
         """Mix the tokens of a step.
 
         Args:
@@ -84,7 +84,9 @@ class KimiDeltaAttention(nn.Module):
         """
         spec, num_tokens = self.spec, x.shape[0]
         mixed, f, gate, b = self.in_proj(x).split(self._widths, dim=-1)
-        mixed = convolve(mixed, self.conv_weight, None, spec, plan, cache)
+        mixed = convolve(
+            mixed, self.conv_weight, None, plan, cache["conv"], activation=spec.activation
+        )
         q, k, v = mixed.split([spec.k_channels, spec.k_channels, spec.v_channels], dim=-1)
         o = apply_kimi_delta(
             q.view(num_tokens, spec.num_heads, spec.head_k_dim),
@@ -94,7 +96,7 @@ class KimiDeltaAttention(nn.Module):
             b.float().sigmoid(),
             spec,
             plan,
-            cache.state,
+            cache["state"],
         )
         gate = self.g_b_proj(gate).unflatten(-1, (spec.num_heads, spec.head_v_dim))
         out: Tensor = self.out_proj(self._gated_norm(o, gate).flatten(1))

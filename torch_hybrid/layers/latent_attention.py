@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_hybrid.backends.latent_attention import LatentPlan, attend_absorbed, attend_expanded
+from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.parallel.ranks import Ranks
 from torch_hybrid.specs import LatentSpec
@@ -38,7 +39,7 @@ class LatentAttention(nn.Module):
 
     @in_own_dtype(3)
     def forward(
-        self, q: Tensor, latent: Tensor, k_rope: Tensor, plan: LatentPlan, pool: Tensor
+        self, q: Tensor, latent: Tensor, k_rope: Tensor, plan: LatentPlan, cache: LayerCache
     ) -> Tensor:
         """Attend, in the form that the plan says.
 
@@ -48,12 +49,12 @@ class LatentAttention(nn.Module):
             latent: [T, latent_rank], after its norm.
             k_rope: [T, rope_dim], the part of the key that all heads share, rotated as q.
             plan: from the backend's ``plan``.
-            pool: this layer's pool. Mutated at the rows that the plan names.
+            cache: this layer's pools. Mutated at the rows that the plan names.
 
         Returns:
             [T, num_heads, v_dim]; rows of padding tokens are 0.
         """
-        spec = self.spec
+        spec, pool = self.spec, cache["latents"]
         if plan.prefix is not None:
             return attend_expanded(q, latent, k_rope, self._expand, spec, plan, plan.prefix, pool)
         q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.recurrent import RecurrentPlan
 from torch_hybrid.backends.ssd import apply_ssd
+from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.rotary import Rotary, rotate_halves
 from torch_hybrid.parallel.ranks import Ranks, own_means
@@ -85,14 +86,14 @@ class LightningAttention(nn.Module):
 
     @in_own_dtype(1)
     def forward(
-        self, x: Tensor, plan: RecurrentPlan, state: Tensor, rotary: Rotary | None = None
+        self, x: Tensor, plan: RecurrentPlan, cache: LayerCache, rotary: Rotary | None = None
     ) -> Tensor:
         """Mix the tokens of a step.
 
         Args:
             x: [T, dim], the sequences packed as ``plan`` says.
             plan: from the backend's ``plan``.
-            state: this layer's pool. Mutated at the slots that the plan names.
+            cache: this layer's pools. Mutated at the slots that the plan names.
             rotary: cosines and sines of the tokens' positions, where q and k are rotated.
 
         Returns:
@@ -112,7 +113,7 @@ class LightningAttention(nn.Module):
         if rotary is not None:
             q, k = rotate_halves(q, rotary), rotate_halves(k, rotary)
         g = -self.slopes.expand(x.shape[0], spec.num_heads)
-        o = apply_ssd(q, k, v, g, None, None, plan, state, scale=spec.scale)
+        o = apply_ssd(q, k, v, g, None, None, plan, cache["state"], scale=spec.scale)
         out: Tensor = self.out_proj(self._gated_norm(o.flatten(1), gate))
         return out
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.backends.ssd import apply_ssd
-from torch_hybrid.caches.recurrent_state import RecurrentState
+from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.parallel.ranks import Ranks, own_means
 from torch_hybrid.specs import Mamba2Spec
@@ -75,7 +75,7 @@ class Mamba2(nn.Module):
             nn.init.ones_(self.norm_weight)
 
     @in_own_dtype(1)
-    def forward(self, x: Tensor, plan: RecurrentPlan, cache: RecurrentState) -> Tensor:
+    def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
         """Mix the tokens of a step.
 
         Args:
@@ -88,7 +88,9 @@ class Mamba2(nn.Module):
         """
         spec, num_tokens = self.spec, x.shape[0]
         z, mixed, dt = self.in_proj(x).split(self._widths, dim=-1)
-        mixed = convolve(mixed, self.conv_weight, self.conv_bias, spec, plan, cache)
+        mixed = convolve(
+            mixed, self.conv_weight, self.conv_bias, plan, cache["conv"], activation=spec.activation
+        )
         group_width = spec.num_groups * spec.state_dim
         v, k, q = mixed.split([spec.inner_dim, group_width, group_width], dim=-1)
         dt = F.softplus(dt.float() + self.dt_bias.float()).clamp(spec.dt_min, spec.dt_max)
@@ -100,7 +102,7 @@ class Mamba2(nn.Module):
             dt,
             self.D.float(),
             plan,
-            cache.state,
+            cache["state"],
             scale=1.0,
         )
         out: Tensor = self.out_proj(self._gate(o.flatten(1), z))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from torch_hybrid.backends.paged_attention import PagedAttentionPlan, attend
+from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.specs import AttentionSpec
 
@@ -21,7 +22,7 @@ class PagedAttention(nn.Module):
 
     @in_own_dtype(3)
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: PagedAttentionPlan, kv: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, plan: PagedAttentionPlan, cache: LayerCache
     ) -> Tensor:
         """Attend.
 
@@ -29,9 +30,9 @@ class PagedAttention(nn.Module):
             q: [T, num_q_heads, head_dim], the sequences packed as ``plan`` says.
             k, v: [T, num_kv_heads, head_dim], the new keys and values.
             plan: from the backend's ``plan``.
-            kv: this layer's pool. Mutated at the rows that the plan names.
+            cache: this layer's pools. Mutated at the rows that the plan names.
 
         Returns:
             [T, num_q_heads, head_dim]; rows of padding tokens are 0.
         """
-        return attend(q, k, v, self.spec, plan, kv)
+        return attend(q, k, v, self.spec, plan, cache["kv"])

@@ -19,7 +19,6 @@ from torch_hybrid.specs import (
     DeltaRuleSpec,
     LatentSpec,
     LayerSpec,
-    RecurrentSpec,
 )
 
 # Frequencies that depend on the present length would need a new graph for each length.
@@ -78,7 +77,7 @@ def head_dim_of(config: Any) -> int:
 
 
 def specs_by_layer_type(
-    config: Any, linear: RecurrentSpec | None, *, head_dim: int, scale: float | None = None
+    config: Any, linear: LayerSpec | None, *, head_dim: int, scale: float | None = None
 ) -> list[LayerSpec]:
     """The facts of each layer, for configs that list ``layer_types``.
 

@@ -68,9 +68,9 @@ def _attention(
     **_options: Any,  # transformers passes every option to every attention function
 ) -> tuple[Tensor, None]:
     """Full attention as transformers calls it: q, k and v [1, heads, T, head_dim]."""
-    entry, plan, kv = _given(step).layer(module.layer_idx, "paged_attention")
+    entry, plan, cache = _given(step).layer(module.layer_idx, "paged_attention")
     q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
-    return attend(q, k, v, entry.spec, plan, kv)[None], None  # type: ignore[arg-type]
+    return attend(q, k, v, entry.spec, plan, cache["kv"])[None], None  # type: ignore[arg-type]
 
 
 def join_latent_attention(module: Any, spec: LatentSpec) -> None:
@@ -98,9 +98,9 @@ def _latent_attention(
     **_options: Any,
 ) -> tuple[Tensor, None]:
     """MLA: query [1, heads, T, nope + rope], latent [1, 1, T, rank], k_rope [1, 1, T, rope]."""
-    _, plan, pool = _given(step).layer(module.layer_idx, "latent_attention")
+    _, plan, cache = _given(step).layer(module.layer_idx, "latent_attention")
     q = query[0].transpose(0, 1)
-    out: Tensor = module.latent_attention(q, latent[0, 0], k_rope[0, 0], plan, pool)
+    out: Tensor = module.latent_attention(q, latent[0, 0], k_rope[0, 0], plan, cache)
     return out[None], None
 
 

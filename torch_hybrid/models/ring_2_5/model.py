@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.hybrid import Step
 from torch_hybrid.backends.latent_attention import LatentPlan
+from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.latent_attention import LatentAttention
 from torch_hybrid.layers.lightning_attention import LightningAttention, alibi_slopes
 from torch_hybrid.layers.rotary import Rotary, rotate_pairs
@@ -162,15 +163,15 @@ class MultiHeadLatentAttention(nn.Module):
         self.attention = LatentAttention(spec, linear(spec.latent_rank, kv_width, dtype))
         self.out_proj = linear(spec.num_heads * spec.v_dim, dim, dtype)
 
-    def forward(self, x: Tensor, plan: LatentPlan, pool: Tensor, rotary: Rotary) -> Tensor:
-        """[T, dim] -> [T, dim]; ``pool`` is mutated at the rows that the plan names."""
+    def forward(self, x: Tensor, plan: LatentPlan, cache: LayerCache, rotary: Rotary) -> Tensor:
+        """[T, dim] -> [T, dim]; ``cache`` is mutated at the rows that the plan names."""
         spec = self.spec
         q = self.q_proj(x).unflatten(-1, (spec.num_heads, spec.qk_dim))
         q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
         q = torch.cat([q_nope, rotate_pairs(q_rope, rotary)], dim=-1)
         latent, k_rope = self.kv_a_proj(x).split([spec.latent_rank, spec.rope_dim], dim=-1)
         k_rope = rotate_pairs(k_rope[:, None], rotary)[:, 0]
-        o = self.attention(q, self.kv_a_norm(latent), k_rope, plan, pool)
+        o = self.attention(q, self.kv_a_norm(latent), k_rope, plan, cache)
         out: Tensor = self.out_proj(o.flatten(1))
         return out
 

@@ -1,0 +1,39 @@
+"""The tensors that a layer keeps between steps: made, and counted, from what its spec says."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torch import Tensor
+
+from torch_hybrid.caches.sizes import PoolCost, PoolSizes
+from torch_hybrid.host import zeros
+from torch_hybrid.specs import LayerSpec, Pool
+
+LayerCache = dict[str, Tensor]  # by the names of the spec's pools
+
+
+def make_pools(spec: LayerSpec, sizes: PoolSizes) -> LayerCache:
+    """A zeroed tensor for each pool of a layer, each with a storage of its own.
+
+    ``[num_slots + 1, *shape]``, or ``[num_pages + 1, page_size, *shape]``, after ``planes`` where
+    there are some. Slot 0 and page 0 are null: no sequence owns them.
+    """
+    return {
+        name: zeros(_shape(pool, sizes), dtype=pool.dtype or sizes.dtype, device=sizes.device)
+        for name, pool in spec.pools().items()
+    }
+
+
+def pool_cost(spec: LayerSpec, sizes: PoolSizes) -> PoolCost:
+    """What a token and a sequence take in the pools of a layer."""
+    cost: Counter[str] = Counter()
+    for pool in spec.pools().values():
+        cost[pool.per] += pool.nbytes(sizes.dtype)
+    return PoolCost(per_token=cost["page"], per_sequence=cost["slot"])
+
+
+def _shape(pool: Pool, sizes: PoolSizes) -> tuple[int, ...]:
+    rows = {"slot": (sizes.num_slots + 1,), "page": (sizes.num_pages + 1, sizes.page_size)}
+    planes = (pool.planes,) if pool.planes else ()
+    return (*planes, *rows[pool.per], *pool.shape)
