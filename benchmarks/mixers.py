@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE as CHUNK
 from torch_hybrid.specs import (
     AttentionSpec,
     DeltaRuleSpec,
@@ -20,8 +21,6 @@ from torch_hybrid.specs import (
     LightningSpec,
     Mamba2Spec,
 )
-
-CHUNK = 32  # what the ops take by default
 
 
 @dataclass(frozen=True, slots=True)

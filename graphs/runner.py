@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_hybrid.backends.hybrid import make_backends
+from torch_hybrid.backends.hybrid import chunk_grid, make_backends
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.batch import Batch
@@ -30,7 +30,6 @@ from torch_hybrid.graphs.step import Caches, Inputs, Model, Variant, make_step
 from torch_hybrid.graphs.surroundings import calm
 from torch_hybrid.graphs.two_batch import OverlapPolicy, check_cuttable, overlap_policy
 from torch_hybrid.host import trim
-from torch_hybrid.ops.gated_delta_rule import DEFAULT_CHUNK_SIZE
 from torch_hybrid.specs import LayerTable
 from torch_hybrid.toolchain import check_toolchain, named_failures
 
@@ -96,11 +95,6 @@ class Runner:
         keep_pass_text: bool = False,
     ) -> None:
         _check_types(model, backends)
-        if max_tokens < DEFAULT_CHUNK_SIZE:
-            raise ValueError(
-                f"max_tokens must hold at least one chunk of {DEFAULT_CHUNK_SIZE} tokens, "
-                f"got {max_tokens}"
-            )
         if cuda_graphs not in ("auto", "on", "off"):
             raise ValueError(f"cuda_graphs must be 'auto', 'on' or 'off', got {cuda_graphs!r}")
         if compile:
@@ -110,9 +104,6 @@ class Runner:
             raise UnsupportedError("cuda_graphs='on' captures compiled steps, got compile=False")
         self.overlap = overlap_policy(
             two_batch_overlap, num_ranks=_num_ranks(model), device=model.device
-        )
-        check_cuttable(
-            self.overlap, max_seqs=max_seqs, max_tokens=max_tokens, chunk_size=DEFAULT_CHUNK_SIZE
         )
         self.lock = RLock()
         self.model = model
@@ -136,12 +127,15 @@ class Runner:
             )
             modes = tuple(Mode) if prefill else (Mode.DECODE,)
             self.backends = make_backends(model.table, self._cache.sizes, backends, modes)
+            grid = chunk_grid(self.backends)
+            _check_max_tokens(max_tokens, grid)
+            check_cuttable(self.overlap, max_seqs=max_seqs, max_tokens=max_tokens, chunk_size=grid)
             self._planner = StepPlanner(
                 self.backends,
-                sizes=self._step_sizes(),
+                sizes=self._step_sizes(grid),
                 num_position_axes=model.num_position_axes,
                 overlap=self.overlap,
-                chunk_grid=_chunk_grid(model.table),
+                chunk_grid=grid,
                 modes=modes,
             )
             self._inputs = {
@@ -388,9 +382,8 @@ class Runner:
         )
         return {variant: compile_step(step, backend) for variant in variants}
 
-    def _step_sizes(self) -> StepSizes:
+    def _step_sizes(self, grid: int) -> StepSizes:
         """What steps are padded to: few sizes where each is captured."""
-        grid = _chunk_grid(self.model.table)
         sizes = {
             "max_seqs": self.max_seqs,
             "max_tokens": self.max_tokens,
@@ -410,6 +403,14 @@ def _check_types(model: Any, backends: Any) -> None:
         )
     if backends is not None and not isinstance(backends, Backends):
         raise TypeError(f"backends must be a th.Backends or None, got {backends!r}")
+
+
+def _check_max_tokens(max_tokens: int, chunk_size: int) -> None:
+    if max_tokens < chunk_size:
+        what = f"hold at least one chunk of {chunk_size} tokens"
+        raise ValueError(
+            f"max_tokens must {what if chunk_size > 1 else 'be at least 1'}, got {max_tokens}"
+        )
 
 
 def _map_tensors(action: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
@@ -434,12 +435,6 @@ def _bucket_name(variant: Variant, inputs: Inputs) -> str:
     tokens = f"{batch.num_tokens} tokens, " if variant.mode is Mode.EXTEND else ""
     num_pages = batch.page_table.shape[1]
     return f"{variant.name}: {tokens}{batch.num_seqs} sequences of {num_pages} pages"
-
-
-def _chunk_grid(table: LayerTable) -> int:
-    """What the cut of a step keeps to inside a sequence: the chunks of its recurrent layers."""
-    recurrent = set(table.kinds) - {"paged_attention", "latent_attention"}
-    return DEFAULT_CHUNK_SIZE if recurrent else 1
 
 
 def _num_ranks(model: Model) -> int:

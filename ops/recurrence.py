@@ -14,6 +14,7 @@ from torch import Tensor
 from torch_hybrid.ops.registration import check_contiguous, check_dtypes, check_shapes
 
 CHUNK_SIZES = (16, 32, 64, 128)
+DEFAULT_CHUNK_SIZE = 32
 
 
 def check_heads(**tensors: Tensor) -> None:

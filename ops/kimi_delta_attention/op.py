@@ -11,11 +11,15 @@ from torch import Tensor
 
 from torch_hybrid.ops.capability import Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.recurrence import check_chunk_size, check_heads, check_slots, check_tokens
+from torch_hybrid.ops.recurrence import (
+    DEFAULT_CHUNK_SIZE,
+    check_chunk_size,
+    check_heads,
+    check_slots,
+    check_tokens,
+)
 from torch_hybrid.ops.registration import check_impl, define_op
 from torch_hybrid.ops.triton_devices import triton_devices, triton_missing
-
-DEFAULT_CHUNK_SIZE = 32
 
 _CPU = "torch_hybrid.ops.kimi_delta_attention._cpu"
 _TORCH = "torch_hybrid.ops.kimi_delta_attention._torch"

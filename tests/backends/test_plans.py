@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from types import SimpleNamespace
 from typing import get_type_hints
 
 import pytest
@@ -12,12 +13,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_hybrid.backends import hybrid
-from torch_hybrid.backends.hybrid import Backend, Step, make_backends, plan_all
+from torch_hybrid.backends.hybrid import Backend, Step, chunk_grid, make_backends, plan_all
 from torch_hybrid.backends.mode import Form, Mode
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule
+from torch_hybrid.ops.kimi_delta_attention import chunk_kimi_delta_attention
+from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE
+from torch_hybrid.ops.ssd import chunk_ssd
 from torch_hybrid.specs import (
     AttentionSpec,
     DeltaRuleSpec,
@@ -158,6 +163,18 @@ def test_a_backend_is_the_whole_protocol(kind: str):
 
 def test_every_kind_of_layer_has_a_backend():
     assert set(hybrid._BACKENDS) == {spec.kind for spec in SPECS}
+
+
+def test_a_step_is_cut_where_no_chunk_is():
+    made = make_backends(LayerTable.from_specs(SPECS), make_cache().sizes)
+    assert chunk_grid(made) == DEFAULT_CHUNK_SIZE
+    for op in (chunk_gated_delta_rule, chunk_kimi_delta_attention, chunk_ssd):
+        assert inspect.signature(op).parameters["chunk_size"].default == DEFAULT_CHUNK_SIZE
+    sizes = {kind: backend.chunk_size for kind, backend in made.items()}
+    assert sizes == {spec.kind: 0 if spec.family == "full" else 32 for spec in SPECS}
+    unequal = {str(size): SimpleNamespace(chunk_size=size) for size in (32, 0, 48)}
+    assert chunk_grid(unequal) == 96
+    assert chunk_grid({}) == 1
 
 
 @pytest.mark.parametrize("field", ["full", "linear", "conv"])

@@ -17,7 +17,7 @@ from torch_hybrid.backends.hybrid import Step
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.models.load import adapt
-from torch_hybrid.ops.gated_delta_rule import DEFAULT_CHUNK_SIZE
+from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE
 
 
 class InterruptibleModel:
@@ -168,7 +168,7 @@ def test_more_sequences_than_slots(runner: Runner):
 
 def test_construction(model: InterruptibleModel):
     text = refusal(ValueError, make_runner, model, max_tokens=DEFAULT_CHUNK_SIZE - 1)
-    assert text.startswith("max_tokens must hold at least one chunk of ")
+    assert text == "max_tokens must hold at least one chunk of 32 tokens, got 31"
     assert_expected_inline(
         refusal(ValueError, make_runner, model, max_seqs=0),
         """max_seqs must allow at least one sequence slot, got 0""",
@@ -232,6 +232,30 @@ def test_a_slot_that_was_broken_starts_afresh(runner: Runner, model: Interruptib
     [seq] = runner.new_sequences(1)
     assert torch.equal(runner.extend([seq], [tokens(12)]), logits)
     assert fresh.slot == seq.slot
+
+
+def test_full_attention_alone_has_no_chunks_to_hold():
+    model = make_hybrid("qwen3")
+    whole, runners = (
+        make_runner(model),
+        [
+            make_runner(model, max_tokens=16),
+            make_runner(model, max_tokens=16, two_batch_overlap="on"),
+            make_runner(model, max_tokens=2, two_batch_overlap="on"),
+        ],
+    )
+    text = tokens(40)
+    expected = whole.extend(whole.new_sequences(1), [text], logits="all")
+    for runner in runners:
+        [seq] = runner.new_sequences(1)
+        for start in range(0, 40, runner.max_tokens):
+            end = start + runner.max_tokens
+            logits = runner.extend([seq], [text[start:end]], logits="all")
+            error = (logits - expected[start:end]).abs().max()
+            assert error < 2e-5 * expected.abs().max()
+    assert refusal(ValueError, make_runner, model, max_tokens=0) == (
+        "max_tokens must be at least 1, got 0"
+    )
 
 
 # ---- what extend changes ---------------------------------------------------------------------

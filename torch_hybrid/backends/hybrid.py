@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,11 @@ class Backend(Protocol):
     @property
     def choices(self) -> Mapping[Mode, tuple[Choice, ...]]:
         """What was chosen in each mode that is served, for each op that a layer calls."""
+        ...
+
+    @property
+    def chunk_size(self) -> int:
+        """Tokens of a sequence that a prefill takes at once; 0 where it has no such chunks."""
         ...
 
     def forms(self, mode: Mode) -> tuple[Form, ...]:
@@ -94,6 +100,11 @@ def make_backends(
     """
     names = backends or Backends()
     return {kind: _BACKENDS[kind](table.of_kind(kind), sizes, names, modes) for kind in table.kinds}
+
+
+def chunk_grid(backends: Mapping[str, Backend]) -> int:
+    """Inside a sequence, a step is cut at multiples of so many tokens, so that no chunk is."""
+    return math.lcm(*(backend.chunk_size or 1 for backend in backends.values()))
 
 
 def forms_of(

@@ -82,6 +82,8 @@ _EXPANDED_OPS: Mapping[str, Mapping[str, Implementation]] = {
 class LatentAttentionBackend:
     """Plans steps for the MLA layers of one model."""
 
+    chunk_size = 0  # what it expands in chunks are rows of the prefix, wherever the step is cut
+
     def __init__(
         self,
         entries: tuple[LayerEntry, ...],

@@ -43,6 +43,8 @@ register_value(PagedAttentionPlan)
 class PagedAttentionBackend:
     """Plans steps for the full-attention layers of one model."""
 
+    chunk_size = 0
+
     def __init__(
         self,
         entries: tuple[LayerEntry, ...],

@@ -14,6 +14,7 @@ from torch_hybrid.batch import Batch
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.ops.capability import Implementation, Need
 from torch_hybrid.ops.causal_conv1d import op as conv
+from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE
 from torch_hybrid.pytrees import register_constant, register_value
 from torch_hybrid.specs import LayerEntry
 
@@ -53,6 +54,7 @@ class Recurrence:
     chunk: Mapping[str, Implementation]
     sizes: Callable[[Any], dict[str, int]]
     convolved: bool = True
+    chunk_size: int = DEFAULT_CHUNK_SIZE
 
 
 class RecurrentBackend:
@@ -70,6 +72,7 @@ class RecurrentBackend:
         modes: Sequence[Mode],
     ) -> None:
         """Choose an implementation for each of ``modes`` that serves every layer in ``entries``."""
+        self.chunk_size = recurrence.chunk_size
         specs: set[Any] = {entry.spec for entry in entries}
 
         def choose(
