@@ -455,17 +455,17 @@ class LayerTable:
         chosen = [entry for entry in self.entries if entry.kind == kind]
         return tuple(sorted(chosen, key=lambda entry: entry.index))
 
-    def find(self, layer_id: int, kind: str) -> LayerEntry:
-        """The mixer of one kind in one layer.
+    def find(self, layer_id: int, *kinds: str) -> LayerEntry:
+        """The mixer of one layer that is of one of ``kinds``.
 
         Raises:
-            ValueError: the layer has none of that kind.
+            ValueError: the layer has none of them.
         """
         for entry in self.layers[layer_id]:
-            if entry.kind == kind:
+            if entry.kind in kinds:
                 return entry
-        kinds = [entry.kind for entry in self.layers[layer_id]]
-        raise ValueError(f"layer {layer_id} has no {kind}, it has {kinds}")
+        own = [entry.kind for entry in self.layers[layer_id]]
+        raise ValueError(f"layer {layer_id} has no {' or '.join(kinds)}, it has {own}")
 
     def __getitem__(self, layer_id: int) -> LayerEntry:
         """The mixer of a layer that has one, and no other.

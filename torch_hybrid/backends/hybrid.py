@@ -70,16 +70,36 @@ class Step:
     caches: dict[str, tuple[LayerCache, ...]]  # by kind, then dense index
     table: LayerTable
 
-    def layer(self, layer_id: int, kind: str | None = None) -> tuple[LayerEntry, Plan, LayerCache]:
+    def layer(self, layer_id: int, *kinds: str) -> tuple[LayerEntry, Plan, LayerCache]:
         """The facts, plan and cache of a layer's mixer; resolved while tracing.
 
-        ``kind`` is needed where a layer has several mixers.
+        ``kinds`` are needed where a layer has several mixers: that of one of these is meant.
 
         Raises:
             ValueError: the layer has no such mixer.
         """
-        entry = self.table[layer_id] if kind is None else self.table.find(layer_id, kind)
+        entry = self.table.find(layer_id, *kinds) if kinds else self.table[layer_id]
         return entry, self.plans[entry.kind], self.caches[entry.kind][entry.index]
+
+    def at(self, layer_id: int) -> LayerStep:
+        """The step as one layer is handed it."""
+        return LayerStep(self, layer_id)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """A step, and the id under which a layer is called.
+
+    What stands in the layer needs no id of its own: a module that several layers call finds in
+    each of them that layer's plan and cache.
+    """
+
+    step: Step
+    layer_id: int
+
+    def mixer(self, *kinds: str) -> tuple[LayerEntry, Plan, LayerCache]:
+        """As ``Step.layer``."""
+        return self.step.layer(self.layer_id, *kinds)
 
 
 register_value(Step)

@@ -39,7 +39,7 @@ class Swap:
 
     attribute: str
     make: Callable[[Any, Any], nn.Module]
-    adapter: Callable[[nn.Module, int, str], nn.Module] = LinearAttentionAdapter
+    adapter: Callable[[nn.Module, str], nn.Module] = LinearAttentionAdapter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Self
 
 from torch import Tensor, nn
 
-from torch_hybrid.backends.hybrid import Step
+from torch_hybrid.backends.hybrid import LayerStep
 from torch_hybrid.backends.paged_attention import attend
+from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.latent_attention import LatentAttention
 from torch_hybrid.parallel.ranks import Ranks
-from torch_hybrid.specs import LatentSpec
+from torch_hybrid.specs import AttentionSpec, LatentSpec
 
-# Names of our attention functions in transformers, by the kind of layer that they serve.
-ATTENTION_NAMES = {
-    "paged_attention": "torch_hybrid",
-    "latent_attention": "torch_hybrid_latent",
-}
+ATTENTION_NAME = "torch_hybrid"  # of our attention function in transformers
 
 _OURS_TO_RUN = (
     "a model with the attention of torch_hybrid is run by torch_hybrid alone: use "
@@ -26,11 +25,33 @@ _OURS_TO_RUN = (
 
 
 def register_attention() -> None:
-    """Make our attention functions known to transformers."""
+    """Make our attention function known to transformers."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(ATTENTION_NAMES["paged_attention"], _attention)
-    AttentionInterface.register(ATTENTION_NAMES["latent_attention"], _latent_attention)
+    AttentionInterface.register(ATTENTION_NAME, _attention)
+
+
+@dataclass(frozen=True, slots=True)
+class _HandStep:
+    """A hook of a decoder layer, which hands on the step as that of this layer."""
+
+    layer_id: int
+
+    def __call__(
+        self, _layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if options.get("step") is None:  # transformers' own forward, and not a runner's
+            raise UnsupportedError(_OURS_TO_RUN)
+        return args, {**options, "step": options["step"].at(self.layer_id)}
+
+
+def hand_steps(layers: Iterable[nn.Module]) -> None:
+    """Let each decoder layer hand the step to its modules by the layer's own id.
+
+    A module that several layers share finds in each of them another plan and cache.
+    """
+    for layer_id, layer in enumerate(layers):
+        layer.register_forward_pre_hook(_HandStep(layer_id), with_kwargs=True)
 
 
 def refuse_as_transformers(hf_model: Any) -> None:
@@ -50,13 +71,6 @@ def _refused_save(*_args: Any, **_options: Any) -> None:
     )
 
 
-def _given(step: Step | None) -> Step:
-    """The step of a runner: transformers' own forward and generate have none."""
-    if step is None:
-        raise UnsupportedError(_OURS_TO_RUN)
-    return step
-
-
 def _attention(
     module: Any,
     query: Tensor,
@@ -64,13 +78,40 @@ def _attention(
     value: Tensor,
     attention_mask: None,
     *,
-    step: Step | None = None,
+    step: LayerStep,
     **_options: Any,  # transformers passes every option to every attention function
 ) -> tuple[Tensor, None]:
-    """Full attention as transformers calls it: q, k and v [1, heads, T, head_dim]."""
-    entry, plan, cache = _given(step).layer(module.layer_idx, "paged_attention")
+    """Full attention as transformers calls it, of the kind that the layer has."""
+    entry, plan, cache = step.mixer(*_ATTENTIONS)
+    attend_as = _ATTENTIONS[entry.kind]
+    return attend_as(module, query, key, value, entry.spec, plan, cache)[None], None
+
+
+def _paged_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, spec: Any, plan: Any, cache: LayerCache
+) -> Tensor:
+    """q, k and v [1, heads, T, head_dim]."""
     q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
-    return attend(q, k, v, entry.spec, plan, cache["kv"])[None], None  # type: ignore[arg-type]
+    return attend(q, k, v, spec, plan, cache["kv"])
+
+
+def _latent_attention(
+    module: Any,
+    query: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    spec: Any,
+    plan: Any,
+    cache: LayerCache,
+) -> Tensor:
+    """MLA: query [1, heads, T, nope + rope], latent [1, 1, T, rank], k_rope [1, 1, T, rope]."""
+    q = query[0].transpose(0, 1)
+    out: Tensor = module.latent_attention(q, latent[0, 0], k_rope[0, 0], plan, cache)
+    return out
+
+
+# The kinds that join as an attention function; all others are swapped for modules of ours.
+_ATTENTIONS = {AttentionSpec.kind: _paged_attention, LatentSpec.kind: _latent_attention}
 
 
 def join_latent_attention(module: Any, spec: LatentSpec) -> None:
@@ -87,43 +128,25 @@ def _keep_latents(latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
     return latent, k_rope
 
 
-def _latent_attention(
-    module: Any,
-    query: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    attention_mask: None,
-    *,
-    step: Step | None = None,
-    **_options: Any,
-) -> tuple[Tensor, None]:
-    """MLA: query [1, heads, T, nope + rope], latent [1, 1, T, rank], k_rope [1, 1, T, rope]."""
-    _, plan, cache = _given(step).layer(module.layer_idx, "latent_attention")
-    q = query[0].transpose(0, 1)
-    out: Tensor = module.latent_attention(q, latent[0, 0], k_rope[0, 0], plan, cache)
-    return out[None], None
-
-
 class LinearAttentionAdapter(nn.Module):
     """Stands where a transformers model has its linear attention."""
 
-    def __init__(self, mixer: nn.Module, layer_id: int, kind: str) -> None:
+    def __init__(self, mixer: nn.Module, kind: str) -> None:
         super().__init__()
-        self.mixer = mixer
-        self.layer_id, self.kind = layer_id, kind
+        self.mixer, self.kind = mixer, kind
 
     def forward(
         self,
         hidden_states: Tensor,
         *,
-        step: Step | None = None,
+        step: LayerStep,
         cache_params: None = None,
         attention_mask: None = None,
         position_embeddings: object = None,
         use_cache: bool = False,
     ) -> Tensor:
         """[1, T, dim] -> [1, T, dim], the rows packed as the step's plan says."""
-        _, plan, cache = _given(step).layer(self.layer_id, self.kind)
+        _, plan, cache = step.mixer(self.kind)
         output: Tensor = self.mixer(hidden_states[0], plan, cache)  # type: ignore[arg-type]
         return output[None]
 
@@ -145,7 +168,7 @@ class LinearAttentionPairAdapter(LinearAttentionAdapter):
         self,
         hidden_states: Tensor,
         *,
-        step: Step | None = None,
+        step: LayerStep,
         past_key_values: None = None,
         attention_mask: None = None,
         position_embeddings: object = None,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -20,7 +22,8 @@ from torch_hybrid.models.family import Family
 from torch_hybrid.models.granitemoehybrid import GRANITEMOEHYBRID
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.join import (
-    ATTENTION_NAMES,
+    ATTENTION_NAME,
+    hand_steps,
     join_latent_attention,
     refuse_as_transformers,
     register_attention,
@@ -35,7 +38,7 @@ from torch_hybrid.models.qwen3_5 import QWEN3_5
 from torch_hybrid.models.qwen3_next import QWEN3_NEXT
 from torch_hybrid.models.ring_2_5 import Ring25, is_ring_2_5, load_ring_2_5
 from torch_hybrid.models.taken_weights import check_weights_say_all
-from torch_hybrid.specs import LayerTable
+from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerTable
 from torch_hybrid.toolchain import make_cache_folder
 
 FAMILIES: dict[str, Family] = {
@@ -189,24 +192,15 @@ def adapt(hf_model: Any) -> HybridModel:
     if is_multimodal:
         _warn_of_dropped(hf_model.config)
         hf_model = _text_part(hf_model)
-    if hf_model.config._attn_implementation in ATTENTION_NAMES.values():
+    if hf_model.config._attn_implementation == ATTENTION_NAME:
         raise ValueError("hf_model was adapted before")
     _check_taken_weights(hf_model, family, table)
     _check_finite(hf_model)
     register_attention()
-    is_latent = "latent_attention" in table.kinds
-    kind = "latent_attention" if is_latent else "paged_attention"
-    hf_model.set_attn_implementation(ATTENTION_NAMES[kind])
+    hf_model.set_attn_implementation(ATTENTION_NAME)
     hf_model.eval().requires_grad_(False)
-    for layer_id, layer in enumerate(hf_model.model.layers):
-        for entry in table.layers[layer_id]:
-            if entry.kind == "latent_attention":
-                join_latent_attention(layer.self_attn, entry.spec)  # type: ignore[arg-type]
-            elif entry.kind != "paged_attention":
-                swap = family.swaps[entry.kind]
-                mixer = swap.make(getattr(layer, swap.attribute), entry.spec)
-                joined = swap.adapter(mixer, layer_id, entry.kind)
-                setattr(layer, swap.attribute, joined)
+    _swap_mixers(hf_model.model.layers, family, table)
+    hand_steps(hf_model.model.layers)
     _swap_experts(hf_model, family)
     refuse_as_transformers(hf_model)
     keep_weights(hf_model)
@@ -285,6 +279,24 @@ def _check_finite(hf_model: nn.Module) -> None:
         if not weight.sum().isfinite() and not weight.isfinite().all():
             count = int((~weight.isfinite()).sum())
             raise ValueError(f"weight {name} has {count} NaN or infinite values")
+
+
+def _swap_mixers(layers: Iterable[Any], family: Family, table: LayerTable) -> None:
+    """Put our mixers in the place of theirs; a module that several layers share stays one."""
+    ours: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+    for layer, entries in zip(layers, table.layers, strict=True):
+        for entry in entries:
+            match entry.spec:
+                case AttentionSpec():
+                    pass  # its module stays, and calls our attention function
+                case LatentSpec() as spec:
+                    join_latent_attention(layer.self_attn, spec)
+                case spec:
+                    swap = family.swaps[entry.kind]
+                    module = getattr(layer, swap.attribute)
+                    if module not in ours:
+                        ours[module] = swap.adapter(swap.make(module, spec), entry.kind)
+                    setattr(layer, swap.attribute, ours[module])
 
 
 def _swap_experts(hf_model: nn.Module, family: Family) -> None:

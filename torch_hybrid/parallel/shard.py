@@ -58,6 +58,9 @@ def shard(model: M, group: dist.ProcessGroup | None = None, *, experts: Experts 
         raise ValueError(f"experts must be 'tensor' or 'all_to_all', got {experts!r}")
     if model.ranks is not None:
         raise ValueError(f"the model was sharded before, for {model.ranks.size} ranks")
+    parts = [part for layer in model.layers for part in layer.children()]
+    if len(set(parts)) != len(parts):
+        raise UnsupportedError("cannot shard a model of which several layers share a module")
     ranks = _ranks_of(group)
     table = model.table.divided(ranks.size)  # refuses before anything is changed
     feed_forward = _feed_forward_cuts(ranks, experts)
@@ -83,10 +86,11 @@ def _attention_name(children: Mapping[str, nn.Module]) -> str:
 
 
 def _shard_attention(module: Any, entry: LayerEntry, ranks: Ranks) -> None:
-    spec: Any = entry.spec
-    is_latent = entry.kind == "latent_attention"
-    cuts = _latent_cuts(module, spec, ranks) if is_latent else _attention_cuts(spec, ranks)
-    _cut_children(module, cuts)
+    match entry.spec:
+        case AttentionSpec() as spec:
+            _cut_children(module, _attention_cuts(spec, ranks))
+        case LatentSpec() as latent:
+            _cut_children(module, _latent_cuts(module, latent, ranks))
 
 
 def _shard_feed_forward(

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from torch_hybrid.backends.hybrid import Step
+from torch_hybrid.backends.hybrid import LayerStep, Step
 from torch_hybrid.backends.latent_attention import LatentPlan
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.latent_attention import LatentAttention
@@ -97,8 +97,8 @@ class Ring25(nn.Module):
         """
         rotary = {kind: table(positions) for kind, table in self.rotary.items()}
         hidden = self.word_embeddings(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden, rotary, step)
+        for layer_id, layer in enumerate(self.layers):
+            hidden = layer(hidden, rotary, step.at(layer_id))
         normed: Tensor = self.norm(hidden)
         return normed
 
@@ -113,7 +113,6 @@ class Ring25Layer(nn.Module):
 
     def __init__(self, config: Ring25Config, layer_id: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layer_id = layer_id
         dim, eps = config.hidden_size, config.rms_norm_eps
         self.input_norm = nn.RMSNorm(dim, eps, dtype=dtype, device="meta")
         self.mixer: nn.Module
@@ -130,9 +129,9 @@ class Ring25Layer(nn.Module):
             else MixtureOfExperts(config, dtype)
         )
 
-    def forward(self, x: Tensor, rotary: dict[str, Rotary], step: Step) -> Tensor:
+    def forward(self, x: Tensor, rotary: dict[str, Rotary], step: LayerStep) -> Tensor:
         """[T, dim] -> [T, dim]."""
-        entry, plan, cache = step.layer(self.layer_id)
+        entry, plan, cache = step.mixer()
         x = x + self.mixer(self.input_norm(x), plan, cache, rotary[entry.kind])
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
