@@ -95,11 +95,7 @@ class AttentionSpec:
         return {"kv": Pool((self.num_kv_heads, self.head_dim), per="page", planes=2)}
 
     def divided(self, num_ranks: int) -> Self:
-        """What each of ``num_ranks`` ranks holds.
-
-        Raises:
-            UnsupportedError: the heads cannot be spread so.
-        """
+        """As ``LayerSpec`` says."""
         return replace(
             self,
             num_q_heads=divide("num_q_heads", self.num_q_heads, num_ranks),
@@ -158,11 +154,7 @@ class DeltaRuleSpec:
         return _conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
 
     def divided(self, num_ranks: int) -> Self:
-        """What each of ``num_ranks`` ranks holds.
-
-        Raises:
-            UnsupportedError: the heads cannot be spread so.
-        """
+        """As ``LayerSpec`` says."""
         return replace(
             self,
             num_k_heads=divide_or_repeat("num_k_heads", self.num_k_heads, num_ranks),
@@ -214,11 +206,7 @@ class KimiDeltaSpec:
         return _conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
 
     def divided(self, num_ranks: int) -> Self:
-        """What each of ``num_ranks`` ranks holds.
-
-        Raises:
-            UnsupportedError: the heads cannot be spread so.
-        """
+        """As ``LayerSpec`` says."""
         return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))
 
 
@@ -277,11 +265,7 @@ class Mamba2Spec:
         return _conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
 
     def divided(self, num_ranks: int) -> Self:
-        """What each of ``num_ranks`` ranks holds.
-
-        Raises:
-            UnsupportedError: the heads cannot be spread so.
-        """
+        """As ``LayerSpec`` says."""
         return replace(
             self,
             num_heads=divide("num_heads", self.num_heads, num_ranks),
@@ -332,11 +316,7 @@ class LightningSpec:
         return {"state": Pool(self.state_shape, per="slot", dtype=torch.float32)}
 
     def divided(self, num_ranks: int) -> Self:
-        """What each of ``num_ranks`` ranks holds.
-
-        Raises:
-            UnsupportedError: the heads cannot be spread so.
-        """
+        """As ``LayerSpec`` says."""
         return replace(
             self,
             num_heads=divide("num_heads", self.num_heads, num_ranks),
@@ -376,11 +356,7 @@ class LatentSpec:
         return {"latents": Pool((self.row_dim,), per="page")}
 
     def divided(self, num_ranks: int) -> Self:
-        """What each of ``num_ranks`` ranks holds: some of the heads, and all of the latents.
-
-        Raises:
-            UnsupportedError: the heads cannot be spread so.
-        """
+        """As ``LayerSpec`` says: some of the heads, and all of the latents."""
         return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))
 
 

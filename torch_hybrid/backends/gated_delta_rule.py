@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torch_hybrid.backends.recurrent import Recurrence, RecurrentPlan
+from torch_hybrid.backends.recurrent import CONVOLUTION, RecurrentPlan, chunked_rule, rule_of
 from torch_hybrid.ops.gated_delta_rule import op
 from torch_hybrid.specs import DeltaRuleSpec
 
-GATED_DELTA_RULE = Recurrence(
-    name="gated_delta_rule",
+GATED_DELTA_RULE = chunked_rule(
+    "gated_delta_rule",
+    CONVOLUTION,
     recurrent=op.RECURRENT_IMPLEMENTATIONS,
     chunk=op.CHUNK_IMPLEMENTATIONS,
     sizes=lambda spec: {"head_k_dim": spec.head_k_dim, "head_v_dim": spec.head_v_dim},
 )
+_FORMS = {
+    "recurrent_gated_delta_rule": op.recurrent_gated_delta_rule,
+    "chunk_gated_delta_rule": op.chunk_gated_delta_rule,
+}
 
 
 def apply_delta_rule(
@@ -27,8 +32,8 @@ def apply_delta_rule(
     state: Tensor,
 ) -> Tensor:
     """The rule over q, k [T, H, K] and v [T, HV, V] -> [T, HV, V]; advances ``state``."""
-    form = op.chunk_gated_delta_rule if plan.statics.chunked else op.recurrent_gated_delta_rule
-    return form(
+    rule, impl = rule_of(plan, _FORMS)
+    return rule(
         q,
         k,
         v,
@@ -40,5 +45,5 @@ def apply_delta_rule(
         plan.has_initial_state,
         scale=spec.head_k_dim**-0.5,
         qk_l2norm=True,
-        impl=plan.statics.rule_impl,
+        impl=impl,
     )

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torch_hybrid.backends.recurrent import Recurrence, RecurrentPlan
+from torch_hybrid.backends.recurrent import CONVOLUTION, RecurrentPlan, chunked_rule, rule_of
 from torch_hybrid.ops.kimi_delta_attention import op
 from torch_hybrid.specs import KimiDeltaSpec
 
-KIMI_DELTA_ATTENTION = Recurrence(
-    name="kimi_delta_attention",
+KIMI_DELTA_ATTENTION = chunked_rule(
+    "kimi_delta_attention",
+    CONVOLUTION,
     recurrent=op.RECURRENT_IMPLEMENTATIONS,
     chunk=op.CHUNK_IMPLEMENTATIONS,
     sizes=lambda spec: {"head_k_dim": spec.head_k_dim, "head_v_dim": spec.head_v_dim},
 )
+_FORMS = {
+    "recurrent_kimi_delta_attention": op.recurrent_kimi_delta_attention,
+    "chunk_kimi_delta_attention": op.chunk_kimi_delta_attention,
+}
 
 
 def apply_kimi_delta(
@@ -27,9 +32,8 @@ def apply_kimi_delta(
     state: Tensor,
 ) -> Tensor:
     """The rule over q, k, g [T, H, K] and v [T, H, V] -> [T, H, V]; advances ``state``."""
-    recurrent, chunk = op.recurrent_kimi_delta_attention, op.chunk_kimi_delta_attention
-    form = chunk if plan.statics.chunked else recurrent
-    return form(
+    rule, impl = rule_of(plan, _FORMS)
+    return rule(
         q,
         k,
         v,
@@ -41,5 +45,5 @@ def apply_kimi_delta(
         plan.has_initial_state,
         scale=spec.head_k_dim**-0.5,
         qk_l2norm=True,
-        impl=plan.statics.rule_impl,
+        impl=impl,
     )

@@ -25,32 +25,21 @@ from torch_hybrid.backends.prefix import (
     chunk_tables,
     plan_prefix_chunks,
 )
-from torch_hybrid.backends.select import Backends, Choice, select
+from torch_hybrid.backends.select import Backends, Choice, impls_of, select
+from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.ops.capability import Implementation, Need
 from torch_hybrid.ops.latent_attention import op as latent_op
 from torch_hybrid.ops.merge_states import op as merge_op
 from torch_hybrid.ops.ragged_attention import op as ragged_op
-from torch_hybrid.pytrees import register_constant, register_value
+from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LatentSpec, LayerEntry
 
 _ABSORBED = Form(name="absorbed")
 _ONE_SHOT = "one shot"
 _CHUNK_STEP = 4  # from one number of chunks that has a graph to the next
 _ROW_STEP = 64  # rows of a chunk are a multiple of it, which bounds how many layouts there are
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LatentStatics:
-    """What is part of the graph: the form and the implementations of its ops."""
-
-    form: str
-    impls: tuple[tuple[str, str], ...]  # op and implementation
-
-    def impl(self, op: str) -> str:
-        """The implementation of one op of the form."""
-        return dict(self.impls)[op]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +51,9 @@ class LatentPlan:
     page_table: Tensor  # [N, max_pages]
     slot_mapping: Tensor  # [T]
     prefix: PrefixChunks | None  # None in the absorbed form
-    statics: LatentStatics
+    statics: Statics
 
 
-register_constant(LatentStatics)
 register_value(LatentPlan)
 
 _ABSORBED_OPS: Mapping[str, Mapping[str, Implementation]] = {
@@ -187,10 +175,7 @@ class LatentAttentionBackend:
             page_table=batch.page_table,
             slot_mapping=batch.slot_mapping,
             prefix=prefix,
-            statics=LatentStatics(
-                form=form.name,
-                impls=tuple((choice.op, choice.impl) for choice in self.choices[mode]),
-            ),
+            statics=Statics(impls_of(self.choices[mode]), form=form.name),
         )
 
     def _absorbed_is_cheaper(self, batches: Sequence[Batch]) -> bool:

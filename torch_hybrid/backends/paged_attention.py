@@ -9,20 +9,14 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
-from torch_hybrid.backends.select import Backends, Choice, select
+from torch_hybrid.backends.select import Backends, Choice, impls_of, select
+from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS, paged_attention
-from torch_hybrid.pytrees import register_constant, register_value
+from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import AttentionSpec, LayerEntry
-
-
-@dataclass(frozen=True, slots=True)
-class PagedAttentionStatics:
-    """What is part of the graph: the implementation."""
-
-    impl: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +27,9 @@ class PagedAttentionPlan:
     seq_lens: Tensor  # [N]
     page_table: Tensor  # [N, max_pages]
     slot_mapping: Tensor  # [T]
-    statics: PagedAttentionStatics
+    statics: Statics
 
 
-register_constant(PagedAttentionStatics)
 register_value(PagedAttentionPlan)
 
 
@@ -89,13 +82,12 @@ class PagedAttentionBackend:
 
     def plan(self, batch: Batch, mode: Mode, form: Form) -> PagedAttentionPlan:
         """The plan of one step. Pure: the fields are the batch's own tensors."""
-        (choice,) = self.choices[mode]
         return PagedAttentionPlan(
             cu_seqlens=batch.cu_seqlens,
             seq_lens=batch.seq_lens,
             page_table=batch.page_table,
             slot_mapping=batch.slot_mapping,
-            statics=PagedAttentionStatics(choice.impl),
+            statics=Statics(impls_of(self.choices[mode])),
         )
 
 
@@ -119,5 +111,5 @@ def attend(
         scale=spec.scale,
         window=spec.window,
         softcap=spec.softcap,
-        impl=plan.statics.impl,
+        impl=plan.statics.impl("paged_attention"),
     )

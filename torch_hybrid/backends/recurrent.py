@@ -1,4 +1,4 @@
-"""Mixers with a recurrent state: what a step needs, whatever the recurrence."""
+"""Mixers with a state of fixed size: what a step needs, whatever the recurrence."""
 
 from __future__ import annotations
 
@@ -9,23 +9,15 @@ from typing import Any
 from torch import Tensor
 
 from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
-from torch_hybrid.backends.select import Backends, Choice, select
+from torch_hybrid.backends.select import Backends, Choice, impls_of, select
+from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.ops.capability import Implementation, Need
 from torch_hybrid.ops.causal_conv1d import op as conv
 from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE
-from torch_hybrid.pytrees import register_constant, register_value
+from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LayerEntry
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecurrentStatics:
-    """What is part of the graph: the form of the recurrence and the implementations."""
-
-    chunked: bool
-    rule_impl: str
-    conv_impl: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,33 +27,68 @@ class RecurrentPlan:
     cu_seqlens: Tensor  # [N + 1]
     state_indices: Tensor  # [N]
     has_initial_state: Tensor  # [N] bool
-    statics: RecurrentStatics
+    statics: Statics
 
 
-register_constant(RecurrentStatics)
 register_value(RecurrentPlan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recurrence:
-    """The ops of one recurrence: two execution forms, after a convolution or not.
+class OpChoice:
+    """An op that a layer calls, of which an implementation is to be chosen.
 
-    ``sizes`` gives, from a layer's facts, the sizes that an implementation may limit.
+    ``sizes`` gives, from a layer's facts, the sizes that an implementation may limit; ``preferred``
+    the name that a user gave for such ops.
     """
 
     name: str
-    recurrent: Mapping[str, Implementation]
-    chunk: Mapping[str, Implementation]
+    implementations: Mapping[str, Implementation]
     sizes: Callable[[Any], dict[str, int]]
-    convolved: bool = True
-    chunk_size: int = DEFAULT_CHUNK_SIZE
+    preferred: Callable[[Backends], str] = lambda backends: backends.linear
+
+    def choose(self, specs: set[Any], sizes: PoolSizes, backends: Backends) -> Choice:
+        """An implementation that serves all ``specs``."""
+        needs = [
+            Need(device=sizes.device, dtype=sizes.dtype, sizes=self.sizes(spec)) for spec in specs
+        ]
+        return select(self.name, self.implementations, needs, self.preferred(backends))
+
+
+CONVOLUTION = OpChoice(
+    name="causal_conv1d",
+    implementations=conv.IMPLEMENTATIONS,
+    sizes=lambda spec: {"conv_width": spec.conv_width},
+    preferred=lambda backends: backends.conv,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrence:
+    """What the layers of one kind call in each mode, and the chunks that they prefill in."""
+
+    ops: Mapping[Mode, tuple[OpChoice, ...]]
+    chunk_size: int = 0
+
+
+def chunked_rule(
+    name: str,
+    *also: OpChoice,
+    recurrent: Mapping[str, Implementation],
+    chunk: Mapping[str, Implementation],
+    sizes: Callable[[Any], dict[str, int]],
+) -> Recurrence:
+    """A rule of two execution forms: ``recurrent_<name>`` in decode, ``chunk_<name>`` in extend.
+
+    ``also`` are the ops that its layers call beside it.
+    """
+    decode = OpChoice(name=f"recurrent_{name}", implementations=recurrent, sizes=sizes)
+    extend = OpChoice(name=f"chunk_{name}", implementations=chunk, sizes=sizes)
+    ops = {Mode.DECODE: (decode, *also), Mode.EXTEND: (extend, *also)}
+    return Recurrence(ops=ops, chunk_size=DEFAULT_CHUNK_SIZE)
 
 
 class RecurrentBackend:
-    """Plans steps for the layers of one recurrence of one model.
-
-    Decode takes the recurrent form, extend the chunk form.
-    """
+    """Plans steps for the layers of one recurrence of one model."""
 
     def __init__(
         self,
@@ -74,28 +101,8 @@ class RecurrentBackend:
         """Choose an implementation for each of ``modes`` that serves every layer in ``entries``."""
         self.chunk_size = recurrence.chunk_size
         specs: set[Any] = {entry.spec for entry in entries}
-
-        def choose(
-            op: str,
-            implementations: Mapping[str, Implementation],
-            sizes_of: Callable[[Any], dict[str, int]],
-            preferred: str,
-        ) -> Choice:
-            needs = [
-                Need(device=sizes.device, dtype=sizes.dtype, sizes=sizes_of(spec)) for spec in specs
-            ]
-            return select(op, implementations, needs, preferred)
-
-        convolutions: tuple[Choice, ...] = ()
-        if recurrence.convolved:
-            width = _conv_width
-            convolutions = (choose("causal_conv1d", conv.IMPLEMENTATIONS, width, backends.conv),)
-        rules = {
-            Mode.DECODE: (f"recurrent_{recurrence.name}", recurrence.recurrent),
-            Mode.EXTEND: (f"chunk_{recurrence.name}", recurrence.chunk),
-        }
         self.choices = {
-            mode: (choose(*rules[mode], recurrence.sizes, backends.linear), *convolutions)
+            mode: tuple(op.choose(specs, sizes, backends) for op in recurrence.ops[mode])
             for mode in modes
         }
 
@@ -109,22 +116,21 @@ class RecurrentBackend:
 
     def plan(self, batch: Batch, mode: Mode, form: Form) -> RecurrentPlan:
         """The plan of one step. Pure."""
-        rule_choice, *conv_choice = self.choices[mode]
         query_lens = batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]
         return RecurrentPlan(
             cu_seqlens=batch.cu_seqlens,
             state_indices=batch.state_indices,
             has_initial_state=batch.seq_lens > query_lens,
-            statics=RecurrentStatics(
-                chunked=mode is Mode.EXTEND,
-                rule_impl=rule_choice.impl,
-                conv_impl=conv_choice[0].impl if conv_choice else "none",
-            ),
+            statics=Statics(impls_of(self.choices[mode])),
         )
 
 
-def _conv_width(spec: Any) -> dict[str, int]:
-    return {"conv_width": spec.conv_width}
+def rule_of(
+    plan: RecurrentPlan, forms: Mapping[str, Callable[..., Tensor]]
+) -> tuple[Callable[..., Tensor], str]:
+    """The one of the ops in ``forms`` that the plan runs, and its implementation."""
+    name, impl = next(pair for pair in plan.statics.impls if pair[0] in forms)
+    return forms[name], impl
 
 
 def convolve(
@@ -146,5 +152,5 @@ def convolve(
         plan.state_indices,
         plan.has_initial_state,
         activation=activation,
-        impl=plan.statics.conv_impl,
+        impl=plan.statics.impl("causal_conv1d"),
     )

@@ -34,6 +34,11 @@ class Choice:
     refused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
+def impls_of(choices: Iterable[Choice]) -> tuple[tuple[str, str], ...]:
+    """Each op with its implementation."""
+    return tuple((choice.op, choice.impl) for choice in choices)
+
+
 def select(
     op: str,
     implementations: Mapping[str, Implementation],

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torch_hybrid.backends.recurrent import Recurrence, RecurrentPlan
+from torch_hybrid.backends.recurrent import CONVOLUTION, RecurrentPlan, chunked_rule, rule_of
 from torch_hybrid.ops.ssd import op
 
-MAMBA2 = Recurrence(
-    name="ssd",
-    recurrent=op.RECURRENT_IMPLEMENTATIONS,
-    chunk=op.CHUNK_IMPLEMENTATIONS,
+_IMPLEMENTATIONS = {
+    "recurrent": op.RECURRENT_IMPLEMENTATIONS,
+    "chunk": op.CHUNK_IMPLEMENTATIONS,
+}
+MAMBA2 = chunked_rule(
+    "ssd",
+    CONVOLUTION,
+    **_IMPLEMENTATIONS,
     sizes=lambda spec: {"head_k_dim": spec.state_dim, "head_v_dim": spec.head_dim},
 )
-LIGHTNING_ATTENTION = Recurrence(
-    name="ssd",
-    recurrent=op.RECURRENT_IMPLEMENTATIONS,
-    chunk=op.CHUNK_IMPLEMENTATIONS,
+LIGHTNING_ATTENTION = chunked_rule(
+    "ssd",
+    **_IMPLEMENTATIONS,
     sizes=lambda spec: {"head_k_dim": spec.head_dim, "head_v_dim": spec.head_dim},
-    convolved=False,
 )
+_FORMS = {"recurrent_ssd": op.recurrent_ssd, "chunk_ssd": op.chunk_ssd}
 
 
 def apply_ssd(
@@ -35,8 +38,8 @@ def apply_ssd(
     scale: float,
 ) -> Tensor:
     """The recurrence over q, k [T, G, K] and v [T, H, V] -> [T, H, V]; advances ``state``."""
-    form = op.chunk_ssd if plan.statics.chunked else op.recurrent_ssd
-    return form(
+    rule, impl = rule_of(plan, _FORMS)
+    return rule(
         q,
         k,
         v,
@@ -48,5 +51,5 @@ def apply_ssd(
         plan.state_indices,
         plan.has_initial_state,
         scale=scale,
-        impl=plan.statics.rule_impl,
+        impl=impl,
     )
