@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
+from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.graphs.instantiate import CannotCopy, Layers, instantiate, mark_layers
 from torch_hybrid.graphs.step import Caches, LayeredModel, Model
 
@@ -157,9 +157,10 @@ def signature(module: nn.Module) -> tuple[Any, ...]:
     Equal for two modules whose traces are the same but for those. Objects of which nothing is
     known are equal to themselves alone.
     """
+    own = vars(module) | _numbered_hooks(module)
     facts = {
         name: _fact(value)
-        for name, value in vars(module).items()
+        for name, value in own.items()
         if name not in _LAYER_NUMBERS | _HELD_APART and not isinstance(value, Tensor)
     }
     tensors = [(name, _tensor_facts(tensor)) for name, tensor in _own_tensors(module)]
@@ -170,6 +171,13 @@ def signature(module: nn.Module) -> tuple[Any, ...]:
     return type(module), tuple(sorted(facts.items())), tuple(tensors), tuple(children)
 
 
+def _numbered_hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
+    """The hooks of a module by their place among its own: torch counts those of all modules."""
+    hooks = {name: value for name, value in vars(module).items() if "_hooks" in name and value}
+    place = {key: i for i, key in enumerate(sorted({key for own in hooks.values() for key in own}))}
+    return {name: {place[key]: hook for key, hook in own.items()} for name, own in hooks.items()}
+
+
 def _fact(value: Any) -> Any:
     if isinstance(value, _PLAIN):
         return type(value), repr(value)
@@ -178,7 +186,8 @@ def _fact(value: Any) -> Any:
     if isinstance(value, Mapping):
         return type(value), tuple((_fact(key), _fact(item)) for key, item in value.items())
     if is_dataclass(value) and not isinstance(value, type):
-        return type(value), tuple(_fact(getattr(value, field.name)) for field in fields(value))
+        names = [field.name for field in fields(value) if field.name not in _LAYER_NUMBERS]
+        return type(value), tuple(_fact(getattr(value, name)) for name in names)
     return type(value), id(value)
 
 
@@ -192,7 +201,7 @@ def _tensor_facts(tensor: Tensor) -> tuple[Any, ...]:
     return type(tensor), *layout, tensor.requires_grad
 
 
-def _layer_tensors(layer: nn.Module, mixers: Mapping[str, Any]) -> dict[str, Tensor]:
+def _layer_tensors(layer: nn.Module, mixers: Mapping[str, LayerCache]) -> dict[str, Tensor]:
     """Every tensor of a layer, its caches too, by a name that is the same in each layer."""
     found = {
         f"{path}.{name}": tensor
@@ -200,7 +209,7 @@ def _layer_tensors(layer: nn.Module, mixers: Mapping[str, Any]) -> dict[str, Ten
         for name, tensor in _own_tensors(module)
     }
     for kind, cache in mixers.items():
-        found |= {f"{kind} {i}": leaf for i, leaf in enumerate(pytree.tree_leaves(cache))}
+        found |= {f"{kind} {name}": tensor for name, tensor in cache.items()}
     return found
 
 
