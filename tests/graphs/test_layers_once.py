@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tests.graphs.as_traced import run_as_traced
 from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
 from torch_hybrid.graphs.layers_once import LayerCount, LayersOnce, num_first, signature
+from torch_hybrid.models.join import hand_steps
 from torch_hybrid.specs import LayerTable
 
 WIDTH, NUM_LAYERS = 6, 7
@@ -367,6 +368,21 @@ def test_what_a_trace_can_see_makes_another_kind(name: str):
     assert signature(plain) == signature(changed)
     getattr(Changed, name)(changed)
     assert signature(plain) != signature(changed)
+
+
+def test_hooks_that_hand_on_the_step_leave_layers_of_one_kind():
+    """They differ by the layer's number and by torch's count of all hooks alone."""
+    plain, *handed = (Layer(index) for index in range(4))
+    hand_steps(handed)
+    assert len({signature(layer) for layer in handed}) == 1
+    assert signature(plain) != signature(handed[0])
+    handed[1].register_forward_pre_hook(pass_on)
+    handed[2].register_forward_pre_hook(pass_on, with_kwargs=True)
+    assert len({signature(layer) for layer in handed}) == 3
+
+
+def pass_on(*_: object) -> None:
+    """A hook that changes nothing."""
 
 
 def test_tied_weights_make_another_kind():
