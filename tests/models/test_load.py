@@ -19,7 +19,7 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.models.oracle import ask, assert_equal_logits, make_texts, serve, whole
 from tests.tiny_models import LINEAR, MROPE, SIZES, make_model
-from torch_hybrid.models.join import register_attention
+from torch_hybrid.models.join import ATTENTION_NAME, register_attention
 from torch_hybrid.models.load import FAMILIES
 
 Weights = dict[str, Tensor]
@@ -227,13 +227,11 @@ def test_the_models_own_generate_says_what_to_use():
     assert th.Runner(model, **SMALL).extend([], []).shape[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("family", "name"), [("qwen3", "torch_hybrid"), ("deepseek_v3", "torch_hybrid_latent")]
-)
-def test_our_attention_in_a_model_of_transformers_says_what_to_use(family: str, name: str):
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_our_attention_in_a_model_of_transformers_says_what_to_use(family: str):
     register_attention()
     hf_model = make_model(family, num_hidden_layers=1)
-    hf_model.set_attn_implementation(name)
+    hf_model.set_attn_implementation(ATTENTION_NAME)
     with pytest.raises(th.UnsupportedError, match=r"use th\.Engine"):
         hf_model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=2)
 

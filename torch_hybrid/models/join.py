@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 
-from torch_hybrid.backends.hybrid import LayerStep
+from torch_hybrid.backends.hybrid import LayerStep, Step
 from torch_hybrid.backends.paged_attention import attend
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.latent_attention import LatentAttention
 from torch_hybrid.parallel.ranks import Ranks
 from torch_hybrid.specs import AttentionSpec, LatentSpec
+
+AnyStep = TypeVar("AnyStep", Step, LayerStep)
 
 ATTENTION_NAME = "torch_hybrid"  # of our attention function in transformers
 
@@ -40,9 +42,8 @@ class _HandStep:
     def __call__(
         self, _layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if options.get("step") is None:  # transformers' own forward, and not a runner's
-            raise UnsupportedError(_OURS_TO_RUN)
-        return args, {**options, "step": options["step"].at(self.layer_id)}
+        step: Step | None = options.get("step")
+        return args, {**options, "step": _given(step).at(self.layer_id)}
 
 
 def hand_steps(layers: Iterable[nn.Module]) -> None:
@@ -71,6 +72,13 @@ def _refused_save(*_args: Any, **_options: Any) -> None:
     )
 
 
+def _given(step: AnyStep | None) -> AnyStep:
+    """The step of a runner: transformers' own forward and generate have none."""
+    if step is None:
+        raise UnsupportedError(_OURS_TO_RUN)
+    return step
+
+
 def _attention(
     module: Any,
     query: Tensor,
@@ -78,11 +86,11 @@ def _attention(
     value: Tensor,
     attention_mask: None,
     *,
-    step: LayerStep,
+    step: LayerStep | None = None,  # of an adapted model
     **_options: Any,  # transformers passes every option to every attention function
 ) -> tuple[Tensor, None]:
     """Full attention as transformers calls it, of the kind that the layer has."""
-    entry, plan, cache = step.mixer(*_ATTENTIONS)
+    entry, plan, cache = _given(step).mixer(*_ATTENTIONS)
     attend_as = _ATTENTIONS[entry.kind]
     return attend_as(module, query, key, value, entry.spec, plan, cache)[None], None
 
