@@ -30,8 +30,9 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from torch_hybrid.graphs.lanes import layer_of, set_layer
+from torch_hybrid.graphs.lanes import clear_layer, layer_of, set_layer
 from torch_hybrid.graphs.mutation import written_nodes
+from torch_hybrid.graphs.schedule import sizes_alone
 
 _NOT_CALLS = ("placeholder", "get_attr", "output")
 
@@ -78,6 +79,11 @@ def mark_layers(graph: Graph, names: Sequence[str]) -> None:
             if found := pattern.search(path):
                 set_layer(node, number[found[1]])
                 break
+    # Sizes that one layer computes and another reads, as a trace makes each once, are the step's.
+    sizes = sizes_alone(list(graph.nodes))
+    for node in reversed(graph.nodes):
+        if node in sizes and any(layer_of(user) != layer_of(node) for user in node.users):
+            clear_layer(node)
 
 
 def instantiate(module: GraphModule, layers: Layers, num_traced: int) -> list[Tensor]:

@@ -69,3 +69,8 @@ def layer_of(node: Node) -> int | None:
 def set_layer(node: Node, layer: int) -> None:
     """Mark a call as part of a layer."""
     node.meta[_LAYER] = layer
+
+
+def clear_layer(node: Node) -> None:
+    """Let a call belong to the whole step."""
+    node.meta.pop(_LAYER, None)

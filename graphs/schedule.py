@@ -95,7 +95,7 @@ def interleave_halves(graph: Graph, *, offset: int | None = None) -> None:
     nodes = list(graph.nodes)
     if all(lane_of(node) is None for node in nodes):
         return
-    sizes = _sizes_alone(nodes)
+    sizes = sizes_alone(nodes)
     halves = [[n for n in nodes if lane_of(n) == k and n not in sizes] for k in LANES]
     shared = pools_of(nodes)
     has_starts = any(_starts(node) for half in halves for node in half)
@@ -187,7 +187,7 @@ def last_mixers(half: Sequence[Node]) -> list[int]:
     return found
 
 
-def _sizes_alone(nodes: Sequence[Node]) -> set[Node]:
+def sizes_alone(nodes: Sequence[Node]) -> set[Node]:
     """Nodes that compute sizes from sizes: Dynamo makes each once and uses it in both halves."""
     sizes: set[Node] = set()
     for node in nodes:

@@ -157,6 +157,22 @@ class WithAnother(Layer):
         return super().forward(x) + other
 
 
+class HandsASizeOn(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x, size = self.embed(x), None
+        for layer in self.layers:
+            x, size = layer(x, size)
+        return x.sum(-1)
+
+
+class WithASize(Layer):
+    """A size that layer 0 computes and the others read."""
+
+    def forward(self, x: Tensor, size: int | None) -> tuple[Tensor, int]:
+        size = (x.shape[0] + 1) * 2 if size is None else size
+        return super().forward(x) * size / 12, size
+
+
 class InPlace(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return x.add_(torch.tanh(self.proj(x)))
@@ -202,6 +218,10 @@ COPIED = {
     "one projection in two layers": (lambda: shared_weights(everywhere=False), 3),
     "each reads the embedding": (
         lambda: ReadsTheEmbedding(*(WithAnother(i) for i in range(NUM_LAYERS))),
+        3,
+    ),
+    "a size of layer 0": (
+        lambda: HandsASizeOn(*(WithASize(i) for i in range(NUM_LAYERS))),
         3,
     ),
     "in place": (lambda: stack_of(InPlace), None),
