@@ -22,6 +22,7 @@ from torch_hybrid.graphs.check_extend import check_extend, token_lists
 from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
 from torch_hybrid.graphs.cuda_graph import CapturedSteps, why_not_capturable
 from torch_hybrid.graphs.layers_once import LayersOnce
+from torch_hybrid.graphs.model_use import ModelUse
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, without
 from torch_hybrid.graphs.planner import Logits, StepPlanner
 from torch_hybrid.graphs.report import Report
@@ -106,7 +107,7 @@ class Runner:
             two_batch_overlap, num_ranks=_num_ranks(model), device=model.device
         )
         self.lock = RLock()
-        self.model = model
+        self.model, self._use = model, ModelUse.of(model)
         self.max_seqs, self.max_tokens, self.page_size = max_seqs, max_tokens, page_size
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
@@ -317,7 +318,7 @@ class Runner:
     def _run(self, variant: Variant, planned: Inputs) -> Tensor:
         """Run one step, compiled already, whose inputs are on the host."""
         inputs = self._inputs[variant].refresh(planned)
-        with torch.inference_mode():
+        with self._use.running(), torch.inference_mode():
             if self._captured is None or variant.name in self._not_captured:
                 return self._steps[variant](inputs, self._cache.pools)
             return self._replay(self._captured, variant, inputs, planned)
@@ -348,7 +349,13 @@ class Runner:
         place = len(self._log.graphs)
         # Floats of the model (an eps) are constants: as inputs, each is a tensor made every step.
         settings = torch._dynamo.config.patch(specialize_float=True)  # of the whole process
-        with _COMPILING, torch.inference_mode(), settings, named_failures():
+        with (
+            _COMPILING,
+            self._use.tracing(),
+            torch.inference_mode(),
+            settings,
+            named_failures(),
+        ):
             self._layers.trace(lambda: self._steps[variant](inputs, self._cache.pools))
         self._variants[variant.name] = place
         if self._captured is not None and self.model.device.type == "cuda":

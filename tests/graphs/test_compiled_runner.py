@@ -54,7 +54,7 @@ def make_tokens(rng: random.Random, count: int) -> list[int]:
 def assert_same(actual: Tensor, expected: Tensor) -> None:
     assert actual.shape == expected.shape
     error = (actual - expected).abs().max() / expected.abs().max()
-    assert error < 1e-5, f"compiled and eager differ by {error:.1e}"
+    assert error < 2e-5, f"compiled and eager differ by {error:.1e}"
 
 
 def both(runner: Runner, eager: Runner, steps: list[list[int]]) -> None:

@@ -96,6 +96,27 @@ def test_two_runners_of_two_threads_share_a_model(model, prompts):
     assert not torch._dynamo.config.specialize_float
 
 
+def test_a_model_that_is_traced_is_not_run_in_part(prompts):
+    """A runner traces the first layers alone; another one runs all of them meanwhile."""
+    deep = th.adapt(make_model("qwen3", num_hidden_layers=6, hidden_size=32))
+    eager, compiled = th.Runner(deep, **SIZES, compile=False), th.Runner(deep, **SIZES)
+    expected = eager.extend(eager.new_sequences(1), prompts[:1])
+    is_done = threading.Event()
+
+    def compile_steps():
+        compiled.warm_up()
+        is_done.set()
+
+    def run_steps():
+        while not is_done.is_set():
+            seqs = eager.new_sequences(1)
+            assert torch.equal(eager.extend(seqs, prompts[:1]), expected)
+            eager.free(seqs)
+
+    in_threads([compile_steps, run_steps])
+    assert compiled.report().graphs["decode"].layers.copied > 0
+
+
 def test_by_hand_every_call_waits_for_its_turn(model, prompts):
     runner = th.Runner(model, **SIZES, compile=False)
 
