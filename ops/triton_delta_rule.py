@@ -186,7 +186,7 @@ def _invert_blocks(scratch: tl.tensor, C: tl.constexpr) -> None:
         x = (column == i).to(tl.float32)
         for j in tl.static_range(i):
             x -= tl.load(block + (i * 16 + j)) * rows[j]
-        rows = rows + (x,)  # noqa: RUF005  (Triton has no unpacking)
+        rows = rows + (x,)  # type: ignore[assignment]  # noqa: RUF005  (Triton has no unpacking)
     tl.debug_barrier()
     for i in tl.static_range(16):
         tl.store(block + (i * 16 + column), rows[i])
