@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+FLOATS_AND_FLOAT64 = FLOATS | {torch.float64}
 
 
 def always_available() -> str | None:

@@ -36,11 +36,12 @@ def causal_conv1d(
     initial = conv_state[state_indices].where(has_initial_state[:, None, None], 0)
     padded[first[:, None] + past] = initial
 
-    out = torch.zeros_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
-    for tap, filter_row in enumerate(weight.float().T):
-        out.addcmul_(padded[window + tap].float(), filter_row)
+    work = torch.promote_types(x.dtype, torch.float32)
+    out = torch.zeros_like(x, dtype=work, memory_format=torch.contiguous_format)
+    for tap, filter_row in enumerate(weight.to(work).T):
+        out.addcmul_(padded[window + tap].to(work), filter_row)
     if bias is not None:
-        out += bias.float()
+        out += bias.to(work)
     if activation == "silu":
         out = F.silu(out)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.capability import FLOATS_AND_FLOAT64, Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import (
     check_contiguous,
@@ -33,7 +33,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         launcher="torch_hybrid.ops.causal_conv1d._triton:causal_conv1d",
     ),
     "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"})),
+        capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
         launcher="torch_hybrid.ops.causal_conv1d._torch:causal_conv1d",
     ),
 }
@@ -54,7 +54,8 @@ def causal_conv1d(
     """Convolve each channel of each sequence with its own short filter over the past.
 
     ``out[t] = act(bias + sum_w weight[:, w] * x[t - W + 1 + w])``, where the inputs before the
-    first token of a sequence come from its state. Arithmetic is float32.
+    first token of a sequence come from its state. Arithmetic is float32, of float64 tensors
+    float64.
 
     Args:
         x: [T, C] inputs, the sequences packed one after the other. Float dtype; rows may lie any

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.autograd import define_made_of
-from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.capability import FLOATS_AND_FLOAT64, Capability, Implementation
 from torch_hybrid.ops.latent_attention.validate import check_attention, check_gather, check_store
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, define_op
@@ -31,7 +31,7 @@ def _attention(function: str) -> dict[str, Implementation]:
         cuda_graph=True,
         available=triton_missing,
     )
-    plain = Capability(devices=_CPU_AND_CUDA)
+    plain = Capability(devices=_CPU_AND_CUDA, dtypes=FLOATS_AND_FLOAT64)
     return {
         "cpp": Implementation(capability=cpp, launcher=f"{_PACKAGE}._cpu:{function}"),
         "triton": Implementation(capability=triton, launcher=f"{_PACKAGE}._triton:{function}"),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.capability import FLOATS_AND_FLOAT64, Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
 
@@ -21,7 +21,9 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         launcher="torch_hybrid.ops.linear._cpu:linear",
     ),
     "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"}), cuda_graph=True),
+        capability=Capability(
+            devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64, cuda_graph=True
+        ),
         launcher="torch_hybrid.ops.linear._torch:linear",
     ),
 }
@@ -32,7 +34,8 @@ def linear(
 ) -> Tensor:
     """Multiply one input by several weight matrices, the results side by side.
 
-    ``out[:, first : first + N_i] = x @ weights[i].T + biases[i]``. Sums are float32.
+    ``out[:, first : first + N_i] = x @ weights[i].T + biases[i]``. Sums are float32, of
+    float64 tensors float64.
 
     Args:
         x: [M, K] float; rows may lie any distance apart, one row is contiguous.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import FLOATS, Capability, Implementation
+from torch_hybrid.ops.capability import FLOATS, FLOATS_AND_FLOAT64, Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import (
     check_contiguous,
@@ -42,7 +42,12 @@ _BACKENDS = {
             available=triton_missing,
         ),
     ),
-    "torch": ("_torch", Capability(devices=frozenset({"cpu", "cuda"}), features=FEATURES)),
+    "torch": (
+        "_torch",
+        Capability(
+            devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64, features=FEATURES
+        ),
+    ),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import FLOATS, Capability, Implementation
+from torch_hybrid.ops.capability import FLOATS, FLOATS_AND_FLOAT64, Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import (
     check_contiguous,
@@ -36,7 +36,7 @@ IMPLEMENTATIONS = {
         launcher="torch_hybrid.ops.ragged_attention._triton:ragged_attention_with_lse",
     ),
     "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"})),
+        capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
         launcher="torch_hybrid.ops.ragged_attention._torch:ragged_attention_with_lse",
     ),
 }
