@@ -27,8 +27,8 @@ from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_referen
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/gated_delta_rule -k triton
 CONTRACT = """
-    chunk16-triton and (exact and (one_token or odd_dims) or padding_changes or nothing_to_do)
-    or chunk64-triton and exact and three_value_heads and fp32
+    chunk32-triton and (exact and (one_token or odd_dims) or padding_changes or nothing_to_do)
+    or chunk32-triton and exact and three_value_heads and fp32
 """
 
 

@@ -27,8 +27,8 @@ from torch_hybrid.ops.kimi_delta_attention.reference import kimi_delta_attention
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/kimi_delta_attention -k triton
 CONTRACT = """
-    chunk16-triton and (exact and (one_token or odd_dims) or padding_changes or nothing_to_do)
-    or chunk64-triton and exact and one_head and fp32
+    chunk32-triton and (exact and (one_token or odd_dims) or padding_changes or nothing_to_do)
+    or chunk32-triton and exact and one_head and fp32
 """
 
 

@@ -25,8 +25,8 @@ from torch_hybrid.ops.ssd import chunk_ssd
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/ssd -k triton
 CONTRACT = """
-    chunk16-triton and (exact and (one_token or odd_dims) or padding_changes or nothing_to_do)
-    or chunk64-triton and exact and three_heads and fp32
+    chunk32-triton and (exact and (one_token or odd_dims) or padding_changes or nothing_to_do)
+    or chunk32-triton and exact and three_heads and fp32
 """
 
 
