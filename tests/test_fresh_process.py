@@ -84,7 +84,7 @@ def test_loading_without_transformers_names_what_is_missing():
     code = """
         import torch_hybrid as th
         try:
-            th.from_pretrained("/nonexistent")
+            th.from_pretrained(".")
         except ImportError as error:
             print(error.name)
     """
