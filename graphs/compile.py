@@ -25,8 +25,9 @@ from torch_hybrid.graphs.instantiate import drop_dead_checks, own_copy
 from torch_hybrid.graphs.layers_once import LayerCount, LayersOnce
 from torch_hybrid.graphs.mutation import storages
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, PassRecord, apply_passes
-from torch_hybrid.graphs.regions import Compiled, Region, fake_of, join, plan_regions
+from torch_hybrid.graphs.regions import Compiled, Region, join, plan_regions
 from torch_hybrid.graphs.schedule import Stage, is_collective_start, opaque_ops, read_schedule
+from torch_hybrid.graphs.values import value_of
 from torch_hybrid.ops.registration import NAMESPACE, REGISTERED
 from torch_hybrid.ops.side_stream import JOIN
 
@@ -160,7 +161,7 @@ def compile_region(region: Region, root: GraphModule) -> CompiledRegion:
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     module = region.module(root)
-    inputs = [fake_of(node) for node in region.inputs]
+    inputs = [value_of(node) for node in region.inputs]
     is_plain = not _returns_inputs(module.graph)
     num_given = _num_inputs_and_outputs(module.graph)
     direct: list[Any] = []

@@ -1,6 +1,7 @@
 """Graph passes over the traced step, before Inductor: each changes one Dynamo graph in place.
 
-``apply_passes`` lints the graph after each pass, and names the pass that broke it.
+``apply_passes`` lints the graph after each pass, and names the pass that broke it; and brings up to
+date what is known of each value.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch_hybrid.graphs.lanes import lane_of
 from torch_hybrid.graphs.merge_linears import merge_linears
 from torch_hybrid.graphs.schedule import interleave_halves
 from torch_hybrid.graphs.side_stream import mixers_on_side_stream
+from torch_hybrid.graphs.values import refresh_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ def apply_passes(
             module.graph.lint()
         except RuntimeError as error:
             raise RuntimeError(f"pass {graph_pass.name} broke the graph: {error}") from error
+        refresh_values(module.graph)
         records.append(
             PassRecord(
                 name=graph_pass.name,

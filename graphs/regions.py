@@ -28,13 +28,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload
-from torch._subclasses import FakeTensor
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from torch_hybrid.graphs.instantiate import Named
 from torch_hybrid.graphs.lanes import lane_of, layer_of, other_marks, stage_of
+from torch_hybrid.graphs.values import value_of
 from torch_hybrid.ops.linear.op import linear
 
 # A compiled region takes the list of its inputs, which it may empty, and gives its outputs.
@@ -99,20 +99,6 @@ def _inside_contexts(nodes: Sequence[Node]) -> set[int]:
     return inside
 
 
-def fake_of(node: Node) -> Any:
-    """A node's value while it is compiled; computed where a pass has left none."""
-    if "example_value" not in node.meta:
-        args, kwargs = map_arg((node.args, node.kwargs), fake_of)  # type: ignore[arg-type]
-        fakes = map(fake_of, node.all_input_nodes)
-        mode = next(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
-        with mode, torch.no_grad():
-            if node.op == "call_method":
-                node.meta["example_value"] = getattr(args[0], str(node.target))(*args[1:], **kwargs)  # type: ignore[index]
-            else:
-                node.meta["example_value"] = node.target(*args, **kwargs)  # type: ignore[operator]
-    return node.meta["example_value"]
-
-
 class Region:
     """Some calls of a graph, what they read from outside, and what is read of them there.
 
@@ -129,8 +115,8 @@ class Region:
         self.constants = [node for node in read if node.op == "get_attr"]
         self.inputs = [node for node in read if node.op != "get_attr"]
         self.outputs = [n for n in nodes if any(user not in inside for user in n.users)]
-        given = {fake_of(node).node.expr for node in self.inputs if _is_size(node)}
-        values = [*map(fake_of, self.inputs), *(n.meta.get("example_value") for n in nodes)]
+        given = {value_of(node).node.expr for node in self.inputs if _is_size(node)}
+        values = [*map(value_of, self.inputs), *(n.meta.get("example_value") for n in nodes)]
         needed = {size for value in values for size in _symbols(value)}
         missing = [sizes[s] for s in sorted(needed - given, key=str) if s in sizes]
         self.inputs += [node for node in missing if node not in self.inputs]
@@ -150,7 +136,7 @@ class Region:
         storages: dict[int, int] = {}
 
         def place(node: Node) -> object:
-            fake = fake_of(node)
+            fake = value_of(node)
             if not isinstance(fake, Tensor):
                 return str(fake)
             shared = storages.setdefault(fake.untyped_storage()._cdata, number[node])
@@ -168,7 +154,7 @@ class Region:
         graph, new = Graph(), {}
         for node in self.inputs:
             new[node] = graph.placeholder(node.name)
-            fake_of(node)
+            value_of(node)
             new[node].meta = {k: v for k, v in node.meta.items() if k != "grapharg"}
         for node in [*self.constants, *self.nodes]:
             new[node] = graph.node_copy(node, new.__getitem__)
@@ -193,7 +179,7 @@ def relative_marks(nodes: Sequence[Node]) -> dict[Node, object]:
 
 
 def _is_size(node: Node) -> bool:
-    return isinstance(fake_of(node), torch.SymInt)
+    return isinstance(value_of(node), torch.SymInt)
 
 
 def _symbols(fake: Any) -> set[Any]:
@@ -227,7 +213,7 @@ class Plan:
 def plan_regions(graph: Graph) -> Plan:
     """Cut a graph, and find the regions that are one."""
     placeholders = graph.find_nodes(op="placeholder")
-    sizes = {fake_of(node).node.expr: node for node in placeholders if _is_size(node)}
+    sizes = {value_of(node).node.expr: node for node in placeholders if _is_size(node)}
     regions = [Region(nodes, sizes) for nodes in cut(graph)]
     known: dict[object, int] = {}
     numbers = [known.setdefault(region.key(), len(known)) for region in regions]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,75 +13,30 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph
 
 from tests.graphs import overlap_jobs
+from tests.graphs.traced import (
+    WIDTH,
+    Step,
+    arguments,
+    check_values,
+    conv,
+    in_halves,
+    trace,
+    trace_model,
+    two_layers,
+)
 from tests.parallel import processes
 from tests.tiny_models import BUILDERS, make_hybrid, make_model
-from torch_hybrid.backends.mode import Mode
 from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
 from torch_hybrid.graphs.lanes import lane, lane_of
-from torch_hybrid.graphs.passes import Pass, apply_passes
-from torch_hybrid.graphs.runner import Runner
+from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, apply_passes
 from torch_hybrid.graphs.schedule import Stage, interleave_halves, read_schedule
-from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.load import adapt
-from torch_hybrid.ops.causal_conv1d import causal_conv1d
 
-WIDTH = 8
 # Of a family that is there in another form, with the same mixers.
 VARIANTS = {"qwen3_next_dense", "qwen3_5_moe", "granitemoehybrid_dense", "falcon_h1_norm"}
-Step = Callable[..., Tensor]
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A Dynamo graph before any pass, and the inputs that it was traced with."""
-
-    module: GraphModule
-    inputs: list[Any]
-
-    def run(self) -> tuple[Tensor, list[Any]]:
-        """The output on copies of the inputs, and the copies as the graph leaves them."""
-        copies = _copied(self.inputs)
-        self.module.recompile()
-        with torch.inference_mode():
-            [output] = self.module(*copies)
-        return output, copies
-
-
-def _copied(inputs: Iterable[Any]) -> list[Any]:
-    return [x.clone() if isinstance(x, Tensor) else x for x in inputs]
-
-
-def trace(step: Callable[..., object], *args: Any, **options: Any) -> Traced:
-    """The graph that ``step`` is traced to; ``step`` has an effect on ``args``."""
-    seen: list[Traced] = []
-
-    def backend(module: GraphModule, _inputs: object) -> Callable[..., object]:
-        def run(*inputs: Any) -> object:
-            seen.append(Traced(module, _copied(inputs)))
-            return module.forward(*inputs)
-
-        return run
-
-    torch._dynamo.reset()
-    torch.compile(step, backend=backend, fullgraph=True, **options)(*args)
-    [traced] = seen
-    return traced
-
-
-def in_halves(half: Callable[..., Tensor]) -> Step:
-    """A step that runs ``half(x, *shared)`` on both rows of x."""
-
-    def step(x: Tensor, *shared: Tensor) -> Tensor:
-        outputs = []
-        for index in (0, 1):
-            with lane(index):
-                outputs.append(half(x[index], *shared))
-        return torch.cat(outputs)
-
-    return step
 
 
 def schedule(graph: Graph, offset: int | None = None) -> str:
@@ -96,27 +50,6 @@ def drawn(stages: tuple[Stage, ...]) -> str:
 
 
 # ---- mixers and matrix products --------------------------------------------------------------
-
-
-def conv(x: Tensor, pool: Tensor, first_slot: int) -> Tensor:
-    """One mixer op on a pool."""
-    rows = torch.tensor([0, x.shape[0]], dtype=torch.int32)
-    slot = torch.tensor([first_slot], dtype=torch.int32)
-    fresh = torch.zeros(1, dtype=torch.bool)
-    weight = torch.ones(WIDTH, 4)
-    options = {"activation": "silu", "impl": "torch"}
-    return causal_conv1d(x, weight, None, pool, rows, slot, ~fresh, **options)
-
-
-def two_layers(x: Tensor, a: Tensor, b: Tensor, pool: Tensor, other: Tensor) -> Tensor:
-    x = conv(F.linear(x, a), pool, 1).relu()
-    x = conv(F.linear(x, b) + x, other, 1)
-    return F.linear(x, a).tanh()
-
-
-def arguments() -> tuple[Tensor, ...]:
-    weights = torch.randn(WIDTH, WIDTH), torch.randn(WIDTH, WIDTH)
-    return torch.randn(2, 5, WIDTH), *weights, torch.zeros(3, 3, WIDTH), torch.zeros(3, 3, WIDTH)
 
 
 def test_mixers_of_one_half_stand_beside_matrix_products_of_the_other():
@@ -171,21 +104,6 @@ b4                                           4 linear""",
     )
 
 
-def trace_model(model: HybridModel, lengths: list[int]) -> Traced:
-    """The graph of one step of a model, in halves."""
-    runner = Runner(model, max_seqs=3, max_tokens=128, compile=False, two_batch_overlap="on")
-    for pool in runner.cache.pool_tensors():
-        torch._dynamo.mark_static(pool)
-    mode = Mode.DECODE if max(lengths) == 1 else Mode.EXTEND
-    seqs = runner.new_sequences(len(lengths))
-    batch = runner.cache.make_batch(
-        seqs, [[5] * n for n in lengths], table_width=runner._planner.table_width
-    )
-    variant, inputs = runner._planner.plan(batch, mode, "last")
-    with torch.inference_mode():
-        return trace(runner._steps[variant], inputs, runner.cache.pools, dynamic=True)
-
-
 @pytest.mark.parametrize("family", sorted(set(BUILDERS) - VARIANTS))
 @pytest.mark.parametrize("lengths", [[70, 3], [1, 1, 1]], ids=str)
 def test_values_are_bitwise_those_of_the_order_as_traced(family: str, lengths: list[int]):
@@ -199,6 +117,8 @@ def test_values_are_bitwise_those_of_the_order_as_traced(family: str, lengths: l
         assert torch.equal(actual, expected)
         for ours, theirs in zip(inputs, expected_inputs, strict=True):
             assert not isinstance(ours, Tensor) or torch.equal(ours, theirs)
+    apply_passes(traced.module, DEFAULT_PASSES)
+    check_values(traced)
 
 
 def test_each_half_keeps_its_order_and_every_node_is_there_once():

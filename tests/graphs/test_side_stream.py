@@ -17,15 +17,8 @@ from torch import Tensor
 from torch.fx import Graph
 
 from tests.devices import needs_cuda
-from tests.graphs.test_schedule import (
-    arguments,
-    conv,
-    in_halves,
-    schedule,
-    trace,
-    trace_model,
-    two_layers,
-)
+from tests.graphs.test_schedule import schedule
+from tests.graphs.traced import arguments, conv, in_halves, trace, trace_model, two_layers
 from tests.tiny_models import make_hybrid, make_model
 from torch_hybrid.graphs.cuda_graph import CapturedSteps
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, apply_passes, graph_text, without

@@ -1,0 +1,78 @@
+"""What is known of each value of a step while it is compiled: its shape, strides, dtype and memory.
+
+Dynamo leaves them with the nodes that it traced. A pass that puts nodes of its own into a graph
+leaves none there, and those behind may be views of what has other strides now.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+_VALUE = "example_value"
+
+
+def value_of(node: Node) -> Any:
+    """A node's value while it is compiled; computed where a pass has left none."""
+    if _VALUE not in node.meta:
+        node.meta[_VALUE] = _computed(node)
+    return node.meta[_VALUE]
+
+
+def refresh_values(graph: Graph) -> None:
+    """Compute the values of nodes that a pass made, and of those behind them that are not as they
+    were: what reads other strides, or is a view of what was taken out."""
+    changed: set[Node] = set()
+    replaced: set[int] = set()  # storages of which no node is left that made them
+    for node in graph.nodes:
+        if not node.op.startswith("call_") or not _reads_values(node):
+            continue
+        old = node.meta.get(_VALUE)
+        is_new = _VALUE not in node.meta
+        if (
+            not is_new
+            and changed.isdisjoint(node.all_input_nodes)
+            and not replaced & _storages(old)
+        ):
+            continue
+        node.meta[_VALUE] = _computed(node)
+        if is_new or _layouts(node.meta[_VALUE]) != _layouts(old):
+            changed.add(node)
+        replaced |= _storages(old) - _storages(node.meta[_VALUE])
+
+
+def _reads_values(node: Node) -> bool:
+    """Whether a node is a call on tensors and sizes, and not one that opens a context."""
+    given = pytree.tree_leaves([source.meta.get(_VALUE) for source in node.all_input_nodes])
+    return any(isinstance(value, Tensor | torch.SymInt) for value in given)
+
+
+def _computed(node: Node) -> Any:
+    args, kwargs = map_arg((node.args, node.kwargs), value_of)  # type: ignore[arg-type]
+    given = pytree.tree_leaves((args, kwargs))
+    modes = [value.fake_mode for value in given if isinstance(value, FakeTensor)]
+    with modes[0] if modes else nullcontext(), torch.no_grad():
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)  # type: ignore[index]
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _layouts(value: Any) -> list[object]:
+    return [
+        (str((*leaf.shape, *leaf.stride(), leaf.storage_offset())), leaf.dtype, leaf.device)
+        if isinstance(leaf, Tensor)
+        else str(leaf)
+        for leaf in pytree.tree_leaves(value)
+    ]
+
+
+def _storages(value: Any) -> set[int]:
+    leaves = pytree.tree_leaves(value)
+    return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
