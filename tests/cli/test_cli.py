@@ -5,19 +5,16 @@ import json
 import subprocess
 import sys
 import textwrap
-from collections import Counter
 
 import pytest
 import torch
 
 import torch_hybrid as th
+from tests.graphs.as_traced import run_as_traced
 from torch_hybrid import cli, cli_options
 from torch_hybrid.cli_options import load_tokenizer
 from torch_hybrid.cli_output import print_fact
 from torch_hybrid.engine import Engine
-from torch_hybrid.graphs.compile import GraphRecord, StepBackend
-from torch_hybrid.graphs.passes import apply_passes
-from torch_hybrid.graphs.schedule import read_schedule
 
 EAGER = ("--eager", "--max-seqs", 4, "--max-tokens", 64, "--kv-tokens", 256)
 
@@ -97,11 +94,11 @@ def test_explain_shows_layers_implementations_and_pools(run, checkpoint, tmp_pat
     assert any("recurrent_gated_delta_rule" in str(name) for name in names)
 
 
-def test_explain_of_passes_and_schedule(run, checkpoint, monkeypatch):
+def test_explain_of_passes_and_schedule(run, checkpoint):
     """The compiled half of ``explain``, on graphs that are not compiled to the end."""
-    monkeypatch.setattr(StepBackend, "__call__", passes_alone)
     options = ("--overlap", "on", "--passes", "--diff", "merge_linears", "--linear", "torch")
-    code, out, err = run("explain", checkpoint, *options)
+    with run_as_traced():
+        code, out, err = run("explain", checkpoint, *options)
     assert code == 0, err
     assert "Graph passes" in out
     assert "Schedule of decode, in halves" in out
@@ -113,26 +110,11 @@ def test_explain_of_passes_and_schedule(run, checkpoint, monkeypatch):
     stages = [word for line in after for word in line.split()[:1] if word[1:].isdecimal()]
     assert stages[:6] == ["a0", "a1", "b0", "a2", "b1", "a3"]
 
-    code, out, _ = run("explain", checkpoint, "--passes", "--without", "merge_linears")
+    with run_as_traced():
+        code, out, _ = run("explain", checkpoint, "--passes", "--without", "merge_linears")
     assert code == 0
     assert "merge_linears" not in out
     assert "interleave_halves" in out
-
-
-def passes_alone(backend, module, inputs):
-    """A StepBackend that leaves Inductor out."""
-    records = apply_passes(module, backend._passes, keep_text=backend._keep_text)
-    backend._log.graphs.append(
-        GraphRecord(
-            num_nodes=len(module.graph.nodes),
-            ops=Counter(),
-            passes=tuple(records),
-            schedule=read_schedule(module.graph),
-            pool_clones=(),
-            seconds=0.0,
-        )
-    )
-    return module.forward
 
 
 @pytest.mark.parametrize(
