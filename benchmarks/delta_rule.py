@@ -51,7 +51,7 @@ class Rule:
             v_dim=HEAD_DIM,
         )
         inputs = self.make_inputs(case, dtype)
-        inputs.has_initial_state.fill_(True)
+        inputs.initial_indices.copy_(inputs.state_indices)
         inputs.state.nan_to_num_()
         return inputs
 

@@ -66,7 +66,7 @@ LAYERS = {
 
 def layer_inputs(layer: Layer, lengths: tuple[int, ...], dtype: torch.dtype) -> Inputs:
     inputs = make_inputs(replace(layer.case, lengths=lengths), dtype)
-    inputs.has_initial_state.fill_(True)
+    inputs.initial_indices.copy_(inputs.state_indices)
     inputs.state.nan_to_num_()
     return inputs
 

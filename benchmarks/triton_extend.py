@@ -52,9 +52,9 @@ def randn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 def slots(num_seqs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """cu_seqlens, state_indices and has_initial_state of sequences of equal lengths."""
+    """cu_seqlens, initial_indices and state_indices of sequences of equal lengths."""
     indices = torch.arange(1, num_seqs + 1, dtype=torch.int32, device="cuda")
-    return offsets(num_seqs, NUM_TOKENS // num_seqs), indices, indices > 0
+    return offsets(num_seqs, NUM_TOKENS // num_seqs), indices, indices
 
 
 def delta_rule(num_seqs: int, *, channels: bool) -> Task:

@@ -118,7 +118,7 @@ def delta_rule_calls(
             state,
             offsets(num_seqs, num_new),
             indices,
-            torch.ones(num_seqs, dtype=torch.bool, device="cuda"),
+            indices,
             scale=k_dim**-0.5,
             qk_l2norm=True,
         )
@@ -152,7 +152,7 @@ def ssd_calls(
             state,
             offsets(num_seqs, num_new),
             indices,
-            torch.ones(num_seqs, dtype=torch.bool, device="cuda"),
+            indices,
             scale=k_dim**-0.5,
         )
         for indices in slots.split(num_seqs)

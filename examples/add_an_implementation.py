@@ -18,25 +18,26 @@ def einsum_conv1d(
     bias: Tensor | None,
     conv_state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     activation: str,
 ) -> Tensor:
     """The op's arguments in the order of its schema, without ``impl``."""
     out = torch.zeros_like(x)
     width = weight.shape[1]
-    for n, slot in enumerate(state_indices.tolist()):
+    for n, (initial, slot) in enumerate(zip(initial_indices, state_indices, strict=True)):
         start, end = cu_seqlens[n].item(), cu_seqlens[n + 1].item()
-        if slot == 0 or start == end:
+        if start == end:
             continue
-        history = conv_state[slot] * has_initial_state[n]
-        inputs = torch.cat([torch.nan_to_num(history), x[start:end]])
+        history = conv_state[initial] if initial else torch.zeros_like(conv_state[0])
+        inputs = torch.cat([history, x[start:end]])
         windows = inputs.unfold(0, width, 1)  # [tokens, channels, width]
         mixed = torch.einsum("tcw,cw->tc", windows, weight)
         mixed = mixed if bias is None else mixed + bias
         out[start:end] = torch.nn.functional.silu(mixed) if activation == "silu" else mixed
-        conv_state[slot] = inputs[-(width - 1) :]
+        if slot:
+            conv_state[slot] = inputs[-(width - 1) :]
     return out
 
 
@@ -56,8 +57,8 @@ def main() -> None:
     x, weight = torch.randn(7, 8), torch.randn(8, 4)
     index = {
         "cu_seqlens": torch.tensor([0, 5, 7], dtype=torch.int32),
+        "initial_indices": torch.tensor([2, 0], dtype=torch.int32),
         "state_indices": torch.tensor([2, 1], dtype=torch.int32),
-        "has_initial_state": torch.tensor([True, False]),
     }
     results = {}
     for impl in ("torch", "einsum"):

@@ -27,11 +27,11 @@ def main() -> None:
     def step(inputs: dict[str, Tensor], pool: Tensor) -> Tensor:
         x = inputs["x"]
         offsets = torch.arange(len(x) + 1, dtype=torch.int32, device=device)
-        started = torch.ones(len(x), dtype=torch.bool, device=device)
         decay = torch.full((len(x), HEADS), -0.1, device=device)
         q, k, v = x.unbind(1)
+        slots = inputs["slots"]
         return recurrent_gated_delta_rule(
-            q, k, v, decay, decay.exp(), pool, offsets, inputs["slots"], started,
+            q, k, v, decay, decay.exp(), pool, offsets, slots, slots,
             scale=DIM**-0.5, qk_l2norm=True, impl=impl,
         )  # fmt: skip
 

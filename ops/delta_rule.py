@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torch_hybrid.ops.ragged_chunks import Chunks, chunk_table, initial_states, live_sequences
+from torch_hybrid.ops.ragged_chunks import (
+    Chunks,
+    chunk_table,
+    initial_states,
+    live_sequences,
+    store_states,
+)
 
 # (q, k, g), each [X, HV, C, .], to the products x_i . k_j, decayed from token j to token i: for
 # x = k where i > j, and for x = q where i >= j; [X, HV, C, C], 0 elsewhere.
@@ -38,14 +44,14 @@ def recurrent_delta_rule(
     beta: Tensor,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     scale: float,
     qk_l2norm: bool,
 ) -> Tensor:
     """Step all sequences together, the longest first, so that those left are a leading slice."""
-    seqs = live_sequences(cu_seqlens, state_indices, has_initial_state)
+    seqs = live_sequences(cu_seqlens, initial_indices, state_indices)
     S = initial_states(state, seqs)
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
     for step in range(seqs.max_length):
@@ -56,7 +62,7 @@ def recurrent_delta_rule(
         u = beta[token][..., None] * (v[token].float() - (S_t @ k_t[..., None])[..., 0])
         S_t.add_(u[..., None] * k_t[..., None, :])
         out[token] = (S_t @ q_t[..., None])[..., 0].to(out.dtype)
-    state[seqs.slots] = S
+    store_states(state, seqs, S)
     return out
 
 
@@ -68,8 +74,8 @@ def chunk_delta_rule(
     beta: Tensor,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     scale: float,
     qk_l2norm: bool,
@@ -77,7 +83,7 @@ def chunk_delta_rule(
     decayed_products: DecayedProducts,
 ) -> Tensor:
     """Compute what lies inside chunks for all of them at once, then scan the states over them."""
-    seqs = live_sequences(cu_seqlens, state_indices, has_initial_state)
+    seqs = live_sequences(cu_seqlens, initial_indices, state_indices)
     S = initial_states(state, seqs)
     chunks = chunk_table(seqs, chunk_size)
     parts = _inside_chunks(q, k, v, g, beta, chunks, scale, qk_l2norm, decayed_products)
@@ -89,7 +95,7 @@ def chunk_delta_rule(
         v_new = parts.u[c] - parts.w[c] @ S_0.mT
         o[c] = parts.q_decayed[c] @ S_0.mT + parts.attention[c] @ v_new
         S_0.mul_(parts.decay[c]).add_(v_new.mT @ parts.k_decayed[c])
-    state[seqs.slots] = S
+    store_states(state, seqs, S)
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
     out[chunks.token[chunks.is_real]] = o.transpose(1, 2)[chunks.is_real].to(out.dtype)
     return out

@@ -21,8 +21,8 @@ class Sequences:
 
     starts: Tensor
     lengths: Tensor
-    slots: Tensor
-    has_initial_state: Tensor
+    initial: Tensor  # slots that they start from; 0: from zeros
+    slots: Tensor  # slots that receive their states; 0: none does
     max_length: int
 
 
@@ -39,24 +39,31 @@ class Chunks:
     is_real: Tensor
 
 
-def live_sequences(
-    cu_seqlens: Tensor, state_indices: Tensor, has_initial_state: Tensor
-) -> Sequences:
-    """All but the empty sequences and those in the null slot."""
-    lengths = torch.where(state_indices > 0, cu_seqlens.diff(), 0)
+def live_sequences(cu_seqlens: Tensor, initial_indices: Tensor, state_indices: Tensor) -> Sequences:
+    """All but the empty sequences."""
+    lengths = cu_seqlens.diff()
     order = lengths.argsort(descending=True)[: int((lengths > 0).sum())]
     return Sequences(
         starts=cu_seqlens[order],
         lengths=lengths[order],
+        initial=initial_indices[order],
         slots=state_indices[order],
-        has_initial_state=has_initial_state[order],
         max_length=int(lengths.max()) if len(lengths) else 0,
     )
 
 
 def initial_states(state: Tensor, seqs: Sequences) -> Tensor:
     """[N, H, V, K] copies of the states that ``seqs`` start from."""
-    return state[seqs.slots].where(seqs.has_initial_state[:, None, None, None], 0.0)
+    return state[seqs.initial].where((seqs.initial > 0)[:, None, None, None], 0.0)
+
+
+def store_states(state: Tensor, seqs: Sequences, S: Tensor) -> None:
+    """Leave the states ``S [N, H, V, K]`` in the slots of ``seqs``."""
+    is_stored = seqs.slots > 0
+    if bool(is_stored.all()):
+        state[seqs.slots] = S
+    else:
+        state[seqs.slots[is_stored]] = S[is_stored]
 
 
 def chunk_table(seqs: Sequences, chunk_size: int) -> Chunks:

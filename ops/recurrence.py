@@ -44,8 +44,8 @@ def check_slots(
     state: Tensor,
     shape: Sequence[int],
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
 ) -> None:
     """Raise ValueError unless ``state`` is a float32 pool of ``shape``, indexed by sequence."""
     num_seqs = state_indices.shape[0]
@@ -53,23 +53,23 @@ def check_slots(
         {
             "state": (state, (state.shape[0], *shape)),
             "cu_seqlens": (cu_seqlens, (num_seqs + 1,)),
+            "initial_indices": (initial_indices, (num_seqs,)),
             "state_indices": (state_indices, (num_seqs,)),
-            "has_initial_state": (has_initial_state, (num_seqs,)),
         }
     )
     check_dtypes(
         {
             "state": (state, torch.float32),
             "cu_seqlens": (cu_seqlens, torch.int32),
+            "initial_indices": (initial_indices, torch.int32),
             "state_indices": (state_indices, torch.int32),
-            "has_initial_state": (has_initial_state, torch.bool),
         }
     )
     check_contiguous(
         state=state,
         cu_seqlens=cu_seqlens,
+        initial_indices=initial_indices,
         state_indices=state_indices,
-        has_initial_state=has_initial_state,
     )
 
 

@@ -26,8 +26,9 @@ _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 def define_op(
     signature: str,
     *,
-    fake: Callable[..., Any],
     implementations: Mapping[str, Implementation],
+    like: Sequence[str] = (),
+    fake: Callable[..., Any] | None = None,
 ) -> torch._ops.OpOverload:
     """Register ``signature``, whose last argument is ``str impl``, and return its default overload.
 
@@ -35,10 +36,13 @@ def define_op(
 
     Args:
         signature: ``name(args) -> returns``; every mutated tensor is marked ``Tensor(a!)``.
-        fake: takes the op's arguments and returns outputs of the right shapes and dtypes.
         implementations: by name; the op's ``impl`` argument picks one, so it shows in the graph.
+        like: the tensor arguments that the outputs have shape and dtype of, each in turn.
+        fake: for other outputs: takes the op's arguments and returns tensors of the right shapes
+            and dtypes.
     """
     name = signature.partition("(")[0]
+    fake = fake or _fake_like(signature, like)
 
     def launch(*args: Any, impl: str, **options: Any) -> Any:
         return implementations[impl].load()(*args, **options)
@@ -54,6 +58,19 @@ def define_op(
         register_formula(op, name)
     overload: torch._ops.OpOverload = op.default
     return overload
+
+
+def _fake_like(signature: str, names: Sequence[str]) -> Callable[..., Any]:
+    """Empty outputs like the arguments of these names; None where there are none."""
+    schema = torch._C.parse_schema(f"{NAMESPACE}::{signature}")
+    places = {argument.name: i for i, argument in enumerate(schema.arguments)}
+    given = [places[name] for name in names]
+
+    def fake(*args: Any, **_options: Any) -> Any:
+        outputs = tuple(args[i].new_empty(args[i].shape) for i in given)
+        return outputs[0] if len(outputs) == 1 else outputs or None
+
+    return fake
 
 
 def check_shapes(expected: Mapping[str, tuple[Tensor | None, Sequence[int]]]) -> None:

@@ -6,12 +6,27 @@ from torch import Tensor
 
 
 def check_state_indices(
-    cu_seqlens: Tensor, state_indices: Tensor, *, num_tokens: int, num_slots: int
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    *,
+    num_tokens: int,
+    num_slots: int,
 ) -> None:
-    """Raise ValueError unless all sequences are among the tokens, and their slots in the pool."""
+    """Raise ValueError unless all sequences are among the tokens and their slots in the pool, and
+    none starts from a slot that another one writes."""
     offsets = cu_seqlens.tolist()
     if offsets[0] != 0 or sorted(offsets) != offsets or offsets[-1] > num_tokens:
         raise ValueError(f"cu_seqlens must rise from 0 to at most {num_tokens}, got {offsets}")
-    for slot in state_indices.tolist():
-        if not 0 <= slot < num_slots:
-            raise ValueError(f"state_indices must be in [0, {num_slots}), got {slot}")
+    read, written = initial_indices.tolist(), state_indices.tolist()
+    for name, slots in {"initial_indices": read, "state_indices": written}.items():
+        for slot in slots:
+            if not 0 <= slot < num_slots:
+                raise ValueError(f"{name} must be in [0, {num_slots}), got {slot}")
+    is_live = cu_seqlens.diff().tolist()
+    taken = {slot: n for n, slot in enumerate(written) if is_live[n]}
+    for n, slot in enumerate(read):
+        if slot and is_live[n] and taken.get(slot, n) != n:
+            raise ValueError(
+                f"sequence {n} must not start from slot {slot}, which sequence {taken[slot]} writes"
+            )

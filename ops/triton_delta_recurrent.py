@@ -22,8 +22,8 @@ def recurrent_delta_rule(
     beta: Tensor,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     scale: float,
     qk_l2norm: bool,
@@ -45,8 +45,8 @@ def recurrent_delta_rule(
         beta,
         state,
         cu_seqlens,
+        initial_indices,
         state_indices,
-        has_initial_state,
         out,
         scale,
         num_tokens,
@@ -79,8 +79,8 @@ def _recurrent_kernel(
     beta: tl.tensor,
     state: tl.tensor,
     cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
     state_indices: tl.tensor,
-    has_initial_state: tl.tensor,
     out: tl.tensor,
     scale: tl.tensor,
     num_tokens: tl.tensor,
@@ -113,10 +113,7 @@ def _recurrent_kernel(
 
     begin = tl.load(cu_seqlens + seq)
     end = tl.load(cu_seqlens + seq + 1)
-    slot = tl.load(state_indices + seq).to(tl.int64)
-    if slot == 0:
-        zero_rows(out, begin, end, 1, head_v, index_v, mask_v, HV, V)
-    elif begin < end:
+    if begin < end:
         # Pointers advance token by token: offsets from the base of a pool or of a long batch
         # do not fit 32 bits.
         first = begin.to(tl.int64)
@@ -126,10 +123,12 @@ def _recurrent_kernel(
         p_g = g + first * stride_g + (head_v * K + index_k if BY_CHANNEL else head_v)
         p_beta = beta + first * stride_beta + head_v
         p_out = out + (first * HV + head_v) * V + index_v
-        p_s = state + (slot * HV + head_v) * V * K + index_v[:, None] * K + index_k[None, :]
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        slot = tl.load(state_indices + seq).to(tl.int64)
+        tile_s = head_v * V * K + index_v[:, None] * K + index_k[None, :]
 
-        known = tl.load(has_initial_state + seq) != 0
-        b_s = tl.load(p_s, mask=mask_s & known, other=0.0)
+        p_s = state + initial * HV * V * K + tile_s
+        b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
         for _ in range(begin, end):
             b_q = tl.load(p_q, mask=mask_k, other=0.0).to(tl.float32)
             b_k = tl.load(p_k, mask=mask_k, other=0.0).to(tl.float32)
@@ -157,7 +156,8 @@ def _recurrent_kernel(
             p_g += stride_g
             p_beta += stride_beta
             p_out += HV * V
-        tl.store(p_s, b_s, mask=mask_s)
+        if slot != 0:
+            tl.store(state + slot * HV * V * K + tile_s, b_s, mask=mask_s)
 
     # The rows past the last sequence are dealt out to the sequences in turn.
     padding = tl.load(cu_seqlens + num_seqs) + seq

@@ -89,8 +89,8 @@ def scan(
     v: Tensor,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
 ) -> Tensor:
     """Walk the chunks of every sequence; advances ``state`` and returns the outputs."""
     _, num_pieces, num_k_heads, head_dim_k = rows.reads.shape
@@ -111,8 +111,8 @@ def scan(
         prepared.factors,
         state,
         cu_seqlens,
+        initial_indices,
         state_indices,
-        has_initial_state,
         out,
         num_tokens,
         num_seqs,
@@ -204,8 +204,8 @@ def _scan_kernel(
     factors: tl.tensor,
     state: tl.tensor,
     cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
     state_indices: tl.tensor,
-    has_initial_state: tl.tensor,
     out: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
@@ -247,21 +247,18 @@ def _scan_kernel(
     padding = tl.load(cu_seqlens + num_seqs) + seq
     zero_rows(out, padding, num_tokens, num_seqs, head_v, index_v, mask_v, HV, V)
 
-    slot = tl.load(state_indices + seq).to(tl.int64)
-    if slot == 0:
-        zero_rows(out, begin, end, 1, head_v, index_v, mask_v, HV, V)
-    elif begin < end:
+    if begin < end:
         row = tl.arange(0, C)
         tile_q = row[:, None] * STRIDE_Q + index_k
         tile_k = row[:, None] * STRIDE_K + index_k
         square = row[:, None] * C + row[None, :]
         tile_v = index_v[None, :] + row[:, None] * STRIDE_V
         tile_out = index_v[:, None] + row[None, :] * (HV * V)
-        p_s = state + (slot * HV + head_v) * V * K + index_v[:, None] * K + index_k
         chunk = (begin // C + seq).to(tl.int64) * HV + head_v
 
-        known = tl.load(has_initial_state + seq) != 0
-        b_s = tl.load(p_s, mask=mask_s & known, other=0.0)
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        p_s = state + (initial * HV + head_v) * V * K + index_v[:, None] * K + index_k
+        b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
         for done in range(0, end - begin, C):
             # From the token each time: one number to keep instead of five places.
             token = (begin + done).to(tl.int64)
@@ -318,7 +315,8 @@ def _scan_kernel(
             b_s = b_s * decay + update
 
             chunk += HV
-        # Read again, so that no register holds the place of the state through the loop.
+        # Read here, so that no register holds the place of the state through the loop.
         slot = tl.load(state_indices + seq).to(tl.int64)
-        p_s = state + (slot * HV + head_v) * V * K + index_v[:, None] * K + index_k
-        tl.store(p_s, b_s, mask=mask_s)
+        if slot != 0:
+            p_s = state + (slot * HV + head_v) * V * K + index_v[:, None] * K + index_k
+            tl.store(p_s, b_s, mask=mask_s)

@@ -27,8 +27,7 @@ constexpr int MAX_WIDTH = 8;
 TH_CALL(Call,
   const void *x, *weight, *bias;  // [T, C], [C, W], [C] or null
   void* conv_state;               // [S, W - 1, C]
-  const int32_t *cu_seqlens, *state_indices;
-  const bool* has_initial_state;
+  const int32_t *cu_seqlens, *initial_indices, *state_indices;
   void* out;  // [T, C], contiguous
   int64_t num_tokens, num_seqs, num_slots, channels, width, x_stride;
   int64_t silu, is_bf16, num_threads;
@@ -37,24 +36,24 @@ TH_CALL(Call,
 template <typename T>
 struct Sequence {
   const Call& call;
-  int64_t start, length, slot;
-  bool has_initial_state;
+  int64_t start, length;
+  int64_t initial, slot;  // where the state is read and where it is left; 0: nowhere
 
   Sequence(const Call& call, int64_t n)
       : call(call),
         start(call.cu_seqlens[n]),
         length(call.cu_seqlens[n + 1] - start),
-        slot(call.state_indices[n]),
-        has_initial_state(call.has_initial_state[n]) {}
+        initial(call.initial_indices[n]),
+        slot(call.state_indices[n]) {}
 
-  T* state(int64_t i) const {
-    return (T*)call.conv_state + (slot * (call.width - 1) + i) * call.channels;
+  T* state(int64_t at, int64_t i) const {
+    return (T*)call.conv_state + (at * (call.width - 1) + i) * call.channels;
   }
   // A block of the inputs at position t of the sequence, which from -(W - 1) to -1 are its state.
   const T* input(int64_t t, int64_t channel) const {
     static const T zeros[MAX_BLOCK_CHANNELS] = {};
     if (t >= 0) return (const T*)call.x + (start + t) * call.x_stride + channel;
-    return has_initial_state ? state(t + call.width - 1) + channel : zeros;
+    return initial ? state(initial, t + call.width - 1) + channel : zeros;
   }
 };
 
@@ -121,8 +120,8 @@ void convolve_tokens(const Call& call, int64_t first, int64_t last, int64_t chan
   const int32_t* ends = call.cu_seqlens + 1;
   int64_t n = std::upper_bound(ends, ends + call.num_seqs, int32_t(first)) - ends;
   for (int64_t t = first; t < last;) {
-    const bool is_padding = n == call.num_seqs || call.state_indices[n] == 0;
-    const int64_t end = n == call.num_seqs ? last : std::min<int64_t>(ends[n], last);
+    const bool is_padding = n == call.num_seqs;
+    const int64_t end = is_padding ? last : std::min<int64_t>(ends[n], last);
     if (is_padding)
       for (int64_t i = t; i < end; ++i)
         std::memset((T*)call.out + i * call.channels + channel, 0, size * sizeof(T));
@@ -134,13 +133,13 @@ void convolve_tokens(const Call& call, int64_t first, int64_t last, int64_t chan
   }
 }
 
-// Moves the last W - 1 inputs of a sequence into its state. Going up, a short sequence shifts the
-// state: entry i is read from i + length before that one is overwritten.
+// Moves the last W - 1 inputs of a sequence into its slot. Going up, a short sequence shifts the
+// state that is there: entry i is read from i + length before that one is overwritten.
 template <typename T>
 void write_state(const Sequence<T>& seq, int64_t channel, int64_t size) {
   const int64_t past = seq.call.width - 1;
   for (int64_t i = 0; i < past; ++i) {
-    std::memcpy(seq.state(i) + channel, seq.input(seq.length - past + i, channel),
+    std::memcpy(seq.state(seq.slot, i) + channel, seq.input(seq.length - past + i, channel),
                 size * sizeof(T));
   }
 }

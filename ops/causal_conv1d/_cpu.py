@@ -13,7 +13,7 @@ from torch_hybrid.ops.state_bounds import check_state_indices
 _RUN = kernel(
     "causal_conv1d",
     Path(__file__).with_name("_cpu.cpp"),
-    tensors="x weight bias conv_state cu_seqlens state_indices has_initial_state out",
+    tensors="x weight bias conv_state cu_seqlens initial_indices state_indices out",
     integers="num_tokens num_seqs num_slots channels width x_stride silu is_bf16 num_threads",
 )
 
@@ -24,8 +24,8 @@ def causal_conv1d(
     bias: Tensor | None,
     conv_state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     activation: str,
 ) -> Tensor:
@@ -38,8 +38,8 @@ def causal_conv1d(
         bias,
         conv_state,
         cu_seqlens,
+        initial_indices,
         state_indices,
-        has_initial_state,
         out,
         num_tokens,
         state_indices.shape[0],
@@ -53,6 +53,10 @@ def causal_conv1d(
     )
     if not in_range:
         check_state_indices(
-            cu_seqlens, state_indices, num_tokens=num_tokens, num_slots=conv_state.shape[0]
+            cu_seqlens,
+            initial_indices,
+            state_indices,
+            num_tokens=num_tokens,
+            num_slots=conv_state.shape[0],
         )
     return out

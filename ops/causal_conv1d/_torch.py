@@ -13,8 +13,8 @@ def causal_conv1d(
     bias: Tensor | None,
     conv_state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     activation: str,
 ) -> Tensor:
@@ -33,7 +33,7 @@ def causal_conv1d(
     padded = x.new_zeros(num_tokens + (num_seqs + 1) * num_past, x.shape[1])
     padded[window + num_past] = x
     first = cu_seqlens[:-1] + torch.arange(num_seqs, device=x.device, dtype=torch.int64) * num_past
-    initial = conv_state[state_indices].where(has_initial_state[:, None, None], 0)
+    initial = conv_state[initial_indices].where((initial_indices > 0)[:, None, None], 0)
     padded[first[:, None] + past] = initial
 
     work = torch.promote_types(x.dtype, torch.float32)
@@ -45,8 +45,8 @@ def causal_conv1d(
     if activation == "silu":
         out = F.silu(out)
 
-    is_live = (state_indices > 0) & (cu_seqlens.diff() > 0)
+    is_stored = (state_indices > 0) & (cu_seqlens.diff() > 0)
     last = first + cu_seqlens.diff()
-    conv_state[state_indices[is_live]] = padded[last[is_live][:, None] + past]
-    is_padding = ~torch.cat([is_live, is_live.new_zeros(1)])[seq]
+    conv_state[state_indices[is_stored]] = padded[last[is_stored][:, None] + past]
+    is_padding = seq == num_seqs
     return out.masked_fill_(is_padding[:, None], 0.0).to(x.dtype)

@@ -22,8 +22,8 @@ def causal_conv1d(
     bias: Tensor | None,
     conv_state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     activation: str,
 ) -> Tensor:
@@ -44,8 +44,8 @@ def causal_conv1d(
         bias,
         conv_state,
         cu_seqlens,
+        initial_indices,
         state_indices,
-        has_initial_state,
         out,
         num_tokens,
         num_seqs,
@@ -70,8 +70,8 @@ def _conv_kernel(
     bias: tl.tensor | None,
     conv_state: tl.tensor,
     cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
     state_indices: tl.tensor,
-    has_initial_state: tl.tensor,
     out: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
@@ -104,10 +104,10 @@ def _conv_kernel(
     first_token = first_token_of_block(begin, seq, tl.program_id(0), BLOCK_T)
     if first_token >= end:
         return
-    slot = tl.load(state_indices + seq).to(tl.int64)
+    initial = tl.load(initial_indices + seq).to(tl.int64)
     last = tl.minimum(first_token + BLOCK_T, end)
-    known = tl.load(has_initial_state + seq) != 0
-    state = conv_state + slot * (W - 1) * C + channel
+    known = initial != 0
+    state = conv_state + initial * (W - 1) * C + channel
     for start in range(first_token, last, ROWS):
         token = start + row
         mask_out = (token < last)[:, None] & mask_c[None, :]
@@ -129,11 +129,15 @@ def _conv_kernel(
             b_o += b_x * b_w[None, :]
         if SILU:
             b_o = b_o / (1.0 + tl.exp(-b_o))
-        b_o = tl.where(slot == 0, 0.0, b_o)  # a sequence of padding
         p_out = out + token.to(tl.int64)[:, None] * C + channel[None, :]
         tl.store(p_out, b_o.to(out.dtype.element_ty), mask=mask_out)
 
+    slot = tl.load(state_indices + seq).to(tl.int64)
     if (first_token == begin) & (slot != 0):
+        # Read again, so that no register holds the place of the old state through the loop.
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        state = conv_state + initial * (W - 1) * C + channel
+        known = initial != 0
         # The inputs at the last W - 1 places; those before the first token are in the old state.
         index = tl.arange(0, BLOCK_PAST)
         newest = end - (W - 1) + index
@@ -146,4 +150,5 @@ def _conv_kernel(
         b_older = tl.load(p_older, mask=mask_older, other=0.0)
         tl.debug_barrier()  # all of the old state has been read, by whichever thread
         b_new = tl.where(mask_input, b_input, b_older)
-        tl.store(state[None, :] + index[:, None] * C, b_new, mask=mask_new)
+        left = conv_state + slot * (W - 1) * C + channel
+        tl.store(left[None, :] + index[:, None] * C, b_new, mask=mask_new)

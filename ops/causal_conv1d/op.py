@@ -45,8 +45,8 @@ def causal_conv1d(
     bias: Tensor | None,
     conv_state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     activation: str,
     impl: str,
@@ -67,10 +67,10 @@ def causal_conv1d(
             older ones shifted in from the state when it is shorter; no other slot is written.
         cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
             ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
-        state_indices: [N] int32 slot of each sequence, distinct except for slot 0, the null
-            slot: a sequence that points there is padding, is not computed and writes no state.
-        has_initial_state: [N] bool; where False, the sequence starts from a zero state whatever
-            its slot holds.
+        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
+            zero state. Several may start from one slot, which no other one may then write.
+        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
+            for 0: that state is not stored.
         activation: "none" or "silu".
         impl: a name in IMPLEMENTATIONS.
 
@@ -86,15 +86,15 @@ def causal_conv1d(
     check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
-    _check_inputs(x, weight, bias, conv_state, cu_seqlens, state_indices, has_initial_state)
+    _check_inputs(x, weight, bias, conv_state, cu_seqlens, initial_indices, state_indices)
     out: Tensor = _CAUSAL_CONV1D(
         x,
         weight,
         bias,
         conv_state,
         cu_seqlens,
+        initial_indices,
         state_indices,
-        has_initial_state,
         activation=activation,
         impl=impl,
     )
@@ -107,8 +107,8 @@ def _check_inputs(
     bias: Tensor | None,
     conv_state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
 ) -> None:
     for name, tensor in {"x": x, "weight": weight}.items():
         if tensor.ndim != 2:
@@ -123,8 +123,8 @@ def _check_inputs(
             "bias": (bias, (channels,)),
             "conv_state": (conv_state, (conv_state.shape[0], width - 1, channels)),
             "cu_seqlens": (cu_seqlens, (num_seqs + 1,)),
+            "initial_indices": (initial_indices, (num_seqs,)),
             "state_indices": (state_indices, (num_seqs,)),
-            "has_initial_state": (has_initial_state, (num_seqs,)),
         }
     )
     check_dtypes(
@@ -133,8 +133,8 @@ def _check_inputs(
             "bias": (bias, x.dtype),
             "conv_state": (conv_state, x.dtype),
             "cu_seqlens": (cu_seqlens, torch.int32),
+            "initial_indices": (initial_indices, torch.int32),
             "state_indices": (state_indices, torch.int32),
-            "has_initial_state": (has_initial_state, torch.bool),
         }
     )
     if x.stride(1) != 1 and channels > 1:
@@ -144,30 +144,15 @@ def _check_inputs(
         bias=bias,
         conv_state=conv_state,
         cu_seqlens=cu_seqlens,
+        initial_indices=initial_indices,
         state_indices=state_indices,
-        has_initial_state=has_initial_state,
     )
-
-
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    conv_state: Tensor,
-    cu_seqlens: Tensor,
-    state_indices: Tensor,
-    has_initial_state: Tensor,
-    *,
-    activation: str,
-    impl: str,
-) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 _CAUSAL_CONV1D = define_op(
     "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state, "
-    "Tensor cu_seqlens, Tensor state_indices, Tensor has_initial_state, *, "
+    "Tensor cu_seqlens, Tensor initial_indices, Tensor state_indices, *, "
     "str activation, str impl) -> Tensor",
-    fake=_fake,
+    like=["x"],
     implementations=IMPLEMENTATIONS,
 )

@@ -13,8 +13,8 @@ def causal_conv1d_reference(
     bias: Tensor | None,
     conv_state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     activation: str,
 ) -> Tensor:
@@ -28,14 +28,16 @@ def causal_conv1d_reference(
 
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     offsets = cu_seqlens.tolist()
-    for n, slot in enumerate(state_indices.tolist()):
-        if slot == 0 or offsets[n] == offsets[n + 1]:
+    slots = zip(initial_indices.tolist(), state_indices.tolist(), strict=True)
+    for n, (initial, slot) in enumerate(slots):
+        if offsets[n] == offsets[n + 1]:
             continue
-        past = conv_state[slot] if has_initial_state[n] else torch.zeros_like(conv_state[slot])
+        past = conv_state[initial] if initial else torch.zeros_like(conv_state[initial])
         for t in range(offsets[n], offsets[n + 1]):
             window = torch.cat([past, x[t : t + 1]])
             y = shift + (window.to(compute) * taps).sum(0)
             out[t] = F.silu(y) if activation == "silu" else y
             past = window[1:]
-        conv_state[slot] = past
+        if slot:
+            conv_state[slot] = past
     return out

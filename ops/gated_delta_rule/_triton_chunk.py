@@ -28,8 +28,8 @@ def chunk_gated_delta_rule(
     beta: Tensor,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     scale: float,
     qk_l2norm: bool,
@@ -44,7 +44,7 @@ def chunk_gated_delta_rule(
     q, k = in_pieces(q), in_pieces(k)
     _prepare(prepared, q, k, g, beta, cu_seqlens, scale=scale, qk_l2norm=qk_l2norm)
     rows = Rows(queries=q, reads=k, writes=k)
-    return scan(prepared, rows, v, state, cu_seqlens, state_indices, has_initial_state)
+    return scan(prepared, rows, v, state, cu_seqlens, initial_indices, state_indices)
 
 
 def _prepare(

@@ -69,8 +69,8 @@ def recurrent_gated_delta_rule(
     beta: Tensor,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     scale: float,
     qk_l2norm: bool,
@@ -92,10 +92,10 @@ def recurrent_gated_delta_rule(
             state after the last token of sequence n; no other slot is written.
         cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
             ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
-        state_indices: [N] int32 slot of each sequence, distinct except for slot 0, the null
-            slot: a sequence that points there is padding, is not computed and writes no state.
-        has_initial_state: [N] bool; where False, the sequence starts from a zero state whatever
-            its slot holds.
+        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
+            zero state. Several may start from one slot, which no other one may then write.
+        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
+            for 0: that state is not stored.
         scale: factor on q, usually ``K ** -0.5``.
         qk_l2norm: scale each q and k to unit length first, by ``rsqrt(sum x^2 + 1e-6)``.
         impl: a name in RECURRENT_IMPLEMENTATIONS.
@@ -110,7 +110,7 @@ def recurrent_gated_delta_rule(
     """
     sizes = {"head_k_dim": q.shape[-1]}
     check_impl(impl, RECURRENT_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
-    check_inputs(q, k, v, g, beta, state, cu_seqlens, state_indices, has_initial_state)
+    check_inputs(q, k, v, g, beta, state, cu_seqlens, initial_indices, state_indices)
     out: Tensor = _RECURRENT(
         q,
         k,
@@ -119,8 +119,8 @@ def recurrent_gated_delta_rule(
         beta,
         state,
         cu_seqlens,
+        initial_indices,
         state_indices,
-        has_initial_state,
         scale=scale,
         qk_l2norm=qk_l2norm,
         impl=impl,
@@ -136,8 +136,8 @@ def chunk_gated_delta_rule(
     beta: Tensor,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     scale: float,
     qk_l2norm: bool,
@@ -158,7 +158,7 @@ def chunk_gated_delta_rule(
     sizes = {"head_k_dim": q.shape[-1]}
     check_impl(impl, CHUNK_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
     check_chunk_size(chunk_size)
-    check_inputs(q, k, v, g, beta, state, cu_seqlens, state_indices, has_initial_state)
+    check_inputs(q, k, v, g, beta, state, cu_seqlens, initial_indices, state_indices)
     out: Tensor = _CHUNK(
         q,
         k,
@@ -167,8 +167,8 @@ def chunk_gated_delta_rule(
         beta,
         state,
         cu_seqlens,
+        initial_indices,
         state_indices,
-        has_initial_state,
         scale=scale,
         qk_l2norm=qk_l2norm,
         chunk_size=chunk_size,
@@ -177,55 +177,18 @@ def chunk_gated_delta_rule(
     return out
 
 
-def _recurrent_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    state_indices: Tensor,
-    has_initial_state: Tensor,
-    *,
-    scale: float,
-    qk_l2norm: bool,
-    impl: str,
-) -> Tensor:
-    return v.new_empty(v.shape)
-
-
-def _chunk_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    state_indices: Tensor,
-    has_initial_state: Tensor,
-    *,
-    scale: float,
-    qk_l2norm: bool,
-    chunk_size: int,
-    impl: str,
-) -> Tensor:
-    return v.new_empty(v.shape)
-
-
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor cu_seqlens, "
-    "Tensor state_indices, Tensor has_initial_state"
+    "Tensor initial_indices, Tensor state_indices"
 )
 _RECURRENT = define_op(
     f"recurrent_gated_delta_rule({_TENSORS}, *, float scale, bool qk_l2norm, str impl) -> Tensor",
-    fake=_recurrent_fake,
+    like=["v"],
     implementations=RECURRENT_IMPLEMENTATIONS,
 )
 _CHUNK = define_op(
     f"chunk_gated_delta_rule({_TENSORS}, *, float scale, bool qk_l2norm, int chunk_size, "
     "str impl) -> Tensor",
-    fake=_chunk_fake,
+    like=["v"],
     implementations=CHUNK_IMPLEMENTATIONS,
 )

@@ -16,8 +16,8 @@ def check_inputs(
     beta: Tensor,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
 ) -> None:
     """Raise ValueError naming the first argument that has a wrong shape, dtype or layout."""
     check_heads(q=q, v=v)
@@ -32,7 +32,7 @@ def check_inputs(
             "beta": (beta, (num_tokens, num_v_heads), torch.float32),
         }
     )
-    check_slots(state, (num_v_heads, v_dim, k_dim), cu_seqlens, state_indices, has_initial_state)
+    check_slots(state, (num_v_heads, v_dim, k_dim), cu_seqlens, initial_indices, state_indices)
     if num_v_heads % num_k_heads:
         raise ValueError(
             f"v must have a multiple of the {num_k_heads} heads of k, got {num_v_heads}"

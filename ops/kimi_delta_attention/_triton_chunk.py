@@ -35,8 +35,8 @@ def chunk_kimi_delta_attention(
     beta: Tensor,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     scale: float,
     qk_l2norm: bool,
@@ -47,7 +47,7 @@ def chunk_kimi_delta_attention(
     if num_seqs == 0:
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
     prepared, rows = _prepare(q, k, g, beta, cu_seqlens, scale=scale, qk_l2norm=qk_l2norm)
-    return scan(prepared, rows, v, state, cu_seqlens, state_indices, has_initial_state)
+    return scan(prepared, rows, v, state, cu_seqlens, initial_indices, state_indices)
 
 
 def _prepare(

@@ -76,8 +76,8 @@ def recurrent_kimi_delta_attention(
     beta: Tensor,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     scale: float,
     qk_l2norm: bool,
@@ -100,10 +100,10 @@ def recurrent_kimi_delta_attention(
             state after the last token of sequence n; no other slot is written.
         cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
             ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
-        state_indices: [N] int32 slot of each sequence, distinct except for slot 0, the null
-            slot: a sequence that points there is padding, is not computed and writes no state.
-        has_initial_state: [N] bool; where False, the sequence starts from a zero state whatever
-            its slot holds.
+        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
+            zero state. Several may start from one slot, which no other one may then write.
+        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
+            for 0: that state is not stored.
         scale: factor on q, usually ``K ** -0.5``.
         qk_l2norm: scale each q and k to unit length first, by ``rsqrt(sum x^2 + 1e-6)``.
         impl: a name in RECURRENT_IMPLEMENTATIONS.
@@ -118,7 +118,7 @@ def recurrent_kimi_delta_attention(
     """
     sizes = {"head_k_dim": q.shape[-1]}
     check_impl(impl, RECURRENT_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
-    _check_inputs(q, k, v, g, beta, state, cu_seqlens, state_indices, has_initial_state)
+    _check_inputs(q, k, v, g, beta, state, cu_seqlens, initial_indices, state_indices)
     out: Tensor = _RECURRENT(
         q,
         k,
@@ -127,8 +127,8 @@ def recurrent_kimi_delta_attention(
         beta,
         state,
         cu_seqlens,
+        initial_indices,
         state_indices,
-        has_initial_state,
         scale=scale,
         qk_l2norm=qk_l2norm,
         impl=impl,
@@ -144,8 +144,8 @@ def chunk_kimi_delta_attention(
     beta: Tensor,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     scale: float,
     qk_l2norm: bool,
@@ -166,7 +166,7 @@ def chunk_kimi_delta_attention(
     sizes = {"head_k_dim": q.shape[-1]}
     check_impl(impl, CHUNK_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
     check_chunk_size(chunk_size)
-    _check_inputs(q, k, v, g, beta, state, cu_seqlens, state_indices, has_initial_state)
+    _check_inputs(q, k, v, g, beta, state, cu_seqlens, initial_indices, state_indices)
     out: Tensor = _CHUNK(
         q,
         k,
@@ -175,8 +175,8 @@ def chunk_kimi_delta_attention(
         beta,
         state,
         cu_seqlens,
+        initial_indices,
         state_indices,
-        has_initial_state,
         scale=scale,
         qk_l2norm=qk_l2norm,
         chunk_size=chunk_size,
@@ -193,8 +193,8 @@ def _check_inputs(
     beta: Tensor,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
 ) -> None:
     check_heads(q=q, v=v)
     num_tokens, num_heads, k_dim = q.shape
@@ -208,59 +208,22 @@ def _check_inputs(
             "beta": (beta, (num_tokens, num_heads), torch.float32),
         }
     )
-    check_slots(state, (num_heads, v_dim, k_dim), cu_seqlens, state_indices, has_initial_state)
-
-
-def _recurrent_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    state_indices: Tensor,
-    has_initial_state: Tensor,
-    *,
-    scale: float,
-    qk_l2norm: bool,
-    impl: str,
-) -> Tensor:
-    return v.new_empty(v.shape)
-
-
-def _chunk_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    state_indices: Tensor,
-    has_initial_state: Tensor,
-    *,
-    scale: float,
-    qk_l2norm: bool,
-    chunk_size: int,
-    impl: str,
-) -> Tensor:
-    return v.new_empty(v.shape)
+    check_slots(state, (num_heads, v_dim, k_dim), cu_seqlens, initial_indices, state_indices)
 
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor(a!) state, Tensor cu_seqlens, "
-    "Tensor state_indices, Tensor has_initial_state"
+    "Tensor initial_indices, Tensor state_indices"
 )
 _RECURRENT = define_op(
     f"recurrent_kimi_delta_attention({_TENSORS}, *, float scale, bool qk_l2norm, "
     "str impl) -> Tensor",
-    fake=_recurrent_fake,
+    like=["v"],
     implementations=RECURRENT_IMPLEMENTATIONS,
 )
 _CHUNK = define_op(
     f"chunk_kimi_delta_attention({_TENSORS}, *, float scale, bool qk_l2norm, int chunk_size, "
     "str impl) -> Tensor",
-    fake=_chunk_fake,
+    like=["v"],
     implementations=CHUNK_IMPLEMENTATIONS,
 )

@@ -16,8 +16,8 @@ def kimi_delta_attention_reference(
     beta: Tensor,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     scale: float,
     qk_l2norm: bool,
@@ -34,18 +34,20 @@ def kimi_delta_attention_reference(
 
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
     offsets = cu_seqlens.tolist()
-    for n, slot in enumerate(state_indices.tolist()):
-        if slot == 0 or offsets[n] == offsets[n + 1]:
+    slots = zip(initial_indices.tolist(), state_indices.tolist(), strict=True)
+    for n, (initial, slot) in enumerate(slots):
+        if offsets[n] == offsets[n + 1]:
             continue
-        S = state[slot].to(compute)
-        if not has_initial_state[n]:
+        S = state[initial].to(compute)
+        if initial == 0:
             S = torch.zeros_like(S)
         for t in range(offsets[n], offsets[n + 1]):
             S, o = delta_attention_step(
                 S, q[t], k[t], v[t].to(compute), g[t].to(compute), beta[t].to(compute)
             )
             out[t] = o
-        state[slot] = S
+        if slot:
+            state[slot] = S
     return out
 
 

@@ -207,23 +207,6 @@ def made_of_stored(rows: Tensor, stored: Sequence[Tensor]) -> Tensor:
     return out
 
 
-def _fake(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    pool: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scale: float,
-    impl: str,
-) -> Tensor:
-    return q_latent.new_empty(q_latent.shape)
-
-
 def _fake_with_lse(
     q_latent: Tensor,
     q_rope: Tensor,
@@ -242,18 +225,6 @@ def _fake_with_lse(
     return q_latent.new_empty(q_latent.shape), lse
 
 
-def _fake_store(
-    latent: Tensor,
-    k_rope: Tensor,
-    pool: Tensor,
-    slot_mapping: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    impl: str,
-) -> None:
-    return None
-
-
 def _fake_gather(pool: Tensor, rows: Tensor, *, impl: str) -> Tensor:
     return pool.new_empty(rows.shape[0], pool.shape[2])
 
@@ -264,7 +235,7 @@ _ARGUMENTS = (
     " float scale, str impl)"
 )
 _LATENT_ATTENTION = define_op(
-    f"latent_attention{_ARGUMENTS} -> Tensor", fake=_fake, implementations=IMPLEMENTATIONS
+    f"latent_attention{_ARGUMENTS} -> Tensor", like=["q_latent"], implementations=IMPLEMENTATIONS
 )
 _LATENT_ATTENTION_WITH_LSE = define_op(
     f"latent_attention_with_lse{_ARGUMENTS} -> (Tensor, Tensor)",
@@ -275,7 +246,6 @@ define_made_of("store_latents.made_of")
 _STORE_LATENTS = define_op(
     "store_latents(Tensor latent, Tensor k_rope, Tensor(a!) pool, Tensor slot_mapping,"
     " Tensor cu_seqlens, *, str impl) -> ()",
-    fake=_fake_store,
     implementations=STORE_IMPLEMENTATIONS,
 )
 _GATHER_LATENTS = define_op(

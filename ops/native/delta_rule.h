@@ -33,7 +33,7 @@ void fetch_item(const Call& call, int64_t item) {
   prefetch(seq.q(0, h), call.k_dim);
   prefetch(seq.k(0, h), call.k_dim);
   prefetch(seq.v(0, j), call.v_dim);
-  prefetch(seq.state(j), AHEAD);
+  if (const float* state = seq.initial_state(j)) prefetch(state, AHEAD);
 }
 
 template <typename Rule, typename T>
@@ -44,16 +44,14 @@ void recurrent(const Call& call) {
 #pragma omp parallel num_threads(call.num_threads)
   {
     std::vector<float> scratch(token_floats(call.k_dim));
+    Spare spare;
     clear_padding<T>(call);
 #pragma omp for schedule(dynamic, stretch)
     for (int64_t item = 0; item < num_items; ++item) {
       const Sequence<T> seq(call, item / call.num_v_heads);
       const int64_t j = item % call.num_v_heads;
       if (item + 1 < num_items) fetch_item<T>(call, item + 1);
-      if (seq.slot == 0)
-        seq.clear_out(j);
-      else if (seq.length > 0)
-        run_recurrent<Rule>(seq, j, scratch.data());
+      if (seq.length > 0) run_recurrent<Rule>(seq, j, seq.open_state(j, spare), scratch.data());
     }
   }
 }
@@ -73,20 +71,17 @@ void chunk(const Call& call) {
   {
     AlignedFloats memory(Scratch::num_floats(C, K, call.v_dim, heads, num_work));
     const Scratch scratch(memory.data(), C, K, num_work);
+    Spare spare;
     clear_padding<T>(call);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t item = 0; item < call.num_seqs * parts; ++item) {
       const Sequence<T> seq(call, item / parts);
       const int64_t begin = item % parts * heads, end = begin + heads;
-      if (seq.slot != 0 && seq.length > RECURRENT_LENGTH) {
+      if (seq.length > RECURRENT_LENGTH)
         run_chunks<Rule>(seq, begin, end, scratch);
-        continue;
-      }
-      for (int64_t j = begin; j < end; ++j)
-        if (seq.slot == 0)
-          seq.clear_out(j);
-        else if (seq.length > 0)
-          run_recurrent<Rule>(seq, j, scratch.keys);
+      else if (seq.length > 0)
+        for (int64_t j = begin; j < end; ++j)
+          run_recurrent<Rule>(seq, j, seq.open_state(j, spare), scratch.keys);
     }
   }
 }

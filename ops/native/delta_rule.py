@@ -17,7 +17,7 @@ def delta_rule_kernel(name: str, source: Path) -> Callable[..., bool]:
     return kernel(
         name,
         source,
-        tensors="q k v g beta state cu_seqlens state_indices has_initial_state out",
+        tensors="q k v g beta state cu_seqlens initial_indices state_indices out",
         integers="num_tokens num_seqs num_slots num_k_heads num_v_heads k_dim v_dim "
         "q_stride k_stride v_stride g_stride beta_stride "
         "qk_l2norm chunk_size is_bf16 num_threads",
@@ -34,8 +34,8 @@ def run_delta_rule(
     beta: Tensor,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     scale: float,
     qk_l2norm: bool,
@@ -53,8 +53,8 @@ def run_delta_rule(
         beta,
         state,
         cu_seqlens,
+        initial_indices,
         state_indices,
-        has_initial_state,
         out,
         num_tokens,
         state_indices.shape[0],
@@ -76,6 +76,10 @@ def run_delta_rule(
     )
     if not in_range:
         check_state_indices(
-            cu_seqlens, state_indices, num_tokens=num_tokens, num_slots=state.shape[0]
+            cu_seqlens,
+            initial_indices,
+            state_indices,
+            num_tokens=num_tokens,
+            num_slots=state.shape[0],
         )
     return out

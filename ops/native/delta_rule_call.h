@@ -14,8 +14,7 @@ TH_CALL(Call,
   const void *q, *k, *v;  // [T, H, K], [T, H, K], [T, HV, V] in the op's dtype
   const float *g, *beta;  // [T, HV], and for g [T, HV, K] where channels decay on their own
   float* state;           // [S, HV, V, K]
-  const int32_t *cu_seqlens, *state_indices;
-  const bool* has_initial_state;
+  const int32_t *cu_seqlens, *initial_indices, *state_indices;
   void* out;  // [T, HV, V], contiguous
   int64_t num_tokens, num_seqs, num_slots, num_k_heads, num_v_heads, k_dim, v_dim;
   int64_t q_stride, k_stride, v_stride, g_stride, beta_stride;  // from token to token

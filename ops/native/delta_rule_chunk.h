@@ -124,8 +124,7 @@ void run_chunks(const Sequence<T>& seq, int64_t begin, int64_t end, const Scratc
   const Call& call = seq.call;
   const int64_t K = call.k_dim, V = call.v_dim, C = call.chunk_size;
   const auto panels = [&](int64_t j) { return s.states + (j - begin) * panels_size(V, K); };
-  for (int64_t j = begin; j < end; ++j)
-    load_panels(seq.has_initial_state ? seq.state(j) : nullptr, V, K, panels(j));
+  for (int64_t j = begin; j < end; ++j) load_panels(seq.initial_state(j), V, K, panels(j));
   for (int64_t first = 0; first < seq.length; first += C) {
     const int64_t size = std::min(C, seq.length - first);
     const Chunk chunk{first, size, round_up(size, BLOCK)};
@@ -137,7 +136,7 @@ void run_chunks(const Sequence<T>& seq, int64_t begin, int64_t end, const Scratc
       for (int64_t c = 0; c < V; c += PANEL) advance_panel(seq, j, c, chunk, s, panels(j) + c * K);
     }
   }
-  for (int64_t j = begin; j < end; ++j) store_panels(panels(j), V, K, seq.state(j));
+  for (int64_t j = begin; j < end; ++j) store_panels(panels(j), V, K, seq.final_state(j));
 }
 
 }  // namespace th::delta

@@ -99,15 +99,13 @@ auto choose_step(int64_t k_dim) {
 // Floats of scratch that run_recurrent needs.
 inline int64_t token_floats(int64_t k_dim) { return 4 * k_dim; }
 
-// All tokens of one sequence on value head j.
+// All tokens of one sequence on value head j, whose state they advance.
 template <typename Rule, typename T>
-void run_recurrent(const Sequence<T>& seq, int64_t j, float* scratch) {
+void run_recurrent(const Sequence<T>& seq, int64_t j, float* state, float* scratch) {
   const Call& call = seq.call;
   const int64_t k_dim = call.k_dim, v_dim = call.v_dim, h = seq.key_head(j);
   const auto step = choose_step<T>(k_dim);
   float *decay = scratch, *q = decay + k_dim, *k = q + k_dim, *read = k + k_dim;
-  float* state = seq.state(j);
-  if (!seq.has_initial_state) std::fill(state, state + v_dim * k_dim, 0.0f);
   for (int64_t t = 0; t < seq.length; ++t) {
     load_key(seq.q(t, h), k_dim, call.qk_l2norm, call.scale, q);
     load_key(seq.k(t, h), k_dim, call.qk_l2norm, 1.0f, k);

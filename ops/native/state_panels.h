@@ -50,7 +50,9 @@ inline void load_panels(const float* state, int64_t V, int64_t K, float* panels)
   for (int64_t c = 0; c < V; c += PANEL) load_panel(state + c * K, V - c, K, panels + c * K);
 }
 
+// A null state is one that is not kept.
 inline void store_panels(const float* panels, int64_t V, int64_t K, float* state) {
+  if (!state) return;
   for (int64_t c = 0; c < V; c += PANEL)
     store_panel(panels + c * K, std::min<int64_t>(PANEL, V - c), K, state + c * K);
 }

@@ -228,24 +228,6 @@ _ARGUMENTS = (
 )
 
 
-def _fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scale: float,
-    window: int,
-    softcap: float,
-    impl: str,
-) -> Tensor:
-    return q.new_empty(q.shape)
-
-
 def _fake_with_lse(
     q: Tensor,
     k: Tensor,
@@ -265,7 +247,7 @@ def _fake_with_lse(
 
 
 _PAGED_ATTENTION = define_op(
-    f"paged_attention{_ARGUMENTS} -> Tensor", fake=_fake, implementations=IMPLEMENTATIONS
+    f"paged_attention{_ARGUMENTS} -> Tensor", like=["q"], implementations=IMPLEMENTATIONS
 )
 _PAGED_ATTENTION_WITH_LSE = define_op(
     f"paged_attention_with_lse{_ARGUMENTS} -> (Tensor, Tensor)",

@@ -12,24 +12,20 @@
 namespace ssd {
 
 template <typename T>
-void run_or_clear(const Sequence<T>& seq, int64_t h) {
-  if (seq.slot == 0)
-    seq.clear_out(h);
-  else if (seq.length > 0)
-    run_recurrent(seq, h);
-}
-
-template <typename T>
 void recurrent(const Call& call) {
   const int64_t num_items = call.num_seqs * call.num_v_heads;
   // Long enough stretches to keep neighbours together, short enough to level out lengths.
   const int64_t stretch = std::max<int64_t>(1, num_items / (8 * call.num_threads));
 #pragma omp parallel num_threads(call.num_threads)
   {
+    th::Spare spare;
     th::clear_padding<T>(call);
 #pragma omp for schedule(dynamic, stretch)
-    for (int64_t item = 0; item < num_items; ++item)
-      run_or_clear(Sequence<T>(call, item / call.num_v_heads), item % call.num_v_heads);
+    for (int64_t item = 0; item < num_items; ++item) {
+      const Sequence<T> seq(call, item / call.num_v_heads);
+      const int64_t h = item % call.num_v_heads;
+      if (seq.length > 0) run_recurrent(seq, h, seq.open_state(h, spare));
+    }
   }
 }
 
@@ -53,16 +49,17 @@ void chunk(const Call& call) {
     th::AlignedFloats memory(
         Scratch::num_floats(call.chunk_size, call.k_dim, call.v_dim, heads));
     const Scratch scratch(memory.data(), call.chunk_size, call.k_dim);
+    th::Spare spare;
     th::clear_padding<T>(call);
 #pragma omp for schedule(dynamic, 1)
     for (int64_t item = 0; item < call.num_seqs * per_seq; ++item) {
       const Sequence<T> seq(call, item / per_seq);
       const int64_t part = item % parts, first = item % per_seq / parts * group;
       const int64_t begin = first + part * heads, end = first + std::min(group, (part + 1) * heads);
-      if (seq.slot != 0 && seq.length > RECURRENT_LENGTH)
+      if (seq.length > RECURRENT_LENGTH)
         run_chunks(seq, begin, end, scratch);
-      else
-        for (int64_t h = begin; h < end; ++h) run_or_clear(seq, h);
+      else if (seq.length > 0)
+        for (int64_t h = begin; h < end; ++h) run_recurrent(seq, h, seq.open_state(h, spare));
     }
   }
 }

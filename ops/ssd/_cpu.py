@@ -16,7 +16,7 @@ def _kernel(name: str) -> Callable[..., bool]:
     return kernel(
         name,
         Path(__file__).with_name("_cpu.cpp"),
-        tensors="q k v g dt D state cu_seqlens state_indices has_initial_state out",
+        tensors="q k v g dt D state cu_seqlens initial_indices state_indices out",
         integers="num_tokens num_seqs num_slots num_k_heads num_v_heads k_dim v_dim "
         "q_stride k_stride v_stride g_stride dt_stride chunk_size is_bf16 num_threads",
         numbers="scale",
@@ -46,8 +46,8 @@ def _run(
     D: Tensor | None,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     scale: float,
     chunk_size: int,
@@ -64,8 +64,8 @@ def _run(
         D,
         state,
         cu_seqlens,
+        initial_indices,
         state_indices,
-        has_initial_state,
         out,
         num_tokens,
         state_indices.shape[0],
@@ -86,6 +86,10 @@ def _run(
     )
     if not in_range:
         check_state_indices(
-            cu_seqlens, state_indices, num_tokens=num_tokens, num_slots=state.shape[0]
+            cu_seqlens,
+            initial_indices,
+            state_indices,
+            num_tokens=num_tokens,
+            num_slots=state.shape[0],
         )
     return out

@@ -13,6 +13,7 @@ from torch_hybrid.ops.ragged_chunks import (
     chunk_table,
     initial_states,
     live_sequences,
+    store_states,
 )
 
 
@@ -25,13 +26,13 @@ def recurrent_ssd(
     D: Tensor | None,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     scale: float,
 ) -> Tensor:
     """Step all sequences together, the longest first, so that those left are a leading slice."""
-    seqs = live_sequences(cu_seqlens, state_indices, has_initial_state)
+    seqs = live_sequences(cu_seqlens, initial_indices, state_indices)
     S = initial_states(state, seqs)
     group = v.shape[1] // k.shape[1]
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
@@ -45,7 +46,7 @@ def recurrent_ssd(
         S_t.add_(u[..., None] * k_t[..., None, :])
         o = scale * (S_t @ q_t[..., None])[..., 0]
         out[token] = (o if D is None else o + D[:, None] * v_t).to(out.dtype)
-    state[seqs.slots] = S
+    store_states(state, seqs, S)
     return out
 
 
@@ -58,14 +59,14 @@ def chunk_ssd(
     D: Tensor | None,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     scale: float,
     chunk_size: int,
 ) -> Tensor:
     """Compute what lies inside chunks for all of them at once, then scan the states over them."""
-    seqs = live_sequences(cu_seqlens, state_indices, has_initial_state)
+    seqs = live_sequences(cu_seqlens, initial_indices, state_indices)
     S = initial_states(state, seqs)
     chunks = chunk_table(seqs, chunk_size)
     parts = _inside_chunks(q, k, v, g, dt, D, chunks, scale)
@@ -76,7 +77,7 @@ def chunk_ssd(
         S_0 = S[:num_left]
         o[c] += parts.q_decay[c] * (parts.q[c] @ S_0.unflatten(1, parts.by_group).mT).flatten(1, 2)
         S_0.mul_(parts.decay[c]).add_(parts.state[c])
-    state[seqs.slots] = S
+    store_states(state, seqs, S)
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
     out[chunks.token[chunks.is_real]] = o.transpose(1, 2)[chunks.is_real].to(out.dtype)
     return out

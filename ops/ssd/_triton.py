@@ -20,8 +20,8 @@ def recurrent_ssd(
     D: Tensor | None,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     scale: float,
 ) -> Tensor:
@@ -43,8 +43,8 @@ def recurrent_ssd(
         D,
         state,
         cu_seqlens,
+        initial_indices,
         state_indices,
-        has_initial_state,
         out,
         scale,
         num_tokens,
@@ -76,8 +76,8 @@ def _recurrent_kernel(
     D: tl.tensor | None,
     state: tl.tensor,
     cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
     state_indices: tl.tensor,
-    has_initial_state: tl.tensor,
     out: tl.tensor,
     scale: tl.tensor,
     num_tokens: tl.tensor,
@@ -108,10 +108,7 @@ def _recurrent_kernel(
 
     begin = tl.load(cu_seqlens + seq)
     end = tl.load(cu_seqlens + seq + 1)
-    slot = tl.load(state_indices + seq).to(tl.int64)
-    if slot == 0:
-        zero_rows(out, begin, end, 1, head, index_v, mask_v, H, V)
-    elif begin < end:
+    if begin < end:
         # Pointers advance token by token: offsets from the base of a pool or of a long batch
         # do not fit 32 bits.
         first = begin.to(tl.int64)
@@ -120,14 +117,16 @@ def _recurrent_kernel(
         p_v = v + first * stride_v + head * V + index_v
         p_g = g + first * stride_g + head
         p_out = out + (first * H + head) * V + index_v
-        p_s = state + (slot * H + head) * V * K + index_v[:, None] * K + index_k[None, :]
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        slot = tl.load(state_indices + seq).to(tl.int64)
+        tile_s = head * V * K + index_v[:, None] * K + index_k[None, :]
         if dt is not None:
             p_dt = dt + first * stride_dt + head
         if D is not None:
             skip = tl.load(D + head)
 
-        known = tl.load(has_initial_state + seq) != 0
-        b_s = tl.load(p_s, mask=mask_s & known, other=0.0)
+        p_s = state + initial * H * V * K + tile_s
+        b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
         for _ in range(begin, end):
             b_q = tl.load(p_q, mask=mask_k, other=0.0).to(tl.float32) * scale
             b_k = tl.load(p_k, mask=mask_k, other=0.0).to(tl.float32)
@@ -151,7 +150,8 @@ def _recurrent_kernel(
             p_v += stride_v
             p_g += stride_g
             p_out += H * V
-        tl.store(p_s, b_s, mask=mask_s)
+        if slot != 0:
+            tl.store(state + slot * H * V * K + tile_s, b_s, mask=mask_s)
 
     # The rows past the last sequence are dealt out to the sequences in turn.
     padding = tl.load(cu_seqlens + num_seqs) + seq

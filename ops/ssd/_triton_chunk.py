@@ -59,8 +59,8 @@ def chunk_ssd(
     D: Tensor | None,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     scale: float,
     chunk_size: int,
@@ -84,8 +84,8 @@ def chunk_ssd(
         D,
         state,
         cu_seqlens,
+        initial_indices,
         state_indices,
-        has_initial_state,
         out,
         num_tokens,
         num_seqs,
@@ -192,8 +192,8 @@ def _chunk_kernel(
     D: tl.tensor | None,
     state: tl.tensor,
     cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
     state_indices: tl.tensor,
-    has_initial_state: tl.tensor,
     out: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
@@ -233,21 +233,18 @@ def _chunk_kernel(
     padding = tl.load(cu_seqlens + num_seqs) + seq
     zero_rows(out, padding, num_tokens, num_seqs, head, first_v + index_v, mask_v, H, V)
 
-    slot = tl.load(state_indices + seq).to(tl.int64)
-    if slot == 0:
-        zero_rows(out, begin, end, 1, head, first_v + index_v, mask_v, H, V)
-    elif begin < end:
+    if begin < end:
         row = tl.arange(0, C)
         tile_q = row[:, None] * STRIDE_Q + index_k
         tile_k = row[:, None] * STRIDE_K + index_k
         tile_v = row[:, None] * STRIDE_V + index_v[None, :]
         tile_out = row[None, :] * (H * V) + index_v[:, None]
-        p_s = state + ((slot * H + head) * V + first_v) * K + index_v[:, None] * K + index_k
         if D is not None:
             skip = tl.load(D + head)
 
-        known = tl.load(has_initial_state + seq) != 0
-        b_s = tl.load(p_s, mask=mask_s & known, other=0.0)
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        p_s = state + ((initial * H + head) * V + first_v) * K + index_v[:, None] * K + index_k
+        b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
         for done in range(0, end - begin, C):
             # From the token each time: one number to keep instead of four places.
             token = (begin + done).to(tl.int64)
@@ -303,7 +300,8 @@ def _chunk_kernel(
                 update = piece_dot(b_u, b_k, update, PS - piece)
             b_s = b_s * decay + update
 
-        # Read again, so that no register holds the place of the state through the loop.
+        # Read here, so that no register holds the place of the state through the loop.
         slot = tl.load(state_indices + seq).to(tl.int64)
-        p_s = state + ((slot * H + head) * V + first_v) * K + index_v[:, None] * K + index_k
-        tl.store(p_s, b_s, mask=mask_s)
+        if slot != 0:
+            p_s = state + ((slot * H + head) * V + first_v) * K + index_v[:, None] * K + index_k
+            tl.store(p_s, b_s, mask=mask_s)

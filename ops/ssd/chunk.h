@@ -172,8 +172,7 @@ void run_chunks(const Sequence<T>& seq, int64_t begin, int64_t end, const Scratc
   const Call& call = seq.call;
   const int64_t K = call.k_dim, V = call.v_dim, C = call.chunk_size;
   const auto panels = [&](int64_t h) { return s.states + (h - begin) * th::panels_size(V, K); };
-  for (int64_t h = begin; h < end; ++h)
-    th::load_panels(seq.has_initial_state ? seq.state(h) : nullptr, V, K, panels(h));
+  for (int64_t h = begin; h < end; ++h) th::load_panels(seq.initial_state(h), V, K, panels(h));
   for (int64_t first = 0; first < seq.length; first += C) {
     const int64_t size = std::min(C, seq.length - first);
     const Chunk chunk{first, size, round_up(size, BLOCK)};
@@ -186,7 +185,7 @@ void run_chunks(const Sequence<T>& seq, int64_t begin, int64_t end, const Scratc
       }
     }
   }
-  for (int64_t h = begin; h < end; ++h) th::store_panels(panels(h), V, K, seq.state(h));
+  for (int64_t h = begin; h < end; ++h) th::store_panels(panels(h), V, K, seq.final_state(h));
 }
 
 }  // namespace ssd

@@ -73,8 +73,8 @@ def recurrent_ssd(
     D: Tensor | None,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     scale: float,
     impl: str,
@@ -98,10 +98,10 @@ def recurrent_ssd(
             state after the last token of sequence n; no other slot is written.
         cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens at or past
             ``cu_seqlens[N]`` are padding. An empty sequence leaves its slot as it is.
-        state_indices: [N] int32 slot of each sequence, distinct except for slot 0, the null
-            slot: a sequence that points there is padding, is not computed and writes no state.
-        has_initial_state: [N] bool; where False, the sequence starts from a zero state whatever
-            its slot holds.
+        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
+            zero state. Several may start from one slot, which no other one may then write.
+        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
+            for 0: that state is not stored.
         scale: factor on q: 1 in Mamba2 and MiniMax-01, ``K ** -0.5`` in Ring-2.5.
         impl: a name in RECURRENT_IMPLEMENTATIONS.
 
@@ -116,7 +116,7 @@ def recurrent_ssd(
     """
     sizes = {"head_k_dim": q.shape[-1]}
     check_impl(impl, RECURRENT_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
-    _check_inputs(q, k, v, g, dt, D, state, cu_seqlens, state_indices, has_initial_state)
+    _check_inputs(q, k, v, g, dt, D, state, cu_seqlens, initial_indices, state_indices)
     out: Tensor = _RECURRENT(
         q,
         k,
@@ -126,8 +126,8 @@ def recurrent_ssd(
         D,
         state,
         cu_seqlens,
+        initial_indices,
         state_indices,
-        has_initial_state,
         scale=scale,
         impl=impl,
     )
@@ -143,8 +143,8 @@ def chunk_ssd(
     D: Tensor | None,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     scale: float,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
@@ -164,7 +164,7 @@ def chunk_ssd(
     sizes = {"head_k_dim": q.shape[-1]}
     check_impl(impl, CHUNK_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
     check_chunk_size(chunk_size)
-    _check_inputs(q, k, v, g, dt, D, state, cu_seqlens, state_indices, has_initial_state)
+    _check_inputs(q, k, v, g, dt, D, state, cu_seqlens, initial_indices, state_indices)
     out: Tensor = _CHUNK(
         q,
         k,
@@ -174,8 +174,8 @@ def chunk_ssd(
         D,
         state,
         cu_seqlens,
+        initial_indices,
         state_indices,
-        has_initial_state,
         scale=scale,
         chunk_size=chunk_size,
         impl=impl,
@@ -192,8 +192,8 @@ def _check_inputs(
     D: Tensor | None,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
 ) -> None:
     check_heads(q=q, v=v)
     num_tokens, num_groups, k_dim = q.shape
@@ -212,59 +212,22 @@ def _check_inputs(
         raise ValueError(f"D must have dtype {torch.float32}, got {D.dtype}")
     if D is not None and not D.is_contiguous():
         raise ValueError(f"D must be contiguous, got strides {list(D.stride())}")
-    check_slots(state, (num_heads, v_dim, k_dim), cu_seqlens, state_indices, has_initial_state)
+    check_slots(state, (num_heads, v_dim, k_dim), cu_seqlens, initial_indices, state_indices)
     if num_heads % num_groups:
         raise ValueError(f"v must have a multiple of the {num_groups} heads of k, got {num_heads}")
 
 
-def _recurrent_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    dt: Tensor | None,
-    D: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    state_indices: Tensor,
-    has_initial_state: Tensor,
-    *,
-    scale: float,
-    impl: str,
-) -> Tensor:
-    return v.new_empty(v.shape)
-
-
-def _chunk_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    dt: Tensor | None,
-    D: Tensor | None,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    state_indices: Tensor,
-    has_initial_state: Tensor,
-    *,
-    scale: float,
-    chunk_size: int,
-    impl: str,
-) -> Tensor:
-    return v.new_empty(v.shape)
-
-
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor? dt, Tensor? D, Tensor(a!) state, "
-    "Tensor cu_seqlens, Tensor state_indices, Tensor has_initial_state"
+    "Tensor cu_seqlens, Tensor initial_indices, Tensor state_indices"
 )
 _RECURRENT = define_op(
     f"recurrent_ssd({_TENSORS}, *, float scale, str impl) -> Tensor",
-    fake=_recurrent_fake,
+    like=["v"],
     implementations=RECURRENT_IMPLEMENTATIONS,
 )
 _CHUNK = define_op(
     f"chunk_ssd({_TENSORS}, *, float scale, int chunk_size, str impl) -> Tensor",
-    fake=_chunk_fake,
+    like=["v"],
     implementations=CHUNK_IMPLEMENTATIONS,
 )

@@ -81,14 +81,13 @@ auto choose_step(int64_t k_dim) {
   }
 }
 
-// All tokens of one sequence on head h, for a few rows of the state after the other.
+// All tokens of one sequence on head h, for a few rows of its state, which they advance, after the
+// other.
 template <typename T>
-void run_recurrent(const Sequence<T>& seq, int64_t h) {
+void run_recurrent(const Sequence<T>& seq, int64_t h, float* state) {
   const Call& call = seq.call;
   const int64_t k_dim = call.k_dim, v_dim = call.v_dim, i = seq.key_head(h);
   const auto step = choose_step<T>(k_dim);
-  float* state = seq.state(h);
-  if (!seq.has_initial_state) std::fill(state, state + v_dim * k_dim, 0.0f);
   for (int64_t r = 0; r < v_dim; r += LANES)
     for (int64_t t = 0; t < seq.length; ++t) {
       const Token<T> token{seq.q(t, i),  seq.k(t, i), seq.v(t, h) + r,   std::exp(seq.g(t, h)),

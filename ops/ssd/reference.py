@@ -15,8 +15,8 @@ def ssd_reference(
     D: Tensor | None,
     state: Tensor,
     cu_seqlens: Tensor,
+    initial_indices: Tensor,
     state_indices: Tensor,
-    has_initial_state: Tensor,
     *,
     scale: float,
 ) -> Tensor:
@@ -33,15 +33,17 @@ def ssd_reference(
 
     out = torch.zeros_like(v, memory_format=torch.contiguous_format)
     offsets = cu_seqlens.tolist()
-    for n, slot in enumerate(state_indices.tolist()):
-        if slot == 0 or offsets[n] == offsets[n + 1]:
+    slots = zip(initial_indices.tolist(), state_indices.tolist(), strict=True)
+    for n, (initial, slot) in enumerate(slots):
+        if offsets[n] == offsets[n + 1]:
             continue
-        S = state[slot].to(compute) if has_initial_state[n] else _zero_state(k, v, compute)
+        S = state[initial].to(compute) if initial else _zero_state(k, v, compute)
         for t in range(offsets[n], offsets[n + 1]):
             v_t = v[t].to(compute)
             S, o = ssd_step(S, scale * q[t], k[t], v_t, g[t], dt[t])
             out[t] = o + D[:, None] * v_t
-        state[slot] = S
+        if slot:
+            state[slot] = S
     return out
 
 

@@ -17,8 +17,7 @@ TH_CALL(Call,
   const float *g, *dt;    // [T, H]; dt may be null
   const float* D;         // [H], or null
   float* state;           // [S, H, V, K]
-  const int32_t *cu_seqlens, *state_indices;
-  const bool* has_initial_state;
+  const int32_t *cu_seqlens, *initial_indices, *state_indices;
   void* out;  // [T, H, V], contiguous
   int64_t num_tokens, num_seqs, num_slots, num_k_heads, num_v_heads, k_dim, v_dim;  // G, H, K, V
   int64_t q_stride, k_stride, v_stride, g_stride, dt_stride;  // from token to token

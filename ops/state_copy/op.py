@@ -72,12 +72,7 @@ def state_copy(pools: Sequence[Tensor], src: Tensor, dst: Tensor, *, dim: int, i
     _STATE_COPY(pools, src, dst, dim=dim, impl=impl)
 
 
-def _fake(pools: Sequence[Tensor], src: Tensor, dst: Tensor, *, dim: int, impl: str) -> None:
-    return None
-
-
 _STATE_COPY = define_op(
     "state_copy(Tensor(a!)[] pools, Tensor src, Tensor dst, *, int dim, str impl) -> ()",
-    fake=_fake,
     implementations=IMPLEMENTATIONS,
 )

@@ -119,14 +119,15 @@ def test_modes_and_sizes_have_the_structure_that_they_should(backends: dict[str,
     assert pytree.tree_structure(decode) == pytree.tree_structure(larger)
 
 
-def test_has_initial_state(backends: dict[str, Backend]):
+def test_new_sequences_start_from_zeros(backends: dict[str, Backend]):
     cache = make_cache()
     seqs = cache.allocate(2)
     cache.reserve(seqs[:1], [5])
     cache.commit(seqs[:1], [5])
     batch = cache.make_batch(seqs, [[1], [2, 3]])
     plan = plan_all(backends, batch, Mode.EXTEND)["gated_delta_rule"]
-    assert plan.has_initial_state.tolist() == [True, False]
+    assert plan.initial_indices.tolist() == [cache.slot(seqs[0]), 0]
+    assert plan.state_indices.tolist() == list(map(cache.slot, seqs))
 
 
 def test_a_step_finds_each_layer_by_its_id(backends: dict[str, Backend]):

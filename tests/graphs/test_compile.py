@@ -81,10 +81,9 @@ def test_steps_of_one_def_do_not_share_graphs():
 def conv_step(inputs: Inputs, caches: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     weight, state, index = caches
     cu_seqlens = torch.stack([index[0] * 0, index[0] * 0 + inputs.x.shape[0]])
-    first = torch.zeros(1, dtype=torch.bool)
     options = {"activation": "silu", "impl": "torch"}
-    y = causal_conv1d(inputs.x, weight, None, state, cu_seqlens, index, first, **options)
-    return causal_conv1d(y, weight, None, state, cu_seqlens, index, ~first, **options)
+    y = causal_conv1d(inputs.x, weight, None, state, cu_seqlens, index * 0, index, **options)
+    return causal_conv1d(y, weight, None, state, cu_seqlens, index, index, **options)
 
 
 def test_the_record_of_a_graph():

@@ -84,8 +84,8 @@ def test_an_op_declares_the_same_on_either_stream():
 
 def test_opcheck_on_the_side_stream():
     rows, slot = torch.tensor([0, 5], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
-    pool, fresh = torch.randn(3, 3, 8), torch.zeros(1, dtype=torch.bool)
-    args = (torch.randn(5, 8), torch.randn(8, 4), None, pool, rows, slot, fresh)
+    pool = torch.randn(3, 3, 8)
+    args = (torch.randn(5, 8), torch.randn(8, 4), None, pool, rows, slot * 0, slot)
     options = {"activation": "silu", "impl": "torch"}
     op = torch.ops.torch_hybrid.causal_conv1d
     torch.library.opcheck(op.on_side_stream, args, options)
@@ -104,8 +104,8 @@ def test_the_text_of_the_pass():
 -a out = torch.ops.torch_hybrid.causal_conv1d.default(tensor_2, ...)
 +a out = torch.ops.torch_hybrid.causal_conv1d.on_side_stream(tensor_2, ...)
 +a join_side_stream_default = torch.ops.torch_hybrid.join_side_stream.default([out])
--a out_1 = torch.ops.torch_hybrid.causal_conv1d.default(tensor_6, ...)
-+a out_1 = torch.ops.torch_hybrid.causal_conv1d.on_side_stream(tensor_6, ...)
+-a out_1 = torch.ops.torch_hybrid.causal_conv1d.default(tensor_5, ...)
++a out_1 = torch.ops.torch_hybrid.causal_conv1d.on_side_stream(tensor_5, ...)
 +a join_side_stream_default_1 = torch.ops.torch_hybrid.join_side_stream.default([out_1])""",
     )
 

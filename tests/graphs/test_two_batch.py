@@ -160,8 +160,9 @@ def test_the_second_half_goes_on_where_the_first_ended():
     assert first.batch.seq_lens.tolist() == [64, 0]
     assert second.batch.cu_seqlens.tolist() == [0, 36, 37]
     assert second.batch.seq_lens.tolist() == [100, 1]
-    assert second.plans["gated_delta_rule"].has_initial_state.tolist() == [True, False]
-    assert not first.plans["gated_delta_rule"].has_initial_state.any()
+    slot = int(first.batch.state_indices[0])
+    assert second.plans["gated_delta_rule"].initial_indices.tolist() == [slot, 0]
+    assert first.plans["gated_delta_rule"].initial_indices.tolist() == [0, 0]
 
 
 # ---- policies --------------------------------------------------------------------------------
@@ -306,10 +307,11 @@ def test_a_step_that_is_cut_touches_no_other_slot_or_page():
     before = [t.clone() for t in states]
     for lengths in ([100], [3], [1]):
         runner.extend([used], [[5] * n for n in lengths])
-    others = [slot for slot in range(SIZES["max_seqs"] + 1) if slot != used.slot]
+    slot = runner.cache.slot(used)
+    others = [other for other in range(SIZES["max_seqs"] + 1) if other != slot]
     for old, new in zip(before, states, strict=True):
         assert torch.equal(old[others], new[others])
-        assert not torch.equal(old[used.slot], new[used.slot])
+        assert not torch.equal(old[slot], new[slot])
     assert not any(t[0].any() for t in states)
     for full in runner.cache.pools["paged_attention"]:
         assert not full["kv"][:, 0].any()

@@ -57,6 +57,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "too many tokens": ({"offsets": [0, 2, 9]}, "cu_seqlens must rise from 0 to at most 6"),
     "falling": ({"offsets": [0, 5, 2]}, "cu_seqlens must rise from 0"),
     "not from 0": ({"offsets": [-3, 2, 4]}, "cu_seqlens must rise from 0"),
+    "start past the pool": ({"starts": [0, 3]}, r"initial_indices must be in \[0, 3\), got 3"),
+    "start from what is written": (
+        {"starts": [2, 2]},
+        "sequence 0 must not start from slot 2, which sequence 1 writes",
+    ),
     "strided slots": ({"stride": 2}, "state_indices must be contiguous"),
     "int64 slots": ({"dtype": torch.int64}, "state_indices must have dtype torch.int32"),
 }
@@ -65,11 +70,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def indices(
     offsets: tuple[int, ...] = (0, 2, 6),
     slots: tuple[int, ...] = (1, 2),
+    starts: tuple[int, ...] = (0, 0),
     stride: int = 1,
     dtype: torch.dtype = torch.int32,
 ) -> tuple[Tensor, Tensor, Tensor]:
     spread = torch.tensor(slots, dtype=dtype).repeat_interleave(stride)[::stride]
-    return torch.tensor(offsets, dtype=torch.int32), spread, torch.zeros(2, dtype=torch.bool)
+    first, initial = (torch.tensor(x, dtype=torch.int32) for x in (offsets, starts))
+    return first, initial, spread
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -36,8 +36,8 @@ class Inputs:
     beta: Tensor  # [T, HV]
     state: Tensor  # [S, HV, V, K]
     cu_seqlens: Tensor  # [N + 1]
+    initial_indices: Tensor  # [N]
     state_indices: Tensor  # [N]
-    has_initial_state: Tensor  # [N]
     scale: float
     qk_l2norm: bool = True
 
@@ -50,8 +50,8 @@ class Inputs:
             self.beta,
             self.state,
             self.cu_seqlens,
+            self.initial_indices,
             self.state_indices,
-            self.has_initial_state,
         )
 
     def options(self) -> dict[str, float | bool]:
@@ -90,8 +90,8 @@ def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, channels: bool) 
     g[torch.rand(decays, generator=rng) < 0.03] = -20.0
     state = torch.randn(num_slots, case.num_v_heads, case.v_dim, case.k_dim, generator=rng)
     state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
-    has_initial_state = torch.arange(num_seqs) % 3 != 1
-    state[state_indices[~has_initial_state]] = torch.nan
+    is_new = torch.arange(num_seqs) % 3 == 1
+    state[state_indices[is_new]] = torch.nan
     state[0] = torch.nan
     return Inputs(
         q=q.unflatten(1, (case.num_k_heads, case.k_dim)),
@@ -101,7 +101,7 @@ def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, channels: bool) 
         beta=torch.rand(num_tokens, case.num_v_heads, generator=rng),
         state=state,
         cu_seqlens=offsets(case.lengths),
+        initial_indices=torch.where(is_new, 0, state_indices).int(),
         state_indices=state_indices.int(),
-        has_initial_state=has_initial_state,
         scale=case.k_dim**-0.5,
     )

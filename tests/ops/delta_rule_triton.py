@@ -107,7 +107,7 @@ def record_recurrent(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> LaunchRec
             ),
             indices,
             indices[1:],
-            indices[1:].bool(),
+            indices[1:],
             scale=shape.k_dim**-0.5,
             qk_l2norm=True,
         )

@@ -35,8 +35,8 @@ class Inputs(Protocol):
     g: Tensor
     state: Tensor
     cu_seqlens: Tensor
+    initial_indices: Tensor
     state_indices: Tensor
-    has_initial_state: Tensor
 
     def args(self) -> tuple[Tensor | None, ...]: ...
 
@@ -227,15 +227,15 @@ class RecurrentContract:
         whole.check(torch.cat(outs), segmented.state)
 
     def test_padding_changes_nothing(self, form: Form):
-        """Padding tokens, empty sequences, sequences in the null slot: zeros, and no other bit."""
+        """Padding tokens and empty sequences: zeros, and no other bit."""
         plain = self.family.mixed(num_padding_tokens=0)
         num_tokens = int(plain.cu_seqlens[-1])
         padded = replace(
             plain.copy(),
             **plain.tokens(torch.arange(num_tokens + 6) % num_tokens),
-            cu_seqlens=torch.cat([plain.cu_seqlens, num_tokens + torch.tensor([0, 2])]).int(),
-            state_indices=torch.cat([plain.state_indices, torch.zeros(2, dtype=torch.int32)]),
-            has_initial_state=torch.cat([plain.has_initial_state, torch.tensor([True, False])]),
+            cu_seqlens=torch.nn.functional.pad(plain.cu_seqlens, (0, 2), value=num_tokens),
+            initial_indices=torch.nn.functional.pad(plain.initial_indices, (0, 2)),
+            state_indices=torch.nn.functional.pad(plain.state_indices, (0, 2)),
         )
         out_plain, out_padded = form(plain), form(padded)
         assert torch.equal(out_padded[:num_tokens], out_plain)
@@ -251,12 +251,44 @@ class RecurrentContract:
             inputs.copy(),
             **inputs.tokens(tokens),
             cu_seqlens=offsets([len(spans[n]) for n in order]),
+            initial_indices=inputs.initial_indices[order],
             state_indices=inputs.state_indices[order],
-            has_initial_state=inputs.has_initial_state[order],
         )
         out, out_shuffled = form(inputs), form(shuffled)
         assert torch.equal(out_shuffled, out[tokens])
         assert_same_bits(shuffled.state, inputs.state)
+
+    def test_a_start_from_another_slot_leaves_it_untouched(self, form: Form):
+        """A fork, or a restored prefix: what two sequences start from is there afterwards."""
+        inputs = self.family.mixed()
+        num_slots = len(inputs.state)
+        starts = inputs.initial_indices.clone()
+        starts[2:] = starts[0]
+        in_place = replace(inputs, state=inputs.state.clone(), initial_indices=starts)
+        in_place.state[inputs.state_indices] = inputs.state[starts]
+        in_place = replace(in_place, initial_indices=inputs.state_indices * (starts > 0))
+        elsewhere = replace(
+            inputs,
+            state=torch.cat([inputs.state, torch.full_like(inputs.state, torch.nan)]),
+            initial_indices=starts,
+            state_indices=inputs.state_indices + num_slots,
+        )
+        assert torch.equal(form(elsewhere), form(in_place))
+        assert_same_bits(elsewhere.state[:num_slots], inputs.state)
+        slots = written_slots(elsewhere)
+        assert_same_bits(elsewhere.state[slots], in_place.state[slots - num_slots])
+
+    def test_a_state_that_is_not_stored_changes_nothing(self, form: Form):
+        """A look ahead: the outputs, and every slot as it was."""
+        inputs = self.family.mixed()
+        stored, tried = inputs.copy(), inputs.copy()
+        tried = replace(tried, state_indices=torch.zeros_like(inputs.state_indices))
+        tried.state_indices[0] = inputs.state_indices[0]
+        assert torch.equal(form(tried), form(stored))
+        kept = written_slots(tried)
+        assert_same_bits(tried.state[kept], stored.state[kept])
+        tried.state[kept] = inputs.state[kept]
+        assert_same_bits(tried.state, inputs.state)
 
     def test_no_other_slot_changes(self, form: Form):
         """Canaries in the null slot, the slots of empty sequences, those of nobody and the last."""

@@ -42,10 +42,9 @@ def test_linear():
 def test_causal_conv1d():
     x, weight, bias = double(9, 6), double(6, 4), double(6)
     offsets, slots = (torch.tensor(values, dtype=torch.int32) for values in ([0, 9], [1]))
-    new = torch.zeros(1, dtype=torch.bool)
     state = double(2, 3, 6)
     out = causal_conv1d(
-        x, weight, bias, state, offsets, slots, new, activation="silu", impl="torch"
+        x, weight, bias, state, offsets, slots * 0, slots, activation="silu", impl="torch"
     )
     padded = F.pad(x.T, (3, 0))[None]
     exact = F.silu(F.conv1d(padded, weight[:, None], bias, groups=6))[0].T

@@ -25,8 +25,8 @@ class RecurrentPlan:
     """Where the N sequences of a step keep their states."""
 
     cu_seqlens: Tensor  # [N + 1]
-    state_indices: Tensor  # [N]
-    has_initial_state: Tensor  # [N] bool
+    initial_indices: Tensor  # [N] slots that they start from; 0: from zeros
+    state_indices: Tensor  # [N] slots that receive their states; 0: none does
     statics: Statics
 
 
@@ -119,8 +119,8 @@ class RecurrentBackend:
         query_lens = batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]
         return RecurrentPlan(
             cu_seqlens=batch.cu_seqlens,
+            initial_indices=batch.state_indices * (batch.seq_lens > query_lens),
             state_indices=batch.state_indices,
-            has_initial_state=batch.seq_lens > query_lens,
             statics=Statics(impls_of(self.choices[mode])),
         )
 
@@ -149,8 +149,8 @@ def convolve(
         bias,
         state,
         plan.cu_seqlens,
+        plan.initial_indices,
         plan.state_indices,
-        plan.has_initial_state,
         activation=activation,
         impl=plan.statics.impl("causal_conv1d"),
     )

@@ -48,8 +48,8 @@ def apply_ssd(
         D,
         state,
         plan.cu_seqlens,
+        plan.initial_indices,
         plan.state_indices,
-        plan.has_initial_state,
         scale=scale,
         impl=impl,
     )

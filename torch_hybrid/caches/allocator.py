@@ -8,11 +8,7 @@ from torch_hybrid.errors import CapacityError
 
 
 class Allocator:
-    """Hands out the ids 1 to ``capacity`` of a pool; id 0 is null and stays in the pool's hands.
-
-    ``generation(i)`` counts how often id i was given back, so that a handle made for an earlier
-    owner can be told from the present one.
-    """
+    """Hands out the ids 1 to ``capacity`` of a pool; id 0 is null and stays in the pool's hands."""
 
     def __init__(self, capacity: int, *, unit: str, limit: str) -> None:
         """``unit`` names what is handed out and ``limit`` the argument that raises ``capacity``."""
@@ -21,7 +17,6 @@ class Allocator:
         self.capacity = capacity
         self._unit, self._limit = unit, limit
         self._free = list(range(capacity, 0, -1))
-        self._generations = [0] * (capacity + 1)
         self._taken = [False] * (capacity + 1)
 
     @property
@@ -58,13 +53,4 @@ class Allocator:
             raise ValueError(f"{self._unit}s given back twice in one call: {list(ids)}")
         for i in ids:
             self._taken[i] = False
-            self._generations[i] += 1
         self._free.extend(ids)
-
-    def generation(self, i: int) -> int:
-        """How often id ``i`` was given back."""
-        return self._generations[i]
-
-    def is_taken(self, i: int) -> bool:
-        """Whether id ``i`` is handed out at present."""
-        return 0 < i <= self.capacity and self._taken[i]

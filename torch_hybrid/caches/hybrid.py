@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
+from itertools import accumulate, count, pairwise
 
 import torch
 from torch import Tensor
@@ -24,11 +24,24 @@ _LISTED_BYTES = 56  # of a page in the allocator's lists: an int and three place
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """A handle of one sequence in a cache; stale once the sequence is freed."""
+    """A handle of one sequence in a cache; stale once the sequence is freed.
 
-    slot: int
-    generation: int
+    Where its states and pages lie is the cache's to say, and may change.
+    """
+
+    id: int
     owner: object = field(repr=False)  # of the cache that made it; kept alive by its handles
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a live sequence has in the pools."""
+
+    slot: int  # of its states
+    row: int  # of the page table
+    pages: list[int] = field(default_factory=list)
+    length: int = 0
+    is_broken: bool = False
 
 
 class HybridCache:
@@ -80,21 +93,24 @@ class HybridCache:
             kind: tuple(make_pools(entry.spec, self.sizes) for entry in table.of_kind(kind))
             for kind in table.kinds
         }
-        self._owned: list[list[int]] = [[] for _ in range(max_seqs + 1)]
-        self._lengths = [0] * (max_seqs + 1)
-        self._broken = [False] * (max_seqs + 1)
+        self._held: dict[int, _Held] = {}  # by the id of a live sequence
+        self._ids = count(1)
+        self._free_rows = list(range(max_seqs))
         # At least two pages wide: a graph that saw a single one would serve no other width.
         width = max(self.num_pages, 2)
-        self._page_table = torch.zeros(max_seqs + 1, width, dtype=torch.int32, device="cpu")
+        self._page_table = torch.zeros(max_seqs, width, dtype=torch.int32, device="cpu")
 
-    def allocate(self, count: int) -> list[Sequence]:
-        """Take a slot for each of ``count`` new, empty sequences.
+    def allocate(self, num_seqs: int) -> list[Sequence]:
+        """Take a slot for each of ``num_seqs`` new, empty sequences.
 
         Raises:
             CapacityError: fewer slots are free.
         """
-        slots = self.slots.take(count)
-        return [Sequence(s, self.slots.generation(s), self._owner) for s in slots]
+        seqs = []
+        for slot in self.slots.take(num_seqs):
+            seqs.append(Sequence(next(self._ids), self._owner))
+            self._held[seqs[-1].id] = _Held(slot=slot, row=self._free_rows.pop())
+        return seqs
 
     def free(self, seqs: Many[Sequence]) -> None:
         """Give back the slots and pages of ``seqs``; all or none.
@@ -104,22 +120,18 @@ class HybridCache:
         """
         self.check(seqs)
         for seq in seqs:
-            self.pages.give_back(self._owned[seq.slot])
-            self._page_table[seq.slot, : len(self._owned[seq.slot])] = 0
-            self._owned[seq.slot] = []
-            self._lengths[seq.slot] = 0
-            self._broken[seq.slot] = False
-        self.slots.give_back([seq.slot for seq in seqs])
+            held = self._held.pop(seq.id)
+            self.pages.give_back(held.pages)
+            self.slots.give_back([held.slot])
+            self._page_table[held.row, : len(held.pages)] = 0
+            self._free_rows.append(held.row)
 
     def check(self, seqs: Many[Sequence]) -> None:
         """Raise ValueError unless every handle is live, ours, and given once."""
         for seq in seqs:
             if seq.owner is not self._owner:
                 raise ValueError(f"{seq} belongs to another runner")
-            if (
-                not self.slots.is_taken(seq.slot)
-                or self.slots.generation(seq.slot) != seq.generation
-            ):
+            if seq.id not in self._held:
                 raise ValueError(f"{seq} was freed")
         if len(set(seqs)) != len(seqs):
             raise ValueError("a sequence is given twice in one call")
@@ -128,13 +140,18 @@ class HybridCache:
         """As ``check``, and no sequence was broken by a step that did not finish."""
         self.check(seqs)
         for seq in seqs:
-            if self._broken[seq.slot]:
+            if self._held[seq.id].is_broken:
                 raise ValueError(f"{seq} was in a step that did not finish: free it")
 
     def length(self, seq: Sequence) -> int:
         """How many tokens ``seq`` holds."""
         self.check([seq])
-        return self._lengths[seq.slot]
+        return self._held[seq.id].length
+
+    def slot(self, seq: Sequence) -> int:
+        """Where the states of ``seq`` are in the pools that have slots."""
+        self.check([seq])
+        return self._held[seq.id].slot
 
     def pages_needed(self, seq: Sequence, num_new: int) -> int:
         """How many more pages ``seq`` needs to hold ``num_new`` more tokens.
@@ -143,11 +160,11 @@ class HybridCache:
             ValueError: the handle is foreign or was freed.
         """
         self.check([seq])
-        return self._pages_short(seq, num_new)
+        return self._pages_short(self._held[seq.id], num_new)
 
-    def _pages_short(self, seq: Sequence, num_new: int) -> int:
-        total = -(-(self._lengths[seq.slot] + num_new) // self.page_size)
-        return max(0, total - len(self._owned[seq.slot]))
+    def _pages_short(self, held: _Held, num_new: int) -> int:
+        total = -(-(held.length + num_new) // self.page_size)
+        return max(0, total - len(held.pages))
 
     def reserve(self, seqs: Many[Sequence], num_new: Many[int]) -> None:
         """Give each sequence the pages that its new tokens need; all or none.
@@ -155,33 +172,34 @@ class HybridCache:
         Raises:
             CapacityError: fewer pages are free.
         """
-        needed = [self._pages_short(seq, n) for seq, n in zip(seqs, num_new, strict=True)]
+        owners = [self._held[seq.id] for seq in seqs]
+        needed = [self._pages_short(held, n) for held, n in zip(owners, num_new, strict=True)]
         taken = self.pages.take(sum(needed))
         try:
             ends = list(accumulate(needed, initial=0))
             grown = [
-                (seq.slot, taken[start:end])
-                for seq, (start, end) in zip(seqs, pairwise(ends), strict=True)
+                (held, taken[start:end])
+                for held, (start, end) in zip(owners, pairwise(ends), strict=True)
                 if end > start
             ]
-            for slot, new in grown:
-                first = len(self._owned[slot])
-                self._page_table[slot, first : first + len(new)] = int_tensor(new, torch.int32)
+            for held, new in grown:
+                first = len(held.pages)
+                self._page_table[held.row, first : first + len(new)] = int_tensor(new, torch.int32)
         except BaseException:  # what was written is beyond what the sequences own
             self.pages.give_back(taken)
             raise
-        for slot, new in grown:
-            self._owned[slot].extend(new)
+        for held, new in grown:
+            held.pages.extend(new)
 
     def commit(self, seqs: Many[Sequence], num_new: Many[int]) -> None:
         """Count the new tokens as held: the step that wrote them has finished."""
         for seq, n in zip(seqs, num_new, strict=True):
-            self._lengths[seq.slot] += n
+            self._held[seq.id].length += n
 
     def mark_broken(self, seqs: Many[Sequence]) -> None:
         """A step was cut off: what these sequences hold is unknown, they can only be freed."""
         for seq in seqs:
-            self._broken[seq.slot] = True
+            self._held[seq.id].is_broken = True
 
     def make_batch(
         self,
@@ -206,21 +224,22 @@ class HybridCache:
         """
         self.check_usable(seqs)
         self.reserve(seqs, [len(new) for new in tokens])
+        owners = [self._held[seq.id] for seq in seqs]
         return make_batch(
             tokens,
-            prefix_lens=[self._lengths[seq.slot] for seq in seqs],
-            page_table=self._page_rows(seqs, table_width),
-            state_indices=[seq.slot for seq in seqs],
+            prefix_lens=[held.length for held in owners],
+            page_table=self._page_rows(owners, table_width),
+            state_indices=[held.slot for held in owners],
             page_size=self.page_size,
             positions=positions,
             num_position_axes=num_position_axes,
         )
 
-    def _page_rows(self, seqs: Many[Sequence], width: Callable[[int], int]) -> Tensor:
+    def _page_rows(self, owners: Many[_Held], width: Callable[[int], int]) -> Tensor:
         """[N, width(most pages that one owns)] int32."""
-        used = max(len(self._owned[seq.slot]) for seq in seqs)
-        slots = int_tensor((seq.slot for seq in seqs), torch.int64)
-        return self._page_table[:, : width(used)][slots]
+        used = max(len(held.pages) for held in owners)
+        rows = int_tensor((held.row for held in owners), torch.int64)
+        return self._page_table[:, : width(used)][rows]
 
     def pool_tensors(self) -> list[Tensor]:
         """Every pool tensor, kind by kind."""

@@ -32,8 +32,8 @@ class Inputs:
     bias: Tensor | None  # [C]
     conv_state: Tensor  # [S, W - 1, C]
     cu_seqlens: Tensor  # [N + 1]
+    initial_indices: Tensor  # [N]
     state_indices: Tensor  # [N]
-    has_initial_state: Tensor  # [N]
     activation: str = "silu"
 
     def args(self) -> tuple[Tensor | None, ...]:
@@ -43,8 +43,8 @@ class Inputs:
             self.bias,
             self.conv_state,
             self.cu_seqlens,
+            self.initial_indices,
             self.state_indices,
-            self.has_initial_state,
         )
 
     def copy(self) -> Inputs:
@@ -88,8 +88,8 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     projected = torch.randn(num_tokens, case.channels + 24, generator=rng).to(dtype)
     conv_state = torch.randn(num_slots, past, case.channels, generator=rng).to(dtype)
     state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
-    has_initial_state = torch.arange(num_seqs) % 3 != 1
-    conv_state[state_indices[~has_initial_state]] = torch.nan
+    is_new = torch.arange(num_seqs) % 3 == 1
+    conv_state[state_indices[is_new]] = torch.nan
     conv_state[0] = torch.nan
     bias = torch.randn(case.channels, generator=rng).to(dtype)
     return Inputs(
@@ -98,8 +98,8 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
         bias=bias if case.has_bias else None,
         conv_state=conv_state,
         cu_seqlens=offsets(case.lengths),
+        initial_indices=torch.where(is_new, 0, state_indices).int(),
         state_indices=state_indices.int(),
-        has_initial_state=has_initial_state,
         activation=case.activation,
     )
 

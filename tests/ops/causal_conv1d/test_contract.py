@@ -104,16 +104,16 @@ def test_segments_are_the_whole(impl: str):
 
 @every_impl
 def test_padding_changes_nothing(impl: str):
-    """Padding tokens, empty sequences and sequences in the null slot: zeros, nothing else."""
+    """Padding tokens and empty sequences: zeros, nothing else."""
     plain = make_inputs(CASES["mixed"])
     num_tokens = int(plain.cu_seqlens[-1])
     plain = replace(plain, x=plain.x[:num_tokens])
     padded = replace(
         plain.copy(),
         x=torch.cat([plain.x, plain.x[:6]]),
-        cu_seqlens=torch.cat([plain.cu_seqlens, plain.cu_seqlens[-1] + torch.tensor([0, 2])]).int(),
-        state_indices=torch.cat([plain.state_indices, torch.zeros(2, dtype=torch.int32)]),
-        has_initial_state=torch.cat([plain.has_initial_state, torch.tensor([True, False])]),
+        cu_seqlens=F.pad(plain.cu_seqlens, (0, 2), value=num_tokens),
+        initial_indices=F.pad(plain.initial_indices, (0, 2)),
+        state_indices=F.pad(plain.state_indices, (0, 2)),
     )
     out_plain, out_padded = _run(plain, impl), _run(padded, impl)
     torch.testing.assert_close(out_padded[:num_tokens], out_plain)
@@ -131,12 +131,43 @@ def test_order_of_sequences_does_not_matter(impl: str):
         inputs.copy(),
         x=inputs.x[tokens],
         cu_seqlens=offsets([len(spans[n]) for n in order]),
+        initial_indices=inputs.initial_indices[order],
         state_indices=inputs.state_indices[order],
-        has_initial_state=inputs.has_initial_state[order],
     )
     out, out_shuffled = _run(inputs, impl), _run(shuffled, impl)
     torch.testing.assert_close(out_shuffled, out[tokens])
     _assert_same_state(shuffled, inputs)
+
+
+@every_impl
+def test_a_start_from_another_slot_leaves_it_untouched(impl: str):
+    """A fork, or a restored prefix: what several sequences start from is there afterwards."""
+    inputs = make_inputs(CASES["mixed"])
+    num_slots, starts = len(inputs.conv_state), inputs.initial_indices.clone()
+    starts[2:] = starts[0]
+    in_place = inputs.copy()
+    in_place.conv_state[inputs.state_indices] = inputs.conv_state[starts]
+    in_place = replace(in_place, initial_indices=inputs.state_indices * (starts > 0))
+    elsewhere = replace(
+        inputs,
+        conv_state=torch.cat([inputs.conv_state, torch.full_like(inputs.conv_state, torch.nan)]),
+        initial_indices=starts,
+        state_indices=inputs.state_indices + num_slots,
+    )
+    assert torch.equal(_run(elsewhere, impl), _run(in_place, impl))
+    both = elsewhere.conv_state.split(num_slots)
+    torch.testing.assert_close(both[0], inputs.conv_state, rtol=0, atol=0, equal_nan=True)
+    slots = _written_slots(in_place)
+    assert torch.equal(both[1][slots], in_place.conv_state[slots])
+
+
+@every_impl
+def test_a_state_that_is_not_stored_changes_nothing(impl: str):
+    """A look ahead: the outputs, and every slot as it was."""
+    inputs = make_inputs(CASES["mixed"])
+    tried = replace(inputs.copy(), state_indices=torch.zeros_like(inputs.state_indices))
+    assert torch.equal(_run(tried, impl), _run(inputs.copy(), impl))
+    _assert_same_state(tried, inputs)
 
 
 @every_impl
@@ -213,8 +244,8 @@ def test_no_clone_of_the_state_pool(impl: str):
             "conv_state must have dtype torch.float32, got torch.float16",
         ),
         (
-            {"has_initial_state": torch.zeros(2)},
-            "has_initial_state must have dtype torch.bool, got torch.float32",
+            {"initial_indices": torch.zeros(2)},
+            "initial_indices must have dtype torch.int32, got torch.float32",
         ),
         ({"x": torch.zeros(40, 8).T}, "x must have contiguous rows, got strides [1, 8]"),
         (
@@ -239,7 +270,7 @@ def test_unknown_implementation():
 def test_reference_agrees_with_conv1d(width: int):
     """torch pads with zeros on the left where a sequence starts from nothing."""
     inputs = make_inputs(Case(lengths=(30,), width=width, has_bias=True, activation="none"))
-    inputs = replace(inputs, has_initial_state=torch.tensor([False]))
+    inputs = replace(inputs, initial_indices=torch.zeros(1, dtype=torch.int32))
     out = causal_conv1d_reference(*inputs.args(), activation="none")
     padded = F.pad(inputs.x.T, (width - 1, 0))
     theirs = F.conv1d(padded, inputs.weight[:, None], inputs.bias, groups=len(padded)).T
@@ -277,8 +308,8 @@ torch_hybrid::causal_conv1d(Tensor x
   Tensor? bias
   Tensor(a!) conv_state
   Tensor cu_seqlens
+  Tensor initial_indices
   Tensor state_indices
-  Tensor has_initial_state
   *
   str activation
   str impl) -> Tensor""",

@@ -127,7 +127,7 @@ def record_launch(
             projected.new_empty(num_seqs + 1, width - 1, channels),
             indices,
             indices[1:],
-            indices[1:].bool(),
+            indices[1:],
             activation="silu",
         )
     return recorder

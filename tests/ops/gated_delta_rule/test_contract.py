@@ -113,8 +113,8 @@ torch_hybrid::recurrent_gated_delta_rule(Tensor q
   Tensor beta
   Tensor(a!) state
   Tensor cu_seqlens
+  Tensor initial_indices
   Tensor state_indices
-  Tensor has_initial_state
   *
   float scale
   bool qk_l2norm
@@ -126,8 +126,8 @@ torch_hybrid::chunk_gated_delta_rule(Tensor q
   Tensor beta
   Tensor(a!) state
   Tensor cu_seqlens
+  Tensor initial_indices
   Tensor state_indices
-  Tensor has_initial_state
   *
   float scale
   bool qk_l2norm

@@ -117,8 +117,8 @@ torch_hybrid::recurrent_kimi_delta_attention(Tensor q
   Tensor beta
   Tensor(a!) state
   Tensor cu_seqlens
+  Tensor initial_indices
   Tensor state_indices
-  Tensor has_initial_state
   *
   float scale
   bool qk_l2norm
@@ -130,8 +130,8 @@ torch_hybrid::chunk_kimi_delta_attention(Tensor q
   Tensor beta
   Tensor(a!) state
   Tensor cu_seqlens
+  Tensor initial_indices
   Tensor state_indices
-  Tensor has_initial_state
   *
   float scale
   bool qk_l2norm

@@ -145,7 +145,7 @@ def record_launches(
             torch.empty(num_seqs + 1, num_heads, v_dim, k_dim, device="meta"),
             indices,
             indices[1:],
-            indices[1:].bool(),
+            indices[1:],
             scale=k_dim**-0.5,
             qk_l2norm=True,
             chunk_size=32,

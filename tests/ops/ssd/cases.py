@@ -38,8 +38,8 @@ class Inputs:
     D: Tensor | None  # [H]
     state: Tensor  # [S, H, V, K]
     cu_seqlens: Tensor  # [N + 1]
+    initial_indices: Tensor  # [N]
     state_indices: Tensor  # [N]
-    has_initial_state: Tensor  # [N]
     scale: float
 
     def args(self) -> tuple[Tensor | None, ...]:
@@ -52,8 +52,8 @@ class Inputs:
             self.D,
             self.state,
             self.cu_seqlens,
+            self.initial_indices,
             self.state_indices,
-            self.has_initial_state,
         )
 
     def options(self) -> dict[str, float]:
@@ -104,8 +104,8 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     v, k, q = vkq.split([v_size, k_size, k_size], dim=1)
     state = torch.randn(num_slots, case.num_heads, case.v_dim, case.k_dim, generator=rng)
     state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
-    has_initial_state = torch.arange(num_seqs) % 3 != 1
-    state[state_indices[~has_initial_state]] = torch.nan
+    is_new = torch.arange(num_seqs) % 3 == 1
+    state[state_indices[is_new]] = torch.nan
     state[0] = torch.nan
     g, dt, D = (_slopes if case.lightning else _time_steps)(num_tokens, case.num_heads, rng)
     return Inputs(
@@ -117,8 +117,8 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
         D=D,
         state=state,
         cu_seqlens=offsets(case.lengths),
+        initial_indices=torch.where(is_new, 0, state_indices).int(),
         state_indices=state_indices.int(),
-        has_initial_state=has_initial_state,
         scale=case.k_dim**-0.5,
     )
 

@@ -162,7 +162,7 @@ def test_reference_agrees_with_the_lightning_attention_of_minimax():
         state = torch.zeros(2, 3, 16, 16)
         out = ssd_reference(
             *(q, k, v, -theirs.slope_rate.flatten().expand(70, 3), None, None, state),
-            *(offsets([70]), torch.tensor([1]), torch.tensor([False])),
+            *(offsets([70]), torch.tensor([0]), torch.tensor([1])),
             scale=1.0,
         )
         gate = theirs.output_gate(x[0]).sigmoid()
@@ -188,8 +188,8 @@ torch_hybrid::recurrent_ssd(Tensor q
   Tensor? D
   Tensor(a!) state
   Tensor cu_seqlens
+  Tensor initial_indices
   Tensor state_indices
-  Tensor has_initial_state
   *
   float scale
   str impl) -> Tensor
@@ -201,8 +201,8 @@ torch_hybrid::chunk_ssd(Tensor q
   Tensor? D
   Tensor(a!) state
   Tensor cu_seqlens
+  Tensor initial_indices
   Tensor state_indices
-  Tensor has_initial_state
   *
   float scale
   int chunk_size

@@ -145,7 +145,7 @@ def record_launch(
             torch.empty(num_seqs + 1, num_heads, v_dim, k_dim, device="meta"),
             indices,
             indices[1:],
-            indices[1:].bool(),
+            indices[1:],
             scale=1.0,
             chunk_size=chunk_size,
         )
