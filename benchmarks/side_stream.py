@@ -24,14 +24,16 @@ from benchmarks.models import make_model
 from benchmarks.results import Results, arguments, parse, title
 from torch_hybrid import HybridModel, Runner, adapt
 from torch_hybrid.caches.hybrid import Sequence
+from torch_hybrid.graphs.passes import DEFAULT_PASSES, without
 
 PREFILLS = (1024, 2048, 4096, 8192)  # tokens of a step
 PROMPTS = (1, 4)  # that share them
 DECODES = (64, 128, 256, 512)  # sequences
 CONTEXT = 1024  # tokens of each sequence that decodes
+ONE_STREAM = without(DEFAULT_PASSES, ["mixers_on_side_stream"])
 CONTESTANTS = {
     "whole": {"two_batch_overlap": "off"},
-    "one stream": {"two_batch_overlap": "on", "switched_off": ["mixers_on_side_stream"]},
+    "one stream": {"two_batch_overlap": "on", "passes": ONE_STREAM},
     "two streams": {"two_batch_overlap": "on"},
 }
 KERNEL_COLUMNS = ("whole, kernels", "one, kernels", "two, kernels", "whole / two")

@@ -72,7 +72,6 @@ class StepBackend:
         pool_sizes: numbers of elements of the state pools, to find copies of them.
         layers: completes the graphs of its model.
         passes: run in order on the whole graph.
-        keep_text: record each graph's text before and after each pass.
     """
 
     def __init__(
@@ -82,13 +81,11 @@ class StepBackend:
         pool_sizes: Collection[int],
         layers: LayersOnce | None = None,
         passes: Sequence[Pass] = DEFAULT_PASSES,
-        keep_text: bool = False,
     ) -> None:
         self._log = log
         self._pool_sizes = pool_sizes
         self._layers = layers
         self._passes = passes
-        self._keep_text = keep_text
 
     def __call__(self, module: GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile one traced graph."""
@@ -96,7 +93,7 @@ class StepBackend:
         module = own_copy(module)
         drop_dead_checks(module.graph)
         added, layers = self._complete(module)
-        records = apply_passes(module, self._passes, keep_text=self._keep_text)
+        records = apply_passes(module, self._passes)
         num_nodes, schedule = len(module.graph.nodes), read_schedule(module.graph)
         compiled = self._compile(module, schedule, added)
         clones = [c for code in compiled.sources for c in find_pool_clones(code, self._pool_sizes)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph, GraphModule, Node
 
@@ -21,10 +21,14 @@ from torch_hybrid.graphs.values import refresh_values
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A named pass; the name switches it off and shows in reports."""
+    """A named pass; the name switches it off and shows in reports.
+
+    With ``keep_text``, each graph's text before and after it is recorded, to look at.
+    """
 
     name: str
     apply: Callable[[Graph], None]
+    keep_text: bool = False
 
 
 DEFAULT_PASSES: tuple[Pass, ...] = (
@@ -64,25 +68,28 @@ def without(passes: Sequence[Pass], switched_off: Collection[str]) -> tuple[Pass
     return tuple(graph_pass for graph_pass in passes if graph_pass.name not in switched_off)
 
 
-def apply_passes(
-    module: GraphModule, passes: Sequence[Pass], *, keep_text: bool = False
-) -> list[PassRecord]:
+def with_text(passes: Sequence[Pass], name: str) -> tuple[Pass, ...]:
+    """``passes``, of which the one of this name keeps the text of each graph."""
+    return tuple(replace(p, keep_text=True) if p.name == name else p for p in passes)
+
+
+def apply_passes(module: GraphModule, passes: Sequence[Pass]) -> list[PassRecord]:
     """Run ``passes`` in order over a traced step.
 
     Args:
         module: changed in place.
         passes: each is given the module's graph.
-        keep_text: record the graph's text before and after each pass.
 
     Raises:
         RuntimeError: a pass refused the graph, or left one that does not lint.
     """
 
-    def text() -> str:
-        return graph_text(module.graph) if keep_text else ""
-
     records = []
     for graph_pass in passes:
+
+        def text(is_kept: bool = graph_pass.keep_text) -> str:
+            return graph_text(module.graph) if is_kept else ""
+
         num_before, text_before = len(module.graph.nodes), text()
         try:
             graph_pass.apply(module.graph)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from threading import RLock
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from torch_hybrid.backends.hybrid import chunk_grid, make_backends
 from torch_hybrid.backends.mode import Mode
@@ -18,16 +17,16 @@ from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.buckets import StepSizes
+from torch_hybrid.graphs.capture_policy import CapturePolicy, CudaGraphs
 from torch_hybrid.graphs.check_extend import check_extend, token_lists
 from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
-from torch_hybrid.graphs.cuda_graph import CapturedSteps, why_not_capturable
 from torch_hybrid.graphs.layers_once import LayersOnce
 from torch_hybrid.graphs.model_use import ModelUse
-from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, without
+from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
 from torch_hybrid.graphs.planner import Logits, StepPlanner
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.static_inputs import StaticInputs
-from torch_hybrid.graphs.step import Caches, Inputs, Model, Variant, make_step
+from torch_hybrid.graphs.step import Caches, Inputs, Model, Variant, make_step, map_tensors
 from torch_hybrid.graphs.surroundings import calm
 from torch_hybrid.graphs.two_batch import OverlapPolicy, check_cuttable, overlap_policy
 from torch_hybrid.host import trim
@@ -67,14 +66,13 @@ class Runner:
             chosen, allocated or compiled for others.
         check_batch: called on the host with the batch of each step before it runs; what it raises
             stops the step. ``Agreement(...).check``, where several ranks share the model.
-        passes: graph passes over each traced step, in order; see ``graphs.passes``.
-        switched_off: names of passes to leave out.
-        keep_pass_text: keep each graph's text before and after each pass, to look at.
+        passes: graph passes over each traced step, in order; see ``graphs.passes``, which has
+            those to leave out and to look at too.
 
     Raises:
         TypeError: ``model`` or ``backends`` is of another kind.
         UnsupportedError: no implementation can serve a layer of the model.
-        ValueError: a size is too small to hold anything, or no pass has a name that is off.
+        ValueError: a size is too small to hold anything, or an option is none of its values.
     """
 
     def __init__(
@@ -86,23 +84,17 @@ class Runner:
         kv_tokens: int = 65536,
         page_size: int = 16,
         compile: bool = True,
-        cuda_graphs: Literal["auto", "on", "off"] = "auto",
+        cuda_graphs: CudaGraphs = "auto",
         two_batch_overlap: Literal["off", "on", "auto"] | OverlapPolicy = "off",
         backends: Backends | None = None,
         prefill: bool = True,
         check_batch: Callable[[Batch], None] | None = None,
         passes: Many[Pass] = DEFAULT_PASSES,
-        switched_off: Collection[str] = (),
-        keep_pass_text: bool = False,
     ) -> None:
         _check_types(model, backends)
-        if cuda_graphs not in ("auto", "on", "off"):
-            raise ValueError(f"cuda_graphs must be 'auto', 'on' or 'off', got {cuda_graphs!r}")
+        self._capture = CapturePolicy.of(cuda_graphs, model.device, compiles=compile)
         if compile:
             check_toolchain(model.device)
-        is_cuda = model.device.type == "cuda"
-        if cuda_graphs == "on" and is_cuda and not compile:
-            raise UnsupportedError("cuda_graphs='on' captures compiled steps, got compile=False")
         self.overlap = overlap_policy(
             two_batch_overlap, num_ranks=_num_ranks(model), device=model.device
         )
@@ -112,10 +104,6 @@ class Runner:
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
         self.compile, self.prefill = compile, prefill
-        self._must_capture = cuda_graphs == "on"
-        may_capture = self._must_capture or (cuda_graphs == "auto" and is_cuda and compile)
-        self._captured = CapturedSteps(model.device) if may_capture else None
-        self._not_captured: dict[str, tuple[str, ...]] = {}  # name of a variant to the reasons
         self._check_batch = check_batch
         with calm(model.device):
             self._cache = HybridCache(
@@ -147,7 +135,7 @@ class Runner:
             self._variants: dict[str, int] = {}  # name of a variant to its graph's place in the log
             self._layers = LayersOnce(model, self._cache.pools)
             self._breaks_before = _count_graph_breaks()
-            self._steps = self._make_steps(without(passes, switched_off), keep_pass_text)
+            self._steps = self._make_steps(passes)
 
     @property
     def max_seq_len(self) -> int:
@@ -303,46 +291,37 @@ class Runner:
 
     def report(self) -> Report:
         """What was compiled so far, and what is in it."""
-        graphs = {name: self._log.graphs[i] for name, i in self._variants.items()}
+        graphs, capture = self._log.graphs, self._capture
+        of_variants = {name: graphs[i] for name, i in self._variants.items()}
         return Report(
-            graphs=graphs,
-            recompiles=len(self._log.graphs) - len(graphs),
+            graphs=of_variants,
+            recompiles=len(graphs) - len(of_variants),
             graph_breaks=_count_graph_breaks() - self._breaks_before,
-            captured_graphs=() if self._captured is None else self._captured.names,
-            captured_bytes=0 if self._captured is None else self._captured.nbytes,
-            not_captured=dict(self._not_captured),
+            captured_graphs=() if capture is None else capture.names,
+            captured_bytes=0 if capture is None else capture.nbytes,
+            not_captured={} if capture is None else capture.refused,
             pool_bytes=sum(pool.nbytes for pool in self._cache.pool_tensors()),
             static_input_bytes=sum(inputs.nbytes for inputs in self._inputs.values()),
         )
 
     def _run(self, variant: Variant, planned: Inputs) -> Tensor:
         """Run one step, compiled already, whose inputs are on the host."""
-        inputs = self._inputs[variant].refresh(planned)
-        with self._use.running(), torch.inference_mode():
-            if self._captured is None or variant.name in self._not_captured:
-                return self._steps[variant](inputs, self._cache.pools)
-            return self._replay(self._captured, variant, inputs, planned)
+        static, pools = self._inputs[variant], self._cache.pools
+        inputs = static.refresh(planned)
 
-    def _replay(
-        self, captured: CapturedSteps, variant: Variant, inputs: Inputs, planned: Inputs
-    ) -> Tensor:
-        """Run a step whose static ``inputs`` hold ``planned`` from its captured graph, made now if
-        this bucket has none."""
-        key = (variant, id(inputs))  # one value for each layout, as old as the storage itself
-        if key not in captured:
-            self._inputs[variant].refresh(_map_tensors(torch.zeros_like, planned))
-            step, pools = self._steps[variant], self._cache.pools
-            captured.capture(key, lambda: step(inputs, pools), name=_bucket_name(variant, inputs))
-            self._inputs[variant].refresh(planned)
-        return captured.replay(key).clone()  # the next replay overwrites it
+        def step(inputs: Inputs) -> Tensor:
+            return self._steps[variant](inputs, pools)
+
+        with self._use.running(), torch.inference_mode():
+            if self._capture is None:
+                return step(inputs)
+            return self._capture.run(variant, step, static, inputs, planned)
 
     def _compile(self, variant: Variant) -> None:
         """Trace and compile one variant on a step of null sequences, which changes no state."""
         if variant.name in self._variants or not self.compile:
             return
-        inputs = _map_tensors(
-            lambda leaf: leaf.to(self.model.device), self._planner.traced(variant)
-        )
+        inputs = map_tensors(lambda leaf: leaf.to(self.model.device), self._planner.traced(variant))
         for part in inputs.parts:
             if part.batch.positions.ndim == 2:
                 torch._dynamo.mark_static(part.batch.positions, 0)
@@ -358,21 +337,10 @@ class Runner:
         ):
             self._layers.trace(lambda: self._steps[variant](inputs, self._cache.pools))
         self._variants[variant.name] = place
-        if self._captured is not None and self.model.device.type == "cuda":
-            self._check_capturable(variant.name, self._log.graphs[place].ops)
+        if self._capture is not None:
+            self._capture.check(variant, self._log.graphs[place].ops)
 
-    def _check_capturable(self, name: str, calls: Iterable[str]) -> None:
-        """Note why a compiled variant cannot be captured, or refuse it where it must be."""
-        reasons = why_not_capturable(calls)
-        if reasons and self._must_capture:
-            listed = "\n".join(f"  {reason}" for reason in reasons)
-            raise UnsupportedError(f"{name} steps cannot be captured in a CUDA graph:\n{listed}")
-        if reasons:
-            self._not_captured[name] = reasons
-
-    def _make_steps(
-        self, passes: Many[Pass], keep_text: bool
-    ) -> dict[Variant, Callable[[Inputs, Caches], Tensor]]:
+    def _make_steps(self, passes: Many[Pass]) -> dict[Variant, Callable[[Inputs, Caches], Tensor]]:
         """A step for each variant, not compiled yet."""
         step, variants = make_step(self.model), self._planner.forms
         if not self.compile:
@@ -385,7 +353,6 @@ class Runner:
             pool_sizes={pool.numel() for pool in pools},
             layers=self._layers,
             passes=passes,
-            keep_text=keep_text,
         )
         return {variant: compile_step(step, backend) for variant in variants}
 
@@ -398,7 +365,7 @@ class Runner:
             "half_tokens": -(-(self.max_tokens + grid) // 2),
             "num_pages": self._cache.num_pages,
         }
-        if self._captured is None:
+        if self._capture is None:
             return StepSizes.fine(**sizes)
         return StepSizes.coarse(**sizes, page_size=self.page_size)
 
@@ -418,30 +385,6 @@ def _check_max_tokens(max_tokens: int, chunk_size: int) -> None:
         raise ValueError(
             f"max_tokens must {what if chunk_size > 1 else 'be at least 1'}, got {max_tokens}"
         )
-
-
-def _map_tensors(action: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
-    """``inputs`` with ``action`` done to each tensor once.
-
-    One tensor that stands in several places stays one: graphs are guarded by that.
-    """
-    done: dict[int, Tensor] = {}
-
-    def once(leaf: Tensor) -> Tensor:
-        if id(leaf) not in done:
-            done[id(leaf)] = action(leaf)
-        return done[id(leaf)]
-
-    mapped: Inputs = pytree.tree_map_only(Tensor, once, inputs)
-    return mapped
-
-
-def _bucket_name(variant: Variant, inputs: Inputs) -> str:
-    """As it stands in reports: "extend: 128 tokens, 8 sequences of 64 pages"."""
-    batch = inputs.parts[0].batch
-    tokens = f"{batch.num_tokens} tokens, " if variant.mode is Mode.EXTEND else ""
-    num_pages = batch.page_table.shape[1]
-    return f"{variant.name}: {tokens}{batch.num_seqs} sequences of {num_pages} pages"
 
 
 def _num_ranks(model: Model) -> int:

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torch_hybrid.backends.hybrid import Plan, Step
 from torch_hybrid.backends.mode import Form, Mode
@@ -123,3 +124,19 @@ def make_step(model: Model) -> Callable[[Inputs, Caches], Tensor]:
         return model.logits(hidden)
 
     return step
+
+
+def map_tensors(action: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
+    """``inputs`` with ``action`` done to each tensor once.
+
+    One tensor that stands in several places stays one: graphs are guarded by that.
+    """
+    done: dict[int, Tensor] = {}
+
+    def once(leaf: Tensor) -> Tensor:
+        if id(leaf) not in done:
+            done[id(leaf)] = action(leaf)
+        return done[id(leaf)]
+
+    mapped: Inputs = pytree.tree_map_only(Tensor, once, inputs)
+    return mapped

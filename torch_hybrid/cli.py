@@ -48,8 +48,8 @@ from torch_hybrid.cli_output import (
 from torch_hybrid.cli_prompts import read_prompts, user_message
 from torch_hybrid.engine import Engine
 from torch_hybrid.errors import CapacityError, UnsupportedError
-from torch_hybrid.graphs.passes import DEFAULT_PASSES
-from torch_hybrid.graphs.passes import without as chosen_passes
+from torch_hybrid.graphs.passes import DEFAULT_PASSES, with_text
+from torch_hybrid.graphs.passes import without as passes_without
 from torch_hybrid.host import tune_allocator
 from torch_hybrid.ops.native import BuildError
 
@@ -177,13 +177,12 @@ def explain_command(
     trace: Path | None,
 ) -> None:
     """Show what MODEL becomes: its layers, implementations, graphs and pools."""
-    chosen_passes(DEFAULT_PASSES, [*without, *([diff] if diff else [])])  # names are checked first
+    passes_without(DEFAULT_PASSES, [diff] if diff else [])  # names are checked first
+    chosen = with_text(passes_without(DEFAULT_PASSES, without), diff or "")
     if trace is not None:
         _check_writable(trace)
     model = options.load()
-    runner = options.runner(
-        model, two_batch_overlap=overlap, switched_off=without, keep_pass_text=diff is not None
-    )
+    runner = options.runner(model, two_batch_overlap=overlap, passes=chosen)
     compile_steps(runner)
     print_model(options.model, model)
     sections = explain.explain(runner)

@@ -117,7 +117,7 @@ def schedules(report: Report) -> list[Section]:
 
 
 def pass_diffs(report: Report, name: str) -> dict[str, str]:
-    """By kind of step, what a pass changed in its graph; kept by ``keep_pass_text``."""
+    """By kind of step, what a pass changed in its graph; of a pass that keeps texts."""
     return {
         step: record.diff()
         for step, graph in report.graphs.items()

@@ -13,6 +13,7 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.graphs.as_traced import run_as_traced
 from tests.tiny_models import VOCAB_SIZE, make_hybrid
+from torch_hybrid.graphs.passes import DEFAULT_PASSES, without
 
 SIZES = {"max_seqs": 4, "max_tokens": 128, "kv_tokens": 256}
 STEPS = [[70, 3, 0], [1, 1, 0], [1, 4, 20], [1, 1, 1], [0, 1, 0]]
@@ -33,7 +34,9 @@ def serve_shared() -> Served:
     """Serve the same steps whole, in halves, and in halves by the schedule."""
     whole = _serve(_runner())
     with run_as_traced():
-        in_order = _serve(_runner(switched_off=["interleave_halves"], compile=True))
+        in_order = _serve(
+            _runner(passes=without(DEFAULT_PASSES, ["interleave_halves"]), compile=True)
+        )
         runner = _runner(compile=True)
         scheduled = _serve(runner)
     stages = runner.report().graphs["extend, in halves"].schedule

@@ -96,7 +96,7 @@ def test_opcheck_on_the_side_stream():
 
 def test_the_text_of_the_pass():
     traced = trace(in_halves(two_layers), *arguments())
-    [record] = apply_passes(traced.module, [Pass("beside", on_a_cpu)], keep_text=True)
+    [record] = apply_passes(traced.module, [Pass("beside", on_a_cpu, keep_text=True)])
     changed = "\n".join(line for line in record.diff().splitlines() if line[:2] in ("+a", "-a"))
     assert_expected_inline(
         re.sub(r"\((\w+), [^\[\]\n]*\)", r"(\1, ...)", changed),
@@ -221,7 +221,8 @@ def test_a_captured_step_has_two_branches():
     """Kernels of its replay run on several streams: a branch may go from one to another."""
     counts = []
     for switched_off in ([], ["mixers_on_side_stream"]):
-        runner = make_gpu_runner("qwen3_next_dense", switched_off=switched_off)
+        passes = without(DEFAULT_PASSES, switched_off)
+        runner = make_gpu_runner("qwen3_next_dense", passes=passes)
         serve_steps(runner)
         assert runner.report().not_captured == {}
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
