@@ -21,20 +21,22 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from torch_hybrid.graphs.clone_check import PoolClone, find_pool_clones
+from torch_hybrid.graphs.compile_region import compile_region
+from torch_hybrid.graphs.compiled_step import CompiledGraph, CompiledStep, arguments_of
 from torch_hybrid.graphs.instantiate import drop_dead_checks, own_copy
 from torch_hybrid.graphs.layers_once import LayerCount, LayersOnce
-from torch_hybrid.graphs.mutation import storages
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, PassRecord, apply_passes
-from torch_hybrid.graphs.regions import Compiled, Region, join, plan_regions
+from torch_hybrid.graphs.regions import link, plan_regions, step_text
 from torch_hybrid.graphs.schedule import Stage, is_collective_start, opaque_ops, read_schedule
-from torch_hybrid.graphs.values import value_of
-from torch_hybrid.ops.registration import NAMESPACE, REGISTERED
 from torch_hybrid.ops.side_stream import JOIN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphRecord:
-    """One compiled graph: what is in it, what it cost, and whether it copies a pool."""
+    """One compiled graph: what is in it, what it cost, and whether it copies a pool.
+
+    One that ``is_loaded`` was compiled by another process, which is what it tells of.
+    """
 
     num_nodes: int
     layers: LayerCount
@@ -44,6 +46,7 @@ class GraphRecord:
     schedule: tuple[Stage, ...]  # empty for a step that is not in halves
     pool_clones: tuple[PoolClone, ...]
     seconds: float
+    is_loaded: bool = False
 
 
 @dataclass(slots=True)
@@ -53,19 +56,9 @@ class CompileLog:
     graphs: list[GraphRecord] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledGraph:
-    """What a graph was compiled to; ``ops`` are those of all calls, ``sources`` the codes."""
-
-    step: Callable[..., Any]
-    regions: tuple[int, ...] = ()
-    ops: Counter[str] = field(default_factory=Counter)
-    sources: tuple[str, ...] = ()
-
-
 class StepBackend:
-    """A ``torch.compile`` backend: the layers that were not traced, the passes, then Inductor, with
-    a record of each graph.
+    """Compiles traced graphs: the layers that were not traced, the passes, then Inductor, with a
+    record of each graph.
 
     Args:
         log: where records go.
@@ -87,7 +80,7 @@ class StepBackend:
         self._layers = layers
         self._passes = passes
 
-    def __call__(self, module: GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+    def compile(self, module: GraphModule) -> CompiledGraph:
         """Compile one traced graph."""
         start = time.perf_counter()
         module = own_copy(module)
@@ -96,12 +89,13 @@ class StepBackend:
         records = apply_passes(module, self._passes)
         num_nodes, schedule = len(module.graph.nodes), read_schedule(module.graph)
         compiled = self._compile(module, schedule, added)
-        clones = [c for code in compiled.sources for c in find_pool_clones(code, self._pool_sizes)]
+        sources = [source for region in compiled.regions for source in region.sources]
+        clones = [c for code in sources for c in find_pool_clones(code, self._pool_sizes)]
         self._log.graphs.append(
             GraphRecord(
                 num_nodes=num_nodes,
                 layers=layers,
-                regions=compiled.regions,
+                regions=compiled.counts,
                 ops=compiled.ops,
                 passes=tuple(records),
                 schedule=schedule,
@@ -109,7 +103,7 @@ class StepBackend:
                 seconds=time.perf_counter() - start,
             )
         )
-        return compiled.step
+        return compiled
 
     def _complete(self, module: GraphModule) -> tuple[list[Tensor], LayerCount]:
         if self._layers is None:
@@ -132,79 +126,15 @@ class StepBackend:
         in_turn = [compiled[number] for number in plan.numbers]
         if schedule:
             _check_order([source for region in in_turn for source in region.sources], planned)
+        text = step_text(module.graph, plan)
         return CompiledGraph(
-            step=_holding(compiled, join(module.graph, plan, [r.call for r in compiled], added)),
-            regions=plan.counts,
+            text=text,
+            regions=tuple(compiled),
+            counts=plan.counts,
             ops=sum((region.ops for region in in_turn), Counter()),
-            sources=tuple(source for region in compiled for source in region.sources),
+            arguments=arguments_of(module.graph, added),
+            call=link(text, [region.call for region in compiled]),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompiledRegion:
-    """One region as Inductor compiled it; ``call`` takes the list of its inputs.
-
-    ``owner`` is what ``call`` was taken from, and takes it apart when it is freed.
-    """
-
-    call: Compiled
-    owner: object
-    ops: Counter[str]
-    sources: tuple[str, ...]
-
-
-def compile_region(region: Region, root: GraphModule) -> CompiledRegion:
-    """Compile a region of the graph of ``root`` by Inductor."""
-    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-
-    module = region.module(root)
-    inputs = [value_of(node) for node in region.inputs]
-    is_plain = not _returns_inputs(module.graph)
-    num_given = _num_inputs_and_outputs(module.graph)
-    direct: list[Any] = []
-    sources: list[str] = []
-    ops: Counter[str] = Counter()
-
-    def compile_inner(graph: GraphModule, *args: Any, **options: Any) -> Any:
-        ops.update(_ops_of(graph))
-        compiled: Any = compile_fx_inner(graph, *args, **options)
-        sources.append(compiled.source_code)
-        if is_plain and _num_inputs_and_outputs(graph.graph) == num_given:
-            direct.append(compiled)
-        return compiled
-
-    wrapped: Any = compile_fx(module, inputs, inner_compile=compile_inner)
-
-    def call(given: list[Any]) -> Sequence[Any]:
-        result: Sequence[Any] = wrapped(*given)
-        return result
-
-    # Autograd's wrapper takes three times as long as the call itself, and has nothing to do where
-    # values go in and out as they are.
-    is_direct = len(direct) == len(sources) == 1
-    return CompiledRegion(
-        call=direct[0].current_callable if is_direct else call,
-        owner=direct if is_direct else wrapped,
-        ops=ops,
-        sources=tuple(sources),
-    )
-
-
-def _holding(owners: object, step: Callable[..., Any]) -> Callable[..., Any]:
-    """``step``, which keeps ``owners`` alive."""
-    step.__dict__["owners"] = owners
-    return step
-
-
-def _num_inputs_and_outputs(graph: Graph) -> tuple[int, int]:
-    return len(graph.find_nodes(op="placeholder")), len(graph.output_node().args[0])  # type: ignore[arg-type]
-
-
-def _returns_inputs(graph: Graph) -> bool:
-    """Whether a graph returns what it is given, or a view of it."""
-    given = storages(graph.find_nodes(op="placeholder"))
-    returned = graph.output_node().all_input_nodes
-    return any(n.op == "placeholder" for n in returned) or bool(storages(returned) & given)
 
 
 # A hit in autograd's cache would skip Inductor, and with it the code to look at.
@@ -235,22 +165,6 @@ def _check_order(sources: Sequence[str], planned: Sequence[str]) -> None:
     check_order("\n".join(sources), planned)
 
 
-def _ops_of(graph: GraphModule) -> Counter[str]:
-    """Calls of this package's ops by implementation, in a functionalized graph."""
-    ops: Counter[str] = Counter()
-    for node in graph.graph.nodes:
-        if node.op != "call_function":
-            continue
-        target = (
-            str(node.args[0]) if "auto_functionalized" in str(node.target) else str(node.target)
-        )
-        namespace, _, name = target.partition(".")
-        name = name.partition(".")[0]
-        if namespace == NAMESPACE and name in REGISTERED:
-            ops[f"{name}[{node.kwargs.get('impl')}]"] += 1
-    return ops
-
-
 def _with_own_code(function: Any) -> FunctionType:
     """A copy of ``function`` that shares no compiled graph with functions of the same source.
 
@@ -263,7 +177,7 @@ def _with_own_code(function: Any) -> FunctionType:
     )
 
 
-def compile_step(step: Callable[..., Any], backend: StepBackend) -> Callable[..., Any]:
+def compile_step(step: Callable[..., Tensor], backend: StepBackend) -> CompiledStep:
     """Compile ``step(inputs, caches)`` for all sizes of its inputs.
 
     ``inputs`` is guarded: other sizes or other constants in it are another graph. ``caches`` and
@@ -277,11 +191,18 @@ def compile_step(step: Callable[..., Any], backend: StepBackend) -> Callable[...
     def guard_filter(entries: Sequence[Any]) -> list[bool]:
         return [is_guarded(entry) for entry in entries]
 
-    compiled: Callable[..., Any] = torch.compile(
+    graphs: list[CompiledGraph] = []
+
+    def compile_graph(module: GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+        graph = backend.compile(module)
+        graphs.append(graph)
+        return graph.call_of_traced
+
+    trace = torch.compile(
         _with_own_code(step),
-        backend=backend,
+        backend=compile_graph,
         fullgraph=True,
         dynamic=True,
         options={"guard_filter_fn": guard_filter},
     )
-    return compiled
+    return CompiledStep(trace, graphs)

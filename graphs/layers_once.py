@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,11 +23,8 @@ from torch.fx import GraphModule
 
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.graphs.instantiate import CannotCopy, Layers, instantiate, mark_layers
+from torch_hybrid.graphs.signature import fact, own_tensors, signature
 from torch_hybrid.graphs.step import Caches, LayeredModel, Model
-
-_LAYER_NUMBERS = {"layer_idx", "layer_id"}  # resolved through the table while tracing
-_HELD_APART = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,61 +141,11 @@ def layers_of(model: LayeredModel, caches: Caches) -> Layers:
         for name, tensor in own.items():
             if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
                 raise CannotCopy(f"{name} of layer {index} is a {type(tensor).__name__}")
-        facts = tuple((entry.kind, _fact(entry.spec)) for entry in entries)
+        facts = tuple((entry.kind, fact(entry.spec)) for entry in entries)
         kind = signature(layer), facts, _aliases(list(own.values()))
         kinds.append(numbers.setdefault(kind, len(numbers)))
         tensors.append(own)
     return Layers(names=tuple(found), kinds=tuple(kinds), tensors=tuple(tensors))
-
-
-def signature(module: nn.Module) -> tuple[Any, ...]:
-    """All that a trace can see of a module but the values of its tensors and its layer's number.
-
-    Equal for two modules whose traces are the same but for those. Objects of which nothing is
-    known are equal to themselves alone.
-    """
-    own = vars(module) | _numbered_hooks(module)
-    facts = {
-        name: _fact(value)
-        for name, value in own.items()
-        if name not in _LAYER_NUMBERS | _HELD_APART and not isinstance(value, Tensor)
-    }
-    tensors = [(name, _tensor_facts(tensor)) for name, tensor in _own_tensors(module)]
-    children = [
-        (name, None if child is None else signature(child))
-        for name, child in module._modules.items()
-    ]
-    return type(module), tuple(sorted(facts.items())), tuple(tensors), tuple(children)
-
-
-def _numbered_hooks(module: nn.Module) -> dict[str, dict[int, Any]]:
-    """The hooks of a module by their place among its own: torch counts those of all modules."""
-    hooks = {name: value for name, value in vars(module).items() if "_hooks" in name and value}
-    place = {key: i for i, key in enumerate(sorted({key for own in hooks.values() for key in own}))}
-    return {name: {place[key]: hook for key, hook in own.items()} for name, own in hooks.items()}
-
-
-def _fact(value: Any) -> Any:
-    if isinstance(value, _PLAIN):
-        return type(value), repr(value)
-    if isinstance(value, tuple | list):
-        return type(value), tuple(map(_fact, value))
-    if isinstance(value, Mapping):
-        return type(value), tuple((_fact(key), _fact(item)) for key, item in value.items())
-    if is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in fields(value) if field.name not in _LAYER_NUMBERS]
-        return type(value), tuple(_fact(getattr(value, name)) for name in names)
-    return type(value), id(value)
-
-
-def _own_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
-    held = [*module._parameters.items(), *module._buffers.items(), *vars(module).items()]
-    return [(name, value) for name, value in held if isinstance(value, Tensor)]
-
-
-def _tensor_facts(tensor: Tensor) -> tuple[Any, ...]:
-    layout = tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device)
-    return type(tensor), *layout, tensor.requires_grad
 
 
 def _layer_tensors(layer: nn.Module, mixers: Mapping[str, LayerCache]) -> dict[str, Tensor]:
@@ -206,7 +153,7 @@ def _layer_tensors(layer: nn.Module, mixers: Mapping[str, LayerCache]) -> dict[s
     found = {
         f"{path}.{name}": tensor
         for path, module in layer.named_modules(remove_duplicate=False)
-        for name, tensor in _own_tensors(module)
+        for name, tensor in own_tensors(module)
     }
     for kind, cache in mixers.items():
         found |= {f"{kind} {name}": tensor for name, tensor in cache.items()}

@@ -225,36 +225,19 @@ def plan_regions(graph: Graph) -> Plan:
     )
 
 
-def join(graph: Graph, plan: Plan, compiled: Sequence[Compiled], bound: Sequence[Tensor]) -> Any:
-    """The step as a function of the graph's placeholders.
-
-    Args:
-        graph: that was cut.
-        plan: its regions.
-        compiled: each distinct region.
-        bound: the tensors that the last placeholders stand for; the function takes the others.
-    """
+def step_text(graph: Graph, plan: Plan) -> str:
+    """The step as Python text: ``step(a0, a1, ...)`` of the graph's placeholders calls its regions
+    ``f0``, ``f1`` and so on in turn."""
     placeholders = list(graph.find_nodes(op="placeholder"))
-    taken = placeholders[: len(placeholders) - len(bound)]
+    made = {node for region in plan.regions for node in region.outputs}
     names = {node: f"a{i}" for i, node in enumerate(placeholders)}
-    made = [node for region in plan.regions for node in region.outputs]
-    names |= {node: f"v{i}" for i, node in enumerate(made)}
-    scope: dict[str, Any] = {f"f{i}": function for i, function in enumerate(compiled)}
-    given = [names[node] for node in placeholders[len(taken) :]]
-    scope |= dict(zip(given, bound, strict=True))
-    exec("\n".join(_text(graph, plan, names, taken, set(made))), scope)
-    return scope["step"]
-
-
-def _text(
-    graph: Graph, plan: Plan, names: Mapping[Node, str], taken: Sequence[Node], made: set[Node]
-) -> list[str]:
+    names |= {n: f"v{i}" for i, n in enumerate(n for r in plan.regions for n in r.outputs)}
     output = graph.output_node()
     last: dict[Node, int] = {}
     for place, region in enumerate(plan.regions):
         last |= dict.fromkeys(region.inputs, place)
     last |= dict.fromkeys(output.all_input_nodes, len(plan.regions))
-    lines = [f"def step({', '.join(names[node] for node in taken)}):"]
+    lines = [f"def step({', '.join(names[node] for node in placeholders)}):"]
     for place, (number, region) in enumerate(zip(plan.numbers, plan.regions, strict=True)):
         # The list alone holds a region's values then: the region frees them as early as it can.
         lines.append(f"    boxed = [{', '.join(names[node] for node in region.inputs)}]")
@@ -263,4 +246,12 @@ def _text(
         results = "".join(f"{names[node]}, " for node in region.outputs)
         lines.append(f"    {results + '= ' if results else ''}f{number}(boxed)")
     result = map_arg(output.args[0], lambda n: Named(names[n]))  # type: ignore[arg-type, return-value]
-    return [*lines, f"    return {result}"]
+    return "\n".join([*lines, f"    return {result}"])
+
+
+def link(text: str, compiled: Sequence[Compiled]) -> Callable[..., Sequence[Any]]:
+    """The function of a ``step_text`` over its compiled regions."""
+    scope: dict[str, Any] = {f"f{i}": function for i, function in enumerate(compiled)}
+    exec(text, scope)
+    step: Callable[..., Sequence[Any]] = scope["step"]
+    return step

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from pathlib import Path
 from threading import RLock
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from torch_hybrid.backends.hybrid import chunk_grid, make_backends
@@ -16,24 +17,21 @@ from torch_hybrid.backends.select import Backends
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.graphs.artefact.store import StepStore
 from torch_hybrid.graphs.buckets import StepSizes
 from torch_hybrid.graphs.capture_policy import CapturePolicy, CudaGraphs
 from torch_hybrid.graphs.check_extend import check_extend, token_lists
-from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
-from torch_hybrid.graphs.layers_once import LayersOnce
-from torch_hybrid.graphs.model_use import ModelUse
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
 from torch_hybrid.graphs.planner import Logits, StepPlanner
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.static_inputs import StaticInputs
-from torch_hybrid.graphs.step import Caches, Inputs, Model, Variant, make_step, map_tensors
+from torch_hybrid.graphs.step import Inputs, Model, Variant
+from torch_hybrid.graphs.steps import Steps
 from torch_hybrid.graphs.surroundings import calm
 from torch_hybrid.graphs.two_batch import OverlapPolicy, check_cuttable, overlap_policy
 from torch_hybrid.host import trim
 from torch_hybrid.specs import LayerTable
-from torch_hybrid.toolchain import check_toolchain, named_failures
-
-_COMPILING = RLock()  # runners of several threads compile one after another
+from torch_hybrid.toolchain import check_toolchain
 
 
 class Runner:
@@ -68,6 +66,10 @@ class Runner:
             stops the step. ``Agreement(...).check``, where several ranks share the model.
         passes: graph passes over each traced step, in order; see ``graphs.passes``, which has
             those to leave out and to look at too.
+        artefact: a file of compiled steps from ``save``. They are taken where they were made for
+            the same model, sizes, versions and machine; a warning names what differs, and
+            ``warm_up`` then writes the file anew, as it does where there is none yet. It is run
+            as code: take none that you do not trust.
 
     Raises:
         TypeError: ``model`` or ``backends`` is of another kind.
@@ -90,16 +92,17 @@ class Runner:
         prefill: bool = True,
         check_batch: Callable[[Batch], None] | None = None,
         passes: Many[Pass] = DEFAULT_PASSES,
+        artefact: str | os.PathLike[str] | None = None,
     ) -> None:
         _check_types(model, backends)
         self._capture = CapturePolicy.of(cuda_graphs, model.device, compiles=compile)
-        if compile:
-            check_toolchain(model.device)
+        if artefact is not None and not compile:
+            raise ValueError("an artefact has compiled steps, got compile=False")
         self.overlap = overlap_policy(
             two_batch_overlap, num_ranks=_num_ranks(model), device=model.device
         )
         self.lock = RLock()
-        self.model, self._use = model, ModelUse.of(model)
+        self.model = model
         self.max_seqs, self.max_tokens, self.page_size = max_seqs, max_tokens, page_size
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
@@ -114,6 +117,12 @@ class Runner:
                 dtype=model.dtype,
                 device=model.device,
             )
+            store = None
+            if compile:
+                sizes = {"max_seqs": max_seqs, "kv_tokens": kv_tokens, "page_size": page_size}
+                store = StepStore(artefact, model, self._cache.pools, passes, **sizes)
+                if not store.is_open:
+                    check_toolchain(model.device)
             modes = tuple(Mode) if prefill else (Mode.DECODE,)
             self.backends = make_backends(model.table, self._cache.sizes, backends, modes)
             grid = chunk_grid(self.backends)
@@ -131,11 +140,7 @@ class Runner:
                 variant: StaticInputs(self._planner.largest(variant), model.device)
                 for variant in self._planner.forms
             }
-            self._log = CompileLog()
-            self._variants: dict[str, int] = {}  # name of a variant to its graph's place in the log
-            self._layers = LayersOnce(model, self._cache.pools)
-            self._breaks_before = _count_graph_breaks()
-            self._steps = self._make_steps(passes)
+            self._steps = Steps(model, self._cache, self._planner, passes=passes, store=store)
 
     @property
     def max_seq_len(self) -> int:
@@ -280,23 +285,40 @@ class Runner:
 
         ``on_variant`` is called with the name of each variant before it is compiled.
         """
-        num_before = len(self._variants)
+        num_before = len(self._steps.graphs)
         with self.lock, calm(self.model.device):
             for variant in self._planner.forms:
                 if on_variant is not None:
                     on_variant(variant.name)
                 self._compile(variant)
-        if len(self._variants) > num_before:
-            trim()
+            if len(self._steps.graphs) > num_before:
+                trim()
+                self._steps.save_if_new()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the compiled steps to a file for ``Runner(..., artefact=path)`` of other processes.
+
+        Steps that are not compiled yet are compiled first.
+
+        Raises:
+            UnsupportedError: the runner compiles nothing, or a step has something that does not
+                outlive this process.
+            OSError: the file cannot be written.
+        """
+        if not self.compile:
+            raise UnsupportedError("a runner with compile=False has no compiled steps to save")
+        with self.lock, calm(self.model.device):
+            for variant in self._planner.forms:
+                self._compile(variant)
+            self._steps.save(Path(path))
 
     def report(self) -> Report:
         """What was compiled so far, and what is in it."""
-        graphs, capture = self._log.graphs, self._capture
-        of_variants = {name: graphs[i] for name, i in self._variants.items()}
+        steps, capture = self._steps, self._capture
         return Report(
-            graphs=of_variants,
-            recompiles=len(graphs) - len(of_variants),
-            graph_breaks=_count_graph_breaks() - self._breaks_before,
+            graphs=steps.graphs,
+            recompiles=steps.recompiles,
+            graph_breaks=steps.graph_breaks,
             captured_graphs=() if capture is None else capture.names,
             captured_bytes=0 if capture is None else capture.nbytes,
             not_captured={} if capture is None else capture.refused,
@@ -306,55 +328,18 @@ class Runner:
 
     def _run(self, variant: Variant, planned: Inputs) -> Tensor:
         """Run one step, compiled already, whose inputs are on the host."""
-        static, pools = self._inputs[variant], self._cache.pools
+        static = self._inputs[variant]
         inputs = static.refresh(planned)
-
-        def step(inputs: Inputs) -> Tensor:
-            return self._steps[variant](inputs, pools)
-
-        with self._use.running(), torch.inference_mode():
+        with self._steps.running(variant) as step:
             if self._capture is None:
                 return step(inputs)
             return self._capture.run(variant, step, static, inputs, planned)
 
     def _compile(self, variant: Variant) -> None:
-        """Trace and compile one variant on a step of null sequences, which changes no state."""
-        if variant.name in self._variants or not self.compile:
-            return
-        inputs = map_tensors(lambda leaf: leaf.to(self.model.device), self._planner.traced(variant))
-        for part in inputs.parts:
-            if part.batch.positions.ndim == 2:
-                torch._dynamo.mark_static(part.batch.positions, 0)
-        place = len(self._log.graphs)
-        # Floats of the model (an eps) are constants: as inputs, each is a tensor made every step.
-        settings = torch._dynamo.config.patch(specialize_float=True)  # of the whole process
-        with (
-            _COMPILING,
-            self._use.tracing(),
-            torch.inference_mode(),
-            settings,
-            named_failures(),
-        ):
-            self._layers.trace(lambda: self._steps[variant](inputs, self._cache.pools))
-        self._variants[variant.name] = place
-        if self._capture is not None:
-            self._capture.check(variant, self._log.graphs[place].ops)
-
-    def _make_steps(self, passes: Many[Pass]) -> dict[Variant, Callable[[Inputs, Caches], Tensor]]:
-        """A step for each variant, not compiled yet."""
-        step, variants = make_step(self.model), self._planner.forms
-        if not self.compile:
-            return dict.fromkeys(variants, step)
-        pools = self._cache.pool_tensors()
-        for pool in pools:
-            torch._dynamo.mark_static(pool)
-        backend = StepBackend(
-            self._log,
-            pool_sizes={pool.numel() for pool in pools},
-            layers=self._layers,
-            passes=passes,
-        )
-        return {variant: compile_step(step, backend) for variant in variants}
+        """Have a variant compiled, if steps are."""
+        record = self._steps.prepare(variant)
+        if record is not None and self._capture is not None:
+            self._capture.check(variant, record.ops)
 
     def _step_sizes(self, grid: int) -> StepSizes:
         """What steps are padded to: few sizes where each is captured."""
@@ -390,7 +375,3 @@ def _check_max_tokens(max_tokens: int, chunk_size: int) -> None:
 def _num_ranks(model: Model) -> int:
     """Devices that run one step together."""
     return 1 if model.ranks is None else model.ranks.size
-
-
-def _count_graph_breaks() -> int:
-    return sum(torch._dynamo.utils.counters["graph_break"].values())

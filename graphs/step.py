@@ -103,7 +103,10 @@ class Variant:
         return ", ".join([self.mode.value, *forms, *["in halves"] * self.in_halves])
 
 
-def make_step(model: Model) -> Callable[[Inputs, Caches], Tensor]:
+StepFunction = Callable[[Inputs, Caches], Tensor]
+
+
+def make_step(model: Model) -> StepFunction:
     """The function that is traced: each part through the model, then the logits that are wanted."""
 
     def step(inputs: Inputs, caches: Caches) -> Tensor:

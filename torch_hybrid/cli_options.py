@@ -41,6 +41,7 @@ class ModelOptions:
     eager: bool
     full: str
     linear: str
+    artefact: str | None
 
     def load(self) -> HybridModel | Ring25:
         """The checkpoint, with a spinner for as long as it loads."""
@@ -53,10 +54,15 @@ class ModelOptions:
             max_seqs=self.max_seqs,
             max_tokens=self.max_tokens,
             kv_tokens=self.kv_tokens,
-            compile=not self.eager and can_compile(model.device),
+            compile=not self.eager and (self._has_steps() or can_compile(model.device)),
             backends=Backends(full=self.full, linear=self.linear),
+            artefact=None if self.eager else self.artefact,
             **options,
         )
+
+    def _has_steps(self) -> bool:
+        """Whether steps may be there that need no compiler."""
+        return self.artefact is not None and os.path.exists(self.artefact)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +131,11 @@ model_options = _grouped(
         click.option("--full", default="auto", show_default=True, help="Full attention by name."),
         click.option(
             "--linear", default="auto", show_default=True, help="Linear attention by name."
+        ),
+        click.option(
+            "--artefact",
+            type=click.Path(dir_okay=False),
+            help="A file of compiled steps to start from; written where it is not there yet.",
         ),
     ),
 )

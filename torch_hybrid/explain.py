@@ -69,7 +69,7 @@ def graphs(report: Report) -> Section:
         (
             name,
             str(graph.num_nodes),
-            f"{graph.seconds:.1f} s",
+            "loaded" if graph.is_loaded else f"{graph.seconds:.1f} s",
             f"{graph.layers}\n{sum(graph.regions)} calls of {len(graph.regions)} regions",
             "\n".join(f"{count} x {op}" for op, count in sorted(graph.ops.items())),
             str(len(graph.pool_clones)),

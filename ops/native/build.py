@@ -14,6 +14,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -38,6 +39,7 @@ FLAGS = (
 SANITIZE = "TORCH_HYBRID_SANITIZE"
 SANITIZER_FLAGS = ("-O2", "-g1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all")
 SHOWN_LINES = 20
+_OTHER_FOLDER = "set TORCH_HYBRID_CACHE to a writable folder"
 
 
 class BuildError(RuntimeError):
@@ -58,16 +60,63 @@ def load_library(name: str, source: Path) -> ctypes.CDLL:
     Raises:
         BuildError: there is no compiler, it failed, or the result does not load.
     """
+    key = f"{name}-{_hash_of_source(source)}"
+    library = _BROUGHT.get(key) or _built(name, source)
+    try:
+        loaded = ctypes.CDLL(str(library))
+    except OSError as error:
+        raise BuildError(f"{library} does not load: {error}") from error
+    _LOADED[key] = library
+    return loaded
+
+
+def _built(name: str, source: Path) -> Path:
+    """The library of ``source``, built unless the cache has it."""
     compiler = _find_compiler()
     if compiler is None:
         raise BuildError(_no_compiler())
     library = cache_folder() / f"{name}-{_content_hash(compiler, source)}.so"
     if not library.exists():
         _build(compiler, source, library)
+    return library
+
+
+# Libraries by what they were built from, whatever compiler it was: those of this process, and
+# those that came from elsewhere to be taken instead of building.
+_LOADED: dict[str, Path] = {}
+_BROUGHT: dict[str, Path] = {}
+
+
+def loaded_libraries() -> dict[str, Path]:
+    """The files of all libraries loaded in this process, as ``bring_libraries`` takes them."""
+    return dict(_LOADED)
+
+
+def bring_libraries(libraries: Mapping[str, Path]) -> None:
+    """Take these libraries where their sources are asked for, instead of building them.
+
+    They were built for this CPU, of sources and flags that are the same here.
+    """
+    _BROUGHT.update(libraries)
+    compiler_missing.cache_clear()
+
+
+def unpack_library(data: bytes) -> Path:
+    """A file in the cache to load a library from, whose content is ``data``.
+
+    Raises:
+        BuildError: the cache cannot be written.
+    """
+    library = cache_folder() / f"{hashlib.sha256(data).hexdigest()[:20]}.so"
     try:
-        return ctypes.CDLL(str(library))
+        if not library.exists():
+            library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+                Path(folder, "unpacked.so").write_bytes(data)
+                Path(folder, "unpacked.so").replace(library)
     except OSError as error:
-        raise BuildError(f"{library} does not load: {error}") from error
+        raise BuildError(f"cannot write {library}: {error}; {_OTHER_FOLDER}") from error
+    return library
 
 
 @cache
@@ -78,10 +127,11 @@ def compiler_missing() -> str | None:
     and still not serve: no standard library, an OpenMP runtime other than torch's, a read-only
     home.
     """
-    if _find_compiler() is None:
+    source = HEADERS / "probe.cpp"
+    if _find_compiler() is None and f"probe-{_hash_of_source(source)}" not in _BROUGHT:
         return _no_compiler()
     try:
-        probe = load_library("probe", HEADERS / "probe.cpp")
+        probe = load_library("probe", source)
     except BuildError as error:
         return f"the C++ compiler cannot build kernels: {error}"
     return None if probe.th_probe(2) >= 1 else "OpenMP does not run in a built kernel"
@@ -119,8 +169,14 @@ def _target(compiler: str) -> str:
 
 
 def _content_hash(compiler: str, source: Path) -> str:
+    built_by = " ".join([compiler, _target(compiler), _hash_of_source(source)])
+    return hashlib.sha256(built_by.encode()).hexdigest()[:20]
+
+
+def _hash_of_source(source: Path) -> str:
+    """Of all that a library is built from but the compiler and the CPU."""
     headers = sorted({*HEADERS.glob("*.h"), *source.parent.glob("*.h")})
-    digest = hashlib.sha256(" ".join([compiler, *_flags(), _target(compiler)]).encode())
+    digest = hashlib.sha256(" ".join(_flags()).encode())
     for file in (source, *headers):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:20]
@@ -137,8 +193,7 @@ def _build(compiler: str, source: Path, library: Path) -> None:
             _run([compiler, *checked, "-shared", str(unit), "-o", str(built)])
             built.replace(library)
     except OSError as error:
-        hint = "set TORCH_HYBRID_CACHE to a writable folder"
-        raise BuildError(f"cannot write {library}: {error}; {hint}") from error
+        raise BuildError(f"cannot write {library}: {error}; {_OTHER_FOLDER}") from error
 
 
 def _run(command: list[str]) -> str:

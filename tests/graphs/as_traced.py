@@ -10,7 +10,8 @@ from unittest import mock
 from torch import Tensor
 from torch.fx import GraphModule
 
-from torch_hybrid.graphs.compile import CompiledGraph, StepBackend
+from torch_hybrid.graphs.compile import StepBackend
+from torch_hybrid.graphs.compiled_step import CompiledGraph, arguments_of
 
 
 def run_as_traced() -> AbstractContextManager[Any]:
@@ -21,4 +22,4 @@ def run_as_traced() -> AbstractContextManager[Any]:
 def _as_traced(
     _backend: StepBackend, module: GraphModule, _schedule: object, added: Sequence[Tensor]
 ) -> CompiledGraph:
-    return CompiledGraph(step=lambda *args: module(*args, *added))
+    return CompiledGraph(arguments=arguments_of(module.graph, added), call=module)

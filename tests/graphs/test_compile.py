@@ -67,6 +67,41 @@ def test_a_graph_serves_all_sizes_and_its_own_constants():
     assert len(log.graphs) == 2
 
 
+def test_a_step_whose_sizes_fit_runs_without_dynamo():
+    def step(inputs: Inputs, caches: Tensor) -> Tensor:
+        return inputs.x + caches if inputs.x.shape[0] < 10 else inputs.x - caches
+
+    run, log = compiled(step)
+    traced: list[int] = []
+    of_dynamo = run._trace
+    run._trace = lambda given, caches: (traced.append(len(given.x)), of_dynamo(given, caches))[1]
+    caches = torch.randn(WIDTH)
+    for num_tokens in (5, 7, 12, 300, 9, 10):
+        given = inputs(num_tokens)
+        for _ in range(2):
+            assert torch.equal(run(given, caches), step(given, caches))
+    assert traced == [5, 12]
+    assert len(log.graphs) == 2
+
+
+def test_an_argument_that_dynamo_alone_finds_is_read_at_every_call():
+    class Holder:
+        offset = 3
+
+    def step(inputs: Inputs, caches: Tensor) -> Tensor:
+        return inputs.x + holder.offset * caches
+
+    holder = Holder()
+    run, _ = compiled(step)
+    caches, given = torch.randn(WIDTH), inputs(5)
+    for holder.offset in (3, 4, 5, 6):
+        assert torch.equal(run(given, caches), step(given, caches))
+    [graph] = run.graphs
+    assert graph.arguments.unknown == (
+        "L['holder'].offset is no tensor, and no part of the step's inputs"
+    )
+
+
 def test_steps_of_one_def_do_not_share_graphs():
     """As the steps of one runner do: they have one backend, and close over different values."""
     backend = StepBackend(CompileLog(), pool_sizes=())

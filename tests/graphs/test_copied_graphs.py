@@ -14,7 +14,8 @@ from torch.fx.node import map_arg
 
 import torch_hybrid as th
 from tests.tiny_models import BUILDERS, make_hybrid, make_model
-from torch_hybrid.graphs.compile import CompiledGraph, StepBackend
+from torch_hybrid.graphs.compile import StepBackend
+from torch_hybrid.graphs.compiled_step import Arguments, CompiledGraph
 from torch_hybrid.graphs.instantiate import Named
 from torch_hybrid.graphs.lanes import layer_of
 from torch_hybrid.graphs.layers_once import LayersOnce
@@ -71,10 +72,12 @@ def name_of(node: Node, names: dict[int, str], added: list[Tensor]) -> str:
 def traced(model: th.HybridModel, *, whole: bool, **options: Any) -> tuple[list[str], list[int]]:
     """The lines of a model's graphs, and how many layers were copied in each."""
     runner = th.Runner(model, max_seqs=4, max_tokens=128, kv_tokens=256, **options)
-    runner._layers._is_checked = True  # each kind is traced once, so that there is more to copy
+    runner._steps.layers._is_checked = (
+        True  # each kind is traced once, so that there is more to copy
+    )
     names = {
         id(tensor): f"{name} of {index}"
-        for index, own in enumerate(runner._layers._layers.tensors)
+        for index, own in enumerate(runner._steps.layers._layers.tensors)
         for name, tensor in own.items()
     }
     lines: list[str] = []
@@ -83,7 +86,10 @@ def traced(model: th.HybridModel, *, whole: bool, **options: Any) -> tuple[list[
         _backend: StepBackend, module: GraphModule, _schedule: object, added: Sequence[Tensor]
     ) -> CompiledGraph:
         lines.extend(lines_of(module, names, added))
-        return CompiledGraph(step=lambda *_: (torch.zeros(1),))
+        return CompiledGraph(
+            arguments=Arguments(given=(), sizes=(), holds=""),
+            call=lambda *_: (torch.zeros(1),),
+        )
 
     def trace(_layers: LayersOnce, step: Callable[[], object]) -> None:
         step()

@@ -20,7 +20,7 @@ from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
 from torch_hybrid.graphs.instantiate import mark_layers, own_copy
 from torch_hybrid.graphs.layers_once import LayersOnce
 from torch_hybrid.graphs.passes import graph_text
-from torch_hybrid.graphs.regions import Plan, cut, join, plan_regions
+from torch_hybrid.graphs.regions import Plan, cut, link, plan_regions, step_text
 
 NUM_LAYERS = 5
 
@@ -73,6 +73,10 @@ def uncompiled(region: GraphModule) -> Callable[[list[Any]], Any]:
     return lambda boxed: region(*boxed)
 
 
+def joined(module: GraphModule, plan: Plan, run: list[Callable[[list[Any]], Any]]) -> Any:
+    return link(step_text(module.graph, plan), run)
+
+
 def test_a_cut_leaves_the_residual_and_the_norm_together():
     module, plan, _ = planned(stack_of(), torch.randn(4, WIDTH))
     assert plan.counts == (1, NUM_LAYERS - 1, 1)
@@ -96,10 +100,8 @@ def test_joined_regions_are_the_graph(layer: Callable[[int], nn.Module]):
     module, plan, inputs = planned(stack_of(layer), torch.randn(4, WIDTH))
     with torch.inference_mode():
         run = [uncompiled(region.module(module)) for region in plan.distinct]
-        for bound in (0, 3):
-            step = join(module.graph, plan, run, inputs[len(inputs) - bound :])
-            [actual], [expected] = step(*inputs[: len(inputs) - bound]), module(*inputs)
-            assert torch.equal(actual, expected)
+        [actual], [expected] = joined(module, plan, run)(*inputs), module(*inputs)
+        assert torch.equal(actual, expected)
 
 
 def test_no_cut_inside_a_context():
@@ -125,7 +127,7 @@ def test_a_region_holds_nothing_that_is_read_no_more():
         return call
 
     made: list[weakref.ref[Tensor]] = []
-    step = join(module.graph, plan, [run(r.module(module)) for r in plan.distinct], [])
+    step = joined(module, plan, [run(r.module(module)) for r in plan.distinct])
     with torch.inference_mode():
         step(*inputs)
     assert max(alive) == 0
@@ -178,7 +180,7 @@ def test_regions_that_differ_are_two(name: str):
     assert sorted(plan.counts) == [1, 1, 1, NUM_LAYERS - 2]
     with torch.inference_mode():
         run = [uncompiled(region.module(module)) for region in plan.distinct]
-        assert torch.equal(join(module.graph, plan, run, [])(*inputs)[0], module(*inputs)[0])
+        assert torch.equal(joined(module, plan, run)(*inputs)[0], module(*inputs)[0])
 
 
 @pytest.fixture(scope="module")

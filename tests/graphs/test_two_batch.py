@@ -219,8 +219,10 @@ def test_a_policy_makes_the_graphs_that_it_needs():
 def test_a_threshold_decides_step_by_step():
     runner = make_runner("qwen3", two_batch_overlap=OverlapPolicy(min_extend_tokens=64))
     ran: list[str] = []
-    for variant, step in list(runner._steps.items()):
-        runner._steps[variant] = lambda *args, v=variant, s=step: (ran.append(v.name), s(*args))[1]
+    for variant, step in list(runner._steps.of.items()):
+        runner._steps.of[variant] = lambda *args, v=variant, s=step: (ran.append(v.name), s(*args))[
+            1
+        ]
     [seq] = runner.new_sequences(1)
     for count in (63, 64, 1):
         runner.extend([seq], [[1] * count])

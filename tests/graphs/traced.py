@@ -104,7 +104,7 @@ def trace_model(model: HybridModel, lengths: list[int]) -> Traced:
     )
     variant, inputs = runner._planner.plan(batch, mode, "last")
     with torch.inference_mode():
-        return trace(runner._steps[variant], inputs, runner.cache.pools, dynamic=True)
+        return trace(runner._steps.of[variant], inputs, runner.cache.pools, dynamic=True)
 
 
 class Compare(Interpreter):

@@ -1,0 +1,99 @@
+"""What compiled steps hold for: a process of other facts cannot use them."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import platform
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+import torch_hybrid
+import torch_hybrid.graphs
+import torch_hybrid.ops
+from torch_hybrid.graphs.passes import Pass
+from torch_hybrid.graphs.signature import fact, signature
+from torch_hybrid.graphs.step import Model
+
+_CODE = {".py", ".cpp", ".h"}
+
+
+def facts_of(model: Model, passes: Sequence[Pass], **sizes: int) -> dict[str, str]:
+    """What graphs of this process, its model and its runner hold for, by name."""
+    facts = {
+        "torch_hybrid": _package(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "device": _device(model.device),
+        "settings of Inductor": _digest(torch._inductor.config.save_config_portable()),
+        "passes": " ".join(f"{p.name}:{_digest(_unknown(p.apply))[:8]}" for p in passes),
+        "model": _model(model),
+        "dtype": str(model.dtype),
+        "ranks": "1" if model.ranks is None else f"{model.ranks.rank} of {model.ranks.size}",
+    }
+    if model.device.type == "cpu":
+        facts["threads"] = str(torch.get_num_threads())
+    return facts | {name: str(size) for name, size in sizes.items()}
+
+
+def _model(model: Model) -> str:
+    """A digest of a model's modules, of their code, and of the layouts of its tensors."""
+    if not isinstance(model, nn.Module):
+        return _digest(_unknown(model))
+    files = {inspect.getsourcefile(type(module)) for module in model.modules()}
+    code = [Path(file).read_bytes() for file in sorted(filter(None, files))]
+    table = fact(model.table, _unknown)
+    return _digest((signature(model, _unknown), table, list(map(_digest, code))))
+
+
+def _unknown(value: Any) -> object:
+    """What stands for an object of any class, in every process."""
+    if isinstance(value, FunctionType):
+        return value.__qualname__, value.__code__.co_code, repr(value.__code__.co_names)
+    if func := getattr(value, "func", None):  # a partial, or what binds a function otherwise
+        given = getattr(value, "args", ()), getattr(value, "keywords", {})
+        return _unknown(func), fact(given, _name)
+    held = {k: v for k, v in getattr(value, "__dict__", {}).items() if not k.startswith("_")}
+    return _name(value), [(key, fact(held[key], _name)) for key in sorted(held)]
+
+
+def _name(value: Any) -> str:
+    kind = value if isinstance(value, type) else type(value)
+    return f"{kind.__module__}.{kind.__qualname__} {getattr(value, '__qualname__', '')}"
+
+
+def _version(package: str) -> str:
+    return metadata.version(package) if package in sys.modules else "not imported"
+
+
+@cache
+def _package() -> str:
+    """A digest of the code of this package, whose graphs and calls of C++ change with it."""
+    folders = {*torch_hybrid.__path__, *torch_hybrid.ops.__path__, *torch_hybrid.graphs.__path__}
+    files = {path for folder in folders for path in Path(folder).rglob("*") if path.suffix in _CODE}
+    return _digest(sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in files))
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+
+
+def _device(device: torch.device) -> str:
+    """A name of the device's kind: code for one kind does not run, or is slow, on another."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}"
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else [platform.processor()]
+    known = {name.strip(): value.strip() for name, _, value in (x.partition(":") for x in lines)}
+    name = known.get("model name", platform.machine())
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}, {_digest(known.get('flags'))[:6]}"

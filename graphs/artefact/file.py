@@ -1,0 +1,221 @@
+"""Compiled steps in a file, for processes that neither trace nor generate code.
+
+    facts.json   what the graphs were made for: a process of other facts cannot use them
+    steps        each variant's text, its arguments by name, and its record
+    regions      each distinct region as Inductor serializes it
+    libraries    the C++ of the regions, and of the ops that they call
+
+What is in the file is run as code: load none that you do not trust. Triton keeps what it compiled
+in a cache of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from torch import Tensor, nn
+
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.graphs.artefact.regions import dump_region, load_region
+from torch_hybrid.graphs.compile import GraphRecord
+from torch_hybrid.graphs.compile_region import CompiledRegion
+from torch_hybrid.graphs.compiled_step import Arguments, CompiledGraph
+from torch_hybrid.graphs.regions import link
+from torch_hybrid.graphs.signature import own_tensors
+from torch_hybrid.graphs.step import Caches, Model
+from torch_hybrid.ops.native.build import bring_libraries, loaded_libraries, unpack_library
+
+_FORMAT = 1
+_FACTS, _STEPS = "facts.json", "steps.pickle"
+_REGIONS, _KERNELS, _OPS = "regions", "kernels", "ops"
+
+
+class StaleArtefactError(RuntimeError):
+    """An artefact cannot be used here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A tensor by its name in the model or its caches."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SavedGraph:
+    """A graph whose tensors are named and whose regions are numbered."""
+
+    text: str
+    regions: tuple[int, ...]
+    counts: tuple[int, ...]
+    ops: Counter[str]
+    given: tuple[str | _Named, ...]
+    sizes: tuple[str, ...]
+    holds: str
+    constants: str
+    record: GraphRecord
+
+
+def named_tensors(model: Model, caches: Caches) -> dict[str, Tensor]:
+    """Every tensor of a model and of its caches, by name."""
+    named = {
+        f"caches.{kind}.{index}.{name}": tensor
+        for kind, layers in caches.items()
+        for index, layer in enumerate(layers)
+        for name, tensor in layer.items()
+    }
+    if isinstance(model, nn.Module):
+        for path, module in model.named_modules(remove_duplicate=False):
+            named |= {f"model.{path}.{name}": tensor for name, tensor in own_tensors(module)}
+    return named
+
+
+def save(
+    path: Path,
+    steps: Mapping[str, tuple[CompiledGraph, GraphRecord]],
+    facts: Mapping[str, str],
+    named: Mapping[str, Tensor],
+) -> None:
+    """Write compiled steps to a file, all or nothing.
+
+    Args:
+        path: of the file; its folder must be there.
+        steps: the graph and the record of each variant, by its name.
+        facts: what the graphs hold for; see ``facts_of``.
+        named: the tensors that graphs may be bound to.
+
+    Raises:
+        UnsupportedError: a graph is not all there is to its step.
+        OSError: the file cannot be written.
+    """
+    names = {id(tensor): name for name, tensor in named.items()}
+    regions: dict[int, CompiledRegion] = {}
+    saved: dict[str, _SavedGraph] = {}
+    for variant, (graph, record) in steps.items():
+        regions |= {id(region): region for region in graph.regions}
+        numbers = {key: number for number, key in enumerate(regions)}
+        try:
+            saved[variant] = _saved(graph, record, names, numbers)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{variant} steps cannot be saved: {error}") from error
+    kernels: dict[str, Path] = {}
+    dumped = [dump_region(region, kernels) for region in regions.values()]
+    with TemporaryDirectory(dir=path.parent) as folder:
+        partial = Path(folder, path.name)
+        with zipfile.ZipFile(partial, "w", zipfile.ZIP_DEFLATED) as file:
+            file.writestr(_FACTS, json.dumps({"format": _FORMAT, **facts}, indent=1))
+            file.writestr(_STEPS, pickle.dumps(saved))
+            for number, data in enumerate(dumped):
+                file.writestr(f"{_REGIONS}/{number}", data)
+            for kind, libraries in ((_KERNELS, kernels), (_OPS, loaded_libraries())):
+                for key, library in libraries.items():
+                    file.write(library, f"{kind}/{key}")
+        partial.replace(path)
+
+
+def _saved(
+    graph: CompiledGraph,
+    record: GraphRecord,
+    names: Mapping[int, str],
+    numbers: Mapping[int, int],
+) -> _SavedGraph:
+    arguments = graph.arguments
+    if arguments.unknown:
+        raise UnsupportedError(arguments.unknown)
+    given: list[str | _Named] = []
+    for argument in arguments.given:
+        if isinstance(argument, Tensor):
+            if id(argument) not in names:
+                shape = tuple(argument.shape)
+                raise UnsupportedError(f"a tensor of shape {shape} has no name in the model")
+            given.append(_Named(names[id(argument)]))
+        else:
+            given.append(argument)
+    return _SavedGraph(
+        text=graph.text,
+        regions=tuple(numbers[id(region)] for region in graph.regions),
+        counts=graph.counts,
+        ops=graph.ops,
+        given=tuple(given),
+        sizes=arguments.sizes,
+        holds=arguments.holds,
+        constants=graph.constants,
+        record=record,
+    )
+
+
+class Artefact:
+    """An open file of compiled steps that were made for what runs here.
+
+    Args:
+        path: of the file.
+        facts: of this process, its model and its runner.
+
+    Raises:
+        FileNotFoundError: there is none.
+        StaleArtefactError: it is no artefact, or was made for something else.
+    """
+
+    def __init__(self, path: Path, facts: Mapping[str, str]) -> None:
+        try:
+            self._file = zipfile.ZipFile(path)
+            made_for = json.loads(self._file.read(_FACTS))
+            if broken := self._file.testzip():
+                raise zipfile.BadZipFile(f"{broken} has changed")
+        except (zipfile.BadZipFile, zlib.error, KeyError, ValueError) as error:
+            raise StaleArtefactError(f"{path} is no artefact of torch_hybrid: {error}") from error
+        here = {"format": _FORMAT, **facts}
+        differ = [name for name in here if made_for.get(name) != here[name]]
+        if differ:
+            listed = "; ".join(f"{n}: {made_for.get(n)} there, {here[n]} here" for n in differ)
+            raise StaleArtefactError(f"{path} was made for something else ({listed})")
+        self._steps: dict[str, _SavedGraph] = pickle.loads(self._file.read(_STEPS))
+        self._kernels = self._unpacked(_KERNELS)
+        bring_libraries(self._unpacked(_OPS))
+        self._regions: dict[int, CompiledRegion] = {}
+
+    def graph(
+        self, variant: str, constants: str, named: Mapping[str, Tensor]
+    ) -> tuple[CompiledGraph, GraphRecord] | None:
+        """The graph of a variant and its record, or None where the file has none for it.
+
+        Args:
+            variant: its name.
+            constants: of what it is traced with.
+            named: the tensors to bind it to.
+        """
+        saved = self._steps.get(variant)
+        if saved is None or saved.constants != constants:
+            return None
+        regions = tuple(self._region(number) for number in saved.regions)
+        given = tuple(named[x.name] if isinstance(x, _Named) else x for x in saved.given)
+        graph = CompiledGraph(
+            text=saved.text,
+            regions=regions,
+            counts=saved.counts,
+            ops=saved.ops,
+            arguments=Arguments(given=given, sizes=saved.sizes, holds=saved.holds),
+            call=link(saved.text, [region.call for region in regions]),
+            constants=constants,
+        )
+        return graph, replace(saved.record, is_loaded=True)
+
+    def _region(self, number: int) -> CompiledRegion:
+        if number not in self._regions:
+            data = self._file.read(f"{_REGIONS}/{number}")
+            self._regions[number] = load_region(data, self._kernels)
+        return self._regions[number]
+
+    def _unpacked(self, folder: str) -> dict[str, Path]:
+        """The libraries of a folder, each in a file to load it from, by key."""
+        prefix = f"{folder}/"
+        names = [name for name in self._file.namelist() if name.startswith(prefix)]
+        return {name.removeprefix(prefix): unpack_library(self._file.read(name)) for name in names}

@@ -1,0 +1,92 @@
+"""A compiled region as bytes, and back, by what Inductor itself puts into its caches.
+
+Inductor's code for a CPU hands C++ source to a compiler when it is loaded. The libraries that came
+of it are kept beside the bytes and handed out instead, so that loading needs no compiler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import copy
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.graphs.compile_region import CompiledRegion
+
+_LOADING = Lock()
+
+
+def dump_region(region: CompiledRegion, kernels: dict[str, Path]) -> bytes:
+    """A region as ``load_region`` takes it.
+
+    Args:
+        region: compiled or loaded in this process.
+        kernels: receives the files of the libraries that it needs, by key.
+
+    Raises:
+        UnsupportedError: Inductor's code is not all there is to the region.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.output_code import CompiledFxGraph
+
+    if not isinstance(region.owner, CompiledFxGraph):
+        raise UnsupportedError("a region is called through the wrapper of autograd")
+    graph = copy(region.owner)
+    graph.prepare_for_serialization()
+    data = pickle.dumps(graph)
+    compile_or_find = AsyncCompile.cpp_pybinding
+
+    def note(compiler: Any, types: list[str], source: str) -> Any:
+        found = compile_or_find(compiler, types, source)
+        kernel = found.result() if hasattr(found, "result") else found
+        kernels[_key(types, source)] = Path(kernel.__self__.__file__)
+        return kernel
+
+    _load(data, note)  # which also proves that it can be
+    return data
+
+
+def load_region(data: bytes, kernels: Mapping[str, Path]) -> CompiledRegion:
+    """A region from its bytes and the libraries that it needs."""
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    def find(_compiler: Any, types: list[str], source: str) -> Any:
+        key = _key(types, source)
+        library: Any = CppPythonBindingsCodeCache._load_library(str(kernels[key]), key)
+        return library.kernel
+
+    graph = _load(data, find)
+    return CompiledRegion(call=graph.current_callable, owner=graph, sources=(graph.source_code,))
+
+
+def _load(data: bytes, cpp_pybinding: Callable[[Any, list[str], str], Any]) -> Any:
+    """The graph of these bytes, whose C++ kernels come from ``cpp_pybinding``."""
+    from torch._inductor.output_code import CompiledFxGraphConstants
+
+    graph = pickle.loads(data)
+    constants = CompiledFxGraphConstants()
+    with _LOADING, _kernels_from(cpp_pybinding):
+        graph.after_deserialization(constants)
+    graph.post_compile((), constants, graph.fx_kwargs)
+    return graph
+
+
+@contextmanager
+def _kernels_from(cpp_pybinding: Callable[[Any, list[str], str], Any]) -> Iterator[None]:
+    from torch._inductor.async_compile import AsyncCompile
+
+    before = AsyncCompile.cpp_pybinding
+    AsyncCompile.cpp_pybinding = cpp_pybinding  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        AsyncCompile.cpp_pybinding = before  # type: ignore[method-assign]
+
+
+def _key(types: list[str], source: str) -> str:
+    return hashlib.sha256("\n".join([*types, source]).encode()).hexdigest()[:20]

@@ -1,0 +1,87 @@
+"""The compiled steps that a runner finds in a file, and writes to one."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch_hybrid.graphs.artefact.facts import facts_of
+from torch_hybrid.graphs.artefact.file import (
+    Artefact,
+    StaleArtefactError,
+    named_tensors,
+    save,
+)
+from torch_hybrid.graphs.compile import GraphRecord
+from torch_hybrid.graphs.compiled_step import CompiledGraph, constants_of
+from torch_hybrid.graphs.passes import Pass
+from torch_hybrid.graphs.step import Caches, Inputs, Model
+
+
+class StepStore:
+    """Finds a runner's steps in the artefact at ``path``, if there is one that fits.
+
+    One that does not fit is named in a warning, and is there to be written anew, as one that is
+    not there yet.
+
+    Args:
+        path: of the file; None looks nowhere.
+        model: that the steps run.
+        caches: of its layers.
+        passes: over its graphs.
+        sizes: of the runner, by name.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        model: Model,
+        caches: Caches,
+        passes: Sequence[Pass],
+        **sizes: int,
+    ) -> None:
+        self.path = None if path is None else Path(path)
+        self._model, self._caches, self._passes, self._sizes = model, caches, passes, sizes
+        self._artefact: Artefact | None = None
+        if self.path is not None and self.path.exists():
+            try:
+                self._artefact = Artefact(self.path, self._facts)
+            except StaleArtefactError as error:
+                warnings.warn(f"{error}; steps are compiled anew", stacklevel=3)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is an artefact that fits."""
+        return self._artefact is not None
+
+    def find(self, variant: str, inputs: Inputs) -> tuple[CompiledGraph, GraphRecord] | None:
+        """A variant's graph and its record, if they are there.
+
+        Args:
+            variant: its name.
+            inputs: what it would be traced with.
+        """
+        if self._artefact is None:
+            return None
+        return self._artefact.graph(variant, constants_of(inputs), self._named)
+
+    def save(self, path: Path, steps: Mapping[str, tuple[CompiledGraph, GraphRecord]]) -> None:
+        """Write steps to a file: each with its graph and its record.
+
+        Raises:
+            UnsupportedError: a graph is not all there is to its step.
+            OSError: the file cannot be written.
+        """
+        save(path, steps, self._facts, self._named)
+
+    @cached_property
+    def _facts(self) -> dict[str, str]:
+        return facts_of(self._model, self._passes, **self._sizes)
+
+    @cached_property
+    def _named(self) -> dict[str, Any]:
+        return named_tensors(self._model, self._caches)

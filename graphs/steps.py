@@ -1,0 +1,142 @@
+"""The steps of a runner: each compiled, or found in an artefact, when it is first wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import RLock
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.caches.hybrid import HybridCache
+from torch_hybrid.graphs.artefact.store import StepStore
+from torch_hybrid.graphs.compile import CompileLog, GraphRecord, StepBackend, compile_step
+from torch_hybrid.graphs.compiled_step import CompiledStep
+from torch_hybrid.graphs.layers_once import LayersOnce
+from torch_hybrid.graphs.model_use import ModelUse
+from torch_hybrid.graphs.passes import Pass
+from torch_hybrid.graphs.planner import StepPlanner
+from torch_hybrid.graphs.step import Inputs, Model, StepFunction, Variant, make_step, map_tensors
+from torch_hybrid.toolchain import named_failures
+
+_COMPILING = RLock()  # runners of several threads compile one after another
+
+
+class Steps:
+    """One function for each variant of a runner's steps.
+
+    Args:
+        model: that the steps run.
+        cache: of its layers.
+        planner: makes what steps are traced with.
+        passes: over the graphs.
+        store: where compiled steps may be; None compiles nothing, and runs the model as it is.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: HybridCache,
+        planner: StepPlanner,
+        *,
+        passes: Sequence[Pass],
+        store: StepStore | None,
+    ) -> None:
+        self.layers = LayersOnce(model, cache.pools)
+        self._device, self._use = model.device, ModelUse.of(model)
+        self._caches, self._planner, self._store = cache.pools, planner, store
+        self._log = CompileLog()
+        self._place: dict[str, int] = {}  # by variant's name, of its graph in the log
+        self._breaks_before = _count_graph_breaks()
+        step, pools = make_step(model), cache.pool_tensors()
+        self.of: dict[Variant, StepFunction] = dict.fromkeys(planner.forms, step)
+        if store is None:
+            return
+        for pool in pools:
+            torch._dynamo.mark_static(pool)
+        backend = StepBackend(
+            self._log,
+            pool_sizes={pool.numel() for pool in pools},
+            layers=self.layers,
+            passes=passes,
+        )
+        self.of = {variant: compile_step(step, backend) for variant in planner.forms}
+
+    @property
+    def graphs(self) -> dict[str, GraphRecord]:
+        """What is known of the variants that are ready, by name."""
+        return {name: self._log.graphs[place] for name, place in self._place.items()}
+
+    @property
+    def recompiles(self) -> int:
+        """Graphs beyond the one that each variant needs."""
+        return len(self._log.graphs) - len(self._place)
+
+    @property
+    def graph_breaks(self) -> int:
+        """Of all that was traced since."""
+        return _count_graph_breaks() - self._breaks_before
+
+    @contextmanager
+    def running(self, variant: Variant) -> Iterator[Callable[[Inputs], Tensor]]:
+        """A variant's step, which is ready; the model is not traced meanwhile."""
+        step = self.of[variant]
+        with self._use.running(), torch.inference_mode():
+            yield lambda inputs: step(inputs, self._caches)
+
+    def prepare(self, variant: Variant) -> GraphRecord | None:
+        """Make a variant ready, and say what its graph is; None if it was ready, or has none.
+
+        What is not found is traced on a step of null sequences, which changes no state.
+        """
+        step = self.of[variant]
+        if variant.name in self._place or not isinstance(step, CompiledStep):
+            return None
+        assert self._store is not None
+        inputs = map_tensors(lambda leaf: leaf.to(self._device), self._planner.traced(variant))
+        place = len(self._log.graphs)
+        found = self._store.find(variant.name, inputs)
+        if found is None:
+            self._trace(step, inputs)
+        else:
+            step.graphs.append(found[0])
+            self._log.graphs.append(found[1])
+        self._place[variant.name] = place
+        return self._log.graphs[place]
+
+    def save_if_new(self) -> None:
+        """Write what was looked for in an artefact and not found, when all variants are ready."""
+        path = None if self._store is None else self._store.path
+        if path is not None and not all(graph.is_loaded for graph in self.graphs.values()):
+            self.save(path)
+
+    def save(self, path: Path) -> None:
+        """Write the graphs of all variants, which are ready, to an artefact."""
+        steps = {}
+        for variant, step in self.of.items():
+            assert isinstance(step, CompiledStep)
+            steps[variant.name] = step.graphs[0], self.graphs[variant.name]
+        assert self._store is not None
+        self._store.save(path, steps)
+
+    def _trace(self, step: CompiledStep, inputs: Inputs) -> None:
+        """Trace and compile a step for inputs of all sizes."""
+        for part in inputs.parts:
+            if part.batch.positions.ndim == 2:
+                torch._dynamo.mark_static(part.batch.positions, 0)
+        # Floats of the model (an eps) are constants: as inputs, each is a tensor made every step.
+        settings = torch._dynamo.config.patch(specialize_float=True)  # of the whole process
+        with (
+            _COMPILING,
+            self._use.tracing(),
+            torch.inference_mode(),
+            settings,
+            named_failures(),
+        ):
+            self.layers.trace(lambda: step.trace(inputs, self._caches))
+
+
+def _count_graph_breaks() -> int:
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
