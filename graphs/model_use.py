@@ -1,7 +1,8 @@
 """Who uses a model just now: many may run it, or one may trace it.
 
 While a step is traced, its model has its first layers alone (``layers_once``). Whoever ran it
-meanwhile, from another thread and another runner, would run those alone.
+meanwhile, from another thread and another runner, would run those alone. And its experts are
+computed as one runner has chosen: who chose otherwise waits.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from threading import Condition, Lock
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
+from torch_hybrid.backends.select import Choice
+from torch_hybrid.graphs.model_choices import experts_of
 from torch_hybrid.graphs.step import Model
 
 
@@ -23,6 +26,7 @@ class ModelUse:
 
     def __init__(self) -> None:
         self._num_running = 0
+        self._experts: Choice | None = None
         self._changed = Condition()
 
     @classmethod
@@ -32,9 +36,17 @@ class ModelUse:
             return cls._of_model.setdefault(model, cls())
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Others may run it too; waits while it is traced."""
+    def running(self, model: Model, experts: Choice | None = None) -> Iterator[None]:
+        """Others may run it too; waits while it is traced, or run with other experts.
+
+        Args:
+            model: that is run.
+            experts: who computes them; None where no code of the model runs, or it has none.
+        """
         with self._changed:
+            if experts is not None and experts != self._experts:
+                self._changed.wait_for(lambda: not self._num_running)
+                self._set_experts(model, experts)
             self._num_running += 1
         try:
             yield
@@ -44,8 +56,15 @@ class ModelUse:
                 self._changed.notify_all()
 
     @contextmanager
-    def tracing(self) -> Iterator[None]:
+    def tracing(self, model: Model, experts: Choice | None) -> Iterator[None]:
         """Nobody else uses it; waits until nobody does."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_running)
+            self._set_experts(model, experts)
             yield
+
+    def _set_experts(self, model: Model, experts: Choice | None) -> None:
+        if experts is not None:
+            for module in experts_of(model):
+                module.choice = experts
+            self._experts = experts

@@ -21,6 +21,7 @@ from torch_hybrid.graphs.artefact.store import StepStore
 from torch_hybrid.graphs.buckets import StepSizes
 from torch_hybrid.graphs.capture_policy import CapturePolicy, CudaGraphs
 from torch_hybrid.graphs.check_extend import check_extend, token_lists
+from torch_hybrid.graphs.model_choices import choose, passes_for
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
 from torch_hybrid.graphs.planner import Logits, StepPlanner
 from torch_hybrid.graphs.report import Report
@@ -117,14 +118,17 @@ class Runner:
                 dtype=model.dtype,
                 device=model.device,
             )
+            wanted = backends or Backends()
+            passes = passes_for(wanted.products, passes)
             store = None
             if compile:
                 sizes = {"max_seqs": max_seqs, "kv_tokens": kv_tokens, "page_size": page_size}
                 store = StepStore(artefact, model, self._cache.pools, passes, **sizes)
                 if not store.is_open:
                     check_toolchain(model.device)
+            self.choices = choose(model, wanted, compiles=compile)
             modes = tuple(Mode) if prefill else (Mode.DECODE,)
-            self.backends = make_backends(model.table, self._cache.sizes, backends, modes)
+            self.backends = make_backends(model.table, self._cache.sizes, wanted, modes)
             grid = chunk_grid(self.backends)
             _check_max_tokens(max_tokens, grid)
             check_cuttable(self.overlap, max_seqs=max_seqs, max_tokens=max_tokens, chunk_size=grid)
@@ -140,7 +144,14 @@ class Runner:
                 variant: StaticInputs(self._planner.largest(variant), model.device)
                 for variant in self._planner.forms
             }
-            self._steps = Steps(model, self._cache, self._planner, passes=passes, store=store)
+            self._steps = Steps(
+                model,
+                self._cache,
+                self._planner,
+                passes=passes,
+                choices=self.choices,
+                store=store,
+            )
 
     @property
     def max_seq_len(self) -> int:

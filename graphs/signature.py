@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 LAYER_NUMBERS = {"layer_idx", "layer_id"}  # resolved through the table while tracing
+_CHOSEN = {"choice"}  # of experts: a runner makes it the same for all before it traces
 _HELD_APART = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"}
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 
@@ -31,7 +32,7 @@ def signature(module: nn.Module, unknown: Unknown = identity) -> tuple[Any, ...]
     facts = {
         name: fact(value, unknown)
         for name, value in own.items()
-        if name not in LAYER_NUMBERS | _HELD_APART and not isinstance(value, Tensor)
+        if name not in LAYER_NUMBERS | _HELD_APART | _CHOSEN and not isinstance(value, Tensor)
     }
     tensors = [(name, tensor_facts(tensor)) for name, tensor in own_tensors(module)]
     children = [

@@ -10,6 +10,7 @@ from threading import RLock
 import torch
 from torch import Tensor
 
+from torch_hybrid.backends.select import Choice
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.graphs.artefact.store import StepStore
 from torch_hybrid.graphs.compile import CompileLog, GraphRecord, StepBackend, compile_step
@@ -32,6 +33,7 @@ class Steps:
         cache: of its layers.
         planner: makes what steps are traced with.
         passes: over the graphs.
+        choices: beside those of the backends: of experts, and of linear layers.
         store: where compiled steps may be; None compiles nothing, and runs the model as it is.
     """
 
@@ -42,10 +44,13 @@ class Steps:
         planner: StepPlanner,
         *,
         passes: Sequence[Pass],
+        choices: Sequence[Choice],
         store: StepStore | None,
     ) -> None:
+        self._model, self._choices = model, choices
+        self._experts = next((c for c in choices if c.op == "fused_experts"), None)
         self.layers = LayersOnce(model, cache.pools)
-        self._device, self._use = model.device, ModelUse.of(model)
+        self._use = ModelUse.of(model)
         self._caches, self._planner, self._store = cache.pools, planner, store
         self._log = CompileLog()
         self._place: dict[str, int] = {}  # by variant's name, of its graph in the log
@@ -83,7 +88,9 @@ class Steps:
     def running(self, variant: Variant) -> Iterator[Callable[[Inputs], Tensor]]:
         """A variant's step, which is ready; the model is not traced meanwhile."""
         step = self.of[variant]
-        with self._use.running(), torch.inference_mode():
+        runs_model = not isinstance(step, CompiledStep)
+        experts = self._experts if runs_model else None
+        with self._use.running(self._model, experts), torch.inference_mode():
             yield lambda inputs: step(inputs, self._caches)
 
     def prepare(self, variant: Variant) -> GraphRecord | None:
@@ -95,9 +102,11 @@ class Steps:
         if variant.name in self._place or not isinstance(step, CompiledStep):
             return None
         assert self._store is not None
-        inputs = map_tensors(lambda leaf: leaf.to(self._device), self._planner.traced(variant))
+        inputs = map_tensors(
+            lambda leaf: leaf.to(self._model.device), self._planner.traced(variant)
+        )
         place = len(self._log.graphs)
-        found = self._store.find(variant.name, inputs)
+        found = self._store.find(variant.name, inputs, self._choices)
         if found is None:
             self._trace(step, inputs)
         else:
@@ -119,7 +128,7 @@ class Steps:
             assert isinstance(step, CompiledStep)
             steps[variant.name] = step.graphs[0], self.graphs[variant.name]
         assert self._store is not None
-        self._store.save(path, steps)
+        self._store.save(path, steps, self._choices)
 
     def _trace(self, step: CompiledStep, inputs: Inputs) -> None:
         """Trace and compile a step for inputs of all sizes."""
@@ -130,7 +139,7 @@ class Steps:
         settings = torch._dynamo.config.patch(specialize_float=True)  # of the whole process
         with (
             _COMPILING,
-            self._use.tracing(),
+            self._use.tracing(self._model, self._experts),
             torch.inference_mode(),
             settings,
             named_failures(),

@@ -50,12 +50,16 @@ def layers(runner: Runner) -> Section:
 
 def implementations(runner: Runner) -> Section:
     """What each kind of layer takes for decode and extend, and why not the others."""
+    chosen = [
+        (mode.value, choice)
+        for backend in runner.backends.values()
+        for mode, choices in backend.choices.items()
+        for choice in choices
+    ]
     rows = []
-    for backend in runner.backends.values():
-        for mode, choices in backend.choices.items():
-            for choice in choices:
-                refused = [f"{name}: {'; '.join(why)}" for name, why in choice.refused.items()]
-                rows.append((mode.value, choice.op, choice.impl, "\n".join(refused) or "-"))
+    for step, choice in [*chosen, *(("every", choice) for choice in runner.choices)]:
+        refused = [f"{name}: {'; '.join(why)}" for name, why in choice.refused.items()]
+        rows.append((step, choice.op, choice.impl, "\n".join(refused) or "-"))
     return Section(
         title="Implementations",
         columns=("step", "op", "takes", "and not"),

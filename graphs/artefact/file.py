@@ -16,7 +16,7 @@ import pickle
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,6 +35,7 @@ from torch_hybrid.ops.native.build import bring_libraries, loaded_libraries, unp
 
 _FORMAT = 1
 _FACTS, _STEPS = "facts.json", "steps.pickle"
+Choices = tuple[tuple[str, str], ...]  # each op with its implementation
 _REGIONS, _KERNELS, _OPS = "regions", "kernels", "ops"
 
 
@@ -61,6 +62,7 @@ class _SavedGraph:
     sizes: tuple[str, ...]
     holds: str
     constants: str
+    choices: Choices
     record: GraphRecord
 
 
@@ -81,6 +83,7 @@ def named_tensors(model: Model, caches: Caches) -> dict[str, Tensor]:
 def save(
     path: Path,
     steps: Mapping[str, tuple[CompiledGraph, GraphRecord]],
+    choices: Choices,
     facts: Mapping[str, str],
     named: Mapping[str, Tensor],
 ) -> None:
@@ -89,6 +92,7 @@ def save(
     Args:
         path: of the file; its folder must be there.
         steps: the graph and the record of each variant, by its name.
+        choices: of ops that the inputs of steps do not tell of.
         facts: what the graphs hold for; see ``facts_of``.
         named: the tensors that graphs may be bound to.
 
@@ -103,7 +107,7 @@ def save(
         regions |= {id(region): region for region in graph.regions}
         numbers = {key: number for number, key in enumerate(regions)}
         try:
-            saved[variant] = _saved(graph, record, names, numbers)
+            saved[variant] = _saved(graph, record, choices, names, numbers)
         except UnsupportedError as error:
             raise UnsupportedError(f"{variant} steps cannot be saved: {error}") from error
     kernels: dict[str, Path] = {}
@@ -124,6 +128,7 @@ def save(
 def _saved(
     graph: CompiledGraph,
     record: GraphRecord,
+    choices: Choices,
     names: Mapping[int, str],
     numbers: Mapping[int, int],
 ) -> _SavedGraph:
@@ -148,6 +153,7 @@ def _saved(
         sizes=arguments.sizes,
         holds=arguments.holds,
         constants=graph.constants,
+        choices=choices,
         record=record,
     )
 
@@ -182,18 +188,24 @@ class Artefact:
         bring_libraries(self._unpacked(_OPS))
         self._regions: dict[int, CompiledRegion] = {}
 
+    @property
+    def variants(self) -> Collection[str]:
+        """Those that it has steps of."""
+        return self._steps.keys()
+
     def graph(
-        self, variant: str, constants: str, named: Mapping[str, Tensor]
+        self, variant: str, constants: str, choices: Choices, named: Mapping[str, Tensor]
     ) -> tuple[CompiledGraph, GraphRecord] | None:
-        """The graph of a variant and its record, or None where the file has none for it.
+        """The graph of a variant and its record, or None where the file has none like it.
 
         Args:
             variant: its name.
             constants: of what it is traced with.
+            choices: of ops that those do not tell of.
             named: the tensors to bind it to.
         """
-        saved = self._steps.get(variant)
-        if saved is None or saved.constants != constants:
+        saved = self._steps[variant]
+        if (saved.constants, saved.choices) != (constants, choices):
             return None
         regions = tuple(self._region(number) for number in saved.regions)
         given = tuple(named[x.name] if isinstance(x, _Named) else x for x in saved.given)

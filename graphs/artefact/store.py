@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torch_hybrid.backends.select import Choice, impls_of
 from torch_hybrid.graphs.artefact.facts import facts_of
 from torch_hybrid.graphs.artefact.file import (
     Artefact,
@@ -58,25 +59,39 @@ class StepStore:
         """Whether there is an artefact that fits."""
         return self._artefact is not None
 
-    def find(self, variant: str, inputs: Inputs) -> tuple[CompiledGraph, GraphRecord] | None:
+    def find(
+        self, variant: str, inputs: Inputs, choices: Sequence[Choice]
+    ) -> tuple[CompiledGraph, GraphRecord] | None:
         """A variant's graph and its record, if they are there.
 
         Args:
             variant: its name.
             inputs: what it would be traced with.
+            choices: of ops that the inputs do not tell of.
         """
-        if self._artefact is None:
+        if self._artefact is None or variant not in self._artefact.variants:
             return None
-        return self._artefact.graph(variant, constants_of(inputs), self._named)
+        found = self._artefact.graph(variant, constants_of(inputs), impls_of(choices), self._named)
+        if found is None:
+            warnings.warn(
+                f"{self.path} has {variant} steps of other implementations; they are compiled anew",
+                stacklevel=4,
+            )
+        return found
 
-    def save(self, path: Path, steps: Mapping[str, tuple[CompiledGraph, GraphRecord]]) -> None:
+    def save(
+        self,
+        path: Path,
+        steps: Mapping[str, tuple[CompiledGraph, GraphRecord]],
+        choices: Sequence[Choice],
+    ) -> None:
         """Write steps to a file: each with its graph and its record.
 
         Raises:
             UnsupportedError: a graph is not all there is to its step.
             OSError: the file cannot be written.
         """
-        save(path, steps, self._facts, self._named)
+        save(path, steps, impls_of(choices), self._facts, self._named)
 
     @cached_property
     def _facts(self) -> dict[str, str]:

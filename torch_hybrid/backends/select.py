@@ -15,13 +15,16 @@ class Backends:
     """Which implementations a runner may take, by name; ``"auto"`` is the first that can serve.
 
     ``full`` is for full attention, ``linear`` for linear attention and ``conv`` for its
-    convolution. A name that cannot serve is an error, never replaced by another. ``prefix`` says
-    how MLA layers reach what a sequence holds already.
+    convolution, ``experts`` for the experts of a mixture, and ``products`` for the linear layers of
+    compiled steps: "cpp", or "torch" for torch's own. A name that cannot serve is an error, never
+    replaced by another. ``prefix`` says how MLA layers reach what a sequence holds already.
     """
 
     full: str = "auto"
     linear: str = "auto"
     conv: str = "auto"
+    experts: str = "auto"
+    products: str = "auto"
     prefix: PrefixPolicy = PrefixPolicy()
 
 

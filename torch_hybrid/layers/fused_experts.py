@@ -18,7 +18,11 @@ class FusedExperts(nn.Module):
         gate_up_proj: [E, 2 I, dim], gate rows before up rows; [E, I, dim] where there is no gate.
         down_proj: [E, dim, I].
         activation: "silu", of a gate, or "relu2", without one.
-        impl: an implementation of ``fused_experts``, or "auto".
+        impl: an implementation of ``fused_experts``, or "auto": the first that can serve the
+            weights as they are now. A runner chooses anew, by its ``Backends``.
+
+    Attributes:
+        choice: what is called.
     """
 
     def __init__(
@@ -31,8 +35,12 @@ class FusedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj, self.activation = gate_up_proj, down_proj, activation
-        need = Need(device=gate_up_proj.device, dtype=gate_up_proj.dtype)
-        self.choice = select("fused_experts", IMPLEMENTATIONS, need, impl)
+        self.choice = select("fused_experts", IMPLEMENTATIONS, self.need, impl)
+
+    @property
+    def need(self) -> Need:
+        """What serves the weights, where they are now."""
+        return Need(device=self.down_proj.device, dtype=self.down_proj.dtype)
 
     @in_own_dtype(1)
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:

@@ -1,0 +1,47 @@
+"""What a runner chooses beside its backends: who computes experts, and who linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from torch_hybrid.backends.select import Backends, Choice, select
+from torch_hybrid.graphs.passes import Pass, without
+from torch_hybrid.graphs.step import Model
+from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.fused_experts import op as fused_experts
+from torch_hybrid.ops.linear import op as linear
+
+
+def experts_of(model: Model) -> list[FusedExperts]:
+    """The experts of all layers of a model."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return [module for module in modules if isinstance(module, FusedExperts)]
+
+
+def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, ...]:
+    """Who computes all experts of a model, if it has some, and the linear layers of its steps, if
+    they are compiled.
+
+    Raises:
+        ValueError: a name is of no implementation.
+        UnsupportedError: none can serve what there is, where it is now.
+    """
+    choices = []
+    if needs := [experts.need for experts in experts_of(model)]:
+        known = fused_experts.IMPLEMENTATIONS
+        choices.append(select("fused_experts", known, needs, wanted.experts))
+    if compiles:
+        known = {impl: linear.IMPLEMENTATIONS[impl] for impl in ("cpp", "torch")}
+        need = Need(device=model.device, dtype=model.dtype)
+        choices.append(select("linear", known, need, wanted.products))
+    return tuple(choices)
+
+
+def passes_for(products: str, passes: Sequence[Pass]) -> Sequence[Pass]:
+    """``passes``, of which none gives linear layers to another than torch, where it was asked for
+    by name."""
+    names = {graph_pass.name for graph_pass in passes}
+    return without(passes, names & {"merge_linears"}) if products == "torch" else passes

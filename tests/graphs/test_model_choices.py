@@ -1,0 +1,115 @@
+"""Experts and linear layers are chosen by the runner, by name or by what can serve them now."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+import torch_hybrid as th
+from tests.tiny_models import make_hybrid
+from torch_hybrid import explain
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.graphs.model_choices import experts_of
+from torch_hybrid.graphs.runner import Runner
+
+SIZES = {"max_seqs": 2, "max_tokens": 64, "kv_tokens": 128}
+
+
+def model_with_experts() -> th.HybridModel:
+    return make_hybrid("qwen3_next", num_experts=4, num_experts_per_tok=2)
+
+
+def runner_of(model: th.HybridModel, **names: str) -> Runner:
+    return Runner(model, **SIZES, compile=False, backends=th.Backends(**names))
+
+
+def impls_called(runner: Runner) -> set[str]:
+    """By whom experts are computed while a runner takes a step."""
+    called = set()
+    hooks = [
+        experts.register_forward_hook(lambda module, *_: called.add(module.choice.impl))
+        for experts in experts_of(runner.model)
+    ]
+    [seq] = runner.new_sequences(1)
+    runner.extend([seq], [[1, 2, 3]])
+    runner.free([seq])
+    for hook in hooks:
+        hook.remove()
+    return called
+
+
+def rows_of(runner: Runner) -> dict[str, tuple[str, str]]:
+    rows = explain.implementations(runner).rows
+    return {op: (step, impl) for step, op, impl, _ in rows if step == "every"}
+
+
+def test_experts_are_those_of_the_runner_that_steps():
+    model = model_with_experts()
+    first, second = runner_of(model, experts="torch"), runner_of(model)
+    for _ in range(2):
+        assert impls_called(first) == {"torch"}
+        assert impls_called(second) == {"cpp"}
+    assert rows_of(first) == {"fused_experts": ("every", "torch")}
+    assert rows_of(second) == {"fused_experts": ("every", "cpp")}
+
+
+def test_runners_of_two_threads_have_their_own_experts():
+    model = model_with_experts()
+    runners = {name: runner_of(model, experts=name) for name in ("torch", "cpp")}
+    called: dict[str, set[str]] = {name: set() for name in runners}
+    hooks = [
+        experts.register_forward_hook(
+            lambda module, *_: called[threading.current_thread().name].add(module.choice.impl)
+        )
+        for experts in experts_of(model)
+    ]
+
+    def serve(runner: Runner) -> None:
+        seqs = runner.new_sequences(2)
+        for _ in range(10):
+            runner.extend(seqs, [[1], [2, 3]])
+
+    threads = [
+        threading.Thread(target=serve, args=[runner], name=name) for name, runner in runners.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert called == {"torch": {"torch"}, "cpp": {"cpp"}}
+    for hook in hooks:
+        hook.remove()
+
+
+def test_weights_that_changed_their_dtype_after_adapt_are_served():
+    model = model_with_experts()
+    expected = {experts.choice.impl for experts in experts_of(model)}
+    assert expected == {"cpp"}
+    model.half()
+    assert impls_called(runner_of(model)) == {"torch"}
+
+
+def test_a_name_that_cannot_serve_is_an_error():
+    model = model_with_experts()
+    with pytest.raises(ValueError, match="fused_experts has no implementation 'c'"):
+        runner_of(model, experts="c")
+    with pytest.raises(UnsupportedError, match="no implementation of fused_experts can serve"):
+        runner_of(model, experts="triton")
+    with pytest.raises(UnsupportedError, match=r"cpp: dtype torch.float16 is not in"):
+        Runner(model.half(), **SIZES, backends=th.Backends(products="cpp"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["torch", "cpp"])
+def test_compiled_steps_have_what_was_chosen(name: str):
+    backends = th.Backends(experts=name, products=name)
+    runner = Runner(model_with_experts(), **SIZES, prefill=False, backends=backends)
+    runner.warm_up()
+    ops = runner.report().ops["decode"]
+    assert {op for op in ops if op.startswith("fused_experts")} == {f"fused_experts[{name}]"}
+    assert ("linear[cpp]" in ops) == (name == "cpp")
+    assert rows_of(runner) == {"fused_experts": ("every", name), "linear": ("every", name)}
+    [seq] = runner.new_sequences(1)
+    assert torch.isfinite(runner.extend([seq], [[1]])).all()
