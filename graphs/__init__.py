@@ -1,1 +1,39 @@
-"""Compiling, capturing and running whole steps."""
+"""Compiling, capturing and running whole steps.
+
+The life of a step, and where each part of it stands:
+
+    runner.extend(seqs, tokens)
+      |
+      |  check_extend         what was given is what can be run, or an error names both
+      |  cache.make_batch     lengths become a Batch on the host     (caches/hybrid.py)
+      |  check_batch          the caller's own look at it
+      |
+      |  planner.plan         decode or extend, whole or in two halves (two_batch), padded to a
+      |                       bucket (buckets), a plan for each kind of layer (backends/);
+      |                       says which Variant it is, and gives its Inputs (step)
+      |
+      |  steps.prepare        once for each variant:
+      |    artefact             its graph is in a file: loaded, and that is all
+      |    layers_once          Dynamo traces make_step (step) with the first layers alone
+      |    compile              StepBackend takes the graph through
+      |      instantiate          copies of those layers for all others
+      |      passes               merge_linears, two halves interleaved (schedule, lanes), mixers
+      |                           on a second stream (side_stream); values stay up to date
+      |      regions              cut into regions, of which each distinct one is compiled by
+      |                           Inductor (compile_region, keep_order), and none may copy a pool
+      |                           (clone_check)
+      |    compiled_step        what remains: a function of regions, and where its arguments
+      |                         stand in the inputs; Dynamo is not asked again
+      |
+      |  static_inputs        the inputs are copied to fixed addresses, packed in one transfer
+      |  capture_policy       on a GPU: captured when its bucket first comes, replayed ever after
+      |                       (cuda_graph); otherwise the function is called
+      |
+      |  cache.commit         the sequences are longer; cut off before, they are broken
+      v
+    logits
+
+``model_use`` keeps threads apart that run and trace one model, ``surroundings`` keeps a caller's
+modes and defaults out, ``model_choices`` are those that no backend makes, ``signature`` tells
+modules of one kind, and ``report`` has all that was compiled.
+"""
