@@ -22,7 +22,7 @@ lint: $(READY)
 	$(BIN)/pip install --quiet -c constraints.txt ruff mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	rm -rf build/typed
+	rm -rf build
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --target build/typed .
 	MYPYPATH=build/typed $(BIN)/mypy -p torch_hybrid
 

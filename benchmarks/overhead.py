@@ -19,7 +19,7 @@ from benchmarks.models import make_model
 from benchmarks.results import Results, Target, arguments, parse, title
 from benchmarks.timing import Times, now
 from torch_hybrid import Runner, adapt
-from torch_hybrid.backends.hybrid import Step
+from torch_hybrid.backends.step import Step
 from torch_hybrid.engine import Engine
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.sampling import Sampling

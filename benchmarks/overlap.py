@@ -32,9 +32,9 @@ from torch import Tensor
 import torch_hybrid as th
 from benchmarks import models, side_stream
 from benchmarks.cuda_graphs import milliseconds
+from benchmarks.link import LinkedGroup, Message, hidden_share, linked_group
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.graphs.two_batch import overlap_policy
-from torch_hybrid.parallel.link import LinkedGroup, Message, hidden_share, linked_group
 
 NUM_SEQS = 4
 VOCAB_SIZE = 256

@@ -14,7 +14,7 @@ import torch.multiprocessing
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 import torch_hybrid as th
-from torch_hybrid.parallel.link import LinkedGroup, Message, hidden_share, linked_group
+from benchmarks.link import LinkedGroup, Message, hidden_share, linked_group
 
 PROMPTS = [[(7 * i + row) % 256 for i in range(128)] for row in range(2)]
 SIZES = {"max_seqs": 2, "max_tokens": 256, "kv_tokens": 256}

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torch_hybrid.backends.hybrid import Backend, forms_of, plan_all
 from torch_hybrid.backends.mode import Form, Mode
+from torch_hybrid.backends.step import Backend, forms_of, plan_all
 from torch_hybrid.batch import Batch, pad_to, split
 from torch_hybrid.graphs.buckets import Bucket, StepSizes, round_up
 from torch_hybrid.graphs.step import Inputs, Part, Variant

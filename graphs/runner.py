@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from torch_hybrid.backends.hybrid import chunk_grid, make_backends
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import Backends
+from torch_hybrid.backends.step import chunk_grid, make_backends
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
 from torch_hybrid.errors import UnsupportedError

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torch_hybrid.backends.hybrid import Plan, Step
 from torch_hybrid.backends.mode import Form, Mode
+from torch_hybrid.backends.step import Plan, Step
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.graphs.lanes import lane
-from torch_hybrid.parallel.ranks import Ranks
 from torch_hybrid.pytrees import register_value
+from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable
 
 Caches = dict[str, tuple[LayerCache, ...]]

@@ -4,20 +4,20 @@ Full and linear attention are ``torch.library`` ops with declared mutations, so 
 a hybrid model is traced by ``torch.compile`` into one graph.
 """
 
-from torch_hybrid.backends.hybrid import Step, make_backends, plan_all
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.prefix import PrefixPolicy
 from torch_hybrid.backends.select import Backends, select
+from torch_hybrid.backends.step import Step, make_backends, plan_all
 from torch_hybrid.batch import Batch, make_batch
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
 from torch_hybrid.engine import Engine
 from torch_hybrid.errors import CapacityError, UnsupportedError
+from torch_hybrid.graphs.agreement import Agreement
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.load import adapt, from_pretrained
-from torch_hybrid.parallel.agreement import Agreement
-from torch_hybrid.parallel.shard import shard
+from torch_hybrid.models.shard import shard
 from torch_hybrid.request import Output, Request, TokenEvent
 from torch_hybrid.sampling import Sampling, TokenLogprob
 from torch_hybrid.specs import (

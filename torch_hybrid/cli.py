@@ -22,7 +22,6 @@ except ImportError as error:
     )
     raise SystemExit(2) from error
 
-from torch_hybrid import explain
 from torch_hybrid.cli_chat import converse
 from torch_hybrid.cli_options import (
     SEED,
@@ -48,6 +47,7 @@ from torch_hybrid.cli_output import (
 from torch_hybrid.cli_prompts import read_prompts, user_message
 from torch_hybrid.engine import Engine
 from torch_hybrid.errors import CapacityError, UnsupportedError
+from torch_hybrid.explain import sections as explain
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, with_text
 from torch_hybrid.graphs.passes import without as passes_without
 from torch_hybrid.host import tune_allocator
@@ -196,7 +196,7 @@ def explain_command(
             out.print(f"{diff} in {step}", style="bold", markup=False)
             out.print(lines or "nothing changed", markup=False, soft_wrap=True)
     if trace is not None:
-        from torch_hybrid.trace import write_trace
+        from torch_hybrid.explain.trace import write_trace
 
         write_trace(runner, trace)
         shown = f"timeline written to {trace}: open it at https://ui.perfetto.dev"

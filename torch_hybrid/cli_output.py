@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from torch_hybrid.explain import Section, byte_count, pattern
+from torch_hybrid.explain.sections import Section, byte_count, pattern
 
 if TYPE_CHECKING:
     from torch_hybrid.engine import Engine

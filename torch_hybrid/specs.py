@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 
-from torch_hybrid.parallel.ranks import divide, divide_or_repeat
 from torch_hybrid.pytrees import register_constant
+from torch_hybrid.ranks import divide, divide_or_repeat
 
 LayerFamily = Literal["full", "linear"]
 

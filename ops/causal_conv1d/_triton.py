@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.triton_ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 
 # Inputs that a program holds, and the least number of tokens among them. No block is shorter
 # than a state, so that the first block of a sequence alone reads the state.

@@ -14,7 +14,7 @@ from torch_hybrid.ops.registration import (
     check_shapes,
     define_op,
 )
-from torch_hybrid.ops.triton_devices import triton_devices, triton_missing
+from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 ACTIVATIONS = ("none", "silu")
 MIN_WIDTH, MAX_WIDTH = 2, 8

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch_hybrid.ops.fused_experts._triton_activation import activate
 from torch_hybrid.ops.fused_experts._triton_few import few_tokens
 from torch_hybrid.ops.fused_experts._triton_group import group_pairs, num_blocks, rows_of_block
-from torch_hybrid.ops.triton_devices import is_hopper
-from torch_hybrid.ops.triton_products import dot
+from torch_hybrid.ops.triton.devices import is_hopper
+from torch_hybrid.ops.triton.products import dot
 
 # Up to so many tokens, hardly an expert has two of them.
 _FEW_TOKENS = 4

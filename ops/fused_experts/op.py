@@ -8,7 +8,7 @@ from torch import Tensor
 from torch_hybrid.ops.capability import Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
-from torch_hybrid.ops.triton_devices import triton_devices, triton_missing
+from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 # Whether a gate stands beside the up projection, by activation.
 HAS_GATE = {"silu": True, "relu2": False}

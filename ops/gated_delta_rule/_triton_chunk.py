@@ -8,16 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.triton_decays import (
+from torch_hybrid.ops.triton.decays import (
     cumulate,
     decay_between,
     decay_of_chunk,
     decay_since_start,
     decay_until_end,
 )
-from torch_hybrid.ops.triton_delta_rule import Prepared, Rows, chunk_length, inverse, scan
-from torch_hybrid.ops.triton_products import dot, in_pieces, inverse_root, store_pieces
-from torch_hybrid.ops.triton_ragged import first_token_of_block, sequence_of_block
+from torch_hybrid.ops.triton.delta_rule import Prepared, Rows, chunk_length, inverse, scan
+from torch_hybrid.ops.triton.products import dot, in_pieces, inverse_root, store_pieces
+from torch_hybrid.ops.triton.ragged import first_token_of_block, sequence_of_block
 
 
 def chunk_gated_delta_rule(

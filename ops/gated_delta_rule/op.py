@@ -14,7 +14,7 @@ from torch_hybrid.ops.gated_delta_rule.validate import check_inputs
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE, check_chunk_size
 from torch_hybrid.ops.registration import check_impl, define_op
-from torch_hybrid.ops.triton_devices import triton_devices, triton_missing
+from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _CPU = "torch_hybrid.ops.gated_delta_rule._cpu"
 _TORCH = "torch_hybrid.ops.gated_delta_rule._torch"

@@ -1,6 +1,6 @@
 """Implementation "triton" of the recurrent form, shared with the gated delta rule."""
 
-from torch_hybrid.ops.triton_delta_recurrent import (
+from torch_hybrid.ops.triton.delta_recurrent import (
     recurrent_delta_rule as recurrent_kimi_delta_attention,
 )
 

@@ -9,10 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.ragged_chunks import FULL_DECAY
-from torch_hybrid.ops.triton_decays import exp
-from torch_hybrid.ops.triton_delta_rule import Prepared, Rows, inverse, scan
-from torch_hybrid.ops.triton_devices import is_hopper
-from torch_hybrid.ops.triton_products import (
+from torch_hybrid.ops.triton.decays import exp
+from torch_hybrid.ops.triton.delta_rule import Prepared, Rows, inverse, scan
+from torch_hybrid.ops.triton.devices import is_hopper
+from torch_hybrid.ops.triton.products import (
     dot,
     exact_dot,
     inverse_root,
@@ -22,7 +22,7 @@ from torch_hybrid.ops.triton_products import (
     store_pieces,
     sum_rows,
 )
-from torch_hybrid.ops.triton_ragged import first_token_of_block, sequence_of_block
+from torch_hybrid.ops.triton.ragged import first_token_of_block, sequence_of_block
 
 _FULL_DECAY: tl.constexpr = tl.constexpr(FULL_DECAY)
 

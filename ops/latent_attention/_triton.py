@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.page_bounds import check_page_indices
-from torch_hybrid.ops.triton_devices import interpreted, is_hopper
-from torch_hybrid.ops.triton_ragged import first_token_of_block, num_blocks, sequence_of_block
-from torch_hybrid.ops.triton_softmax import advance, finish, merge_splits
+from torch_hybrid.ops.triton.devices import interpreted, is_hopper
+from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.softmax import advance, finish, merge_splits
 
 # One program for each processor of the GPUs this is meant for (108 to 148 processors): a tile of
 # latents fills most of a processor's shared memory.

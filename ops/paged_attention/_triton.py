@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.page_bounds import check_page_indices
-from torch_hybrid.ops.triton_devices import interpreted
-from torch_hybrid.ops.triton_ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.devices import interpreted
+from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 
 # Two programs for each processor of the GPUs this is meant for (108 to 148 processors).
 _TARGET_PROGRAMS = 256

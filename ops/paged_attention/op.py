@@ -14,7 +14,7 @@ from torch_hybrid.ops.registration import (
     check_shapes,
     define_op,
 )
-from torch_hybrid.ops.triton_devices import triton_devices, triton_missing
+from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 # What a caller may need beyond plain decode: queries of more than one token ("extend"), a
 # window, a softcap, the log-sum-exp as a second output.

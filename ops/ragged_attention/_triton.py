@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.ragged_attention.bounds import check_offsets
-from torch_hybrid.ops.triton_devices import interpreted, is_hopper
-from torch_hybrid.ops.triton_ragged import first_token_of_block, num_blocks, sequence_of_block
-from torch_hybrid.ops.triton_softmax import advance, finish
+from torch_hybrid.ops.triton.devices import interpreted, is_hopper
+from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.softmax import advance, finish
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.triton_state import Tile, zero_rows
+from torch_hybrid.ops.triton.state import Tile, zero_rows
 
 
 def recurrent_ssd(

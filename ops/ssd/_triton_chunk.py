@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.triton_decays import LOG2_E, cumulate
-from torch_hybrid.ops.triton_devices import is_hopper
-from torch_hybrid.ops.triton_products import (
+from torch_hybrid.ops.triton.decays import LOG2_E, cumulate
+from torch_hybrid.ops.triton.devices import is_hopper
+from torch_hybrid.ops.triton.products import (
     dot,
     exact_dot,
     in_pieces,
@@ -20,8 +20,8 @@ from torch_hybrid.ops.triton_products import (
     pieces_of_states,
     transpose_dot,
 )
-from torch_hybrid.ops.triton_ragged import first_token_of_block, num_blocks, sequence_of_block
-from torch_hybrid.ops.triton_state import zero_rows
+from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.state import zero_rows
 
 _HEADS = 16  # of a program that cumulates decays
 

@@ -20,7 +20,7 @@ from torch_hybrid.ops.recurrence import (
     check_tokens,
 )
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
-from torch_hybrid.ops.triton_devices import triton_devices, triton_missing
+from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _CPU = "torch_hybrid.ops.ssd._cpu"
 _TORCH = "torch_hybrid.ops.ssd._torch"

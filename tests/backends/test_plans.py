@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_hybrid.backends import hybrid
-from torch_hybrid.backends.hybrid import Backend, Step, chunk_grid, make_backends, plan_all
+from torch_hybrid.backends import step as step_module
 from torch_hybrid.backends.mode import Form, Mode
 from torch_hybrid.backends.select import Backends
+from torch_hybrid.backends.step import Backend, Step, chunk_grid, make_backends, plan_all
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.errors import UnsupportedError
@@ -148,11 +148,12 @@ def test_a_layer_kind_that_is_absent_costs_nothing():
     assert list(cache.pools) == ["paged_attention"]
 
 
-@pytest.mark.parametrize("kind", hybrid._BACKENDS)
+@pytest.mark.parametrize("kind", step_module._BACKENDS)
 def test_a_backend_is_the_whole_protocol(kind: str):
     """No hook of the protocol is missing, and all take the same arguments."""
     table = LayerTable.from_specs(SPECS)
-    made = hybrid._BACKENDS[kind](table.of_kind(kind), make_cache().sizes, Backends(), tuple(Mode))
+    entries, sizes = table.of_kind(kind), make_cache().sizes
+    made = step_module._BACKENDS[kind](entries, sizes, Backends(), tuple(Mode))
     assert set(made.choices) == set(Mode)
     theirs, ours = inspect.signature(Backend.plan), inspect.signature(type(made).plan)
     assert list(ours.parameters) == list(theirs.parameters)
@@ -163,7 +164,7 @@ def test_a_backend_is_the_whole_protocol(kind: str):
 
 
 def test_every_kind_of_layer_has_a_backend():
-    assert set(hybrid._BACKENDS) == {spec.kind for spec in SPECS}
+    assert set(step_module._BACKENDS) == {spec.kind for spec in SPECS}
 
 
 def test_a_step_is_cut_where_no_chunk_is():

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import torch_hybrid as th
-from torch_hybrid.backends.hybrid import forms_of, make_backends, plan_all
 from torch_hybrid.backends.latent_attention import LatentAttentionBackend, LatentPlan
 from torch_hybrid.backends.mode import Form, Mode
 from torch_hybrid.backends.prefix import Piece, PrefixPolicy, plan_prefix_chunks
+from torch_hybrid.backends.step import forms_of, make_backends, plan_all
 
 MLA = th.LatentSpec(num_heads=4, latent_rank=32, nope_dim=16, rope_dim=8, v_dim=16, scale=0.2)
 LINEAR = th.KimiDeltaSpec(num_heads=2, head_k_dim=16, head_v_dim=16, conv_width=4)

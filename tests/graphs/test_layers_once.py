@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.graphs.as_traced import run_as_traced
 from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
 from torch_hybrid.graphs.layers_once import LayerCount, LayersOnce, num_first, signature
-from torch_hybrid.models.join import hand_steps
+from torch_hybrid.models.transformers_hooks import hand_steps
 from torch_hybrid.specs import LayerTable
 
 WIDTH, NUM_LAYERS = 6, 7

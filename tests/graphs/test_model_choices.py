@@ -9,8 +9,8 @@ import torch
 
 import torch_hybrid as th
 from tests.tiny_models import make_hybrid
-from torch_hybrid import explain
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.explain import sections as explain
 from torch_hybrid.graphs.model_choices import experts_of
 from torch_hybrid.graphs.runner import Runner
 

@@ -13,8 +13,8 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.tiny_models import VOCAB_SIZE, make_hybrid, make_model
 from torch_hybrid.backends import recurrent
-from torch_hybrid.backends.hybrid import Step
 from torch_hybrid.backends.mode import Mode
+from torch_hybrid.backends.step import Step
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.models.load import adapt
 from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE

@@ -31,7 +31,7 @@ from torch_hybrid.graphs.two_batch import (
     plan_split,
 )
 from torch_hybrid.models.load import adapt
-from torch_hybrid.parallel.ranks import Ranks
+from torch_hybrid.ranks import Ranks
 
 SIZES = {"max_seqs": 6, "max_tokens": 160, "kv_tokens": 800, "compile": False}
 lengths_of_steps = st.lists(st.integers(0, 150), max_size=6)

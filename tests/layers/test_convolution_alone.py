@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 import torch_hybrid as th
-from torch_hybrid.backends.hybrid import chunk_grid
 from torch_hybrid.backends.recurrent import CONVOLUTION, Recurrence, RecurrentBackend, convolve
+from torch_hybrid.backends.step import chunk_grid
 from torch_hybrid.specs import LayerFamily, Pool
 
 WIDTH, CHANNELS = 3, 32

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import torch_hybrid as th
-from torch_hybrid.backends.hybrid import LayerStep
+from torch_hybrid.backends.step import LayerStep
 from torch_hybrid.layers import LatentAttention, PagedAttention
 
 DIM, WIDTH, RANK = 32, 16, 32

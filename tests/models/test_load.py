@@ -19,8 +19,8 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.models.oracle import ask, assert_equal_logits, make_texts, serve, whole
 from tests.tiny_models import LINEAR, MROPE, SIZES, make_model
-from torch_hybrid.models.join import ATTENTION_NAME, register_attention
 from torch_hybrid.models.load import FAMILIES
+from torch_hybrid.models.transformers_hooks import ATTENTION_NAME, register_attention
 
 Weights = dict[str, Tensor]
 SMALL = {"max_seqs": 1, "max_tokens": 64, "kv_tokens": 64, "compile": False}

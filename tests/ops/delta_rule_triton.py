@@ -86,7 +86,7 @@ def on_device(inputs: Inputs, device: str) -> Inputs:
 
 def record_recurrent(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> LaunchRecorder:
     """What the launcher launches for q, k and v that are slices of one projection."""
-    from torch_hybrid.ops import triton_delta_recurrent
+    from torch_hybrid.ops.triton import delta_recurrent
 
     k_size, v_size = shape.num_k_heads * shape.k_dim, shape.num_v_heads * shape.v_dim
     qkv = torch.empty(shape.num_tokens, 2 * k_size + v_size, dtype=shape.dtype, device="meta")
@@ -94,9 +94,9 @@ def record_recurrent(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> LaunchRec
     per_head = torch.empty(shape.num_tokens, shape.num_v_heads, device="meta")
     indices = torch.empty(shape.num_seqs + 1, dtype=torch.int32, device="meta")
     with monkeypatch.context() as patch:
-        recorder = LaunchRecorder(triton_delta_recurrent._recurrent_kernel)
-        patch.setattr(triton_delta_recurrent, "_recurrent_kernel", recorder)
-        triton_delta_recurrent.recurrent_delta_rule(
+        recorder = LaunchRecorder(delta_recurrent._recurrent_kernel)
+        patch.setattr(delta_recurrent, "_recurrent_kernel", recorder)
+        delta_recurrent.recurrent_delta_rule(
             q.unflatten(1, (shape.num_k_heads, shape.k_dim)),
             k.unflatten(1, (shape.num_k_heads, shape.k_dim)),
             v.unflatten(1, (shape.num_v_heads, shape.v_dim)),

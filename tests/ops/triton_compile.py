@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_hybrid.ops.triton_devices import interpreted
+from torch_hybrid.ops.triton.devices import interpreted
 
 # Dynamic shared memory that one block may ask for, in bytes.
 SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}

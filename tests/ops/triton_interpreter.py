@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_hybrid.ops.triton_devices import interpreted, triton_missing
+from torch_hybrid.ops.triton.devices import interpreted, triton_missing
 
 needs_triton = pytest.mark.skipif(triton_missing() is not None, reason=triton_missing() or "")
 needs_interpreter = pytest.mark.skipif(

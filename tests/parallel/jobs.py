@@ -17,7 +17,7 @@ import torch_hybrid as th
 from tests.models import ring_checkpoint
 from tests.models.oracle import Step, make_texts, serve
 from tests.tiny_models import make_model
-from torch_hybrid.parallel.shard import Experts
+from torch_hybrid.models.shard import Experts
 
 LENGTHS = (5, 64, 73)
 # Prompts, chunks beside single tokens, and decode.

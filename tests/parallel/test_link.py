@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 import torch_hybrid as th
+from benchmarks.link import Message, hidden_share, linked_group
 from tests.parallel.jobs import SIZES, make
 from tests.parallel.processes import results, run_ranks
-from torch_hybrid.parallel.link import Message, hidden_share, linked_group
 
 SECONDS = 0.1
 COUNT = 1000

@@ -14,7 +14,7 @@ from tests.models.oracle import make_texts, serve
 from tests.parallel.jobs import LENGTHS, OPTIONS, SEEDS, SIZES, STEPS
 from tests.parallel.processes import results, run_ranks
 from tests.tiny_models import make_model
-from torch_hybrid.parallel.shard import Experts
+from torch_hybrid.models.shard import Experts
 
 
 @dataclass(frozen=True)

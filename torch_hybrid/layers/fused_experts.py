@@ -8,7 +8,7 @@ from torch_hybrid.backends.select import select
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.fused_experts.op import HAS_GATE, IMPLEMENTATIONS, fused_experts
-from torch_hybrid.parallel.ranks import Ranks, divide
+from torch_hybrid.ranks import Ranks, divide
 
 
 class FusedExperts(nn.Module):

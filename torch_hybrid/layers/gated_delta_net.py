@@ -10,7 +10,7 @@ from torch_hybrid.backends.gated_delta_rule import apply_delta_rule
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
-from torch_hybrid.parallel.ranks import Ranks
+from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import DeltaRuleSpec
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.latent_attention import LatentPlan, attend_absorbed, attend_expanded
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
-from torch_hybrid.parallel.ranks import Ranks
+from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LatentSpec
 
 

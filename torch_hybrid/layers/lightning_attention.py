@@ -15,7 +15,7 @@ from torch_hybrid.backends.ssd import apply_ssd
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.rotary import Rotary, rotate_halves
-from torch_hybrid.parallel.ranks import Ranks, own_means
+from torch_hybrid.ranks import Ranks, own_means
 from torch_hybrid.specs import LightningSpec
 
 

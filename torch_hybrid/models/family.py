@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
-from torch_hybrid.models.join import LinearAttentionAdapter
+from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.specs import (
     AttentionSpec,
     DeltaRuleSpec,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_hybrid.backends.hybrid import Step
-from torch_hybrid.parallel.ranks import Ranks
+from torch_hybrid.backends.step import Step
+from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable
 
 

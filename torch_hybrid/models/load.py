@@ -21,13 +21,6 @@ from torch_hybrid.models.falcon_h1 import FALCON_H1
 from torch_hybrid.models.family import Family
 from torch_hybrid.models.granitemoehybrid import GRANITEMOEHYBRID
 from torch_hybrid.models.hybrid_model import HybridModel
-from torch_hybrid.models.join import (
-    ATTENTION_NAME,
-    hand_steps,
-    join_latent_attention,
-    refuse_as_transformers,
-    register_attention,
-)
 from torch_hybrid.models.kimi_linear import KIMI_LINEAR
 from torch_hybrid.models.merge_adapters import merge_adapters
 from torch_hybrid.models.minimax import MINIMAX
@@ -38,6 +31,13 @@ from torch_hybrid.models.qwen3_5 import QWEN3_5
 from torch_hybrid.models.qwen3_next import QWEN3_NEXT
 from torch_hybrid.models.ring_2_5 import Ring25, is_ring_2_5, load_ring_2_5
 from torch_hybrid.models.taken_weights import check_weights_say_all
+from torch_hybrid.models.transformers_hooks import (
+    ATTENTION_NAME,
+    hand_steps,
+    join_latent_attention,
+    refuse_as_transformers,
+    register_attention,
+)
 from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerTable
 from torch_hybrid.toolchain import make_cache_folder
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from torch_hybrid.layers.lightning_attention import LightningAttention, geometric_slopes
 from torch_hybrid.models.family import Family, Swap, head_dim_of, require, specs_by_layer_type
-from torch_hybrid.models.join import LinearAttentionPairAdapter
+from torch_hybrid.models.transformers_hooks import LinearAttentionPairAdapter
 from torch_hybrid.specs import LayerSpec, LightningSpec
 
 NORM_EPS = 1e-6  # of the gated norm: fixed by the model, whatever config.rms_norm_eps says

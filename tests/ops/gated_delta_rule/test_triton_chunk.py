@@ -138,8 +138,8 @@ def record_launches(
     dtype: torch.dtype,
 ) -> dict[str, LaunchRecorder]:
     """What the launcher launches for q, k and v that are slices of one projection."""
-    from torch_hybrid.ops import triton_delta_rule
     from torch_hybrid.ops.gated_delta_rule import _triton_chunk
+    from torch_hybrid.ops.triton import delta_rule
 
     num_tokens, num_seqs = 8192, 16
     k_size, v_size = num_k_heads * k_dim, num_v_heads * v_dim
@@ -147,10 +147,10 @@ def record_launches(
     q, k, v = qkv.split([k_size, k_size, v_size], 1)
     per_head = torch.empty(num_tokens, num_v_heads, device="meta")
     indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
-    modules = dict(zip(KERNELS, (_triton_chunk, triton_delta_rule), strict=True))
+    modules = dict(zip(KERNELS, (_triton_chunk, delta_rule), strict=True))
     recorders = {name: LaunchRecorder(getattr(module, name)) for name, module in modules.items()}
     with monkeypatch.context() as patch:
-        pretend(patch, target, triton_delta_rule)
+        pretend(patch, target, delta_rule)
         for name, module in modules.items():
             patch.setattr(module, name, recorders[name])
         _triton_chunk.chunk_gated_delta_rule(

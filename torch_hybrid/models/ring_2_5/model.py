@@ -14,8 +14,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from torch_hybrid.backends.hybrid import LayerStep, Step
 from torch_hybrid.backends.latent_attention import LatentPlan
+from torch_hybrid.backends.step import LayerStep, Step
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.latent_attention import LatentAttention
 from torch_hybrid.layers.lightning_attention import LightningAttention, alibi_slopes
@@ -23,7 +23,7 @@ from torch_hybrid.layers.rotary import Rotary, rotate_pairs
 from torch_hybrid.models.ring_2_5.config import Ring25Config
 from torch_hybrid.models.ring_2_5.moe import MLP, MixtureOfExperts, linear
 from torch_hybrid.models.ring_2_5.rotary import RotaryTable
-from torch_hybrid.parallel.ranks import Ranks
+from torch_hybrid.ranks import Ranks
 
 LATENT_NORM_EPS = 1e-6  # of the norms inside MLA: fixed by the model, whatever the config says
 

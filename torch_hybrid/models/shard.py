@@ -22,10 +22,10 @@ from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host import keep_weights
+from torch_hybrid.layers.expert_parallel import ExpertParallel, TokensOfRank
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.ring_2_5 import Ring25
-from torch_hybrid.parallel.experts import ExpertParallel, TokensOfRank
-from torch_hybrid.parallel.ranks import Ranks, RMSNormOverRanks, SumOverRanks, divide
+from torch_hybrid.ranks import Ranks, RMSNormOverRanks, SumOverRanks, divide
 from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerEntry
 
 M = TypeVar("M", HybridModel, Ring25)

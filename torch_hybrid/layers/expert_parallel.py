@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_hybrid.layers.fused_experts import FusedExperts
-from torch_hybrid.parallel.ranks import Ranks
+from torch_hybrid.ranks import Ranks
 
 
 class ExpertParallel(nn.Module):

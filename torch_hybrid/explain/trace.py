@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from torch_hybrid.explain.lane_trace import add_lanes
 from torch_hybrid.graphs.runner import Runner
-from torch_hybrid.lane_trace import add_lanes
 
 
 def write_trace(

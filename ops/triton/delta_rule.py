@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.triton_devices import is_hopper
-from torch_hybrid.ops.triton_products import (
+from torch_hybrid.ops.triton.devices import is_hopper
+from torch_hybrid.ops.triton.products import (
     exact_dot,
     piece_dot,
     piece_dtype,
@@ -24,8 +24,8 @@ from torch_hybrid.ops.triton_products import (
     pieces_of_states,
     transpose_dot,
 )
-from torch_hybrid.ops.triton_ragged import num_blocks
-from torch_hybrid.ops.triton_state import zero_rows
+from torch_hybrid.ops.triton.ragged import num_blocks
+from torch_hybrid.ops.triton.state import zero_rows
 
 
 def chunk_length(q: Tensor) -> int:

@@ -8,12 +8,12 @@ from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
 
-from torch_hybrid.backends.hybrid import LayerStep, Step
 from torch_hybrid.backends.paged_attention import attend
+from torch_hybrid.backends.step import LayerStep, Step
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.latent_attention import LatentAttention
-from torch_hybrid.parallel.ranks import Ranks
+from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import AttentionSpec, LatentSpec
 
 AnyStep = TypeVar("AnyStep", Step, LayerStep)

@@ -6,8 +6,8 @@ from typing import Any
 
 from expecttest import assert_expected_inline
 
+from torch_hybrid.explain.lane_trace import add_lanes, lane_events
 from torch_hybrid.graphs.schedule import Stage
-from torch_hybrid.lane_trace import add_lanes, lane_events
 
 SCHEDULE = (
     Stage(0, 0, ("linear", "all_reduce")),

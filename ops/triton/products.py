@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.triton_devices import interpreted
+from torch_hybrid.ops.triton.devices import interpreted
 
 NUM_PIECES = 3
 _INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
