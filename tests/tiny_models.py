@@ -246,6 +246,19 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+_TWO = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+# Layers of every kind that a family has, and no more of them.
+FEWEST_LAYERS: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(BUILDERS, _TWO),
+    "qwen3": {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2},
+    "deepseek_v3": {"num_hidden_layers": 2},
+    "bamba": {"num_hidden_layers": 2, "attn_layer_indices": [1]},
+    "falcon_h1": {"num_hidden_layers": 2},
+    "falcon_h1_norm": {"num_hidden_layers": 2},
+    "nemotron_h": {"layer_types": ["moe", "linear_attention", "mlp", "full_attention"]},
+}
+
+
 def make_model(family: str, *, seed: int = 0, **options: Any) -> Any:
     """A random transformers model of one family; ``options`` go to its config."""
     model = BUILDERS[family](**options).eval().requires_grad_(False)
