@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torch_hybrid.backends.mode import Mode
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.cuda_graph import CapturedSteps, why_not_capturable
 from torch_hybrid.graphs.static_inputs import StaticInputs
@@ -108,6 +107,6 @@ class CapturePolicy:
 def _bucket_name(variant: Variant, inputs: Inputs) -> str:
     """As it stands in reports: "extend: 128 tokens, 8 sequences of 64 pages"."""
     batch = inputs.parts[0].batch
-    tokens = f"{batch.num_tokens} tokens, " if variant.mode is Mode.EXTEND else ""
+    tokens = f"{batch.num_tokens} tokens, " if variant.mode.tokens_per_seq is None else ""
     num_pages = batch.page_table.shape[1]
     return f"{variant.name}: {tokens}{batch.num_seqs} sequences of {num_pages} pages"

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from torch_hybrid.backends.select import Backends, Choice, select
+from torch_hybrid.backends.select import Backends, Choice, Chooses, select
 from torch_hybrid.graphs.passes import Pass, without
 from torch_hybrid.graphs.step import Model
-from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.ops.capability import Need
-from torch_hybrid.ops.fused_experts import op as fused_experts
 from torch_hybrid.ops.linear import op as linear
 
+EXPERTS = "fused_experts"
 
-def experts_of(model: Model) -> list[FusedExperts]:
+
+def experts_of(model: Model) -> list[Chooses]:
     """The experts of all layers of a model."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    return [module for module in modules if isinstance(module, FusedExperts)]
+    return [module for module in modules if isinstance(module, Chooses)]
 
 
 def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, ...]:
@@ -30,9 +30,9 @@ def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, .
         UnsupportedError: none can serve what there is, where it is now.
     """
     choices = []
-    if needs := [experts.need for experts in experts_of(model)]:
-        known = fused_experts.IMPLEMENTATIONS
-        choices.append(select("fused_experts", known, needs, wanted.experts))
+    if experts := experts_of(model):
+        needs = [module.need for module in experts]
+        choices.append(select(EXPERTS, experts[0].implementations, needs, wanted.experts))
     if compiles:
         known = {impl: linear.IMPLEMENTATIONS[impl] for impl in ("cpp", "torch")}
         need = Need(device=model.device, dtype=model.dtype)

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torch_hybrid.backends.mode import Form, Mode
+from torch_hybrid.backends.mode import MODES, Form, Mode
 from torch_hybrid.backends.step import Backend, forms_of, plan_all
 from torch_hybrid.batch import Batch, pad_to, split
 from torch_hybrid.graphs.buckets import Bucket, StepSizes, round_up
@@ -19,10 +19,8 @@ from torch_hybrid.graphs.two_batch import OverlapPolicy, plan_split, rows_in_hal
 
 Logits = Literal["last", "all"]
 # What a graph is traced with; distinct sizes, so that no two symbols are taken for one.
-_TRACED = {
-    Mode.DECODE: Bucket(num_seqs=8, num_tokens=8, num_pages=11),
-    Mode.EXTEND: Bucket(num_seqs=5, num_tokens=512, num_pages=11),
-}
+_TRACED_SEQS, _TRACED_PAGES = 8, 11
+_TRACED_MIX = Bucket(num_seqs=5, num_tokens=512, num_pages=_TRACED_PAGES)
 _TRACED_CHUNK_ROWS = 192
 _TRACED_ROWS = 13
 
@@ -47,7 +45,7 @@ class StepPlanner:
         num_position_axes: int,
         overlap: OverlapPolicy,
         chunk_grid: int,
-        modes: Sequence[Mode] = tuple(Mode),
+        modes: Sequence[Mode] = MODES,
     ) -> None:
         self._backends, self._overlap, self._grid = backends, overlap, chunk_grid
         self._num_position_axes, self._sizes = num_position_axes, sizes
@@ -68,7 +66,7 @@ class StepPlanner:
 
         Args:
             batch: unpadded, its page table as wide as ``table_width`` says.
-            mode: DECODE only where every sequence has one new token.
+            mode: of the batch, whose sequences have as many new tokens as it says.
             logits: which rows are wanted.
         """
         parts: tuple[Batch, ...] = (batch,)
@@ -78,7 +76,7 @@ class StepPlanner:
             parts = split(batch, cut)
         num_seqs, num_tokens = self._bucket_of(parts, mode)
         rows = None
-        if mode is Mode.EXTEND or len(parts) == 2:
+        if mode.tokens_per_seq is None or len(parts) == 2:
             rows = rows_in_halves(self._wanted(batch, mode, logits), cut, num_tokens)
         forms = {
             kind: self._padded(kind, mode, form)
@@ -95,9 +93,10 @@ class StepPlanner:
 
     def largest(self, variant: Variant) -> Inputs:
         """An all-padding step of a variant whose every leaf is as large as it ever gets."""
-        num_seqs, num_rows = self._sizes.seqs[-1], self._sizes.seqs[-1]
-        num_tokens = num_seqs
-        if variant.mode is Mode.EXTEND:
+        num_seqs = self._sizes.seqs[-1]
+        if (each := variant.mode.tokens_per_seq) is not None:
+            num_tokens = num_rows = num_seqs * each
+        else:
             sizes = self._sizes.half_tokens if variant.in_halves else self._sizes.tokens
             num_tokens, num_rows = sizes[-1], self._sizes.tokens[-1]
         bucket = Bucket(num_seqs=num_seqs, num_tokens=num_tokens, num_pages=self._sizes.pages[-1])
@@ -109,7 +108,11 @@ class StepPlanner:
             kind: replace(form, num_rows=_TRACED_CHUNK_ROWS)
             for kind, form in self.forms[variant].items()
         }
-        return self._null_inputs(variant, _TRACED[variant.mode], forms, _TRACED_ROWS)
+        bucket = _TRACED_MIX
+        if (each := variant.mode.tokens_per_seq) is not None:
+            tokens = _TRACED_SEQS * each
+            bucket = Bucket(num_seqs=_TRACED_SEQS, num_tokens=tokens, num_pages=_TRACED_PAGES)
+        return self._null_inputs(variant, bucket, forms, _TRACED_ROWS)
 
     def _bucket_of(self, parts: Sequence[Batch], mode: Mode) -> tuple[int, int]:
         """Sequences and tokens that each part is padded to.
@@ -117,14 +120,18 @@ class StepPlanner:
         At least two of each: a size of 1 would be a graph of its own.
         """
         num_seqs = max(part.num_seqs for part in parts)
-        if mode is Mode.DECODE:
-            num_seqs = max(num_seqs, 2)
-            if self._sizes.decode_seqs is not None:
-                num_seqs = round_up(num_seqs, self._sizes.decode_seqs)
-            return num_seqs, num_seqs
+        if mode.tokens_per_seq is not None:
+            num_seqs = self._decode_seqs(num_seqs)
+            return num_seqs, num_seqs * mode.tokens_per_seq
         sizes = self._sizes.tokens if len(parts) == 1 else self._sizes.half_tokens
         num_tokens = max(part.num_tokens for part in parts)
         return round_up(num_seqs, self._sizes.seqs), round_up(num_tokens, sizes)
+
+    def _decode_seqs(self, num_seqs: int) -> int:
+        """Sequences that a step of as many tokens for each is padded to."""
+        num_seqs = max(num_seqs, 2)
+        sizes = self._sizes.decode_seqs
+        return num_seqs if sizes is None else round_up(num_seqs, sizes)
 
     def _padded(self, kind: str, mode: Mode, form: Form) -> Form:
         """A form whose tables have one of a few sizes, where that is asked for."""
@@ -135,10 +142,9 @@ class StepPlanner:
 
     def _wanted(self, batch: Batch, mode: Mode, logits: Logits) -> Tensor:
         """[R] the tokens whose logits are wanted, padded with token 0."""
-        if mode is Mode.DECODE:
-            rows, size = _counted(batch.num_tokens), max(batch.num_tokens, 2)
-            if self._sizes.decode_seqs is not None:
-                size = round_up(size, self._sizes.decode_seqs)
+        if mode.tokens_per_seq is not None:
+            rows = _counted(batch.num_tokens)
+            size = self._decode_seqs(batch.num_seqs) * mode.tokens_per_seq
         elif logits == "all":
             size = round_up(batch.num_tokens, self._sizes.tokens)
             rows = _counted(batch.num_tokens)
@@ -161,7 +167,7 @@ class StepPlanner:
     ) -> Inputs:
         batches = [self._null_batch(bucket) for _ in range(1 + variant.in_halves)]
         rows = None
-        if variant.mode is Mode.EXTEND or variant.in_halves:
+        if variant.mode.tokens_per_seq is None or variant.in_halves:
             rows = _zeros(num_rows, dtype=torch.int64)
         return self._inputs(batches, variant.mode, forms, rows)
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from torch_hybrid.backends.mode import Mode
+from torch_hybrid.backends.mode import MODES, Mode
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.backends.step import chunk_grid, make_backends
 from torch_hybrid.batch import Batch
@@ -127,7 +127,7 @@ class Runner:
                 if not store.is_open:
                     check_toolchain(model.device)
             self.choices = choose(model, wanted, compiles=compile)
-            modes = tuple(Mode) if prefill else (Mode.DECODE,)
+            modes = MODES if prefill else (Mode.DECODE,)
             self.backends = make_backends(model.table, self._cache.sizes, wanted, modes)
             grid = chunk_grid(self.backends)
             _check_max_tokens(max_tokens, grid)

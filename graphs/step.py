@@ -99,8 +99,8 @@ class Variant:
     @property
     def name(self) -> str:
         """As it stands in reports: "extend, one shot, in halves", for example."""
-        forms = [name for _, name in self.forms if name and self.mode is Mode.EXTEND]
-        return ", ".join([self.mode.value, *forms, *["in halves"] * self.in_halves])
+        forms = [name for _, name in self.forms if name and self.mode.tokens_per_seq is None]
+        return ", ".join([self.mode.name, *forms, *["in halves"] * self.in_halves])
 
 
 StepFunction = Callable[[Inputs, Caches], Tensor]

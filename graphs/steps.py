@@ -16,6 +16,7 @@ from torch_hybrid.graphs.artefact.store import StepStore
 from torch_hybrid.graphs.compile import CompileLog, GraphRecord, StepBackend, compile_step
 from torch_hybrid.graphs.compiled_step import CompiledStep
 from torch_hybrid.graphs.layers_once import LayersOnce
+from torch_hybrid.graphs.model_choices import EXPERTS
 from torch_hybrid.graphs.model_use import ModelUse
 from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.planner import StepPlanner
@@ -48,7 +49,7 @@ class Steps:
         store: StepStore | None,
     ) -> None:
         self._model, self._choices = model, choices
-        self._experts = next((c for c in choices if c.op == "fused_experts"), None)
+        self._experts = next((c for c in choices if c.op == EXPERTS), None)
         self.layers = LayersOnce(model, cache.pools)
         self._use = ModelUse.of(model)
         self._caches, self._planner, self._store = cache.pools, planner, store

@@ -31,7 +31,7 @@ class OverlapPolicy:
     def cuts(self, mode: Mode, num_seqs: int, num_tokens: int) -> bool:
         """Whether a step of these sizes is cut."""
         smallest = self._smallest(mode)
-        size = num_seqs if mode is Mode.DECODE else num_tokens
+        size = num_tokens if mode.tokens_per_seq is None else num_seqs
         return smallest is not None and size >= smallest
 
     def always_cuts(self, mode: Mode) -> bool:
@@ -39,7 +39,7 @@ class OverlapPolicy:
         return self._smallest(mode) == 0
 
     def _smallest(self, mode: Mode) -> int | None:
-        return self.min_decode_seqs if mode is Mode.DECODE else self.min_extend_tokens
+        return self.min_extend_tokens if mode.tokens_per_seq is None else self.min_decode_seqs
 
 
 NEVER_CUT = OverlapPolicy()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_hybrid.backends import step as step_module
-from torch_hybrid.backends.mode import Form, Mode
+from torch_hybrid.backends.mode import MODES, Form, Mode
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.backends.step import Backend, Step, chunk_grid, make_backends, plan_all
 from torch_hybrid.batch import Batch
@@ -74,7 +74,7 @@ def storages(tree: object) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors(tree)}
 
 
-@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_every_leaf_is_a_tensor_and_the_rest_is_structure(backends: dict[str, Backend], mode: Mode):
     plans = plan_all(backends, make_batch(make_cache(), [3, 1]), mode)
     leaves, structure = pytree.tree_flatten(plans)
@@ -87,7 +87,7 @@ def test_every_leaf_is_a_tensor_and_the_rest_is_structure(backends: dict[str, Ba
             plan.statics = None
 
 
-@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_planning_is_pure(backends: dict[str, Backend], mode: Mode):
     batch = make_batch(make_cache(), [3, 1])
     before = [leaf.clone() for leaf in tensors(batch)]
@@ -101,7 +101,7 @@ def test_planning_is_pure(backends: dict[str, Backend], mode: Mode):
     assert {kind: dict(vars(backend)) for kind, backend in backends.items()} == attributes
 
 
-@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_two_plans_share_nothing_but_their_batch(backends: dict[str, Backend], mode: Mode):
     cache = make_cache()
     batch, other = make_batch(cache, [3, 1]), make_batch(cache, [2, 2])
@@ -113,7 +113,7 @@ def test_two_plans_share_nothing_but_their_batch(backends: dict[str, Backend], m
 def test_modes_and_sizes_have_the_structure_that_they_should(backends: dict[str, Backend]):
     cache = make_cache()
     batch, other = make_batch(cache, [3, 1]), make_batch(cache, [1])
-    decode, extend = (plan_all(backends, batch, mode) for mode in Mode)
+    decode, extend = (plan_all(backends, batch, mode) for mode in MODES)
     assert pytree.tree_structure(decode) != pytree.tree_structure(extend)
     larger = plan_all(backends, other, Mode.DECODE)
     assert pytree.tree_structure(decode) == pytree.tree_structure(larger)
@@ -153,8 +153,8 @@ def test_a_backend_is_the_whole_protocol(kind: str):
     """No hook of the protocol is missing, and all take the same arguments."""
     table = LayerTable.from_specs(SPECS)
     entries, sizes = table.of_kind(kind), make_cache().sizes
-    made = step_module._BACKENDS[kind](entries, sizes, Backends(), tuple(Mode))
-    assert set(made.choices) == set(Mode)
+    made = step_module._BACKENDS[kind](entries, sizes, Backends(), MODES)
+    assert set(made.choices) == set(MODES)
     theirs, ours = inspect.signature(Backend.plan), inspect.signature(type(made).plan)
     assert list(ours.parameters) == list(theirs.parameters)
     hints = get_type_hints(type(made).plan)
@@ -190,7 +190,7 @@ def test_names_are_for_their_own_kind(field: str):
         for choice in chosen
         if choice.op.endswith(ops[field])
     ]
-    assert len(choices) == len(Mode)
+    assert len(choices) == len(MODES)
     assert {choice.impl for choice in choices} == {"torch"}
     with pytest.raises(ValueError, match="has no implementation 'nonesuch'"):
         make_backends(TABLE, make_cache().sizes, Backends(**{field: "nonesuch"}))

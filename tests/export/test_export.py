@@ -21,9 +21,10 @@ from torch.utils import _pytree as pytree
 import torch_hybrid as th
 from tests.layers.test_layers import TABLE, TwoLayers
 from tests.tiny_models import BUILDERS, make_hybrid, make_model
+from torch_hybrid.backends.mode import MODES
 from torch_hybrid.models.load import table_of
 
-MODES = list(th.Mode)
+MODES = list(MODES)
 
 
 def test_every_pytree_of_ours_has_a_serialized_name():

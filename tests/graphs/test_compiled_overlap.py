@@ -12,7 +12,7 @@ from torch import Tensor
 
 import torch_hybrid as th
 from tests.tiny_models import VOCAB_SIZE, make_hybrid
-from torch_hybrid.backends.mode import Mode
+from torch_hybrid.backends.mode import MODES, Mode
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, without
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.graphs.schedule import Stage
@@ -113,7 +113,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     return made
 
 
-@pytest.mark.parametrize("mode", Mode)
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_the_compiled_code_runs_the_schedule(
     scheduled: Runner, calls: list[tuple[str, int]], mode: Mode
 ):
@@ -121,7 +121,7 @@ def test_the_compiled_code_runs_the_schedule(
     seqs = scheduled.new_sequences(4)
     scheduled.extend(seqs, [[1] * (1 if mode is Mode.DECODE else 20)] * 4)
     scheduled.free(seqs)
-    stages = scheduled.report().graphs[f"{mode.value}, in halves"].schedule
+    stages = scheduled.report().graphs[f"{mode.name}, in halves"].schedule
     expected = [(op, stage.lane) for stage in stages for op in stage.ops if op != "linear"]
     first = calls[0][1]
     assert [(name, int(offsets != first)) for name, offsets in calls] == expected

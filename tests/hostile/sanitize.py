@@ -72,6 +72,8 @@ def main() -> int:
         return 2
     done = run_tests(*(sys.argv[1:] or SUITES))
     print(done.stdout[-20_000:], done.stderr[-20_000:])
+    if not done.returncode:
+        print(f"clean: {', '.join(FAMILIES)}, and an engine's runs")
     return done.returncode
 
 

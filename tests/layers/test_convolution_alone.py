@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 
 import torch_hybrid as th
+from torch_hybrid.backends.mode import MODES
 from torch_hybrid.backends.recurrent import CONVOLUTION, Recurrence, RecurrentBackend, convolve
 from torch_hybrid.backends.step import chunk_grid
 from torch_hybrid.specs import LayerFamily, Pool
 
 WIDTH, CHANNELS = 3, 32
-RECURRENCE = Recurrence(ops=dict.fromkeys(th.Mode, (CONVOLUTION,)))
+RECURRENCE = Recurrence(decode=(CONVOLUTION,), extend=(CONVOLUTION,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class ShortConvSpec:
 def test_pieces_equal_the_whole(lengths: list[int]):
     table = th.LayerTable.from_specs([ShortConvSpec(WIDTH)])
     cache = th.HybridCache(table, max_seqs=1, kv_tokens=32, page_size=16)
-    args = table.of_kind("short_conv"), cache.sizes, th.Backends(), tuple(th.Mode)
+    args = table.of_kind("short_conv"), cache.sizes, th.Backends(), MODES
     backends = {"short_conv": RecurrentBackend(RECURRENCE, *args)}
     assert chunk_grid(backends) == 1
     weight, x = torch.randn(CHANNELS, WIDTH), torch.randn(sum(lengths), CHANNELS)

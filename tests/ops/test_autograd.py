@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torch_hybrid as th
 from tests.layers import test_kimi_delta_attention, test_lightning_attention, test_mamba2
+from torch_hybrid.backends.mode import MODES
 from torch_hybrid.layers import GatedDeltaNet, LatentAttention
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.ops.linear import linear
@@ -99,8 +100,8 @@ def layers() -> Iterator[tuple[str, Mix]]:
         "lightning": test_lightning_attention.make(test_lightning_attention.PLAIN),
     }
     for name, layer in made.items():
-        for mode in th.Mode:
-            yield f"{name}, {mode.value}", recurrent(layer, mode)
+        for mode in MODES:
+            yield f"{name}, {mode.name}", recurrent(layer, mode)
     for form in ALL_FORMS:
         yield f"latent_attention, {form}", latent(form)
         yield f"latent_attention, {form}, of what is stored", latent(form, which="latent")

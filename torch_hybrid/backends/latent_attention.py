@@ -122,7 +122,7 @@ class LatentAttentionBackend:
 
     def _make_forms(self, mode: Mode) -> tuple[Form, ...]:
         policy, capacity = self._policy, self._sizes.num_pages * self._sizes.page_size
-        if mode is Mode.DECODE or policy.absorbed == "always":
+        if mode.tokens_per_seq is not None or policy.absorbed == "always":
             return (_ABSORBED,)
         budget = min(policy.token_budget or capacity, capacity)
         forms = [] if policy.absorbed == "never" else [_ABSORBED]

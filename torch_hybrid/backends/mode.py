@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from typing import ClassVar
 
 
-class Mode(Enum):
-    """``DECODE``: one new token for each sequence. ``EXTEND``: any mix of lengths."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mode:
+    """How many new tokens the sequences of a step have.
 
-    DECODE = "decode"
-    EXTEND = "extend"
+    ``DECODE``: one for each sequence. ``EXTEND``: any mix of lengths. A step that verifies k
+    drafted tokens of each sequence is a mode of k + 1.
+
+    Attributes:
+        name: as it stands in reports.
+        tokens_per_seq: of each sequence; None for any mix.
+    """
+
+    name: str
+    tokens_per_seq: int | None
+
+    DECODE: ClassVar[Mode]
+    EXTEND: ClassVar[Mode]
+
+
+Mode.DECODE = Mode(name="decode", tokens_per_seq=1)
+Mode.EXTEND = Mode(name="extend", tokens_per_seq=None)
+MODES = (Mode.DECODE, Mode.EXTEND)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,18 +46,13 @@ class PagedAttentionBackend:
         modes: Sequence[Mode],
     ) -> None:
         """Choose an implementation for each of ``modes`` that serves every layer in ``entries``."""
-        features = {Mode.DECODE: frozenset[str](), Mode.EXTEND: frozenset({"extend"})}
-        self.choices = {
-            mode: (self._choose(entries, sizes, backends, features[mode]),) for mode in modes
-        }
+        self.choices = {mode: (self._choose(entries, sizes, backends, mode),) for mode in modes}
 
     @staticmethod
     def _choose(
-        entries: tuple[LayerEntry, ...],
-        sizes: PoolSizes,
-        backends: Backends,
-        features: frozenset[str],
+        entries: tuple[LayerEntry, ...], sizes: PoolSizes, backends: Backends, mode: Mode
     ) -> Choice:
+        features = frozenset[str]() if mode.tokens_per_seq == 1 else frozenset({"extend"})
         specs: set[AttentionSpec] = {entry.spec for entry in entries}  # type: ignore[misc]
         needs = [
             Need(

@@ -64,10 +64,16 @@ CONVOLUTION = OpChoice(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence:
-    """What the layers of one kind call in each mode, and the chunks that they prefill in."""
+    """What the layers of one kind call for one new token of each sequence, for more of them, and
+    the chunks that they prefill in."""
 
-    ops: Mapping[Mode, tuple[OpChoice, ...]]
+    decode: tuple[OpChoice, ...]
+    extend: tuple[OpChoice, ...]
     chunk_size: int = 0
+
+    def ops(self, mode: Mode) -> tuple[OpChoice, ...]:
+        """What is called in steps of a mode."""
+        return self.decode if mode.tokens_per_seq == 1 else self.extend
 
 
 def chunked_rule(
@@ -83,8 +89,7 @@ def chunked_rule(
     """
     decode = OpChoice(name=f"recurrent_{name}", implementations=recurrent, sizes=sizes)
     extend = OpChoice(name=f"chunk_{name}", implementations=chunk, sizes=sizes)
-    ops = {Mode.DECODE: (decode, *also), Mode.EXTEND: (extend, *also)}
-    return Recurrence(ops=ops, chunk_size=DEFAULT_CHUNK_SIZE)
+    return Recurrence(decode=(decode, *also), extend=(extend, *also), chunk_size=DEFAULT_CHUNK_SIZE)
 
 
 class RecurrentBackend:
@@ -102,7 +107,7 @@ class RecurrentBackend:
         self.chunk_size = recurrence.chunk_size
         specs: set[Any] = {entry.spec for entry in entries}
         self.choices = {
-            mode: tuple(op.choose(specs, sizes, backends) for op in recurrence.ops[mode])
+            mode: tuple(op.choose(specs, sizes, backends) for op in recurrence.ops(mode))
             for mode in modes
         }
 

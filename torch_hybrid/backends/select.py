@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar, Protocol, runtime_checkable
 
 from torch_hybrid.backends.prefix import PrefixPolicy
 from torch_hybrid.errors import UnsupportedError
@@ -35,6 +36,25 @@ class Choice:
     op: str
     impl: str
     refused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Chooses(Protocol):
+    """A module that calls an op whose implementation is chosen for all modules of its kind.
+
+    Attributes:
+        op: the op's name.
+        implementations: of the op.
+        need: what serves the module, where its weights are now.
+        choice: what is called.
+    """
+
+    op: ClassVar[str]
+    implementations: ClassVar[Mapping[str, Implementation]]
+    choice: Choice
+
+    @property
+    def need(self) -> Need: ...
 
 
 def impls_of(choices: Iterable[Choice]) -> tuple[tuple[str, str], ...]:

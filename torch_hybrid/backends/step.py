@@ -11,7 +11,7 @@ from typing import Protocol
 from torch_hybrid.backends.gated_delta_rule import GATED_DELTA_RULE
 from torch_hybrid.backends.kimi_delta_attention import KIMI_DELTA_ATTENTION
 from torch_hybrid.backends.latent_attention import LatentAttentionBackend, LatentPlan
-from torch_hybrid.backends.mode import Form, Mode
+from torch_hybrid.backends.mode import MODES, Form, Mode
 from torch_hybrid.backends.paged_attention import PagedAttentionBackend, PagedAttentionPlan
 from torch_hybrid.backends.recurrent import RecurrentBackend, RecurrentPlan
 from torch_hybrid.backends.select import Backends, Choice
@@ -109,7 +109,7 @@ def make_backends(
     table: LayerTable,
     sizes: PoolSizes,
     backends: Backends | None = None,
-    modes: Sequence[Mode] = tuple(Mode),
+    modes: Sequence[Mode] = MODES,
 ) -> dict[str, Backend]:
     """One backend for each kind of layer in the table, with the implementations named.
 

@@ -51,7 +51,7 @@ def layers(runner: Runner) -> Section:
 def implementations(runner: Runner) -> Section:
     """What each kind of layer takes for decode and extend, and why not the others."""
     chosen = [
-        (mode.value, choice)
+        (mode.name, choice)
         for backend in runner.backends.values()
         for mode, choices in backend.choices.items()
         for choice in choices

@@ -25,6 +25,9 @@ class FusedExperts(nn.Module):
         choice: what is called.
     """
 
+    op = "fused_experts"
+    implementations = IMPLEMENTATIONS
+
     def __init__(
         self,
         gate_up_proj: nn.Parameter,
@@ -35,7 +38,7 @@ class FusedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj, self.activation = gate_up_proj, down_proj, activation
-        self.choice = select("fused_experts", IMPLEMENTATIONS, self.need, impl)
+        self.choice = select(self.op, IMPLEMENTATIONS, self.need, impl)
 
     @property
     def need(self) -> Need:
