@@ -13,6 +13,7 @@ import transformers as tf
 from torch import Tensor
 
 import torch_hybrid as th
+from tests.graphs.as_traced import run_as_traced
 from tests.models.oracle import (
     Oracle,
     assert_equal_logits,
@@ -122,6 +123,22 @@ def test_compiled(tmp_path: Path):
         assert_equal_logits(serve(runner, oracle.texts, steps), oracle)
     report = runner.report()
     assert (report.recompiles, report.graph_breaks, report.pool_clones) == (0, 0, ())
+
+
+def test_layers_are_copied(tmp_path: Path):
+    config = {**CONFIG, "num_hidden_layers": 12}
+    save(tmp_path, config, make_weights(config, seed=0))
+    model = th.from_pretrained(tmp_path)
+    outputs = []
+    with run_as_traced():
+        for compile in (False, True):
+            runner = th.Runner(model, max_seqs=3, kv_tokens=320, prefill=False, compile=compile)
+            seqs = runner.new_sequences(2)
+            outputs.append(torch.cat([runner.extend(seqs, [[i], [7]]) for i in range(4)]))
+    [graph] = runner.report().graphs.values()
+    assert graph.layers.copied >= 4
+    eager, compiled = outputs
+    assert (compiled - eager).abs().max() < 2e-5 * eager.abs().max()
 
 
 def refusal(folder: Path, error: type[Exception], **fields: Any) -> str:
