@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx import Graph
 from torch.utils import _pytree as pytree
 
 from torch_hybrid.graphs.compile_region import CompiledRegion
@@ -50,8 +49,12 @@ class Arguments:
         """Whether the graph may be called on ``inputs``."""
         if self.unknown:
             return False
+        if not self.holds:
+            return True
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
         sizes = [_at(place, inputs) for place in self.sizes]
-        return not self.holds or bool(ShapeEnv().evaluate_guards_expression(self.holds, sizes))
+        return bool(ShapeEnv().evaluate_guards_expression(self.holds, sizes))
 
     def of(self, inputs: Any) -> list[Any]:
         """The arguments of a step of these inputs."""
@@ -71,7 +74,8 @@ def arguments_of(graph: Graph, added: Sequence[Tensor]) -> Arguments:
     unknown = ""
     sizes: dict[str, torch.SymInt] = {}
     for node in traced:
-        place, example = _place(node), node.meta["grapharg"].example
+        place: str = node.meta["grapharg"].source.name
+        example = node.meta["grapharg"].example
         if place.startswith(_TRACED_INPUTS):
             given.append(found := INPUTS + place.removeprefix(_TRACED_INPUTS))
             if isinstance(value_of(node), torch.SymInt):
@@ -84,12 +88,6 @@ def arguments_of(graph: Graph, added: Sequence[Tensor]) -> Arguments:
     return Arguments(
         given=(*given, *added), sizes=tuple(sizes), holds=_guards(sizes.values()), unknown=unknown
     )
-
-
-def _place(node: Node) -> str:
-    """Where Dynamo finds what a placeholder stands for."""
-    name = node.meta["grapharg"].source.name
-    return str(name() if callable(name) else name)  # a method, before torch 2.10
 
 
 def _guards(sizes: Iterable[torch.SymInt]) -> str:

@@ -75,7 +75,8 @@ class Runner:
     Raises:
         TypeError: ``model`` or ``backends`` is of another kind.
         UnsupportedError: no implementation can serve a layer of the model.
-        ValueError: a size is too small to hold anything, or an option is none of its values.
+        ValueError: a size is too small to hold anything, an option is none of its values, or the
+            folder of ``artefact`` is not there.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from torch_hybrid.backends.select import Choice
 from torch_hybrid.caches.hybrid import HybridCache
+from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.artefact.store import StepStore
 from torch_hybrid.graphs.compile import CompileLog, GraphRecord, StepBackend, compile_step
 from torch_hybrid.graphs.compiled_step import CompiledStep
@@ -119,8 +121,12 @@ class Steps:
     def save_if_new(self) -> None:
         """Write what was looked for in an artefact and not found, when all variants are ready."""
         path = None if self._store is None else self._store.path
-        if path is not None and not all(graph.is_loaded for graph in self.graphs.values()):
+        if path is None or all(graph.is_loaded for graph in self.graphs.values()):
+            return
+        try:
             self.save(path)
+        except (OSError, UnsupportedError) as error:  # the steps themselves are there
+            warnings.warn(f"no artefact is written to {path}: {error}", stacklevel=3)
 
     def save(self, path: Path) -> None:
         """Write the graphs of all variants, which are ready, to an artefact."""

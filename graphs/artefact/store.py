@@ -35,6 +35,9 @@ class StepStore:
         caches: of its layers.
         passes: over its graphs.
         sizes: of the runner, by name.
+
+    Raises:
+        ValueError: the folder of ``path`` is not there, so that nothing could be written.
     """
 
     def __init__(
@@ -48,6 +51,8 @@ class StepStore:
         self.path = None if path is None else Path(path)
         self._model, self._caches, self._passes, self._sizes = model, caches, passes, sizes
         self._artefact: Artefact | None = None
+        if self.path is not None and not self.path.parent.is_dir():
+            raise ValueError(f"cannot write an artefact to {self.path}: the folder is not there")
         if self.path is not None and self.path.exists():
             try:
                 self._artefact = Artefact(self.path, self._facts)

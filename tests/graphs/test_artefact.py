@@ -188,9 +188,23 @@ def test_a_runner_that_compiles_nothing_has_nothing_to_save(model: th.HybridMode
         Runner(model, **SIZES, compile=False, artefact=tmp_path / "steps")
 
 
+def test_a_folder_that_is_not_there_is_named_before_anything_is_compiled(
+    model: th.HybridModel, tmp_path: Path
+):
+    path = tmp_path / "nowhere" / "steps"
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        Runner(model, **SIZES, artefact=path)
+    expected = f"cannot write an artefact to {path}: the folder is not there"
+    assert str(caught.value) == expected
+
+
 @pytest.mark.slow
 def test_a_file_that_cannot_be_written_leaves_the_one_that_is_there(
-    model: th.HybridModel, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: th.HybridModel,
+    compiled: Runner,
+    saved: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     path = tmp_path / "steps"
     shutil.copy(saved, path)
@@ -203,6 +217,10 @@ def test_a_file_that_cannot_be_written_leaves_the_one_that_is_there(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Runner(model, **SIZES, artefact=path)
+    # Steps that were compiled serve, written or not.
+    monkeypatch.setattr(compiled._steps._store, "path", path)
+    with pytest.warns(UserWarning, match=r"no artefact is written to .*: full"):
+        compiled._steps.save_if_new()
 
 
 @pytest.mark.slow
