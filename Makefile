@@ -11,7 +11,7 @@ demo: $(READY)
 	$(BIN)/torch-hybrid demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # The contract suites of the C++ ops and an engine's run, every access of a kernel checked.
 sanitize: $(READY)

@@ -32,7 +32,7 @@ from torch import Tensor
 import torch_hybrid as th
 from benchmarks import models, side_stream
 from benchmarks.cuda_graphs import milliseconds
-from benchmarks.link import LinkedGroup, Message, hidden_share, linked_group
+from examples.slow_link import LinkedGroup, Message, hidden_share, linked_group
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.graphs.two_batch import overlap_policy
 

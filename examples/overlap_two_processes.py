@@ -11,10 +11,10 @@ import time
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from slow_link import LinkedGroup, Message, hidden_share, linked_group
 from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 import torch_hybrid as th
-from benchmarks.link import LinkedGroup, Message, hidden_share, linked_group
 
 PROMPTS = [[(7 * i + row) % 256 for i in range(128)] for row in range(2)]
 SIZES = {"max_seqs": 2, "max_tokens": 256, "kv_tokens": 256}

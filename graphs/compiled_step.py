@@ -12,7 +12,7 @@ sizes that it holds for are compared once for each bucket of inputs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,26 +35,34 @@ class Arguments:
     Attributes:
         given: for each argument the tensor that it is at every step, or where it stands in the
             inputs.
+        shapes: of each tensor of the inputs, by where it stands: a number or where the same size
+            stands, and None for what follows from other sizes.
         sizes: where the sizes stand that ``holds`` is about.
         holds: an expression over ``sizes``, for which the graph holds; empty for any.
         unknown: an argument that Dynamo alone finds: it calls such a graph.
     """
 
     given: tuple[Tensor | str, ...]
-    sizes: tuple[str, ...]
-    holds: str
+    sizes: tuple[str, ...] = ()
+    shapes: Mapping[str, tuple[int | str | None, ...]] = field(default_factory=dict)
+    holds: str = ""
     unknown: str = ""
 
     def fit(self, inputs: Any) -> bool:
         """Whether the graph may be called on ``inputs``."""
         if self.unknown:
             return False
+        sizes = {place: _at(place, inputs) for place in self.sizes}
+        for place, shape in self.shapes.items():
+            for size, wanted in zip(_at(place, inputs).shape, shape, strict=True):
+                expected = sizes[wanted] if isinstance(wanted, str) else wanted
+                if expected is not None and size != expected:
+                    return False
         if not self.holds:
             return True
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-        sizes = [_at(place, inputs) for place in self.sizes]
-        return bool(ShapeEnv().evaluate_guards_expression(self.holds, sizes))
+        return bool(ShapeEnv().evaluate_guards_expression(self.holds, list(sizes.values())))
 
     def of(self, inputs: Any) -> list[Any]:
         """The arguments of a step of these inputs."""
@@ -85,9 +93,23 @@ def arguments_of(graph: Graph, added: Sequence[Tensor]) -> Arguments:
         else:
             given.append(place)
             unknown = f"{place} is no tensor, and no part of the step's inputs"
+    places = {str(size): place for place, size in sizes.items()}
+    shapes = {
+        place: tuple(_size(n, places) for n in value_of(node).shape)
+        for place, node in zip(given, traced, strict=True)
+        if isinstance(place, str) and isinstance(value_of(node), Tensor)
+    }
     return Arguments(
-        given=(*given, *added), sizes=tuple(sizes), holds=_guards(sizes.values()), unknown=unknown
+        given=(*given, *added),
+        sizes=tuple(sizes),
+        shapes=shapes,
+        holds=_guards(sizes.values()),
+        unknown=unknown,
     )
+
+
+def _size(size: int | torch.SymInt, places: Mapping[str, str]) -> int | str | None:
+    return size if isinstance(size, int) else places.get(str(size))
 
 
 def _guards(sizes: Iterable[torch.SymInt]) -> str:

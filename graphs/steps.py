@@ -143,7 +143,10 @@ class Steps:
             if part.batch.positions.ndim == 2:
                 torch._dynamo.mark_static(part.batch.positions, 0)
         # Floats of the model (an eps) are constants: as inputs, each is a tensor made every step.
-        settings = torch._dynamo.config.patch(specialize_float=True)  # of the whole process
+        # What sizes the process has seen before is no matter: equal ones (of the halves) are one.
+        settings = torch._dynamo.config.patch(  # of the whole process
+            specialize_float=True, automatic_dynamic_shapes=False
+        )
         with (
             _COMPILING,
             self._use.tracing(self._model, self._experts),

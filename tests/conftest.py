@@ -30,3 +30,9 @@ hypothesis.settings.load_profile("repeatable")
 def fixed_seed() -> None:
     """Every test draws the same random numbers, whatever ran before it."""
     torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that compile come first: one that is left to the end keeps a worker alone with it."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)

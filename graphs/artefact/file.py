@@ -60,6 +60,7 @@ class _SavedGraph:
     ops: Counter[str]
     given: tuple[str | _Named, ...]
     sizes: tuple[str, ...]
+    shapes: Mapping[str, tuple[int | str | None, ...]]
     holds: str
     constants: str
     choices: Choices
@@ -151,6 +152,7 @@ def _saved(
         ops=graph.ops,
         given=tuple(given),
         sizes=arguments.sizes,
+        shapes=arguments.shapes,
         holds=arguments.holds,
         constants=graph.constants,
         choices=choices,
@@ -214,7 +216,9 @@ class Artefact:
             regions=regions,
             counts=saved.counts,
             ops=saved.ops,
-            arguments=Arguments(given=given, sizes=saved.sizes, holds=saved.holds),
+            arguments=Arguments(
+                given=given, sizes=saved.sizes, shapes=saved.shapes, holds=saved.holds
+            ),
             call=link(saved.text, [region.call for region in regions]),
             constants=constants,
         )

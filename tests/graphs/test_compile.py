@@ -84,6 +84,18 @@ def test_a_step_whose_sizes_fit_runs_without_dynamo():
     assert len(log.graphs) == 2
 
 
+def test_sizes_that_were_equal_when_traced_must_stay_so():
+    def step(inputs: tuple[Tensor, Tensor], caches: Tensor) -> Tensor:
+        return torch.cat([x + caches for x in inputs])
+
+    run, log = compiled(step)
+    caches = torch.randn(WIDTH)
+    for lengths in ((5, 5), (7, 7), (5, 6), (9, 9), (9, 4)):
+        given = tuple(torch.randn(n, WIDTH) for n in lengths)
+        assert torch.equal(run(given, caches), step(given, caches))
+    assert len(log.graphs) == 2
+
+
 def test_an_argument_that_dynamo_alone_finds_is_read_at_every_call():
     class Holder:
         offset = 3

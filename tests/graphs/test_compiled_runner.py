@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import torch_hybrid as th
-import torch_hybrid.explain as explain
 from tests.tiny_models import VOCAB_SIZE, make_hybrid
+from torch_hybrid.explain import sections as explain
 from torch_hybrid.graphs.layers_once import LayerCount, LayersOnce
 from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.runner import Runner

@@ -87,7 +87,7 @@ def traced(model: th.HybridModel, *, whole: bool, **options: Any) -> tuple[list[
     ) -> CompiledGraph:
         lines.extend(lines_of(module, names, added))
         return CompiledGraph(
-            arguments=Arguments(given=(), sizes=(), holds=""),
+            arguments=Arguments(given=()),
             call=lambda *_: (torch.zeros(1),),
         )
 

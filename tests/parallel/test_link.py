@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import torch_hybrid as th
-from benchmarks.link import Message, hidden_share, linked_group
+from examples.slow_link import Message, hidden_share, linked_group
 from tests.parallel.jobs import SIZES, make
 from tests.parallel.processes import results, run_ranks
 

@@ -23,6 +23,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     """An empty cache; what the builder remembers of this process is forgotten around the test."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("TORCH_HYBRID_CACHE", str(folder))
+    monkeypatch.setattr(build, "_BROUGHT", {})
     forget()
     yield folder
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""A process group over a link of a chosen speed, which keeps a trace of its messages.
+"""A process group over a slow link, of a chosen speed, which keeps a trace of its messages.
 
 It shows what steps would take over another network, and how much of that their schedule hides,
 with processes of one machine: a message is exchanged at once, and arrives when the link would have
