@@ -60,14 +60,22 @@ def load_library(name: str, source: Path) -> ctypes.CDLL:
     Raises:
         BuildError: there is no compiler, it failed, or the result does not load.
     """
-    key = f"{name}-{_hash_of_source(source)}"
-    library = _BROUGHT.get(key) or _built(name, source)
+    library = _brought(name, source) or _built(name, source)
     try:
         loaded = ctypes.CDLL(str(library))
     except OSError as error:
         raise BuildError(f"{library} does not load: {error}") from error
-    _LOADED[key] = library
+    _LOADED[_key(name, source)] = library
     return loaded
+
+
+def _brought(name: str, source: Path) -> Path | None:
+    """The library of ``source`` that came from elsewhere, if one did."""
+    return _BROUGHT.get(_key(name, source)) if _BROUGHT else None
+
+
+def _key(name: str, source: Path) -> str:
+    return f"{name}-{_hash_of_source(source)}"
 
 
 def _built(name: str, source: Path) -> Path:
@@ -128,7 +136,7 @@ def compiler_missing() -> str | None:
     home.
     """
     source = HEADERS / "probe.cpp"
-    if _find_compiler() is None and f"probe-{_hash_of_source(source)}" not in _BROUGHT:
+    if _find_compiler() is None and _brought("probe", source) is None:
         return _no_compiler()
     try:
         probe = load_library("probe", source)
