@@ -8,8 +8,10 @@ own, all of them are its inputs; two regions are one where nothing but the tenso
         residual's sum would part from the norm
     cut a scheduled step between its stages, over which nothing is fused:
         a stage of one half is then the same region as that of the other
-    cut nowhere inside a context (autocast)
+    cut nowhere inside a context (autocast), nor between an op and the parts of its result
     for each region:
+        views of what Inductor computed in another are made anew in it: it returns a view in the
+        order of its strides, but not with the strides that were traced
         key = its calls with nodes numbered, and which of them are of one half and stage;
               shapes, strides, dtypes and aliases of its inputs as expressions of the step's sizes;
               which values are read outside
@@ -22,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import getitem
 from typing import Any
 
 import torch
@@ -33,7 +36,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from torch_hybrid.graphs.instantiate import Named
-from torch_hybrid.graphs.lanes import lane_of, layer_of, other_marks, stage_of
+from torch_hybrid.graphs.lanes import keep_marks, lane_of, layer_of, other_marks, stage_of
+from torch_hybrid.graphs.mutation import storages, written_nodes
 from torch_hybrid.graphs.values import value_of
 from torch_hybrid.ops.linear.op import linear
 
@@ -44,11 +48,13 @@ _VIEWS = {"narrow", "unflatten", "view", "reshape", "size"}
 
 def cut(graph: Graph) -> list[list[Node]]:
     """The calls of a graph in regions, in order; one region where no layers are known."""
+    _parts_with_results(graph)
     nodes = [node for node in graph.nodes if node.op.startswith("call_")]
     is_scheduled = any(stage_of(node) is not None for node in nodes)
     ends = _between_stages(nodes) if is_scheduled else _after_layers(nodes)
     allowed = sorted(set(ends) - _inside_contexts(nodes) - {0, len(nodes)})
-    return [nodes[a:b] for a, b in pairwise([0, *allowed, len(nodes)])]
+    pieces = [nodes[a:b] for a, b in pairwise([0, *allowed, len(nodes)]) if a < b]
+    return _make_views_anew(pieces)
 
 
 def _after_layers(nodes: Sequence[Node]) -> list[int]:
@@ -81,9 +87,65 @@ def _is_opaque(node: Node) -> bool:
     return target is F.linear or target is linear
 
 
+def _parts_with_results(graph: Graph) -> None:
+    """Put the parts of an op's result behind it: between regions a value is one tensor."""
+    for node in graph.nodes:
+        parts = [n for n in node.users if n.target is getitem]
+        if parts and not isinstance(value_of(node), Tensor):
+            for part in reversed(parts):
+                node.append(part)
+                keep_marks(part, node)
+
+
+def _make_views_anew(regions: Sequence[list[Node]]) -> list[list[Node]]:
+    """Give each region its own views of what others computed, and drop those that none reads.
+
+    An op's result stays as it is, and so do views of it.
+    """
+    home = {node: nodes for nodes in regions for node in nodes}
+    made = [_own_views(nodes, home) for nodes in regions]
+    for node in sorted({source for own in made for source in own}, reverse=True):
+        if not node.users:
+            home[node].remove(node)
+            node.graph.erase_node(node)
+    grown = [[*own.values(), *nodes] for own, nodes in zip(made, regions, strict=True)]
+    return [nodes for nodes in grown if nodes]
+
+
+def _own_views(nodes: Sequence[Node], home: Mapping[Node, list[Node]]) -> dict[Node, Node]:
+    """Copies, before a region's ``nodes``, of the views that they read of what others computed."""
+    own: dict[Node, Node] = {}
+    graph, first = nodes[0].graph, nodes[0]
+
+    def view(source: Node) -> Node:
+        if home.get(source, nodes) is nodes or not _is_view_of_computed(source):
+            return source
+        if source not in own:
+            with graph.inserting_before(first):
+                own[source] = graph.node_copy(source, view)
+            keep_marks(own[source], first)
+        return own[source]
+
+    for node in nodes:
+        node.args, node.kwargs = map_arg((node.args, node.kwargs), view)  # type: ignore[arg-type, assignment, misc]
+    return own
+
+
+def _is_view_of_computed(node: Node) -> bool:
+    """Whether a call gives a view of a result that Inductor lays out."""
+    memory, is_view = storages([node]), False
+    while source := next((n for n in node.all_input_nodes if memory & storages([n])), None):
+        if written_nodes(node) or not source.op.startswith("call_"):
+            return False
+        if _is_opaque(source):
+            return source.target is F.linear
+        node, is_view = source, is_view or isinstance(value_of(source), Tensor)
+    return is_view
+
+
 def _past_views(nodes: Sequence[Node], place: int) -> int:
     """The last of the views behind an op: the sizes that they are made with are there."""
-    while place + 1 < len(nodes) and nodes[place + 1].target in _VIEWS:
+    while place + 1 < len(nodes) and nodes[place + 1].target in (*_VIEWS, getitem):
         place += 1
     return place
 

@@ -18,9 +18,11 @@ from torch.fx import GraphModule
 from tests.graphs.test_layers_once import WIDTH, Layer, Stack
 from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
 from torch_hybrid.graphs.instantiate import mark_layers, own_copy
+from torch_hybrid.graphs.lanes import set_stage
 from torch_hybrid.graphs.layers_once import LayersOnce
 from torch_hybrid.graphs.passes import graph_text
 from torch_hybrid.graphs.regions import Plan, cut, link, plan_regions, step_text
+from torch_hybrid.graphs.values import value_of
 
 NUM_LAYERS = 5
 
@@ -44,6 +46,19 @@ class AutocastLayer(NormLayer):
         with torch.autocast("cpu", enabled=False):
             y = self.out(torch.tanh(self.proj(x)))
             return x + y
+
+
+class PartsLayer(NormLayer):
+    """It reads slices of a product and of a sum, and both results of one call."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__(layer_idx)
+        self.out = nn.Linear(WIDTH, WIDTH + 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.out(torch.tanh(self.proj(x)))
+        most, place = torch.max(wide + 1, -1, keepdim=True)
+        return wide[:, 1:] * most + wide.tanh().split([WIDTH, 1], -1)[0] + place
 
 
 def stack_of(layer: Callable[[int], nn.Module] = NormLayer) -> Stack:
@@ -102,6 +117,23 @@ def test_joined_regions_are_the_graph(layer: Callable[[int], nn.Module]):
         run = [uncompiled(region.module(module)) for region in plan.distinct]
         [actual], [expected] = joined(module, plan, run)(*inputs), module(*inputs)
         assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("layer", [NormLayer, PartsLayer])
+def test_a_region_gives_whole_tensors(layer: Callable[[int], nn.Module]):
+    """Cut at every call, as a schedule may: no views, whose strides Inductor would choose, and no
+    tuples."""
+    module, _, inputs = planned(stack_of(layer), torch.randn(4, WIDTH))
+    for stage, node in enumerate(module.graph.nodes):
+        set_stage(node, stage)
+    plan = plan_regions(module.graph)
+    assert len(plan.regions) > 5 * NUM_LAYERS
+    for value in [value_of(node) for region in plan.regions for node in region.outputs]:
+        assert value.is_contiguous()
+        assert value._base is None
+    with torch.inference_mode():
+        run = [uncompiled(region.module(module)) for region in plan.distinct]
+        assert torch.equal(joined(module, plan, run)(*inputs)[0], module(*inputs)[0])
 
 
 def test_no_cut_inside_a_context():
