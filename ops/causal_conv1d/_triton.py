@@ -10,10 +10,10 @@ from torch import Tensor
 
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 
-# Inputs that a program holds, and the least number of tokens among them. No block is shorter
-# than a state, so that the first block of a sequence alone reads the state.
-_TILE = 2048
-_MIN_TOKENS = 8
+# Tokens of a program, and how many of them are fetched at once. No block is shorter than a state,
+# so that the first block of a sequence alone reads the state.
+_MOST_TOKENS = 32
+_FETCHED = 8
 
 
 def causal_conv1d(
@@ -34,9 +34,9 @@ def causal_conv1d(
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     tokens_per_seq = triton.cdiv(num_tokens, num_seqs)
-    block_t = min(32, max(_MIN_TOKENS, triton.next_power_of_2(tokens_per_seq)))
-    rows = 1 if tokens_per_seq == 1 else block_t
-    block_c = min(_TILE // rows, 512, triton.next_power_of_2(num_channels))
+    block_t = min(_MOST_TOKENS, max(_FETCHED, triton.next_power_of_2(tokens_per_seq)))
+    rows = 1 if tokens_per_seq == 1 else _FETCHED
+    block_c = min(512 if rows == 1 else 128, triton.next_power_of_2(num_channels))
     grid = (num_blocks(num_tokens, num_seqs, block_t), triton.cdiv(num_channels, block_c))
     _conv_kernel[grid](
         x,
@@ -57,7 +57,7 @@ def causal_conv1d(
         BLOCK_C=block_c,
         BLOCK_PAST=triton.next_power_of_2(width - 1),
         SILU=activation == "silu",
-        num_warps=4,
+        num_warps=max(1, block_c // 128),
         enable_fp_fusion=True,
     )
     return out
@@ -84,7 +84,10 @@ def _conv_kernel(
     BLOCK_PAST: tl.constexpr,
     SILU: tl.constexpr,
 ) -> None:
-    """One program: a block of tokens of one sequence, ROWS at a time, and a block of channels."""
+    """One program: a block of tokens of one sequence and a block of channels.
+
+    It walks the tokens, of which it fetches ROWS at once, and keeps the inputs of W - 1 of them.
+    """
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channel < C
     row = tl.arange(0, ROWS)
@@ -108,29 +111,37 @@ def _conv_kernel(
     last = tl.minimum(first_token + BLOCK_T, end)
     known = initial != 0
     state = conv_state + initial * (W - 1) * C + channel
+    b_bias = tl.zeros([BLOCK_C], dtype=tl.float32)
+    if bias is not None:
+        b_bias += tl.load(bias + channel, mask=mask_c, other=0.0).to(tl.float32)
+    taps = ()
+    for tap in tl.static_range(W):
+        b_w = tl.load(weight + channel * W + tap, mask=mask_c, other=0.0)
+        taps = taps + (b_w.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    past = ()
+    for back in tl.static_range(W - 1, 0, -1):
+        source = (first_token - back).to(tl.int64)
+        p_x = x + source * stride_x + channel
+        b_x = tl.load(p_x, mask=mask_c & (source >= begin), other=0.0)
+        is_past = mask_c & (source < begin) & known
+        b_past = tl.load(state + (source - begin + W - 1) * C, mask=is_past, other=0.0)
+        past = past + (b_x.to(tl.float32) + b_past.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     for start in range(first_token, last, ROWS):
-        token = start + row
-        mask_out = (token < last)[:, None] & mask_c[None, :]
-        b_o = tl.zeros([ROWS, BLOCK_C], dtype=tl.float32)
-        if bias is not None:
-            b_o += tl.load(bias + channel, mask=mask_c, other=0.0).to(tl.float32)[None, :]
-        for tap in tl.static_range(W):
-            source = token + (tap - W + 1)
-            mask_x = (source >= begin) & (source < end)
-            p_x = x + source.to(tl.int64)[:, None] * stride_x + channel[None, :]
-            b_x = tl.load(p_x, mask=mask_x[:, None] & mask_c[None, :], other=0.0).to(tl.float32)
-            if tap < W - 1:
-                past = source - begin + (W - 1)
-                mask_past = (source < begin) & known
-                p_past = state[None, :] + past[:, None] * C
-                b_past = tl.load(p_past, mask=mask_past[:, None] & mask_c[None, :], other=0.0)
-                b_x += b_past.to(tl.float32)
-            b_w = tl.load(weight + channel * W + tap, mask=mask_c, other=0.0).to(tl.float32)
-            b_o += b_x * b_w[None, :]
-        if SILU:
-            b_o = b_o / (1.0 + tl.exp(-b_o))
-        p_out = out + token.to(tl.int64)[:, None] * C + channel[None, :]
-        tl.store(p_out, b_o.to(out.dtype.element_ty), mask=mask_out)
+        seen = past
+        for place in tl.static_range(ROWS):
+            p_x = x + stride_x * tl.cast(start + place, tl.int64) + channel
+            b_x = tl.load(p_x, mask=mask_c & (start + place < last), other=0.0)
+            seen = seen + (b_x.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+        for place in tl.static_range(ROWS):
+            b_o = b_bias
+            for tap in tl.static_range(W):
+                b_o += seen[place + tap] * taps[tap]
+            if SILU:
+                b_o = b_o / (1.0 + tl.exp(-b_o))
+            p_out = out + tl.cast(start + place, tl.int64) * C + channel
+            b_o = b_o.to(out.dtype.element_ty)
+            tl.store(p_out, b_o, mask=mask_c & (start + place < last))
+        past = seen[ROWS:]
 
     slot = tl.load(state_indices + seq).to(tl.int64)
     if (first_token == begin) & (slot != 0):

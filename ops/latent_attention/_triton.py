@@ -16,9 +16,7 @@ from torch_hybrid.ops.triton.devices import interpreted, is_hopper
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton.softmax import advance, finish, merge_splits
 
-# One program for each processor of the GPUs this is meant for (108 to 148 processors): a tile of
-# latents fills most of a processor's shared memory.
-_TARGET_PROGRAMS = 128
+_PROCESSORS = 132  # of the GPUs this is meant for, which have 108 to 148
 _MAX_SPLITS = 64
 
 
@@ -26,13 +24,15 @@ _MAX_SPLITS = 64
 class Tiles:
     """How the work is cut. Decided by shapes alone, so that a captured graph serves any lengths.
 
-    ``block_m`` rows are ``block_q`` tokens times ``block_h`` heads.
+    ``block_m`` rows are ``block_q`` tokens times ``block_h`` heads. Latents are taken in parts of
+    ``block_part`` of ``block_rank`` elements: the narrower, the fewer rows a thread has to place.
     """
 
     block_q: int
     block_h: int
     block_kv: int
     block_rank: int
+    block_part: int
     block_rope: int
     num_splits: int
     num_warps: int
@@ -55,23 +55,28 @@ class Tiles:
     ) -> Tiles:
         """Tiles for sequences of at most ``max_keys`` keys, of the dtype and device of ``like``."""
         # float32 products run outside the tensor cores, on operands held in registers.
-        tensor_cores = like.itemsize == 2
-        most_rows = 16 if not tensor_cores else 64 if is_hopper(like.device) else 32
+        tensor_cores, hopper = like.itemsize == 2, is_hopper(like.device)
+        most_rows = 16 if not tensor_cores else 64 if hopper else 32
         block_h = min(triton.next_power_of_2(num_heads), most_rows)
         tokens_per_seq = triton.next_power_of_2(triton.cdiv(num_tokens, num_seqs))
         block_q = max(min(tokens_per_seq, most_rows // block_h), triton.cdiv(16, block_h))
-        block_kv = 32 if tensor_cores else 16
+        # On Hopper two programs of up to 32 rows share a processor, and each has 64 latents of its
+        # own in shared memory: one computes while the other waits. 64 rows fill it with one.
+        shares = tensor_cores and hopper and block_q * block_h <= 32
+        block_kv = 16 if not tensor_cores else 64 if hopper else 32
         busy_programs = max(num_seqs, num_tokens // block_q) * triton.cdiv(num_heads, block_h)
-        wanted_splits = min(_MAX_SPLITS, _TARGET_PROGRAMS // max(1, busy_programs))
+        wanted_splits = min(_MAX_SPLITS, _PROCESSORS * (1 + shares) // max(1, busy_programs))
         num_splits = max(1, min(wanted_splits, triton.cdiv(max_keys, block_kv)))
+        block_rank = max(32, triton.next_power_of_2(rank))
         return cls(
             block_q=block_q,
             block_h=block_h,
             block_kv=block_kv,
-            block_rank=max(32, triton.next_power_of_2(rank)),
+            block_rank=block_rank,
+            block_part=min(block_rank, 64 if shares else 128),
             block_rope=max(16, triton.next_power_of_2(rope_dim)),
             num_splits=1 << (num_splits.bit_length() - 1),
-            num_warps=8 if block_q * block_h > 16 or not tensor_cores else 4,
+            num_warps=4 if shares or (tensor_cores and block_q * block_h <= 16) else 8,
         )
 
 
@@ -209,6 +214,7 @@ def _attend(
         BLOCK_Q=tiles.block_q,
         BLOCK_H=tiles.block_h,
         BLOCK_RANK=tiles.block_rank,
+        BLOCK_PART=tiles.block_part,
         BLOCK_ROPE=tiles.block_rope,
         BLOCK_KV=tiles.block_kv,
         NUM_SPLITS=tiles.num_splits,
@@ -273,6 +279,7 @@ def _attend_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
+    BLOCK_PART: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
@@ -280,15 +287,13 @@ def _attend_kernel(
 ) -> None:
     """One program: a block of tokens, a block of heads, one split of the keys."""
     BLOCK_M: tl.constexpr = BLOCK_Q * BLOCK_H
+    PARTS: tl.constexpr = BLOCK_RANK // BLOCK_PART
     split = tl.program_id(2)
     row = tl.arange(0, BLOCK_M)
     head = tl.program_id(1) * BLOCK_H + row % BLOCK_H
-    index_low = tl.arange(0, BLOCK_RANK // 2)  # of a latent, and of its other half
-    index_high = BLOCK_RANK // 2 + index_low
+    index_part = tl.arange(0, BLOCK_PART)[None, :]
     index_rope = tl.arange(0, BLOCK_ROPE)
-    mask_low = (index_low < RANK)[None, :]
-    mask_high = (index_high < RANK)[None, :]
-    mask_rope = (index_rope < ROPE)[None, :]
+    mask_rope = ((index_rope < ROPE) | (ROPE == BLOCK_ROPE))[None, :]
     nothing = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
 
     # The grid has a block for any BLOCK_Q tokens in a row: their padding is filled here, or where
@@ -297,10 +302,11 @@ def _attend_kernel(
         place = tl.program_id(0) * BLOCK_Q + row // BLOCK_H
         is_padding = (head < H) & (place >= tl.load(cu_seqlens + num_seqs)) & (place < num_tokens)
         row_padding = place.to(tl.int64) * H + head
-        zeros = tl.zeros([BLOCK_M, BLOCK_RANK // 2], dtype=out.dtype.element_ty)
-        p_padding = out + row_padding[:, None] * RANK
-        tl.store(p_padding + index_low[None, :], zeros, mask=is_padding[:, None] & mask_low)
-        tl.store(p_padding + index_high[None, :], zeros, mask=is_padding[:, None] & mask_high)
+        zeros = tl.zeros([BLOCK_M, BLOCK_PART], dtype=out.dtype.element_ty)
+        for part in tl.static_range(PARTS):
+            index = part * BLOCK_PART + index_part
+            p_padding = out + row_padding[:, None] * RANK + index
+            tl.store(p_padding, zeros, mask=is_padding[:, None] & (index < RANK))
         tl.store(lse + row_padding, nothing, mask=is_padding)
 
     seq = sequence_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_Q)
@@ -316,12 +322,17 @@ def _attend_kernel(
     )
     p_rope = q_rope + (token.to(tl.int64) * stride_rope_token + head * stride_rope_head)[:, None]
     is_query = mask_m[:, None]
-    b_q_low = tl.load(p_latent + index_low[None, :], mask=is_query & mask_low, other=0.0)
-    b_q_high = tl.load(p_latent + index_high[None, :], mask=is_query & mask_high, other=0.0)
     b_q_rope = tl.load(p_rope + index_rope[None, :], mask=is_query & mask_rope, other=0.0)
     if FLOAT32_PRODUCTS:
-        b_q_low, b_q_high = b_q_low.to(tl.float32), b_q_high.to(tl.float32)
         b_q_rope = b_q_rope.to(tl.float32)
+    b_q, b_o = (), ()
+    for part in tl.static_range(PARTS):
+        index = part * BLOCK_PART + index_part
+        b_q_part = tl.load(p_latent + index, mask=is_query & (index < RANK), other=0.0)
+        if FLOAT32_PRODUCTS:
+            b_q_part = b_q_part.to(tl.float32)
+        b_q = b_q + (b_q_part,)  # type: ignore[assignment]  # noqa: RUF005  (Triton has no unpacking)
+        b_o = b_o + (tl.zeros([BLOCK_M, BLOCK_PART], dtype=tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
 
     ahead = tl.load(seq_lens + seq) - end  # of a token's number, to its position in the sequence
     keys_end = ahead + tl.minimum(first_token + BLOCK_Q, end)
@@ -330,41 +341,51 @@ def _attend_kernel(
     split_end = tl.minimum(keys_end, split_begin + tiles_per_split * BLOCK_KV)
     peak = nothing
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
-    b_o_low = tl.zeros([BLOCK_M, BLOCK_RANK // 2], dtype=tl.float32)
-    b_o_high = tl.zeros([BLOCK_M, BLOCK_RANK // 2], dtype=tl.float32)
     table = page_table + seq.to(tl.int64) * stride_table_seq
     for tile in range(tl.cdiv(split_end - split_begin, BLOCK_KV)):
         key = split_begin + tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
-        mask_key = key < split_end
-        page = tl.load(table + key // PAGE_SIZE * stride_table_page, mask=mask_key, other=0)
-        slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
-        p_row = pool + slot[:, None] * (RANK + ROPE)
-        is_key = mask_key[:, None]
-        b_c_low = tl.load(p_row + index_low[None, :], mask=is_key & mask_low, other=0.0)
-        b_c_high = tl.load(p_row + index_high[None, :], mask=is_key & mask_high, other=0.0)
-        b_k_rope = tl.load(p_row + RANK + index_rope[None, :], mask=is_key & mask_rope, other=0.0)
+        # Past the last key, that one again, which is hidden: no row needs a mask.
+        place = tl.minimum(key, split_end - 1)
+        if PAGE_SIZE % BLOCK_KV == 0:  # a tile lies in one page
+            first = split_begin + tile * BLOCK_KV
+            page = tl.load(table + first // PAGE_SIZE * stride_table_page)
+            first_row = pool + (page.to(tl.int64) * PAGE_SIZE + first % PAGE_SIZE) * (RANK + ROPE)
+            p_row = first_row + ((place - first) * (RANK + ROPE))[:, None]
+        else:
+            page = tl.load(table + place // PAGE_SIZE * stride_table_page)
+            slot = page.to(tl.int64) * PAGE_SIZE + place % PAGE_SIZE
+            p_row = pool + slot[:, None] * (RANK + ROPE)
+        b_k_rope = tl.load(p_row + RANK + index_rope[None, :], mask=mask_rope, other=0.0)
         if FLOAT32_PRODUCTS:
-            b_c_low, b_c_high = b_c_low.to(tl.float32), b_c_high.to(tl.float32)
             b_k_rope = b_k_rope.to(tl.float32)
         # Sums of tensor cores are cut off as they grow: shorter ones are added up here.
         logits = tl.dot(b_q_rope, tl.trans(b_k_rope), input_precision="ieee")
-        logits += tl.dot(b_q_low, tl.trans(b_c_low), input_precision="ieee")
-        logits += tl.dot(b_q_high, tl.trans(b_c_high), input_precision="ieee")
-        visible = (key[None, :] <= (ahead + token)[:, None]) & mask_key[None, :]
+        b_c = ()
+        for part in tl.static_range(PARTS):
+            index = part * BLOCK_PART + index_part
+            mask_part = (index < RANK) | (RANK == BLOCK_RANK)
+            b_c_part = tl.load(p_row + index, mask=mask_part, other=0.0)
+            if FLOAT32_PRODUCTS:
+                b_c_part = b_c_part.to(tl.float32)
+            b_c = b_c + (b_c_part,)  # type: ignore[assignment]  # noqa: RUF005
+            logits += tl.dot(b_q[part], tl.trans(b_c_part), input_precision="ieee")
+        visible = (key[None, :] <= (ahead + token)[:, None]) & (key < split_end)[None, :]
         logits = tl.where(visible, logits * scale, -float("inf"))
         weights, rescale, peak, total = advance(logits, peak, total)
-        weights = weights.to(b_c_low.dtype)
-        b_o_low *= rescale[:, None]
-        b_o_high *= rescale[:, None]
-        b_o_low = tl.dot(weights, b_c_low, b_o_low, input_precision="ieee")
-        b_o_high = tl.dot(weights, b_c_high, b_o_high, input_precision="ieee")
+        weights = weights.to(b_k_rope.dtype)
+        b_sum = ()
+        for part in tl.static_range(PARTS):
+            b_part = tl.dot(
+                weights, b_c[part], b_o[part] * rescale[:, None], input_precision="ieee"
+            )
+            b_sum = b_sum + (b_part,)  # type: ignore[assignment]  # noqa: RUF005
+        b_o = b_sum
 
     total, b_lse = finish(peak, total)
     row_out = (split.to(tl.int64) * num_tokens + token) * H + head
     tl.store(lse + row_out, b_lse, mask=mask_m)
-    p_out = out + row_out[:, None] * RANK
     has_keys = is_query & (split_begin < split_end)
-    b_o_low = (b_o_low / total[:, None]).to(out.dtype.element_ty)
-    b_o_high = (b_o_high / total[:, None]).to(out.dtype.element_ty)
-    tl.store(p_out + index_low[None, :], b_o_low, mask=has_keys & mask_low)
-    tl.store(p_out + index_high[None, :], b_o_high, mask=has_keys & mask_high)
+    for part in tl.static_range(PARTS):
+        index = part * BLOCK_PART + index_part
+        b_part = (b_o[part] / total[:, None]).to(out.dtype.element_ty)
+        tl.store(out + row_out[:, None] * RANK + index, b_part, mask=has_keys & (index < RANK))
