@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from torch_hybrid.graphs.lanes import lane_of
 from torch_hybrid.graphs.merge_linears import merge_linears
+from torch_hybrid.graphs.own_top_k import own_top_k
 from torch_hybrid.graphs.schedule import interleave_halves
 from torch_hybrid.graphs.side_stream import mixers_on_side_stream
 from torch_hybrid.graphs.values import refresh_values
@@ -35,6 +36,7 @@ DEFAULT_PASSES: tuple[Pass, ...] = (
     Pass("merge_linears", merge_linears),
     Pass("mixers_on_side_stream", mixers_on_side_stream),
     Pass("interleave_halves", interleave_halves),
+    Pass("own_top_k", own_top_k),
 )
 
 

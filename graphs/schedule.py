@@ -38,6 +38,7 @@ from torch_hybrid.graphs.mutation import storages, written_nodes
 from torch_hybrid.ops.linear.op import linear
 from torch_hybrid.ops.registration import NAMESPACE
 from torch_hybrid.ops.side_stream import OVERLOAD
+from torch_hybrid.ops.top_k.op import TOP_K
 
 LANES = (0, 1)
 _COLLECTIVES = "_c10d_functional"
@@ -158,7 +159,8 @@ def _is_matrix_product(node: Node) -> bool:
 def _is_mixer(node: Node) -> bool:
     is_ours = node.op == "call_function" and _op_name(node).startswith(f"{NAMESPACE}.")
     is_attention = node.target is F.scaled_dot_product_attention
-    return is_attention or (is_ours and not _is_matrix_product(node))
+    is_other = _is_matrix_product(node) or node.target is TOP_K
+    return is_attention or (is_ours and not is_other)
 
 
 def is_collective_start(node: Node) -> bool:

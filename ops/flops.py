@@ -118,6 +118,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "recurrent_ssd": ssd,
     "chunk_ssd": ssd,
     "state_copy": nothing,
+    "top_k": nothing,
 }
 
 _COUNTER = "torch.utils.flop_counter"

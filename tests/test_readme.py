@@ -18,6 +18,7 @@ from torch_hybrid.ops.paged_attention import op as paged_attention
 from torch_hybrid.ops.ragged_attention import op as ragged_attention
 from torch_hybrid.ops.ssd import op as ssd
 from torch_hybrid.ops.state_copy import op as state_copy
+from torch_hybrid.ops.top_k import op as top_k
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- generated: tests/test_readme.py -->\n", "<!-- end generated -->"
@@ -49,6 +50,7 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "linear": linear.IMPLEMENTATIONS,
         "fused_experts": fused_experts.IMPLEMENTATIONS,
         "state_copy": state_copy.IMPLEMENTATIONS,
+        "top_k": top_k.IMPLEMENTATIONS,
     },
 }
 NAMES = {
