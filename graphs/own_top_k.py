@@ -33,7 +33,7 @@ def _operands(node: Node) -> tuple[Node, int] | None:
     """The rows and the k of a call that the op can take the place of."""
     if node.target is not torch.topk and (node.op, node.target) != ("call_method", "topk"):
         return None
-    x, k, dim, largest = _arguments(*node.args, **node.kwargs)
+    x, k, dim, largest = _arguments(*node.args, **node.kwargs)  # type: ignore[arg-type]
     rows = value_of(x)
     if not isinstance(rows, Tensor) or not isinstance(k, int) or not largest:
         return None

@@ -141,7 +141,7 @@ def _conv_kernel(
             p_out = out + tl.cast(start + place, tl.int64) * C + channel
             b_o = b_o.to(out.dtype.element_ty)
             tl.store(p_out, b_o, mask=mask_c & (start + place < last))
-        past = seen[ROWS:]
+        past = seen[ROWS:]  # type: ignore[assignment]
 
     slot = tl.load(state_indices + seq).to(tl.int64)
     if (first_token == begin) & (slot != 0):
