@@ -97,12 +97,11 @@ class Runner:
         artefact: str | os.PathLike[str] | None = None,
     ) -> None:
         _check_types(model, backends)
-        self._capture = CapturePolicy.of(cuda_graphs, model.device, compiles=compile)
+        device = self._device = model.device  # to find it takes a walk through the model
+        self._capture = CapturePolicy.of(cuda_graphs, device, compiles=compile)
         if artefact is not None and not compile:
             raise ValueError("an artefact has compiled steps, got compile=False")
-        self.overlap = overlap_policy(
-            two_batch_overlap, num_ranks=_num_ranks(model), device=model.device
-        )
+        self.overlap = overlap_policy(two_batch_overlap, num_ranks=_num_ranks(model), device=device)
         self.lock = RLock()
         self.model = model
         self.max_seqs, self.max_tokens, self.page_size = max_seqs, max_tokens, page_size
@@ -110,14 +109,14 @@ class Runner:
         self.eos_token_ids = model.eos_token_ids
         self.compile, self.prefill = compile, prefill
         self._check_batch = check_batch
-        with calm(model.device):
+        with calm(device):
             self._cache = HybridCache(
                 model.table,
                 max_seqs=max_seqs,
                 kv_tokens=kv_tokens,
                 page_size=page_size,
                 dtype=model.dtype,
-                device=model.device,
+                device=device,
             )
             wanted = backends or Backends()
             passes = passes_for(wanted.products, passes)
@@ -126,7 +125,7 @@ class Runner:
                 sizes = {"max_seqs": max_seqs, "kv_tokens": kv_tokens, "page_size": page_size}
                 store = StepStore(artefact, model, self._cache.pools, passes, **sizes)
                 if not store.is_open:
-                    check_toolchain(model.device)
+                    check_toolchain(device)
             self.choices = choose(model, wanted, compiles=compile)
             modes = MODES if prefill else (Mode.DECODE,)
             self.backends = make_backends(model.table, self._cache.sizes, wanted, modes)
@@ -142,7 +141,7 @@ class Runner:
                 modes=modes,
             )
             self._inputs = {
-                variant: StaticInputs(self._planner.largest(variant), model.device)
+                variant: StaticInputs(self._planner.largest(variant), device)
                 for variant in self._planner.forms
             }
             self._steps = Steps(
@@ -239,7 +238,7 @@ class Runner:
             UnsupportedError: several new tokens for a sequence of a runner without prefill.
             CapacityError: the KV pool has too few free pages.
         """
-        with self.lock, calm(self.model.device):
+        with self.lock, calm(self._device):
             return self._extend(seqs, token_lists(tokens), logits=logits, positions=positions)
 
     def _extend(
@@ -298,7 +297,7 @@ class Runner:
         ``on_variant`` is called with the name of each variant before it is compiled.
         """
         num_before = len(self._steps.graphs)
-        with self.lock, calm(self.model.device):
+        with self.lock, calm(self._device):
             for variant in self._planner.forms:
                 if on_variant is not None:
                     on_variant(variant.name)
@@ -319,7 +318,7 @@ class Runner:
         """
         if not self.compile:
             raise UnsupportedError("a runner with compile=False has no compiled steps to save")
-        with self.lock, calm(self.model.device):
+        with self.lock, calm(self._device):
             for variant in self._planner.forms:
                 self._compile(variant)
             self._steps.save(Path(path))

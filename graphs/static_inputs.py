@@ -7,7 +7,7 @@ and a refresh writes all of it: nothing of an earlier, larger step can be left o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from torch_hybrid.pytrees import tensors_of
 
 _ALIGNMENT = 64  # bytes; what vector loads of generated code may assume
 
@@ -39,7 +41,9 @@ class StaticInputs:
 
     @torch.inference_mode(mode=False)
     def __init__(self, largest: Any, device: torch.device) -> None:
-        leaves, self._structure = _flatten(largest)
+        leaves, self._structure = tensors_of(largest)
+        every_leaf, self._spec = pytree.tree_flatten(largest)
+        self._is_tensor = [leaf is not None for leaf in every_leaf]
         first: dict[int, int] = {}
         self._source = [first.setdefault(id(leaf), i) for i, leaf in enumerate(leaves)]
         self._dtypes = [leaf.dtype for leaf in leaves]
@@ -71,11 +75,10 @@ class StaticInputs:
             ValueError: another structure, a leaf that does not fit, or two leaves that are not
                 the same tensor although they were in ``largest``.
         """
-        leaves, structure = _flatten(value)
+        leaves, structure = tensors_of(value)
         if structure != self._structure:
-            raise ValueError(
-                f"expected a value of structure {self._structure[0]}, got {structure[0]}"
-            )
+            got = pytree.tree_structure(value)
+            raise ValueError(f"expected a value of structure {self._spec}, got {got}")
         for i, source in enumerate(self._source):
             if leaves[i] is not leaves[source]:
                 raise ValueError(f"leaf {i} must be the same tensor as leaf {source}")
@@ -110,25 +113,14 @@ class StaticInputs:
         on_device = views(self._device)
         return _Layout(
             host=list(views(self._host).values()),
-            value=_unflatten([on_device[i] for i in self._source], self._structure),
+            value=self._unflatten(on_device[i] for i in self._source),
             num_bytes=max(offset + leaves[i].nbytes for i, offset in self._offsets.items()),
         )
 
-
-# A pytree takes None for a leaf: which leaves are tensors belongs to the structure.
-_Structure = tuple[pytree.TreeSpec, tuple[bool, ...]]
-
-
-def _flatten(value: Any) -> tuple[list[Tensor], _Structure]:
-    leaves, spec = pytree.tree_flatten(value)
-    is_tensor = tuple(leaf is not None for leaf in leaves)
-    return [leaf for leaf in leaves if leaf is not None], (spec, is_tensor)
-
-
-def _unflatten(tensors: Iterable[Tensor], structure: _Structure) -> Any:
-    spec, is_tensor = structure
-    remaining = iter(tensors)
-    return pytree.tree_unflatten([next(remaining) if t else None for t in is_tensor], spec)
+    def _unflatten(self, tensors: Iterator[Tensor]) -> Any:
+        """A value of the structure; a pytree takes None for a leaf."""
+        leaves = [next(tensors) if is_tensor else None for is_tensor in self._is_tensor]
+        return pytree.tree_unflatten(leaves, self._spec)
 
 
 def _view(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
