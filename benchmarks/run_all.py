@@ -64,6 +64,7 @@ TRAITS = {
     "triton_experts": Traits(needs_cuda=True),
     "triton_extend": Traits(needs_cuda=True),
     "triton_kernels": Traits(needs_cuda=True),
+    "triton_top_k": Traits(needs_cuda=True),
 }
 
 

@@ -71,8 +71,8 @@ def _decoded(value: Any) -> Any:
 def tensors_of(value: Any) -> tuple[list[Tensor], list[object]]:
     """The tensors within a value, in the order of ``pytree.tree_flatten``, and what holds them.
 
-    Registered values, tuples, lists, dicts and None may lie between; all else counts as constant. It
-    takes a quarter of the time.
+    Registered values, tuples, lists, dicts and None may lie between; all else counts as constant.
+    It takes a quarter of the time.
     """
     tensors: list[Tensor] = []
     structure: list[object] = []

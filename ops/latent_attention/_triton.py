@@ -345,15 +345,15 @@ def _attend_kernel(
     for tile in range(tl.cdiv(split_end - split_begin, BLOCK_KV)):
         key = split_begin + tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
         # Past the last key, that one again, which is hidden: no row needs a mask.
-        place = tl.minimum(key, split_end - 1)
+        held = tl.minimum(key, split_end - 1)
         if PAGE_SIZE % BLOCK_KV == 0:  # a tile lies in one page
             first = split_begin + tile * BLOCK_KV
             page = tl.load(table + first // PAGE_SIZE * stride_table_page)
             first_row = pool + (page.to(tl.int64) * PAGE_SIZE + first % PAGE_SIZE) * (RANK + ROPE)
-            p_row = first_row + ((place - first) * (RANK + ROPE))[:, None]
+            p_row = first_row + ((held - first) * (RANK + ROPE))[:, None]
         else:
-            page = tl.load(table + place // PAGE_SIZE * stride_table_page)
-            slot = page.to(tl.int64) * PAGE_SIZE + place % PAGE_SIZE
+            page = tl.load(table + held // PAGE_SIZE * stride_table_page)
+            slot = page.to(tl.int64) * PAGE_SIZE + held % PAGE_SIZE
             p_row = pool + slot[:, None] * (RANK + ROPE)
         b_k_rope = tl.load(p_row + RANK + index_rope[None, :], mask=mask_rope, other=0.0)
         if FLOAT32_PRODUCTS:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
 
 from torch_hybrid.graphs.static_inputs import StaticInputs
+from torch_hybrid.pytrees import tensors_of
 
 CPU = torch.device("cpu")
 
@@ -86,3 +88,18 @@ def test_refusals():
     unshared["plan"][0] = unshared["offsets"].clone()
     with pytest.raises(ValueError, match="must be the same tensor as leaf"):
         inputs.refresh(unshared)
+
+
+def test_tensors_are_found_as_by_pytree():
+    given = (value(2, 1, 3, 1), None, [torch.ones(1), "constant"], ())
+    tensors, _ = tensors_of(given)
+    leaves = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+    assert all(a is b for a, b in zip(tensors, leaves, strict=True))
+
+
+def test_what_holds_tensors_is_told_apart():
+    one = torch.ones(1)
+    values = [(one,), [one], {"a": one}, {"b": one}, (one, None), (one, ()), (one, 1), ((one,),)]
+    structures = [tensors_of(given)[1] for given in values]
+    assert all(a != b for i, a in enumerate(structures) for b in structures[:i])
+    assert tensors_of((torch.zeros(1),))[1] == structures[0]

@@ -113,6 +113,7 @@ SHAPES = {
     "Kimi-Linear decode 64 float32": (64, 64, 32, torch.float32),
     "DeepSeek-V2-Lite decode 64": (64, 64, 16, torch.bfloat16),
     "Kimi-Linear 64 tokens each": (8, 512, 32, torch.bfloat16),
+    "Kimi-Linear decode 512, not split": (512, 512, 32, torch.bfloat16),
 }
 
 
@@ -123,7 +124,8 @@ def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
         for target in SHARED_LIMITS:
             launch = record_launch(monkeypatch, target, *shape)
             rows.append(compile_launch(launch, target, label))
-    assert_all_fit(rows)
+    # 17 instructions beside 272 products; 8 warps need none, and took 1.6 times as long.
+    assert_all_fit(rows, most_stack={"Kimi-Linear decode 512, not split": 80})
     for row in rows:
         # Lost when the compiler can no longer prove that rows of latents are aligned.
         assert row.async_copies > 0, row
