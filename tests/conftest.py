@@ -1,6 +1,7 @@
 """Settings of every test: fixed seeds, few threads, and no noise from transformers."""
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -19,6 +20,11 @@ import hypothesis
 import pytest
 import torch
 
+from tests.ops.triton_interpreter import INTERPRETED
+from torch_hybrid.ops.triton.devices import interpreted
+
+OPS = Path(__file__).parent / "ops"
+
 # Two at least where there is one process: kernels cut their work by threads.
 num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(2 if num_processes == 1 else max(1, (os.cpu_count() or 2) // num_processes))
@@ -32,7 +38,29 @@ def fixed_seed() -> None:
     torch.manual_seed(0)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that compile come first: one that is left to the end keeps a worker alone with it."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Files that compile come first: one that is left to the end keeps a worker alone with it.
+
+    What only a CUDA device or Triton's interpreter could run is left out, so that what is skipped
+    is missing here and could be there.
+    """
+    elsewhere = {item for item in items if _runs_elsewhere(item)}
+    config.hook.pytest_deselected(items=list(elsewhere))
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    kept = [item for item in items if item not in elsewhere]
+    items[:] = sorted(kept, key=lambda item: item.path not in slow)
+
+
+def _runs_elsewhere(item: pytest.Item) -> bool:
+    if item.get_closest_marker("cuda") is not None:
+        return not torch.cuda.is_available()
+    is_of_triton = "triton" in re.split(r"[-\[\]]", item.name) and item.path.is_relative_to(OPS)
+    return is_of_triton and not interpreted()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Count what Triton's interpreter ran, in processes of its own."""
+    passed = terminalreporter.getreports("passed")
+    counts = [n for report in passed for name, n in report.user_properties if name == INTERPRETED]
+    if counts:
+        terminalreporter.write_line(f"{sum(counts)} tests passed in Triton's interpreter")

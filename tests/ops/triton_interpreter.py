@@ -9,20 +9,27 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from torch_hybrid.ops.triton.devices import interpreted, triton_missing
 
+INTERPRETED = "passed in the interpreter"
 needs_triton = pytest.mark.skipif(triton_missing() is not None, reason=triton_missing() or "")
 needs_interpreter = pytest.mark.skipif(
     not interpreted(), reason="TRITON_INTERPRET is not set; test_in_the_interpreter sets it"
 )
 
 
-def run_interpreted(folder: Path, selection: str) -> None:
-    """Run the tests of ``folder`` that ``selection`` (pytest's -k) picks; all must pass."""
+def run_interpreted(
+    record_property: Callable[[str, object], None], folder: Path, selection: str
+) -> None:
+    """Run the tests of ``folder`` that ``selection`` (pytest's -k) picks; all must pass.
+
+    How many they are is recorded: the summary of the whole run counts them.
+    """
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", selection, folder]
     done = subprocess.run(
         command,
@@ -32,7 +39,8 @@ def run_interpreted(folder: Path, selection: str) -> None:
         check=False,
     )
     summary = done.stdout.strip().rpartition("\n")[2]
-    print(f"in the interpreter: {summary}")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.match(r"\d+ passed", summary), summary
+    passed = re.match(r"(\d+) passed", summary)
+    assert passed is not None, summary
+    record_property(INTERPRETED, int(passed[1]))
     assert "skipped" not in summary, summary

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,8 @@ WIDE = {
 
 
 @needs_triton
-def test_in_the_interpreter() -> None:
-    run_interpreted(Path(__file__).parent, " ".join(CONTRACT.split()))
+def test_in_the_interpreter(record_property: Callable[[str, object], None]) -> None:
+    run_interpreted(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
 
 
 @needs_cuda

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,8 +34,8 @@ CONTRACT = """
 
 
 @needs_triton
-def test_in_the_interpreter():
-    run_interpreted(Path(__file__).parent, " ".join(CONTRACT.split()))
+def test_in_the_interpreter(record_property: Callable[[str, object], None]):
+    run_interpreted(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
 
 
 @needs_cuda

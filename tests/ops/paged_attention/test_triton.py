@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -47,8 +48,8 @@ PATHS = {
 
 
 @needs_triton
-def test_in_the_interpreter() -> None:
-    run_interpreted(Path(__file__).parent, " ".join(CONTRACT.split()))
+def test_in_the_interpreter(record_property: Callable[[str, object], None]) -> None:
+    run_interpreted(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
 
 
 @needs_interpreter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,8 +87,10 @@ def test_agrees_with_torch(impl: str) -> None:
 
 
 @needs_triton
-def test_in_the_interpreter() -> None:
-    run_interpreted(Path(__file__).parent, "triton and not gpu and not compiles and not check")
+def test_in_the_interpreter(record_property: Callable[[str, object], None]) -> None:
+    run_interpreted(
+        record_property, Path(__file__).parent, "triton and not gpu and not compiles and not check"
+    )
 
 
 @needs_cuda
