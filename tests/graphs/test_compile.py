@@ -106,6 +106,7 @@ def test_an_argument_that_dynamo_alone_finds_is_read_at_every_call():
     holder = Holder()
     run, _ = compiled(step)
     caches, given = torch.randn(WIDTH), inputs(5)
+    torch._dynamo.mark_static(caches)  # as pools are: of others, torch 2.11 passes the sizes too
     for holder.offset in (3, 4, 5, 6):
         assert torch.equal(run(given, caches), step(given, caches))
     [graph] = run.graphs
