@@ -5,10 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 
-from torch import Tensor
 from torch._ops import OpOverload
 from torch.fx import Node
 from torch.utils import _pytree as pytree
+
+from torch_hybrid.graphs.values import storages_of
 
 _IN_PLACE = {
     operator.setitem,
@@ -18,9 +19,7 @@ _IN_PLACE = {
 
 def storages(nodes: Iterable[Node]) -> set[int]:
     """The storages behind the values of ``nodes``; views of one tensor share it."""
-    values = pytree.tree_leaves([node.meta.get("example_value") for node in nodes])
-    found: set[int] = {v.untyped_storage()._cdata for v in values if isinstance(v, Tensor)}
-    return found
+    return storages_of([node.meta.get("example_value") for node in nodes])
 
 
 def written_nodes(node: Node) -> list[Node]:

@@ -43,7 +43,7 @@ from torch_hybrid.ops.linear.op import linear
 
 # A compiled region takes the list of its inputs, which it may empty, and gives its outputs.
 Compiled = Callable[[list[Any]], Sequence[Any]]
-_VIEWS = {"narrow", "unflatten", "view", "reshape", "size"}
+_VIEWS = {"narrow", "unflatten", "view", "reshape", "size", getitem}
 
 
 def cut(graph: Graph) -> list[list[Node]]:
@@ -145,7 +145,7 @@ def _is_view_of_computed(node: Node) -> bool:
 
 def _past_views(nodes: Sequence[Node], place: int) -> int:
     """The last of the views behind an op: the sizes that they are made with are there."""
-    while place + 1 < len(nodes) and nodes[place + 1].target in (*_VIEWS, getitem):
+    while place + 1 < len(nodes) and nodes[place + 1].target in _VIEWS:
         place += 1
     return place
 

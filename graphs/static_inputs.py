@@ -7,7 +7,6 @@ and a refresh writes all of it: nothing of an earlier, larger step can be left o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -42,8 +41,6 @@ class StaticInputs:
     @torch.inference_mode(mode=False)
     def __init__(self, largest: Any, device: torch.device) -> None:
         leaves, self._structure = tensors_of(largest)
-        every_leaf, self._spec = pytree.tree_flatten(largest)
-        self._is_tensor = [leaf is not None for leaf in every_leaf]
         first: dict[int, int] = {}
         self._source = [first.setdefault(id(leaf), i) for i, leaf in enumerate(leaves)]
         self._dtypes = [leaf.dtype for leaf in leaves]
@@ -77,15 +74,14 @@ class StaticInputs:
         """
         leaves, structure = tensors_of(value)
         if structure != self._structure:
-            got = pytree.tree_structure(value)
-            raise ValueError(f"expected a value of structure {self._spec}, got {got}")
+            raise ValueError(f"expected a value of structure {self._structure}, got {structure}")
         for i, source in enumerate(self._source):
             if leaves[i] is not leaves[source]:
                 raise ValueError(f"leaf {i} must be the same tensor as leaf {source}")
         unique = [leaves[i] for i in self._offsets]
         layout = self._layouts.get(key := tuple((leaf.shape, leaf.dtype) for leaf in unique))
         if layout is None:
-            layout = self._layouts[key] = self._lay_out(leaves)
+            layout = self._layouts[key] = self._lay_out(value, leaves)
         if self._copied is not None:
             self._copied.synchronize()  # the last copy may still read the host's side
         for view, leaf in zip(layout.host, unique, strict=True):
@@ -97,8 +93,8 @@ class StaticInputs:
             self._copied.record()
         return layout.value
 
-    def _lay_out(self, leaves: list[Tensor]) -> _Layout:
-        """The views for leaves of these shapes; made once for each bucket."""
+    def _lay_out(self, value: Any, leaves: list[Tensor]) -> _Layout:
+        """The views for a value with leaves of these shapes; made once for each bucket."""
         for i in self._offsets:
             leaf = leaves[i]
             if leaf.nbytes > self._capacity[i] or leaf.dtype != self._dtypes[i]:
@@ -111,16 +107,12 @@ class StaticInputs:
             return {i: _view(buffer, offset, leaves[i]) for i, offset in self._offsets.items()}
 
         on_device = views(self._device)
+        in_order = iter([on_device[i] for i in self._source])
         return _Layout(
             host=list(views(self._host).values()),
-            value=self._unflatten(on_device[i] for i in self._source),
+            value=pytree.tree_map_only(Tensor, lambda _: next(in_order), value),
             num_bytes=max(offset + leaves[i].nbytes for i, offset in self._offsets.items()),
         )
-
-    def _unflatten(self, tensors: Iterator[Tensor]) -> Any:
-        """A value of the structure; a pytree takes None for a leaf."""
-        leaves = [next(tensors) if is_tensor else None for is_tensor in self._is_tensor]
-        return pytree.tree_unflatten(leaves, self._spec)
 
 
 def _view(buffer: Tensor, offset: int, like: Tensor) -> Tensor:

@@ -39,13 +39,13 @@ def refresh_values(graph: Graph) -> None:
         if (
             not is_new
             and changed.isdisjoint(node.all_input_nodes)
-            and not replaced & _storages(old)
+            and not replaced & storages_of(old)
         ):
             continue
         node.meta[_VALUE] = _computed(node)
         if is_new or _layouts(node.meta[_VALUE]) != _layouts(old):
             changed.add(node)
-        replaced |= _storages(old) - _storages(node.meta[_VALUE])
+        replaced |= storages_of(old) - storages_of(node.meta[_VALUE])
 
 
 def _reads_values(node: Node) -> bool:
@@ -73,6 +73,7 @@ def _layouts(value: Any) -> list[object]:
     ]
 
 
-def _storages(value: Any) -> set[int]:
+def storages_of(value: Any) -> set[int]:
+    """The storages behind the tensors of a value; views of one tensor share it."""
     leaves = pytree.tree_leaves(value)
     return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
