@@ -288,7 +288,7 @@ def _attend_kernel(
     """One program: a block of tokens, a block of heads, one split of the keys."""
     BLOCK_M: tl.constexpr = BLOCK_Q * BLOCK_H
     PARTS: tl.constexpr = BLOCK_RANK // BLOCK_PART
-    split = tl.program_id(2)
+    split = tl.program_id(2) if NUM_SPLITS > 1 else 0
     row = tl.arange(0, BLOCK_M)
     head = tl.program_id(1) * BLOCK_H + row % BLOCK_H
     index_part = tl.arange(0, BLOCK_PART)[None, :]
@@ -382,7 +382,7 @@ def _attend_kernel(
         b_o = b_sum
 
     total, b_lse = finish(peak, total)
-    row_out = (split.to(tl.int64) * num_tokens + token) * H + head
+    row_out = (tl.cast(split, tl.int64) * num_tokens + token) * H + head
     tl.store(lse + row_out, b_lse, mask=mask_m)
     has_keys = is_query & (split_begin < split_end)
     for part in tl.static_range(PARTS):

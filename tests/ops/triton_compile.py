@@ -11,7 +11,7 @@ import importlib.util
 import re
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -24,8 +24,6 @@ from torch_hybrid.ops.triton.devices import interpreted
 
 # Dynamic shared memory that one block may ask for, in bytes.
 SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
-
-NO_STACK: Mapping[str, int] = {}
 
 _DTYPES = {
     torch.float32: "*fp32",
@@ -79,18 +77,12 @@ _TABLE_HEADER = """\
 |---|---|---|---|---|---|---|---|"""
 
 
-def assert_all_fit(rows: Sequence[Resources], *, most_stack: Mapping[str, int] = NO_STACK) -> None:
-    """No spills, and no more shared memory than a block of the target may have; shown first.
-
-    Args:
-        rows: of which to see.
-        most_stack: bytes that a kernel of this name may spill, because it is faster so than with
-            tiles that need fewer registers: measured, and few against what its loop computes.
-    """
+def assert_all_fit(rows: Sequence[Resources]) -> None:
+    """No spills, and no more shared memory than a block of the target may have; shown first."""
     print("", _TABLE_HEADER, *rows, sep="\n")
     for row in rows:
         limit = SHARED_LIMITS[row.target]
-        assert row.stack <= most_stack.get(row.kernel, 0), f"{row.kernel} spills: {row}"
+        assert row.stack == 0, f"{row.kernel} spills: {row}"
         assert row.shared <= limit, f"over {limit} bytes of shared memory: {row}"
 
 

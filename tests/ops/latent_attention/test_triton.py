@@ -125,8 +125,7 @@ def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
         for target in SHARED_LIMITS:
             launch = record_launch(monkeypatch, target, *shape)
             rows.append(compile_launch(launch, target, label))
-    # 17 instructions beside 272 products; 8 warps need none, and took 1.6 times as long.
-    assert_all_fit(rows, most_stack={"Kimi-Linear decode 512, not split": 80})
+    assert_all_fit(rows)
     for row in rows:
         # Lost when the compiler can no longer prove that rows of latents are aligned.
         assert row.async_copies > 0, row
