@@ -224,9 +224,12 @@ def tasks() -> Iterator[Task]:
         yield lightning(num_seqs, 32, 128)
         yield lightning(num_seqs, 64, 96)
     for num_heads, num_seqs, length, num_new in (
+        (16, 32, 16384, 1),
+        (16, 1, 16384, 1),
         (32, 64, 8192, 1),
-        (128, 64, 8192, 1),
         (32, 1, 65536, 1),
+        (64, 32, 16384, 1),
+        (128, 32, 16384, 1),
         (32, 4, 8192, 256),
     ):
         yield latents(num_seqs, num_heads, length, num_new)
