@@ -1,7 +1,6 @@
 """Settings of every test: fixed seeds, few threads, and no noise from transformers."""
 
 import os
-import re
 import tempfile
 from pathlib import Path
 
@@ -22,8 +21,6 @@ import torch
 
 from tests.ops.triton_interpreter import INTERPRETED
 from torch_hybrid.ops.triton.devices import interpreted
-
-OPS = Path(__file__).parent / "ops"
 
 # Two at least where there is one process: kernels cut their work by threads.
 num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -52,10 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _runs_elsewhere(item: pytest.Item) -> bool:
-    if item.get_closest_marker("cuda") is not None:
-        return not torch.cuda.is_available()
-    is_of_triton = "triton" in re.split(r"[-\[\]]", item.name) and item.path.is_relative_to(OPS)
-    return is_of_triton and not interpreted()
+    here = {"cuda": torch.cuda.is_available(), "interpreter": interpreted()}
+    return any(item.get_closest_marker(name) and not is_here for name, is_here in here.items())
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

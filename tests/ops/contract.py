@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ __all__ = [
     "PoolClone",
     "assert_traces_once",
     "assert_within_budget",
+    "impls_on",
     "pool_clones",
     "skip_reason",
     "to_exact",
@@ -42,6 +43,11 @@ def assert_within_budget(actual: Tensor, exact: Tensor, reference: Tensor) -> No
     scale = exact.abs().max().item() if actual.numel() else 0.0
     budget = 2 * allowed + torch.finfo(actual.dtype).eps * scale
     assert error <= budget, f"error {error:.3e} is over the budget {budget:.3e}"
+
+
+def impls_on(device: str, implementations: Mapping[str, Implementation]) -> list[str]:
+    """The implementations that are made for a device: on another there is nothing to skip."""
+    return [name for name, i in implementations.items() if device in i.capability.devices]
 
 
 def skip_reason(implementation: Implementation, device: str) -> str | None:

@@ -149,6 +149,7 @@ class Family:
                 marks=pytest.mark.skipif(reason is not None, reason=reason or "it runs here"),
             )
             for name, (form, implementation) in {**each, **chunk}.items()
+            if DEVICE in implementation.capability.devices
             if impls is None or form.impl in impls
             for reason in [skip_reason(implementation, DEVICE)]
         ]

@@ -14,13 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from torch_hybrid.ops.triton.devices import interpreted, triton_missing
+from torch_hybrid.ops.triton.devices import triton_missing
 
 INTERPRETED = "passed in the interpreter"
 needs_triton = pytest.mark.skipif(triton_missing() is not None, reason=triton_missing() or "")
-needs_interpreter = pytest.mark.skipif(
-    not interpreted(), reason="TRITON_INTERPRET is not set; test_in_the_interpreter sets it"
-)
+needs_interpreter = pytest.mark.interpreter
 
 
 def run_interpreted(

@@ -17,6 +17,7 @@ from tests.ops.causal_conv1d.cases import CASES, Case, Inputs, make_inputs, offs
 from tests.ops.contract import (
     assert_traces_once,
     assert_within_budget,
+    impls_on,
     pool_clones,
     skip_reason,
 )
@@ -33,8 +34,8 @@ every_impl = pytest.mark.parametrize(
             name,
             marks=pytest.mark.skipif(reason is not None, reason=reason or "it runs here"),
         )
-        for name, implementation in IMPLEMENTATIONS.items()
-        for reason in [skip_reason(implementation, DEVICE)]
+        for name in impls_on(DEVICE, IMPLEMENTATIONS)
+        for reason in [skip_reason(IMPLEMENTATIONS[name], DEVICE)]
     ],
 )
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

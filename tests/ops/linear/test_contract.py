@@ -7,7 +7,13 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from tests.ops.contract import assert_traces_once, assert_within_budget, skip_reason, to_exact
+from tests.ops.contract import (
+    assert_traces_once,
+    assert_within_budget,
+    impls_on,
+    skip_reason,
+    to_exact,
+)
 from tests.ops.linear.cases import CASES, Case, make_inputs
 from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.linear.op import IMPLEMENTATIONS
@@ -17,7 +23,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = Case(num_rows=6, depth=50, widths=(7, 20), biased=frozenset({1}))
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
+@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
 def impl(request: pytest.FixtureRequest) -> str:
     if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
         pytest.skip(reason)

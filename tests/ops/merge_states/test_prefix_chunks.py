@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.ops.contract import assert_within_budget, skip_reason
+from tests.ops.contract import assert_within_budget, impls_on, skip_reason
 from tests.ops.pages import offsets
 from torch_hybrid.ops.merge_states import merge_states
 from torch_hybrid.ops.merge_states import op as merge_op
@@ -26,7 +26,7 @@ from torch_hybrid.ops.merge_states import reference as merge_reference
 from torch_hybrid.ops.ragged_attention import op as ragged_op
 from torch_hybrid.ops.ragged_attention import ragged_attention_with_lse, reference
 
-IMPLS = list(ragged_op.IMPLEMENTATIONS)
+IMPLS = impls_on("cpu", ragged_op.IMPLEMENTATIONS)
 HEADS, HEAD_DIM, V_HEAD_DIM = 2, 48, 32
 SCALE = HEAD_DIM**-0.5
 

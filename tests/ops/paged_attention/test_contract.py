@@ -12,7 +12,13 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from tests.ops.contract import assert_traces_once, assert_within_budget, pool_clones, skip_reason
+from tests.ops.contract import (
+    assert_traces_once,
+    assert_within_budget,
+    impls_on,
+    pool_clones,
+    skip_reason,
+)
 from tests.ops.paged_attention.cases import (
     CASES,
     OPTIONS,
@@ -28,7 +34,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL = Case(num_q_heads=4, num_kv_heads=2, head_dim=32, lengths=((1, 23), (9, 30), (1, 1)))
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
+@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
 def impl(request: pytest.FixtureRequest) -> str:
     if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
         pytest.skip(reason)

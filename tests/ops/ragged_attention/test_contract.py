@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from tests.ops.contract import assert_traces_once, assert_within_budget, skip_reason
+from tests.ops.contract import assert_traces_once, assert_within_budget, impls_on, skip_reason
 from tests.ops.pages import offsets
 from tests.ops.ragged_attention.cases import CASES, Case, Inputs, make_inputs
 from torch_hybrid.ops.ragged_attention import ragged_attention_with_lse, reference
@@ -24,7 +24,7 @@ SMALL = Case(
 )
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
+@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
 def impl(request: pytest.FixtureRequest) -> str:
     if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
         pytest.skip(reason)

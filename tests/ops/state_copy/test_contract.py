@@ -9,13 +9,13 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
-from tests.ops.contract import assert_traces_once, pool_clones, skip_reason
+from tests.ops.contract import assert_traces_once, impls_on, pool_clones, skip_reason
 from tests.ops.state_copy.cases import CASES, indices, make_inputs
 from torch_hybrid.ops.state_copy import reference, state_copy
 from torch_hybrid.ops.state_copy.op import IMPLEMENTATIONS
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
+@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
 def impl(request: pytest.FixtureRequest) -> str:
     if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
         pytest.skip(reason)
