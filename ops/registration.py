@@ -97,6 +97,12 @@ def check_contiguous(**tensors: Tensor | None) -> None:
             raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
 
 
+def check_scale(scale: float) -> None:
+    """Raise ValueError unless logits grow with the products that they are made of."""
+    if not scale > 0:
+        raise ValueError(f"scale must be positive, got {scale}")
+
+
 def check_impl(
     impl: str,
     implementations: Mapping[str, Implementation],

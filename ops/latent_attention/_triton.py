@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_hybrid.ops.page_bounds import check_page_indices
 from torch_hybrid.ops.triton.devices import interpreted, is_hopper
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
-from torch_hybrid.ops.triton.softmax import advance, finish, merge_splits
+from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits
 
 _PROCESSORS = 132  # of the GPUs this is meant for, which have 108 to 148
 _MAX_SPLITS = 64
@@ -198,7 +198,7 @@ def _attend(
         page_table,
         out,
         lse,
-        scale,
+        log2_scale(scale),
         num_tokens,
         num_seqs,
         q_latent.stride(0),
@@ -263,7 +263,7 @@ def _attend_kernel(
     page_table: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
-    scale: tl.tensor,
+    scale_log2: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
     stride_latent_token: tl.tensor,
@@ -359,7 +359,7 @@ def _attend_kernel(
         if FLOAT32_PRODUCTS:
             b_k_rope = b_k_rope.to(tl.float32)
         # Sums of tensor cores are cut off as they grow: shorter ones are added up here.
-        logits = tl.dot(b_q_rope, tl.trans(b_k_rope), input_precision="ieee")
+        products = tl.dot(b_q_rope, tl.trans(b_k_rope), input_precision="ieee")
         b_c = ()
         for part in tl.static_range(PARTS):
             index = part * BLOCK_PART + index_part
@@ -368,10 +368,10 @@ def _attend_kernel(
             if FLOAT32_PRODUCTS:
                 b_c_part = b_c_part.to(tl.float32)
             b_c = b_c + (b_c_part,)  # type: ignore[assignment]  # noqa: RUF005
-            logits += tl.dot(b_q[part], tl.trans(b_c_part), input_precision="ieee")
+            products += tl.dot(b_q[part], tl.trans(b_c_part), input_precision="ieee")
         visible = (key[None, :] <= (ahead + token)[:, None]) & (key < split_end)[None, :]
-        logits = tl.where(visible, logits * scale, -float("inf"))
-        weights, rescale, peak, total = advance(logits, peak, total)
+        products = tl.where(visible, products, -float("inf"))
+        weights, rescale, peak, total = advance(products, scale_log2, peak, total)
         weights = weights.to(b_k_rope.dtype)
         b_sum = ()
         for part in tl.static_range(PARTS):

@@ -11,7 +11,7 @@ from torch_hybrid.ops.autograd import define_made_of
 from torch_hybrid.ops.capability import FLOATS_AND_FLOAT64, Capability, Implementation
 from torch_hybrid.ops.latent_attention.validate import check_attention, check_gather, check_store
 from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.registration import check_impl, define_op
+from torch_hybrid.ops.registration import check_impl, check_scale, define_op
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _PACKAGE = "torch_hybrid.ops.latent_attention"
@@ -104,6 +104,7 @@ def latent_attention(
     """
     index = (cu_seqlens, seq_lens, page_table, slot_mapping)
     check_attention(q_latent, q_rope, latent, k_rope, pool, *index)
+    check_scale(scale)
     sizes = {"rank": q_latent.shape[-1], "rope_dim": q_rope.shape[-1]}
     check_impl(impl, IMPLEMENTATIONS, q_latent.device, sizes)
     out: Tensor = _LATENT_ATTENTION(
@@ -134,6 +135,7 @@ def latent_attention_with_lse(
     """
     index = (cu_seqlens, seq_lens, page_table, slot_mapping)
     check_attention(q_latent, q_rope, latent, k_rope, pool, *index)
+    check_scale(scale)
     sizes = {"rank": q_latent.shape[-1], "rope_dim": q_rope.shape[-1]}
     check_impl(impl, LSE_IMPLEMENTATIONS, q_latent.device, sizes)
     out, lse = _LATENT_ATTENTION_WITH_LSE(

@@ -11,6 +11,7 @@ from torch_hybrid.ops.registration import (
     check_contiguous,
     check_dtypes,
     check_impl,
+    check_scale,
     check_shapes,
     define_op,
 )
@@ -107,7 +108,8 @@ def paged_attention(
         ValueError: a shape, dtype or option is wrong, or, where reading it is free (on a CPU),
             an index is outside its pool.
     """
-    _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping, window, softcap)
+    _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping)
+    _validate_options(scale, window, softcap)
     check_impl(impl, IMPLEMENTATIONS, q.device, {"head_dim": q.shape[-1]})
     out: Tensor = _PAGED_ATTENTION(
         q,
@@ -149,7 +151,8 @@ def paged_attention_with_lse(
     Returns:
         The output, [T, Hq, D] in the dtype of q, and the natural-log LSE, [T, Hq] float32.
     """
-    _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping, window, softcap)
+    _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping)
+    _validate_options(scale, window, softcap)
     check_impl(impl, LSE_IMPLEMENTATIONS, q.device, {"head_dim": q.shape[-1]})
     out, lse = _PAGED_ATTENTION_WITH_LSE(
         q,
@@ -177,8 +180,6 @@ def _validate(
     seq_lens: Tensor,
     page_table: Tensor,
     slot_mapping: Tensor,
-    window: int,
-    softcap: float,
 ) -> None:
     for name, tensor, dim in (("q", q, 3), ("kv", kv, 5), ("page_table", page_table, 2)):
         if tensor.dim() != dim:
@@ -216,6 +217,10 @@ def _validate(
             **{name: (tensor, torch.int32) for name, tensor in index.items()},
         }
     )
+
+
+def _validate_options(scale: float, window: int, softcap: float) -> None:
+    check_scale(scale)
     if window < 0:
         raise ValueError(f"window must be 0 or a number of keys, got {window}")
     if softcap < 0:

@@ -12,9 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.ragged_attention.bounds import check_offsets
+from torch_hybrid.ops.triton.attention import attend_to_keys
 from torch_hybrid.ops.triton.devices import interpreted, is_hopper
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
-from torch_hybrid.ops.triton.softmax import advance, finish
+from torch_hybrid.ops.triton.softmax import finish, log2_scale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,7 @@ class Tiles:
     block_v: int
     block_kv: int
     num_warps: int
+    num_stages: int
 
     @classmethod
     def of(
@@ -48,11 +50,14 @@ class Tiles:
 
         float32 products run outside the tensor cores, on operands held in registers.
         """
-        tensor_cores = like.itemsize == 2
+        tensor_cores, hopper = like.itemsize == 2, is_hopper(like.device)
         wanted_rows = triton.next_power_of_2(triton.cdiv(num_tokens, num_seqs) * group)
-        large = head_dim + v_head_dim > 320 and not is_hopper(like.device)
+        dims = head_dim + v_head_dim
+        large = dims > 320 and not hopper
         most_rows = 16 if not tensor_cores else 64 if large else 128
         block_m = max(16, min(wanted_rows, most_rows), triton.next_power_of_2(group))
+        # As many keys as leave no row in slower memory.
+        block_kv = 32 if dims > 320 or (dims > 256 and not hopper) else 64
         whole = triton.next_power_of_2(head_dim)
         block_d = max(16, whole if whole == head_dim else whole // 2)
         rest = head_dim - block_d
@@ -62,8 +67,9 @@ class Tiles:
             block_d=block_d,
             block_d_rest=max(16, triton.next_power_of_2(rest)) if rest > 0 else 0,
             block_v=max(16, triton.next_power_of_2(v_head_dim)),
-            block_kv=64 if tensor_cores else 16,
+            block_kv=block_kv if tensor_cores else 16,
             num_warps=8 if block_m > 64 or large else 4,
+            num_stages=3 if hopper else 2,
         )
 
 
@@ -103,7 +109,7 @@ def ragged_attention_with_lse(
         cu_seqlens_k,
         out,
         lse,
-        scale,
+        log2_scale(scale),
         num_tokens,
         num_seqs,
         q.stride(0),
@@ -126,7 +132,7 @@ def ragged_attention_with_lse(
         # The interpreter holds bfloat16 as integers and multiplies them as such.
         FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
         num_warps=tiles.num_warps,
-        num_stages=2,
+        num_stages=tiles.num_stages,
         enable_fp_fusion=True,
     )
     return out, lse
@@ -141,7 +147,7 @@ def _attend_kernel(
     cu_seqlens_k: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
-    scale: tl.tensor,
+    scale_log2: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
     stride_q_token: tl.tensor,
@@ -166,6 +172,8 @@ def _attend_kernel(
     """One program: a block of queries, the query heads of one key head."""
     GROUP: tl.constexpr = H // HK
     head_k = tl.program_id(1)
+    # The last blocks of a sequence may see the most keys: they start first.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
     row = tl.arange(0, BLOCK_M)
     head = head_k * GROUP + row % GROUP
     is_row = row < BLOCK_Q * GROUP
@@ -178,7 +186,7 @@ def _attend_kernel(
         mask_rest = index_rest < D
 
     # The grid has a block for any BLOCK_Q tokens in a row: their padding is filled here.
-    token = tl.program_id(0) * BLOCK_Q + row // GROUP
+    token = block * BLOCK_Q + row // GROUP
     is_padding = is_row & (token >= tl.load(cu_seqlens_q + num_seqs)) & (token < num_tokens)
     row_out = token.to(tl.int64) * H + head
     zeros = tl.zeros([BLOCK_M, BLOCK_V], dtype=out.dtype.element_ty)
@@ -187,16 +195,17 @@ def _attend_kernel(
     tl.store(p_out, zeros, mask=is_padding[:, None] & mask_v[None, :])
     tl.store(lse + row_out, nothing, mask=is_padding)
 
-    seq = sequence_of_block(cu_seqlens_q, num_seqs, tl.program_id(0), BLOCK_Q)
+    seq = sequence_of_block(cu_seqlens_q, num_seqs, block, BLOCK_Q)
     begin = tl.load(cu_seqlens_q + seq)
     end = tl.load(cu_seqlens_q + seq + 1)
-    first_token = first_token_of_block(begin, seq, tl.program_id(0), BLOCK_Q)
+    first_token = first_token_of_block(begin, seq, block, BLOCK_Q)
     if first_token >= end:
         return
     token = first_token + row // GROUP
     mask_m = is_row & (token < end)
     p_q = q + (token.to(tl.int64) * stride_q_token + head * stride_q_head)[:, None]
     b_q = tl.load(p_q + index_d[None, :], mask=mask_m[:, None] & mask_d[None, :], other=0.0)
+    b_q_rest = None
     if BLOCK_D_REST > 0:
         mask_q = mask_m[:, None] & mask_rest[None, :]
         b_q_rest = tl.load(p_q + index_rest[None, :], mask=mask_q, other=0.0)
@@ -205,40 +214,52 @@ def _attend_kernel(
         if BLOCK_D_REST > 0:
             b_q_rest = b_q_rest.to(tl.float32)
 
-    first_key = tl.load(cu_seqlens_k + seq)
-    num_keys = tl.load(cu_seqlens_k + seq + 1) - first_key
-    num_seen = num_keys + tl.zeros([BLOCK_M], dtype=tl.int32)
-    keys_end = num_keys
+    first_key = tl.load(cu_seqlens_k + seq).to(tl.int64)
+    num_keys = tl.load(cu_seqlens_k + seq + 1) - tl.load(cu_seqlens_k + seq)
+    keys_end, num_whole = num_keys, num_keys
+    position = num_keys - 1 + tl.zeros([BLOCK_M], dtype=tl.int32)
     if CAUSAL:
-        num_seen += token - end + 1
-        keys_end += tl.minimum(first_token + BLOCK_Q, end) - end
+        ahead = num_keys - end  # of a token's number, to its position
+        position = ahead + token
+        keys_end = tl.maximum(0, ahead + tl.minimum(first_token + BLOCK_Q, end))
+        num_whole = tl.maximum(0, ahead + first_token + 1)
+    tiles_whole = num_whole // BLOCK_KV  # that all rows see
+    tiles_left = tl.cdiv(keys_end, BLOCK_KV) - tiles_whole
     peak = nothing
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     b_o = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
-    base_k = k + first_key.to(tl.int64) * stride_k_token + head_k * stride_k_head
-    base_v = v + first_key.to(tl.int64) * stride_v_token + head_k * stride_v_head
-    for tile in range(tl.cdiv(tl.maximum(keys_end, 0), BLOCK_KV)):
-        key = tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
-        mask_key = (key < keys_end)[:, None]
-        p_k = base_k + key.to(tl.int64)[:, None] * stride_k_token
-        p_v = base_v + key.to(tl.int64)[:, None] * stride_v_token
-        b_k = tl.load(p_k + index_d[None, :], mask=mask_key & mask_d[None, :], other=0.0)
-        b_v = tl.load(p_v + index_v[None, :], mask=mask_key & mask_v[None, :], other=0.0)
-        if FLOAT32_PRODUCTS:
-            b_k = b_k.to(tl.float32)
-            b_v = b_v.to(tl.float32)
-        logits = tl.dot(b_q, tl.trans(b_k), out_dtype=tl.float32, input_precision="ieee")
-        if BLOCK_D_REST > 0:
-            mask_k = mask_key & mask_rest[None, :]
-            b_k_rest = tl.load(p_k + index_rest[None, :], mask=mask_k, other=0.0)
-            if FLOAT32_PRODUCTS:
-                b_k_rest = b_k_rest.to(tl.float32)
-            logits = tl.dot(b_q_rest, tl.trans(b_k_rest), logits, input_precision="ieee")
-        visible = (key[None, :] < num_seen[:, None]) & (key < keys_end)[None, :]
-        logits = tl.where(visible, logits * scale, -float("inf"))
-        weights, rescale, peak, total = advance(logits, peak, total)
-        b_o *= rescale[:, None]
-        b_o = tl.dot(weights.to(b_v.dtype), b_v, b_o, input_precision="ieee")
+    for hides in tl.static_range(2):
+        b_o, peak, total = attend_to_keys(
+            b_o,
+            peak,
+            total,
+            b_q,
+            b_q_rest,
+            position,
+            hides * tiles_whole * BLOCK_KV,
+            tiles_left if hides else tiles_whole,
+            keys_end,
+            k + first_key * stride_k_token + head_k * stride_k_head,
+            v + first_key * stride_v_token + head_k * stride_v_head,
+            stride_k_token,
+            stride_v_token,
+            None,
+            0,
+            0,
+            scale_log2,
+            1.0,
+            0,
+            D,
+            V,
+            BLOCK_D,
+            BLOCK_D_REST,
+            BLOCK_V,
+            BLOCK_KV,
+            hides,
+            False,
+            False,
+            FLOAT32_PRODUCTS,
+        )
 
     total, b_lse = finish(peak, total)
     row_out = token.to(tl.int64) * H + head

@@ -11,6 +11,7 @@ from torch_hybrid.ops.registration import (
     check_contiguous,
     check_dtypes,
     check_impl,
+    check_scale,
     check_shapes,
     define_op,
 )
@@ -82,6 +83,7 @@ def ragged_attention_with_lse(
             the offsets are.
     """
     _validate(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    check_scale(scale)
     sizes = {"head_dim": q.shape[-1], "v_head_dim": v.shape[-1]}
     check_impl(impl, IMPLEMENTATIONS, q.device, sizes)
     out, lse = _RAGGED_ATTENTION_WITH_LSE(

@@ -9,23 +9,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 _LN_2: tl.constexpr = tl.constexpr(math.log(2))
+
+
+def log2_scale(scale: float) -> float:
+    """What makes logits to base 2 of what ``scale`` makes logits of."""
+    return scale * math.log2(math.e)
 
 
 @triton.jit
 def advance(
-    logits: tl.tensor, peak: tl.tensor, total: tl.tensor
+    products: tl.tensor, scale_log2: tl.tensor, peak: tl.tensor, total: tl.tensor
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Take in a tile of logits ``[rows, keys]``, -inf where a key is hidden.
+    """Take in a tile of products ``[rows, keys]``, -inf where a key is hidden.
+
+    ``scale_log2``, of ``log2_scale``, makes logits of them to base 2: the one multiplication of an
+    element is fused with the subtraction.
 
     Returns the tile's weights, what earlier results of each row are to be multiplied by, and the
-    running maximum and sum of each row.
+    running maximum, to base 2, and sum of each row.
     """
-    new_peak = tl.maximum(peak, tl.max(logits, 1))
+    new_peak = tl.maximum(peak, tl.max(products, 1) * scale_log2)
     shift = tl.where(new_peak == -float("inf"), 0.0, new_peak)  # no key was visible so far
-    weights = tl.exp2((logits - shift[:, None]) * _LOG2_E)
-    rescale = tl.exp2((peak - shift) * _LOG2_E)
+    weights = tl.exp2(products * scale_log2 - shift[:, None])
+    rescale = tl.exp2(peak - shift)
     return weights, rescale, new_peak, total * rescale + tl.sum(weights, 1)
 
 
@@ -34,8 +41,19 @@ def finish(peak: tl.tensor, total: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
     """What results of each row are to be divided by, and the natural LSE, -inf without keys."""
     empty = total == 0.0
     total = tl.where(empty, 1.0, total)
-    lse = tl.where(empty, -float("inf"), peak + tl.log2(total) * _LN_2)
+    lse = tl.where(empty, -float("inf"), (peak + tl.log2(total)) * _LN_2)
     return total, lse
+
+
+@triton.jit
+def tanh(x: tl.tensor) -> tl.tensor:
+    """Hyperbolic tangent to float32 precision, also where 1 - exp(-2x) would cancel."""
+    t = tl.exp(-2.0 * tl.abs(x))
+    large = (1.0 - t) / (1.0 + t)
+    large = tl.where(x < 0, -large, large)
+    s = x * x
+    small = x + x * s * (-1.0 / 3 + s * (2.0 / 15 + s * (-17.0 / 315 + s * (62.0 / 2835))))
+    return tl.where(tl.abs(x) < 0.25, small, large)
 
 
 def merge_splits(

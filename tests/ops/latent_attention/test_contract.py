@@ -330,10 +330,10 @@ def test_no_pool_clone(impl: str) -> None:
 # ---- errors ----------------------------------------------------------------------------------
 
 
-def failing(impl: str, **changes: Tensor) -> str:
+def failing(impl: str, scale: float = 1.0, **changes: Tensor) -> str:
     args = replace(make_inputs(SMALL), **changes).args()
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-        latent_attention(*args, scale=1.0, impl=impl)
+        latent_attention(*args, scale=scale, impl=impl)
     return str(error.value)
 
 
@@ -349,6 +349,7 @@ def test_error_texts() -> None:
         failing("torch", q_latent=good.q_latent.transpose(1, 2).contiguous().transpose(1, 2)),
         failing("torch", seq_lens=good.seq_lens.long()),
         failing("torch", page_table=good.page_table[:1]),
+        failing("torch", scale=0.0),
         failing("tpu"),
     ]
     assert_expected_inline(
@@ -363,6 +364,7 @@ pool must have dtype torch.float32, got torch.float64
 q_latent must have a contiguous last dim, got (128, 1, 4)
 seq_lens must have dtype torch.int32, got torch.int64
 cu_seqlens must have shape [2], got [4]
+scale must be positive, got 0.0
 impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'""",
     )
 

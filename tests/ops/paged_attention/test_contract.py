@@ -376,6 +376,7 @@ def test_error_texts() -> None:
         failing("torch", seq_lens=good.seq_lens.long()),
         failing("torch", window=-1),
         failing("torch", softcap=-2.0),
+        failing("torch", scale=0.0),
         failing("tpu"),
     ]
     assert_expected_inline(
@@ -389,6 +390,7 @@ q must have a contiguous last dim, got (128, 1, 4)
 seq_lens must have dtype torch.int32, got torch.int64
 window must be 0 or a number of keys, got -1
 softcap must be 0 or positive, got -2.0
+scale must be positive, got 0.0
 impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'""",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.ops.triton_compile import (
     assert_all_fit,
     compile_launch,
     needs_cross_compiler,
+    pretend,
 )
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
 from torch_hybrid.ops.paged_attention import paged_attention_with_lse, reference
@@ -47,6 +49,22 @@ PATHS = {
 }
 
 
+# Queries long enough for the kernel that reads the new rows where they are, once it may run for as
+# few programs as these.
+LONG = {
+    "prefix_and_rows": Case(
+        num_q_heads=6,
+        num_kv_heads=2,
+        head_dim=80,
+        page_size=5,
+        lengths=((90, 170), (150, 150), (1, 40)),
+    ),
+    "pages_of_a_tile": Case(
+        num_q_heads=4, num_kv_heads=1, head_dim=64, page_size=64, lengths=((65, 150), (131, 131))
+    ),
+}
+
+
 @needs_triton
 def test_in_the_interpreter(record_property: Callable[[str, object], None]) -> None:
     run_interpreted(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
@@ -56,6 +74,21 @@ def test_in_the_interpreter(record_property: Callable[[str, object], None]) -> N
 @pytest.mark.parametrize("name", PATHS)
 def test_paths_in_interpreter(name: str) -> None:
     check("cpu", PATHS[name], torch.float16, "plain")
+
+
+@needs_interpreter
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", LONG)
+def test_long_queries_in_interpreter(name: str, options: str, long_queries: None) -> None:
+    check("cpu", LONG[name], torch.float16, options)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LONG)
+def test_long_queries_on_a_gpu(name: str, dtype: torch.dtype, long_queries: None) -> None:
+    for options in OPTIONS:
+        check("cuda", LONG[name], dtype, options)
 
 
 @needs_cuda
@@ -80,6 +113,16 @@ def test_a_captured_graph_serves_other_lengths() -> None:
         getattr(captured, field.name).copy_(getattr(other, field.name))
     graph.replay()
     assert_as_exact(other, "plain", out.cpu(), lse.cpu(), captured.kv.cpu())
+
+
+@pytest.fixture
+def long_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU of one processor, which few programs fill; that kernel alone may attend."""
+    from torch_hybrid.ops.paged_attention import _triton, _triton_long
+
+    monkeypatch.setattr(_triton_long, "_PROCESSORS", 1)
+    monkeypatch.setattr(_triton_long, "is_hopper", lambda _: True)
+    monkeypatch.delattr(_triton, "attend_short")
 
 
 def check(device: str, case: Case, dtype: torch.dtype, options: str) -> None:
@@ -124,28 +167,36 @@ SHAPES = {
     "Qwen3-Next 4 tokens each": (64, 256, 16, 2, 256, torch.bfloat16, "plain"),
     "Qwen3-Next extend 2048": (8, 2048, 16, 2, 256, torch.bfloat16, "plain"),
     "32 / 8 heads of 128 extend 2048": (8, 2048, 32, 8, 128, torch.bfloat16, "plain"),
+    "40 / 40 heads of 128 extend 2048": (8, 2048, 40, 40, 128, torch.bfloat16, "window_softcap"),
     "3 / 1 heads of 80 decode 1": (1, 1, 3, 1, 80, torch.bfloat16, "window_softcap"),
 }
-KERNELS = ("_write_kernel", "_attend_kernel", "_merge_kernel")
+KERNELS = {
+    "_triton": "_write_kernel",
+    "_triton_short": "_attend_kernel",
+    "_triton_long": "_long_kernel",
+}
 
 
 @needs_cross_compiler
 def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = []
     for number, (label, shape) in enumerate(SHAPES.items()):
-        launches = record_launches(monkeypatch, *shape)
-        for kernel in KERNELS if number == 0 else ("_attend_kernel",):
-            name = f"{kernel.strip('_').removesuffix('_kernel')}: {label}"
-            rows += [compile_launch(launches[kernel], target, name) for target in SHARED_LIMITS]
+        for target in SHARED_LIMITS:
+            launches = record_launches(monkeypatch, target, *shape)
+            for kernel, launch in launches.items():
+                name = f"{kernel.strip('_').removesuffix('_kernel')}: {label}"
+                if number == 0 or kernel != "_write_kernel":
+                    rows.append(compile_launch(launch, target, name))
     assert_all_fit(rows)
     for row in rows:
-        if row.kernel.startswith("attend"):
+        if not row.kernel.startswith("write"):
             # Lost when the compiler can no longer prove that rows of keys are aligned.
             assert row.async_copies > 0, row
 
 
 def record_launches(
     monkeypatch: pytest.MonkeyPatch,
+    target: str,
     num_seqs: int,
     num_tokens: int,
     num_q_heads: int,
@@ -155,18 +206,22 @@ def record_launches(
     options: str,
 ) -> dict[str, LaunchRecorder]:
     """What the launcher launches for q, k and v that are slices of one projection."""
-    from torch_hybrid.ops.paged_attention import _triton
-
+    package = "torch_hybrid.ops.paged_attention"
+    modules = {name: importlib.import_module(f"{package}.{name}") for name in KERNELS}
     heads = [num_q_heads, num_kv_heads, num_kv_heads]
     qkv = torch.empty(num_tokens, sum(heads), head_dim, dtype=dtype, device="meta")
     kv = torch.empty(2, 1024, 16, num_kv_heads, head_dim, dtype=dtype, device="meta")
     indices = torch.empty(max(num_tokens, num_seqs + 1), dtype=torch.int32, device="meta")
     table = torch.empty(num_seqs, 256, dtype=torch.int32, device="meta")
-    recorders = {kernel: LaunchRecorder(getattr(_triton, kernel)) for kernel in KERNELS}
+    recorders = {
+        kernel: LaunchRecorder(getattr(modules[name], kernel)) for name, kernel in KERNELS.items()
+    }
     with monkeypatch.context() as patch:
-        for kernel, recorder in recorders.items():
-            patch.setattr(_triton, kernel, recorder)
-        _triton.paged_attention_with_lse(
+        pretend(patch, target, modules["_triton_long"])
+        patch.setattr(modules["_triton_short"], "merge_splits", lambda *_: None)
+        for name, kernel in KERNELS.items():
+            patch.setattr(modules[name], kernel, recorders[kernel])
+        modules["_triton"].paged_attention_with_lse(
             *qkv.split(heads, 1),
             kv,
             indices[: num_seqs + 1],
@@ -176,4 +231,4 @@ def record_launches(
             scale=head_dim**-0.5,
             **OPTIONS[options],
         )
-    return recorders
+    return {kernel: recorder for kernel, recorder in recorders.items() if recorder.launches}

@@ -233,10 +233,10 @@ def test_inductor_gives_the_eager_result(impl: str) -> None:
 # ---- errors ----------------------------------------------------------------------------------
 
 
-def failing(impl: str, **changes: Tensor) -> str:
+def failing(impl: str, scale: float = 1.0, **changes: Tensor) -> str:
     args = replace(make_inputs(SMALL), **changes).args()
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-        ragged_attention_with_lse(*args, causal=True, scale=1.0, impl=impl)
+        ragged_attention_with_lse(*args, causal=True, scale=scale, impl=impl)
     return str(error.value)
 
 
@@ -252,6 +252,7 @@ def test_error_texts() -> None:
         failing("torch", k=good.k.transpose(1, 2).contiguous().transpose(1, 2)),
         failing("torch", cu_seqlens_q=good.cu_seqlens_q.long()),
         failing("torch", cu_seqlens_k=good.cu_seqlens_k[1:]),
+        failing("torch", scale=-1.0),
         failing("tpu"),
     ]
     assert_expected_inline(
@@ -266,6 +267,7 @@ v must have dtype torch.float32, got torch.float64
 k must have a contiguous last dim, got (64, 1, 2)
 cu_seqlens_q must have dtype torch.int32, got torch.int64
 cu_seqlens_k must have shape [4], got [3]
+scale must be positive, got -1.0
 impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'""",
     )
 

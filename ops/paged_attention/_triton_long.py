@@ -1,0 +1,271 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Long queries: a program walks the pages of earlier steps, then the rows of this one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_hybrid.ops.triton.attention import attend_to_keys
+from torch_hybrid.ops.triton.devices import interpreted, is_hopper
+from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.softmax import finish, log2_scale
+
+_PROCESSORS = 132  # of the GPUs this is meant for, which have 108 to 148
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongTiles:
+    """What a program takes: ``block_m`` rows of ``block_q`` tokens, ``block_kv`` keys at a time."""
+
+    block_q: int
+    block_m: int
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def of(cls, q: Tensor, *, num_kv_heads: int, num_seqs: int) -> LongTiles | None:
+        """Tiles for [T, Hq, D] queries; None where they do not fill a GPU, and elsewhere."""
+        num_tokens, num_q_heads, head_dim = q.shape
+        group = num_q_heads // num_kv_heads
+        block_m = 128
+        num_rows = num_tokens * group
+        few = num_rows < block_m * max(num_seqs, -(-_PROCESSORS // num_kv_heads))
+        if q.itemsize != 2 or not is_hopper(q.device) or group > block_m or few:
+            return None
+        return cls(
+            block_q=block_m // group,
+            block_m=block_m,
+            block_kv=64,
+            num_warps=8,
+            num_stages=2 if head_dim > 128 else 3,
+        )
+
+
+def attend_long(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+    tiles: LongTiles,
+) -> None:
+    """Attend to what earlier steps left in ``kv`` and to ``k`` and ``v``; padding is left alone."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    _, _, page_size, num_kv_heads, _ = kv.shape
+    num_seqs = page_table.shape[0]
+    _long_kernel[(num_blocks(num_tokens, num_seqs, tiles.block_q), num_kv_heads)](
+        q,
+        k,
+        v,
+        kv,
+        cu_seqlens,
+        seq_lens,
+        page_table,
+        out,
+        lse,
+        log2_scale(softcap or scale),
+        scale / softcap if softcap else 1.0,
+        window,
+        num_seqs,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        kv.stride(0),
+        page_table.stride(0),
+        page_table.stride(1),
+        HQ=num_q_heads,
+        HKV=num_kv_heads,
+        D=head_dim,
+        PAGE_SIZE=page_size,
+        BLOCK_Q=tiles.block_q,
+        BLOCK_M=tiles.block_m,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_KV=tiles.block_kv,
+        HAS_WINDOW=window > 0,
+        HAS_SOFTCAP=softcap > 0,
+        # The interpreter holds bfloat16 as integers and multiplies them as such.
+        FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit(do_not_specialize=["num_seqs", "window"])
+def _long_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    kv: tl.tensor,
+    cu_seqlens: tl.tensor,
+    seq_lens: tl.tensor,
+    page_table: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    scale_log2: tl.tensor,
+    cap_scale: tl.tensor,
+    window: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_q_token: tl.tensor,
+    stride_q_head: tl.tensor,
+    stride_k_token: tl.tensor,
+    stride_k_head: tl.tensor,
+    stride_v_token: tl.tensor,
+    stride_v_head: tl.tensor,
+    stride_values: tl.tensor,
+    stride_table_seq: tl.tensor,
+    stride_table_page: tl.tensor,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    FLOAT32_PRODUCTS: tl.constexpr,
+) -> None:
+    """One program: a block of tokens, the query heads of one key head.
+
+    A key is counted by its position in the sequence, wherever it lies.
+    """
+    GROUP: tl.constexpr = HQ // HKV
+    head_kv = tl.program_id(1)
+    # The last blocks of a sequence see the most keys: they start first.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    seq = sequence_of_block(cu_seqlens, num_seqs, block, BLOCK_Q)
+    begin = tl.load(cu_seqlens + seq)
+    end = tl.load(cu_seqlens + seq + 1)
+    first_token = first_token_of_block(begin, seq, block, BLOCK_Q)
+    if first_token >= end:
+        return
+
+    row = tl.arange(0, BLOCK_M)
+    index_d = tl.arange(0, BLOCK_D)
+    token = first_token + row // GROUP
+    head = head_kv * GROUP + row % GROUP
+    mask_m = (row < BLOCK_Q * GROUP) & (token < end)
+    mask_q = mask_m[:, None] & (index_d < D)[None, :]
+    offset_q = token.to(tl.int64) * stride_q_token + head * stride_q_head
+    b_q = tl.load(q + offset_q[:, None] + index_d[None, :], mask=mask_q, other=0.0)
+    if FLOAT32_PRODUCTS:
+        b_q = b_q.to(tl.float32)
+
+    ahead = tl.load(seq_lens + seq) - end  # of a token's number, to its position
+    position = ahead + token
+    num_held = ahead + begin
+    keys_end = ahead + tl.minimum(first_token + BLOCK_Q, end)
+    # Where the block's walk starts in the pages, in whole tiles, and in the rows of this step.
+    held_begin, rows_begin = 0, num_held
+    if HAS_WINDOW:
+        seen_begin = tl.maximum(0, ahead + first_token - window + 1)
+        held_begin = tl.minimum(seen_begin, num_held) // BLOCK_KV * BLOCK_KV
+        rows_begin = tl.maximum(seen_begin, num_held)
+    # Tiles that all rows see whole. What is left of the pages hides its own end; of the rows of
+    # this step, what comes after a row's own token.
+    held_whole = num_held // BLOCK_KV
+    rows_whole = (first_token - begin + 1) // BLOCK_KV
+    if HAS_WINDOW:
+        held_whole, rows_whole = 0, 0
+    held_left = tl.cdiv(num_held - held_begin, BLOCK_KV) - held_whole
+    rows_left = tl.cdiv(keys_end - rows_begin, BLOCK_KV) - rows_whole
+
+    peak = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    b_o = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    table = page_table + seq.to(tl.int64) * stride_table_seq
+    held_k = kv + head_kv * D
+    held_v = held_k + stride_values
+    # From where the row of position 0 would be.
+    first_row = tl.cast(begin - num_held, tl.int64)
+    rows_k = k + first_row * stride_k_token + head_kv * stride_k_head
+    rows_v = v + first_row * stride_v_token + head_kv * stride_v_head
+    for hides in tl.static_range(2):
+        b_o, peak, total = attend_to_keys(
+            b_o,
+            peak,
+            total,
+            b_q,
+            None,
+            position,
+            held_begin + hides * held_whole * BLOCK_KV,
+            held_left if hides else held_whole,
+            num_held,
+            held_k,
+            held_v,
+            HKV * D,
+            HKV * D,
+            table,
+            stride_table_page,
+            window,
+            scale_log2,
+            cap_scale,
+            PAGE_SIZE,
+            D,
+            D,
+            BLOCK_D,
+            0,
+            BLOCK_D,
+            BLOCK_KV,
+            hides,
+            HAS_WINDOW,
+            HAS_SOFTCAP,
+            FLOAT32_PRODUCTS,
+        )
+    for hides in tl.static_range(2):
+        b_o, peak, total = attend_to_keys(
+            b_o,
+            peak,
+            total,
+            b_q,
+            None,
+            position,
+            rows_begin + hides * rows_whole * BLOCK_KV,
+            rows_left if hides else rows_whole,
+            keys_end,
+            rows_k,
+            rows_v,
+            stride_k_token,
+            stride_v_token,
+            None,
+            0,
+            window,
+            scale_log2,
+            cap_scale,
+            PAGE_SIZE,
+            D,
+            D,
+            BLOCK_D,
+            0,
+            BLOCK_D,
+            BLOCK_KV,
+            hides,
+            HAS_WINDOW,
+            HAS_SOFTCAP,
+            FLOAT32_PRODUCTS,
+        )
+
+    total, b_lse = finish(peak, total)
+    row_out = token.to(tl.int64) * HQ + head
+    tl.store(lse + row_out, b_lse, mask=mask_m)
+    p_out = out + row_out[:, None] * D + index_d[None, :]
+    tl.store(p_out, (b_o / total[:, None]).to(out.dtype.element_ty), mask=mask_q)
