@@ -1,5 +1,9 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Implementation "triton" of the chunk form: one program walks the chunks of a head."""
+"""Implementation "triton" of the chunk form: one program walks the chunks of a head.
+
+Where heads are too few to fill a GPU, sequences are cut in segments: a launch walks each but the
+last for the state that it leaves, and then each is walked from where the one before it ended.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,9 @@ from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, seq
 from torch_hybrid.ops.triton.state import zero_rows
 
 _HEADS = 16  # of a program that cumulates decays
+_PROCESSORS = 132  # of the GPUs this is meant for, which have 108 to 148
+_FEWEST_SEGMENTS = 4  # of as many tokens as there are; with fewer the first launch costs more
+_SHORTEST_SEGMENT = 512  # tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +82,47 @@ def chunk_ssd(
     tile = ChunkTile.of(head_dim_k, head_dim_v, q)
     factors = _decays(g, dt, cu_seqlens, tile.chunk, scale)
     q, k = in_pieces(q), in_pieces(k)
-    num_programs = triton.cdiv(head_dim_v, tile.block_v) * num_heads * num_seqs
-    _chunk_kernel[(num_programs,)](
+    programs = triton.cdiv(head_dim_v, tile.block_v) * num_heads  # of a sequence or a segment
+    segment = _segment(num_tokens, programs, tile.chunk)
+    starts = ends = decays = None
+    num_walks = num_seqs
+    constants = {
+        # Constants, so that a tile's rows lie at constant distances: fewer registers.
+        "STRIDE_K": k.stride(0),
+        "STRIDE_V": v.stride(0),
+        "G": num_groups,
+        "H": num_heads,
+        "K": head_dim_k,
+        "V": head_dim_v,
+        "C": tile.chunk,
+        "P": q.shape[1],
+        "PS": pieces_of_states(v.dtype),
+        "BLOCK_K": tile.block_k,
+        "BLOCK_V": tile.block_v,
+        "num_warps": tile.num_warps,
+        "enable_fp_fusion": True,
+    }
+    if segment:
+        num_walks = num_blocks(num_tokens, num_seqs, segment)
+        num_kept = num_tokens // segment + 1
+        starts, ends = state.new_empty(2, num_kept, *state.shape[1:])
+        decays = state.new_empty(num_kept, num_heads)
+        _segment_kernel[(programs * num_walks,)](
+            k,
+            v,
+            factors,
+            state,
+            cu_seqlens,
+            initial_indices,
+            starts,
+            ends,
+            decays,
+            segment,
+            num_seqs,
+            num_stages=3,
+            **constants,
+        )
+    _chunk_kernel[(programs * num_walks,)](
         q,
         k,
         v,
@@ -86,28 +132,28 @@ def chunk_ssd(
         cu_seqlens,
         initial_indices,
         state_indices,
+        starts,
+        ends,
+        decays,
         out,
+        segment,
         num_tokens,
         num_seqs,
-        # Constants, so that a tile's rows lie at constant distances: fewer registers.
         STRIDE_Q=q.stride(0),
-        STRIDE_K=k.stride(0),
-        STRIDE_V=v.stride(0),
-        G=num_groups,
-        H=num_heads,
-        K=head_dim_k,
-        V=head_dim_v,
-        C=tile.chunk,
-        P=q.shape[1],
-        PS=pieces_of_states(v.dtype),
-        BLOCK_K=tile.block_k,
-        BLOCK_V=tile.block_v,
-        num_warps=tile.num_warps,
         # Two programs share a multiprocessor, or each fetches further ahead.
-        num_stages=2 if num_programs > 132 else 3,
-        enable_fp_fusion=True,
+        num_stages=2 if segment or programs * num_seqs > _PROCESSORS else 3,
+        **constants,
     )
     return out
+
+
+def _segment(num_tokens: int, programs: int, chunk: int) -> int:
+    """Tokens of a segment, a multiple of ``chunk``; 0 where sequences are walked whole.
+
+    The number of sequences does not count: in a captured graph most of them may be empty.
+    """
+    wanted = min(2 * _PROCESSORS // programs, num_tokens // _SHORTEST_SEGMENT)
+    return triton.cdiv(num_tokens, wanted * chunk) * chunk if wanted >= _FEWEST_SEGMENTS else 0
 
 
 def _decays(g: Tensor, dt: Tensor | None, cu_seqlens: Tensor, chunk: int, scale: float) -> Tensor:
@@ -183,7 +229,7 @@ def _decay_kernel(
     tl.store(p_f + 5 * C, tl.exp(whole + 0.0 * total).to(tl.float32), mask=mask_h)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+@triton.jit(do_not_specialize=["segment", "num_tokens", "num_seqs"])
 def _chunk_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -194,7 +240,11 @@ def _chunk_kernel(
     cu_seqlens: tl.tensor,
     initial_indices: tl.tensor,
     state_indices: tl.tensor,
+    starts: tl.tensor | None,
+    ends: tl.tensor | None,
+    decays: tl.tensor | None,
     out: tl.tensor,
+    segment: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
     STRIDE_Q: tl.constexpr,
@@ -210,14 +260,17 @@ def _chunk_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_V rows of the state of one head of one sequence, all its chunks.
+    """One program: BLOCK_V rows of the state of one head of one sequence, or of a segment of it.
 
     Tokens and channels are columns of all that it computes, so that the state and the values are
     left sides of products, which stay in registers.
     """
     NUM_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
-    seq = pid // (NUM_BLOCKS * H)
+    walk = pid // (NUM_BLOCKS * H)
+    seq = walk
+    if ends is not None:
+        seq = sequence_of_block(cu_seqlens, num_seqs, walk, segment)
     head = pid // NUM_BLOCKS % H
     group = head // (H // G)
     index_k = tl.arange(0, BLOCK_K)[None, :]
@@ -229,11 +282,16 @@ def _chunk_kernel(
 
     begin = tl.load(cu_seqlens + seq)
     end = tl.load(cu_seqlens + seq + 1)
-    # The rows past the last sequence are dealt out to the sequences in turn.
-    padding = tl.load(cu_seqlens + num_seqs) + seq
-    zero_rows(out, padding, num_tokens, num_seqs, head, first_v + index_v, mask_v, H, V)
+    first, last = begin, end
+    if ends is not None:
+        first = first_token_of_block(begin, seq, walk, segment)
+        last = tl.minimum(first + segment, end)
+    if first == begin:
+        # The rows past the last sequence are dealt out to the sequences in turn.
+        padding = tl.load(cu_seqlens + num_seqs) + seq
+        zero_rows(out, padding, num_tokens, num_seqs, head, first_v + index_v, mask_v, H, V)
 
-    if begin < end:
+    if first < last:
         row = tl.arange(0, C)
         tile_q = row[:, None] * STRIDE_Q + index_k
         tile_k = row[:, None] * STRIDE_K + index_k
@@ -243,9 +301,22 @@ def _chunk_kernel(
             skip = tl.load(D + head)
 
         initial = tl.load(initial_indices + seq).to(tl.int64)
-        p_s = state + ((initial * H + head) * V + first_v) * K + index_v[:, None] * K + index_k
-        b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
-        for done in range(0, end - begin, C):
+        tile_s = (head * V + first_v) * K + index_v[:, None] * K + index_k
+        p_s = state + initial * (H * V * K)
+        has_state = initial != 0
+        if ends is not None:
+            kept = begin // segment  # of the sequence's first segment
+            if end - begin > segment:
+                # The pool's may have been written, by who walks the last segment.
+                p_s = (starts if first == begin else ends) + kept.to(tl.int64) * (H * V * K)
+                has_state = True
+        b_s = tl.load(p_s + tile_s, mask=mask_s & has_state, other=0.0)
+        if ends is not None:
+            for before in range(kept + 1, kept + (first - begin) // segment):
+                p_s = ends + tl.cast(before, tl.int64) * (H * V * K)
+                b_end = tl.load(p_s + tile_s, mask=mask_s, other=0.0)
+                b_s = b_s * tl.load(decays + before * H + head) + b_end
+        for done in range(first - begin, last - begin, C):
             # From the token each time: one number to keep instead of four places.
             token = (begin + done).to(tl.int64)
             p_q = q + token * STRIDE_Q + group * K
@@ -302,6 +373,88 @@ def _chunk_kernel(
 
         # Read here, so that no register holds the place of the state through the loop.
         slot = tl.load(state_indices + seq).to(tl.int64)
-        if slot != 0:
-            p_s = state + ((slot * H + head) * V + first_v) * K + index_v[:, None] * K + index_k
-            tl.store(p_s, b_s, mask=mask_s)
+        if (slot != 0) & (last == end):
+            tl.store(state + slot * (H * V * K) + tile_s, b_s, mask=mask_s)
+
+
+@triton.jit(do_not_specialize=["segment", "num_seqs"])
+def _segment_kernel(
+    k: tl.tensor,
+    v: tl.tensor,
+    factors: tl.tensor,
+    state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    starts: tl.tensor,
+    ends: tl.tensor,
+    decays: tl.tensor,
+    segment: tl.tensor,
+    num_seqs: tl.tensor,
+    STRIDE_K: tl.constexpr,
+    STRIDE_V: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    P: tl.constexpr,
+    PS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    """One program: what one segment, which is not the last of its sequence, leaves in a state.
+
+    The first segment starts from the sequence's own state, which is copied for those who read it
+    later; the others from zero.
+    """
+    NUM_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    pid = tl.program_id(0)
+    walk = pid // (NUM_BLOCKS * H)
+    head = pid // NUM_BLOCKS % H
+    group = head // (H // G)
+    seq = sequence_of_block(cu_seqlens, num_seqs, walk, segment)
+    begin = tl.load(cu_seqlens + seq)
+    end = tl.load(cu_seqlens + seq + 1)
+    first = first_token_of_block(begin, seq, walk, segment)
+    if first + segment >= end:
+        return
+
+    row = tl.arange(0, C)
+    index_k = tl.arange(0, BLOCK_K)[None, :]
+    first_v = pid % NUM_BLOCKS * BLOCK_V
+    index_v = tl.arange(0, BLOCK_V)
+    mask_k = (index_k < K) | (K == BLOCK_K)
+    mask_v = (first_v + index_v < V) | (V % BLOCK_V == 0)
+    mask_s = mask_v[:, None] & mask_k
+    tile_k = row[:, None] * STRIDE_K + index_k
+    tile_v = row[:, None] * STRIDE_V + index_v[None, :]
+    tile_s = (head * V + first_v) * K + index_v[:, None] * K + index_k
+
+    b_s = tl.zeros([BLOCK_V, BLOCK_K], dtype=tl.float32)
+    if first == begin:
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        p_s = state + initial * (H * V * K) + tile_s
+        b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
+        p_start = starts + (begin // segment).to(tl.int64) * (H * V * K)
+        tl.store(p_start + tile_s, b_s, mask=mask_s)
+    whole = 1.0
+    for done in range(first - begin, first - begin + segment, C):
+        token = (begin + done).to(tl.int64)
+        p_k = k + token * STRIDE_K + group * K
+        p_v = v + token * STRIDE_V + head * V + first_v
+        p_f = factors + (((begin // C + seq) + done // C).to(tl.int64) * H + head) * 6 * C
+        b_v = tl.load(p_v + tile_v, mask=mask_v[None, :], other=0.0)
+        b_v = transpose_dot(b_v, tl.zeros([BLOCK_V, C], dtype=tl.float32))
+        b_u = b_v * tl.load(p_f + 2 * C + row)[None, :]
+        decay = tl.load(p_f + 5 * C)
+        update = tl.zeros([BLOCK_V, BLOCK_K], dtype=tl.float32)
+        for piece in tl.static_range(P - 1, -1, -1):
+            b_k = tl.load(p_k + piece * G * K + tile_k, mask=mask_k, other=0.0)
+            update = piece_dot(b_u, b_k, update, PS - piece)
+        b_s = b_s * decay + update
+        whole *= decay
+
+    kept = (first // segment).to(tl.int64)
+    tl.store(ends + kept * (H * V * K) + tile_s, b_s, mask=mask_s)
+    if first_v == 0:
+        tl.store(decays + kept * H + head, whole)

@@ -20,15 +20,17 @@ from tests.ops.triton_compile import (
     needs_cross_compiler,
     pretend,
 )
-from tests.ops.triton_interpreter import needs_triton, run_interpreted
+from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
 from torch_hybrid.ops.ssd import chunk_ssd
 
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/ssd -k triton
 CONTRACT = """
     chunk32-triton and (exact and (one_token or odd_dims) or padding_changes or nothing_to_do)
-    or chunk32-triton and exact and three_heads and fp32
+    or chunk32-triton and exact and three_heads and fp32 or in_interpreter
 """
+# Of several segments, of one, of none; the second begins within what was one of the first's.
+SEGMENTS = Case(lengths=(170, 64, 0, 65, 1), k_dim=32, v_dim=32, num_padding_tokens=3)
 
 
 @needs_triton
@@ -85,6 +87,29 @@ def test_a_captured_graph_serves_other_lengths():
         assert_as_exact(other, out.cpu(), captured.state.cpu())
 
 
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_segments_in_interpreter(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
+    check_segments(monkeypatch, "cpu", dtype)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_segments_on_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
+    check_segments(monkeypatch, "cuda", dtype)
+
+
+def check_segments(monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype):
+    """Sequences in segments of 64 tokens are as exact as whole ones, also on the same slots."""
+    from torch_hybrid.ops.ssd import _triton_chunk
+
+    monkeypatch.setattr(_triton_chunk, "_segment", lambda *_: 64)
+    inputs = make_inputs(SEGMENTS, dtype)
+    moved = on_device(inputs, device)
+    out = call(moved, 64)
+    assert_as_exact(inputs, out.cpu(), moved.state.cpu())
+
+
 def call(inputs: Inputs, chunk_size: int) -> Tensor:
     return chunk_ssd(*inputs.args(), **inputs.options(), chunk_size=chunk_size, impl="triton")
 
@@ -104,14 +129,14 @@ def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch):
     rows = []
     for label, shape in SHAPES.items():
         for target in SHARED_LIMITS:
-            launch = record_launch(monkeypatch, target, *shape)
-            rows.append(compile_launch(launch, target, label))
+            for name, launch in record_launches(monkeypatch, target, *shape).items():
+                rows.append(compile_launch(launch, target, f"{name}: {label}"))
     assert_all_fit(rows)
     for row in rows:
         assert (row.products == "-") == ("float32" in row.kernel), row
 
 
-def record_launch(
+def record_launches(
     monkeypatch: pytest.MonkeyPatch,
     target: str,
     chunk_size: int,
@@ -121,7 +146,7 @@ def record_launch(
     v_dim: int,
     lightning: bool,
     dtype: torch.dtype,
-) -> LaunchRecorder:
+) -> dict[str, LaunchRecorder]:
     """What the launcher launches for v, k and q that are slices of one projection."""
     from torch_hybrid.ops.ssd import _triton_chunk
 
@@ -133,9 +158,10 @@ def record_launch(
     indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
     with monkeypatch.context() as patch:
         pretend(patch, target, _triton_chunk)
-        recorder = LaunchRecorder(_triton_chunk._chunk_kernel)
-        patch.setattr(_triton_chunk, "_chunk_kernel", recorder)
-        patch.setattr(_triton_chunk, "_decay_kernel", LaunchRecorder(_triton_chunk._decay_kernel))
+        kernels = ("_decay_kernel", "_segment_kernel", "_chunk_kernel")
+        recorders = {name: LaunchRecorder(getattr(_triton_chunk, name)) for name in kernels}
+        for name, recorder in recorders.items():
+            patch.setattr(_triton_chunk, name, recorder)
         _triton_chunk.chunk_ssd(
             q.unflatten(1, (num_groups, k_dim)),
             k.unflatten(1, (num_groups, k_dim)),
@@ -150,4 +176,8 @@ def record_launch(
             scale=1.0,
             chunk_size=chunk_size,
         )
-    return recorder
+    return {
+        name.strip("_").removesuffix("_kernel"): recorder
+        for name, recorder in recorders.items()
+        if recorder.launches and name != "_decay_kernel"
+    }
