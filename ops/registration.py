@@ -37,6 +37,7 @@ def define_op(
     Args:
         signature: ``name(args) -> returns``; every mutated tensor is marked ``Tensor(a!)``.
         implementations: by name; the op's ``impl`` argument picks one, so it shows in the graph.
+            One that returns several tensors serves a signature of one too: its first.
         like: the tensor arguments that the outputs have shape and dtype of, each in turn.
         fake: for other outputs: takes the op's arguments and returns tensors of the right shapes
             and dtypes.
@@ -44,8 +45,11 @@ def define_op(
     name = signature.partition("(")[0]
     fake = fake or _fake_like(signature, like)
 
+    returns_one = len(torch._C.parse_schema(f"{NAMESPACE}::{signature}").returns) == 1
+
     def launch(*args: Any, impl: str, **options: Any) -> Any:
-        return implementations[impl].load()(*args, **options)
+        out = implementations[impl].load()(*args, **options)
+        return out[0] if returns_one and isinstance(out, tuple) else out
 
     REGISTERED[name] = implementations
     for qualified, kernel in ((name, launch), (f"{name}.{OVERLOAD}", on_side_stream(launch))):

@@ -27,7 +27,7 @@ TH_CALL(Call,
   const int32_t *cu_seqlens, *seq_lens, *page_table, *slot_mapping;
   const void *q_latent, *q_rope, *latent, *k_rope;
   void *pool, *out;
-  float* lse;  // may be null
+  float* lse;
   int64_t page_table_row, num_tokens, num_seqs, num_pages, page_size, max_pages;
   int64_t q_latent_token, q_latent_head, q_rope_token, q_rope_head, latent_token, k_rope_token;
   int64_t num_heads, rank, rope_dim, is_bf16, num_threads;
@@ -94,7 +94,7 @@ template <typename T>
 void write_token(const Problem<T>& p, int64_t token) {
   if (p.is_padding(token)) {
     std::fill_n(p.output(token * p.num_heads), p.num_heads * p.rank, T{});
-    if (p.lse) std::fill_n(p.lse + token * p.num_heads, p.num_heads, NO_KEY);
+    std::fill_n(p.lse + token * p.num_heads, p.num_heads, NO_KEY);
     return;
   }
   T* row = static_cast<T*>(p.pool) + p.slot_mapping[token] * p.width();
@@ -143,7 +143,7 @@ template <typename T>
 void store_row(const Problem<T>& p, const Tile& tile, int row, const float* sum, RowState state) {
   const int64_t to = p.cu_seqlens[tile.n] * p.num_heads + tile.row + row;
   scale_row(p.output(to), sum, 1.0f / state.sum, p.rank);
-  if (p.lse) p.lse[to] = state.lse();
+  p.lse[to] = state.lse();
 }
 
 // Joins the results of the splits of one tile: out[num_splits][rows][rank].

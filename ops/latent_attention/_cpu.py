@@ -37,20 +37,7 @@ _GATHER = kernel(
 )
 
 
-def latent_attention(*tensors: Tensor, scale: float) -> Tensor:
-    """Launcher of ``torch_hybrid::latent_attention``."""
-    return _launch(*tensors, lse=None, scale=scale)
-
-
 def latent_attention_with_lse(
-    q_latent: Tensor, *tensors: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Launcher of ``torch_hybrid::latent_attention_with_lse``."""
-    lse = q_latent.new_empty(q_latent.shape[:2], dtype=torch.float32)
-    return _launch(q_latent, *tensors, lse=lse, scale=scale), lse
-
-
-def _launch(
     q_latent: Tensor,
     q_rope: Tensor,
     latent: Tensor,
@@ -61,12 +48,13 @@ def _launch(
     page_table: Tensor,
     slot_mapping: Tensor,
     *,
-    lse: Tensor | None,
     scale: float,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
+    """Launcher of ``torch_hybrid::latent_attention_with_lse``, and of the op without."""
     num_tokens, num_heads, rank = q_latent.shape
     num_pages, page_size, _ = pool.shape
     out = q_latent.new_empty(q_latent.shape)
+    lse = q_latent.new_empty(q_latent.shape[:2], dtype=torch.float32)
     in_range = _ATTEND(
         cu_seqlens,
         seq_lens,
@@ -101,7 +89,7 @@ def _launch(
     if not in_range:
         index = (cu_seqlens, seq_lens, page_table, slot_mapping)
         check_page_indices(*index, num_pages=num_pages, page_size=page_size)
-    return out
+    return out, lse
 
 
 def store_latents(

@@ -80,24 +80,6 @@ class Tiles:
         )
 
 
-def latent_attention(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    pool: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scale: float,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::latent_attention``."""
-    index = (cu_seqlens, seq_lens, page_table, slot_mapping)
-    return latent_attention_with_lse(q_latent, q_rope, latent, k_rope, pool, *index, scale=scale)[0]
-
-
 def latent_attention_with_lse(
     q_latent: Tensor,
     q_rope: Tensor,
@@ -111,7 +93,7 @@ def latent_attention_with_lse(
     *,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Launcher of ``torch_hybrid::latent_attention_with_lse``."""
+    """Launcher of ``torch_hybrid::latent_attention_with_lse``, and of the op without."""
     num_pages, page_size, _ = pool.shape
     if interpreted() and pool.device.type == "cpu":
         index = (cu_seqlens, seq_lens, page_table, slot_mapping)

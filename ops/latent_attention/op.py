@@ -48,8 +48,7 @@ def _rows(function: str) -> dict[str, Implementation]:
     }
 
 
-IMPLEMENTATIONS = _attention("latent_attention")
-LSE_IMPLEMENTATIONS = _attention("latent_attention_with_lse")
+IMPLEMENTATIONS = _attention("latent_attention_with_lse")
 STORE_IMPLEMENTATIONS = _rows("store_latents")
 GATHER_IMPLEMENTATIONS = _rows("gather_latents")
 
@@ -137,7 +136,7 @@ def latent_attention_with_lse(
     check_attention(q_latent, q_rope, latent, k_rope, pool, *index)
     check_scale(scale)
     sizes = {"rank": q_latent.shape[-1], "rope_dim": q_rope.shape[-1]}
-    check_impl(impl, LSE_IMPLEMENTATIONS, q_latent.device, sizes)
+    check_impl(impl, IMPLEMENTATIONS, q_latent.device, sizes)
     out, lse = _LATENT_ATTENTION_WITH_LSE(
         q_latent, q_rope, latent, k_rope, pool, *index, scale=scale, impl=impl
     )
@@ -242,7 +241,7 @@ _LATENT_ATTENTION = define_op(
 _LATENT_ATTENTION_WITH_LSE = define_op(
     f"latent_attention_with_lse{_ARGUMENTS} -> (Tensor, Tensor)",
     fake=_fake_with_lse,
-    implementations=LSE_IMPLEMENTATIONS,
+    implementations=IMPLEMENTATIONS,
 )
 define_made_of("store_latents.made_of")
 _STORE_LATENTS = define_op(

@@ -8,24 +8,6 @@ import torch
 from torch import Tensor
 
 
-def latent_attention(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    latent: Tensor,
-    k_rope: Tensor,
-    pool: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scale: float,
-) -> Tensor:
-    """``softmax((q_latent . c + q_rope . k_rope) * scale) c`` over the visible rows."""
-    index = (cu_seqlens, seq_lens, page_table, slot_mapping)
-    return latent_attention_with_lse(q_latent, q_rope, latent, k_rope, pool, *index, scale=scale)[0]
-
-
 def latent_attention_with_lse(
     q_latent: Tensor,
     q_rope: Tensor,

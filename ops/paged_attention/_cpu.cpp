@@ -14,7 +14,7 @@ template <typename T>
 void write_token(const Problem<T>& p, int64_t token) {
   if (p.is_padding(token)) {
     std::fill_n(p.output(token, 0), p.num_q_heads * p.head_dim, T{});
-    if (p.lse) std::fill_n(p.lse + token * p.num_q_heads, p.num_q_heads, NO_KEY);
+    std::fill_n(p.lse + token * p.num_q_heads, p.num_q_heads, NO_KEY);
     return;
   }
   T* key = p.slot(p.slot_mapping[token]);

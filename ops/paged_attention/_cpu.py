@@ -21,20 +21,7 @@ _RUN = kernel(
 )
 
 
-def paged_attention(*tensors: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-    """Launcher of ``torch_hybrid::paged_attention``."""
-    return _launch(*tensors, lse=None, scale=scale, window=window, softcap=softcap)
-
-
 def paged_attention_with_lse(
-    q: Tensor, *tensors: Tensor, scale: float, window: int, softcap: float
-) -> tuple[Tensor, Tensor]:
-    """Launcher of ``torch_hybrid::paged_attention_with_lse``."""
-    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    return _launch(q, *tensors, lse=lse, scale=scale, window=window, softcap=softcap), lse
-
-
-def _launch(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -44,14 +31,15 @@ def _launch(
     page_table: Tensor,
     slot_mapping: Tensor,
     *,
-    lse: Tensor | None,
     scale: float,
     window: int,
     softcap: float,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
+    """Launcher of ``torch_hybrid::paged_attention_with_lse``, and of the op without."""
     num_tokens, num_q_heads, head_dim = q.shape
     _, num_pages, page_size, num_kv_heads, _ = kv.shape
     out = q.new_empty(q.shape)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     in_range = _RUN(
         cu_seqlens,
         seq_lens,
@@ -94,4 +82,4 @@ def _launch(
             page_size=page_size,
             window=window,
         )
-    return out
+    return out, lse

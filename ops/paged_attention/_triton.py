@@ -14,37 +14,6 @@ from torch_hybrid.ops.paged_attention._triton_short import attend_short
 from torch_hybrid.ops.triton.devices import interpreted
 
 
-def paged_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
-    """Launcher of ``torch_hybrid::paged_attention``."""
-    out, _ = paged_attention_with_lse(
-        q,
-        k,
-        v,
-        kv,
-        cu_seqlens,
-        seq_lens,
-        page_table,
-        slot_mapping,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-    )
-    return out
-
-
 def paged_attention_with_lse(
     q: Tensor,
     k: Tensor,
@@ -59,7 +28,7 @@ def paged_attention_with_lse(
     window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor]:
-    """Launcher of ``torch_hybrid::paged_attention_with_lse``."""
+    """Launcher of ``torch_hybrid::paged_attention_with_lse``, and of the op without."""
     if interpreted() and kv.device.type == "cpu":
         check_page_indices(
             cu_seqlens,

@@ -367,7 +367,7 @@ void merge_splits(const Problem<T>& p, const Split& split, int count, int stride
     }
     const int64_t head = split.head * group + r;
     scale_row(p.output(token, head), sum, 1.0f / all.sum, D);
-    if (p.lse) p.lse[token * p.num_q_heads + head] = all.lse();
+    p.lse[token * p.num_q_heads + head] = all.lse();
   }
 }
 

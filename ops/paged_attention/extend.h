@@ -58,7 +58,7 @@ void attend_tile(const Problem<T>& p, const Tile& tile, TileScratch<T>& scratch)
   each_row(p, tile, [&](int r, int64_t token, int64_t head) {
     const RowState state = scratch.tile.state(r);
     scale_row(p.output(token, head), scratch.tile.row(r), 1.0f / state.sum, p.head_dim);
-    if (p.lse) p.lse[token * p.num_q_heads + head] = state.lse();
+    p.lse[token * p.num_q_heads + head] = state.lse();
   });
 }
 

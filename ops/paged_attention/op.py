@@ -52,15 +52,12 @@ _BACKENDS = {
 }
 
 
-def _implementations(function: str) -> dict[str, Implementation]:
-    return {
-        name: Implementation(capability=capability, launcher=f"{_PACKAGE}.{module}:{function}")
-        for name, (module, capability) in _BACKENDS.items()
-    }
-
-
-IMPLEMENTATIONS = _implementations("paged_attention")
-LSE_IMPLEMENTATIONS = _implementations("paged_attention_with_lse")
+IMPLEMENTATIONS = {
+    name: Implementation(
+        capability=capability, launcher=f"{_PACKAGE}.{module}:paged_attention_with_lse"
+    )
+    for name, (module, capability) in _BACKENDS.items()
+}
 
 
 def paged_attention(
@@ -153,7 +150,7 @@ def paged_attention_with_lse(
     """
     _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping)
     _validate_options(scale, window, softcap)
-    check_impl(impl, LSE_IMPLEMENTATIONS, q.device, {"head_dim": q.shape[-1]})
+    check_impl(impl, IMPLEMENTATIONS, q.device, {"head_dim": q.shape[-1]})
     out, lse = _PAGED_ATTENTION_WITH_LSE(
         q,
         k,
@@ -257,5 +254,5 @@ _PAGED_ATTENTION = define_op(
 _PAGED_ATTENTION_WITH_LSE = define_op(
     f"paged_attention_with_lse{_ARGUMENTS} -> (Tensor, Tensor)",
     fake=_fake_with_lse,
-    implementations=LSE_IMPLEMENTATIONS,
+    implementations=IMPLEMENTATIONS,
 )

@@ -17,7 +17,7 @@ TH_CALL(Call,
   const int32_t *cu_seqlens, *seq_lens, *page_table, *slot_mapping;
   const void *q, *k, *v;
   void *kv, *out;
-  float* lse;  // may be null
+  float* lse;
   int64_t page_table_row, num_tokens, num_seqs, num_pages, page_size, max_pages;
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;
   int64_t num_q_heads, num_kv_heads, head_dim, window, is_bf16, num_threads;

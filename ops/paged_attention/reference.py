@@ -8,37 +8,6 @@ import torch
 from torch import Tensor
 
 
-def paged_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    cu_seqlens: Tensor,
-    seq_lens: Tensor,
-    page_table: Tensor,
-    slot_mapping: Tensor,
-    *,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
-    """``softmax(scale * q k^T) v`` over the visible keys of each query."""
-    out, _ = paged_attention_with_lse(
-        q,
-        k,
-        v,
-        kv,
-        cu_seqlens,
-        seq_lens,
-        page_table,
-        slot_mapping,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-    )
-    return out
-
-
 def paged_attention_with_lse(
     q: Tensor,
     k: Tensor,
