@@ -9,12 +9,11 @@ Each shape is first compared with the torch form.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 
 import torch
 
-from benchmarks.timing import fastest
+from benchmarks.timing import clock_arguments, clock_of
 from tests.ops.causal_conv1d.cases import Case, Inputs, make_inputs
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
 
@@ -45,12 +44,7 @@ def check(inputs: Inputs) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each shape")
-    parser.add_argument("--cpu-time", action="store_true", help="for a machine that others use")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    clock = clock_of(clock_arguments(__doc__.splitlines()[0]).parse_args())
     for dtype in (torch.float32, torch.bfloat16):
         for name, lengths in SHAPES.items():
             inputs = make_inputs(Case(lengths=lengths, channels=CHANNELS), dtype)
@@ -61,9 +55,9 @@ def main() -> None:
                 "floor": lambda memory=memory: memory.mul_(1.0001),
                 "cpp": runner(inputs, "cpp"),
             }
-            best = fastest(contestants, args.seconds, args.cpu_time)
+            best = clock.fastest(contestants)
             # By itself, for its temporaries would push what the others use out of the caches.
-            best |= fastest({"torch": runner(inputs, "torch")}, args.seconds, args.cpu_time)
+            best |= clock.fastest({"torch": runner(inputs, "torch")})
             print(
                 f"{str(dtype)[6:]:8} {name:15}: {best['cpp'] * 1e6:7.0f} us, in-place scale "
                 f"{best['floor'] * 1e6:6.0f} us, ratio {best['cpp'] / best['floor']:5.2f}, "

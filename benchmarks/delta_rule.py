@@ -7,7 +7,6 @@ counts. Each shape is first compared with the torch form.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.recurrence import decode, runner
-from benchmarks.timing import fastest
+from benchmarks.timing import Clock, clock_arguments, clock_of
 from tests.ops.delta_rule_cases import Case, Inputs
 from torch_hybrid.ops.recurrence import CHUNK_SIZES
 
@@ -63,13 +62,13 @@ def chunk_flops(num_tokens: int, num_heads: int, chunk: int) -> float:
 
 
 def prefill(
-    rule: Rule, heads: tuple[int, int], num_tokens: int, dtype: torch.dtype, **clock: float | bool
+    rule: Rule, heads: tuple[int, int], num_tokens: int, dtype: torch.dtype, clock: Clock
 ) -> None:
     a = torch.randn(MATRIX, MATRIX)
     inputs = rule.inputs((num_tokens,), heads, dtype)
     rivals = rule.rivals(heads[1], num_tokens, dtype)
     chunks = {str(size): runner(rule.chunk, inputs, chunk_size=size) for size in CHUNK_SIZES}
-    best = fastest({**chunks, **rivals, "matrix": lambda: a @ a}, **clock)
+    best = clock.fastest({**chunks, **rivals, "matrix": lambda: a @ a})
     rate = 2 * MATRIX**3 / best["matrix"]
     print(
         f"prefill {num_tokens} {str(dtype)[6:]} heads {heads[0]}/{heads[1]}, matrix product "
@@ -89,17 +88,11 @@ def prefill(
 
 def main(rule: Rule, description: str) -> None:
     """The command line of a rule's benchmark."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each shape")
-    parser.add_argument("--cpu-time", action="store_true", help="for a machine that others use")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    clock = {"seconds": args.seconds, "cpu_time": args.cpu_time}
+    clock = clock_of(clock_arguments(description).parse_args())
     for batch in (1, 2, 4, 8, 16, 32):
         inputs = rule.inputs((1,) * batch, rule.heads[0], torch.float32)
-        decode(f"{rule.heads[0][1]} heads", rule.recurrent, inputs, **clock)
+        decode(f"{rule.heads[0][1]} heads", rule.recurrent, inputs, clock)
     for dtype in (torch.float32, torch.bfloat16):
         for heads in rule.heads:
             for num_tokens in rule.num_tokens:
-                prefill(rule, heads, num_tokens, dtype, **clock)
+                prefill(rule, heads, num_tokens, dtype, clock)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.ceilings import Clock, clock_arguments, clock_of, product, reader
+from benchmarks.ceilings import product, reader
+from benchmarks.timing import Clock, clock_arguments, clock_of
 from tests.ops.latent_attention.cases import Case, Inputs, make_inputs
 from tests.ops.pages import offsets, slots_of
 from torch_hybrid.ops.latent_attention import gather_latents, latent_attention

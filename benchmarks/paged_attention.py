@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.ceilings import Clock, clock_arguments, clock_of, product, reader
+from benchmarks.ceilings import product, reader
+from benchmarks.timing import Clock, clock_arguments, clock_of
 from tests.ops.paged_attention.cases import Case, Inputs, make_inputs
 from tests.ops.pages import slots_of
 from torch_hybrid.ops.paged_attention import paged_attention

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.ceilings import Clock, clock_arguments, clock_of, product
+from benchmarks.ceilings import product
+from benchmarks.timing import Clock, clock_arguments, clock_of
 from tests.ops.ragged_attention.cases import Case, Inputs, make_inputs
 from torch_hybrid.ops.ragged_attention import ragged_attention_with_lse
 

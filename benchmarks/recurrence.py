@@ -14,7 +14,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from benchmarks.timing import fastest
+from benchmarks.timing import Clock
 from tests.ops.recurrent_contract import Inputs
 
 DECODE_BYTES = 256 << 20
@@ -30,9 +30,7 @@ def runner(op: Callable[..., Tensor], inputs: Inputs, **options: object) -> Call
     return lambda: op(*inputs.args(), **inputs.options(), **options, impl="cpp")
 
 
-def decode(
-    name: str, op: Callable[..., Tensor], inputs: Inputs, *, seconds: float, cpu_time: bool
-) -> None:
+def decode(name: str, op: Callable[..., Tensor], inputs: Inputs, clock: Clock) -> None:
     """Print the time of one token of each sequence of ``inputs``, and the floor's."""
     runner(op, inputs)
     overload = getattr(torch.ops.torch_hybrid, op.__name__)
@@ -45,7 +43,7 @@ def decode(
             *replace(inputs, state=next(pools)).args(), **inputs.options(), impl="cpp"
         ),
     }
-    best = fastest(contestants, seconds, cpu_time)
+    best = clock.fastest(contestants)
     print(
         f"decode {name}, batch {batch:2}: {best['cpp'] * 1e6:6.0f} us, in-place scale "
         f"{best['floor'] * 1e6:6.0f} us, ratio {best['cpp'] / best['floor']:.2f}"

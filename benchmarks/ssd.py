@@ -10,14 +10,13 @@ each counts. Each shape is first compared with the torch form.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
 from benchmarks.recurrence import decode, runner
-from benchmarks.timing import fastest
+from benchmarks.timing import Clock, clock_arguments, clock_of
 from tests.ops.ssd.cases import Case, Inputs, make_inputs
 from torch_hybrid.ops.recurrence import CHUNK_SIZES
 from torch_hybrid.ops.ssd import chunk_ssd, recurrent_ssd
@@ -86,7 +85,7 @@ def chunk_flops(case: Case, num_tokens: int, chunk: int) -> float:
     return num_tokens * (heads + case.num_groups * chunk * case.k_dim)
 
 
-def prefill(seconds: float, cpu_time: bool, dtype: torch.dtype) -> None:
+def prefill(dtype: torch.dtype, clock: Clock) -> None:
     a = torch.randn(MATRIX, MATRIX)
     for name, layer in LAYERS.items():
         for num_tokens in (512, 2048):
@@ -96,7 +95,7 @@ def prefill(seconds: float, cpu_time: bool, dtype: torch.dtype) -> None:
             }
             contestants["matrix"] = lambda: a @ a
             contestants["projections"] = projections(layer, num_tokens, dtype)
-            best = fastest(contestants, seconds, cpu_time)
+            best = clock.fastest(contestants)
             rate = 2 * MATRIX**3 / best["matrix"]
             print(
                 f"prefill {num_tokens:4} {str(dtype)[6:]:8} {name:24}, {rate / 1e9:.0f} GFLOP/s, "
@@ -111,18 +110,13 @@ def prefill(seconds: float, cpu_time: bool, dtype: torch.dtype) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each shape")
-    parser.add_argument("--cpu-time", action="store_true", help="for a machine that others use")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    clock = clock_of(clock_arguments(__doc__.splitlines()[0]).parse_args())
     for name, layer in LAYERS.items():
         for batch in (1, 8, 32):
             inputs = layer_inputs(layer, (1,) * batch, torch.float32)
-            decode(name, recurrent_ssd, inputs, seconds=args.seconds, cpu_time=args.cpu_time)
+            decode(name, recurrent_ssd, inputs, clock)
     for dtype in (torch.float32, torch.bfloat16):
-        prefill(args.seconds, args.cpu_time, dtype)
+        prefill(dtype, clock)
 
 
 if __name__ == "__main__":

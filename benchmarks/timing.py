@@ -6,6 +6,7 @@ machine then counts only by the memory bandwidth that it takes.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -71,16 +72,46 @@ def best_of(run: Callable[[], Any], *, rounds: int) -> float:
     return interleave({"": run}, rounds=rounds)[""].best
 
 
-def fastest(
-    contestants: Mapping[str, Callable[[], object]], seconds: float, cpu_time: bool
-) -> dict[str, float]:
-    """Seconds of the fastest run of each; with ``cpu_time`` and one thread, those of the thread."""
-    clock = now if cpu_time else time.perf_counter
-    best = dict.fromkeys(contestants, float("inf"))
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        for name, run in contestants.items():
-            start = clock()
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """How long contestants take: by the wall, or processor time shared out to the threads.
+
+    They take turns and the fastest run of each counts, so that a ratio of two of them means
+    something on a machine that others use too.
+    """
+
+    seconds: float
+    cpu_time: bool
+
+    def fastest(self, contestants: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+        """Seconds of the fastest run of each, by turns."""
+        now, share = time.perf_counter, 1
+        if self.cpu_time:
+            now, share = time.process_time, torch.get_num_threads()
+        best = dict.fromkeys(contestants, float("inf"))
+        for run in contestants.values():
             run()
-            best[name] = min(best[name], clock() - start)
-    return best
+        end = time.perf_counter() + self.seconds
+        while time.perf_counter() < end:
+            for name, run in contestants.items():
+                start = now()
+                run()
+                best[name] = min(best[name], (now() - start) / share)
+        return best
+
+
+def clock_arguments(description: str) -> argparse.ArgumentParser:
+    """The options of a benchmark that is timed by a Clock."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=4.0, help="per line")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="processor time / threads, for a busy machine"
+    )
+    return parser
+
+
+def clock_of(options: argparse.Namespace) -> Clock:
+    """The clock, with torch's threads set as the options say."""
+    torch.set_num_threads(options.threads)
+    return Clock(seconds=options.seconds, cpu_time=options.cpu_time)
