@@ -29,9 +29,11 @@ def run_interpreted(
     How many they are is recorded: the summary of the whole run counts them.
     """
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", selection, folder]
+    # Options of the run that this is part of are not for it: the last line is read here.
+    env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
     done = subprocess.run(
         command,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
+        env=env | {"TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         check=False,
