@@ -37,6 +37,13 @@ from torch_hybrid.models.load import adapt
 
 # Of a family that is there in another form, with the same mixers.
 VARIANTS = {"qwen3_next_dense", "qwen3_5_moe", "granitemoehybrid_dense", "falcon_h1_norm"}
+FAMILIES = sorted(set(BUILDERS) - VARIANTS)
+# Every mixer, alone in its layer and beside another; decode has one form in whatever model.
+DECODED = ["bailing_hybrid", "falcon_h1", "minimax", "qwen3_next"]
+STEPS = [
+    *((family, [70, 3]) for family in FAMILIES),
+    *((family, [1, 1, 1]) for family in DECODED),
+]
 
 
 def schedule(graph: Graph, offset: int | None = None) -> str:
@@ -104,8 +111,7 @@ b4                                           4 linear""",
     )
 
 
-@pytest.mark.parametrize("family", sorted(set(BUILDERS) - VARIANTS))
-@pytest.mark.parametrize("lengths", [[70, 3], [1, 1, 1]], ids=str)
+@pytest.mark.parametrize(("family", "lengths"), STEPS, ids=str)
 def test_values_are_bitwise_those_of_the_order_as_traced(family: str, lengths: list[int]):
     traced = trace_model(adapt(make_model(family, **FEWEST_LAYERS[family])), lengths)
     expected, expected_inputs = traced.run()
