@@ -93,14 +93,18 @@ def test_loading_without_transformers_names_what_is_missing():
 
 @pytest.mark.slow
 def test_a_strict_compile_as_the_very_first_call():
+    """Dynamo's part, which is what recompiles; of Inductor's, ``examples/write_a_pass.py`` is the
+    first call of a process."""
     code = """
         import torch
         torch._dynamo.config.error_on_recompile = True
         import torch_hybrid as th
+        from tests.graphs.as_traced import run_as_traced
         from tests.tiny_models import make_hybrid
         runner = th.Runner(make_hybrid(), max_seqs=2, max_tokens=64, kv_tokens=64)
         [seq] = runner.new_sequences(1)
-        logits = runner.extend([seq], [[1, 2, 3]])
+        with run_as_traced():
+            logits = runner.extend([seq], [[1, 2, 3]])
         report = runner.report()
         print(list(logits.shape), report.compiles, report.recompiles, report.graph_breaks)
     """
