@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from tests.tiny_models import qwen3_next_dense
+from tests.tiny_models import FEWEST_LAYERS, qwen3_next_dense
 from tests.tiny_tokenizers import CHAT_TEMPLATE, byte_level
 
 tokenizers = pytest.importorskip("tokenizers")
@@ -25,7 +25,8 @@ def checkpoint(tmp_path_factory):
     model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = tokenizers.decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<end>").save_pretrained(folder)
-    qwen3_next_dense(vocab_size=len(vocab), eos_token_id=0).save_pretrained(folder)
+    sizes = {"vocab_size": len(vocab), **FEWEST_LAYERS["qwen3_next_dense"]}
+    qwen3_next_dense(eos_token_id=0, **sizes).save_pretrained(folder)
     return folder
 
 
@@ -35,7 +36,8 @@ def chat_checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat")
     tokenizer = byte_level(CHAT_TEMPLATE)
     tokenizer.save_pretrained(folder)
-    model = qwen3_next_dense(vocab_size=len(tokenizer), eos_token_id=0)
+    sizes = {"vocab_size": len(tokenizer), **FEWEST_LAYERS["qwen3_next_dense"]}
+    model = qwen3_next_dense(eos_token_id=0, **sizes)
     model.generation_config.update(do_sample=True, temperature=0.7, top_k=5)
     model.save_pretrained(folder)
     return folder

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.tiny_models import qwen3_next_dense, randomize
+from tests.tiny_models import FEWEST_LAYERS, qwen3_next_dense, randomize
 from torch_hybrid import Runner, from_pretrained
 from torch_hybrid.demo import serve
 from torch_hybrid.demo.task import RecallPrompt, make_prompts
@@ -15,7 +15,11 @@ PROMPTS = make_prompts(5, seed=3)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A checkpoint of the task's vocabulary that was not trained."""
-    model = qwen3_next_dense(vocab_size=128).eval().requires_grad_(False)
+    model = (
+        qwen3_next_dense(vocab_size=128, **FEWEST_LAYERS["qwen3_next_dense"])
+        .eval()
+        .requires_grad_(False)
+    )
     randomize(model, seed=0)
     path = tmp_path_factory.mktemp("recall")
     model.save_pretrained(path)
