@@ -83,11 +83,14 @@ def share_all(families: list[str], compile: bool, experts: Experts = "tensor") -
     return {family: share(family, compile, experts) for family in families}
 
 
-def share_compiled(family: str, experts: Experts, num_steps: int) -> dict[str, Shared]:
-    """A small one, and the first so many steps."""
+def share_compiled(jobs: list[tuple[str, Experts, int]]) -> list[Shared]:
+    """Small ones, each with the first so many steps."""
     layers = ["linear_attention", "full_attention"]
     options = {"num_hidden_layers": 2, "hidden_size": 32, "layer_types": layers}
-    return {family: share(family, True, experts, STEPS[:num_steps], **options)}
+    return [
+        share(family, True, experts, STEPS[:num_steps], **options)
+        for family, experts, num_steps in jobs
+    ]
 
 
 def rounding(family: str) -> tuple[float, float]:

@@ -23,6 +23,7 @@ _CONTEXT.set_forkserver_preload(
     [
         "tests.parallel.jobs",
         "torch._dynamo",
+        "torch._inductor.compile_fx",
         "transformers.models.qwen3_next.modeling_qwen3_next",
     ]
 )
