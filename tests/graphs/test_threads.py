@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torch_hybrid as th
+from tests.graphs.as_traced import run_as_traced
 from tests.hostile.test_surroundings import SURROUNDINGS
 from tests.tiny_models import VOCAB_SIZE, make_model
 from torch_hybrid.caches.hybrid import HybridCache
@@ -104,7 +105,8 @@ def test_a_model_that_is_traced_is_not_run_in_part(prompts):
     is_done = threading.Event()
 
     def compile_steps():
-        compiled.warm_up()
+        with run_as_traced():
+            compiled.warm_up()
         is_done.set()
 
     def run_steps():
