@@ -12,7 +12,9 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):
     # Processes that compile the same code into one cache may load what another has half written.
     shared = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(shared, worker))
+    # A process that a worker starts, and that reads this again, has its worker's cache already.
+    if Path(shared).name != worker:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(shared, worker))
 
 
 import hypothesis
