@@ -25,6 +25,7 @@ def test_every_example_is_run():
     assert names == {*PRINTED, TRAINING}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRINTED)
 def test_example(name: str):
     command = [sys.executable, str(EXAMPLES / f"{name}.py")]

@@ -78,6 +78,7 @@ def test_two_threads_share_an_engine(model, prompts, expected):
     assert_all_returned(engine.runner)
 
 
+@pytest.mark.slow
 def test_two_runners_of_two_threads_share_a_model(model, prompts):
     """Both compile the same code at the same time."""
     runners = [th.Runner(model, **SIZES) for _ in range(2)]
@@ -97,6 +98,7 @@ def test_two_runners_of_two_threads_share_a_model(model, prompts):
     assert not torch._dynamo.config.specialize_float
 
 
+@pytest.mark.slow
 def test_a_model_that_is_traced_is_not_run_in_part(prompts):
     """A runner traces the first layers alone; another one runs all of them meanwhile."""
     deep = th.adapt(make_model("qwen3", num_hidden_layers=6, hidden_size=32))
@@ -138,6 +140,7 @@ def test_by_hand_every_call_waits_for_its_turn(model, prompts):
     assert_all_returned(runner)
 
 
+@pytest.mark.slow
 def test_no_surroundings_compile_anything_again(model, prompts, expected):
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
         runner = th.Runner(model, **SIZES)

@@ -58,6 +58,7 @@ def test_prompts_in_pieces(model: th.HybridModel, oracle: Oracle, policy: str, s
     assert_equal_logits(serve(runner, oracle.texts, chunked(LENGTHS, size)), oracle)
 
 
+@pytest.mark.slow
 def test_one_graph_for_each_form(model: th.HybridModel, oracle: Oracle):
     torch._dynamo.reset()
     runner = make_runner(model, POLICIES["all forms"], compile=True)
