@@ -1,5 +1,6 @@
 """Settings of every test: fixed seeds, few threads, and no noise from transformers."""
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -35,6 +36,14 @@ hypothesis.settings.load_profile("repeatable")
 def fixed_seed() -> None:
     """Every test draws the same random numbers, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_heap() -> None:
+    """What earlier files left is looked at once: a model that is loaded collects all garbage, which
+    takes a second where the compiler has run."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
