@@ -30,6 +30,11 @@ class Served:
     lanes_of_collectives: list[int]  # in the order in which the extend step starts them
 
 
+def serve_all() -> tuple[Served, tuple[int, list[int]]]:
+    """Both jobs, in processes that are started once."""
+    return serve_shared(), recompiles_and_copies_with_whole_experts()
+
+
 def serve_shared() -> Served:
     """Serve the same steps whole, in halves, and in halves by the schedule."""
     whole = _serve(_runner())
