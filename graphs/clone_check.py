@@ -12,12 +12,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
 
 _ALLOCATION = re.compile(r"(\w+) = empty_strided\w*\(\((?P<size>[^)]*)\)")
 _OP_CALL = re.compile(r"torch\.ops\.(?P<op>\w+\.\w+)(\.\w+)?\(")
@@ -62,19 +58,3 @@ def _first_use(source: str, buffer: str) -> str:
         if re.search(rf"\b{buffer}\b", line) and (call := _OP_CALL.search(line)):
             return call["op"]
     return "a fused kernel"
-
-
-def pool_clones(
-    fn: Callable[..., Any], args: Sequence[Any], pools: Collection[Tensor]
-) -> list[PoolClone]:
-    """Compile ``fn(*args)`` afresh with Inductor, run it once, and find its pool clones."""
-    from torch._inductor.utils import run_and_get_code
-
-    with (
-        torch._inductor.config.patch(fx_graph_cache=False),
-        torch._functorch.config.patch(enable_autograd_cache=False),
-    ):
-        torch._dynamo.reset()
-        _, codes = run_and_get_code(torch.compile(fn, fullgraph=True, dynamic=False), *args)
-    sizes = {pool.numel() for pool in pools}
-    return [clone for code in codes for clone in find_pool_clones(code, sizes)]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_hybrid.graphs.clone_check import PoolClone, find_pool_clones, pool_clones
+from tests.ops.contract import pool_clones
+from torch_hybrid.graphs.clone_check import PoolClone, find_pool_clones
 
 ROWS, WIDTH = 512, 16
 LIBRARY = torch.library.Library("torch_hybrid_clone_check_test", "FRAGMENT")

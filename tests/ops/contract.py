@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.graphs.clone_check import PoolClone, pool_clones
+from torch_hybrid.graphs.clone_check import PoolClone, find_pool_clones
 from torch_hybrid.ops.capability import Implementation
-
-__all__ = [
-    "PoolClone",
-    "assert_traces_once",
-    "assert_within_budget",
-    "impls_on",
-    "pool_clones",
-    "skip_reason",
-    "to_exact",
-]
 
 
 def to_exact(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -71,3 +62,19 @@ def assert_traces_once(
     with torch.compiler.set_stance("fail_on_recompile"):
         for batch in batches[1:]:
             compiled(*batch)
+
+
+def pool_clones(
+    fn: Callable[..., Any], args: Sequence[Any], pools: Collection[Tensor]
+) -> list[PoolClone]:
+    """Compile ``fn(*args)`` afresh with Inductor, run it once, and find its pool clones."""
+    from torch._inductor.utils import run_and_get_code
+
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        torch._dynamo.reset()
+        _, codes = run_and_get_code(torch.compile(fn, fullgraph=True, dynamic=False), *args)
+    sizes = {pool.numel() for pool in pools}
+    return [clone for code in codes for clone in find_pool_clones(code, sizes)]
