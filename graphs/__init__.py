@@ -17,7 +17,7 @@ The life of a step, and where each part of it stands:
       |    layers_once          Dynamo traces make_step (step) with the first layers alone
       |    compile              StepBackend takes the graph through
       |      instantiate          copies of those layers for all others
-      |      passes               merge_linears, two halves interleaved (schedule, lanes), mixers
+      |      passes               merge_linears, two halves interleaved (schedule, marks), mixers
       |                           on a second stream (side_stream), routers' topk (own_top_k);
       |                           values stay up to date
       |      regions              cut into regions, of which each distinct one is compiled by

@@ -30,7 +30,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from torch_hybrid.graphs.lanes import clear_layer, layer_of, set_layer
+from torch_hybrid.graphs.marks import clear_layer, layer_of, set_layer
 from torch_hybrid.graphs.mutation import written_nodes
 from torch_hybrid.graphs.schedule import sizes_alone
 

@@ -11,12 +11,12 @@ import torch
 from torch._inductor.choices import InductorChoices
 from torch._inductor.virtualized import V
 
-from torch_hybrid.graphs.lanes import lane_of, stage_of
+from torch_hybrid.graphs.marks import half_of, stage_of
 from torch_hybrid.ops.side_stream import JOIN
 
 
 class KeepLanes(InductorChoices):
-    """Inductor's choices, but for fusion: never across lanes or stages.
+    """Inductor's choices, but for fusion: never across halves or stages.
 
     A kernel of both halves would wait for both, and one of two stages would be in neither place.
     """
@@ -27,14 +27,14 @@ class KeepLanes(InductorChoices):
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
-        """As Inductor decides, within one stage of one lane."""
+        """As Inductor decides, within one stage of one half."""
         if len(_places(node1) | _places(node2)) > 1:
             return False
         return bool(InductorChoices.can_fuse(scheduler, node1, node2, shared_data_score))
 
 
 def _places(scheduler_node: Any) -> set[tuple[int, int]]:
-    """Lane and stage of each part of a kernel; parts that belong to the whole step have none.
+    """Half and stage of each part of a kernel; parts that belong to the whole step have none.
 
     A part may repeat what an earlier stage computes too: it stands at the last of its stages. What
     is made of both halves is where they are joined, after either.
@@ -42,9 +42,9 @@ def _places(scheduler_node: Any) -> set[tuple[int, int]]:
     places = set()
     for part in scheduler_node.get_nodes():
         origins = [] if part.node is None else part.node.get_origins()
-        marks = {(lane_of(origin), stage_of(origin)) for origin in origins}
-        placed = [(lane, stage) for lane, stage in marks if lane is not None and stage is not None]
-        if len({lane for lane, _ in placed}) == 1:
+        marks = {(half_of(origin), stage_of(origin)) for origin in origins}
+        placed = [(half, stage) for half, stage in marks if half is not None and stage is not None]
+        if len({half for half, _ in placed}) == 1:
             places.add(max(placed))
     return places
 

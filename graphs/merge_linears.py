@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
-from torch_hybrid.graphs.lanes import keep_marks
+from torch_hybrid.graphs.marks import keep_marks
 from torch_hybrid.graphs.mutation import storages, written_nodes
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.linear.op import IMPLEMENTATIONS, linear

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph, GraphModule, Node
 
-from torch_hybrid.graphs.lanes import lane_of
+from torch_hybrid.graphs.marks import half_of
 from torch_hybrid.graphs.merge_linears import merge_linears
 from torch_hybrid.graphs.own_top_k import own_top_k
 from torch_hybrid.graphs.schedule import interleave_halves
@@ -122,7 +122,7 @@ def graph_text(graph: Graph) -> str:
 
 
 def _line(node: Node) -> str:
-    half = {None: " ", 0: "a", 1: "b"}[lane_of(node)]
+    half = {None: " ", 0: "a", 1: "b"}[half_of(node)]
     target = node.target if isinstance(node.target, str) else node._pretty_print_target(node.target)
     arguments = [*map(str, node.args), *(f"{key}={value}" for key, value in node.kwargs.items())]
     return f"{half} {node.name} = {target}({', '.join(arguments)})"

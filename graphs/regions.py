@@ -36,7 +36,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from torch_hybrid.graphs.instantiate import Named
-from torch_hybrid.graphs.lanes import keep_marks, lane_of, layer_of, other_marks, stage_of
+from torch_hybrid.graphs.marks import half_of, keep_marks, layer_of, other_marks, stage_of
 from torch_hybrid.graphs.mutation import storages, written_nodes
 from torch_hybrid.graphs.values import value_of
 from torch_hybrid.ops.linear.op import linear
@@ -63,7 +63,7 @@ def _after_layers(nodes: Sequence[Node]) -> list[int]:
     for place, node in enumerate(nodes):
         layer = layer_of(node)
         if layer is not None and _is_opaque(node):
-            last[lane_of(node), layer] = place
+            last[half_of(node), layer] = place
     return [_past_views(nodes, place) + 1 for place in last.values()]
 
 
@@ -73,8 +73,8 @@ def _between_stages(nodes: Sequence[Node]) -> list[int]:
     current: tuple[int | None, int] | None = None
     for place, node in enumerate(nodes):
         stage = stage_of(node)
-        if stage is not None and (lane_of(node), stage) != current:
-            current = lane_of(node), stage
+        if stage is not None and (half_of(node), stage) != current:
+            current = half_of(node), stage
             places.append(place)
     return places
 
@@ -230,13 +230,13 @@ def relative_marks(nodes: Sequence[Node]) -> dict[Node, object]:
     The halves change places from one region to the next: what matters is which nodes are of one
     stage of one half. Marks of others count as they are.
     """
-    lanes: dict[int | None, int] = {None: -1}
+    halves: dict[int | None, int] = {None: -1}
     first: dict[int | None, int] = {}
     marks: dict[Node, object] = {}
     for node in nodes:
-        lane, stage = lane_of(node), stage_of(node)
-        behind = None if stage is None else stage - first.setdefault(lane, stage)
-        marks[node] = lanes.setdefault(lane, len(lanes) - 1), behind, str(other_marks(node))
+        half, stage = half_of(node), stage_of(node)
+        behind = None if stage is None else stage - first.setdefault(half, stage)
+        marks[node] = halves.setdefault(half, len(halves) - 1), behind, str(other_marks(node))
     return marks
 
 

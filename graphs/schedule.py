@@ -33,14 +33,14 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from torch_hybrid.graphs.lanes import clear_marks, lane_of, set_stage, stage_of
+from torch_hybrid.graphs.marks import clear_marks, half_of, set_stage, stage_of
 from torch_hybrid.graphs.mutation import storages, written_nodes
 from torch_hybrid.ops.linear.op import linear
 from torch_hybrid.ops.registration import NAMESPACE
 from torch_hybrid.ops.side_stream import OVERLOAD
 from torch_hybrid.ops.top_k.op import TOP_K
 
-LANES = (0, 1)
+HALVES = (0, 1)
 _COLLECTIVES = "_c10d_functional"
 _MATRIX_FUNCTIONS: set[Callable[..., object]] = {
     F.linear,
@@ -61,16 +61,16 @@ _MATRIX_OPS = {"linear", "fused_experts"}
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stretch of one half: its lane, its place there, and the ops that take time, in order."""
+    """A stretch of one half: which one, its place there, and the ops that take time, in order."""
 
-    lane: int
+    half: int
     index: int
     ops: tuple[str, ...]
 
     @property
     def name(self) -> str:
         """ "a0", "a1", ... of the first half, "b0", "b1", ... of the second."""
-        return f"{'ab'[self.lane]}{self.index}"
+        return f"{'ab'[self.half]}{self.index}"
 
     @property
     def work(self) -> str:
@@ -79,14 +79,14 @@ class Stage:
         return ", ".join(f"{count} {op}" if count > 1 else op for op, count in runs) or "-"
 
     def __str__(self) -> str:
-        return f"{self.name:<4} {'':{40 * self.lane}}{self.work}"
+        return f"{self.name:<4} {'':{40 * self.half}}{self.work}"
 
 
 def interleave_halves(graph: Graph, *, offset: int | None = None) -> None:
     """Run the stages of both halves in turn; see the module's docstring for the contract.
 
     Args:
-        graph: of a step whose halves are marked with ``lanes.lane``.
+        graph: of a step whose halves are marked with ``marks.half``.
         offset: by how many stages the second half lags; None is 0 where stages end with
             what they start, and 1 elsewhere.
 
@@ -94,10 +94,10 @@ def interleave_halves(graph: Graph, *, offset: int | None = None) -> None:
         RuntimeError: the halves differ, or the contract cannot be kept.
     """
     nodes = list(graph.nodes)
-    if all(lane_of(node) is None for node in nodes):
+    if all(half_of(node) is None for node in nodes):
         return
     sizes = sizes_alone(nodes)
-    halves = [[n for n in nodes if lane_of(n) == k and n not in sizes] for k in LANES]
+    halves = [[n for n in nodes if half_of(n) == k and n not in sizes] for k in HALVES]
     shared = pools_of(nodes)
     has_starts = any(_starts(node) for half in halves for node in half)
     stages = [_cut(half, shared, has_starts) for half in halves]
@@ -105,8 +105,8 @@ def interleave_halves(graph: Graph, *, offset: int | None = None) -> None:
     if offset is None:
         offset = 0 if has_starts else 1
     interleaved = [node for stage in _in_turn(stages, offset) for node in stage]
-    laned = set(interleaved)
-    first, last = _around(nodes, laned, sizes)
+    halved = set(interleaved)
+    first, last = _around(nodes, halved, sizes)
     order = [*first, *interleaved, *last]
     _check(nodes, order, shared)
     for half in stages:
@@ -119,10 +119,10 @@ def interleave_halves(graph: Graph, *, offset: int | None = None) -> None:
 
 def read_schedule(graph: Graph) -> tuple[Stage, ...]:
     """The stages of a scheduled graph in the order in which they run; none without halves."""
-    placed = [(lane_of(n), stage_of(n), heavy_op(n)) for n in graph.nodes]
+    placed = [(half_of(n), stage_of(n), heavy_op(n)) for n in graph.nodes]
     stages = []
-    for (lane, index), part in groupby((p for p in placed if p[1] is not None), lambda p: p[:2]):
-        stages.append(Stage(lane, index, tuple(op for _, _, op in part if op)))  # type: ignore[arg-type]
+    for (half, index), part in groupby((p for p in placed if p[1] is not None), lambda p: p[:2]):
+        stages.append(Stage(half, index, tuple(op for _, _, op in part if op)))  # type: ignore[arg-type]
     return tuple(stages)
 
 
@@ -267,16 +267,16 @@ def _in_turn(stages: Sequence[list[list[Node]]], offset: int) -> list[list[Node]
 
 
 def _around(
-    nodes: Sequence[Node], laned: set[Node], sizes: set[Node]
+    nodes: Sequence[Node], halved: set[Node], sizes: set[Node]
 ) -> tuple[list[Node], list[Node]]:
     """The nodes of the whole step: those that need nothing of a half, and the others."""
     after: set[Node] = set()
     for node in nodes:
-        if node not in laned and any(n in laned or n in after for n in node.all_input_nodes):
+        if node not in halved and any(n in halved or n in after for n in node.all_input_nodes):
             after.add(node)
     output = [node for node in nodes if node.op == "output"]
     last = [node for node in nodes if node in after and node.op != "output"]
-    first = [n for n in nodes if n not in laned and n not in after and n.op != "output"]
+    first = [n for n in nodes if n not in halved and n not in after and n.op != "output"]
     return first, last + output
 
 
@@ -286,10 +286,10 @@ def _unmark_shared(nodes: Sequence[Node]) -> None:
     Functionalization makes one node of the two; as part of a half it could not be fused with the
     other's.
     """
-    users = {n: {lane_of(user) for user in n.users} for n in nodes if n.op == "placeholder"}
-    shared = {n for n, lanes in users.items() if lanes != {0} and lanes != {1}}
+    users = {n: {half_of(user) for user in n.users} for n in nodes if n.op == "placeholder"}
+    shared = {n for n, halves in users.items() if halves != {0} and halves != {1}}
     for node in nodes:
-        if lane_of(node) is None or not shared.issuperset(node.all_input_nodes):
+        if half_of(node) is None or not shared.issuperset(node.all_input_nodes):
             continue
         if not written_nodes(node) and heavy_op(node) is None:
             shared.add(node)
@@ -321,8 +321,8 @@ def _check(before: Sequence[Node], after: Sequence[Node], shared: set[int]) -> N
         for source in node.all_input_nodes:
             if place[source] > place[node]:
                 raise RuntimeError(
-                    f"{node.name} of half {lane_of(node)} needs {source.name} of half "
-                    f"{lane_of(source)}, which is scheduled after it"
+                    f"{node.name} of half {half_of(node)} needs {source.name} of half "
+                    f"{half_of(source)}, which is scheduled after it"
                 )
     for storage in shared:
         users = [node for node in before if storage in uses_of(node, shared)]

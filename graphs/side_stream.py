@@ -14,9 +14,9 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 from torch.utils import _pytree as pytree
 
-from torch_hybrid.graphs.lanes import keep_marks, lane_of
+from torch_hybrid.graphs.marks import half_of, keep_marks
 from torch_hybrid.graphs.schedule import (
-    LANES,
+    HALVES,
     is_collective_start,
     last_mixers,
     pools_of,
@@ -39,11 +39,11 @@ def mixers_on_side_stream(graph: Graph, *, devices: Collection[str] = ("cuda",))
     ``interleave_halves`` ends a stage between the two.
 
     Args:
-        graph: of a step, its halves marked with ``lanes.lane``.
+        graph: of a step, its halves marked with ``marks.half``.
         devices: types of the devices where it is done. Elsewhere there is one stream, and the
             two ops run in turn.
     """
-    halves = [[node for node in graph.nodes if lane_of(node) == k] for k in LANES]
+    halves = [[node for node in graph.nodes if half_of(node) == k] for k in HALVES]
     if any(is_collective_start(node) for half in halves for node in half):
         return
     mixers = [half[i] for half in halves for i in last_mixers(half)]

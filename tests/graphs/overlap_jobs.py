@@ -27,7 +27,7 @@ class Served:
     bitwise: bool  # scheduled against unscheduled
     digest: str  # of the logits
     schedule: str  # of the extend step
-    lanes_of_collectives: list[int]  # in the order in which the extend step starts them
+    halves_of_collectives: list[int]  # in the order in which the extend step starts them
 
 
 def serve_all() -> tuple[Served, tuple[int, list[int]]]:
@@ -45,13 +45,13 @@ def serve_shared() -> Served:
         runner = _runner(compile=True)
         scheduled = _serve(runner)
     stages = runner.report().graphs["extend, in halves"].schedule
-    starts = [s.lane for s in stages for op in s.ops if op == "all_reduce"]
+    starts = [s.half for s in stages for op in s.ops if op == "all_reduce"]
     return Served(
         error=((scheduled - whole).abs().max() / whole.abs().max()).item(),
         bitwise=torch.equal(scheduled, in_order),
         digest=hashlib.sha256(scheduled.numpy().tobytes()).hexdigest(),
         schedule="\n".join(str(stage).rstrip() for stage in stages),
-        lanes_of_collectives=starts,
+        halves_of_collectives=starts,
     )
 
 

@@ -128,11 +128,11 @@ def test_the_compiled_code_runs_the_schedule(
     scheduled.extend(seqs, [[1] * (1 if mode is Mode.DECODE else 20)] * 4)
     scheduled.free(seqs)
     stages = scheduled.report().graphs[f"{mode.name}, in halves"].schedule
-    expected = [(op, stage.lane) for stage in stages for op in stage.ops if op != "linear"]
+    expected = [(op, stage.half) for stage in stages for op in stage.ops if op != "linear"]
     first = calls[0][1]
     assert [(name, int(offsets != first)) for name, offsets in calls] == expected
-    lanes = [stage.lane for stage in stages]
-    assert lanes != sorted(lanes), "the halves are not interleaved"
+    halves = [stage.half for stage in stages]
+    assert halves != sorted(halves), "the halves are not interleaved"
 
 
 @both_mixers
@@ -152,7 +152,7 @@ def test_no_kernel_is_of_both_halves(scheduled: Runner):
         runner.extend([seq], [[1]])
     assert len(seen) > 10
     assert {len(places) for places in seen} <= {0, 1}
-    assert {lane for places in seen for lane, _ in places} == {0, 1}
+    assert {half for places in seen for half, _ in places} == {0, 1}
 
 
 def test_the_report_has_the_schedule(scheduled: Runner):

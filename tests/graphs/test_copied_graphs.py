@@ -17,8 +17,8 @@ from tests.tiny_models import BUILDERS, make_hybrid, make_model
 from torch_hybrid.graphs.compile import StepBackend
 from torch_hybrid.graphs.compiled_step import Arguments, CompiledGraph
 from torch_hybrid.graphs.instantiate import Named
-from torch_hybrid.graphs.lanes import layer_of
 from torch_hybrid.graphs.layers_once import LayersOnce
+from torch_hybrid.graphs.marks import layer_of
 
 LINEAR_FIRST = ["linear_attention", "full_attention"] * 2
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -18,8 +18,8 @@ from torch.fx import GraphModule
 from tests.graphs.test_layers_once import WIDTH, Layer, Stack
 from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
 from torch_hybrid.graphs.instantiate import mark_layers, own_copy
-from torch_hybrid.graphs.lanes import set_stage
 from torch_hybrid.graphs.layers_once import LayersOnce
+from torch_hybrid.graphs.marks import set_stage
 from torch_hybrid.graphs.passes import graph_text
 from torch_hybrid.graphs.regions import Plan, cut, link, plan_regions, step_text
 from torch_hybrid.graphs.values import value_of

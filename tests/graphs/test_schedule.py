@@ -30,7 +30,7 @@ from tests.graphs.traced import (
 from tests.parallel import processes
 from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_hybrid, make_model
 from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
-from torch_hybrid.graphs.lanes import lane, lane_of
+from torch_hybrid.graphs.marks import half, half_of
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, apply_passes
 from torch_hybrid.graphs.schedule import Stage, interleave_halves, read_schedule
 from torch_hybrid.models.load import adapt
@@ -135,7 +135,7 @@ def test_each_half_keeps_its_order_and_every_node_is_there_once():
     assert len(after) == len(before)
     assert set(after) == set(before)
     for index in (0, 1):
-        ours = [node for node in after if lane_of(node) == index]
+        ours = [node for node in after if half_of(node) == index]
         assert ours == [node for node in before if node in set(ours)]
 
 
@@ -195,7 +195,7 @@ def test_collectives_come_in_the_order_of_the_stages(group: str):
         traced = trace(in_halves(layers), torch.randn(2, 5, WIDTH), torch.randn(WIDTH, WIDTH))
         interleave_halves(traced.module.graph)
         starts = [n for n in traced.module.graph.nodes if "all_reduce" in str(n.target)]
-        orders.append([(lane_of(node), node.name) for node in starts])
+        orders.append([(half_of(node), node.name) for node in starts])
     assert orders[0] == orders[1]
     assert [index for index, _ in orders[0]] == [0, 1] * 3
 
@@ -240,7 +240,7 @@ def test_two_ranks_serve_a_shared_model_by_one_schedule(ranks):
     assert served[0] == served[1]
     assert served[0].bitwise
     assert served[0].error < 2e-5
-    assert served[0].lanes_of_collectives[:4] == [0, 1, 0, 1]
+    assert served[0].halves_of_collectives[:4] == [0, 1, 0, 1]
     assert_expected_inline(
         served[0].schedule,
         """\
@@ -310,11 +310,11 @@ def refusal(step: Step, *args: Any) -> str:
 
 def test_halves_that_need_each_other():
     def step(x: Tensor, a: Tensor) -> Tensor:
-        with lane(0):
+        with half(0):
             first = F.linear(x[0], a)
             middle = torch.ops._c10d_functional.wait_tensor(first)
             last = F.linear(middle, a)
-        with lane(1):
+        with half(1):
             second = F.linear(x[1], a)
             middle = torch.ops._c10d_functional.wait_tensor(second)
             return F.linear(middle, a) + last
@@ -323,9 +323,9 @@ def test_halves_that_need_each_other():
     interleave_halves(traced.module.graph)  # the first half comes first here: nothing is wrong
 
     def crossed(x: Tensor, a: Tensor) -> Tensor:
-        with lane(1):
+        with half(1):
             first = F.linear(x[0], a).relu()
-        with lane(0):
+        with half(0):
             return F.linear(first, a).relu()
 
     assert_expected_inline(
@@ -336,9 +336,9 @@ def test_halves_that_need_each_other():
 
 def test_halves_that_differ():
     def step(x: Tensor, a: Tensor) -> Tensor:
-        with lane(0):
+        with half(0):
             first = F.linear(x[0], a)
-        with lane(1):
+        with half(1):
             second = F.linear(F.linear(x[1], a), a)
         return first + second
 
@@ -354,7 +354,7 @@ def test_pools_used_in_another_order():
     def step(x: Tensor, a: Tensor, b: Tensor, pool: Tensor, other: Tensor) -> Tensor:
         outputs = []
         for index, pools in enumerate([(pool, other), (other, pool)]):
-            with lane(index):
+            with half(index):
                 y = conv(F.linear(x[index], a), pools[0], 1)
                 outputs.append(conv(F.linear(y, b), pools[1], 1))
         return torch.cat(outputs)

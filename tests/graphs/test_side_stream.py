@@ -148,7 +148,7 @@ def test_compiled_steps_are_bitwise_those_of_the_order_as_traced():
     for passes in (without(DEFAULT_PASSES, ["interleave_halves"]), PASSES):
         runner = Runner(model, **sizes, passes=passes)
         seqs = runner.new_sequences(3)
-        steps = [[[5] * 70, [7] * 3, [9]], [[1], [2], [3]]]
+        steps = [[[5] * 70, [7] * 3, [9]], [[1], [2], [3]], [[4] * 3, [1], [2]]]
         outputs.append([runner.extend(seqs, tokens) for tokens in steps])
         report = runner.report()
         assert (report.recompiles, report.graph_breaks, report.pool_clones) == (0, 0, ())

@@ -111,7 +111,7 @@ def schedules(report: Report) -> list[Section]:
             title=f"Schedule of {name}",
             columns=("stage", "first half", "second half"),
             rows=tuple(
-                (stage.name, *(stage.work if stage.lane == lane else "" for lane in (0, 1)))
+                (stage.name, *(stage.work if stage.half == half else "" for half in (0, 1)))
                 for stage in graph.schedule
             ),
         )

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from torch_hybrid.explain.lane_trace import add_lanes
+from torch_hybrid.explain.overlap_trace import add_halves
 from torch_hybrid.graphs.runner import Runner
 
 
@@ -62,7 +62,7 @@ def write_trace(
     schedules = [graph.schedule for graph in runner.report().graphs.values() if graph.schedule]
     text = _chrome_trace(recorded)
     if schedules:
-        text = json.dumps(add_lanes(json.loads(text), schedules))
+        text = json.dumps(add_halves(json.loads(text), schedules))
     try:
         Path(path).write_text(text)
     except OSError as error:

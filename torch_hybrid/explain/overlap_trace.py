@@ -18,7 +18,7 @@ _TRACKS = ("first half", "second half", "collectives in flight")
 _PREFIXES = ("torch_hybrid::", "_c10d_functional::")
 
 
-def lane_events(events: Sequence[Event], schedules: Iterable[Sequence[Stage]]) -> list[Event]:
+def half_events(events: Sequence[Event], schedules: Iterable[Sequence[Stage]]) -> list[Event]:
     """Events to add to a Chrome trace: a track for each half, and one for collectives.
 
     Args:
@@ -65,7 +65,7 @@ def _stage_slices(placed: Sequence[tuple[Stage, Event]]) -> list[Event]:
     for stage, op in placed:
         spans.setdefault(stage, []).append(op)
     return [
-        _slice(stage.lane, f"{stage.name}: {stage.work}", ops[0], ops[-1])
+        _slice(stage.half, f"{stage.name}: {stage.work}", ops[0], ops[-1])
         for stage, ops in spans.items()
     ]
 
@@ -78,9 +78,9 @@ def _collectives_in_flight(placed: Sequence[tuple[Stage, Event]]) -> list[Event]
         if not str(op["name"]).startswith("_c10d_functional::"):
             continue
         if _op_name(op) != "wait_tensor":
-            started[stage.lane].append((stage, op))
-        elif started[stage.lane]:
-            begun, start = started[stage.lane].pop(0)
+            started[stage.half].append((stage, op))
+        elif started[stage.half]:
+            begun, start = started[stage.half].pop(0)
             slices.append(_slice(2, f"{_op_name(start)} of {begun.name}", start, op))
     return slices
 
@@ -101,7 +101,7 @@ def _track_names() -> list[Event]:
     ]
 
 
-def add_lanes(trace: Mapping[str, Any], schedules: Iterable[Sequence[Stage]]) -> dict[str, Any]:
-    """A Chrome trace with the tracks of ``lane_events`` added."""
+def add_halves(trace: Mapping[str, Any], schedules: Iterable[Sequence[Stage]]) -> dict[str, Any]:
+    """A Chrome trace with the tracks of ``half_events`` added."""
     events = list(trace["traceEvents"])
-    return {**trace, "traceEvents": [*events, *lane_events(events, schedules)]}
+    return {**trace, "traceEvents": [*events, *half_events(events, schedules)]}

@@ -6,7 +6,7 @@ from typing import Any
 
 from expecttest import assert_expected_inline
 
-from torch_hybrid.explain.lane_trace import add_lanes, lane_events
+from torch_hybrid.explain.overlap_trace import add_halves, half_events
 from torch_hybrid.graphs.schedule import Stage
 
 SCHEDULE = (
@@ -47,7 +47,7 @@ def drawn(events: list[dict[str, Any]]) -> str:
 
 def test_stages_and_collectives_of_a_step():
     assert_expected_inline(
-        drawn(lane_events(a_step(100.0), [SCHEDULE])),
+        drawn(half_events(a_step(100.0), [SCHEDULE])),
         """\
 first half            101.0 to 106.0 a0: linear, all_reduce
 second half           107.0 to 112.0 b0: linear, all_reduce
@@ -59,19 +59,19 @@ collectives in flight 111.0 to 121.0 all_reduce of b0""",
 
 
 def test_products_that_are_kernels_of_another_name_are_left_out():
-    made = drawn(lane_events(a_step(0.0, linear=False), [SCHEDULE]))
+    made = drawn(half_events(a_step(0.0, linear=False), [SCHEDULE]))
     assert "5.0 to 6.0   a0: linear, all_reduce" in made
 
 
 def test_steps_of_another_graph_get_no_tracks():
     other = event("torch_hybrid::fused_experts", 101.0, 1.0)
-    assert lane_events([*a_step(100.0), other], [(Stage(0, 0, ("fused_experts",)),)]) == []
-    assert lane_events(a_step(0.0), []) == []
+    assert half_events([*a_step(100.0), other], [(Stage(0, 0, ("fused_experts",)),)]) == []
+    assert half_events(a_step(0.0), []) == []
 
 
 def test_the_rest_of_a_trace_is_kept():
     trace = {"traceEvents": a_step(0.0) + a_step(50.0), "displayTimeUnit": "ms"}
-    added = add_lanes(trace, [SCHEDULE])
+    added = add_halves(trace, [SCHEDULE])
     assert added["displayTimeUnit"] == "ms"
     assert added["traceEvents"][: len(trace["traceEvents"])] == trace["traceEvents"]
     assert sum(e.get("name") == "a0: linear, all_reduce" for e in added["traceEvents"]) == 2

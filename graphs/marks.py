@@ -1,5 +1,5 @@
-"""Lanes: which half of a step a node belongs to, from the traced function down to Inductor; and
-which layer, as far as our own passes.
+"""Marks of nodes: which half of a step they belong to, from the traced function down to Inductor;
+and which layer, as far as our own passes.
 
 The step marks the calls of its halves; the marks ride in node metadata, which functionalization
 and Inductor keep as the origins of every kernel.
@@ -13,38 +13,38 @@ from typing import Any
 import torch.fx.traceback
 from torch.fx import Node
 
-_LANE, _STAGE, _LAYER = "lane", "stage", "layer"
+_HALF, _STAGE, _LAYER = "half", "stage", "layer"
 
 
-def lane(index: int) -> AbstractContextManager[None]:
+def half(index: int) -> AbstractContextManager[None]:
     """Mark what is traced in this context as part of one half."""
-    context: AbstractContextManager[None] = torch.fx.traceback.annotate({_LANE: index})
+    context: AbstractContextManager[None] = torch.fx.traceback.annotate({_HALF: index})
     return context
 
 
-def lane_of(node: Node) -> int | None:
+def half_of(node: Node) -> int | None:
     """The half that a node is part of; None for what belongs to the whole step."""
     if node.op in ("placeholder", "get_attr", "output"):
         return None  # Dynamo makes an input where it is first used
-    marked: int | None = node.meta.get("custom", {}).get(_LANE)
+    marked: int | None = node.meta.get("custom", {}).get(_HALF)
     return marked
 
 
 def stage_of(node: Node) -> int | None:
-    """The stage of its lane that a node was scheduled in."""
+    """The stage of its half that a node was scheduled in."""
     marked: int | None = node.meta.get("custom", {}).get(_STAGE)
     return marked
 
 
 def set_stage(node: Node, stage: int) -> None:
-    """Mark a node as scheduled in a stage of its lane."""
+    """Mark a node as scheduled in a stage of its half."""
     node.meta["custom"] = {**node.meta.get("custom", {}), _STAGE: stage}
 
 
 def other_marks(node: Node) -> dict[str, Any]:
     """What else a node was marked with, by whoever traced it."""
     marks = node.meta.get("custom", {})
-    return {key: value for key, value in marks.items() if key not in (_LANE, _STAGE)}
+    return {key: value for key, value in marks.items() if key not in (_HALF, _STAGE)}
 
 
 def clear_marks(node: Node) -> None:
