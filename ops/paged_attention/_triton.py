@@ -42,12 +42,14 @@ def paged_attention_with_lse(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     _write(k, v, kv, cu_seqlens, slot_mapping, out, lse)
-    options = {"scale": scale, "window": window, "softcap": softcap}
+    index = (cu_seqlens, seq_lens, page_table)
     tiles = LongTiles.of(q, num_kv_heads=k.shape[1], num_seqs=page_table.shape[0])
     if tiles is None:
-        attend_short(q, kv, cu_seqlens, seq_lens, page_table, out, lse, **options)
+        attend_short(q, kv, *index, out, lse, scale=scale, window=window, softcap=softcap)
     else:
-        attend_long(q, k, v, kv, cu_seqlens, seq_lens, page_table, out, lse, **options, tiles=tiles)
+        attend_long(
+            q, k, v, kv, *index, out, lse, scale=scale, window=window, softcap=softcap, tiles=tiles
+        )
     return out, lse
 
 

@@ -205,14 +205,13 @@ def _attend_kernel(
     mask_m = is_row & (token < end)
     p_q = q + (token.to(tl.int64) * stride_q_token + head * stride_q_head)[:, None]
     b_q = tl.load(p_q + index_d[None, :], mask=mask_m[:, None] & mask_d[None, :], other=0.0)
+    if FLOAT32_PRODUCTS:
+        b_q = b_q.to(tl.float32)
     b_q_rest = None
     if BLOCK_D_REST > 0:
         mask_q = mask_m[:, None] & mask_rest[None, :]
-        b_q_rest = tl.load(p_q + index_rest[None, :], mask=mask_q, other=0.0)
-    if FLOAT32_PRODUCTS:
-        b_q = b_q.to(tl.float32)
-        if BLOCK_D_REST > 0:
-            b_q_rest = b_q_rest.to(tl.float32)
+        b_rest = tl.load(p_q + index_rest[None, :], mask=mask_q, other=0.0)
+        b_q_rest = b_rest.to(tl.float32) if FLOAT32_PRODUCTS else b_rest
 
     first_key = tl.load(cu_seqlens_k + seq).to(tl.int64)
     num_keys = tl.load(cu_seqlens_k + seq + 1) - tl.load(cu_seqlens_k + seq)
