@@ -219,7 +219,8 @@ def uses_of(node: Node, shared: set[int]) -> set[int]:
 def _cut(half: Sequence[Node], shared: set[int], after_starts: bool) -> list[list[Node]]:
     """A half's nodes as stages, in order."""
     cuts = _after_starts(half) if after_starts else _between_kinds(half)
-    allowed = [cut for cut in cuts if cut not in _inside(half, shared)]
+    inside = _inside(half, shared)
+    allowed = [cut for cut in cuts if cut not in inside]
     return [list(half[i:j]) for i, j in zip([0, *allowed], [*allowed, len(half)], strict=True)]
 
 
@@ -324,8 +325,11 @@ def _check(before: Sequence[Node], after: Sequence[Node], shared: set[int]) -> N
                     f"{node.name} of half {half_of(node)} needs {source.name} of half "
                     f"{half_of(source)}, which is scheduled after it"
                 )
-    for storage in shared:
-        users = [node for node in before if storage in uses_of(node, shared)]
+    users_of: dict[int, list[Node]] = {}
+    for node in before:
+        for storage in uses_of(node, shared):
+            users_of.setdefault(storage, []).append(node)
+    for users in users_of.values():
         if sorted(users, key=place.__getitem__) != users:
             names = [node.name for node in sorted(users, key=place.__getitem__)]
             raise RuntimeError(f"the uses of a pool changed their order, to {names}")
