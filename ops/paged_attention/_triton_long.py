@@ -174,11 +174,12 @@ def _long_kernel(
     position = ahead + token
     num_held = ahead + begin
     keys_end = ahead + tl.minimum(first_token + BLOCK_Q, end)
-    # Where the block's walk starts in the pages, in whole tiles, and in the rows of this step.
+    # Where the block's walk starts in the pages, and in the rows of this step. What lies before a
+    # window is not read: its pages may be somebody else's.
     held_begin, rows_begin = 0, num_held
     if HAS_WINDOW:
         seen_begin = tl.maximum(0, ahead + first_token - window + 1)
-        held_begin = tl.minimum(seen_begin, num_held) // BLOCK_KV * BLOCK_KV
+        held_begin = tl.minimum(seen_begin, num_held)
         rows_begin = tl.maximum(seen_begin, num_held)
     # Tiles that all rows see whole. What is left of the pages hides its own end; of the rows of
     # this step, what comes after a row's own token.

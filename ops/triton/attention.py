@@ -49,7 +49,8 @@ def attend_to_keys(
         b_q, b_q_rest: [BLOCK_M, BLOCK_D] and [BLOCK_M, BLOCK_D_REST], the first dims of the
             queries and those that are left of D.
         position: [BLOCK_M], of the last key that each row sees.
-        first_key, num_tiles: where the tiles start, and how many.
+        first_key, num_tiles: where the tiles start, and how many; in pages a multiple of BLOCK_KV
+            unless it HAS_WINDOW.
         keys_end: no key from here on is read.
         keys, values: where the row of key 0 is, in page 0 where there is a ``table``.
         stride_k, stride_v: elements from one row to the next.
@@ -78,7 +79,7 @@ def attend_to_keys(
             else:
                 p_k = keys + key.to(tl.int64)[:, None] * stride_k
                 p_v = values + key.to(tl.int64)[:, None] * stride_v
-        elif PAGE_SIZE % BLOCK_KV == 0:  # a tile lies in one page
+        elif PAGE_SIZE % BLOCK_KV == 0 and not HAS_WINDOW:  # a tile lies in one page
             page = tl.load(table + first // PAGE_SIZE * stride_table_page)
             slot = page.to(tl.int64) * PAGE_SIZE + first % PAGE_SIZE
             p_k = keys + slot * stride_k + index_kv[:, None] * stride_k

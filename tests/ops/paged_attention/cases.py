@@ -116,3 +116,13 @@ def make_inputs(
         page_table=layout.page_table,
         slot_mapping=layout.slot_mapping,
     ).to(dtype)
+
+
+def hide_what_is_before(window: float, inputs: Inputs) -> None:
+    """Put NaN into the rows of each sequence that are before the window of all its queries."""
+    lengths, new = inputs.seq_lens.tolist(), inputs.cu_seqlens.diff().tolist()
+    page_size = inputs.kv.shape[2]
+    for table, length, num_new in zip(inputs.page_table, lengths, new, strict=True):
+        first = length - num_new - int(window) + 1 if window and num_new else 0
+        for position in range(first):
+            inputs.kv[:, table[position // page_size], position % page_size] = math.nan

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget
-from tests.ops.paged_attention.cases import CASES, OPTIONS, Case, Inputs, make_inputs
+from tests.ops.paged_attention.cases import (
+    CASES,
+    OPTIONS,
+    Case,
+    Inputs,
+    hide_what_is_before,
+    make_inputs,
+)
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     LaunchRecorder,
@@ -128,6 +135,7 @@ def long_queries(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(device: str, case: Case, dtype: torch.dtype, options: str) -> None:
     """The kernels on ``device`` are as exact as the reference and write their rows alone."""
     inputs = make_inputs(case, dtype=dtype, padding=(3, 2))
+    hide_what_is_before(OPTIONS[options]["window"], inputs)
     moved = on_device(inputs, device)
     out, lse = call(moved, options)
     assert_as_exact(inputs, options, out.cpu(), lse.cpu(), moved.kv.cpu())
