@@ -16,7 +16,7 @@ from torch.fx import Node
 _HALF, _STAGE, _LAYER = "half", "stage", "layer"
 
 
-def half(index: int) -> AbstractContextManager[None]:
+def in_half(index: int) -> AbstractContextManager[None]:
     """Mark what is traced in this context as part of one half."""
     context: AbstractContextManager[None] = torch.fx.traceback.annotate({_HALF: index})
     return context

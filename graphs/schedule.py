@@ -86,7 +86,7 @@ def interleave_halves(graph: Graph, *, offset: int | None = None) -> None:
     """Run the stages of both halves in turn; see the module's docstring for the contract.
 
     Args:
-        graph: of a step whose halves are marked with ``marks.half``.
+        graph: of a step whose halves are marked with ``marks.in_half``.
         offset: by how many stages the second half lags; None is 0 where stages end with
             what they start, and 1 elsewhere.
 

@@ -39,7 +39,7 @@ def mixers_on_side_stream(graph: Graph, *, devices: Collection[str] = ("cuda",))
     ``interleave_halves`` ends a stage between the two.
 
     Args:
-        graph: of a step, its halves marked with ``marks.half``.
+        graph: of a step, its halves marked with ``marks.in_half``.
         devices: types of the devices where it is done. Elsewhere there is one stream, and the
             two ops run in turn.
     """

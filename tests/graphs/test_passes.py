@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-from torch_hybrid.graphs.marks import half
+from torch_hybrid.graphs.marks import in_half
 from torch_hybrid.graphs.merge_linears import merge_linears
 from torch_hybrid.graphs.passes import (
     DEFAULT_PASSES,
@@ -233,7 +233,7 @@ def test_merged_layers_stay_in_their_half():
     def fn(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         outputs = []
         for index in (0, 1):
-            with half(index):
+            with in_half(index):
                 rows = x[index]
                 outputs.append(F.linear(rows, a) + F.linear(rows, b))
         return torch.cat(outputs)

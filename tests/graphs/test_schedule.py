@@ -30,7 +30,7 @@ from tests.graphs.traced import (
 from tests.parallel import processes
 from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_hybrid, make_model
 from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
-from torch_hybrid.graphs.marks import half, half_of
+from torch_hybrid.graphs.marks import half_of, in_half
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, apply_passes
 from torch_hybrid.graphs.schedule import Stage, interleave_halves, read_schedule
 from torch_hybrid.models.load import adapt
@@ -310,11 +310,11 @@ def refusal(step: Step, *args: Any) -> str:
 
 def test_halves_that_need_each_other():
     def step(x: Tensor, a: Tensor) -> Tensor:
-        with half(0):
+        with in_half(0):
             first = F.linear(x[0], a)
             middle = torch.ops._c10d_functional.wait_tensor(first)
             last = F.linear(middle, a)
-        with half(1):
+        with in_half(1):
             second = F.linear(x[1], a)
             middle = torch.ops._c10d_functional.wait_tensor(second)
             return F.linear(middle, a) + last
@@ -323,9 +323,9 @@ def test_halves_that_need_each_other():
     interleave_halves(traced.module.graph)  # the first half comes first here: nothing is wrong
 
     def crossed(x: Tensor, a: Tensor) -> Tensor:
-        with half(1):
+        with in_half(1):
             first = F.linear(x[0], a).relu()
-        with half(0):
+        with in_half(0):
             return F.linear(first, a).relu()
 
     assert_expected_inline(
@@ -336,9 +336,9 @@ def test_halves_that_need_each_other():
 
 def test_halves_that_differ():
     def step(x: Tensor, a: Tensor) -> Tensor:
-        with half(0):
+        with in_half(0):
             first = F.linear(x[0], a)
-        with half(1):
+        with in_half(1):
             second = F.linear(F.linear(x[1], a), a)
         return first + second
 
@@ -354,7 +354,7 @@ def test_pools_used_in_another_order():
     def step(x: Tensor, a: Tensor, b: Tensor, pool: Tensor, other: Tensor) -> Tensor:
         outputs = []
         for index, pools in enumerate([(pool, other), (other, pool)]):
-            with half(index):
+            with in_half(index):
                 y = conv(F.linear(x[index], a), pools[0], 1)
                 outputs.append(conv(F.linear(y, b), pools[1], 1))
         return torch.cat(outputs)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from torch_hybrid.backends.mode import Mode
+from torch_hybrid.graphs.marks import in_half
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.graphs.values import value_of
 from torch_hybrid.models.hybrid_model import HybridModel
@@ -64,7 +65,7 @@ def in_halves(half: Callable[..., Tensor]) -> Step:
     def step(x: Tensor, *shared: Tensor) -> Tensor:
         outputs = []
         for index in (0, 1):
-            with half(index):
+            with in_half(index):
                 outputs.append(half(x[index], *shared))
         return torch.cat(outputs)
 
