@@ -15,7 +15,7 @@ from torch_hybrid.graphs.marks import half_of, stage_of
 from torch_hybrid.ops.side_stream import JOIN
 
 
-class KeepLanes(InductorChoices):
+class KeepHalves(InductorChoices):
     """Inductor's choices, but for fusion: never across halves or stages.
 
     A kernel of both halves would wait for both, and one of two stages would be in neither place.
@@ -23,7 +23,7 @@ class KeepLanes(InductorChoices):
 
     def uuid(self) -> str:
         """Part of the key under which Inductor caches code."""
-        return "torch_hybrid.KeepLanes.2"
+        return "torch_hybrid.KeepHalves.2"
 
     @staticmethod
     def can_fuse(scheduler: Any, node1: Any, node2: Any, shared_data_score: int) -> bool:
@@ -74,7 +74,7 @@ def check_order(source: str, planned: Sequence[str]) -> None:
 KEEP_ORDER: dict[str, Any] = {
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
-    "inductor_choices_class": KeepLanes,
+    "inductor_choices_class": KeepHalves,
 }
 
 
@@ -88,5 +88,5 @@ def keep_order(planned: Sequence[str]) -> Iterator[None]:
     # Inductor makes its choices once for a thread, as the option is at its first graph: a plain
     # graph before this one would have left its own. The option alone is part of the cache's key.
     options = KEEP_ORDER | (KEEP_BUFFERS if JOIN in planned else {})
-    with torch._inductor.config.patch(options), V.set_choices_handler(KeepLanes()):
+    with torch._inductor.config.patch(options), V.set_choices_handler(KeepHalves()):
         yield

@@ -43,9 +43,9 @@ def define_op(
             and dtypes.
     """
     name = signature.partition("(")[0]
-    fake = fake or _fake_like(signature, like)
-
-    returns_one = len(torch._C.parse_schema(f"{NAMESPACE}::{signature}").returns) == 1
+    schema = torch._C.parse_schema(f"{NAMESPACE}::{signature}")
+    fake = fake or _fake_like(schema, like)
+    returns_one = len(schema.returns) == 1
 
     def launch(*args: Any, impl: str, **options: Any) -> Any:
         out = implementations[impl].load()(*args, **options)
@@ -64,9 +64,8 @@ def define_op(
     return overload
 
 
-def _fake_like(signature: str, names: Sequence[str]) -> Callable[..., Any]:
+def _fake_like(schema: torch.FunctionSchema, names: Sequence[str]) -> Callable[..., Any]:
     """Empty outputs like the arguments of these names; None where there are none."""
-    schema = torch._C.parse_schema(f"{NAMESPACE}::{signature}")
     places = {argument.name: i for i, argument in enumerate(schema.arguments)}
     given = [places[name] for name in names]
 

@@ -12,11 +12,10 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.page_bounds import check_page_indices
-from torch_hybrid.ops.triton.devices import interpreted, is_hopper
+from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, is_hopper
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits
 
-_PROCESSORS = 132  # of the GPUs this is meant for, which have 108 to 148
 _MAX_SPLITS = 64
 
 
@@ -65,7 +64,7 @@ class Tiles:
         shares = tensor_cores and hopper and block_q * block_h <= 32
         block_kv = 16 if not tensor_cores else 64 if hopper else 32
         busy_programs = max(num_seqs, num_tokens // block_q) * triton.cdiv(num_heads, block_h)
-        wanted_splits = min(_MAX_SPLITS, _PROCESSORS * (1 + shares) // max(1, busy_programs))
+        wanted_splits = min(_MAX_SPLITS, PROCESSORS * (1 + shares) // max(1, busy_programs))
         num_splits = max(1, min(wanted_splits, triton.cdiv(max_keys, block_kv)))
         block_rank = max(32, triton.next_power_of_2(rank))
         return cls(

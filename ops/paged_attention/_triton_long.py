@@ -11,11 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.triton.attention import attend_to_keys
-from torch_hybrid.ops.triton.devices import interpreted, is_hopper
+from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, is_hopper
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton.softmax import finish, log2_scale
-
-_PROCESSORS = 132  # of the GPUs this is meant for, which have 108 to 148
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +33,7 @@ class LongTiles:
         group = num_q_heads // num_kv_heads
         block_m = 128
         num_rows = num_tokens * group
-        few = num_rows < block_m * max(num_seqs, -(-_PROCESSORS // num_kv_heads))
+        few = num_rows < block_m * max(num_seqs, -(-PROCESSORS // num_kv_heads))
         if q.itemsize != 2 or not is_hopper(q.device) or group > block_m or few:
             return None
         return cls(

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.triton.decays import LOG2_E, cumulate
-from torch_hybrid.ops.triton.devices import is_hopper
+from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
 from torch_hybrid.ops.triton.products import (
     dot,
     exact_dot,
@@ -28,7 +28,6 @@ from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, seq
 from torch_hybrid.ops.triton.state import zero_rows
 
 _HEADS = 16  # of a program that cumulates decays
-_PROCESSORS = 132  # of the GPUs this is meant for, which have 108 to 148
 _FEWEST_SEGMENTS = 4  # of as many tokens as there are; with fewer the first launch costs more
 _SHORTEST_SEGMENT = 512  # tokens
 
@@ -141,7 +140,7 @@ def chunk_ssd(
         num_seqs,
         STRIDE_Q=q.stride(0),
         # Two programs share a multiprocessor, or each fetches further ahead.
-        num_stages=2 if segment or programs * num_seqs > _PROCESSORS else 3,
+        num_stages=2 if segment or programs * num_seqs > PROCESSORS else 3,
         **constants,
     )
     return out
@@ -152,7 +151,7 @@ def _segment(num_tokens: int, programs: int, chunk: int) -> int:
 
     The number of sequences does not count: in a captured graph most of them may be empty.
     """
-    wanted = min(2 * _PROCESSORS // programs, num_tokens // _SHORTEST_SEGMENT)
+    wanted = min(2 * PROCESSORS // programs, num_tokens // _SHORTEST_SEGMENT)
     return triton.cdiv(num_tokens, wanted * chunk) * chunk if wanted >= _FEWEST_SEGMENTS else 0
 
 

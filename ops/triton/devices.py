@@ -7,6 +7,8 @@ import os
 
 import torch
 
+PROCESSORS = 132  # of the GPUs that grids are made for, which have 108 to 148
+
 
 def interpreted() -> bool:
     """Triton runs kernels in its interpreter, on CPU tensors too (``TRITON_INTERPRET=1``)."""

@@ -127,7 +127,7 @@ def long_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU of one processor, which few programs fill; that kernel alone may attend."""
     from torch_hybrid.ops.paged_attention import _triton, _triton_long
 
-    monkeypatch.setattr(_triton_long, "_PROCESSORS", 1)
+    monkeypatch.setattr(_triton_long, "PROCESSORS", 1)
     monkeypatch.setattr(_triton_long, "is_hopper", lambda _: True)
     monkeypatch.delattr(_triton, "attend_short")
 
