@@ -7,27 +7,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from torch_hybrid.graphs.marks import keep_marks
 from torch_hybrid.graphs.mutation import storages, written_nodes
+from torch_hybrid.graphs.values import value_of
 from torch_hybrid.ops.capability import Need
-from torch_hybrid.ops.linear.op import IMPLEMENTATIONS, linear
+from torch_hybrid.ops.linear.op import linear, native_impl
+
+_RESHAPES = ("flatten", "reshape", "view")
 
 
 def merge_linears(graph: Graph) -> None:
     """Give the linear layers that read one input to a single ``linear`` op.
 
-    Contract: the graph computes the same values. On a CPU the op streams the weights at memory
-    speed for the few rows of a decode step, and the layers of one input are one parallel region.
-    Where the op has no native implementation (a GPU, no compiler), and for weights that are
-    computed in the graph, nothing changes.
+    Contract: the graph computes the same values. The op streams the weights at memory speed for
+    the few rows of a decode step, and the layers of one input are one parallel region, or launch.
+    Where the op has no native implementation (no compiler), and for weights that are computed in
+    the graph, nothing changes.
 
-    for each input, the F.linear nodes that read it, up to where it is written in place:
+    for each input, the F.linear nodes that read it or a reshape of its rows, up to where it is
+        written in place:
         before the first: y = linear(input as rows, their weights, their biases)
-        each node becomes its columns of y, in the input's leading shape
+        each node becomes its columns of y, in the leading shape of what it read
 
     The halves of a step have different inputs: each half's layers stay its own.
     """
@@ -39,8 +42,8 @@ def merge_linears(graph: Graph) -> None:
                 groups.append(siblings.pop(source))
         if node.target is F.linear:
             layer = _Linear(node, *_operands(*node.args, **node.kwargs))
-            if layer.is_native():
-                siblings[layer.source].append(layer)
+            if layer.impl is not None:
+                siblings[_rows_of(layer.source)].append(layer)
     for group in [*groups, *siblings.values()]:
         _merge(graph, group)
 
@@ -54,18 +57,19 @@ class _Linear:
     weight: Node
     bias: Node | None
 
-    def is_native(self) -> bool:
-        """Whether the op takes it: rows of a plain input, weights that are there from the start."""
-        x = _example(self.source)
+    @property
+    def impl(self) -> str | None:
+        """What of the op takes it, if any: rows of a plain input, weights that are there from the
+        start."""
+        x = value_of(self.source)
         parameters = [self.weight] if self.bias is None else [self.weight, self.bias]
-        need = Need(device=x.device, dtype=x.dtype)
-        return (
+        is_taken = (
             x.ndim >= 2
             and x.stride(-1) == 1
             and all(p.op in ("placeholder", "get_attr") for p in parameters)
-            and all(_example(p).is_contiguous() for p in parameters)
-            and not IMPLEMENTATIONS["cpp"].capability.why_not(need)
+            and all(value_of(p).is_contiguous() for p in parameters)
         )
+        return native_impl(Need(device=x.device, dtype=x.dtype)) if is_taken else None
 
 
 def _operands(
@@ -75,39 +79,50 @@ def _operands(
     return input, weight, bias
 
 
-def _example(node: Node) -> torch.Tensor:
-    example: torch.Tensor = node.meta["example_value"]
-    return example
+def _rows_of(source: Node) -> Node:
+    """What ``source`` is another shape of, with the same rows."""
+    while source.op == "call_method" and source.target in _RESHAPES:
+        whole = source.all_input_nodes[0]
+        x, reshaped = value_of(whole), value_of(source)
+        if x.ndim < 2 or x.shape[-1] != reshaped.shape[-1] or x.dtype != reshaped.dtype:
+            break
+        source = whole
+    return source
 
 
 def _merge(graph: Graph, layers: Sequence[_Linear]) -> None:
     first_node = layers[0].node
-    # The source as it is now: where it was a merged layer itself, columns stand in its place.
-    source, *_ = _operands(*first_node.args, **first_node.kwargs)  # type: ignore[arg-type]
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-    num_dims = _example(layers[0].source).ndim
-    made: list[Node] = []
+    impl = layers[0].impl
 
-    def method(name: str, *args: Any) -> Node:
-        made.append(graph.call_method(name, args))
-        return made[-1]
+    def method(at: Node, name: str, *args: Any) -> Node:
+        node = graph.call_method(name, args)
+        keep_marks(node, at)
+        return node
 
     with graph.inserting_before(first_node):
-        rows = source
-        leading = [method("size", source, i) for i in range(num_dims - 1)]
-        if num_dims != 2:
-            rows = method("reshape", source, -1, method("size", source, -1))
-        merged = graph.call_function(linear, (rows, weights, biases), {"impl": "cpp"})
-        made.append(merged)
-        first = 0
-        for layer in layers:
-            width = _example(layer.node).shape[-1]
-            columns = method("narrow", merged, 1, first, width)
+        rows = _rows_of(_source(first_node))
+        if value_of(rows).ndim != 2:
+            rows = method(first_node, "reshape", rows, -1, method(first_node, "size", rows, -1))
+        merged = graph.call_function(linear, (rows, weights, biases), {"impl": impl})
+        keep_marks(merged, first_node)
+    first = 0
+    for node in (layer.node for layer in layers):
+        width = value_of(node).shape[-1]
+        with graph.inserting_before(node):
+            source = _source(node)
+            columns = method(node, "narrow", merged, 1, first, width)
+            num_dims = value_of(source).ndim
             if num_dims != 2:
-                columns = method("unflatten", columns, 0, leading)
-            layer.node.replace_all_uses_with(columns)
-            first += width
-    for node in made:
-        keep_marks(node, first_node)
+                leading = [method(node, "size", source, i) for i in range(num_dims - 1)]
+                columns = method(node, "unflatten", columns, 0, leading)
+        node.replace_all_uses_with(columns)
+        first += width
     for layer in reversed(layers):
         graph.erase_node(layer.node)
+
+
+def _source(node: Node) -> Node:
+    """What a linear layer reads now: columns stand where a layer was merged."""
+    source, *_ = _operands(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    return source

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from torch_hybrid.backends.select import Backends, Choice, Chooses, select
+from torch_hybrid.backends.mode import Mode
+from torch_hybrid.backends.select import Backends, Choice, Chooses, impls_of, select
 from torch_hybrid.graphs.passes import Pass, without
 from torch_hybrid.graphs.step import Model
 from torch_hybrid.ops.capability import Need
@@ -34,14 +35,24 @@ def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, .
         needs = [module.need for module in experts]
         choices.append(select(EXPERTS, experts[0].implementations, needs, wanted.experts))
     if compiles:
-        known = {impl: linear.IMPLEMENTATIONS[impl] for impl in ("cpp", "torch")}
         need = Need(device=model.device, dtype=model.dtype)
-        choices.append(select("linear", known, need, wanted.products))
+        choices.append(select("linear", linear.IMPLEMENTATIONS, need, wanted.products))
     return tuple(choices)
 
 
-def passes_for(products: str, passes: Sequence[Pass]) -> Sequence[Pass]:
-    """``passes``, of which none gives linear layers to another than torch, where it was asked for
-    by name."""
-    names = {graph_pass.name for graph_pass in passes}
-    return without(passes, names & {"merge_linears"}) if products == "torch" else passes
+def passes_for(
+    choices: Sequence[Choice], passes: Sequence[Pass], modes: Sequence[Mode]
+) -> dict[Mode, Sequence[Pass]]:
+    """``passes`` for the steps of each mode: linear layers are merged where that was chosen.
+
+    On a GPU, where steps have few rows: torch's products of many are slower into the columns of one
+    result, which may begin anywhere.
+    """
+    impls = dict(impls_of(choices))
+
+    def merges(mode: Mode) -> bool:
+        impl = impls.get("linear", "torch")
+        return impl == "cpp" or (impl == "triton" and mode.tokens_per_seq is not None)
+
+    names = {graph_pass.name for graph_pass in passes} & {"merge_linears"}
+    return {mode: passes if merges(mode) else without(passes, names) for mode in modes}

@@ -119,7 +119,6 @@ class Runner:
                 device=device,
             )
             wanted = backends or Backends()
-            passes = passes_for(wanted.products, passes)
             store = None
             if compile:
                 sizes = {"max_seqs": max_seqs, "kv_tokens": kv_tokens, "page_size": page_size}
@@ -148,7 +147,7 @@ class Runner:
                 model,
                 self._cache,
                 self._planner,
-                passes=passes,
+                passes=passes_for(self.choices, passes, modes),
                 choices=self.choices,
                 store=store,
             )

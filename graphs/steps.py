@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
@@ -11,6 +11,7 @@ from threading import RLock
 import torch
 from torch import Tensor
 
+from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import Choice
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.errors import UnsupportedError
@@ -35,7 +36,7 @@ class Steps:
         model: that the steps run.
         cache: of its layers.
         planner: makes what steps are traced with.
-        passes: over the graphs.
+        passes: over the graphs of each mode.
         choices: beside those of the backends: of experts, and of linear layers.
         store: where compiled steps may be; None compiles nothing, and runs the model as it is.
     """
@@ -46,7 +47,7 @@ class Steps:
         cache: HybridCache,
         planner: StepPlanner,
         *,
-        passes: Sequence[Pass],
+        passes: Mapping[Mode, Sequence[Pass]],
         choices: Sequence[Choice],
         store: StepStore | None,
     ) -> None:
@@ -64,13 +65,12 @@ class Steps:
             return
         for pool in pools:
             torch._dynamo.mark_static(pool)
-        backend = StepBackend(
-            self._log,
-            pool_sizes={pool.numel() for pool in pools},
-            layers=self.layers,
-            passes=passes,
-        )
-        self.of = {variant: compile_step(step, backend) for variant in planner.forms}
+        pool_sizes = {pool.numel() for pool in pools}
+        backends = {
+            mode: StepBackend(self._log, pool_sizes=pool_sizes, layers=self.layers, passes=own)
+            for mode, own in passes.items()
+        }
+        self.of = {variant: compile_step(step, backends[variant.mode]) for variant in planner.forms}
 
     @property
     def graphs(self) -> dict[str, GraphRecord]:

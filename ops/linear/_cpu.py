@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.linear.by_torch import product_by_torch
 from torch_hybrid.ops.native.call import kernel
 
 # Measured, see README.md: past it, torch's product of one weight after the other is faster.
@@ -29,7 +30,7 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     sizes = [weight.shape[0] for weight in weights]
     y = x.new_empty(num_rows, sum(sizes))
     if num_rows > MAX_ROWS:
-        return _product_by_torch(x, weights, biases, y)
+        return product_by_torch(x, weights, biases, y)
     rows: list[int] = []
     for weight, bias, size in zip(weights, biases, sizes, strict=True):
         rows += (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), size)
@@ -45,16 +46,4 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
         torch.get_num_threads(),
         *rows,
     )
-    return y
-
-
-def _product_by_torch(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], y: Tensor
-) -> Tensor:
-    columns = y.split([weight.shape[0] for weight in weights], dim=1)
-    for out, weight, bias in zip(columns, weights, biases, strict=True):
-        if bias is None:
-            torch.mm(x, weight.T, out=out)
-        else:
-            torch.addmm(bias, x, weight.T, out=out)
     return y

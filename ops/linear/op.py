@@ -1,4 +1,4 @@
-"""Linear layers that read one input, as one op: for the few rows of a decode step on a CPU."""
+"""Linear layers that read one input, as one op: for the few rows of a decode step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.capability import FLOATS_AND_FLOAT64, Capability, Implementation, Need
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
+from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(
@@ -20,6 +21,10 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         ),
         launcher="torch_hybrid.ops.linear._cpu:linear",
     ),
+    "triton": Implementation(
+        capability=Capability(devices=triton_devices(), cuda_graph=True, available=triton_missing),
+        launcher="torch_hybrid.ops.linear._triton:linear",
+    ),
     "torch": Implementation(
         capability=Capability(
             devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64, cuda_graph=True
@@ -27,6 +32,14 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         launcher="torch_hybrid.ops.linear._torch:linear",
     ),
 }
+
+_NATIVE = ("cpp", "triton")  # made for few rows
+
+
+def native_impl(need: Need) -> str | None:
+    """The implementation for few rows that can serve ``need``, if there is one."""
+    able = (name for name in _NATIVE if not IMPLEMENTATIONS[name].capability.why_not(need))
+    return next(able, None)
 
 
 def linear(

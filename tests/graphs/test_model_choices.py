@@ -8,10 +8,14 @@ import pytest
 import torch
 
 import torch_hybrid as th
+from tests.devices import needs_cuda
 from tests.tiny_models import make_hybrid
+from torch_hybrid.backends.mode import MODES
+from torch_hybrid.backends.select import Choice
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.explain import sections as explain
-from torch_hybrid.graphs.model_choices import experts_of
+from torch_hybrid.graphs.model_choices import experts_of, passes_for
+from torch_hybrid.graphs.passes import DEFAULT_PASSES
 from torch_hybrid.graphs.runner import Runner
 
 SIZES = {"max_seqs": 2, "max_tokens": 64, "kv_tokens": 128}
@@ -99,6 +103,30 @@ def test_a_name_that_cannot_serve_is_an_error():
         runner_of(model, experts="triton")
     with pytest.raises(UnsupportedError, match=r"cpp: dtype torch.float16 is not in"):
         Runner(model.half(), **SIZES, backends=th.Backends(products="cpp"))
+
+
+def test_linear_layers_are_merged_where_it_pays():
+    """On a CPU in all steps, on a GPU in those of few rows, and nowhere if torch computes them."""
+
+    def merging(impl: str) -> set[str]:
+        modes = passes_for([Choice(op="linear", impl=impl)], DEFAULT_PASSES, MODES)
+        return {
+            mode.name for mode, own in modes.items() if "merge_linears" in {p.name for p in own}
+        }
+
+    assert merging("cpp") == {"decode", "extend"}
+    assert merging("triton") == {"decode"}
+    assert merging("torch") == set()
+    assert passes_for([], (), MODES) == dict.fromkeys(MODES, ())
+
+
+@needs_cuda
+def test_decode_steps_on_a_gpu_merge_linear_layers():
+    runner = Runner(model_with_experts().cuda(), **SIZES)
+    runner.warm_up()
+    ops = runner.report().ops
+    assert ops["decode"]["linear[triton]"]
+    assert "linear[triton]" not in ops["extend"]
 
 
 @pytest.mark.slow

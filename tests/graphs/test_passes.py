@@ -84,16 +84,30 @@ linear_2 = linear(x, kweight_, None)""",
     assert_expected_inline(
         after,
         """\
-size = size(x, 0)
 linear_3 = linear(x, [qweight_, kweight_], [qbias_, None])
 narrow = narrow(linear_3, 1, 0, 6)
-narrow_1 = narrow(linear_3, 1, 6, 4)
 q = relu(narrow)
-size_1 = size(q, 0)
 linear_4 = linear(q, [outweight_], [None])
-narrow_2 = narrow(linear_4, 1, 0, 8)""",
+narrow_2 = narrow(linear_4, 1, 0, 8)
+narrow_1 = narrow(linear_3, 1, 6, 4)""",
     )
     assert record.name == "merge_linears"
+
+
+def test_reshapes_of_one_input_are_one_input():
+    """As a router reads rows and an expert beside it the sequence; not one of other rows, or bits."""
+
+    def fn(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        rows = F.linear(x.reshape(-1, 8), a)
+        whole = F.linear(x, b)
+        flat = F.linear(x.flatten(0, 1).view(3, 2, 8), b)
+        others = F.linear(x.reshape(-1, 4), c).reshape(6, -1)
+        bits = F.linear(x.view(torch.int32).view(torch.float32), b)
+        return torch.cat([t.reshape(6, -1) for t in (rows, whole, flat, bits)] + [others], 1)
+
+    weights = torch.randn(5, 8), torch.randn(4, 8), torch.randn(4, 4)
+    graph = assert_unchanged_values(fn, torch.randn(2, 3, 8), *weights)
+    assert graph.count("= linear(") == 3
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (1, 5, 8), (2, 3, 4, 8), (1, 8)])

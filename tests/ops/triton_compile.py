@@ -139,23 +139,44 @@ def _specialise(
     values = dict(zip(kernel.arg_names, args, strict=False)) | {
         name: kwargs[name] for name in kwargs if name in kernel.arg_names
     }
-    signature, constexprs, attrs = {}, {}, {}
+    signature: dict[str, Any] = {}
+    constexprs: dict[Any, Any] = {}
+    attrs: dict[Any, Any] = {}
     for position, parameter in enumerate(kernel.params):
         value = values[parameter.name]
-        specialised = not parameter.do_not_specialize
-        if isinstance(value, torch.Tensor):
-            signature[parameter.name] = _DTYPES[value.dtype]
-            attrs[(position,)] = [["tt.divisibility", 16]]
-        elif parameter.is_constexpr or value is None or (specialised and value == 1):
-            signature[parameter.name] = "constexpr"
-            constexprs[(position,)] = value
-        elif isinstance(value, int):
-            signature[parameter.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if specialised and value % 16 == 0:
-                attrs[(position,)] = [["tt.divisibility", 16]]
-        else:
-            signature[parameter.name] = "fp32"
+        # The members of a tuple are specialised each for itself.
+        kinds = [
+            _specialise_value(each, parameter, path, constexprs, attrs)
+            for path, each in (
+                [((position, i), each) for i, each in enumerate(value)]
+                if isinstance(value, tuple)
+                else [((position,), value)]
+            )
+        ]
+        signature[parameter.name] = tuple(kinds) if isinstance(value, tuple) else kinds[0]
     return signature, constexprs, attrs
+
+
+def _specialise_value(
+    value: Any,
+    parameter: Any,
+    path: tuple[int, ...],
+    constexprs: dict[Any, Any],
+    attrs: dict[Any, Any],
+) -> str:
+    """The type of an argument; ``path`` says where it stands."""
+    specialised = not parameter.do_not_specialize
+    if isinstance(value, torch.Tensor):
+        attrs[path] = [["tt.divisibility", 16]]
+        return _DTYPES[value.dtype]
+    if parameter.is_constexpr or value is None or (specialised and value == 1):
+        constexprs[path] = value
+        return "constexpr"
+    if isinstance(value, int):
+        if specialised and value % 16 == 0:
+            attrs[path] = [["tt.divisibility", 16]]
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    return "fp32"
 
 
 def _resource_usage(cubin: bytes) -> tuple[int, int]:

@@ -17,8 +17,9 @@ class Backends:
 
     ``full`` is for full attention, ``linear`` for linear attention and ``conv`` for its
     convolution, ``experts`` for the experts of a mixture, and ``products`` for the linear layers of
-    compiled steps: "cpp", or "torch" for torch's own. A name that cannot serve is an error, never
-    replaced by another. ``prefix`` says how MLA layers reach what a sequence holds already.
+    compiled steps: "cpp" and "triton" merge those of one input, "torch" is torch's own. A name that
+    cannot serve is an error, never replaced by another. ``prefix`` says how MLA layers reach what a
+    sequence holds already.
     """
 
     full: str = "auto"

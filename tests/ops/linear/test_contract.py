@@ -167,5 +167,5 @@ weights[1] must have shape [20, 50], got [20, 49]
 weights[1] must have dtype torch.float32, got torch.bfloat16
 weights[0] must be contiguous, got strides [1, 7]
 biases[0] must have shape [7], got [8]
-impl must be one of ['cpp', 'torch'], got 'tpu'""",
+impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'""",
     )

@@ -1,0 +1,177 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Implementation "triton": all weights of one input in one launch, for few rows.
+
+Such a product is its weights' way from memory. One launch has all weights on their way at once,
+where one after the other each waits for memory anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_hybrid.ops.linear.by_torch import product_by_torch
+from torch_hybrid.ops.triton.products import dot
+
+# Measured, see README.md: past these, torch's product of one weight after the other is faster.
+MAX_ROWS = 64
+_MAX_DEPTH = 4096  # of more than few rows: a program walks it alone
+_FEW_ROWS = 4  # up to which they are multiplied outside the tensor cores
+_MAX_ELEMENTS = 2**26  # of all weights of few rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Rows of x and of a weight that a program multiplies, ``block_k`` columns at a time.
+
+    Decided by shapes alone: a row's sums are in the same order whatever the other rows hold.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_warps: int = 4
+
+    @classmethod
+    def of(cls, num_rows: int, depth: int) -> Tile:
+        """For that many rows of x of ``depth`` columns."""
+        if num_rows <= _FEW_ROWS:
+            block_m = triton.next_power_of_2(num_rows)
+            if 512 < depth <= 2048:
+                block_k = triton.next_power_of_2(depth)
+                return cls(block_m=block_m, block_n=1, block_k=block_k, num_stages=2)
+            return cls(block_m=block_m, block_n=4, block_k=512, num_stages=4)
+        block_m, stages = (16, 5) if num_rows <= 16 else (32, 4) if num_rows <= 32 else (64, 3)
+        return cls(block_m=block_m, block_n=64, block_k=128, num_stages=stages)
+
+
+def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """See ``torch_hybrid.ops.linear.op.linear``."""
+    num_rows, depth = x.shape
+    sizes = tuple(weight.shape[0] for weight in weights)
+    y = x.new_empty(num_rows, sum(sizes))
+    if not _is_ours(x, sizes):
+        return product_by_torch(x, weights, biases, y)
+    tile = Tile.of(num_rows, depth)
+    _linear_kernel[(sum(triton.cdiv(size, tile.block_n) for size in sizes),)](
+        x,
+        tuple(weights),
+        # In the place of a bias that is not there stands a tensor that is not read.
+        tuple(x if bias is None else bias for bias in biases),
+        y,
+        sizes,
+        num_rows,
+        x.stride(0),
+        y.stride(0),
+        BIASED=sum(1 << i for i, bias in enumerate(biases) if bias is not None),
+        K=depth,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        STAGES=tile.num_stages,
+        FEW=num_rows <= _FEW_ROWS,
+        num_warps=tile.num_warps,
+        enable_fp_fusion=True,
+    )
+    return y
+
+
+def _is_ours(x: Tensor, sizes: Sequence[int]) -> bool:
+    """Whether the kernels are the faster way, by shapes alone."""
+    num_rows, depth = x.shape
+    if num_rows == 0 or depth == 0 or sum(sizes) == 0:
+        return False
+    if num_rows <= _FEW_ROWS:
+        return sum(sizes) * depth <= _MAX_ELEMENTS
+    # Float32 would have to be multiplied outside the tensor cores.
+    is_skinny = num_rows <= MAX_ROWS and depth <= _MAX_DEPTH and x.dtype != torch.float32
+    return is_skinny and len(sizes) > 1
+
+
+@triton.jit
+def _place(
+    weights: tl.tuple, sizes: tl.tuple, BLOCK_N: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """The weight of this program, its number and rows, and where in y its columns begin; and the
+    first of the rows that the program multiplies."""
+    tile = tl.program_id(0)
+    weight, size = weights[0], sizes[0]
+    which, column, first_column, first_tile = 0, 0, 0, 0
+    first_row = tile * BLOCK_N
+    for i in tl.static_range(1, len(sizes)):
+        first_tile += (sizes[i - 1] + BLOCK_N - 1) // BLOCK_N
+        first_column += sizes[i - 1]
+        is_here = tile >= first_tile
+        weight = tl.where(is_here, weights[i], weight)
+        size = tl.where(is_here, sizes[i], size)
+        which = tl.where(is_here, i, which)
+        column = tl.where(is_here, first_column, column)
+        first_row = tl.where(is_here, (tile - first_tile) * BLOCK_N, first_row)
+    return weight, which, size, column, first_row
+
+
+@triton.jit
+def _bias_of(
+    biases: tl.tuple, which: tl.tensor, row: tl.tensor, mask: tl.tensor, BIASED: tl.constexpr
+) -> tl.tensor:
+    """The bias of these rows of the program's weight, 0 where it has none."""
+    bias = tl.zeros([row.shape[0]], dtype=tl.float32)
+    for i in tl.static_range(len(biases)):
+        if BIASED & (1 << i):
+            bias += tl.load(biases[i] + row, mask=mask & (which == i), other=0.0).to(tl.float32)
+    return bias
+
+
+@triton.jit(do_not_specialize=["M"])
+def _linear_kernel(
+    x: tl.tensor,
+    weights: tl.tuple,
+    biases: tl.tuple,
+    y: tl.tensor,
+    sizes: tl.tuple,
+    M: tl.tensor,
+    stride_x: tl.tensor,
+    stride_y: tl.tensor,
+    BIASED: tl.constexpr,  # bit i: weight i has a bias
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    FEW: tl.constexpr,
+) -> None:
+    """One program: BLOCK_N columns of all rows of y.
+
+    Few rows are multiplied as the weights come. Of more, the weight is the left side of products,
+    of which tensor cores take 64 rows.
+    """
+    weight, which, size, column, first_row = _place(weights, sizes, BLOCK_N)
+    row = first_row + tl.arange(0, BLOCK_N)
+    index_m = tl.arange(0, BLOCK_M)
+    index_k = tl.arange(0, BLOCK_K)
+    mask_n, mask_m = row < size, index_m < M
+    p_w = weight + row.to(tl.int64)[:, None] * K + index_k[None, :]
+    p_x = x + index_m.to(tl.int64)[:, None] * stride_x + index_k[None, :]
+    if FEW:
+        acc = tl.zeros([BLOCK_N, BLOCK_M, BLOCK_K], dtype=tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        mask_k = first + index_k < K
+        b_w = tl.load(p_w + first, mask=mask_n[:, None] & mask_k[None, :], other=0.0)
+        b_x = tl.load(p_x + first, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+        if FEW:
+            acc += b_w.to(tl.float32)[:, None, :] * b_x.to(tl.float32)[None, :, :]
+        else:
+            acc = dot(b_w, tl.trans(b_x), acc)
+    if FEW:
+        acc = tl.sum(acc, 2)
+    acc += _bias_of(biases, which, row, mask_n, BIASED)[:, None]
+    p_y = y + index_m.to(tl.int64)[None, :] * stride_y + (column + row)[:, None]
+    tl.store(p_y, acc.to(y.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])

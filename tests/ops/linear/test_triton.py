@@ -1,0 +1,101 @@
+"""The Triton kernel: in the interpreter, compiled for GPUs that are not there, and on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.devices import needs_cuda
+from tests.ops.contract import assert_within_budget, to_exact
+from tests.ops.linear.cases import CASES, Case, make_inputs
+from tests.ops.triton_compile import (
+    SHARED_LIMITS,
+    LaunchRecorder,
+    assert_all_fit,
+    compile_launch,
+    needs_cross_compiler,
+)
+from tests.ops.triton_interpreter import needs_triton, run_interpreted
+from torch_hybrid.ops.linear import linear
+from torch_hybrid.ops.linear.reference import linear_reference
+
+# What of the contract the interpreter can do in seconds.
+# The whole of it: TRITON_INTERPRET=1 pytest tests/ops/linear -k triton
+CONTRACT = """
+    triton and (
+        exact and (odd or three_rows or thirteen_rows or one_by_one or most_rows or no_)
+        or does_not_see and 9-bf16 or infinity or opcheck
+    )
+"""
+# As the merged layers of Qwen3-Next-80B: the gated delta rule's, the router's with the shared
+# expert's, an output layer's.
+REAL = {
+    "in_proj": (2048, (12288, 64)),
+    "router": (2048, (512, 512, 512, 1)),
+    "out_proj": (4096, (2048,)),
+}
+
+
+@needs_triton
+def test_in_the_interpreter(record_property: Callable[[str, object], None]) -> None:
+    run_interpreted(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    assert_as_exact(CASES[name], dtype)
+
+
+@needs_cuda
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 32, 33, 64, 65])
+@pytest.mark.parametrize("name", REAL)
+def test_real_sizes_on_a_gpu(name: str, num_rows: int) -> None:
+    depth, widths = REAL[name]
+    assert_as_exact(Case(num_rows=num_rows, depth=depth, widths=widths), torch.bfloat16)
+
+
+def assert_as_exact(case: Case, dtype: torch.dtype) -> None:
+    x, weights, biases = make_inputs(case, dtype=dtype)
+    exact = linear_reference(*to_exact(x), to_exact(*weights), to_exact(*biases))
+    out = linear(
+        on_device(x), [w.cuda() for w in weights], list(map(on_device, biases)), impl="triton"
+    )
+    assert_within_budget(out.cpu(), exact, linear_reference(x, weights, biases))
+
+
+def on_device(tensor: Tensor | None) -> Tensor | None:
+    """On the GPU; rows stay parts of wider ones."""
+    if tensor is None or tensor.ndim == 1:
+        return None if tensor is None else tensor.cuda()
+    wide = torch.cat([tensor, torch.full_like(tensor, torch.nan)], 1).cuda()
+    return wide[:, : tensor.shape[1]]
+
+
+@needs_cross_compiler
+def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_hybrid.ops.linear import _triton
+
+    rows = []
+    for name, (depth, widths) in REAL.items():
+        for num_rows in (1, 8, 32, 64):
+            if num_rows > 1 and len(widths) == 1:
+                continue  # torch's
+            recorder = LaunchRecorder(_triton._linear_kernel)
+            with monkeypatch.context() as patch:
+                patch.setattr(_triton, "_linear_kernel", recorder)
+                _triton.linear(
+                    torch.empty(num_rows, depth, dtype=torch.bfloat16, device="meta"),
+                    [torch.empty(n, depth, dtype=torch.bfloat16, device="meta") for n in widths],
+                    [None] * len(widths),
+                )
+            label = f"{name} {num_rows}"
+            rows += [compile_launch(recorder, target, label) for target in SHARED_LIMITS]
+    assert_all_fit(rows)
+    for row in rows:
+        assert (row.products == "-") == row.kernel.endswith(" 1"), row
