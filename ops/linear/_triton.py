@@ -21,8 +21,9 @@ from torch_hybrid.ops.triton.products import dot
 # Measured, see README.md: past these, torch's product of one weight after the other is faster.
 MAX_ROWS = 64
 _MAX_DEPTH = 4096  # of more than few rows: a program walks it alone
-_FEW_ROWS = 4  # up to which they are multiplied outside the tensor cores
-_MAX_ELEMENTS = 2**26  # of all weights of few rows
+# Few rows and columns are multiplied outside the tensor cores, which leaves more programs.
+_FEW_ROWS = 4
+_FEW_COLUMNS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +40,10 @@ class Tile:
     num_warps: int = 4
 
     @classmethod
-    def of(cls, num_rows: int, depth: int) -> Tile:
-        """For that many rows of x of ``depth`` columns."""
-        if num_rows <= _FEW_ROWS:
+    def of(cls, num_rows: int, num_columns: int) -> Tile:
+        """For that many rows of x, and columns of all weights' results."""
+        if num_rows <= _FEW_ROWS and num_columns <= _FEW_COLUMNS:
             block_m = triton.next_power_of_2(num_rows)
-            if 512 < depth <= 2048:
-                block_k = triton.next_power_of_2(depth)
-                return cls(block_m=block_m, block_n=1, block_k=block_k, num_stages=2)
             return cls(block_m=block_m, block_n=4, block_k=512, num_stages=4)
         block_m, stages = (16, 5) if num_rows <= 16 else (32, 4) if num_rows <= 32 else (64, 3)
         return cls(block_m=block_m, block_n=64, block_k=128, num_stages=stages)
@@ -58,7 +56,7 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     y = x.new_empty(num_rows, sum(sizes))
     if not _is_ours(x, sizes):
         return product_by_torch(x, weights, biases, y)
-    tile = Tile.of(num_rows, depth)
+    tile = Tile.of(num_rows, sum(sizes))
     _linear_kernel[(sum(triton.cdiv(size, tile.block_n) for size in sizes),)](
         x,
         tuple(weights),
@@ -75,7 +73,6 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         STAGES=tile.num_stages,
-        FEW=num_rows <= _FEW_ROWS,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
     )
@@ -83,13 +80,13 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
 
 
 def _is_ours(x: Tensor, sizes: Sequence[int]) -> bool:
-    """Whether the kernels are the faster way, by shapes alone."""
+    """Whether the kernel is the faster way, by shapes alone."""
     num_rows, depth = x.shape
     if num_rows == 0 or depth == 0 or sum(sizes) == 0:
         return False
-    if num_rows <= _FEW_ROWS:
-        return sum(sizes) * depth <= _MAX_ELEMENTS
-    # Float32 would have to be multiplied outside the tensor cores.
+    if num_rows <= _FEW_ROWS and sum(sizes) <= _FEW_COLUMNS:
+        return True
+    # More of float32 would have to be multiplied outside the tensor cores.
     is_skinny = num_rows <= MAX_ROWS and depth <= _MAX_DEPTH and x.dtype != torch.float32
     return is_skinny and len(sizes) > 1
 
@@ -144,13 +141,13 @@ def _linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
-    FEW: tl.constexpr,
 ) -> None:
     """One program: BLOCK_N columns of all rows of y.
 
     Few rows are multiplied as the weights come. Of more, the weight is the left side of products,
     of which tensor cores take 64 rows.
     """
+    FEW: tl.constexpr = BLOCK_M < 16
     weight, which, size, column, first_row = _place(weights, sizes, BLOCK_N)
     row = first_row + tl.arange(0, BLOCK_N)
     index_m = tl.arange(0, BLOCK_M)

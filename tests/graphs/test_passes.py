@@ -95,7 +95,7 @@ narrow_1 = narrow(linear_3, 1, 6, 4)""",
 
 
 def test_reshapes_of_one_input_are_one_input():
-    """As a router reads rows and an expert beside it the sequence; not one of other rows, or bits."""
+    """As a router reads rows and an expert beside it the sequence; not other rows, or bits."""
 
     def fn(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         rows = F.linear(x.reshape(-1, 8), a)
