@@ -78,7 +78,7 @@ class StepSizes:
         """Few sizes: for graphs that are captured once for each. Sequences of a decode step and
         tokens double; tables, where padding is copied but is no work, grow in wider strides."""
         return cls(
-            decode_seqs=geometric(2, max(max_seqs, 2)),
+            decode_seqs=geometric(1, max(max_seqs, 2)),
             seqs=geometric(8, max(max_seqs, 2), 8),
             tokens=geometric(min(64, max_tokens), max_tokens),
             half_tokens=geometric(min(64, half_tokens), half_tokens),

@@ -115,10 +115,7 @@ class StepPlanner:
         return self._null_inputs(variant, bucket, forms, _TRACED_ROWS)
 
     def _bucket_of(self, parts: Sequence[Batch], mode: Mode) -> tuple[int, int]:
-        """Sequences and tokens that each part is padded to.
-
-        At least two of each: a size of 1 would be a graph of its own.
-        """
+        """Sequences and tokens that each part is padded to."""
         num_seqs = max(part.num_seqs for part in parts)
         if mode.tokens_per_seq is not None:
             num_seqs = self._decode_seqs(num_seqs)
@@ -129,7 +126,7 @@ class StepPlanner:
 
     def _decode_seqs(self, num_seqs: int) -> int:
         """Sequences that a step of as many tokens for each is padded to."""
-        num_seqs = max(num_seqs, 2)
+        num_seqs = max(num_seqs, 1)
         sizes = self._sizes.decode_seqs
         return num_seqs if sizes is None else round_up(num_seqs, sizes)
 

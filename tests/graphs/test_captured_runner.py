@@ -79,7 +79,7 @@ def test_the_same_in_halves():
 
 def test_sizes_end_with_the_largest():
     sizes = StepSizes.coarse(max_seqs=5, max_tokens=100, half_tokens=66, num_pages=7, page_size=16)
-    assert sizes.decode_seqs == (2, 4, 5)
+    assert sizes.decode_seqs == (1, 2, 4, 5)
     assert (sizes.seqs, sizes.pages) == ((5,), (7,))
     assert (sizes.tokens, sizes.half_tokens) == ((64, 100), (64, 66))
     assert sizes.chunk_rows == (64, 112)
