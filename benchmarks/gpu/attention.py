@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu.case import (
     BF16,
     Case,
+    Choice,
     Contestant,
     Inputs,
     Turns,
@@ -219,5 +220,10 @@ def _case(
         make=partial(Paged.make, heads, num_seqs, length, num_new),
         reference=partial(call, impl="torch"),
         own=own(IMPLEMENTATIONS, call),
+        choice=Choice(
+            op="paged_attention",
+            sizes={"head_dim": heads[2], "page_size": PAGE_SIZE},
+            features=() if num_new == 1 else ("extend",),
+        ),
         others=others,
     )

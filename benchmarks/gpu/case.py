@@ -71,6 +71,15 @@ Contestant = Callable[[Sequence[Any]], Turns]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What a runner asks when it chooses among ``own``: the op, the sizes of a layer, features."""
+
+    op: str
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    features: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One line of the table.
 
@@ -82,6 +91,7 @@ class Case:
         reference: the result that all others must agree with.
         own: this package's implementations, by name.
         others: by name.
+        choice: where a runner chooses among ``own`` by what is measured.
     """
 
     op: str
@@ -91,6 +101,7 @@ class Case:
     reference: Callable[[Any], Tensor]
     own: Mapping[str, Contestant]
     others: Mapping[str, Contestant] = field(default_factory=dict)
+    choice: Choice | None = None
 
     def __str__(self) -> str:
         return f"{self.op}, {self.model}, {self.shape}"
@@ -117,6 +128,7 @@ class Line:
     bound: str  # "bytes" or "FLOPs"
     own: Mapping[str, Cell]
     others: Mapping[str, Cell]
+    choice: Choice | None = None
 
     @property
     def best(self) -> str | None:
@@ -187,6 +199,7 @@ def measure(case: Case, rates: Rates, *, device: str = "cuda") -> Line:
         bound="FLOPs" if first.flops / rates.flops > first.num_bytes / rates.num_bytes else "bytes",
         own={name: cells[name] for name in case.own},
         others={name: cells[name] for name in case.others},
+        choice=case.choice,
     )
 
 

@@ -11,7 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu.case import Case, Contestant, Inputs, Turns, installed, offsets, own, randn
+from benchmarks.gpu.case import (
+    Case,
+    Choice,
+    Contestant,
+    Inputs,
+    Turns,
+    installed,
+    offsets,
+    own,
+    randn,
+)
 from torch_hybrid.ops import gated_delta_rule as gdn
 from torch_hybrid.ops import kimi_delta_attention as kda
 from torch_hybrid.ops.gated_delta_rule import op as gdn_op
@@ -259,6 +269,10 @@ def _case(
         shape=f"{num_seqs}x{num_new}",
         make=partial(DeltaRule.make, heads, num_seqs, num_new, channels=channels),
         reference=partial(ours, impl="torch"),
+        choice=Choice(
+            op=f"{'chunk' if prefill else 'recurrent'}_{name}",
+            sizes={"head_k_dim": heads[2], "head_v_dim": heads[3]},
+        ),
         own=own(op.CHUNK_IMPLEMENTATIONS if prefill else op.RECURRENT_IMPLEMENTATIONS, ours),
         others=_others(prefill=prefill, channels=channels, one_token=num_new == 1),
     )

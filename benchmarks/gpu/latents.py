@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.gpu.case import (
     BF16,
     Case,
+    Choice,
     Inputs,
     Turns,
     flashinfer_workspace,
@@ -227,6 +228,7 @@ def cases() -> Iterator[Case]:
             make=partial(Latents.make, num_heads, num_seqs, length, num_new),
             reference=partial(call, impl="torch"),
             own=own(IMPLEMENTATIONS, call),
+            choice=Choice(op="latent_attention", sizes={"rank": RANK, "rope_dim": ROPE}),
             others={"flashinfer": _flashinfer_latents},
         )
     for num_heads, num_seqs, length in ((16, 1, 4096), (32, 1, 8192), (32, 4, 2048)):
@@ -237,5 +239,8 @@ def cases() -> Iterator[Case]:
             make=partial(Expanded.make, num_heads, num_seqs, length),
             reference=partial(call_expanded, impl="torch"),
             own=own(RAGGED_IMPLEMENTATIONS, call_expanded),
+            choice=Choice(
+                op="ragged_attention_with_lse", sizes={"head_dim": QK_DIM, "v_head_dim": V_DIM}
+            ),
             others={"flashinfer": _flashinfer_expanded, "cudnn": _cudnn},
         )

@@ -10,7 +10,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.case import Case, Contestant, Inputs, Turns, installed, offsets, own, randn
+from benchmarks.gpu.case import (
+    Case,
+    Choice,
+    Contestant,
+    Inputs,
+    Turns,
+    installed,
+    offsets,
+    own,
+    randn,
+)
 from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.ssd import chunk_ssd, recurrent_ssd
 from torch_hybrid.ops.ssd.op import CHUNK_IMPLEMENTATIONS, RECURRENT_IMPLEMENTATIONS
@@ -201,5 +211,9 @@ def _case(
         make=partial(StateSpace.make, sizes, num_seqs, num_new, lightning=lightning),
         reference=partial(ours, impl="torch"),
         own=own(implementations, ours),
+        choice=Choice(
+            op=f"{'chunk' if prefill else 'recurrent'}_ssd",
+            sizes={"head_k_dim": sizes[2], "head_v_dim": sizes[3]},
+        ),
         others=others,
     )
