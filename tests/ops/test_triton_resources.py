@@ -8,12 +8,22 @@ from pathlib import Path
 
 import expecttest
 import pytest
+import torch
 from expecttest import assert_expected_inline
 
 from tests.ops import triton_resources
 from tests.ops.kernels import all_kernels
-from tests.ops.triton_compile import Resources
-from tests.ops.triton_resources import assert_all_fit
+from tests.ops.triton_compile import (
+    SHARED_LIMITS,
+    Launch,
+    Resources,
+    compile_launch,
+    digest_of,
+    launches_on,
+    needs_cross_compiler,
+)
+from tests.ops.triton_resources import assert_all_fit, resources_of
+from torch_hybrid.ops.triton.devices import triton_missing
 
 ROW = Resources(
     kernel="scan: Qwen3-Next",
@@ -27,6 +37,7 @@ ROW = Resources(
     wgmma=84,
     tcgen05=0,
     mma=0,
+    ir="0123456789ab",
 )
 
 
@@ -69,7 +80,7 @@ kernels take something else than their table says
 @@ -3 +3 @@
 -scan: Qwen3-Next                                 sm_90       8       168       0  163840       12    0    84       0     0
 +scan: Qwen3-Next                                 sm_90       8       255       0  163840       12    0     0       0   512
-if this is meant: EXPECTTEST_ACCEPT=1 python -m pytest tests/ops -k compiles""",  # noqa: E501
+if this is meant: EXPECTTEST_ACCEPT=1 python -m pytest tests/ops -k compiles_without_spills""",  # noqa: E501
     )
     assert_all_fit([ROW], table)
 
@@ -97,3 +108,48 @@ def test_spills_and_limits_hold_with_any_triton(
         assert_all_fit([replace(ROW, stack=8)], table)
     with pytest.raises(AssertionError, match="over 232448 bytes of shared memory"):
         assert_all_fit([replace(ROW, shared=232449)], table)
+
+
+def test_kernels_that_changed_without_their_numbers_are_told(table: Path) -> None:
+    with pytest.warns(UserWarning, match="their numbers did not: they are compiled each time"):
+        assert_all_fit([replace(ROW, ir="ba9876543210")], table)
+
+
+needs_triton_of_the_tables = pytest.mark.skipif(
+    triton_missing() is not None
+    or importlib.metadata.version("triton") != triton_resources.table_version(),
+    reason="the tables are of another triton than is installed",
+)
+
+
+def top_k_launch(target: str) -> Launch:
+    """A small kernel's."""
+    from torch_hybrid.ops.top_k import _triton
+
+    with launches_on(target) as launches:
+        _triton.top_k(torch.empty(64, 32, device="meta"), 2)
+    return launches["_top_k_kernel"]
+
+
+@needs_cross_compiler
+@pytest.mark.parametrize("target", SHARED_LIMITS)
+def test_a_row_is_what_the_compiler_gives(target: str) -> None:
+    launch = top_k_launch(target)
+    held = resources_of(launch, target, "2 of 32")
+    assert held == replace(compile_launch(launch, target, "2 of 32"), ir=held.ir)
+
+
+@needs_cross_compiler
+@needs_triton_of_the_tables
+def test_what_changed_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    monkeypatch.setattr(triton_resources, "compile_launch", lambda *a: compiled.append(a) or ROW)
+    monkeypatch.setattr(expecttest, "ACCEPT", False)
+    launch = top_k_launch("sm_90")
+    resources_of(launch, "sm_90", "as in the table")
+    assert not compiled
+    digests = {digest_of(launch, "sm_90")}
+    for changed in ({"num_warps": 8}, {"E": 31}):
+        other = replace(launch, kwargs=launch.kwargs | changed)
+        digests.add(resources_of(other, "sm_90", "another").ir)
+    assert (len(compiled), len(digests)) == (2, 3)

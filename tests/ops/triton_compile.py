@@ -7,6 +7,7 @@ needed.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import re
 import subprocess
@@ -97,6 +98,7 @@ class Resources:
     wgmma: int  # instructions of tensor cores, by the kind that GPUs of a target have
     tcgen05: int
     mma: int
+    ir: str = ""  # a digest of all that decides the numbers, by ``digest_of``
 
     @property
     def products(self) -> str:
@@ -132,18 +134,12 @@ def compile_launch(launch: Launch, target: str, label: str) -> Resources:
     ``label`` says at which shape; the kernel's name is put before it.
     """
     import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
-    kernel, kwargs = launch.kernel, launch.kwargs
-    options = {name: kwargs[name] for name in kwargs if name not in kernel.arg_names}
-    signature, constexprs, attrs = _specialise(kernel, launch.args, kwargs)
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
-    arch = int(target.removeprefix("sm_"))
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    source, options = _source(launch)
+    compiled = triton.compile(source, target=_gpu(target), options=options)
     registers, stack = _resource_usage(compiled.asm["cubin"])
     return Resources(
-        kernel=f"{short_name(kernel.fn.__name__)}: {label}",
+        kernel=title(launch, label),
         target=target,
         num_warps=compiled.metadata.num_warps,
         registers=registers,
@@ -151,6 +147,46 @@ def compile_launch(launch: Launch, target: str, label: str) -> Resources:
         shared=compiled.metadata.shared,
         **{what: len(re.findall(text, compiled.asm["ptx"])) for what, text in _COUNTED.items()},
     )
+
+
+def digest_of(launch: Launch, target: str) -> str:
+    """Of the kernel's first IR at that launch, without positions in files, and of all that is
+    compiled of it by: with one version of Triton, what is as it was compiles to what it was."""
+    from triton._C.libtriton import ir
+    from triton.compiler import make_backend
+
+    source, given = _source(launch)
+    backend = make_backend(_gpu(target))
+    options = backend.parse_options(given)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    codegen, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    module = source.make_ir(_gpu(target), options, codegen, modules, context)
+    decides = (module.str_nodebug(), target, sorted(given.items()))
+    return hashlib.sha256(repr(decides).encode()).hexdigest()[:12]
+
+
+def title(launch: Launch, label: str) -> str:
+    """The kernel's name, and at which shape."""
+    return f"{short_name(launch.kernel.fn.__name__)}: {label}"
+
+
+def _gpu(target: str) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+
+
+def _source(launch: Launch) -> tuple[Any, dict[str, Any]]:
+    """What is compiled, and the options of the launch."""
+    from triton.compiler import ASTSource
+
+    kernel, kwargs = launch.kernel, launch.kwargs
+    options = {name: kwargs[name] for name in kwargs if name not in kernel.arg_names}
+    signature, constexprs, attrs = _specialise(kernel, launch.args, kwargs)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    return source, options
 
 
 def _specialise(

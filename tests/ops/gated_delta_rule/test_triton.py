@@ -14,11 +14,10 @@ from tests.ops.delta_rule_triton import Shape, check, check_captured, record_rec
 from tests.ops.gated_delta_rule.cases import CASES, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
-    compile_launch,
     needs_cross_compiler,
 )
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
-from tests.ops.triton_resources import assert_all_fit
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.gated_delta_rule import recurrent_gated_delta_rule
 from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_reference
 
@@ -83,7 +82,7 @@ SHAPES = {
 @needs_cross_compiler
 def test_compiles_without_spills() -> None:
     rows = [
-        compile_launch(launch, target, label)
+        resources_of(launch, target, label)
         for label, shape in SHAPES.items()
         for target in SHARED_LIMITS
         for launch in record_recurrent(target, shape).values()

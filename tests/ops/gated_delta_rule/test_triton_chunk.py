@@ -16,12 +16,11 @@ from tests.ops.gated_delta_rule.cases import CASES, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
-    compile_launch,
     launches_on,
     needs_cross_compiler,
 )
 from tests.ops.triton_interpreter import needs_triton, run_interpreted
-from tests.ops.triton_resources import assert_all_fit
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_reference
 
@@ -117,7 +116,7 @@ SHAPES = {
 @needs_cross_compiler
 def test_compiles_without_spills() -> None:
     rows = [
-        compile_launch(launch, target, label)
+        resources_of(launch, target, label)
         for label, shape in SHAPES.items()
         for target in SHARED_LIMITS
         for launch in record_launches(target, *shape).values()

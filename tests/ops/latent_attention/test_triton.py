@@ -16,12 +16,11 @@ from tests.ops.latent_attention.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
-    compile_launch,
     launches_on,
     needs_cross_compiler,
 )
 from tests.ops.triton_interpreter import needs_triton, run_interpreted
-from tests.ops.triton_resources import assert_all_fit
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.latent_attention import latent_attention_with_lse, reference
 
 # What of the contract the interpreter can do in seconds.
@@ -126,7 +125,7 @@ def test_compiles_without_spills() -> None:
         for target in SHARED_LIMITS:
             for name, launch in record_launches(target, *shape).items():
                 if number == 0 or name not in once:
-                    rows.append(compile_launch(launch, target, label))
+                    rows.append(resources_of(launch, target, label))
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
     for row in rows:
         # Lost when the compiler can no longer prove that rows of latents are aligned.

@@ -23,12 +23,11 @@ from tests.ops.paged_attention.cases import (
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
-    compile_launch,
     launches_on,
     needs_cross_compiler,
 )
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
-from tests.ops.triton_resources import assert_all_fit
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.paged_attention import paged_attention_with_lse, reference
 
 # What of the contract the interpreter can do in seconds.
@@ -187,7 +186,7 @@ def test_compiles_without_spills() -> None:
         for target in SHARED_LIMITS:
             for kernel, launch in record_launches(target, *shape).items():
                 if number == 0 or kernel not in once:
-                    rows.append(compile_launch(launch, target, label))
+                    rows.append(resources_of(launch, target, label))
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
     for row in rows:
         if not row.kernel.startswith(("write", "merge")):

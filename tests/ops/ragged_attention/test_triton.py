@@ -16,12 +16,11 @@ from tests.ops.ragged_attention.cases import CASES, Inputs, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
-    compile_launch,
     launches_on,
     needs_cross_compiler,
 )
 from tests.ops.triton_interpreter import needs_triton, run_interpreted
-from tests.ops.triton_resources import assert_all_fit
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.ragged_attention import ragged_attention_with_lse, reference
 
 # What of the contract the interpreter can do in seconds.
@@ -111,7 +110,7 @@ SHAPES = {
 @needs_cross_compiler
 def test_compiles_without_spills() -> None:
     rows = [
-        compile_launch(launch, target, label)
+        resources_of(launch, target, label)
         for label, shape in SHAPES.items()
         for target in SHARED_LIMITS
         for launch in record_launches(target, *shape).values()

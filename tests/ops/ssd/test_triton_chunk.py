@@ -15,12 +15,11 @@ from tests.ops.ssd.test_triton import assert_as_exact, on_device, tensor_fields
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
-    compile_launch,
     launches_on,
     needs_cross_compiler,
 )
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
-from tests.ops.triton_resources import assert_all_fit
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.ssd import chunk_ssd
 
 # What of the contract the interpreter can do in seconds.
@@ -131,7 +130,7 @@ def test_compiles_without_spills() -> None:
         for target in SHARED_LIMITS:
             for name, launch in record_launches(target, *shape).items():
                 if label == "Bamba" or name != "_decay_kernel":
-                    rows.append(compile_launch(launch, target, label))
+                    rows.append(resources_of(launch, target, label))
     assert_all_fit(rows, Path(__file__).with_name("resources_chunk.txt"))
     for row in rows:
         is_product = "float32" not in row.kernel and not row.kernel.startswith("decay")

@@ -14,12 +14,11 @@ from tests.devices import needs_cuda
 from tests.ops.contract import assert_traces_once, impls_on, skip_reason
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
-    compile_launch,
     launches_on,
     needs_cross_compiler,
 )
 from tests.ops.triton_interpreter import needs_triton, run_interpreted
-from tests.ops.triton_resources import assert_all_fit
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.top_k import reference, top_k
 from torch_hybrid.ops.top_k.op import IMPLEMENTATIONS, TOP_K
 
@@ -111,7 +110,7 @@ def test_compiles_without_spills() -> None:
             with launches_on(target) as launches:
                 _triton.top_k(torch.empty(64, num_columns, dtype=torch.float32, device="meta"), k)
             launch = launches["_top_k_kernel"]
-            rows.append(compile_launch(launch, target, f"{k} of {num_columns}"))
+            rows.append(resources_of(launch, target, f"{k} of {num_columns}"))
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
 
 
