@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-OPS = Path(__file__).parents[2] / "ops"
+from torch_hybrid import ops
+
+OPS = Path(ops.__path__[0])
 
 Kernel = tuple[str, str]  # its folder, and its name: "attend" of _attend_kernel
 
