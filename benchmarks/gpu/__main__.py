@@ -6,11 +6,11 @@
 Needs a CUDA device. The floor of a call is the larger of two times: of the bytes that it must move,
 at the rate of a large pass through memory, and of the FLOPs of the usual form, at the rate of a
 bfloat16 product of 8192^3; both rates are measured first. Calls take turns on tensors of their own,
-so that the L2 cache holds none of them, and are captured in a graph where they can be; the fastest
-replay counts. Every contestant's result is compared with that of implementation "torch" on the same
-tensors before it is timed. flash-linear-attention, FlashInfer and cuDNN take part where they are
-installed; a blank cell has its reason below the table. Exits with 1 if a part broke off, or none of
-our implementations has a figure in some line.
+so that the L2 cache holds none but the smallest, and are captured in a graph where they can be; the
+fastest replay counts. Every contestant's result is compared with that of implementation "torch" on
+the same tensors before it is timed. flash-linear-attention, FlashInfer and cuDNN take part where
+they are installed; a blank cell has its reason below the table. Exits with 1 if a part broke off,
+or none of our implementations has a figure in some line.
 """
 
 from __future__ import annotations
