@@ -243,11 +243,12 @@ def make_model(
     model = FAMILIES[family]((_TINY if quick else {}) | sizes)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            _fill(name, weight, generator)
+            fill(name, weight, generator)
     return model.to(dtype).eval().requires_grad_(False)
 
 
-def _fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
+def fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
+    """Random values for a weight of that name, on the generator's device."""
     if name.endswith("A_log"):
         weight.uniform_(1, 16, generator=generator).log_()
     elif name.endswith("dt_bias"):

@@ -2,8 +2,8 @@
 
 python -m benchmarks.run_all [--list] [--quick] [--only NAME ...] [--models NAME ...] [--page FILE]
 
-A benchmark is a module of this folder that can be run. Those of GPUs are named and left out where
-torch sees no CUDA device.
+A benchmark is a module or a package of this folder that can be run. Those of GPUs are named and
+left out where torch sees no CUDA device.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ TRAITS = {
     "floor": _OF_STEPS,
     "fused_experts": _TIMED,
     "gated_delta_rule": _TIMED,
+    "gpu": Traits(quick=("--parts", "token_ops", "--only", "router"), needs_cuda=True),
     "kimi_delta_attention": _TIMED,
     "latent_attention": _TIMED,
     "latent_prefix": Traits(quick=("--prefixes", "256", "--tokens", "16", "--budget", "128")),
@@ -61,20 +62,20 @@ TRAITS = {
     "side_stream": Traits(quick=("--layers", "2"), has_options=True, needs_cuda=True),
     "ssd": _TIMED,
     "state_copy": Traits(quick=("--rounds", "1")),
-    "triton_experts": Traits(needs_cuda=True),
-    "triton_extend": Traits(needs_cuda=True),
-    "triton_kernels": Traits(needs_cuda=True),
-    "triton_top_k": Traits(needs_cuda=True),
 }
 
 
 def discover() -> list[str]:
-    """Names of the benchmarks: modules here that do something when they are run."""
-    return sorted(
-        file.stem
-        for file in FOLDER.glob("*.py")
-        if file.stem != Path(__file__).stem and _can_be_run(file)
-    )
+    """Names of the benchmarks: modules and packages here that do something when they are run."""
+    modules = (file for file in FOLDER.glob("*.py") if file.stem != Path(__file__).stem)
+    packages = (file.parent.name for file in FOLDER.glob("*/__main__.py"))
+    return sorted([*(file.stem for file in modules if _can_be_run(file)), *packages])
+
+
+def source(name: str) -> Path:
+    """The file that is run."""
+    package = FOLDER / name / "__main__.py"
+    return package if package.exists() else FOLDER / f"{name}.py"
 
 
 def _can_be_run(file: Path) -> bool:
@@ -84,7 +85,7 @@ def _can_be_run(file: Path) -> bool:
 
 def summary(name: str) -> str:
     """The first sentence that a benchmark says of itself."""
-    doc = ast.get_docstring(ast.parse((FOLDER / f"{name}.py").read_text(encoding="utf-8"))) or ""
+    doc = ast.get_docstring(ast.parse(source(name).read_text(encoding="utf-8"))) or ""
     return " ".join(doc.partition("\n\n")[0].split()).partition(". ")[0].rstrip(".")
 
 

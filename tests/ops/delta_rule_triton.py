@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests.ops.contract import assert_within_budget
 from tests.ops.delta_rule_cases import Inputs
-from tests.ops.triton_compile import LaunchRecorder
+from tests.ops.triton_compile import Launch, launches_on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +83,7 @@ def on_device(inputs: Inputs, device: str) -> Inputs:
     return replace(inputs, **moved | {"state": moved["state"].clone()})
 
 
-def record_recurrent(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> LaunchRecorder:
+def record_recurrent(target: str, shape: Shape) -> dict[str, Launch]:
     """What the launcher launches for q, k and v that are slices of one projection."""
     from torch_hybrid.ops.triton import delta_recurrent
 
@@ -93,9 +92,7 @@ def record_recurrent(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> LaunchRec
     q, k, v = qkv.split([k_size, k_size, v_size], 1)
     per_head = torch.empty(shape.num_tokens, shape.num_v_heads, device="meta")
     indices = torch.empty(shape.num_seqs + 1, dtype=torch.int32, device="meta")
-    with monkeypatch.context() as patch:
-        recorder = LaunchRecorder(delta_recurrent._recurrent_kernel)
-        patch.setattr(delta_recurrent, "_recurrent_kernel", recorder)
+    with launches_on(target) as launches:
         delta_recurrent.recurrent_delta_rule(
             q.unflatten(1, (shape.num_k_heads, shape.k_dim)),
             k.unflatten(1, (shape.num_k_heads, shape.k_dim)),
@@ -111,4 +108,4 @@ def record_recurrent(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> LaunchRec
             scale=shape.k_dim**-0.5,
             qk_l2norm=True,
         )
-    return recorder
+    return launches

@@ -1,29 +1,42 @@
 """Compile Triton kernels for a GPU that is not there, and read what they use.
 
-A launcher is run with a :class:`LaunchRecorder` in the place of its kernel, on tensors that hold
-no data, so that what is compiled is what the launcher launches at that shape: same arguments,
-same tiles, same specialisation. No driver is needed.
+A launcher is run within :func:`launches_on`, on tensors that hold no data, so that what is compiled
+is what it launches at that shape: same arguments, same tiles, same specialisation. No driver is
+needed.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from torch_hybrid.ops.triton.devices import interpreted
+from tests.ops.kernels import short_name
+from torch_hybrid.ops.triton.devices import interpreted, is_hopper
 
 # Dynamic shared memory that one block may ask for, in bytes.
 SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+
+# Instructions that are counted, as they stand in PTX.
+_COUNTED = {
+    "async_copies": r"\bcp\.async\.c[ag]\.shared",
+    "tensor_copies": r"\bcp\.async\.bulk\.tensor",
+    "wgmma": r"\bwgmma\.mma_async",
+    "tcgen05": r"\btcgen05\.mma",
+    "mma": r"\bmma\.sync",
+}
 
 _DTYPES = {
     torch.float32: "*fp32",
@@ -35,55 +48,63 @@ _DTYPES = {
 }
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, target: str, *modules: ModuleType) -> None:
-    """Let the launchers in these modules believe that tensors are on a GPU of ``target``."""
-    for module in modules:
-        monkeypatch.setattr(module, "is_hopper", lambda _: target == "sm_90")
-
-
-@dataclass
-class LaunchRecorder:
-    """Stands in for a kernel: keeps the arguments of its launches instead of launching."""
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel, and what it would have been launched with."""
 
     kernel: Any
-    launches: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
 
-    def __getitem__(self, grid: tuple[int, ...]):
-        return lambda *args, **kwargs: self.launches.append((args, kwargs))
+
+@contextmanager
+def launches_on(target: str) -> Iterator[dict[str, Launch]]:
+    """What launchers launch on a GPU of ``target``, by the kernel's name, instead of launching it.
+
+    Modules must have been imported before: each asks for itself on what kind of GPU it is.
+    """
+    from triton.runtime.jit import JITFunction
+
+    launches: dict[str, Launch] = {}
+
+    def keep(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        name = kernel.fn.__name__
+        assert name not in launches, f"{name} is launched twice"
+        launches[name] = Launch(kernel, args, kwargs)
+
+    with ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            # Not where it is defined: what is imported in the body keeps what it finds there.
+            asks = name.startswith("torch_hybrid.ops.") and name != is_hopper.__module__
+            if asks and "is_hopper" in vars(module):
+                is_it = mock.patch.object(module, "is_hopper", return_value=target == "sm_90")
+                stack.enter_context(is_it)
+        stack.enter_context(mock.patch.object(JITFunction, "run", keep))
+        yield launches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
     """What one thread (registers, stack) and one block (shared) of a compiled kernel take."""
 
-    kernel: str
+    kernel: str  # its name, and at which shape: "prepare: Qwen3-Next"
     target: str
     num_warps: int
     registers: int
-    stack: int
+    stack: int  # bytes that a thread keeps in memory: what registers spilled
     shared: int
     async_copies: int  # instructions that copy global to shared memory without waiting
-    products: str  # the tensor core instruction, "-" when products run outside them
+    tensor_copies: int  # those that copy a whole tile, by its descriptor (TMA)
+    wgmma: int  # instructions of tensor cores, by the kind that GPUs of a target have
+    tcgen05: int
+    mma: int
+    ir: str = ""  # a digest of all that decides the numbers, by ``digest_of``
 
-    def __str__(self) -> str:
-        return (
-            f"| {self.kernel} | {self.target} | {self.num_warps} | {self.registers} | {self.stack} "
-            f"| {self.shared} | {self.async_copies} | {self.products} |"
-        )
-
-
-_TABLE_HEADER = """\
-| kernel | target | warps | registers | stack | shared | async copies | products |
-|---|---|---|---|---|---|---|---|"""
-
-
-def assert_all_fit(rows: Sequence[Resources]) -> None:
-    """No spills, and no more shared memory than a block of the target may have; shown first."""
-    print("", _TABLE_HEADER, *rows, sep="\n")
-    for row in rows:
-        limit = SHARED_LIMITS[row.target]
-        assert row.stack == 0, f"{row.kernel} spills: {row}"
-        assert row.shared <= limit, f"over {limit} bytes of shared memory: {row}"
+    @property
+    def products(self) -> str:
+        """The tensor core instructions, "-" when products run outside them."""
+        counts = {"mma": self.mma, "tcgen05": self.tcgen05, "wgmma": self.wgmma}
+        return "/".join(name for name, count in counts.items() if count) or "-"
 
 
 def _cuobjdump() -> Path:
@@ -107,29 +128,65 @@ needs_cross_compiler = pytest.mark.skipif(
 )
 
 
-def compile_launch(recorder: LaunchRecorder, target: str, label: str) -> Resources:
-    """Compile the recorded launch for ``target`` ("sm_90") and read what it uses."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+def compile_launch(launch: Launch, target: str, label: str) -> Resources:
+    """Compile the recorded launch for ``target`` ("sm_90") and read what it uses.
 
-    [(args, kwargs)] = recorder.launches
-    options = {name: kwargs[name] for name in kwargs if name not in recorder.kernel.arg_names}
-    signature, constexprs, attrs = _specialise(recorder.kernel, args, kwargs)
-    source = ASTSource(fn=recorder.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
-    arch = int(target.removeprefix("sm_"))
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    ``label`` says at which shape; the kernel's name is put before it.
+    """
+    import triton
+
+    source, options = _source(launch)
+    compiled = triton.compile(source, target=_gpu(target), options=options)
     registers, stack = _resource_usage(compiled.asm["cubin"])
     return Resources(
-        kernel=label,
+        kernel=title(launch, label),
         target=target,
         num_warps=compiled.metadata.num_warps,
         registers=registers,
         stack=stack,
         shared=compiled.metadata.shared,
-        async_copies=len(re.findall(r"cp\.async\.c[ag]\.shared", compiled.asm["ptx"])),
-        products=_tensor_core_instruction(compiled.asm["ptx"]),
+        **{what: len(re.findall(text, compiled.asm["ptx"])) for what, text in _COUNTED.items()},
     )
+
+
+def digest_of(launch: Launch, target: str) -> str:
+    """Of the kernel's first IR at that launch, without positions in files, and of all that is
+    compiled of it by: with one version of Triton, what is as it was compiles to what it was."""
+    from triton._C.libtriton import ir
+    from triton.compiler import make_backend
+
+    source, given = _source(launch)
+    backend = make_backend(_gpu(target))
+    options = backend.parse_options(given)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    codegen, modules = backend.get_codegen_implementation(options), backend.get_module_map()
+    module = source.make_ir(_gpu(target), options, codegen, modules, context)
+    decides = (module.str_nodebug(), target, sorted(given.items()))
+    return hashlib.sha256(repr(decides).encode()).hexdigest()[:12]
+
+
+def title(launch: Launch, label: str) -> str:
+    """The kernel's name, and at which shape."""
+    return f"{short_name(launch.kernel.fn.__name__)}: {label}"
+
+
+def _gpu(target: str) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    return GPUTarget("cuda", int(target.removeprefix("sm_")), 32)
+
+
+def _source(launch: Launch) -> tuple[Any, dict[str, Any]]:
+    """What is compiled, and the options of the launch."""
+    from triton.compiler import ASTSource
+
+    kernel, kwargs = launch.kernel, launch.kwargs
+    options = {name: kwargs[name] for name in kwargs if name not in kernel.arg_names}
+    signature, constexprs, attrs = _specialise(kernel, launch.args, kwargs)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    return source, options
 
 
 def _specialise(
@@ -188,8 +245,3 @@ def _resource_usage(cubin: bytes) -> tuple[int, int]:
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
     return int(found[1]), int(found[2])
-
-
-def _tensor_core_instruction(ptx: str) -> str:
-    names = re.findall(r"\b(wgmma|tcgen05|mma)\.\S*m\d+n\d+k\d+|\b(tcgen05)\.mma", ptx)
-    return "/".join(sorted({first or second for first, second in names})) or "-"

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
+from torch_hybrid.backends.measured import fastest
 from torch_hybrid.backends.prefix import PrefixPolicy
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.capability import Implementation, Need
@@ -13,7 +14,8 @@ from torch_hybrid.ops.capability import Implementation, Need
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backends:
-    """Which implementations a runner may take, by name; ``"auto"`` is the first that can serve.
+    """Which implementations a runner may take, by name; ``"auto"`` is the one that was measured to
+    be the fastest on the device, or the first that can serve where nothing was.
 
     ``full`` is for full attention, ``linear`` for linear attention and ``conv`` for its
     convolution, ``experts`` for the experts of a mixture, and ``products`` for the linear layers of
@@ -32,10 +34,14 @@ class Backends:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What was chosen for one op, and why the others were not."""
+    """What was chosen for one op, and why the others were not.
+
+    ``measured`` has the figures that decided; without any, the order of implementations did.
+    """
 
     op: str
     impl: str
+    measured: str = ""
     refused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -69,7 +75,8 @@ def select(
     needs: Need | Iterable[Need],
     preferred: str = "auto",
 ) -> Choice:
-    """The first implementation of ``op`` that can serve all ``needs``, or the preferred one.
+    """An implementation of ``op`` that can serve all ``needs``: the preferred one, or that which
+    was measured to be the fastest on the device, or else the first.
 
     Raises:
         ValueError: ``preferred`` names no implementation of the op.
@@ -81,7 +88,7 @@ def select(
             f"{op} has no implementation {preferred!r}; it has {['auto', *implementations]}"
         )
     refused: dict[str, tuple[str, ...]] = {}
-    chosen: str | None = None
+    able: list[str] = []
     for name, implementation in implementations.items():
         why_not = implementation.capability.why_not
         reasons = list(dict.fromkeys(reason for need in wanted for reason in why_not(need)))
@@ -89,11 +96,13 @@ def select(
             reasons = [f"{preferred} was asked for by name"]
         if reasons:
             refused[name] = tuple(reasons)
-        elif chosen is None:
-            chosen = name
         else:
-            refused[name] = (f"{chosen} comes first",)
-    if chosen is None:
+            able.append(name)
+    if not able:
         listed = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in refused.items())
         raise UnsupportedError(f"no implementation of {op} can serve:\n{listed}")
-    return Choice(op=op, impl=chosen, refused=refused)
+    best = fastest(op, wanted, able) if preferred == "auto" else None
+    chosen, why = (best.impl, "is faster") if best else (able[0], "comes first")
+    others = {name: refused.get(name, (f"{chosen} {why}",)) for name in implementations}
+    del others[chosen]
+    return Choice(op=op, impl=chosen, measured=str(best or ""), refused=others)

@@ -59,7 +59,8 @@ def implementations(runner: Runner) -> Section:
     rows = []
     for step, choice in [*chosen, *(("every", choice) for choice in runner.choices)]:
         refused = [f"{name}: {'; '.join(why)}" for name, why in choice.refused.items()]
-        rows.append((step, choice.op, choice.impl, "\n".join(refused) or "-"))
+        takes = f"{choice.impl}\n{choice.measured}" if choice.measured else choice.impl
+        rows.append((step, choice.op, takes, "\n".join(refused) or "-"))
     return Section(
         title="Implementations",
         columns=("step", "op", "takes", "and not"),

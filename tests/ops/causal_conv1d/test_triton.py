@@ -15,12 +15,12 @@ from tests.ops.causal_conv1d.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.contract import assert_within_budget
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
-    LaunchRecorder,
-    assert_all_fit,
-    compile_launch,
+    Launch,
+    launches_on,
     needs_cross_compiler,
 )
 from tests.ops.triton_interpreter import needs_triton, run_interpreted
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
 from torch_hybrid.ops.causal_conv1d.reference import causal_conv1d_reference
 
@@ -97,30 +97,30 @@ SHAPES = {
 
 
 @needs_cross_compiler
-def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch):
-    rows = []
-    for label, shape in SHAPES.items():
-        launch = record_launch(monkeypatch, *shape)
-        rows += [compile_launch(launch, target, label) for target in SHARED_LIMITS]
-    assert_all_fit(rows)
+def test_compiles_without_spills() -> None:
+    rows = [
+        resources_of(launch, target, label)
+        for label, shape in SHAPES.items()
+        for target in SHARED_LIMITS
+        for launch in record_launches(target, *shape).values()
+    ]
+    assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
 
 
-def record_launch(
-    monkeypatch: pytest.MonkeyPatch,
+def record_launches(
+    target: str,
     num_seqs: int,
     num_tokens: int,
     channels: int,
     width: int,
     dtype: torch.dtype,
-) -> LaunchRecorder:
+) -> dict[str, Launch]:
     """What the launcher launches for x that is a slice of a projection."""
     from torch_hybrid.ops.causal_conv1d import _triton
 
     projected = torch.empty(num_tokens, channels + 4096, dtype=dtype, device="meta")
     indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
-    with monkeypatch.context() as patch:
-        recorder = LaunchRecorder(_triton._conv_kernel)
-        patch.setattr(_triton, "_conv_kernel", recorder)
+    with launches_on(target) as launches:
         _triton.causal_conv1d(
             projected[:, :channels],
             projected.new_empty(channels, width),
@@ -131,4 +131,4 @@ def record_launch(
             indices[1:],
             activation="silu",
         )
-    return recorder
+    return launches

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,13 +15,12 @@ from tests.ops.fused_experts.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.fused_experts.test_contract import assert_near
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
-    LaunchRecorder,
-    assert_all_fit,
-    compile_launch,
+    Launch,
+    launches_on,
     needs_cross_compiler,
-    pretend,
 )
 from tests.ops.triton_interpreter import needs_triton, run_interpreted
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.fused_experts import fused_experts
 from torch_hybrid.ops.fused_experts.reference import fused_experts_reference
 
@@ -106,31 +104,23 @@ SHAPES = {
     "Nemotron-H 4096": (4096, 128, 6, 2688, 1856, "relu2", torch.bfloat16),
     "Qwen3-Next 64 float32": (64, 512, 10, 2048, 512, "silu", torch.float32),
 }
-KERNELS = {
-    "_triton_group": ("_count_kernel", "_add_up_kernel", "_place_kernel"),
-    "_triton_few": ("_hidden_kernel", "_out_kernel"),
-    "_triton": ("_gate_up_kernel", "_down_kernel", "_combine_kernel"),
-}
 
 
 @needs_cross_compiler
-def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = []
-    for label, shape in SHAPES.items():
-        for target in SHARED_LIMITS:
-            launches = record_launches(monkeypatch, target, *shape)
-            rows += [
-                compile_launch(launch, target, f"{label} {name}")
-                for name, launch in launches.items()
-            ]
-    assert_all_fit(rows)
+def test_compiles_without_spills() -> None:
+    rows = [
+        resources_of(launch, target, label)
+        for label, shape in SHAPES.items()
+        for target in SHARED_LIMITS
+        for launch in record_launches(target, *shape).values()
+    ]
+    assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
     for row in rows:
-        multiplies = "gate_up" in row.kernel or "down" in row.kernel
+        multiplies = row.kernel.startswith(("gate_up", "down"))
         assert (row.products != "-") == (multiplies and "float32" not in row.kernel), row
 
 
 def record_launches(
-    monkeypatch: pytest.MonkeyPatch,
     target: str,
     num_tokens: int,
     num_experts: int,
@@ -139,24 +129,17 @@ def record_launches(
     width: int,
     activation: str,
     dtype: torch.dtype,
-) -> dict[str, LaunchRecorder]:
+) -> dict[str, Launch]:
     """What the launcher launches, by kernel."""
-    folder = "torch_hybrid.ops.fused_experts"
-    modules = {name: importlib.import_module(f"{folder}.{name}") for name in KERNELS}
+    from torch_hybrid.ops.fused_experts import _triton
 
     def weights(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device="meta")
     rows = (1 + (activation == "silu")) * width
-    with monkeypatch.context() as patch:
-        pretend(patch, target, modules["_triton"])
-        recorders = {}
-        for name, kernels in KERNELS.items():
-            for kernel in kernels:
-                recorders[kernel] = LaunchRecorder(getattr(modules[name], kernel))
-                patch.setattr(modules[name], kernel, recorders[kernel])
-        modules["_triton"].fused_experts(
+    with launches_on(target) as launches:
+        _triton.fused_experts(
             weights(num_tokens, dim),
             ids,
             weights(num_tokens, top_k),
@@ -164,4 +147,4 @@ def record_launches(
             weights(num_experts, dim, width),
             activation=activation,
         )
-    return {name: recorder for name, recorder in recorders.items() if recorder.launches}
+    return launches

@@ -14,11 +14,10 @@ from tests.ops.delta_rule_triton import Shape, check, check_captured, record_rec
 from tests.ops.gated_delta_rule.cases import CASES, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
-    assert_all_fit,
-    compile_launch,
     needs_cross_compiler,
 )
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.gated_delta_rule import recurrent_gated_delta_rule
 from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_reference
 
@@ -81,9 +80,11 @@ SHAPES = {
 
 
 @needs_cross_compiler
-def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch):
-    rows = []
-    for label, shape in SHAPES.items():
-        launch = record_recurrent(monkeypatch, shape)
-        rows += [compile_launch(launch, target, label) for target in SHARED_LIMITS]
-    assert_all_fit(rows)
+def test_compiles_without_spills() -> None:
+    rows = [
+        resources_of(launch, target, label)
+        for label, shape in SHAPES.items()
+        for target in SHARED_LIMITS
+        for launch in record_recurrent(target, shape).values()
+    ]
+    assert_all_fit(rows, Path(__file__).with_name("resources_recurrent.txt"))

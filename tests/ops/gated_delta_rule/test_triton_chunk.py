@@ -15,13 +15,12 @@ from tests.ops.delta_rule_triton import assert_as_exact, on_device, tensor_field
 from tests.ops.gated_delta_rule.cases import CASES, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
-    LaunchRecorder,
-    assert_all_fit,
-    compile_launch,
+    Launch,
+    launches_on,
     needs_cross_compiler,
-    pretend,
 )
 from tests.ops.triton_interpreter import needs_triton, run_interpreted
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_reference
 
@@ -112,24 +111,22 @@ SHAPES = {
     "Qwen3-Next float32": (16, 16, 32, 128, 128, torch.float32),
     "OLMo-hybrid": (64, 30, 30, 96, 192, torch.bfloat16),
 }
-KERNELS = ("_prepare_kernel", "_scan_kernel")
 
 
 @needs_cross_compiler
-def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch):
-    rows = []
-    for label, shape in SHAPES.items():
-        for target in SHARED_LIMITS:
-            for kernel, launch in record_launches(monkeypatch, target, *shape).items():
-                name = f"{kernel.strip('_').removesuffix('_kernel')}: {label}"
-                rows.append(compile_launch(launch, target, name))
-    assert_all_fit(rows)
+def test_compiles_without_spills() -> None:
+    rows = [
+        resources_of(launch, target, label)
+        for label, shape in SHAPES.items()
+        for target in SHARED_LIMITS
+        for launch in record_launches(target, *shape).values()
+    ]
+    assert_all_fit(rows, Path(__file__).with_name("resources_chunk.txt"))
     for row in rows:
         assert (row.products == "-") == ("float32" in row.kernel), row
 
 
 def record_launches(
-    monkeypatch: pytest.MonkeyPatch,
     target: str,
     chunk_size: int,
     num_k_heads: int,
@@ -137,10 +134,9 @@ def record_launches(
     k_dim: int,
     v_dim: int,
     dtype: torch.dtype,
-) -> dict[str, LaunchRecorder]:
+) -> dict[str, Launch]:
     """What the launcher launches for q, k and v that are slices of one projection."""
     from torch_hybrid.ops.gated_delta_rule import _triton_chunk
-    from torch_hybrid.ops.triton import delta_rule
 
     num_tokens, num_seqs = 8192, 16
     k_size, v_size = num_k_heads * k_dim, num_v_heads * v_dim
@@ -148,12 +144,7 @@ def record_launches(
     q, k, v = qkv.split([k_size, k_size, v_size], 1)
     per_head = torch.empty(num_tokens, num_v_heads, device="meta")
     indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
-    modules = dict(zip(KERNELS, (_triton_chunk, delta_rule), strict=True))
-    recorders = {name: LaunchRecorder(getattr(module, name)) for name, module in modules.items()}
-    with monkeypatch.context() as patch:
-        pretend(patch, target, delta_rule)
-        for name, module in modules.items():
-            patch.setattr(module, name, recorders[name])
+    with launches_on(target) as launches:
         _triton_chunk.chunk_gated_delta_rule(
             q.unflatten(1, (num_k_heads, k_dim)),
             k.unflatten(1, (num_k_heads, k_dim)),
@@ -168,4 +159,4 @@ def record_launches(
             qk_l2norm=True,
             chunk_size=chunk_size,
         )
-    return recorders
+    return launches

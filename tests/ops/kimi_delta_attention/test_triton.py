@@ -15,11 +15,10 @@ from tests.ops.delta_rule_triton import Shape, check, check_captured, record_rec
 from tests.ops.kimi_delta_attention.cases import CASES, case, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
-    assert_all_fit,
-    compile_launch,
     needs_cross_compiler,
 )
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.kimi_delta_attention import recurrent_kimi_delta_attention
 from torch_hybrid.ops.kimi_delta_attention.reference import kimi_delta_attention_reference
 
@@ -90,9 +89,11 @@ SHAPES = {
 
 
 @needs_cross_compiler
-def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch):
-    rows = []
-    for label, shape in SHAPES.items():
-        launch = record_recurrent(monkeypatch, shape)
-        rows += [compile_launch(launch, target, label) for target in SHARED_LIMITS]
-    assert_all_fit(rows)
+def test_compiles_without_spills() -> None:
+    rows = [
+        resources_of(launch, target, label)
+        for label, shape in SHAPES.items()
+        for target in SHARED_LIMITS
+        for launch in record_recurrent(target, shape).values()
+    ]
+    assert_all_fit(rows, Path(__file__).with_name("resources_recurrent.txt"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,13 +22,12 @@ from tests.ops.paged_attention.cases import (
 )
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
-    LaunchRecorder,
-    assert_all_fit,
-    compile_launch,
+    Launch,
+    launches_on,
     needs_cross_compiler,
-    pretend,
 )
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.paged_attention import paged_attention_with_lse, reference
 
 # What of the contract the interpreter can do in seconds.
@@ -178,32 +176,25 @@ SHAPES = {
     "40 / 40 heads of 128 extend 2048": (8, 2048, 40, 40, 128, torch.bfloat16, "window_softcap"),
     "3 / 1 heads of 80 decode 1": (1, 1, 3, 1, 80, torch.bfloat16, "window_softcap"),
 }
-KERNELS = {
-    "_triton": "_write_kernel",
-    "_triton_short": "_attend_kernel",
-    "_triton_long": "_long_kernel",
-}
 
 
 @needs_cross_compiler
-def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles_without_spills() -> None:
     rows = []
+    once = {"_write_kernel", "_merge_kernel"}
     for number, (label, shape) in enumerate(SHAPES.items()):
         for target in SHARED_LIMITS:
-            launches = record_launches(monkeypatch, target, *shape)
-            for kernel, launch in launches.items():
-                name = f"{kernel.strip('_').removesuffix('_kernel')}: {label}"
-                if number == 0 or kernel != "_write_kernel":
-                    rows.append(compile_launch(launch, target, name))
-    assert_all_fit(rows)
+            for kernel, launch in record_launches(target, *shape).items():
+                if number == 0 or kernel not in once:
+                    rows.append(resources_of(launch, target, label))
+    assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
     for row in rows:
-        if not row.kernel.startswith("write"):
+        if not row.kernel.startswith(("write", "merge")):
             # Lost when the compiler can no longer prove that rows of keys are aligned.
             assert row.async_copies > 0, row
 
 
 def record_launches(
-    monkeypatch: pytest.MonkeyPatch,
     target: str,
     num_seqs: int,
     num_tokens: int,
@@ -212,24 +203,17 @@ def record_launches(
     head_dim: int,
     dtype: torch.dtype,
     options: str,
-) -> dict[str, LaunchRecorder]:
+) -> dict[str, Launch]:
     """What the launcher launches for q, k and v that are slices of one projection."""
-    package = "torch_hybrid.ops.paged_attention"
-    modules = {name: importlib.import_module(f"{package}.{name}") for name in KERNELS}
+    from torch_hybrid.ops.paged_attention import _triton
+
     heads = [num_q_heads, num_kv_heads, num_kv_heads]
     qkv = torch.empty(num_tokens, sum(heads), head_dim, dtype=dtype, device="meta")
     kv = torch.empty(2, 1024, 16, num_kv_heads, head_dim, dtype=dtype, device="meta")
     indices = torch.empty(max(num_tokens, num_seqs + 1), dtype=torch.int32, device="meta")
     table = torch.empty(num_seqs, 256, dtype=torch.int32, device="meta")
-    recorders = {
-        kernel: LaunchRecorder(getattr(modules[name], kernel)) for name, kernel in KERNELS.items()
-    }
-    with monkeypatch.context() as patch:
-        pretend(patch, target, modules["_triton_long"])
-        patch.setattr(modules["_triton_short"], "merge_splits", lambda *_: None)
-        for name, kernel in KERNELS.items():
-            patch.setattr(modules[name], kernel, recorders[kernel])
-        modules["_triton"].paged_attention_with_lse(
+    with launches_on(target) as launches:
+        _triton.paged_attention_with_lse(
             *qkv.split(heads, 1),
             kv,
             indices[: num_seqs + 1],
@@ -239,4 +223,4 @@ def record_launches(
             scale=head_dim**-0.5,
             **OPTIONS[options],
         )
-    return {kernel: recorder for kernel, recorder in recorders.items() if recorder.launches}
+    return launches

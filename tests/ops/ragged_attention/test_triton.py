@@ -15,13 +15,12 @@ from tests.ops.contract import assert_within_budget
 from tests.ops.ragged_attention.cases import CASES, Inputs, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
-    LaunchRecorder,
-    assert_all_fit,
-    compile_launch,
+    Launch,
+    launches_on,
     needs_cross_compiler,
-    pretend,
 )
 from tests.ops.triton_interpreter import needs_triton, run_interpreted
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.ragged_attention import ragged_attention_with_lse, reference
 
 # What of the contract the interpreter can do in seconds.
@@ -109,20 +108,20 @@ SHAPES = {
 
 
 @needs_cross_compiler
-def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = []
-    for label, shape in SHAPES.items():
-        for target in SHARED_LIMITS:
-            launch = record_launch(monkeypatch, target, *shape)
-            rows.append(compile_launch(launch, target, label))
-    assert_all_fit(rows)
+def test_compiles_without_spills() -> None:
+    rows = [
+        resources_of(launch, target, label)
+        for label, shape in SHAPES.items()
+        for target in SHARED_LIMITS
+        for launch in record_launches(target, *shape).values()
+    ]
+    assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
     for row in rows:
         # Lost when the compiler can no longer prove that rows are aligned.
         assert row.async_copies > 0, row
 
 
-def record_launch(
-    monkeypatch: pytest.MonkeyPatch,
+def record_launches(
     target: str,
     num_seqs: int,
     num_tokens: int,
@@ -131,17 +130,14 @@ def record_launch(
     head_dim: int,
     v_head_dim: int,
     dtype: torch.dtype,
-) -> LaunchRecorder:
+) -> dict[str, Launch]:
     """What the launcher launches for k and v that are slices of one projection."""
     from torch_hybrid.ops.ragged_attention import _triton
 
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=dtype, device="meta")
     kv = torch.empty(num_tokens, num_k_heads, head_dim + v_head_dim, dtype=dtype, device="meta")
     offsets = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
-    with monkeypatch.context() as patch:
-        pretend(patch, target, _triton)
-        recorder = LaunchRecorder(_triton._attend_kernel)
-        patch.setattr(_triton, "_attend_kernel", recorder)
+    with launches_on(target) as launches:
         k, v = kv.split([head_dim, v_head_dim], 2)
         _triton.ragged_attention_with_lse(q, k, v, offsets, offsets, causal=True, scale=1.0)
-    return recorder
+    return launches

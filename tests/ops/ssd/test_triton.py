@@ -15,12 +15,12 @@ from tests.ops.contract import assert_within_budget
 from tests.ops.ssd.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
-    LaunchRecorder,
-    assert_all_fit,
-    compile_launch,
+    Launch,
+    launches_on,
     needs_cross_compiler,
 )
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.ssd import recurrent_ssd
 from torch_hybrid.ops.ssd.reference import ssd_reference
 
@@ -129,16 +129,18 @@ SHAPES = {
 
 
 @needs_cross_compiler
-def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch):
-    rows = []
-    for label, shape in SHAPES.items():
-        launch = record_launch(monkeypatch, *shape)
-        rows += [compile_launch(launch, target, label) for target in SHARED_LIMITS]
-    assert_all_fit(rows)
+def test_compiles_without_spills() -> None:
+    rows = [
+        resources_of(launch, target, label)
+        for label, shape in SHAPES.items()
+        for target in SHARED_LIMITS
+        for launch in record_launches(target, *shape).values()
+    ]
+    assert_all_fit(rows, Path(__file__).with_name("resources_recurrent.txt"))
 
 
-def record_launch(
-    monkeypatch: pytest.MonkeyPatch,
+def record_launches(
+    target: str,
     num_seqs: int,
     num_tokens: int,
     num_groups: int,
@@ -147,7 +149,7 @@ def record_launch(
     v_dim: int,
     lightning: bool,
     dtype: torch.dtype,
-) -> LaunchRecorder:
+) -> dict[str, Launch]:
     """What the launcher launches for v, k and q that are slices of one projection."""
     from torch_hybrid.ops.ssd import _triton
 
@@ -156,9 +158,7 @@ def record_launch(
     v, k, q = vkq.split([v_size, k_size, k_size], 1)
     per_head = torch.empty(num_tokens, num_heads, device="meta")
     indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
-    with monkeypatch.context() as patch:
-        recorder = LaunchRecorder(_triton._recurrent_kernel)
-        patch.setattr(_triton, "_recurrent_kernel", recorder)
+    with launches_on(target) as launches:
         _triton.recurrent_ssd(
             q.unflatten(1, (num_groups, k_dim)),
             k.unflatten(1, (num_groups, k_dim)),
@@ -172,4 +172,4 @@ def record_launch(
             indices[1:],
             scale=1.0,
         )
-    return recorder
+    return launches

@@ -14,12 +14,11 @@ from tests.devices import needs_cuda
 from tests.ops.contract import assert_traces_once, impls_on, skip_reason
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
-    LaunchRecorder,
-    assert_all_fit,
-    compile_launch,
+    launches_on,
     needs_cross_compiler,
 )
 from tests.ops.triton_interpreter import needs_triton, run_interpreted
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.top_k import reference, top_k
 from torch_hybrid.ops.top_k.op import IMPLEMENTATIONS, TOP_K
 
@@ -102,18 +101,17 @@ def test_on_a_gpu(shape: tuple[tuple[int, ...], int, int], dtype: str) -> None:
 
 
 @needs_cross_compiler
-def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles_without_spills() -> None:
     from torch_hybrid.ops.top_k import _triton
 
     rows = []
     for num_columns, k in ((512, 10), (256, 8), (32, 2), (1024, 32)):
-        recorder = LaunchRecorder(_triton._top_k_kernel)
-        with monkeypatch.context() as patch:
-            patch.setattr(_triton, "_top_k_kernel", recorder)
-            _triton.top_k(torch.empty(64, num_columns, dtype=torch.float32, device="meta"), k)
-        label = f"{k} of {num_columns}"
-        rows += [compile_launch(recorder, target, label) for target in SHARED_LIMITS]
-    assert_all_fit(rows)
+        for target in SHARED_LIMITS:
+            with launches_on(target) as launches:
+                _triton.top_k(torch.empty(64, num_columns, dtype=torch.float32, device="meta"), k)
+            launch = launches["_top_k_kernel"]
+            rows.append(resources_of(launch, target, f"{k} of {num_columns}"))
+    assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
 
 
 # ---- the op as the compiler sees it ----------------------------------------------------------

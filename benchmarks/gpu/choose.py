@@ -1,0 +1,74 @@
+"""Writes the table of a device: which implementation of an op was measured to be the fastest.
+
+    python -m benchmarks.gpu --json gpu.json
+    python -m benchmarks.gpu.choose gpu.json [--folder torch_hybrid/backends/tables]
+
+A row is an op at one class of shapes, as runners choose: the sizes of a layer and the features that
+a step needs. Its figures are geometric means over the lengths that were measured, of the
+implementations that have a figure at every one of them. Where fewer than two have, there is nothing
+to choose, and no row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch_hybrid.backends import measured
+
+VERSIONS = ("torch", "triton", "flashinfer-python")
+DTYPE = "bfloat16"  # of all that benchmarks.gpu measures
+
+
+def rows(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The table's rows, of the lines of a run."""
+    classes: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for line in lines:
+        if line["choice"] is not None:
+            classes[json.dumps(line["choice"], sort_keys=True)].append(line)
+    found = []
+    for key, members in sorted(classes.items()):
+        us = _means([line["own"] for line in members])
+        if len(us) > 1:
+            found.append({"dtype": DTYPE, **json.loads(key), "us": us})
+    return found
+
+
+def _means(cells: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, float]:
+    """Of each implementation that was measured in all lines, the fastest first."""
+    names = [name for name in cells[0] if all(name in c and c[name]["us"] for c in cells)]
+    means = {name: math.exp(sum(math.log(c[name]["us"]) for c in cells) / len(cells))
+             for name in names}  # fmt: skip
+    return {name: round(us, 2) for name, us in sorted(means.items(), key=lambda item: item[1])}
+
+
+def write(run: Mapping[str, Any], folder: Path) -> str:
+    """Write the table of a run's device; what was written, or why nothing was."""
+    table = rows(run["ops"])
+    device = run["on"]["device"]
+    if not table:
+        return f"{device}: no op was measured with two implementations: no table"
+    file = folder / measured.table_of(device).name
+    versions = {name: run["on"][name] for name in VERSIONS}
+    content = {"device": device, "versions": versions, "rows": table}
+    folder.mkdir(exist_ok=True)
+    file.write_text(json.dumps(content, indent=1) + "\n")
+    return "\n".join([str(file), *(f"{row['op']} {row['sizes']}: {row['us']}" for row in table)])
+
+
+def main() -> None:
+    """Write it, and show it."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("run", type=Path, help="what benchmarks.gpu wrote with --json")
+    parser.add_argument("--folder", type=Path, default=measured.TABLES)
+    options = parser.parse_args()
+    print(write(json.loads(options.run.read_text()), options.folder))
+
+
+if __name__ == "__main__":
+    main()

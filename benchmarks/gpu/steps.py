@@ -1,0 +1,227 @@
+"""Whole steps at Qwen3-Next's real widths, with fewer layers and random weights."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.floor import step_bytes, step_flops
+from benchmarks.gpu.clock import Rates
+from benchmarks.mixers import Row
+from benchmarks.models import fill
+from torch_hybrid import HybridModel, Runner, adapt
+
+NUM_LAYERS = 8
+CONFIG = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "max_position_embeddings": 32768,
+}
+CONTEXT = 1024  # tokens of each sequence that decodes
+ROOM = 128  # tokens that each of them may grow by
+DECODES = (1, 8, 32, 128)  # sequences
+PREFILLS = ((1, 2048), (1, 8192), (8, 1024))  # prompts, tokens of each
+ROUNDS = 15
+
+# Groups of kernels by what their names contain; the first that fits counts.
+GROUPS = (
+    ("generated", ("triton_",)),  # by Inductor, of names that have every op's in them
+    ("experts", ("gate_up", "_down_kernel", "_hidden_kernel", "_out_kernel", "_combine_kernel",
+                 "_count_kernel", "_add_up", "_place_kernel", "grouped", "moe")),
+    ("recurrence", ("_recurrent_kernel", "_prepare_kernel", "_scan_kernel", "_chunk_kernel",
+                    "_segment_kernel", "_decay_kernel", "delta", "gdn", "ssd", "ssm")),
+    ("convolution", ("conv",)),
+    ("attention", ("attend", "attention", "_long_kernel", "_write_kernel", "_store_kernel",
+                   "_merge_kernel", "fmha", "flash", "cudnn")),
+    ("top-k and sort", ("top_k", "topk", "sort", "radix")),
+    ("products", ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk")),
+    ("copies", ("memcpy", "memset")),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """Those of one step."""
+
+    busy_ms: float  # in which any ran
+    groups: Mapping[str, tuple[float, int]]  # microseconds of all together, and how many
+    longest: Mapping[str, tuple[float, int]]  # the same by name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What was measured of one kind of step, in milliseconds."""
+
+    name: str
+    floor_ms: float
+    device_ms: float
+    synchronised_ms: float  # from the call, on a device at rest, until it rests again
+    host_ms: float  # until the call returns
+    kernels: Kernels
+
+
+def make_model(device: str = "cuda", **sizes: int) -> HybridModel:
+    """Made on the device: on the host its experts alone would take minutes."""
+    from transformers import AutoModelForCausalLM, Qwen3NextConfig
+
+    config = Qwen3NextConfig(**CONFIG | sizes)
+    with torch.device(device):
+        hf_model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for name, weight in hf_model.named_parameters():
+            fill(name, weight, generator)
+    return adapt(hf_model.eval().requires_grad_(False))
+
+
+def measure_steps(rates: Rates) -> Iterator[Step]:
+    """Captured steps of a warm runner, as a user calls it: from lists of tokens to logits."""
+    model = make_model()
+    runner = Runner(
+        model,
+        max_seqs=DECODES[-1],
+        max_tokens=max(count * length for count, length in PREFILLS),
+        kv_tokens=DECODES[-1] * (CONTEXT + ROOM) + PREFILLS[-1][0] * PREFILLS[-1][1],
+        cuda_graphs="on",
+    )
+    runner.warm_up()
+    for name, rows, run in _runs(runner):
+        floor = rates.floor(step_bytes(model, rows), step_flops(model, rows))
+        yield _measure(name, floor / 1e3, run)
+
+
+def _runs(runner: Runner) -> Iterator[tuple[str, list[Row], Callable[[], Tensor]]]:
+    """Name, what the floor is of, and the step."""
+    for count, length in PREFILLS:
+        name = f"prefill {count}x{length}"
+        yield name, [Row(length, 0)] * count, _prefill(runner, count, length)
+    seqs = runner.new_sequences(DECODES[-1])
+    for first in range(0, len(seqs), 8):
+        some = seqs[first : first + 8]
+        runner.extend(some, [_prompt(CONTEXT)] * len(some))
+    for count in DECODES:
+        chosen = seqs[:count]
+        rows = [Row(1, CONTEXT)] * count
+        yield f"decode {count}", rows, lambda chosen=chosen: runner.extend(
+            chosen, [[1]] * len(chosen)
+        )  # fmt: skip
+
+
+def _prompt(length: int) -> list[int]:
+    return [7 * i % 251 for i in range(length)]
+
+
+def _prefill(runner: Runner, count: int, length: int) -> Callable[[], Tensor]:
+    """One step of fresh prompts."""
+    prompts = [_prompt(length)] * count
+
+    def run() -> Tensor:
+        seqs = runner.new_sequences(count)
+        logits = runner.extend(seqs, prompts)
+        runner.free(seqs)
+        return logits
+
+    return run
+
+
+def _measure(name: str, floor_ms: float, run: Callable[[], Tensor]) -> Step:
+    if not run().isfinite().all():
+        raise ValueError(f"{name}: logits are not finite")
+    host, whole = float("inf"), float("inf")
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        host = min(host, time.perf_counter() - start)
+        torch.cuda.synchronize()
+        whole = min(whole, time.perf_counter() - start)
+    kernels = min((_kernels(run) for _ in range(3)), key=lambda seen: seen.busy_ms)
+    return Step(
+        name=name,
+        floor_ms=floor_ms,
+        device_ms=_device_ms(run),
+        synchronised_ms=whole * 1e3,
+        host_ms=host * 1e3,
+        kernels=kernels,
+    )
+
+
+def _device_ms(run: Callable[[], object]) -> float:
+    """From the first kernel of a step to its last, of steps that the host is ahead of if it can be.
+
+    The first of them waits for a long product, so that the host's time is not in it.
+    """
+    wait = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    best = float("inf")
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        for _ in range(4):
+            wait @ wait
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end))
+    return best
+
+
+def _kernels(run: Callable[[], object]) -> Kernels:
+    """By torch's profiler, which slows the host and not the kernels."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    events: list[Any] = [
+        event
+        for event in seen.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
+    busy, last = 0.0, 0.0
+    for start, end in spans:
+        busy += max(0.0, end - max(start, last))
+        last = max(last, end)
+    by_name: dict[str, tuple[float, int]] = {}
+    for event in events:
+        took, count = by_name.get(event.name, (0.0, 0))
+        elapsed = event.time_range.end - event.time_range.start
+        by_name[event.name] = (took + elapsed, count + 1)
+    longest = dict(sorted(by_name.items(), key=lambda item: -item[1][0])[:25])
+    return Kernels(busy_ms=busy / 1e3, groups=in_groups(by_name), longest=longest)
+
+
+def in_groups(by_name: Mapping[str, tuple[float, int]]) -> dict[str, tuple[float, int]]:
+    """Time and number of kernels by what they do, the longest first."""
+    times: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    for name, (took, count) in by_name.items():
+        group = group_of(name)
+        times[group] += took
+        counts[group] += count
+    return {group: (took, counts[group]) for group, took in times.most_common()}
+
+
+def group_of(kernel: str) -> str:
+    """What a kernel does, by its name."""
+    lower = kernel.lower()
+    fits = (group for group, parts in GROUPS if any(part in lower for part in parts))
+    return next(fits, "other")

@@ -1,0 +1,225 @@
+"""``benchmarks.gpu``: its runner, and that every case's inputs fit the op that it measures."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("transformers")
+
+from benchmarks.gpu import (
+    __main__,
+    attention,
+    case,
+    delta_rules,
+    latents,
+    report,
+    state_spaces,
+    steps,
+    token_ops,
+)
+from benchmarks.gpu.case import Absent, Case, Turns
+from benchmarks.gpu.clock import Rates, Time
+from torch_hybrid import Runner
+
+RATES = Rates(num_bytes=1e6, flops=1e8)
+
+
+@pytest.fixture(autouse=True)
+def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call takes as many microseconds as there are turns."""
+    monkeypatch.setattr(case, "time_of", lambda calls: Time(us=float(len(calls)), captured=True))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Counter(case.Inputs):
+    """A call adds to its state, so that a second one gives something else."""
+
+    changed = "state"
+    state: Tensor
+    indices: Tensor
+
+    @property
+    def num_bytes(self) -> float:
+        return 1e8
+
+    def count(self, impl: str = "torch") -> Tensor:
+        self.state.add_(1)
+        return self.state.clone()
+
+
+def counter() -> Counter:
+    return Counter(state=torch.zeros(3), indices=torch.arange(3))
+
+
+def turns(inputs: Sequence[Counter]) -> Turns:
+    return Turns(calls=[each.count for each in inputs])
+
+
+def wrong(inputs: Sequence[Counter]) -> Turns:
+    return Turns(calls=[each.count for each in inputs], output=lambda out: out * 1.1)
+
+
+def absent(_: Sequence[Counter]) -> Turns:
+    raise Absent("it is not installed")
+
+
+def broken(_: Sequence[Counter]) -> Turns:
+    raise RuntimeError("no kernel\nfor this device")
+
+
+def count_case(**others: case.Contestant) -> Case:
+    return Case(
+        op="count",
+        model="none",
+        shape="3",
+        make=counter,
+        reference=Counter.count,
+        own={"triton": turns},
+        others=others,
+    )
+
+
+def test_each_contestant_is_compared_on_the_same_state_then_timed() -> None:
+    line = case.measure(
+        count_case(again=turns, wrong=wrong, absent=absent, broken=broken), RATES, device="cpu"
+    )
+    assert line.own["triton"].us == 3.0  # of 1e8 bytes each: three turns leave nothing in L2
+    assert line.others["again"].error == 0.0
+    reasons = {name: cell.why_not for name, cell in line.others.items() if cell.us is None}
+    assert reasons["absent"] == "it is not installed"
+    assert reasons["broken"] == "RuntimeError: no kernel"
+    assert reasons["wrong"] == "its result is 1.0e-01 of the largest output off"
+    assert (line.floor_us, line.bound, line.best) == (100.0, "bytes", "triton")
+
+
+def test_blank_cells_have_their_reasons_below_the_table() -> None:
+    lines = [case.measure(count_case(absent=absent, again=turns), RATES, device="cpu")] * 2
+    table = report.op_table(lines, RATES)
+    assert [row[3:] for row in table.rows] == [["100", "3.0", "triton", "", "3.0", "0.03", "1"]] * 2
+    assert table.notes == ["blank: absent: it is not installed (count 3, count 3)"]
+
+
+def test_turns_share_indices_and_nothing_else() -> None:
+    first = counter()
+    second = first.another()
+    assert second.indices is first.indices
+    assert second.state.data_ptr() != first.state.data_ptr()
+    assert torch.equal(second.state, first.state)
+
+
+TINY_MODEL = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+TINY = {
+    "gdn recurrent": delta_rules._case("GDN decode", "tiny", (1, 2, 16, 16), 3, 1),
+    "gdn chunk": delta_rules._case("GDN prefill", "tiny", (1, 2, 16, 16), 2, 5),
+    "kda recurrent": delta_rules._case("KDA decode", "tiny", (2, 2, 16, 16), 3, 1),
+    "kda chunk": delta_rules._case("KDA prefill", "tiny", (2, 2, 16, 16), 2, 5),
+    "ssd recurrent": state_spaces._case("SSD", "tiny", (1, 2, 16, 16), 3, 1),
+    "ssd chunk": state_spaces._case("SSD", "tiny", (1, 2, 16, 16), 2, 5),
+    "lightning": state_spaces._case("lightning", "tiny", (2, 2, 16, 16), 2, 5),
+}
+OTHER_INPUTS = {
+    "paged": (partial(attention.Paged.make, (4, 2, 16), 2, 40, 3), attention.call),
+    "latents": (partial(latents.Latents.make, 2, 2, 128, 3), latents.call),
+    "expanded": (partial(latents.Expanded.make, 2, 2, 5), latents.call_expanded),
+    "convolution": (partial(token_ops.Convolution.make, 8, 2, 3), token_ops.call_conv),
+    "router": (partial(token_ops.Router.make, 8, 2, 3), token_ops.call_router),
+    "experts": (partial(token_ops.Experts.make, 8, 2, 16, 16, 3), token_ops.call_experts),
+    "linear": (partial(token_ops.Linear.make, 3, 16, 8), token_ops.call_linear),
+}
+INPUTS = {name: (tiny.make, tiny.reference) for name, tiny in TINY.items()} | {
+    name: (make, partial(call, impl="torch")) for name, (make, call) in OTHER_INPUTS.items()
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_inputs_fit_their_op(name: str) -> None:
+    make, reference = INPUTS[name]
+    inputs = make().another()
+    assert inputs.num_bytes > 0
+    assert (inputs.flops > 0) == (name.split()[-1] not in ("recurrent", "convolution", "router"))
+    out = reference(inputs)
+    assert out.isfinite().all()
+    assert out.any()
+
+
+@pytest.mark.parametrize("name", ["grouped experts", "torch.topk"])
+def test_contestants_of_torch_agree(name: str) -> None:
+    make, reference, contestant = {
+        "grouped experts": (*INPUTS["experts"], token_ops._grouped_mm),
+        "torch.topk": (*INPUTS["router"], token_ops._torch_top_k),
+    }[name]
+    inputs = make()
+    found = contestant([inputs])
+    torch.testing.assert_close(
+        found.output(found.calls[0]()), reference(inputs), rtol=2e-2, atol=2e-2
+    )
+
+
+def test_cases_are_told_apart() -> None:
+    names = [str(each) for make in __main__.OPS.values() for each in make()]
+    assert len(set(names)) == len(names) > 80
+
+
+def test_what_is_late_or_breaks_is_named_and_the_others_go_on() -> None:
+    broke = dataclasses.replace(count_case(), make=lambda: broken([]))
+    failures: list[str] = []
+    run = partial(__main__.run, rates=RATES, failures=failures)
+    measure = partial(case.measure, device="cpu")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(__main__, "measure", measure)
+        lines = list(run([broke, count_case()], late=time.monotonic() + 60))
+        assert [line.op for line in lines] == ["count"]
+        assert failures == ["count, none, 3: RuntimeError: no kernel\nfor this device"]
+        assert list(run([count_case()], late=time.monotonic() - 1)) == []
+        assert failures[1:] == ["count, none, 3: not begun in time"]
+
+
+def test_steps_are_those_that_their_floors_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "PREFILLS", ((1, 16), (2, 8)))
+    monkeypatch.setattr(steps, "DECODES", (1, 3))
+    monkeypatch.setattr(steps, "CONTEXT", 8)
+    model = steps.make_model("cpu", **TINY_MODEL)
+    runner = Runner(model, max_seqs=4, max_tokens=32, kv_tokens=256, compile=False)
+    for (name, rows, run), num_rows in zip(steps._runs(runner), (1, 2, 1, 3), strict=True):
+        logits = run()
+        assert logits.shape == (num_rows, 300), name
+        assert logits.isfinite().all(), name
+        assert len(rows) == num_rows
+
+
+def test_kernels_have_a_group() -> None:
+    kernels = {
+        "_gate_up_kernel": "experts",
+        "_scan_kernel": "recurrence",
+        "triton_red_fused__softmax_sort_0": "generated",
+        "nvjet_tst_128x256_64x4_2x1_v_bz_TNT": "products",
+        "void at::native::sbtopk::gatherTopK<float>": "top-k and sort",
+        "Memcpy HtoD (Pinned -> Device)": "copies",
+        "void at::native::vectorized_elementwise_kernel<4>": "other",
+    }
+    assert {name: steps.group_of(name) for name in kernels} == kernels
+    times = dict.fromkeys(kernels, (2.0, 3))
+    assert steps.in_groups(times | {"_chunk_kernel": (5.0, 1)})["recurrence"] == (7.0, 4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu", "--json", "never"])
+    with pytest.raises(SystemExit, match=r"^benchmarks\.gpu needs a CUDA device: torch\.cuda"):
+        __main__.main()

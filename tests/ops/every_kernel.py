@@ -1,0 +1,176 @@
+"""Launches every Triton kernel on small ragged sequences, to be watched by a sanitizer.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \\
+        python -m tests.ops.every_kernel
+
+Needs neither pytest nor a model. Tensors that are not cut out of a cache lie apart, so that an
+access past the end of one is seen; ``racecheck``, ``synccheck`` and ``initcheck`` are called alike.
+With TRITON_INTERPRET=1 and ``--device cpu`` the kernels are interpreted; ``--dry`` notes what would
+be launched. Exits with 1 if a kernel never is, or if a result is not finite.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from tests.ops import kernels
+from tests.ops.causal_conv1d import cases as conv
+from tests.ops.delta_rule_cases import Case as DeltaCase
+from tests.ops.fused_experts import cases as experts
+from tests.ops.gated_delta_rule import cases as gdn
+from tests.ops.kimi_delta_attention import cases as kda
+from tests.ops.latent_attention import cases as latents
+from tests.ops.paged_attention import cases as paged
+from tests.ops.ragged_attention import cases as ragged
+from tests.ops.ssd import cases as ssd
+from torch_hybrid.ops import (
+    causal_conv1d,
+    fused_experts,
+    gated_delta_rule,
+    kimi_delta_attention,
+    latent_attention,
+    paged_attention,
+    ragged_attention,
+    top_k,
+)
+from torch_hybrid.ops import ssd as ssd_ops
+
+# Not a multiple of any tile; an empty sequence, and padding behind the last one.
+LENGTHS = {"lengths": (5, 0, 1, 19), "num_padding_tokens": 3}
+ODD = {"k_dim": 19, "v_dim": 27}
+PAGED = ((1, 70), (13, 37), (0, 5), (3, 3))
+DTYPES = (torch.float32, torch.bfloat16)
+
+Call = Callable[[str], Any]  # with a device
+
+
+def moved(values: tuple[Any, ...], device: str) -> list[Any]:
+    """Copies on the device, each in memory of its own."""
+    return [x.to(device, copy=True) if isinstance(x, Tensor) else x for x in values]
+
+
+def run(op: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], device: str) -> Any:
+    return op(*moved(args, device), **options, impl="triton")
+
+
+def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    """Both forms of each rule, and the segments of long sequences."""
+    delta = DeltaCase(num_k_heads=1, num_v_heads=2, **LENGTHS, **ODD)
+    for name, module, inputs in (
+        ("gated_delta_rule", gated_delta_rule, gdn.make_inputs(delta, dtype)),
+        ("kimi_delta_attention", kimi_delta_attention,
+         kda.make_inputs(kda.case(5, 0, 1, 19, num_padding_tokens=3, **ODD), dtype)),
+        ("ssd", ssd_ops, ssd.make_inputs(ssd.Case(num_groups=1, num_heads=2, **LENGTHS), dtype)),
+    ):  # fmt: skip
+        for form, options in (("recurrent", {}), ("chunk", {"chunk_size": 16})):
+            op = getattr(module, f"{form}_{name}")
+            yield op.__name__, partial(run, op, inputs.args(), inputs.options() | options)
+    long = ssd.Case(lengths=(70, 0, 33), num_groups=1, num_heads=1, num_padding_tokens=2)
+    inputs = ssd.make_inputs(long, dtype)
+    options = inputs.options() | {"chunk_size": 16}
+    yield "chunk_ssd in segments", partial(run, ssd_ops.chunk_ssd, inputs.args(), options)
+
+
+def attentions(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    """Pages, pages of latents, and whole sequences."""
+    heads = paged.Case(num_q_heads=6, num_kv_heads=2, head_dim=24, page_size=5, lengths=PAGED)
+    args = paged.make_inputs(heads, dtype=dtype, padding=(3, 1)).args()
+    op = paged_attention.paged_attention
+    yield op.__name__, partial(run, op, args, {"scale": 0.2, "window": 9, "softcap": 5.0})
+    rows = latents.Case(num_heads=5, rank=40, rope_dim=24, page_size=5, lengths=PAGED)
+    args = latents.make_inputs(rows, dtype=dtype, padding=(3, 1)).args()
+    op = latent_attention.latent_attention
+    yield op.__name__, partial(run, op, args, {"scale": rows.scale})
+    lengths = ((7, 21), (0, 5), (19, 19))
+    whole = ragged.Case(num_heads=2, num_k_heads=1, head_dim=24, v_head_dim=16, lengths=lengths)
+    args = ragged.make_inputs(whole, dtype=dtype, padding=(3, 2, 1)).args()
+    op = ragged_attention.ragged_attention_with_lse
+    yield op.__name__, partial(run, op, args, {"scale": 0.2, "causal": True})
+
+
+def long_queries() -> Iterator[tuple[str, Call]]:
+    """The kernel for queries long enough to fill a GPU."""
+    heads = paged.Case(num_q_heads=6, num_kv_heads=2, head_dim=24, page_size=5,
+                       lengths=((150, 180), (47, 47), (1, 9)))  # fmt: skip
+    args = paged.make_inputs(heads, dtype=torch.bfloat16, padding=(3, 1)).args()
+    op = paged_attention.paged_attention
+    yield "paged_attention of long queries", partial(run, op, args, {"scale": 0.2})
+
+
+def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    """Convolution, experts of few tokens and of many, and a router's choice."""
+    inputs = conv.make_inputs(conv.Case(channels=37, has_bias=True, **LENGTHS), dtype)
+    op = causal_conv1d.causal_conv1d
+    yield op.__name__, partial(run, op, inputs.args(), {"activation": inputs.activation})
+    for num_tokens in (3, 50):
+        case = experts.Case(num_tokens=num_tokens, top_k=3, dim=77, width=45, routing="some_none")
+        args = experts.make_inputs(case, dtype=dtype)
+        op = fused_experts.fused_experts
+        name = f"{op.__name__} of {num_tokens} tokens"
+        yield name, partial(run, op, args, {"activation": case.activation})
+    yield "top_k", partial(run, top_k.top_k, (torch.randn(5, 37).to(dtype), 3), {})
+
+
+def forced() -> ExitStack:
+    """Small sequences take the ways of long ones where ``recurrences`` and the others say so."""
+    from torch_hybrid.ops.paged_attention import _triton_long
+    from torch_hybrid.ops.ssd import _triton_chunk
+
+    stack = ExitStack()
+    stack.enter_context(mock.patch.object(_triton_long, "PROCESSORS", 1))
+    stack.enter_context(mock.patch.object(_triton_long, "is_hopper", return_value=True))
+    stack.enter_context(mock.patch.object(_triton_chunk, "_segment", _segment))
+    return stack
+
+
+def _segment(num_tokens: int, *_: int) -> int:
+    return 32 if num_tokens > 100 else 0
+
+
+def calls() -> Iterator[tuple[str, Call]]:
+    """What is run, and its name."""
+    for dtype in DTYPES:
+        for family in (recurrences, attentions, token_ops):
+            for name, call in family(dtype):
+                yield f"{name} {str(dtype).removeprefix('torch.')}", call
+    yield from long_queries()
+
+
+def is_finite(result: Any) -> bool:
+    """The first output of an op; a log-sum-exp may be infinite."""
+    out: Tensor = result[0] if isinstance(result, tuple) else result
+    return bool(out.isfinite().all())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dry", action="store_true", help="note what is launched, launch nothing")
+    options = parser.parse_args()
+    device = options.device
+    if device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("tests.ops.every_kernel needs a CUDA device")
+    wrong = []
+    with forced(), kernels.launched_kernels(dry=options.dry) as launched:
+        for name, call in calls():
+            result = call(device)
+            print(name, flush=True)
+            if not options.dry and not is_finite(result):
+                wrong.append(f"{name}: not finite")
+    missing = kernels.all_kernels() - launched
+    wrong += [f"never launched: {folder} {name}" for folder, name in sorted(missing)]
+    print(f"{len(launched)} kernels launched")
+    if wrong:
+        raise SystemExit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Which Triton kernels there are, read from the sources, and which of them a call launches."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch_hybrid import ops
+
+OPS = Path(ops.__path__[0])
+
+Kernel = tuple[str, str]  # its folder, and its name: "attend" of _attend_kernel
+
+
+def all_kernels() -> set[Kernel]:
+    """Every Triton kernel of the package that is launched by itself."""
+    return {
+        (file.parent.name, short_name(node.name))
+        for file in OPS.glob("*/*.py")
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+        and node.name.endswith("_kernel")
+        and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    }
+
+
+def short_name(function: str) -> str:
+    """What tables call a kernel."""
+    return function.strip("_").removesuffix("_kernel")
+
+
+@contextmanager
+def launched_kernels(*, dry: bool = False) -> Iterator[set[Kernel]]:
+    """The kernels that are launched in the body, or with ``dry`` would be."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    seen: set[Kernel] = set()
+
+    def noting(run: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+            folder = kernel.fn.__module__.split(".")[-2]
+            seen.add((folder, short_name(kernel.fn.__name__)))
+            return None if dry else run(kernel, *args, **kwargs)
+
+        return noted
+
+    before = {kind: kind.run for kind in (JITFunction, InterpretedFunction)}
+    for kind, run in before.items():
+        kind.run = noting(run)
+    try:
+        yield seen
+    finally:
+        for kind, run in before.items():
+            kind.run = run
