@@ -18,7 +18,7 @@ from tests.ops.triton_compile import (
     compile_launch,
     needs_cross_compiler,
 )
-from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
+from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from torch_hybrid.ops.gated_delta_rule import recurrent_gated_delta_rule
 from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_reference
 
@@ -35,8 +35,10 @@ CONTRACT = """
 
 
 @needs_triton
-def test_in_the_interpreter(record_property: Callable[[str, object], None]):
-    run_interpreted(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+def test_in_the_interpreter(
+    interpreter: Interpreter, record_property: Callable[[str, object], None]
+):
+    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
 
 
 @needs_interpreter

@@ -19,7 +19,7 @@ from tests.ops.triton_compile import (
     compile_launch,
     needs_cross_compiler,
 )
-from tests.ops.triton_interpreter import needs_triton, run_interpreted
+from tests.ops.triton_interpreter import Interpreter, needs_triton
 from torch_hybrid.ops.top_k import reference, top_k
 from torch_hybrid.ops.top_k.op import IMPLEMENTATIONS, TOP_K
 
@@ -87,8 +87,10 @@ def test_agrees_with_torch(impl: str) -> None:
 
 
 @needs_triton
-def test_in_the_interpreter(record_property: Callable[[str, object], None]) -> None:
-    run_interpreted(record_property, Path(__file__).parent, "triton")
+def test_in_the_interpreter(
+    interpreter: Interpreter, record_property: Callable[[str, object], None]
+) -> None:
+    interpreter.run(record_property, Path(__file__).parent, "triton")
 
 
 @needs_cuda
