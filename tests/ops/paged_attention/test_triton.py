@@ -86,8 +86,13 @@ def test_paths_in_interpreter(name: str) -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(("prefix_and_rows", options) for options in OPTIONS),
+        *(("pages_of_a_tile", options) for options in ("plain", "window_softcap")),
+    ],
+)
 def test_long_queries_in_interpreter(name: str, options: str, long_queries: None) -> None:
     check("cpu", LONG[name], torch.float16, options)
 
