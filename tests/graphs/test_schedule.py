@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -28,13 +28,13 @@ from tests.graphs.traced import (
     two_layers,
 )
 from tests.parallel import processes
-from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_hybrid, make_model
+from tests.tiny_models import BUILDERS, FEWEST_LAYERS, kinds_of, make_hybrid, make_model
 from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
 from torch_hybrid.graphs.marks import half_of, in_half
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, apply_passes
 from torch_hybrid.graphs.schedule import Stage, interleave_halves, read_schedule
 from torch_hybrid.graphs.side_stream import mixers_on_side_stream
-from torch_hybrid.models.load import adapt, table_of
+from torch_hybrid.models.load import adapt
 
 # Every kind of mixer, alone in its layer and beside another, experts, and layers of feed-forward
 # alone: a schedule sees ops and what they write, and other families have no others.
@@ -130,11 +130,8 @@ def test_values_are_bitwise_those_of_the_order_as_traced(family: str, lengths: l
 
 
 def test_every_kind_of_mixer_is_scheduled_above():
-    def kinds(families: Iterable[str]) -> set[str]:
-        return {kind for family in families for kind in table_of(make_model(family).config).kinds}
-
-    assert kinds(FAMILIES) == kinds(BUILDERS)
-    assert kinds(DECODED) == kinds(BUILDERS) - {"lightning_attention"}  # its op is Mamba2's
+    assert kinds_of(FAMILIES) == kinds_of(BUILDERS)
+    assert kinds_of(DECODED) == kinds_of(BUILDERS) - {"lightning_attention"}  # its op is Mamba2's
 
 
 def test_each_half_keeps_its_order_and_every_node_is_there_once():
