@@ -33,37 +33,10 @@ def run(code: str, *, blocked: tuple[str, ...] = ()) -> str:
     return done.stdout.strip()
 
 
-def test_import_needs_torch_alone():
-    code = """
-        import torch_hybrid
-        print(sorted(set(sys.modules) & {"triton", "flashinfer", "transformers"}))
-    """
-    assert run(code, blocked=OPTIONAL) == "[]"
-
-
-def test_import_loads_no_optional_package_where_they_are_installed():
-    code = """
-        import torch_hybrid
-        print(sorted(set(sys.modules) & {"transformers", "flashinfer", "rich", "click", "sympy"}))
-    """
-    assert run(code) == "[]"
-
-
-def test_import_compiles_no_kernel_and_starts_no_compiler():
-    code = """
-        import subprocess
-        def refuse(*args, **options):
-            raise AssertionError(f"a process was started: {args}")
-        subprocess.Popen.__init__ = refuse
-        import torch_hybrid
-        print("torch._inductor.compile_fx" in sys.modules)
-    """
-    assert run(code) == "False"
-
-
-def test_layers_work_without_the_optional_packages():
+def test_torch_alone_imports_and_runs_layers_and_names_what_loading_misses():
     code = """
         import torch, torch_hybrid as th
+        print(sorted(set(sys.modules) & {"triton", "flashinfer", "transformers"}))
         from torch_hybrid.layers import GatedDeltaNet
         spec = th.DeltaRuleSpec(num_k_heads=1, num_v_heads=2, head_k_dim=16, head_v_dim=16,
                                 conv_width=4)
@@ -76,19 +49,26 @@ def test_layers_work_without_the_optional_packages():
         with torch.no_grad():
             y = GatedDeltaNet(8, spec)(torch.randn(5, 8), plan, cache.pools["gated_delta_rule"][0])
         print(list(y.shape), bool(y.isfinite().all()))
-    """
-    assert run(code, blocked=OPTIONAL) == "[5, 8] True"
-
-
-def test_loading_without_transformers_names_what_is_missing():
-    code = """
-        import torch_hybrid as th
         try:
             th.from_pretrained(".")
         except ImportError as error:
             print(error.name)
     """
-    assert run(code, blocked=("transformers",)) == "transformers"
+    assert run(code, blocked=OPTIONAL).splitlines() == ["[]", "[5, 8] True", "transformers"]
+
+
+def test_import_loads_no_optional_package_compiles_no_kernel_and_starts_no_compiler():
+    """Where all of them are installed."""
+    code = """
+        import subprocess
+        def refuse(*args, **options):
+            raise AssertionError(f"a process was started: {args}")
+        subprocess.Popen.__init__ = refuse
+        import torch_hybrid
+        print(sorted(set(sys.modules) & {"transformers", "flashinfer", "rich", "click", "sympy"}))
+        print("torch._inductor.compile_fx" in sys.modules)
+    """
+    assert run(code).splitlines() == ["[]", "False"]
 
 
 @pytest.mark.slow

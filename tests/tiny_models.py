@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ import transformers as tf
 from torch import Tensor, nn
 
 from torch_hybrid.models.hybrid_model import HybridModel
-from torch_hybrid.models.load import adapt
+from torch_hybrid.models.load import adapt, table_of
 
 VOCAB_SIZE = 199
 SIZES = {
@@ -264,6 +264,13 @@ def make_model(family: str, *, seed: int = 0, **options: Any) -> Any:
     model = BUILDERS[family](**options).eval().requires_grad_(False)
     randomize(model, seed)
     return model
+
+
+def kinds_of(families: Iterable[str]) -> set[str]:
+    """The kinds of mixers that these families have."""
+    with torch.device("meta"):
+        tables = [table_of(BUILDERS[family]().config) for family in families]
+    return {kind for table in tables for kind in table.kinds}
 
 
 def make_hybrid(family: str = "qwen3_next_dense", *, seed: int = 0, **options: Any) -> HybridModel:

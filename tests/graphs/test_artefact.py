@@ -24,8 +24,10 @@ from torch_hybrid.graphs.artefact.facts import facts_of
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, without
 from torch_hybrid.graphs.runner import Runner
 
-SIZES: dict[str, Any] = {"max_seqs": 4, "max_tokens": 128, "kv_tokens": 256}
-STEPS = [[[3] * 40, [7], [9, 9, 9]], [[1], [2], [3]], [[4], [5, 6], [7] * 9]]
+# Of one kind of step; what has two: ``test_what_is_not_there_yet_is_compiled_and_written``.
+SIZES: dict[str, Any] = {"max_seqs": 4, "max_tokens": 128, "kv_tokens": 256, "prefill": False}
+DECODE = [[[3], [7], [9]], [[1], [2], [3]], [[4], [5], [6]]]
+PREFILL = [[[3] * 40, [7], [9, 9, 9]], [[1], [2], [3]], [[4], [5, 6], [7] * 9]]
 
 
 def make_model(num_layers: int = 6, **options: Any) -> th.HybridModel:
@@ -34,9 +36,9 @@ def make_model(num_layers: int = 6, **options: Any) -> th.HybridModel:
     return make_hybrid(num_hidden_layers=num_layers, layer_types=kinds, **options)
 
 
-def serve(runner: Runner) -> Tensor:
+def serve(runner: Runner, steps: list[list[list[int]]] = DECODE) -> Tensor:
     seqs = runner.new_sequences(3)
-    logits = torch.cat([runner.extend(seqs, tokens) for tokens in STEPS])
+    logits = torch.cat([runner.extend(seqs, tokens) for tokens in steps])
     runner.free(seqs)
     return logits
 
@@ -112,14 +114,17 @@ def test_a_runner_that_loaded_steps_saves_them_again(
 def test_what_is_not_there_yet_is_compiled_and_written(tmp_path: Path):
     path, model = tmp_path / "steps", make_model(num_layers=2)
     for is_loaded in (False, True):
-        runner = Runner(model, **SIZES, prefill=False, artefact=path)
+        runner = Runner(model, **SIZES, artefact=path)
         runner.warm_up()
         assert [g.is_loaded for g in runner.report().graphs.values()] == [is_loaded]
     # Steps of a runner with more variants are those of the file, and the others are added to it.
+    served = []
     for _ in range(2):
-        runner = Runner(model, **SIZES, artefact=path)
+        runner = Runner(model, **SIZES | {"prefill": True}, artefact=path)
         runner.warm_up()
+        served.append(serve(runner, PREFILL))
     assert [g.is_loaded for g in runner.report().graphs.values()] == [True, True]
+    assert torch.equal(*served)
 
 
 def refusal(path: Path, model: th.HybridModel, **options: Any) -> str:

@@ -4,7 +4,9 @@ the code that runs."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -13,9 +15,11 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.tiny_models import VOCAB_SIZE, make_hybrid
 from torch_hybrid.backends.mode import MODES, Mode
-from torch_hybrid.graphs.passes import DEFAULT_PASSES, without
+from torch_hybrid.graphs import keep_order
+from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, without
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.graphs.schedule import Stage
+from torch_hybrid.graphs.side_stream import mixers_on_side_stream
 from torch_hybrid.ops.capability import Implementation
 
 pytestmark = pytest.mark.slow
@@ -32,53 +36,89 @@ STEPS = [
     [26, 26, 26, 26, 26, 26],
     [0, 1, 0, 1, 0, 1],
 ]
-# What a compile of its own is needed for is asked of the model that has all that the other has.
-both_mixers = pytest.mark.parametrize("family", ["qwen3_next_dense"], scope="module", indirect=True)
+# Of which a runner needs one graph.
+PREFILLS = [step for step in STEPS if max(step) > 1]
+# The mixers of one half beside the matrix products of the other, as on a GPU.
+ON_A_CPU = partial(mixers_on_side_stream, devices=("cpu",))
+ON_A_SIDE_STREAM = [
+    Pass(p.name, ON_A_CPU) if p.name == "mixers_on_side_stream" else p for p in DEFAULT_PASSES
+]
 
 
-@pytest.fixture(scope="module", params=["qwen3_next_dense", "qwen3"])
-def family(request: pytest.FixtureRequest) -> str:
-    return request.param
+@dataclass(frozen=True)
+class Scheduled:
+    """A warm runner, and the halves and stages of each kernel of its decode step."""
+
+    runner: Runner
+    places: list[set[tuple[int, int]]]
 
 
 @pytest.fixture(scope="module")
-def model(family: str) -> th.HybridModel:
-    return make_hybrid(family)
+def model() -> th.HybridModel:
+    """A layer of each of two mixers, one after the other."""
+    return make_hybrid("qwen3_next_dense")
 
 
-def warm_runner(model: th.HybridModel, **options: object) -> Runner:
-    runner = Runner(model, **SIZES, **options)
+@pytest.fixture(scope="module")
+def compiled(model: th.HybridModel) -> Scheduled:
+    """Kernels of decode are looked at as they are made, whatever a cache holds."""
+    places: list[set[tuple[int, int]]] = []
+
+    def look(nodes: list[object]) -> list[object]:
+        places.extend(keep_order._places(node) for node in nodes)
+        return nodes
+
+    runner = Runner(model, **SIZES, two_batch_overlap="on")
+    [seq] = runner.new_sequences(1)
+    with torch._inductor.config.patch(_post_fusion_custom_pass=look, fx_graph_cache=False):
+        runner.extend([seq], [[1]])
+    runner.free([seq])
     runner.warm_up()
+    return Scheduled(runner, places)
+
+
+@pytest.fixture
+def scheduled(compiled: Scheduled) -> Runner:
+    return compiled.runner
+
+
+@pytest.fixture(scope="module")
+def in_order(model: th.HybridModel) -> Runner:
+    """Of the same split, without the schedule."""
+    return prefilling(model, without(DEFAULT_PASSES, ["interleave_halves"]))
+
+
+def prefilling(model: th.HybridModel, passes: Sequence[Pass]) -> Runner:
+    """A runner with the graph of PREFILLS and no other."""
+    runner = Runner(model, **SIZES, two_batch_overlap="on", passes=passes)
+    [seq] = runner.new_sequences(1)
+    runner.extend([seq], [[1, 2]])
+    runner.free([seq])
     return runner
 
 
-@pytest.fixture(scope="module")
-def scheduled(model: th.HybridModel) -> Runner:
-    return warm_runner(model, two_batch_overlap="on")
-
-
-def serve(runner: Runner) -> list[Tensor]:
-    """The logits of STEPS, an idle step among them; a recompile is an error."""
+def serve(runner: Runner, steps: list[list[int]]) -> list[Tensor]:
+    """The logits of some steps; a recompile is an error."""
     rng = random.Random(0)
-    seqs = runner.new_sequences(len(STEPS[0]))
+    seqs = runner.new_sequences(len(steps[0]))
     outputs = []
     with torch.compiler.set_stance("fail_on_recompile"):
-        for step in STEPS:
+        for step in steps:
             rows = [row for row, n in enumerate(step) if n]
             tokens = [[rng.randrange(VOCAB_SIZE) for _ in range(step[row])] for row in rows]
             kind = ("last", "all")[len(outputs) % 2]
             outputs.append(runner.extend([seqs[row] for row in rows], tokens, logits=kind))
-        assert runner.extend([], []).shape == (0, VOCAB_SIZE)
     runner.free(seqs)
     return outputs
 
 
 def test_every_batch_is_served_by_two_graphs(model: th.HybridModel, scheduled: Runner):
     whole = Runner(model, **SIZES, compile=False)
-    for actual, expected in zip(serve(scheduled), serve(whole), strict=True):
+    for actual, expected in zip(serve(scheduled, STEPS), serve(whole, STEPS), strict=True):
         assert actual.shape == expected.shape
         error = (actual - expected).abs().max() / expected.abs().max()
         assert error < 2e-5, f"overlap and none differ by {error:.1e}"
+    assert scheduled.extend([], []).shape == (0, VOCAB_SIZE)
     report = scheduled.report()
     assert list(report.graphs) == ["decode, in halves", "extend, in halves"]
     assert (report.recompiles, report.graph_breaks, report.pool_clones) == (0, 0, ())
@@ -87,13 +127,10 @@ def test_every_batch_is_served_by_two_graphs(model: th.HybridModel, scheduled: R
         assert len(graph.regions) < sum(graph.regions)  # the halves share them
 
 
-@both_mixers
-def test_scheduled_is_bitwise_unscheduled(model: th.HybridModel, scheduled: Runner):
-    """Of the same split: the schedule moves work and changes nothing."""
-    passes = without(DEFAULT_PASSES, ["interleave_halves"])
-    in_order = warm_runner(model, two_batch_overlap="on", passes=passes)
+def test_scheduled_is_bitwise_unscheduled(scheduled: Runner, in_order: Runner):
+    """The schedule moves work and changes nothing."""
     assert not any(graph.schedule for graph in in_order.report().graphs.values())
-    for actual, expected in zip(serve(scheduled), serve(in_order), strict=True):
+    for actual, expected in zip(serve(scheduled, PREFILLS), serve(in_order, PREFILLS), strict=True):
         assert torch.equal(actual, expected)
 
 
@@ -136,24 +173,25 @@ def test_the_compiled_code_runs_the_schedule(
     assert halves != sorted(halves), "the halves are not interleaved"
 
 
-@both_mixers
-def test_no_kernel_is_of_both_halves(scheduled: Runner):
+def test_no_kernel_is_of_both_halves(compiled: Scheduled):
     """Inductor would fuse the halves' norms through their weight; each is its own kernel."""
-    from torch_hybrid.graphs import keep_order
+    assert len(compiled.places) > 10
+    assert {len(places) for places in compiled.places} <= {0, 1}
+    assert {half for places in compiled.places for half, _ in places} == {0, 1}
 
-    seen: list[set[tuple[int, int]]] = []
 
-    def look(nodes: list[object]) -> list[object]:
-        seen.extend(keep_order._places(node) for node in nodes)
-        return nodes
-
-    with torch._inductor.config.patch(_post_fusion_custom_pass=look, fx_graph_cache=False):
-        runner = Runner(scheduled.model, **SIZES, two_batch_overlap="on")
-        [seq] = runner.new_sequences(1)
-        runner.extend([seq], [[1]])
-    assert len(seen) > 10
-    assert {len(places) for places in seen} <= {0, 1}
-    assert {half for places in seen for half, _ in places} == {0, 1}
+def test_with_starts_and_joins_it_is_bitwise_that_without(model: th.HybridModel, in_order: Runner):
+    """One graph, whose code keeps the schedule. The same of each mixer, and of decode, as traced:
+    ``test_schedule``."""
+    with_starts = prefilling(model, ON_A_SIDE_STREAM)
+    served = serve(with_starts, PREFILLS), serve(in_order, PREFILLS)
+    for actual, expected in zip(*served, strict=True):
+        assert torch.equal(actual, expected)
+    report = with_starts.report()
+    assert (report.recompiles, report.graph_breaks, report.pool_clones) == (0, 0, ())
+    [graph] = report.graphs.values()
+    names = [op for stage in graph.schedule for op in stage.ops]
+    assert names.count("join_side_stream") == 4  # two mixers of two halves
 
 
 def test_the_report_has_the_schedule(scheduled: Runner):

@@ -106,18 +106,10 @@ def traced(model: th.HybridModel, *, whole: bool, **options: Any) -> tuple[list[
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_copied_graph_is_the_traced_one(family: str):
-    model = model_of(family)
-    expected, copied = traced(model, whole=True, prefill=False)
+    """In halves: each of a layer's two calls is copied from a call of its own half."""
+    model, options = model_of(family), {"two_batch_overlap": "on", "prefill": False}
+    expected, copied = traced(model, whole=True, **options)
     assert not any(copied)
-    lines, copied = traced(model, whole=False, prefill=False)
-    assert all(copied)
-    assert lines == expected
-
-
-def test_in_halves_too():
-    model = model_of("qwen3")
-    options = {"two_batch_overlap": "on", "prefill": False}
-    expected, _ = traced(model, whole=True, **options)
     lines, copied = traced(model, whole=False, **options)
     assert all(copied)
     assert lines == expected

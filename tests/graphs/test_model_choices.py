@@ -1,11 +1,13 @@
-"""Experts and linear layers are chosen by the runner, by name or by what can serve them now."""
+"""Experts and linear layers are chosen by the runner, by name or by what can serve them now.
+
+That compiled steps have what was chosen is looked for in ``tests/models/test_compiled.py``.
+"""
 
 from __future__ import annotations
 
 import threading
 
 import pytest
-import torch
 
 import torch_hybrid as th
 from tests.devices import needs_cuda
@@ -127,17 +129,3 @@ def test_decode_steps_on_a_gpu_merge_linear_layers():
     ops = runner.report().ops
     assert ops["decode"]["linear[triton]"]
     assert "linear[triton]" not in ops["extend"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["torch", "cpp"])
-def test_compiled_steps_have_what_was_chosen(name: str):
-    backends = th.Backends(experts=name, products=name)
-    runner = Runner(model_with_experts(), **SIZES, prefill=False, backends=backends)
-    runner.warm_up()
-    ops = runner.report().ops["decode"]
-    assert {op for op in ops if op.startswith("fused_experts")} == {f"fused_experts[{name}]"}
-    assert ("linear[cpp]" in ops) == (name == "cpp")
-    assert rows_of(runner) == {"fused_experts": ("every", name), "linear": ("every", name)}
-    [seq] = runner.new_sequences(1)
-    assert torch.isfinite(runner.extend([seq], [[1]])).all()

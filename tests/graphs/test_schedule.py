@@ -28,18 +28,18 @@ from tests.graphs.traced import (
     two_layers,
 )
 from tests.parallel import processes
-from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_hybrid, make_model
+from tests.tiny_models import BUILDERS, FEWEST_LAYERS, kinds_of, make_hybrid, make_model
 from torch_hybrid.graphs.compile import CompileLog, StepBackend, compile_step
 from torch_hybrid.graphs.marks import half_of, in_half
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, apply_passes
 from torch_hybrid.graphs.schedule import Stage, interleave_halves, read_schedule
+from torch_hybrid.graphs.side_stream import mixers_on_side_stream
 from torch_hybrid.models.load import adapt
 
-# Of a family that is there in another form, with the same mixers.
-VARIANTS = {"qwen3_next_dense", "qwen3_5_moe", "granitemoehybrid_dense", "falcon_h1_norm"}
-FAMILIES = sorted(set(BUILDERS) - VARIANTS)
-# Every mixer, alone in its layer and beside another; decode has one form in whatever model.
-DECODED = ["bailing_hybrid", "falcon_h1", "minimax", "qwen3_next"]
+# Every kind of mixer, alone in its layer and beside another, experts, and layers of feed-forward
+# alone: a schedule sees ops and what they write, and other families have no others.
+FAMILIES = ["bailing_hybrid", "falcon_h1", "minimax", "nemotron_h", "qwen3_next"]
+DECODED = ["bailing_hybrid", "falcon_h1", "qwen3_next"]
 STEPS = [
     *((family, [70, 3]) for family in FAMILIES),
     *((family, [1, 1, 1]) for family in DECODED),
@@ -115,9 +115,11 @@ b4                                           4 linear""",
 def test_values_are_bitwise_those_of_the_order_as_traced(family: str, lengths: list[int]):
     traced = trace_model(adapt(make_model(family, **FEWEST_LAYERS[family])), lengths)
     expected, expected_inputs = traced.run()
-    for offset in (0, 1, 3):
+    scheduled = [[Pass("", partial(interleave_halves, offset=offset))] for offset in (0, 1, 3)]
+    beside = Pass("", partial(mixers_on_side_stream, devices=("cpu",)))
+    for passes in (*scheduled, [beside, Pass("", interleave_halves)]):
         before = [node.name for node in traced.module.graph.nodes]
-        apply_passes(traced.module, [Pass("", partial(interleave_halves, offset=offset))])
+        apply_passes(traced.module, passes)
         assert [node.name for node in traced.module.graph.nodes] != before
         actual, inputs = traced.run()
         assert torch.equal(actual, expected)
@@ -125,6 +127,11 @@ def test_values_are_bitwise_those_of_the_order_as_traced(family: str, lengths: l
             assert not isinstance(ours, Tensor) or torch.equal(ours, theirs)
     apply_passes(traced.module, DEFAULT_PASSES)
     check_values(traced)
+
+
+def test_every_kind_of_mixer_is_scheduled_above():
+    assert kinds_of(FAMILIES) == kinds_of(BUILDERS)
+    assert kinds_of(DECODED) == kinds_of(BUILDERS) - {"lightning_attention"}  # its op is Mamba2's
 
 
 def test_each_half_keeps_its_order_and_every_node_is_there_once():
@@ -238,7 +245,6 @@ def ranks() -> list[tuple[overlap_jobs.Served, tuple[int, list[int]]]]:
 def test_two_ranks_serve_a_shared_model_by_one_schedule(ranks):
     served = [served for served, _ in ranks]
     assert served[0] == served[1]
-    assert served[0].bitwise
     assert served[0].error < 2e-5
     assert served[0].halves_of_collectives[:4] == [0, 1, 0, 1]
     assert_expected_inline(

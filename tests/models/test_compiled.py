@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import torch_hybrid as th
+from tests.graphs.as_traced import run_as_traced
 from tests.models.oracle import (
     ask,
     assert_equal_logits,
@@ -16,31 +19,58 @@ from tests.models.oracle import (
     serve,
     whole,
 )
-from tests.tiny_models import FEWEST_LAYERS, make_model
+from tests.tiny_models import BUILDERS, FEWEST_LAYERS, kinds_of, make_model
+from torch_hybrid.explain import sections as explain
 
 pytestmark = pytest.mark.slow
 LENGTHS = (5, 64, 131)
-FAMILIES = (
-    "qwen3_5_moe",
-    "olmo_hybrid",
-    "kimi_linear",
-    "bailing_hybrid",
-    "minimax",
-    "bamba",
-    "granitemoehybrid",
-    "falcon_h1_norm",
-    "nemotron_h",
-)
+# Each op of ours and each form of attention in Inductor's code, beside experts and without.
+BY_INDUCTOR = ("qwen3_5_moe", "kimi_linear", "bailing_hybrid", "falcon_h1_norm")
+# Of the same ops, around which the code differs: what is traced, copied and rewritten.
+AS_TRACED = ("olmo_hybrid", "minimax", "bamba", "granitemoehybrid", "nemotron_h")
 SEEDS = {"granitemoehybrid": 0}  # without a near tie of routers; 2 for the others
+# Latents are expanded, in one pass or in chunks; in Kimi Linear they are attended to as they are.
+EXPANDED = th.Backends(prefix=th.PrefixPolicy(token_budget=96, absorbed="never"))
+# By default experts and linear layers are served in C++.
+IN_TORCH = th.Backends(experts="torch", products="torch")
+BACKENDS = {"bailing_hybrid": EXPANDED, "qwen3_5_moe": IN_TORCH}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits(family: str, tmp_path):
+def test_every_kind_of_mixer_is_compiled_below():
+    left = kinds_of(BUILDERS) - kinds_of(BY_INDUCTOR)
+    assert left == {"lightning_attention"}  # its op is Mamba2's
+
+
+@pytest.mark.parametrize("family", AS_TRACED)
+def test_logits_as_traced(family: str, tmp_path: Path):
+    with run_as_traced():
+        check_logits(family, tmp_path)
+
+
+@pytest.mark.parametrize("family", BY_INDUCTOR)
+def test_logits(family: str, tmp_path: Path):
+    runner = check_logits(family, tmp_path)
+    report = runner.report()
+    assert report.pool_clones == ()
+    if BACKENDS.get(family) is EXPANDED:
+        assert set(report.graphs) == {"decode", "extend, one shot", "extend, 2 chunks"}
+    impl = "torch" if BACKENDS.get(family) is IN_TORCH else "cpp"
+    called = set().union(*report.ops.values())
+    assert {op for op in called if op.startswith("fused_experts")} <= {f"fused_experts[{impl}]"}
+    assert ("linear[cpp]" in called) == (impl == "cpp")
+    rows = explain.implementations(runner).rows
+    assert {name for step, op, name, _ in rows if (step, op) == ("every", "linear")} == {impl}
+
+
+def check_logits(family: str, tmp_path: Path) -> th.Runner:
+    """However tokens arrive; the runner that served them."""
     hf_model = make_model(family, seed=SEEDS.get(family, 2), **FEWEST_LAYERS[family])
     oracle = ask(hf_model, make_texts(LENGTHS))
     hf_model.save_pretrained(tmp_path)
     model = th.from_pretrained(tmp_path)
-    runner = th.Runner(model, max_seqs=3, max_tokens=256, kv_tokens=320)
+    runner = th.Runner(
+        model, max_seqs=3, max_tokens=256, kv_tokens=320, backends=BACKENDS.get(family)
+    )
     for steps in (
         whole(LENGTHS),
         chunked(LENGTHS, 50),
@@ -55,4 +85,5 @@ def test_logits(family: str, tmp_path):
         served = serve(runner, oracle.texts, decoded(LENGTHS, 4), positions)
         assert_equal_logits(served, oracle)
     report = runner.report()
-    assert (report.recompiles, report.graph_breaks, report.pool_clones) == (0, 0, ())
+    assert (report.recompiles, report.graph_breaks) == (0, 0)
+    return runner

@@ -5,6 +5,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.ops.triton_interpreter import (
+    Interpreter,
+    interpreter_process,
+    patch_language_once_a_launch,
+)
+from torch_hybrid.ops.triton.devices import interpreted
+
 
 @pytest.fixture(autouse=True)
 def poison_uninitialized_memory() -> Iterator[None]:
@@ -12,3 +19,19 @@ def poison_uninitialized_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fast_interpreter() -> Iterator[None]:
+    """Where this process interprets: kernels with many device functions run 2.7 times as fast."""
+    with pytest.MonkeyPatch.context() as patch:
+        if interpreted():
+            patch_language_once_a_launch(patch)
+        yield
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Interpreter]:
+    """A process that interprets Triton kernels; started by the first test that asks for it."""
+    with interpreter_process() as process:
+        yield process

@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,27 +24,99 @@ INTERPRETED = "passed in the interpreter"
 needs_triton = pytest.mark.skipif(triton_missing() is not None, reason=triton_missing() or "")
 needs_interpreter = pytest.mark.interpreter
 
+# A line in is a folder and a selection (pytest's -k), a line out the exit status and the output.
+SERVER = """
+import contextlib, io, json, sys
+import pytest
 
-def run_interpreted(
-    record_property: Callable[[str, object], None], folder: Path, selection: str
-) -> None:
-    """Run the tests of ``folder`` that ``selection`` (pytest's -k) picks; all must pass.
+for line in sys.stdin:
+    folder, selection = json.loads(line)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        status = pytest.main(["-p", "no:cacheprovider", "-k", selection, folder])
+    print(json.dumps([status, output.getvalue()]), flush=True)
+"""
 
-    How many they are is recorded: the summary of the whole run counts them.
-    """
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", selection, folder]
-    # Options of the run that this is part of are not for it: the last line is read here.
+
+class Interpreter:
+    """A process that interprets kernels, and runs tests one selection after the other."""
+
+    def __init__(self, process: subprocess.Popen[str], errors: Any) -> None:
+        self._process, self._errors = process, errors
+
+    def run(
+        self, record_property: Callable[[str, object], None], folder: Path, selection: str
+    ) -> None:
+        """Run the tests of ``folder`` that ``selection`` (pytest's -k) picks; all must pass.
+
+        How many they are is recorded: the summary of the whole run counts them.
+        """
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps([str(folder), selection]), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        assert answer, f"the process died: {self._stderr()}"
+        status, output = json.loads(answer)
+        summary = output.strip().rpartition("\n")[2]
+        assert status == 0, output + self._stderr()
+        passed = re.match(r"(\d+) passed", summary)
+        assert passed is not None, summary
+        record_property(INTERPRETED, int(passed[1]))
+        assert "skipped" not in summary, summary
+
+    def _stderr(self) -> str:
+        self._errors.seek(0)
+        return str(self._errors.read())
+
+
+@contextmanager
+def interpreter_process() -> Iterator[Interpreter]:
+    """One process for all: importing torch and transformers takes longer than most tests do."""
+    # Options of the run that this is part of are not for it: its last lines are read here.
     env = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
-    done = subprocess.run(
-        command,
-        env=env | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    summary = done.stdout.strip().rpartition("\n")[2]
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = re.match(r"(\d+) passed", summary)
-    assert passed is not None, summary
-    record_property(INTERPRETED, int(passed[1]))
-    assert "skipped" not in summary, summary
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SERVER],
+            env=env | {"TRITON_INTERPRET": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        with process:
+            yield Interpreter(process, errors)
+
+
+def patch_language_once_a_launch(patch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter put its functions in the place of Triton's once for each launch.
+
+    It does so at every call of a device function, of which ``tl.zeros`` and ``tl.sum`` are some,
+    and looks at all names of three modules: that takes longer than what most of them do. What it
+    puts there depends on the modules that a function sees and on nothing else.
+    """
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    patch_language, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    modules: dict[Any, frozenset[str]] = {}
+    patched: set[frozenset[str]] = set()
+
+    def seen_by(fn: Any) -> frozenset[str]:
+        if fn not in modules:
+            names = {tl: "language", tl.core: "core"}
+            seen = (value for value in fn.__globals__.values() if value is tl or value is tl.core)
+            modules[fn] = frozenset(names[module] for module in seen)
+        return modules[fn]
+
+    def patch_once(fn: Any) -> Any:
+        if seen_by(fn) in patched:
+            return None  # what a device function's call makes of it: nothing
+        patched.add(seen_by(fn))
+        return patch_language(fn)
+
+    def launch_anew(*args: Any, **kwargs: Any) -> None:
+        patched.clear()
+        launch(*args, **kwargs)
+
+    patch.setattr(interpreter, "_patch_lang", patch_once)
+    patch.setattr(interpreter.GridExecutor, "__call__", launch_anew)

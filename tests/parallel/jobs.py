@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torch_hybrid as th
+from tests.graphs.as_traced import run_as_traced
 from tests.models import ring_checkpoint
 from tests.models.oracle import Step, make_texts, serve
 from tests.tiny_models import make_model
@@ -83,14 +85,24 @@ def share_all(families: list[str], compile: bool, experts: Experts = "tensor") -
     return {family: share(family, compile, experts) for family in families}
 
 
-def share_compiled(jobs: list[tuple[str, Experts, int]]) -> list[Shared]:
-    """Small ones, each with the first so many steps."""
-    layers = ["linear_attention", "full_attention"]
-    options = {"num_hidden_layers": 2, "hidden_size": 32, "layer_types": layers}
-    return [
-        share(family, True, experts, STEPS[:num_steps], **options)
-        for family, experts, num_steps in jobs
-    ]
+@dataclass(frozen=True)
+class CompiledJob:
+    """A small model, the first so many steps, and whether Inductor is to compile their graphs."""
+
+    family: str
+    experts: Experts
+    num_steps: int
+    by_inductor: bool
+
+    def run(self) -> Shared:
+        layers = ["linear_attention", "full_attention"]
+        options = {"num_hidden_layers": 2, "hidden_size": 32, "layer_types": layers}
+        with nullcontext() if self.by_inductor else run_as_traced():
+            return share(self.family, True, self.experts, STEPS[: self.num_steps], **options)
+
+
+def share_compiled(jobs: list[CompiledJob]) -> list[Shared]:
+    return [job.run() for job in jobs]
 
 
 def rounding(family: str) -> tuple[float, float]:

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 # Children are forked from a process that has imported all of it, and has started no thread.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(
     [
         "tests.parallel.jobs",
         "torch._dynamo",
@@ -60,9 +60,9 @@ def run_ranks(
         store = f"file://{folder}/store"
         pipes, processes = [], []
         for rank in range(num_ranks):
-            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            ours, theirs = FORKSERVER.Pipe(duplex=False)
             options = (theirs, store, rank, num_ranks, timeout_s, backend, function, args)
-            processes.append(_CONTEXT.Process(target=_run, args=options, daemon=True))
+            processes.append(FORKSERVER.Process(target=_run, args=options, daemon=True))
             processes[-1].start()
             theirs.close()
             pipes.append(ours)

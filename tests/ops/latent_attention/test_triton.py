@@ -19,7 +19,7 @@ from tests.ops.triton_compile import (
     launches_on,
     needs_cross_compiler,
 )
-from tests.ops.triton_interpreter import needs_triton, run_interpreted
+from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.latent_attention import latent_attention_with_lse, reference
 
@@ -34,8 +34,10 @@ CONTRACT = """
 
 
 @needs_triton
-def test_in_the_interpreter(record_property: Callable[[str, object], None]) -> None:
-    run_interpreted(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+def test_in_the_interpreter(
+    interpreter: Interpreter, record_property: Callable[[str, object], None]
+) -> None:
+    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
 
 
 @needs_cuda

@@ -26,7 +26,7 @@ from tests.ops.triton_compile import (
     launches_on,
     needs_cross_compiler,
 )
-from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
+from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.paged_attention import paged_attention_with_lse, reference
 
@@ -71,8 +71,10 @@ LONG = {
 
 
 @needs_triton
-def test_in_the_interpreter(record_property: Callable[[str, object], None]) -> None:
-    run_interpreted(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+def test_in_the_interpreter(
+    interpreter: Interpreter, record_property: Callable[[str, object], None]
+) -> None:
+    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
 
 
 @needs_interpreter
@@ -82,8 +84,13 @@ def test_paths_in_interpreter(name: str) -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(("prefix_and_rows", options) for options in OPTIONS),
+        *(("pages_of_a_tile", options) for options in ("plain", "window_softcap")),
+    ],
+)
 def test_long_queries_in_interpreter(name: str, options: str, long_queries: None) -> None:
     check("cpu", LONG[name], torch.float16, options)
 

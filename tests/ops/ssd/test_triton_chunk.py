@@ -18,7 +18,7 @@ from tests.ops.triton_compile import (
     launches_on,
     needs_cross_compiler,
 )
-from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
+from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.ssd import chunk_ssd
 
@@ -29,12 +29,14 @@ CONTRACT = """
     or chunk32-triton and exact and three_heads and fp32 or in_interpreter
 """
 # Of several segments, of one, of none; the second begins within what was one of the first's.
-SEGMENTS = Case(lengths=(170, 64, 0, 65, 1), k_dim=32, v_dim=32, num_padding_tokens=3)
+SEGMENTS = Case(lengths=(170, 64, 0, 65, 1), num_heads=2, k_dim=32, v_dim=32, num_padding_tokens=3)
 
 
 @needs_triton
-def test_in_the_interpreter(record_property: Callable[[str, object], None]):
-    run_interpreted(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+def test_in_the_interpreter(
+    interpreter: Interpreter, record_property: Callable[[str, object], None]
+):
+    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
 
 
 @needs_cuda

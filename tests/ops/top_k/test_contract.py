@@ -17,7 +17,7 @@ from tests.ops.triton_compile import (
     launches_on,
     needs_cross_compiler,
 )
-from tests.ops.triton_interpreter import needs_triton, run_interpreted
+from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.top_k import reference, top_k
 from torch_hybrid.ops.top_k.op import IMPLEMENTATIONS, TOP_K
@@ -86,8 +86,10 @@ def test_agrees_with_torch(impl: str) -> None:
 
 
 @needs_triton
-def test_in_the_interpreter(record_property: Callable[[str, object], None]) -> None:
-    run_interpreted(record_property, Path(__file__).parent, "triton")
+def test_in_the_interpreter(
+    interpreter: Interpreter, record_property: Callable[[str, object], None]
+) -> None:
+    interpreter.run(record_property, Path(__file__).parent, "triton")
 
 
 @needs_cuda
