@@ -28,6 +28,7 @@ from tests.ops.fused_experts import cases as experts
 from tests.ops.gated_delta_rule import cases as gdn
 from tests.ops.kimi_delta_attention import cases as kda
 from tests.ops.latent_attention import cases as latents
+from tests.ops.linear import cases as linears
 from tests.ops.paged_attention import cases as paged
 from tests.ops.ragged_attention import cases as ragged
 from tests.ops.ssd import cases as ssd
@@ -37,6 +38,7 @@ from torch_hybrid.ops import (
     gated_delta_rule,
     kimi_delta_attention,
     latent_attention,
+    linear,
     paged_attention,
     ragged_attention,
     top_k,
@@ -54,7 +56,14 @@ Call = Callable[[str], Any]  # with a device
 
 def moved(values: tuple[Any, ...], device: str) -> list[Any]:
     """Copies on the device, each in memory of its own."""
-    return [x.to(device, copy=True) if isinstance(x, Tensor) else x for x in values]
+    return [
+        x.to(device, copy=True)
+        if isinstance(x, Tensor)
+        else moved(tuple(x), device)
+        if isinstance(x, list)
+        else x
+        for x in values
+    ]
 
 
 def run(op: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], device: str) -> Any:
@@ -106,7 +115,7 @@ def long_queries() -> Iterator[tuple[str, Call]]:
 
 
 def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
-    """Convolution, experts of few tokens and of many, and a router's choice."""
+    """Convolution, experts of few tokens and of many, a router's choice, and linear layers."""
     inputs = conv.make_inputs(conv.Case(channels=37, has_bias=True, **LENGTHS), dtype)
     op = causal_conv1d.causal_conv1d
     yield op.__name__, partial(run, op, inputs.args(), {"activation": inputs.activation})
@@ -116,6 +125,10 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         op = fused_experts.fused_experts
         name = f"{op.__name__} of {num_tokens} tokens"
         yield name, partial(run, op, args, {"activation": case.activation})
+    for num_rows in (3, 9):
+        layers = linears.Case(num_rows=num_rows, depth=77, widths=(66, 7), biased=frozenset({1}))
+        args = linears.make_inputs(layers, dtype=dtype)
+        yield f"linear of {num_rows} rows", partial(run, linear.linear, args, {})
     yield "top_k", partial(run, top_k.top_k, (torch.randn(5, 37).to(dtype), 3), {})
 
 

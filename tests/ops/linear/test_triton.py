@@ -12,14 +12,9 @@ from torch import Tensor
 from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget, to_exact
 from tests.ops.linear.cases import CASES, Case, make_inputs
-from tests.ops.triton_compile import (
-    SHARED_LIMITS,
-    LaunchRecorder,
-    assert_all_fit,
-    compile_launch,
-    needs_cross_compiler,
-)
-from tests.ops.triton_interpreter import needs_triton, run_interpreted
+from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
+from tests.ops.triton_interpreter import Interpreter, needs_triton
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.linear.reference import linear_reference
 
@@ -31,18 +26,19 @@ CONTRACT = """
         or does_not_see and 9-bf16 or infinity or opcheck
     )
 """
-# As the merged layers of Qwen3-Next-80B: the gated delta rule's, the router's with the shared
-# expert's, an output layer's.
+# Merged layers of Qwen3-Next-80B: attention's, the router's with the shared expert's, an output's.
 REAL = {
-    "in_proj": (2048, (12288, 64)),
+    "qkv": (2048, (8192, 512, 512)),
     "router": (2048, (512, 512, 512, 1)),
     "out_proj": (4096, (2048,)),
 }
 
 
 @needs_triton
-def test_in_the_interpreter(record_property: Callable[[str, object], None]) -> None:
-    run_interpreted(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+def test_in_the_interpreter(
+    interpreter: Interpreter, record_property: Callable[[str, object], None]
+) -> None:
+    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
 
 
 @needs_cuda
@@ -78,24 +74,19 @@ def on_device(tensor: Tensor | None) -> Tensor | None:
 
 
 @needs_cross_compiler
-def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiles_without_spills() -> None:
     from torch_hybrid.ops.linear import _triton
 
     rows = []
-    for name, (depth, widths) in REAL.items():
-        for num_rows in (1, 8, 32, 64):
-            if num_rows > 1 and len(widths) == 1:
-                continue  # torch's
-            recorder = LaunchRecorder(_triton._linear_kernel)
-            with monkeypatch.context() as patch:
-                patch.setattr(_triton, "_linear_kernel", recorder)
+    for name, num_rows in (("router", 1), ("out_proj", 4), *(("qkv", n) for n in (8, 32, 64))):
+        depth, widths = REAL[name]
+        for target in SHARED_LIMITS:
+            with launches_on(target) as launches:
                 _triton.linear(
                     torch.empty(num_rows, depth, dtype=torch.bfloat16, device="meta"),
                     [torch.empty(n, depth, dtype=torch.bfloat16, device="meta") for n in widths],
                     [None] * len(widths),
                 )
-            label = f"{name} {num_rows}"
-            rows += [compile_launch(recorder, target, label) for target in SHARED_LIMITS]
-    assert_all_fit(rows)
-    for row in rows:
-        assert (row.products == "-") == row.kernel.endswith(" 1"), row
+            launch = launches["_linear_kernel"]
+            rows.append(resources_of(launch, target, f"{name}, {num_rows} rows"))
+    assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
