@@ -37,14 +37,15 @@ class Need:
 class Capability:
     """What one implementation supports.
 
-    ``multiples`` and ``limits`` bound sizes by name; ``available`` says why this machine cannot
-    run the implementation (no compiler, a package missing), or None when it can.
+    ``multiples``, ``limits`` and ``one_of`` bound sizes by name; ``available`` says why this machine
+    cannot run the implementation (no compiler, a package missing), or None when it can.
     """
 
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype] = FLOATS
     multiples: Mapping[str, int] = field(default_factory=dict)
     limits: Mapping[str, int] = field(default_factory=dict)
+    one_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     features: frozenset[str] = frozenset()
     cuda_graph: bool = False
     available: Callable[[], str | None] = always_available
@@ -69,6 +70,8 @@ class Capability:
         for name, size in sizes.items():
             if size % self.multiples.get(name, 1):
                 reasons.append(f"{name} {size} is not a multiple of {self.multiples[name]}")
+            if size not in self.one_of.get(name, (size,)):
+                reasons.append(f"{name} {size} is not one of {list(self.one_of[name])}")
             if size > self.limits.get(name, size):
                 reasons.append(f"{name} {size} is over the limit {self.limits[name]}")
         return reasons

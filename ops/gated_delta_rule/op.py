@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.gated_delta_rule.validate import check_inputs
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE, check_chunk_size
 from torch_hybrid.ops.registration import check_impl, define_op
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
+_FLASHINFER = "torch_hybrid.ops.gated_delta_rule._flashinfer"
 _CPU = "torch_hybrid.ops.gated_delta_rule._cpu"
 _TORCH = "torch_hybrid.ops.gated_delta_rule._torch"
 _TRITON = "torch_hybrid.ops.gated_delta_rule._triton"
@@ -43,22 +45,37 @@ RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
         launcher=f"{_TORCH}:recurrent_gated_delta_rule",
     ),
 }
-CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(capability=_CPP_CAPABILITY, launcher=f"{_CPU}:chunk_gated_delta_rule"),
-    "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            limits={"head_k_dim": 256},
-            cuda_graph=True,
-            available=triton_missing,
+CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = with_flashinfer(
+    "chunk_gated_delta_rule",
+    {
+        "cpp": Implementation(
+            capability=_CPP_CAPABILITY, launcher=f"{_CPU}:chunk_gated_delta_rule"
         ),
-        launcher=f"{_TRITON}_chunk:chunk_gated_delta_rule",
+        "triton": Implementation(
+            capability=Capability(
+                devices=triton_devices(),
+                limits={"head_k_dim": 256},
+                cuda_graph=True,
+                available=triton_missing,
+            ),
+            launcher=f"{_TRITON}_chunk:chunk_gated_delta_rule",
+        ),
+        "torch": Implementation(
+            capability=Capability(devices=frozenset({"cpu", "cuda"})),
+            launcher=f"{_TORCH}:chunk_gated_delta_rule",
+        ),
+    },
+    Implementation(
+        capability=Capability(
+            devices=frozenset({"cuda"}),
+            dtypes=frozenset({torch.bfloat16, torch.float16}),
+            one_of={"head_k_dim": (128,), "head_v_dim": (128,)},
+            cuda_graph=True,
+            available=flashinfer_missing(capabilities=HOPPER, cutlass_dsl=True),
+        ),
+        launcher=f"{_FLASHINFER}:chunk_gated_delta_rule",
     ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"})),
-        launcher=f"{_TORCH}:chunk_gated_delta_rule",
-    ),
-}
+)
 
 
 def recurrent_gated_delta_rule(
@@ -155,7 +172,7 @@ def chunk_gated_delta_rule(
             takes chunks of its own.
         impl: a name in CHUNK_IMPLEMENTATIONS.
     """
-    sizes = {"head_k_dim": q.shape[-1]}
+    sizes = {"head_k_dim": q.shape[-1], "head_v_dim": v.shape[-1]}
     check_impl(impl, CHUNK_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
     check_chunk_size(chunk_size)
     check_inputs(q, k, v, g, beta, state, cu_seqlens, initial_indices, state_indices)
