@@ -152,7 +152,7 @@ def record_launch(
         pretend(patch, target, _triton)
         recorder = LaunchRecorder(_triton._attend_kernel)
         patch.setattr(_triton, "_attend_kernel", recorder)
-        for other in ("_store", "merge_splits"):
+        for other in ("store_rows", "merge_splits"):
             patch.setattr(_triton, other, lambda *_: None)
         _triton.latent_attention_with_lse(
             rows(num_tokens, num_heads, 512),

@@ -179,7 +179,7 @@ SHAPES = {
     "3 / 1 heads of 80 decode 1": (1, 1, 3, 1, 80, torch.bfloat16, "window_softcap"),
 }
 KERNELS = {
-    "_triton": "_write_kernel",
+    "_triton_write": "_write_kernel",
     "_triton_short": "_attend_kernel",
     "_triton_long": "_long_kernel",
 }
@@ -229,7 +229,7 @@ def record_launches(
         patch.setattr(modules["_triton_short"], "merge_splits", lambda *_: None)
         for name, kernel in KERNELS.items():
             patch.setattr(modules[name], kernel, recorders[kernel])
-        modules["_triton"].paged_attention_with_lse(
+        importlib.import_module(f"{package}._triton").paged_attention_with_lse(
             *qkv.split(heads, 1),
             kv,
             indices[: num_seqs + 1],
