@@ -15,11 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.backends.mode import Form, Mode
+from torch_hybrid.backends.planned import PlannedTensors, plan_layers
 from torch_hybrid.backends.prefix import (
     PrefixChunks,
     chunk_tables,
@@ -51,6 +53,7 @@ class LatentPlan:
     page_table: Tensor  # [N, max_pages]
     slot_mapping: Tensor  # [T]
     prefix: PrefixChunks | None  # None in the absorbed form
+    planned: dict[str, PlannedTensors]  # by shape of the layers, where the implementation plans
     statics: Statics
 
 
@@ -106,15 +109,22 @@ class LatentAttentionBackend:
             for spec in set(self._specs)
         ]
 
-        def choose(ops: Mapping[str, Mapping[str, Implementation]]) -> tuple[Choice, ...]:
-            return tuple(select(op, known, needs, backends.full) for op, known in ops.items())
-
         self._forms = {mode: self._make_forms(mode) for mode in modes}
-        absorbed = choose(_ABSORBED_OPS)
-        self.choices = {
-            mode: absorbed if forms == (_ABSORBED,) else (*absorbed, *choose(_EXPANDED_OPS))
-            for mode, forms in self._forms.items()
+        self.choices = {mode: self._choose(mode, needs, backends.full) for mode in modes}
+        self._planners = {
+            mode: latent_op.IMPLEMENTATIONS[absorbed.impl].load_planner()
+            for mode, (absorbed, *_) in self.choices.items()
         }
+        self._layers = {_shape_name(spec): _facts(spec, sizes) for spec in self._specs}
+
+    def _choose(self, mode: Mode, needs: Sequence[Need], preferred: str) -> tuple[Choice, ...]:
+        """What steps of a mode call; queries of several tokens of a sequence are asked for."""
+        features = frozenset[str]() if mode.tokens_per_seq == 1 else latent_op.EXTEND
+        absorbed = [replace(need, features=features) for need in needs]
+        choices = [select(op, known, absorbed, preferred) for op, known in _ABSORBED_OPS.items()]
+        if self._forms[mode] != (_ABSORBED,):
+            choices += [select(op, known, needs, preferred) for op, known in _EXPANDED_OPS.items()]
+        return tuple(choices)
 
     def forms(self, mode: Mode) -> tuple[Form, ...]:
         """Every form that a step of this mode may take, with as many rows as it ever has."""
@@ -175,8 +185,12 @@ class LatentAttentionBackend:
             page_table=batch.page_table,
             slot_mapping=batch.slot_mapping,
             prefix=prefix,
+            planned=self._planned(batch, mode) if prefix is None else {},
             statics=Statics(impls_of(self.choices[mode]), form=form.name),
         )
+
+    def _planned(self, batch: Batch, mode: Mode) -> dict[str, PlannedTensors]:
+        return plan_layers(self._planners[mode], batch, self._layers)
 
     def _absorbed_is_cheaper(self, batches: Sequence[Batch]) -> bool:
         """Whether the absorbed form takes less time, by counted FLOPs and the policy's weight."""
@@ -204,6 +218,22 @@ def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
+def _shape_name(spec: LatentSpec) -> str:
+    """Layers of the same name share what is planned."""
+    return f"{spec.num_heads}, {spec.latent_rank}, {spec.rope_dim}"
+
+
+def _facts(spec: LatentSpec, sizes: PoolSizes) -> dict[str, Any]:
+    """What a planner is told of layers."""
+    return {
+        "num_heads": spec.num_heads,
+        "rank": spec.latent_rank,
+        "rope_dim": spec.rope_dim,
+        "dtype": sizes.dtype,
+        "device": sizes.device,
+    }
+
+
 def attend_absorbed(
     q_latent: Tensor,
     q_rope: Tensor,
@@ -215,6 +245,7 @@ def attend_absorbed(
 ) -> Tensor:
     """Write latent [T, R] and k_rope [T, P] into ``pool``, and attend with the queries
     [T, H, R] and [T, H, P] to the latents themselves -> [T, H, R]."""
+    planned = plan.planned.get(_shape_name(spec))
     return latent_op.latent_attention(
         q_latent,
         q_rope,
@@ -226,6 +257,7 @@ def attend_absorbed(
         plan.page_table,
         plan.slot_mapping,
         scale=spec.scale,
+        planned=() if planned is None else planned.given,
         impl=plan.statics.impl("latent_attention"),
     )
 
