@@ -6,6 +6,10 @@ each sequence. Two small kernels before it and one after it translate, and set w
 write: rows of padding. Its products are of bfloat16 operands, also those with the state: outputs
 and states are good to bfloat16, where the other implementations keep states to float32.
 
+FlashInfer takes blocks of 64 tokens. In the last one of a sequence, what follows the sequence is
+multiplied by 0: rows of padding must be finite there, as they are in what a convolution leaves, and
+a NaN of one sequence is one in the sequence before it too.
+
 All of it follows from shapes: whether FlashInfer cuts sequences over the device (its
 context-parallel form, for few sequences) is decided by the number of sequences and heads.
 """
@@ -108,7 +112,7 @@ class _Rows:
         *,
         qk_l2norm: bool,
     ) -> None:
-        """Fill the rows of tokens, and those of padding in ``out`` with 0."""
+        """Fill the rows of tokens; those of padding are 0, in ``out`` too."""
         num_tokens, num_k_heads, head_dim = q.shape
         num_v_heads = v.shape[1]
         _rows_kernel[(triton.cdiv(num_tokens, _ROWS), 2 * num_k_heads + num_v_heads)](
@@ -177,24 +181,24 @@ def _rows_kernel(
     head = tl.program_id(1)
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     last = tl.load(cu_seqlens + num_seqs)
-    mask = token < last
+    mask, is_row = token < last, token < num_tokens
     if head < H:
-        _unit_rows(q, q_rows, token, mask, stride_q, head, H, D, QK_L2NORM)
+        _unit_rows(q, q_rows, token, mask, is_row, stride_q, head, H, D, QK_L2NORM)
     elif head < 2 * H:
-        _unit_rows(k, k_rows, token, mask, stride_k, head - H, H, D, QK_L2NORM)
+        _unit_rows(k, k_rows, token, mask, is_row, stride_k, head - H, H, D, QK_L2NORM)
     else:
         head_v = head - 2 * H
         place = token * HV + head_v
         b_g = tl.load(g + token * stride_g + head_v, mask=mask, other=0.0)
-        tl.store(decay_rows + place, tl.exp(b_g), mask=mask)
+        tl.store(decay_rows + place, tl.exp(b_g), mask=is_row)
         b_beta = tl.load(beta + token * stride_beta + head_v, mask=mask, other=0.0)
-        tl.store(beta_rows + place, b_beta, mask=mask)
+        tl.store(beta_rows + place, b_beta, mask=is_row)
         index = tl.arange(0, D)[None, :]
         if COPY_V:
             p_v = v + token[:, None] * stride_v + head_v * D + index
             b_v = tl.load(p_v, mask=mask[:, None], other=0.0)
-            tl.store(v_rows + place[:, None] * D + index, b_v, mask=mask[:, None])
-        padding = (token >= last) & (token < num_tokens)
+            tl.store(v_rows + place[:, None] * D + index, b_v, mask=is_row[:, None])
+        padding = is_row & (token >= last)
         zeros = tl.zeros([ROWS, D], dtype=tl.float32).to(out.dtype.element_ty)
         tl.store(out + place[:, None] * D + index, zeros, mask=padding[:, None])
 
@@ -205,6 +209,7 @@ def _unit_rows(
     rows: tl.tensor,
     token: tl.tensor,
     mask: tl.tensor,
+    is_row: tl.tensor,
     stride: tl.tensor,
     head: tl.tensor,
     H: tl.constexpr,
@@ -218,7 +223,7 @@ def _unit_rows(
     if NORMALIZE:
         row *= inverse_root(tl.sum(row * row, 1) + 1e-6)[:, None]
     p_rows = rows + (token * H + head)[:, None] * D + index
-    tl.store(p_rows, row.to(rows.dtype.element_ty), mask=mask[:, None])
+    tl.store(p_rows, row.to(rows.dtype.element_ty), mask=is_row[:, None])
 
 
 @triton.jit

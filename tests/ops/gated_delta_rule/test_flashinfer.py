@@ -64,6 +64,8 @@ def prefill(
     dense = (q, k, v, g, beta, cu_seqlens, output, initial_state, output_state)
     assert all(tensor.is_contiguous() for tensor in dense)
     assert all(tensor.data_ptr() % 16 == 0 for tensor in (q, k, v, output, initial_state))
+    # What follows a sequence is multiplied by 0.
+    assert all(tensor.isfinite().all() for tensor in (q, k, v, g, beta))
     assert initial_state.shape == output_state.shape == (num_seqs, *initial_state.shape[1:])
     slots = torch.arange(1, num_seqs + 1, dtype=torch.int32)
     pool = torch.cat([torch.zeros_like(initial_state[:1]), initial_state])
