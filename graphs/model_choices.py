@@ -32,11 +32,15 @@ def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, .
     choices = []
     if experts := experts_of(model):
         needs = [module.need for module in experts]
-        choices.append(select(EXPERTS, experts[0].implementations, needs, wanted.experts))
+        choices.append(
+            select(
+                EXPERTS, experts[0].implementations, needs, wanted.named(EXPERTS, wanted.experts)
+            )
+        )
     if compiles:
         known = {impl: linear.IMPLEMENTATIONS[impl] for impl in ("cpp", "torch")}
         need = Need(device=model.device, dtype=model.dtype)
-        choices.append(select("linear", known, need, wanted.products))
+        choices.append(select("linear", known, need, wanted.named("linear", wanted.products)))
     return tuple(choices)
 
 

@@ -204,3 +204,25 @@ def test_a_size_that_a_named_implementation_cannot_serve():
         table = LayerTable.from_specs(specs)
         with pytest.raises(UnsupportedError, match="head_dim 24 is not a multiple of 16"):
             make_backends(table, make_cache(table).sizes, Backends(full="cpp"))
+
+
+def test_an_op_is_asked_for_by_its_own_name_before_that_of_its_kind():
+    ops = {"chunk_gated_delta_rule": "torch", "extend paged_attention": "torch"}
+    made = make_backends(TABLE, make_cache().sizes, Backends(full="cpp", linear="cpp", ops=ops))
+    chosen = {
+        (mode.name, choice.op): choice.impl
+        for backend in made.values()
+        for mode in MODES
+        for choice in backend.choices[mode]
+    }
+    assert chosen["extend", "chunk_gated_delta_rule"] == "torch"
+    assert chosen["decode", "recurrent_gated_delta_rule"] == "cpp"
+    assert chosen["extend", "paged_attention"] == "torch"
+    assert chosen["decode", "paged_attention"] == "cpp"
+
+
+def test_an_op_that_is_none_is_named():
+    with pytest.raises(
+        ValueError, match=r"ops must be among .*'recurrent_ssd'.*got \['extend ssd'\]"
+    ):
+        Backends(ops={"extend ssd": "torch", "recurrent_ssd": "torch"})

@@ -110,20 +110,28 @@ class LatentAttentionBackend:
         ]
 
         self._forms = {mode: self._make_forms(mode) for mode in modes}
-        self.choices = {mode: self._choose(mode, needs, backends.full) for mode in modes}
+        self.choices = {mode: self._choose(mode, needs, backends) for mode in modes}
         self._planners = {
             mode: latent_op.IMPLEMENTATIONS[absorbed.impl].load_planner()
             for mode, (absorbed, *_) in self.choices.items()
         }
         self._layers = {_shape_name(spec): _facts(spec, sizes) for spec in self._specs}
 
-    def _choose(self, mode: Mode, needs: Sequence[Need], preferred: str) -> tuple[Choice, ...]:
+    def _choose(self, mode: Mode, needs: Sequence[Need], backends: Backends) -> tuple[Choice, ...]:
         """What steps of a mode call; queries of several tokens of a sequence are asked for."""
+
+        def choose(
+            ops: Mapping[str, Mapping[str, Implementation]], wanted: Sequence[Need]
+        ) -> list[Choice]:
+            return [
+                select(op, known, wanted, backends.named(op, backends.full, mode))
+                for op, known in ops.items()
+            ]
+
         features = frozenset[str]() if mode.tokens_per_seq == 1 else latent_op.EXTEND
-        absorbed = [replace(need, features=features) for need in needs]
-        choices = [select(op, known, absorbed, preferred) for op, known in _ABSORBED_OPS.items()]
+        choices = choose(_ABSORBED_OPS, [replace(need, features=features) for need in needs])
         if self._forms[mode] != (_ABSORBED,):
-            choices += [select(op, known, needs, preferred) for op, known in _EXPANDED_OPS.items()]
+            choices += choose(_EXPANDED_OPS, needs)
         return tuple(choices)
 
     def forms(self, mode: Mode) -> tuple[Form, ...]:

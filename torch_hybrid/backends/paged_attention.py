@@ -74,7 +74,8 @@ class PagedAttentionBackend:
             )
             for spec in specs
         ]
-        return select("paged_attention", IMPLEMENTATIONS, needs, backends.full)
+        preferred = backends.named("paged_attention", backends.full, mode)
+        return select("paged_attention", IMPLEMENTATIONS, needs, preferred)
 
     def forms(self, mode: Mode) -> tuple[Form, ...]:
         """Steps of a mode all run in one form."""

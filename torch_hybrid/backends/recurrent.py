@@ -46,12 +46,13 @@ class OpChoice:
     sizes: Callable[[Any], dict[str, int]]
     preferred: Callable[[Backends], str] = lambda backends: backends.linear
 
-    def choose(self, specs: set[Any], sizes: PoolSizes, backends: Backends) -> Choice:
-        """An implementation that serves all ``specs``."""
+    def choose(self, specs: set[Any], sizes: PoolSizes, backends: Backends, mode: Mode) -> Choice:
+        """An implementation that serves all ``specs`` in steps of a mode."""
         needs = [
             Need(device=sizes.device, dtype=sizes.dtype, sizes=self.sizes(spec)) for spec in specs
         ]
-        return select(self.name, self.implementations, needs, self.preferred(backends))
+        preferred = backends.named(self.name, self.preferred(backends), mode)
+        return select(self.name, self.implementations, needs, preferred)
 
 
 CONVOLUTION = OpChoice(
@@ -107,7 +108,7 @@ class RecurrentBackend:
         self.chunk_size = recurrence.chunk_size
         specs: set[Any] = {entry.spec for entry in entries}
         self.choices = {
-            mode: tuple(op.choose(specs, sizes, backends) for op in recurrence.ops(mode))
+            mode: tuple(op.choose(specs, sizes, backends, mode) for op in recurrence.ops(mode))
             for mode in modes
         }
 
