@@ -6,8 +6,9 @@ there with the rest of a step's input. All is made when something is first plann
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -17,10 +18,11 @@ _INT_BYTES = 8 << 20  # as FlashInfer's own wrappers take
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scratch:
-    """Of one device."""
+    """Of one device. Whoever plans holds ``lock`` until what was planned is taken away."""
 
     ints: Tensor
     pinned: Tensor
+    lock: Lock = field(default_factory=Lock)
 
     @classmethod
     @cache

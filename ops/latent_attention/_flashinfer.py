@@ -53,18 +53,21 @@ def plan(
 ) -> Planned:
     """FlashInfer's schedule for a step of one token a sequence: its parts, and where they begin."""
     scratch = Scratch.of(device)
-    offsets, _ = _module(dtype, rank, rope_dim).plan_with_staged_workspace_bytes(
-        scratch.workspace(2 * _ROWS * _MOST_PROCESSORS * (2 * rank + 4) + 64),
-        scratch.ints,
-        scratch.pinned,
-        lengths.cu_seqlens,
-        first_pages(lengths.page_table),
-        lengths.seq_lens,
-        num_heads,
-        rank,
-        False,  # causal
-    )
-    return packed(scratch.pinned, [int(x) for x in offsets], lengths.seq_lens.shape[0], num_heads)
+    workspace = scratch.workspace(2 * _ROWS * _MOST_PROCESSORS * (2 * rank + 4) + 64)
+    with scratch.lock:
+        offsets, _ = _module(dtype, rank, rope_dim).plan_with_staged_workspace_bytes(
+            workspace,
+            scratch.ints,
+            scratch.pinned,
+            lengths.cu_seqlens,
+            first_pages(lengths.page_table),
+            lengths.seq_lens,
+            num_heads,
+            rank,
+            False,  # causal
+        )
+        offsets = [int(offset) for offset in offsets]
+        return packed(scratch.pinned, offsets, lengths.seq_lens.shape[0], num_heads)
 
 
 def packed(pinned: Tensor, offsets: Sequence[int], num_seqs: int, num_heads: int) -> Planned:

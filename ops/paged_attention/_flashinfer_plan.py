@@ -53,30 +53,32 @@ def plan(
     scratch, fa3 = Scratch.of(device), takes_fa3(num_tokens, num_seqs, device)
     num_rows = 0 if fa3 else most_partial_rows(num_tokens, num_seqs, num_q_heads, num_kv_heads)
     module = kernels("fa3" if fa3 else "fa2", dtype, head_dim, window > 0, softcap > 0)
-    tables = () if fa3 else tables_of_pages(lengths, page_size)
-    offsets = module.plan(
-        scratch.workspace(4 * num_rows * (head_dim + 1) + 64),
-        scratch.ints,
-        scratch.pinned,
-        lengths.cu_seqlens,
-        first_pages(lengths.page_table) if fa3 else tables[0],
-        lengths.seq_lens,
-        num_tokens,
-        num_seqs,
-        num_q_heads,
-        num_kv_heads,
-        page_size,
-        True,  # as for a CUDA graph
-        head_dim,
-        head_dim,
-        True,  # causal
-        window - 1,
-        # How it may cut sequences: as it likes, with all processors, of any length.
-        *(() if fa3 else (-1, False, 0, 0)),
-    )
-    values = tuple(int(offset) for offset in offsets)
-    used = fa3_bytes(values) if fa3 else fa2_bytes(values)
-    return Planned(tensors=(scratch.pinned[:used].clone(), *tables), values=values)
+    tables: tuple[Tensor, ...] = () if fa3 else tables_of_pages(lengths, page_size)
+    workspace = scratch.workspace(4 * num_rows * (head_dim + 1) + 64)
+    with scratch.lock:
+        offsets = module.plan(
+            workspace,
+            scratch.ints,
+            scratch.pinned,
+            lengths.cu_seqlens,
+            first_pages(lengths.page_table) if fa3 else tables[0],
+            lengths.seq_lens,
+            num_tokens,
+            num_seqs,
+            num_q_heads,
+            num_kv_heads,
+            page_size,
+            True,  # as for a CUDA graph
+            head_dim,
+            head_dim,
+            True,  # causal
+            window - 1,
+            # How it may cut sequences: as it likes, with all processors, of any length.
+            *(() if fa3 else (-1, False, 0, 0)),
+        )
+        values = tuple(int(offset) for offset in offsets)
+        schedule = scratch.pinned[: fa3_bytes(values) if fa3 else fa2_bytes(values)].clone()
+    return Planned(tensors=(schedule, *tables), values=values)
 
 
 def most_partial_rows(num_tokens: int, num_seqs: int, num_q_heads: int, num_kv_heads: int) -> int:
