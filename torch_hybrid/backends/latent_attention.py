@@ -21,7 +21,12 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.backends.mode import Form, Mode
-from torch_hybrid.backends.planned import PlannedTensors, plan_layers
+from torch_hybrid.backends.planned import (
+    PlannedTensors,
+    plan_layers,
+    planned_for,
+    shape_name,
+)
 from torch_hybrid.backends.prefix import (
     PrefixChunks,
     chunk_tables,
@@ -115,7 +120,7 @@ class LatentAttentionBackend:
             mode: latent_op.IMPLEMENTATIONS[absorbed.impl].load_planner()
             for mode, (absorbed, *_) in self.choices.items()
         }
-        self._layers = {_shape_name(spec): _facts(spec, sizes) for spec in self._specs}
+        self._layers = {shape_name(_sizes(spec)): _facts(spec, sizes) for spec in self._specs}
 
     def _choose(self, mode: Mode, needs: Sequence[Need], backends: Backends) -> tuple[Choice, ...]:
         """What steps of a mode call; queries of several tokens of a sequence are asked for."""
@@ -226,17 +231,15 @@ def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
-def _shape_name(spec: LatentSpec) -> str:
-    """Layers of the same name share what is planned."""
-    return f"{spec.num_heads}, {spec.latent_rank}, {spec.rope_dim}"
+def _sizes(spec: LatentSpec) -> dict[str, int]:
+    """Layers of the same sizes share what is planned."""
+    return {"num_heads": spec.num_heads, "rank": spec.latent_rank, "rope_dim": spec.rope_dim}
 
 
 def _facts(spec: LatentSpec, sizes: PoolSizes) -> dict[str, Any]:
     """What a planner is told of layers."""
     return {
-        "num_heads": spec.num_heads,
-        "rank": spec.latent_rank,
-        "rope_dim": spec.rope_dim,
+        **_sizes(spec),
         "dtype": sizes.dtype,
         "device": sizes.device,
     }
@@ -253,7 +256,6 @@ def attend_absorbed(
 ) -> Tensor:
     """Write latent [T, R] and k_rope [T, P] into ``pool``, and attend with the queries
     [T, H, R] and [T, H, P] to the latents themselves -> [T, H, R]."""
-    planned = plan.planned.get(_shape_name(spec))
     return latent_op.latent_attention(
         q_latent,
         q_rope,
@@ -265,7 +267,7 @@ def attend_absorbed(
         plan.page_table,
         plan.slot_mapping,
         scale=spec.scale,
-        planned=() if planned is None else planned.given,
+        planned=planned_for(plan.planned, _sizes(spec)),
         impl=plan.statics.impl("latent_attention"),
     )
 

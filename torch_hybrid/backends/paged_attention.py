@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
-from torch_hybrid.backends.planned import PlannedTensors, plan_layers
+from torch_hybrid.backends.planned import (
+    PlannedTensors,
+    plan_layers,
+    planned_for,
+    shape_name,
+)
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
@@ -55,7 +60,7 @@ class PagedAttentionBackend:
             for mode, (choice,) in self.choices.items()
         }
         specs: list[AttentionSpec] = [entry.spec for entry in entries]  # type: ignore[misc]
-        self._layers = {_shape_name(spec): _facts(spec, sizes) for spec in specs}
+        self._layers = {shape_name(_sizes(spec)): _facts(spec, sizes) for spec in specs}
 
     @staticmethod
     def _choose(
@@ -97,19 +102,21 @@ class PagedAttentionBackend:
         )
 
 
-def _shape_name(spec: AttentionSpec) -> str:
-    """Layers of the same name share what is planned."""
-    return f"{spec.num_q_heads}, {spec.num_kv_heads}, {spec.head_dim}"
-
-
-def _facts(spec: AttentionSpec, sizes: PoolSizes) -> dict[str, Any]:
-    """What a planner is told of layers; those of one shape share a plan, whatever their window."""
+def _sizes(spec: AttentionSpec) -> dict[str, int]:
+    """Layers of the same sizes share what is planned: a window says how much there is to do."""
     return {
         "num_q_heads": spec.num_q_heads,
         "num_kv_heads": spec.num_kv_heads,
         "head_dim": spec.head_dim,
-        "page_size": sizes.page_size,
         "window": spec.window,
+    }
+
+
+def _facts(spec: AttentionSpec, sizes: PoolSizes) -> dict[str, Any]:
+    """What a planner is told of layers; those of one shape share a plan, whatever their softcap."""
+    return {
+        **_sizes(spec),
+        "page_size": sizes.page_size,
         "softcap": spec.softcap,
         "dtype": sizes.dtype,
         "device": sizes.device,
@@ -124,7 +131,6 @@ def attend(
         raise ValueError(
             f"q must have shape [T, {spec.num_q_heads}, {spec.head_dim}], got {list(q.shape)}"
         )
-    planned = plan.planned.get(_shape_name(spec))
     return paged_attention(
         q,
         k,
@@ -137,6 +143,6 @@ def attend(
         scale=spec.scale,
         window=spec.window,
         softcap=spec.softcap,
-        planned=() if planned is None else planned.given,
+        planned=planned_for(plan.planned, _sizes(spec)),
         impl=plan.statics.impl("paged_attention"),
     )

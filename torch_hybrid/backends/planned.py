@@ -30,6 +30,21 @@ class PlannedTensors:
 register_value(PlannedTensors)
 
 
+def shape_name(sizes: Mapping[str, int]) -> str:
+    """Layers of the same name share what is planned."""
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+def planned_for(
+    planned: Mapping[str, PlannedTensors], sizes: Mapping[str, int]
+) -> tuple[Tensor, ...]:
+    """What an op of layers of these sizes is given; found by name only where there are several
+    shapes, since a name cannot be made of sizes that are traced as numbers."""
+    if len(planned) < 2:
+        return next((each.given for each in planned.values()), ())
+    return planned[shape_name(sizes)].given
+
+
 def plan_layers(
     planner: Planner | None, batch: Batch, layers: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, PlannedTensors]:
