@@ -10,12 +10,13 @@ FlashInfer takes blocks of 64 tokens. In the last one of a sequence, what follow
 multiplied by 0: rows of padding must be finite there, as they are in what a convolution leaves, and
 a NaN of one sequence is one in the sequence before it too.
 
-All of it follows from shapes: whether FlashInfer cuts sequences over the device (its
-context-parallel form, for few sequences) is decided by the number of sequences and heads.
+What is planned is whether FlashInfer cuts sequences over the device (its context-parallel form, for
+few of them): it would count null sequences too. All else follows from shapes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.planning import Lengths, Planned
 from torch_hybrid.ops.triton.products import inverse_root
 
 _ROWS = 32  # tokens of one head that a program brings into order
@@ -43,6 +45,7 @@ def chunk_gated_delta_rule(
     scale: float,
     qk_l2norm: bool,
     chunk_size: int,
+    planned: Sequence[Tensor],
 ) -> Tensor:
     """Launcher of ``torch_hybrid::chunk_gated_delta_rule``; its chunks are of 64 tokens."""
     from flashinfer.gdn_prefill import chunk_gated_delta_rule as prefill
@@ -73,13 +76,20 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel=False,
         output=out,
         output_state=final,
-        use_cp="auto",
+        use_cp=bool(planned[0].item()),  # a tensor on the host
         backend="flashinfer",
     )
     _scatter_kernel[blocks](
         final, state, cu_seqlens, state_indices, SIZE=final[0].numel(), BLOCK=_BLOCK
     )
     return out
+
+
+def plan(lengths: Lengths, *, num_v_heads: int, device: torch.device, **_: int) -> Planned:
+    """Whether sequences are cut: where there are heads of them for less than half of the device."""
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    num_seqs = int((lengths.cu_seqlens.diff() > 0).sum())
+    return Planned(tensors=(), values=(int(2 * num_seqs * num_v_heads < num_processors),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule
 from torch_hybrid.ops.gated_delta_rule.op import CHUNK_IMPLEMENTATIONS
 from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_reference
+from torch_hybrid.ops.planning import Lengths, Planned
 
 SHAPE = {"k_dim": 128, "v_dim": 128}
 CASES = {
@@ -61,6 +62,7 @@ def prefill(
     assert output_final_state
     assert not use_qk_l2norm_in_kernel
     assert state_indices is None
+    assert use_cp is (num_seqs == 1)
     dense = (q, k, v, g, beta, cu_seqlens, output, initial_state, output_state)
     assert all(tensor.is_contiguous() for tensor in dense)
     assert all(tensor.data_ptr() % 16 == 0 for tensor in (q, k, v, output, initial_state))
@@ -90,7 +92,8 @@ def documented(monkeypatch: pytest.MonkeyPatch) -> None:
 def launch(inputs: Inputs) -> Tensor:
     """The launcher itself: the op takes CUDA tensors alone."""
     launcher = CHUNK_IMPLEMENTATIONS["flashinfer"].load()
-    return launcher(*inputs.args(), **inputs.options(), chunk_size=32)
+    planned = [torch.tensor([int(len(inputs.state_indices) == 1)])]
+    return launcher(*inputs.args(), **inputs.options(), chunk_size=32, planned=planned)
 
 
 def as_given(inputs: Inputs) -> Inputs:
@@ -140,6 +143,34 @@ def test_dense_values_as_they_lie_by_documentation():
     assert torch.equal(launch(dense), launch(inputs.copy()))
 
 
+def plan_for(inputs: Inputs) -> Planned:
+    planner = CHUNK_IMPLEMENTATIONS["flashinfer"].load_planner()
+    assert planner is not None
+    lengths = Lengths(
+        cu_seqlens=inputs.cu_seqlens.cpu(),
+        seq_lens=inputs.cu_seqlens.diff().cpu(),
+        page_table=torch.zeros(len(inputs.state_indices), 1, dtype=torch.int32),
+        num_tokens=len(inputs.q),
+    )
+    sizes = {"head_k_dim": 128, "head_v_dim": 128, "num_v_heads": inputs.v.shape[1]}
+    return planner(lengths, **sizes, device=torch.device("cuda"))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("lengths", "num_v_heads", "cut"),
+    [((9,), 32, 1), ((9, 9), 32, 1), ((9, 9, 9), 32, 0), ((9, 0, 0, 0, 9), 32, 1), ((9,), 66, 0)],
+)
+def test_few_sequences_are_cut_over_the_device(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], num_v_heads: int, cut: int
+):
+    """Those that have tokens count, and not those that a step is padded with."""
+    device = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    inputs = make_inputs(Case(lengths=lengths, num_k_heads=1, num_v_heads=num_v_heads))
+    assert plan_for(inputs).values == (cut,)
+
+
 @needs_flashinfer
 def test_its_function_takes_what_the_documentation_says():
     theirs = parameters_of("gdn_prefill.py", "chunk_gated_delta_rule")
@@ -169,7 +200,10 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
 
 
 def call(inputs: Inputs) -> Tensor:
-    return chunk_gated_delta_rule(*inputs.args(), **inputs.options(), impl="flashinfer")
+    planned = [torch.tensor(plan_for(inputs).values)]
+    return chunk_gated_delta_rule(
+        *inputs.args(), **inputs.options(), planned=planned, impl="flashinfer"
+    )
 
 
 def assert_good_to_bfloat16(inputs: Inputs, out: Tensor, state: Tensor) -> None:
@@ -212,9 +246,12 @@ def test_a_captured_graph_serves_other_lengths(num_v_heads: int):
     first = Case(lengths=(1, 100, 1), num_padding_tokens=498, **shape)
     captured = on_device(make_inputs(first, torch.bfloat16), "cuda")
     call(captured)  # compiles the kernels, which cannot be done while capturing
+    planned = [torch.tensor(plan_for(captured).values)]  # no length is read while it is captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = call(captured)
+        out = chunk_gated_delta_rule(
+            *captured.args(), **captured.options(), planned=planned, impl="flashinfer"
+        )
     for seed, lengths in enumerate([(550, 0, 49), (64, 65, 463)], 1):
         case = Case(lengths=lengths, num_padding_tokens=600 - sum(lengths), **shape)
         other = make_inputs(case, torch.bfloat16, seed)
