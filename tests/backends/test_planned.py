@@ -62,7 +62,8 @@ def test_a_bucket_is_captured_for_each_of_the_values():
 
 @pytest.mark.slow
 def test_a_compiled_step_holds_no_value_of_the_host():
-    model = adapt(make_model("qwen3", seed=1))
+    one_layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    model = adapt(make_model("qwen3", seed=1, **one_layer))
     runner = th.Runner(model, backends=PLANNING, prefill=False, **SIZES)
     plain = th.Runner(model, compile=False, prefill=False, **SIZES)
     torch.testing.assert_close(steps(runner), steps(plain))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -19,7 +17,7 @@ from tests.ops.delta_rule_triton import on_device, tensor_fields
 from tests.ops.flashinfer_source import needs_flashinfer, parameters_of
 from tests.ops.gated_delta_rule.cases import make_inputs
 from tests.ops.recurrent_contract import written_slots
-from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
+from tests.ops.triton_interpreter import needs_interpreter, needs_triton
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule
 from torch_hybrid.ops.gated_delta_rule.op import CHUNK_IMPLEMENTATIONS
@@ -106,11 +104,6 @@ def as_given(inputs: Inputs) -> Inputs:
     if not inputs.qk_l2norm:
         return inputs.copy()
     return replace(inputs.copy(), q=unit(inputs.q), k=unit(inputs.k), qk_l2norm=False)
-
-
-@needs_triton
-def test_in_the_interpreter(record_property: Callable[[str, object], None]):
-    run_interpreted(record_property, Path(__file__).parent, "test_flashinfer and by_documentation")
 
 
 @needs_interpreter

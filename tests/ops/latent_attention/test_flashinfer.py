@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor
 from tests.devices import needs_cuda
 from tests.ops.flashinfer_source import native_parameters_of, needs_flashinfer, parameters_of
 from tests.ops.latent_attention.cases import Case, Inputs, make_inputs
-from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
+from tests.ops.triton_interpreter import needs_interpreter, needs_triton
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.latent_attention import latent_attention_with_lse, reference
 from torch_hybrid.ops.latent_attention.op import EXTEND, IMPLEMENTATIONS
@@ -158,11 +156,6 @@ def documented(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_flashinfer, "_module", lambda *_: Documented())
 
 
-@needs_triton
-def test_in_the_interpreter(record_property: Callable[[str, object], None]):
-    run_interpreted(record_property, Path(__file__).parent, "test_flashinfer and by_documentation")
-
-
 @needs_interpreter
 @pytest.mark.usefixtures("documented")
 @pytest.mark.parametrize("num_heads", [16, 80], ids=["16 heads", "80 heads"])
@@ -181,6 +174,7 @@ def test_attends_by_documentation(num_heads: int):
     assert torch.equal(args[4].double(), exact[4])
 
 
+@needs_triton
 @pytest.mark.usefixtures("documented")
 def test_shapes_of_a_plan_follow_from_shapes():
     full = make_inputs(DECODE, padding=(2, 2))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 from tests.devices import needs_cuda
 from tests.ops.flashinfer_source import native_parameters_of, needs_flashinfer, parameters_of
 from tests.ops.paged_attention.cases import OPTIONS, Case, Inputs, make_inputs
-from tests.ops.triton_interpreter import needs_interpreter, needs_triton, run_interpreted
+from tests.ops.triton_interpreter import needs_interpreter, needs_triton
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.paged_attention import paged_attention, reference
 from torch_hybrid.ops.paged_attention.op import FEATURES, IMPLEMENTATIONS
@@ -175,11 +174,6 @@ def given(planned: Planned, device: str) -> list[Tensor]:
     return [*(x.to(device) for x in planned.tensors), torch.tensor(planned.values)]
 
 
-@needs_triton
-def test_in_the_interpreter(record_property: Callable[[str, object], None]):
-    run_interpreted(record_property, Path(__file__).parent, "test_flashinfer and by_documentation")
-
-
 @pytest.fixture
 def documented(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_hybrid.ops.paged_attention import _flashinfer, _flashinfer_plan
@@ -210,6 +204,7 @@ def test_attends_by_documentation(case: Case, options: str):
     assert torch.equal(args[3].double(), exact[3])
 
 
+@needs_triton
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.usefixtures("documented")
 def test_shapes_of_a_plan_follow_from_shapes(case: Case):
