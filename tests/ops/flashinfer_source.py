@@ -20,7 +20,7 @@ def parameters_of(file: str, function: str) -> list[str]:
 
     ``outer.inner`` for one that is defined within another.
     """
-    scope: list[ast.stmt] = ast.parse(_read(file)).body
+    scope: list[ast.stmt] = ast.parse(source_of(file)).body
     for name in function.split("."):
         found = [n for n in scope if isinstance(n, ast.FunctionDef) and n.name == name]
         scope = found[-1].body  # the last definition: those before are overloads
@@ -33,13 +33,14 @@ def native_parameters_of(file: str, function: str) -> list[str]:
 
     Those that a macro adds are left out.
     """
-    found = re.search(rf"{function}\(([^;{{]*?)\)\s*{{", _read(f"data/csrc/{file}"))
+    found = re.search(rf"{function}\(([^;{{]*?)\)\s*{{", source_of(f"data/csrc/{file}"))
     assert found is not None
     plain = re.sub(r"ADDITIONAL_FUNC_PARAMS|=[^,]*", "", found[1])
     return [parameter.split()[-1] for parameter in plain.split(",")]
 
 
-def _read(file: str) -> str:
+def source_of(file: str) -> str:
+    """The text of one of its files."""
     spec = importlib.util.find_spec("flashinfer")
     assert spec is not None
     assert spec.origin is not None

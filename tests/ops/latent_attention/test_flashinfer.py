@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.flashinfer_source import native_parameters_of, needs_flashinfer, parameters_of
+from tests.ops.flashinfer_source import (
+    native_parameters_of,
+    needs_flashinfer,
+    parameters_of,
+    source_of,
+)
 from tests.ops.latent_attention.cases import Case, Inputs, make_inputs
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton
 from torch_hybrid.ops.capability import Need
@@ -42,7 +47,12 @@ PARTS = (
 class Documented:
     """FlashInfer's compiled kernel by its documentation; it cuts each sequence in pieces of 64."""
 
-    def plan_with_staged_workspace_bytes(
+    @property
+    def _module(self) -> Documented:
+        """What it wraps a function around, which stages what was planned on the device."""
+        return self
+
+    def plan(
         self,
         float_workspace_buffer: Tensor,
         int_workspace_buffer: Tensor,
@@ -189,8 +199,9 @@ def test_shapes_of_a_plan_follow_from_shapes():
 def test_its_functions_take_what_the_documentation_says():
     run = list(inspect.signature(Documented.run).parameters)[1:]
     assert native_parameters_of("batch_mla_sm90_run.cu", "BatchMLAPagedAttentionSM90Run") == run
-    plan = list(inspect.signature(Documented.plan_with_staged_workspace_bytes).parameters)[1:]
+    plan = list(inspect.signature(Documented.plan).parameters)[1:]
     assert native_parameters_of("batch_mla_sm90_plan.cu", "BatchMLAPagedAttentionSM90Plan") == plan
+    assert "self._module = module" in source_of("jit/attention/modules.py")
     assert parameters_of("mla/_batch_mla/_backends/_fa_common.py", "get_batch_mla_module") == [
         "backend",
         "dtype_q",
