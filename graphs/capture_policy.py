@@ -96,7 +96,8 @@ class CapturePolicy:
         """
         if variant.name in self._refused:
             return step(inputs)
-        key = (variant, id(inputs))  # the captured step holds its inputs: no others get that id
+        # The captured step holds its inputs: no others get that id.
+        key = (variant, id(inputs), static.host_values(planned))
         if key not in self._steps:
             static.refresh(map_tensors(torch.zeros_like, planned))
             self._steps.capture(key, lambda: step(inputs), name=_bucket_name(variant, inputs))

@@ -33,10 +33,15 @@ def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, .
     choices = []
     if experts := experts_of(model):
         needs = [module.need for module in experts]
-        choices.append(select(EXPERTS, experts[0].implementations, needs, wanted.experts))
+        choices.append(
+            select(
+                EXPERTS, experts[0].implementations, needs, wanted.named(EXPERTS, wanted.experts)
+            )
+        )
     if compiles:
         need = Need(device=model.device, dtype=model.dtype)
-        choices.append(select("linear", linear.IMPLEMENTATIONS, need, wanted.products))
+        preferred = wanted.named("linear", wanted.products)
+        choices.append(select("linear", linear.IMPLEMENTATIONS, need, preferred))
     return tuple(choices)
 
 

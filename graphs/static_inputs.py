@@ -3,19 +3,21 @@
 All leaves of the step's value live in one packed buffer, laid out for the largest bucket, so that a
 refresh is one copy to the device. A bucket's leaf is a contiguous view of the head of its region,
 and a refresh writes all of it: nothing of an earlier, larger step can be left over.
+A leaf that stays on the host (``pytrees.OnHost``) has its storage there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_hybrid.pytrees import tensors_of
+from torch_hybrid.pytrees import OnHost, tensors_of
 
 _ALIGNMENT = 64  # bytes; what vector loads of generated code may assume
 
@@ -44,6 +46,7 @@ class StaticInputs:
         first: dict[int, int] = {}
         self._source = [first.setdefault(id(leaf), i) for i, leaf in enumerate(leaves)]
         self._dtypes = [leaf.dtype for leaf in leaves]
+        self._on_host = _leaves_on_host(self._structure)
         # Small leaves first: the copy to the device stops at the last byte that is in use.
         unique = sorted(first.values(), key=lambda i: leaves[i].nbytes)
         self._capacity = {i: leaves[i].nbytes for i in unique}
@@ -93,6 +96,13 @@ class StaticInputs:
             self._copied.record()
         return layout.value
 
+    def host_values(self, value: Any) -> tuple[tuple[int, ...], ...]:
+        """What a value's leaves that stay on the host hold: a captured graph is captured for it."""
+        if not self._on_host:
+            return ()
+        leaves, _ = tensors_of(value)
+        return tuple(tuple(leaves[i].tolist()) for i in self._on_host)
+
     def _lay_out(self, value: Any, leaves: list[Tensor]) -> _Layout:
         """The views for a value with leaves of these shapes; made once for each bucket."""
         for i in self._offsets:
@@ -106,13 +116,20 @@ class StaticInputs:
         def views(buffer: Tensor) -> dict[int, Tensor]:
             return {i: _view(buffer, offset, leaves[i]) for i, offset in self._offsets.items()}
 
-        on_device = views(self._device)
+        on_host, on_device = views(self._host), views(self._device)
+        on_device |= {i: on_host[i] for i in self._on_host}
         in_order = iter([on_device[i] for i in self._source])
         return _Layout(
-            host=list(views(self._host).values()),
+            host=list(on_host.values()),
             value=pytree.tree_map_only(Tensor, lambda _: next(in_order), value),
             num_bytes=max(offset + leaves[i].nbytes for i, offset in self._offsets.items()),
         )
+
+
+def _leaves_on_host(structure: Sequence[object]) -> tuple[int, ...]:
+    """Which of the leaves, in order, stand in an ``OnHost``."""
+    held = [holder is OnHost for holder, node in pairwise([None, *structure]) if node is Tensor]
+    return tuple(i for i, is_on_host in enumerate(held) if is_on_host)
 
 
 def _view(buffer: Tensor, offset: int, like: Tensor) -> Tensor:

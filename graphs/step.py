@@ -17,7 +17,7 @@ from torch_hybrid.backends.step import Plan, Step
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.graphs.marks import in_half
-from torch_hybrid.pytrees import register_value
+from torch_hybrid.pytrees import OnHost, register_value
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable
 
@@ -130,7 +130,7 @@ def make_step(model: Model) -> StepFunction:
 
 
 def map_tensors(action: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
-    """``inputs`` with ``action`` done to each tensor once.
+    """``inputs`` with ``action`` done to each tensor once, but for those that stay on the host.
 
     One tensor that stands in several places stays one: graphs are guarded by that.
     """
@@ -141,5 +141,7 @@ def map_tensors(action: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
             done[id(leaf)] = action(leaf)
         return done[id(leaf)]
 
-    mapped: Inputs = pytree.tree_map_only(Tensor, once, inputs)
+    mapped: Inputs = pytree.tree_map_only(
+        Tensor, once, inputs, is_leaf=lambda node: isinstance(node, OnHost)
+    )
     return mapped

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from torch_hybrid.ops.planning import Planner
+
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 FLOATS_AND_FLOAT64 = FLOATS | {torch.float64}
 
@@ -37,14 +39,15 @@ class Need:
 class Capability:
     """What one implementation supports.
 
-    ``multiples`` and ``limits`` bound sizes by name; ``available`` says why this machine cannot
-    run the implementation (no compiler, a package missing), or None when it can.
+    ``multiples``, ``limits`` and ``one_of`` bound sizes by name; ``available`` says why this
+    machine cannot run the implementation (no compiler, a package missing), or None when it can.
     """
 
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype] = FLOATS
     multiples: Mapping[str, int] = field(default_factory=dict)
     limits: Mapping[str, int] = field(default_factory=dict)
+    one_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     features: frozenset[str] = frozenset()
     cuda_graph: bool = False
     available: Callable[[], str | None] = always_available
@@ -69,6 +72,8 @@ class Capability:
         for name, size in sizes.items():
             if size % self.multiples.get(name, 1):
                 reasons.append(f"{name} {size} is not a multiple of {self.multiples[name]}")
+            if size not in self.one_of.get(name, (size,)):
+                reasons.append(f"{name} {size} is not one of {list(self.one_of[name])}")
             if size > self.limits.get(name, size):
                 reasons.append(f"{name} {size} is over the limit {self.limits[name]}")
         return reasons
@@ -79,15 +84,22 @@ class Implementation:
     """One way to compute an op: what it can do, and where its launcher is found.
 
     ``launcher`` is ``"package.module:function"``, imported when first called, so that an
-    implementation which is never used costs no import, no build and no memory.
+    implementation which is never used costs no import, no build and no memory. ``planner``, found
+    alike, makes what the launcher wants beside the op's own arguments, on the host and before each
+    step; see ``ops.planning``. The launcher is then given it as ``planned``.
     """
 
     capability: Capability
     launcher: str
+    planner: str | None = None
 
     def load(self) -> Callable[..., Any]:
         """Import the launcher (once) and return it."""
         return _load(self.launcher)
+
+    def load_planner(self) -> Planner | None:
+        """Import the planner (once) and return it; None where nothing is planned."""
+        return None if self.planner is None else _load(self.planner)
 
 
 @cache

@@ -48,7 +48,10 @@ def define_op(
     returns_one = len(schema.returns) == 1
 
     def launch(*args: Any, impl: str, **options: Any) -> Any:
-        out = implementations[impl].load()(*args, **options)
+        implementation = implementations[impl]
+        if implementation.planner is None:
+            options.pop("planned", None)
+        out = implementation.load()(*args, **options)
         return out[0] if returns_one and isinstance(out, tuple) else out
 
     REGISTERED[name] = implementations
@@ -104,6 +107,23 @@ def check_scale(scale: float) -> None:
     """Raise ValueError unless logits grow with the products that they are made of."""
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}")
+
+
+def check_planned(
+    impl: str, implementations: Mapping[str, Implementation], planned: Sequence[Tensor]
+) -> None:
+    """Raise ValueError unless ``planned`` is there for an implementation that plans, and for no
+    other."""
+    plans = implementations[impl].planner is not None
+    if plans and not planned:
+        raise ValueError(f"impl {impl!r} must be given what its planner planned, got nothing")
+    if planned and not plans:
+        raise ValueError(f"impl {impl!r} plans nothing, got {len(planned)} planned tensors")
+
+
+def given(planned: Sequence[Tensor]) -> dict[str, list[Tensor]]:
+    """The argument ``planned`` of an op, left out where there is nothing."""
+    return {"planned": list(planned)} if planned else {}
 
 
 def check_impl(

@@ -7,7 +7,7 @@ part of it, so they are in that text, as JSON.
 from __future__ import annotations
 
 import json
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -47,6 +47,19 @@ def register_constant(cls: type, *parts: type) -> None:
 
 def _name(cls: type) -> str:
     return f"torch_hybrid.{cls.__name__}"
+
+
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """A tensor of a step's input that stays on the host.
+
+    It is read when an op is launched: a captured graph holds the values that it had then.
+    """
+
+    value: Tensor
+
+
+register_value(OnHost)
 
 
 def _encoded(value: Any) -> Any:

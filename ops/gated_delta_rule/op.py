@@ -6,16 +6,20 @@ meant for decode; ``chunk_gated_delta_rule`` turns each chunk into matrix produc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.gated_delta_rule.validate import check_inputs
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE, check_chunk_size
-from torch_hybrid.ops.registration import check_impl, define_op
+from torch_hybrid.ops.registration import check_impl, check_planned, define_op, given
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
+_FLASHINFER = "torch_hybrid.ops.gated_delta_rule._flashinfer"
 _CPU = "torch_hybrid.ops.gated_delta_rule._cpu"
 _TORCH = "torch_hybrid.ops.gated_delta_rule._torch"
 _TRITON = "torch_hybrid.ops.gated_delta_rule._triton"
@@ -43,22 +47,38 @@ RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
         launcher=f"{_TORCH}:recurrent_gated_delta_rule",
     ),
 }
-CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(capability=_CPP_CAPABILITY, launcher=f"{_CPU}:chunk_gated_delta_rule"),
-    "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            limits={"head_k_dim": 256},
-            cuda_graph=True,
-            available=triton_missing,
+CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = with_flashinfer(
+    "chunk_gated_delta_rule",
+    {
+        "cpp": Implementation(
+            capability=_CPP_CAPABILITY, launcher=f"{_CPU}:chunk_gated_delta_rule"
         ),
-        launcher=f"{_TRITON}_chunk:chunk_gated_delta_rule",
+        "triton": Implementation(
+            capability=Capability(
+                devices=triton_devices(),
+                limits={"head_k_dim": 256},
+                cuda_graph=True,
+                available=triton_missing,
+            ),
+            launcher=f"{_TRITON}_chunk:chunk_gated_delta_rule",
+        ),
+        "torch": Implementation(
+            capability=Capability(devices=frozenset({"cpu", "cuda"})),
+            launcher=f"{_TORCH}:chunk_gated_delta_rule",
+        ),
+    },
+    Implementation(
+        capability=Capability(
+            devices=frozenset({"cuda"}),
+            dtypes=frozenset({torch.bfloat16, torch.float16}),
+            one_of={"head_k_dim": (128,), "head_v_dim": (128,)},
+            cuda_graph=True,
+            available=flashinfer_missing(capabilities=HOPPER, cutlass_dsl=True),
+        ),
+        launcher=f"{_FLASHINFER}:chunk_gated_delta_rule",
+        planner=f"{_FLASHINFER}:plan",
     ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"})),
-        launcher=f"{_TORCH}:chunk_gated_delta_rule",
-    ),
-}
+)
 
 
 def recurrent_gated_delta_rule(
@@ -142,6 +162,7 @@ def chunk_gated_delta_rule(
     scale: float,
     qk_l2norm: bool,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
+    planned: Sequence[Tensor] = (),
     impl: str,
 ) -> Tensor:
     """Run the gated delta rule chunk by chunk: the same function, as matrix products.
@@ -152,11 +173,14 @@ def chunk_gated_delta_rule(
 
     Args:
         chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only. "triton"
-            takes chunks of its own.
+            and "flashinfer" take chunks of their own.
+        planned: for an implementation that plans, what its planner made for these lengths: its
+            tensors, and its values as a tensor on the host.
         impl: a name in CHUNK_IMPLEMENTATIONS.
     """
-    sizes = {"head_k_dim": q.shape[-1]}
+    sizes = {"head_k_dim": q.shape[-1], "head_v_dim": v.shape[-1]}
     check_impl(impl, CHUNK_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
+    check_planned(impl, CHUNK_IMPLEMENTATIONS, planned)
     check_chunk_size(chunk_size)
     check_inputs(q, k, v, g, beta, state, cu_seqlens, initial_indices, state_indices)
     out: Tensor = _CHUNK(
@@ -173,6 +197,7 @@ def chunk_gated_delta_rule(
         qk_l2norm=qk_l2norm,
         chunk_size=chunk_size,
         impl=impl,
+        **given(planned),
     )
     return out
 
@@ -188,7 +213,7 @@ _RECURRENT = define_op(
 )
 _CHUNK = define_op(
     f"chunk_gated_delta_rule({_TENSORS}, *, float scale, bool qk_l2norm, int chunk_size, "
-    "str impl) -> Tensor",
+    "str impl, Tensor[]? planned=None) -> Tensor",
     like=["v"],
     implementations=CHUNK_IMPLEMENTATIONS,
 )

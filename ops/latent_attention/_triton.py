@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.latent_attention._triton_store import store_rows
 from torch_hybrid.ops.page_bounds import check_page_indices
 from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, is_hopper
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
@@ -103,7 +104,7 @@ def latent_attention_with_lse(
     lse = q_latent.new_empty(num_tokens, num_heads, dtype=torch.float32)
     if num_seqs == 0:
         return out.zero_(), lse.fill_(-math.inf)
-    _store(latent, k_rope, pool, slot_mapping, cu_seqlens)
+    store_rows(latent, k_rope, pool, slot_mapping, cu_seqlens)
     tiles = Tiles.of(
         num_tokens=num_tokens,
         num_seqs=num_seqs,
@@ -122,32 +123,6 @@ def latent_attention_with_lse(
     _attend(*queries_and_keys, partial_out, partial_lse, scale, tiles)
     merge_splits(partial_out, partial_lse, cu_seqlens, out, lse)
     return out, lse
-
-
-def _store(
-    latent: Tensor, k_rope: Tensor, pool: Tensor, slot_mapping: Tensor, cu_seqlens: Tensor
-) -> None:
-    """Put the new rows into their pages.
-
-    A launch of its own: the kernel that attends reads rows which other programs write here.
-    """
-    num_tokens, rank = latent.shape
-    rope_dim = k_rope.shape[1]
-    _store_kernel[(num_tokens,)](
-        latent,
-        k_rope,
-        pool,
-        slot_mapping,
-        cu_seqlens,
-        cu_seqlens.shape[0] - 1,
-        latent.stride(0),
-        k_rope.stride(0),
-        RANK=rank,
-        ROPE=rope_dim,
-        BLOCK_RANK=triton.next_power_of_2(rank),
-        BLOCK_ROPE=triton.next_power_of_2(rope_dim),
-        num_warps=1,
-    )
 
 
 def _attend(
@@ -205,33 +180,6 @@ def _attend(
         num_stages=2,
         enable_fp_fusion=True,
     )
-
-
-@triton.jit(do_not_specialize=["num_seqs"])
-def _store_kernel(
-    latent: tl.tensor,
-    k_rope: tl.tensor,
-    pool: tl.tensor,
-    slot_mapping: tl.tensor,
-    cu_seqlens: tl.tensor,
-    num_seqs: tl.tensor,
-    stride_latent: tl.tensor,
-    stride_rope: tl.tensor,
-    RANK: tl.constexpr,
-    ROPE: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
-    BLOCK_ROPE: tl.constexpr,
-) -> None:
-    """One program: one token."""
-    token = tl.program_id(0).to(tl.int64)
-    if token < tl.load(cu_seqlens + num_seqs):
-        p_row = pool + tl.load(slot_mapping + token).to(tl.int64) * (RANK + ROPE)
-        index = tl.arange(0, BLOCK_RANK)
-        b_c = tl.load(latent + token * stride_latent + index, mask=index < RANK)
-        tl.store(p_row + index, b_c, mask=index < RANK)
-        place = tl.arange(0, BLOCK_ROPE)
-        b_k = tl.load(k_rope + token * stride_rope + place, mask=place < ROPE)
-        tl.store(p_row + RANK + place, b_k, mask=place < ROPE)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])

@@ -9,12 +9,20 @@ from torch import Tensor
 
 from torch_hybrid.ops.autograd import define_made_of
 from torch_hybrid.ops.capability import FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.latent_attention.validate import check_attention, check_gather, check_store
 from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.registration import check_impl, check_scale, define_op
+from torch_hybrid.ops.registration import (
+    check_impl,
+    check_planned,
+    check_scale,
+    define_op,
+    given,
+)
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _PACKAGE = "torch_hybrid.ops.latent_attention"
+EXTEND = frozenset({"extend"})  # queries of more than one token of a sequence
 _CPU, _CPU_AND_CUDA = frozenset({"cpu"}), frozenset({"cpu", "cuda"})
 
 
@@ -23,20 +31,38 @@ def _attention(function: str) -> dict[str, Implementation]:
         devices=_CPU,
         dtypes=frozenset({torch.float32, torch.bfloat16}),
         multiples={"rank": 16, "rope_dim": 16},
+        features=EXTEND,
         available=compiler_missing,
     )
     triton = Capability(
         devices=triton_devices(),
         limits={"rank": 512, "rope_dim": 64},
+        features=EXTEND,
         cuda_graph=True,
         available=triton_missing,
     )
-    plain = Capability(devices=_CPU_AND_CUDA, dtypes=FLOATS_AND_FLOAT64)
-    return {
+    plain = Capability(devices=_CPU_AND_CUDA, dtypes=FLOATS_AND_FLOAT64, features=EXTEND)
+    own = {
         "cpp": Implementation(capability=cpp, launcher=f"{_PACKAGE}._cpu:{function}"),
         "triton": Implementation(capability=triton, launcher=f"{_PACKAGE}._triton:{function}"),
         "torch": Implementation(capability=plain, launcher=f"{_PACKAGE}._torch:{function}"),
     }
+    flashinfer = Capability(
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset({torch.bfloat16, torch.float16}),
+        one_of={"rank": (128, 256, 512), "rope_dim": (64,)},
+        cuda_graph=True,
+        available=flashinfer_missing(capabilities=HOPPER),
+    )
+    return with_flashinfer(
+        "latent_attention",
+        own,
+        Implementation(
+            capability=flashinfer,
+            launcher=f"{_PACKAGE}._flashinfer:{function}",
+            planner=f"{_PACKAGE}._flashinfer:plan",
+        ),
+    )
 
 
 def _rows(function: str) -> dict[str, Implementation]:
@@ -65,6 +91,7 @@ def latent_attention(
     slot_mapping: Tensor,
     *,
     scale: float,
+    planned: Sequence[Tensor] = (),
     impl: str,
 ) -> Tensor:
     """Write the new latents into their pages, then attend causally to the pages, absorbed.
@@ -91,6 +118,8 @@ def latent_attention(
         slot_mapping: [T] int32, ``page * page_size + offset`` of each new token.
         scale: factor of the logits: that of the expanded head, ``(nope + P) ** -0.5``, and never
             ``(R + P) ** -0.5``.
+        planned: for an implementation that plans, what its planner made for these lengths: its
+            tensors, and its values as a tensor on the host.
         impl: name in IMPLEMENTATIONS.
 
     Returns:
@@ -106,8 +135,9 @@ def latent_attention(
     check_scale(scale)
     sizes = {"rank": q_latent.shape[-1], "rope_dim": q_rope.shape[-1]}
     check_impl(impl, IMPLEMENTATIONS, q_latent.device, sizes)
+    check_planned(impl, IMPLEMENTATIONS, planned)
     out: Tensor = _LATENT_ATTENTION(
-        q_latent, q_rope, latent, k_rope, pool, *index, scale=scale, impl=impl
+        q_latent, q_rope, latent, k_rope, pool, *index, scale=scale, impl=impl, **given(planned)
     )
     return out
 
@@ -124,6 +154,7 @@ def latent_attention_with_lse(
     slot_mapping: Tensor,
     *,
     scale: float,
+    planned: Sequence[Tensor] = (),
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     """:func:`latent_attention` that also returns the log-sum-exp of each row's logits.
@@ -137,8 +168,9 @@ def latent_attention_with_lse(
     check_scale(scale)
     sizes = {"rank": q_latent.shape[-1], "rope_dim": q_rope.shape[-1]}
     check_impl(impl, IMPLEMENTATIONS, q_latent.device, sizes)
+    check_planned(impl, IMPLEMENTATIONS, planned)
     out, lse = _LATENT_ATTENTION_WITH_LSE(
-        q_latent, q_rope, latent, k_rope, pool, *index, scale=scale, impl=impl
+        q_latent, q_rope, latent, k_rope, pool, *index, scale=scale, impl=impl, **given(planned)
     )
     return out, lse
 
@@ -221,6 +253,7 @@ def _fake_with_lse(
     *,
     scale: float,
     impl: str,
+    planned: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     lse = q_latent.new_empty(q_latent.shape[:2], dtype=torch.float32)
     return q_latent.new_empty(q_latent.shape), lse
@@ -233,7 +266,7 @@ def _fake_gather(pool: Tensor, rows: Tensor, *, impl: str) -> Tensor:
 _ARGUMENTS = (
     "(Tensor q_latent, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor(a!) pool,"
     " Tensor cu_seqlens, Tensor seq_lens, Tensor page_table, Tensor slot_mapping, *,"
-    " float scale, str impl)"
+    " float scale, str impl, Tensor[]? planned=None)"
 )
 _LATENT_ATTENTION = define_op(
     f"latent_attention{_ARGUMENTS} -> Tensor", like=["q_latent"], implementations=IMPLEMENTATIONS

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import FLOATS, FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.flashinfer.library import flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import (
     check_contiguous,
     check_dtypes,
     check_impl,
+    check_planned,
     check_scale,
     check_shapes,
     define_op,
+    given,
 )
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -52,12 +57,28 @@ _BACKENDS = {
 }
 
 
-IMPLEMENTATIONS = {
+WITH_LSE_IMPLEMENTATIONS = {
     name: Implementation(
         capability=capability, launcher=f"{_PACKAGE}.{module}:paged_attention_with_lse"
     )
     for name, (module, capability) in _BACKENDS.items()
 }
+IMPLEMENTATIONS = with_flashinfer(
+    "paged_attention",
+    WITH_LSE_IMPLEMENTATIONS,
+    Implementation(
+        capability=Capability(
+            devices=frozenset({"cuda"}),
+            dtypes=frozenset({torch.bfloat16, torch.float16}),
+            one_of={"head_dim": (64, 128, 256)},
+            features=FEATURES - {"lse"},
+            cuda_graph=True,
+            available=flashinfer_missing(),
+        ),
+        launcher=f"{_PACKAGE}._flashinfer:paged_attention",
+        planner=f"{_PACKAGE}._flashinfer_plan:plan",
+    ),
+)
 
 
 def paged_attention(
@@ -73,6 +94,7 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    planned: Sequence[Tensor] = (),
     impl: str,
 ) -> Tensor:
     """Write the new keys and values into their pages, then attend causally to the pages.
@@ -96,6 +118,8 @@ def paged_attention(
         scale: factor of the logits, usually ``D ** -0.5``.
         window: number of keys that a query sees, itself included; 0 for all.
         softcap: logits become ``softcap * tanh(logits / softcap)``; 0.0 for none (Gemma 2).
+        planned: for an implementation that plans, what its planner made for these lengths: its
+            tensors, and its values as a tensor on the host.
         impl: name in IMPLEMENTATIONS.
 
     Returns:
@@ -108,6 +132,7 @@ def paged_attention(
     _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping)
     _validate_options(scale, window, softcap)
     check_impl(impl, IMPLEMENTATIONS, q.device, {"head_dim": q.shape[-1]})
+    check_planned(impl, IMPLEMENTATIONS, planned)
     out: Tensor = _PAGED_ATTENTION(
         q,
         k,
@@ -121,6 +146,7 @@ def paged_attention(
         window=window,
         softcap=softcap,
         impl=impl,
+        **given(planned),
     )
     return out
 
@@ -142,6 +168,8 @@ def paged_attention_with_lse(
 ) -> tuple[Tensor, Tensor]:
     """:func:`paged_attention` that also returns the log-sum-exp of each row's logits.
 
+    ``impl`` is a name in WITH_LSE_IMPLEMENTATIONS.
+
     Two results over disjoint sets of keys merge by it; ``(0, -inf)``, which padding rows have,
     is the identity of that merge.
 
@@ -150,7 +178,7 @@ def paged_attention_with_lse(
     """
     _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping)
     _validate_options(scale, window, softcap)
-    check_impl(impl, IMPLEMENTATIONS, q.device, {"head_dim": q.shape[-1]})
+    check_impl(impl, WITH_LSE_IMPLEMENTATIONS, q.device, {"head_dim": q.shape[-1]})
     out, lse = _PAGED_ATTENTION_WITH_LSE(
         q,
         k,
@@ -224,10 +252,11 @@ def _validate_options(scale: float, window: int, softcap: float) -> None:
         raise ValueError(f"softcap must be 0 or positive, got {softcap}")
 
 
-_ARGUMENTS = (
-    "(Tensor q, Tensor k, Tensor v, Tensor(a!) kv, Tensor cu_seqlens, Tensor seq_lens,"
-    " Tensor page_table, Tensor slot_mapping, *, float scale, int window, float softcap, str impl)"
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor(a!) kv, Tensor cu_seqlens, Tensor seq_lens,"
+    " Tensor page_table, Tensor slot_mapping"
 )
+_OPTIONS = "float scale, int window, float softcap, str impl"
 
 
 def _fake_with_lse(
@@ -249,10 +278,12 @@ def _fake_with_lse(
 
 
 _PAGED_ATTENTION = define_op(
-    f"paged_attention{_ARGUMENTS} -> Tensor", like=["q"], implementations=IMPLEMENTATIONS
+    f"paged_attention({_TENSORS}, *, {_OPTIONS}, Tensor[]? planned=None) -> Tensor",
+    like=["q"],
+    implementations=IMPLEMENTATIONS,
 )
 _PAGED_ATTENTION_WITH_LSE = define_op(
-    f"paged_attention_with_lse{_ARGUMENTS} -> (Tensor, Tensor)",
+    f"paged_attention_with_lse({_TENSORS}, *, {_OPTIONS}) -> (Tensor, Tensor)",
     fake=_fake_with_lse,
-    implementations=IMPLEMENTATIONS,
+    implementations=WITH_LSE_IMPLEMENTATIONS,
 )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from tests.backends import planning
 from torch_hybrid.backends import step as step_module
 from torch_hybrid.backends.mode import MODES, Form, Mode
 from torch_hybrid.backends.select import Backends
@@ -21,6 +22,7 @@ from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule
 from torch_hybrid.ops.kimi_delta_attention import chunk_kimi_delta_attention
+from torch_hybrid.ops.paged_attention import op as paged_op
 from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.ssd import chunk_ssd
 from torch_hybrid.specs import (
@@ -204,3 +206,35 @@ def test_a_size_that_a_named_implementation_cannot_serve():
         table = LayerTable.from_specs(specs)
         with pytest.raises(UnsupportedError, match="head_dim 24 is not a multiple of 16"):
             make_backends(table, make_cache(table).sizes, Backends(full="cpp"))
+
+
+def test_an_op_is_asked_for_by_its_own_name_before_that_of_its_kind():
+    ops = {"chunk_gated_delta_rule": "torch", "extend paged_attention": "torch"}
+    made = make_backends(TABLE, make_cache().sizes, Backends(full="cpp", linear="cpp", ops=ops))
+    chosen = {
+        (mode.name, choice.op): choice.impl
+        for backend in made.values()
+        for mode in MODES
+        for choice in backend.choices[mode]
+    }
+    assert chosen["extend", "chunk_gated_delta_rule"] == "torch"
+    assert chosen["decode", "recurrent_gated_delta_rule"] == "cpp"
+    assert chosen["extend", "paged_attention"] == "torch"
+    assert chosen["decode", "paged_attention"] == "cpp"
+
+
+def test_an_op_that_is_none_is_named():
+    with pytest.raises(
+        ValueError, match=r"ops must be among .*'recurrent_ssd'.*got \['extend ssd'\]"
+    ):
+        Backends(ops={"extend ssd": "torch", "recurrent_ssd": "torch"})
+
+
+def test_layers_of_other_windows_are_planned_apart(monkeypatch: pytest.MonkeyPatch):
+    """A schedule of keys in a window leaves out the others."""
+    monkeypatch.setitem(paged_op.IMPLEMENTATIONS, "planning", planning.PLANNING)
+    specs = [FULL, dataclasses.replace(FULL, window=8), FULL]
+    table = LayerTable.from_specs(specs)
+    backends = make_backends(table, make_cache(table).sizes, Backends(full="planning"))
+    plan = plan_all(backends, make_batch(make_cache(table), [3, 1]), Mode.EXTEND)["paged_attention"]
+    assert len(plan.planned) == 2

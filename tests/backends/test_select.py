@@ -34,6 +34,14 @@ def need(**changes: object) -> Need:
     return Need(**{"device": CPU, "dtype": torch.float32, **changes})
 
 
+def test_a_size_that_is_none_of_those_that_are_made():
+    capability = Capability(devices=frozenset({"cpu"}), one_of={"head_dim": (64, 128)})
+    assert capability.why_not(need(sizes={"head_dim": 96})) == [
+        "head_dim 96 is not one of [64, 128]"
+    ]
+    assert capability.why_not(need(sizes={"head_dim": 64, "page_size": 3})) == []
+
+
 def test_the_first_that_can_serve_with_the_reasons_of_the_others():
     choice = select("op", IMPLEMENTATIONS, need(sizes={"head_dim": 80, "page_size": 16}))
     assert choice == Choice(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from torch_hybrid.graphs.static_inputs import StaticInputs
-from torch_hybrid.pytrees import tensors_of
+from torch_hybrid.pytrees import OnHost, tensors_of
 
 CPU = torch.device("cpu")
 
@@ -103,3 +103,18 @@ def test_what_holds_tensors_is_told_apart():
     structures = [tensors_of(given)[1] for given in values]
     assert all(a != b for i, a in enumerate(structures) for b in structures[:i])
     assert tensors_of((torch.zeros(1),))[1] == structures[0]
+
+
+def test_a_leaf_that_stays_on_the_host_is_refreshed_and_told():
+    def held(*values: int) -> dict[str, Any]:
+        return {"tokens": torch.tensor(values), "plan": [OnHost(torch.tensor(values[:2]))]}
+
+    inputs = StaticInputs(held(0, 0, 0), CPU)
+    first = inputs.refresh(held(1, 2, 3))
+    address = first["plan"][0].value.data_ptr()
+    second = inputs.refresh(held(4, 5, 6))
+    assert second is first
+    assert second["plan"][0].value.tolist() == [4, 5]
+    assert second["plan"][0].value.data_ptr() == address
+    assert inputs.host_values(held(7, 8, 9)) == ((7, 8),)
+    assert StaticInputs(value(1, 1, 1, 0), CPU).host_values(value(1, 1, 1, 0)) == ()

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from torch_hybrid.backends.planned import planned_for
 from torch_hybrid.backends.recurrent import CONVOLUTION, RecurrentPlan, chunked_rule, rule_of
 from torch_hybrid.ops.gated_delta_rule import op
 from torch_hybrid.specs import DeltaRuleSpec
+
+
+def _sizes(spec: DeltaRuleSpec) -> dict[str, int]:
+    return {
+        "head_k_dim": spec.head_k_dim,
+        "head_v_dim": spec.head_v_dim,
+        "num_v_heads": spec.num_v_heads,
+    }
+
 
 GATED_DELTA_RULE = chunked_rule(
     "gated_delta_rule",
     CONVOLUTION,
     recurrent=op.RECURRENT_IMPLEMENTATIONS,
     chunk=op.CHUNK_IMPLEMENTATIONS,
-    sizes=lambda spec: {"head_k_dim": spec.head_k_dim, "head_v_dim": spec.head_v_dim},
+    sizes=_sizes,
 )
 _FORMS = {
     "recurrent_gated_delta_rule": op.recurrent_gated_delta_rule,
@@ -33,6 +43,8 @@ def apply_delta_rule(
 ) -> Tensor:
     """The rule over q, k [T, H, K] and v [T, HV, V] -> [T, HV, V]; advances ``state``."""
     rule, impl = rule_of(plan, _FORMS)
+    planned = planned_for(plan.planned, _sizes(spec))
+    options = {"planned": planned} if planned else {}
     return rule(
         q,
         k,
@@ -46,4 +58,5 @@ def apply_delta_rule(
         scale=spec.head_k_dim**-0.5,
         qk_l2norm=True,
         impl=impl,
+        **options,
     )

@@ -15,11 +15,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.backends.mode import Form, Mode
+from torch_hybrid.backends.planned import (
+    PlannedTensors,
+    plan_layers,
+    planned_for,
+    shape_name,
+)
 from torch_hybrid.backends.prefix import (
     PrefixChunks,
     chunk_tables,
@@ -51,6 +58,7 @@ class LatentPlan:
     page_table: Tensor  # [N, max_pages]
     slot_mapping: Tensor  # [T]
     prefix: PrefixChunks | None  # None in the absorbed form
+    planned: dict[str, PlannedTensors]  # by shape of the layers, where the implementation plans
     statics: Statics
 
 
@@ -106,15 +114,30 @@ class LatentAttentionBackend:
             for spec in set(self._specs)
         ]
 
-        def choose(ops: Mapping[str, Mapping[str, Implementation]]) -> tuple[Choice, ...]:
-            return tuple(select(op, known, needs, backends.full) for op, known in ops.items())
-
         self._forms = {mode: self._make_forms(mode) for mode in modes}
-        absorbed = choose(_ABSORBED_OPS)
-        self.choices = {
-            mode: absorbed if forms == (_ABSORBED,) else (*absorbed, *choose(_EXPANDED_OPS))
-            for mode, forms in self._forms.items()
+        self.choices = {mode: self._choose(mode, needs, backends) for mode in modes}
+        self._planners = {
+            mode: latent_op.IMPLEMENTATIONS[absorbed.impl].load_planner()
+            for mode, (absorbed, *_) in self.choices.items()
         }
+        self._layers = {shape_name(_sizes(spec)): _facts(spec, sizes) for spec in self._specs}
+
+    def _choose(self, mode: Mode, needs: Sequence[Need], backends: Backends) -> tuple[Choice, ...]:
+        """What steps of a mode call; queries of several tokens of a sequence are asked for."""
+
+        def choose(
+            ops: Mapping[str, Mapping[str, Implementation]], wanted: Sequence[Need]
+        ) -> list[Choice]:
+            return [
+                select(op, known, wanted, backends.named(op, backends.full, mode))
+                for op, known in ops.items()
+            ]
+
+        features = frozenset[str]() if mode.tokens_per_seq == 1 else latent_op.EXTEND
+        choices = choose(_ABSORBED_OPS, [replace(need, features=features) for need in needs])
+        if self._forms[mode] != (_ABSORBED,):
+            choices += choose(_EXPANDED_OPS, needs)
+        return tuple(choices)
 
     def forms(self, mode: Mode) -> tuple[Form, ...]:
         """Every form that a step of this mode may take, with as many rows as it ever has."""
@@ -175,8 +198,12 @@ class LatentAttentionBackend:
             page_table=batch.page_table,
             slot_mapping=batch.slot_mapping,
             prefix=prefix,
+            planned=self._planned(batch, mode) if prefix is None else {},
             statics=Statics(impls_of(self.choices[mode]), form=form.name),
         )
+
+    def _planned(self, batch: Batch, mode: Mode) -> dict[str, PlannedTensors]:
+        return plan_layers(self._planners[mode], batch, self._layers)
 
     def _absorbed_is_cheaper(self, batches: Sequence[Batch]) -> bool:
         """Whether the absorbed form takes less time, by counted FLOPs and the policy's weight."""
@@ -204,6 +231,20 @@ def _round_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple
 
 
+def _sizes(spec: LatentSpec) -> dict[str, int]:
+    """Layers of the same sizes share what is planned."""
+    return {"num_heads": spec.num_heads, "rank": spec.latent_rank, "rope_dim": spec.rope_dim}
+
+
+def _facts(spec: LatentSpec, sizes: PoolSizes) -> dict[str, Any]:
+    """What a planner is told of layers."""
+    return {
+        **_sizes(spec),
+        "dtype": sizes.dtype,
+        "device": sizes.device,
+    }
+
+
 def attend_absorbed(
     q_latent: Tensor,
     q_rope: Tensor,
@@ -226,6 +267,7 @@ def attend_absorbed(
         plan.page_table,
         plan.slot_mapping,
         scale=spec.scale,
+        planned=planned_for(plan.planned, _sizes(spec)),
         impl=plan.statics.impl("latent_attention"),
     )
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
+from torch_hybrid.backends.planned import (
+    PlannedTensors,
+    plan_layers,
+    planned_for,
+    shape_name,
+)
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
@@ -27,6 +34,7 @@ class PagedAttentionPlan:
     seq_lens: Tensor  # [N]
     page_table: Tensor  # [N, max_pages]
     slot_mapping: Tensor  # [T]
+    planned: dict[str, PlannedTensors]  # by shape of the layers, where the implementation plans
     statics: Statics
 
 
@@ -47,6 +55,12 @@ class PagedAttentionBackend:
     ) -> None:
         """Choose an implementation for each of ``modes`` that serves every layer in ``entries``."""
         self.choices = {mode: (self._choose(entries, sizes, backends, mode),) for mode in modes}
+        self._planners = {
+            mode: IMPLEMENTATIONS[choice.impl].load_planner()
+            for mode, (choice,) in self.choices.items()
+        }
+        specs: list[AttentionSpec] = [entry.spec for entry in entries]  # type: ignore[misc]
+        self._layers = {shape_name(_sizes(spec)): _facts(spec, sizes) for spec in specs}
 
     @staticmethod
     def _choose(
@@ -65,7 +79,8 @@ class PagedAttentionBackend:
             )
             for spec in specs
         ]
-        return select("paged_attention", IMPLEMENTATIONS, needs, backends.full)
+        preferred = backends.named("paged_attention", backends.full, mode)
+        return select("paged_attention", IMPLEMENTATIONS, needs, preferred)
 
     def forms(self, mode: Mode) -> tuple[Form, ...]:
         """Steps of a mode all run in one form."""
@@ -76,14 +91,36 @@ class PagedAttentionBackend:
         return ONLY_FORM
 
     def plan(self, batch: Batch, mode: Mode, form: Form) -> PagedAttentionPlan:
-        """The plan of one step. Pure: the fields are the batch's own tensors."""
+        """The plan of one step. Pure: the batch's own tensors, and what is planned with them."""
         return PagedAttentionPlan(
             cu_seqlens=batch.cu_seqlens,
             seq_lens=batch.seq_lens,
             page_table=batch.page_table,
             slot_mapping=batch.slot_mapping,
+            planned=plan_layers(self._planners[mode], batch, self._layers),
             statics=Statics(impls_of(self.choices[mode])),
         )
+
+
+def _sizes(spec: AttentionSpec) -> dict[str, int]:
+    """Layers of the same sizes share what is planned: a window says how much there is to do."""
+    return {
+        "num_q_heads": spec.num_q_heads,
+        "num_kv_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "window": spec.window,
+    }
+
+
+def _facts(spec: AttentionSpec, sizes: PoolSizes) -> dict[str, Any]:
+    """What a planner is told of layers; those of one shape share a plan, whatever their softcap."""
+    return {
+        **_sizes(spec),
+        "page_size": sizes.page_size,
+        "softcap": spec.softcap,
+        "dtype": sizes.dtype,
+        "device": sizes.device,
+    }
 
 
 def attend(
@@ -106,5 +143,6 @@ def attend(
         scale=spec.scale,
         window=spec.window,
         softcap=spec.softcap,
+        planned=planned_for(plan.planned, _sizes(spec)),
         impl=plan.statics.impl("paged_attention"),
     )

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
+from torch_hybrid.backends.planned import PlannedTensors, plan_layers, shape_name
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
@@ -27,6 +28,7 @@ class RecurrentPlan:
     cu_seqlens: Tensor  # [N + 1]
     initial_indices: Tensor  # [N] slots that they start from; 0: from zeros
     state_indices: Tensor  # [N] slots that receive their states; 0: none does
+    planned: dict[str, PlannedTensors]  # by shape of the layers, where the implementation plans
     statics: Statics
 
 
@@ -37,8 +39,8 @@ register_value(RecurrentPlan)
 class OpChoice:
     """An op that a layer calls, of which an implementation is to be chosen.
 
-    ``sizes`` gives, from a layer's facts, the sizes that an implementation may limit; ``preferred``
-    the name that a user gave for such ops.
+    ``sizes`` gives, from a layer's facts, the sizes that an implementation may limit, and that its
+    planner is told; ``preferred`` the name that a user gave for such ops.
     """
 
     name: str
@@ -46,12 +48,13 @@ class OpChoice:
     sizes: Callable[[Any], dict[str, int]]
     preferred: Callable[[Backends], str] = lambda backends: backends.linear
 
-    def choose(self, specs: set[Any], sizes: PoolSizes, backends: Backends) -> Choice:
-        """An implementation that serves all ``specs``."""
+    def choose(self, specs: set[Any], sizes: PoolSizes, backends: Backends, mode: Mode) -> Choice:
+        """An implementation that serves all ``specs`` in steps of a mode."""
         needs = [
             Need(device=sizes.device, dtype=sizes.dtype, sizes=self.sizes(spec)) for spec in specs
         ]
-        return select(self.name, self.implementations, needs, self.preferred(backends))
+        preferred = backends.named(self.name, self.preferred(backends), mode)
+        return select(self.name, self.implementations, needs, preferred)
 
 
 CONVOLUTION = OpChoice(
@@ -67,7 +70,7 @@ class Recurrence:
     """What the layers of one kind call for one new token of each sequence, for more of them, and
     the chunks that they prefill in."""
 
-    decode: tuple[OpChoice, ...]
+    decode: tuple[OpChoice, ...]  # the recurrence first
     extend: tuple[OpChoice, ...]
     chunk_size: int = 0
 
@@ -107,9 +110,15 @@ class RecurrentBackend:
         self.chunk_size = recurrence.chunk_size
         specs: set[Any] = {entry.spec for entry in entries}
         self.choices = {
-            mode: tuple(op.choose(specs, sizes, backends) for op in recurrence.ops(mode))
+            mode: tuple(op.choose(specs, sizes, backends, mode) for op in recurrence.ops(mode))
             for mode in modes
         }
+        self._planners, self._layers = {}, {}
+        for mode, (rule, *_) in self.choices.items():
+            op, *_ = recurrence.ops(mode)
+            self._planners[mode] = op.implementations[rule.impl].load_planner()
+            told = [op.sizes(spec) for spec in specs]
+            self._layers[mode] = {shape_name(x): {**x, "device": sizes.device} for x in told}
 
     def forms(self, mode: Mode) -> tuple[Form, ...]:
         """Steps of a mode all run in one form."""
@@ -120,12 +129,13 @@ class RecurrentBackend:
         return ONLY_FORM
 
     def plan(self, batch: Batch, mode: Mode, form: Form) -> RecurrentPlan:
-        """The plan of one step. Pure."""
+        """The plan of one step. Pure: the batch's own tensors, and what is planned with them."""
         query_lens = batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]
         return RecurrentPlan(
             cu_seqlens=batch.cu_seqlens,
             initial_indices=batch.state_indices * (batch.seq_lens > query_lens),
             state_indices=batch.state_indices,
+            planned=plan_layers(self._planners[mode], batch, self._layers[mode]),
             statics=Statics(impls_of(self.choices[mode])),
         )
 

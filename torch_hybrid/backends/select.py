@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
 from torch_hybrid.backends.measured import fastest
+from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.prefix import PrefixPolicy
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.capability import Implementation, Need
+from torch_hybrid.ops.registration import REGISTERED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,9 +21,10 @@ class Backends:
 
     ``full`` is for full attention, ``linear`` for linear attention and ``conv`` for its
     convolution, ``experts`` for the experts of a mixture, and ``products`` for the linear layers of
-    compiled steps: "cpp" and "triton" merge those of one input, "torch" is torch's own. A name that
-    cannot serve is an error, never replaced by another. ``prefix`` says how MLA layers reach what a
-    sequence holds already.
+    compiled steps: "cpp" and "triton" merge those of one input, "torch" is torch's own. ``ops``
+    names one for an op by the op's own name, before those: "latent_attention", or "decode
+    latent_attention" in decode steps alone. A name that cannot serve is an error, never replaced by
+    another. ``prefix`` says how MLA layers reach what a sequence holds already.
     """
 
     full: str = "auto"
@@ -29,7 +32,18 @@ class Backends:
     conv: str = "auto"
     experts: str = "auto"
     products: str = "auto"
+    ops: Mapping[str, str] = field(default_factory=dict)
     prefix: PrefixPolicy = PrefixPolicy()
+
+    def __post_init__(self) -> None:
+        if unknown := {name for name in self.ops if name.split()[-1] not in REGISTERED}:
+            raise ValueError(f"ops must be among {sorted(REGISTERED)}, got {sorted(unknown)}")
+
+    def named(self, op: str, kind: str, mode: Mode | None = None) -> str:
+        """What is asked for an op, in steps of one mode: by its own name, or else ``kind``, that of
+        all of its kind."""
+        name = self.ops.get(op, kind)
+        return name if mode is None else self.ops.get(f"{mode.name} {op}", name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

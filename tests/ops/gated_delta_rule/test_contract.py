@@ -132,5 +132,6 @@ torch_hybrid::chunk_gated_delta_rule(Tensor q
   float scale
   bool qk_l2norm
   int chunk_size
-  str impl) -> Tensor""",
+  str impl
+  Tensor[]? planned=None) -> Tensor""",
         )

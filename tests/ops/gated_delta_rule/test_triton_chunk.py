@@ -29,6 +29,7 @@ from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_referen
 CONTRACT = """
     chunk32-triton and (exact and (one_token or odd_dims) or padding_changes or nothing_to_do)
     or chunk32-triton and exact and three_value_heads and fp32
+    or by_documentation
 """
 
 

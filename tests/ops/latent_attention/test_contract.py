@@ -283,7 +283,8 @@ Tensor page_table,
 Tensor slot_mapping,
 *,
 float scale,
-str impl) -> Tensor""",
+str impl,
+Tensor[]? planned=None) -> Tensor""",
     )
     name, arguments = schema.removesuffix("Tensor").split("(", 1)
     assert with_lse == f"{name}_with_lse({arguments}(Tensor, Tensor)"
@@ -367,7 +368,7 @@ q_latent must have a contiguous last dim, got (128, 1, 4)
 seq_lens must have dtype torch.int32, got torch.int64
 cu_seqlens must have shape [2], got [4]
 scale must be positive, got 0.0
-impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'""",
+impl must be one of ['cpp', 'triton', 'flashinfer', 'torch'], got 'tpu'""",
     )
 
 

@@ -29,7 +29,7 @@ CONTRACT = """
     triton and (
         matches_float64 and (one_head or odd or long_decode and fp16)
         or (padding or writes) and odd or sequences_empty or out_of_range or overflow
-    )
+    ) or by_documentation
 """
 
 

@@ -308,8 +308,10 @@ Tensor slot_mapping,
 float scale,
 int window,
 float softcap,
-str impl) -> Tensor""",
+str impl,
+Tensor[]? planned=None) -> Tensor""",
     )
+    schema = schema.replace(", Tensor[]? planned=None", "")  # what plans returns no log-sum-exp
     name, arguments = schema.removesuffix("Tensor").split("(", 1)
     assert with_lse == f"{name}_with_lse({arguments}(Tensor, Tensor)"
 
@@ -394,7 +396,7 @@ seq_lens must have dtype torch.int32, got torch.int64
 window must be 0 or a number of keys, got -1
 softcap must be 0 or positive, got -2.0
 scale must be positive, got 0.0
-impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'""",
+impl must be one of ['cpp', 'triton', 'flashinfer', 'torch'], got 'tpu'""",
     )
 
 

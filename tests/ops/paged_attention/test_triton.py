@@ -37,7 +37,7 @@ CONTRACT = """
         matches_float64 and (odd or one_head and fp32 or long_decode and fp16 and plain)
         or (padding or writes or depend) and odd
         or merges or sequences_empty or out_of_range
-    ) or in_interpreter
+    ) or in_interpreter or by_documentation
 """
 
 # Shapes at which the kernels take another path than at those of the contract.

@@ -1,0 +1,1 @@
+"""What the families' FlashInfer implementations share; importing it does not import FlashInfer."""

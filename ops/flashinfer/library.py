@@ -1,0 +1,93 @@
+"""Whether FlashInfer can be called on this machine, and where it stands among implementations.
+
+Asked without importing it, which takes seconds. Which arguments its functions take changes from
+release to release, so a version that nothing here was tested with is refused by name.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+
+from torch_hybrid.ops.capability import Implementation
+from torch_hybrid.ops.triton.devices import triton_missing
+
+TESTED = ((0, 7, 2), (0, 8))  # from the one version to before the other
+HOPPER = frozenset({(9, 0)})
+
+# Ops for which FlashInfer comes before the own Triton kernels where both can serve ("auto"). An op
+# is named here when a measurement on the GPUs that FlashInfer serves says so.
+FIRST: frozenset[str] = frozenset()
+
+
+def with_flashinfer(
+    op: str, implementations: Mapping[str, Implementation], flashinfer: Implementation
+) -> dict[str, Implementation]:
+    """The implementations of an op with FlashInfer's beside Triton's, in the order of choice."""
+    ordered: dict[str, Implementation] = {}
+    for name, implementation in implementations.items():
+        pair = {name: implementation}
+        if name == "triton":
+            added = {"flashinfer": flashinfer}
+            pair = added | pair if op in FIRST else pair | added
+        ordered |= pair
+    return ordered
+
+
+def flashinfer_missing(
+    *, capabilities: Collection[tuple[int, int]] = (), cutlass_dsl: bool = False
+) -> Callable[[], str | None]:
+    """What says why FlashInfer cannot be called here, or None when it can.
+
+    Args:
+        capabilities: compute capabilities that its kernel is made for; any where empty.
+        cutlass_dsl: the kernel is compiled by nvidia-cutlass-dsl, a package of its own.
+    """
+
+    def missing() -> str | None:
+        return (
+            _version_refused()
+            or (_cutlass_missing() if cutlass_dsl else None)
+            or triton_missing()
+            or _device_refused(frozenset(capabilities))
+        )
+
+    return missing
+
+
+def _version_refused() -> str | None:
+    try:
+        version = importlib.metadata.version("flashinfer-python")
+    except importlib.metadata.PackageNotFoundError:
+        return "flashinfer-python is not installed"
+    release = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    first, last = TESTED
+    if first <= release < last:
+        return None
+    return f"flashinfer-python {version} is not in the tested range {_range()}"
+
+
+def _range() -> str:
+    first, last = (".".join(map(str, release)) for release in TESTED)
+    return f">={first},<{last}"
+
+
+def _cutlass_missing() -> str | None:
+    try:
+        importlib.metadata.version("nvidia-cutlass-dsl")
+    except importlib.metadata.PackageNotFoundError:
+        return "nvidia-cutlass-dsl is not installed"
+    return None
+
+
+def _device_refused(capabilities: frozenset[tuple[int, int]]) -> str | None:
+    if not capabilities or not torch.cuda.is_available():
+        return None
+    capability = torch.cuda.get_device_capability()
+    if capability in capabilities:
+        return None
+    made_for = ", ".join(f"sm_{major}{minor}" for major, minor in sorted(capabilities))
+    return f"its kernel is made for {made_for}, the device is sm_{capability[0]}{capability[1]}"

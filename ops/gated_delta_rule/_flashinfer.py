@@ -1,0 +1,274 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Implementation "flashinfer" of the chunk form: FlashInfer's kernels for Hopper.
+
+FlashInfer takes dense rows, decays as factors (not their logarithms), and one packed state for
+each sequence. Two small kernels before it and one after it translate, and set what it does not
+write: rows of padding. Its products are of bfloat16 operands, also those with the state: outputs
+and states are good to bfloat16, where the other implementations keep states to float32.
+
+FlashInfer takes blocks of 64 tokens. In the last one of a sequence, what follows the sequence is
+multiplied by 0: rows of padding must be finite there, as they are in what a convolution leaves, and
+a NaN of one sequence is one in the sequence before it too.
+
+What is planned is whether FlashInfer cuts sequences over the device (its context-parallel form, for
+few of them): it would count null sequences too. All else follows from shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_hybrid.ops.planning import Lengths, Planned
+from torch_hybrid.ops.triton.products import inverse_root
+
+_ROWS = 32  # tokens of one head that a program brings into order
+_BLOCK = 4096  # elements of a state that a program moves
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    *,
+    scale: float,
+    qk_l2norm: bool,
+    chunk_size: int,
+    planned: Sequence[Tensor],
+) -> Tensor:
+    """Launcher of ``torch_hybrid::chunk_gated_delta_rule``; its chunks are of 64 tokens."""
+    from flashinfer.gdn_prefill import chunk_gated_delta_rule as prefill
+
+    num_tokens, num_seqs = q.shape[0], state_indices.shape[0]
+    out = v.new_empty(v.shape)
+    if num_seqs == 0 or num_tokens == 0:
+        return out.zero_()
+    rows = _Rows.empty(q, v)
+    rows.fill(q, k, v, g, beta, cu_seqlens, out, qk_l2norm=qk_l2norm)
+    # Two buffers: where a sequence is cut, the state that it starts from is read while the one
+    # that it ends with is written.
+    initial, final = state.new_empty(2, num_seqs, *state.shape[1:])
+    blocks = (num_seqs, triton.cdiv(final[0].numel(), _BLOCK))
+    _gather_kernel[blocks](
+        state, initial, cu_seqlens, initial_indices, SIZE=final[0].numel(), BLOCK=_BLOCK
+    )
+    prefill(
+        rows.q,
+        rows.k,
+        rows.v,
+        g=rows.decay,
+        beta=rows.beta,
+        scale=scale,
+        initial_state=initial,
+        output_final_state=True,
+        cu_seqlens=_aligned(cu_seqlens, 8),
+        use_qk_l2norm_in_kernel=False,
+        output=out,
+        output_state=final,
+        use_cp=bool(planned[0].item()),  # a tensor on the host
+        backend="flashinfer",
+    )
+    _scatter_kernel[blocks](
+        final, state, cu_seqlens, state_indices, SIZE=final[0].numel(), BLOCK=_BLOCK
+    )
+    return out
+
+
+def plan(lengths: Lengths, *, num_v_heads: int, device: torch.device, **_: int) -> Planned:
+    """Whether sequences are cut: where there are heads of them for less than half of the device."""
+    num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+    num_seqs = int((lengths.cu_seqlens.diff() > 0).sum())
+    return Planned(tensors=(), values=(int(2 * num_seqs * num_v_heads < num_processors),))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rows:
+    """The operands as FlashInfer takes them, one dense row of heads for each token."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor  # e^g
+    beta: Tensor
+
+    @classmethod
+    def empty(cls, q: Tensor, v: Tensor) -> _Rows:
+        per_head = q.new_empty(2, *v.shape[:2], dtype=torch.float32)
+        q_rows, k_rows = q.new_empty(2, *q.shape)
+        # v is taken as it is; a copy is made only of rows that lie apart.
+        v_rows = v if v.is_contiguous() and v.data_ptr() % 16 == 0 else v.new_empty(v.shape)
+        return cls(q=q_rows, k=k_rows, v=v_rows, decay=per_head[0], beta=per_head[1])
+
+    def fill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        cu_seqlens: Tensor,
+        out: Tensor,
+        *,
+        qk_l2norm: bool,
+    ) -> None:
+        """Fill the rows of tokens; those of padding are 0, in ``out`` too."""
+        num_tokens, num_k_heads, head_dim = q.shape
+        num_v_heads = v.shape[1]
+        _rows_kernel[(triton.cdiv(num_tokens, _ROWS), 2 * num_k_heads + num_v_heads)](
+            q,
+            k,
+            v,
+            g,
+            beta,
+            cu_seqlens,
+            self.q,
+            self.k,
+            self.v,
+            self.decay,
+            self.beta,
+            out,
+            cu_seqlens.shape[0] - 1,
+            num_tokens,
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
+            g.stride(0),
+            beta.stride(0),
+            H=num_k_heads,
+            HV=num_v_heads,
+            D=head_dim,
+            ROWS=_ROWS,
+            QK_L2NORM=qk_l2norm,
+            COPY_V=self.v is not v,
+        )
+
+
+def _aligned(tensor: Tensor, num_bytes: int) -> Tensor:
+    """The tensor, or a copy where it lies in the middle of other data."""
+    return tensor if tensor.data_ptr() % num_bytes == 0 else tensor.clone()
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
+def _rows_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    g: tl.tensor,
+    beta: tl.tensor,
+    cu_seqlens: tl.tensor,
+    q_rows: tl.tensor,
+    k_rows: tl.tensor,
+    v_rows: tl.tensor,
+    decay_rows: tl.tensor,
+    beta_rows: tl.tensor,
+    out: tl.tensor,
+    num_seqs: tl.tensor,
+    num_tokens: tl.tensor,
+    stride_q: tl.tensor,
+    stride_k: tl.tensor,
+    stride_v: tl.tensor,
+    stride_g: tl.tensor,
+    stride_beta: tl.tensor,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    QK_L2NORM: tl.constexpr,
+    COPY_V: tl.constexpr,
+) -> None:
+    """One program: some tokens of one head of q, k or v."""
+    head = tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    last = tl.load(cu_seqlens + num_seqs)
+    mask, is_row = token < last, token < num_tokens
+    if head < H:
+        _unit_rows(q, q_rows, token, mask, is_row, stride_q, head, H, D, QK_L2NORM)
+    elif head < 2 * H:
+        _unit_rows(k, k_rows, token, mask, is_row, stride_k, head - H, H, D, QK_L2NORM)
+    else:
+        head_v = head - 2 * H
+        place = token * HV + head_v
+        b_g = tl.load(g + token * stride_g + head_v, mask=mask, other=0.0)
+        tl.store(decay_rows + place, tl.exp(b_g), mask=is_row)
+        b_beta = tl.load(beta + token * stride_beta + head_v, mask=mask, other=0.0)
+        tl.store(beta_rows + place, b_beta, mask=is_row)
+        index = tl.arange(0, D)[None, :]
+        if COPY_V:
+            p_v = v + token[:, None] * stride_v + head_v * D + index
+            b_v = tl.load(p_v, mask=mask[:, None], other=0.0)
+            tl.store(v_rows + place[:, None] * D + index, b_v, mask=is_row[:, None])
+        padding = is_row & (token >= last)
+        zeros = tl.zeros([ROWS, D], dtype=tl.float32).to(out.dtype.element_ty)
+        tl.store(out + place[:, None] * D + index, zeros, mask=padding[:, None])
+
+
+@triton.jit
+def _unit_rows(
+    source: tl.tensor,
+    rows: tl.tensor,
+    token: tl.tensor,
+    mask: tl.tensor,
+    is_row: tl.tensor,
+    stride: tl.tensor,
+    head: tl.tensor,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+) -> None:
+    """Rows of one head, scaled to unit length if so wanted."""
+    index = tl.arange(0, D)[None, :]
+    tile = source + token[:, None] * stride + head * D + index
+    row = tl.load(tile, mask=mask[:, None], other=0.0).to(tl.float32)
+    if NORMALIZE:
+        row *= inverse_root(tl.sum(row * row, 1) + 1e-6)[:, None]
+    p_rows = rows + (token * H + head)[:, None] * D + index
+    tl.store(p_rows, row.to(rows.dtype.element_ty), mask=is_row[:, None])
+
+
+@triton.jit
+def _gather_kernel(
+    state: tl.tensor,
+    initial: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: a block of the state that a sequence starts from; slot 0 is the zero state."""
+    seq = tl.program_id(0).to(tl.int64)
+    if tl.load(cu_seqlens + seq) == tl.load(cu_seqlens + seq + 1):
+        return
+    slot = tl.load(initial_indices + seq).to(tl.int64)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    held = tl.load(state + slot * SIZE + index, mask=(index < SIZE) & (slot > 0), other=0.0)
+    tl.store(initial + seq * SIZE + index, held, mask=index < SIZE)
+
+
+@triton.jit
+def _scatter_kernel(
+    final: tl.tensor,
+    state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    state_indices: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: a block of the state that a sequence ends with; slot 0 stores nothing."""
+    seq = tl.program_id(0).to(tl.int64)
+    slot = tl.load(state_indices + seq).to(tl.int64)
+    if (slot == 0) | (tl.load(cu_seqlens + seq) == tl.load(cu_seqlens + seq + 1)):
+        return
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    left = tl.load(final + seq * SIZE + index, mask=index < SIZE)
+    tl.store(state + slot * SIZE + index, left, mask=index < SIZE)

@@ -1,0 +1,61 @@
+# mypy: disable-error-code="untyped-decorator"
+"""New latents into their pages."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def store_rows(
+    latent: Tensor, k_rope: Tensor, pool: Tensor, slot_mapping: Tensor, cu_seqlens: Tensor
+) -> None:
+    """Put the new rows into their pages.
+
+    A launch of its own: the kernel that attends reads rows which other programs write here.
+    """
+    num_tokens, rank = latent.shape
+    rope_dim = k_rope.shape[1]
+    _store_kernel[(num_tokens,)](
+        latent,
+        k_rope,
+        pool,
+        slot_mapping,
+        cu_seqlens,
+        cu_seqlens.shape[0] - 1,
+        latent.stride(0),
+        k_rope.stride(0),
+        RANK=rank,
+        ROPE=rope_dim,
+        BLOCK_RANK=triton.next_power_of_2(rank),
+        BLOCK_ROPE=triton.next_power_of_2(rope_dim),
+        num_warps=1,
+    )
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _store_kernel(
+    latent: tl.tensor,
+    k_rope: tl.tensor,
+    pool: tl.tensor,
+    slot_mapping: tl.tensor,
+    cu_seqlens: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_latent: tl.tensor,
+    stride_rope: tl.tensor,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+) -> None:
+    """One program: one token."""
+    token = tl.program_id(0).to(tl.int64)
+    if token < tl.load(cu_seqlens + num_seqs):
+        p_row = pool + tl.load(slot_mapping + token).to(tl.int64) * (RANK + ROPE)
+        index = tl.arange(0, BLOCK_RANK)
+        b_c = tl.load(latent + token * stride_latent + index, mask=index < RANK)
+        tl.store(p_row + index, b_c, mask=index < RANK)
+        place = tl.arange(0, BLOCK_ROPE)
+        b_k = tl.load(k_rope + token * stride_rope + place, mask=place < ROPE)
+        tl.store(p_row + RANK + place, b_k, mask=place < ROPE)

@@ -1,0 +1,84 @@
+"""Implementation "flashinfer": FlashInfer attends, as ``_flashinfer_plan`` planned it.
+
+New rows are written by the kernel of implementation "triton", which also sets rows of padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.paged_attention._flashinfer_plan import fa2_workspace, kernels, takes_fa3
+from torch_hybrid.ops.paged_attention._triton_write import write_rows
+
+_CAUSAL, _TOKENS_BEFORE_HEADS = 1, 0  # FlashInfer's MaskMode and TensorLayout
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    scale: float,
+    window: int,
+    softcap: float,
+    planned: Sequence[Tensor],
+) -> Tensor:
+    """Launcher of ``torch_hybrid::paged_attention``."""
+    schedule, *tables, values = planned
+    num_tokens, num_q_heads, head_dim = q.shape
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if num_tokens == 0 or page_table.shape[0] == 0:
+        return out.zero_()
+    padding_lse = q.new_empty(q.shape[:2], dtype=torch.float32)  # FlashInfer's own is not asked for
+    write_rows(k, v, kv, cu_seqlens, slot_mapping, out, padding_lse)
+    offsets = values.tolist()
+    if takes_fa3(num_tokens, page_table.shape[0], q.device):
+        form, workspace = "fa3", schedule  # it cuts no sequence, and writes no partial results
+        tables = [cu_seqlens, page_table.flatten(), seq_lens]  # of which it reads the pages alone
+    else:
+        form = "fa2"
+        num_bytes = fa2_workspace(offsets, num_q_heads, head_dim)
+        workspace = q.new_empty(num_bytes, dtype=torch.uint8)
+    page_offsets, pages, last_page_lens = tables
+    kernels(form, q.dtype, head_dim, window > 0, softcap > 0).paged_run(
+        float_workspace_buffer=workspace,
+        int_workspace_buffer=schedule,
+        plan_info_vec=offsets,
+        q=q,
+        paged_k_cache=kv[0],
+        paged_v_cache=kv[1],
+        qo_indptr=cu_seqlens,
+        paged_kv_indptr=page_offsets,
+        paged_kv_indices=pages,
+        paged_kv_last_page_len=last_page_lens,
+        o=out,
+        maybe_lse=None,
+        mask_mode=_CAUSAL,
+        layout=_TOKENS_BEFORE_HEADS,
+        window_left=window - 1,
+        enable_pdl=False,
+        maybe_custom_mask=None,
+        maybe_mask_indptr=None,
+        maybe_alibi_slopes=None,
+        maybe_prefix_len_ptr=None,
+        maybe_token_pos_in_items_ptr=None,
+        maybe_max_item_len_ptr=None,
+        logits_soft_cap=softcap,
+        sm_scale=scale,
+        scale_q=None,
+        scale_k=None,
+        scale_v=None,
+        rope_scale=1.0,
+        rope_theta=1e4,
+        token_pos_in_items_len=0,
+        workspace_size=0,
+    )
+    return out

@@ -1,0 +1,91 @@
+# mypy: disable-error-code="untyped-decorator"
+"""New keys and values into their pages, and what rows of padding hold."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def write_rows(
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    cu_seqlens: Tensor,
+    slot_mapping: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Put the new rows into their pages, and the identity of a merge into padding rows.
+
+    A launch of its own: the kernel that attends reads rows which other programs write here.
+    """
+    num_tokens, num_kv_heads, head_dim = k.shape
+    _write_kernel[(num_tokens,)](
+        k,
+        v,
+        kv,
+        cu_seqlens,
+        slot_mapping,
+        out,
+        lse,
+        cu_seqlens.shape[0] - 1,
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        kv.stride(0),
+        HQ=out.shape[1],
+        HKV=num_kv_heads,
+        D=head_dim,
+        BLOCK_HQ=triton.next_power_of_2(out.shape[1]),
+        BLOCK=min(1024, triton.next_power_of_2(num_kv_heads * head_dim)),
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _write_kernel(
+    k: tl.tensor,
+    v: tl.tensor,
+    kv: tl.tensor,
+    cu_seqlens: tl.tensor,
+    slot_mapping: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_k_token: tl.tensor,
+    stride_k_head: tl.tensor,
+    stride_v_token: tl.tensor,
+    stride_v_head: tl.tensor,
+    stride_values: tl.tensor,
+    HQ: tl.constexpr,
+    HKV: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_HQ: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: one token."""
+    token = tl.program_id(0).to(tl.int64)
+    if token < tl.load(cu_seqlens + num_seqs):
+        slot = tl.load(slot_mapping + token).to(tl.int64)
+        keys = kv + slot * HKV * D
+        values = keys + stride_values
+        for base in range(0, HKV * D, BLOCK):
+            index = base + tl.arange(0, BLOCK)
+            mask = index < HKV * D
+            head = index // D
+            p_k = k + token * stride_k_token + head * stride_k_head + index % D
+            p_v = v + token * stride_v_token + head * stride_v_head + index % D
+            tl.store(keys + index, tl.load(p_k, mask=mask), mask=mask)
+            tl.store(values + index, tl.load(p_v, mask=mask), mask=mask)
+    else:
+        for base in range(0, HQ * D, BLOCK):
+            index = base + tl.arange(0, BLOCK)
+            zeros = tl.zeros_like(index).to(out.dtype.element_ty)
+            tl.store(out + token * HQ * D + index, zeros, mask=index < HQ * D)
+        head = tl.arange(0, BLOCK_HQ)
+        nothing = tl.full([BLOCK_HQ], -float("inf"), dtype=tl.float32)
+        tl.store(lse + token * HQ + head, nothing, mask=head < HQ)

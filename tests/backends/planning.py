@@ -1,0 +1,54 @@
+"""An implementation of ``paged_attention`` that plans, of nothing but torch: every launch looks
+whether it was given what was planned for its own lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.paged_attention import _torch
+from torch_hybrid.ops.paged_attention.op import FEATURES
+from torch_hybrid.ops.planning import Lengths, Planned
+
+LAUNCHED: list[tuple[int, ...]] = []  # the values that each launch was given
+PLANNING = Implementation(
+    capability=Capability(devices=frozenset({"cpu"}), features=FEATURES, cuda_graph=True),
+    launcher=f"{__name__}:paged_attention",
+    planner=f"{__name__}:plan",
+)
+
+
+def plan(lengths: Lengths, *, num_q_heads: int, device: torch.device, **_: Any) -> Planned:
+    """The lengths doubled, and on the host how long the longest is."""
+    assert device.type == "cpu"
+    return Planned(
+        tensors=(2 * lengths.seq_lens, lengths.cu_seqlens[-1:] + lengths.num_tokens),
+        values=(int(lengths.seq_lens.max()), num_q_heads),
+    )
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    planned: Sequence[Tensor],
+    **options: Any,
+) -> Tensor:
+    """As implementation "torch", where all that was planned is of this step."""
+    doubled, tokens, values = planned
+    assert torch.equal(doubled, 2 * seq_lens)
+    assert int(tokens) == int(cu_seqlens[-1]) + len(q)
+    assert values.tolist() == [int(seq_lens.max()), q.shape[1]]
+    LAUNCHED.append(tuple(values.tolist()))
+    index = (cu_seqlens, seq_lens, page_table, slot_mapping)
+    return _torch.paged_attention_with_lse(q, k, v, kv, *index, **options)[0]

@@ -1,0 +1,71 @@
+"""What an implementation plans reaches its launcher at every step, however the step runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import torch_hybrid as th
+from tests.backends import planning
+from tests.tiny_models import make_model
+from torch_hybrid.models.load import adapt
+from torch_hybrid.ops.paged_attention import op
+
+SIZES = {"max_seqs": 4, "max_tokens": 64, "kv_tokens": 256}
+PLANNING = th.Backends(full="planning")
+
+
+@pytest.fixture(autouse=True)
+def among_the_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(op.IMPLEMENTATIONS, "planning", planning.PLANNING)
+    planning.LAUNCHED.clear()
+
+
+def steps(runner: th.Runner) -> torch.Tensor:
+    """Prompts of several lengths where the runner has prefill, then tokens one by one."""
+    seqs = runner.new_sequences(3)
+    out = []
+    if runner.prefill:
+        out.append(runner.extend(seqs, [[5] * 7, [3, 1], [4] * 20]))
+        out.append(runner.extend(seqs[:2], [[2] * 30, [6, 7]]))
+    for count in (3, 1, 2, 3):
+        out.append(runner.extend(seqs[:count], [[9]] * count))
+    runner.free(seqs)
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+@pytest.mark.parametrize("cuda_graphs", ["off", "on"])
+def test_every_step_is_given_its_own_plan(cuda_graphs: str, overlap: str):
+    model = adapt(make_model("qwen3", seed=1))
+    options = {**SIZES, "compile": False, "cuda_graphs": cuda_graphs, "two_batch_overlap": overlap}
+    expected = steps(th.Runner(model, backends=th.Backends(full="torch"), **options))
+    runner = th.Runner(model, backends=PLANNING, **options)
+    assert torch.equal(steps(runner), expected)
+    assert len(set(planning.LAUNCHED)) > 3
+
+
+def test_a_bucket_is_captured_for_each_of_the_values():
+    runner = th.Runner(
+        adapt(make_model("qwen3", seed=1)),
+        backends=PLANNING,
+        compile=False,
+        cuda_graphs="on",
+        prefill=False,
+        **SIZES,
+    )
+    [seq] = runner.new_sequences(1)
+    for _ in range(3):
+        runner.extend([seq], [[9]])
+    assert runner.report().captured_graphs == ("decode: 2 sequences of 16 pages",) * 3
+
+
+@pytest.mark.slow
+def test_a_compiled_step_holds_no_value_of_the_host():
+    one_layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    model = adapt(make_model("qwen3", seed=1, **one_layer))
+    runner = th.Runner(model, backends=PLANNING, prefill=False, **SIZES)
+    plain = th.Runner(model, compile=False, prefill=False, **SIZES)
+    torch.testing.assert_close(steps(runner), steps(plain))
+    assert {values[0] for values in planning.LAUNCHED} > {1, 2, 3}
+    assert runner.report().recompiles == 0

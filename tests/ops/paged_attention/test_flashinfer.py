@@ -1,0 +1,350 @@
+"""FlashInfer attends to pages: plans and calls without a GPU, and all of it on one."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.devices import needs_cuda
+from tests.ops.flashinfer_source import native_parameters_of, needs_flashinfer, parameters_of
+from tests.ops.paged_attention.cases import OPTIONS, Case, Inputs, make_inputs
+from tests.ops.triton_interpreter import needs_interpreter, needs_triton
+from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.paged_attention import paged_attention, reference
+from torch_hybrid.ops.paged_attention.op import FEATURES, IMPLEMENTATIONS
+from torch_hybrid.ops.planning import Lengths, Planned
+
+HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+CASES = {
+    "prefill": Case(**HEADS, lengths=((5, 5), (0, 0), (9, 40), (1, 3))),
+    "decode": Case(**HEADS, page_size=4, lengths=((1, 1), (1, 9), (1, 8))),
+}
+
+
+class Documented:
+    """FlashInfer's compiled kernels by their documentation, in one of the two forms."""
+
+    def __init__(self, form: str) -> None:
+        self.form = form
+
+    def plan(
+        self,
+        float_workspace_buffer: Tensor,
+        int_workspace_buffer: Tensor,
+        page_locked_int_workspace_buffer: Tensor,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_len_arr: Tensor,
+        total_num_rows: int,
+        batch_size: int,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        page_size: int,
+        enable_cuda_graph: bool,
+        head_dim_qk: int,
+        head_dim_vo: int,
+        causal: bool,
+        window_left: int,
+        fixed_split_size: int = -2,
+        disable_split_kv: bool = True,
+        num_colocated_ctas: int = -2,
+        uniform_q_len: int = -2,
+    ) -> list[int]:
+        """Parts of one size, of which the last three say where each sequence is."""
+        assert enable_cuda_graph
+        assert causal
+        cutting = (fixed_split_size, disable_split_kv, num_colocated_ctas, uniform_q_len)
+        assert cutting == ((-1, False, 0, 0) if self.form == "fa2" else (-2, True, -2, -2))
+        assert len(qo_indptr) == len(kv_indptr) == len(kv_len_arr) + 1 == batch_size + 1
+        ints = page_locked_int_workspace_buffer.view(torch.int32)
+        part = -(-(batch_size + 1) // 4) * 4
+        for i, told in enumerate((qo_indptr, kv_indptr, kv_len_arr)):
+            ints[(5 + i) * part : (5 + i) * part + len(told)] = told
+        offsets = [4 * part * i for i in range(8)]
+        if self.form == "fa3":
+            return [*offsets, 0]
+        rows = 4 * num_qo_heads * total_num_rows
+        return [4 * part, total_num_rows, *offsets, 0, head_dim_vo * rows, 7 * 4 * part, 1, 1]
+
+    def paged_run(
+        self,
+        float_workspace_buffer: Tensor,
+        int_workspace_buffer: Tensor,
+        plan_info_vec: list[int],
+        q: Tensor,
+        paged_k_cache: Tensor,
+        paged_v_cache: Tensor,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        o: Tensor,
+        maybe_lse: Tensor | None,
+        mask_mode: int,
+        layout: int,
+        window_left: int,
+        enable_pdl: bool,
+        maybe_custom_mask: Tensor | None,
+        maybe_mask_indptr: Tensor | None,
+        maybe_alibi_slopes: Tensor | None,
+        maybe_prefix_len_ptr: Tensor | None,
+        maybe_token_pos_in_items_ptr: Tensor | None,
+        maybe_max_item_len_ptr: Tensor | None,
+        logits_soft_cap: float,
+        sm_scale: float,
+        scale_q: Tensor | None,
+        scale_k: Tensor | None,
+        scale_v: Tensor | None,
+        rope_scale: float,
+        rope_theta: float,
+        token_pos_in_items_len: int,
+        workspace_size: int,
+    ) -> None:
+        """Rows of sequences alone are written; keys are found as each form finds them."""
+        assert (mask_mode, layout) == (1, 0)
+        page_size, num_seqs = paged_k_cache.shape[1], len(paged_kv_last_page_len)
+        if self.form == "fa3":
+            ints = int_workspace_buffer.view(torch.int32)
+            parts = [ints[plan_info_vec[i] // 4 :][: num_seqs + 1].tolist() for i in (5, 6, 7)]
+            queries, first_pages, lengths = parts
+        else:
+            assert float_workspace_buffer.numel() >= plan_info_vec[11] + 4 * q.shape[0] * q.shape[1]
+            queries, first_pages = qo_indptr.tolist(), paged_kv_indptr.tolist()
+            lengths = [
+                max(after - before - 1, 0) * page_size + last
+                for before, after, last in zip(
+                    first_pages, first_pages[1:], paged_kv_last_page_len.tolist(), strict=False
+                )
+            ]
+        for n in range(num_seqs):
+            rows = slice(queries[n], queries[n + 1])
+            position = torch.arange(lengths[n])
+            page = paged_kv_indices[first_pages[n] + position // page_size].long()
+            keys, values = (
+                pool[page, position % page_size].float() for pool in (paged_k_cache, paged_v_cache)
+            )
+            dense = attend_densely(q[rows], keys, values, sm_scale, window_left, logits_soft_cap)
+            o[rows] = dense.to(o.dtype)
+
+
+def attend_densely(
+    q: Tensor, keys: Tensor, values: Tensor, scale: float, window_left: int, softcap: float
+) -> Tensor:
+    """FlashInfer's attention of the last queries of one sequence to its keys."""
+    group = q.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+    logits = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
+    if softcap > 0:
+        logits = softcap * (logits / softcap).tanh()
+    behind = torch.arange(len(q))[:, None] + len(keys) - len(q) - torch.arange(len(keys))
+    hidden = (behind < 0) | ((behind > window_left) if window_left >= 0 else False)
+    return torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -math.inf).softmax(-1), values)
+
+
+def plan_for(inputs: Inputs, device: str, window: int = 0, softcap: float = 0.0) -> Planned:
+    """What the planner makes of the lengths, which it is told on the host."""
+    planner = IMPLEMENTATIONS["flashinfer"].load_planner()
+    assert planner is not None
+    lengths = Lengths(
+        cu_seqlens=inputs.cu_seqlens,
+        seq_lens=inputs.seq_lens,
+        page_table=inputs.page_table,
+        num_tokens=len(inputs.q),
+    )
+    return planner(
+        lengths,
+        num_q_heads=inputs.q.shape[1],
+        num_kv_heads=inputs.k.shape[1],
+        head_dim=inputs.q.shape[2],
+        page_size=inputs.kv.shape[2],
+        window=window,
+        softcap=softcap,
+        dtype=inputs.q.dtype,
+        device=torch.device(device),
+    )
+
+
+def given(planned: Planned, device: str) -> list[Tensor]:
+    return [*(x.to(device) for x in planned.tensors), torch.tensor(planned.values)]
+
+
+@pytest.fixture
+def documented(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_hybrid.ops.paged_attention import _flashinfer, _flashinfer_plan
+
+    for module in (_flashinfer, _flashinfer_plan):
+        monkeypatch.setattr(module, "kernels", lambda form, *_: Documented(form))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("documented")
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_attends_by_documentation(case: Case, options: str):
+    """Both forms; rows of padding, and every row of the pool."""
+    more_tokens = 6 if case is CASES["prefill"] else 2
+    inputs = make_inputs(case, dtype=torch.bfloat16, unused=0.0, padding=(more_tokens, 2))
+    chosen = OPTIONS[options]
+    planned = plan_for(inputs, "cpu", chosen["window"], chosen["softcap"])
+    assert len(planned.tensors) == (1 if case is CASES["prefill"] else 4)
+    args, scale = inputs.args(), case.head_dim**-0.5
+    launcher = IMPLEMENTATIONS["flashinfer"].load()
+    out = launcher(*args, scale=scale, **chosen, planned=given(planned, "cpu"))
+    exact = inputs.to(torch.float64).args()
+    expected, _ = reference.paged_attention_with_lse(*exact, scale=scale, **chosen)
+    torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.02)
+    assert not out[int(inputs.cu_seqlens[-1]) :].any()
+    assert torch.equal(args[3].double(), exact[3])
+
+
+@needs_triton
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.usefixtures("documented")
+def test_shapes_of_a_plan_follow_from_shapes(case: Case):
+    """Whatever the lengths: a bucket has one layout, and its largest step the largest tensors."""
+    tokens = sum(new for new, _ in case.lengths)
+    full = make_inputs(case, padding=(6, 2))
+    empty = replace(
+        full, cu_seqlens=full.cu_seqlens * 0, seq_lens=full.seq_lens * 0, page_table=full.page_table
+    )
+    plans = [plan_for(inputs, "cpu") for inputs in (full, empty)]
+    assert tokens
+    assert plans[0].values == plans[1].values
+    shapes = [[tensor.shape for tensor in plan.tensors] for plan in plans]
+    assert shapes[0] == shapes[1]
+
+
+@needs_flashinfer
+def test_its_functions_take_what_the_documentation_says():
+    run = list(inspect.signature(Documented.paged_run).parameters)[1:]
+    theirs = parameters_of("prefill.py", "get_batch_prefill_module.paged_run")
+    assert theirs[: len(run)] == run
+    assert parameters_of("prefill.py", "get_batch_prefill_module") == ["backend"]
+    plan = list(inspect.signature(Documented.plan).parameters)[1:]
+    native = native_parameters_of("batch_prefill.cu", "BatchPrefillWithKVCachePlan")
+    assert native == plan
+    native = native_parameters_of("batch_prefill_sm90.cu", "BatchPrefillWithKVCacheSM90Plan")
+    assert [name.removesuffix("_arr") for name in native] == [
+        name.removesuffix("_arr") for name in plan[:16]
+    ]
+
+
+def test_a_plan_is_asked_for():
+    inputs = make_inputs(CASES["decode"])
+    with pytest.raises(ValueError, match="impl 'torch' plans nothing, got 1 planned tensors"):
+        paged_attention(*inputs.args(), scale=1.0, planned=[inputs.q], impl="torch")
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype", "message"),
+    [
+        (96, torch.bfloat16, "head_dim 96 is not one of [64, 128, 256]"),
+        (128, torch.float32, "dtype torch.float32 is not in"),
+    ],
+)
+def test_other_shapes_are_refused(size: int, dtype: torch.dtype, message: str):
+    capability = IMPLEMENTATIONS["flashinfer"].capability
+    need = Need(
+        device=torch.device("cuda"), dtype=dtype, sizes={"head_dim": size}, features=FEATURES
+    )
+    reasons = capability.why_not(need)
+    assert any(message in reason for reason in reasons), reasons
+    assert "it has no lse" in reasons
+
+
+ON_A_GPU = {
+    "qwen3_next": Case(
+        num_q_heads=16, num_kv_heads=2, head_dim=256, lengths=((1, 70), (300, 300), (3, 400))
+    ),
+    "llama": Case(num_q_heads=32, num_kv_heads=8, head_dim=128, lengths=((129, 129), (65, 1500))),
+    "decode": Case(
+        num_q_heads=16, num_kv_heads=2, head_dim=256, lengths=((1, 1500), (1, 260), (1, 2))
+    ),
+    "five to a key head": Case(num_q_heads=5, num_kv_heads=1, head_dim=64, lengths=((1, 3000),)),
+}
+
+
+@needs_cuda
+@needs_flashinfer
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("case", ON_A_GPU.values(), ids=ON_A_GPU)
+def test_on_a_gpu(case: Case, options: str):
+    inputs = make_inputs(case, dtype=torch.bfloat16, padding=(5, 2))
+    if case is ON_A_GPU["decode"]:
+        inputs = make_inputs(case, dtype=torch.bfloat16, padding=(2, 2))
+    check(inputs, call(on_device(inputs), plan_for(inputs, "cuda", *values(options)), options))
+
+
+@needs_cuda
+@needs_flashinfer
+@pytest.mark.parametrize("each", [1, 40], ids=["decode", "prefill"])
+def test_a_captured_graph_serves_other_lengths(each: int):
+    """A bucket is captured with one plan, and replayed with others that are copied into it."""
+    batches = []
+    for seed, totals in enumerate([(700, 41, 90), (41, 700, 90), (90, 90, 400)]):
+        lengths = tuple((each, total) for total in totals)
+        case = replace(ON_A_GPU["qwen3_next"], lengths=lengths)
+        made = make_inputs(case, dtype=torch.bfloat16, seed=seed, unused=0.0, padding=(5, 5))
+        wide = torch.zeros(8, 64, dtype=torch.int32)
+        wide[:, : made.page_table.shape[1]] = made.page_table
+        batches.append(
+            (replace(made, page_table=wide), plan_for(replace(made, page_table=wide), "cuda"))
+        )
+    pages = max(inputs.kv.shape[1] for inputs, _ in batches)
+    first, planned = batches[0]
+    captured, held = on_device(first), given(planned, "cuda")
+    captured = replace(captured, kv=captured.kv.new_zeros(2, pages, *captured.kv.shape[2:]))
+
+    def step() -> Tensor:
+        return paged_attention(*live(captured), scale=1 / 16, planned=held, impl="flashinfer")
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for inputs, planned in batches:
+        assert planned.values == batches[0][1].values
+        for name in ("q", "k", "v", "cu_seqlens", "seq_lens", "page_table", "slot_mapping"):
+            getattr(captured, name).copy_(getattr(inputs, name))
+        captured.kv[:, : inputs.kv.shape[1]] = inputs.kv.to("cuda")
+        for into, tensor in zip(held, planned.tensors, strict=False):
+            into.copy_(tensor)
+        graph.replay()
+        check(inputs, out)
+
+
+def live(inputs: Inputs) -> tuple[Tensor, ...]:
+    return tuple(getattr(inputs, f.name) for f in fields(Inputs))
+
+
+def values(options: str) -> Sequence[float]:
+    return OPTIONS[options]["window"], OPTIONS[options]["softcap"]
+
+
+def on_device(inputs: Inputs) -> Inputs:
+    return replace(inputs, **{f.name: getattr(inputs, f.name).to("cuda") for f in fields(Inputs)})
+
+
+def call(inputs: Inputs, planned: Planned, options: str) -> Tensor:
+    held = given(planned, "cuda")
+    scale = inputs.q.shape[2] ** -0.5
+    return paged_attention(
+        *inputs.args(), scale=scale, **OPTIONS[options], planned=held, impl="flashinfer"
+    )
+
+
+def check(inputs: Inputs, out: Tensor, options: str = "plain") -> None:
+    scale = inputs.q.shape[2] ** -0.5
+    expected, _ = reference.paged_attention_with_lse(
+        *inputs.to(torch.float64).args(), scale=scale, **OPTIONS[options]
+    )
+    error = (out.double().cpu() - expected).abs().max()
+    assert error <= 2**-6 * expected.abs().max(), f"error {error:.1e}"
+    assert not out[int(inputs.cu_seqlens[-1]) :].any()
