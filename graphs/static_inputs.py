@@ -90,7 +90,7 @@ class StaticInputs:
             self._device[: layout.num_bytes].copy_(
                 self._host[: layout.num_bytes], non_blocking=True
             )
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._device.device))
         return layout.value
 
     def _lay_out(self, value: Any, leaves: list[Tensor]) -> _Layout:
