@@ -48,9 +48,10 @@ class Engine:
             of the runner's model.
         max_waiting: the most requests that may wait for their first step; None is any number.
         run_ahead: "on" starts each step before the tokens of the one before it are known on the
-            host, which then plans and bookkeeps beside the device: tokens are the same, and are
-            sampled with the step. "auto" does so where steps are captured in CUDA graphs. A request
-            ends as it does otherwise; what was run of it beyond its end is dropped.
+            host, which then plans and keeps its books beside the device. Tokens are the same, but
+            for what other company changes (see ``Runner``): a request that ends is in one more
+            step, of which it gets nothing. Requests with rules on their logits or log-probabilities
+            are waited for. "auto" is on where steps are captured in CUDA graphs.
 
     Raises:
         UnsupportedError: the runner serves decode steps alone.

@@ -11,6 +11,7 @@ It is captured with the step whose logits it draws from. It keeps and draws the 
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ def draw_tokens(logits: Tensor, settings: Tensor, kind: DrawKind) -> Tensor:
     Args:
         logits: [N, vocab], any float dtype; not changed.
         settings: [5, N] float64, of ``settings_of``.
-        kind: of the rows that count.
+        kind: of the rows that are drawn; others may hold anything.
 
     Returns:
         [N] int64 token ids; ``NOT_FINITE`` for a row with NaN or infinity among its logits.
@@ -96,7 +97,7 @@ def draw_tokens(logits: Tensor, settings: Tensor, kind: DrawKind) -> Tensor:
     if kind.draws:
         drawn = _drawn(logits, likeliest.unsqueeze(-1), settings.unsqueeze(-1), kind)
         tokens = torch.where(settings[0] > 0, drawn, tokens)
-    return tokens.masked_fill(~likeliest.isfinite(), NOT_FINITE)
+    return torch.where(likeliest.abs() < math.inf, tokens, NOT_FINITE)
 
 
 def _drawn(logits: Tensor, likeliest: Tensor, settings: Tensor, kind: DrawKind) -> Tensor:
