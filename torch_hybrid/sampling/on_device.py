@@ -4,7 +4,8 @@ It is captured with the step whose logits it draws from. It keeps and draws the 
 ``draw``, which looks at a few candidates, and at more where those do not suffice:
 
     top-k    the weight of the k-th likeliest token, by one topk for all rows
-    top-p    the weight at which the nucleus ends, by two histograms of the weights' bits
+    top-p    the weight at which the nucleus ends: among the k likeliest where there is a top-k;
+             otherwise by two histograms of the weights' bits, as it may have any number of tokens
     min-p    is a weight
     draw     from all tokens of at least the largest of those weights
 """
@@ -36,7 +37,7 @@ class DrawKind:
 
     draws: bool = False  # some temperature is above 0
     num_ranked: int = 0  # at least the largest top-k
-    has_top_p: bool = False
+    has_wide_top_p: bool = False  # some row has a top-p and no top-k
 
     @classmethod
     def of(cls, draws: Sequence[Draw | None]) -> DrawKind:
@@ -46,14 +47,14 @@ class DrawKind:
         return cls(
             draws=bool(drawn),
             num_ranked=max(1 << (top_k - 1).bit_length(), _FEWEST_RANKED) if top_k else 0,
-            has_top_p=any(sampling.top_p < 1 for sampling in drawn),
+            has_wide_top_p=any(s.top_p < 1 and not s.top_k for s in drawn),
         )
 
     def __str__(self) -> str:
         """As it stands in reports."""
         if not self.draws:
             return "greedy"
-        filters = ["top-k"] * (self.num_ranked > 0) + ["top-p"] * self.has_top_p
+        filters = ["top-k"] * (self.num_ranked > 0) + ["top-p"] * self.has_wide_top_p
         return " ".join(["drawn", *filters])
 
 
@@ -103,26 +104,45 @@ def draw_tokens(logits: Tensor, settings: Tensor, kind: DrawKind) -> Tensor:
 def _drawn(logits: Tensor, likeliest: Tensor, settings: Tensor, kind: DrawKind) -> Tensor:
     temperature, number, top_k, top_p, min_p = settings.unbind()  # [N, 1] each
     weights = weights_of(logits, likeliest, temperature.where(temperature > 0, 1.0))
-    weights.nan_to_num_(0.0)  # of rows that are not finite
-    least = min_p
+    ranked = kth = weights[:, :0]
     if kind.num_ranked:
-        kth = _kth_weight(weights, logits, top_k, kind.num_ranked)
+        ranked, kth = _ranked(weights, logits, top_k, kind.num_ranked)
         weights.masked_fill_(weights < kth, 0)
     counts = as_counts(weights)
-    if kind.has_top_p:
+    least = min_p
+    if kind.num_ranked or kind.has_wide_top_p:
         wanted = nucleus_mass(counts.sum(dim=-1, keepdim=True), top_p)
-        end = _nucleus_end(weights, counts, wanted)
+        end = torch.zeros_like(top_p)
+        if kind.has_wide_top_p:
+            end = _nucleus_end(weights, counts, wanted)
+        if kind.num_ranked:
+            end = torch.where(top_k > 0, _nucleus_end_of_ranked(ranked, kth, wanted), end)
         least = torch.maximum(least, end.where(top_p < 1, 0.0))
     counts.masked_fill_(weights < least, 0)
     return draw_from(counts, number)
 
 
-def _kth_weight(weights: Tensor, logits: Tensor, top_k: Tensor, num_ranked: int) -> Tensor:
-    """[N, 1] the weight of the k-th likeliest token; 0 where all are kept."""
-    _, ranked = logits.topk(min(num_ranked, logits.shape[-1]))
+def _ranked(
+    weights: Tensor, logits: Tensor, top_k: Tensor, num_ranked: int
+) -> tuple[Tensor, Tensor]:
+    """Weights of the likeliest tokens, descending, and [N, 1] that of the k-th; 0 where all tokens
+    are kept."""
+    _, ids = logits.topk(min(num_ranked, logits.shape[-1]))
+    ranked = weights.gather(-1, ids)
     place = (top_k.long() - 1).clamp(min=0, max=ranked.shape[-1] - 1)
-    kth = weights.gather(-1, ranked.gather(-1, place))
-    return kth.where(top_k > 0, 0.0)
+    return ranked, ranked.gather(-1, place).where(top_k > 0, 0.0)
+
+
+def _nucleus_end_of_ranked(ranked: Tensor, kth: Tensor, wanted: Tensor) -> Tensor:
+    """As ``_nucleus_end``, of rows with a top-k.
+
+    However many tokens tie with the k-th likeliest, those above it are ranked: the nucleus ends
+    among them or at the k-th itself.
+    """
+    reached = as_counts(ranked.masked_fill(ranked <= kth, 0)).cumsum(dim=-1)
+    num_before = (reached < wanted).sum(dim=-1, keepdim=True)
+    last = ranked.shape[-1] - 1
+    return torch.where(num_before > last, kth, ranked.gather(-1, num_before.clamp(max=last)))
 
 
 def _nucleus_end(weights: Tensor, counts: Tensor, wanted: Tensor) -> Tensor:
@@ -131,7 +151,7 @@ def _nucleus_end(weights: Tensor, counts: Tensor, wanted: Tensor) -> Tensor:
     The upper half of its bits is found among the counts by upper halves, then the lower one among
     those that have this upper half.
     """
-    bits = weights.view(torch.int32).long()
+    bits = weights.nan_to_num(0.0).view(torch.int32).long()  # NaN: of rows that are not finite
     spread = torch.arange(bits.shape[-1], device=bits.device) & _LOW_BITS
     # What counts nothing may stand anywhere: all in one place, they would wait for each other.
     upper = torch.where(counts > 0, bits >> _HALF_BITS, spread)
