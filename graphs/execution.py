@@ -72,8 +72,9 @@ class Execution:
             slots: of the step's sequences.
             draws: how a token is drawn for each; None: none is.
         """
-        made = Draws.of(slots, draws, num_logits(inputs))
-        drawn = self._run(variant, StepInputs(inputs=inputs, draws=made), DrawKind.of(draws))
+        kind = DrawKind.of(draws)
+        made = Draws.of(slots, draws, kind, num_logits(inputs))
+        drawn = self._run(variant, StepInputs(inputs=inputs, draws=made), kind)
         self._under_way = Launched(drawn, len(draws))
         return self._under_way
 

@@ -43,11 +43,19 @@ class Draws:
         return cls(slots=slots, settings=no_settings(num_rows))
 
     @classmethod
-    def of(cls, slots: Sequence[int], draws: Sequence[Draw | None], num_rows: int) -> Draws:
-        """Those that are made for sequences in these slots: None draws nothing."""
+    def of(
+        cls,
+        slots: Sequence[int],
+        draws: Sequence[Draw | None],
+        kind: DrawKind,
+        num_rows: int,
+    ) -> Draws:
+        """Those that are made, of a kind, for sequences in these slots: None draws nothing."""
         drawn = [slot * (draw is not None) for slot, draw in zip(slots, draws, strict=True)]
         drawn += [0] * (num_rows - len(drawn))
-        return cls(slots=int_tensor(drawn, torch.int64), settings=settings_of(draws, num_rows))
+        is_greedy = not kind.draws
+        settings = no_settings(num_rows) if is_greedy else settings_of(draws, num_rows)
+        return cls(slots=int_tensor(drawn, torch.int64), settings=settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -306,7 +306,7 @@ class Runner:
             known = iter(token_lists([new for new in tokens if new is not None]))
             given = [None if new is None else next(known) for new in tokens]
             self._check_extend([(0,) if new is None else new for new in given], len(seqs))
-            slots = [self._cache.slot(seq) for seq in seqs]
+            slots = self._cache.slots_of(seqs)
             fed = self._last.fed(seqs, slots, given)
             variant, planned = self._plan(seqs, fed, logits="last")
             launched = self._advance(

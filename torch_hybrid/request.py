@@ -94,8 +94,8 @@ class Request(Job):
 
     def next_draw(self) -> Draw:
         """How the token after those in flight is drawn."""
-        place = self._num_sampled
-        return Draw(self.sampling, 0.0 if self.numbers is None else self.numbers[place])
+        number = 0.0 if self.numbers is None else self.numbers[self._num_sampled]
+        return Draw(self.sampling, number)
 
     def expect(self) -> None:
         """A step that samples a token was started. After the last one nothing is missing."""
