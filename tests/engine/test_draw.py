@@ -165,6 +165,17 @@ def test_the_device_draws_what_the_host_draws(options, vocab, dtype, seed):
     assert drawn[: len(draws)].tolist() == sample(logits, draws)
 
 
+def test_sums_that_no_double_holds():
+    """A fraction of such a sum is rounded, and must not come out above it."""
+    logits = torch.zeros(3, 40_001)
+    logits[:, 7] = -25.0  # counts 15, beside 40,000 * 2**40: doubles there are 8 apart
+    samplings = [Sampling(temperature=1.0, seed=row) for row in range(2)]
+    samplings.append(Sampling(temperature=1.0, top_p=1 - 1e-16 * 2))
+    draws = [Draw(sampling, 1 - 2**-53) for sampling in samplings]
+    drawn = draw_tokens(logits, settings_of(draws, 3), DrawKind.of(draws))
+    assert drawn.tolist() == sample(logits, draws) == [40_000] * 3
+
+
 def test_numbers_are_those_of_single_draws():
     sampling = Sampling(temperature=1.0, seed=3)
     numbers, generator = Numbers.of(sampling), sampling.make_generator()

@@ -20,7 +20,7 @@ def as_counts(weights: Tensor) -> Tensor:
 
 def nucleus_mass(total: Tensor, top_p: Tensor) -> Tensor:
     """The least count that reaches a fraction ``top_p`` (float64) of ``total``."""
-    return (top_p * total).ceil().long()
+    return torch.minimum((top_p * total).ceil().long(), total)  # doubles have fewer bits
 
 
 def draw_from(counts: Tensor, numbers: Tensor) -> Tensor:

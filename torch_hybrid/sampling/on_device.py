@@ -171,5 +171,6 @@ def _crossing(places: Tensor, counts: Tensor, wanted: Tensor) -> tuple[Tensor, T
     """
     histogram = counts.new_zeros(counts.shape[0], 1 << _HALF_BITS).scatter_add_(1, places, counts)
     from_here = histogram.flip(1).cumsum(1).flip(1)
-    place = (from_here >= wanted).sum(dim=1, keepdim=True) - 1
+    # Rows that are not finite count anything, and must not read beyond.
+    place = ((from_here >= wanted).sum(dim=1, keepdim=True) - 1).clamp_(min=0)
     return place, (from_here - histogram).gather(1, place)
