@@ -26,13 +26,19 @@ The life of a step, and where each part of it stands:
       |    compiled_step        what remains: a function of regions, and where its arguments
       |                         stand in the inputs; Dynamo is not asked again
       |
-      |  static_inputs        the inputs are copied to fixed addresses, packed in one transfer
-      |  capture_policy       on a GPU: captured when its bucket first comes, replayed ever after
-      |                       (cuda_graph); otherwise the function is called
+      |  execution.logits
+      |    static_inputs        the inputs are copied to fixed addresses, packed in one transfer
+      |    capture_policy       on a GPU: captured when its bucket first comes, replayed ever after
+      |                         (cuda_graph); otherwise the function is called
       |
       |  cache.commit         the sequences are longer; cut off before, they are broken
       v
     logits
+
+``runner.launch(seqs, tokens, draws)``, which engines call, goes the same way to
+``execution.launch``. The compiled step is the same; what ``launch`` does before it (tokens that the
+host has not read) and after it (the draw) is captured with it. The tokens are waited for when they
+are asked for.
 
 ``model_use`` keeps threads apart that run and trace one model, ``surroundings`` keeps a caller's
 modes and defaults out, ``model_choices`` are those that no backend makes, ``signature`` tells

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.cuda_graph import CapturedSteps, why_not_capturable
+from torch_hybrid.graphs.launch import StepInputs
 from torch_hybrid.graphs.static_inputs import StaticInputs
 from torch_hybrid.graphs.step import Inputs, Variant, map_tensors
+from torch_hybrid.sampling import DrawKind
 
 CudaGraphs = Literal["auto", "on", "off"]
 
@@ -80,10 +82,11 @@ class CapturePolicy:
     def run(
         self,
         variant: Variant,
-        step: Callable[[Inputs], Tensor],
+        step: Callable[[StepInputs], Tensor],
         static: StaticInputs,
-        inputs: Inputs,
-        planned: Inputs,
+        value: StepInputs,
+        planned: StepInputs,
+        kind: DrawKind | None = None,
     ) -> Tensor:
         """Run a step from its captured graph, made now if this bucket has none.
 
@@ -91,18 +94,22 @@ class CapturePolicy:
             variant: of the step.
             step: to capture, and to call where it cannot be.
             static: where its inputs lie.
-            inputs: that ``static`` holds now.
+            value: that ``static`` holds now.
             planned: the same on the host.
+            kind: of the tokens that it draws, which the next replay overwrites; None where it
+                returns logits.
         """
         if variant.name in self._refused:
-            return step(inputs)
-        # The captured step holds its inputs: no others get that id.
-        key = (variant, id(inputs), static.host_values(planned))
+            return step(value)
+        # The captured step holds its value: no other gets that id.
+        key = (variant, kind, id(value), static.host_values(planned))
         if key not in self._steps:
             static.refresh(map_tensors(torch.zeros_like, planned))
-            self._steps.capture(key, lambda: step(inputs), name=_bucket_name(variant, inputs))
+            name = _bucket_name(variant, value.inputs) + (f", {kind}" if kind else "")
+            self._steps.capture(key, lambda: step(value), name=name)
             static.refresh(planned)
-        return self._steps.replay(key).clone()  # the next replay overwrites it
+        result = self._steps.replay(key)
+        return result.clone() if kind is None else result
 
 
 def _bucket_name(variant: Variant, inputs: Inputs) -> str:

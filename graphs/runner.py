@@ -7,7 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from pathlib import Path
 from threading import RLock
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
@@ -21,18 +21,22 @@ from torch_hybrid.graphs.artefact.store import StepStore
 from torch_hybrid.graphs.buckets import StepSizes
 from torch_hybrid.graphs.capture_policy import CapturePolicy, CudaGraphs
 from torch_hybrid.graphs.check_extend import check_extend, token_lists
+from torch_hybrid.graphs.execution import Execution
+from torch_hybrid.graphs.launch import LastTokens, Launched
 from torch_hybrid.graphs.model_choices import choose, passes_for
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
 from torch_hybrid.graphs.planner import Logits, StepPlanner
 from torch_hybrid.graphs.report import Report
-from torch_hybrid.graphs.static_inputs import StaticInputs
 from torch_hybrid.graphs.step import Inputs, Model, Variant
 from torch_hybrid.graphs.steps import Steps
 from torch_hybrid.graphs.surroundings import calm
 from torch_hybrid.graphs.two_batch import OverlapPolicy, check_cuttable, overlap_policy
 from torch_hybrid.host import trim
+from torch_hybrid.sampling import Draw
 from torch_hybrid.specs import LayerTable
 from torch_hybrid.toolchain import check_toolchain
+
+ResultT = TypeVar("ResultT")
 
 
 class Runner:
@@ -139,10 +143,6 @@ class Runner:
                 chunk_grid=grid,
                 modes=modes,
             )
-            self._inputs = {
-                variant: StaticInputs(self._planner.largest(variant), device)
-                for variant in self._planner.forms
-            }
             self._steps = Steps(
                 model,
                 self._cache,
@@ -150,6 +150,15 @@ class Runner:
                 passes=passes_for(self.choices, passes, modes),
                 choices=self.choices,
                 store=store,
+            )
+            self._last = LastTokens(max_seqs, device)
+            self._execution = Execution(
+                self._steps,
+                self._planner,
+                self._last,
+                self._capture,
+                max_seqs=max_seqs,
+                device=device,
             )
 
     @property
@@ -166,6 +175,11 @@ class Runner:
     def free_pages(self) -> int:
         """How many pages of the KV pool nobody owns."""
         return self._cache.pages.num_free
+
+    @property
+    def captures(self) -> bool:
+        """Whether steps are replayed as CUDA graphs, where their ops allow it."""
+        return self._capture is not None and self._device.type == "cuda"
 
     @property
     def cache(self) -> HybridCache:
@@ -196,6 +210,7 @@ class Runner:
         """
         with self.lock:
             self._cache.free(seqs)
+            self._last.forget(seqs)
 
     def length(self, seq: Sequence) -> int:
         """How many tokens a sequence holds."""
@@ -249,20 +264,92 @@ class Runner:
         positions: Tensor | None,
     ) -> Tensor:
         lengths = [len(new) for new in tokens]
-        check_extend(
-            tokens,
-            positions,
-            logits,
-            num_seqs=len(seqs),
-            max_tokens=self.max_tokens,
-            vocab_size=self.vocab_size,
-            num_position_axes=self.model.num_position_axes,
-        )
+        self._check_extend(tokens, len(seqs), logits, positions)
         if not seqs:
             idle, planned = self._planner.plan_idle()
             self._check(planned.parts[0].batch)
             self._compile(idle)
-            return self._run(idle, planned)[:0]
+            return self._execution.logits(idle, planned)[:0]
+        variant, planned = self._plan(seqs, tokens, logits=logits, positions=positions)
+        out = self._advance(seqs, lengths, lambda: self._execution.logits(variant, planned))
+        self._last.forget(seqs)
+        return out[: sum(lengths) if logits == "all" else len(seqs)]
+
+    def launch(
+        self,
+        seqs: Many[Sequence],
+        tokens: Many[Many[int] | None],
+        draws: Many[Draw | None],
+    ) -> Launched:
+        """Start a step that also samples, and do not wait for it.
+
+        For engines: tokens stay on the device, so that the next step can be launched with those
+        that the host has not seen. The sequences hold the new tokens at once.
+
+        Args:
+            seqs: N distinct live sequences, at least one.
+            tokens: the new tokens of each, as for ``extend``; None is one token, that which the
+                last launch sampled for the sequence.
+            draws: how each sequence's next token is drawn; None draws none.
+
+        Raises:
+            TypeError, ValueError, UnsupportedError, CapacityError: as ``extend``; ValueError also
+                for None where nothing was sampled.
+        """
+        if not len(seqs) == len(tokens) == len(draws) > 0:
+            raise ValueError(
+                f"launch takes tokens and a draw, or None, for each of at least one sequence, "
+                f"got {len(seqs)} sequences, {len(tokens)} tokens and {len(draws)} draws"
+            )
+        with self.lock, calm(self._device):
+            known = iter(token_lists([new for new in tokens if new is not None]))
+            given = [None if new is None else next(known) for new in tokens]
+            self._check_extend([(0,) if new is None else new for new in given], len(seqs))
+            slots = self._cache.slots_of(seqs)
+            fed = self._last.fed(seqs, slots, given)
+            variant, planned = self._plan(seqs, fed, logits="last")
+            launched = self._advance(
+                seqs,
+                list(map(len, fed)),
+                lambda: self._execution.launch(variant, planned, slots, draws),
+            )
+            self._last.note(seqs, draws)
+            return launched
+
+    def wait(self) -> None:
+        """Wait until the device has done all that was launched."""
+        self._execution.wait()
+
+    def _check_extend(
+        self,
+        tokens: Many[Many[int]],
+        num_seqs: int,
+        logits: str = "last",
+        positions: Tensor | None = None,
+    ) -> None:
+        check_extend(
+            tokens,
+            positions,
+            logits,
+            num_seqs=num_seqs,
+            max_tokens=self.max_tokens,
+            vocab_size=self.vocab_size,
+            num_position_axes=self.model.num_position_axes,
+        )
+
+    def _plan(
+        self,
+        seqs: Many[Sequence],
+        tokens: Many[Many[int]],
+        *,
+        logits: Logits,
+        positions: Tensor | None = None,
+    ) -> tuple[Variant, Inputs]:
+        """A step's variant, compiled by now, and its inputs; the pages of its tokens are taken.
+
+        Where it raises, no state has changed.
+        """
+        lengths = [len(new) for new in tokens]
         mode = Mode.DECODE if max(lengths) == 1 else Mode.EXTEND
         if mode is Mode.EXTEND and not self.prefill:
             raise UnsupportedError(
@@ -277,14 +364,20 @@ class Runner:
         )
         self._check(batch)
         variant, planned = self._planner.plan(batch, mode, logits)
-        self._compile(variant)  # if that fails, no state has changed
+        self._compile(variant)
+        return variant, planned
+
+    def _advance(
+        self, seqs: Many[Sequence], lengths: Many[int], run: Callable[[], ResultT]
+    ) -> ResultT:
+        """``run`` a step that gives each sequence so many tokens; cut off, it breaks them."""
         try:
-            out = self._run(variant, planned)
+            result = run()
             self._cache.commit(seqs, lengths)
         except BaseException:
             self._cache.mark_broken(seqs)
             raise
-        return out[: sum(lengths) if logits == "all" else len(seqs)]
+        return result
 
     def _check(self, batch: Batch) -> None:
         if self._check_batch is not None:
@@ -333,17 +426,8 @@ class Runner:
             captured_bytes=0 if capture is None else capture.nbytes,
             not_captured={} if capture is None else capture.refused,
             pool_bytes=sum(pool.nbytes for pool in self._cache.pool_tensors()),
-            static_input_bytes=sum(inputs.nbytes for inputs in self._inputs.values()),
+            static_input_bytes=self._execution.nbytes,
         )
-
-    def _run(self, variant: Variant, planned: Inputs) -> Tensor:
-        """Run one step, compiled already, whose inputs are on the host."""
-        static = self._inputs[variant]
-        inputs = static.refresh(planned)
-        with self._steps.running(variant) as step:
-            if self._capture is None:
-                return step(inputs)
-            return self._capture.run(variant, step, static, inputs, planned)
 
     def _compile(self, variant: Variant) -> None:
         """Have a variant compiled, if steps are."""

@@ -93,7 +93,7 @@ class StaticInputs:
             self._device[: layout.num_bytes].copy_(
                 self._host[: layout.num_bytes], non_blocking=True
             )
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._device.device))
         return layout.value
 
     def host_values(self, value: Any) -> tuple[tuple[int, ...], ...]:

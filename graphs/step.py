@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +103,7 @@ class Variant:
         return ", ".join([self.mode.name, *forms, *["in halves"] * self.in_halves])
 
 
+InputsT = TypeVar("InputsT")
 StepFunction = Callable[[Inputs, Caches], Tensor]
 
 
@@ -129,7 +130,7 @@ def make_step(model: Model) -> StepFunction:
     return step
 
 
-def map_tensors(action: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
+def map_tensors(action: Callable[[Tensor], Tensor], inputs: InputsT) -> InputsT:
     """``inputs`` with ``action`` done to each tensor once, but for those that stay on the host.
 
     One tensor that stands in several places stays one: graphs are guarded by that.
@@ -141,7 +142,7 @@ def map_tensors(action: Callable[[Tensor], Tensor], inputs: Inputs) -> Inputs:
             done[id(leaf)] = action(leaf)
         return done[id(leaf)]
 
-    mapped: Inputs = pytree.tree_map_only(
+    mapped: InputsT = pytree.tree_map_only(
         Tensor, once, inputs, is_leaf=lambda node: isinstance(node, OnHost)
     )
     return mapped

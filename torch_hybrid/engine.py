@@ -1,10 +1,11 @@
-"""Continuous batching on top of ``Runner.extend``: prompts in, tokens out.
+"""Continuous batching on top of a runner: prompts in, tokens out.
 
 A step ends what is late, frees what was preempted, gives sequences to what was admitted, runs one
 ragged batch of decodes and prompt chunks, and samples a token for every request whose history is
-complete. Whatever raises in the middle, every page and slot comes back: requests that were running
-wait again and are recomputed from their tokens. What one request raises (its own rules on the
-logits, its text) ends that request alone.
+complete. Where the engine runs ahead, the next step is started before that is waited for
+(``flight``). Whatever raises in the middle, every page and slot comes back: requests that were
+running wait again and are recomputed from their tokens. What one request raises (its own rules on
+the logits, its text) ends that request alone.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import accumulate
 from numbers import Real
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, get_args, overload
 
-from torch import Tensor
-
-from torch_hybrid.detokenizer import Detokenizer, Tokenizer
+from torch_hybrid.detokenizer import Tokenizer
 from torch_hybrid.errors import CapacityError, UnsupportedError
-from torch_hybrid.prompts import Prompt, as_prompts, prompt_tokens
+from torch_hybrid.flight import Flight, Rows, launch, may_launch, run
+from torch_hybrid.intake import Intake
+from torch_hybrid.prompts import Prompt, as_prompts
 from torch_hybrid.request import FinishReason, Output, Request, TokenEvent
-from torch_hybrid.sampling import GREEDY, LogitsRules, Sampling, sample
+from torch_hybrid.sampling import GREEDY, Sampling
 from torch_hybrid.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from torch_hybrid.caches.hybrid import Sequence as HeldSequence
     from torch_hybrid.graphs.runner import Runner
+
+RunAhead = Literal["auto", "on", "off"]
 
 
 class Engine:
@@ -46,9 +47,15 @@ class Engine:
         eos_token_ids: tokens that end every request which does not ignore them; by default those
             of the runner's model.
         max_waiting: the most requests that may wait for their first step; None is any number.
+        run_ahead: "on" starts each step before the tokens of the one before it are known on the
+            host, which then plans and keeps its books beside the device. Tokens are the same, but
+            for what other company changes (see ``Runner``): a request that ends is in one more
+            step, of which it gets nothing. Requests with rules on their logits or log-probabilities
+            are waited for. "auto" is on where steps are captured in CUDA graphs.
 
     Raises:
         UnsupportedError: the runner serves decode steps alone.
+        ValueError: ``max_waiting`` or ``run_ahead`` is none of its values.
     """
 
     def __init__(
@@ -58,9 +65,12 @@ class Engine:
         eos_token_ids: Iterable[int] | None = None,
         *,
         max_waiting: int | None = None,
+        run_ahead: RunAhead = "auto",
     ) -> None:
         if max_waiting is not None and max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1 or None, got {max_waiting}")
+        if run_ahead not in get_args(RunAhead):
+            raise ValueError(f"run_ahead must be 'auto', 'on' or 'off', got {run_ahead!r}")
         if not runner.prefill:
             raise UnsupportedError("an engine prefills prompts, got a runner with prefill=False")
         self.runner = runner
@@ -68,10 +78,13 @@ class Engine:
         self.eos_token_ids = frozenset(
             runner.eos_token_ids if eos_token_ids is None else eos_token_ids
         )
+        self.max_waiting = max_waiting
+        self.runs_ahead = run_ahead == "on" or (run_ahead == "auto" and runner.captures)
+        self._intake = Intake(runner, tokenizer, self.eos_token_ids)
         self._scheduler: Scheduler[Request] = Scheduler(
             max_tokens=runner.max_tokens, page_size=runner.page_size
         )
-        self.max_waiting = max_waiting
+        self._flights: deque[Flight] = deque()  # the oldest first; between steps at most one
         self._lock = runner.lock
         self._next_deadline = math.inf  # of the requests that have one
         self._late_events: list[TokenEvent] = []  # of ends outside of a batch, for a step to return
@@ -132,7 +145,7 @@ class Engine:
         requests: list[Request] = []
         for index, (prompt, each) in enumerate(zip(chosen, samplings, strict=True)):
             try:
-                requests += self._make_requests(prompt, each, index=index, stream=stream)
+                requests += self._intake.requests(prompt, each, index=index, stream=stream)
             except (TypeError, ValueError) as error:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(f"prompt {index}: {error}") from error
@@ -165,7 +178,7 @@ class Engine:
             CapacityError: ``max_waiting`` requests wait already.
         """
         _check_timeout(timeout_s)
-        requests = self._make_requests(prompt, sampling, index=0, stream=stream)
+        requests = self._intake.requests(prompt, sampling, index=0, stream=stream)
         if len(requests) != 1:
             raise ValueError(f"submit serves one output, got n={sampling.n}: use generate")
         self._queue(requests, timeout_s)
@@ -187,12 +200,14 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._scheduler.running or self._scheduler.waiting or self._late_events)
+        scheduler = self._scheduler
+        return bool(scheduler.running or scheduler.waiting or self._flights or self._late_events)
 
     def step(self) -> list[TokenEvent]:
         """Run one batch and return what came of it; nothing to do is no event.
 
-        An exception leaves the engine usable: what was running waits to be recomputed.
+        Where the engine runs ahead, the next batch is under way when it returns. An exception
+        leaves the engine usable: what was running waits to be recomputed.
 
         Raises:
             CapacityError: sequences held elsewhere leave no room for the oldest request.
@@ -200,9 +215,7 @@ class Engine:
         with self._lock:
             try:
                 self._end_late()
-                rows = self._prepare()
-                events = self._run(rows) if rows else []
-                self._retire(events)
+                events = self._advance()
             except BaseException:
                 self._restart()
                 raise
@@ -214,6 +227,7 @@ class Engine:
         with self._lock:
             for request in [*self._scheduler.running, *self._scheduler.waiting]:
                 self.cancel(request)
+            self._land_all()
 
     def __enter__(self) -> Engine:
         return self
@@ -225,60 +239,6 @@ class Engine:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-    def _make_requests(
-        self, prompt: Prompt, sampling: Sampling, *, index: int, stream: bool
-    ) -> list[Request]:
-        """A request for each of the ``sampling.n`` outputs of a prompt."""
-        if not isinstance(sampling, Sampling):
-            raise TypeError(f"sampling must be a th.Sampling, got {sampling!r}")
-        tokens = prompt_tokens(prompt, self.tokenizer)
-        self._check(tokens, sampling)
-        eos = frozenset[int]() if sampling.ignore_eos else self.eos_token_ids
-        ends = eos.union(sampling.stop_token_ids)
-        barred = ends.intersection(range(self.runner.vocab_size))  # a config may name others
-        tokenizer = self.tokenizer if stream or sampling.stop else None
-        return [
-            Request(
-                index=index,
-                sample=sample,
-                prompt=tokens,
-                sampling=sampling,
-                stop_token_ids=ends,
-                tokenizer=self.tokenizer,
-                detokenizer=None if tokenizer is None else Detokenizer(tokenizer, sampling.stop),
-                generator=sampling.make_generator(sample),
-                rules=LogitsRules.of(sampling, num_prompt=len(tokens), end_token_ids=barred),
-                history=tokens.copy(),
-                num_tokens=len(tokens),
-            )
-            for sample in range(sampling.n)
-        ]
-
-    def _check(self, tokens: list[int], sampling: Sampling) -> None:
-        runner = self.runner
-        if not tokens:
-            raise ValueError("the prompt must have at least 1 token, got 0")
-        if min(tokens) < 0 or max(tokens) >= runner.vocab_size:
-            wrong = next(token for token in tokens if not 0 <= token < runner.vocab_size)
-            raise ValueError(f"token ids must be within 0 and {runner.vocab_size - 1}, got {wrong}")
-        for name, ids in (
-            ("stop_token_ids", sampling.stop_token_ids),
-            ("logit_bias", sampling.logit_bias),
-        ):
-            if max(ids, default=0) >= runner.vocab_size:
-                raise ValueError(
-                    f"{name} must be within 0 and {runner.vocab_size - 1}, got {max(ids)}"
-                )
-        longest = len(tokens) + sampling.max_new_tokens - 1  # the last token is never held
-        if longest > runner.max_seq_len:
-            raise ValueError(
-                f"a prompt of {len(tokens)} tokens and max_new_tokens={sampling.max_new_tokens} "
-                f"hold up to {longest} tokens, and a sequence can hold {runner.max_seq_len}; "
-                f"the runner's kv_tokens raises this"
-            )
-        if sampling.stop and self.tokenizer is None:
-            raise ValueError(f"stop texts need a tokenizer, got stop={list(sampling.stop)!r}")
 
     def _queue(self, requests: Sequence[Request], timeout_s: float | None) -> None:
         """Let requests wait, all or none; their time begins."""
@@ -313,7 +273,11 @@ class Engine:
         finally:
             with self._lock:
                 left = [request for request in requests if request.output is None]
-                self._retire([request.end("cancelled") for request in left])
+                for request in left:
+                    request.end("cancelled")
+                self._retire(left)
+                if not (self._scheduler.running or self._scheduler.waiting):
+                    self._land_all()  # nobody else would
 
     def _end_late(self) -> None:
         """End the requests whose time is over."""
@@ -327,17 +291,41 @@ class Engine:
 
     def _end_outside(self, requests: Sequence[Request], reason: FinishReason) -> None:
         """End requests outside of a batch; the next step returns their events."""
-        events = [request.end(reason) for request in requests]
-        self._late_events += events
-        self._retire(events)
+        self._late_events += [request.end(reason) for request in requests]
+        self._retire(requests)
 
-    def _prepare(self) -> list[tuple[Request, int]]:
+    def _advance(self) -> list[TokenEvent]:
+        """Run the next batch, unless it is under way; start the one after it; land the first."""
+        if not self._flights:
+            rows = self._prepare()
+            if not rows:
+                return []
+            start = launch if self.runs_ahead and may_launch(rows) else run
+            self._flights.append(start(self.runner, rows))
+        flight = self._flights[0]
+        if flight.was_launched and (rows := self._prepare_ahead()):
+            self._flights.append(launch(self.runner, rows))
+        return self._land(flight)
+
+    def _land(self, flight: Flight) -> list[TokenEvent]:
+        """Wait for the oldest step under way; free what has ended, but for what the next one
+        still uses."""
+        events = flight.land()
+        self._retire(flight.ended, landed=flight)
+        self._flights.popleft()
+        return events
+
+    def _land_all(self) -> None:
+        """Wait for what is under way and free what was kept for it alone."""
+        while self._flights:
+            self._late_events += self._land(self._flights[0])
+
+    def _prepare(self) -> Rows:
         """Choose the rows of a step and give each a sequence; free what was preempted."""
         runner, scheduler = self.runner, self._scheduler
         chosen = scheduler.schedule(free_slots=runner.free_slots, free_pages=runner.free_pages)
         self._free(chosen.preempted)
-        for request in chosen.admitted:
-            (request.sequence,) = runner.new_sequences(1)
+        self._admit(chosen.admitted)
         if not chosen.rows and (scheduler.running or scheduler.waiting):
             request = [*scheduler.running, *scheduler.waiting][0]
             raise CapacityError(
@@ -346,61 +334,45 @@ class Engine:
                 f"{runner.free_slots} slots and {runner.free_pages} pages are free, and the "
                 f"others are held outside of the engine"
             )
-        return list(chosen.rows)
+        return chosen.rows
 
-    def _run(self, rows: list[tuple[Request, int]]) -> list[TokenEvent]:
-        """Extend the rows' sequences and sample for those whose history is complete."""
-        sequences: list[HeldSequence] = []
-        tokens: list[list[int]] = []
-        for request, num_new in rows:
-            assert request.sequence is not None
-            held = request.num_held
-            sequences.append(request.sequence)
-            tokens.append(request.history[held : held + num_new])
-        logits = self._extend(rows, sequences, tokens)
-        for request, num_new in rows:
-            request.num_held += num_new
-        sampled = [request for request, _ in rows if request.num_held == request.num_tokens]
-        logits = logits[: len(sampled)]  # only the last row of a schedule can be incomplete
-        drawn = sample(
-            _ruled(logits, sampled),
-            [request.sampling for request in sampled],
-            [request.generator for request in sampled],
-        )
-        taken = enumerate(zip(sampled, drawn, strict=True))
-        return [request.take(token, logits, row) for row, (request, token) in taken]
+    def _prepare_ahead(self) -> Rows:
+        """The rows of the step after one whose tokens are not known; none where it must wait for
+        them: something would be preempted, or a request needs the host."""
+        runner, scheduler = self.runner, self._scheduler
+        chosen = scheduler.choose(free_slots=runner.free_slots, free_pages=runner.free_pages)
+        if chosen.preempted or not may_launch(chosen.rows):
+            return ()
+        scheduler.begin(chosen)
+        self._admit(chosen.admitted)
+        return chosen.rows
 
-    def _extend(
-        self,
-        rows: Sequence[tuple[Request, int]],
-        sequences: list[HeldSequence],
-        tokens: list[list[int]],
-    ) -> Tensor:
-        """[N, vocab_size] logits after each row's tokens; prompts that ask note their own."""
-        if not any(request.needs_prompt_logits for request, _ in rows):
-            return self.runner.extend(sequences, tokens, logits="last")
-        logits = self.runner.extend(sequences, tokens, logits="all")
-        each = logits.split([num_new for _, num_new in rows])
-        for (request, _), own in zip(rows, each, strict=True):
-            request.note_prompt(own, first=request.num_held)
-        last = [end - 1 for end in accumulate(num_new for _, num_new in rows)]
-        return logits[last]
+    def _admit(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            (request.sequence,) = self.runner.new_sequences(1)
 
-    def _retire(self, events: Sequence[TokenEvent]) -> None:
-        """Free what the requests that ended hold, and forget them."""
-        ended = [event.request for event in events if event.output is not None]
-        self._free(ended)
-        for request in ended:
+    def _retire(self, requests: Sequence[Request], *, landed: Flight | None = None) -> None:
+        """Forget requests that have ended, and free what no step under way uses of them."""
+        flights = [flight for flight in self._flights if flight is not landed]
+        under_way = {request for flight in flights for request in flight.requests}
+        self._free([request for request in requests if request not in under_way])
+        for request in requests:
             self._scheduler.discard(request)
 
     def _restart(self) -> None:
         """After an exception: free every sequence; what has not ended waits to be recomputed."""
-        requests = [*self._scheduler.running, *self._scheduler.waiting]
-        self._free(list(dict.fromkeys(requests)))
-        for request in requests:
-            if request.output is not None:
-                self._scheduler.discard(request)
-        self._scheduler.restart()
+        flying = [request for flight in self._flights for request in flight.requests]
+        requests = [*self._scheduler.running, *self._scheduler.waiting, *flying]
+        try:
+            self.runner.wait()  # what is under way still writes what is theirs
+        finally:
+            self._flights.clear()
+            self._free(list(dict.fromkeys(requests)))
+            for request in requests:
+                request.expect_nothing()
+                if request.output is not None:
+                    self._scheduler.discard(request)
+            self._scheduler.restart()
 
     def _free(self, requests: Sequence[Request]) -> None:
         sequences = [request.sequence for request in requests if request.sequence is not None]
@@ -408,17 +380,6 @@ class Engine:
             self.runner.free(sequences)
         for request in requests:
             request.sequence = None
-
-
-def _ruled(logits: Tensor, requests: Sequence[Request]) -> Tensor:
-    """[N, vocab_size] logits by each request's own rules."""
-    if all(request.rules is None for request in requests):
-        return logits
-    ruled = logits.float().clone()
-    for row, request in zip(ruled, requests, strict=True):
-        if request.rules is not None:
-            row.copy_(request.ruled(row))
-    return ruled
 
 
 def _check_timeout(timeout_s: float | None) -> None:

@@ -11,11 +11,18 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor
 
 from torch_hybrid.detokenizer import Detokenizer, Tokenizer
-from torch_hybrid.sampling import NOT_FINITE, LogitsRules, Sampling, TokenLogprob, logprobs_of
+from torch_hybrid.sampling import (
+    NOT_FINITE,
+    Draw,
+    LogitsRules,
+    Numbers,
+    Sampling,
+    TokenLogprob,
+    logprobs_of,
+)
 from torch_hybrid.scheduler import Job
 
 if TYPE_CHECKING:
@@ -50,9 +57,10 @@ class Request(Job):
     stop_token_ids: frozenset[int]
     tokenizer: Tokenizer | None
     detokenizer: Detokenizer | None
-    generator: torch.Generator | None
+    numbers: Numbers | None
     rules: LogitsRules | None
-    history: list[int]  # prompt and generated tokens
+    history: list[int]  # prompt and generated tokens, as far as the host knows them
+    num_in_flight: int = 0  # tokens that steps under way sample
     deadline: float = math.inf  # by time.monotonic, in seconds
     sequence: HeldSequence | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -71,6 +79,39 @@ class Request(Job):
         """Whether logits of prompt tokens are still to be looked at."""
         asked = self.sampling.prompt_logprobs is not None
         return asked and len(self.prompt_logprobs) < len(self.prompt) - 1
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether its next token cannot be drawn before the host has seen what precedes it."""
+        wants_logits = self.sampling.logprobs is not None or self.needs_prompt_logits
+        return wants_logits or self.rules is not None
+
+    def missing(self, count: int) -> list[int] | None:
+        """The next ``count`` tokens to run; None for one that a step under way samples."""
+        if self.num_held == len(self.history):
+            return None
+        return self.history[self.num_held : self.num_held + count]
+
+    def next_draw(self) -> Draw:
+        """How the token after those in flight is drawn."""
+        number = 0.0 if self.numbers is None else self.numbers[self._num_sampled]
+        return Draw(self.sampling, number)
+
+    def expect(self) -> None:
+        """A step that samples a token was started. After the last one nothing is missing."""
+        self.num_in_flight += 1
+        if self._num_sampled < self.sampling.max_new_tokens:
+            self.num_tokens += 1
+
+    def expect_nothing(self) -> None:
+        """Steps under way are given up: their tokens are sampled anew."""
+        self.num_in_flight = 0
+        self.num_tokens = len(self.history)
+
+    @property
+    def _num_sampled(self) -> int:
+        """Generated tokens, those in flight included."""
+        return len(self.history) - len(self.prompt) + self.num_in_flight
 
     def note_prompt(self, logits: Tensor, first: int) -> None:
         """Keep log-probabilities of prompt tokens, once each however often they are run.
@@ -98,16 +139,22 @@ class Request(Job):
             self.failure = _told("the rules on its logits", error)
             return logits.float()
 
-    def take(self, token: int, logits: Tensor, row: int) -> TokenEvent:
-        """Append a token, drawn by ``logits[row]`` of [N, vocab_size]; end where that ends it."""
+    def take(self, token: int, logits: Tensor | None, row: int) -> TokenEvent:
+        """Append the oldest token in flight; end where that ends it.
+
+        Args:
+            token: its id.
+            logits: [N, vocab_size] of which ``row`` is its own; None where none are needed.
+            row: of the logits.
+        """
+        self.num_in_flight -= 1
         if self.failure is not None:
             return self.end("error", error=self.failure)
         if token == NOT_FINITE:
-            error = f"the logits after {self.num_tokens} tokens have NaN or infinite values"
+            error = f"the logits after {len(self.history)} tokens have NaN or infinite values"
             return self.end("error", error=error)
         self.history.append(token)
-        self.num_tokens += 1
-        if self.sampling.logprobs is not None:
+        if self.sampling.logprobs is not None and logits is not None:
             self.logprobs += logprobs_of(logits[row : row + 1], [token], self.sampling.logprobs)
         if token in self.stop_token_ids:
             return self.end("stop", token=token)
@@ -119,7 +166,7 @@ class Request(Job):
                 return self.end("error", token=token, error=_told("detokenizing", error))
             if self.detokenizer.is_stopped:
                 return self.end("stop", token=token, text=text)
-        if self.num_tokens - len(self.prompt) == self.sampling.max_new_tokens:
+        if len(self.history) - len(self.prompt) == self.sampling.max_new_tokens:
             return self.end("length", token=token, text=text)
         return self._told_to_inbox(TokenEvent(self, token, text))
 

@@ -29,10 +29,11 @@ MAX_PASSES = 16
 class Job:
     """A request as the scheduler sees it: two counts.
 
-    A job decodes when one token is missing; with more of them missing it has a prompt to run.
+    A job decodes when one token is missing; with more of them missing it has a prompt to run, and
+    with none it waits for its last token.
     """
 
-    num_tokens: int  # its history: prompt and generated tokens
+    num_tokens: int  # its history: prompt and generated tokens, those under way included
     num_held: int = 0  # how many of them the runner holds
     num_passes: int = 0  # how many jobs were admitted before it that came later
 
@@ -52,6 +53,7 @@ class Schedule(Generic[JobT]):
     preempted: Sequence[JobT]
     admitted: Sequence[JobT]
     rows: Sequence[tuple[JobT, int]]
+    passed: Sequence[tuple[JobT, int]] = ()  # jobs left waiting, and by how many of the admitted
 
 
 class Scheduler(Generic[JobT]):
@@ -97,6 +99,12 @@ class Scheduler(Generic[JobT]):
             free_slots: sequences that can still be made.
             free_pages: pages that no sequence holds.
         """
+        chosen = self.choose(free_slots=free_slots, free_pages=free_pages)
+        self.begin(chosen)
+        return chosen
+
+    def choose(self, *, free_slots: int, free_pages: int) -> Schedule[JobT]:
+        """Choose the rows of the next step; nothing changes until it is begun."""
         rows: list[tuple[JobT, int]] = []
         budget = self.max_tokens
         num_kept = len(self.running)
@@ -115,43 +123,47 @@ class Scheduler(Generic[JobT]):
                 rows.append((job, chunk))
                 budget -= chunk
                 free_pages -= growth
-        preempted = self._put_back(num_kept)
-        if preempted:
-            return Schedule(preempted, (), rows)
-        admitted = self._admit(free_slots, free_pages, budget)
-        return Schedule((), [job for job, _ in admitted], rows + admitted)
+        if num_kept < len(self.running):
+            return Schedule(self.running[num_kept:], (), rows)
+        admitted, passed = self._admissible(free_slots, free_pages, budget)
+        return Schedule((), [job for job, _ in admitted], rows + admitted, passed)
 
-    def _put_back(self, num_kept: int) -> list[JobT]:
-        """Return the latest admitted jobs to the head of the queue, to be recomputed."""
-        preempted = self.running[num_kept:]
-        for job in reversed(preempted):
+    def begin(self, chosen: Schedule[JobT]) -> None:
+        """Move the jobs between the queues as what was just chosen says.
+
+        The preempted return to the head of the queue, to be recomputed.
+        """
+        for job in reversed(chosen.preempted):
             job.num_held = 0
             self.waiting.appendleft(job)
-        del self.running[num_kept:]
-        return preempted
+        del self.running[len(self.running) - len(chosen.preempted) :]
+        for job in chosen.admitted:
+            self.running.append(job)
+            self.waiting.remove(job)
+        for job, num_passes in chosen.passed:
+            job.num_passes += num_passes
 
-    def _admit(self, free_slots: int, free_pages: int, budget: int) -> list[tuple[JobT, int]]:
-        """Start waiting jobs while there are slots, tokens and pages for their whole history."""
+    def _admissible(
+        self, free_slots: int, free_pages: int, budget: int
+    ) -> tuple[list[tuple[JobT, int]], list[tuple[JobT, int]]]:
+        """Waiting jobs to start while there are slots, tokens and pages for their whole history;
+        and those that they pass, with how many of them do."""
         rows: list[tuple[JobT, int]] = []
-        passed: list[JobT] = []  # left waiting for pages
-        for job in list(islice(self.waiting, free_slots + self.max_passes)):
+        left: list[tuple[JobT, int]] = []  # waiting for pages, and how many were admitted before
+        for job in islice(self.waiting, free_slots + self.max_passes):
             if not budget or len(rows) == free_slots:
                 break
-            if any(waiting.num_passes >= self.max_passes for waiting in passed):
+            if any(j.num_passes + len(rows) - before >= self.max_passes for j, before in left):
                 break
-            reserve = len(self.running)  # a page for each running job to grow into
+            reserve = len(self.running) + len(rows)  # a page for each running job to grow into
             if self._num_pages(job.num_tokens) + reserve > free_pages:
-                passed.append(job)
+                left.append((job, len(rows)))
                 continue
             chunk = min(job.num_tokens, budget)
             rows.append((job, chunk))
             budget -= chunk
             free_pages -= self._num_pages(chunk)
-            self.running.append(job)
-            self.waiting.remove(job)
-            for waiting in passed:
-                waiting.num_passes += 1
-        return rows
+        return rows, [(job, len(rows) - before) for job, before in left]
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

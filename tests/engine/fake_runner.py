@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from torch_hybrid.errors import CapacityError
+from torch_hybrid.sampling import Draw, DrawKind, Numbers, draw_tokens, sample, settings_of
 
 MODULUS = 1_000_003
 
@@ -20,12 +21,29 @@ class FakeSequence:
     digest: int = 1
     is_live: bool = True
     is_broken: bool = False
+    last: int | None = None  # sampled by the last launch
+    num_launched: int = 0  # steps that use it and were not waited for
+
+
+@dataclass(eq=False)
+class FakeLaunched:
+    seqs: list
+    tokens: list
+    is_waited_for: bool = False
+
+    def result(self):
+        if not self.is_waited_for:
+            self.is_waited_for = True
+            for seq in self.seqs:
+                seq.num_launched -= 1
+        return self.tokens
 
 
 class FakeRunner:
     """The contract of ``Runner``, over a table of random logits."""
 
     prefill = True
+    captures = False
 
     def __init__(self, *, max_seqs=8, max_tokens=32, page_size=4, num_pages=32, vocab_size=50):
         self.lock = threading.RLock()
@@ -38,6 +56,7 @@ class FakeRunner:
         self.num_pages = num_pages
         self.live = []
         self.num_extends = 0
+        self.launches = []
         self.raise_at = {}  # number of an extend -> what it raises in the middle
         self.poisoned = set()  # digests after which the logits are NaN
         generator = torch.Generator().manual_seed(0)
@@ -65,6 +84,30 @@ class FakeRunner:
         return seq.num_tokens
 
     def extend(self, seqs, tokens, *, logits="last"):
+        assert not any(seq.num_launched for seq in seqs), "the step before was not waited for"
+        for seq in seqs:
+            seq.last = None
+        return self._run(seqs, tokens, logits=logits)
+
+    def launch(self, seqs, tokens, draws):
+        """Tokens are there at once; what is checked is that nobody uses them before ``result``."""
+        assert len([x for x in self.launches if not x.is_waited_for]) <= 1, "too far ahead"
+        fed = [[seq.last] if new is None else new for seq, new in zip(seqs, tokens, strict=True)]
+        assert [None] not in fed, "nothing was sampled for a sequence"
+        rows = self._run(seqs, fed, logits="last")
+        drawn = draw_tokens(rows, settings_of(draws, len(draws)), DrawKind.of(draws)).tolist()
+        for seq, draw, token in zip(seqs, draws, drawn, strict=True):
+            seq.last = None if draw is None else max(token, 0)
+            seq.num_launched += 1
+        self.launches = [x for x in self.launches if not x.is_waited_for]
+        self.launches.append(FakeLaunched(seqs, drawn))
+        return self.launches[-1]
+
+    def wait(self):
+        for launched in self.launches:
+            launched.result()
+
+    def _run(self, seqs, tokens, *, logits):
         assert len(set(map(id, seqs))) == len(seqs) == len(tokens), "a sequence is there twice"
         assert all(seq.is_live and not seq.is_broken for seq in seqs), "a stale sequence"
         assert all(len(new) >= 1 for new in tokens), "a row without tokens"
@@ -95,6 +138,7 @@ class FakeRunner:
     def free(self, seqs):
         for seq in seqs:
             assert seq.is_live, "freed twice"
+            assert not seq.num_launched, "freed while a step that uses it is under way"
             seq.is_live = False
             self.live.remove(seq)
 
@@ -112,14 +156,13 @@ def digest_of(tokens):
 
 def alone(prompt, sampling, **sizes):
     """The tokens of a prompt served by itself: straight from the table, without an engine."""
-    from torch_hybrid.sampling import sample
-
     runner = FakeRunner(**{**sizes, "max_tokens": 10_000, "num_pages": 10_000})
-    history, generator = list(prompt), sampling.make_generator()
+    history, numbers = list(prompt), Numbers.of(sampling)
     (seq,) = runner.new_sequences(1)
     new = history
     while True:
-        (token,) = sample(runner.extend([seq], [new]), [sampling], [generator])
+        number = 0.0 if numbers is None else numbers[len(history) - len(prompt)]
+        (token,) = sample(runner.extend([seq], [new]), [Draw(sampling, number)])
         history, new = [*history, token], [token]
         generated = history[len(prompt) :]
         if len(generated) == sampling.max_new_tokens or token in sampling.stop_token_ids:

@@ -72,7 +72,10 @@ class Fuzz:
     def _serve(self) -> list[tuple[th.Request, th.Sampling]]:
         """Requests with what they get when nothing goes wrong, each at its end."""
         rng = self.rng
-        engines = [th.Engine(self.runner) for _ in range(rng.choice([1, 1, 2]))]
+        engines = [
+            th.Engine(self.runner, run_ahead=rng.choice(["off", "on"]))
+            for _ in range(rng.choice([1, 1, 2]))
+        ]
         held = self.runner.new_sequences(rng.choice([0, 0, 1]))
         to_come = rng.randint(1, 6)
         requests: list[tuple[th.Request, th.Sampling]] = []

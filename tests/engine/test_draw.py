@@ -7,12 +7,30 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_hybrid.sampling import NOT_FINITE, Sampling, candidates, sample
+from torch_hybrid.sampling import (
+    NOT_FINITE,
+    Draw,
+    DrawKind,
+    Numbers,
+    Sampling,
+    candidates,
+    draw_tokens,
+    sample,
+    settings_of,
+)
+
+
+def draws_of(samplings, place=0):
+    numbers = [Numbers.of(sampling) for sampling in samplings]
+    return [
+        Draw(sampling) if own is None else Draw(sampling, own[place])
+        for sampling, own in zip(samplings, numbers, strict=True)
+    ]
 
 
 def draw(logits, sampling, *, times=1):
-    generator = sampling.make_generator()
-    return [sample(logits, [sampling], [generator])[0] for _ in range(times)]
+    numbers = Numbers.of(sampling)
+    return [sample(logits, [Draw(sampling, numbers[place])])[0] for place in range(times)]
 
 
 def kept_tokens(logits, sampling):
@@ -22,7 +40,7 @@ def kept_tokens(logits, sampling):
 
 def test_greedy_takes_the_likeliest_token_of_each_row():
     logits = torch.randn(7, 50)
-    assert sample(logits, [Sampling()] * 7, [None] * 7) == logits.argmax(-1).tolist()
+    assert sample(logits, draws_of([Sampling()] * 7)) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -30,14 +48,14 @@ def test_greedy_takes_the_likeliest_token_of_each_row():
 def test_a_bad_row_is_reported_and_leaves_the_others_alone(bad, temperature):
     logits = torch.randn(3, 50)
     samplings = [Sampling(temperature=temperature, seed=row) for row in range(3)]
-    expected = sample(logits, samplings, [s.make_generator() for s in samplings])
+    expected = sample(logits, draws_of(samplings))
     logits[1, 20] = bad
-    got = sample(logits, samplings, [s.make_generator() for s in samplings])
+    got = sample(logits, draws_of(samplings))
     assert got == [expected[0], NOT_FINITE, expected[2]]
 
 
 def test_a_row_barred_as_a_whole_is_not_finite():
-    assert sample(torch.full((1, 9), -math.inf), [Sampling()], [None]) == [NOT_FINITE]
+    assert sample(torch.full((1, 9), -math.inf), draws_of([Sampling()])) == [NOT_FINITE]
 
 
 def test_barred_tokens_are_never_drawn():
@@ -120,9 +138,50 @@ def test_a_row_draws_the_same_in_any_company(options, seed):
     samplings = [Sampling(seed=row, **chosen) for row, chosen in enumerate(options)]
     logits = torch.randn(len(options), 700, generator=torch.Generator().manual_seed(seed))
     logits = (logits * 4).round() / 4  # many ties
-    together = sample(logits, samplings, [s.make_generator() for s in samplings])
+    together = sample(logits, draws_of(samplings))
     alone = [draw(logits[row : row + 1], s)[0] for row, s in enumerate(samplings)]
     assert together == alone
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    options=st.lists(filters | st.just({}), min_size=1, max_size=6),
+    vocab=st.sampled_from([10, 300, 3000]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    seed=st.integers(0, 99),
+)
+def test_the_device_draws_what_the_host_draws(options, vocab, dtype, seed):
+    """However many tokens tie, and beside rows that are not finite or barred."""
+    samplings = [Sampling(seed=row + seed, **chosen) for row, chosen in enumerate(options)]
+    logits = torch.randn(len(options), vocab, generator=torch.Generator().manual_seed(seed)) * 3
+    logits = (logits.round() if seed % 4 == 0 else logits).to(dtype)
+    logits[seed % len(options), seed % vocab] = (math.nan, math.inf, -math.inf)[seed % 3]
+    if seed % 5 == 0:
+        logits[-1] = -math.inf
+    draws = draws_of(samplings)
+    num_rows = len(draws) + seed % 3  # padding
+    padded = torch.cat([logits, logits.new_zeros(seed % 3, vocab)])
+    drawn = draw_tokens(padded, settings_of(draws, num_rows), DrawKind.of(draws))
+    assert drawn[: len(draws)].tolist() == sample(logits, draws)
+
+
+def test_sums_that_no_double_holds():
+    """A fraction of such a sum is rounded, and must not come out above it."""
+    logits = torch.zeros(3, 40_001)
+    logits[:, 7] = -25.0  # counts 15, beside 40,000 * 2**40: doubles there are 8 apart
+    samplings = [Sampling(temperature=1.0, seed=row) for row in range(2)]
+    samplings.append(Sampling(temperature=1.0, top_p=1 - 1e-16 * 2))
+    draws = [Draw(sampling, 1 - 2**-53) for sampling in samplings]
+    drawn = draw_tokens(logits, settings_of(draws, 3), DrawKind.of(draws))
+    assert drawn.tolist() == sample(logits, draws) == [40_000] * 3
+
+
+def test_numbers_are_those_of_single_draws():
+    sampling = Sampling(temperature=1.0, seed=3)
+    numbers, generator = Numbers.of(sampling), sampling.make_generator()
+    singly = [float(torch.rand((), dtype=torch.float64, generator=generator)) for _ in range(70)]
+    assert [numbers[place] for place in (69, *range(70))] == [singly[69], *singly]
+    assert Numbers.of(Sampling()) is None
 
 
 def test_low_precision_logits_are_drawn_in_single_precision():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.engine.fake_runner import FakeRunner, alone, digest_of
 from torch_hybrid import engine as engine_module
+from torch_hybrid import flight as flight_module
 from torch_hybrid import request as request_module
 from torch_hybrid import scheduler as scheduler_module
 from torch_hybrid.engine import Engine
@@ -320,9 +321,12 @@ def test_an_exception_leaves_generate_with_nothing_held():
 CLEANING = {"_free", "_retire", "_restart", "end", "discard", "restart", "__exit__", "close"}
 
 
-def interrupted_at(line_number, runner):
+def interrupted_at(
+    line_number, runner, *, prompts=([1, 2, 3], [4] * 30, [5, 6]), num_new=4, **options
+):
     """Serve with Ctrl-C at the n-th line that engine or scheduler run; False past the last."""
-    files = {module.__file__ for module in (engine_module, request_module, scheduler_module)}
+    modules = (engine_module, flight_module, request_module, scheduler_module)
+    files = {module.__file__ for module in modules}
     count = 0
 
     def trace(frame, event, arg):
@@ -337,9 +341,8 @@ def interrupted_at(line_number, runner):
                 raise KeyboardInterrupt
         return trace
 
-    engine = Engine(runner)
-    prompts = [[1, 2, 3], [4] * 30, [5, 6]]
-    events = engine.generate(prompts, Sampling(max_new_tokens=4), stream=True)
+    engine = Engine(runner, **options)
+    events = engine.generate(prompts, Sampling(max_new_tokens=num_new), stream=True)
     sys.settrace(trace)
     try:
         for _ in events:
@@ -438,7 +441,7 @@ def test_a_step_of_32_decodes_costs_little_beside_the_model():
         return call
 
     runner.extend = timed(runner.extend)
-    engine_module.sample, sample = timed(engine_module.sample), engine_module.sample
+    flight_module.sample, sample = timed(flight_module.sample), flight_module.sample
     best = float("inf")
     try:
         for _ in range(200):
@@ -446,6 +449,6 @@ def test_a_step_of_32_decodes_costs_little_beside_the_model():
             engine.step()
             best = min(best, time.perf_counter() - start - inside)
     finally:
-        engine_module.sample = sample
+        flight_module.sample = sample
     print(f"host time of a step at batch 32: {best * 1e6:.0f} us")
     assert best < 1e-3

@@ -108,6 +108,41 @@ def test_small_jobs_pass_one_that_waits_for_pages_a_bounded_number_of_times():
     assert scheduler.schedule(free_slots=9, free_pages=22).admitted == [big, small[2]]
 
 
+def test_to_choose_changes_nothing():
+    """What is chosen again is the same, and to begin it is to schedule it."""
+    made = []
+    for _ in range(2):
+        scheduler = Scheduler(max_tokens=100, page_size=4, max_passes=2)
+        jobs = jobs_of(scheduler, 4, 80, 4, 4)
+        run(scheduler.schedule(free_slots=1, free_pages=20))
+        made.append((scheduler, jobs))
+    (chosen, its_jobs), (scheduled, other_jobs) = made
+    for free_pages in (19, 0, 30):  # one is passed; one is preempted; both are admitted
+        sizes = {"free_slots": 8, "free_pages": free_pages}
+        before = places(chosen, its_jobs)
+        first, again = chosen.choose(**sizes), chosen.choose(**sizes)
+        assert first == again
+        assert places(chosen, its_jobs) == before
+        chosen.begin(first)
+        scheduled.schedule(**sizes)
+        assert places(chosen, its_jobs) == places(scheduled, other_jobs) != before
+        for scheduler in (chosen, scheduled):
+            for job in scheduler.running:
+                job.num_held = job.num_tokens
+                job.num_tokens += 1
+
+
+def places(scheduler, jobs):
+    """Where each job is, and its counts."""
+    running, waiting = list(scheduler.running), list(scheduler.waiting)
+    return [
+        (queue.index(job), queue is running, job.num_tokens, job.num_held, job.num_passes)
+        for job in jobs
+        for queue in (running, waiting)
+        if job in queue
+    ]
+
+
 def test_nobody_is_passed_where_slots_are_short():
     scheduler = Scheduler(max_tokens=100, page_size=4)
     jobs_of(scheduler, 80, 4)

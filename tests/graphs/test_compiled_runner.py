@@ -16,6 +16,7 @@ from torch_hybrid.explain import sections as explain
 from torch_hybrid.graphs.layers_once import LayerCount, LayersOnce
 from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.runner import Runner
+from torch_hybrid.sampling import Draw
 
 pytestmark = pytest.mark.slow
 SIZES = {"max_seqs": 12, "max_tokens": 384, "kv_tokens": 1600, "page_size": 16}
@@ -179,6 +180,23 @@ def test_logits_of_all_tokens_share_the_graph_of_the_last(runner: Runner, eager:
             assert_same(runner.extend(ours, tokens, logits=kind), expected)
     runner.free(ours)
     assert runner.report().compiles == before
+
+
+def test_a_launched_step_runs_the_graph_of_extend(runner: Runner, eager: Runner):
+    """What is done around it is no part of the graph: nothing is compiled for it."""
+    rng = random.Random(4)
+    before = runner.report()
+    draws = [Draw(th.Sampling()), Draw(th.Sampling(temperature=0.8, top_p=0.9), 0.6)]
+    prompts = [make_tokens(rng, 20), make_tokens(rng, 3)]
+    taken = []
+    for each in (runner, eager):
+        seqs = each.new_sequences(2)
+        steps = [each.launch(seqs, tokens, draws) for tokens in (prompts, *[[None, None]] * 5)]
+        taken.append([step.result() for step in steps])
+        each.free(seqs)
+    assert taken[0] == taken[1]
+    after = runner.report()
+    assert (after.compiles, after.recompiles) == (before.compiles, 0)
 
 
 def test_a_second_runner_has_graphs_of_its_own(warm: Runner):

@@ -153,6 +153,11 @@ class HybridCache:
         self.check([seq])
         return self._held[seq.id].slot
 
+    def slots_of(self, seqs: Many[Sequence]) -> list[int]:
+        """As ``slot``, of distinct sequences."""
+        self.check(seqs)
+        return [self._held[seq.id].slot for seq in seqs]
+
     def pages_needed(self, seq: Sequence, num_new: int) -> int:
         """How many more pages ``seq`` needs to hold ``num_new`` more tokens.
 

@@ -1,0 +1,173 @@
+"""Steps that sample, and that the host need not wait for: their tokens stay on the device.
+
+    last     [max_seqs + 1] the token that was sampled last for each sequence, by its slot
+    tokens   of a step: an id, or -s for last[s], which the host has not read yet
+    draws    slots: where last gets each row's token (0: none is drawn); settings: how it is drawn
+
+    a launched step, all of it captured:
+        tokens = last[-tokens] where tokens < 0
+        logits = the compiled step, as ``Runner.extend`` runs it
+        drawn = draw_tokens(logits, settings)
+        last[slots] = drawn
+    then drawn is copied to the host; ``Launched.result`` waits for that
+
+Slot 0 is null here too: padding reads and writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.caches.hybrid import Sequence as HeldSequence
+from torch_hybrid.graphs.step import Inputs
+from torch_hybrid.host import int_tensor
+from torch_hybrid.pytrees import register_value
+from torch_hybrid.sampling import Draw, DrawKind, draw_tokens, no_settings, settings_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draws:
+    """What becomes of the R rows of a step's logits."""
+
+    slots: Tensor  # [R] int64: of the sequence that gets the token; 0: none does
+    settings: Tensor  # [5, R] float64; see ``settings_of``
+
+    @classmethod
+    def nothing(cls, num_rows: int) -> Draws:
+        """Of rows of which none is drawn."""
+        slots = torch.zeros(num_rows, dtype=torch.int64, device="cpu")
+        return cls(slots=slots, settings=no_settings(num_rows))
+
+    @classmethod
+    def of(
+        cls,
+        slots: Sequence[int],
+        draws: Sequence[Draw | None],
+        kind: DrawKind,
+        num_rows: int,
+    ) -> Draws:
+        """Those that are made, of a kind, for sequences in these slots: None draws nothing."""
+        drawn = [slot * (draw is not None) for slot, draw in zip(slots, draws, strict=True)]
+        drawn += [0] * (num_rows - len(drawn))
+        is_greedy = not kind.draws
+        settings = no_settings(num_rows) if is_greedy else settings_of(draws, num_rows)
+        return cls(slots=int_tensor(drawn, torch.int64), settings=settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInputs:
+    """All that changes from step to step: what the compiled step reads, and what is done around
+    it. A step that is not launched draws nothing."""
+
+    inputs: Inputs
+    draws: Draws
+
+
+register_value(Draws)
+register_value(StepInputs)
+
+
+def num_logits(inputs: Inputs) -> int:
+    """Rows of logits that a step returns, padding included."""
+    if inputs.rows is not None:
+        return inputs.rows.shape[0]
+    return sum(part.batch.num_tokens for part in inputs.parts)
+
+
+class Launched:
+    """A step under way; its tokens are on their way to the host."""
+
+    def __init__(self, drawn: Tensor, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._tokens, self._copied = drawn, None
+        if drawn.device.type == "cuda":
+            self._tokens = torch.empty_like(drawn, device="cpu", pin_memory=True)
+            self._tokens.copy_(drawn, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(drawn.device))
+
+    def result(self) -> list[int]:
+        """Wait for the tokens: one for each sequence, in their order.
+
+        ``NOT_FINITE`` stands where logits had NaN or infinity. Where nothing was to be drawn, the
+        entry has no meaning.
+        """
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens: list[int] = self._tokens[: self._num_rows].tolist()
+        return tokens
+
+    def join(self, device: torch.device) -> None:
+        """Let what this thread starts on the device from now on begin after the step."""
+        if self._copied is not None:
+            self._copied.wait(torch.cuda.current_stream(device))
+
+
+class LastTokens:
+    """The token that was sampled last for each sequence of a runner, on the device.
+
+    Args:
+        max_seqs: slots of the runner.
+        device: where steps run.
+    """
+
+    @torch.inference_mode(mode=False)
+    def __init__(self, max_seqs: int, device: torch.device) -> None:
+        self._of_slot = torch.zeros(max_seqs + 1, dtype=torch.int64, device=device)
+        self._known: set[int] = set()  # ids of the sequences that have one
+
+    def fed(
+        self,
+        seqs: Sequence[HeldSequence],
+        slots: Sequence[int],
+        tokens: Sequence[Sequence[int] | None],
+    ) -> list[Sequence[int]]:
+        """The tokens of a step as its batch has them: None is the sequence's last one.
+
+        Raises:
+            ValueError: nothing was sampled for such a sequence by the step before.
+        """
+        fed: list[Sequence[int]] = []
+        for seq, slot, new in zip(seqs, slots, tokens, strict=True):
+            if new is None and seq.id not in self._known:
+                raise ValueError(f"{seq} has no sampled token: its last step drew none")
+            fed.append([-slot] if new is None else new)
+        return fed
+
+    def note(self, seqs: Sequence[HeldSequence], draws: Sequence[Draw | None]) -> None:
+        """A step of these sequences was started."""
+        for seq, draw in zip(seqs, draws, strict=True):
+            if draw is None:
+                self._known.discard(seq.id)
+            else:
+                self._known.add(seq.id)
+
+    def forget(self, seqs: Iterable[HeldSequence]) -> None:
+        """These sequences were freed, or went on with tokens of the host."""
+        self._known.difference_update(seq.id for seq in seqs)
+
+    def around(
+        self, step: Callable[[Inputs], Tensor], kind: DrawKind | None
+    ) -> Callable[[StepInputs], Tensor]:
+        """A step with all that a launch does around it, which returns the tokens, [R] int64; or,
+        without a ``kind``, the step alone, which returns its logits."""
+
+        def launched(value: StepInputs) -> Tensor:
+            if kind is None:
+                return step(value.inputs)
+            for part in value.inputs.parts:
+                self._fill_in(part.batch.tokens)
+            drawn = draw_tokens(step(value.inputs), value.draws.settings, kind)
+            self._of_slot.scatter_(0, value.draws.slots, drawn.clamp(min=0))
+            return drawn
+
+        return launched
+
+    def _fill_in(self, tokens: Tensor) -> None:
+        """Put the last tokens where they are meant, in the step's own input."""
+        last = self._of_slot.index_select(0, tokens.neg().clamp_(min=0))
+        torch.where(tokens < 0, last, tokens, out=tokens)

@@ -1,0 +1,92 @@
+"""From prompts to requests: what cannot be served is refused here, before anything is queued."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch_hybrid.detokenizer import Detokenizer, Tokenizer
+from torch_hybrid.prompts import Prompt, prompt_tokens
+from torch_hybrid.request import Request
+from torch_hybrid.sampling import LogitsRules, Numbers, Sampling
+
+if TYPE_CHECKING:
+    from torch_hybrid.graphs.runner import Runner
+
+
+class Intake:
+    """Makes an engine's requests.
+
+    Args:
+        runner: that serves them.
+        tokenizer: of texts; None serves tokens alone.
+        eos_token_ids: tokens that end every request which does not ignore them.
+    """
+
+    def __init__(
+        self, runner: Runner, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int]
+    ) -> None:
+        self._vocab_size, self._max_seq_len = runner.vocab_size, runner.max_seq_len
+        self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
+
+    def requests(
+        self, prompt: Prompt, sampling: Sampling, *, index: int, stream: bool
+    ) -> list[Request]:
+        """A request for each of the ``sampling.n`` outputs of a prompt.
+
+        Args:
+            prompt: text, tokens or a conversation.
+            sampling: how its tokens are chosen and when it ends.
+            index: of the prompt in its call.
+            stream: whether its events have text.
+
+        Raises:
+            TypeError: the prompt or ``sampling`` is of another kind.
+            ValueError: the prompt cannot be served; see ``Engine.submit``.
+        """
+        if not isinstance(sampling, Sampling):
+            raise TypeError(f"sampling must be a th.Sampling, got {sampling!r}")
+        tokens = prompt_tokens(prompt, self._tokenizer)
+        self._check(tokens, sampling)
+        eos = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
+        ends = eos.union(sampling.stop_token_ids)
+        barred = ends.intersection(range(self._vocab_size))  # a config may name others
+        tokenizer = self._tokenizer if stream or sampling.stop else None
+        return [
+            Request(
+                index=index,
+                sample=sample,
+                prompt=tokens,
+                sampling=sampling,
+                stop_token_ids=ends,
+                tokenizer=self._tokenizer,
+                detokenizer=None if tokenizer is None else Detokenizer(tokenizer, sampling.stop),
+                numbers=Numbers.of(sampling, sample),
+                rules=LogitsRules.of(sampling, num_prompt=len(tokens), end_token_ids=barred),
+                history=tokens.copy(),
+                num_tokens=len(tokens),
+            )
+            for sample in range(sampling.n)
+        ]
+
+    def _check(self, tokens: list[int], sampling: Sampling) -> None:
+        last = self._vocab_size - 1
+        if not tokens:
+            raise ValueError("the prompt must have at least 1 token, got 0")
+        if min(tokens) < 0 or max(tokens) > last:
+            wrong = next(token for token in tokens if not 0 <= token <= last)
+            raise ValueError(f"token ids must be within 0 and {last}, got {wrong}")
+        for name, ids in (
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("logit_bias", sampling.logit_bias),
+        ):
+            if max(ids, default=0) > last:
+                raise ValueError(f"{name} must be within 0 and {last}, got {max(ids)}")
+        longest = len(tokens) + sampling.max_new_tokens - 1  # the last token is never held
+        if longest > self._max_seq_len:
+            raise ValueError(
+                f"a prompt of {len(tokens)} tokens and max_new_tokens={sampling.max_new_tokens} "
+                f"hold up to {longest} tokens, and a sequence can hold {self._max_seq_len}; "
+                f"the runner's kv_tokens raises this"
+            )
+        if sampling.stop and self._tokenizer is None:
+            raise ValueError(f"stop texts need a tokenizer, got stop={list(sampling.stop)!r}")

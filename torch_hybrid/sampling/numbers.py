@@ -1,0 +1,35 @@
+"""The random numbers of one request."""
+
+from __future__ import annotations
+
+from array import array
+
+import torch
+
+from torch_hybrid.sampling.parameters import Sampling
+
+_AT_ONCE = 32
+
+
+class Numbers:
+    """A number in [0, 1) for each token of a request, by the token's place in its output.
+
+    A token that is sampled again (after a preemption, or a step that was cut off) gets the number
+    that it had. They are those of ``torch.rand`` calls for one number each.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self._drawn = array("d")
+
+    @classmethod
+    def of(cls, sampling: Sampling, sample: int = 0) -> Numbers | None:
+        """Those of one of the ``n`` outputs of a prompt; None where it needs none."""
+        generator = sampling.make_generator(sample)
+        return None if generator is None else cls(generator)
+
+    def __getitem__(self, place: int) -> float:
+        while place >= len(self._drawn):
+            new = torch.rand(_AT_ONCE, dtype=torch.float64, device="cpu", generator=self._generator)
+            self._drawn.extend(new.tolist())
+        return self._drawn[place]
