@@ -116,5 +116,5 @@ def _bucket_name(variant: Variant, inputs: Inputs) -> str:
     """As it stands in reports: "extend: 128 tokens, 8 sequences of 64 pages"."""
     batch = inputs.parts[0].batch
     tokens = f"{batch.num_tokens} tokens, " if variant.mode.tokens_per_seq is None else ""
-    num_pages = batch.page_table.shape[1]
-    return f"{variant.name}: {tokens}{batch.num_seqs} sequences of {num_pages} pages"
+    seqs = "1 sequence" if batch.num_seqs == 1 else f"{batch.num_seqs} sequences"
+    return f"{variant.name}: {tokens}{seqs} of {batch.page_table.shape[1]} pages"

@@ -94,7 +94,7 @@ def _is_ours(x: Tensor, sizes: Sequence[int]) -> bool:
 @triton.jit
 def _place(
     weights: tl.tuple, sizes: tl.tuple, BLOCK_N: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """The weight of this program, its number and rows, and where in y its columns begin; and the
     first of the rows that the program multiplies."""
     tile = tl.program_id(0)

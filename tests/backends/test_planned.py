@@ -57,7 +57,7 @@ def test_a_bucket_is_captured_for_each_of_the_values():
     [seq] = runner.new_sequences(1)
     for _ in range(3):
         runner.extend([seq], [[9]])
-    assert runner.report().captured_graphs == ("decode: 2 sequences of 16 pages",) * 3
+    assert runner.report().captured_graphs == ("decode: 1 sequence of 16 pages",) * 3
 
 
 @pytest.mark.slow
