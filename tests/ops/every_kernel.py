@@ -12,9 +12,11 @@ be launched. Exits with 1 if a kernel never is, or if a result is not finite.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -44,6 +46,8 @@ from torch_hybrid.ops import (
     top_k,
 )
 from torch_hybrid.ops import ssd as ssd_ops
+from torch_hybrid.ops.gated_delta_rule.op import CHUNK_IMPLEMENTATIONS
+from torch_hybrid.ops.triton.padding import set_padding
 
 # Not a multiple of any tile; an empty sequence, and padding behind the last one.
 LENGTHS = {"lengths": (5, 0, 1, 19), "num_padding_tokens": 3}
@@ -132,6 +136,32 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     yield "top_k", partial(run, top_k.top_k, (torch.randn(5, 37).to(dtype), 3), {})
 
 
+def around_flashinfer() -> Iterator[tuple[str, Call]]:
+    """The kernels that translate for FlashInfer; in its place stands what fills outputs with 0."""
+    delta = DeltaCase(num_k_heads=1, num_v_heads=2, **LENGTHS, k_dim=128, v_dim=128)
+    inputs = gdn.make_inputs(delta, torch.bfloat16)
+
+    def fill(*_: Any, output: Tensor, output_state: Tensor, **__: Any) -> None:
+        output.zero_()
+        output_state.zero_()
+
+    def gated_delta(device: str) -> Tensor:
+        args, planned = moved(inputs.args(), device), [torch.tensor([0])]
+        launcher = CHUNK_IMPLEMENTATIONS["flashinfer"].load()
+        packages = {"flashinfer": ModuleType(""), "flashinfer.gdn_prefill": ModuleType("")}
+        packages["flashinfer.gdn_prefill"].chunk_gated_delta_rule = fill  # type: ignore[attr-defined]
+        with mock.patch.dict(sys.modules, packages):
+            return launcher(*args, **inputs.options(), chunk_size=32, planned=planned)
+
+    def padding(device: str) -> Tensor:
+        out, lse = torch.randn(7, 3, 19, device=device), torch.randn(7, 3, device=device)
+        set_padding(out, lse, torch.tensor([0, 2, 5], dtype=torch.int32, device=device))
+        return out
+
+    yield "chunk_gated_delta_rule around FlashInfer", gated_delta
+    yield "rows of padding", padding
+
+
 def forced() -> ExitStack:
     """Small sequences take the ways of long ones where ``recurrences`` and the others say so."""
     from torch_hybrid.ops.paged_attention import _triton_long
@@ -155,6 +185,7 @@ def calls() -> Iterator[tuple[str, Call]]:
             for name, call in family(dtype):
                 yield f"{name} {str(dtype).removeprefix('torch.')}", call
     yield from long_queries()
+    yield from around_flashinfer()
 
 
 def is_finite(result: Any) -> bool:

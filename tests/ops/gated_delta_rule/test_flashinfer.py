@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -17,7 +18,9 @@ from tests.ops.delta_rule_triton import on_device, tensor_fields
 from tests.ops.flashinfer_source import needs_flashinfer, parameters_of
 from tests.ops.gated_delta_rule.cases import make_inputs
 from tests.ops.recurrent_contract import written_slots
+from tests.ops.triton_compile import launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule
 from torch_hybrid.ops.gated_delta_rule.op import CHUNK_IMPLEMENTATIONS
@@ -208,6 +211,28 @@ def assert_good_to_bfloat16(inputs: Inputs, out: Tensor, state: Tensor) -> None:
     assert not out[int(inputs.cu_seqlens[-1]) :].any()
     state[written] = inputs.state[written]
     assert torch.equal(state.nan_to_num(), inputs.state.nan_to_num())
+
+
+@needs_cross_compiler
+def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What translates, at Qwen3-Next's heads."""
+    for name in ("flashinfer", "flashinfer.gdn_prefill"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["flashinfer.gdn_prefill"].chunk_gated_delta_rule = lambda *_, **__: None
+    with launches_on("sm_90") as launches, torch.device("meta"):
+        q, k, v = (torch.empty(8192, heads, 128, dtype=torch.bfloat16) for heads in (16, 16, 32))
+        g, beta = torch.empty(2, 8192, 32)
+        state = torch.empty(65, 32, 128, 128)
+        cu_seqlens, slots = torch.empty(9, dtype=torch.int32), torch.empty(8, dtype=torch.int32)
+        CHUNK_IMPLEMENTATIONS["flashinfer"].load()(
+            *(q, k, v, g, beta, state, cu_seqlens, slots, slots),
+            scale=1.0,
+            qk_l2norm=True,
+            chunk_size=64,
+            planned=[torch.zeros(1, dtype=torch.int64, device="cpu")],
+        )
+    rows = [resources_of(launch, "sm_90", "Qwen3-Next") for launch in launches.values()]
+    assert_all_fit(rows, Path(__file__).with_name("resources_flashinfer.txt"))
 
 
 ON_A_GPU = {

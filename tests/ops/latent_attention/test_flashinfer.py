@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ from tests.ops.flashinfer_source import (
     source_of,
 )
 from tests.ops.latent_attention.cases import Case, Inputs, make_inputs
+from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.latent_attention import latent_attention_with_lse, reference
 from torch_hybrid.ops.latent_attention.op import EXTEND, IMPLEMENTATIONS
@@ -258,3 +261,17 @@ def test_on_a_gpu(num_heads: int):
         assert difference <= 0.02, f"log-sum-exp: {difference:.1e}"
         assert not out[num_tokens:].any()
         assert (lse[num_tokens:] == -torch.inf).all()
+
+
+@needs_cross_compiler
+def test_compiles_without_spills() -> None:
+    """What sets rows of padding, which FlashInfer leaves alone."""
+    from torch_hybrid.ops.triton.padding import set_padding
+
+    rows = []
+    for target in SHARED_LIMITS:
+        with launches_on(target) as launches, torch.device("meta"):
+            out = torch.empty(64, 128, 512, dtype=torch.bfloat16)
+            set_padding(out, torch.empty(64, 128), torch.empty(65, dtype=torch.int32))
+        rows.append(resources_of(launches["_padding_kernel"], target, "128 heads"))
+    assert_all_fit(rows, Path(__file__).with_name("resources_flashinfer.txt"))
