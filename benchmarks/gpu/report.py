@@ -89,9 +89,13 @@ def step_table(steps: Sequence[Step]) -> Results:
     """A line for each step: its floor, its times, and its kernels by group."""
     results = Results(
         title="Steps at Qwen3-Next's widths, 8 layers, bfloat16, captured; milliseconds",
-        columns=("step", "floor", "device", "busy", "synchronised", "/ floor", "host", "kernels"),
+        columns=(
+            *("step", "floor", "device", "busy", "synchronised", "/ floor", "host"),
+            *("engine", "engine / floor", "kernels"),
+        ),
     )
     for step in steps:
+        engine = step.engine_ms
         number = sum(count for _, count in step.kernels.groups.values())
         results.add(
             step.name,
@@ -101,6 +105,7 @@ def step_table(steps: Sequence[Step]) -> Results:
             step.synchronised_ms,
             step.synchronised_ms / step.floor_ms,
             step.host_ms,
+            *(("", "") if engine is None else (engine, engine / step.floor_ms)),
             number,
         )
         groups = (f"{g} {us:.0f} us ({n})" for g, (us, n) in step.kernels.groups.items())

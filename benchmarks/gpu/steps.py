@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from benchmarks.floor import step_bytes, step_flops
 from benchmarks.gpu.clock import Rates
 from benchmarks.mixers import Row
 from benchmarks.models import fill
-from torch_hybrid import HybridModel, Runner, adapt
+from torch_hybrid import Engine, HybridModel, Runner, Sampling, adapt
 
 NUM_LAYERS = 8
 CONFIG = {
@@ -41,6 +41,7 @@ CONTEXT = 1024  # tokens of each sequence that decodes
 ROOM = 128  # tokens that each of them may grow by
 DECODES = (1, 8, 32, 128)  # sequences
 PREFILLS = ((1, 2048), (1, 8192), (8, 1024))  # prompts, tokens of each
+MAX_TOKENS = 8192
 ROUNDS = 15
 
 # Groups of kernels by what their names contain; the first that fits counts.
@@ -54,7 +55,7 @@ GROUPS = (
     ("attention", ("attend", "attention", "_long_kernel", "_write_kernel", "_store_kernel",
                    "_merge_kernel", "fmha", "flash", "cudnn")),
     ("top-k and sort", ("top_k", "topk", "sort", "radix")),
-    ("products", ("gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk")),
+    ("products", ("_linear_kernel", "gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk")),
     ("copies", ("memcpy", "memset")),
 )  # fmt: skip
 
@@ -78,6 +79,7 @@ class Step:
     synchronised_ms: float  # from the call, on a device at rest, until it rests again
     host_ms: float  # until the call returns
     kernels: Kernels
+    engine_ms: float | None = None  # of an engine's steps, one of them planned while one runs
 
 
 def make_model(device: str = "cuda", **sizes: int) -> HybridModel:
@@ -99,15 +101,17 @@ def measure_steps(rates: Rates) -> Iterator[Step]:
     model = make_model()
     runner = Runner(
         model,
-        max_seqs=DECODES[-1],
-        max_tokens=max(count * length for count, length in PREFILLS),
-        kv_tokens=DECODES[-1] * (CONTEXT + ROOM) + PREFILLS[-1][0] * PREFILLS[-1][1],
+        # Those of the steps, and as many of an engine's requests.
+        max_seqs=2 * DECODES[-1],
+        max_tokens=MAX_TOKENS,
+        kv_tokens=2 * DECODES[-1] * (CONTEXT + ROOM) + MAX_TOKENS,
         cuda_graphs="on",
     )
     runner.warm_up()
     for name, rows, run in _runs(runner):
         floor = rates.floor(step_bytes(model, rows), step_flops(model, rows))
-        yield _measure(name, floor / 1e3, run)
+        step = _measure(name, floor / 1e3, run)
+        yield replace(step, engine_ms=_engine_ms(runner, rows))
 
 
 def _runs(runner: Runner) -> Iterator[tuple[str, list[Row], Callable[[], Tensor]]]:
@@ -142,6 +146,43 @@ def _prefill(runner: Runner, count: int, length: int) -> Callable[[], Tensor]:
         return logits
 
     return run
+
+
+def _engine_ms(runner: Runner, rows: Sequence[Row]) -> float | None:
+    """A step of an engine that has more of such steps to do; None for prefills that it would put
+    together into one."""
+    with Engine(runner, eos_token_ids=[]) as engine:
+        if rows[0].num_new == 1:
+            return _engine_decode_ms(engine, len(rows))
+        if sum(row.num_new for row in rows) < MAX_TOKENS:
+            return None
+        prompts = [_prompt(row.num_new) for row in rows]
+        return min(_engine_prefill_ms(engine, prompts) for _ in range(3))
+
+
+def _engine_decode_ms(engine: Engine, num_requests: int) -> float:
+    for _ in range(num_requests):
+        engine.submit(_prompt(CONTEXT), Sampling(max_new_tokens=ROOM))
+    while len(engine.step()) < num_requests:  # prompts, and what decodes beside them
+        pass
+    for _ in range(8):
+        engine.step()
+    start = time.perf_counter()
+    for _ in range(32):
+        engine.step()
+    return (time.perf_counter() - start) / 32 * 1e3
+
+
+def _engine_prefill_ms(engine: Engine, prompts: Sequence[list[int]]) -> float:
+    """Each step is all of these prompts; a request ends with its first token."""
+    num_steps = 6
+    for prompt in prompts * num_steps:
+        engine.submit(prompt, Sampling(max_new_tokens=1))
+    engine.step()  # starts two, and waits for one
+    start = time.perf_counter()
+    while engine.has_unfinished:
+        engine.step()
+    return (time.perf_counter() - start) / (num_steps - 1) * 1e3
 
 
 def _measure(name: str, floor_ms: float, run: Callable[[], Tensor]) -> Step:

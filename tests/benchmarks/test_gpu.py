@@ -27,6 +27,7 @@ from benchmarks.gpu import (
 )
 from benchmarks.gpu.case import Absent, Case, Turns
 from benchmarks.gpu.clock import Rates, Time
+from benchmarks.mixers import Row
 from torch_hybrid import Runner
 
 RATES = Rates(num_bytes=1e6, flops=1e8)
@@ -203,10 +204,25 @@ def test_steps_are_those_that_their_floors_are_of(monkeypatch: pytest.MonkeyPatc
         assert len(rows) == num_rows
 
 
+def test_an_engine_takes_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"MAX_TOKENS": 16, "CONTEXT": 8, "ROOM": 44}.items():
+        monkeypatch.setattr(steps, name, value)
+    model = steps.make_model("cpu", **TINY_MODEL)
+    runner = Runner(model, max_seqs=4, max_tokens=32, kv_tokens=256, compile=False)
+    for rows, is_timed in (
+        ([Row(1, 8)] * 3, True),
+        ([Row(8, 0)] * 2, True),
+        ([Row(8, 0)], False),
+    ):
+        assert (steps._engine_ms(runner, rows) is not None) == is_timed
+        assert runner.free_slots == 4
+
+
 def test_kernels_have_a_group() -> None:
     kernels = {
         "_gate_up_kernel": "experts",
         "_scan_kernel": "recurrence",
+        "_linear_kernel": "products",
         "triton_red_fused__softmax_sort_0": "generated",
         "nvjet_tst_128x256_64x4_2x1_v_bz_TNT": "products",
         "void at::native::sbtopk::gatherTopK<float>": "top-k and sort",
