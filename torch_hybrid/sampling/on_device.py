@@ -152,7 +152,7 @@ def _nucleus_end(weights: Tensor, counts: Tensor, wanted: Tensor) -> Tensor:
     those that have this upper half.
     """
     bits = weights.nan_to_num(0.0).view(torch.int32).long()  # NaN: of rows that are not finite
-    spread = torch.arange(bits.shape[-1], device=bits.device) & _LOW_BITS
+    spread = torch.arange(bits.shape[-1], dtype=torch.int64, device=bits.device) & _LOW_BITS
     # What counts nothing may stand anywhere: all in one place, they would wait for each other.
     upper = torch.where(counts > 0, bits >> _HALF_BITS, spread)
     high, above = _crossing(upper, counts, wanted)
