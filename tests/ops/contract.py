@@ -19,6 +19,11 @@ def to_exact(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     )
 
 
+def rows_apart(x: Tensor) -> Tensor:
+    """A copy of x [T, N] whose rows are parts of wider ones, NaN beside them."""
+    return torch.cat([x, torch.full_like(x, torch.nan)], 1)[:, : x.shape[1]]
+
+
 def assert_within_budget(actual: Tensor, exact: Tensor, reference: Tensor) -> None:
     """The error against float64 is at most twice the reference's own, plus one rounding.
 

@@ -22,6 +22,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from tests.ops import kernels
 from tests.ops.causal_conv1d import cases as conv
@@ -60,14 +61,8 @@ Call = Callable[[str], Any]  # with a device
 
 def moved(values: tuple[Any, ...], device: str) -> list[Any]:
     """Copies on the device, each in memory of its own."""
-    return [
-        x.to(device, copy=True)
-        if isinstance(x, Tensor)
-        else moved(tuple(x), device)
-        if isinstance(x, list)
-        else x
-        for x in values
-    ]
+    copies: list[Any] = tree_map_only(Tensor, lambda x: x.to(device, copy=True), list(values))
+    return copies
 
 
 def run(op: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], device: str) -> Any:

@@ -201,16 +201,15 @@ def _specialise(
     attrs: dict[Any, Any] = {}
     for position, parameter in enumerate(kernel.params):
         value = values[parameter.name]
-        # The members of a tuple are specialised each for itself.
-        kinds = [
-            _specialise_value(each, parameter, path, constexprs, attrs)
-            for path, each in (
-                [((position, i), each) for i, each in enumerate(value)]
-                if isinstance(value, tuple)
-                else [((position,), value)]
+        if isinstance(value, tuple):  # its members are specialised each for itself
+            signature[parameter.name] = tuple(
+                _specialise_value(each, parameter, (position, i), constexprs, attrs)
+                for i, each in enumerate(value)
             )
-        ]
-        signature[parameter.name] = tuple(kinds) if isinstance(value, tuple) else kinds[0]
+        else:
+            signature[parameter.name] = _specialise_value(
+                value, parameter, (position,), constexprs, attrs
+            )
     return signature, constexprs, attrs
 
 

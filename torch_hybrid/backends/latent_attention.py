@@ -180,8 +180,10 @@ class LatentAttentionBackend:
 
     def plan(self, batch: Batch, mode: Mode, form: Form) -> LatentPlan:
         """The plan of one step. Pure; reads lengths and pages on the host."""
-        prefix = None
-        if form.name != _ABSORBED.name:
+        prefix, planned = None, {}
+        if form.name == _ABSORBED.name:
+            planned = plan_layers(self._planners[mode], batch, self._layers)
+        else:
             lengths = batch.seq_lens
             if form.name != _ONE_SHOT:
                 lengths = lengths - batch.cu_seqlens.diff()
@@ -198,12 +200,9 @@ class LatentAttentionBackend:
             page_table=batch.page_table,
             slot_mapping=batch.slot_mapping,
             prefix=prefix,
-            planned=self._planned(batch, mode) if prefix is None else {},
+            planned=planned,
             statics=Statics(impls_of(self.choices[mode]), form=form.name),
         )
-
-    def _planned(self, batch: Batch, mode: Mode) -> dict[str, PlannedTensors]:
-        return plan_layers(self._planners[mode], batch, self._layers)
 
     def _absorbed_is_cheaper(self, batches: Sequence[Batch]) -> bool:
         """Whether the absorbed form takes less time, by counted FLOPs and the policy's weight."""

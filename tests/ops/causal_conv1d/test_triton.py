@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.devices import needs_cuda
 from tests.ops.causal_conv1d.cases import CASES, Case, Inputs, make_inputs
-from tests.ops.contract import assert_within_budget
+from tests.ops.contract import assert_within_budget, rows_apart
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
@@ -86,8 +86,7 @@ def tensor_fields(inputs: Inputs) -> list[str]:
 def on_device(inputs: Inputs) -> Inputs:
     """Copies on the GPU; rows of x still lie apart."""
     moved = {name: getattr(inputs, name).to("cuda") for name in tensor_fields(inputs)}
-    wide = torch.cat([moved["x"], torch.full_like(moved["x"], torch.nan)], 1)
-    return replace(inputs, **moved | {"x": wide[:, : moved["x"].shape[1]]})
+    return replace(inputs, **moved | {"x": rows_apart(moved["x"])})
 
 
 # (sequences, tokens, channels, width, dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.contract import assert_within_budget, to_exact
+from tests.ops.contract import assert_within_budget, rows_apart, to_exact
 from tests.ops.fused_experts.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.fused_experts.test_contract import assert_near
 from tests.ops.triton_compile import (
@@ -92,8 +92,7 @@ def assert_as_exact(inputs: Inputs, activation: str, out: Tensor) -> None:
 def on_device(inputs: Inputs) -> Inputs:
     """Copies on the GPU; rows of x stay parts of wider ones."""
     x, *others = (tensor.to("cuda", copy=True) for tensor in inputs)
-    wide = torch.cat([x, torch.full_like(x, torch.nan)], 1)
-    return wide[:, : x.shape[1]], *others
+    return rows_apart(x), *others
 
 
 # (tokens, experts, top k, dim, width, activation, dtype)

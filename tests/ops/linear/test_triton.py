@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.contract import assert_within_budget, to_exact
+from tests.ops.contract import assert_within_budget, rows_apart, to_exact
 from tests.ops.linear.cases import CASES, Case, make_inputs
 from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_triton
@@ -59,18 +58,9 @@ def test_real_sizes_on_a_gpu(name: str, num_rows: int) -> None:
 def assert_as_exact(case: Case, dtype: torch.dtype) -> None:
     x, weights, biases = make_inputs(case, dtype=dtype)
     exact = linear_reference(*to_exact(x), to_exact(*weights), to_exact(*biases))
-    out = linear(
-        on_device(x), [w.cuda() for w in weights], list(map(on_device, biases)), impl="triton"
-    )
+    moved = [None if bias is None else bias.cuda() for bias in biases]
+    out = linear(rows_apart(x.cuda()), [w.cuda() for w in weights], moved, impl="triton")
     assert_within_budget(out.cpu(), exact, linear_reference(x, weights, biases))
-
-
-def on_device(tensor: Tensor | None) -> Tensor | None:
-    """On the GPU; rows stay parts of wider ones."""
-    if tensor is None or tensor.ndim == 1:
-        return None if tensor is None else tensor.cuda()
-    wide = torch.cat([tensor, torch.full_like(tensor, torch.nan)], 1).cuda()
-    return wide[:, : tensor.shape[1]]
 
 
 @needs_cross_compiler
