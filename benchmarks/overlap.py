@@ -34,7 +34,6 @@ from benchmarks import models, side_stream
 from benchmarks.cuda_graphs import milliseconds
 from examples.slow_link import LinkedGroup, Message, hidden_share, linked_group
 from torch_hybrid.backends.mode import Mode
-from torch_hybrid.graphs.two_batch import overlap_policy
 
 NUM_SEQS = 4
 VOCAB_SIZE = 256
@@ -150,12 +149,12 @@ def run(rank: int, store: str, args: argparse.Namespace) -> None:
     if rank == 0:
         print(f"{args.ranks} processes, {args.layers} layers of width {args.dim}; ms of a prefill")
         print("tokens  link ms     off      on    gain   hidden off, on   auto")
-    auto = overlap_policy("auto", num_ranks=args.ranks, device=torch.device("cpu"))
     for num_tokens in args.tokens:
         group.seconds_per_byte = 0.0
         alone = time_steps(runners, group, num_tokens, args.rounds)["off"]
         for delay in args.delays:
             link = set_delay(group, delay, alone)
+            auto = th.Runner(model, **sizes, compile=False, two_batch_overlap="auto").overlap
             timed = time_steps(runners, group, num_tokens, args.rounds)
             if rank == 0:
                 off, on = timed["off"], timed["on"]
@@ -192,7 +191,9 @@ def run_on_gpus(rank: int, store: str, args: argparse.Namespace) -> None:
         name: side_stream.make_runner(model, two_batch_overlap=name) for name in ("off", "on")
     }
     steps = {name: gpu_steps(runner, args.tokens) for name, runner in runners.items()}
+    auto = side_stream.make_runner(model, two_batch_overlap="auto", compile=False).report()
     if rank == 0:
+        print(f"auto: {auto.overlap}", *auto.overlap_trials, sep="\n  ")
         print(f"{args.ranks} GPUs, {args.layers} layers of width {args.dim}; ms of a step")
         print("step                     off      on    gain")
     for name in steps["off"]:

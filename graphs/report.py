@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from torch_hybrid.graphs.clone_check import PoolClone
 from torch_hybrid.graphs.compile import GraphRecord
+from torch_hybrid.graphs.link import Trial
+from torch_hybrid.graphs.two_batch import OverlapPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +21,8 @@ class Report:
     ``layers`` says how many were traced and how many are copies, or why none is, and its
     ``regions`` how often each compiled region is called.
     ``captured_graphs`` names each captured bucket, ``captured_bytes`` is the device memory that
-    capturing took, and ``not_captured`` says why a variant is not.
+    capturing took, and ``not_captured`` says why a variant is not. ``overlap`` says which steps
+    are cut in halves, and ``overlap_trials`` what was measured for that, where it was "auto".
     """
 
     graphs: Mapping[str, GraphRecord]
@@ -30,6 +33,8 @@ class Report:
     not_captured: Mapping[str, tuple[str, ...]]
     pool_bytes: int
     static_input_bytes: int
+    overlap: OverlapPolicy
+    overlap_trials: tuple[Trial, ...]
 
     @property
     def compiles(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from collections.abc import Sequence as Many
+from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any, Literal, TypeVar
@@ -23,6 +24,7 @@ from torch_hybrid.graphs.capture_policy import CapturePolicy, CudaGraphs
 from torch_hybrid.graphs.check_extend import check_extend, token_lists
 from torch_hybrid.graphs.execution import Execution
 from torch_hybrid.graphs.launch import LastTokens, Launched
+from torch_hybrid.graphs.link import Trial, Work, policy_of, try_halves
 from torch_hybrid.graphs.model_choices import choose, passes_for
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
 from torch_hybrid.graphs.planner import Logits, StepPlanner
@@ -30,13 +32,19 @@ from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.step import Inputs, Model, Variant
 from torch_hybrid.graphs.steps import Steps
 from torch_hybrid.graphs.surroundings import calm
-from torch_hybrid.graphs.two_batch import OverlapPolicy, check_cuttable, overlap_policy
+from torch_hybrid.graphs.two_batch import (
+    NEVER_CUT,
+    OverlapPolicy,
+    check_cuttable,
+    overlap_policy,
+)
 from torch_hybrid.host import trim
 from torch_hybrid.sampling import Draw
 from torch_hybrid.specs import LayerTable
 from torch_hybrid.toolchain import check_toolchain
 
 ResultT = TypeVar("ResultT")
+_COUNTED_TOKENS = 256  # of the step by which "auto" overlap learns what a token costs
 
 
 class Runner:
@@ -62,8 +70,10 @@ class Runner:
             device, where all of its ops can be captured; ``report()`` has what was and what was
             not, with the reason. "on" refuses what cannot be captured. On a CPU, "on" pads and
             refreshes as if steps were captured, to try an engine without a GPU. "off" is never.
-        two_batch_overlap: "on" runs every step as two interleaved halves, "off" none, "auto" those
-            where it was measured to pay; see ``overlap_policy``. An ``OverlapPolicy`` says which.
+        two_batch_overlap: "on" runs every step as two interleaved halves, "off" none. "auto", for a
+            model that several ranks share, runs messages beside products for about a second, on all
+            ranks together, and cuts prefills of the sizes at which halves paid
+            (``report().overlap``, ``overlap_trials``). An ``OverlapPolicy`` says which steps.
         backends: implementations to take, by name.
         prefill: with False, every step appends one token to each of its sequences, and nothing is
             chosen, allocated or compiled for others.
@@ -105,7 +115,6 @@ class Runner:
         self._capture = CapturePolicy.of(cuda_graphs, device, compiles=compile)
         if artefact is not None and not compile:
             raise ValueError("an artefact has compiled steps, got compile=False")
-        self.overlap = overlap_policy(two_batch_overlap, num_ranks=_num_ranks(model), device=device)
         self.lock = RLock()
         self.model = model
         self.max_seqs, self.max_tokens, self.page_size = max_seqs, max_tokens, page_size
@@ -113,7 +122,10 @@ class Runner:
         self.eos_token_ids = model.eos_token_ids
         self.compile, self.prefill = compile, prefill
         self._check_batch = check_batch
+        self._overlap_trials: tuple[Trial, ...] = ()
         with calm(device):
+            measured = partial(self._measure_overlap, backends)
+            self.overlap = overlap_policy(two_batch_overlap, measured)
             self._cache = HybridCache(
                 model.table,
                 max_seqs=max_seqs,
@@ -427,7 +439,34 @@ class Runner:
             not_captured={} if capture is None else capture.refused,
             pool_bytes=sum(pool.nbytes for pool in self._cache.pool_tensors()),
             static_input_bytes=self._execution.nbytes,
+            overlap=self.overlap,
+            overlap_trials=self._overlap_trials,
         )
+
+    def _measure_overlap(self, backends: Backends | None) -> OverlapPolicy:
+        """What overlap "auto" stands for: where halves pay over the link of these ranks."""
+        ranks = self.model.ranks
+        if ranks is None or ranks.size == 1 or not self.prefill:
+            return NEVER_CUT
+        count = min(self.max_tokens, _COUNTED_TOKENS)
+        eager = Runner(
+            self.model,
+            max_seqs=1,
+            max_tokens=count,
+            kv_tokens=-(-count // self.page_size) * self.page_size,
+            page_size=self.page_size,
+            compile=False,
+            backends=backends,
+        )
+        work = Work.of(lambda: eager.extend(eager.new_sequences(1), [[0] * count]), count)
+        self._overlap_trials = try_halves(
+            work,
+            ranks,
+            max_tokens=self.max_tokens,
+            dtype=self.model.dtype,
+            device=self._device,
+        )
+        return policy_of(self._overlap_trials)
 
     def _compile(self, variant: Variant) -> None:
         """Have a variant compiled, if steps are."""
@@ -464,8 +503,3 @@ def _check_max_tokens(max_tokens: int, chunk_size: int) -> None:
         raise ValueError(
             f"max_tokens must {what if chunk_size > 1 else 'be at least 1'}, got {max_tokens}"
         )
-
-
-def _num_ranks(model: Model) -> int:
-    """Devices that run one step together."""
-    return 1 if model.ranks is None else model.ranks.size

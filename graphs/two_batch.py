@@ -7,11 +7,10 @@ may fall inside a sequence, whose second part then reads what the first wrote to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from torch_hybrid.backends.mode import Mode
@@ -44,38 +43,32 @@ class OverlapPolicy:
 
 NEVER_CUT = OverlapPolicy()
 ALWAYS_CUT = OverlapPolicy(min_decode_seqs=0, min_extend_tokens=0)
-# Between processes on CPUs, measured by ``benchmarks.overlap``: from here on halves lose nothing
-# over a link without delay, and gain 1.5x over one as slow as the compute; below, they lose up to a
-# fifth without delay. A decode step is bound by its weights, which each half reads.
-CUT_LARGE = OverlapPolicy(min_extend_tokens=1024)
 
 
 def overlap_policy(
-    overlap: str | OverlapPolicy, *, num_ranks: int, device: torch.device
+    overlap: str | OverlapPolicy, measured: Callable[[], OverlapPolicy]
 ) -> OverlapPolicy:
     """The policy that a choice stands for.
 
     Args:
-        overlap: "off", "on", "auto" or a policy. "auto" cuts large steps of several CPUs, whose
-            network is slow beside what they compute. It cuts nothing on one CPU, which has nothing
-            to hide, and nothing on GPUs: there two halves cost at least what they hide, on one
-            (``benchmarks.side_stream``) and on two over NVLink (``benchmarks.overlap``). Over a
-            slower link, give a policy.
-        num_ranks: devices that share the model and run its steps together.
-        device: of this rank.
+        overlap: "off", "on", "auto" or a policy.
+        measured: what "auto" stands for.
 
     Raises:
         ValueError: another name.
     """
-    auto = CUT_LARGE if num_ranks > 1 and device.type == "cpu" else NEVER_CUT
-    named = {"off": NEVER_CUT, "on": ALWAYS_CUT, "auto": auto}
-    if isinstance(overlap, OverlapPolicy):
-        return overlap
-    if overlap not in named:
-        raise ValueError(
-            f"two_batch_overlap must be 'off', 'on', 'auto' or an OverlapPolicy, got {overlap!r}"
-        )
-    return named[overlap]
+    match overlap:
+        case OverlapPolicy():
+            return overlap
+        case "off":
+            return NEVER_CUT
+        case "on":
+            return ALWAYS_CUT
+        case "auto":
+            return measured()
+    raise ValueError(
+        f"two_batch_overlap must be 'off', 'on', 'auto' or an OverlapPolicy, got {overlap!r}"
+    )
 
 
 def check_cuttable(

@@ -19,6 +19,7 @@ from tests.tiny_models import BUILDERS, VOCAB_SIZE, make_model
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.prefix import PrefixPolicy
 from torch_hybrid.graphs.buckets import StepSizes
+from torch_hybrid.graphs.link import Trial, policy_of
 from torch_hybrid.graphs.planner import StepPlanner
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.graphs.static_inputs import StaticInputs
@@ -31,7 +32,6 @@ from torch_hybrid.graphs.two_batch import (
     plan_split,
 )
 from torch_hybrid.models.load import adapt
-from torch_hybrid.ranks import Ranks
 
 SIZES = {"max_seqs": 6, "max_tokens": 160, "kv_tokens": 800, "compile": False}
 lengths_of_steps = st.lists(st.integers(0, 150), max_size=6)
@@ -168,34 +168,29 @@ def test_the_second_half_goes_on_where_the_first_ended():
 # ---- policies --------------------------------------------------------------------------------
 
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-
-
-@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
-def test_policies_by_name(device: torch.device):
-    assert overlap_policy("off", num_ranks=8, device=device) == NEVER_CUT
-    assert overlap_policy("on", num_ranks=1, device=device) == ALWAYS_CUT
-    assert overlap_policy("auto", num_ranks=1, device=device) == NEVER_CUT
+def test_policies_by_name():
     mine = OverlapPolicy(min_decode_seqs=4)
-    assert overlap_policy(mine, num_ranks=1, device=device) == mine
+    measured = OverlapPolicy(min_extend_tokens=512)
+    named = {"off": NEVER_CUT, "on": ALWAYS_CUT, "auto": measured}
+    for name, policy in named.items():
+        assert overlap_policy(name, lambda: measured) == policy
+    assert overlap_policy(mine, lambda: measured) == mine
 
 
-def test_auto_cuts_large_steps_of_several_cpus():
-    large = overlap_policy("auto", num_ranks=2, device=CPU)
-    assert not large.cuts(Mode.DECODE, 8, 8)
-    assert large.cuts(Mode.EXTEND, 1, 2048)
-    assert overlap_policy("auto", num_ranks=2, device=GPU) == NEVER_CUT
+def test_auto_measures_nothing_for_a_model_alone():
+    runner = make_runner("qwen3", two_batch_overlap="auto")
+    assert runner.overlap == runner.report().overlap == NEVER_CUT
+    assert runner.report().overlap_trials == ()
 
 
-def test_auto_goes_by_the_ranks_that_share_the_model():
-    def policy(model: th.HybridModel) -> OverlapPolicy:
-        sizes = {**SIZES, "max_tokens": 512}
-        return Runner(model, **sizes, two_batch_overlap="auto").overlap
-
-    model = adapt(make_model("qwen3"))
-    assert policy(model) == NEVER_CUT
-    model.ranks = Ranks(rank=0, size=2, group_name="two of many")
-    assert policy(model) == overlap_policy("auto", num_ranks=2, device=CPU) != NEVER_CUT
+def test_auto_cuts_from_the_size_that_paid():
+    small = Trial(num_tokens=256, whole=1.0, halves=1.2)
+    large = Trial(num_tokens=512, whole=2.0, halves=1.6)
+    assert policy_of((small,)) == NEVER_CUT
+    policy = policy_of((small, large))
+    assert policy.cuts(Mode.EXTEND, 1, 512)
+    assert not policy.cuts(Mode.EXTEND, 1, 511)
+    assert not policy.cuts(Mode.DECODE, 4096, 4096)
 
 
 def variants(planner: StepPlanner) -> list[str]:

@@ -12,6 +12,8 @@ import torch_hybrid as th
 from examples.slow_link import Message, hidden_share, linked_group
 from tests.parallel.jobs import SIZES, make
 from tests.parallel.processes import results, run_ranks
+from torch_hybrid.graphs.link import Trial, Work, try_halves
+from torch_hybrid.graphs.report import Report
 
 SECONDS = 0.1
 COUNT = 1000
@@ -58,3 +60,42 @@ def same_bits(experts: str) -> tuple[bool, set[str]]:
 )
 def test_a_shared_model_over_a_link(experts: str, names: set[str]):
     assert results(run_ranks(same_bits, 2, experts)) == [(True, names)] * 2
+
+
+def auto_overlap() -> tuple[Trial, Work, Report]:
+    """A step over a link as slow as its compute, a model's own work, and a runner's trials."""
+    torch.set_num_threads(1)
+    group = linked_group()
+    model = th.shard(make("qwen3"), group)
+    sizes = {"max_tokens": 256, "dtype": torch.float32, "device": torch.device("cpu")}
+    heavy = Work(flops=4e6, elements=256)  # a GFLOP for 256 tokens
+    [fast] = try_halves(heavy, model.ranks, **sizes)
+    group.seconds_per_byte = (
+        fast.whole / 3 / (256 * 64 * 4)
+    )  # a message as long as what is beside it
+    [slow] = try_halves(heavy, model.ranks, **sizes)
+    group.seconds_per_byte = 0.0
+    eager = th.Runner(model, max_seqs=1, max_tokens=64, kv_tokens=64, compile=False)
+    work = Work.of(lambda: eager.extend(eager.new_sequences(1), [[1] * 64]), 64)
+    auto = th.Runner(
+        model, max_seqs=2, max_tokens=256, kv_tokens=256, compile=False, two_batch_overlap="auto"
+    )
+    return slow, work, auto.report()
+
+
+def test_auto_overlap_knows_its_link():
+    mine, other = results(run_ranks(auto_overlap, 2))
+    slow, work, report = mine
+    assert slow.pays
+    assert slow == other[0]  # ranks must cut alike
+    assert report.overlap == other[2].overlap
+    assert [trial.num_tokens for trial in report.overlap_trials] == [256]
+    model = make("qwen3")
+    dim, vocab = model.hf_model.config.hidden_size, model.vocab_size
+    assert work.elements == dim
+    weights = sum(weight.numel() for weight in model.layers.parameters() if weight.ndim == 2)
+    [*specs] = [entry.spec for entries in model.table.layers for entry in entries]
+    attention = sum(4 * 64 * spec.num_q_heads * spec.head_dim for spec in specs)  # to 64 keys
+    rows = 2  # of logits: that of the last token, and padding
+    of_a_rank = (2 * weights + attention) / 2 + rows * 2 * dim * vocab / 64
+    assert work.flops == of_a_rank / (2 * len(specs))

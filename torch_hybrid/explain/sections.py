@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from torch_hybrid.caches.sizes import PoolCost
+from torch_hybrid.graphs.link import Trial
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.specs import LayerEntry, LayerSpec, LayerTable
@@ -25,7 +26,8 @@ def explain(runner: Runner) -> list[Section]:
     sections = [layers(runner), implementations(runner), pools(runner)]
     if runner.compile:
         sections.append(graphs(runner.report()))
-    return sections
+    trials = runner.report().overlap_trials
+    return [*sections, halves(trials)] if trials else sections
 
 
 def layers(runner: Runner) -> Section:
@@ -87,6 +89,24 @@ def graphs(report: Report) -> Section:
             f"{report.recompiles} recompiles, {len(report.pool_clones)} pool clones"
         ),
         columns=("step", "nodes", "compiled in", "layers", "ops", "pool clones"),
+        rows=tuple(rows),
+    )
+
+
+def halves(trials: tuple[Trial, ...]) -> Section:
+    """What overlap "auto" measured of the ranks' link, and which steps are cut for it."""
+    rows = [
+        (
+            str(trial.num_tokens),
+            f"{1e3 * trial.whole:.2f} ms",
+            f"{1e3 * trial.halves:.2f} ms",
+            "cut from here on" if trial.pays else "whole",
+        )
+        for trial in trials
+    ]
+    return Section(
+        title="Products and messages of a few layers, whole and in halves",
+        columns=("tokens", "whole", "halves", "prefills are"),
         rows=tuple(rows),
     )
 
