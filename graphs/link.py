@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from torch_hybrid.graphs.two_batch import NEVER_CUT, OverlapPolicy
 from torch_hybrid.ranks import Ranks
@@ -44,6 +43,8 @@ class Work:
         Raises:
             ValueError: the ranks exchange nothing in it.
         """
+        from torch.utils.flop_counter import FlopCounterMode  # imports triton, which takes long
+
         sent = _Messages()
         with FlopCounterMode(display=False) as counter, sent:
             step()
