@@ -121,9 +121,10 @@ class _Layers:
     """Products and a sum over the ranks, ``_STAGES`` times."""
 
     def __init__(self, work: Work, ranks: Ranks, dtype: torch.dtype, device: torch.device) -> None:
-        # A chain of products of about the shape that MLPs have, of as many FLOPs together.
+        # A chain of products of about the shape that MLPs have, of as many FLOPs together. Columns
+        # that are no multiple of 64 would be multiplied several times slower than those of a model.
         pairs = max(1, round(work.flops / (16 * work.elements**2)))
-        width = max(1, round(work.flops / (4 * work.elements * pairs)))
+        width = 64 * max(1, round(work.flops / (4 * work.elements * pairs * 64)))
         generator = torch.Generator(device).manual_seed(0)
         scale = (work.elements * width) ** -0.25  # numbers stay as large as they are
         self.weights = [
