@@ -79,8 +79,10 @@ def test_two_threads_share_an_engine(model, prompts, expected):
 
 
 @pytest.mark.slow
-def test_two_runners_of_two_threads_share_a_model(model, prompts):
-    """Both compile the same code at the same time."""
+def test_two_runners_of_two_threads_share_a_model(prompts):
+    """Both compile the same code at the same time; one layer, which keeps a state, shows it."""
+    kinds = {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
+    model = th.adapt(make_model("qwen3_next_dense", hidden_size=32, **kinds))
     runners = [th.Runner(model, **SIZES) for _ in range(2)]
     eager = th.Runner(model, **SIZES, compile=False)
     (expected,) = eager.extend(eager.new_sequences(1), prompts[:1])

@@ -8,7 +8,7 @@ import torch
 from tests.ops.triton_interpreter import (
     Interpreter,
     interpreter_process,
-    patch_language_once_a_launch,
+    make_faster,
 )
 from torch_hybrid.ops.triton.devices import interpreted
 
@@ -23,10 +23,10 @@ def poison_uninitialized_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def fast_interpreter() -> Iterator[None]:
-    """Where this process interprets: kernels with many device functions run 2.7 times as fast."""
+    """Where this process interprets."""
     with pytest.MonkeyPatch.context() as patch:
         if interpreted():
-            patch_language_once_a_launch(patch)
+            make_faster(patch)
         yield
 
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +88,67 @@ def interpreter_process() -> Iterator[Interpreter]:
             yield Interpreter(process, errors)
 
 
-def patch_language_once_a_launch(patch: pytest.MonkeyPatch) -> None:
+def make_faster(patch: pytest.MonkeyPatch) -> None:
+    """Leave out what the interpreter does again and again, and what nobody looks at.
+
+    Every value and every check stays.
+    """
+    _patch_language_once_a_launch(patch)
+    _make_types_once(patch)
+    _check_no_overflow_in_vain(patch)
+
+
+def _check_no_overflow_in_vain(patch: pytest.MonkeyPatch) -> None:
+    """A sum of integers is made anew in 64 bits, to be asserted, and nothing is asserted without
+    ``debug``."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+
+
+def _make_types_once(patch: pytest.MonkeyPatch) -> None:
+    """Shapes are checked, wrapped and written out at the first value of each shape.
+
+    A value and its type are made at every operation; but for the handle and the element's type,
+    those of one shape have the same attributes, which nobody changes.
+    """
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    make_type, make_tensor = tl.block_type.__init__, tl.tensor.__init__
+    numpy_dtype = interpreter._get_np_dtype
+    types: dict[Any, dict[str, Any]] = {}
+    tensors: dict[Any, dict[str, Any]] = {}
+    dtypes: dict[str, Any] = {}
+
+    def type_init(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (str(element_ty), *(getattr(size, "value", size) for size in shape))
+        if key not in types:
+            make_type(self, element_ty, shape)
+            types[key] = {name: value for name, value in vars(self).items() if name != "element_ty"}
+        self.__dict__.update(types[key], element_ty=element_ty)
+
+    def tensor_init(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in tensors:
+            make_tensor(self, handle, type)
+            tensors[key] = {name: vars(self)[name] for name in ("shape", "numel")}
+        self.__dict__.update(tensors[key], handle=handle, type=type, dtype=type.scalar)
+
+    def numpy_dtype_once(dtype: Any) -> Any:
+        key = str(dtype.scalar)
+        if key not in dtypes:
+            dtypes[key] = numpy_dtype(dtype)
+        return dtypes[key]
+
+    patch.setattr(tl.block_type, "__init__", type_init)
+    patch.setattr(tl.tensor, "__init__", tensor_init)
+    patch.setattr(interpreter, "_get_np_dtype", numpy_dtype_once)
+
+
+def _patch_language_once_a_launch(patch: pytest.MonkeyPatch) -> None:
     """Let the interpreter put its functions in the place of Triton's once for each launch.
 
     It does so at every call of a device function, of which ``tl.zeros`` and ``tl.sum`` are some,

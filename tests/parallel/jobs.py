@@ -25,6 +25,7 @@ LENGTHS = (5, 64, 73)
 # Prompts, chunks beside single tokens, and decode.
 STEPS: list[Step] = [{0: 2, 1: 60, 2: 33}, {0: 1, 2: 37}, {0: 1, 1: 1, 2: 1}, {0: 1, 1: 3, 2: 2}]
 SIZES = {"max_seqs": 4, "max_tokens": 128, "kv_tokens": 256}
+HYBRID = ("linear_attention", "full_attention")
 # Weights without a near tie of routers, nor a token whose logits magnify rounding a hundredfold.
 SEEDS = {"qwen3_next_dense": 1, "qwen3_5": 1}
 # Heads that four ranks can share.
@@ -91,12 +92,13 @@ class CompiledJob:
 
     family: str
     experts: Experts
+    layers: tuple[str, ...]
     num_steps: int
     by_inductor: bool
 
     def run(self) -> Shared:
-        layers = ["linear_attention", "full_attention"]
-        options = {"num_hidden_layers": 2, "hidden_size": 32, "layer_types": layers}
+        sizes = {"num_hidden_layers": len(self.layers), "hidden_size": 32}
+        options = {**sizes, "layer_types": list(self.layers)}
         with nullcontext() if self.by_inductor else run_as_traced():
             return share(self.family, True, self.experts, STEPS[: self.num_steps], **options)
 

@@ -7,17 +7,18 @@ import torch
 
 import torch_hybrid as th
 from tests.parallel import jobs
-from tests.parallel.jobs import CompiledJob, Shared
+from tests.parallel.jobs import HYBRID, CompiledJob, Shared
 from tests.parallel.processes import results, run_ranks
 from tests.tiny_models import BUILDERS, make_hybrid
 
 FAMILIES = [*BUILDERS, "ring_2_5"]
 MIXTURES = ["qwen3_next", "deepseek_v3", "granitemoehybrid", "nemotron_h", "ring_2_5"]
-# Inductor is given the graph that has every collective, and sizes that only a step knows.
+# Inductor is given the layer that has every collective, and sizes that only a step knows. Its code
+# of a linear layer that is shared: ``examples/overlap_two_processes.py``.
 COMPILED = {
-    "experts cut": CompiledJob("qwen3_next", "tensor", 2, by_inductor=False),
-    "experts whole": CompiledJob("qwen3_next", "all_to_all", 2, by_inductor=True),
-    "norms over all heads": CompiledJob("olmo_hybrid", "tensor", 2, by_inductor=False),
+    "experts cut": CompiledJob("qwen3_next", "tensor", HYBRID[:1], 2, by_inductor=False),
+    "experts whole": CompiledJob("qwen3_next", "all_to_all", HYBRID[1:], 2, by_inductor=True),
+    "norms over all heads": CompiledJob("olmo_hybrid", "tensor", HYBRID, 2, by_inductor=False),
 }
 Runs = list[dict[str, Shared]]  # by rank, by family
 
