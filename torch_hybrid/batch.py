@@ -6,6 +6,7 @@ in either: a field without one fails when this module is imported.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
@@ -173,7 +174,7 @@ def make_batch(
         row_of_token = torch.arange(num_tokens, dtype=torch.int64, device="cpu")
         position = prefix
     else:
-        row_of_token = _row_of_token(cu_seqlens[:-1], num_tokens)
+        row_of_token = _row_of_token(query_lens)
         offset = torch.arange(num_tokens, dtype=torch.int32, device="cpu")
         position = offset + (prefix - cu_seqlens[:-1])[row_of_token]
     page = page_table[row_of_token, position // page_size]
@@ -192,13 +193,13 @@ def make_batch(
     )
 
 
-def _row_of_token(starts: Tensor, num_tokens: int) -> Tensor:
-    """[T] int64: how many of the ascending ``starts`` [N] lie before or at each token, less one.
+def _row_of_token(query_lens: Sequence[int]) -> Tensor:
+    """[T] int64: which sequence each token belongs to.
 
-    By ops that no thread helps with: ``repeat_interleave`` always wakes all of them, which takes
-    longer than the work, and milliseconds where processes share the cores.
+    ``repeat_interleave`` wakes all threads for it, however few the tokens are: milliseconds now and
+    then, and tens of them where several processes share the cores.
     """
-    begun = torch.zeros(num_tokens + 1, dtype=torch.int64, device="cpu")  # empty ones may end it
-    begun.index_add_(0, starts.long(), torch.ones(len(starts), dtype=torch.int64, device="cpu"))
-    rows: Tensor = begun.cumsum_(0)[:-1] - 1
-    return rows
+    rows = array("q")
+    for row, length in enumerate(query_lens):
+        rows.extend(array("q", (row,)) * length)
+    return int_tensor(rows, torch.int64)
