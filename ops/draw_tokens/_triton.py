@@ -22,11 +22,13 @@ from torch_hybrid.ops.triton.devices import interpreted
 
 _INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
 _SEGMENT: tl.constexpr = tl.constexpr(2048)  # tokens that a program looks at
-_BLOCK: tl.constexpr = tl.constexpr(128)  # tokens that give one lower bound for a top-k
+_BLOCKS = (128, 512)  # tokens whose largest logit bounds a top-k: shorter ones bound it better
 _LEAST: tl.constexpr = tl.constexpr(0x2B800000)  # bits of the least weight that counts: 2 ** -40
 _BIN_SIZE: tl.constexpr = tl.constexpr(1 << 18)
 _NUM_BINS: tl.constexpr = tl.constexpr(2048)  # enough for weights up to 1
-_TILE: tl.constexpr = tl.constexpr(256)  # collected weights that are looked at together
+_BIN_BITS: tl.constexpr = tl.constexpr(18)
+_FEW: tl.constexpr = tl.constexpr(64)  # collected weights that are looked at together
+_MANY: tl.constexpr = tl.constexpr(1024)
 
 
 def draw_tokens(
@@ -42,14 +44,23 @@ def draw_tokens(
     num_segments = triton.cdiv(vocab, _SEGMENT.value)
     by_segment, by_row = (num_rows * num_segments,), (num_rows,)
     best = logits.new_empty(num_rows, num_segments, dtype=torch.int64)
-    num_blocks = num_segments * (_SEGMENT.value // _BLOCK.value)
+    block = _BLOCKS[num_ranked * 4 * _BLOCKS[1] <= vocab]
+    num_blocks = num_segments * (_SEGMENT.value // block)
     blocks = logits.new_empty((num_rows, num_blocks) if num_ranked else (1,), dtype=torch.int32)
     row = {"V": vocab, "S": num_segments, "BLOCK_S": triton.next_power_of_2(num_segments)}
     _best_kernel[by_segment](
-        logits, best, blocks, logits.stride(0), **row, RANKS=num_ranked > 0, num_warps=4
+        logits,
+        best,
+        blocks,
+        logits.stride(0),
+        **row,
+        BLOCK=block,
+        RANKS=num_ranked > 0,
+        num_warps=4,
     )
     masses = torch.empty_like(best) if draws else best
     least = logits.new_empty(num_rows, dtype=torch.int32)
+    floor = logits.new_empty(num_rows, dtype=torch.float32)  # below it no logit can be kept
     filters = draws and (num_ranked > 0 or has_wide_top_p)
     if filters:
         # The last weight kept is at least `low` and at most `high`, and `wanted` of what lies
@@ -67,6 +78,7 @@ def draw_tokens(
             best,
             blocks,
             histogram,
+            floor,
             low,
             high,
             wanted,
@@ -84,6 +96,7 @@ def draw_tokens(
             logits,
             settings,
             best,
+            floor,
             low,
             high,
             found,
@@ -94,7 +107,17 @@ def draw_tokens(
             num_warps=4,
         )
         _threshold_kernel[by_row](
-            settings, wanted, found, weights, least, num_rows, V=vocab, num_warps=4
+            settings,
+            best,
+            wanted,
+            found,
+            weights,
+            low,
+            least,
+            floor,
+            num_rows,
+            **row,
+            num_warps=4,
         )
     if draws:
         _masses_kernel[by_segment](
@@ -102,6 +125,7 @@ def draw_tokens(
             settings,
             best,
             least,
+            floor,
             masses,
             num_rows,
             logits.stride(0),
@@ -135,25 +159,28 @@ def _best_kernel(
     V: tl.constexpr,
     S: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BLOCK: tl.constexpr,
     RANKS: tl.constexpr,
 ) -> None:
     """One program: a segment. Its best token as one integer: its logit above, in an order of
     integers, and below its id, counted from the end, so that the first of equal ones is larger."""
-    NUM_BLOCKS: tl.constexpr = _SEGMENT // _BLOCK
+    NUM_BLOCKS: tl.constexpr = _SEGMENT // BLOCK
     row = (tl.program_id(0) // S).to(tl.int64)
     segment = tl.program_id(0) % S
     block = tl.arange(0, NUM_BLOCKS)
-    token = segment * _SEGMENT + block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    token = segment * _SEGMENT + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = token < V
     b_x = tl.load(logits + row * stride + token, mask=inside, other=0.0).to(tl.float32)
     b_x += 0.0  # -0 is 0
     b_order = tl.where(b_x != b_x, 0x7FFFFFFF, _in_order(b_x.to(tl.int32, bitcast=True)))
     b_order = tl.where(inside, b_order, -(2**31))
-    key = (b_order.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
-    tl.store(best + row * S + segment, tl.max(tl.max(key, 1), 0))
+    b_best = tl.max(b_order, 1)
+    order = tl.max(b_best, 0)
+    first = tl.min(tl.min(tl.where(b_order == order, token, 0x7FFFFFFF), 1), 0)
+    key = (order.to(tl.int64) << 32) | (0x7FFFFFFF - first).to(tl.int64)
+    tl.store(best + row * S + segment, key)
     if RANKS:
-        place = row * S * NUM_BLOCKS + segment * NUM_BLOCKS + block
-        tl.store(blocks + place, tl.max(b_order, 1))
+        tl.store(blocks + row * S * NUM_BLOCKS + segment * NUM_BLOCKS + block, b_best)
 
 
 @triton.jit(do_not_specialize=["num_rows", "stride"])
@@ -189,6 +216,7 @@ def _bounds_kernel(
     best: tl.tensor,
     blocks: tl.tensor,
     histogram: tl.tensor,
+    floor: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
     wanted: tl.tensor,
@@ -209,8 +237,9 @@ def _bounds_kernel(
     top_p = tl.load(settings + 3 * num_rows + row)
     likeliest, _ = _best_of(best, row, S, BLOCK_S)
     draws = (temperature > 0) & (tl.abs(likeliest) < float("inf"))
-    lowest = 0x7FFFFFFF  # nothing is collected: above all weights
+    lowest = 0x7FFFFFFF
     highest = 0x7FFFFFFF
+    least = float("inf")  # nothing is collected
     rest = tl.zeros((), tl.int64)
     if RANKS:
         has_rank = draws & (top_k > 0)
@@ -222,6 +251,9 @@ def _bounds_kernel(
         if is_wide:
             lowest, rest = _nucleus_bin(histogram + row * _NUM_BINS, top_p)
             highest = lowest + _BIN_SIZE - 1
+    if lowest < 0x7FFFFFFF:
+        least = _floor_of(lowest, likeliest, temperature)
+    tl.store(floor + row, least)
     tl.store(low + row, lowest)
     tl.store(high + row, highest)
     tl.store(wanted + row, rest)
@@ -233,6 +265,7 @@ def _collect_kernel(
     logits: tl.tensor,
     settings: tl.tensor,
     best: tl.tensor,
+    floor: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
     found: tl.tensor,
@@ -247,13 +280,12 @@ def _collect_kernel(
     order."""
     row = (tl.program_id(0) // S).to(tl.int64)
     segment = tl.program_id(0) % S
-    lowest = tl.load(low + row)
-    highest = tl.load(high + row)
-    temperature = tl.load(settings + row)
-    likeliest, _ = _best_of(best, row, S, BLOCK_S)
     own = _logit_of(tl.load(best + row * S + segment))
-    own_weight = _weight(own, likeliest, temperature)
-    if (lowest < 0x7FFFFFFF) & (own_weight.to(tl.int32, bitcast=True) >= lowest):
+    if own >= tl.load(floor + row):
+        lowest = tl.load(low + row)
+        highest = tl.load(high + row)
+        temperature = tl.load(settings + row)
+        likeliest, _ = _best_of(best, row, S, BLOCK_S)
         token = segment * _SEGMENT + tl.arange(0, _SEGMENT)
         b_w = _weights(logits + row * stride, token, likeliest, temperature, V)
         b_bits = b_w.to(tl.int32, bitcast=True)
@@ -266,12 +298,17 @@ def _collect_kernel(
 @triton.jit(do_not_specialize=["num_rows"])
 def _threshold_kernel(
     settings: tl.tensor,
+    best: tl.tensor,
     wanted: tl.tensor,
     found: tl.tensor,
     weights: tl.tensor,
+    low: tl.tensor,
     least: tl.tensor,
+    floor: tl.tensor,
     num_rows: tl.tensor,
     V: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ) -> None:
     """One program: a row. The bits of its least weight kept by top-k and top-p; 0 keeps all."""
     row = tl.program_id(0).to(tl.int64)
@@ -280,14 +317,20 @@ def _threshold_kernel(
     size = tl.load(found + row)
     mass = tl.load(wanted + row)
     own = weights + row * V
-    threshold = 0
+    threshold = tl.zeros((), tl.int32)
+    logit = -float("inf")
     if size > 0:
         if top_k > 0:
-            threshold = _search(own, size, mass, False)
-            mass = _nucleus_mass(_sum_from(own, size, threshold), top_p)
-        if top_p < 1:
-            threshold = _search(own, size, mass, True)
+            threshold = _search(own, size, mass, tl.zeros((), tl.int32), 30, False)
+            if top_p < 1:
+                mass = _nucleus_mass(_sum_from(own, size, threshold), top_p)
+                threshold = _search(own, size, mass, tl.zeros((), tl.int32), 30, True)
+        else:
+            threshold = _search(own, size, mass, tl.load(low + row), _BIN_BITS, True)
+        likeliest, _ = _best_of(best, row, S, BLOCK_S)
+        logit = _floor_of(threshold, likeliest, tl.load(settings + row))
     tl.store(least + row, threshold)
+    tl.store(floor + row, logit)
 
 
 @triton.jit(do_not_specialize=["num_rows", "stride"])
@@ -296,6 +339,7 @@ def _masses_kernel(
     settings: tl.tensor,
     best: tl.tensor,
     least: tl.tensor,
+    floor: tl.tensor,
     masses: tl.tensor,
     num_rows: tl.tensor,
     stride: tl.tensor,
@@ -308,16 +352,18 @@ def _masses_kernel(
     row = (tl.program_id(0) // S).to(tl.int64)
     segment = tl.program_id(0) % S
     temperature = tl.load(settings + row)
-    likeliest, _ = _best_of(best, row, S, BLOCK_S)
-    mass = tl.zeros((), tl.int64)
-    if (temperature > 0) & (tl.abs(likeliest) < float("inf")):
-        threshold = _threshold(settings, least, row, num_rows, FILTERS)
+    has_kept = temperature > 0
+    if FILTERS:
         own = _logit_of(tl.load(best + row * S + segment))
-        if _weight(own, likeliest, temperature).to(tl.int32, bitcast=True) >= threshold:
-            token = segment * _SEGMENT + tl.arange(0, _SEGMENT)
-            b_w = _weights(logits + row * stride, token, likeliest, temperature, V)
-            kept = b_w.to(tl.int32, bitcast=True) >= threshold
-            mass = tl.sum(tl.where(kept, _counts(b_w), 0), 0)
+        has_kept = has_kept & (own >= tl.load(floor + row))
+    mass = tl.zeros((), tl.int64)
+    if has_kept:
+        likeliest, _ = _best_of(best, row, S, BLOCK_S)
+        threshold = _threshold(settings, least, row, num_rows, FILTERS)
+        token = segment * _SEGMENT + tl.arange(0, _SEGMENT)
+        b_w = _weights(logits + row * stride, token, likeliest, temperature, V)
+        kept = b_w.to(tl.int32, bitcast=True) >= threshold
+        mass = tl.sum(tl.where(kept, _counts(b_w), 0), 0)
     tl.store(masses + row * S + segment, mass)
 
 
@@ -482,25 +528,58 @@ def _largest_of(b_key: tl.tensor, k: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _floor_of(threshold: tl.tensor, likeliest: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """A logit that all of at least this weight, by its bits, are above; a little too low."""
+    scaled = tl.log(threshold.to(tl.float32, bitcast=True)) * temperature.to(tl.float32)
+    slack = 1e-5 * (tl.abs(likeliest) + tl.abs(scaled) + temperature.to(tl.float32))
+    logit = likeliest + scaled - slack
+    return tl.where(logit == logit, logit, -float("inf"))
+
+
+@triton.jit
 def _search(
-    weights: tl.tensor, size: tl.tensor, wanted: tl.tensor, MASS: tl.constexpr
+    weights: tl.tensor,
+    size: tl.tensor,
+    wanted: tl.tensor,
+    found: tl.tensor,
+    BITS: tl.constexpr,
+    MASS: tl.constexpr,
 ) -> tl.tensor:
     """The largest bits of which there are ``wanted`` of at least them: weights, or with MASS
-    counts. 3 of the 30 bits at a time; 0 where there are fewer."""
-    digit = tl.arange(0, 8)
-    found = 0
-    for i in range(10):
-        candidate = found | (digit << (27 - 3 * i))
-        b_sum = tl.zeros((8,), tl.int64)
-        for start in range(0, size, _TILE):
-            index = start + tl.arange(0, _TILE)
+    counts; as small as can be where there are fewer. Their upper bits are those of ``found``."""
+    if size <= _FEW:
+        found = _search_digits(weights, size, wanted, found, BITS, MASS, 6, _FEW)
+    else:
+        found = _search_digits(weights, size, wanted, found, BITS, MASS, 3, _MANY)
+    return found
+
+
+@triton.jit
+def _search_digits(
+    weights: tl.tensor,
+    size: tl.tensor,
+    wanted: tl.tensor,
+    found: tl.tensor,
+    BITS: tl.constexpr,
+    MASS: tl.constexpr,
+    DIGIT: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """The same, so many bits at a time."""
+    digit = tl.arange(0, 2**DIGIT)
+    for i in range(BITS // DIGIT):
+        shift = BITS - DIGIT * (i + 1)
+        candidate = found + (digit << shift)
+        b_sum = tl.zeros((2**DIGIT,), tl.int64)
+        for start in range(0, size, TILE):
+            index = start + tl.arange(0, TILE)
             b_bits = tl.load(weights + index, mask=index < size, other=-1)
             b_value = tl.where(b_bits >= 0, 1, 0).to(tl.int64)
             if MASS:
                 b_value = _counts(tl.maximum(b_bits, 0).to(tl.float32, bitcast=True))
             reaches = b_bits[None, :] >= candidate[:, None]
             b_sum += tl.sum(tl.where(reaches, b_value[None, :], 0), 1)
-        found |= tl.maximum(tl.sum((b_sum >= wanted).to(tl.int32), 0) - 1, 0) << (27 - 3 * i)
+        found += tl.maximum(tl.sum((b_sum >= wanted).to(tl.int32), 0) - 1, 0) << shift
     return found
 
 
@@ -508,8 +587,8 @@ def _search(
 def _sum_from(weights: tl.tensor, size: tl.tensor, threshold: tl.tensor) -> tl.tensor:
     """What all weights of at least these bits count together."""
     total = tl.zeros((), tl.int64)
-    for start in range(0, size, _TILE):
-        index = start + tl.arange(0, _TILE)
+    for start in range(0, size, _MANY):
+        index = start + tl.arange(0, _MANY)
         b_bits = tl.load(weights + index, mask=index < size, other=0)
         b_count = _counts(b_bits.to(tl.float32, bitcast=True))
         total += tl.sum(tl.where(b_bits >= threshold, b_count, 0), 0)
