@@ -79,7 +79,7 @@ def route(
     if score not in SCORES:
         raise ValueError(f"score must be one of {list(SCORES)}, got {score!r}")
     if dtype not in FLOATS:
-        raise ValueError(f"dtype must be one of a floating point tensor, got {dtype}")
+        raise ValueError(f"dtype must be float32, bfloat16 or float16, got {dtype}")
     _check_groups(num_experts, num_groups, num_best_groups, k)
     sizes = {"num_experts": num_experts, "k": k, "num_groups": num_groups}
     check_impl(impl, IMPLEMENTATIONS, logits.device, sizes)
