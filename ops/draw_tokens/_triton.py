@@ -548,10 +548,25 @@ def _search(
     """The largest bits of which there are ``wanted`` of at least them: weights, or with MASS
     counts; as small as can be where there are fewer. Their upper bits are those of ``found``."""
     if size <= _FEW:
-        found = _search_digits(weights, size, wanted, found, BITS, MASS, 6, _FEW)
+        found = _search_few(weights, size, wanted, MASS)
     else:
-        found = _search_digits(weights, size, wanted, found, BITS, MASS, 3, _MANY)
+        found = _search_digits(weights, size, wanted, found, BITS, MASS)
     return found
+
+
+@triton.jit
+def _search_few(
+    weights: tl.tensor, size: tl.tensor, wanted: tl.tensor, MASS: tl.constexpr
+) -> tl.tensor:
+    """The same among few: each is compared with each, at once."""
+    index = tl.arange(0, _FEW)
+    b_bits = tl.load(weights + index, mask=index < size, other=-1)
+    b_value = tl.where(b_bits >= 0, 1, 0)
+    if MASS:
+        b_value = _counts(tl.maximum(b_bits, 0).to(tl.float32, bitcast=True))
+    reaches = b_bits[None, :] >= b_bits[:, None]
+    b_sum = tl.sum(tl.where(reaches, b_value[None, :], 0), 1)
+    return tl.maximum(tl.max(tl.where(b_sum >= wanted, b_bits, 0), 0), 0)
 
 
 @triton.jit
@@ -562,19 +577,17 @@ def _search_digits(
     found: tl.tensor,
     BITS: tl.constexpr,
     MASS: tl.constexpr,
-    DIGIT: tl.constexpr,
-    TILE: tl.constexpr,
 ) -> tl.tensor:
-    """The same, so many bits at a time."""
-    digit = tl.arange(0, 2**DIGIT)
-    for i in range(BITS // DIGIT):
-        shift = BITS - DIGIT * (i + 1)
+    """The same among many, three bits at a time."""
+    digit = tl.arange(0, 8)
+    for i in range(BITS // 3):
+        shift = BITS - 3 * (i + 1)
         candidate = found + (digit << shift)
-        b_sum = tl.zeros((2**DIGIT,), tl.int64)
-        for start in range(0, size, TILE):
-            index = start + tl.arange(0, TILE)
+        b_sum = tl.zeros((8,), tl.int64)
+        for start in range(0, size, _MANY):
+            index = start + tl.arange(0, _MANY)
             b_bits = tl.load(weights + index, mask=index < size, other=-1)
-            b_value = tl.where(b_bits >= 0, 1, 0).to(tl.int64)
+            b_value = tl.where(b_bits >= 0, 1, 0)
             if MASS:
                 b_value = _counts(tl.maximum(b_bits, 0).to(tl.float32, bitcast=True))
             reaches = b_bits[None, :] >= candidate[:, None]

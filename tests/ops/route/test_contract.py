@@ -171,7 +171,7 @@ def test_compiles_without_spills() -> None:
 def test_schema() -> None:
     assert_expected_inline(
         str(ROUTE._schema),
-        """torch_hybrid::route(Tensor logits, Tensor? bias, int k, *, str score, int num_groups, int num_best_groups, bool renormalise, float epsilon, float scale, ScalarType dtype, str impl) -> (Tensor, Tensor)""",
+        """torch_hybrid::route(Tensor logits, Tensor? bias, int k, *, str score, int num_groups, int num_best_groups, bool renormalise, float epsilon, float scale, ScalarType dtype, str impl) -> (Tensor, Tensor)""",  # noqa: E501
     )
 
 
