@@ -74,10 +74,9 @@ def _router(scores: Node) -> _Router | None:
     options = _groups(choice if bias is None else choice[1:])
     if not isinstance(chosen, Node) or weights is None or options is None:
         return None
-    logits = scores.args[0]
-    assert isinstance(logits, Node)
+    [logits] = scores.all_input_nodes
     if _name(logits) == "float":
-        logits = logits.args[0]  # type: ignore[assignment]
+        [logits] = logits.all_input_nodes
     options |= {"k": _k(chosen), "score": score}
     router = _Router(
         logits=logits,
@@ -112,28 +111,31 @@ def _is_float_scores(scores: Node) -> bool:
 
 
 def _choice(scores: Node) -> list[Node]:
-    """What follows of the scores, in order, up to the ids of the last topk."""
-    reached, found = {scores}, []
+    """What follows of the scores, in order, up to the ids that are chosen."""
+    reached, found = {scores}, list[Node]()
     node = scores
     while (node := node.next).op != "output":
         if reached.isdisjoint(node.all_input_nodes):
-            continue
-        if _name(node) == "gather" or (_name(node) != "getitem" and _ends(found)):
+            continue  # of something else, the other half of the step perhaps
+        if _is_behind(node, found):
             break
         reached.add(node)
         found.append(node)
-    # The values of a topk by all experts are its weights.
-    return [node for node in found if not (_name(node) == "getitem" and _is_values(node, found))]
+    if _is_plain(found):  # whose values are the weights
+        return [node for node in found if _name(node) != "getitem" or node.args[1] == 1]
+    return found
 
 
-def _ends(found: Sequence[Node]) -> bool:
-    """Whether the ids of a topk of all experts were found, whose values are the weights."""
-    names = list(map(_name, found))
-    return names[:1] == ["topk"] and "getitem" in names
+def _is_behind(node: Node, found: Sequence[Node]) -> bool:
+    """Whether a node reads what was chosen."""
+    if not {"topk", "getitem"} <= set(map(_name, found)):
+        return False
+    return _name(node) == "gather" or (_is_plain(found) and _name(node) != "getitem")
 
 
-def _is_values(node: Node, found: Sequence[Node]) -> bool:
-    return _ends(found) and node.args[1] == 0
+def _is_plain(found: Sequence[Node]) -> bool:
+    """Whether the first thing done with the scores is the choice."""
+    return bool(found) and _name(found[0]) == "topk"
 
 
 def _bias(first: Node, scores: Node) -> Node | None:
@@ -202,7 +204,8 @@ def _is_served(router: _Router) -> bool:
         for node in router.inner
         if node not in (router.ids, router.weights)
     )
-    logits, bias = value_of(router.logits), router.bias and value_of(router.bias)
+    logits = value_of(router.logits)
+    bias = None if router.bias is None else value_of(router.bias)
     if is_open or not isinstance(logits.shape[-1], int):
         return False
     if bias is not None and (bias.dtype != torch.float32 or bias.shape != logits.shape[-1:]):

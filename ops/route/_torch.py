@@ -40,4 +40,5 @@ def _within_best_groups(choice: Tensor, num_groups: int, num_best: int) -> Tenso
     sums = groups.sort(dim=-1, descending=True, stable=True).values[..., :2].sum(-1)
     best = sums.sort(dim=-1, descending=True, stable=True).indices[..., :num_best]
     is_best = torch.zeros_like(sums, dtype=torch.bool).scatter(-1, best, True)
-    return groups.masked_fill(~is_best[..., None], -math.inf).flatten(-2)
+    within: Tensor = groups.masked_fill(~is_best[..., None], -math.inf).flatten(-2)
+    return within

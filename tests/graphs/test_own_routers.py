@@ -119,6 +119,24 @@ getitem_9 = getitem(route_default, 1)""",
     )
 
 
+def _by_two(x: Tensor, y: Tensor) -> list[Tensor]:
+    """As halves of a step are interleaved."""
+    scores, others = x.softmax(-1), y.softmax(-1)
+    chosen, also = scores.topk(4), others.topk(4)
+    best, ids = chosen[0], also[1]
+    total = best.sum(-1, keepdim=True)
+    return [chosen[1], ids, also[0] / also[0].sum(-1, keepdim=True), best / total]
+
+
+@pytest.mark.usefixtures("native_on_a_cpu")
+def test_two_at_once() -> None:
+    x, y = torch.randn(2, 9, 40)
+    outputs, graph, _ = run(_by_two, x, y, passes=(OWN,))
+    assert graph.count("route.default(") == 2
+    for found, expected in zip(outputs, _by_two(x, y), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
 def _uses_scores_too(x: Tensor) -> tuple[Tensor, Tensor]:
     scores = x.softmax(-1)
     best, ids = scores.topk(4)
