@@ -23,7 +23,7 @@ def _drawn(
         return NOT_FINITE
     if temperature == 0:
         return int(token)
-    divisor = torch.tensor([temperature], dtype=torch.float64)
+    divisor = torch.tensor([temperature], dtype=torch.float64, device=row.device)
     exact = weights_of(row, best, divisor)
     weights, counts = exact.tolist(), as_counts(exact).tolist()
     order = sorted(range(len(weights)), key=lambda i: -weights[i])

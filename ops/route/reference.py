@@ -30,5 +30,5 @@ def route(
         chosen = sorted(eligible, key=lambda e: -choice[e])[:k]
         own = scores[chosen]
         weights.append(scale * (own / (own.sum() + epsilon) if renormalise else own))
-        ids.append(torch.tensor(chosen))
+        ids.append(torch.tensor(chosen, dtype=torch.int64, device=logits.device))
     return torch.stack(weights), torch.stack(ids)
