@@ -18,8 +18,8 @@ The life of a step, and where each part of it stands:
       |    compile              StepBackend takes the graph through
       |      instantiate          copies of those layers for all others
       |      passes               merge_linears, two halves interleaved (schedule, marks), mixers
-      |                           on a second stream (side_stream), routers' topk (own_top_k);
-      |                           values stay up to date
+      |                           on a second stream (side_stream), routers and other choices of
+      |                           the largest (own_routers, own_top_k); values stay up to date
       |      regions              cut into regions, of which each distinct one is compiled by
       |                           Inductor (compile_region, keep_order), and none may copy a pool
       |                           (clone_check)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from operator import index as index_of
 from typing import Any, SupportsIndex
@@ -9,21 +10,31 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
+from torch_hybrid.host import int_tensor, joined
+
 
 def token_lists(tokens: Any) -> Sequence[Sequence[int]]:
-    """The new tokens of each sequence as ints: of lists, tuples, 1-D or 2-D integer tensors.
+    """The new tokens of each sequence, packed: of lists, tuples, 1-D or 2-D integer tensors.
 
     Raises:
         TypeError: they are no lists, or hold something else.
     """
     rows = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-    rows = [row.tolist() if isinstance(row, Tensor) else row for row in rows]
-    for row in rows:
-        if not isinstance(row, list | tuple):
-            raise TypeError(f"tokens must be a list of token ids for each sequence, got {row!r}")
-    if {type(token) for row in rows for token in row} <= {int}:
-        return rows
-    return [[_token(token) for token in row] for row in rows]
+    return [_packed(row.tolist() if isinstance(row, Tensor) else row) for row in rows]
+
+
+def _packed(row: Any) -> Sequence[int]:
+    """An array, which takes a third of the time of a look at each token."""
+    if not isinstance(row, list | tuple):
+        raise TypeError(f"tokens must be a list of token ids for each sequence, got {row!r}")
+    try:
+        packed = array("q", row)
+    except (TypeError, OverflowError):  # no ints, or too large: a check of the range says which
+        return [_token(token) for token in row]
+    low = (int_tensor(packed, torch.int64) <= 1).nonzero().flatten().tolist()
+    if any(isinstance(row[place], bool) for place in low):  # which an array takes for 0 and 1
+        return [_token(token) for token in row]
+    return packed
 
 
 def _token(token: object) -> int:
@@ -67,7 +78,7 @@ def check_extend(
             f"at most max_tokens = {max_tokens} new tokens fit one step, got "
             f"{sum(lengths)}: extend in chunks"
         )
-    lowest, highest = min(map(min, tokens)), max(map(max, tokens))
+    lowest, highest = _extremes(tokens)
     if lowest < 0 or highest >= vocab_size:
         bad = lowest if lowest < 0 else highest
         raise ValueError(f"token ids must be within 0 and {vocab_size - 1}, got {bad}")
@@ -79,3 +90,11 @@ def check_extend(
                 f"positions must be int64 of shape {list(shape)}, "
                 f"got {positions.dtype} of shape {list(positions.shape)}"
             )
+
+
+def _extremes(tokens: Sequence[Sequence[int]]) -> tuple[int, int]:
+    try:
+        lowest, highest = torch.aminmax(joined(tokens))
+    except OverflowError:
+        return min(map(min, tokens)), max(map(max, tokens))
+    return int(lowest), int(highest)

@@ -131,20 +131,17 @@ class LastTokens:
         Raises:
             ValueError: nothing was sampled for such a sequence by the step before.
         """
-        fed: list[Sequence[int]] = []
-        for seq, slot, new in zip(seqs, slots, tokens, strict=True):
-            if new is None and seq.id not in self._known:
+        known = self._known
+        for seq, new in zip(seqs, tokens, strict=True):
+            if new is None and seq.id not in known:
                 raise ValueError(f"{seq} has no sampled token: its last step drew none")
-            fed.append([-slot] if new is None else new)
-        return fed
+        return [[-slot] if new is None else new for slot, new in zip(slots, tokens, strict=True)]
 
     def note(self, seqs: Sequence[HeldSequence], draws: Sequence[Draw | None]) -> None:
         """A step of these sequences was started."""
-        for seq, draw in zip(seqs, draws, strict=True):
-            if draw is None:
-                self._known.discard(seq.id)
-            else:
-                self._known.add(seq.id)
+        pairs = list(zip(seqs, draws, strict=True))
+        self._known.difference_update([seq.id for seq, draw in pairs if draw is None])
+        self._known.update([seq.id for seq, draw in pairs if draw is not None])
 
     def forget(self, seqs: Iterable[HeldSequence]) -> None:
         """These sequences were freed, or went on with tokens of the host."""

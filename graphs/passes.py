@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from torch_hybrid.graphs.marks import half_of
 from torch_hybrid.graphs.merge_linears import merge_linears
+from torch_hybrid.graphs.own_routers import own_routers
 from torch_hybrid.graphs.own_top_k import own_top_k
 from torch_hybrid.graphs.schedule import interleave_halves
 from torch_hybrid.graphs.side_stream import mixers_on_side_stream
@@ -36,6 +37,7 @@ DEFAULT_PASSES: tuple[Pass, ...] = (
     Pass("merge_linears", merge_linears),
     Pass("mixers_on_side_stream", mixers_on_side_stream),
     Pass("interleave_halves", interleave_halves),
+    Pass("own_routers", own_routers),
     Pass("own_top_k", own_top_k),
 )
 

@@ -77,7 +77,9 @@ class StepPlanner:
         num_seqs, num_tokens = self._bucket_of(parts, mode)
         rows = None
         if mode.tokens_per_seq is None or len(parts) == 2:
-            rows = rows_in_halves(self._wanted(batch, mode, logits), cut, num_tokens)
+            rows = self._wanted(batch, mode, logits)
+            if len(parts) == 2:
+                rows = rows_in_halves(rows, cut, num_tokens)
         forms = {
             kind: self._padded(kind, mode, form)
             for kind, form in forms_of(self._backends, parts, mode).items()

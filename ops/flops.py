@@ -118,6 +118,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "recurrent_ssd": ssd,
     "chunk_ssd": ssd,
     "state_copy": nothing,
+    "draw_tokens": nothing,
+    "route": nothing,
     "top_k": nothing,
 }
 

@@ -8,6 +8,7 @@ from torch_hybrid.models.load import FAMILIES, NOT_SERVED, table_of
 from torch_hybrid.models.ring_2_5.config import ARCHITECTURE as RING_2_5
 from torch_hybrid.ops.capability import Implementation
 from torch_hybrid.ops.causal_conv1d import op as causal_conv1d
+from torch_hybrid.ops.draw_tokens import op as draw_tokens
 from torch_hybrid.ops.fused_experts import op as fused_experts
 from torch_hybrid.ops.gated_delta_rule import op as gated_delta_rule
 from torch_hybrid.ops.kimi_delta_attention import op as kimi_delta_attention
@@ -16,6 +17,7 @@ from torch_hybrid.ops.linear import op as linear
 from torch_hybrid.ops.merge_states import op as merge_states
 from torch_hybrid.ops.paged_attention import op as paged_attention
 from torch_hybrid.ops.ragged_attention import op as ragged_attention
+from torch_hybrid.ops.route import op as route
 from torch_hybrid.ops.ssd import op as ssd
 from torch_hybrid.ops.state_copy import op as state_copy
 from torch_hybrid.ops.top_k import op as top_k
@@ -50,7 +52,9 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "linear": linear.IMPLEMENTATIONS,
         "fused_experts": fused_experts.IMPLEMENTATIONS,
         "state_copy": state_copy.IMPLEMENTATIONS,
+        "route": route.IMPLEMENTATIONS,
         "top_k": top_k.IMPLEMENTATIONS,
+        "draw_tokens": draw_tokens.IMPLEMENTATIONS,
     },
 }
 NAMES = {

@@ -10,13 +10,13 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
-from itertools import accumulate, chain
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.host import int_tensor
+from torch_hybrid.host import int_tensor, joined
 from torch_hybrid.pytrees import register_value
 
 
@@ -89,6 +89,8 @@ def pad_to(batch: Batch, *, num_seqs: int, num_tokens: int) -> Batch:
 
     def padded(name: str, tensor: Tensor) -> Tensor:
         axis, value = AXES[name]
+        if not (more_tokens if axis is Axis.TOKEN else more_seqs):
+            return tensor
         match axis:
             case Axis.TOKEN:
                 return torch.nn.functional.pad(tensor, (0, more_tokens), value=value)
@@ -170,22 +172,25 @@ def make_batch(
     cu_seqlens = int_tensor(accumulate(query_lens, initial=0), torch.int32)
     prefix = int_tensor(prefix_lens, torch.int32)
     num_tokens = sum(query_lens)
+    # Of each sequence's row in the flat page table.
+    first_entry = torch.arange(len(tokens), dtype=torch.int64, device="cpu") * page_table.shape[1]
     if num_tokens == len(tokens):  # a decode step: token i belongs to sequence i
-        row_of_token = torch.arange(num_tokens, dtype=torch.int64, device="cpu")
         position = prefix
     else:
         row_of_token = _row_of_token(query_lens)
         offset = torch.arange(num_tokens, dtype=torch.int32, device="cpu")
-        position = offset + (prefix - cu_seqlens[:-1])[row_of_token]
-    page = page_table[row_of_token, position // page_size]
+        position = offset + (prefix - cu_seqlens[:-1]).index_select(0, row_of_token)
+        first_entry = first_entry.index_select(0, row_of_token)
+    place = position // page_size
+    page = page_table.reshape(-1).index_select(0, first_entry + place)
     if positions is None:
         positions = position.long()
         if num_position_axes > 1:
             positions = positions.expand(num_position_axes, -1)
     return Batch(
-        tokens=int_tensor(chain.from_iterable(tokens), torch.int64),
+        tokens=joined(tokens),
         positions=positions,
-        slot_mapping=page * page_size + position % page_size,
+        slot_mapping=(page - place) * page_size + position,
         cu_seqlens=cu_seqlens,
         seq_lens=prefix + int_tensor(query_lens, torch.int32),
         page_table=page_table,

@@ -9,6 +9,7 @@ import mmap
 import platform
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -50,10 +51,27 @@ def trim() -> None:
 
 def int_tensor(values: Iterable[int], dtype: torch.dtype) -> Tensor:
     """As ``torch.tensor`` for int32 and int64, in a third of its time: it looks for their type."""
-    packed = array("i" if dtype is torch.int32 else "q", values)
+    kind = "i" if dtype is torch.int32 else "q"
+    packed = (
+        values if isinstance(values, array) and values.typecode == kind else array(kind, values)
+    )
     if not packed:
         return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(packed, dtype=dtype)
+
+
+def joined(rows: Sequence[Sequence[int]]) -> Tensor:
+    """The rows of ints one after another, [T] int64; arrays of type "q" are copied as they are.
+
+    Raises:
+        OverflowError: one has more than 64 bits.
+    """
+    if sum(map(len, rows)) < 4 * len(rows):  # one by one: to add an array takes longer
+        return int_tensor(chain.from_iterable(rows), torch.int64)
+    packed = array("q")
+    for row in rows:
+        packed.extend(row)
+    return int_tensor(packed, torch.int64)
 
 
 _HUGE_PAGE = 2 << 20  # bytes; on x86-64, and on Arm with pages of 4 KiB

@@ -68,6 +68,10 @@ class Request(Job):
     failure: str | None = None  # what it raised in this step
     output: Output | None = None
     inbox: deque[TokenEvent] | None = None  # of the iterator that waits for this request
+    greedy: Draw = field(init=False)  # how each token is drawn where none needs a number
+
+    def __post_init__(self) -> None:
+        self.greedy = Draw(self.sampling)
 
     @property
     def tokens(self) -> list[int]:
@@ -83,8 +87,10 @@ class Request(Job):
     @property
     def needs_host(self) -> bool:
         """Whether its next token cannot be drawn before the host has seen what precedes it."""
-        wants_logits = self.sampling.logprobs is not None or self.needs_prompt_logits
-        return wants_logits or self.rules is not None
+        sampling = self.sampling
+        if self.rules is not None or sampling.logprobs is not None:
+            return True
+        return sampling.prompt_logprobs is not None and self.needs_prompt_logits
 
     def missing(self, count: int) -> list[int] | None:
         """The next ``count`` tokens to run; None for one that a step under way samples."""
@@ -94,8 +100,9 @@ class Request(Job):
 
     def next_draw(self) -> Draw:
         """How the token after those in flight is drawn."""
-        number = 0.0 if self.numbers is None else self.numbers[self._num_sampled]
-        return Draw(self.sampling, number)
+        if self.numbers is None:
+            return self.greedy
+        return Draw(self.sampling, self.numbers[self._num_sampled])
 
     def expect(self) -> None:
         """A step that samples a token was started. After the last one nothing is missing."""

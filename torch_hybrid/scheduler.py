@@ -170,7 +170,8 @@ class Scheduler(Generic[JobT]):
 
     def _growth(self, job: Job, chunk: int) -> int:
         """Further pages that so many more tokens take."""
-        return self._num_pages(job.num_held + chunk) - self._num_pages(job.num_held)
+        size, held = self.page_size, job.num_held
+        return held // -size - (held + chunk) // -size
 
     def _room(self, job: Job, free_pages: int) -> int:
         """Tokens that fit into a job's own pages and the free ones."""

@@ -54,7 +54,7 @@ GROUPS = (
     ("convolution", ("conv",)),
     ("attention", ("attend", "attention", "_long_kernel", "_write_kernel", "_store_kernel",
                    "_merge_kernel", "fmha", "flash", "cudnn")),
-    ("top-k and sort", ("top_k", "topk", "sort", "radix")),
+    ("routers and sort", ("_route_kernel", "top_k", "topk", "sort", "radix")),
     ("products", ("_linear_kernel", "gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk")),
     ("copies", ("memcpy", "memset")),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What works on tokens one by one: convolution, a router's choice, experts, linear layers."""
+"""What works on tokens one by one: convolution, routers, experts, linear layers, the draw."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from torch import Tensor
 from benchmarks.gpu.case import Case, Inputs, Turns, installed, offsets, own, randn
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
 from torch_hybrid.ops.causal_conv1d.op import IMPLEMENTATIONS as CONV_IMPLEMENTATIONS
+from torch_hybrid.ops.draw_tokens import draw_tokens
+from torch_hybrid.ops.draw_tokens.op import IMPLEMENTATIONS as DRAW_IMPLEMENTATIONS
 from torch_hybrid.ops.fused_experts import fused_experts
 from torch_hybrid.ops.fused_experts.op import IMPLEMENTATIONS as EXPERTS_IMPLEMENTATIONS
 from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.linear.op import IMPLEMENTATIONS as LINEAR_IMPLEMENTATIONS
+from torch_hybrid.ops.route import route
+from torch_hybrid.ops.route.op import IMPLEMENTATIONS as ROUTE_IMPLEMENTATIONS
 from torch_hybrid.ops.top_k import top_k
 from torch_hybrid.ops.top_k.op import IMPLEMENTATIONS as TOP_K_IMPLEMENTATIONS
 
@@ -113,6 +117,53 @@ def call_router(inputs: Router, impl: str) -> Tensor:
 def _torch_top_k(inputs: Sequence[Router]) -> Turns:
     calls = [partial(torch.topk, each.x, each.k) for each in inputs]
     return Turns(calls=calls, output=lambda result: result[0])
+
+
+def call_route(inputs: Router, impl: str) -> Tensor:
+    """From logits to the weights of the chosen."""
+    return route(inputs.x, None, inputs.k, score="softmax", impl=impl)[0]
+
+
+# Temperature, number, top-k, top-p and min-p, by what a request asks for.
+_ASKED = {
+    "greedy": (0.0, 0.0, 0.0, 1.0, 0.0),
+    "all tokens": (1.0, 0.3, 0.0, 1.0, 0.0),
+    "top-k 20, top-p 0.95": (0.8, 0.3, 20.0, 0.95, 0.0),
+    "top-p 0.95": (0.8, 0.3, 0.0, 0.95, 0.0),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn(Inputs):
+    """Logits of which some tokens stand out, and how one is drawn of each row."""
+
+    logits: Tensor  # [N, vocab]
+    settings: Tensor  # [5, N]
+
+    @classmethod
+    def make(cls, asked: str, vocab: int, num_rows: int) -> Drawn:
+        logits = 2 * randn(num_rows, vocab)
+        logits += 12 * (logits > 6.8)
+        settings = torch.tensor(_ASKED[asked], dtype=torch.float64)[:, None]
+        return cls(logits=logits, settings=settings.repeat(1, num_rows))
+
+    @property
+    def num_bytes(self) -> float:
+        return self.logits.nbytes
+
+
+def call_draw(inputs: Drawn, asked: str, impl: str) -> Tensor:
+    """One call of this package's op; ids as floats, which hold them."""
+    temperature, _, top_k, top_p, _ = _ASKED[asked]
+    tokens = draw_tokens(
+        inputs.logits,
+        inputs.settings,
+        draws=temperature > 0,
+        num_ranked=64 if top_k else 0,
+        has_wide_top_p=top_p < 1 and not top_k,
+        impl=impl,
+    )
+    return tokens.float()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +280,26 @@ def cases() -> Iterator[Case]:
             own=own(TOP_K_IMPLEMENTATIONS, call_router),
             others={"torch": _torch_top_k},
         )
+    for num_tokens in (1, 8, 32, 128, 8192):
+        yield Case(
+            op="router",
+            model="10 of 512",
+            shape=f"{num_tokens} tokens",
+            make=partial(Router.make, 512, 10, num_tokens),
+            reference=partial(call_route, impl="torch"),
+            own=own(ROUTE_IMPLEMENTATIONS, call_route),
+        )
+    for asked in _ASKED:
+        for num_rows in (1, 32, 128):
+            call = partial(call_draw, asked=asked)
+            yield Case(
+                op="draw",
+                model=f"{asked} of 151936",
+                shape=f"{num_rows} rows",
+                make=partial(Drawn.make, asked, 151_936, num_rows),
+                reference=partial(call, impl="torch"),
+                own=own(DRAW_IMPLEMENTATIONS, call),
+            )
     for name, sizes, counts in (
         ("Qwen3-Next", (512, 10, 2048, 512), (1, 8, 64, 512, 4096, 8192)),
         ("Qwen3-30B-A3B", (128, 8, 2048, 768), (1, 8, 64, 512, 4096)),

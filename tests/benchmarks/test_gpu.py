@@ -140,6 +140,11 @@ OTHER_INPUTS = {
     "expanded": (partial(latents.Expanded.make, 2, 2, 5), latents.call_expanded),
     "convolution": (partial(token_ops.Convolution.make, 8, 2, 3), token_ops.call_conv),
     "router": (partial(token_ops.Router.make, 8, 2, 3), token_ops.call_router),
+    "whole router": (partial(token_ops.Router.make, 8, 2, 3), token_ops.call_route),
+    "draw": (
+        partial(token_ops.Drawn.make, "top-p 0.95", 300, 3),
+        partial(token_ops.call_draw, asked="top-p 0.95"),
+    ),
     "experts": (partial(token_ops.Experts.make, 8, 2, 16, 16, 3), token_ops.call_experts),
     "linear": (partial(token_ops.Linear.make, 3, 16, 8), token_ops.call_linear),
 }
@@ -153,7 +158,8 @@ def test_inputs_fit_their_op(name: str) -> None:
     make, reference = INPUTS[name]
     inputs = make().another()
     assert inputs.num_bytes > 0
-    assert (inputs.flops > 0) == (name.split()[-1] not in ("recurrent", "convolution", "router"))
+    without = ("recurrent", "convolution", "router", "draw")
+    assert (inputs.flops > 0) == (name.split()[-1] not in without)
     out = reference(inputs)
     assert out.isfinite().all()
     assert out.any()

@@ -64,6 +64,19 @@ def test_the_next_step_starts_before_the_tokens_of_the_last_are_read():
     assert (engine.has_unfinished, runner.live) == (False, [])
 
 
+def test_chunks_of_a_prompt_and_what_follows_them_start_ahead_too():
+    """Each step is launched while the one before it is under way, the first decode step as well."""
+    runner = FakeRunner()  # of 32 tokens a step
+    engine = ahead(runner)
+    prompt = list(range(40)) + list(range(40))
+    request = engine.submit(prompt, Sampling(max_new_tokens=3))
+    for num_launches in (2, 3, 4, 5, 5):
+        engine.step()
+        assert runner.num_extends == num_launches
+        assert len(under_way(runner)) == (request.output is None)
+    assert request.output.tokens == alone(prompt, Sampling(max_new_tokens=3))
+
+
 def test_a_step_beyond_a_stop_is_dropped_and_its_sequence_freed_after_it():
     runner = FakeRunner()
     tokens = alone([5, 6], Sampling(max_new_tokens=8))

@@ -186,7 +186,13 @@ def small_module() -> GraphModule:
 
 def test_switched_off_by_name():
     names = [graph_pass.name for graph_pass in DEFAULT_PASSES]
-    assert names == ["merge_linears", "mixers_on_side_stream", "interleave_halves", "own_top_k"]
+    assert names == [
+        "merge_linears",
+        "mixers_on_side_stream",
+        "interleave_halves",
+        "own_routers",
+        "own_top_k",
+    ]
     assert [p.name for p in without(DEFAULT_PASSES, names[:2])] == names[2:]
     assert without(DEFAULT_PASSES, names) == ()
     with pytest.raises(ValueError, match=r"^no pass is named \['two'\]; there are \['merge_"):

@@ -37,6 +37,7 @@ from tests.ops.ragged_attention import cases as ragged
 from tests.ops.ssd import cases as ssd
 from torch_hybrid.ops import (
     causal_conv1d,
+    draw_tokens,
     fused_experts,
     gated_delta_rule,
     kimi_delta_attention,
@@ -44,6 +45,7 @@ from torch_hybrid.ops import (
     linear,
     paged_attention,
     ragged_attention,
+    route,
     top_k,
 )
 from torch_hybrid.ops import ssd as ssd_ops
@@ -129,6 +131,13 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         args = linears.make_inputs(layers, dtype=dtype)
         yield f"linear of {num_rows} rows", partial(run, linear.linear, args, {})
     yield "top_k", partial(run, top_k.top_k, (torch.randn(5, 37).to(dtype), 3), {})
+    logits = torch.randn(5, 37).to(dtype)
+    yield "route", partial(run, route.route, (logits, None, 3), {"score": "softmax"})
+    logits = torch.randn(3, 2500).to(dtype)
+    settings = torch.tensor([[1, 0.3, 0, 0.9, 0], [1, 0.5, 5, 0.5, 0], [0, 0, 0, 1, 0]]).double()
+    options = {"draws": True, "num_ranked": 64, "has_wide_top_p": True}
+    op = draw_tokens.draw_tokens
+    yield op.__name__, partial(run, op, (logits, settings.t().contiguous()), options)
 
 
 def around_flashinfer() -> Iterator[tuple[str, Call]]:

@@ -17,7 +17,7 @@ class Allocator:
         self.capacity = capacity
         self._unit, self._limit = unit, limit
         self._free = list(range(capacity, 0, -1))
-        self._taken = [False] * (capacity + 1)
+        self._taken: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -35,9 +35,11 @@ class Allocator:
                 f"asked for {count} {self._unit}(s), {len(self._free)} of {self.capacity} are "
                 f"free: free sequences or raise {self._limit}"
             )
-        taken = [self._free.pop() for _ in range(count)]
-        for i in taken:
-            self._taken[i] = True
+        if not count:
+            return []
+        taken = self._free[: -count - 1 : -1]
+        del self._free[-count:]
+        self._taken.update(taken)
         return taken
 
     def give_back(self, ids: Sequence[int]) -> None:
@@ -46,11 +48,11 @@ class Allocator:
         Raises:
             ValueError: an id is null, unknown, repeated, or was given back already.
         """
-        for i in ids:
-            if not 0 < i <= self.capacity or not self._taken[i]:
-                raise ValueError(f"{self._unit} {i} is not in use and cannot be given back")
-        if len(set(ids)) != len(ids):
+        given = set(ids)
+        if not given <= self._taken:
+            wrong = next(i for i in ids if i not in self._taken)
+            raise ValueError(f"{self._unit} {wrong} is not in use and cannot be given back")
+        if len(given) != len(ids):
             raise ValueError(f"{self._unit}s given back twice in one call: {list(ids)}")
-        for i in ids:
-            self._taken[i] = False
+        self._taken -= given
         self._free.extend(ids)

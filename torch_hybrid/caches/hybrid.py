@@ -128,20 +128,19 @@ class HybridCache:
 
     def check(self, seqs: Many[Sequence]) -> None:
         """Raise ValueError unless every handle is live, ours, and given once."""
-        for seq in seqs:
-            if seq.owner is not self._owner:
-                raise ValueError(f"{seq} belongs to another runner")
-            if seq.id not in self._held:
-                raise ValueError(f"{seq} was freed")
-        if len(set(seqs)) != len(seqs):
+        owner, held = self._owner, self._held
+        for seq in [seq for seq in seqs if seq.owner is not owner or seq.id not in held]:
+            what = "was freed" if seq.owner is owner else "belongs to another runner"
+            raise ValueError(f"{seq} {what}")
+        if len({seq.id for seq in seqs}) != len(seqs):
             raise ValueError("a sequence is given twice in one call")
 
     def check_usable(self, seqs: Many[Sequence]) -> None:
         """As ``check``, and no sequence was broken by a step that did not finish."""
         self.check(seqs)
-        for seq in seqs:
-            if self._held[seq.id].is_broken:
-                raise ValueError(f"{seq} was in a step that did not finish: free it")
+        held = self._held
+        for seq in [seq for seq in seqs if held[seq.id].is_broken]:
+            raise ValueError(f"{seq} was in a step that did not finish: free it")
 
     def length(self, seq: Sequence) -> int:
         """How many tokens ``seq`` holds."""
@@ -178,7 +177,13 @@ class HybridCache:
             CapacityError: fewer pages are free.
         """
         owners = [self._held[seq.id] for seq in seqs]
-        needed = [self._pages_short(held, n) for held, n in zip(owners, num_new, strict=True)]
+        size = self.page_size
+        needed = [
+            0 if held.length + n <= len(held.pages) * size else self._pages_short(held, n)
+            for held, n in zip(owners, num_new, strict=True)
+        ]
+        if not any(needed):
+            return
         taken = self.pages.take(sum(needed))
         try:
             ends = list(accumulate(needed, initial=0))
@@ -243,8 +248,8 @@ class HybridCache:
     def _page_rows(self, owners: Many[_Held], width: Callable[[int], int]) -> Tensor:
         """[N, width(most pages that one owns)] int32."""
         used = max(len(held.pages) for held in owners)
-        rows = int_tensor((held.row for held in owners), torch.int64)
-        return self._page_table[:, : width(used)][rows]
+        rows = int_tensor([held.row for held in owners], torch.int64)
+        return self._page_table[:, : width(used)].index_select(0, rows)
 
     def pool_tensors(self) -> list[Tensor]:
         """Every pool tensor, kind by kind."""

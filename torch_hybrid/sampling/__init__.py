@@ -1,9 +1,10 @@
 """From logits to tokens: what a request asks for, its rules on the logits, the draw of a batch."""
 
-from torch_hybrid.sampling.draw import NOT_FINITE, Draw, candidates, sample
+from torch_hybrid.ops.draw_tokens.counts import NOT_FINITE
+from torch_hybrid.sampling.draw import Draw, candidates
 from torch_hybrid.sampling.logprobs import TokenLogprob, logprobs_of
 from torch_hybrid.sampling.numbers import Numbers
-from torch_hybrid.sampling.on_device import DrawKind, draw_tokens, no_settings, settings_of
+from torch_hybrid.sampling.on_device import DrawKind, draw_tokens, no_settings, sample, settings_of
 from torch_hybrid.sampling.parameters import GREEDY, LogitsProcessor, Sampling
 from torch_hybrid.sampling.rules import LogitsRules
 

@@ -1,4 +1,4 @@
-"""The draw of a token for each row of a batch.
+"""The draw of a token for each row of a batch on the host.
 
 The filters keep what transformers' logits processors keep, in their order: temperature, top-k,
 top-p, min-p. Tokens that tie with the last one kept are kept too. A request has a number of its own
@@ -15,10 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_hybrid.sampling.counts import as_counts, draw_from, nucleus_mass
+from torch_hybrid.ops.draw_tokens.counts import (
+    NOT_FINITE,
+    as_counts,
+    draw_from,
+    nucleus_mass,
+    weights_of,
+)
 from torch_hybrid.sampling.parameters import Sampling
-
-NOT_FINITE = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +33,8 @@ class Draw:
     number: float = 0.0
 
 
-def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Choose a token for each row.
+def sample_on_host(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """Choose a token for each row: of a few candidates, or of more where those do not suffice.
 
     Args:
         logits: [N, vocab], any float dtype; not changed.
@@ -104,11 +108,6 @@ def candidates(logits: Tensor, samplings: Sequence[Sampling]) -> tuple[Tensor, T
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
     """[N, 1] float64."""
     return torch.tensor(values, dtype=torch.float64, device=like.device).unsqueeze(-1)
-
-
-def weights_of(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
-    """exp(logits / temperature) in single precision, with the best token at 1."""
-    return (logits.float() - best.float()).div_(temperature).exp_()
 
 
 def _totals(

@@ -10,7 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+NOT_FINITE = -1  # in the place of a token, of a row with NaN or infinity among its logits
 _ONE = 2.0**40  # of the likeliest token; four million of them still fit into 63 bits
+
+
+def weights_of(logits: Tensor, best: Tensor, temperature: Tensor) -> Tensor:
+    """exp(logits / temperature) in single precision, with the best token at 1."""
+    return (logits.float() - best.float()).div_(temperature).exp_()
 
 
 def as_counts(weights: Tensor) -> Tensor:

@@ -1,0 +1,117 @@
+"""Implementation "torch": with nothing read on the host and shapes that no value changes.
+
+top-k    the weight of the k-th likeliest token, by one topk for all rows
+top-p    the weight at which the nucleus ends: among the k likeliest where there is a top-k;
+         otherwise by two histograms of the weights' bits, as it may have any number of tokens
+min-p    is a weight
+draw     from all tokens of at least the largest of those weights
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.draw_tokens.counts import (
+    NOT_FINITE,
+    as_counts,
+    draw_from,
+    nucleus_mass,
+    weights_of,
+)
+
+# Weights are floats within 0 and 1: as integers they are in order, and have 30 bits.
+_HALF_BITS = 15
+_LOW_BITS = (1 << _HALF_BITS) - 1
+
+
+def draw_tokens(
+    logits: Tensor, settings: Tensor, *, draws: bool, num_ranked: int, has_wide_top_p: bool
+) -> Tensor:
+    """Launcher of ``torch_hybrid::draw_tokens``."""
+    likeliest, tokens = logits.max(dim=-1)  # NaN wins every comparison, so it surfaces here
+    if draws:
+        drawn = _drawn(
+            logits, likeliest.unsqueeze(-1), settings.unsqueeze(-1), num_ranked, has_wide_top_p
+        )
+        tokens = torch.where(settings[0] > 0, drawn, tokens)
+    return torch.where(likeliest.abs() < math.inf, tokens, NOT_FINITE)
+
+
+def _drawn(
+    logits: Tensor, likeliest: Tensor, settings: Tensor, num_ranked: int, has_wide_top_p: bool
+) -> Tensor:
+    temperature, number, top_k, top_p, min_p = settings.unbind()  # [N, 1] each
+    weights = weights_of(logits, likeliest, temperature.where(temperature > 0, 1.0))
+    ranked = kth = weights[:, :0]
+    if num_ranked:
+        ranked, kth = _ranked(weights, logits, top_k, num_ranked)
+        weights.masked_fill_(weights < kth, 0)
+    counts = as_counts(weights)
+    least = min_p
+    if num_ranked or has_wide_top_p:
+        wanted = nucleus_mass(counts.sum(dim=-1, keepdim=True), top_p)
+        end = torch.zeros_like(top_p)
+        if has_wide_top_p:
+            end = _nucleus_end(weights, counts, wanted)
+        if num_ranked:
+            end = torch.where(top_k > 0, _nucleus_end_of_ranked(ranked, kth, wanted), end)
+        least = torch.maximum(least, end.where(top_p < 1, 0.0))
+    counts.masked_fill_(weights < least, 0)
+    return draw_from(counts, number)
+
+
+def _ranked(
+    weights: Tensor, logits: Tensor, top_k: Tensor, num_ranked: int
+) -> tuple[Tensor, Tensor]:
+    """Weights of the likeliest tokens, descending, and [N, 1] that of the k-th; 0 where all tokens
+    are kept."""
+    _, ids = logits.topk(min(num_ranked, logits.shape[-1]))
+    ranked = weights.gather(-1, ids)
+    place = (top_k.long() - 1).clamp(min=0, max=ranked.shape[-1] - 1)
+    return ranked, ranked.gather(-1, place).where(top_k > 0, 0.0)
+
+
+def _nucleus_end_of_ranked(ranked: Tensor, kth: Tensor, wanted: Tensor) -> Tensor:
+    """As ``_nucleus_end``, of rows with a top-k.
+
+    However many tokens tie with the k-th likeliest, those above it are ranked: the nucleus ends
+    among them or at the k-th itself.
+    """
+    reached = as_counts(ranked.masked_fill(ranked <= kth, 0)).cumsum(dim=-1)
+    num_before = (reached < wanted).sum(dim=-1, keepdim=True)
+    last = ranked.shape[-1] - 1
+    return torch.where(num_before > last, kth, ranked.gather(-1, num_before.clamp(max=last)))
+
+
+def _nucleus_end(weights: Tensor, counts: Tensor, wanted: Tensor) -> Tensor:
+    """[N, 1] the largest weight such that all of at least it count ``wanted`` together.
+
+    The upper half of its bits is found among the counts by upper halves, then the lower one among
+    those that have this upper half.
+    """
+    bits = weights.nan_to_num(0.0).view(torch.int32).long()  # NaN: of rows that are not finite
+    spread = torch.arange(bits.shape[-1], dtype=torch.int64, device=bits.device) & _LOW_BITS
+    # What counts nothing may stand anywhere: all in one place, they would wait for each other.
+    upper = torch.where(counts > 0, bits >> _HALF_BITS, spread)
+    high, above = _crossing(upper, counts, wanted)
+    inside = counts.masked_fill(upper != high, 0)
+    low, _ = _crossing(bits & _LOW_BITS, inside, wanted - above)
+    return (high << _HALF_BITS | low).int().view(torch.float32)
+
+
+def _crossing(places: Tensor, counts: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The last of the places from which on to the end there is ``wanted``, and what is behind it.
+
+    Args:
+        places: [N, M] of each count.
+        counts: [N, M].
+        wanted: [N, 1], at most the sum.
+    """
+    histogram = counts.new_zeros(counts.shape[0], 1 << _HALF_BITS).scatter_add_(1, places, counts)
+    from_here = histogram.flip(1).cumsum(1).flip(1)
+    # Rows that are not finite count anything, and must not read beyond.
+    place = ((from_here >= wanted).sum(dim=1, keepdim=True) - 1).clamp_(min=0)
+    return place, (from_here - histogram).gather(1, place)

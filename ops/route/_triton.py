@@ -1,0 +1,180 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Implementation "triton": a warp takes a token, and finds its best expert k times."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TILE = 256  # scores that a warp takes at least: several tokens where experts are few
+
+
+def route(
+    logits: Tensor,
+    bias: Tensor | None,
+    k: int,
+    *,
+    score: str,
+    num_groups: int,
+    num_best_groups: int,
+    renormalise: bool,
+    epsilon: float,
+    scale: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Launcher of ``torch_hybrid::route``."""
+    num_tokens, num_experts = logits.shape
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    weights = logits.new_empty((num_tokens, k), dtype=dtype)
+    ids = logits.new_empty((num_tokens, k), dtype=torch.int64)
+    if not num_tokens:
+        return weights, ids
+    group = triton.next_power_of_2(num_experts // num_groups)
+    block = group * triton.next_power_of_2(num_groups)
+    num_rows = max(1, _TILE // block)
+    _route_kernel[(triton.cdiv(num_tokens, num_rows),)](
+        logits,
+        bias,
+        weights,
+        ids,
+        num_tokens,
+        logits.stride(0),
+        epsilon,
+        scale,
+        E=num_experts,
+        K=k,
+        G=num_groups,
+        BEST_G=num_best_groups,
+        SIGMOID=score == "sigmoid",
+        HAS_BIAS=bias is not None,
+        RENORMALISE=renormalise,
+        ROWS=num_rows,
+        BLOCK_G=block // group,
+        BLOCK_E=group,
+        BLOCK_K=triton.next_power_of_2(k),
+        num_warps=1,
+    )
+    return weights, ids
+
+
+@triton.jit(do_not_specialize=["num_tokens", "stride", "epsilon", "scale"])
+def _route_kernel(
+    logits: tl.tensor,
+    bias: tl.tensor,
+    weights: tl.tensor,
+    ids: tl.tensor,
+    num_tokens: tl.tensor,
+    stride: tl.tensor,
+    epsilon: tl.tensor,
+    scale: tl.tensor,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    BEST_G: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """One program: ROWS tokens.
+
+    A score and its expert are one integer of 64 bits, whose order is that of the scores, and of
+    experts the other way round: its maximum is both, and unlike any other.
+    """
+    LOWEST: tl.constexpr = -(2**63)
+    SIZE: tl.constexpr = E // G
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    mask_row = row < num_tokens
+    place = tl.arange(0, BLOCK_G * BLOCK_E)[
+        None, :
+    ]  # groups lie apart where they are no power of 2
+    expert = (place // BLOCK_E) * SIZE + place % BLOCK_E
+    is_expert = (place % BLOCK_E < SIZE) & (place // BLOCK_E < G)
+    mask = mask_row[:, None] & is_expert
+    b_x = tl.load(logits + row[:, None] * stride + expert, mask=mask, other=-float("inf"))
+    b_score = _scores(b_x.to(tl.float32), SIGMOID)
+    b_choice = b_score
+    if HAS_BIAS:
+        b_choice += tl.load(bias + expert, mask=is_expert, other=0.0)
+    b_left = _keys(b_choice, place)
+    b_left = tl.where(mask, b_left, LOWEST)
+    if BEST_G < G:
+        b_left = _within_best_groups(b_left, G, BEST_G, ROWS, BLOCK_G, BLOCK_E)
+    column = tl.arange(0, BLOCK_K)[None, :]
+    b_weight = tl.zeros((ROWS, BLOCK_K), tl.float32)
+    b_id = tl.zeros((ROWS, BLOCK_K), tl.int32)
+    for i in tl.static_range(K):
+        best = tl.max(b_left, 1)[:, None]
+        is_best = b_left == best
+        b_left = tl.where(is_best, LOWEST, b_left)
+        if HAS_BIAS:
+            value = tl.sum(tl.where(is_best, b_score, 0.0), 1)[:, None]
+        else:
+            value = _choice_of(best)
+        at = 0x7FFFFFFF - (best & 0xFFFFFFFF).to(tl.int32)
+        b_weight = tl.where(column == i, value, b_weight)
+        b_id = tl.where(column == i, (at // BLOCK_E) * SIZE + at % BLOCK_E, b_id)
+    if RENORMALISE:
+        b_weight = b_weight / (tl.sum(b_weight, 1)[:, None] + epsilon)
+    b_weight *= scale
+    to = row[:, None] * K + column
+    keep = mask_row[:, None] & (column < K)
+    tl.store(weights + to, b_weight.to(weights.dtype.element_ty), mask=keep)
+    tl.store(ids + to, b_id.to(tl.int64), mask=keep)
+
+
+@triton.jit
+def _scores(b_x: tl.tensor, SIGMOID: tl.constexpr) -> tl.tensor:
+    """[ROWS, experts] of logits, minus infinity where there is no expert."""
+    if SIGMOID:
+        return 1.0 / (1.0 + tl.exp(-b_x))
+    b_e = tl.exp(b_x - tl.max(b_x, 1)[:, None])
+    return b_e / tl.sum(b_e, 1)[:, None]
+
+
+@triton.jit
+def _keys(b_choice: tl.tensor, place: tl.tensor) -> tl.tensor:
+    """Integers in the order of floats, NaN above all numbers, and of places among equal ones."""
+    b_choice += 0.0  # -0 is 0
+    bits = b_choice.to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    order = tl.where(b_choice != b_choice, 0x7FFFFFFF, order)
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
+
+
+@triton.jit
+def _choice_of(key: tl.tensor) -> tl.tensor:
+    """The float in such an integer."""
+    order = (key >> 32).to(tl.int32)
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _within_best_groups(
+    b_key: tl.tensor,
+    G: tl.constexpr,
+    BEST_G: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+) -> tl.tensor:
+    """The keys of experts in the groups whose two best have the largest sums; others are lowest."""
+    LOWEST: tl.constexpr = -(2**63)
+    groups = tl.reshape(b_key, (ROWS, BLOCK_G, BLOCK_E))
+    first = tl.max(groups, 2)
+    second = tl.max(tl.where(groups == first[:, :, None], LOWEST, groups), 2)
+    index = tl.arange(0, BLOCK_G)[None, :]
+    b_left = _keys(_choice_of(first) + _choice_of(second), index)
+    b_left = tl.where(index < G, b_left, LOWEST)
+    is_best = tl.zeros((ROWS, BLOCK_G), tl.int1)
+    for _ in tl.static_range(BEST_G):
+        best = tl.max(b_left, 1)[:, None] == b_left
+        is_best = is_best | best
+        b_left = tl.where(best, LOWEST, b_left)
+    groups = tl.where(is_best[:, :, None], groups, LOWEST)
+    return tl.reshape(groups, (ROWS, BLOCK_G * BLOCK_E))
