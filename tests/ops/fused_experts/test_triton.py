@@ -39,6 +39,15 @@ WIDE = {
     "blocks_of_64": Case(num_tokens=200, num_experts=8, routing="some_none"),
     "blocks_of_128": Case(num_tokens=700, num_experts=8, top_k=3, dim=320, width=136),
     "one_for_700": Case(num_tokens=700, num_experts=8, routing="one", activation="relu2"),
+    # Enough pairs, and sizes, for the kernels of Hopper: blocks of one to three groups, tiles that
+    # reach past the last column, one expert with several blocks and others without any.
+    "many_pairs": Case(
+        num_tokens=900, num_experts=8, top_k=3, dim=320, width=192, routing="some_none"
+    ),
+    "many_pairs_of_one": Case(num_tokens=700, dim=192, width=64, routing="one"),
+    "many_pairs_no_gate": Case(
+        num_tokens=500, dim=192, width=320, routing="some_none", activation="relu2"
+    ),
     "real": Case(num_tokens=5, num_experts=64, top_k=8, dim=2048, width=512),
 }
 
@@ -117,7 +126,7 @@ def test_compiles_without_spills() -> None:
     ]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
     for row in rows:
-        multiplies = row.kernel.startswith(("gate_up", "down"))
+        multiplies = row.kernel.startswith(("gate_up", "down", "hopper"))
         assert (row.products != "-") == (multiplies and "float32" not in row.kernel), row
 
 
