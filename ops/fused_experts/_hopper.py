@@ -14,7 +14,7 @@ from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-_LEAST_PAIRS = 16  # of an expert on average: with fewer, half a group would be idle
+_LEAST_PAIRS = 16  # of an expert on average: with fewer, the other kernels take the same
 _TRITONS = ((3, 6), (3, 7))  # in whose Gluon, which is experimental, the kernels are written
 
 

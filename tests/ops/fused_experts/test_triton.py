@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -90,14 +91,16 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_captured_graph_serves_other_choices(dtype: torch.dtype) -> None:
-    captured = on_device(make_inputs(CASES["one_expert_for_all"], dtype=dtype))
+@pytest.mark.parametrize("name", ["one_expert_for_all", "many_pairs_of_one"])
+def test_a_captured_graph_serves_other_choices(name: str, dtype: torch.dtype) -> None:
+    case = {**CASES, **WIDE}[name]
+    captured = on_device(make_inputs(case, dtype=dtype))
     call(captured, "silu")  # compiles the kernels, which cannot be done while capturing
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call(captured, "silu")
     for seed, routing in enumerate(("spread", "none", "some_none"), 1):
-        other = make_inputs(Case(num_tokens=70, routing=routing), dtype=dtype, seed=seed)
+        other = make_inputs(replace(case, routing=routing), dtype=dtype, seed=seed)
         for static, tensor in zip(captured, other, strict=True):
             static.copy_(tensor)
         graph.replay()
