@@ -175,23 +175,28 @@ class Experts(Inputs):
     scores: Tensor  # [T, k]
     gate_up: Tensor  # [E, 2 W, D]
     down: Tensor  # [E, D, W]
+    liked: Tensor  # [E], how much more than by chance each is chosen
 
     @classmethod
-    def make(cls, num_experts: int, k: int, dim: int, width: int, num_tokens: int) -> Experts:
+    def make(
+        cls, num_experts: int, k: int, dim: int, width: int, num_tokens: int, *, skew: float = 0.0
+    ) -> Experts:
         inputs = cls(
             x=randn(num_tokens, dim),
             ids=torch.zeros(num_tokens, k, dtype=torch.int64),
             scores=randn(num_tokens, k),
             gate_up=randn(num_experts, 2 * width, dim) * dim**-0.5,
             down=randn(num_experts, dim, width) * width**-0.5,
+            liked=skew * torch.rand(num_experts),
         )
         return inputs.another()
 
     def another(self) -> Experts:
         """Other experts are chosen."""
-        num_experts = self.gate_up.shape[0]
-        chosen = self.x.new_empty(self.x.shape[0], num_experts).uniform_().topk(self.ids.shape[1])
-        return replace(self, x=self.x.clone(), ids=chosen.indices, scores=chosen.values)
+        chance = torch.rand(self.x.shape[0], self.liked.shape[0], device=self.liked.device)
+        chosen = (chance + self.liked).topk(self.ids.shape[1])
+        scores = chosen.values.to(self.scores.dtype)
+        return replace(self, x=self.x.clone(), ids=chosen.indices, scores=scores)
 
     @property
     def num_bytes(self) -> float:
@@ -301,8 +306,9 @@ def cases() -> Iterator[Case]:
                 own=own(DRAW_IMPLEMENTATIONS, call),
             )
     for name, sizes, counts in (
-        ("Qwen3-Next", (512, 10, 2048, 512), (1, 8, 64, 512, 4096, 8192)),
-        ("Qwen3-30B-A3B", (128, 8, 2048, 768), (1, 8, 64, 512, 4096)),
+        ("Qwen3-Next", (512, 10, 2048, 512), (1, 8, 64, 512, 1024, 2048, 4096, 8192)),
+        ("Qwen3-30B-A3B", (128, 8, 2048, 768), (1, 8, 64, 512, 4096, 8192)),
+        ("Kimi-Linear", (256, 8, 2304, 1024), (4096,)),
     ):
         for num_tokens in counts:
             yield Case(
@@ -314,6 +320,15 @@ def cases() -> Iterator[Case]:
                 own=own(EXPERTS_IMPLEMENTATIONS, call_experts),
                 others={"torch grouped": _grouped_mm},
             )
+    yield Case(
+        op="experts",
+        model="Qwen3-Next 10 of 512, some liked",
+        shape="8192 tokens",
+        make=partial(Experts.make, 512, 10, 2048, 512, 8192, skew=0.6),
+        reference=partial(call_experts, impl="torch"),
+        own=own(EXPERTS_IMPLEMENTATIONS, call_experts),
+        others={"torch grouped": _grouped_mm},
+    )
     for num_tokens in (1, 32, 8192):
         yield Case(
             op="linear",

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.fused_experts._hopper import hopper_products, suits
 from torch_hybrid.ops.fused_experts._triton_activation import activate
 from torch_hybrid.ops.fused_experts._triton_few import few_tokens
 from torch_hybrid.ops.fused_experts._triton_group import group_pairs, num_blocks, rows_of_block
@@ -79,12 +80,43 @@ def _many_tokens(
 ) -> None:
     """Fill ``out``: pairs grouped by expert, two products for each, and their weighted sums."""
     num_tokens, top_k = expert_ids.shape
-    num_experts, dim, width = down.shape
+    num_experts, dim, _ = down.shape
     num_pairs = num_tokens * top_k
-    has_gate = activation == "silu"
     order, starts = group_pairs(expert_ids, num_experts)
-    hidden = x.new_empty(num_pairs, width)
     results = x.new_empty(num_pairs, dim)
+    products = hopper_products if suits(x, gate_up, down, num_pairs) else _products
+    products(x, order, starts, gate_up, down, results, top_k=top_k, activation=activation)
+    block = min(1024, triton.next_power_of_2(dim))
+    _combine_kernel[(num_tokens, triton.cdiv(dim, block))](
+        results,
+        expert_ids,
+        expert_weights,
+        out,
+        TOP_K=top_k,
+        E=num_experts,
+        D=dim,
+        BLOCK=block,
+        num_warps=4,
+        enable_fp_fusion=True,
+    )
+
+
+def _products(
+    x: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    results: Tensor,
+    *,
+    top_k: int,
+    activation: str,
+) -> None:
+    """Fill ``results`` [P, D] with what the experts give for each pair, unweighted."""
+    num_experts, dim, width = down.shape
+    num_pairs = results.shape[0]
+    has_gate = activation == "silu"
+    hidden = x.new_empty(num_pairs, width)
     tile = Tile.of(num_pairs, num_experts, x)
     blocks = num_blocks(num_pairs, num_experts, tile.block_m)
     block_n = tile.block_n // (1 + has_gate)
@@ -123,19 +155,6 @@ def _many_tokens(
         BLOCK_K=tile.block_k,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
-        enable_fp_fusion=True,
-    )
-    block = min(1024, triton.next_power_of_2(dim))
-    _combine_kernel[(num_tokens, triton.cdiv(dim, block))](
-        results,
-        expert_ids,
-        expert_weights,
-        out,
-        TOP_K=top_k,
-        E=num_experts,
-        D=dim,
-        BLOCK=block,
-        num_warps=4,
         enable_fp_fusion=True,
     )
 

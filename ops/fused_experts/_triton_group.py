@@ -34,8 +34,8 @@ def group_pairs(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     sizes = {"E": num_experts, "BLOCK_E": max(16, triton.next_power_of_2(num_experts)), "C": chunk}
     if num_chunks > 1:
         _count_kernel[(num_chunks,)](expert_ids, counts, num_pairs, **sizes, num_warps=4)
-        _add_up_kernel[(triton.cdiv(num_experts, 16),)](
-            counts, num_chunks, E=num_experts, BLOCK_E=16, BLOCK=64, num_warps=4
+        _add_up_kernel[(triton.cdiv(num_experts, 4),)](
+            counts, num_chunks, E=num_experts, BLOCK_E=4, BLOCK=256, num_warps=4
         )
     _place_kernel[(num_chunks,)](
         expert_ids,
@@ -49,6 +49,18 @@ def group_pairs(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
         num_warps=8,
     )
     return order, starts
+
+
+def cut_blocks(starts: Tensor, num_pairs: int, block: int) -> Tensor:
+    """[B, 4] int32 for the most blocks of ``block`` rows that there may be: each one's expert, E
+    behind the last, its first row in the order and how many it has; the fourth is 0."""
+    num_experts = starts.shape[0] - 1
+    blocks = starts.new_empty(num_blocks(num_pairs, num_experts, block), 4)
+    size = triton.next_power_of_2(num_experts)
+    _cut_kernel[(blocks.shape[0],)](
+        starts, blocks, E=num_experts, BLOCK_E=size, M=block, num_warps=4
+    )
+    return blocks
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -125,6 +137,23 @@ def _place_kernel(
     is_before = (chosen[None, :] == chosen[:, None]) & (nth[None, :] < nth[:, None])
     place = tl.gather(first, tl.minimum(chosen, E - 1), 0) + tl.sum(is_before.to(tl.int32), 1)
     tl.store(order + place, pair, mask=chosen < E)
+
+
+@triton.jit
+def _cut_kernel(
+    starts: tl.tensor,
+    blocks: tl.tensor,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    M: tl.constexpr,
+) -> None:
+    """One program: one block of M rows."""
+    block = tl.program_id(0)
+    expert, begin, end = rows_of_block(starts, block, E, BLOCK_E, M)
+    tl.store(blocks + 4 * block, expert)
+    tl.store(blocks + 4 * block + 1, begin)
+    tl.store(blocks + 4 * block + 2, tl.minimum(end - begin, M))
+    tl.store(blocks + 4 * block + 3, 0)
 
 
 @triton.jit

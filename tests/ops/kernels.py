@@ -1,4 +1,7 @@
-"""Which Triton kernels there are, read from the sources, and which of them a call launches."""
+"""Which Triton kernels there are, read from the sources, and which of them a call launches.
+
+Those in Gluon, Triton's own lower language, are for Hopper alone, and are not interpreted.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,18 @@ OPS = Path(ops.__path__[0])
 Kernel = tuple[str, str]  # its folder, and its name: "attend" of _attend_kernel
 
 
-def all_kernels() -> set[Kernel]:
-    """Every Triton kernel of the package that is launched by itself."""
+def all_kernels(languages: tuple[str, ...] = ("triton", "gluon")) -> set[Kernel]:
+    """Every kernel of the package that is launched by itself."""
     return {
         (file.parent.name, short_name(node.name))
         for file in OPS.glob("*/*.py")
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef)
         and node.name.endswith("_kernel")
-        and any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+        and any(
+            ast.unparse(decorator).startswith(tuple(f"{each}.jit" for each in languages))
+            for decorator in node.decorator_list
+        )
     }
 
 

@@ -182,11 +182,13 @@ def _gpu(target: str) -> Any:
 def _source(launch: Launch) -> tuple[Any, dict[str, Any]]:
     """What is compiled, and the options of the launch."""
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     kernel, kwargs = launch.kernel, launch.kwargs
     options = {name: kwargs[name] for name in kwargs if name not in kernel.arg_names}
     signature, constexprs, attrs = _specialise(kernel, launch.args, kwargs)
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
     return source, options
 
 
@@ -222,7 +224,12 @@ def _specialise_value(
     attrs: dict[Any, Any],
 ) -> str:
     """The type of an argument; ``path`` says where it stands."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
     specialised = not parameter.do_not_specialize
+    if isinstance(value, TensorDescriptor):
+        dtype = _DTYPES[value.base.dtype].removeprefix("*")
+        return f"tensordesc<{dtype}{list(value.block_shape)},{value.layout!r}>"
     if isinstance(value, torch.Tensor):
         attrs[path] = [["tt.divisibility", 16]]
         return _DTYPES[value.dtype]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from tests.ops.triton_compile import (
     launches_on,
     needs_cross_compiler,
 )
-from tests.ops.triton_interpreter import Interpreter, needs_triton
+from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.fused_experts import fused_experts
 from torch_hybrid.ops.fused_experts.reference import fused_experts_reference
@@ -29,7 +32,8 @@ from torch_hybrid.ops.fused_experts.reference import fused_experts_reference
 CONTRACT = """
     triton and (
         (exact or bfloat16) and (odd_sizes or some_choices or one_expert or no_tokens)
-        or does_not_see or int32 or twice or not_read or empty_choices or opcheck and no_gate
+        or blocks_are or does_not_see or int32 or twice or not_read or empty_choices
+        or opcheck and no_gate
     )
 """
 # More experts than a launch has blocks, several blocks of an expert, and blocks of many rows.
@@ -39,8 +43,34 @@ WIDE = {
     "blocks_of_64": Case(num_tokens=200, num_experts=8, routing="some_none"),
     "blocks_of_128": Case(num_tokens=700, num_experts=8, top_k=3, dim=320, width=136),
     "one_for_700": Case(num_tokens=700, num_experts=8, routing="one", activation="relu2"),
+    # Enough pairs, and sizes, for the kernels of Hopper: blocks of one to three groups, tiles that
+    # reach past the last column, one expert with several blocks and others without any.
+    "many_pairs": Case(
+        num_tokens=900, num_experts=8, top_k=3, dim=320, width=192, routing="some_none"
+    ),
+    "many_pairs_of_one": Case(num_tokens=700, dim=192, width=64, routing="one"),
+    "many_pairs_no_gate": Case(
+        num_tokens=500, dim=192, width=320, routing="some_none", activation="relu2"
+    ),
     "real": Case(num_tokens=5, num_experts=64, top_k=8, dim=2048, width=512),
 }
+
+
+@needs_interpreter
+@pytest.mark.parametrize("block", [16, 64])
+def test_blocks_are_those_of_each_expert_in_a_row(block: int) -> None:
+    from torch_hybrid.ops.fused_experts._triton_group import cut_blocks, group_pairs
+
+    num_experts, ids = 7, make_inputs(Case(num_tokens=90, num_experts=7, routing="some_none"))[1]
+    order, starts = group_pairs(ids, num_experts)
+    blocks = cut_blocks(starts, ids.numel(), block).tolist()
+    pairs = [(ids.flatten() == expert).nonzero().flatten() for expert in range(num_experts)]
+    expected = [(expert, part) for expert, own in enumerate(pairs) for part in own.split(block)]
+    for (expert, begin, count, zero), (own, part) in zip(blocks, expected, strict=False):
+        assert (expert, zero) == (own, 0)
+        assert order[begin : begin + count].tolist() == part.tolist()
+    assert len(blocks) >= len(expected)
+    assert all(block[0] == num_experts for block in blocks[len(expected) :])
 
 
 @needs_triton
@@ -61,14 +91,16 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_captured_graph_serves_other_choices(dtype: torch.dtype) -> None:
-    captured = on_device(make_inputs(CASES["one_expert_for_all"], dtype=dtype))
+@pytest.mark.parametrize("name", ["one_expert_for_all", "many_pairs_of_one"])
+def test_a_captured_graph_serves_other_choices(name: str, dtype: torch.dtype) -> None:
+    case = {**CASES, **WIDE}[name]
+    captured = on_device(make_inputs(case, dtype=dtype))
     call(captured, "silu")  # compiles the kernels, which cannot be done while capturing
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = call(captured, "silu")
     for seed, routing in enumerate(("spread", "none", "some_none"), 1):
-        other = make_inputs(Case(num_tokens=70, routing=routing), dtype=dtype, seed=seed)
+        other = make_inputs(replace(case, routing=routing), dtype=dtype, seed=seed)
         for static, tensor in zip(captured, other, strict=True):
             static.copy_(tensor)
         graph.replay()
@@ -101,10 +133,51 @@ SHAPES = {
     "Qwen3-Next 8": (8, 512, 10, 2048, 512, "silu", torch.bfloat16),
     "Qwen3-Next 512": (512, 512, 10, 2048, 512, "silu", torch.bfloat16),
     "Qwen3-Next 4096": (4096, 512, 10, 2048, 512, "silu", torch.bfloat16),
+    "odd 4096": (4096, 128, 8, 2048, 760, "silu", torch.bfloat16),
     "Qwen3-Next 1 float32": (1, 512, 10, 2048, 512, "silu", torch.float32),
     "Nemotron-H 4096": (4096, 128, 6, 2688, 1856, "relu2", torch.bfloat16),
     "Qwen3-Next 64 float32": (64, 512, 10, 2048, 512, "silu", torch.float32),
 }
+
+
+@needs_triton
+def test_what_hopper_kernels_take() -> None:
+    """All else goes to the other kernels: it would be read or written beside what is meant."""
+    from torch_hybrid.ops.fused_experts import _hopper
+
+    def suits(num_pairs: int = 1000, dim: int = 192, width: int = 64, **changes: Any) -> bool:
+        like = {"device": "meta", "dtype": torch.bfloat16} | changes
+        x = torch.empty(100, dim + 16, **like)[:, :dim]
+        gate_up, down = torch.empty(8, 2 * width, dim, **like), torch.empty(8, dim, width, **like)
+        return _hopper.suits(x, gate_up, down, num_pairs)
+
+    assert not suits()
+    with mock.patch.object(_hopper, "is_hopper", return_value=True):
+        assert suits()
+        assert suits(dtype=torch.float16)
+        refused = (
+            suits(num_pairs=128),
+            suits(dim=200),
+            suits(width=72),
+            suits(dtype=torch.float32),
+        )
+        with mock.patch.object(_hopper.triton, "__version__", "3.9.0"):
+            assert not suits()
+    assert not any(refused)
+
+
+@needs_triton
+def test_rows_of_weights_are_permuted_as_threads_hold_columns() -> None:
+    """What a thread's 8 columns of a product come from lies side by side in memory."""
+    from torch_hybrid.ops.fused_experts import _hopper, _hopper_kernels
+
+    weights = torch.arange(2 * 64 * 64).view(2, 64, 64).to(torch.bfloat16)
+    described = _hopper._weights(weights, _hopper_kernels)
+    rows = torch.arange(2 * 64 * 64).as_strided(described.shape, described.strides)[..., 0] // 64
+    # Thread q of a row holds columns 8 i + 2 q + b of a product: these rows in shared memory.
+    held = rows.reshape(4, 4, 4, 2).permute(0, 2, 1, 3)  # n, q, i, b
+    assert torch.equal(held.flatten(), torch.arange(128))
+    assert described.block_shape == [_hopper_kernels.HALF // 32, 4, 4, 2, _hopper_kernels.DEPTH]
 
 
 @needs_cross_compiler
@@ -117,7 +190,7 @@ def test_compiles_without_spills() -> None:
     ]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
     for row in rows:
-        multiplies = row.kernel.startswith(("gate_up", "down"))
+        multiplies = row.kernel.startswith(("gate_up", "down", "hopper"))
         assert (row.products != "-") == (multiplies and "float32" not in row.kernel), row
 
 

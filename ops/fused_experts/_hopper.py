@@ -1,0 +1,97 @@
+"""The products of many pairs on Hopper, by kernels in Gluon."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import triton
+from torch import Tensor
+
+from torch_hybrid.ops.fused_experts._triton_group import cut_blocks
+from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
+
+if TYPE_CHECKING:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+_LEAST_PAIRS = 16  # of an expert on average: with fewer, the other kernels take the same
+_TRITONS = ((3, 6), (3, 7))  # in whose Gluon, which is experimental, the kernels are written
+
+
+def suits(x: Tensor, gate_up: Tensor, down: Tensor, num_pairs: int) -> bool:
+    """Whether :func:`hopper_products` takes these; by what a captured graph keeps."""
+    num_experts, dim, width = down.shape
+    return (
+        x.itemsize == 2
+        and num_pairs > _LEAST_PAIRS * num_experts
+        and is_hopper(x.device)
+        and tuple(map(int, triton.__version__.split(".")[:2])) in _TRITONS
+        # Stages of 64 columns, copies of 16 bytes, places in x of 32 bits.
+        and dim % 64 == 0
+        and width % 64 == 0
+        and x.stride(0) % 16 == 0
+        and all(tensor.data_ptr() % 16 == 0 for tensor in (x, gate_up, down))
+        and x.shape[0] * x.stride(0) < 2**31
+    )
+
+
+def hopper_products(
+    x: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    results: Tensor,
+    *,
+    top_k: int,
+    activation: str,
+) -> None:
+    """Fill ``results`` [P, D] with what the experts give for each pair, unweighted."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from torch_hybrid.ops.fused_experts import _hopper_kernels as kernels
+
+    num_experts, dim, width = down.shape
+    num_pairs = results.shape[0]
+    blocks = cut_blocks(starts, num_pairs, kernels.NUM_GROUPS * kernels.GROUP_ROWS)
+    hidden = x.new_empty(num_pairs, width)
+    sizes = {"E": num_experts, "D": dim, "I": width}
+    kernels._hopper_gate_up_kernel[(PROCESSORS,)](
+        x,
+        order,
+        blocks,
+        _weights(gate_up, kernels),
+        hidden,
+        blocks.shape[0],
+        x.stride(0),
+        ACTIVATION=activation,
+        TOP_K=top_k,
+        **sizes,
+        num_warps=4,
+    )
+    box = [kernels.GROUP_ROWS, kernels.DEPTH]
+    kernels._hopper_down_kernel[(PROCESSORS,)](
+        TensorDescriptor.from_tensor(hidden, box, kernels.rows_layout()),
+        order,
+        blocks,
+        _weights(down, kernels),
+        results,
+        blocks.shape[0],
+        **sizes,
+        num_warps=4,
+    )
+
+
+def _weights(weights: Tensor, kernels: ModuleType) -> TensorDescriptor:
+    """Of [E, R, C], half of a tile's rows and a stage's columns, in the order of the kernels."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    num_experts, num_rows, depth = weights.shape
+    # Row 32 n + 8 q + 2 i + b, as n, i, q, b.
+    return TensorDescriptor(
+        weights,
+        [num_experts * num_rows // 32, 4, 4, 2, depth],
+        [32 * depth, 2 * depth, 8 * depth, depth, 1],
+        [kernels.HALF // 32, 4, 4, 2, kernels.DEPTH],
+        kernels.weights_layout(),
+    )
