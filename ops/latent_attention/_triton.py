@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.latent_attention._triton_hopper import BLOCK_M, attend_on_hopper, serves
 from torch_hybrid.ops.latent_attention._triton_store import store_rows
 from torch_hybrid.ops.page_bounds import check_page_indices
 from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, is_hopper
@@ -138,6 +139,21 @@ def _attend(
     tiles: Tiles,
 ) -> None:
     """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row."""
+    if tiles.block_m == BLOCK_M and serves(q_latent, q_rope, pool):
+        attend_on_hopper(
+            q_latent,
+            q_rope,
+            pool,
+            cu_seqlens,
+            seq_lens,
+            page_table,
+            out,
+            lse,
+            scale=scale,
+            block_q=tiles.block_q,
+            num_splits=tiles.num_splits,
+        )
+        return
     num_tokens, num_heads, rank = q_latent.shape
     num_seqs = page_table.shape[0]
     grid = (

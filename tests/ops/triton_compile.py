@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from tests.ops.kernels import short_name
-from torch_hybrid.ops.triton.devices import interpreted, is_hopper
+from torch_hybrid.ops.triton.devices import gluon_missing, interpreted, is_hopper
 
 # Dynamic shared memory that one block may ask for, in bytes.
 SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
@@ -66,6 +66,8 @@ def launches_on(target: str) -> Iterator[dict[str, Launch]]:
     from triton.runtime.jit import JITFunction
 
     launches: dict[str, Launch] = {}
+    hopper = target == "sm_90"
+    answers = {"is_hopper": hopper, "runs_gluon": hopper and gluon_missing() is None}
 
     def keep(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         name = kernel.fn.__name__
@@ -75,10 +77,11 @@ def launches_on(target: str) -> Iterator[dict[str, Launch]]:
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             # Not where it is defined: what is imported in the body keeps what it finds there.
-            asks = name.startswith("torch_hybrid.ops.") and name != is_hopper.__module__
-            if asks and "is_hopper" in vars(module):
-                is_it = mock.patch.object(module, "is_hopper", return_value=target == "sm_90")
-                stack.enter_context(is_it)
+            if not name.startswith("torch_hybrid.ops.") or name == is_hopper.__module__:
+                continue
+            for asked in answers.keys() & vars(module).keys():
+                answer = mock.patch.object(module, asked, return_value=answers[asked])
+                stack.enter_context(answer)
         stack.enter_context(mock.patch.object(JITFunction, "run", keep))
         yield launches
 
@@ -181,12 +184,13 @@ def _gpu(target: str) -> Any:
 def _source(launch: Launch) -> tuple[Any, dict[str, Any]]:
     """What is compiled, and the options of the launch."""
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     kernel, kwargs = launch.kernel, launch.kwargs
     options = {name: kwargs[name] for name in kwargs if name not in kernel.arg_names}
     signature, constexprs, attrs = _specialise(kernel, launch.args, kwargs)
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
-    return source, options
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    return kind(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs), options
 
 
 def _specialise(
