@@ -58,16 +58,17 @@ class Launch:
 
 
 @contextmanager
-def launches_on(target: str) -> Iterator[dict[str, Launch]]:
+def launches_on(target: str, *, gluon: bool = True) -> Iterator[dict[str, Launch]]:
     """What launchers launch on a GPU of ``target``, by the kernel's name, instead of launching it.
 
+    Without ``gluon``, with a Triton whose Gluon is another.
     Modules must have been imported before: each asks for itself on what kind of GPU it is.
     """
     from triton.runtime.jit import JITFunction
 
     launches: dict[str, Launch] = {}
     hopper = target == "sm_90"
-    answers = {"is_hopper": hopper, "runs_gluon": hopper and gluon_missing() is None}
+    answers = {"is_hopper": hopper, "runs_gluon": hopper and gluon and gluon_missing() is None}
 
     def keep(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         name = kernel.fn.__name__

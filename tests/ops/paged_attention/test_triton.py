@@ -69,6 +69,19 @@ LONG = {
     ),
 }
 
+# Of the sizes of the form for Hopper, which is not interpreted: pages of any size, groups of three.
+HOPPER = {
+    "64": Case(
+        num_q_heads=6, num_kv_heads=2, head_dim=64, page_size=5, lengths=((90, 290), (150, 150))
+    ),
+    "128": Case(
+        num_q_heads=8, num_kv_heads=2, head_dim=128, lengths=((33, 289), (300, 300), (1, 40))
+    ),
+    "256": Case(
+        num_q_heads=16, num_kv_heads=2, head_dim=256, page_size=64, lengths=((70, 198), (0, 3))
+    ),
+}
+
 
 @needs_triton
 def test_in_the_interpreter(
@@ -97,10 +110,10 @@ def test_long_queries_in_interpreter(name: str, options: str, long_queries: None
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", LONG | HOPPER)
 def test_long_queries_on_a_gpu(name: str, dtype: torch.dtype, long_queries: None) -> None:
     for options in OPTIONS:
-        check("cuda", LONG[name], dtype, options)
+        check("cuda", (LONG | HOPPER)[name], dtype, options)
 
 
 @needs_cuda

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget
-from tests.ops.ragged_attention.cases import CASES, Inputs, make_inputs
+from tests.ops.ragged_attention.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
@@ -33,6 +33,19 @@ CONTRACT = """
     )
 """
 
+# Of the sizes of the form for Hopper, which is not interpreted: sequences of blocks, with more
+# queries than keys, with fewer, and with none.
+HOPPER = {
+    f"{head_dim}/{v_head_dim}": Case(
+        num_heads=6,
+        num_k_heads=2 if head_dim == v_head_dim else 6,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        lengths=((300, 300), (140, 413), (131, 65), (129, 0), (1, 200)),
+    )
+    for head_dim, v_head_dim in ((64, 64), (128, 128), (192, 128), (256, 256))
+}
+
 
 @needs_triton
 def test_in_the_interpreter(
@@ -43,9 +56,9 @@ def test_in_the_interpreter(
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", CASES | HOPPER)
 def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
-    inputs = make_inputs(CASES[name], dtype=dtype, padding=(3, 2, 2))
+    inputs = make_inputs((CASES | HOPPER)[name], dtype=dtype, padding=(3, 2, 2))
     for causal in (False, True):
         out, lse = call(on_device(inputs), causal)
         assert_as_exact(inputs, causal, out.cpu(), lse.cpu())
