@@ -207,6 +207,8 @@ def test_compiles_without_spills() -> None:
             for kernel, launch in record_launches(target, *shape).items():
                 if number == 0 or kernel not in once:
                     rows.append(resources_of(launch, target, label))
+    launches = record_launches("sm_90", *SHAPES["Qwen3-Next extend 2048"], gluon=False)
+    rows.append(resources_of(launches["_long_kernel"], "sm_90", "Qwen3-Next of other Gluon"))
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
     for row in rows:
         if not row.kernel.startswith(("write", "merge")):
@@ -223,6 +225,8 @@ def record_launches(
     head_dim: int,
     dtype: torch.dtype,
     options: str,
+    *,
+    gluon: bool = True,
 ) -> dict[str, Launch]:
     """What the launcher launches for q, k and v that are slices of one projection."""
     from torch_hybrid.ops.paged_attention import _triton
@@ -232,7 +236,7 @@ def record_launches(
     kv = torch.empty(2, 1024, 16, num_kv_heads, head_dim, dtype=dtype, device="meta")
     indices = torch.empty(max(num_tokens, num_seqs + 1), dtype=torch.int32, device="meta")
     table = torch.empty(num_seqs, 256, dtype=torch.int32, device="meta")
-    with launches_on(target) as launches:
+    with launches_on(target, gluon=gluon) as launches:
         _triton.paged_attention_with_lse(
             *qkv.split(heads, 1),
             kv,
