@@ -63,7 +63,7 @@ def attend_long(
     tiles: LongTiles,
 ) -> None:
     """Attend to what earlier steps left in ``kv`` and to ``k`` and ``v``; padding is left alone."""
-    hopper = None if window or softcap else HopperTiles.of(q, k, v)
+    hopper = None if window or softcap else HopperTiles.of(q, k, v, kv)
     if hopper is not None:
         pages = (kv, seq_lens, page_table)
         attend_rows(q, k, v, cu_seqlens, out, lse, scale=scale, tiles=hopper, pages=pages)

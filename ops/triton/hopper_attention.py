@@ -25,14 +25,12 @@ class HopperTiles:
     copy_registers: int
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> HopperTiles | None:
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, *pools: Tensor) -> HopperTiles | None:
         """As many keys as leave room for two tiles; None where this form does not serve."""
         dims = (q.shape[2], v.shape[2])
-        group = q.shape[1] // k.shape[1]
-        copied = all(map(rows_are_aligned, (q, k, v)))
-        if not (runs_gluon(q.device) and q.itemsize == 2 and dims in HEAD_DIMS and copied):
-            return None
-        if group > BLOCK_M:
+        serves = dims in HEAD_DIMS and q.itemsize == 2 and q.shape[1] <= BLOCK_M * k.shape[1]
+        aligned = all(map(rows_are_aligned, (q, k, v, *pools)))
+        if not (runs_gluon(q.device) and serves and aligned):
             return None
         block_kv = 64 if sum(dims) > 320 else 128
         return cls(block_kv=block_kv, num_stages=2, registers=224, copy_registers=56)

@@ -155,7 +155,7 @@ def attend(
 ) -> None:
     """M rows of the block, from FIRST_ROW on."""
     out, lse = outputs
-    first_token, end, first_head, ahead = block
+    first_token, _, _, ahead = block
     rows_begin, num_rows_tiles, num_whole, keys_end = tiles
     _, _, k_free, _, q_ready = bars
     _, _, b_v = bufs
@@ -206,16 +206,27 @@ def attend(
     b_o, b_p, peak, total = sums
     b_sum = _weighted(n - 1, b_p, b_o, bars, bufs, STAGES)
     total, b_lse = finish(peak, total)
-    token = first_token + row // GROUP
-    head = first_head + row % GROUP
-    mask = (row < BLOCK_Q * GROUP) & (token < end)
-    gl.store(lse + token.to(gl.int64) * H + head, b_lse, mask=mask)
+    row_out, mask = _rows_out(block, row, GROUP, H, BLOCK_Q)
+    gl.store(lse + row_out, b_lse, mask=mask)
     row = FIRST_ROW + gl.arange(0, M, gl.SliceLayout(1, L_O))
-    token = first_token + row // GROUP
-    head = first_head + row % GROUP
-    mask = (row < BLOCK_Q * GROUP) & (token < end)
-    p_out = out + ((token.to(gl.int64) * H + head) * V)[:, None]
+    row_out, mask = _rows_out(block, row, GROUP, H, BLOCK_Q)
+    p_out = out + (row_out * V)[:, None]
     p_out += gl.arange(0, V, gl.SliceLayout(0, L_O))[None, :]
     b_o = warpgroup_mma_wait(0, deps=[b_sum])
     b_o /= gl.convert_layout(total, gl.SliceLayout(1, L_O))[:, None]
     gl.store(p_out, b_o.to(out.dtype.element_ty), mask=mask[:, None])
+
+
+@gluon.jit
+def _rows_out(
+    block: gl.tuple,
+    row: gl.tensor,
+    GROUP: gl.constexpr,
+    H: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+) -> gl.tuple:
+    """Where results of rows go, of [T, H], and whether there are such."""
+    first_token, end, first_head, _ = block
+    token = first_token + row // GROUP
+    head = first_head + row % GROUP
+    return (token.to(gl.int64) * H + head, (row < BLOCK_Q * GROUP) & (token < end))
