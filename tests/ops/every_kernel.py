@@ -177,14 +177,14 @@ def forced(*, dry: bool) -> ExitStack:
 
     What is not launched may be of a Hopper.
     """
-    from torch_hybrid.ops.latent_attention import _triton, _triton_hopper
+    from torch_hybrid.ops.latent_attention import _triton_hopper, _triton_tiles
     from torch_hybrid.ops.paged_attention import _triton_long
     from torch_hybrid.ops.ssd import _triton_chunk
     from torch_hybrid.ops.triton import hopper_attention
 
     stack = ExitStack()
     if dry:
-        stack.enter_context(mock.patch.object(_triton, "is_hopper", return_value=True))
+        stack.enter_context(mock.patch.object(_triton_tiles, "is_hopper", return_value=True))
         for module in (hopper_attention, _triton_hopper):
             stack.enter_context(mock.patch.object(module, "runs_gluon", return_value=True))
     stack.enter_context(mock.patch.object(_triton_long, "PROCESSORS", 1))
