@@ -5,17 +5,15 @@ from __future__ import annotations
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-import triton
 from torch import Tensor
 
 from torch_hybrid.ops.fused_experts._triton_group import cut_blocks
-from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
+from torch_hybrid.ops.triton.devices import PROCESSORS, runs_gluon
 
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 _LEAST_PAIRS = 16  # of an expert on average: with fewer, the other kernels take the same
-_TRITONS = ((3, 6), (3, 7))  # in whose Gluon, which is experimental, the kernels are written
 
 
 def suits(x: Tensor, gate_up: Tensor, down: Tensor, num_pairs: int) -> bool:
@@ -24,8 +22,7 @@ def suits(x: Tensor, gate_up: Tensor, down: Tensor, num_pairs: int) -> bool:
     return (
         x.itemsize == 2
         and num_pairs > _LEAST_PAIRS * num_experts
-        and is_hopper(x.device)
-        and tuple(map(int, triton.__version__.split(".")[:2])) in _TRITONS
+        and runs_gluon(x.device)
         # Stages of 64 columns, copies of 16 bytes, places in x of 32 bits.
         and dim % 64 == 0
         and width % 64 == 0

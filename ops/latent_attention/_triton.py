@@ -4,80 +4,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.latent_attention._triton_hopper import BLOCK_M, attend_on_hopper, serves
 from torch_hybrid.ops.latent_attention._triton_store import store_rows
+from torch_hybrid.ops.latent_attention._triton_tiles import Tiles
 from torch_hybrid.ops.page_bounds import check_page_indices
-from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, is_hopper
+from torch_hybrid.ops.triton.devices import interpreted
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits
-
-_MAX_SPLITS = 64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles:
-    """How the work is cut. Decided by shapes alone, so that a captured graph serves any lengths.
-
-    ``block_m`` rows are ``block_q`` tokens times ``block_h`` heads. Latents are taken in parts of
-    ``block_part`` of ``block_rank`` elements: the narrower, the fewer rows a thread has to place.
-    """
-
-    block_q: int
-    block_h: int
-    block_kv: int
-    block_rank: int
-    block_part: int
-    block_rope: int
-    num_splits: int
-    num_warps: int
-
-    @property
-    def block_m(self) -> int:
-        return self.block_q * self.block_h
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        num_tokens: int,
-        num_seqs: int,
-        num_heads: int,
-        rank: int,
-        rope_dim: int,
-        like: Tensor,
-        max_keys: int,
-    ) -> Tiles:
-        """Tiles for sequences of at most ``max_keys`` keys, of the dtype and device of ``like``."""
-        # float32 products run outside the tensor cores, on operands held in registers.
-        tensor_cores, hopper = like.itemsize == 2, is_hopper(like.device)
-        most_rows = 16 if not tensor_cores else 64 if hopper else 32
-        block_h = min(triton.next_power_of_2(num_heads), most_rows)
-        tokens_per_seq = triton.next_power_of_2(triton.cdiv(num_tokens, num_seqs))
-        block_q = max(min(tokens_per_seq, most_rows // block_h), triton.cdiv(16, block_h))
-        # On Hopper two programs of up to 32 rows share a processor, and each has 64 latents of its
-        # own in shared memory: one computes while the other waits. 64 rows fill it with one.
-        shares = tensor_cores and hopper and block_q * block_h <= 32
-        block_kv = 16 if not tensor_cores else 64 if hopper else 32
-        busy_programs = max(num_seqs, num_tokens // block_q) * triton.cdiv(num_heads, block_h)
-        wanted_splits = min(_MAX_SPLITS, PROCESSORS * (1 + shares) // max(1, busy_programs))
-        num_splits = max(1, min(wanted_splits, triton.cdiv(max_keys, block_kv)))
-        block_rank = max(32, triton.next_power_of_2(rank))
-        return cls(
-            block_q=block_q,
-            block_h=block_h,
-            block_kv=block_kv,
-            block_rank=block_rank,
-            block_part=min(block_rank, 64 if shares else 128),
-            block_rope=max(16, triton.next_power_of_2(rope_dim)),
-            num_splits=1 << (num_splits.bit_length() - 1),
-            num_warps=4 if shares or (tensor_cores and block_q * block_h <= 16) else 8,
-        )
 
 
 def latent_attention_with_lse(
@@ -105,6 +46,7 @@ def latent_attention_with_lse(
     if num_seqs == 0:
         return out.zero_(), lse.fill_(-math.inf)
     store_rows(latent, k_rope, pool, slot_mapping, cu_seqlens)
+    for_hopper = serves(q_latent, q_rope, pool)
     tiles = Tiles.of(
         num_tokens=num_tokens,
         num_seqs=num_seqs,
@@ -113,14 +55,19 @@ def latent_attention_with_lse(
         rope_dim=q_rope.shape[2],
         like=pool,
         max_keys=max_pages * page_size,
+        for_hopper=for_hopper,
     )
     queries_and_keys = (q_latent, q_rope, pool, cu_seqlens, seq_lens, page_table)
+    attend: Callable[..., None] = partial(_attend, scale=scale, tiles=tiles)
+    if for_hopper and tiles.block_m == BLOCK_M:
+        cut = {"block_q": tiles.block_q, "num_splits": tiles.num_splits}
+        attend = partial(attend_on_hopper, scale=scale, **cut)
     if tiles.num_splits == 1:
-        _attend(*queries_and_keys, out, lse, scale, tiles)
+        attend(*queries_and_keys, out, lse)
         return out, lse
     partial_out = out.new_empty(tiles.num_splits, *out.shape, dtype=torch.float32)
     partial_lse = lse.new_empty(tiles.num_splits, *lse.shape)
-    _attend(*queries_and_keys, partial_out, partial_lse, scale, tiles)
+    attend(*queries_and_keys, partial_out, partial_lse)
     merge_splits(partial_out, partial_lse, cu_seqlens, out, lse)
     return out, lse
 
@@ -134,6 +81,7 @@ def _attend(
     page_table: Tensor,
     out: Tensor,
     lse: Tensor,
+    *,
     scale: float,
     tiles: Tiles,
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.triton.attention import attend_to_keys
 from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, is_hopper
+from torch_hybrid.ops.triton.hopper_attention import HopperTiles, attend_rows
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton.softmax import finish, log2_scale
 
@@ -62,6 +63,11 @@ def attend_long(
     tiles: LongTiles,
 ) -> None:
     """Attend to what earlier steps left in ``kv`` and to ``k`` and ``v``; padding is left alone."""
+    hopper = None if window or softcap else HopperTiles.of(q, k, v, kv)
+    if hopper is not None:
+        pages = (kv, seq_lens, page_table)
+        attend_rows(q, k, v, cu_seqlens, out, lse, scale=scale, tiles=hopper, pages=pages)
+        return
     num_tokens, num_q_heads, head_dim = q.shape
     _, _, page_size, num_kv_heads, _ = kv.shape
     num_seqs = page_table.shape[0]

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch_hybrid.ops.ragged_attention.bounds import check_offsets
 from torch_hybrid.ops.triton.attention import attend_to_keys
 from torch_hybrid.ops.triton.devices import interpreted, is_hopper
+from torch_hybrid.ops.triton.hopper_attention import BLOCK_M, HopperTiles, attend_rows
+from torch_hybrid.ops.triton.padding import set_padding
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton.softmax import finish, log2_scale
 
@@ -101,6 +103,22 @@ def ragged_attention_with_lse(
         v_head_dim=v_head_dim,
         like=q,
     )
+    hopper = HopperTiles.of(q, k, v) if tiles.block_m == BLOCK_M else None
+    if hopper is not None:
+        set_padding(out, lse, cu_seqlens_q)
+        attend_rows(
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            out,
+            lse,
+            scale=scale,
+            tiles=hopper,
+            causal=causal,
+            cu_seqlens_k=cu_seqlens_k,
+        )
+        return out, lse
     _attend_kernel[(num_blocks(num_tokens, num_seqs, tiles.block_q), num_k_heads)](
         q,
         k,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
+import re
+from functools import cache
 
 import torch
 
+# Tritons with the Gluon that kernels of Hopper are written in: it is experimental, and changes.
+_GLUON_VERSIONS = ((3, 6), (3, 7))
 PROCESSORS = 132  # of the GPUs that grids are made for, which have 108 to 148
 
 
@@ -31,3 +36,27 @@ def is_hopper(device: torch.device) -> bool:
     They leave registers that other GPUs need for operands.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
+def runs_gluon(device: torch.device) -> bool:
+    """Whether kernels written in Gluon (``ops/triton/hopper.py``) run on the device."""
+    return is_hopper(device) and gluon_missing() is None
+
+
+@cache
+def gluon_missing() -> str | None:
+    """Why kernels written in Gluon cannot be compiled here, or None when they can."""
+    if triton_missing() is not None:
+        return triton_missing()
+    version = importlib.metadata.version("triton")
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers and (int(numbers[1]), int(numbers[2])) in _GLUON_VERSIONS:
+        return None
+    return f"Gluon changes: it is known of triton 3.6 and 3.7, {version} is installed"
+
+
+def rows_are_aligned(rows: torch.Tensor) -> bool:
+    """Whether each row of 16-bit numbers begins at 16 bytes, and the compiler sees that it does."""
+    *strides, last = rows.stride()
+    begins = rows.device.type != "cuda" or rows.data_ptr() % 16 == 0
+    return last == 1 and begins and all(stride % 16 == 0 for stride in strides)

@@ -52,7 +52,7 @@ from torch_hybrid.ops import (
 )
 from torch_hybrid.ops import ssd as ssd_ops
 from torch_hybrid.ops.gated_delta_rule.op import CHUNK_IMPLEMENTATIONS
-from torch_hybrid.ops.triton.devices import is_hopper
+from torch_hybrid.ops.triton.devices import runs_gluon
 from torch_hybrid.ops.triton.padding import set_padding
 
 # Not a multiple of any tile; an empty sequence, and padding behind the last one.
@@ -118,6 +118,20 @@ def long_queries() -> Iterator[tuple[str, Call]]:
     yield "paged_attention of long queries", partial(run, op, args, {"scale": 0.2})
 
 
+def on_hopper() -> Iterator[tuple[str, Call]]:
+    """Of sizes that are served in Gluon, where that runs."""
+    whole = ragged.Case(num_heads=2, num_k_heads=2, head_dim=192, v_head_dim=128,
+                        lengths=((150, 180), (131, 0), (200, 200)))  # fmt: skip
+    args = ragged.make_inputs(whole, dtype=torch.bfloat16, padding=(3, 2, 1)).args()
+    op = ragged_attention.ragged_attention_with_lse
+    yield "ragged_attention of long queries", partial(run, op, args, {"scale": 0.2, "causal": True})
+    for lengths in (PAGED, PAGED * 33):  # split, and not
+        rows = latents.Case(num_heads=70, page_size=5, lengths=lengths)
+        args = latents.make_inputs(rows, dtype=torch.bfloat16, padding=(3, 1)).args()
+        name = f"latent_attention of {len(lengths)} sequences"
+        yield name, partial(run, latent_attention.latent_attention, args, {"scale": rows.scale})
+
+
 def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     """Convolution, experts of few tokens and of many, a router's choice, and linear layers."""
     inputs = conv.make_inputs(conv.Case(channels=37, has_bias=True, **LENGTHS), dtype)
@@ -180,17 +194,24 @@ def around_flashinfer() -> Iterator[tuple[str, Call]]:
 
 
 def forced(*, dry: bool) -> ExitStack:
-    """Small sequences take the ways of long ones where ``recurrences`` and the others say so."""
+    """Small sequences take the ways of long ones where ``recurrences`` and the others say so.
+
+    What is not launched may be of a Hopper.
+    """
     from torch_hybrid.ops.fused_experts import _hopper
+    from torch_hybrid.ops.latent_attention import _triton_hopper, _triton_tiles
     from torch_hybrid.ops.paged_attention import _triton_long
     from torch_hybrid.ops.ssd import _triton_chunk
+    from torch_hybrid.ops.triton import hopper_attention
 
     stack = ExitStack()
+    if dry:
+        stack.enter_context(mock.patch.object(_triton_tiles, "is_hopper", return_value=True))
+        for module in (hopper_attention, _triton_hopper, _hopper):
+            stack.enter_context(mock.patch.object(module, "runs_gluon", return_value=True))
     stack.enter_context(mock.patch.object(_triton_long, "PROCESSORS", 1))
     stack.enter_context(mock.patch.object(_triton_long, "is_hopper", return_value=True))
     stack.enter_context(mock.patch.object(_triton_chunk, "_segment", _segment))
-    if dry:
-        stack.enter_context(mock.patch.object(_hopper, "is_hopper", return_value=True))
     return stack
 
 
@@ -206,6 +227,7 @@ def calls() -> Iterator[tuple[str, Call]]:
                 yield f"{name} {str(dtype).removeprefix('torch.')}", call
     yield from long_queries()
     yield from many_pairs()
+    yield from on_hopper()
     yield from around_flashinfer()
 
 
@@ -230,8 +252,8 @@ def main() -> None:
             print(name, flush=True)
             if not options.dry and not is_finite(result):
                 wrong.append(f"{name}: not finite")
-    every = options.dry or is_hopper(torch.device(device))
-    missing = kernels.all_kernels(("triton", "gluon") if every else ("triton",)) - launched
+    gluon = options.dry or runs_gluon(torch.device(device))
+    missing = kernels.all_kernels(gluon=gluon) - launched
     wrong += [f"never launched: {folder} {name}" for folder, name in sorted(missing)]
     print(f"{len(launched)} kernels launched")
     if wrong:

@@ -18,18 +18,16 @@ OPS = Path(ops.__path__[0])
 Kernel = tuple[str, str]  # its folder, and its name: "attend" of _attend_kernel
 
 
-def all_kernels(languages: tuple[str, ...] = ("triton", "gluon")) -> set[Kernel]:
-    """Every kernel of the package that is launched by itself."""
+def all_kernels(*, gluon: bool = True) -> set[Kernel]:
+    """Every Triton kernel of the package that is launched by itself, and those in ``gluon``."""
+    jits = ("triton.jit", "gluon.jit") if gluon else ("triton.jit",)
     return {
         (file.parent.name, short_name(node.name))
         for file in OPS.glob("*/*.py")
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef)
         and node.name.endswith("_kernel")
-        and any(
-            ast.unparse(decorator).startswith(tuple(f"{each}.jit" for each in languages))
-            for decorator in node.decorator_list
-        )
+        and any(ast.unparse(decorator).startswith(jits) for decorator in node.decorator_list)
     }
 
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from tests.ops.kernels import short_name
-from torch_hybrid.ops.triton.devices import interpreted, is_hopper
+from torch_hybrid.ops.triton.devices import gluon_missing, interpreted, is_hopper
 
 # Dynamic shared memory that one block may ask for, in bytes.
 SHARED_LIMITS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
@@ -59,14 +59,17 @@ class Launch:
 
 
 @contextmanager
-def launches_on(target: str) -> Iterator[dict[str, Launch]]:
+def launches_on(target: str, *, gluon: bool = True) -> Iterator[dict[str, Launch]]:
     """What launchers launch on a GPU of ``target``, by the kernel's name, instead of launching it.
 
+    Without ``gluon``, with a Triton whose Gluon is another.
     Modules must have been imported before: each asks for itself on what kind of GPU it is.
     """
     from triton.runtime.jit import JITFunction
 
     launches: dict[str, Launch] = {}
+    hopper = target == "sm_90"
+    answers = {"is_hopper": hopper, "runs_gluon": hopper and gluon and gluon_missing() is None}
 
     def keep(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         name = kernel.fn.__name__
@@ -76,10 +79,11 @@ def launches_on(target: str) -> Iterator[dict[str, Launch]]:
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             # Not where it is defined: what is imported in the body keeps what it finds there.
-            asks = name.startswith("torch_hybrid.ops.") and name != is_hopper.__module__
-            if asks and "is_hopper" in vars(module):
-                is_it = mock.patch.object(module, "is_hopper", return_value=target == "sm_90")
-                stack.enter_context(is_it)
+            if not name.startswith("torch_hybrid.ops.") or name == is_hopper.__module__:
+                continue
+            for asked in answers.keys() & vars(module).keys():
+                answer = mock.patch.object(module, asked, return_value=answers[asked])
+                stack.enter_context(answer)
         stack.enter_context(mock.patch.object(JITFunction, "run", keep))
         yield launches
 
@@ -188,8 +192,7 @@ def _source(launch: Launch) -> tuple[Any, dict[str, Any]]:
     options = {name: kwargs[name] for name in kwargs if name not in kernel.arg_names}
     signature, constexprs, attrs = _specialise(kernel, launch.args, kwargs)
     kind = GluonASTSource if kernel.is_gluon() else ASTSource
-    source = kind(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs)
-    return source, options
+    return kind(fn=kernel, signature=signature, constexprs=constexprs, attrs=attrs), options
 
 
 def _specialise(

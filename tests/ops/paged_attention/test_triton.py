@@ -69,6 +69,19 @@ LONG = {
     ),
 }
 
+# Of the sizes of the form for Hopper, which is not interpreted: pages of any size, groups of three.
+HOPPER = {
+    "64": Case(
+        num_q_heads=6, num_kv_heads=2, head_dim=64, page_size=5, lengths=((90, 290), (150, 150))
+    ),
+    "128": Case(
+        num_q_heads=8, num_kv_heads=2, head_dim=128, lengths=((33, 289), (300, 300), (1, 40))
+    ),
+    "256": Case(
+        num_q_heads=16, num_kv_heads=2, head_dim=256, page_size=64, lengths=((70, 198), (0, 3))
+    ),
+}
+
 
 @needs_triton
 def test_in_the_interpreter(
@@ -97,10 +110,10 @@ def test_long_queries_in_interpreter(name: str, options: str, long_queries: None
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", LONG | HOPPER)
 def test_long_queries_on_a_gpu(name: str, dtype: torch.dtype, long_queries: None) -> None:
     for options in OPTIONS:
-        check("cuda", LONG[name], dtype, options)
+        check("cuda", (LONG | HOPPER)[name], dtype, options)
 
 
 @needs_cuda
@@ -194,6 +207,8 @@ def test_compiles_without_spills() -> None:
             for kernel, launch in record_launches(target, *shape).items():
                 if number == 0 or kernel not in once:
                     rows.append(resources_of(launch, target, label))
+    launches = record_launches("sm_90", *SHAPES["Qwen3-Next extend 2048"], gluon=False)
+    rows.append(resources_of(launches["_long_kernel"], "sm_90", "Qwen3-Next of other Gluon"))
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
     for row in rows:
         if not row.kernel.startswith(("write", "merge")):
@@ -210,6 +225,8 @@ def record_launches(
     head_dim: int,
     dtype: torch.dtype,
     options: str,
+    *,
+    gluon: bool = True,
 ) -> dict[str, Launch]:
     """What the launcher launches for q, k and v that are slices of one projection."""
     from torch_hybrid.ops.paged_attention import _triton
@@ -219,7 +236,7 @@ def record_launches(
     kv = torch.empty(2, 1024, 16, num_kv_heads, head_dim, dtype=dtype, device="meta")
     indices = torch.empty(max(num_tokens, num_seqs + 1), dtype=torch.int32, device="meta")
     table = torch.empty(num_seqs, 256, dtype=torch.int32, device="meta")
-    with launches_on(target) as launches:
+    with launches_on(target, gluon=gluon) as launches:
         _triton.paged_attention_with_lse(
             *qkv.split(heads, 1),
             kv,

@@ -1,0 +1,84 @@
+"""Where blocks of 64 rows take their form for Hopper (``_triton_hopper_kernel.py``)."""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from torch_hybrid.ops.triton.devices import rows_are_aligned, runs_gluon
+from torch_hybrid.ops.triton.padding import set_padding
+from torch_hybrid.ops.triton.ragged import num_blocks
+from torch_hybrid.ops.triton.softmax import log2_scale
+
+BLOCK_M = 64
+RANK, ROPE = 512, 64
+# Two tiles of 64 latents fill what shared memory the queries leave.
+BLOCK_KV, STAGES = 64, 2
+# Of a thread of the group that has half of the output alone, and of one that copies.
+REGISTERS, COPY_REGISTERS = 184, 80
+
+
+def serves(q_latent: Tensor, q_rope: Tensor, pool: Tensor) -> bool:
+    """Whether the form takes these queries and latents."""
+    sizes = (q_latent.shape[2], q_rope.shape[2])
+    aligned = all(map(rows_are_aligned, (q_latent, q_rope, pool)))
+    return runs_gluon(pool.device) and pool.itemsize == 2 and sizes == (RANK, ROPE) and aligned
+
+
+def attend_on_hopper(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    pool: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    block_q: int,
+    num_splits: int,
+) -> None:
+    """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row.
+
+    Padding is filled where there is one split, and else left to the merge.
+    """
+    from torch_hybrid.ops.latent_attention._triton_hopper_kernel import hopper_attend_kernel
+
+    num_tokens, num_heads, _ = q_latent.shape
+    num_seqs = page_table.shape[0]
+    block_h = BLOCK_M // block_q
+    if num_splits == 1:
+        set_padding(out, lse, cu_seqlens)
+    grid = (num_blocks(num_tokens, num_seqs, block_q), triton.cdiv(num_heads, block_h), num_splits)
+    hopper_attend_kernel[grid](
+        q_latent,
+        q_rope,
+        pool,
+        cu_seqlens,
+        seq_lens,
+        page_table,
+        out,
+        lse,
+        log2_scale(scale),
+        num_tokens,
+        num_seqs,
+        q_latent.stride(0),
+        q_latent.stride(1),
+        q_rope.stride(0),
+        q_rope.stride(1),
+        page_table.stride(0),
+        page_table.stride(1),
+        H=num_heads,
+        RANK=RANK,
+        ROPE=ROPE,
+        PAGE_SIZE=pool.shape[1],
+        BLOCK_Q=block_q,
+        BLOCK_H=block_h,
+        BLOCK_KV=BLOCK_KV,
+        STAGES=STAGES,
+        NUM_SPLITS=num_splits,
+        REGISTERS=REGISTERS,
+        COPY_REGISTERS=COPY_REGISTERS,
+        num_warps=4,
+    )

@@ -1,0 +1,107 @@
+"""Where attention runs in its form for Hopper (``hopper_kernel.py``), and how it is launched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torch_hybrid.ops.triton.devices import rows_are_aligned, runs_gluon
+from torch_hybrid.ops.triton.ragged import num_blocks
+from torch_hybrid.ops.triton.softmax import log2_scale
+
+BLOCK_M = 128
+# Of a key or query, in parts that are powers of two, and of a value.
+HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HopperTiles:
+    """How many keys a tile has, how many are on their way, and how registers are dealt out."""
+
+    block_kv: int
+    num_stages: int
+    registers: int  # of a thread that computes, of the second group; the first has what is left
+    copy_registers: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, v: Tensor, *pools: Tensor) -> HopperTiles | None:
+        """As many keys as leave room for two tiles; None where this form does not serve."""
+        dims = (q.shape[2], v.shape[2])
+        serves = dims in HEAD_DIMS and q.itemsize == 2 and q.shape[1] <= BLOCK_M * k.shape[1]
+        aligned = all(map(rows_are_aligned, (q, k, v, *pools)))
+        if not (runs_gluon(q.device) and serves and aligned):
+            return None
+        block_kv = 64 if sum(dims) > 320 else 128
+        return cls(block_kv=block_kv, num_stages=2, registers=224, copy_registers=56)
+
+
+def attend_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    tiles: HopperTiles,
+    causal: bool = True,
+    cu_seqlens_k: Tensor | None = None,
+    pages: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> None:
+    """Attend to the rows of ``k`` and ``v``, and to what earlier steps left in pages.
+
+    Padding is left alone.
+
+    Args:
+        q: [T, H, D].
+        k, v: [Tk, HK, D] and [Tk, HK, V]; T rows of the same sequences if there are pages.
+        cu_seqlens, cu_seqlens_k: [N + 1], where sequences begin in q, and in k without pages.
+        out, lse: [T, H, V] and float32 [T, H], contiguous, written.
+        pages: (kv [2, P, page, HK, D], seq_lens [N], page_table [N, pages]).
+    """
+    from torch_hybrid.ops.triton.hopper_kernel import hopper_attend_kernel  # where there is Gluon
+
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, v_head_dim = v.shape[1:]
+    num_seqs = cu_seqlens.shape[0] - 1
+    kv, seq_lens, page_table = pages or (None, None, None)
+    block_q = BLOCK_M // (num_heads // num_kv_heads)
+    whole = 1 << (head_dim.bit_length() - 1)
+    hopper_attend_kernel[(num_blocks(num_tokens, num_seqs, block_q) * num_kv_heads,)](
+        q,
+        k,
+        v,
+        kv,
+        cu_seqlens,
+        cu_seqlens_k,
+        seq_lens,
+        page_table,
+        out,
+        lse,
+        log2_scale(scale),
+        num_seqs,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        0 if kv is None else kv.stride(0),
+        0 if page_table is None else page_table.stride(0),
+        0 if page_table is None else page_table.stride(1),
+        H=num_heads,
+        HK=num_kv_heads,
+        D=whole,
+        REST=head_dim - whole,
+        V=v_head_dim,
+        PAGE_SIZE=0 if kv is None else kv.shape[2],
+        BLOCK_Q=block_q,
+        BLOCK_KV=tiles.block_kv,
+        STAGES=tiles.num_stages,
+        CAUSAL=causal,
+        REGISTERS=tiles.registers,
+        COPY_REGISTERS=tiles.copy_registers,
+        num_warps=4,
+    )

@@ -1,0 +1,112 @@
+# mypy: disable-error-code="untyped-decorator"
+"""What the copying warps of ``ops/triton/hopper_kernel.py`` do, and how queries are fetched."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+
+from torch_hybrid.ops.triton.hopper import COPIED, ROWS
+
+
+@gluon.jit
+def copy_queries(
+    queries: gl.tuple,
+    FIRST_ROW: gl.constexpr,
+    GROUP: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    M: gl.constexpr,
+    D: gl.constexpr,
+    REST: gl.constexpr,
+) -> gl.tuple:
+    """M rows of tokens times heads on their way: their first D dims, and the REST, if any.
+
+    Rows that no token has are 0.
+    """
+    q, stride_token, stride_head, first_head, first_token, end = queries
+    row = FIRST_ROW + gl.arange(0, M, gl.SliceLayout(1, COPIED))
+    token = first_token + row // GROUP
+    mask = ((row < BLOCK_Q * GROUP) & (token < end))[:, None]
+    head = first_head + row % GROUP
+    p_row = (q + token.to(gl.int64) * stride_token + head * stride_head)[:, None]
+    b_q = gl.allocate_shared_memory(q.dtype.element_ty, [M, D], ROWS)
+    index_d = gl.arange(0, D, gl.SliceLayout(0, COPIED))[None, :]
+    async_copy.async_copy_global_to_shared(b_q, p_row + index_d, mask=mask)
+    b_rest = b_q
+    if REST > 0:
+        b_rest = gl.allocate_shared_memory(q.dtype.element_ty, [M, REST], ROWS)
+        index_rest = D + gl.arange(0, REST, gl.SliceLayout(0, COPIED))[None, :]
+        async_copy.async_copy_global_to_shared(b_rest, p_row + index_rest, mask=mask)
+    return (b_q, b_rest)
+
+
+@gluon.jit
+def copy_keys_and_values(
+    rows: gl.tuple,
+    pages: gl.tuple,
+    tiles: gl.tuple,
+    bars: gl.tuple,
+    bufs: gl.tuple,
+    D: gl.constexpr,
+    REST: gl.constexpr,
+    V: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    STAGES: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+) -> None:
+    """All tiles, each as soon as there is room."""
+    keys, values, stride_k, stride_v, row_of_key_0 = rows
+    held_keys, held_values, stride_held, table, stride_table_page, num_held = pages
+    rows_begin, num_rows_tiles, _, keys_end = tiles
+    index_kv = gl.arange(0, BLOCK_KV, gl.SliceLayout(1, COPIED))
+    for i in range(num_rows_tiles):
+        key = rows_begin + (num_rows_tiles - 1 - i) * BLOCK_KV + index_kv
+        row = (row_of_key_0 + key).to(gl.int64)
+        p_k, p_v = keys + row * stride_k, values + row * stride_v
+        _copy_tile(i, p_k, p_v, key < keys_end, bars, bufs, D, REST, V, STAGES)
+    if PAGE_SIZE > 0:
+        num_tiles = gl.cdiv(num_held, BLOCK_KV)
+        key = (num_tiles - 1) * BLOCK_KV + index_kv
+        is_key = (key >= 0) & (key < num_held)
+        page = gl.load(table + key // PAGE_SIZE * stride_table_page, mask=is_key, other=0)
+        for i in range(num_tiles):
+            slot = (page.to(gl.int64) * PAGE_SIZE + key % PAGE_SIZE) * stride_held
+            was_key, key = key < num_held, key - BLOCK_KV
+            # Looked up a tile ahead, for the copies to find it here.
+            page = gl.load(table + key // PAGE_SIZE * stride_table_page, mask=key >= 0, other=0)
+            p_k, p_v = held_keys + slot, held_values + slot
+            _copy_tile(num_rows_tiles + i, p_k, p_v, was_key, bars, bufs, D, REST, V, STAGES)
+
+
+@gluon.jit
+def _copy_tile(
+    i: gl.tensor,
+    p_k: gl.tensor,
+    p_v: gl.tensor,
+    is_key: gl.tensor,
+    bars: gl.tuple,
+    bufs: gl.tuple,
+    D: gl.constexpr,
+    REST: gl.constexpr,
+    V: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> None:
+    """Tile number i, of rows that begin at ``p_k`` and ``p_v``; 0 where there is no key."""
+    k_ready, v_ready, k_free, v_free, _ = bars
+    b_k, b_rest, b_v = bufs
+    stage = i % STAGES
+    before = ((i // STAGES) & 1) ^ 1
+    mask = is_key[:, None]
+    index_d = gl.arange(0, D, gl.SliceLayout(0, COPIED))[None, :]
+    mbarrier.wait(k_free.index(stage), before)
+    async_copy.async_copy_global_to_shared(b_k.index(stage), p_k[:, None] + index_d, mask=mask)
+    if REST > 0:
+        index_rest = D + gl.arange(0, REST, gl.SliceLayout(0, COPIED))[None, :]
+        p_rest = p_k[:, None] + index_rest
+        async_copy.async_copy_global_to_shared(b_rest.index(stage), p_rest, mask=mask)
+    async_copy.mbarrier_arrive(k_ready.index(stage), increment_count=False)
+    index_v = gl.arange(0, V, gl.SliceLayout(0, COPIED))[None, :]
+    mbarrier.wait(v_free.index(stage), before)
+    async_copy.async_copy_global_to_shared(b_v.index(stage), p_v[:, None] + index_v, mask=mask)
+    async_copy.mbarrier_arrive(v_ready.index(stage), increment_count=False)

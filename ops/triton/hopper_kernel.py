@@ -1,0 +1,135 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Attention of 128 rows to keys on Hopper: warps that copy, beside two groups that compute.
+
+Each group of four warps has 64 of the rows (``hopper_rows.py``); the warps that copy keep STAGES
+tiles on their way (``hopper_copies.py``). Barriers say when keys or values of a tile have arrived
+(``ready``), and when both groups are done with them (``free``).
+
+Tiles are taken from the last key to the first, the rows of this step before the pages: the first
+tile may hide keys from rows, and there always is one.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy
+
+from torch_hybrid.ops.triton.hopper import COPYING_THREADS, ROWS, new_barriers, sequence_of_block
+from torch_hybrid.ops.triton.hopper_copies import copy_keys_and_values, copy_queries
+from torch_hybrid.ops.triton.hopper_rows import attend
+
+
+@gluon.jit(do_not_specialize=["num_seqs", "stride_table_seq"])
+def hopper_attend_kernel(
+    q: gl.tensor,
+    k: gl.tensor,
+    v: gl.tensor,
+    kv: gl.tensor,
+    cu_seqlens: gl.tensor,
+    cu_seqlens_k: gl.tensor,
+    seq_lens: gl.tensor,
+    page_table: gl.tensor,
+    out: gl.tensor,
+    lse: gl.tensor,
+    scale_log2: gl.tensor,
+    num_seqs: gl.tensor,
+    stride_q_token: gl.tensor,
+    stride_q_head: gl.tensor,
+    stride_k_token: gl.tensor,
+    stride_k_head: gl.tensor,
+    stride_v_token: gl.tensor,
+    stride_v_head: gl.tensor,
+    stride_values: gl.tensor,
+    stride_table_seq: gl.tensor,
+    stride_table_page: gl.tensor,
+    H: gl.constexpr,
+    HK: gl.constexpr,
+    D: gl.constexpr,
+    REST: gl.constexpr,
+    V: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    COPY_REGISTERS: gl.constexpr,
+) -> None:
+    """One program: a block of tokens, the query heads of one key head.
+
+    A key is counted by its position in the sequence, wherever it lies: in pages of PAGE_SIZE, if
+    that is not 0, those of earlier steps.
+    """
+    GROUP: gl.constexpr = H // HK
+    M: gl.constexpr = 64
+    # The last blocks of a sequence see the most keys: they start first, those of all heads.
+    head_k = gl.program_id(0) % HK
+    block = (gl.num_programs(0) - 1 - gl.program_id(0)) // HK
+    seq = sequence_of_block(cu_seqlens, num_seqs, block, BLOCK_Q)
+    begin = gl.load(cu_seqlens + seq)
+    end = gl.load(cu_seqlens + seq + 1)
+    first_token = begin + (block - begin // BLOCK_Q - seq) * BLOCK_Q
+    if first_token < end:
+        queries = (q, stride_q_token, stride_q_head, head_k * GROUP, first_token, end)
+        q_first = copy_queries(queries, 0, GROUP, BLOCK_Q, M, D, REST)
+        q_second = copy_queries(queries, M, GROUP, BLOCK_Q, M, D, REST)
+        q_ready = new_barriers(1, COPYING_THREADS).index(0)
+        async_copy.mbarrier_arrive(q_ready, increment_count=False)
+
+        if PAGE_SIZE > 0:
+            num_keys = gl.load(seq_lens + seq)
+            num_held = num_keys - (end - begin)
+            row_of_key_0 = begin - num_held
+            held_keys = kv + head_k * D
+            table = page_table + seq.to(gl.int64) * stride_table_seq
+            pages = (
+                held_keys,
+                held_keys + stride_values,
+                HK * D,
+                table,
+                stride_table_page,
+                num_held,
+            )
+        else:
+            row_of_key_0 = gl.load(cu_seqlens_k + seq)
+            num_keys = gl.load(cu_seqlens_k + seq + 1) - row_of_key_0
+            num_held = 0
+            pages = (k, v, 0, cu_seqlens, 0, 0)
+        ahead = num_keys - end  # of a token's number, to its position
+        keys_end, seen_by_all = num_keys, num_keys
+        if CAUSAL:
+            keys_end = gl.maximum(0, ahead + gl.minimum(first_token + BLOCK_Q, end))
+            seen_by_all = gl.maximum(0, ahead + first_token + 1)
+        num_tiles = gl.maximum(1, gl.cdiv(keys_end - num_held, BLOCK_KV))
+        num_whole = gl.minimum((seen_by_all - num_held) // BLOCK_KV, num_tiles - 1)
+        tiles = (num_held, num_tiles, num_whole, keys_end)
+        rows_k, rows_v = k + head_k * stride_k_head, v + head_k * stride_v_head
+        rows = (rows_k, rows_v, stride_k_token, stride_v_token, row_of_key_0)
+
+        dtype: gl.constexpr = q.dtype.element_ty
+        b_k = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_KV, D], ROWS)
+        b_v = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_KV, V], ROWS)
+        b_k_rest = b_k
+        if REST > 0:
+            b_k_rest = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_KV, REST], ROWS)
+        k_ready = new_barriers(STAGES, COPYING_THREADS)
+        v_ready = new_barriers(STAGES, COPYING_THREADS)
+        bars = (k_ready, v_ready, new_barriers(STAGES, 2), new_barriers(STAGES, 2), q_ready)
+        bufs = (b_k, b_k_rest, b_v)
+        outputs = (out, lse)
+        block_of = (first_token, end, head_k * GROUP, ahead)
+        gl.warp_specialize(
+            [
+                (attend, (outputs, q_first, block_of, tiles, num_held, scale_log2, bars, bufs,
+                           0, GROUP, H, BLOCK_Q, M, BLOCK_KV, REST, V, STAGES, CAUSAL,
+                           PAGE_SIZE > 0)),
+                (attend, (outputs, q_second, block_of, tiles, num_held, scale_log2, bars, bufs,
+                           M, GROUP, H, BLOCK_Q, M, BLOCK_KV, REST, V, STAGES, CAUSAL,
+                           PAGE_SIZE > 0)),
+                (copy_keys_and_values, (rows, pages, tiles, bars, bufs, D, REST, V, BLOCK_KV,
+                                        STAGES, PAGE_SIZE)),
+            ],
+            [4, 4],
+            [REGISTERS, COPY_REGISTERS],
+        )  # fmt: skip

@@ -1,0 +1,232 @@
+# mypy: disable-error-code="untyped-decorator"
+"""What a group of warps that computes does in ``ops/triton/hopper_kernel.py``.
+
+The product of its queries and one tile of keys runs beside that of weights and values of the tile
+before, and the softmax beside the latter.
+"""
+
+from __future__ import annotations
+
+from triton import language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from torch_hybrid.ops.triton.hopper import finish, products_layout
+
+
+@gluon.jit
+def _scores(
+    i: gl.tensor,
+    q_bufs: gl.tuple,
+    bars: gl.tuple,
+    bufs: gl.tuple,
+    M: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    REST: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> gl.tensor:
+    """Begin the products of queries and the keys of tile number i, once those have arrived."""
+    k_ready, _, _, _, _ = bars
+    b_k, b_k_rest, _ = bufs
+    b_q, b_q_rest = q_bufs
+    stage = i % STAGES
+    zeros = gl.zeros([M, BLOCK_KV], gl.float32, products_layout(BLOCK_KV))
+    mbarrier.wait(k_ready.index(stage), (i // STAGES) & 1)
+    fence_async_shared()
+    scores = warpgroup_mma(
+        b_q, b_k.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
+    if REST > 0:
+        b_k_rest = b_k_rest.index(stage).permute((1, 0))
+        scores = warpgroup_mma(b_q_rest, b_k_rest, scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def _weighted(
+    i: gl.tensor,
+    b_p: gl.tensor,
+    b_o: gl.tensor,
+    bars: gl.tuple,
+    bufs: gl.tuple,
+    STAGES: gl.constexpr,
+) -> gl.tensor:
+    """Begin to add the weighted values of tile number i, once those have arrived."""
+    _, v_ready, _, _, _ = bars
+    _, _, b_v = bufs
+    stage = i % STAGES
+    mbarrier.wait(v_ready.index(stage), (i // STAGES) & 1)
+    fence_async_shared()
+    return warpgroup_mma(b_p, b_v.index(stage), b_o, is_async=True)
+
+
+@gluon.jit
+def _advance(
+    scores: gl.tensor,
+    key: gl.tensor,
+    last: gl.tensor,
+    scale_log2: gl.tensor,
+    peak: gl.tensor,
+    total: gl.tensor,
+    HIDES: gl.constexpr,
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
+    """As ``advance`` of ``ops/triton/softmax.py``; a row sees keys up to its ``last``."""
+    if HIDES:
+        scores = gl.where(key[None, :] <= last[:, None], scores, -float("inf"))
+    new_peak = gl.maximum(peak, gl.max(scores, 1) * scale_log2)
+    shift = new_peak
+    if HIDES:
+        shift = gl.where(new_peak == -float("inf"), 0.0, new_peak)  # no key was visible so far
+    weights = gl.exp2(scores * scale_log2 - shift[:, None])
+    rescale = gl.exp2(peak - shift)
+    return weights, rescale, new_peak, total * rescale + gl.sum(weights, 1)
+
+
+@gluon.jit
+def _take_in(
+    sums: gl.tuple,
+    first: gl.tensor,
+    num_tiles: gl.tensor,
+    first_key: gl.tensor,
+    last: gl.tensor,
+    scale_log2: gl.tensor,
+    q_bufs: gl.tuple,
+    bars: gl.tuple,
+    bufs: gl.tuple,
+    M: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    REST: gl.constexpr,
+    V: gl.constexpr,
+    STAGES: gl.constexpr,
+    HIDES: gl.constexpr,
+) -> gl.tuple:
+    """Tiles number ``first`` and on, downward from ``first_key``.
+
+    ``sums`` are those of the tiles before the last one, and the last one's weights, whose values
+    are added beside the products of the next.
+    """
+    _, _, k_free, v_free, _ = bars
+    _, _, b_v = bufs
+    L_O: gl.constexpr = products_layout(V)
+    index_kv = gl.arange(0, BLOCK_KV, gl.SliceLayout(0, products_layout(BLOCK_KV)))
+    b_o, b_p, peak, total = sums
+    for tile in tl.range(0, num_tiles, disable_licm=True):
+        i = first + tile
+        scores = _scores(i, q_bufs, bars, bufs, M, BLOCK_KV, REST, STAGES)
+        b_sum = _weighted(i - 1, b_p, b_o, bars, bufs, STAGES)
+        scores = warpgroup_mma_wait(1, deps=[scores])
+        mbarrier.arrive(k_free.index(i % STAGES), count=1)
+        key = first_key - tile * BLOCK_KV + index_kv
+        weights, rescale, peak, total = _advance(scores, key, last, scale_log2, peak, total, HIDES)
+        b_o = warpgroup_mma_wait(0, deps=[b_sum])
+        mbarrier.arrive(v_free.index((i - 1) % STAGES), count=1)
+        b_o *= gl.convert_layout(rescale, gl.SliceLayout(1, L_O))[:, None]
+        b_p = gl.convert_layout(weights.to(b_v.dtype), gl.DotOperandLayout(0, L_O, 2))
+    return (b_o, b_p, peak, total)
+
+
+@gluon.jit
+def attend(
+    outputs: gl.tuple,
+    q_bufs: gl.tuple,
+    block: gl.tuple,
+    tiles: gl.tuple,
+    num_held: gl.tensor,
+    scale_log2: gl.tensor,
+    bars: gl.tuple,
+    bufs: gl.tuple,
+    FIRST_ROW: gl.constexpr,
+    GROUP: gl.constexpr,
+    H: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    M: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    REST: gl.constexpr,
+    V: gl.constexpr,
+    STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr,
+    PAGED: gl.constexpr,
+) -> None:
+    """M rows of the block, from FIRST_ROW on."""
+    out, lse = outputs
+    first_token, _, _, ahead = block
+    rows_begin, num_rows_tiles, num_whole, keys_end = tiles
+    _, _, k_free, _, q_ready = bars
+    _, _, b_v = bufs
+    L_S: gl.constexpr = products_layout(BLOCK_KV)
+    L_O: gl.constexpr = products_layout(V)
+    row = FIRST_ROW + gl.arange(0, M, gl.SliceLayout(1, L_S))
+    nothing = gl.zeros([M], gl.int32, gl.SliceLayout(1, L_S))
+    last = nothing + (keys_end - 1)
+    if CAUSAL:
+        last = gl.minimum(last, ahead + first_token + row // GROUP)
+
+    mbarrier.wait(q_ready, 0)
+    scores = _scores(0, q_bufs, bars, bufs, M, BLOCK_KV, REST, STAGES)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    mbarrier.arrive(k_free.index(0), count=1)
+    first_key = rows_begin + (num_rows_tiles - 1) * BLOCK_KV
+    key = first_key + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, L_S))
+    peak = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, L_S))
+    total = gl.zeros([M], gl.float32, gl.SliceLayout(1, L_S))
+    weights, _, peak, total = _advance(scores, key, last, scale_log2, peak, total, True)
+    b_p = gl.convert_layout(weights.to(b_v.dtype), gl.DotOperandLayout(0, L_O, 2))
+    sums = (gl.zeros([M, V], gl.float32, L_O), b_p, peak, total)
+
+    n = num_rows_tiles - num_whole
+    sums = _take_in(
+        sums, 1, n - 1, first_key - BLOCK_KV, last, scale_log2, q_bufs, bars, bufs,
+        M, BLOCK_KV, REST, V, STAGES, True,
+    )  # fmt: skip
+    sums = _take_in(
+        sums, n, num_whole, 0, last, scale_log2, q_bufs, bars, bufs,
+        M, BLOCK_KV, REST, V, STAGES, False,
+    )  # fmt: skip
+    n += num_whole
+    if PAGED:
+        held_whole = num_held // BLOCK_KV
+        held_left = gl.cdiv(num_held, BLOCK_KV) - held_whole
+        sums = _take_in(
+            sums, n, held_left, held_whole * BLOCK_KV, nothing + (num_held - 1), scale_log2, q_bufs,
+            bars, bufs, M, BLOCK_KV, REST, V, STAGES, True,
+        )  # fmt: skip
+        n += held_left
+        sums = _take_in(
+            sums, n, held_whole, 0, last, scale_log2, q_bufs, bars, bufs,
+            M, BLOCK_KV, REST, V, STAGES, False,
+        )  # fmt: skip
+        n += held_whole
+
+    b_o, b_p, peak, total = sums
+    b_sum = _weighted(n - 1, b_p, b_o, bars, bufs, STAGES)
+    total, b_lse = finish(peak, total)
+    row_out, mask = _rows_out(block, row, GROUP, H, BLOCK_Q)
+    gl.store(lse + row_out, b_lse, mask=mask)
+    row = FIRST_ROW + gl.arange(0, M, gl.SliceLayout(1, L_O))
+    row_out, mask = _rows_out(block, row, GROUP, H, BLOCK_Q)
+    p_out = out + (row_out * V)[:, None]
+    p_out += gl.arange(0, V, gl.SliceLayout(0, L_O))[None, :]
+    b_o = warpgroup_mma_wait(0, deps=[b_sum])
+    b_o /= gl.convert_layout(total, gl.SliceLayout(1, L_O))[:, None]
+    gl.store(p_out, b_o.to(out.dtype.element_ty), mask=mask[:, None])
+
+
+@gluon.jit
+def _rows_out(
+    block: gl.tuple,
+    row: gl.tensor,
+    GROUP: gl.constexpr,
+    H: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+) -> gl.tuple:
+    """Where results of rows go, of [T, H], and whether there are such."""
+    first_token, end, first_head, _ = block
+    token = first_token + row // GROUP
+    head = first_head + row % GROUP
+    return (token.to(gl.int64) * H + head, (row < BLOCK_Q * GROUP) & (token < end))
