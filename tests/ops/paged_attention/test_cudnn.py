@@ -1,0 +1,106 @@
+"""cuDNN attends to the rows of a step without a prefix, and pages are written all the same."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.devices import needs_cuda
+from tests.ops.cudnn_oracle import cudnn_by_documentation
+from tests.ops.paged_attention.cases import Case, Inputs, make_inputs
+from tests.ops.triton_interpreter import needs_interpreter
+from torch_hybrid.ops import cudnn_attention
+from torch_hybrid.ops.paged_attention import paged_attention, reference
+from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS
+from torch_hybrid.ops.planning import Lengths
+
+__all__ = ["cudnn_by_documentation"]
+
+HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+CASES = {
+    "prompts": Case(**HEADS, lengths=((5, 5), (0, 0), (9, 9), (1, 1))),
+    "after a prefix": Case(**HEADS, lengths=((5, 5), (0, 0), (9, 40), (1, 1))),
+}
+
+
+def planned_for(inputs: Inputs) -> list[Tensor]:
+    lengths = Lengths(
+        cu_seqlens=inputs.cu_seqlens.cpu(),
+        seq_lens=inputs.seq_lens.cpu(),
+        page_table=inputs.page_table.cpu(),
+        num_tokens=len(inputs.q),
+    )
+    return [torch.tensor(cudnn_attention.plan(lengths).values)]
+
+
+def check(inputs: Inputs, out: Tensor, kv: Tensor) -> None:
+    exact = inputs.to(torch.float64).args()
+    scale = inputs.q.shape[2] ** -0.5
+    expected, _ = reference.paged_attention_with_lse(*exact, scale=scale, window=0, softcap=0.0)
+    error = (out.double().cpu() - expected).abs().max()
+    assert error <= 2**-6 * expected.abs().max(), f"error {error:.1e}"
+    assert not out[int(inputs.cu_seqlens[-1]) :].any()
+    torch.testing.assert_close(kv.double().cpu(), exact[3], rtol=0, atol=0, equal_nan=True)
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("cudnn_by_documentation")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_attends_by_documentation(case: Case):
+    """Rows of padding, and every row of the pool."""
+    inputs = make_inputs(case, dtype=torch.bfloat16, padding=(6, 2))
+    planned, args = planned_for(inputs), inputs.args()
+    assert planned[0].tolist() == [int(case is CASES["prompts"])]
+    options = {"scale": case.head_dim**-0.5, "window": 0, "softcap": 0.0}
+    out = IMPLEMENTATIONS["cudnn"].load()(*args, **options, planned=planned)
+    check(inputs, out, args[3])
+
+
+ON_A_GPU = {
+    "qwen3_next": Case(
+        num_q_heads=16, num_kv_heads=2, head_dim=256, lengths=((70, 70), (300, 300), (1, 1))
+    ),
+    "llama": Case(num_q_heads=32, num_kv_heads=8, head_dim=128, lengths=((129, 129), (650, 650))),
+    "five to a key head": Case(num_q_heads=5, num_kv_heads=1, head_dim=64, lengths=((300, 300),)),
+    "head_dim 80": Case(num_q_heads=4, num_kv_heads=2, head_dim=80, lengths=((9, 9), (300, 300))),
+}
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("case", ON_A_GPU.values(), ids=ON_A_GPU)
+def test_on_a_gpu(case: Case, dtype: torch.dtype):
+    inputs = make_inputs(case, dtype=dtype, padding=(5, 2))
+    args = [tensor.cuda() for tensor in inputs.args()]
+    options = {"scale": case.head_dim**-0.5, "planned": planned_for(inputs), "impl": "cudnn"}
+    check(inputs, paged_attention(*args, **options), args[3])
+
+
+@needs_cuda
+def test_a_captured_graph_serves_other_lengths():
+    batches = []
+    for seed, lengths in enumerate([(300, 1, 39), (39, 300, 1), (340, 0, 0)]):
+        case = replace(ON_A_GPU["qwen3_next"], lengths=tuple((n, n) for n in lengths))
+        made = make_inputs(case, dtype=torch.bfloat16, seed=seed, padding=(12, 5))
+        wide = torch.zeros(8, 64, dtype=torch.int32)
+        wide[:, : made.page_table.shape[1]] = made.page_table
+        batches.append(replace(made, page_table=wide))
+    pages = max(inputs.kv.shape[1] for inputs in batches)
+    static = [tensor.cuda() for tensor in batches[0].args()]
+    static[3] = static[3].new_zeros(2, pages, *static[3].shape[2:])
+    static[4].zero_()  # as a bucket is captured: on a step of padding
+    options = {"scale": 1 / 16, "planned": planned_for(batches[0]), "impl": "cudnn"}
+    paged_attention(*static, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = paged_attention(*static, **options)
+    for inputs in batches:
+        for into, field in zip(static, fields(Inputs), strict=True):
+            if field.name != "kv":
+                into.copy_(getattr(inputs, field.name))
+        static[3][:, : inputs.kv.shape[1]] = inputs.kv.cuda()
+        graph.replay()
+        check(inputs, out, static[3][:, : inputs.kv.shape[1]])

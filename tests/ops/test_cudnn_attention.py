@@ -1,0 +1,90 @@
+"""When cuDNN is taken for callable, and for which steps."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from tests.ops import cudnn_oracle
+from torch_hybrid.ops import cudnn_attention
+from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.paged_attention.op import FEATURES, IMPLEMENTATIONS
+from torch_hybrid.ops.planning import Lengths
+
+
+def test_torch_takes_what_the_oracle_takes():
+    [overload] = cudnn_attention.forward.overloads()
+    theirs = getattr(cudnn_attention.forward, overload)._schema.arguments
+    ours = list(inspect.signature(cudnn_oracle.forward).parameters)
+    assert [argument.name for argument in theirs][: len(ours)] == ours
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "reason"),
+    [
+        (91900, (9, 0), None),
+        (90501, (9, 0), "cuDNN must be 90600 or later, got 90501"),
+        (None, (9, 0), "cuDNN must be 90600 or later, got None"),
+        (91900, (8, 0), "it was measured on sm_90 alone, the device is sm_80"),
+    ],
+)
+def test_what_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+    version: int | None,
+    capability: tuple[int, int],
+    reason: str | None,
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(cudnn_attention, "triton_missing", lambda: None)
+    assert cudnn_attention.cudnn_missing() == reason
+
+
+def test_refusals():
+    need = Need(
+        device=torch.device("cuda"),
+        dtype=torch.float32,
+        sizes={"head_dim": 260},
+        features=FEATURES - {"extend"},
+    )
+    reasons = IMPLEMENTATIONS["cudnn"].capability.why_not(need)
+    for reason in (
+        "dtype torch.float32 is not in ['torch.bfloat16', 'torch.float16']",
+        "head_dim 260 is not a multiple of 8",
+        "head_dim 260 is over the limit 256",
+        "it has no sliding_window",
+        "it has no softcap",
+        "it is for extend alone",
+    ):
+        assert reason in reasons
+
+
+@pytest.mark.parametrize(
+    ("new", "totals", "no_prefix"),
+    [((5, 0, 3), (5, 0, 3), 1), ((5, 0, 3), (5, 0, 4), 0), ((5, 0), (5, 7), 0), ((0,), (0,), 1)],
+)
+def test_a_prefix_is_a_value_of_the_plan(
+    new: tuple[int, ...], totals: tuple[int, ...], no_prefix: int
+):
+    lengths = Lengths(
+        cu_seqlens=torch.tensor([0, *new]).cumsum(0).int(),
+        seq_lens=torch.tensor(totals).int(),
+        page_table=torch.zeros(len(new), 4, dtype=torch.int32),
+        num_tokens=16,
+    )
+    planned = cudnn_attention.plan(lengths, head_dim=64)
+    assert (planned.tensors, planned.values) == ((), (no_prefix,))
+
+
+def test_calls_that_cudnn_cannot_count_are_not_for_it():
+    """By shapes, which a captured graph is of."""
+    wide = torch.empty(70_000, 512, 64, device="meta")[:, :2]
+    planned = [torch.tensor([1])]
+    assert not cudnn_attention.attends(wide, wide, wide, planned)
+    few = wide[:60_000]
+    assert cudnn_attention.attends(few, few, few, planned)
+    assert not cudnn_attention.attends(few, few, few, [torch.tensor([0])])
+    assert not cudnn_attention.attends(few[:0], few[:0], few[:0], planned)
