@@ -1,23 +1,26 @@
 # mypy: disable-error-code="untyped-decorator"
 """Implementation "flashinfer" of the chunk form: FlashInfer's kernels for Hopper.
 
-FlashInfer takes dense rows, decays as factors (not their logarithms), and one packed state for
-each sequence. Two small kernels before it and one after it translate, and set what it does not
-write: rows of padding. Its products are of bfloat16 operands, also those with the state: outputs
-and states are good to bfloat16, where the other implementations keep states to float32.
+FlashInfer takes dense rows and decays as factors (not their logarithms). A kernel before it
+translates, and sets what it does not write: rows of padding. States are the pool's own, in place,
+where all sequences of a step begin, or all carry on from the slots that they write; else they are
+gathered before and scattered after. Its products are of bfloat16 operands, also those with the
+state: outputs and states are good to bfloat16, where the others keep states to float32.
 
 FlashInfer takes blocks of 64 tokens. In the last one of a sequence, what follows the sequence is
 multiplied by 0: rows of padding must be finite there, as they are in what a convolution leaves, and
 a NaN of one sequence is one in the sequence before it too.
 
-What is planned is whether FlashInfer cuts sequences over the device (its context-parallel form, for
-few of them): it would count null sequences too. All else follows from shapes.
+What is planned is where the states are, and whether FlashInfer cuts sequences over the device (its
+context-parallel form, for few of them): it would count null sequences too. All else follows from
+shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -29,6 +32,9 @@ from torch_hybrid.ops.triton.products import inverse_root
 
 _ROWS = 32  # tokens of one head that a program brings into order
 _BLOCK = 4096  # elements of a state that a program moves
+
+# Where states are: in slots that are copied from and to, or in those that are written, in place.
+_APART, _BEGUN, _CARRIED_ON = 0, 1, 2
 
 
 def chunk_gated_delta_rule(
@@ -56,40 +62,69 @@ def chunk_gated_delta_rule(
         return out.zero_()
     rows = _Rows.empty(q, v)
     rows.fill(q, k, v, g, beta, cu_seqlens, out, qk_l2norm=qk_l2norm)
-    # Two buffers: where a sequence is cut, the state that it starts from is read while the one
-    # that it ends with is written.
-    initial, final = state.new_empty(2, num_seqs, *state.shape[1:])
-    blocks = (num_seqs, triton.cdiv(final[0].numel(), _BLOCK))
-    _gather_kernel[blocks](
-        state, initial, cu_seqlens, initial_indices, SIZE=final[0].numel(), BLOCK=_BLOCK
-    )
-    prefill(
+    is_cut, place = planned[0].tolist()  # a tensor on the host
+    run = partial(
+        prefill,
         rows.q,
         rows.k,
         rows.v,
         g=rows.decay,
         beta=rows.beta,
         scale=scale,
-        initial_state=initial,
         output_final_state=True,
         cu_seqlens=_aligned(cu_seqlens, 8),
         use_qk_l2norm_in_kernel=False,
         output=out,
-        output_state=final,
-        use_cp=bool(planned[0].item()),  # a tensor on the host
+        use_cp=bool(is_cut),
         backend="flashinfer",
     )
-    _scatter_kernel[blocks](
-        final, state, cu_seqlens, state_indices, SIZE=final[0].numel(), BLOCK=_BLOCK
-    )
+    if place == _APART:
+        _with_copies(run, state, cu_seqlens, initial_indices, state_indices)
+    else:
+        initial = state if place == _CARRIED_ON else None
+        run(initial_state=initial, output_state=state, state_indices=state_indices)
     return out
 
 
+def _with_copies(
+    run: Callable[..., object],
+    state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+) -> None:
+    """Run on packed states, one for each sequence, and put what they become into their slots.
+
+    Two buffers: where a sequence is cut, the state that it starts from is read while the one that
+    it ends with is written.
+    """
+    num_seqs, size = state_indices.shape[0], state[0].numel()
+    initial, final = state.new_empty(2, num_seqs, *state.shape[1:])
+    blocks = (num_seqs, triton.cdiv(size, _BLOCK))
+    _gather_kernel[blocks](state, initial, cu_seqlens, initial_indices, SIZE=size, BLOCK=_BLOCK)
+    run(initial_state=initial, output_state=final)
+    _scatter_kernel[blocks](final, state, cu_seqlens, state_indices, SIZE=size, BLOCK=_BLOCK)
+
+
 def plan(lengths: Lengths, *, num_v_heads: int, device: torch.device, **_: int) -> Planned:
-    """Whether sequences are cut: where there are heads of them for less than half of the device."""
+    """Whether sequences are cut: where there are heads of them for less than half of the device.
+    And where their states are."""
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-    num_seqs = int((lengths.cu_seqlens.diff() > 0).sum())
-    return Planned(tensors=(), values=(int(2 * num_seqs * num_v_heads < num_processors),))
+    has_tokens = lengths.cu_seqlens.diff() > 0
+    is_cut = 2 * int(has_tokens.sum()) * num_v_heads < num_processors
+    place = _APART if is_cut else _place(lengths, has_tokens)
+    return Planned(tensors=(), values=(int(is_cut), place))
+
+
+def _place(lengths: Lengths, has_tokens: Tensor) -> int:
+    """Where the states of the sequences that have tokens are."""
+    initial = lengths.initial_indices[has_tokens]
+    final = lengths.state_indices[has_tokens]
+    if not final.all():  # slot 0 is nobody's, and FlashInfer would write it
+        return _APART
+    if not initial.any():
+        return _BEGUN
+    return _CARRIED_ON if torch.equal(initial, final) else _APART
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.ops import cudnn_oracle
+from tests.ops.step_lengths import step_lengths
 from torch_hybrid.ops import cudnn_attention
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.paged_attention.op import FEATURES, IMPLEMENTATIONS
-from torch_hybrid.ops.planning import Lengths
 
 
 def test_torch_takes_what_the_oracle_takes():
@@ -69,12 +69,8 @@ def test_refusals():
 def test_a_prefix_is_a_value_of_the_plan(
     new: tuple[int, ...], totals: tuple[int, ...], no_prefix: int
 ):
-    lengths = Lengths(
-        cu_seqlens=torch.tensor([0, *new]).cumsum(0).int(),
-        seq_lens=torch.tensor(totals).int(),
-        page_table=torch.zeros(len(new), 4, dtype=torch.int32),
-        num_tokens=16,
-    )
+    cu_seqlens = torch.tensor([0, *new]).cumsum(0).int()
+    lengths = step_lengths(cu_seqlens, 16, seq_lens=torch.tensor(totals).int())
     planned = cudnn_attention.plan(lengths, head_dim=64)
     assert (planned.tensors, planned.values) == ((), (no_prefix,))
 

@@ -11,11 +11,11 @@ from torch import Tensor
 from tests.devices import needs_cuda
 from tests.ops.cudnn_oracle import cudnn_by_documentation
 from tests.ops.paged_attention.cases import Case, Inputs, make_inputs
+from tests.ops.step_lengths import step_lengths
 from tests.ops.triton_interpreter import needs_interpreter
 from torch_hybrid.ops import cudnn_attention
 from torch_hybrid.ops.paged_attention import paged_attention, reference
 from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS
-from torch_hybrid.ops.planning import Lengths
 
 __all__ = ["cudnn_by_documentation"]
 
@@ -27,12 +27,7 @@ CASES = {
 
 
 def planned_for(inputs: Inputs) -> list[Tensor]:
-    lengths = Lengths(
-        cu_seqlens=inputs.cu_seqlens.cpu(),
-        seq_lens=inputs.seq_lens.cpu(),
-        page_table=inputs.page_table.cpu(),
-        num_tokens=len(inputs.q),
-    )
+    lengths = step_lengths(inputs.cu_seqlens, len(inputs.q), seq_lens=inputs.seq_lens)
     return [torch.tensor(cudnn_attention.plan(lengths).values)]
 
 

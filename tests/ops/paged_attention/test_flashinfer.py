@@ -14,11 +14,12 @@ from torch import Tensor
 from tests.devices import needs_cuda
 from tests.ops.flashinfer_source import native_parameters_of, needs_flashinfer, parameters_of
 from tests.ops.paged_attention.cases import OPTIONS, Case, Inputs, make_inputs
+from tests.ops.step_lengths import step_lengths
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.paged_attention import paged_attention, reference
 from torch_hybrid.ops.paged_attention.op import FEATURES, IMPLEMENTATIONS
-from torch_hybrid.ops.planning import Lengths, Planned
+from torch_hybrid.ops.planning import Planned
 
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 CASES = {
@@ -151,11 +152,8 @@ def plan_for(inputs: Inputs, device: str, window: int = 0, softcap: float = 0.0)
     """What the planner makes of the lengths, which it is told on the host."""
     planner = IMPLEMENTATIONS["flashinfer"].load_planner()
     assert planner is not None
-    lengths = Lengths(
-        cu_seqlens=inputs.cu_seqlens,
-        seq_lens=inputs.seq_lens,
-        page_table=inputs.page_table,
-        num_tokens=len(inputs.q),
+    lengths = step_lengths(
+        inputs.cu_seqlens, len(inputs.q), seq_lens=inputs.seq_lens, page_table=inputs.page_table
     )
     return planner(
         lengths,
