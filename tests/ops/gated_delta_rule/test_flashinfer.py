@@ -310,12 +310,16 @@ def test_on_a_gpu(case: Case, dtype: torch.dtype):
 
 @needs_cuda
 @needs_flashinfer
-@pytest.mark.parametrize("num_v_heads", [4, 32], ids=["cut over the device", "many heads"])
-def test_a_captured_graph_serves_other_lengths(num_v_heads: int):
+@pytest.mark.parametrize(
+    ("num_v_heads", "place"),
+    [(4, 0), (32, 0), (32, 1), (32, 2)],
+    ids=["cut over the device", "apart", "begun", "carried on"],
+)
+def test_a_captured_graph_serves_other_lengths(num_v_heads: int, place: int):
     """Three sequences of a bucket of 600 tokens, replayed with other lengths and slots."""
     shape = {"num_k_heads": num_v_heads // 2, "num_v_heads": num_v_heads, **SHAPE}
     first = Case(lengths=(1, 100, 1), num_padding_tokens=498, **shape)
-    captured = on_device(make_inputs(first, torch.bfloat16), "cuda")
+    captured = on_device(started(make_inputs(first, torch.bfloat16), place), "cuda")
     call(captured)  # compiles the kernels, which cannot be done while capturing
     planned = [torch.tensor(plan_for(captured).values)]  # no length is read while it is captured
     graph = torch.cuda.CUDAGraph()
@@ -325,8 +329,18 @@ def test_a_captured_graph_serves_other_lengths(num_v_heads: int):
         )
     for seed, lengths in enumerate([(550, 0, 49), (64, 65, 463)], 1):
         case = Case(lengths=lengths, num_padding_tokens=600 - sum(lengths), **shape)
-        other = make_inputs(case, torch.bfloat16, seed)
+        other = started(make_inputs(case, torch.bfloat16, seed), place)
+        assert torch.tensor(plan_for(other).values).equal(planned[0])  # else captured for itself
         for field in tensor_fields(captured):
             getattr(captured, field).copy_(getattr(other, field))
         graph.replay()
         assert_good_to_bfloat16(other, out.cpu(), captured.state.cpu())
+
+
+def started(inputs: Inputs, place: int) -> Inputs:
+    """All sequences begin (1) or carry on (2), or all but the last carry on (0)."""
+    initial = inputs.state_indices * (place != 1)
+    if place == 0:
+        initial[-1] = 0
+    inputs.state.nan_to_num_()
+    return replace(inputs, initial_indices=initial)
