@@ -327,7 +327,7 @@ def test_a_captured_graph_serves_other_lengths(num_v_heads: int, place: int):
         out = chunk_gated_delta_rule(
             *captured.args(), **captured.options(), planned=planned, impl="flashinfer"
         )
-    for seed, lengths in enumerate([(550, 0, 49), (64, 65, 463)], 1):
+    for seed, lengths in enumerate([(548, 3, 49), (64, 65, 463)], 1):
         case = Case(lengths=lengths, num_padding_tokens=600 - sum(lengths), **shape)
         other = started(make_inputs(case, torch.bfloat16, seed), place)
         assert torch.tensor(plan_for(other).values).equal(planned[0])  # else captured for itself
