@@ -178,14 +178,14 @@ class LatentAttentionBackend:
 
     def plan(self, batch: Batch, mode: Mode, form: Form) -> LatentPlan:
         """The plan of one step. Pure; reads lengths and pages on the host."""
-        prefix, num_keys, op = None, batch.seq_lens, "latent_attention"
+        op, prefix, num_keys = "latent_attention", None, batch.seq_lens
         if form.name != _ABSORBED.name:
-            lengths, op = batch.seq_lens, "ragged_attention_with_lse"
-            if form.name != _ONE_SHOT:  # what is causal there has keys of new tokens alone
+            op, expanded = "ragged_attention_with_lse", batch.seq_lens
+            if form.name != _ONE_SHOT:  # the causal call there is one of new tokens alone
                 num_keys = batch.cu_seqlens.diff()
-                lengths = lengths - num_keys
+                expanded = expanded - num_keys
             prefix = chunk_tables(
-                plan_prefix_chunks(lengths.tolist(), form.num_rows),
+                plan_prefix_chunks(expanded.tolist(), form.num_rows),
                 batch.page_table,
                 page_size=self._sizes.page_size,
                 num_chunks=form.num_chunks,
