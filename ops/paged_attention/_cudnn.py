@@ -1,8 +1,8 @@
-"""Implementation "cudnn": prompts from their first token on are attended to by cuDNN.
+"""Implementation "cudnn": prompts of one length that fill a step are attended to by cuDNN.
 
-It reads the rows of the step, not the pages they are written to. A step of which some sequence
-holds tokens from before is one for implementation "triton", which is called for it: which of the
-two it is was planned, and each has a captured graph of its own.
+It reads the rows of the step, not the pages they are written to. Any other step is one for
+implementation "triton", which is called for it: which of the two it is was planned, and each has a
+captured graph of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def paged_attention(
     planned: Sequence[Tensor],
 ) -> Tensor:
     """Launcher of ``torch_hybrid::paged_attention``."""
-    if not cudnn_attention.attends(q, k, v, planned):
+    num_seqs = cudnn_attention.num_prompts(q, k, v, planned)
+    if num_seqs == 0:
         out, _ = _triton.paged_attention_with_lse(
             q,
             k,
@@ -48,7 +49,7 @@ def paged_attention(
             softcap=softcap,
         )
         return out
-    out, _ = cudnn_attention.attend(q, k, v, cu_seqlens, scale=scale, with_lse=False)
-    padding_lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    out, _ = cudnn_attention.attend(q, k, v, num_seqs, scale=scale, with_lse=False)
+    padding_lse = q.new_empty(q.shape[:2], dtype=torch.float32)  # there is no padding in the step
     write_rows(k, v, kv, cu_seqlens, slot_mapping, out, padding_lse)
     return out

@@ -28,7 +28,7 @@ IMPLEMENTATIONS = {
             devices=frozenset({"cuda"}),
             dtypes=frozenset({torch.bfloat16, torch.float16}),
             multiples={"head_dim": 8, "v_head_dim": 8},
-            limits={"head_dim": 256, "v_head_dim": 256},
+            limits={"head_dim": 192, "v_head_dim": 128},
             cuda_graph=True,
             available=cudnn_missing,
         ),

@@ -58,8 +58,14 @@ def paged_attention(
 EXPANDED = Implementation(
     capability=Capability(devices=frozenset({"cpu"}), cuda_graph=True),
     launcher=f"{__name__}:ragged_attention_with_lse",
-    planner="torch_hybrid.ops.cudnn_attention:plan",
+    planner=f"{__name__}:plan_keys",
 )
+
+
+def plan_keys(lengths: Lengths, **_: Any) -> Planned:
+    """Whether every sequence has as many keys as queries."""
+    no_prefix = torch.equal(lengths.cu_seqlens.diff(), lengths.seq_lens)
+    return Planned(tensors=(), values=(int(no_prefix),))
 
 
 def ragged_attention_with_lse(

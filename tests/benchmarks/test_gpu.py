@@ -120,11 +120,11 @@ def test_implementations_that_plan_are_given_what_was_planned() -> None:
     def call(_: object, impl: str, planned: Sequence[torch.Tensor]) -> None:
         told.append((impl, planned[0].tolist()))
 
-    inputs = [attention.Paged.make((4, 2, 16), 2, 40, num_new) for num_new in (40, 3)]
+    inputs = [attention.Paged.make((4, 2, 16), 2, 150, num_new) for num_new in (150, 3)]
     for each in inputs:
         [contestant] = case.own({"some": implementation}, call, features=("extend",)).values()
         contestant([each]).calls[0]()
-    assert told == [("some", [1]), ("some", [0])]
+    assert told == [("some", [2]), ("some", [0])]
     [refused] = case.own({"some": implementation}, call, features=("window",)).values()
     with pytest.raises(Absent, match="it has no window"):
         refused(inputs)

@@ -1,4 +1,4 @@
-"""cuDNN's attention to packed sequences as torch documents it, without a GPU."""
+"""cuDNN's attention as torch documents it, without a GPU."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ def forward(
     key: Tensor,
     value: Tensor,
     attn_bias: Tensor | None,
-    cum_seq_q: Tensor,
-    cum_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
     compute_log_sumexp: bool,
     dropout_p: float = 0.0,
     is_causal: bool = False,
@@ -27,27 +23,20 @@ def forward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """Rows of sequences are written, no others; the mask counts from each sequence's start."""
+    """[B, H, L, D]; the result has the order of dimensions that the query has in memory."""
     assert attn_bias is None
     assert dropout_p == 0.0
+    assert is_causal
     assert not return_debug_mask
     assert scale is not None
+    assert all(x.stride(-1) == 1 for x in (query, key, value))
     group = query.shape[1] // key.shape[1]
-    out = query.new_full((*query.shape[:2], value.shape[2]), math.nan)
-    lse = torch.full((*query.shape[:2], 1), math.nan)
-    offsets_q, offsets_k = cum_seq_q.tolist(), cum_seq_k.tolist()
-    for n in range(len(offsets_q) - 1):
-        rows = slice(offsets_q[n], offsets_q[n + 1])
-        keys = slice(offsets_k[n], offsets_k[n + 1])
-        assert rows.stop - rows.start <= max_q
-        assert keys.stop - keys.start <= max_k
-        k, v = (x[keys].float().repeat_interleave(group, 1) for x in (key, value))
-        logits = torch.einsum("qhd,khd->hqk", query[rows].float(), k) * scale
-        if is_causal:
-            later = torch.ones(logits.shape[1:], dtype=torch.bool).triu(1)
-            logits = logits.masked_fill(later, -math.inf)
-        out[rows] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), v).to(out.dtype)
-        lse[rows] = logits.logsumexp(-1).T[..., None]
+    k, v = (x.float().repeat_interleave(group, 1) for x in (key, value))
+    logits = torch.einsum("bhqd,bhkd->bhqk", query.float(), k) * scale
+    later = torch.ones(logits.shape[2:], dtype=torch.bool).triu(1)
+    logits = logits.masked_fill(later, -math.inf)
+    out = torch.einsum("bhqk,bhkd->bqhd", logits.softmax(-1), v).to(query.dtype).transpose(1, 2)
+    lse = logits.logsumexp(-1, keepdim=True)
     nothing = query.new_empty(0)
     return out, lse if compute_log_sumexp else nothing, *[nothing] * 7
 

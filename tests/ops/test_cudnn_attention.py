@@ -25,8 +25,8 @@ def test_torch_takes_what_the_oracle_takes():
     ("version", "capability", "reason"),
     [
         (91900, (9, 0), None),
-        (90501, (9, 0), "cuDNN must be 90600 or later, got 90501"),
-        (None, (9, 0), "cuDNN must be 90600 or later, got None"),
+        (91800, (9, 0), "cuDNN must be 91900 or later, got 91800"),
+        (None, (9, 0), "cuDNN must be 91900 or later, got None"),
         (91900, (8, 0), "it was measured on sm_90 alone, the device is sm_80"),
     ],
 )
@@ -47,14 +47,14 @@ def test_refusals():
     need = Need(
         device=torch.device("cuda"),
         dtype=torch.float32,
-        sizes={"head_dim": 260},
+        sizes={"head_dim": 132},
         features=FEATURES - {"extend"},
     )
     reasons = IMPLEMENTATIONS["cudnn"].capability.why_not(need)
     for reason in (
         "dtype torch.float32 is not in ['torch.bfloat16', 'torch.float16']",
-        "head_dim 260 is not a multiple of 8",
-        "head_dim 260 is over the limit 256",
+        "head_dim 132 is not a multiple of 8",
+        "head_dim 132 is over the limit 128",
         "it has no sliding_window",
         "it has no softcap",
         "it is for extend alone",
@@ -63,24 +63,31 @@ def test_refusals():
 
 
 @pytest.mark.parametrize(
-    ("new", "totals", "no_prefix"),
-    [((5, 0, 3), (5, 0, 3), 1), ((5, 0, 3), (5, 0, 4), 0), ((5, 0), (5, 7), 0), ((0,), (0,), 1)],
+    ("new", "totals", "num_tokens", "num_prompts"),
+    [
+        ((512,), (512,), 512, 1),
+        ((0, 256, 256, 0), (0, 256, 256, 0), 512, 2),
+        ((512,), (513,), 512, 0),  # a prefix
+        ((512, 0), (512, 7), 512, 0),
+        ((500,), (500,), 512, 0),  # padding
+        ((300, 212), (300, 212), 512, 0),  # other lengths
+        ((64,) * 8, (64,) * 8, 512, 0),  # short ones
+        ((0, 0), (0, 0), 512, 0),
+    ],
 )
-def test_a_prefix_is_a_value_of_the_plan(
-    new: tuple[int, ...], totals: tuple[int, ...], no_prefix: int
+def test_prompts_that_fill_a_step_are_a_value_of_its_plan(
+    new: tuple[int, ...], totals: tuple[int, ...], num_tokens: int, num_prompts: int
 ):
     cu_seqlens = torch.tensor([0, *new]).cumsum(0).int()
-    lengths = step_lengths(cu_seqlens, 16, seq_lens=torch.tensor(totals).int())
+    lengths = step_lengths(cu_seqlens, num_tokens, seq_lens=torch.tensor(totals).int())
     planned = cudnn_attention.plan(lengths, head_dim=64)
-    assert (planned.tensors, planned.values) == ((), (no_prefix,))
+    assert (planned.tensors, planned.values) == ((), (num_prompts,))
 
 
 def test_calls_that_cudnn_cannot_count_are_not_for_it():
     """By shapes, which a captured graph is of."""
     wide = torch.empty(70_000, 512, 64, device="meta")[:, :2]
-    planned = [torch.tensor([1])]
-    assert not cudnn_attention.attends(wide, wide, wide, planned)
     few = wide[:60_000]
-    assert cudnn_attention.attends(few, few, few, planned)
-    assert not cudnn_attention.attends(few, few, few, [torch.tensor([0])])
-    assert not cudnn_attention.attends(few[:0], few[:0], few[:0], planned)
+    planned = [torch.tensor([4])]
+    assert cudnn_attention.num_prompts(few, few, few, planned) == 4
+    assert cudnn_attention.num_prompts(few, wide, few, planned) == 0

@@ -21,7 +21,7 @@ __all__ = ["cudnn_by_documentation"]
 
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 CASES = {
-    "prompts": Case(**HEADS, lengths=((5, 5), (0, 0), (9, 9), (1, 1))),
+    "prompts": Case(**HEADS, lengths=((9, 9), (0, 0), (9, 9))),
     "after a prefix": Case(**HEADS, lengths=((5, 5), (0, 0), (9, 40), (1, 1))),
 }
 
@@ -44,23 +44,23 @@ def check(inputs: Inputs, out: Tensor, kv: Tensor) -> None:
 @needs_interpreter
 @pytest.mark.usefixtures("cudnn_by_documentation")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_attends_by_documentation(case: Case):
-    """Rows of padding, and every row of the pool."""
-    inputs = make_inputs(case, dtype=torch.bfloat16, padding=(6, 2))
+def test_attends_by_documentation(case: Case, monkeypatch: pytest.MonkeyPatch):
+    """Rows of the step, of padding, and every row of the pool."""
+    prompts = case is CASES["prompts"]
+    monkeypatch.setattr(cudnn_attention, "_SHORTEST", 8)
+    inputs = make_inputs(case, dtype=torch.bfloat16, padding=(0 if prompts else 6, 2))
     planned, args = planned_for(inputs), inputs.args()
-    assert planned[0].tolist() == [int(case is CASES["prompts"])]
+    assert planned[0].tolist() == [2 if prompts else 0]
     options = {"scale": case.head_dim**-0.5, "window": 0, "softcap": 0.0}
     out = IMPLEMENTATIONS["cudnn"].load()(*args, **options, planned=planned)
     check(inputs, out, args[3])
 
 
 ON_A_GPU = {
-    "qwen3_next": Case(
-        num_q_heads=16, num_kv_heads=2, head_dim=256, lengths=((70, 70), (300, 300), (1, 1))
-    ),
-    "llama": Case(num_q_heads=32, num_kv_heads=8, head_dim=128, lengths=((129, 129), (650, 650))),
+    "llama": Case(num_q_heads=32, num_kv_heads=8, head_dim=128, lengths=((650, 650),)),
+    "several": Case(num_q_heads=12, num_kv_heads=2, head_dim=128, lengths=((131, 131),) * 3),
     "five to a key head": Case(num_q_heads=5, num_kv_heads=1, head_dim=64, lengths=((300, 300),)),
-    "head_dim 80": Case(num_q_heads=4, num_kv_heads=2, head_dim=80, lengths=((9, 9), (300, 300))),
+    "head_dim 80": Case(num_q_heads=4, num_kv_heads=2, head_dim=80, lengths=((300, 300),)),
 }
 
 
@@ -68,26 +68,44 @@ ON_A_GPU = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("case", ON_A_GPU.values(), ids=ON_A_GPU)
 def test_on_a_gpu(case: Case, dtype: torch.dtype):
-    inputs = make_inputs(case, dtype=dtype, padding=(5, 2))
+    inputs = make_inputs(case, dtype=dtype, padding=(0, 2))
     args = [tensor.cuda() for tensor in inputs.args()]
-    options = {"scale": case.head_dim**-0.5, "planned": planned_for(inputs), "impl": "cudnn"}
+    planned = planned_for(inputs)
+    assert planned[0].tolist() == [len(case.lengths)]
+    options = {"scale": case.head_dim**-0.5, "planned": planned, "impl": "cudnn"}
     check(inputs, paged_attention(*args, **options), args[3])
 
 
 @needs_cuda
-def test_a_captured_graph_serves_other_lengths():
-    batches = []
-    for seed, lengths in enumerate([(300, 1, 39), (39, 300, 1), (340, 0, 0)]):
-        case = replace(ON_A_GPU["qwen3_next"], lengths=tuple((n, n) for n in lengths))
-        made = make_inputs(case, dtype=torch.bfloat16, seed=seed, padding=(12, 5))
-        wide = torch.zeros(8, 64, dtype=torch.int32)
-        wide[:, : made.page_table.shape[1]] = made.page_table
-        batches.append(replace(made, page_table=wide))
+def test_a_bucket_is_captured_for_prompts_that_fill_it_and_for_others():
+    """640 tokens of up to eight sequences; what is captured first is a step of padding."""
+    heads = {"num_q_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    wholes, others = [((640, 640),), ((640, 640),)], [((39, 39), (600, 690)), ((1, 41), (5, 5))]
+    for lengths in (wholes, others):
+        batches = [
+            make_inputs(
+                Case(**heads, lengths=each),
+                dtype=torch.bfloat16,
+                seed=seed,
+                padding=(640 - sum(new for new, _ in each), 8 - len(each)),
+            )
+            for seed, each in enumerate(lengths)
+        ]
+        assert {planned_for(batch)[0].item() for batch in batches} == {int(lengths is wholes)}
+        replay_all([replace(batch, page_table=widened(batch.page_table)) for batch in batches])
+
+
+def widened(page_table: Tensor) -> Tensor:
+    return torch.nn.functional.pad(page_table, (0, 64 - page_table.shape[1]))
+
+
+def replay_all(batches: list[Inputs]) -> None:
+    """Each batch in its turn in the graph that the first one's shapes and plan are captured for."""
     pages = max(inputs.kv.shape[1] for inputs in batches)
     static = [tensor.cuda() for tensor in batches[0].args()]
     static[3] = static[3].new_zeros(2, pages, *static[3].shape[2:])
-    static[4].zero_()  # as a bucket is captured: on a step of padding
-    options = {"scale": 1 / 16, "planned": planned_for(batches[0]), "impl": "cudnn"}
+    static[4].zero_()
+    options = {"scale": 128**-0.5, "planned": planned_for(batches[0]), "impl": "cudnn"}
     paged_attention(*static, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -17,7 +17,7 @@ __all__ = ["cudnn_by_documentation"]
 
 SIZES = {"num_heads": 4, "num_k_heads": 2, "head_dim": 24, "v_head_dim": 16}
 CASES = {
-    "themselves": Case(**SIZES, lengths=((5, 5), (0, 0), (9, 9))),
+    "themselves": Case(**SIZES, lengths=((9, 9), (0, 0), (9, 9))),
     "a prefix too": Case(**SIZES, lengths=((5, 5), (0, 3), (9, 20))),
 }
 
@@ -41,25 +41,22 @@ def check(inputs: Inputs, results: tuple[Tensor, Tensor], *, causal: bool) -> No
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_attends_by_documentation(case: Case, causal: bool):
-    inputs = make_inputs(case, dtype=torch.bfloat16, padding=(3, 3, 2))
-    planned = [torch.tensor([int(case is CASES["themselves"])])]
+    themselves = case is CASES["themselves"]
+    inputs = make_inputs(case, dtype=torch.bfloat16, padding=(0, 0, 2) if themselves else (3, 3, 2))
+    planned = [torch.tensor([2 if themselves else 0])]
     launcher, scale = IMPLEMENTATIONS["cudnn"].load(), case.head_dim**-0.5
     results = launcher(*inputs.args(), causal=causal, scale=scale, planned=planned)
     check(inputs, results, causal=causal)
 
 
 @needs_cuda
-@pytest.mark.parametrize("heads", [16, 128])
-def test_on_a_gpu(heads: int):
+@pytest.mark.parametrize(("heads", "num_seqs"), [(16, 1), (128, 1), (16, 3)])
+def test_on_a_gpu(heads: int, num_seqs: int):
     """DeepSeek's heads."""
-    case = Case(
-        num_heads=heads,
-        num_k_heads=heads,
-        head_dim=192,
-        v_head_dim=128,
-        lengths=((300, 300), (0, 0), (1, 1), (129, 129)),
+    sizes = {"num_heads": heads, "num_k_heads": heads, "head_dim": 192, "v_head_dim": 128}
+    inputs = make_inputs(
+        Case(**sizes, lengths=((301, 301),) * num_seqs), dtype=torch.bfloat16, padding=(0, 0, 2)
     )
-    inputs = make_inputs(case, dtype=torch.bfloat16, padding=(3, 3, 2))
     args = [tensor.cuda() for tensor in inputs.args()]
-    options = {"scale": 192**-0.5, "planned": [torch.tensor([1])], "impl": "cudnn"}
+    options = {"scale": 192**-0.5, "planned": [torch.tensor([num_seqs])], "impl": "cudnn"}
     check(inputs, ragged_attention_with_lse(*args, causal=True, **options), causal=True)
