@@ -165,7 +165,15 @@ class Expanded(Inputs):
         )
 
     def plan(self, planner: Planner) -> Planned:
-        return planner(step_lengths(self.cu_seqlens, self.q.shape[0]))
+        num_tokens, num_heads, _ = self.q.shape
+        return planner(
+            step_lengths(self.cu_seqlens, num_tokens),
+            num_heads=num_heads,
+            head_dim=QK_DIM,
+            v_head_dim=V_DIM,
+            dtype=BF16,
+            device=self.q.device,
+        )
 
     @property
     def num_seqs(self) -> int:

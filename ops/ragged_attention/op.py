@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.capability import FLOATS, FLOATS_AND_FLOAT64, Capability, Implementation
 from torch_hybrid.ops.cudnn_attention import cudnn_missing
+from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import (
     check_contiguous,
@@ -22,7 +23,8 @@ from torch_hybrid.ops.registration import (
 )
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
-IMPLEMENTATIONS = {
+_PACKAGE = "torch_hybrid.ops.ragged_attention"
+_OWN = {
     "cudnn": Implementation(
         capability=Capability(
             devices=frozenset({"cuda"}),
@@ -32,7 +34,7 @@ IMPLEMENTATIONS = {
             cuda_graph=True,
             available=cudnn_missing,
         ),
-        launcher="torch_hybrid.ops.ragged_attention._cudnn:ragged_attention_with_lse",
+        launcher=f"{_PACKAGE}._cudnn:ragged_attention_with_lse",
         planner="torch_hybrid.ops.cudnn_attention:plan",
     ),
     "cpp": Implementation(
@@ -42,7 +44,7 @@ IMPLEMENTATIONS = {
             multiples={"head_dim": 16, "v_head_dim": 16},
             available=compiler_missing,
         ),
-        launcher="torch_hybrid.ops.ragged_attention._cpu:ragged_attention_with_lse",
+        launcher=f"{_PACKAGE}._cpu:ragged_attention_with_lse",
     ),
     "triton": Implementation(
         capability=Capability(
@@ -51,13 +53,28 @@ IMPLEMENTATIONS = {
             cuda_graph=True,
             available=triton_missing,
         ),
-        launcher="torch_hybrid.ops.ragged_attention._triton:ragged_attention_with_lse",
+        launcher=f"{_PACKAGE}._triton:ragged_attention_with_lse",
     ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
-        launcher="torch_hybrid.ops.ragged_attention._torch:ragged_attention_with_lse",
+        launcher=f"{_PACKAGE}._torch:ragged_attention_with_lse",
     ),
 }
+IMPLEMENTATIONS = with_flashinfer(
+    "ragged_attention_with_lse",
+    _OWN,
+    Implementation(
+        capability=Capability(
+            devices=frozenset({"cuda"}),
+            dtypes=frozenset({torch.bfloat16, torch.float16}),
+            one_of={"head_dim": (192,), "v_head_dim": (128,)},
+            cuda_graph=True,
+            available=flashinfer_missing(capabilities=HOPPER),
+        ),
+        launcher=f"{_PACKAGE}._flashinfer:ragged_attention_with_lse",
+        planner=f"{_PACKAGE}._flashinfer:plan",
+    ),
+)
 
 
 def ragged_attention_with_lse(

@@ -237,7 +237,13 @@ def _round_up(count: int, multiple: int) -> int:
 
 def _sizes(spec: LatentSpec) -> dict[str, int]:
     """Layers of the same sizes share what is planned."""
-    return {"num_heads": spec.num_heads, "rank": spec.latent_rank, "rope_dim": spec.rope_dim}
+    return {
+        "num_heads": spec.num_heads,
+        "rank": spec.latent_rank,
+        "rope_dim": spec.rope_dim,
+        "head_dim": spec.qk_dim,
+        "v_head_dim": spec.v_dim,
+    }
 
 
 def _facts(spec: LatentSpec, sizes: PoolSizes) -> dict[str, Any]:
