@@ -9,6 +9,9 @@ import torch
 
 from tests.ops import cudnn_oracle
 from tests.ops.step_lengths import step_lengths
+from tests.ops.triton_interpreter import needs_triton
+from torch_hybrid.backends import measured
+from torch_hybrid.backends.select import select
 from torch_hybrid.ops import cudnn_attention
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.paged_attention.op import FEATURES, IMPLEMENTATIONS
@@ -36,10 +39,7 @@ def test_what_is_missing_is_named(
     capability: tuple[int, int],
     reason: str | None,
 ):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
-    monkeypatch.setattr(cudnn_attention, "triton_missing", lambda: None)
+    pretend(monkeypatch, version, capability)
     assert cudnn_attention.cudnn_missing() == reason
 
 
@@ -60,6 +60,45 @@ def test_refusals():
         "it is for extend alone",
     ):
         assert reason in reasons
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("head_dim", "features", "capability", "chosen"),
+    [
+        (128, {"extend"}, (9, 0), "cudnn"),
+        (256, {"extend"}, (9, 0), "triton"),
+        (128, {"extend", "sliding_window"}, (9, 0), "triton"),
+        (128, set(), (9, 0), "triton"),
+        (128, {"extend"}, (8, 0), "triton"),
+    ],
+)
+def test_auto_takes_it_where_it_was_measured_to_be_faster(
+    monkeypatch: pytest.MonkeyPatch,
+    head_dim: int,
+    features: set[str],
+    capability: tuple[int, int],
+    chosen: str,
+):
+    pretend(monkeypatch, 91900, capability)
+    need = Need(
+        device=torch.device("cuda"),
+        dtype=torch.bfloat16,
+        sizes={"head_dim": head_dim, "page_size": 16},
+        features=frozenset(features),
+    )
+    assert select("paged_attention", IMPLEMENTATIONS, need).impl == chosen
+
+
+def pretend(
+    monkeypatch: pytest.MonkeyPatch, version: int | None, capability: tuple[int, int]
+) -> None:
+    """A GPU of that capability, of which nothing was measured, with that cuDNN, and Triton."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(cudnn_attention, "triton_missing", lambda: None)
+    monkeypatch.setattr(measured, "device_name", lambda _: "")
 
 
 @pytest.mark.parametrize(
