@@ -160,7 +160,8 @@ class _Rows:
         """Fill the rows of tokens; those of padding are 0, in ``out`` too."""
         num_tokens, num_k_heads, head_dim = q.shape
         num_v_heads = v.shape[1]
-        _rows_kernel[(triton.cdiv(num_tokens, _ROWS), 2 * num_k_heads + num_v_heads)](
+        num_copied = num_v_heads if self.v is not v else 0
+        _rows_kernel[(triton.cdiv(num_tokens, _ROWS), 2 * num_k_heads + num_copied + 1)](
             q,
             k,
             v,
@@ -182,10 +183,11 @@ class _Rows:
             beta.stride(0),
             H=num_k_heads,
             HV=num_v_heads,
+            HV_COPIED=num_copied,
             D=head_dim,
+            BLOCK_HV=triton.next_power_of_2(num_v_heads),
             ROWS=_ROWS,
             QK_L2NORM=qk_l2norm,
-            COPY_V=self.v is not v,
         )
 
 
@@ -217,12 +219,13 @@ def _rows_kernel(
     stride_beta: tl.tensor,
     H: tl.constexpr,
     HV: tl.constexpr,
+    HV_COPIED: tl.constexpr,
     D: tl.constexpr,
+    BLOCK_HV: tl.constexpr,
     ROWS: tl.constexpr,
     QK_L2NORM: tl.constexpr,
-    COPY_V: tl.constexpr,
 ) -> None:
-    """One program: some tokens of one head of q, k or v."""
+    """One program: some tokens of one head of q, k or v, or their gates and padding."""
     head = tl.program_id(1)
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     last = tl.load(cu_seqlens + num_seqs)
@@ -231,21 +234,23 @@ def _rows_kernel(
         _unit_rows(q, q_rows, token, mask, is_row, stride_q, head, H, D, QK_L2NORM)
     elif head < 2 * H:
         _unit_rows(k, k_rows, token, mask, is_row, stride_k, head - H, H, D, QK_L2NORM)
+    elif head < 2 * H + HV_COPIED:
+        _unit_rows(v, v_rows, token, mask, is_row, stride_v, head - 2 * H, HV, D, False)
     else:
-        head_v = head - 2 * H
-        place = token * HV + head_v
-        b_g = tl.load(g + token * stride_g + head_v, mask=mask, other=0.0)
-        tl.store(decay_rows + place, tl.exp(b_g), mask=is_row)
-        b_beta = tl.load(beta + token * stride_beta + head_v, mask=mask, other=0.0)
-        tl.store(beta_rows + place, b_beta, mask=is_row)
-        index = tl.arange(0, D)[None, :]
-        if COPY_V:
-            p_v = v + token[:, None] * stride_v + head_v * D + index
-            b_v = tl.load(p_v, mask=mask[:, None], other=0.0)
-            tl.store(v_rows + place[:, None] * D + index, b_v, mask=is_row[:, None])
-        padding = is_row & (token >= last)
-        zeros = tl.zeros([ROWS, D], dtype=tl.float32).to(out.dtype.element_ty)
-        tl.store(out + place[:, None] * D + index, zeros, mask=padding[:, None])
+        head_v = tl.arange(0, BLOCK_HV)[None, :]
+        is_head = head_v < HV
+        has_gate, place = mask[:, None] & is_head, token[:, None] * HV + head_v
+        b_g = tl.load(g + token[:, None] * stride_g + head_v, mask=has_gate, other=0.0)
+        tl.store(decay_rows + place, tl.exp(b_g), mask=is_row[:, None] & is_head)
+        b_beta = tl.load(beta + token[:, None] * stride_beta + head_v, mask=has_gate, other=0.0)
+        tl.store(beta_rows + place, b_beta, mask=is_row[:, None] & is_head)
+        if tl.program_id(0).to(tl.int64) * ROWS + ROWS > last:
+            padding = is_row & (token >= last)
+            index = tl.arange(0, D)[None, :]
+            zeros = tl.zeros([ROWS, D], dtype=tl.float32).to(out.dtype.element_ty)
+            for each in range(HV):
+                p_out = out + (token * HV + each)[:, None] * D + index
+                tl.store(p_out, zeros, mask=padding[:, None])
 
 
 @triton.jit
@@ -261,7 +266,7 @@ def _unit_rows(
     D: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ) -> None:
-    """Rows of one head, scaled to unit length if so wanted."""
+    """Rows of one head, made dense, and of unit length if so wanted."""
     index = tl.arange(0, D)[None, :]
     tile = source + token[:, None] * stride + head * D + index
     row = tl.load(tile, mask=mask[:, None], other=0.0).to(tl.float32)
