@@ -67,7 +67,8 @@ def attend(
     """
     by_head = [x.unflatten(0, (num_seqs, -1)).transpose(1, 2) for x in (q, k, v)]
     out, lse, *_ = forward(*by_head, None, with_lse, is_causal=True, scale=scale)
-    out = out.transpose(1, 2).reshape(*q.shape[:2], v.shape[2])
+    # Heads are outermost where those of q are: a copy then.
+    out = out.transpose(1, 2).contiguous().view(*q.shape[:2], v.shape[2])
     if with_lse:
         lse = lse.view(num_seqs, q.shape[1], -1).transpose(1, 2).contiguous().view(q.shape[:2])
     return out, lse

@@ -23,7 +23,7 @@ def forward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """[B, H, L, D]; the result has the order of dimensions that the query has in memory."""
+    """[B, H, L, D]; heads or tokens are outermost in the result as they are in the query."""
     assert attn_bias is None
     assert dropout_p == 0.0
     assert is_causal
@@ -35,7 +35,9 @@ def forward(
     logits = torch.einsum("bhqd,bhkd->bhqk", query.float(), k) * scale
     later = torch.ones(logits.shape[2:], dtype=torch.bool).triu(1)
     logits = logits.masked_fill(later, -math.inf)
-    out = torch.einsum("bhqk,bhkd->bqhd", logits.softmax(-1), v).to(query.dtype).transpose(1, 2)
+    out = torch.einsum("bhqk,bhkd->bhqd", logits.softmax(-1), v).to(query.dtype).contiguous()
+    if query.stride(2) > query.stride(1):
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)
     lse = logits.logsumexp(-1, keepdim=True)
     nothing = query.new_empty(0)
     return out, lse if compute_log_sumexp else nothing, *[nothing] * 7

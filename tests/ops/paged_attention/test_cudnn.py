@@ -21,6 +21,7 @@ __all__ = ["cudnn_by_documentation"]
 
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 CASES = {
+    "a prompt": Case(**HEADS, lengths=((0, 0), (9, 9))),
     "prompts": Case(**HEADS, lengths=((9, 9), (0, 0), (9, 9))),
     "after a prefix": Case(**HEADS, lengths=((5, 5), (0, 0), (9, 40), (1, 1))),
 }
@@ -31,7 +32,13 @@ def planned_for(inputs: Inputs) -> list[Tensor]:
     return [torch.tensor(cudnn_attention.plan(lengths).values)]
 
 
+def heads_first(x: Tensor) -> Tensor:
+    """The same [T, H, D], with heads outermost in memory, as some models make them."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
 def check(inputs: Inputs, out: Tensor, kv: Tensor) -> None:
+    assert out.is_contiguous()
     exact = inputs.to(torch.float64).args()
     scale = inputs.q.shape[2] ** -0.5
     expected, _ = reference.paged_attention_with_lse(*exact, scale=scale, window=0, softcap=0.0)
@@ -46,14 +53,16 @@ def check(inputs: Inputs, out: Tensor, kv: Tensor) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_attends_by_documentation(case: Case, monkeypatch: pytest.MonkeyPatch):
     """Rows of the step, of padding, and every row of the pool."""
-    prompts = case is CASES["prompts"]
+    prompts = {"a prompt": 1, "prompts": 2}
+    num_prompts = next((n for name, n in prompts.items() if case is CASES[name]), 0)
     monkeypatch.setattr(cudnn_attention, "_SHORTEST", 8)
-    inputs = make_inputs(case, dtype=torch.bfloat16, padding=(0 if prompts else 6, 2))
+    inputs = make_inputs(case, dtype=torch.bfloat16, padding=(0 if num_prompts else 6, 2))
     planned, args = planned_for(inputs), inputs.args()
-    assert planned[0].tolist() == [2 if prompts else 0]
+    assert planned[0].tolist() == [num_prompts]
     options = {"scale": case.head_dim**-0.5, "window": 0, "softcap": 0.0}
-    out = IMPLEMENTATIONS["cudnn"].load()(*args, **options, planned=planned)
-    check(inputs, out, args[3])
+    for q in (args[0], heads_first(args[0])):
+        out = IMPLEMENTATIONS["cudnn"].load()(q, *args[1:], **options, planned=planned)
+        check(inputs, out, args[3])
 
 
 ON_A_GPU = {
@@ -73,7 +82,8 @@ def test_on_a_gpu(case: Case, dtype: torch.dtype):
     planned = planned_for(inputs)
     assert planned[0].tolist() == [len(case.lengths)]
     options = {"scale": case.head_dim**-0.5, "planned": planned, "impl": "cudnn"}
-    check(inputs, paged_attention(*args, **options), args[3])
+    for q in (args[0], heads_first(args[0])):
+        check(inputs, paged_attention(q, *args[1:], **options), args[3])
 
 
 @needs_cuda

@@ -17,6 +17,7 @@ __all__ = ["cudnn_by_documentation"]
 
 SIZES = {"num_heads": 4, "num_k_heads": 2, "head_dim": 24, "v_head_dim": 16}
 CASES = {
+    "itself": Case(**SIZES, lengths=((0, 0), (9, 9))),
     "themselves": Case(**SIZES, lengths=((9, 9), (0, 0), (9, 9))),
     "a prefix too": Case(**SIZES, lengths=((5, 5), (0, 3), (9, 20))),
 }
@@ -33,7 +34,7 @@ def check(inputs: Inputs, results: tuple[Tensor, Tensor], *, causal: bool) -> No
     torch.testing.assert_close(lse[:used], expected[1][:used].double(), rtol=0, atol=0.01)
     assert not out[used:].any()
     assert (lse[used:] == -torch.inf).all()
-    assert results[1].is_contiguous()
+    assert all(result.is_contiguous() for result in results)
 
 
 @needs_interpreter
@@ -41,12 +42,16 @@ def check(inputs: Inputs, results: tuple[Tensor, Tensor], *, causal: bool) -> No
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_attends_by_documentation(case: Case, causal: bool):
-    themselves = case is CASES["themselves"]
-    inputs = make_inputs(case, dtype=torch.bfloat16, padding=(0, 0, 2) if themselves else (3, 3, 2))
-    planned = [torch.tensor([2 if themselves else 0])]
+    prompts = {"itself": 1, "themselves": 2}
+    num_prompts = next((n for name, n in prompts.items() if case is CASES[name]), 0)
+    padding = (0, 0, 2) if num_prompts else (3, 3, 2)
+    inputs = make_inputs(case, dtype=torch.bfloat16, padding=padding)
+    planned = [torch.tensor([num_prompts])]
     launcher, scale = IMPLEMENTATIONS["cudnn"].load(), case.head_dim**-0.5
-    results = launcher(*inputs.args(), causal=causal, scale=scale, planned=planned)
-    check(inputs, results, causal=causal)
+    q, *others = inputs.args()
+    for rows in (q, q.transpose(0, 1).contiguous().transpose(0, 1)):  # heads outermost in memory
+        results = launcher(rows, *others, causal=causal, scale=scale, planned=planned)
+        check(inputs, results, causal=causal)
 
 
 @needs_cuda
@@ -59,4 +64,6 @@ def test_on_a_gpu(heads: int, num_seqs: int):
     )
     args = [tensor.cuda() for tensor in inputs.args()]
     options = {"scale": 192**-0.5, "planned": [torch.tensor([num_seqs])], "impl": "cudnn"}
-    check(inputs, ragged_attention_with_lse(*args, causal=True, **options), causal=True)
+    q, *others = args
+    for rows in (q, q.transpose(0, 1).contiguous().transpose(0, 1)):
+        check(inputs, ragged_attention_with_lse(rows, *others, causal=True, **options), causal=True)
