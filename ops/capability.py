@@ -39,7 +39,8 @@ class Need:
 class Capability:
     """What one implementation supports.
 
-    ``multiples``, ``limits`` and ``one_of`` bound sizes by name; ``available`` says why this
+    ``multiples``, ``limits`` and ``one_of`` bound sizes by name; ``only_with`` has the features
+    that a caller must want, for an implementation of special cases; ``available`` says why this
     machine cannot run the implementation (no compiler, a package missing), or None when it can.
     """
 
@@ -49,6 +50,7 @@ class Capability:
     limits: Mapping[str, int] = field(default_factory=dict)
     one_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     features: frozenset[str] = frozenset()
+    only_with: frozenset[str] = frozenset()
     cuda_graph: bool = False
     available: Callable[[], str | None] = always_available
 
@@ -64,6 +66,8 @@ class Capability:
         reasons += self.sizes_refused(need.sizes)
         for feature in sorted(need.features - self.features):
             reasons.append(f"it has no {feature}")
+        for feature in sorted(self.only_with - need.features):
+            reasons.append(f"it is for {feature} alone")
         return reasons
 
     def sizes_refused(self, sizes: Mapping[str, int]) -> list[str]:

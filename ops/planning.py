@@ -28,6 +28,8 @@ class Lengths:
     cu_seqlens: Tensor  # [N + 1] int32
     seq_lens: Tensor  # [N] int32
     page_table: Tensor  # [N, max_pages] int32
+    initial_indices: Tensor  # [N] int32, recurrent slots that are read; 0: none is
+    state_indices: Tensor  # [N] int32, recurrent slots that are written; 0: none is
     num_tokens: int
 
 

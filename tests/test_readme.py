@@ -65,7 +65,13 @@ NAMES = {
     "mamba2": "Mamba2",
     "lightning_attention": "lightning attention",
 }
-SHOWN = {"cpp": "C++", "triton": "Triton", "flashinfer": "FlashInfer", "torch": "torch"}
+SHOWN = {
+    "cpp": "C++",
+    "cudnn": "cuDNN",
+    "triton": "Triton",
+    "flashinfer": "FlashInfer",
+    "torch": "torch",
+}
 
 
 def generated() -> str:

@@ -25,8 +25,10 @@ from benchmarks.gpu.case import (
     own,
     randn,
 )
+from tests.ops.step_lengths import step_lengths
 from torch_hybrid.ops.paged_attention import paged_attention
 from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS
+from torch_hybrid.ops.planning import Planned, Planner
 
 PAGE_SIZE = 16
 # query heads, key heads, head dim
@@ -73,6 +75,26 @@ class Paged(Inputs):
     def num_new(self) -> int:
         return self.qkv.shape[0] // self.num_seqs
 
+    def plan(self, planner: Planner) -> Planned:
+        num_q_heads, num_kv_heads, head_dim = self.heads
+        lengths = step_lengths(
+            self.cu_seqlens,
+            self.qkv.shape[0],
+            seq_lens=self.seq_lens,
+            page_table=self.page_table,
+        )
+        return planner(
+            lengths,
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            page_size=PAGE_SIZE,
+            window=0,
+            softcap=0.0,
+            dtype=BF16,
+            device=self.qkv.device,
+        )
+
     def qkv_views(self) -> tuple[Tensor, Tensor, Tensor]:
         num_q_heads, num_kv_heads, _ = self.heads
         q, k, v = self.qkv.split([num_q_heads, num_kv_heads, num_kv_heads], 1)
@@ -92,7 +114,7 @@ class Paged(Inputs):
         return 4 * self.num_seqs * num_q_heads * head_dim * pairs
 
 
-def call(inputs: Paged, impl: str) -> Tensor:
+def call(inputs: Paged, impl: str, planned: Sequence[Tensor] = ()) -> Tensor:
     """One call of this package's op, which stores the new rows as well."""
     return paged_attention(
         *inputs.qkv_views(),
@@ -102,6 +124,7 @@ def call(inputs: Paged, impl: str) -> Tensor:
         inputs.page_table,
         inputs.slot_mapping,
         scale=inputs.heads[2] ** -0.5,
+        planned=planned,
         impl=impl,
     )
 
@@ -212,6 +235,7 @@ def _case(
     others: dict[str, Contestant],
 ) -> Case:
     name = f"{NAMES[heads]} {heads[0]}/{heads[1]} of {heads[2]}"
+    features = () if num_new == 1 else ("extend",)
     shape = f"{num_seqs}x{num_new}" + ("" if num_new == length else f" of {length}")
     return Case(
         op=op,
@@ -219,11 +243,11 @@ def _case(
         shape=shape,
         make=partial(Paged.make, heads, num_seqs, length, num_new),
         reference=partial(call, impl="torch"),
-        own=own(IMPLEMENTATIONS, call),
+        own=own(IMPLEMENTATIONS, call, features=features),
         choice=Choice(
             op="paged_attention",
             sizes={"head_dim": heads[2], "page_size": PAGE_SIZE},
-            features=() if num_new == 1 else ("extend",),
+            features=features,
         ),
         others=others,
     )

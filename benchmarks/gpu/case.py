@@ -21,6 +21,7 @@ from torch import Tensor
 
 from benchmarks.gpu.clock import Call, Rates, num_turns, time_of
 from torch_hybrid.ops.capability import Implementation, Need
+from torch_hybrid.ops.planning import Planned, Planner
 
 BF16 = torch.bfloat16
 WORKSPACE_BYTES = 256 * 2**20
@@ -48,6 +49,10 @@ class Inputs:
     def flops(self) -> float:
         """What a call must compute with tensor cores; 0 where memory is the floor anyway."""
         return 0.0
+
+    def plan(self, planner: Planner) -> Planned:
+        """What a planner makes of the call's lengths, for an implementation that plans."""
+        raise Absent("what it plans is not made here")
 
     def another(self) -> Self:
         """The same in memory of its own. Indices are shared: who keeps plans of them finds them."""
@@ -143,17 +148,28 @@ def fastest(cells: Mapping[str, Cell]) -> str | None:
 
 
 def own(
-    implementations: Mapping[str, Implementation], call: Callable[[Any, str], Tensor]
+    implementations: Mapping[str, Implementation],
+    call: Callable[..., Tensor],
+    *,
+    features: tuple[str, ...] = (),
 ) -> dict[str, Contestant]:
-    """This package's implementations for GPUs, but "torch", which only if there is no other."""
+    """This package's implementations for GPUs, but "torch", which only if there is no other.
+
+    ``call`` takes inputs and a name, and of an implementation that plans what was planned.
+    """
     on_gpus = [name for name, i in implementations.items() if "cuda" in i.capability.devices]
     names = [name for name in on_gpus if name != "torch"] or on_gpus
 
     def turns(name: str, inputs: Sequence[Any]) -> Turns:
-        need = Need(device=torch.device("cuda"), dtype=BF16)
+        need = Need(device=torch.device("cuda"), dtype=BF16, features=frozenset(features))
         if reasons := implementations[name].capability.why_not(need):
             raise Absent("; ".join(reasons))
-        return Turns(calls=[partial(call, each, name) for each in inputs])
+        options: dict[str, Sequence[Tensor]] = {}
+        if (planner := implementations[name].load_planner()) is not None:
+            planned = inputs[0].plan(planner)  # turns share their lengths
+            values = torch.tensor(planned.values, device="cpu")
+            options["planned"] = [*(tensor.cuda() for tensor in planned.tensors), values]
+        return Turns(calls=[partial(call, each, name, **options) for each in inputs])
 
     return {name: partial(turns, name) for name in names}
 

@@ -22,10 +22,12 @@ from benchmarks.gpu.case import (
     own,
     randn,
 )
+from tests.ops.step_lengths import step_lengths
 from torch_hybrid.ops import gated_delta_rule as gdn
 from torch_hybrid.ops import kimi_delta_attention as kda
 from torch_hybrid.ops.gated_delta_rule import op as gdn_op
 from torch_hybrid.ops.kimi_delta_attention import op as kda_op
+from torch_hybrid.ops.planning import Planned, Planner
 from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE
 
 CHUNK = 64  # of the usual form, whose FLOPs are counted
@@ -75,6 +77,11 @@ class DeltaRule(Inputs):
             indices=torch.arange(1, num_seqs + 1, dtype=torch.int32),
         )
 
+    def plan(self, planner: Planner) -> Planned:
+        slots = {"initial_indices": self.indices, "state_indices": self.indices}
+        lengths = step_lengths(self.cu_seqlens, self.qkv.shape[0], **slots)
+        return planner(lengths, num_v_heads=self.heads[1], device=self.qkv.device)
+
     @property
     def scale(self) -> float:
         return self.heads[2] ** -0.5
@@ -110,7 +117,7 @@ class DeltaRule(Inputs):
         return num_tokens / CHUNK * num_heads * per_chunk
 
 
-def call(op: Callable[..., Tensor], inputs: DeltaRule, impl: str, **options: int) -> Tensor:
+def call(op: Callable[..., Tensor], inputs: DeltaRule, impl: str, **options: Any) -> Tensor:
     """One call of this package's op."""
     return op(
         *inputs.qkv_views(),

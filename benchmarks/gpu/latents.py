@@ -23,8 +23,10 @@ from benchmarks.gpu.case import (
     own,
     randn,
 )
+from tests.ops.step_lengths import step_lengths
 from torch_hybrid.ops.latent_attention import latent_attention
 from torch_hybrid.ops.latent_attention.op import IMPLEMENTATIONS
+from torch_hybrid.ops.planning import Planned, Planner
 from torch_hybrid.ops.ragged_attention import ragged_attention_with_lse
 from torch_hybrid.ops.ragged_attention.op import IMPLEMENTATIONS as RAGGED_IMPLEMENTATIONS
 
@@ -68,6 +70,20 @@ class Latents(Inputs):
             slot_mapping=slots.flatten().int(),
         )
 
+    def plan(self, planner: Planner) -> Planned:
+        num_tokens, num_heads, _ = self.q_latent.shape
+        lengths = step_lengths(
+            self.cu_seqlens, num_tokens, seq_lens=self.seq_lens, page_table=self.page_table
+        )
+        return planner(
+            lengths,
+            num_heads=num_heads,
+            rank=RANK,
+            rope_dim=ROPE,
+            dtype=BF16,
+            device=self.pool.device,
+        )
+
     @property
     def scale(self) -> float:
         return QK_DIM**-0.5
@@ -84,7 +100,7 @@ class Latents(Inputs):
         return 2 * num_tokens * num_heads * (2 * RANK + ROPE) * keys
 
 
-def call(inputs: Latents, impl: str) -> Tensor:
+def call(inputs: Latents, impl: str, planned: Sequence[Tensor] = ()) -> Tensor:
     """One call of this package's op, which stores the new latents as well."""
     return latent_attention(
         inputs.q_latent,
@@ -97,6 +113,7 @@ def call(inputs: Latents, impl: str) -> Tensor:
         inputs.page_table,
         inputs.slot_mapping,
         scale=inputs.scale,
+        planned=planned,
         impl=impl,
     )
 
@@ -147,6 +164,17 @@ class Expanded(Inputs):
             cu_seqlens=offsets(num_seqs, length),
         )
 
+    def plan(self, planner: Planner) -> Planned:
+        num_tokens, num_heads, _ = self.q.shape
+        return planner(
+            step_lengths(self.cu_seqlens, num_tokens),
+            num_heads=num_heads,
+            head_dim=QK_DIM,
+            v_head_dim=V_DIM,
+            dtype=BF16,
+            device=self.q.device,
+        )
+
     @property
     def num_seqs(self) -> int:
         return self.cu_seqlens.shape[0] - 1
@@ -163,13 +191,13 @@ class Expanded(Inputs):
         return 2 * num_tokens * num_heads * (QK_DIM + V_DIM) * (length + 1) / 2
 
 
-def call_expanded(inputs: Expanded, impl: str) -> Tensor:
+def call_expanded(inputs: Expanded, impl: str, planned: Sequence[Tensor] = ()) -> Tensor:
     """One call of this package's op."""
     k, v = inputs.kv.split([QK_DIM, V_DIM], 2)
     index = inputs.cu_seqlens
     scale = QK_DIM**-0.5
     return ragged_attention_with_lse(
-        inputs.q, k, v, index, index, causal=True, scale=scale, impl=impl
+        inputs.q, k, v, index, index, causal=True, scale=scale, planned=planned, impl=impl
     )[0]
 
 

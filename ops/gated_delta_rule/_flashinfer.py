@@ -1,23 +1,26 @@
 # mypy: disable-error-code="untyped-decorator"
 """Implementation "flashinfer" of the chunk form: FlashInfer's kernels for Hopper.
 
-FlashInfer takes dense rows, decays as factors (not their logarithms), and one packed state for
-each sequence. Two small kernels before it and one after it translate, and set what it does not
-write: rows of padding. Its products are of bfloat16 operands, also those with the state: outputs
-and states are good to bfloat16, where the other implementations keep states to float32.
+FlashInfer takes dense rows and decays as factors (not their logarithms). A kernel before it
+translates, and sets what it does not write: rows of padding. States are the pool's own, in place,
+where all sequences of a step begin, or all carry on from the slots that they write; else they are
+gathered before and scattered after. Its products are of bfloat16 operands, also those with the
+state: outputs and states are good to bfloat16, where the others keep states to float32.
 
 FlashInfer takes blocks of 64 tokens. In the last one of a sequence, what follows the sequence is
 multiplied by 0: rows of padding must be finite there, as they are in what a convolution leaves, and
 a NaN of one sequence is one in the sequence before it too.
 
-What is planned is whether FlashInfer cuts sequences over the device (its context-parallel form, for
-few of them): it would count null sequences too. All else follows from shapes.
+What is planned is where the states are, and whether FlashInfer cuts sequences over the device (its
+context-parallel form, for few of them): it would count null sequences too. All else follows from
+shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -29,6 +32,9 @@ from torch_hybrid.ops.triton.products import inverse_root
 
 _ROWS = 32  # tokens of one head that a program brings into order
 _BLOCK = 4096  # elements of a state that a program moves
+
+# Where states are: in slots that are copied from and to, or in those that are written, in place.
+_APART, _BEGUN, _CARRIED_ON = 0, 1, 2
 
 
 def chunk_gated_delta_rule(
@@ -56,40 +62,69 @@ def chunk_gated_delta_rule(
         return out.zero_()
     rows = _Rows.empty(q, v)
     rows.fill(q, k, v, g, beta, cu_seqlens, out, qk_l2norm=qk_l2norm)
-    # Two buffers: where a sequence is cut, the state that it starts from is read while the one
-    # that it ends with is written.
-    initial, final = state.new_empty(2, num_seqs, *state.shape[1:])
-    blocks = (num_seqs, triton.cdiv(final[0].numel(), _BLOCK))
-    _gather_kernel[blocks](
-        state, initial, cu_seqlens, initial_indices, SIZE=final[0].numel(), BLOCK=_BLOCK
-    )
-    prefill(
+    is_cut, place = planned[0].tolist()  # a tensor on the host
+    run = partial(
+        prefill,
         rows.q,
         rows.k,
         rows.v,
         g=rows.decay,
         beta=rows.beta,
         scale=scale,
-        initial_state=initial,
         output_final_state=True,
         cu_seqlens=_aligned(cu_seqlens, 8),
         use_qk_l2norm_in_kernel=False,
         output=out,
-        output_state=final,
-        use_cp=bool(planned[0].item()),  # a tensor on the host
+        use_cp=bool(is_cut),
         backend="flashinfer",
     )
-    _scatter_kernel[blocks](
-        final, state, cu_seqlens, state_indices, SIZE=final[0].numel(), BLOCK=_BLOCK
-    )
+    if place == _APART:
+        _with_copies(run, state, cu_seqlens, initial_indices, state_indices)
+    else:
+        initial = state if place == _CARRIED_ON else None
+        run(initial_state=initial, output_state=state, state_indices=state_indices)
     return out
 
 
+def _with_copies(
+    run: Callable[..., object],
+    state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+) -> None:
+    """Run on packed states, one for each sequence, and put what they become into their slots.
+
+    Two buffers: where a sequence is cut, the state that it starts from is read while the one that
+    it ends with is written.
+    """
+    num_seqs, size = state_indices.shape[0], state[0].numel()
+    initial, final = state.new_empty(2, num_seqs, *state.shape[1:])
+    blocks = (num_seqs, triton.cdiv(size, _BLOCK))
+    _gather_kernel[blocks](state, initial, cu_seqlens, initial_indices, SIZE=size, BLOCK=_BLOCK)
+    run(initial_state=initial, output_state=final)
+    _scatter_kernel[blocks](final, state, cu_seqlens, state_indices, SIZE=size, BLOCK=_BLOCK)
+
+
 def plan(lengths: Lengths, *, num_v_heads: int, device: torch.device, **_: int) -> Planned:
-    """Whether sequences are cut: where there are heads of them for less than half of the device."""
+    """Whether sequences are cut: where there are heads of them for less than half of the device.
+    And where their states are."""
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count
-    num_seqs = int((lengths.cu_seqlens.diff() > 0).sum())
-    return Planned(tensors=(), values=(int(2 * num_seqs * num_v_heads < num_processors),))
+    has_tokens = lengths.cu_seqlens.diff() > 0
+    is_cut = 2 * int(has_tokens.sum()) * num_v_heads < num_processors
+    place = _APART if is_cut else _place(lengths, has_tokens)
+    return Planned(tensors=(), values=(int(is_cut), place))
+
+
+def _place(lengths: Lengths, has_tokens: Tensor) -> int:
+    """Where the states of the sequences that have tokens are."""
+    initial = lengths.initial_indices[has_tokens]
+    final = lengths.state_indices[has_tokens]
+    if not final.all():  # slot 0 is nobody's, and FlashInfer would write it
+        return _APART
+    if not initial.any():
+        return _BEGUN
+    return _CARRIED_ON if torch.equal(initial, final) else _APART
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +160,8 @@ class _Rows:
         """Fill the rows of tokens; those of padding are 0, in ``out`` too."""
         num_tokens, num_k_heads, head_dim = q.shape
         num_v_heads = v.shape[1]
-        _rows_kernel[(triton.cdiv(num_tokens, _ROWS), 2 * num_k_heads + num_v_heads)](
+        num_copied = num_v_heads if self.v is not v else 0
+        _rows_kernel[(triton.cdiv(num_tokens, _ROWS), 2 * num_k_heads + num_copied + 1)](
             q,
             k,
             v,
@@ -147,10 +183,11 @@ class _Rows:
             beta.stride(0),
             H=num_k_heads,
             HV=num_v_heads,
+            HV_COPIED=num_copied,
             D=head_dim,
+            BLOCK_HV=triton.next_power_of_2(num_v_heads),
             ROWS=_ROWS,
             QK_L2NORM=qk_l2norm,
-            COPY_V=self.v is not v,
         )
 
 
@@ -182,12 +219,13 @@ def _rows_kernel(
     stride_beta: tl.tensor,
     H: tl.constexpr,
     HV: tl.constexpr,
+    HV_COPIED: tl.constexpr,
     D: tl.constexpr,
+    BLOCK_HV: tl.constexpr,
     ROWS: tl.constexpr,
     QK_L2NORM: tl.constexpr,
-    COPY_V: tl.constexpr,
 ) -> None:
-    """One program: some tokens of one head of q, k or v."""
+    """One program: some tokens of one head of q, k or v, or their gates and padding."""
     head = tl.program_id(1)
     token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     last = tl.load(cu_seqlens + num_seqs)
@@ -196,21 +234,23 @@ def _rows_kernel(
         _unit_rows(q, q_rows, token, mask, is_row, stride_q, head, H, D, QK_L2NORM)
     elif head < 2 * H:
         _unit_rows(k, k_rows, token, mask, is_row, stride_k, head - H, H, D, QK_L2NORM)
+    elif head < 2 * H + HV_COPIED:
+        _unit_rows(v, v_rows, token, mask, is_row, stride_v, head - 2 * H, HV, D, False)
     else:
-        head_v = head - 2 * H
-        place = token * HV + head_v
-        b_g = tl.load(g + token * stride_g + head_v, mask=mask, other=0.0)
-        tl.store(decay_rows + place, tl.exp(b_g), mask=is_row)
-        b_beta = tl.load(beta + token * stride_beta + head_v, mask=mask, other=0.0)
-        tl.store(beta_rows + place, b_beta, mask=is_row)
-        index = tl.arange(0, D)[None, :]
-        if COPY_V:
-            p_v = v + token[:, None] * stride_v + head_v * D + index
-            b_v = tl.load(p_v, mask=mask[:, None], other=0.0)
-            tl.store(v_rows + place[:, None] * D + index, b_v, mask=is_row[:, None])
-        padding = is_row & (token >= last)
-        zeros = tl.zeros([ROWS, D], dtype=tl.float32).to(out.dtype.element_ty)
-        tl.store(out + place[:, None] * D + index, zeros, mask=padding[:, None])
+        head_v = tl.arange(0, BLOCK_HV)[None, :]
+        is_head = head_v < HV
+        has_gate, place = mask[:, None] & is_head, token[:, None] * HV + head_v
+        b_g = tl.load(g + token[:, None] * stride_g + head_v, mask=has_gate, other=0.0)
+        tl.store(decay_rows + place, tl.exp(b_g), mask=is_row[:, None] & is_head)
+        b_beta = tl.load(beta + token[:, None] * stride_beta + head_v, mask=has_gate, other=0.0)
+        tl.store(beta_rows + place, b_beta, mask=is_row[:, None] & is_head)
+        if tl.program_id(0).to(tl.int64) * ROWS + ROWS > last:
+            padding = is_row & (token >= last)
+            index = tl.arange(0, D)[None, :]
+            zeros = tl.zeros([ROWS, D], dtype=tl.float32).to(out.dtype.element_ty)
+            for each in range(HV):
+                p_out = out + (token * HV + each)[:, None] * D + index
+                tl.store(p_out, zeros, mask=padding[:, None])
 
 
 @triton.jit
@@ -226,7 +266,7 @@ def _unit_rows(
     D: tl.constexpr,
     NORMALIZE: tl.constexpr,
 ) -> None:
-    """Rows of one head, scaled to unit length if so wanted."""
+    """Rows of one head, made dense, and of unit length if so wanted."""
     index = tl.arange(0, D)[None, :]
     tile = source + token[:, None] * stride + head * D + index
     row = tl.load(tile, mask=mask[:, None], other=0.0).to(tl.float32)

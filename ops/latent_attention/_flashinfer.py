@@ -50,6 +50,7 @@ def plan(
     rope_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    **_: int,
 ) -> Planned:
     """FlashInfer's schedule for a step of one token a sequence: its parts, and where they begin."""
     scratch = Scratch.of(device)

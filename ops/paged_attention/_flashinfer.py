@@ -10,10 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.paged_attention._flashinfer_plan import fa2_workspace, kernels, takes_fa3
+from torch_hybrid.ops.flashinfer.prefill import CAUSAL, TOKENS_BEFORE_HEADS, kernels
+from torch_hybrid.ops.paged_attention._flashinfer_plan import fa2_workspace, takes_fa3
 from torch_hybrid.ops.paged_attention._triton_write import write_rows
-
-_CAUSAL, _TOKENS_BEFORE_HEADS = 1, 0  # FlashInfer's MaskMode and TensorLayout
 
 
 def paged_attention(
@@ -48,7 +47,7 @@ def paged_attention(
         num_bytes = fa2_workspace(offsets, num_q_heads, head_dim)
         workspace = q.new_empty(num_bytes, dtype=torch.uint8)
     page_offsets, pages, last_page_lens = tables
-    kernels(form, q.dtype, head_dim, window > 0, softcap > 0).paged_run(
+    kernels(form, q.dtype, head_dim, head_dim, window > 0, softcap > 0).paged_run(
         float_workspace_buffer=workspace,
         int_workspace_buffer=schedule,
         plan_info_vec=offsets,
@@ -61,8 +60,8 @@ def paged_attention(
         paged_kv_last_page_len=last_page_lens,
         o=out,
         maybe_lse=None,
-        mask_mode=_CAUSAL,
-        layout=_TOKENS_BEFORE_HEADS,
+        mask_mode=CAUSAL,
+        layout=TOKENS_BEFORE_HEADS,
         window_left=window - 1,
         enable_pdl=False,
         maybe_custom_mask=None,

@@ -13,17 +13,15 @@ as for a CUDA graph: what they take of the buffer, and where each part begins, f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.flashinfer.library import HOPPER
+from torch_hybrid.ops.flashinfer.prefill import fa3_bytes, kernels
 from torch_hybrid.ops.flashinfer.scratch import Scratch, first_pages
 from torch_hybrid.ops.planning import Lengths, Planned
 
-_NO_ROTATION = 0  # FlashInfer's PosEncodingMode
 _MOST_PROCESSORS = 160  # of the GPUs there are
 
 
@@ -52,7 +50,7 @@ def plan(
     num_tokens, num_seqs = lengths.num_tokens, lengths.seq_lens.shape[0]
     scratch, fa3 = Scratch.of(device), takes_fa3(num_tokens, num_seqs, device)
     num_rows = 0 if fa3 else most_partial_rows(num_tokens, num_seqs, num_q_heads, num_kv_heads)
-    module = kernels("fa3" if fa3 else "fa2", dtype, head_dim, window > 0, softcap > 0)
+    module = kernels("fa3" if fa3 else "fa2", dtype, head_dim, head_dim, window > 0, softcap > 0)
     tables: tuple[Tensor, ...] = () if fa3 else tables_of_pages(lengths, page_size)
     workspace = scratch.workspace(4 * num_rows * (head_dim + 1) + 64)
     with scratch.lock:
@@ -91,12 +89,6 @@ def most_partial_rows(num_tokens: int, num_seqs: int, num_q_heads: int, num_kv_h
     return max(of_tokens, 128 * 2 * _MOST_PROCESSORS)
 
 
-def fa3_bytes(values: Sequence[int]) -> int:
-    """How much a schedule of the form fa3 takes: eight parts, of which the first has the size of
-    the last."""
-    return values[7] + values[1] - values[0]
-
-
 def fa2_bytes(values: Sequence[int]) -> int:
     """How much a schedule of the form fa2 takes: a byte for each block comes last."""
     return values[12] + values[0]
@@ -120,23 +112,3 @@ def tables_of_pages(lengths: Lengths, page_size: int) -> tuple[Tensor, Tensor, T
     pages = torch.zeros(table.numel(), dtype=torch.int32, device="cpu")
     pages[: int(offsets[-1])] = table[in_use]
     return offsets, pages, seq_lens - (num_pages - 1).clamp(min=0) * page_size
-
-
-@cache
-def kernels(form: str, dtype: torch.dtype, head_dim: int, windowed: bool, capped: bool) -> Any:
-    """FlashInfer's compiled kernels, which are built when they are first wanted."""
-    from flashinfer.prefill import get_batch_prefill_module
-
-    return get_batch_prefill_module(
-        form,
-        dtype,
-        dtype,
-        dtype,
-        torch.int32,
-        head_dim,
-        head_dim,
-        _NO_ROTATION,
-        windowed,
-        capped,
-        False,  # products of queries and keys are summed in float32
-    )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import FLOATS, FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.cudnn_attention import cudnn_missing
 from torch_hybrid.ops.flashinfer.library import flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import (
@@ -27,6 +28,7 @@ from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 FEATURES = frozenset({"extend", "sliding_window", "softcap", "lse"})
 
 _PACKAGE = "torch_hybrid.ops.paged_attention"
+_HALVES = frozenset({torch.bfloat16, torch.float16})
 _BACKENDS = {
     "cpp": (
         "_cpu",
@@ -63,13 +65,27 @@ WITH_LSE_IMPLEMENTATIONS = {
     )
     for name, (module, capability) in _BACKENDS.items()
 }
+_CUDNN = Implementation(
+    capability=Capability(
+        devices=frozenset({"cuda"}),
+        dtypes=_HALVES,
+        multiples={"head_dim": 8},
+        limits={"head_dim": 128},  # where it was measured to be faster than Triton's
+        features=frozenset({"extend"}),
+        only_with=frozenset({"extend"}),
+        cuda_graph=True,
+        available=cudnn_missing,
+    ),
+    launcher=f"{_PACKAGE}._cudnn:paged_attention",
+    planner="torch_hybrid.ops.cudnn_attention:plan",
+)
 IMPLEMENTATIONS = with_flashinfer(
     "paged_attention",
-    WITH_LSE_IMPLEMENTATIONS,
+    {"cudnn": _CUDNN, **WITH_LSE_IMPLEMENTATIONS},
     Implementation(
         capability=Capability(
             devices=frozenset({"cuda"}),
-            dtypes=frozenset({torch.bfloat16, torch.float16}),
+            dtypes=_HALVES,
             one_of={"head_dim": (64, 128, 256)},
             features=FEATURES - {"lse"},
             cuda_graph=True,

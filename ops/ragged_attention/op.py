@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import FLOATS, FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.cudnn_attention import cudnn_missing
+from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import (
     check_contiguous,
     check_dtypes,
     check_impl,
+    check_planned,
     check_scale,
     check_shapes,
     define_op,
+    given,
 )
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
-IMPLEMENTATIONS = {
+_PACKAGE = "torch_hybrid.ops.ragged_attention"
+_OWN = {
+    "cudnn": Implementation(
+        capability=Capability(
+            devices=frozenset({"cuda"}),
+            dtypes=frozenset({torch.bfloat16, torch.float16}),
+            multiples={"head_dim": 8, "v_head_dim": 8},
+            limits={"head_dim": 192, "v_head_dim": 128},
+            cuda_graph=True,
+            available=cudnn_missing,
+        ),
+        launcher=f"{_PACKAGE}._cudnn:ragged_attention_with_lse",
+        planner="torch_hybrid.ops.cudnn_attention:plan",
+    ),
     "cpp": Implementation(
         capability=Capability(
             devices=frozenset({"cpu"}),
@@ -25,7 +44,7 @@ IMPLEMENTATIONS = {
             multiples={"head_dim": 16, "v_head_dim": 16},
             available=compiler_missing,
         ),
-        launcher="torch_hybrid.ops.ragged_attention._cpu:ragged_attention_with_lse",
+        launcher=f"{_PACKAGE}._cpu:ragged_attention_with_lse",
     ),
     "triton": Implementation(
         capability=Capability(
@@ -34,13 +53,28 @@ IMPLEMENTATIONS = {
             cuda_graph=True,
             available=triton_missing,
         ),
-        launcher="torch_hybrid.ops.ragged_attention._triton:ragged_attention_with_lse",
+        launcher=f"{_PACKAGE}._triton:ragged_attention_with_lse",
     ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
-        launcher="torch_hybrid.ops.ragged_attention._torch:ragged_attention_with_lse",
+        launcher=f"{_PACKAGE}._torch:ragged_attention_with_lse",
     ),
 }
+IMPLEMENTATIONS = with_flashinfer(
+    "ragged_attention_with_lse",
+    _OWN,
+    Implementation(
+        capability=Capability(
+            devices=frozenset({"cuda"}),
+            dtypes=frozenset({torch.bfloat16, torch.float16}),
+            one_of={"head_dim": (192,), "v_head_dim": (128,)},
+            cuda_graph=True,
+            available=flashinfer_missing(capabilities=HOPPER),
+        ),
+        launcher=f"{_PACKAGE}._flashinfer:ragged_attention_with_lse",
+        planner=f"{_PACKAGE}._flashinfer:plan",
+    ),
+)
 
 
 def ragged_attention_with_lse(
@@ -52,6 +86,7 @@ def ragged_attention_with_lse(
     *,
     causal: bool,
     scale: float,
+    planned: Sequence[Tensor] = (),
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     """Attend within each sequence of a packed batch, and return the log-sum-exp of the logits.
@@ -71,6 +106,8 @@ def ragged_attention_with_lse(
         causal: whether query i of a sequence with n queries and m keys sees its first
             ``m - n + i + 1`` keys alone (the last query sees all).
         scale: factor of the logits, usually ``D ** -0.5``.
+        planned: for an implementation that plans, what its planner made of the lengths of a causal
+            call, whose keys end where the queries do: values as a tensor on the host.
         impl: name in IMPLEMENTATIONS.
 
     Returns:
@@ -86,8 +123,17 @@ def ragged_attention_with_lse(
     check_scale(scale)
     sizes = {"head_dim": q.shape[-1], "v_head_dim": v.shape[-1]}
     check_impl(impl, IMPLEMENTATIONS, q.device, sizes)
+    check_planned(impl, IMPLEMENTATIONS, planned)
     out, lse = _RAGGED_ATTENTION_WITH_LSE(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, scale=scale, impl=impl
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        causal=causal,
+        scale=scale,
+        impl=impl,
+        **given(planned),
     )
     return out, lse
 
@@ -139,6 +185,7 @@ def _fake(
     causal: bool,
     scale: float,
     impl: str,
+    planned: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     num_tokens, num_heads, _ = q.shape
     out = q.new_empty(num_tokens, num_heads, v.shape[2])
@@ -147,7 +194,8 @@ def _fake(
 
 _RAGGED_ATTENTION_WITH_LSE = define_op(
     "ragged_attention_with_lse(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q,"
-    " Tensor cu_seqlens_k, *, bool causal, float scale, str impl) -> (Tensor, Tensor)",
+    " Tensor cu_seqlens_k, *, bool causal, float scale, str impl,"
+    " Tensor[]? planned=None) -> (Tensor, Tensor)",
     fake=_fake,
     implementations=IMPLEMENTATIONS,
 )

@@ -1,5 +1,5 @@
-"""An implementation of ``paged_attention`` that plans, of nothing but torch: every launch looks
-whether it was given what was planned for its own lengths."""
+"""Implementations that plan, of nothing but torch: every launch looks whether it was given what
+was planned for its own lengths."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch_hybrid.ops.capability import Capability, Implementation
 from torch_hybrid.ops.paged_attention import _torch
 from torch_hybrid.ops.paged_attention.op import FEATURES
 from torch_hybrid.ops.planning import Lengths, Planned
+from torch_hybrid.ops.ragged_attention import _torch as _ragged
 
 LAUNCHED: list[tuple[int, ...]] = []  # the values that each launch was given
 PLANNING = Implementation(
@@ -52,3 +53,37 @@ def paged_attention(
     LAUNCHED.append(tuple(values.tolist()))
     index = (cu_seqlens, seq_lens, page_table, slot_mapping)
     return _torch.paged_attention_with_lse(q, k, v, kv, *index, **options)[0]
+
+
+EXPANDED = Implementation(
+    capability=Capability(devices=frozenset({"cpu"}), cuda_graph=True),
+    launcher=f"{__name__}:ragged_attention_with_lse",
+    planner=f"{__name__}:plan_keys",
+)
+
+
+def plan_keys(lengths: Lengths, **_: Any) -> Planned:
+    """Whether every sequence has as many keys as queries."""
+    no_prefix = torch.equal(lengths.cu_seqlens.diff(), lengths.seq_lens)
+    return Planned(tensors=(), values=(int(no_prefix),))
+
+
+def ragged_attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    planned: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """As implementation "torch", where a causal call was planned with its own keys."""
+    (values,) = planned
+    if causal:
+        assert values.tolist() == [int(torch.equal(cu_seqlens_q, cu_seqlens_k))]
+        LAUNCHED.append(tuple(values.tolist()))
+    return _ragged.ragged_attention_with_lse(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, scale=scale
+    )

@@ -10,6 +10,7 @@ from tests.backends import planning
 from tests.tiny_models import make_model
 from torch_hybrid.models.load import adapt
 from torch_hybrid.ops.paged_attention import op
+from torch_hybrid.ops.ragged_attention import op as ragged_op
 
 SIZES = {"max_seqs": 4, "max_tokens": 64, "kv_tokens": 256}
 PLANNING = th.Backends(full="planning")
@@ -18,6 +19,7 @@ PLANNING = th.Backends(full="planning")
 @pytest.fixture(autouse=True)
 def among_the_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(op.IMPLEMENTATIONS, "planning", planning.PLANNING)
+    monkeypatch.setitem(ragged_op.IMPLEMENTATIONS, "planning", planning.EXPANDED)
     planning.LAUNCHED.clear()
 
 
@@ -58,6 +60,27 @@ def test_a_bucket_is_captured_for_each_of_the_values():
     for _ in range(3):
         runner.extend([seq], [[9]])
     assert runner.report().captured_graphs == ("decode: 1 sequence of 16 pages",) * 3
+
+
+@pytest.mark.parametrize(
+    ("policy", "planned"),
+    [
+        (th.PrefixPolicy(absorbed="never"), {(1,), (0,)}),
+        (th.PrefixPolicy(absorbed="never", one_shot=False, token_budget=16), {(1,)}),
+    ],
+    ids=["one shot", "chunks"],
+)
+def test_expanded_latents_are_planned_with_the_keys_of_the_causal_call(
+    policy: th.PrefixPolicy, planned: set[tuple[int, ...]]
+):
+    """All that a sequence holds in one shot, and new tokens alone where the prefix has chunks."""
+    model = adapt(make_model("deepseek_v3", seed=1))
+    named = {"ragged_attention_with_lse": "planning"}
+    options = {**SIZES, "compile": False, "cuda_graphs": "on"}
+    expected = steps(th.Runner(model, backends=th.Backends(full="torch", prefix=policy), **options))
+    backends = th.Backends(full="torch", ops=named, prefix=policy)
+    assert torch.equal(steps(th.Runner(model, backends=backends, **options)), expected)
+    assert set(planning.LAUNCHED) == planned
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from benchmarks.gpu.case import Absent, Case, Turns
 from benchmarks.gpu.clock import Rates, Time
 from benchmarks.mixers import Row
 from torch_hybrid import Runner
+from torch_hybrid.ops.capability import Capability, Implementation
 
 RATES = Rates(num_bytes=1e6, flops=1e8)
 
@@ -106,6 +107,27 @@ def test_blank_cells_have_their_reasons_below_the_table() -> None:
     table = report.op_table(lines, RATES)
     assert [row[3:] for row in table.rows] == [["100", "3.0", "triton", "", "3.0", "0.03", "1"]] * 2
     assert table.notes == ["blank: absent: it is not installed (count 3, count 3)"]
+
+
+def test_implementations_that_plan_are_given_what_was_planned() -> None:
+    implementation = Implementation(
+        capability=Capability(devices=frozenset({"cuda"}), features=frozenset({"extend"})),
+        launcher="nobody:launches",
+        planner="torch_hybrid.ops.cudnn_attention:plan",
+    )
+    told: list[tuple[str, list[int]]] = []
+
+    def call(_: object, impl: str, planned: Sequence[torch.Tensor]) -> None:
+        told.append((impl, planned[0].tolist()))
+
+    inputs = [attention.Paged.make((4, 2, 16), 2, 150, num_new) for num_new in (150, 3)]
+    for each in inputs:
+        [contestant] = case.own({"some": implementation}, call, features=("extend",)).values()
+        contestant([each]).calls[0]()
+    assert told == [("some", [2]), ("some", [0])]
+    [refused] = case.own({"some": implementation}, call, features=("window",)).values()
+    with pytest.raises(Absent, match="it has no window"):
+        refused(inputs)
 
 
 def test_turns_share_indices_and_nothing_else() -> None:

@@ -177,7 +177,7 @@ def around_flashinfer() -> Iterator[tuple[str, Call]]:
         output_state.zero_()
 
     def gated_delta(device: str) -> Tensor:
-        args, planned = moved(inputs.args(), device), [torch.tensor([0])]
+        args, planned = moved(inputs.args(), device), [torch.tensor([0, 0])]
         launcher = CHUNK_IMPLEMENTATIONS["flashinfer"].load()
         packages = {"flashinfer": ModuleType(""), "flashinfer.gdn_prefill": ModuleType("")}
         packages["flashinfer.gdn_prefill"].chunk_gated_delta_rule = fill  # type: ignore[attr-defined]

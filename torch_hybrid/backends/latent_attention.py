@@ -39,6 +39,7 @@ from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.ops.capability import Implementation, Need
 from torch_hybrid.ops.latent_attention import op as latent_op
 from torch_hybrid.ops.merge_states import op as merge_op
+from torch_hybrid.ops.planning import Planner
 from torch_hybrid.ops.ragged_attention import op as ragged_op
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LatentSpec, LayerEntry
@@ -116,10 +117,7 @@ class LatentAttentionBackend:
 
         self._forms = {mode: self._make_forms(mode) for mode in modes}
         self.choices = {mode: self._choose(mode, needs, backends) for mode in modes}
-        self._planners = {
-            mode: latent_op.IMPLEMENTATIONS[absorbed.impl].load_planner()
-            for mode, (absorbed, *_) in self.choices.items()
-        }
+        self._planners = {mode: _planners(choices) for mode, choices in self.choices.items()}
         self._layers = {shape_name(_sizes(spec)): _facts(spec, sizes) for spec in self._specs}
 
     def _choose(self, mode: Mode, needs: Sequence[Need], backends: Backends) -> tuple[Choice, ...]:
@@ -180,15 +178,14 @@ class LatentAttentionBackend:
 
     def plan(self, batch: Batch, mode: Mode, form: Form) -> LatentPlan:
         """The plan of one step. Pure; reads lengths and pages on the host."""
-        prefix, planned = None, {}
-        if form.name == _ABSORBED.name:
-            planned = plan_layers(self._planners[mode], batch, self._layers)
-        else:
-            lengths = batch.seq_lens
-            if form.name != _ONE_SHOT:
-                lengths = lengths - batch.cu_seqlens.diff()
+        op, prefix, num_keys = "latent_attention", None, batch.seq_lens
+        if form.name != _ABSORBED.name:
+            op, expanded = "ragged_attention_with_lse", batch.seq_lens
+            if form.name != _ONE_SHOT:  # the causal call there is one of new tokens alone
+                num_keys = batch.cu_seqlens.diff()
+                expanded = expanded - num_keys
             prefix = chunk_tables(
-                plan_prefix_chunks(lengths.tolist(), form.num_rows),
+                plan_prefix_chunks(expanded.tolist(), form.num_rows),
                 batch.page_table,
                 page_size=self._sizes.page_size,
                 num_chunks=form.num_chunks,
@@ -200,7 +197,9 @@ class LatentAttentionBackend:
             page_table=batch.page_table,
             slot_mapping=batch.slot_mapping,
             prefix=prefix,
-            planned=planned,
+            planned=plan_layers(
+                self._planners[mode][op], replace(batch, seq_lens=num_keys), self._layers
+            ),
             statics=Statics(impls_of(self.choices[mode]), form=form.name),
         )
 
@@ -229,6 +228,12 @@ class Work:
         )
 
 
+def _planners(choices: Sequence[Choice]) -> dict[str, Planner | None]:
+    """Of the ops that may plan, by name, of those that were chosen."""
+    ops = {**_ABSORBED_OPS, **_EXPANDED_OPS}
+    return {choice.op: ops[choice.op][choice.impl].load_planner() for choice in choices}
+
+
 def _one_shot(num_rows: int) -> Form:
     return Form(name=_ONE_SHOT, num_chunks=1, num_rows=num_rows)
 
@@ -244,7 +249,13 @@ def _round_up(count: int, multiple: int) -> int:
 
 def _sizes(spec: LatentSpec) -> dict[str, int]:
     """Layers of the same sizes share what is planned."""
-    return {"num_heads": spec.num_heads, "rank": spec.latent_rank, "rope_dim": spec.rope_dim}
+    return {
+        "num_heads": spec.num_heads,
+        "rank": spec.latent_rank,
+        "rope_dim": spec.rope_dim,
+        "head_dim": spec.qk_dim,
+        "v_head_dim": spec.v_dim,
+    }
 
 
 def _facts(spec: LatentSpec, sizes: PoolSizes) -> dict[str, Any]:
@@ -309,6 +320,7 @@ def attend_expanded(
             offsets,
             causal=causal,
             scale=spec.scale,
+            planned=planned_for(plan.planned, _sizes(spec)),
             impl=statics.impl("ragged_attention_with_lse"),
         )
 

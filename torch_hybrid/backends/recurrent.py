@@ -9,7 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
-from torch_hybrid.backends.planned import PlannedTensors, plan_layers, shape_name
+from torch_hybrid.backends.planned import (
+    PlannedTensors,
+    initial_slots,
+    plan_layers,
+    shape_name,
+)
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
@@ -130,10 +135,9 @@ class RecurrentBackend:
 
     def plan(self, batch: Batch, mode: Mode, form: Form) -> RecurrentPlan:
         """The plan of one step. Pure: the batch's own tensors, and what is planned with them."""
-        query_lens = batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]
         return RecurrentPlan(
             cu_seqlens=batch.cu_seqlens,
-            initial_indices=batch.state_indices * (batch.seq_lens > query_lens),
+            initial_indices=initial_slots(batch),
             state_indices=batch.state_indices,
             planned=plan_layers(self._planners[mode], batch, self._layers[mode]),
             statics=Statics(impls_of(self.choices[mode])),

@@ -18,6 +18,7 @@ from tests.ops.delta_rule_triton import on_device, tensor_fields
 from tests.ops.flashinfer_source import needs_flashinfer, parameters_of
 from tests.ops.gated_delta_rule.cases import make_inputs
 from tests.ops.recurrent_contract import written_slots
+from tests.ops.step_lengths import step_lengths
 from tests.ops.triton_compile import launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
@@ -25,7 +26,7 @@ from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule
 from torch_hybrid.ops.gated_delta_rule.op import CHUNK_IMPLEMENTATIONS
 from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_reference
-from torch_hybrid.ops.planning import Lengths, Planned
+from torch_hybrid.ops.planning import Planned
 
 SHAPE = {"k_dim": 128, "v_dim": 128}
 CASES = {
@@ -57,28 +58,33 @@ def prefill(
     backend: str = "auto",
     max_seqlen: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """FlashInfer's function by its documentation: same arguments, dense rows, packed states."""
+    """FlashInfer's function by its documentation: same arguments, dense rows, states packed or,
+    with indices, in slots."""
     num_seqs = len(cu_seqlens) - 1
     assert num_seqs > 0
     assert output_final_state
     assert not use_qk_l2norm_in_kernel
-    assert state_indices is None
-    assert use_cp is (num_seqs == 1)
-    dense = (q, k, v, g, beta, cu_seqlens, output, initial_state, output_state)
+    assert use_cp is (int((cu_seqlens.diff() > 0).sum()) < 2)
+    assert not (use_cp and state_indices is not None)
+    dense = (q, k, v, g, beta, cu_seqlens, output, output_state)
     assert all(tensor.is_contiguous() for tensor in dense)
-    assert all(tensor.data_ptr() % 16 == 0 for tensor in (q, k, v, output, initial_state))
+    assert all(tensor.data_ptr() % 16 == 0 for tensor in (q, k, v, output, output_state))
     # What follows a sequence is multiplied by 0.
     assert all(tensor.isfinite().all() for tensor in (q, k, v, g, beta))
-    assert initial_state.shape == output_state.shape == (num_seqs, *initial_state.shape[1:])
-    slots = torch.arange(1, num_seqs + 1, dtype=torch.int32)
-    pool = torch.cat([torch.zeros_like(initial_state[:1]), initial_state])
+    slots = torch.arange(num_seqs) if state_indices is None else state_indices
+    assert state_indices is not None or len(output_state) == num_seqs
+    packed = torch.arange(1, num_seqs + 1, dtype=torch.int32)
+    pool = output_state.new_zeros(num_seqs + 1, *output_state.shape[1:])
+    if initial_state is not None:
+        assert initial_state.shape == output_state.shape
+        pool[1:] = initial_state[slots]
     out = gated_delta_rule_reference(
-        q, k, v, g.log(), beta, pool, cu_seqlens, slots, slots, scale=scale, qk_l2norm=False
+        q, k, v, g.log(), beta, pool, cu_seqlens, packed, packed, scale=scale, qk_l2norm=False
     )
     # Neither rows of padding nor states of empty sequences are written.
     output[: cu_seqlens[-1]] = out[: cu_seqlens[-1]]
     some = cu_seqlens.diff() > 0
-    output_state[some] = pool[1:][some]
+    output_state[slots[some]] = pool[1:][some]
     return output, output_state
 
 
@@ -88,12 +94,14 @@ def documented(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("flashinfer", "flashinfer.gdn_prefill"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["flashinfer.gdn_prefill"].chunk_gated_delta_rule = prefill
+    three = SimpleNamespace(multi_processor_count=3)  # one sequence of one head is cut over them
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: three)
 
 
 def launch(inputs: Inputs) -> Tensor:
     """The launcher itself: the op takes CUDA tensors alone."""
     launcher = CHUNK_IMPLEMENTATIONS["flashinfer"].load()
-    planned = [torch.tensor([int(len(inputs.state_indices) == 1)])]
+    planned = [torch.tensor(plan_for(inputs).values)]
     return launcher(*inputs.args(), **inputs.options(), chunk_size=32, planned=planned)
 
 
@@ -122,6 +130,25 @@ def test_translated_by_documentation(case: Case, qk_l2norm: bool):
     if len(case.lengths) == 5:
         inputs.initial_indices[2:4] = len(inputs.state) - 1
         inputs.state_indices[4] = 0
+    assert_right(inputs)
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("documented")
+@pytest.mark.parametrize("begun", [True, False], ids=["begun", "carried on"])
+def test_states_in_place_by_documentation(begun: bool):
+    """Where no state has to be copied none is, and the null slot stays as it is."""
+    inputs = make_inputs(CASES["mixed"], torch.float16)
+    kept = inputs.state_indices * (inputs.cu_seqlens.diff() > 0)
+    inputs = replace(inputs, initial_indices=0 * kept if begun else kept, state_indices=kept)
+    if not begun:
+        inputs.state[kept[kept > 0].long()] = 0.5
+    assert plan_for(inputs).values == (0, 1 if begun else 2)
+    assert_right(inputs)
+
+
+def assert_right(inputs: Inputs) -> None:
+    """Outputs, written slots, padding rows and all else are those of the reference."""
     ours, given = inputs.copy(), as_given(inputs)
     expected = gated_delta_rule_reference(*given.args(), **given.options())
     assert_close(launch(ours), expected, 2**-10)
@@ -142,29 +169,55 @@ def test_dense_values_as_they_lie_by_documentation():
 def plan_for(inputs: Inputs) -> Planned:
     planner = CHUNK_IMPLEMENTATIONS["flashinfer"].load_planner()
     assert planner is not None
-    lengths = Lengths(
-        cu_seqlens=inputs.cu_seqlens.cpu(),
-        seq_lens=inputs.cu_seqlens.diff().cpu(),
-        page_table=torch.zeros(len(inputs.state_indices), 1, dtype=torch.int32),
-        num_tokens=len(inputs.q),
-    )
+    slots = {"initial_indices": inputs.initial_indices, "state_indices": inputs.state_indices}
+    lengths = step_lengths(inputs.cu_seqlens, len(inputs.q), **slots)
     sizes = {"head_k_dim": 128, "head_v_dim": 128, "num_v_heads": inputs.v.shape[1]}
     return planner(lengths, **sizes, device=torch.device("cuda"))
 
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("lengths", "num_v_heads", "cut"),
+    ("lengths", "num_v_heads", "is_cut"),
     [((9,), 32, 1), ((9, 9), 32, 1), ((9, 9, 9), 32, 0), ((9, 0, 0, 0, 9), 32, 1), ((9,), 66, 0)],
 )
 def test_few_sequences_are_cut_over_the_device(
-    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], num_v_heads: int, cut: int
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], num_v_heads: int, is_cut: int
 ):
     """Those that have tokens count, and not those that a step is padded with."""
     device = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
     inputs = make_inputs(Case(lengths=lengths, num_k_heads=1, num_v_heads=num_v_heads))
-    assert plan_for(inputs).values == (cut,)
+    values = plan_for(inputs).values
+    assert values[0] == is_cut
+    assert values[1] == 0 or not is_cut  # what is cut reads a state while it writes it
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("initial", "final", "place"),
+    [
+        ((0, 0, 0), (3, 4, 5), 1),
+        ((3, 4, 5), (3, 4, 5), 2),
+        ((3, 0, 5), (3, 4, 5), 2),  # of the second, which is empty, nothing is read
+        ((3, 4, 0), (3, 4, 5), 0),
+        ((3, 4, 4), (3, 4, 5), 0),
+        ((0, 0, 0), (3, 4, 0), 0),
+        ((0, 0, 0), (3, 0, 5), 1),
+    ],
+)
+def test_where_states_are(
+    monkeypatch: pytest.MonkeyPatch,
+    initial: tuple[int, ...],
+    final: tuple[int, ...],
+    place: int,
+):
+    """Apart, begun in place or carried on in place, of the sequences that have tokens."""
+    device = SimpleNamespace(multi_processor_count=3)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    inputs = make_inputs(Case(lengths=(9, 0, 9)))
+    slots = {"initial_indices": initial, "state_indices": final}
+    inputs = replace(inputs, **{name: torch.tensor(x).int() for name, x in slots.items()})
+    assert plan_for(inputs).values == (0, place)
 
 
 @needs_flashinfer
@@ -229,7 +282,7 @@ def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
             scale=1.0,
             qk_l2norm=True,
             chunk_size=64,
-            planned=[torch.zeros(1, dtype=torch.int64, device="cpu")],
+            planned=[torch.zeros(2, dtype=torch.int64, device="cpu")],
         )
     rows = [resources_of(launch, "sm_90", "Qwen3-Next") for launch in launches.values()]
     assert_all_fit(rows, Path(__file__).with_name("resources_flashinfer.txt"))
@@ -257,12 +310,16 @@ def test_on_a_gpu(case: Case, dtype: torch.dtype):
 
 @needs_cuda
 @needs_flashinfer
-@pytest.mark.parametrize("num_v_heads", [4, 32], ids=["cut over the device", "many heads"])
-def test_a_captured_graph_serves_other_lengths(num_v_heads: int):
+@pytest.mark.parametrize(
+    ("num_v_heads", "place"),
+    [(4, 0), (32, 0), (32, 1), (32, 2)],
+    ids=["cut over the device", "apart", "begun", "carried on"],
+)
+def test_a_captured_graph_serves_other_lengths(num_v_heads: int, place: int):
     """Three sequences of a bucket of 600 tokens, replayed with other lengths and slots."""
     shape = {"num_k_heads": num_v_heads // 2, "num_v_heads": num_v_heads, **SHAPE}
     first = Case(lengths=(1, 100, 1), num_padding_tokens=498, **shape)
-    captured = on_device(make_inputs(first, torch.bfloat16), "cuda")
+    captured = on_device(started(make_inputs(first, torch.bfloat16), place), "cuda")
     call(captured)  # compiles the kernels, which cannot be done while capturing
     planned = [torch.tensor(plan_for(captured).values)]  # no length is read while it is captured
     graph = torch.cuda.CUDAGraph()
@@ -270,10 +327,20 @@ def test_a_captured_graph_serves_other_lengths(num_v_heads: int):
         out = chunk_gated_delta_rule(
             *captured.args(), **captured.options(), planned=planned, impl="flashinfer"
         )
-    for seed, lengths in enumerate([(550, 0, 49), (64, 65, 463)], 1):
+    for seed, lengths in enumerate([(548, 3, 49), (64, 65, 463)], 1):
         case = Case(lengths=lengths, num_padding_tokens=600 - sum(lengths), **shape)
-        other = make_inputs(case, torch.bfloat16, seed)
+        other = started(make_inputs(case, torch.bfloat16, seed), place)
+        assert torch.tensor(plan_for(other).values).equal(planned[0])  # else captured for itself
         for field in tensor_fields(captured):
             getattr(captured, field).copy_(getattr(other, field))
         graph.replay()
         assert_good_to_bfloat16(other, out.cpu(), captured.state.cpu())
+
+
+def started(inputs: Inputs, place: int) -> Inputs:
+    """All sequences begin (1) or carry on (2), or all but the last carry on (0)."""
+    initial = inputs.state_indices * (place != 1)
+    if place == 0:
+        initial[-1] = 0
+    inputs.state.nan_to_num_()
+    return replace(inputs, initial_indices=initial)

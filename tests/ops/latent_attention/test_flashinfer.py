@@ -18,13 +18,14 @@ from tests.ops.flashinfer_source import (
     source_of,
 )
 from tests.ops.latent_attention.cases import Case, Inputs, make_inputs
+from tests.ops.step_lengths import step_lengths
 from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.latent_attention import latent_attention_with_lse, reference
 from torch_hybrid.ops.latent_attention.op import EXTEND, IMPLEMENTATIONS
-from torch_hybrid.ops.planning import Lengths, Planned
+from torch_hybrid.ops.planning import Planned
 
 PROGRAMS, ROOM = 3, 64  # of the device that is documented, and for pieces in a schedule
 DECODE = Case(num_heads=80, rank=128, lengths=((1, 1), (1, 40), (1, 18)))
@@ -146,11 +147,11 @@ def plan_for(inputs: Inputs, device: str) -> Planned:
     """What the planner makes of the lengths, which it is told on the host."""
     planner = IMPLEMENTATIONS["flashinfer"].load_planner()
     assert planner is not None
-    lengths = Lengths(
-        cu_seqlens=inputs.cu_seqlens,
+    lengths = step_lengths(
+        inputs.cu_seqlens,
+        len(inputs.q_latent),
         seq_lens=inputs.seq_lens,
         page_table=inputs.page_table,
-        num_tokens=len(inputs.q_latent),
     )
     return planner(
         lengths,

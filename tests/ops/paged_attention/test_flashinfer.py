@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
@@ -12,13 +11,15 @@ import torch
 from torch import Tensor
 
 from tests.devices import needs_cuda
+from tests.ops.flashinfer_prefill import Documented
 from tests.ops.flashinfer_source import native_parameters_of, needs_flashinfer, parameters_of
 from tests.ops.paged_attention.cases import OPTIONS, Case, Inputs, make_inputs
+from tests.ops.step_lengths import step_lengths
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.paged_attention import paged_attention, reference
 from torch_hybrid.ops.paged_attention.op import FEATURES, IMPLEMENTATIONS
-from torch_hybrid.ops.planning import Lengths, Planned
+from torch_hybrid.ops.planning import Planned
 
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 CASES = {
@@ -27,135 +28,12 @@ CASES = {
 }
 
 
-class Documented:
-    """FlashInfer's compiled kernels by their documentation, in one of the two forms."""
-
-    def __init__(self, form: str) -> None:
-        self.form = form
-
-    def plan(
-        self,
-        float_workspace_buffer: Tensor,
-        int_workspace_buffer: Tensor,
-        page_locked_int_workspace_buffer: Tensor,
-        qo_indptr: Tensor,
-        kv_indptr: Tensor,
-        kv_len_arr: Tensor,
-        total_num_rows: int,
-        batch_size: int,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        page_size: int,
-        enable_cuda_graph: bool,
-        head_dim_qk: int,
-        head_dim_vo: int,
-        causal: bool,
-        window_left: int,
-        fixed_split_size: int = -2,
-        disable_split_kv: bool = True,
-        num_colocated_ctas: int = -2,
-        uniform_q_len: int = -2,
-    ) -> list[int]:
-        """Parts of one size, of which the last three say where each sequence is."""
-        assert enable_cuda_graph
-        assert causal
-        cutting = (fixed_split_size, disable_split_kv, num_colocated_ctas, uniform_q_len)
-        assert cutting == ((-1, False, 0, 0) if self.form == "fa2" else (-2, True, -2, -2))
-        assert len(qo_indptr) == len(kv_indptr) == len(kv_len_arr) + 1 == batch_size + 1
-        ints = page_locked_int_workspace_buffer.view(torch.int32)
-        part = -(-(batch_size + 1) // 4) * 4
-        for i, told in enumerate((qo_indptr, kv_indptr, kv_len_arr)):
-            ints[(5 + i) * part : (5 + i) * part + len(told)] = told
-        offsets = [4 * part * i for i in range(8)]
-        if self.form == "fa3":
-            return [*offsets, 0]
-        rows = 4 * num_qo_heads * total_num_rows
-        return [4 * part, total_num_rows, *offsets, 0, head_dim_vo * rows, 7 * 4 * part, 1, 1]
-
-    def paged_run(
-        self,
-        float_workspace_buffer: Tensor,
-        int_workspace_buffer: Tensor,
-        plan_info_vec: list[int],
-        q: Tensor,
-        paged_k_cache: Tensor,
-        paged_v_cache: Tensor,
-        qo_indptr: Tensor,
-        paged_kv_indptr: Tensor,
-        paged_kv_indices: Tensor,
-        paged_kv_last_page_len: Tensor,
-        o: Tensor,
-        maybe_lse: Tensor | None,
-        mask_mode: int,
-        layout: int,
-        window_left: int,
-        enable_pdl: bool,
-        maybe_custom_mask: Tensor | None,
-        maybe_mask_indptr: Tensor | None,
-        maybe_alibi_slopes: Tensor | None,
-        maybe_prefix_len_ptr: Tensor | None,
-        maybe_token_pos_in_items_ptr: Tensor | None,
-        maybe_max_item_len_ptr: Tensor | None,
-        logits_soft_cap: float,
-        sm_scale: float,
-        scale_q: Tensor | None,
-        scale_k: Tensor | None,
-        scale_v: Tensor | None,
-        rope_scale: float,
-        rope_theta: float,
-        token_pos_in_items_len: int,
-        workspace_size: int,
-    ) -> None:
-        """Rows of sequences alone are written; keys are found as each form finds them."""
-        assert (mask_mode, layout) == (1, 0)
-        page_size, num_seqs = paged_k_cache.shape[1], len(paged_kv_last_page_len)
-        if self.form == "fa3":
-            ints = int_workspace_buffer.view(torch.int32)
-            parts = [ints[plan_info_vec[i] // 4 :][: num_seqs + 1].tolist() for i in (5, 6, 7)]
-            queries, first_pages, lengths = parts
-        else:
-            assert float_workspace_buffer.numel() >= plan_info_vec[11] + 4 * q.shape[0] * q.shape[1]
-            queries, first_pages = qo_indptr.tolist(), paged_kv_indptr.tolist()
-            lengths = [
-                max(after - before - 1, 0) * page_size + last
-                for before, after, last in zip(
-                    first_pages, first_pages[1:], paged_kv_last_page_len.tolist(), strict=False
-                )
-            ]
-        for n in range(num_seqs):
-            rows = slice(queries[n], queries[n + 1])
-            position = torch.arange(lengths[n])
-            page = paged_kv_indices[first_pages[n] + position // page_size].long()
-            keys, values = (
-                pool[page, position % page_size].float() for pool in (paged_k_cache, paged_v_cache)
-            )
-            dense = attend_densely(q[rows], keys, values, sm_scale, window_left, logits_soft_cap)
-            o[rows] = dense.to(o.dtype)
-
-
-def attend_densely(
-    q: Tensor, keys: Tensor, values: Tensor, scale: float, window_left: int, softcap: float
-) -> Tensor:
-    """FlashInfer's attention of the last queries of one sequence to its keys."""
-    group = q.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-    logits = torch.einsum("qhd,khd->hqk", q.float(), keys) * scale
-    if softcap > 0:
-        logits = softcap * (logits / softcap).tanh()
-    behind = torch.arange(len(q))[:, None] + len(keys) - len(q) - torch.arange(len(keys))
-    hidden = (behind < 0) | ((behind > window_left) if window_left >= 0 else False)
-    return torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -math.inf).softmax(-1), values)
-
-
 def plan_for(inputs: Inputs, device: str, window: int = 0, softcap: float = 0.0) -> Planned:
     """What the planner makes of the lengths, which it is told on the host."""
     planner = IMPLEMENTATIONS["flashinfer"].load_planner()
     assert planner is not None
-    lengths = Lengths(
-        cu_seqlens=inputs.cu_seqlens,
-        seq_lens=inputs.seq_lens,
-        page_table=inputs.page_table,
-        num_tokens=len(inputs.q),
+    lengths = step_lengths(
+        inputs.cu_seqlens, len(inputs.q), seq_lens=inputs.seq_lens, page_table=inputs.page_table
     )
     return planner(
         lengths,

@@ -193,7 +193,8 @@ Tensor cu_seqlens_k,
 *,
 bool causal,
 float scale,
-str impl) -> (Tensor,
+str impl,
+Tensor[]? planned=None) -> (Tensor,
 Tensor)""",
     )
 
@@ -268,7 +269,7 @@ k must have a contiguous last dim, got (64, 1, 2)
 cu_seqlens_q must have dtype torch.int32, got torch.int64
 cu_seqlens_k must have shape [4], got [3]
 scale must be positive, got -1.0
-impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'""",
+impl must be one of ['cudnn', 'cpp', 'triton', 'flashinfer', 'torch'], got 'tpu'""",
     )
 
 

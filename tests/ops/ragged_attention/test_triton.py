@@ -30,7 +30,7 @@ CONTRACT = """
         matches_float64 and (one_head or no_keys or grouped and fp32 or ling and bf16)
         or padding and no_keys or first_queries or no_sequence or out_of_range or overflow
         or shared_key
-    )
+    ) or by_documentation
 """
 
 # Of the sizes of the form for Hopper, which is not interpreted: sequences of blocks, with more

@@ -1,0 +1,40 @@
+"""FlashInfer's kernels of prefill, which families share: with pages, and with dense rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+
+_NO_ROTATION = 0  # FlashInfer's PosEncodingMode
+CAUSAL, TOKENS_BEFORE_HEADS = 1, 0  # its MaskMode and TensorLayout
+
+
+@cache
+def kernels(
+    form: str, dtype: torch.dtype, head_dim: int, v_head_dim: int, windowed: bool, capped: bool
+) -> Any:
+    """FlashInfer's compiled kernels, which are built when they are first wanted."""
+    from flashinfer.prefill import get_batch_prefill_module
+
+    return get_batch_prefill_module(
+        form,
+        dtype,
+        dtype,
+        dtype,
+        torch.int32,
+        head_dim,
+        v_head_dim,
+        _NO_ROTATION,
+        windowed,
+        capped,
+        False,  # products of queries and keys are summed in float32
+    )
+
+
+def fa3_bytes(values: Sequence[int]) -> int:
+    """How much a schedule of the form fa3 takes: eight parts, of which the first has the size of
+    the last."""
+    return values[7] + values[1] - values[0]

@@ -1,0 +1,110 @@
+"""Implementation "flashinfer": FlashInfer's fa3 for new tokens and what they follow, on Hopper.
+
+What is planned is the causal call of a step, which takes its time. Chunks of a prefix are other
+calls, of other lengths: they are for implementation "triton", which is called for them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.flashinfer.prefill import CAUSAL, TOKENS_BEFORE_HEADS, fa3_bytes, kernels
+from torch_hybrid.ops.flashinfer.scratch import Scratch
+from torch_hybrid.ops.planning import Lengths, Planned
+from torch_hybrid.ops.ragged_attention import _triton
+from torch_hybrid.ops.triton.padding import set_padding
+
+_FORM = "fa3"
+
+
+def plan(
+    lengths: Lengths,
+    *,
+    num_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    **_: int,
+) -> Planned:
+    """FlashInfer's schedule for the causal call of a step, and where its parts begin."""
+    scratch = Scratch.of(device)
+    module = kernels(_FORM, dtype, head_dim, v_head_dim, False, False)
+    first_keys = torch.nn.functional.pad(lengths.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+    with scratch.lock:
+        offsets = module.plan(
+            scratch.workspace(64),  # it cuts no sequence, and writes no partial results
+            scratch.ints,
+            scratch.pinned,
+            lengths.cu_seqlens,
+            first_keys,
+            lengths.seq_lens,
+            lengths.num_tokens,
+            lengths.seq_lens.shape[0],
+            num_heads,
+            num_heads,
+            1,  # keys lie one after another, as in pages of one
+            True,  # as for a CUDA graph
+            head_dim,
+            v_head_dim,
+            True,  # causal
+            -1,  # without a window
+        )
+        values = tuple(int(offset) for offset in offsets)
+        schedule = scratch.pinned[: fa3_bytes(values)].clone()
+    return Planned(tensors=(schedule,), values=values)
+
+
+def ragged_attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    planned: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Launcher of ``torch_hybrid::ragged_attention_with_lse``."""
+    if not causal or q.numel() == 0:
+        return _triton.ragged_attention_with_lse(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, scale=scale
+        )
+    schedule, values = planned
+    out = q.new_empty(*q.shape[:2], v.shape[2])
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+    kernels(_FORM, q.dtype, q.shape[2], v.shape[2], False, False).ragged_run(
+        float_workspace_buffer=schedule,  # neither read nor written
+        int_workspace_buffer=schedule,
+        plan_info_vec=values.tolist(),
+        q=q,
+        k=k,
+        v=v,
+        qo_indptr=cu_seqlens_q,
+        kv_indptr=cu_seqlens_k,
+        o=out,
+        maybe_lse=lse,
+        mask_mode=CAUSAL,
+        layout=TOKENS_BEFORE_HEADS,
+        window_left=-1,
+        enable_pdl=False,
+        maybe_custom_mask=None,
+        maybe_mask_indptr=None,
+        maybe_alibi_slopes=None,
+        maybe_prefix_len_ptr=None,
+        maybe_token_pos_in_items_ptr=None,
+        maybe_max_item_len_ptr=None,
+        logits_soft_cap=0.0,
+        sm_scale=scale,
+        rope_scale=1.0,
+        rope_theta=1e4,
+        token_pos_in_items_len=0,
+    )
+    lse.mul_(math.log(2))  # FlashInfer's is of base 2
+    set_padding(out, lse, cu_seqlens_q)
+    return out, lse
