@@ -34,6 +34,7 @@ def launch(
     heads: int,
     block_v: int,
     num_warps: int,
+    lanes: int = 32,
     exact: bool = True,
     arrivals: Tensor | None = None,
 ) -> Tensor:
@@ -77,6 +78,7 @@ def launch(
         HEADS=heads,
         BLOCK_K=triton.next_power_of_2(head_dim_k),
         BLOCK_V=block_v,
+        LANES=min(lanes, triton.next_power_of_2(head_dim_k)),
         SILU=activation == "silu",
         EXACT=exact,
         num_warps=num_warps,
@@ -177,6 +179,7 @@ def _mixer_kernel(
     HEADS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    LANES: tl.constexpr,
     SILU: tl.constexpr,
     EXACT: tl.constexpr,
 ) -> None:
@@ -189,11 +192,12 @@ def _mixer_kernel(
     seq = pid // (BLOCKS * PARTS)
     first_v = pid // BLOCKS % PARTS * HEADS
     head_k = first_v // (HV // H)
-    index_k = tl.arange(0, BLOCK_K)
+    # K as a matrix of rows of LANES: a thread holds few rows of V and adds up most of K by itself.
+    index_k = tl.arange(0, BLOCK_K // LANES)[:, None] * LANES + tl.arange(0, LANES)[None, :]
     index_v = pid % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_k = index_k < K
     mask_v = index_v < V
-    mask_s = mask_v[:, None] & mask_k[None, :]
+    mask_s = mask_k[:, None, :] & mask_v[None, :, None]
 
     begin = tl.load(cu_seqlens + seq)
     end = tl.load(cu_seqlens + seq + 1)
@@ -203,7 +207,7 @@ def _mixer_kernel(
         known = initial != 0
         channel_q = head_k * K + index_k
         # Of constants and the thread alone, so that all its rows lie at constant distances.
-        tile_s = index_v[:, None] * K + index_k[None, :]
+        tile_s = index_k[:, None, :] + index_v[None, :, None] * K
         p_old = conv_state + initial * (W - 1) * C
         past_q = _last_inputs(p_old + channel_q, mask_k & known, C, W)
         past_k = _last_inputs(p_old + H * K + channel_q, mask_k & known, C, W)
@@ -242,16 +246,16 @@ def _mixer_kernel(
                 b_k = _convolve(now_k, x_k, p_weight + H * K * W, p_bias_k, mask_k, W, SILU)
                 now_q = now_q[1:] + (x_q,)  # noqa: RUF005
                 now_k = now_k[1:] + (x_k,)  # noqa: RUF005
-                b_q *= tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6) * scale
-                b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
+                b_q *= tl.rsqrt(tl.sum(tl.sum(b_q * b_q, 1), 0) + 1e-6) * scale
+                b_k *= tl.rsqrt(tl.sum(tl.sum(b_k * b_k, 1), 0) + 1e-6)
                 decay = _decay(
                     tl.load(p_a), tl.load(A_log + head), tl.load(dt_bias + head), EXACT
                 )
                 beta = beta_scale / (1.0 + tl.exp(-tl.load(p_b).to(tl.float32)))
                 b_s *= decay
-                b_u = beta * (b_v - tl.sum(b_s * b_k[None, :], 1))
-                b_s += b_u[:, None] * b_k[None, :]
-                b_o = tl.sum(b_s * b_q[None, :], 1)
+                b_u = beta * (b_v - tl.sum(tl.sum(b_s * b_k[:, None, :], 0), 1))
+                b_s += b_u[None, :, None] * b_k[:, None, :]
+                b_o = tl.sum(tl.sum(b_s * b_q[:, None, :], 0), 1)
                 if BLOCKS == 1:
                     b_o = b_o.to(out.dtype.element_ty).to(tl.float32)
                     b_z = tl.load(p_z, mask=mask_v, other=0.0).to(tl.float32)
