@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Implementation "triton": convolution, gates, recurrence and gated norm in one launch."""
+"""Implementation "triton": one launch, a program for each key head of a sequence."""
 
 from __future__ import annotations
 
@@ -8,10 +8,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.triton.decays import exp
 from torch_hybrid.ops.triton.state import zero_rows
 
+# Columns of the state that stand side by side in a warp: each of its threads holds few rows then,
+# and adds up most of K by itself.
+_LANES = 32
+# State elements that one warp keeps in registers: 128 a thread.
+_STATE_TILE = 4096
 
-def launch(
+
+def gated_delta_step(
     qkv: Tensor,
     z: Tensor,
     b: Tensor,
@@ -31,20 +38,18 @@ def launch(
     scale: float,
     beta_scale: float,
     norm_eps: float,
-    heads: int,
-    block_v: int,
-    num_warps: int,
-    lanes: int = 32,
-    maxnreg: int | None = None,
-    arrivals: Tensor | None = None,
 ) -> Tensor:
-    num_tokens = qkv.shape[0]
+    """Launcher of ``torch_hybrid::gated_delta_step``."""
+    num_tokens, num_channels = qkv.shape
     _, num_v_heads, head_dim_v, head_dim_k = state.shape
-    num_k_heads = (qkv.shape[1] - num_v_heads * head_dim_v) // (2 * head_dim_k)
+    num_k_heads = (num_channels - num_v_heads * head_dim_v) // (2 * head_dim_k)
     num_seqs = state_indices.shape[0]
+    if num_seqs == 0:
+        return torch.zeros_like(z, memory_format=torch.contiguous_format)
     out = torch.empty_like(z, memory_format=torch.contiguous_format)
-    blocks = triton.cdiv(head_dim_v, block_v)
-    _mixer_kernel[(num_seqs * (num_v_heads // heads) * blocks,)](
+    block_k = max(_LANES, triton.next_power_of_2(head_dim_k))
+    block_v = triton.next_power_of_2(head_dim_v)
+    _step_kernel[(num_seqs * num_k_heads,)](
         qkv,
         z,
         b,
@@ -59,7 +64,6 @@ def launch(
         cu_seqlens,
         initial_indices,
         state_indices,
-        arrivals,
         out,
         scale,
         beta_scale,
@@ -75,23 +79,19 @@ def launch(
         K=head_dim_k,
         V=head_dim_v,
         W=conv_weight.shape[1],
-        HEADS=heads,
-        BLOCK_K=max(lanes, triton.next_power_of_2(head_dim_k)),
+        BLOCK_K=block_k,
         BLOCK_V=block_v,
-        HALVINGS=max(lanes, triton.next_power_of_2(head_dim_k)).bit_length() - lanes.bit_length(),
+        HALVINGS=(block_k // _LANES).bit_length() - 1,
         SILU=activation == "silu",
-        num_warps=num_warps,
-        maxnreg=maxnreg,
+        num_warps=max(1, block_k * block_v // _STATE_TILE),
         enable_fp_fusion=True,
     )
     return out
 
 
 @triton.jit
-def _last_inputs(
-    p_state: tl.tensor, mask: tl.tensor, C: tl.constexpr, W: tl.constexpr
-) -> tl.tuple:
-    """The W - 1 rows of a convolution's state, oldest first; zeros where masked."""
+def _last_inputs(p_state: tl.tensor, mask: tl.tensor, C: tl.constexpr, W: tl.constexpr) -> tl.tuple:
+    """The W - 1 rows of channels in a convolution's state, oldest first; zeros where masked."""
     rows = ()
     for row in tl.static_range(W - 1):
         b_x = tl.load(p_state + row * C, mask=mask, other=0.0)
@@ -103,6 +103,7 @@ def _last_inputs(
 def _leave_inputs(
     p_state: tl.tensor, rows: tl.tuple, mask: tl.tensor, C: tl.constexpr, W: tl.constexpr
 ) -> None:
+    """Store the rows of a convolution's state."""
     for row in tl.static_range(W - 1):
         tl.store(p_state + row * C, rows[row], mask=mask)
 
@@ -141,19 +142,9 @@ def _convolve(
 
 
 @triton.jit
-def _exp(x: tl.tensor) -> tl.tensor:
-    """e^x of a float32 within 1e-7; the GPU's own loses what rounding ``x log2(e)`` takes."""
-    log2e: tl.constexpr = 1.4426950408889634
-    rounded = x * log2e
-    lost = tl.fma(x, log2e, -rounded) + x * 1.9259629911266175e-8
-    power = tl.exp2(rounded)
-    return tl.fma(power, lost * 0.6931471805599453, power)
-
-
-@triton.jit
 def _softplus(x: tl.tensor) -> tl.tensor:
     """log(1 + e^x) of a float32 within 1e-7: a series of atanh, which has no cancellation."""
-    e = _exp(-tl.abs(x))
+    e = exp(-tl.abs(x))
     s = e / (2.0 + e)
     t = s * s
     series = 1.0 / 15
@@ -178,8 +169,27 @@ def _pieces(x: tl.tensor, HALVINGS: tl.constexpr) -> tl.tuple:
     return pieces
 
 
+@triton.jit
+def _gated_norm(
+    b_o: tl.tensor,
+    b_w: tl.tensor,
+    b_z: tl.tensor,
+    norm_eps: tl.tensor,
+    V: tl.constexpr,
+    dtype: tl.constexpr,
+) -> tl.tensor:
+    """o over its root mean square, rounded, then weighted, rounded, then gated."""
+    b_o = b_o.to(dtype).to(tl.float32)
+    b_o *= tl.rsqrt(tl.sum(b_o * b_o, 0) / V + norm_eps)
+    b_o = b_o.to(dtype).to(tl.float32) * b_w.to(tl.float32)
+    if b_w.dtype == dtype:
+        b_o = b_o.to(dtype).to(tl.float32)
+    b_z = b_z.to(tl.float32)
+    return b_o * b_z / (1.0 + tl.exp(-b_z))
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
-def _mixer_kernel(
+def _step_kernel(
     qkv: tl.tensor,
     z: tl.tensor,
     b: tl.tensor,
@@ -194,7 +204,6 @@ def _mixer_kernel(
     cu_seqlens: tl.tensor,
     initial_indices: tl.tensor,
     state_indices: tl.tensor,
-    arrivals: tl.tensor | None,
     out: tl.tensor,
     scale: tl.tensor,
     beta_scale: tl.tensor,
@@ -210,31 +219,30 @@ def _mixer_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     W: tl.constexpr,
-    HEADS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     HALVINGS: tl.constexpr,
     SILU: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_V rows of the states of HEADS value heads of one sequence."""
+    """One program: a key head of one sequence and its value heads, one after the other.
+
+    It alone reads and writes their channels of the convolution's state, which therefore may move
+    in place.
+    """
     C: tl.constexpr = 2 * H * K + HV * V
-    PARTS: tl.constexpr = HV // HEADS
-    BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    SHARERS: tl.constexpr = HV // H // HEADS * BLOCKS
-    pid = tl.program_id(0)
-    seq = pid // (BLOCKS * PARTS)
-    first_v = pid // BLOCKS % PARTS * HEADS
-    head_k = first_v // (HV // H)
-    # The state in P pieces of LANES columns: a thread holds few rows, and adds up most of K by
-    # itself. Element e of q and k is column e // P of piece e % P.
+    HEADS: tl.constexpr = HV // H
     P: tl.constexpr = 1 << HALVINGS
     LANES: tl.constexpr = BLOCK_K // P
+    seq = tl.program_id(0) // H
+    head_k = tl.program_id(0) % H
+    # The state comes in P pieces of LANES columns: element e of q and k is of piece e % P.
     element = tl.arange(0, BLOCK_K)
     index_k = element % P * LANES + element // P
     lane = tl.arange(0, LANES)
-    index_v = pid % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
+    index_v = tl.arange(0, BLOCK_V)
     mask_k = index_k < K
     mask_v = index_v < V
+    first_v = head_k * HEADS
 
     begin = tl.load(cu_seqlens + seq)
     end = tl.load(cu_seqlens + seq + 1)
@@ -242,6 +250,7 @@ def _mixer_kernel(
     slot = tl.load(state_indices + seq).to(tl.int64)
     if begin < end:
         known = initial != 0
+        kept = slot != 0
         token = begin.to(tl.int64)
         p_x = qkv + token * stride_x
         p_old = conv_state + initial * (W - 1) * C
@@ -273,7 +282,7 @@ def _mixer_kernel(
                 b_s = tl.load(p_s + piece * LANES, mask=mask_s & known, other=0.0)
                 states = states + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
 
-            decay = _exp(-_exp(rate) * _softplus(x_a))
+            decay = exp(-exp(rate) * _softplus(x_a))
             beta = beta_scale / (1.0 + tl.exp(-x_b))
             b_v = _convolve(past_v, x_v, tap_v, W, SILU)
             b_q = _convolve(past_q, x_q, tap_q, W, SILU)
@@ -292,32 +301,19 @@ def _mixer_kernel(
                 b_s = states[piece] * decay + b_u[:, None] * parts_k[piece][None, :]
                 read += b_s * parts_q[piece][None, :]
                 mask_s = mask_v[:, None] & (piece * LANES + lane < K)[None, :]
-                tl.store(p_left + piece * LANES, b_s, mask=mask_s & (slot != 0))
+                tl.store(p_left + piece * LANES, b_s, mask=mask_s & kept)
             b_o = tl.sum(read, 1)
-            if BLOCKS == 1:
-                b_z = b_z.to(tl.float32)
-                b_o = b_o.to(out.dtype.element_ty).to(tl.float32)
-                b_o *= tl.rsqrt(tl.sum(b_o * b_o, 0) / V + norm_eps)
-                b_o = b_o.to(out.dtype.element_ty).to(tl.float32)
-                b_o = (b_w.to(tl.float32) * b_o).to(out.dtype.element_ty).to(tl.float32)
-                b_o *= b_z / (1.0 + tl.exp(-b_z))
+            b_o = _gated_norm(b_o, b_w, b_z, norm_eps, V, out.dtype.element_ty)
             p_out = out + (token * HV + head) * V + index_v
             tl.store(p_out, b_o.to(out.dtype.element_ty), mask=mask_v)
+            tl.debug_barrier()  # all threads of this program have read what is left anew here
             p_new = conv_state + slot * (W - 1) * C + channel_v
-            _leave_inputs(p_new, past_v[1:] + (x_v,), mask_v & (slot != 0), C, W)  # noqa: RUF005
-        tl.debug_barrier()  # all threads of this program have read the old inputs
-        owns_keys = slot != 0
-        if SHARERS > 1:
-            p_arrived = arrivals + seq * H + head_k
-            is_last = tl.atomic_add(p_arrived, 1, sem="acq_rel") == SHARERS - 1
-            owns_keys = owns_keys & is_last
-            if is_last:
-                tl.store(p_arrived, 0)
+            _leave_inputs(p_new, past_v[1:] + (x_v,), mask_v & kept, C, W)  # noqa: RUF005
         p_new = conv_state + slot * (W - 1) * C + channel_q
-        _leave_inputs(p_new, past_q[1:] + (x_q,), mask_k & owns_keys, C, W)  # noqa: RUF005
-        _leave_inputs(p_new + H * K, past_k[1:] + (x_k,), mask_k & owns_keys, C, W)  # noqa: RUF005
+        _leave_inputs(p_new, past_q[1:] + (x_q,), mask_k & kept, C, W)  # noqa: RUF005
+        _leave_inputs(p_new + H * K, past_k[1:] + (x_k,), mask_k & kept, C, W)  # noqa: RUF005
 
     # The rows past the last sequence are dealt out to the sequences in turn.
     padding = tl.load(cu_seqlens + num_seqs) + seq
-    for i in tl.static_range(HEADS):
-        zero_rows(out, padding, num_tokens, num_seqs, first_v + i, index_v, mask_v, HV, V)
+    for head in range(first_v, first_v + HEADS):
+        zero_rows(out, padding, num_tokens, num_seqs, head, index_v, mask_v, HV, V)

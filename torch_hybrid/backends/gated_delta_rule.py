@@ -5,8 +5,16 @@ from __future__ import annotations
 from torch import Tensor
 
 from torch_hybrid.backends.planned import planned_for
-from torch_hybrid.backends.recurrent import CONVOLUTION, RecurrentPlan, chunked_rule, rule_of
+from torch_hybrid.backends.recurrent import (
+    CONVOLUTION,
+    OpChoice,
+    RecurrentPlan,
+    chunked_rule,
+    or_parts,
+    rule_of,
+)
 from torch_hybrid.ops.gated_delta_rule import op
+from torch_hybrid.ops.gated_delta_step import op as step
 from torch_hybrid.specs import DeltaRuleSpec
 
 
@@ -18,12 +26,14 @@ def _sizes(spec: DeltaRuleSpec) -> dict[str, int]:
     }
 
 
+STEP = "gated_delta_step"
 GATED_DELTA_RULE = chunked_rule(
     "gated_delta_rule",
     CONVOLUTION,
     recurrent=op.RECURRENT_IMPLEMENTATIONS,
     chunk=op.CHUNK_IMPLEMENTATIONS,
     sizes=_sizes,
+    whole=OpChoice(name=STEP, implementations=or_parts(step.IMPLEMENTATIONS), sizes=_sizes),
 )
 _FORMS = {
     "recurrent_gated_delta_rule": op.recurrent_gated_delta_rule,
