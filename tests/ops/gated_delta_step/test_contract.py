@@ -353,7 +353,9 @@ def test_unknown_implementation():
 class TestSchema(expecttest.TestCase):
     def test_schema(self):
         schema = str(torch.ops.torch_hybrid.gated_delta_step.default._schema)
-        self.assertExpectedInline(schema.replace(", ", "\n  "), """\
+        self.assertExpectedInline(
+            schema.replace(", ", "\n  "),
+            """\
 torch_hybrid::gated_delta_step(Tensor qkv
   Tensor z
   Tensor b
@@ -373,4 +375,5 @@ torch_hybrid::gated_delta_step(Tensor qkv
   float scale
   float beta_scale
   float norm_eps
-  str impl) -> Tensor""")
+  str impl) -> Tensor""",
+        )
