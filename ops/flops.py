@@ -87,6 +87,25 @@ def delta_rule(
     return 6 * v[0] * state[1] * state[2] * state[3]
 
 
+def gated_delta_step(
+    qkv: Shape,
+    z: Shape,
+    b: Shape,
+    a: Shape,
+    conv_weight: Shape,
+    conv_bias: object,
+    A_log: Shape,
+    dt_bias: Shape,
+    norm_weight: Shape,
+    conv_state: Shape,
+    state: Shape,
+    *args: Any,
+    **_: Any,
+) -> int:
+    """Its convolution and its delta rule."""
+    return causal_conv1d(qkv, conv_weight) + 6 * qkv[0] * state[1] * state[2] * state[3]
+
+
 def ssd(
     q: Shape, k: Shape, v: Shape, g: Shape, dt: Shape, D: Shape, state: Shape, *args: Any, **_: Any
 ) -> int:
@@ -113,6 +132,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "causal_conv1d": causal_conv1d,
     "recurrent_gated_delta_rule": delta_rule,
     "chunk_gated_delta_rule": delta_rule,
+    "gated_delta_step": gated_delta_step,
     "recurrent_kimi_delta_attention": delta_rule,
     "chunk_kimi_delta_attention": delta_rule,
     "recurrent_ssd": ssd,

@@ -11,6 +11,7 @@ from torch_hybrid.ops.causal_conv1d import op as causal_conv1d
 from torch_hybrid.ops.draw_tokens import op as draw_tokens
 from torch_hybrid.ops.fused_experts import op as fused_experts
 from torch_hybrid.ops.gated_delta_rule import op as gated_delta_rule
+from torch_hybrid.ops.gated_delta_step import op as gated_delta_step
 from torch_hybrid.ops.kimi_delta_attention import op as kimi_delta_attention
 from torch_hybrid.ops.latent_attention import op as latent_attention
 from torch_hybrid.ops.linear import op as linear
@@ -36,6 +37,7 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "merge_states": merge_states.IMPLEMENTATIONS,
     },
     "gated_delta_rule": {
+        "gated_delta_step": gated_delta_step.IMPLEMENTATIONS,
         "recurrent_gated_delta_rule": gated_delta_rule.RECURRENT_IMPLEMENTATIONS,
         "chunk_gated_delta_rule": gated_delta_rule.CHUNK_IMPLEMENTATIONS,
     },

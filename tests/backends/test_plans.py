@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from types import SimpleNamespace
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -221,6 +221,30 @@ def test_an_op_is_asked_for_by_its_own_name_before_that_of_its_kind():
     assert chosen["decode", "recurrent_gated_delta_rule"] == "cpp"
     assert chosen["extend", "paged_attention"] == "torch"
     assert chosen["decode", "paged_attention"] == "cpp"
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ({}, "cpp"),
+        ({"full": "torch", "ops": {"chunk_gated_delta_rule": "torch"}}, "cpp"),
+        ({"ops": {"gated_delta_step": "torch"}}, "torch"),
+        ({"ops": {"gated_delta_step": "parts"}}, "parts"),
+        ({"linear": "torch"}, "parts"),
+        ({"conv": "cpp"}, "parts"),
+        ({"ops": {"decode causal_conv1d": "torch"}}, "parts"),
+    ],
+    ids=str,
+)
+def test_a_whole_step_stands_in_for_parts_that_nobody_asked_for(
+    named: dict[str, Any], expected: str
+):
+    made = make_backends(TABLE, make_cache().sizes, Backends(**named))["gated_delta_rule"]
+    decode = {choice.op: choice for choice in made.choices[Mode.DECODE]}
+    assert decode["gated_delta_step"].impl == expected
+    parts = {"recurrent_gated_delta_rule", "causal_conv1d"}
+    assert set(decode) - {"gated_delta_step"} == (parts if expected == "parts" else set())
+    assert "gated_delta_step" not in {choice.op for choice in made.choices[Mode.EXTEND]}
 
 
 def test_an_op_that_is_none_is_named():

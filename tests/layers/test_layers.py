@@ -45,7 +45,7 @@ class TwoLayers(nn.Module):
 class Server:
     """A cache, and steps over it by hand."""
 
-    def __init__(self, module: nn.Module, call: Any) -> None:
+    def __init__(self, module: nn.Module, call: Any, backends: th.Backends | None = None) -> None:
         self.module, self.call = module, call
         self.cache = th.HybridCache(
             TABLE,
@@ -55,7 +55,7 @@ class Server:
             dtype=torch.float32,
             device=torch.device("cpu"),
         )
-        self.backends = th.make_backends(TABLE, self.cache.sizes)
+        self.backends = th.make_backends(TABLE, self.cache.sizes, backends)
 
     def extend(self, seqs: list[th.Sequence], inputs: list[Tensor]) -> list[Tensor]:
         lengths = [len(x) for x in inputs]
@@ -121,6 +121,21 @@ def test_a_wrong_head_count_is_refused(module: TwoLayers):
     q = torch.zeros(3, 3, WIDTH)
     with pytest.raises(ValueError, match=r"^q must have shape \[T, 4, 16\], got \[3, 3, 16\]$"):
         server.extend(server.cache.allocate(1), [torch.zeros(3, DIM)])
+
+
+@pytest.mark.parametrize("impl", ["cpp", "torch"])
+def test_a_decode_step_in_one_op_is_that_of_its_parts(module: TwoLayers, impl: str):
+    whole, parts = (
+        Server(module, module, th.Backends(ops={"gated_delta_step": name}))
+        for name in (impl, "parts")
+    )
+    seqs = [server.cache.allocate(3) for server in (whole, parts)]
+    torch.manual_seed(1)
+    for lengths in ([5, 1, 3], [1, 1, 1], [1, 1, 1]):
+        inputs = [torch.randn(n, DIM) for n in lengths]
+        ours, theirs = whole.extend(seqs[0], inputs), parts.extend(seqs[1], inputs)
+        for out, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(out, expected)
 
 
 def test_initial_decays_last_for_one_to_a_thousand_tokens():

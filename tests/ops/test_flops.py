@@ -27,6 +27,9 @@ COUNTS = {
         "chunk_gated_delta_rule": 6 * T * 4 * 16 * 16,
         "causal_conv1d": CONV,
     },
+    "gated_delta_rule, decode": {
+        "gated_delta_step": 2 * DELTA.conv_channels * DELTA.conv_width + 6 * 4 * 16 * 16,
+    },
     "kimi_delta_attention, decode": {"recurrent_kimi_delta_attention": 6 * 3 * 12 * 20},
     "lightning, extend": {"chunk_ssd": 4 * T * 6 * 12 * 12},
     "paged_attention": {"paged_attention": 4 * T * 2 * 16 * WIDTH_OF_PAGES},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.sizes import PoolSizes
-from torch_hybrid.ops.capability import Implementation, Need
+from torch_hybrid.ops.capability import FLOATS_AND_FLOAT64, Capability, Implementation, Need
 from torch_hybrid.ops.causal_conv1d import op as conv
 from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE
 from torch_hybrid.pytrees import register_value
@@ -58,9 +58,20 @@ class OpChoice:
         needs = [
             Need(device=sizes.device, dtype=sizes.dtype, sizes=self.sizes(spec)) for spec in specs
         ]
-        preferred = backends.named(self.name, self.preferred(backends), mode)
+        preferred = self.asked_for(backends, mode)
         return select(self.name, self.implementations, needs, preferred)
 
+    def asked_for(self, backends: Backends, mode: Mode) -> str:
+        """The name that a user gave, "auto" where it was none."""
+        return backends.named(self.name, self.preferred(backends), mode)
+
+
+# Named like an implementation of the op that stands in for them: they are chosen like one.
+PARTS = "parts"
+_PARTS = Implementation(
+    capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
+    launcher="",
+)
 
 CONVOLUTION = OpChoice(
     name="causal_conv1d",
@@ -73,15 +84,34 @@ CONVOLUTION = OpChoice(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recurrence:
     """What the layers of one kind call for one new token of each sequence, for more of them, and
-    the chunks that they prefill in."""
+    the chunks that they prefill in.
+
+    ``whole`` is all that lies between a layer's projections for one new token of each sequence, as
+    one op: it stands in for ``decode``, its parts, where it is able to and none of them was asked
+    for by name.
+    """
 
     decode: tuple[OpChoice, ...]  # the recurrence first
     extend: tuple[OpChoice, ...]
+    whole: OpChoice | None = None
     chunk_size: int = 0
 
     def ops(self, mode: Mode) -> tuple[OpChoice, ...]:
-        """What is called in steps of a mode."""
+        """What is called in steps of a mode, where it is not ``whole``."""
         return self.decode if mode.tokens_per_seq == 1 else self.extend
+
+    def choose(
+        self, specs: set[Any], sizes: PoolSizes, backends: Backends, mode: Mode
+    ) -> tuple[tuple[OpChoice, Choice], ...]:
+        """The ops of a mode with an implementation of each, the recurrence first."""
+        ops = self.ops(mode)
+        parts = tuple((op, op.choose(specs, sizes, backends, mode)) for op in ops)
+        if self.whole is None or mode.tokens_per_seq != 1:
+            return parts
+        are_asked_for = any(op.asked_for(backends, mode) != "auto" for op in ops)
+        whole = replace(self.whole, preferred=lambda _: PARTS if are_asked_for else "auto")
+        chosen = whole, whole.choose(specs, sizes, backends, mode)
+        return (*parts, chosen) if chosen[1].impl == PARTS else (chosen,)
 
 
 def chunked_rule(
@@ -90,14 +120,29 @@ def chunked_rule(
     recurrent: Mapping[str, Implementation],
     chunk: Mapping[str, Implementation],
     sizes: Callable[[Any], dict[str, int]],
+    whole: OpChoice | None = None,
 ) -> Recurrence:
     """A rule of two execution forms: ``recurrent_<name>`` in decode, ``chunk_<name>`` in extend.
 
-    ``also`` are the ops that its layers call beside it.
+    ``also`` are the ops that its layers call beside it, ``whole`` what stands in for all of them.
     """
     decode = OpChoice(name=f"recurrent_{name}", implementations=recurrent, sizes=sizes)
     extend = OpChoice(name=f"chunk_{name}", implementations=chunk, sizes=sizes)
-    return Recurrence(decode=(decode, *also), extend=(extend, *also), chunk_size=DEFAULT_CHUNK_SIZE)
+    return Recurrence(
+        decode=(decode, *also),
+        extend=(extend, *also),
+        whole=whole,
+        chunk_size=DEFAULT_CHUNK_SIZE,
+    )
+
+
+def or_parts(implementations: Mapping[str, Implementation]) -> dict[str, Implementation]:
+    """Those of an op that may stand in for its parts, and among them the parts.
+
+    Vectorised torch comes after them: it fuses less than the compiler does of the parts.
+    """
+    last = {name: each for name, each in implementations.items() if name == "torch"}
+    return {**{n: i for n, i in implementations.items() if n not in last}, PARTS: _PARTS, **last}
 
 
 class RecurrentBackend:
@@ -114,14 +159,11 @@ class RecurrentBackend:
         """Choose an implementation for each of ``modes`` that serves every layer in ``entries``."""
         self.chunk_size = recurrence.chunk_size
         specs: set[Any] = {entry.spec for entry in entries}
-        self.choices = {
-            mode: tuple(op.choose(specs, sizes, backends, mode) for op in recurrence.ops(mode))
-            for mode in modes
-        }
+        chosen = {mode: recurrence.choose(specs, sizes, backends, mode) for mode in modes}
+        self.choices = {mode: tuple(each for _, each in pairs) for mode, pairs in chosen.items()}
         self._planners, self._layers = {}, {}
-        for mode, (rule, *_) in self.choices.items():
-            op, *_ = recurrence.ops(mode)
-            self._planners[mode] = op.implementations[rule.impl].load_planner()
+        for mode, ((op, choice), *_) in chosen.items():
+            self._planners[mode] = op.implementations[choice.impl].load_planner()
             told = [op.sizes(spec) for spec in specs]
             self._layers[mode] = {shape_name(x): {**x, "device": sizes.device} for x in told}
 
@@ -150,6 +192,12 @@ def rule_of(
     """The one of the ops in ``forms`` that the plan runs, and its implementation."""
     name, impl = next(pair for pair in plan.statics.impls if pair[0] in forms)
     return forms[name], impl
+
+
+def whole_impl(plan: RecurrentPlan, op: str) -> str | None:
+    """The implementation of an op that the plan runs instead of its parts; None where they run."""
+    impl = dict(plan.statics.impls).get(op, PARTS)
+    return None if impl == PARTS else impl
 
 
 def convolve(

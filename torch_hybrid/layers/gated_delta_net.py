@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.gated_delta_rule import apply_delta_rule
-from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
+from torch_hybrid.backends.gated_delta_rule import STEP, apply_delta_rule
+from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, whole_impl
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
+from torch_hybrid.ops.gated_delta_step import gated_delta_step
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import DeltaRuleSpec
 
@@ -72,10 +73,56 @@ class GatedDeltaNet(nn.Module):
         Returns:
             [T, dim].
         """
-        spec, num_tokens = self.spec, x.shape[0]
-        mixed, z, b, a = self.in_proj(x).split(self._widths, dim=-1)
+        qkv, z, b, a = self.in_proj(x).split(self._widths, dim=-1)
+        impl = whole_impl(plan, STEP)
+        if impl is None:
+            mixed = self._mix_by_parts(qkv, z, b, a, plan, cache)
+        else:
+            mixed = self._step(qkv, z, b, a, plan, cache, impl)
+        out: Tensor = self.out_proj(mixed)
+        return out
+
+    def _step(
+        self,
+        qkv: Tensor,
+        z: Tensor,
+        b: Tensor,
+        a: Tensor,
+        plan: RecurrentPlan,
+        cache: LayerCache,
+        impl: str,
+    ) -> Tensor:
+        """One token of each sequence, in one op."""
+        spec = self.spec
+        return gated_delta_step(
+            qkv,
+            z,
+            b,
+            a,
+            self.conv_weight,
+            None,
+            self.A_log,
+            self.dt_bias,
+            self.norm_weight,
+            cache["conv"],
+            cache["state"],
+            plan.cu_seqlens,
+            plan.initial_indices,
+            plan.state_indices,
+            activation=spec.activation,
+            scale=spec.head_k_dim**-0.5,
+            beta_scale=spec.beta_scale,
+            norm_eps=spec.norm_eps,
+            impl=impl,
+        )
+
+    def _mix_by_parts(
+        self, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, plan: RecurrentPlan, cache: LayerCache
+    ) -> Tensor:
+        """Any tokens: an op for the convolution, one for the rule, and the compiler's between."""
+        spec, num_tokens = self.spec, qkv.shape[0]
         mixed = convolve(
-            mixed, self.conv_weight, None, plan, cache["conv"], activation=spec.activation
+            qkv, self.conv_weight, None, plan, cache["conv"], activation=spec.activation
         )
         q, k, v = mixed.split([spec.k_channels, spec.k_channels, spec.v_channels], dim=-1)
         g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
@@ -90,8 +137,7 @@ class GatedDeltaNet(nn.Module):
             plan,
             cache["state"],
         )
-        out: Tensor = self.out_proj(self._gated_norm(o, z.view_as(o)).flatten(1))
-        return out
+        return self._gated_norm(o, z.view_as(o)).flatten(1)
 
     def shard(self, ranks: Ranks) -> GatedDeltaNet:
         """This rank's heads: a layer that keeps their states alone, and sums over the ranks.

@@ -1,0 +1,154 @@
+"""One token of each sequence through a gated-delta-rule mixer, between its projections.
+
+The convolution, the gates, the recurrence and the gated norm of a decode step in one op: each by
+itself takes little, and costs as much again to be called.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.gated_delta_step.validate import check_inputs, check_options
+from torch_hybrid.ops.native import compiler_missing
+from torch_hybrid.ops.registration import check_impl, define_op
+from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cpp": Implementation(
+        capability=Capability(
+            devices=frozenset({"cpu"}),
+            dtypes=frozenset({torch.float32, torch.bfloat16}),
+            available=compiler_missing,
+        ),
+        launcher="torch_hybrid.ops.gated_delta_step._cpu:gated_delta_step",
+    ),
+    "triton": Implementation(
+        capability=Capability(
+            devices=triton_devices(),
+            limits={"head_k_dim": 128, "head_v_dim": 256},
+            cuda_graph=True,
+            available=triton_missing,
+        ),
+        launcher="torch_hybrid.ops.gated_delta_step._triton:gated_delta_step",
+    ),
+    "torch": Implementation(
+        capability=Capability(devices=frozenset({"cpu", "cuda"})),
+        launcher="torch_hybrid.ops.gated_delta_step._torch:gated_delta_step",
+    ),
+}
+
+
+def gated_delta_step(
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    conv_state: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    *,
+    activation: str,
+    scale: float,
+    beta_scale: float,
+    norm_eps: float,
+    impl: str,
+) -> Tensor:
+    """Convolve, gate, advance the states by one token, and norm what is read from them.
+
+        q, k, v = act(convolution of qkv and the last inputs), rounded to the dtype
+        q, k = q, k / |q|, |k|                                       of each head
+        decay = exp(-exp(A_log) softplus(a + dt_bias))               of each value head
+        u = beta_scale sigmoid(b) (v - decay S k);  S = decay S + u k^T
+        o = scale S q, rounded to the dtype
+        out = norm_weight (o / rms(o)) silu(z)                       of each value head
+
+    It is what ``causal_conv1d``, the gates, ``recurrent_gated_delta_rule`` and the norm of a layer
+    compute one after the other, with the same roundings between them; value head ``j`` reads key
+    head ``j // (HV // H)``, and all arithmetic is float32.
+
+    Args:
+        qkv: [T, 2 H K + HV V] inputs of the convolution, a row for each token. Float dtype; rows
+            may lie any distance apart (a slice of a projection), one row is contiguous; so for z,
+            b and a. K, V and HV are those of ``state``.
+        z: [T, HV V] gate of the output, in qkv's dtype.
+        b: [T, HV] step size before its sigmoid, in qkv's dtype.
+        a: [T, HV] decay before its softplus, in qkv's dtype.
+        conv_weight: [2 H K + HV V, W] filter of each channel, oldest tap first, in
+            qkv's dtype; W from 2 to 8.
+        conv_bias: [2 H K + HV V] in qkv's dtype, or None.
+        A_log, dt_bias: [HV], both in qkv's dtype or in float32.
+        norm_weight: [V] in qkv's dtype or in float32.
+        conv_state: [S, W - 1, 2 H K + HV V] the last inputs of each sequence, oldest first, in
+            qkv's dtype. **Mutated**: slot ``state_indices[n]`` receives those of sequence n.
+        state: [S, HV, V, K] float32 pool. **Mutated**: slot ``state_indices[n]`` receives the
+            state after the token of sequence n. No other slot of either pool is written.
+        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0: each has one token, or
+            none, which leaves its slot as it is. Tokens at or past ``cu_seqlens[N]`` are padding.
+        initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
+            zero state. Several may start from one slot, which no other one may then write.
+        state_indices: [N] int32 slot that receives the state of each sequence, distinct except
+            for 0: that state is not stored.
+        activation: of the convolution, "none" or "silu".
+        scale: factor on q, usually ``K ** -0.5``.
+        beta_scale: of the step size; 2 where negative eigenvalues are allowed, else 1.
+        norm_eps: added to the mean square of o.
+        impl: a name in IMPLEMENTATIONS.
+
+    Returns:
+        [T, HV V] in qkv's dtype; rows of padding tokens are exactly 0.
+
+    Raises:
+        ValueError: a shape, dtype or layout is not as above, an option is unknown, or, where
+            reading them is free (on a CPU), an index is out of range or a sequence has more than
+            one token.
+
+    The mixer of "Gated Delta Networks" (arXiv 2412.06464), as in Qwen3-Next.
+    """
+    sizes = {"head_k_dim": state.shape[-1], "head_v_dim": state.shape[-2]}
+    check_impl(impl, IMPLEMENTATIONS, qkv.device, sizes, dtype=qkv.dtype)
+    check_options(activation)
+    tensors = (
+        qkv,
+        z,
+        b,
+        a,
+        conv_weight,
+        conv_bias,
+        A_log,
+        dt_bias,
+        norm_weight,
+        conv_state,
+        state,
+        cu_seqlens,
+        initial_indices,
+        state_indices,
+    )
+    check_inputs(*tensors)
+    out: Tensor = _STEP(
+        *tensors,
+        activation=activation,
+        scale=scale,
+        beta_scale=beta_scale,
+        norm_eps=norm_eps,
+        impl=impl,
+    )
+    return out
+
+
+_STEP = define_op(
+    "gated_delta_step(Tensor qkv, Tensor z, Tensor b, Tensor a, Tensor conv_weight, "
+    "Tensor? conv_bias, Tensor A_log, Tensor dt_bias, Tensor norm_weight, Tensor(a!) conv_state, "
+    "Tensor(b!) state, Tensor cu_seqlens, Tensor initial_indices, Tensor state_indices, *, "
+    "str activation, float scale, float beta_scale, float norm_eps, str impl) -> Tensor",
+    like=["z"],
+    implementations=IMPLEMENTATIONS,
+)
