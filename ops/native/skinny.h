@@ -4,12 +4,13 @@
 //   PackedRows<T> x;                     keep one per thread: its memory is reused
 //   x.pack(M, K, x, ldx)                 copies x in the order in which the product reads it;
 //   x.pack(M, K, row)                    the same, row(i) being a pointer to row i
-//   multiply_rows(x, W, ldw, N, y, ldy)  y[m * ldy + n], in float
+//   multiply_rows(x, W, ldw, N, y, ldy, in_turn)  y[m * ldy + n], in float
 //
 // How: a dot product along K keeps W in the order in which memory delivers it. A tile takes four
 // rows of W and up to four rows of x, so that a vector of W is loaded once for four rows of x.
 // - Up to four rows of x, memory is all that counts. The four rows of W are far apart, so that
-//   each is a long stream of its own, which the hardware prefetches best.
+//   each is a long stream of its own, which most CPUs prefetch best. For one or two rows of x,
+//   `in_turn` takes one row of W after the other, as other CPUs like it; the result is the same.
 // - More rows of x are further passes over a tile of adjacent rows, in stretches of K that stay in
 //   L1, while the tile after the next is prefetched, a part in each step. Otherwise memory would
 //   idle in the passes: the hardware prefetches only what misses, and never past a 4 KB page.
@@ -217,6 +218,41 @@ inline void multiply_streams(const PackedRows<T>& x, const T* W, int64_t ldw, in
         Product<T>{W + n * ldw, ldw, K, x.group(0, G, 0), y + n, ldy, 1, false}, Ahead<T>{});
 }
 
+// One or two rows of x: one row of W after the other. Each sum is in the order of multiply_streams.
+template <int G, typename T>
+inline void multiply_in_turn(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N, float* y,
+                             int64_t ldy) {
+  constexpr int64_t STEP = Lanes<T>::STEP, lead = FAR_BYTES / int64_t(sizeof(T));
+  const int64_t K = x.depth();
+  const typename Lanes<T>::X* xs = x.group(0, G, 0);
+  for (int64_t n = 0; n < N; n += TILE) {
+    const int rows = int(std::min<int64_t>(TILE, N - n));
+    f32x16 acc[LANES] = {};
+    for (int r = 0; r < rows; ++r) {
+      const T* w = W + (n + r) * ldw;
+      f32x16 sums[G] = {};
+      int64_t k = 0;
+      for (; k + STEP <= K; k += STEP) {
+        __builtin_prefetch(w + k + lead, 0, 1);
+        const auto vector = Lanes<T>::weights(w + k);
+#pragma GCC unroll 2
+        for (int m = 0; m < G; ++m)
+          sums[m] = Lanes<T>::multiply(vector, xs[k / STEP * G + m], sums[m]);
+      }
+      if (k < K) {
+        const auto vector = Lanes<T>::weights(w + k, int(K - k));
+        for (int m = 0; m < G; ++m)
+          sums[m] = Lanes<T>::multiply(vector, xs[k / STEP * G + m], sums[m]);
+      }
+      for (int m = 0; m < G; ++m) acc[m * TILE + r] = sums[m];
+    }
+    float sums[LANES];
+    store(sums, sum16(acc));
+    for (int m = 0; m < G; ++m)
+      for (int r = 0; r < rows; ++r) y[m * ldy + n + r] = sums[m * TILE + r];
+  }
+}
+
 template <int R, int LINES, typename T>
 TH_INLINE void multiply_group(int rows, const Product<T>& product, const Ahead<T>& ahead) {
   if (rows == 4) return multiply<R, 4, LINES, false, true>(product, ahead);
@@ -261,12 +297,16 @@ inline void multiply_tiles(const PackedRows<T>& x, const T* W, int64_t ldw, int6
 
 template <typename T>
 inline void multiply_rows(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N, float* y,
-                          int64_t ldy) {
+                          int64_t ldy, bool in_turn) {
   using namespace detail;
   switch (x.rows()) {
     case 0: return;
-    case 1: return multiply_streams<1>(x, W, ldw, N, y, ldy);
-    case 2: return multiply_streams<2>(x, W, ldw, N, y, ldy);
+    case 1:
+      return in_turn ? multiply_in_turn<1>(x, W, ldw, N, y, ldy)
+                     : multiply_streams<1>(x, W, ldw, N, y, ldy);
+    case 2:
+      return in_turn ? multiply_in_turn<2>(x, W, ldw, N, y, ldy)
+                     : multiply_streams<2>(x, W, ldw, N, y, ldy);
     case 3: return multiply_streams<3>(x, W, ldw, N, y, ldy);
     case 4: return multiply_streams<4>(x, W, ldw, N, y, ldy);
   }
