@@ -49,7 +49,9 @@ def bits(out: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("few", [(1, 2, 3, 4), (5, 6, 8), (9, 11, 12, 16), (17, 33, 64, 65, 200, 700)])
+@pytest.mark.parametrize(
+    "few", [(1, 2, 3, 4), (5, 6, 8), (9, 11, 12, 16), (17, 33, 64, 65, 200, 700)]
+)
 def test_a_row_has_the_same_bits_in_every_batch(few: tuple[int, ...], dtype: str) -> None:
     case = Case(num_rows=max(few), depth=1101, widths=(70, 33), biased=frozenset({0}))
     x, weights, biases = make_inputs(case, dtype=DTYPES[dtype])
