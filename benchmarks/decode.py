@@ -135,7 +135,7 @@ def main() -> None:
         title=title(options, "Decode"),
         columns=["batch", "", "min ms", "median ms", "over floor", "tokens/s"],
     )
-    matrix_rate = measure(options.torch_dtype).matrix_rate
+    flop_rate = measure(options.torch_dtype).flop_rate
     read = Read(model.parameters())
     for batch in options.batches:
         prompts = _prompts(batch, model.vocab_size, quick=options.quick)
@@ -144,7 +144,7 @@ def main() -> None:
         rows = [Row(1, len(prompt)) for prompt in prompts]
         reading = {"memory": partial(read, step_bytes(model, rows))}
         times = interleave(reading | runs, rounds=options.rounds)
-        memory, matrix_seconds = times.pop("memory"), step_flops(model, rows) / matrix_rate
+        memory, matrix_seconds = times.pop("memory"), step_flops(model, rows) / flop_rate
         _report(results, batch, times, memory, matrix_seconds, has_targets=has_targets)
         if options.profile:
             print_profile(f"decode batch {batch}", runs["ours compiled"])

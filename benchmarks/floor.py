@@ -1,5 +1,6 @@
 """The least time that a step can take: its bytes at the read bandwidth, or its FLOPs at the rate of
-a large matrix product, whichever is longer. Both ceilings are measured in the same process.
+multiply-adds that wait for nothing, whichever is longer. Both ceilings are measured in the same
+process, and beside them the best rate of a library, which bounds nothing.
 
     python -m benchmarks.floor [--model NAME] [--dtype NAME]
 
@@ -12,13 +13,13 @@ and those of the mixers.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks.ceilings import Peak, best_streams, native_read
 from benchmarks.mixers import Row, cache_bytes, mixer_flops
 from benchmarks.models import make_model
 from benchmarks.results import Results, arguments, parse, title
@@ -27,26 +28,60 @@ from torch_hybrid import adapt
 from torch_hybrid.host import zeros
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.models.hybrid_model import HybridModel
-from torch_hybrid.ops.native import compiler_missing, load_library
+from torch_hybrid.ops.linear import linear
+from torch_hybrid.ops.native import compiler_missing
 
 _CPU = torch.device("cpu")
-_SOURCE = Path(__file__).with_name("_read.cpp")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """What this machine gives at best with all threads: bytes and FLOPs per second."""
+    """What this machine gives at best with all threads: bytes and FLOPs per second.
+
+    Attributes:
+        bandwidth: of a read.
+        one_bandwidth: of a read by one thread.
+        flop_rate: of independent multiply-adds in registers.
+        flop_kind: of what they are; see ``Peak``. Without a compiler, they are the products'.
+        product_rates: of the best large product of each who can compute one; no ceiling.
+    """
 
     bandwidth: float
-    matrix_rate: float
+    one_bandwidth: float
+    flop_rate: float
+    flop_kind: str
+    product_rates: Mapping[str, float]
+
+    def __str__(self) -> str:
+        products = ", ".join(f"{who} {x / 1e9:.0f}" for who, x in self.product_rates.items())
+        return (
+            f"read {self.bandwidth / 1e9:.1f} GB/s, by one thread {self.one_bandwidth / 1e9:.1f}; "
+            f"multiply-adds of {self.flop_kind} {self.flop_rate / 1e9:.0f} GFLOP/s; "
+            f"large products: {products} GFLOP/s"
+        )
 
 
 def measure(dtype: torch.dtype, *, rounds: int = 10) -> Ceilings:
-    """Measure both ceilings now; a model in this dtype is judged by them."""
-    read = Read()
+    """Measure the ceilings now; a model in this dtype is judged by them."""
+    read, threads = Read(), torch.get_num_threads()
+    bandwidth = read.nbytes / best_of(lambda: read(read.nbytes), rounds=rounds)
+    torch.set_num_threads(1)
+    try:
+        one = Read(read.memory)
+        one_bandwidth = one.nbytes / best_of(lambda: one(one.nbytes), rounds=rounds)
+    finally:
+        torch.set_num_threads(threads)
+    products = _product_rates(dtype, rounds=rounds)
+    rate, kind = max(products.values()), "products"
+    if compiler_missing() is None:
+        peak = Peak(dtype)
+        rate, kind = peak.flops / best_of(peak, rounds=rounds), peak.kind
     return Ceilings(
-        bandwidth=read.nbytes / best_of(lambda: read(read.nbytes), rounds=rounds),
-        matrix_rate=_matrix_rate(dtype, rounds=rounds),
+        bandwidth=max(bandwidth, one_bandwidth),
+        one_bandwidth=one_bandwidth,
+        flop_rate=rate,
+        flop_kind=kind,
+        product_rates=products,
     )
 
 
@@ -60,13 +95,14 @@ class Read:
     """
 
     def __init__(self, memory: Iterable[Tensor] = ()) -> None:
-        self._memory = list(memory) or [zeros([2**27], dtype=torch.float32, device=_CPU).fill_(1)]
-        self._stretches = _stretches(self._memory)
+        self.memory = list(memory) or [zeros([2**27], dtype=torch.float32, device=_CPU).fill_(1)]
+        self._stretches = _stretches(self.memory)
         self.nbytes = sum(nbytes for _, nbytes in self._stretches)
-        self._native: Callable[[int, int, int], object] | None = None
+        self._native: Callable[[int, int, int, int], object] | None = None
         if compiler_missing() is None:
-            self._native = load_library("benchmark_read", _SOURCE).th_read
-            self._native.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+            self._native = native_read()
+            start, length = max(self._stretches, key=lambda stretch: stretch[1])
+            self._streams = best_streams(start, length // 4, torch.get_num_threads())
 
     def __call__(self, nbytes: int) -> None:
         """Read ``nbytes``, the memory over and over."""
@@ -77,7 +113,7 @@ class Read:
                     address = (ctypes.c_char * count).from_address(start)
                     torch.frombuffer(address, dtype=torch.int32, count=count // 4).sum()
                 else:
-                    self._native(start, count // 4, torch.get_num_threads())
+                    self._native(start, count // 4, torch.get_num_threads(), self._streams)
                 nbytes -= count
                 if nbytes <= 0:
                     break
@@ -94,13 +130,17 @@ def _stretches(memory: Iterable[Tensor]) -> list[tuple[int, int]]:
     return found
 
 
-def _matrix_rate(dtype: torch.dtype, *, rounds: int) -> float:
-    rates = []
+def _product_rates(dtype: torch.dtype, *, rounds: int) -> dict[str, float]:
+    """FLOPs per second of large matrix products: torch's, and this package's."""
+    rates = {"torch": 0.0} | ({"cpp": 0.0} if compiler_missing() is None else {})
     for rows, columns, depth in ((2048, 2048, 2048), (2048, 4096, 1024), (1024, 4096, 4096)):
-        a, b = torch.randn(rows, depth).to(dtype), torch.randn(depth, columns).to(dtype)
-        seconds = best_of(lambda a=a, b=b: a @ b, rounds=rounds)
-        rates.append(2 * rows * columns * depth / seconds)
-    return max(rates)
+        x, weight = torch.randn(rows, depth).to(dtype), torch.randn(columns, depth).to(dtype)
+        for impl in rates:
+            seconds = best_of(
+                lambda x=x, w=weight, impl=impl: linear(x, [w], [None], impl=impl), rounds=rounds
+            )
+            rates[impl] = max(rates[impl], 2 * rows * columns * depth / seconds)
+    return rates
 
 
 def step_bytes(model: HybridModel, rows: Sequence[Row]) -> int:
@@ -162,7 +202,7 @@ def step_flops(model: HybridModel, rows: Sequence[Row]) -> float:
 def step_floor(model: HybridModel, rows: Sequence[Row], ceilings: Ceilings) -> float:
     """Seconds that a step takes at the least on this machine."""
     memory = step_bytes(model, rows) / ceilings.bandwidth
-    return max(memory, step_flops(model, rows) / ceilings.matrix_rate)
+    return max(memory, step_flops(model, rows) / ceilings.flop_rate)
 
 
 def main() -> None:
@@ -171,19 +211,17 @@ def main() -> None:
     model = adapt(make_model(options.model, options.torch_dtype, quick=options.quick))
     ceilings = measure(options.torch_dtype)
     results = Results(
-        title=title(options, "Floors"), columns=["step", "GB", "GFLOP", "memory ms", "matrix ms"]
+        title=title(options, "Floors"),
+        columns=["step", "GB", "GFLOP", "memory ms", "FMA ms"],
     )
     steps = {f"decode, {n} sequences of 256": [Row(1, 256)] * n for n in (1, 8, 32)}
     steps |= {f"prefill of {n}": [Row(n, 0)] for n in (512, 2048)}
     for name, rows in steps.items():
         moved = step_bytes(model, rows)
         flops = step_flops(model, rows)
-        memory, matrix = moved / ceilings.bandwidth, flops / ceilings.matrix_rate
+        memory, matrix = moved / ceilings.bandwidth, flops / ceilings.flop_rate
         results.add(name, moved / 1e9, flops / 1e9, memory * 1e3, matrix * 1e3)
-    results.notes.append(
-        f"read bandwidth {ceilings.bandwidth / 1e9:.1f} GB/s, "
-        f"matrix rate {ceilings.matrix_rate / 1e9:.0f} GFLOP/s"
-    )
+    results.notes.append(str(ceilings))
     results.emit(options)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.ceilings import product, reader
+from benchmarks.ceilings import Peak, reader
 from benchmarks.timing import Clock, clock_arguments, clock_of
 from tests.ops.latent_attention.cases import Case, Inputs, make_inputs
 from tests.ops.pages import offsets, slots_of
@@ -56,10 +56,10 @@ def decode_line(heads: int, batch: int, length: int, dtype: torch.dtype, clock: 
     width = case.rank + case.rope_dim
     num_bytes = batch * length * width * dtype.itemsize
     flops = 2 * batch * length * heads * (width + case.rank)
-    multiply, product_flops = product(FP32)
+    peak = Peak(FP32)
     read = reader(num_bytes)
-    best = clock.fastest({"read": read, "product": multiply, "ours": ours, "theirs": theirs})
-    matrix = best["product"] * flops / product_flops
+    best = clock.fastest({"read": read, "peak": peak, "ours": ours, "theirs": theirs})
+    matrix = best["peak"] * flops / peak.flops
     floor = max(best["read"], matrix)
     return (
         f"| {heads} {str(dtype).removeprefix('torch.')} | {batch} | {length} "

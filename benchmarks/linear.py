@@ -3,32 +3,30 @@
     python -m benchmarks.linear [--threads N] [--seconds S]
 
 Each call takes the next of many weights, together far larger than any cache. The floor of a call
-is the longer of its weight bytes at the read bandwidth and its FLOPs at the rate of a large
-matrix product, both measured beside the calls. The fastest call of each contestant counts. With
-one thread, time is that of the thread, not of the clock: others on the machine then count less.
+is the longer of its weight bytes at the read bandwidth and its FLOPs at the rate of multiply-adds
+that wait for nothing, both measured beside the calls. The fastest call of each contestant counts.
+With one thread, time is that of the thread, not of the clock: others on the machine then count
+less.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import time
 from collections.abc import Callable
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+from benchmarks.ceilings import Peak, best_streams, native_read
 from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.linear.reference import linear_reference
-from torch_hybrid.ops.native import load_library
 
 NUM_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 SHAPES = ((4096, 1024), (1024, 3072))
 TOTAL_BYTES = 400_000_000
-SQUARE = 768
 HEADER = "| dtype | N x K | M | floor us | cpp us | F.linear us | cpp | F.linear | ratio |"
 
 
@@ -54,26 +52,26 @@ def compare(shape: tuple[int, int], dtype: torch.dtype, num_rows: int, seconds: 
     num_weights = TOTAL_BYTES // (dtype.itemsize * shape[0] * shape[1])
     weights = [torch.randn(shape).to(dtype) for _ in range(num_weights)]
     x = torch.randn(num_rows, shape[1]).to(dtype)
-    square = torch.randn(SQUARE, SQUARE).to(dtype)
     expected = linear_reference(x, weights[:1], [None])
     actual = linear(x, weights[:1], [None], impl="cpp")
     torch.testing.assert_close(actual, expected, rtol=1e-2, atol=1e-3 * shape[1] ** 0.5)
 
-    read = load_library("benchmark_read", Path(__file__).with_name("_read.cpp")).th_read
-    read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    read, peak = native_read(), Peak(dtype)
     size, threads = weights[0].nbytes // 4, torch.get_num_threads()
+    streams = best_streams(weights[0].data_ptr(), size, threads)
     clock = time.thread_time if threads == 1 else time.perf_counter
     best = fastest(
         {
             "cpp": lambda i: linear(x, [weights[i % num_weights]], [None], impl="cpp"),
             "torch": lambda i: F.linear(x, weights[i % num_weights]),
-            "read": lambda i: read(weights[i % num_weights].data_ptr(), size, threads),
+            "read": lambda i: read(weights[i % num_weights].data_ptr(), size, threads, streams),
+            "peak": lambda _: peak(),
         },
         seconds,
         clock,
     )
-    best |= fastest({"product": lambda i: square @ square}, seconds / 4, clock)
-    floor = max(best["read"], best["product"] * num_rows * weights[0].numel() / SQUARE**3)
+    flops = 2 * num_rows * weights[0].numel()
+    floor = max(best["read"], best["peak"] * flops / peak.flops)
     cells = [str(dtype)[6:], f"{shape[0]} x {shape[1]}", num_rows]
     cells += [f"{t * 1e6:.0f}" for t in (floor, best["cpp"], best["torch"])]
     ratios = (best["cpp"] / floor, best["torch"] / floor, best["torch"] / best["cpp"])

@@ -90,12 +90,14 @@ class Implementation:
     ``launcher`` is ``"package.module:function"``, imported when first called, so that an
     implementation which is never used costs no import, no build and no memory. ``planner``, found
     alike, makes what the launcher wants beside the op's own arguments, on the host and before each
-    step; see ``ops.planning``. The launcher is then given it as ``planned``.
+    step; see ``ops.planning``. The launcher is then given it as ``planned``. ``figures``, found
+    alike, says for a dtype in which forms it runs on this machine, and what was measured of them.
     """
 
     capability: Capability
     launcher: str
     planner: str | None = None
+    figures: str | None = None
 
     def load(self) -> Callable[..., Any]:
         """Import the launcher (once) and return it."""
@@ -104,6 +106,10 @@ class Implementation:
     def load_planner(self) -> Planner | None:
         """Import the planner (once) and return it; None where nothing is planned."""
         return None if self.planner is None else _load(self.planner)
+
+    def figures_of(self, dtype: torch.dtype) -> str:
+        """What was measured of it on this machine; "" where nothing was."""
+        return "" if self.figures is None else str(_load(self.figures)(dtype))
 
 
 @cache

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.native.call import kernel
+from torch_hybrid.ops.native.forms import forms
 
 # Of tokens in one go: it bounds the hidden activations, and their experts' weights are read anew.
 MAX_TOKENS = 2048
@@ -17,7 +18,7 @@ _RUN = kernel(
     Path(__file__).with_name("_cpu.cpp"),
     tensors="x expert_ids expert_weights gate_up down hidden out",
     integers="num_tokens top_k num_experts dim width ldx "
-    "ids_are_int64 weights_are_float has_gate is_bf16 num_threads",
+    "ids_are_int64 weights_are_float has_gate in_turn is_bf16 num_threads",
 )
 
 
@@ -54,6 +55,7 @@ def fused_experts(
             expert_ids.dtype is torch.int64,
             expert_weights.dtype is torch.float32,
             activation == "silu",
+            forms(x.dtype).in_turn,
             x.dtype is torch.bfloat16,
             torch.get_num_threads(),
         )

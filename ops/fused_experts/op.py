@@ -22,6 +22,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.fused_experts._cpu:fused_experts",
+        figures="torch_hybrid.ops.native.forms:figures",
     ),
     "triton": Implementation(
         capability=Capability(devices=triton_devices(), cuda_graph=True, available=triton_missing),

@@ -1,16 +1,16 @@
-// Sibling linears of one input with few rows: see README.md and skinny.h.
+// Sibling linears of one input: see README.md.
 #include <atomic>
 #include <vector>
 
 #include "call.h"
-#include "skinny.h"
+#include "rows.h"
 
 namespace {
 
 TH_CALL(Call,
   const void* x;  // [M, K] in the op's dtype
   void* y;        // [M, rows of all weights]
-  int64_t M, K, ldx, ldy, num_weights, is_bf16, num_threads;
+  int64_t M, K, ldx, ldy, num_weights, in_turn, is_bf16, num_threads;
 );
 
 // A weight: [rows, K], and its bias, [rows] or null.
@@ -20,60 +20,132 @@ TH_CALL(Group,
 );
 
 // Of weights, what a thread takes at a time: long enough for streams, short enough to balance.
-constexpr int64_t MAX_CHUNK_BYTES = 512 << 10, MIN_CHUNK_BYTES = 64 << 10, CHUNKS_PER_THREAD = 8;
+constexpr int64_t CHUNKS_PER_THREAD = 8;
+constexpr int64_t MAX_CHUNK_BYTES = 512 << 10, MIN_CHUNK_BYTES = 64 << 10;  // for few rows of x
+constexpr int64_t MAX_CHUNK_ROWS = 96, MIN_CHUNK_ROWS = 32;                 // for many
+constexpr int64_t MAX_PACKED_ROWS = 512;  // of x, transposed at a time: bounds the memory for it
+
+template <typename T>
+struct Chunk {
+  const T *weight, *bias;  // from its first row on
+  int64_t rows, column;    // of y
+};
+
+// Rows [first, first + count) of x, and as many columns of y as the chunk has rows, from float sums.
+template <typename T>
+void write(const Call& call, const Chunk<T>& chunk, int64_t first, int64_t count,
+           const float* sums) {
+  T* y = static_cast<T*>(call.y) + first * call.ldy + chunk.column;
+  for (int64_t m = 0; m < count; ++m)
+    for (int64_t n = 0; n < chunk.rows; n += th::LANES) {
+      const int left = int(std::min<int64_t>(th::LANES, chunk.rows - n));
+      th::f32x16 values = th::load(sums + m * chunk.rows + n, left);
+      if (chunk.bias) values += th::load(chunk.bias + n, left);
+      th::store(y + m * call.ldy + n, values, left);
+    }
+}
+
+int64_t rows_of_all(const Call& call, const Group* groups) {
+  int64_t rows = 0;
+  for (int64_t g = 0; g < call.num_weights; ++g) rows += groups[g].rows;
+  return rows;
+}
+
+// Hands out the chunks of all weights to the threads that ask; the split changes no result.
+template <typename T>
+class Chunks {
+ public:
+  Chunks(const Call& call, const Group* groups, int64_t rows)
+      : call_(call), groups_(groups), rows_(rows) {}
+
+  template <typename Body>
+  void each(const Body& body) {
+    int64_t mine = taken_++, index = 0, column = 0;
+    for (int64_t g = 0; g < call_.num_weights; column += groups_[g++].rows) {
+      const T* weight = static_cast<const T*>(groups_[g].weight);
+      const T* bias = static_cast<const T*>(groups_[g].bias);
+      for (int64_t first = 0; first < groups_[g].rows; first += rows_, ++index) {
+        if (index != mine) continue;
+        body(Chunk<T>{weight + first * call_.K, bias ? bias + first : nullptr,
+                      std::min(rows_, groups_[g].rows - first), column + first});
+        mine = taken_++;
+      }
+    }
+  }
+
+ private:
+  const Call& call_;
+  const Group* groups_;
+  const int64_t rows_;
+  std::atomic<int64_t> taken_{0};
+};
 
 template <typename T>
 struct Scratch {
   th::PackedRows<T> x;
-  std::vector<float> y;
+  std::vector<float> sums;
 };
 
 template <typename T>
-void multiply_chunk(Scratch<T>& scratch, const Group& group, int64_t first, int64_t rows, T* y,
-                    int64_t ldy) {
-  const int64_t K = scratch.x.depth();
-  const T* W = static_cast<const T*>(group.weight) + first * K;
-  const T* bias = static_cast<const T*>(group.bias);
-  scratch.y.resize(scratch.x.rows() * rows);
-  th::multiply_rows(scratch.x, W, K, rows, scratch.y.data(), rows);
-  for (int m = 0; m < scratch.x.rows(); ++m)
-    for (int64_t n = 0; n < rows; n += th::LANES) {
-      const int count = int(std::min<int64_t>(th::LANES, rows - n));
-      th::f32x16 values = th::load(scratch.y.data() + m * rows + n, count);
-      if (bias) values += th::load(bias + first + n, count);
-      th::store(y + m * ldy + first + n, values, count);
-    }
-}
-
-// Rows of a chunk; the split does not change any result.
-int64_t chunk_rows(const Call& call, const Group* groups, int64_t row_bytes) {
-  int64_t rows = 0;
-  for (int64_t g = 0; g < call.num_weights; ++g) rows += groups[g].rows;
-  const int64_t share = rows * row_bytes / (call.num_threads * CHUNKS_PER_THREAD);
-  const int64_t bytes = std::min(std::max(share, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES);
-  return std::max<int64_t>(bytes / (row_bytes + 1) / th::LANES, 1) * th::LANES;
-}
-
-template <typename T>
-void multiply(const Call& call, const Group* groups) {
+void multiply_few(const Call& call, const Group* groups) {
   const T* x = static_cast<const T*>(call.x);
-  T* y = static_cast<T*>(call.y);
-  const int64_t chunk = chunk_rows(call, groups, call.K * int64_t(sizeof(T)));
-  std::atomic<int64_t> taken{0};
+  const int64_t row_bytes = call.K * int64_t(sizeof(T));
+  const int64_t share =
+      rows_of_all(call, groups) * row_bytes / (call.num_threads * CHUNKS_PER_THREAD);
+  const int64_t bytes = std::min(std::max(share, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES);
+  const int64_t rows = std::max<int64_t>(bytes / (row_bytes + 1) / th::LANES, 1) * th::LANES;
+  Chunks<T> chunks(call, groups, rows);
 #pragma omp parallel num_threads(int(call.num_threads))
   {
     static thread_local Scratch<T> scratch;
     scratch.x.pack(int(call.M), call.K, x, call.ldx);
-    int64_t mine = taken++, index = 0, column = 0;
-    for (int64_t g = 0; g < call.num_weights; ++g) {
-      for (int64_t first = 0; first < groups[g].rows; first += chunk, ++index) {
-        if (index != mine) continue;
-        const int64_t rows = std::min(chunk, groups[g].rows - first);
-        multiply_chunk(scratch, groups[g], first, rows, y + column, call.ldy);
-        mine = taken++;
-      }
-      column += groups[g].rows;
-    }
+    chunks.each([&](const Chunk<T>& chunk) {
+      scratch.sums.resize(call.M * chunk.rows);
+      th::multiply_rows(scratch.x, chunk.weight, call.K, chunk.rows, scratch.sums.data(),
+                        chunk.rows, call.in_turn);
+      write(call, chunk, 0, call.M, scratch.sums.data());
+    });
+  }
+}
+
+// Rows of x that all threads transpose together, and then multiply by all weights.
+template <typename T>
+void multiply_packed(const Call& call, const Group* groups, int64_t first, th::LaneRows<T>& x) {
+  const T* rows = static_cast<const T*>(call.x) + first * call.ldx;
+  const int64_t share =
+      rows_of_all(call, groups) / (call.num_threads * CHUNKS_PER_THREAD) / MIN_CHUNK_ROWS;
+  Chunks<T> chunks(call, groups,
+                   std::min(std::max<int64_t>(share, 1) * MIN_CHUNK_ROWS, MAX_CHUNK_ROWS));
+  std::atomic<int> packed{0};
+#pragma omp parallel num_threads(int(call.num_threads))
+  {
+    for (int v; (v = packed++) < x.vectors();)
+      x.pack(v, [&](int64_t i) { return rows + i * call.ldx; });
+#pragma omp barrier
+    static thread_local std::vector<float> sums;
+    th::with_lane_product<T>([&](auto& product) {
+      constexpr int VECTORS = std::decay_t<decltype(product)>::VECTORS;
+      chunks.each([&](const Chunk<T>& chunk) {
+        for (int v = 0; v < x.vectors(); v += VECTORS) {
+          const int64_t at = v * th::LANES;
+          const int64_t count = std::min<int64_t>(VECTORS * th::LANES, x.rows() - at);
+          sums.resize(count * chunk.rows);
+          product.run(x, v, std::min(v + VECTORS, x.vectors()), chunk.weight, call.K, chunk.rows,
+                      sums.data(), chunk.rows);
+          write(call, chunk, first + at, count, sums.data());
+        }
+      });
+    });
+  }
+}
+
+template <typename T>
+void multiply(const Call& call, const Group* groups) {
+  if (call.M <= th::few_rows<T>()) return multiply_few<T>(call, groups);
+  static thread_local th::LaneRows<T> x;
+  for (int64_t first = 0; first < call.M; first += MAX_PACKED_ROWS) {
+    x.resize(std::min(MAX_PACKED_ROWS, call.M - first), call.K);
+    multiply_packed<T>(call, groups, first, x);
   }
 }
 

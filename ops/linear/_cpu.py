@@ -1,4 +1,4 @@
-"""The skinny product of ``_cpu.cpp`` for few rows of x, and torch's own product for many."""
+"""The products of ``_cpu.cpp``, and torch's own for many rows where it is the faster one."""
 
 from __future__ import annotations
 
@@ -10,18 +10,22 @@ from torch import Tensor
 
 from torch_hybrid.ops.linear.by_torch import product_by_torch
 from torch_hybrid.ops.native.call import kernel
+from torch_hybrid.ops.native.forms import forms
 
-# Measured, see README.md: past it, torch's product of one weight after the other is faster.
+# Past it, torch's product of one weight after the other may be faster: see ``native/forms.py``.
 MAX_ROWS = 64
+# oneDNN's product of bf16 in tiles of AMX reads past the end of rows of another depth, into what
+# lies beside them: NaN there becomes NaN in the result (torch 2.13).
+_TILE_DEPTH = 32
 
-_RUN = kernel(
-    "linear",
-    Path(__file__).with_name("_cpu.cpp"),
-    tensors="x y",
-    integers="M K ldx ldy num_weights is_bf16 num_threads",
-    row_tensors="weight bias",
-    row_integers="rows",
-)
+SOURCE = Path(__file__).with_name("_cpu.cpp")
+FIELDS = {
+    "tensors": "x y",
+    "integers": "M K ldx ldy num_weights in_turn is_bf16 num_threads",
+    "row_tensors": "weight bias",
+    "row_integers": "rows",
+}
+_RUN = kernel("linear", SOURCE, **FIELDS)
 
 
 def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
@@ -29,7 +33,8 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     num_rows, depth = x.shape
     sizes = [weight.shape[0] for weight in weights]
     y = x.new_empty(num_rows, sum(sizes))
-    if num_rows > MAX_ROWS:
+    measured = forms(x.dtype)
+    if num_rows > MAX_ROWS and measured.many_by_torch and depth % _TILE_DEPTH == 0:
         return product_by_torch(x, weights, biases, y)
     rows: list[int] = []
     for weight, bias, size in zip(weights, biases, sizes, strict=True):
@@ -42,6 +47,7 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
         x.stride(0),
         y.stride(0),
         len(sizes),
+        measured.in_turn,
         x.dtype is torch.bfloat16,
         torch.get_num_threads(),
         *rows,

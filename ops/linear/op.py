@@ -20,6 +20,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.linear._cpu:linear",
+        figures="torch_hybrid.ops.native.forms:figures",
     ),
     "triton": Implementation(
         capability=Capability(devices=triton_devices(), cuda_graph=True, available=triton_missing),

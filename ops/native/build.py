@@ -25,7 +25,6 @@ COMPILERS = ("g++", "c++", "clang++")
 FLAGS = (
     "-std=c++17",
     "-O3",
-    "-march=native",
     "-fPIC",
     "-fno-math-errno",
     "-fno-trapping-math",
@@ -33,6 +32,9 @@ FLAGS = (
     "-fopenmp",
     "-Wno-psabi",
 )
+# Which instructions kernels may use, as the compiler's -march takes it: "x86-64-v3" is AVX2 alone.
+# By default all that this CPU has.
+MARCH = "TORCH_HYBRID_MARCH"
 # Of a build whose every access is checked: SANITIZE names what gcc's -fsanitize takes. The runtime
 # comes first in a process or not at all, so python runs with it preloaded; see `make sanitize`.
 # Below -O2, gcc fuses no products with sums, and results are rounded more than contracts allow.
@@ -65,16 +67,17 @@ def load_library(name: str, source: Path) -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(library))
     except OSError as error:
         raise BuildError(f"{library} does not load: {error}") from error
-    _LOADED[_key(name, source)] = library
+    _LOADED[key_of_source(name, source)] = library
     return loaded
 
 
 def _brought(name: str, source: Path) -> Path | None:
     """The library of ``source`` that came from elsewhere, if one did."""
-    return _BROUGHT.get(_key(name, source)) if _BROUGHT else None
+    return _BROUGHT.get(key_of_source(name, source)) if _BROUGHT else None
 
 
-def _key(name: str, source: Path) -> str:
+def key_of_source(name: str, source: Path) -> str:
+    """What a library is built from, whatever the compiler and the CPU."""
     return f"{name}-{_hash_of_source(source)}"
 
 
@@ -166,14 +169,19 @@ def _no_compiler() -> str:
 
 
 def _flags() -> list[str]:
+    flags = [*FLAGS, f"-march={os.environ.get(MARCH) or 'native'}"]
     checks = os.environ.get(SANITIZE)
-    return [*FLAGS, *SANITIZER_FLAGS, f"-fsanitize={checks}"] if checks else list(FLAGS)
+    return [*flags, *SANITIZER_FLAGS, f"-fsanitize={checks}"] if checks else flags
+
+
+def _target(compiler: str) -> str:
+    """The predefined macros: they name the compiler's version and the instruction sets."""
+    return _macros(compiler, *_flags())
 
 
 @cache
-def _target(compiler: str) -> str:
-    """The predefined macros: they name the compiler's version and this CPU's instruction sets."""
-    return _run([compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull])
+def _macros(*command: str) -> str:
+    return _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
 
 
 def _content_hash(compiler: str, source: Path) -> str:

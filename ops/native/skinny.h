@@ -1,137 +1,33 @@
 // Products of a few rows with a large weight matrix, which must be read from memory once:
-// y[M, N] = x[M, K] W[N, K]^T for M up to a few dozen. T is float or bf16; sums are float.
+// y[M, N] = x[M, K] W[N, K]^T for M up to sixteen. T is float or bf16; sums are float.
 //
 //   PackedRows<T> x;                     keep one per thread: its memory is reused
 //   x.pack(M, K, x, ldx)                 copies x in the order in which the product reads it;
 //   x.pack(M, K, row)                    the same, row(i) being a pointer to row i
-//   multiply_rows(x, W, ldw, N, y, ldy)  y[m * ldy + n], in float
+//   multiply_rows(x, W, ldw, N, y, ldy, in_turn)  y[m * ldy + n], in float
 //
 // How: a dot product along K keeps W in the order in which memory delivers it. A tile takes four
 // rows of W and up to four rows of x, so that a vector of W is loaded once for four rows of x.
 // - Up to four rows of x, memory is all that counts. The four rows of W are far apart, so that
-//   each is a long stream of its own, which the hardware prefetches best.
-// - More rows of x are further passes over a tile of adjacent rows, in stretches of K that stay in
-//   L1, while the tile after the next is prefetched, a part in each step. Otherwise memory would
-//   idle in the passes: the hardware prefetches only what misses, and never past a 4 KB page.
+//   each is a long stream of its own, which most CPUs prefetch best. For one or two rows of x,
+//   `in_turn` takes one row of W after the other, as other CPUs like it; the result is the same.
+// - More rows of x: with AVX-512, three streams of W meet eight rows of x at once, so that each step
+//   has work enough to hide what it fetches; up to eight rows more meet them again in L1.
+// - On CPUs with fewer registers, they are further passes over a tile of adjacent rows, in stretches
+//   of K that stay in L1, while the tile after the next is prefetched, a part in each step. Otherwise
+//   memory would idle in the passes: the hardware prefetches only what misses, and never past a 4 KB
+//   page.
 //
-// An element of y depends on its row of x and its row of W, and on whether x has over four rows.
+// An element of y depends on its row of x and its row of W, and, without AVX-512, on whether x has
+// over four rows.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
-#include <memory>
 
-#include "simd.h"
+#include "packed_rows.h"
 
 namespace th {
-
-// How T is multiplied: STEP elements of K at a time, with x in the form X and W in the form W.
-template <typename T>
-struct Lanes;
-
-template <>
-struct Lanes<float> {
-  static constexpr int STEP = LANES;
-  using X = f32x16;
-  using W = f32x16;
-  static TH_INLINE X pack(const float* x, int n) { return load(x, n); }
-  static TH_INLINE W weights(const float* w) { return held(load(w)); }
-  static TH_INLINE W weights(const float* w, int n) { return load(w, n); }
-  static TH_INLINE X hold(X x) { return held(x); }
-  static TH_INLINE f32x16 multiply(W w, const X& x, f32x16 sum) { return fma(w, x, sum); }
-};
-
-#ifdef __AVX512BF16__
-template <>
-struct Lanes<bf16> {
-  static constexpr int STEP = 2 * LANES;
-  using X = __m512bh;
-  using W = __m512bh;
-  static TH_INLINE W weights(const bf16* w) { return held((W)_mm512_loadu_si512(w)); }
-  static TH_INLINE W weights(const bf16* w, int n) {
-    return n >= STEP ? weights(w) : (W)_mm512_maskz_loadu_epi16((1u << n) - 1, w);
-  }
-  static TH_INLINE X pack(const bf16* x, int n) { return weights(x, n); }
-  static TH_INLINE X hold(X x) { return held(x); }
-  static TH_INLINE f32x16 multiply(W w, const X& x, f32x16 sum) {
-    return (f32x16)_mm512_dpbf16_ps((__m512)sum, w, x);
-  }
-};
-#else
-// Thirty-two elements as sixteen pairs: widening the even and the odd ones is a shift and a mask.
-struct FloatPair {
-  f32x16 even, odd;
-};
-template <>
-struct Lanes<bf16> {
-  static constexpr int STEP = 2 * LANES;
-  using X = FloatPair;
-  using W = FloatPair;
-  static TH_INLINE W weights(const bf16* w) {
-    u32x16 pairs;
-    std::memcpy(&pairs, w, sizeof(pairs));
-    return {held(bit_cast<f32x16>(pairs << 16)), held(bit_cast<f32x16>(pairs & 0xffff0000u))};
-  }
-  static TH_INLINE W weights(const bf16* w, int n) {
-    if (n >= STEP) return weights(w);
-    bf16 padded[STEP] = {};
-    std::memcpy(padded, w, sizeof(bf16) * n);
-    return weights(padded);
-  }
-  static TH_INLINE X pack(const bf16* x, int n) { return weights(x, n); }
-  static TH_INLINE X hold(X x) { return {held(x.even), held(x.odd)}; }
-  static TH_INLINE f32x16 multiply(W w, const X& x, f32x16 sum) {
-    return fma(w.odd, x.odd, fma(w.even, x.even, sum));
-  }
-};
-#endif
-
-// Rows of x in groups of four (the last may be shorter); a group is [K / STEP][rows] vectors.
-template <typename T>
-class PackedRows {
- public:
-  using X = typename Lanes<T>::X;
-  static constexpr int GROUP = 4;
-
-  void pack(int M, int64_t K, const T* x, int64_t ldx) {
-    pack(M, K, [&](int i) { return x + i * ldx; });
-  }
-
-  template <typename Row>
-  void pack(int M, int64_t K, const Row& row) {
-    constexpr int64_t STEP = Lanes<T>::STEP;
-    M_ = M, K_ = K, steps_ = (K + STEP - 1) / STEP;
-    reserve(M * steps_);
-    for (int i = 0; i < M; ++i) {
-      const int first = i / GROUP * GROUP, rows = std::min(GROUP, M - first);
-      const T* x = row(i);
-      X* to = data_ + first * steps_ + (i - first);
-      for (int64_t s = 0; s < steps_; ++s)
-        to[s * rows] = Lanes<T>::pack(x + s * STEP, int(std::min(K - s * STEP, STEP)));
-    }
-  }
-
-  int rows() const { return M_; }
-  int64_t depth() const { return K_; }
-  // The group that starts at row `first` and has `rows` rows, from depth k on.
-  const X* group(int first, int rows, int64_t k) const {
-    return data_ + first * steps_ + k / Lanes<T>::STEP * rows;
-  }
-
- private:
-  void reserve(int64_t count) {
-    if (count <= capacity_) return;
-    memory_.reset(new char[(count + 1) * sizeof(X)]);
-    const auto address = reinterpret_cast<uintptr_t>(memory_.get());
-    data_ = reinterpret_cast<X*>((address + 63) / 64 * 64);
-    capacity_ = count;
-  }
-
-  int M_ = 0;
-  int64_t K_ = 0, steps_ = 0, capacity_ = 0;
-  std::unique_ptr<char[]> memory_;
-  X* data_ = nullptr;
-};
 
 namespace detail {
 
@@ -217,6 +113,41 @@ inline void multiply_streams(const PackedRows<T>& x, const T* W, int64_t ldw, in
         Product<T>{W + n * ldw, ldw, K, x.group(0, G, 0), y + n, ldy, 1, false}, Ahead<T>{});
 }
 
+// One or two rows of x: one row of W after the other. Each sum is in the order of multiply_streams.
+template <int G, typename T>
+inline void multiply_in_turn(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N, float* y,
+                             int64_t ldy) {
+  constexpr int64_t STEP = Lanes<T>::STEP, lead = FAR_BYTES / int64_t(sizeof(T));
+  const int64_t K = x.depth();
+  const typename Lanes<T>::X* xs = x.group(0, G, 0);
+  for (int64_t n = 0; n < N; n += TILE) {
+    const int rows = int(std::min<int64_t>(TILE, N - n));
+    f32x16 acc[LANES] = {};
+    for (int r = 0; r < rows; ++r) {
+      const T* w = W + (n + r) * ldw;
+      f32x16 sums[G] = {};
+      int64_t k = 0;
+      for (; k + STEP <= K; k += STEP) {
+        __builtin_prefetch(w + k + lead, 0, 1);
+        const auto vector = Lanes<T>::weights(w + k);
+#pragma GCC unroll 2
+        for (int m = 0; m < G; ++m)
+          sums[m] = Lanes<T>::multiply(vector, xs[k / STEP * G + m], sums[m]);
+      }
+      if (k < K) {
+        const auto vector = Lanes<T>::weights(w + k, int(K - k));
+        for (int m = 0; m < G; ++m)
+          sums[m] = Lanes<T>::multiply(vector, xs[k / STEP * G + m], sums[m]);
+      }
+      for (int m = 0; m < G; ++m) acc[m * TILE + r] = sums[m];
+    }
+    float sums[LANES];
+    store(sums, sum16(acc));
+    for (int m = 0; m < G; ++m)
+      for (int r = 0; r < rows; ++r) y[m * ldy + n + r] = sums[m * TILE + r];
+  }
+}
+
 template <int R, int LINES, typename T>
 TH_INLINE void multiply_group(int rows, const Product<T>& product, const Ahead<T>& ahead) {
   if (rows == 4) return multiply<R, 4, LINES, false, true>(product, ahead);
@@ -224,6 +155,78 @@ TH_INLINE void multiply_group(int rows, const Product<T>& product, const Ahead<T
   if (rows == 2) return multiply<R, 2, LINES, false, true>(product, ahead);
   multiply<R, 1, LINES, false, true>(product, ahead);
 }
+
+#ifdef __AVX512F__
+constexpr int WIDE_TILE = 3, WIDE_GROUP = 8;  // of W, and of x: 32 registers hold the sums
+
+// G rows of x from row `first` on times WIDE_TILE rows of W, fetched `lead` elements ahead.
+template <int G, typename T>
+TH_NOINLINE void multiply_wide(const PackedRows<T>& x, int first, const T* W, int64_t stream,
+                               int64_t lead, float* y, int64_t ldy, int64_t column_step) {
+  constexpr int STEP = Lanes<T>::STEP, GROUP = PackedRows<T>::GROUP;
+  constexpr int HEAD = std::min(G, GROUP), REST = G - HEAD;
+  const int64_t K = x.depth();
+  const typename Lanes<T>::X *head = x.group(first, HEAD, 0), *rest = head;
+  if constexpr (REST > 0) rest = x.group(first + GROUP, REST, 0);
+  f32x16 acc[WIDE_TILE][G] = {};
+  const auto step = [&](const typename Lanes<T>::W(&w)[WIDE_TILE]) TH_LAMBDA {
+#pragma GCC unroll 8
+    for (int m = 0; m < G; ++m) {
+      const auto element = Lanes<T>::hold(m < HEAD ? head[m] : rest[m - HEAD]);
+#pragma GCC unroll 3
+      for (int r = 0; r < WIDE_TILE; ++r) acc[r][m] = Lanes<T>::multiply(w[r], element, acc[r][m]);
+    }
+    head += HEAD, rest += REST;
+  };
+  typename Lanes<T>::W w[WIDE_TILE];
+  int64_t k = 0;
+  for (; k + STEP <= K; k += STEP) {
+#pragma GCC unroll 3
+    for (int r = 0; r < WIDE_TILE; ++r) {
+      __builtin_prefetch(W + r * stream + k + lead, 0, 2);
+      w[r] = Lanes<T>::weights(W + r * stream + k);
+    }
+    step(w);
+  }
+  if (k < K) {
+    for (int r = 0; r < WIDE_TILE; ++r) w[r] = Lanes<T>::weights(W + r * stream + k, int(K - k));
+    step(w);
+  }
+  for (int r = 0; r < WIDE_TILE; ++r) {
+    f32x16 totals[LANES] = {};
+    for (int m = 0; m < G; ++m) totals[m] = acc[r][m];
+    float sums[LANES];
+    store(sums, sum16(totals));
+    for (int m = 0; m < G; ++m) y[m * ldy + r * column_step] = sums[m];
+  }
+}
+
+// Five to sixteen rows of x: eight meet each vector of W at once, the others while it is in L1.
+// Sums are in the order of multiply_streams.
+template <typename T>
+inline void multiply_wide_streams(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N,
+                                  float* y, int64_t ldy) {
+  constexpr int64_t lead = FAR_BYTES / int64_t(sizeof(T));
+  constexpr int GROUP = PackedRows<T>::GROUP;
+  using Wide = decltype(&multiply_wide<1, T>);
+  static constexpr Wide wide[WIDE_GROUP] = {
+      multiply_wide<1, T>, multiply_wide<2, T>, multiply_wide<3, T>, multiply_wide<4, T>,
+      multiply_wide<5, T>, multiply_wide<6, T>, multiply_wide<7, T>, multiply_wide<8, T>};
+  const int64_t stream = N / WIDE_TILE;
+  for (int64_t n = 0; n < stream; ++n)
+    for (int first = 0; first < x.rows(); first += WIDE_GROUP)
+      wide[std::min(WIDE_GROUP, x.rows() - first) - 1](x, first, W + n * ldw, stream * ldw, lead,
+                                                        y + first * ldy + n, ldy, stream);
+  for (int64_t n = stream * WIDE_TILE; n < N; ++n)
+    for (int first = 0; first < x.rows(); first += GROUP) {
+      const int rows = std::min(GROUP, x.rows() - first);
+      multiply_group<1, 0>(rows,
+                           Product<T>{W + n * ldw, ldw, x.depth(), x.group(first, rows, 0),
+                                      y + first * ldy + n, ldy, 1, false},
+                           Ahead<T>{});
+    }
+}
+#endif
 
 // R adjacent rows of W for any number of rows of x: as many passes over each stretch of K as x has
 // groups. `LINES` lines per step, in as many passes as it takes, prefetch a whole tile.
@@ -261,17 +264,25 @@ inline void multiply_tiles(const PackedRows<T>& x, const T* W, int64_t ldw, int6
 
 template <typename T>
 inline void multiply_rows(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N, float* y,
-                          int64_t ldy) {
+                          int64_t ldy, bool in_turn) {
   using namespace detail;
   switch (x.rows()) {
     case 0: return;
-    case 1: return multiply_streams<1>(x, W, ldw, N, y, ldy);
-    case 2: return multiply_streams<2>(x, W, ldw, N, y, ldy);
+    case 1:
+      return in_turn ? multiply_in_turn<1>(x, W, ldw, N, y, ldy)
+                     : multiply_streams<1>(x, W, ldw, N, y, ldy);
+    case 2:
+      return in_turn ? multiply_in_turn<2>(x, W, ldw, N, y, ldy)
+                     : multiply_streams<2>(x, W, ldw, N, y, ldy);
     case 3: return multiply_streams<3>(x, W, ldw, N, y, ldy);
     case 4: return multiply_streams<4>(x, W, ldw, N, y, ldy);
   }
+#ifdef __AVX512F__
+  multiply_wide_streams(x, W, ldw, N, y, ldy);
+#else
   if (x.rows() <= 3 * PackedRows<T>::GROUP) return multiply_tiles<2>(x, W, ldw, N, y, ldy);
   multiply_tiles<1>(x, W, ldw, N, y, ldy);
+#endif
 }
 
 }  // namespace th

@@ -48,7 +48,7 @@ def impls_called(runner: Runner) -> set[str]:
 
 def rows_of(runner: Runner) -> dict[str, tuple[str, str]]:
     rows = explain.implementations(runner).rows
-    return {op: (step, impl) for step, op, impl, _ in rows if step == "every"}
+    return {op: (step, impl.partition("\n")[0]) for step, op, impl, _ in rows if step == "every"}
 
 
 def test_experts_are_those_of_the_runner_that_steps():

@@ -50,7 +50,8 @@ class Backends:
 class Choice:
     """What was chosen for one op, and why the others were not.
 
-    ``measured`` has the figures that decided; without any, the order of implementations did.
+    ``measured`` has the figures that decided, or those by which the implementation goes on this
+    machine; without any, the order of implementations did.
     """
 
     op: str
@@ -119,4 +120,5 @@ def select(
     chosen, why = (best.impl, "is faster") if best else (able[0], "comes first")
     others = {name: refused.get(name, (f"{chosen} {why}",)) for name in implementations}
     del others[chosen]
-    return Choice(op=op, impl=chosen, measured=str(best or ""), refused=others)
+    figures = str(best or implementations[chosen].figures_of(wanted[0].dtype))
+    return Choice(op=op, impl=chosen, measured=figures, refused=others)

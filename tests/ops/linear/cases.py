@@ -29,6 +29,8 @@ CASES = {
     "one_by_one": Case(num_rows=1, depth=1, widths=(1,), biased=frozenset({0})),
     "most_rows": Case(num_rows=64, depth=96, widths=(40, 9), biased=frozenset({1})),
     "prefill": Case(num_rows=130, depth=256, widths=(96, 32), biased=frozenset({0})),
+    "many_deep": Case(num_rows=53, depth=1120, widths=(97, 3), biased=frozenset({0})),
+    "several_stretches": Case(num_rows=530, depth=96, widths=(100,), biased=frozenset({0})),
     "no_rows": Case(num_rows=0, depth=32, widths=(8, 8)),
     "no_depth": Case(num_rows=7, depth=0, widths=(5, 4), biased=frozenset({0})),
 }

@@ -1,0 +1,29 @@
+// One product on one thread, in a form that the caller names: what forms.py measures.
+#include "call.h"
+#include "rows.h"
+
+namespace {
+
+TH_CALL(Call,
+  const void *x, *W;  // [M, K] and [N, K]
+  float* y;           // [M, N]
+  int64_t M, K, N, in_turn, is_bf16;
+);
+
+template <typename T>
+void multiply(const Call& call) {
+  static thread_local th::Rows<T> x;
+  x.pack(int(call.M), call.K, [&](int64_t i) { return static_cast<const T*>(call.x) + i * call.K; });
+  // In stretches, as threads take them: their rows are what streams lie apart.
+  constexpr int64_t STRETCH = 128;
+  for (int64_t n = 0; n < call.N; n += STRETCH)
+    x.multiply(static_cast<const T*>(call.W) + n * call.K, call.K, std::min(STRETCH, call.N - n),
+               call.y + n, call.N, call.in_turn);
+}
+
+}  // namespace
+
+TH_EXPORT_CALL(multiply, Call) {
+  call->is_bf16 ? multiply<th::bf16>(*call) : multiply<float>(*call);
+  return true;
+}

@@ -1,0 +1,120 @@
+"""The C++ forms: the same bits whatever a row's company, and on every instruction set."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.contract import assert_within_budget, to_exact
+from tests.ops.linear.cases import CASES, Case, make_inputs
+from torch_hybrid.ops.linear import _cpu, linear
+from torch_hybrid.ops.linear.reference import linear_reference
+from torch_hybrid.ops.native import build, compiler_missing
+from torch_hybrid.ops.native.call import kernel
+from torch_hybrid.ops.native.forms import Forms
+
+pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+OWN = Forms(
+    in_turn=False,
+    many_by_torch=False,
+    streams_rate=1.0,
+    in_turn_rate=1.0,
+    ours_rate=1.0,
+    torch_rate=1.0,
+)
+
+
+@pytest.fixture(autouse=True)
+def own_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is there in C++ runs, whatever was measured on this machine."""
+    monkeypatch.setattr(_cpu, "forms", lambda dtype: OWN)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def bits(out: Tensor) -> Tensor:
+    return out.view(torch.int32 if out.dtype is torch.float32 else torch.int16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "few", [(1, 2, 3, 4), (5, 6, 8), (9, 11, 12, 16), (17, 33, 64, 65, 200, 700)]
+)
+def test_a_row_has_the_same_bits_in_every_batch(few: tuple[int, ...], dtype: str) -> None:
+    case = Case(num_rows=max(few), depth=1101, widths=(70, 33), biased=frozenset({0}))
+    x, weights, biases = make_inputs(case, dtype=DTYPES[dtype])
+    whole = linear(x, weights, biases, impl="cpp")
+    for num_rows in few:
+        part = linear(x[:num_rows], weights, biases, impl="cpp")
+        assert torch.equal(bits(part), bits(whole[:num_rows])), num_rows
+        part = linear(x[-num_rows:], weights, biases, impl="cpp")
+        assert torch.equal(bits(part), bits(whole[-num_rows:])), num_rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 7, 30, 600])
+def test_threads_and_neighbours_change_no_bit(num_rows: int, dtype: str, threads: None) -> None:
+    case = Case(num_rows=num_rows, depth=300, widths=(500, 40))
+    x, weights, biases = make_inputs(case, dtype=DTYPES[dtype])
+    outs = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        outs.append(linear(x, weights, biases, impl="cpp"))
+    outs.append(torch.cat([linear(x, [weight], [None], impl="cpp") for weight in weights], dim=1))
+    assert all(torch.equal(bits(out), bits(outs[0])) for out in outs[1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_the_measured_form_changes_no_bit(
+    num_rows: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(num_rows=num_rows, depth=1101, widths=(70, 33, 2), biased=frozenset({0}))
+    inputs = make_inputs(case, dtype=DTYPES[dtype])
+    streams = linear(*inputs, impl="cpp")
+    monkeypatch.setattr(_cpu, "forms", lambda dtype: replace(OWN, in_turn=True))
+    assert torch.equal(bits(linear(*inputs, impl="cpp")), bits(streams))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [64, 70, 100, 101])
+def test_many_rows_by_torch_see_nothing_beside_them(
+    depth: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_cpu, "forms", lambda dtype: replace(OWN, many_by_torch=True))
+    x, weights, biases = make_inputs(
+        Case(num_rows=100, depth=depth, widths=(50,)), dtype=DTYPES[dtype]
+    )
+    expected = linear(x, weights, biases, impl="cpp")  # x has NaN beside its rows
+    assert expected.isfinite().all()
+    x[1:] = torch.nan
+    assert torch.equal(linear(x, weights, biases, impl="cpp")[0], expected[0])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="builds for x86-64 without AVX-512")
+def test_a_cpu_with_avx2_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(build.MARCH, "x86-64-v3")
+    compiler = build._find_compiler()
+    assert compiler is not None
+    assert "__AVX512F__" not in build._target(compiler)
+    build.load_library.cache_clear()
+    monkeypatch.setattr(_cpu, "_RUN", kernel("linear", _cpu.SOURCE, **_cpu.FIELDS))
+    for case in CASES.values():
+        for dtype in DTYPES.values():
+            x, weights, biases = make_inputs(case, dtype=dtype)
+            exact = linear_reference(*to_exact(x), to_exact(*weights), to_exact(*biases))
+            reference = linear_reference(x, weights, biases)
+            assert_within_budget(linear(x, weights, biases, impl="cpp"), exact, reference)
+    build.load_library.cache_clear()

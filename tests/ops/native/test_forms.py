@@ -1,0 +1,88 @@
+"""Forms are measured once for a machine, and shown where an implementation is chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from torch_hybrid.backends.select import select
+from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.linear.op import IMPLEMENTATIONS
+from torch_hybrid.ops.native import build, compiler_missing, forms
+
+pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
+FOUND = forms.Forms(
+    in_turn=True,
+    many_by_torch=False,
+    streams_rate=29e9,
+    in_turn_rate=40e9,
+    ours_rate=234.4e9,
+    torch_rate=98e9,
+)
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """An empty cache, and the dtypes that were measured since."""
+    dtypes: list[torch.dtype] = []
+
+    def measure(dtype: torch.dtype) -> forms.Forms:
+        dtypes.append(dtype)
+        return FOUND
+
+    monkeypatch.setattr(forms, "cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(forms, "_measure", measure)
+    monkeypatch.setattr(forms, "forms", forms.forms.__wrapped__)  # as in one process after another
+    return dtypes
+
+
+def test_measured_once_for_each_dtype(measured: list[torch.dtype]) -> None:
+    for _ in range(2):
+        assert forms.forms(torch.float32) == forms.forms(torch.bfloat16) == FOUND
+    assert measured == [torch.float32, torch.bfloat16]
+
+
+def test_another_cpu_in_the_same_folder_measures_again(
+    measured: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forms.forms(torch.float32)
+    monkeypatch.setattr(forms, "_cpu", lambda: "another")
+    forms.forms(torch.float32)
+    assert len(measured) == 2
+
+
+def test_a_file_that_was_cut_off_is_written_again(measured: list[torch.dtype]) -> None:
+    forms.forms(torch.float32)
+    forms._file(torch.float32).write_text('{"in_turn": tr')
+    assert forms.forms(torch.float32) == FOUND
+    assert forms.forms(torch.float32) == FOUND
+    assert len(measured) == 2
+
+
+def test_a_cache_that_cannot_be_written(
+    measured: list[torch.dtype], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(forms, "cache_folder", lambda: tmp_path / "file")
+    assert forms.forms(torch.float32) == FOUND
+
+
+def test_a_choice_shows_the_forms(measured: list[torch.dtype]) -> None:
+    need = Need(device=torch.device("cpu"), dtype=torch.float32)
+    assert select("linear", IMPLEMENTATIONS, need).measured == (
+        "one row: in turn (four streams 29 GB/s, in turn 40)\n"
+        "many rows: own (own 234 GFLOP/s, torch 98)"
+    )
+    assert select("linear", IMPLEMENTATIONS, need, "torch").measured == ""
+
+
+def test_measures_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On little memory: figures of caches, but all forms run."""
+    monkeypatch.setattr(forms, "_BYTES", 4 << 20)
+    monkeypatch.setattr(forms, "_TURNS", 2)
+    found = forms._measure(torch.float32)
+    assert found.in_turn == (found.in_turn_rate > found.streams_rate)
+    assert min(found.streams_rate, found.ours_rate, found.torch_rate) > 1e8
+    assert build.cache_folder().is_dir()
