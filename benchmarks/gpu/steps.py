@@ -48,7 +48,7 @@ ROUNDS = 15
 GROUPS = (
     ("generated", ("triton_",)),  # by Inductor, of names that have every op's in them
     ("experts", ("gate_up", "_down_kernel", "_hidden_kernel", "_out_kernel", "_combine_kernel",
-                 "_count_kernel", "_add_up", "_place_kernel", "grouped", "moe")),
+                 "_count_kernel", "_add_up", "_place_kernel", "_cut_kernel", "grouped", "moe")),
     ("recurrence", ("_recurrent_kernel", "_prepare_kernel", "_scan_kernel", "_chunk_kernel",
                     "_segment_kernel", "_decay_kernel", "delta", "gdn", "ssd", "ssm")),
     ("convolution", ("conv",)),
