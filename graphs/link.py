@@ -61,7 +61,7 @@ class _Messages(TorchDispatchMode):
     """Notes how many elements each collective of a step sends."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.elements: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

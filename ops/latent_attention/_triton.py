@@ -60,8 +60,9 @@ def latent_attention_with_lse(
     queries_and_keys = (q_latent, q_rope, pool, cu_seqlens, seq_lens, page_table)
     attend: Callable[..., None] = partial(_attend, scale=scale, tiles=tiles)
     if for_hopper and tiles.block_m == BLOCK_M:
-        cut = {"block_q": tiles.block_q, "num_splits": tiles.num_splits}
-        attend = partial(attend_on_hopper, scale=scale, **cut)
+        attend = partial(
+            attend_on_hopper, scale=scale, block_q=tiles.block_q, num_splits=tiles.num_splits
+        )
     if tiles.num_splits == 1:
         attend(*queries_and_keys, out, lse)
         return out, lse

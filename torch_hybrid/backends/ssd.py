@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from torch_hybrid.backends.recurrent import CONVOLUTION, RecurrentPlan, chunked_rule, rule_of
 from torch_hybrid.ops.ssd import op
 
-_IMPLEMENTATIONS = {
-    "recurrent": op.RECURRENT_IMPLEMENTATIONS,
-    "chunk": op.CHUNK_IMPLEMENTATIONS,
-}
-MAMBA2 = chunked_rule(
+_RULE = partial(
+    chunked_rule,
+    recurrent=op.RECURRENT_IMPLEMENTATIONS,
+    chunk=op.CHUNK_IMPLEMENTATIONS,
+)
+MAMBA2 = _RULE(
     "ssd",
     CONVOLUTION,
-    **_IMPLEMENTATIONS,
     sizes=lambda spec: {"head_k_dim": spec.state_dim, "head_v_dim": spec.head_dim},
 )
-LIGHTNING_ATTENTION = chunked_rule(
+LIGHTNING_ATTENTION = _RULE(
     "ssd",
-    **_IMPLEMENTATIONS,
     sizes=lambda spec: {"head_k_dim": spec.head_dim, "head_v_dim": spec.head_dim},
 )
 _FORMS = {"recurrent_ssd": op.recurrent_ssd, "chunk_ssd": op.chunk_ssd}
