@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.gated_delta_rule._triton_scan import Prepared, scan
 from torch_hybrid.ops.triton.decays import (
     cumulate,
     decay_between,
@@ -15,9 +16,16 @@ from torch_hybrid.ops.triton.decays import (
     decay_since_start,
     decay_until_end,
 )
-from torch_hybrid.ops.triton.delta_rule import Prepared, Rows, chunk_length, inverse, scan
-from torch_hybrid.ops.triton.products import dot, in_pieces, inverse_root, store_pieces
-from torch_hybrid.ops.triton.ragged import first_token_of_block, sequence_of_block
+from torch_hybrid.ops.triton.delta_rule import inverse
+from torch_hybrid.ops.triton.devices import is_hopper
+from torch_hybrid.ops.triton.products import (
+    dot,
+    in_pieces,
+    inverse_root,
+    state_pieces,
+    store_pieces,
+)
+from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 
 
 def chunk_gated_delta_rule(
@@ -36,19 +44,13 @@ def chunk_gated_delta_rule(
     chunk_size: int,
 ) -> Tensor:
     """Launcher of ``torch_hybrid::chunk_gated_delta_rule``; its chunks are its own."""
-    num_seqs = state_indices.shape[0]
-    if num_seqs == 0:
+    if state_indices.shape[0] == 0:
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
-    chunk = chunk_length(q)
-    prepared = Prepared.empty(q, num_seqs, v.shape[1], chunk, factors=(4, chunk))
-    q, k = in_pieces(q), in_pieces(k)
-    _prepare(prepared, q, k, g, beta, cu_seqlens, scale=scale, qk_l2norm=qk_l2norm)
-    rows = Rows(queries=q, reads=k, writes=k)
-    return scan(prepared, rows, v, state, cu_seqlens, initial_indices, state_indices)
+    prepared = _prepare(q, k, g, beta, cu_seqlens, scale=scale, qk_l2norm=qk_l2norm)
+    return scan(prepared, q, v, state, cu_seqlens, initial_indices, state_indices)
 
 
 def _prepare(
-    prepared: Prepared,
     q: Tensor,
     k: Tensor,
     g: Tensor,
@@ -57,21 +59,40 @@ def _prepare(
     *,
     scale: float,
     qk_l2norm: bool,
-) -> None:
-    num_chunks, num_v_heads, _, chunk, _ = prepared.solve.shape
-    _, num_pieces, num_k_heads, head_dim_k = q.shape
-    _prepare_kernel[(num_chunks * num_v_heads,)](
+) -> Prepared:
+    """All that does not depend on a state."""
+    num_tokens, num_k_heads, head_dim_k = k.shape
+    num_v_heads, num_seqs = beta.shape[1], cu_seqlens.shape[0] - 1
+    num_pieces, dtype = state_pieces(q.dtype, qk_l2norm)
+    hopper = is_hopper(q.device) and head_dim_k <= 128
+    chunk = 16 if num_pieces == 1 else 64 if hopper and num_pieces == 2 else 32
+    shape = (num_blocks(num_tokens, num_seqs, chunk), num_v_heads)
+    writes_keys = num_pieces == 2 and k.dtype == torch.bfloat16
+    keys, attend = k[:, None], q.new_empty(*shape, 1, chunk, chunk)
+    if writes_keys:
+        keys = k.new_empty(num_tokens, 1, num_k_heads, head_dim_k, dtype=dtype)
+    elif num_pieces == 3 and k.dtype == torch.float16:
+        keys, attend = in_pieces(k), q.new_empty(*shape, 3, chunk, chunk, dtype=dtype)
+    prepared = Prepared(
+        keys=keys,
+        solve=q.new_empty(*shape, num_pieces, chunk, chunk, dtype=dtype),
+        attend=attend,
+        factors=q.new_empty(*shape, 4, chunk, dtype=torch.float32),
+    )
+    scratch = q.new_empty(*shape, chunk, 16, dtype=torch.float32)
+    _prepare_kernel[(shape[0] * num_v_heads,)](
         q,
         k,
         g,
         beta,
         cu_seqlens,
+        prepared.keys if writes_keys else None,
         prepared.solve,
         prepared.attend,
         prepared.factors,
-        prepared.scratch,
+        scratch,
         scale,
-        cu_seqlens.shape[0] - 1,
+        num_seqs,
         q.stride(0),
         k.stride(0),
         g.stride(0),
@@ -80,16 +101,18 @@ def _prepare(
         HV=num_v_heads,
         K=head_dim_k,
         C=chunk,
-        P=num_pieces,
-        PQ=prepared.attend.shape[2],
-        PS=prepared.solve.shape[2],
+        PA=prepared.attend.shape[2],
+        PS=num_pieces,
         SLICE=min(64, max(16, triton.next_power_of_2(head_dim_k))),
         QK_L2NORM=qk_l2norm,
-        num_warps=4,
+        num_warps=2 if num_pieces == 1 else 4,
         # Prefetched operands of Q K^T were overwritten before they were read (Triton 3.6, sm_90).
         num_stages=1,
+        # Three programs on a processor instead of two, for 24 bytes that spill: 180 us and not 262.
+        maxnreg=168 if chunk == 64 else None,
         enable_fp_fusion=True,
     )
+    return prepared
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -99,6 +122,7 @@ def _prepare_kernel(
     g: tl.tensor,
     beta: tl.tensor,
     cu_seqlens: tl.tensor,
+    keys: tl.tensor | None,
     solve: tl.tensor,
     attend: tl.tensor,
     factors: tl.tensor,
@@ -113,8 +137,7 @@ def _prepare_kernel(
     HV: tl.constexpr,
     K: tl.constexpr,
     C: tl.constexpr,
-    P: tl.constexpr,
-    PQ: tl.constexpr,
+    PA: tl.constexpr,
     PS: tl.constexpr,
     SLICE: tl.constexpr,
     QK_L2NORM: tl.constexpr,
@@ -147,40 +170,47 @@ def _prepare_kernel(
     for base in range(0, K, SLICE):
         index_k = base + tl.arange(0, SLICE)[None, :]
         mask_tk = mask_t[:, None] & (index_k < K)
-        slice_k = tl.zeros([C, SLICE], dtype=tl.float32)
-        slice_q = tl.zeros([C, SLICE], dtype=tl.float32)
-        for piece in tl.static_range(P):
-            b_k = tl.load(tile_k + piece * H * K + index_k, mask=mask_tk, other=0.0)
-            b_q = tl.load(tile_q + piece * H * K + index_k, mask=mask_tk, other=0.0)
-            slice_k += b_k.to(tl.float32)
-            slice_q += b_q.to(tl.float32)
-            for other in tl.static_range(P - piece):
-                p_other = tile_k + other * H * K + index_k
-                columns = tl.trans(tl.load(p_other, mask=mask_tk, other=0.0))
-                b_kk = dot(b_k, columns, b_kk)
-                b_qk = dot(b_q, columns, b_qk)
-        squares_k += tl.sum(slice_k * slice_k, 1)
-        squares_q += tl.sum(slice_q * slice_q, 1)
+        b_k = tl.load(tile_k + index_k, mask=mask_tk, other=0.0)
+        b_q = tl.load(tile_q + index_k, mask=mask_tk, other=0.0)
+        b_kk = dot(b_k, tl.trans(b_k), b_kk)
+        b_qk = dot(b_q, tl.trans(b_k), b_qk)
+        b_k, b_q = b_k.to(tl.float32), b_q.to(tl.float32)
+        squares_k += tl.sum(b_k * b_k, 1)
+        squares_q += tl.sum(b_q * b_q, 1)
     norm_k = tl.full([C], 1.0, dtype=tl.float32)
     norm_q = norm_k * scale
     if QK_L2NORM:
         norm_k *= inverse_root(squares_k + 1e-6)
         norm_q *= inverse_root(squares_q + 1e-6)
 
+    # Rows of keys are left as they are, or near 1 by powers of 2, so that few pieces hold them.
+    factor_k = norm_k
+    if keys is not None:
+        bits = tl.minimum(norm_k.to(tl.int32, bitcast=True) & 0x7F800000, 240 << 23)
+        factor_k *= ((254 << 23) - bits).to(tl.float32, bitcast=True)
+        power = bits.to(tl.float32, bitcast=True)
+        if head_v % (HV // H) == 0:
+            for base in range(0, K, SLICE):
+                index_k = base + tl.arange(0, SLICE)[None, :]
+                mask_tk = mask_t[:, None] & (index_k < K)
+                b_k = tl.load(tile_k + index_k, mask=mask_tk, other=0.0).to(tl.float32)
+                p_keys = keys + (token[:, None] * H + head_k) * K + index_k
+                tl.store(p_keys, (b_k * power[:, None]).to(tl.float16), mask=mask_tk)
+
     place = tl.program_id(0).to(tl.int64)
     p_f = factors + place * 4 * C + row
     total = cumulate(b_g)
     since_start = decay_since_start(total)
-    tl.store(p_f, since_start * norm_k)
+    tl.store(p_f, since_start * factor_k)
     tl.store(p_f + C, since_start * norm_q)
-    tl.store(p_f + 2 * C, decay_until_end(total, C) * norm_k)
+    tl.store(p_f + 2 * C, decay_until_end(total, C) * factor_k)
     tl.store(p_f + 3 * C, tl.zeros([C], tl.float32) + decay_of_chunk(total, C))
 
     decay = decay_between(total, C) * norm_k[None, :]
     square = row[:, None] * C + row[None, :]
     everywhere = row[:, None] < C
-    p_attend = attend + place * PQ * C * C + square
-    store_pieces(p_attend, b_qk * decay * norm_q[:, None], C * C, PQ, everywhere)
+    p_attend = attend + place * PA * C * C + square
+    store_pieces(p_attend, b_qk * decay * norm_q[:, None], C * C, PA, everywhere)
     system = b_kk * decay * (b_beta * norm_k)[:, None]
     system = tl.where(row[:, None] > row[None, :], system, 0.0)
     p_solve = solve + place * PS * C * C + square

@@ -8,23 +8,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.kimi_delta_attention._triton_scan import Prepared, scan
 from torch_hybrid.ops.ragged_chunks import FULL_DECAY
 from torch_hybrid.ops.triton.decays import exp
-from torch_hybrid.ops.triton.delta_rule import Prepared, Rows, inverse, scan
+from torch_hybrid.ops.triton.delta_rule import inverse
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
     dot,
     exact_dot,
     inverse_root,
-    piece_dtype,
-    pieces_of_outputs,
-    pieces_of_states,
+    state_pieces,
     store_pieces,
     sum_rows,
 )
-from torch_hybrid.ops.triton.ragged import first_token_of_block, sequence_of_block
+from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 
 _FULL_DECAY: tl.constexpr = tl.constexpr(FULL_DECAY)
+# Decays over 8 rows whose inverses lose nothing of float32 that matters.
+_GENTLE: tl.constexpr = tl.constexpr(8.0)
 
 
 def chunk_kimi_delta_attention(
@@ -46,8 +47,9 @@ def chunk_kimi_delta_attention(
     num_seqs = state_indices.shape[0]
     if num_seqs == 0:
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
-    prepared, rows = _prepare(q, k, g, beta, cu_seqlens, scale=scale, qk_l2norm=qk_l2norm)
-    return scan(prepared, rows, v, state, cu_seqlens, initial_indices, state_indices)
+    prepared = _prepare(q, k, g, beta, cu_seqlens, qk_l2norm=qk_l2norm)
+    slots = initial_indices, state_indices
+    return scan(prepared, v, state, cu_seqlens, *slots, scale=scale)
 
 
 def _prepare(
@@ -57,35 +59,38 @@ def _prepare(
     beta: Tensor,
     cu_seqlens: Tensor,
     *,
-    scale: float,
     qk_l2norm: bool,
-) -> tuple[Prepared, Rows]:
+) -> Prepared:
     """All that does not depend on a state. Rows of outputs need their dtype's precision alone."""
     num_tokens, num_heads, head_dim_k = q.shape
     num_seqs = cu_seqlens.shape[0] - 1
+    num_pieces, dtype = state_pieces(q.dtype, qk_l2norm)
     # As many rows as a scan's registers and shared memory hold, in pieces. A warp takes 16.
-    chunk = 32 if q.dtype == torch.bfloat16 and is_hopper(q.device) else 16
-    prepared = Prepared.empty(q, num_seqs, num_heads, chunk, factors=(head_dim_k,))
-    num_pieces, dtype = pieces_of_states(q.dtype), piece_dtype(q.dtype)
-    rows = Rows(
-        queries=q.new_empty(num_tokens, pieces_of_outputs(q.dtype), *q.shape[1:], dtype=dtype),
+    chunk = 32 if num_pieces > 1 and is_hopper(q.device) else 16
+    shape = (num_blocks(num_tokens, num_seqs, chunk), num_heads)
+    outputs = dtype if num_pieces == 2 else q.dtype
+    prepared = Prepared(
+        queries=q.new_empty(q.shape, dtype=outputs),
         reads=q.new_empty(num_tokens, num_pieces, *q.shape[1:], dtype=dtype),
         writes=q.new_empty(num_tokens, num_pieces, *q.shape[1:], dtype=dtype),
+        solve=q.new_empty(*shape, num_pieces, chunk, chunk, dtype=dtype),
+        attend=q.new_empty(*shape, chunk, chunk, dtype=outputs),
+        factors=q.new_empty(*shape, head_dim_k, dtype=torch.float32),
     )
-    _prepare_kernel[(prepared.factors.shape[0] * num_heads,)](
+    scratch = q.new_empty(*shape, chunk, 16, dtype=torch.float32)
+    _prepare_kernel[(shape[0] * num_heads,)](
         q,
         k,
         g,
         beta,
         cu_seqlens,
-        rows.queries,
-        rows.reads,
-        rows.writes,
+        prepared.queries,
+        prepared.reads,
+        prepared.writes,
         prepared.solve,
         prepared.attend,
         prepared.factors,
-        prepared.scratch,
-        scale,
+        scratch,
         num_seqs,
         q.stride(0),
         k.stride(0),
@@ -94,16 +99,15 @@ def _prepare(
         H=num_heads,
         K=head_dim_k,
         C=chunk,
-        PQ=rows.queries.shape[1],
         PS=num_pieces,
         BLOCK_K=max(16, triton.next_power_of_2(head_dim_k)),
         SLICE=16,
         QK_L2NORM=qk_l2norm,
-        num_warps=2 if q.dtype == torch.float32 else chunk // 16,
+        num_warps=2,
         num_stages=1,
         enable_fp_fusion=True,
     )
-    return prepared, rows
+    return prepared
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -120,7 +124,6 @@ def _prepare_kernel(
     attend: tl.tensor,
     factors: tl.tensor,
     scratch: tl.tensor,
-    scale: tl.tensor,
     num_seqs: tl.tensor,
     stride_q: tl.tensor,
     stride_k: tl.tensor,
@@ -129,7 +132,6 @@ def _prepare_kernel(
     H: tl.constexpr,
     K: tl.constexpr,
     C: tl.constexpr,
-    PQ: tl.constexpr,
     PS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SLICE: tl.constexpr,
@@ -150,7 +152,7 @@ def _prepare_kernel(
     token = (first_token + row).to(tl.int64)
     mask_t = first_token + row < end
     norm_k = tl.full([C], 1.0, dtype=tl.float32)
-    norm_q = norm_k * scale
+    norm_q = norm_k
     if QK_L2NORM:
         norm_k *= _norm(k + token * stride_k + head * K, mask_t, K, BLOCK_K)
         norm_q *= _norm(q + token * stride_q + head * K, mask_t, K, BLOCK_K)
@@ -159,7 +161,11 @@ def _prepare_kernel(
     later, earlier = row[:, None], row[None, :]
     b_kk = tl.zeros([C, C], dtype=tl.float32)
     b_qk = tl.zeros([C, C], dtype=tl.float32)
-    for base in range(0, K, SLICE):
+    zeros = tl.zeros([C, C], dtype=tl.float32)
+    # Outputs of bfloat16 take one piece; bfloat16 has the range of growing decays.
+    PQ: tl.constexpr = 1 if q.dtype.element_ty == tl.bfloat16 else PS
+    WIDE: tl.constexpr = 1 if PS == 1 else 3
+    for base in tl.range(0, K, SLICE, disable_licm=True):
         index_k = base + tl.arange(0, SLICE)[None, :]
         mask_k = index_k < K
         mask_tk = mask_t[:, None] & mask_k
@@ -170,12 +176,34 @@ def _prepare_kernel(
         b_k = b_k.to(tl.float32) * norm_k[:, None]
         b_q = b_q.to(tl.float32) * norm_q[:, None]
         b_g = tl.maximum(b_g, _FULL_DECAY)
-        own = tl.sum(b_q * b_k, 1)
-        b_qk += tl.where(later == earlier, own[:, None], 0.0)
 
         # Sums of what lies between two tokens, never differences of longer ones: a small decay
         # survives large ones. In halves of SIZE rows, later rows meet earlier ones between them.
-        for level in range(5 if C == 32 else 4):
+        size = 8
+        is_later = (later & size) != 0
+        between = ((later ^ earlier) < size) & ((earlier <= later) == is_later)
+        log_half = sum_rows(between, b_g, PS)
+        first_level = 0
+        if tl.min(tl.min(log_half, 1), 0) > -_GENTLE:
+            # All pairs of 16 rows at once: growing decays stay small.
+            half = exp(log_half)
+            back = exp(-log_half)
+            towards = tl.where(is_later, half, back)
+            away = tl.where(is_later, back, half)
+            meets = (later >> 4 == earlier >> 4) & (later > earlier)
+            columns = tl.trans(b_k * away)
+            product = exact_dot(b_k * towards, columns, zeros, WIDE)
+            b_kk += tl.where(meets, product, 0.0)
+            if PQ == 1 and PS > 1:
+                product = dot((b_q * towards).to(tl.bfloat16), columns.to(tl.bfloat16), zeros)
+            else:
+                product = exact_dot(b_q * towards, columns, zeros, WIDE)
+            b_qk += tl.where(meets | (later == earlier), product, 0.0)
+            first_level = 4
+        else:
+            own = tl.sum(b_q * b_k, 1)
+            b_qk += tl.where(later == earlier, own[:, None], 0.0)
+        for level in range(first_level, 5 if C == 32 else 4):
             size = 1 << level
             is_later = (later & size) != 0
             between = ((later ^ earlier) < size) & ((earlier <= later) == is_later)
@@ -183,7 +211,6 @@ def _prepare_kernel(
             slice_k = b_k * decay
             slice_q = b_q * decay
             meets = ((later ^ earlier) >> level == 1) & is_later
-            zeros = tl.zeros([C, C], dtype=tl.float32)
             product = exact_dot(slice_k, tl.trans(slice_k), zeros, PS)
             b_kk += tl.where(meets, product, 0.0)
             if PQ == 1 and PS > 1:
@@ -194,9 +221,9 @@ def _prepare_kernel(
             b_qk += tl.where(meets, product, 0.0)
 
         since_start = exp(sum_rows(earlier <= later, b_g, PS))
-        tile_q = token[:, None] * (PQ * H * K) + column
+        tile_q = token[:, None] * (H * K) + column
         tile_k = token[:, None] * (PS * H * K) + column
-        store_pieces(queries + tile_q, b_q * since_start, H * K, PQ, mask_tk)
+        store_pieces(queries + tile_q, b_q * since_start, H * K, 1, mask_tk)
         store_pieces(reads + tile_k, b_k * since_start, H * K, PS, mask_tk)
         whole = tl.sum(tl.where(later == C - 1, since_start, 0.0), 0)[None, :]
         tl.store(factors + place * K + index_k, whole, mask=mask_k)
@@ -205,7 +232,7 @@ def _prepare_kernel(
 
     square = later * C + earlier
     everywhere = later < C
-    store_pieces(attend + place * PQ * C * C + square, b_qk, C * C, PQ, everywhere)
+    store_pieces(attend + place * C * C + square, b_qk, C * C, 1, everywhere)
     b_beta = tl.load(beta + token * stride_beta + head, mask=mask_t, other=0.0)
     b_solve = inverse(b_kk * b_beta[:, None], scratch + place * 16 * C, C, PS) * b_beta[None, :]
     store_pieces(solve + place * PS * C * C + square, b_solve, C * C, PS, everywhere)

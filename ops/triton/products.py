@@ -20,19 +20,19 @@ NUM_PIECES = 3
 _INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
 
 
-def piece_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which the pieces of numbers are kept when inputs are of ``dtype``."""
-    return torch.float32 if dtype == torch.float32 else torch.bfloat16
-
-
-def pieces_of_outputs(dtype: torch.dtype) -> int:
-    """Pieces of numbers that are as exact as outputs of ``dtype``."""
-    return NUM_PIECES if dtype == torch.float16 else 1
-
-
 def pieces_of_states(dtype: torch.dtype) -> int:
     """Pieces of numbers that are as exact as float32 when inputs are of ``dtype``."""
     return 1 if dtype == torch.float32 else NUM_PIECES
+
+
+def state_pieces(dtype: torch.dtype, qk_l2norm: bool) -> tuple[int, torch.dtype]:
+    """In how many pieces, and of what dtype, delta rules keep what is as exact as float32.
+
+    float16 has the bits but not the range: it serves where rows of keys have unit length.
+    """
+    if dtype == torch.float32:
+        return 1, torch.float32
+    return (2, torch.float16) if qk_l2norm else (3, torch.bfloat16)
 
 
 def in_pieces(x: Tensor) -> Tensor:
@@ -99,6 +99,8 @@ def exact_dot(x: tl.tensor, y: tl.tensor, acc: tl.tensor, PIECES: tl.constexpr) 
     """``acc + x @ y`` for both of float32, in PIECES pieces: whole in 1, to its last bit in 3."""
     if PIECES == 1 or _INTERPRETED:
         acc += tl.dot(x, y, input_precision="ieee")
+    elif PIECES == 2:
+        acc = pieces_dot(cut(x, 2), cut(y, 2), acc)
     else:
         rest = without_first_piece(y)
         acc = piece_dot(x, first_piece(without_first_piece(rest)), acc, 1)
@@ -148,6 +150,82 @@ def store_pieces(
     if P == 1:
         tl.store(pointer, x.to(pointer.dtype.element_ty), mask=mask)
     else:
-        for piece in tl.static_range(P):
-            tl.store(pointer + piece * stride, first_piece(x), mask=mask)
-            x = without_first_piece(x)
+        pieces = cut(x, P)
+        for i in tl.static_range(P):
+            tl.store(pointer + i * stride, pieces[i], mask=mask)
+
+
+@triton.jit
+def cut(x: tl.tensor, PIECES: tl.constexpr) -> tl.tuple:
+    """Numbers of float32 in PIECES pieces: whole in 1, of float16 in 2, of bfloat16 in 3."""
+    if PIECES == 1:
+        pieces = (x,)
+    elif PIECES == 2:
+        first = x.to(tl.float16)
+        pieces = (first, (x - first.to(tl.float32)).to(tl.float16))  # type: ignore[assignment]
+    else:
+        rest = without_first_piece(x)
+        pieces = (first_piece(x), first_piece(rest), first_piece(without_first_piece(rest)))  # type: ignore[assignment]
+    return pieces
+
+
+@triton.jit
+def cut_rows(x: tl.tensor, PIECES: tl.constexpr) -> tl.tuple:
+    """Pieces of x [R, N], and what products with them are multiplied by: [R], powers of 2.
+
+    float16 has a narrow range: a row's largest number is brought near 2^10 first.
+    """
+    unit = tl.full([x.shape[0]], 1.0, dtype=tl.float32)
+    if PIECES == 2:
+        exponent = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) & 0x7F800000
+        bits = tl.maximum(exponent, 11 << 23) - (10 << 23)
+        unit = bits.to(tl.float32, bitcast=True)
+        x = x * ((254 << 23) - bits).to(tl.float32, bitcast=True)[:, None]
+    return cut(x, PIECES), unit
+
+
+@triton.jit
+def pieces_dot(x: tl.tuple, y: tl.tuple, acc: tl.tensor) -> tl.tensor:
+    """``acc + x @ y`` for numbers in pieces; what is small is added first."""
+    if x[0].dtype == tl.float32:
+        # Outside the tensor cores the other way around is faster.
+        return acc + tl.trans(tl.dot(tl.trans(y[0]), tl.trans(x[0]), input_precision="ieee"))
+    MOST: tl.constexpr = max(len(x), len(y))
+    for order in tl.static_range(MOST - 1, -1, -1):
+        for i in tl.static_range(len(x)):
+            if i <= order and order - i < len(y):
+                acc = dot(x[i], y[order - i], acc)
+    return acc
+
+
+@triton.jit
+def load_pieces(
+    pointer: tl.tensor, stride: tl.tensor, PIECES: tl.constexpr, mask: tl.tensor
+) -> tl.tuple:
+    """PIECES pieces that lie ``stride`` apart; 0 where the mask is False."""
+    pieces = ()
+    for i in tl.static_range(PIECES):
+        pieces = pieces + (tl.load(pointer + i * stride, mask=mask, other=0.0),)  # type: ignore[assignment]  # noqa: RUF005
+    return pieces
+
+
+@triton.jit
+def transposed(pieces: tl.tuple) -> tl.tuple:
+    """Each of them."""
+    columns = ()
+    for i in tl.static_range(len(pieces)):
+        columns = columns + (tl.trans(pieces[i]),)  # type: ignore[assignment]  # noqa: RUF005
+    return columns
+
+
+@triton.jit
+def rounded_dot(x: tl.tensor, y: tl.tensor, acc: tl.tensor) -> tl.tensor:
+    """``acc + x @ y`` for x of float32 rounded to the dtype of y; for outputs alone."""
+    if y.dtype == tl.float16:
+        pieces, unit = cut_rows(x, 2)
+        acc += dot(pieces[0], y, tl.zeros_like(acc)) * unit[:, None]
+    elif y.dtype == tl.float32:
+        acc = pieces_dot((x,), (y,), acc)
+    else:
+        acc = dot(x.to(y.dtype), y, acc)
+    return acc

@@ -87,11 +87,17 @@ def _header() -> str:
     return f"# triton {table_version()}"
 
 
-def assert_all_fit(rows: Sequence[Resources], table: Path) -> None:
-    """No spills, no more shared memory than a block may have, and all else as in ``table``."""
+def assert_all_fit(
+    rows: Sequence[Resources], table: Path, *, may_spill: Mapping[str, int] = {}
+) -> None:
+    """No spills, no more shared memory than a block may have, and all else as in ``table``.
+
+    ``may_spill``: bytes by the kernel's name, where fewer registers were measured to be faster.
+    """
     for row in rows:
         limit = SHARED_LIMITS[row.target]
-        assert row.stack == 0, f"{row.kernel} spills {row.stack} bytes a thread: {row}"
+        allowed = may_spill.get(row.kernel.partition(":")[0], 0)
+        assert row.stack <= allowed, f"{row.kernel} spills {row.stack} bytes a thread: {row}"
         assert row.shared <= limit, f"over {limit} bytes of shared memory: {row}"
     assert_as_in_table(rows, table)
 

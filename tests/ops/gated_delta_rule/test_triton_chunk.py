@@ -124,7 +124,8 @@ def test_compiles_without_spills() -> None:
         for target in SHARED_LIMITS
         for launch in record_launches(target, *shape).values()
     ]
-    assert_all_fit(rows, Path(__file__).with_name("resources_chunk.txt"))
+    table = Path(__file__).with_name("resources_chunk.txt")
+    assert_all_fit(rows, table, may_spill={"prepare": 24})  # 1.46x as fast, on an H200
     for row in rows:
         assert (row.products == "-") == ("float32" in row.kernel), row
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ from tests.devices import needs_cuda
 from tests.ops.delta_rule_cases import Case, Inputs
 from tests.ops.delta_rule_triton import assert_as_exact, on_device, tensor_fields
 from tests.ops.kimi_delta_attention.cases import CASES, make_inputs
+from tests.ops.kimi_delta_attention.cases import case as make_case
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
     launches_on,
     needs_cross_compiler,
 )
-from tests.ops.triton_interpreter import Interpreter, needs_triton
+from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.kimi_delta_attention import chunk_kimi_delta_attention
 from torch_hybrid.ops.kimi_delta_attention.reference import kimi_delta_attention_reference
@@ -37,6 +39,18 @@ def test_in_the_interpreter(
     interpreter: Interpreter, record_property: Callable[[str, object], None]
 ):
     interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gentle_decays_beside_strong_ones_in_interpreter(dtype: torch.dtype):
+    """Pairs of rows meet in one way where all decays of a slice are gentle, else in another."""
+    inputs = make_inputs(make_case(34, num_heads=1, k_dim=32), dtype)
+    gentle = inputs.g[:, :, :16].clamp(min=-0.5)
+    inputs = replace(inputs, g=torch.cat([gentle, inputs.g[:, :, 16:] * 20], -1))
+    moved = on_device(inputs, "cpu")
+    out = call(moved, 32)
+    assert_as_exact(kimi_delta_attention_reference, inputs, out, moved.state)
 
 
 @needs_cuda

@@ -1,0 +1,215 @@
+# mypy: disable-error-code="untyped-decorator"
+"""The scan of the chunk form: one program walks the chunks of a sequence with its state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
+from torch_hybrid.ops.triton.products import (
+    cut,
+    cut_rows,
+    load_pieces,
+    pieces_dot,
+    rounded_dot,
+    transpose_dot,
+    transposed,
+)
+from torch_hybrid.ops.triton.state import zero_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What the scan takes of X chunks of C tokens, by head. P counts pieces of numbers.
+
+    ``keys [T, P, H, K]``: rows of k, those of float16 brought near 1 by powers of 2;
+    ``solve [X, HV, P, C, C]``: inverse of a chunk's system, times beta of each column;
+    ``attend [X, HV, P, C, C]``: decayed products of q and k, with the scale;
+    ``factors [X, HV, 4, C]`` float32: of rows of q and of keys that read the state before the
+    chunk, of rows of keys that write the state after it, and what the state decays by.
+    """
+
+    keys: Tensor
+    solve: Tensor
+    attend: Tensor
+    factors: Tensor
+
+
+def scan(
+    prepared: Prepared,
+    q: Tensor,
+    v: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+) -> Tensor:
+    """Walk the chunks of every sequence; advances ``state`` and returns the outputs."""
+    keys, solve, attend = prepared.keys, prepared.solve, prepared.attend
+    _, num_pieces, num_k_heads, head_dim_k = keys.shape
+    num_tokens, num_v_heads, head_dim_v = v.shape
+    num_seqs = state_indices.shape[0]
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    # 16 rows for each warp's products, or as many as registers hold.
+    wide = is_hopper(v.device) and head_dim_k <= 128 and v.dtype != torch.float32
+    block_v = max(16, min(64 if wide else 16, triton.next_power_of_2(head_dim_v)))
+    num_warps = 8 if v.dtype == torch.float32 else 4
+    num_stages = 3 if is_hopper(v.device) and head_dim_k <= 128 else 2
+    programs = triton.cdiv(head_dim_v, block_v) * num_v_heads * num_seqs
+    if block_v == 64 < head_dim_v and programs > 4 * PROCESSORS and solve.shape[2] == 2:
+        # More than run at once: two times four warps share what they read. Many more, since most
+        # sequences of a captured step may be empty. Of eight, this takes 177 us instead of 209,
+        # and of one with as many tokens 622 instead of 349.
+        block_v, num_warps, num_stages = 128, 8, 2
+    _scan_kernel[(triton.cdiv(head_dim_v, block_v) * num_v_heads * num_seqs,)](
+        q,
+        keys,
+        v,
+        solve,
+        attend,
+        prepared.factors,
+        state,
+        cu_seqlens,
+        initial_indices,
+        state_indices,
+        out,
+        num_tokens,
+        num_seqs,
+        # Constants, so that a tile's rows lie at constant distances: fewer registers.
+        STRIDE_Q=q.stride(0),
+        STRIDE_K=keys.stride(0),
+        STRIDE_V=v.stride(0),
+        H=num_k_heads,
+        HV=num_v_heads,
+        K=head_dim_k,
+        V=head_dim_v,
+        C=solve.shape[-1],
+        PK=num_pieces,
+        PA=attend.shape[2],
+        PS=solve.shape[2],
+        BLOCK_K=max(16, triton.next_power_of_2(head_dim_k)),
+        BLOCK_V=block_v,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        enable_fp_fusion=True,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+def _scan_kernel(
+    q: tl.tensor,
+    keys: tl.tensor,
+    v: tl.tensor,
+    solve: tl.tensor,
+    attend: tl.tensor,
+    factors: tl.tensor,
+    state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    out: tl.tensor,
+    num_tokens: tl.tensor,
+    num_seqs: tl.tensor,
+    STRIDE_Q: tl.constexpr,
+    STRIDE_K: tl.constexpr,
+    STRIDE_V: tl.constexpr,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    PK: tl.constexpr,
+    PA: tl.constexpr,
+    PS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    """One program: BLOCK_V rows of the state of one value head of one sequence, all its chunks.
+
+    All that it computes is the left side of its next product and has rows of V, tokens and
+    channels are columns: numbers pass from product to product in registers.
+    """
+    NUM_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    pid = tl.program_id(0)
+    seq = pid // (NUM_BLOCKS * HV)
+    head_v = pid // NUM_BLOCKS % HV
+    head_k = head_v // (HV // H)
+    index_k = tl.arange(0, BLOCK_K)[None, :]
+    index_v = pid % NUM_BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask_k = (index_k < K) | (K == BLOCK_K)
+    mask_v = (index_v < V) | (V % BLOCK_V == 0)
+    mask_s = mask_v[:, None] & mask_k
+
+    begin = tl.load(cu_seqlens + seq)
+    end = tl.load(cu_seqlens + seq + 1)
+    # The rows past the last sequence are dealt out to the sequences in turn.
+    padding = tl.load(cu_seqlens + num_seqs) + seq
+    zero_rows(out, padding, num_tokens, num_seqs, head_v, index_v, mask_v, HV, V)
+
+    if begin < end:
+        row = tl.arange(0, C)
+        tile_q = row[:, None] * STRIDE_Q + index_k
+        tile_k = row[:, None] * STRIDE_K + index_k
+        square = row[:, None] * C + row[None, :]
+        tile_v = index_v[None, :] + row[:, None] * STRIDE_V
+        tile_out = index_v[:, None] + row[None, :] * (HV * V)
+        everywhere = square >= 0
+        zeros = tl.zeros([BLOCK_V, C], dtype=tl.float32)
+        chunk = (begin // C + seq).to(tl.int64) * HV + head_v
+
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        p_s = state + (initial * HV + head_v) * V * K + index_v[:, None] * K + index_k
+        b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
+        for done in range(0, end - begin, C):
+            # From the token each time: one number to keep instead of five places.
+            token = (begin + done).to(tl.int64)
+            p_q = q + token * STRIDE_Q + head_k * K + tile_q
+            p_k = keys + token * STRIDE_K + head_k * K + tile_k
+            p_v = v + token * STRIDE_V + head_v * V
+            p_out = out + (token * HV + head_v) * V
+            mask_t = done + row < end - begin
+            mask_tk = mask_t[:, None] & mask_k
+            # Long before they are needed, since they are not fetched ahead.
+            p_f = factors + chunk * 4 * C
+            reads_f = tl.load(p_f + row)
+            queries_f = tl.load(p_f + C + row)
+            writes_f = tl.load(p_f + 2 * C + row)
+            decay = tl.load(p_f + 3 * C)
+
+            b_k = load_pieces(p_k, H * K, PK, mask_tk)
+            pieces, unit = cut_rows(b_s, PS)
+            b_x = pieces_dot(pieces, transposed(b_k), zeros)
+            b_x *= reads_f[None, :] * unit[:, None]
+            b_v = tl.load(p_v + tile_v, mask=mask_t[:, None] & mask_v[None, :], other=0.0)
+            b_x = transpose_dot(b_v, -b_x)
+
+            b_q = tl.load(p_q, mask=mask_tk, other=0.0)
+            b_o = rounded_dot(b_s, tl.trans(b_q), zeros) * queries_f[None, :]
+
+            b_t = load_pieces(solve + chunk * PS * C * C + square, C * C, PS, everywhere)
+            pieces, unit = cut_rows(b_x, PS)
+            b_u = pieces_dot(pieces, transposed(b_t), zeros) * unit[:, None]
+
+            b_a = load_pieces(attend + chunk * PA * C * C + square, C * C, PA, everywhere)
+            if PA == 1:
+                b_o += rounded_dot(b_u, tl.trans(b_a[0]), zeros)
+            else:
+                b_o = pieces_dot(cut(b_u, PA), transposed(b_a), b_o)
+            mask_out = mask_v[:, None] & mask_t[None, :]
+            tl.store(p_out + tile_out, b_o.to(out.dtype.element_ty), mask=mask_out)
+
+            pieces, unit = cut_rows(b_u * writes_f[None, :], PS)
+            update = pieces_dot(pieces, b_k, tl.zeros([BLOCK_V, BLOCK_K], dtype=tl.float32))
+            b_s = b_s * decay + update * unit[:, None]
+            chunk += HV
+        # Read here, so that no register holds the place of the state through the loop.
+        slot = tl.load(state_indices + seq).to(tl.int64)
+        if slot != 0:
+            p_s = state + (slot * HV + head_v) * V * K + index_v[:, None] * K + index_k
+            tl.store(p_s, b_s, mask=mask_s)

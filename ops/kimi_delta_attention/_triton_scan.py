@@ -1,0 +1,198 @@
+# mypy: disable-error-code="untyped-decorator"
+"""The scan of the chunk form: one program walks the chunks of a sequence with its state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
+from torch_hybrid.ops.triton.products import (
+    cut_rows,
+    load_pieces,
+    pieces_dot,
+    rounded_dot,
+    transpose_dot,
+    transposed,
+)
+from torch_hybrid.ops.triton.state import zero_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """What the scan takes of T tokens in X chunks of C, by head. P counts pieces of numbers.
+
+    ``queries [T, H, K]``: rows of q, decayed from the chunk's start;
+    ``reads [T, P, H, K]``, ``writes [T, P, H, K]``: rows of k, decayed from the start and until
+    the end of the chunk;
+    ``solve [X, H, P, C, C]``: inverse of a chunk's system, times beta of each column;
+    ``attend [X, H, C, C]``: decayed products of q and k;
+    ``factors [X, H, K]`` float32: what the state decays by.
+    """
+
+    queries: Tensor
+    reads: Tensor
+    writes: Tensor
+    solve: Tensor
+    attend: Tensor
+    factors: Tensor
+
+
+def scan(
+    prepared: Prepared,
+    v: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """Walk the chunks of every sequence; advances ``state`` and returns the outputs."""
+    num_tokens, num_pieces, num_heads, head_dim_k = prepared.reads.shape
+    head_dim_v, num_seqs = v.shape[-1], state_indices.shape[0]
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)
+    # 16 rows for each warp's products, or as many as registers hold.
+    wide = is_hopper(v.device) and v.dtype != torch.float32
+    block_v = max(16, min(64 if wide else 16, triton.next_power_of_2(head_dim_v)))
+    num_warps = 8 if v.dtype == torch.float32 else 4
+    programs = triton.cdiv(head_dim_v, block_v) * num_heads * num_seqs
+    if block_v == 64 < head_dim_v and programs > 4 * PROCESSORS and num_pieces == 2:
+        # More than run at once: two times four warps share what they read. Many more, since most
+        # sequences of a captured step may be empty. Of eight, this takes 208 us instead of 263,
+        # and of one with as many tokens 783 instead of 485.
+        block_v, num_warps = 128, 8
+    _scan_kernel[(triton.cdiv(head_dim_v, block_v) * num_heads * num_seqs,)](
+        prepared.queries,
+        prepared.reads,
+        prepared.writes,
+        v,
+        prepared.solve,
+        prepared.attend,
+        prepared.factors,
+        state,
+        cu_seqlens,
+        initial_indices,
+        state_indices,
+        out,
+        scale,
+        num_tokens,
+        num_seqs,
+        # A constant, so that a tile's rows lie at constant distances: fewer registers.
+        STRIDE_V=v.stride(0),
+        H=num_heads,
+        K=head_dim_k,
+        V=head_dim_v,
+        C=prepared.solve.shape[-1],
+        PS=num_pieces,
+        BLOCK_K=max(16, triton.next_power_of_2(head_dim_k)),
+        BLOCK_V=block_v,
+        num_warps=num_warps,
+        num_stages=3 if is_hopper(v.device) else 2,
+        enable_fp_fusion=True,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+def _scan_kernel(
+    queries: tl.tensor,
+    reads: tl.tensor,
+    writes: tl.tensor,
+    v: tl.tensor,
+    solve: tl.tensor,
+    attend: tl.tensor,
+    factors: tl.tensor,
+    state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    out: tl.tensor,
+    scale: tl.tensor,
+    num_tokens: tl.tensor,
+    num_seqs: tl.tensor,
+    STRIDE_V: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    PS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+) -> None:
+    """One program: BLOCK_V rows of the state of one head of one sequence, all its chunks.
+
+    All that it computes is the left side of its next product and has rows of V, tokens and
+    channels are columns: numbers pass from product to product in registers.
+    """
+    NUM_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    pid = tl.program_id(0)
+    seq = pid // (NUM_BLOCKS * H)
+    head = pid // NUM_BLOCKS % H
+    index_k = tl.arange(0, BLOCK_K)[None, :]
+    index_v = pid % NUM_BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask_k = (index_k < K) | (K == BLOCK_K)
+    mask_v = (index_v < V) | (V % BLOCK_V == 0)
+    mask_s = mask_v[:, None] & mask_k
+
+    begin = tl.load(cu_seqlens + seq)
+    end = tl.load(cu_seqlens + seq + 1)
+    # The rows past the last sequence are dealt out to the sequences in turn.
+    padding = tl.load(cu_seqlens + num_seqs) + seq
+    zero_rows(out, padding, num_tokens, num_seqs, head, index_v, mask_v, H, V)
+
+    if begin < end:
+        row = tl.arange(0, C)
+        tile_q = row[:, None] * (H * K) + index_k
+        tile_k = row[:, None] * (PS * H * K) + index_k
+        square = row[:, None] * C + row[None, :]
+        tile_v = index_v[None, :] + row[:, None] * STRIDE_V
+        everywhere = square >= 0
+        tile_out = index_v[:, None] + row[None, :] * (H * V)
+        zeros = tl.zeros([BLOCK_V, C], dtype=tl.float32)
+        chunk = (begin // C + seq).to(tl.int64) * H + head
+
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        p_s = state + (initial * H + head) * V * K + index_v[:, None] * K + index_k
+        b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
+        for done in range(0, end - begin, C):
+            # From the token each time: one number to keep instead of five places.
+            token = (begin + done).to(tl.int64)
+            p_rows = (token * PS * H + head) * K + tile_k
+            mask_t = done + row < end - begin
+            mask_tk = mask_t[:, None] & mask_k
+            decay = tl.load(factors + chunk * K + index_k, mask=mask_k, other=0.0)
+
+            b_k = load_pieces(reads + p_rows, H * K, PS, mask_tk)
+            pieces, unit = cut_rows(b_s, PS)
+            b_x = pieces_dot(pieces, transposed(b_k), zeros) * unit[:, None]
+            p_v = v + token * STRIDE_V + head * V + tile_v
+            b_v = tl.load(p_v, mask=mask_t[:, None] & mask_v[None, :], other=0.0)
+            b_x = transpose_dot(b_v, -b_x)
+            b_q = tl.load(queries + (token * H + head) * K + tile_q, mask=mask_tk, other=0.0)
+            b_o = rounded_dot(b_s, tl.trans(b_q), zeros)
+
+            b_t = load_pieces(solve + chunk * PS * C * C + square, C * C, PS, everywhere)
+            pieces, unit = cut_rows(b_x, PS)
+            b_u = pieces_dot(pieces, transposed(b_t), zeros) * unit[:, None]
+            pieces, unit = cut_rows(b_u, PS)
+            b_a = tl.load(attend + chunk * (C * C) + square)
+            b_o = rounded_dot(b_u, tl.trans(b_a), b_o) * scale
+            mask_out = mask_v[:, None] & mask_t[None, :]
+            tl.store(
+                out + (token * H + head) * V + tile_out, b_o.to(out.dtype.element_ty), mask=mask_out
+            )
+
+            b_k = load_pieces(writes + p_rows, H * K, PS, mask_tk)
+            update = pieces_dot(pieces, b_k, tl.zeros([BLOCK_V, BLOCK_K], dtype=tl.float32))
+            b_s = b_s * decay + update * unit[:, None]
+            chunk += H
+        # Read here, so that no register holds the place of the state through the loop.
+        slot = tl.load(state_indices + seq).to(tl.int64)
+        if slot != 0:
+            p_s = state + (slot * H + head) * V * K + index_v[:, None] * K + index_k
+            tl.store(p_s, b_s, mask=mask_s)
