@@ -1,7 +1,7 @@
 """What two-batch overlap hides of tensor parallelism, over links of several speeds.
 
     python -m benchmarks.overlap [--tokens 256 512 1024 2048] [--delays 0 1] [--trace]
-    python -m benchmarks.overlap --device cuda [--dim 4096] [--layers 8]
+    python -m benchmarks.overlap --device cuda [--dim 4096] [--layers 8] [--prefill-only]
 
 Processes with one thread each share a hybrid model and prefill; times are those of the clock. A
 delay of 1 is a link that carries a message of the whole step in as long as the model computes from
@@ -187,11 +187,17 @@ def run_on_gpus(rank: int, store: str, args: argparse.Namespace) -> None:
         "max_position_embeddings": 2 * max(args.tokens),
     }
     model = th.shard(th.adapt(models.make_model("qwen3_next", torch.bfloat16, **sizes).cuda()))
-    runners = {
-        name: side_stream.make_runner(model, two_batch_overlap=name) for name in ("off", "on")
+    make = (
+        partial(prefill_runner, model, max(args.tokens))
+        if args.prefill_only
+        else partial(side_stream.make_runner, model)
+    )
+    runners = {name: make(two_batch_overlap=name) for name in ("off", "on")}
+    steps = {
+        name: gpu_steps(runner, args.tokens, prefill_only=args.prefill_only)
+        for name, runner in runners.items()
     }
-    steps = {name: gpu_steps(runner, args.tokens) for name, runner in runners.items()}
-    auto = side_stream.make_runner(model, two_batch_overlap="auto", compile=False).report()
+    auto = make(two_batch_overlap="auto", compile=False).report()
     if rank == 0:
         print(f"auto: {auto.overlap}", *auto.overlap_trials, sep="\n  ")
         print(f"{args.ranks} GPUs, {args.layers} layers of width {args.dim}; ms of a step")
@@ -210,9 +216,20 @@ def run_on_gpus(rank: int, store: str, args: argparse.Namespace) -> None:
     os._exit(0)  # captured graphs hold collectives: to take the group down would wait for them
 
 
-def gpu_steps(runner: th.Runner, tokens: list[int]) -> dict[str, Callable[[], Tensor]]:
+def prefill_runner(model: th.HybridModel, max_tokens: int, **options: Any) -> th.Runner:
+    """Room for the prompts alone."""
+    return th.Runner(
+        model, max_seqs=NUM_SEQS, max_tokens=max_tokens, kv_tokens=2 * max_tokens, **options
+    )
+
+
+def gpu_steps(
+    runner: th.Runner, tokens: list[int], *, prefill_only: bool
+) -> dict[str, Callable[[], Tensor]]:
     """By name."""
     prefills = {f"prefill {n} tokens": side_stream.prefill(runner, n) for n in tokens}
+    if prefill_only:
+        return prefills
     context = cache(lambda: side_stream.make_context(runner))  # once prefills need no sequences
 
     def decode(count: int) -> Tensor:
@@ -232,6 +249,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", help="default: four sizes")
     parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--prefill-only", action="store_true", help="on GPUs: no decode steps")
     parser.add_argument("--trace", action="store_true", help="draw the messages of a step")
     args = parser.parse_args()
     on_gpus = args.device == "cuda"
