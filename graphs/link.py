@@ -159,7 +159,7 @@ def _fastest(runs: Sequence[Callable[[Tensor], None]], x: Tensor, ranks: Ranks) 
     for run in runs:
         run(x)
     rounds = [[_seconds(run, x, ranks) for run in runs] for _ in range(_ROUNDS)]
-    fastest = torch.tensor(rounds, device=x.device).amin(0)
+    fastest = torch.tensor(rounds, dtype=torch.float64, device=x.device).amin(0)
     seconds: list[float] = _over_ranks(fastest, "max", ranks).tolist()
     return seconds
 

@@ -36,7 +36,7 @@ TH_CALL(Call,
   void* out;  // [T, HV V], contiguous
   int64_t num_tokens, num_seqs, num_slots, channels, width, num_v_heads, v_dim, k_dim;
   int64_t qkv_stride, z_stride, b_stride, a_stride;  // from token to token
-  int64_t silu, is_bf16, wide_gates, wide_norm, num_threads;
+  int64_t silu, is_bf16, wide_A_log, wide_dt_bias, wide_norm, num_threads;
   double scale, beta_scale, norm_eps;
 );
 
@@ -174,14 +174,16 @@ inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x));
 
 // A parameter of a head, which may be float32 whatever the op's dtype is.
 template <typename T>
-float gate_parameter(const Call& call, const void* parameter, int64_t j) {
-  return call.wide_gates ? ((const float*)parameter)[j] : th::to_float(((const T*)parameter)[j]);
+float gate_parameter(const void* parameter, bool wide, int64_t j) {
+  return wide ? ((const float*)parameter)[j] : th::to_float(((const T*)parameter)[j]);
 }
 
 template <typename T>
 float decay(const Sequence<T>& seq, int64_t j) {
-  const float rate = std::exp(gate_parameter<T>(seq.call, seq.call.A_log, j));
-  return std::exp(-rate * softplus(seq.a(j) + gate_parameter<T>(seq.call, seq.call.dt_bias, j)));
+  const Call& call = seq.call;
+  const float rate = std::exp(gate_parameter<T>(call.A_log, call.wide_A_log, j));
+  const float bias = gate_parameter<T>(call.dt_bias, call.wide_dt_bias, j);
+  return std::exp(-rate * softplus(seq.a(j) + bias));
 }
 
 template <typename T>

@@ -17,7 +17,8 @@ _RUN = kernel(
     tensors="qkv z b a conv_weight conv_bias A_log dt_bias norm_weight conv_state state "
     "cu_seqlens initial_indices state_indices out",
     integers="num_tokens num_seqs num_slots channels width num_v_heads v_dim k_dim "
-    "qkv_stride z_stride b_stride a_stride silu is_bf16 wide_gates wide_norm num_threads",
+    "qkv_stride z_stride b_stride a_stride silu is_bf16 wide_A_log wide_dt_bias wide_norm "
+    "num_threads",
     numbers="scale beta_scale norm_eps",
 )
 
@@ -78,6 +79,7 @@ def gated_delta_step(
         activation == "silu",
         qkv.dtype is torch.bfloat16,
         A_log.dtype is torch.float32,
+        dt_bias.dtype is torch.float32,
         norm_weight.dtype is torch.float32,
         torch.get_num_threads(),
         scale,

@@ -85,7 +85,7 @@ def gated_delta_step(
         conv_weight: [2 H K + HV V, W] filter of each channel, oldest tap first, in
             qkv's dtype; W from 2 to 8.
         conv_bias: [2 H K + HV V] in qkv's dtype, or None.
-        A_log, dt_bias: [HV], both in qkv's dtype or in float32.
+        A_log, dt_bias: [HV], each in qkv's dtype or in float32.
         norm_weight: [V] in qkv's dtype or in float32.
         conv_state: [S, W - 1, 2 H K + HV V] the last inputs of each sequence, oldest first, in
             qkv's dtype. **Mutated**: slot ``state_indices[n]`` receives those of sequence n.

@@ -67,7 +67,7 @@ def check_inputs(
         "conv_state": (conv_state, (num_slots, width - 1, channels)),
     }
     check_shapes(parameters)
-    wide = {"A_log": A_log, "dt_bias": A_log, "norm_weight": norm_weight}
+    wide = {"A_log": A_log, "dt_bias": dt_bias, "norm_weight": norm_weight}
     dtypes = {name: x.dtype for name, x in wide.items() if x.dtype == torch.float32}
     check_dtypes({name: (x, dtypes.get(name, dtype)) for name, (x, _) in parameters.items()})
     check_contiguous(**{name: tensor for name, (tensor, _) in parameters.items()})

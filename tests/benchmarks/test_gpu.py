@@ -253,7 +253,7 @@ def test_kernels_have_a_group() -> None:
         "_linear_kernel": "products",
         "triton_red_fused__softmax_sort_0": "generated",
         "nvjet_tst_128x256_64x4_2x1_v_bz_TNT": "products",
-        "void at::native::sbtopk::gatherTopK<float>": "top-k and sort",
+        "void at::native::sbtopk::gatherTopK<float>": "routers and sort",
         "Memcpy HtoD (Pinned -> Device)": "copies",
         "void at::native::vectorized_elementwise_kernel<4>": "other",
     }

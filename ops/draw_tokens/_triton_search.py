@@ -1,0 +1,218 @@
+# mypy: disable-error-code="untyped-decorator"
+"""What the kernels of a draw look for: weights, their sums, and the least weight that is kept."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from torch_hybrid.ops.triton.devices import interpreted
+
+_INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
+LEAST: tl.constexpr = tl.constexpr(0x2B800000)  # bits of the least weight that counts: 2 ** -40
+BIN_SIZE: tl.constexpr = tl.constexpr(1 << 18)
+NUM_BINS: tl.constexpr = tl.constexpr(2048)  # enough for weights up to 1
+_FEW: tl.constexpr = tl.constexpr(64)  # collected weights that are looked at together
+_MANY: tl.constexpr = tl.constexpr(1024)
+
+
+@triton.jit
+def in_order(bits: tl.tensor) -> tl.tensor:
+    """Bits of floats to integers of their order, and back."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def logit_of(key: tl.tensor) -> tl.tensor:
+    """The logit in a best token's integer."""
+    return in_order((key >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def best_of(
+    best: tl.tensor, row: tl.tensor, S: tl.constexpr, BLOCK_S: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The largest logit of a row, and the first token that has it."""
+    index = tl.arange(0, BLOCK_S)
+    b_key = tl.load(best + row * S + index, mask=index < S, other=-(2**63))
+    key = tl.max(b_key, 0)
+    return logit_of(key), 0x7FFFFFFF - (key & 0xFFFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def _weight(x: tl.tensor, likeliest: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """exp((x - likeliest) / temperature), rounded as torch rounds it: the division is a double's,
+    and the exponential not the approximate one of ``tl.exp``."""
+    scaled = ((x - likeliest).to(tl.float64) / temperature).to(tl.float32)
+    if _INTERPRETED:
+        return tl.exp(scaled)
+    return libdevice.exp(scaled)
+
+
+@triton.jit
+def weights_of(
+    logits: tl.tensor,
+    token: tl.tensor,
+    likeliest: tl.tensor,
+    temperature: tl.tensor,
+    V: tl.constexpr,
+) -> tl.tensor:
+    """Of tokens of one row; 0 beyond its end."""
+    b_x = tl.load(logits + token, mask=token < V, other=-float("inf")).to(tl.float32)
+    return _weight(b_x, likeliest, temperature)
+
+
+@triton.jit
+def counts_of(b_w: tl.tensor) -> tl.tensor:
+    """As ``counts.as_counts``."""
+    return (b_w * 1099511627776.0).to(tl.int64)
+
+
+@triton.jit
+def nucleus_mass(total: tl.tensor, top_p: tl.tensor) -> tl.tensor:
+    """As ``counts.nucleus_mass``."""
+    return tl.minimum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), total)
+
+
+@triton.jit
+def kept_from(
+    settings: tl.tensor,
+    least: tl.tensor,
+    row: tl.tensor,
+    num_rows: tl.tensor,
+    FILTERS: tl.constexpr,
+) -> tl.tensor:
+    """Bits of the least weight kept, by min-p too: it is a double, weights are floats."""
+    min_p = tl.load(settings + 4 * num_rows + row)
+    rounded = min_p.to(tl.float32)
+    threshold = rounded.to(tl.int32, bitcast=True)
+    threshold += (rounded.to(tl.float64) < min_p).to(tl.int32)
+    if FILTERS:
+        threshold = tl.maximum(threshold, tl.load(least + row))
+    return threshold
+
+
+@triton.jit
+def least_of_ranked(
+    blocks: tl.tensor,
+    top_k: tl.tensor,
+    likeliest: tl.tensor,
+    temperature: tl.tensor,
+    B: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+) -> tl.tensor:
+    """Bits of a weight that the k-th largest of a row is at least: the k largest maxima of blocks
+    are k tokens. With more than there are blocks it is 0."""
+    index = tl.arange(0, BLOCK_B)
+    b_order = tl.load(blocks + index, mask=index < B, other=-(2**31))
+    # Of 28 bits, so that none is a sign; what is cut off makes the bound a little lower.
+    b_key = (b_order >> 4) + (1 << 27)
+    bound = _largest_of(b_key, tl.minimum(top_k, B + 1.0).to(tl.int32))
+    logit = in_order((bound - (1 << 27)) << 4).to(tl.float32, bitcast=True)
+    logit = tl.where(logit == logit, logit, -float("inf"))
+    return _weight(logit, likeliest, temperature).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def nucleus_bin(histogram: tl.tensor, top_p: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The bin in which a row's nucleus ends: bits of its least weight, and what is wanted of it."""
+    index = tl.arange(0, NUM_BINS)
+    b_mass = tl.load(histogram + index)
+    mass = nucleus_mass(tl.sum(b_mass, 0), top_p)
+    b_from_here = tl.cumsum(b_mass, 0, reverse=True)
+    last = tl.sum((b_from_here >= mass).to(tl.int32), 0) - 1
+    return last * BIN_SIZE + LEAST, mass - tl.sum(tl.where(index > last, b_mass, 0), 0)
+
+
+@triton.jit
+def _largest_of(b_key: tl.tensor, k: tl.tensor) -> tl.tensor:
+    """The k-th largest of integers of 28 bits, 4 of them at a time; 0 where there are fewer."""
+    digit = tl.arange(0, 16)
+    found = 0
+    for i in tl.static_range(7):
+        candidate = found | (digit << (24 - 4 * i))
+        num_at_least = tl.sum((b_key[None, :] >= candidate[:, None]).to(tl.int32), 1)
+        found |= tl.maximum(tl.sum((num_at_least >= k).to(tl.int32), 0) - 1, 0) << (24 - 4 * i)
+    return found
+
+
+@triton.jit
+def floor_of(threshold: tl.tensor, likeliest: tl.tensor, temperature: tl.tensor) -> tl.tensor:
+    """A logit that all of at least this weight, by its bits, are above; a little too low."""
+    scaled = tl.log(threshold.to(tl.float32, bitcast=True)) * temperature.to(tl.float32)
+    slack = 1e-5 * (tl.abs(likeliest) + tl.abs(scaled) + temperature.to(tl.float32))
+    logit = likeliest + scaled - slack
+    return tl.where(logit == logit, logit, -float("inf"))
+
+
+@triton.jit
+def search_least(
+    weights: tl.tensor,
+    size: tl.tensor,
+    wanted: tl.tensor,
+    found: tl.tensor,
+    BITS: tl.constexpr,
+    MASS: tl.constexpr,
+) -> tl.tensor:
+    """The largest bits of which there are ``wanted`` of at least them: weights, or with MASS
+    counts; as small as can be where there are fewer. Their upper bits are those of ``found``."""
+    if size <= _FEW:
+        found = _search_few(weights, size, wanted, MASS)
+    else:
+        found = _search_digits(weights, size, wanted, found, BITS, MASS)
+    return found
+
+
+@triton.jit
+def _search_few(
+    weights: tl.tensor, size: tl.tensor, wanted: tl.tensor, MASS: tl.constexpr
+) -> tl.tensor:
+    """The same among few: each is compared with each, at once."""
+    index = tl.arange(0, _FEW)
+    b_bits = tl.load(weights + index, mask=index < size, other=-1)
+    b_value = tl.where(b_bits >= 0, 1, 0)
+    if MASS:
+        b_value = counts_of(tl.maximum(b_bits, 0).to(tl.float32, bitcast=True))
+    reaches = b_bits[None, :] >= b_bits[:, None]
+    b_sum = tl.sum(tl.where(reaches, b_value[None, :], 0), 1)
+    return tl.maximum(tl.max(tl.where(b_sum >= wanted, b_bits, 0), 0), 0)
+
+
+@triton.jit
+def _search_digits(
+    weights: tl.tensor,
+    size: tl.tensor,
+    wanted: tl.tensor,
+    found: tl.tensor,
+    BITS: tl.constexpr,
+    MASS: tl.constexpr,
+) -> tl.tensor:
+    """The same among many, three bits at a time."""
+    digit = tl.arange(0, 8)
+    for i in range(BITS // 3):
+        shift = BITS - 3 * (i + 1)
+        candidate = found + (digit << shift)
+        b_sum = tl.zeros((8,), tl.int64)
+        for start in range(0, size, _MANY):
+            index = start + tl.arange(0, _MANY)
+            b_bits = tl.load(weights + index, mask=index < size, other=-1)
+            b_value = tl.where(b_bits >= 0, 1, 0)
+            if MASS:
+                b_value = counts_of(tl.maximum(b_bits, 0).to(tl.float32, bitcast=True))
+            reaches = b_bits[None, :] >= candidate[:, None]
+            b_sum += tl.sum(tl.where(reaches, b_value[None, :], 0), 1)
+        found += tl.maximum(tl.sum((b_sum >= wanted).to(tl.int32), 0) - 1, 0) << shift
+    return found
+
+
+@triton.jit
+def sum_from(weights: tl.tensor, size: tl.tensor, threshold: tl.tensor) -> tl.tensor:
+    """What all weights of at least these bits count together."""
+    total = tl.zeros((), tl.int64)
+    for start in range(0, size, _MANY):
+        index = start + tl.arange(0, _MANY)
+        b_bits = tl.load(weights + index, mask=index < size, other=0)
+        b_count = counts_of(b_bits.to(tl.float32, bitcast=True))
+        total += tl.sum(tl.where(b_bits >= threshold, b_count, 0), 0)
+    return total
