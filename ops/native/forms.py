@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.native.build import cache_folder, key_of_source
+from torch_hybrid.ops.native.build import BuildError, cache_folder, key_of_source, load_library
 from torch_hybrid.ops.native.call import kernel
 
 _SOURCE = Path(__file__).with_name("forms.cpp")
@@ -53,6 +53,8 @@ class Forms:
     torch_rate: float
 
     def __str__(self) -> str:
+        if self == _UNMEASURED:
+            return "forms not measured: what measures them cannot be built"
         one, other = self.streams_rate / 1e9, self.in_turn_rate / 1e9
         ours, torchs = self.ours_rate / 1e9, self.torch_rate / 1e9
         return (
@@ -63,12 +65,27 @@ class Forms:
         )
 
 
+# Of a process without a compiler, whose kernels came from elsewhere without what measures them.
+_UNMEASURED = Forms(
+    in_turn=False,
+    many_by_torch=False,
+    streams_rate=0.0,
+    in_turn_rate=0.0,
+    ours_rate=0.0,
+    torch_rate=0.0,
+)
+
+
 @cache
 def forms(dtype: torch.dtype) -> Forms:
-    """The forms for weights of a dtype: from the cache, or measured now, in some 0.3 s.
+    """The forms for weights of a dtype: from the cache, or measured now, in half a second.
 
     One thread measures, by its own time, so that what else runs on the machine counts little.
     """
+    try:  # loaded in any case: an artefact has the libraries that were
+        load_library(_SOURCE.parent.name, _SOURCE)
+    except BuildError:
+        return _UNMEASURED
     file = _file(dtype)
     try:
         return Forms(**json.loads(file.read_text(encoding="utf-8")))

@@ -69,6 +69,18 @@ def test_a_cache_that_cannot_be_written(
     assert forms.forms(torch.float32) == FOUND
 
 
+def test_without_what_measures_them(
+    measured: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise build.BuildError("no compiler")
+
+    monkeypatch.setattr(forms, "load_library", fail)
+    assert not forms.forms(torch.float32).many_by_torch
+    assert forms.figures(torch.float32).startswith("forms not measured")
+    assert not measured
+
+
 def test_a_choice_shows_the_forms(measured: list[torch.dtype]) -> None:
     need = Need(device=torch.device("cpu"), dtype=torch.float32)
     assert select("linear", IMPLEMENTATIONS, need).measured == (
