@@ -124,7 +124,7 @@ def _taps(
     if bias is not None:
         b_bias = tl.load(bias + channel, mask=mask, other=0.0)
         return taps + (b_bias,)  # noqa: RUF005
-    return taps + (tl.zeros_like(taps[0]),)  # noqa: RUF005
+    return taps + (tl.zeros_like(taps[0]),)  # type: ignore[misc]  # noqa: RUF005
 
 
 @triton.jit
@@ -165,7 +165,7 @@ def _pieces(x: tl.tensor, HALVINGS: tl.constexpr) -> tl.tuple:
             b_even, b_odd = tl.split(tl.reshape(b_x, [b_x.shape[0] // 2, 2]))
             even = even + (b_even,)  # type: ignore[assignment]  # noqa: RUF005
             odd = odd + (b_odd,)  # type: ignore[assignment]  # noqa: RUF005
-        pieces = even + odd
+        pieces = even + odd  # type: ignore[assignment]
     return pieces
 
 
