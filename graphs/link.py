@@ -99,7 +99,7 @@ def try_halves(
     """
     layers = _Layers(work, ranks, dtype, device)
     trials: list[Trial] = []
-    num_tokens = min(_SMALLEST, max_tokens)
+    num_tokens = _SMALLEST
     while num_tokens <= max_tokens:
         x = torch.ones(num_tokens, work.elements, dtype=dtype, device=device)
         whole, halves = _fastest((layers.whole, layers.halves), x, ranks)

@@ -74,6 +74,7 @@ def auto_overlap() -> tuple[Trial, Work, Report]:
         fast.whole / 3 / (256 * 64 * 4)
     )  # a message as long as what is beside it
     [slow] = try_halves(heavy, model.ranks, **sizes)
+    assert try_halves(heavy, model.ranks, **{**sizes, "max_tokens": 255}) == ()
     group.seconds_per_byte = 0.0
     eager = th.Runner(model, max_seqs=1, max_tokens=64, kv_tokens=64, compile=False)
     work = Work.of(lambda: eager.extend(eager.new_sequences(1), [[1] * 64]), 64)
