@@ -23,7 +23,7 @@ from torch_hybrid.ranks import Ranks
 # Halves must take less than so much of a whole step's time: attention and small kernels, for which
 # products stand here, lose more by being cut.
 PAYS_BELOW = 0.9
-_SMALLEST = 256  # tokens; below, halves lose over any link
+SMALLEST = 256  # tokens; below, halves lose over any link
 _STAGES = 3  # sums of a measured run
 _ROUNDS = 5  # of which the fastest counts
 _LONGEST = 0.5  # seconds of a run from which larger ones are not tried
@@ -99,7 +99,7 @@ def try_halves(
     """
     layers = _Layers(work, ranks, dtype, device)
     trials: list[Trial] = []
-    num_tokens = _SMALLEST
+    num_tokens = SMALLEST
     while num_tokens <= max_tokens:
         x = torch.ones(num_tokens, work.elements, dtype=dtype, device=device)
         whole, halves = _fastest((layers.whole, layers.halves), x, ranks)

@@ -24,7 +24,7 @@ from torch_hybrid.graphs.capture_policy import CapturePolicy, CudaGraphs
 from torch_hybrid.graphs.check_extend import check_extend, token_lists
 from torch_hybrid.graphs.execution import Execution
 from torch_hybrid.graphs.launch import LastTokens, Launched
-from torch_hybrid.graphs.link import Trial, Work, policy_of, try_halves
+from torch_hybrid.graphs.link import SMALLEST, Trial, Work, policy_of, try_halves
 from torch_hybrid.graphs.model_choices import choose, passes_for
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
 from torch_hybrid.graphs.planner import Logits, StepPlanner
@@ -44,7 +44,6 @@ from torch_hybrid.specs import LayerTable
 from torch_hybrid.toolchain import check_toolchain
 
 ResultT = TypeVar("ResultT")
-_COUNTED_TOKENS = 256  # of the step by which "auto" overlap learns what a token costs
 
 
 class Runner:
@@ -446,19 +445,18 @@ class Runner:
     def _measure_overlap(self, backends: Backends | None) -> OverlapPolicy:
         """What overlap "auto" stands for: where halves pay over the link of these ranks."""
         ranks = self.model.ranks
-        if ranks is None or ranks.size == 1 or not self.prefill:
+        if ranks is None or ranks.size == 1 or not self.prefill or self.max_tokens < SMALLEST:
             return NEVER_CUT
-        count = min(self.max_tokens, _COUNTED_TOKENS)
         eager = Runner(
             self.model,
             max_seqs=1,
-            max_tokens=count,
-            kv_tokens=-(-count // self.page_size) * self.page_size,
+            max_tokens=SMALLEST,
+            kv_tokens=SMALLEST,
             page_size=self.page_size,
             compile=False,
             backends=backends,
         )
-        work = Work.of(lambda: eager.extend(eager.new_sequences(1), [[0] * count]), count)
+        work = Work.of(lambda: eager.extend(eager.new_sequences(1), [[0] * SMALLEST]), SMALLEST)
         self._overlap_trials = try_halves(
             work,
             ranks,
