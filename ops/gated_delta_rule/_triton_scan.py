@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
+from torch_hybrid.ops.triton.delta_rule import scan_rows
+from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
     cut,
     cut_rows,
@@ -55,17 +56,10 @@ def scan(
     num_tokens, num_v_heads, head_dim_v = v.shape
     num_seqs = state_indices.shape[0]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    # 16 rows for each warp's products, or as many as registers hold.
-    wide = is_hopper(v.device) and head_dim_k <= 128 and v.dtype != torch.float32
-    block_v = max(16, min(64 if wide else 16, triton.next_power_of_2(head_dim_v)))
-    num_warps = 8 if v.dtype == torch.float32 else 4
-    num_stages = 3 if is_hopper(v.device) and head_dim_k <= 128 else 2
-    programs = triton.cdiv(head_dim_v, block_v) * num_v_heads * num_seqs
-    if block_v == 64 < head_dim_v and programs > 4 * PROCESSORS and solve.shape[2] == 2:
-        # More than run at once: two times four warps share what they read. Many more, since most
-        # sequences of a captured step may be empty. Of eight, this takes 177 us instead of 209,
-        # and of one with as many tokens 622 instead of 349.
-        block_v, num_warps, num_stages = 128, 8, 2
+    hopper = is_hopper(v.device) and head_dim_k <= 128
+    block_v, num_warps = scan_rows(
+        v, num_v_heads * num_seqs, hopper=hopper, num_pieces=solve.shape[2]
+    )
     _scan_kernel[(triton.cdiv(head_dim_v, block_v) * num_v_heads * num_seqs,)](
         q,
         keys,
@@ -95,7 +89,7 @@ def scan(
         BLOCK_K=max(16, triton.next_power_of_2(head_dim_k)),
         BLOCK_V=block_v,
         num_warps=num_warps,
-        num_stages=num_stages,
+        num_stages=3 if hopper and block_v <= 64 else 2,
         enable_fp_fusion=True,
     )
     return out

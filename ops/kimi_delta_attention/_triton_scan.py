@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
+from torch_hybrid.ops.triton.delta_rule import scan_rows
+from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
     cut_rows,
     load_pieces,
@@ -56,16 +57,8 @@ def scan(
     num_tokens, num_pieces, num_heads, head_dim_k = prepared.reads.shape
     head_dim_v, num_seqs = v.shape[-1], state_indices.shape[0]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    # 16 rows for each warp's products, or as many as registers hold.
-    wide = is_hopper(v.device) and v.dtype != torch.float32
-    block_v = max(16, min(64 if wide else 16, triton.next_power_of_2(head_dim_v)))
-    num_warps = 8 if v.dtype == torch.float32 else 4
-    programs = triton.cdiv(head_dim_v, block_v) * num_heads * num_seqs
-    if block_v == 64 < head_dim_v and programs > 4 * PROCESSORS and num_pieces == 2:
-        # More than run at once: two times four warps share what they read. Many more, since most
-        # sequences of a captured step may be empty. Of eight, this takes 208 us instead of 263,
-        # and of one with as many tokens 783 instead of 485.
-        block_v, num_warps = 128, 8
+    hopper = is_hopper(v.device)
+    block_v, num_warps = scan_rows(v, num_heads * num_seqs, hopper=hopper, num_pieces=num_pieces)
     _scan_kernel[(triton.cdiv(head_dim_v, block_v) * num_heads * num_seqs,)](
         prepared.queries,
         prepared.reads,
@@ -92,7 +85,7 @@ def scan(
         BLOCK_K=max(16, triton.next_power_of_2(head_dim_k)),
         BLOCK_V=block_v,
         num_warps=num_warps,
-        num_stages=3 if is_hopper(v.device) else 2,
+        num_stages=3 if hopper else 2,
         enable_fp_fusion=True,
     )
     return out
