@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar, Protocol, runtime_checkable
 
 from torch_hybrid.backends.measured import fastest
@@ -50,14 +51,19 @@ class Backends:
 class Choice:
     """What was chosen for one op, and why the others were not.
 
-    ``measured`` has the figures that decided, or those by which the implementation goes on this
-    machine; without any, the order of implementations did.
+    ``figures`` says which decided, or by which the implementation goes on this machine: these are
+    measured when somebody asks.
     """
 
     op: str
     impl: str
-    measured: str = ""
+    figures: Callable[[], str] = field(default=str, compare=False, repr=False)
     refused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def measured(self) -> str:
+        """The figures; "" where the order of implementations decided."""
+        return self.figures()
 
 
 @runtime_checkable
@@ -120,5 +126,5 @@ def select(
     chosen, why = (best.impl, "is faster") if best else (able[0], "comes first")
     others = {name: refused.get(name, (f"{chosen} {why}",)) for name in implementations}
     del others[chosen]
-    figures = str(best or implementations[chosen].figures_of(wanted[0].dtype))
-    return Choice(op=op, impl=chosen, measured=figures, refused=others)
+    figures = partial(implementations[chosen].figures_of, wanted[0].dtype)
+    return Choice(op=op, impl=chosen, figures=best.__str__ if best else figures, refused=others)
