@@ -19,19 +19,21 @@ SECONDS = 0.1
 COUNT = 1000
 
 
-def two_sums() -> tuple[list[float], list[Message]]:
-    """Two sums under way at once, and work beside them."""
+def two_sums() -> tuple[list[float], list[Message], float]:
+    """Two sums under way at once, work beside them, and how long that took."""
     group = linked_group()
     group.seconds_per_byte = SECONDS / (4 * COUNT)
     ops = torch.ops._c10d_functional
     x = torch.full((COUNT,), dist.get_rank() + 1.0)
+    begin = time.perf_counter()
     started = [ops.all_reduce(x * factor, "sum", group.group_name) for factor in (1, 2)]
     time.sleep(SECONDS)
-    return [ops.wait_tensor(total)[0].item() for total in started], group.messages
+    beside = time.perf_counter() - begin
+    return [ops.wait_tensor(total)[0].item() for total in started], group.messages, beside
 
 
 def test_one_message_after_another():
-    for totals, messages in results(run_ranks(two_sums, 2)):
+    for totals, messages, beside in results(run_ranks(two_sums, 2)):
         assert totals == [3.0, 6.0]
         first, second = messages
         assert first.num_bytes == 4 * COUNT
@@ -41,7 +43,9 @@ def test_one_message_after_another():
         # The first came beside the work, the second half so: what was waited is what is not hidden.
         waited = (first.waited + second.waited) / (first.in_flight + second.in_flight)
         assert hidden_share(messages) == pytest.approx(1 - waited)
-        assert 0.3 < hidden_share(messages) < 0.75
+        # On a busy machine it is more: work, and getting from one wait to the next, take longer.
+        between = second.wait_start - first.wait_end
+        assert 0.3 < hidden_share(messages) <= (beside + between + SECONDS) / (3 * SECONDS) + 0.05
 
 
 def same_bits(experts: str) -> tuple[bool, set[str]]:
