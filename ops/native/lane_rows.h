@@ -172,14 +172,17 @@ class LaneProduct {
   // sums_[n][lane] for `rows` rows of W and `count` vectors of x.
   void sum(const LaneRows<T>& x, int v, int count, const T* W, int64_t ldw, int rows) {
     if (x.units() == 0) std::fill_n(sums_.data(), rows * LDC, 0.0f);
+    // Rows of W are read as they lie where they are rows of units.
+    const bool in_units = Units<T>::SIZE * sizeof(T) == sizeof(float) && ldw % Units<T>::SIZE == 0;
     for (int64_t k = 0; k < x.units(); k += DEPTH) {
       const int64_t units = std::min(DEPTH, x.units() - k);
       const T* from = W + k * Units<T>::SIZE;
       const bool whole = (k + units) * Units<T>::SIZE <= x.depth();
       for (int n = 0; n < rows; n += ROWS, from += ROWS * ldw) {
         float* C = sums_.data() + n * LDC;
-        if (sizeof(T) == sizeof(float) && whole && n + ROWS <= rows) {
-          tiles(x, v, count, k, units, reinterpret_cast<const float*>(from), ldw, from, ldw, C);
+        if (in_units && whole && n + ROWS <= rows) {
+          tiles(x, v, count, k, units, reinterpret_cast<const float*>(from),
+                ldw / Units<T>::SIZE, from, ldw, C);
         } else {
           copy(from, ldw, std::min(ROWS, rows - n), x.depth() - k * Units<T>::SIZE, units);
           tiles(x, v, count, k, units, panel_.data(), PANEL_STRIDE, from, ldw, C);
@@ -217,12 +220,10 @@ class LaneProduct {
                        int64_t vector_stride, int64_t units, float* C, bool add,
                        detail::NextRows<T> ahead) {
     using namespace detail;
-    if constexpr (AMX) {
-      for (int r = 0; r < ahead.rows; ++r)
-        for (int64_t k = 0; k < units; k += LANES)
-          __builtin_prefetch(ahead.first + r * ahead.ldw + k * Units<T>::SIZE, 0, 2);
-      return multiply_amx(rows, stride, x, vector_stride, vectors, units, C, LDC, add);
-    }
+    if constexpr (AMX)
+      return multiply_amx(rows, stride, x, vector_stride, vectors, units, C, LDC, add,
+                          AmxAhead{reinterpret_cast<const char*>(ahead.first),
+                                   ahead.ldw * int64_t(sizeof(T)), ahead.rows});
     if constexpr (LANE_TILE_VECTORS == 3) {
       if (vectors == 3)
         return multiply_lanes<T, 3>(rows, stride, x, vector_stride, units, C, LDC, add, ahead);
