@@ -13,7 +13,7 @@ from torch_hybrid.ops.native.call import kernel
 from torch_hybrid.ops.native.forms import forms
 
 # Past it, torch's product of one weight after the other may be faster: see ``native/forms.py``.
-MAX_ROWS = 64
+MAX_ROWS = 128
 # oneDNN's product of bf16 in tiles of AMX reads past the end of rows of another depth, into what
 # lies beside them: NaN there becomes NaN in the result (torch 2.13).
 _TILE_DEPTH = 32
