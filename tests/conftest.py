@@ -26,6 +26,9 @@ import torch
 from tests.ops.triton_interpreter import INTERPRETED
 from torch_hybrid.ops.triton.devices import interpreted
 
+# By default everything is looked at for garbage again and again: a tenth of the time of imports,
+# of collecting and of traces. ``small_heap`` looks once for each file.
+gc.set_threshold(50_000, 20, 100)
 # Two at least where there is one process: kernels cut their work by threads.
 num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(2 if num_processes == 1 else max(1, (os.cpu_count() or 2) // num_processes))
