@@ -2,8 +2,6 @@
 
 import gc
 import os
-import tempfile
-from pathlib import Path
 
 # Read when torch's thread pool and transformers are first loaded: before any other import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -11,13 +9,6 @@ os.environ.setdefault("TORCH_WARM_POOL", "0")  # of processes for Triton kernels
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-    # Processes that compile the same code into one cache may load what another has half written.
-    shared = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor")
-    # A process that a worker starts, and that reads this again, has its worker's cache already.
-    if Path(shared).name != worker:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(shared, worker))
-
 
 import hypothesis
 import pytest
