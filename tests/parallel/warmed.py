@@ -13,14 +13,17 @@ import torch
 import torch._inductor.config
 from torch import hub
 
+from torch_hybrid.toolchain import missing_tools
+
 # A process is forked safely while it has one thread: kernels and the compiler start none here, and
 # progress bars none that watches them.
 hub.tqdm.monitor_interval = 0
 num_threads = torch.get_num_threads()
 torch.set_num_threads(1)
-with torch._inductor.config.patch(compile_threads=1):
-    torch.compile(torch.nn.functional.silu, fullgraph=True)(torch.ones(3))
-torch._dynamo.reset()
+if not missing_tools(torch.device("cpu")):
+    with torch._inductor.config.patch(compile_threads=1):
+        torch.compile(torch.nn.functional.silu, fullgraph=True)(torch.ones(3))
+    torch._dynamo.reset()
 torch.set_num_threads(num_threads)
 gc.collect()
 gc.freeze()  # no fork looks at it again
