@@ -2,8 +2,6 @@
 
 import gc
 import os
-import tempfile
-from pathlib import Path
 
 # Read when torch's thread pool and transformers are first loaded: before any other import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -11,13 +9,6 @@ os.environ.setdefault("TORCH_WARM_POOL", "0")  # of processes for Triton kernels
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-    # Processes that compile the same code into one cache may load what another has half written.
-    shared = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor")
-    # A process that a worker starts, and that reads this again, has its worker's cache already.
-    if Path(shared).name != worker:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(shared, worker))
-
 
 import hypothesis
 import pytest
@@ -26,6 +17,9 @@ import torch
 from tests.ops.triton_interpreter import INTERPRETED
 from torch_hybrid.ops.triton.devices import interpreted
 
+# By default everything is looked at for garbage again and again: a tenth of the time of imports,
+# of collecting and of traces. ``small_heap`` looks once for each file.
+gc.set_threshold(50_000, 20, 100)
 # Two at least where there is one process: kernels cut their work by threads.
 num_processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 torch.set_num_threads(2 if num_processes == 1 else max(1, (os.cpu_count() or 2) // num_processes))

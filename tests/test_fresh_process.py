@@ -1,4 +1,7 @@
-"""What only shows in a new process: imports that must not be needed, and the very first call."""
+"""What only shows in a new process: imports that must not be needed, nor happen.
+
+A compile that is the very first call of a process is in ``tests/test_examples.py``.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,6 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 OPTIONAL = ("triton", "flashinfer", "transformers", "numpy", "safetensors", "rich", "click")
@@ -69,23 +70,3 @@ def test_import_loads_no_optional_package_compiles_no_kernel_and_starts_no_compi
         print("torch._inductor.compile_fx" in sys.modules)
     """
     assert run(code).splitlines() == ["[]", "False"]
-
-
-@pytest.mark.slow
-def test_a_strict_compile_as_the_very_first_call():
-    """Dynamo's part, which is what recompiles; of Inductor's, ``examples/write_a_pass.py`` is the
-    first call of a process."""
-    code = """
-        import torch
-        torch._dynamo.config.error_on_recompile = True
-        import torch_hybrid as th
-        from tests.graphs.as_traced import run_as_traced
-        from tests.tiny_models import make_hybrid
-        runner = th.Runner(make_hybrid(), max_seqs=2, max_tokens=64, kv_tokens=64)
-        [seq] = runner.new_sequences(1)
-        with run_as_traced():
-            logits = runner.extend([seq], [[1, 2, 3]])
-        report = runner.report()
-        print(list(logits.shape), report.compiles, report.recompiles, report.graph_breaks)
-    """
-    assert run(code).splitlines()[-1] == "[1, 199] 1 0 0"

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Children are forked from a process that has imported all of it, and has started no thread.
+# Children are forked from a process that has imported all of it, has compiled once, and has started
+# no thread.
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
     [
@@ -25,6 +26,7 @@ FORKSERVER.set_forkserver_preload(
         "torch._dynamo",
         "torch._inductor.compile_fx",
         "transformers.models.qwen3_next.modeling_qwen3_next",
+        "tests.parallel.warmed",
     ]
 )
 
