@@ -91,7 +91,7 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     inputs = gdn_step.make_inputs(step, dtype)
     op = gated_delta_step.gated_delta_step
     yield op.__name__, partial(run, op, inputs.args(), inputs.options())
-    long = ssd.Case(lengths=(70, 0, 33), num_groups=1, num_heads=1, num_padding_tokens=2)
+    long = ssd.Case(lengths=(150, 0, 33), num_groups=1, num_heads=1, num_padding_tokens=2)
     inputs = ssd.make_inputs(long, dtype)
     options = inputs.options() | {"chunk_size": 16}
     yield "chunk_ssd in segments", partial(run, ssd_ops.chunk_ssd, inputs.args(), options)
@@ -220,8 +220,8 @@ def forced(*, dry: bool) -> ExitStack:
     return stack
 
 
-def _segment(num_tokens: int, *_: int) -> int:
-    return 32 if num_tokens > 100 else 0
+def _segment(num_tokens: int, _: int, chunk: int) -> int:
+    return chunk if num_tokens > 100 else 0
 
 
 def calls() -> Iterator[tuple[str, Call]]:
