@@ -1,12 +1,13 @@
 """Writes the table of a device: which implementation of an op was measured to be the fastest.
 
     python -m benchmarks.gpu --json gpu.json
-    python -m benchmarks.gpu.choose gpu.json [--folder torch_hybrid/backends/tables]
+    python -m benchmarks.gpu.choose gpu.json [MORE.json ...] [--folder torch_hybrid/backends/tables]
 
-A row is an op at one class of shapes, as runners choose: the sizes of a layer and the features that
-a step needs. Its figures are geometric means over the lengths that were measured, of the
-implementations that have a figure at every one of them. Where fewer than two have, there is nothing
-to choose, and no row.
+Several runs are of the parts that were run apart (``benchmarks.gpu --parts``), of one device and
+the same versions; a case of two runs counts as the later says. A row is an op at one class of
+shapes, as runners choose: the sizes of a layer and the features that a step needs. Its figures are
+geometric means over the lengths that were measured, of the implementations that have a figure at
+every one of them. Where fewer than two have, there is nothing to choose, and no row.
 """
 
 from __future__ import annotations
@@ -47,14 +48,27 @@ def _means(cells: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, float]
     return {name: round(us, 2) for name, us in sorted(means.items(), key=lambda item: item[1])}
 
 
-def write(run: Mapping[str, Any], folder: Path) -> str:
-    """Write the table of a run's device; what was written, or why nothing was."""
-    table = rows(run["ops"])
-    device = run["on"]["device"]
+def together(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The lines of several runs.
+
+    Raises:
+        ValueError: they are of several devices or versions.
+    """
+    for name in ("device", *VERSIONS):
+        if len(found := {run["on"][name] for run in runs}) > 1:
+            raise ValueError(f"runs must be of one {name}, got {sorted(found)}")
+    lines = [line for run in runs for line in run["ops"]]
+    return list({(line["op"], line["model"], line["shape"]): line for line in lines}.values())
+
+
+def write(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
+    """Write the table of the runs' device; what was written, or why nothing was."""
+    table, on = rows(together(runs)), runs[0]["on"]
+    device = on["device"]
     if not table:
         return f"{device}: no op was measured with two implementations: no table"
     file = folder / measured.table_of(device).name
-    versions = {name: run["on"][name] for name in VERSIONS}
+    versions = {name: on[name] for name in VERSIONS}
     content = {"device": device, "versions": versions, "rows": table}
     folder.mkdir(exist_ok=True)
     file.write_text(json.dumps(content, indent=1) + "\n")
@@ -64,10 +78,10 @@ def write(run: Mapping[str, Any], folder: Path) -> str:
 def main() -> None:
     """Write it, and show it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("run", type=Path, help="what benchmarks.gpu wrote with --json")
+    parser.add_argument("runs", nargs="+", type=Path, help="what benchmarks.gpu wrote with --json")
     parser.add_argument("--folder", type=Path, default=measured.TABLES)
     options = parser.parse_args()
-    print(write(json.loads(options.run.read_text()), options.folder))
+    print(write([json.loads(run.read_text()) for run in options.runs], options.folder))
 
 
 if __name__ == "__main__":
