@@ -109,8 +109,9 @@ def _row(op: str, need: Need) -> Row | None:
 
 
 def device_name(device: torch.device) -> str:
-    """What a GPU calls itself; "" for a CPU, of which there are no tables."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    """What a GPU calls itself; "" for a CPU, of which there are no tables, or a GPU elsewhere."""
+    is_here = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_name(device) if is_here else ""
 
 
 def table_of(device: str) -> Path:

@@ -123,7 +123,8 @@ def select(
         else:
             able.append(name)
     if not able:
-        listed = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in refused.items())
+        asked_first = sorted(refused, key=lambda name: name != preferred)
+        listed = "\n".join(f"  {name}: {'; '.join(refused[name])}" for name in asked_first)
         raise UnsupportedError(f"no implementation of {op} can serve:\n{listed}")
     best = fastest(op, wanted, able) if preferred == "auto" else None
     chosen = best.impl if best else able[0]
