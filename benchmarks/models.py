@@ -254,6 +254,7 @@ def fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
     elif name.endswith("dt_bias"):
         weight.uniform_(-7, -2, generator=generator)
     elif "norm" in name:
-        weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
+        noise = torch.randn(weight.shape, generator=generator, device=generator.device)
+        weight.add_(noise, alpha=0.1)
     else:
         weight.normal_(std=weight.shape[-1] ** -0.5, generator=generator)

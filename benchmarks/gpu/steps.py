@@ -16,7 +16,8 @@ from benchmarks.floor import step_bytes, step_flops
 from benchmarks.gpu.clock import Rates
 from benchmarks.mixers import Row
 from benchmarks.models import fill
-from torch_hybrid import Engine, HybridModel, Runner, Sampling, adapt
+from torch_hybrid import Backends, Engine, HybridModel, Runner, Sampling, adapt
+from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing
 
 NUM_LAYERS = 8
 CONFIG = {
@@ -43,6 +44,12 @@ DECODES = (1, 8, 32, 128)  # sequences
 PREFILLS = ((1, 2048), (1, 8192), (8, 1024))  # prompts, tokens of each
 MAX_TOKENS = 8192
 ROUNDS = 15
+
+# Who computes the steps of a part; FlashInfer all that it has for this model's layers.
+PARTS = {
+    "steps": Backends(),
+    "flashinfer_steps": Backends(full="flashinfer", ops={"chunk_gated_delta_rule": "flashinfer"}),
+}
 
 # Groups of kernels by what their names contain; the first that fits counts.
 GROUPS = (
@@ -96,7 +103,14 @@ def make_model(device: str = "cuda", **sizes: int) -> HybridModel:
     return adapt(hf_model.eval().requires_grad_(False))
 
 
-def measure_steps(rates: Rates) -> Iterator[Step]:
+def why_not(part: str) -> str | None:
+    """Why a part cannot run here, or None when it can."""
+    if part == "steps":
+        return None
+    return flashinfer_missing(capabilities=HOPPER, cutlass_dsl=True)()
+
+
+def measure_steps(rates: Rates, part: str = "steps") -> Iterator[Step]:
     """Captured steps of a warm runner, as a user calls it: from lists of tokens to logits."""
     model = make_model()
     runner = Runner(
@@ -106,9 +120,12 @@ def measure_steps(rates: Rates) -> Iterator[Step]:
         max_tokens=MAX_TOKENS,
         kv_tokens=2 * DECODES[-1] * (CONTEXT + ROOM) + MAX_TOKENS,
         cuda_graphs="on",
+        backends=PARTS[part],
     )
     runner.warm_up()
-    for name, rows, run in _runs(runner):
+    suffix = "" if part == "steps" else f", {part.removesuffix('_steps')}"
+    for kind, rows, run in _runs(runner):
+        name = kind + suffix
         floor = rates.floor(step_bytes(model, rows), step_flops(model, rows))
         step = _measure(name, floor / 1e3, run)
         yield replace(step, engine_ms=_engine_ms(runner, rows))
