@@ -31,11 +31,21 @@ OVERRUN = """\
 launched: gated_delta_rule scan
 ========= ERROR SUMMARY: 2 errors
 """
-RACE = """\
-========= Error: Race reported between Write access at _long_kernel+0x2b0
-=========     and Read access at _long_kernel+0x4f0 [64 hazards]
-========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
+HAZARD = """\
+========= Error: Potential WAW hazard detected at __shared__ 0x418 in block (1,0,0) :
+=========     Write Thread ({first},0,0) at {kernel}+0x1600 in delta_recurrent.py:148
+=========     Write Thread ({second},0,0) at {kernel}+{offset} in delta_recurrent.py:148
+=========     Current Value : 236, Incoming Value : 237
+=========
+=========     Saved host backtrace up to driver entry point at kernel launch time
+========= RACECHECK SUMMARY: 1 hazards displayed (1 errors, 0 warnings)
 """
+LANES = HAZARD.format(first=15, second=16, kernel="_recurrent_kernel", offset="0x1600")
+WARPS = HAZARD.format(first=31, second=32, kernel="_recurrent_kernel", offset="0x1600")
+STORES = HAZARD.format(first=15, second=16, kernel="_recurrent_kernel", offset="0x1700")
+GLUON = HAZARD.format(first=31, second=32, kernel="_hopper_down_kernel", offset="0x1700")
+READS = STORES.replace("Write Thread (15", "Read Thread (15").replace("WAW", "RAW")
+SAID = "tool 0/2: 1 x Error: Potential {} hazard detected at __shared__ .. in block .. : in {}"
 
 
 def part(log: str, status: int = 0) -> Part:
@@ -50,16 +60,17 @@ def part(log: str, status: int = 0) -> Part:
             part(OVERRUN, FOUND),
             ["tool 0/2: 2 x Invalid __global__ write of size 4 bytes in _scan_kernel"],
         ),
-        (
-            part(RACE, FOUND),
-            ["tool 0/2: 1 x Error: Race reported between Write access at _long_kernel+.."
-             " in _long_kernel"],
-        ),
+        (part(LANES, FOUND), []),
+        (part(GLUON, FOUND), []),
+        (part(WARPS, FOUND), [SAID.format("WAW", "_recurrent_kernel")]),
+        (part(STORES, FOUND), [SAID.format("WAW", "_recurrent_kernel")]),
+        (part(READS + LANES, FOUND), [SAID.format("RAW", "_recurrent_kernel")]),
         (part(CLEAN, NO_RESULT), ["tool 0/2: not done in time, after '2 kernels launched'"]),
         (part("No module named torch", 1), ["tool 0/2: exit status 1: 'No module named torch'"]),
         (part("", FOUND), ["tool 0/2: exit status 9: ''"]),
     ],
-    ids=["clean", "overrun", "race", "late", "broken", "found and not read"],
+    ids=["clean", "overrun", "lanes of a store", "Gluon", "warps", "two stores", "a read", "late",
+         "broken", "found and not read"],
 )  # fmt: skip
 def test_what_is_wrong_has_a_line(made: Part, wrong: list[str]) -> None:
     assert made.wrong() == wrong
