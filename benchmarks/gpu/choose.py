@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.report import NOT_INSTALLED
 from torch_hybrid.backends import measured
 
 VERSIONS = ("torch", "triton", "flashinfer-python")
@@ -49,26 +50,30 @@ def _means(cells: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, float]
 
 
 def together(runs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines of several runs.
-
-    Raises:
-        ValueError: they are of several devices or versions.
-    """
-    for name in ("device", *VERSIONS):
-        if len(found := {run["on"][name] for run in runs}) > 1:
-            raise ValueError(f"runs must be of one {name}, got {sorted(found)}")
+    """The lines of several runs."""
     lines = [line for run in runs for line in run["ops"]]
     return list({(line["op"], line["model"], line["shape"]): line for line in lines}.values())
 
 
+def the_one(name: str, runs: Sequence[Mapping[str, Any]]) -> str:
+    """The device of several runs, or the version of what was installed in all that had it.
+
+    Raises:
+        ValueError: there are several.
+    """
+    found = {run["on"][name] for run in runs}
+    if len(installed := found - {NOT_INSTALLED}) > 1:
+        raise ValueError(f"runs must be of one {name}, got {sorted(installed)}")
+    return (installed or found).pop()
+
+
 def write(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
     """Write the table of the runs' device; what was written, or why nothing was."""
-    table, on = rows(together(runs)), runs[0]["on"]
-    device = on["device"]
+    device, versions = the_one("device", runs), {name: the_one(name, runs) for name in VERSIONS}
+    table = rows(together(runs))
     if not table:
         return f"{device}: no op was measured with two implementations: no table"
     file = folder / measured.table_of(device).name
-    versions = {name: on[name] for name in VERSIONS}
     content = {"device": device, "versions": versions, "rows": table}
     folder.mkdir(exist_ok=True)
     file.write_text(json.dumps(content, indent=1) + "\n")

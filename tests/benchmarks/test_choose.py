@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 from benchmarks.gpu import choose
 from benchmarks.gpu.__main__ import OPS
 from benchmarks.gpu.case import Case, Cell, Line
+from benchmarks.gpu.report import NOT_INSTALLED
 from torch_hybrid.backends import latent_attention, measured, paged_attention, recurrent
 from torch_hybrid.backends.mode import MODES, Mode
 from torch_hybrid.backends.select import Choice
@@ -87,8 +88,11 @@ def test_means_of_those_that_were_measured_everywhere(tables: Path) -> None:
 
 def test_parts_that_were_run_apart_are_one_table(tables: Path) -> None:
     first = run(line("a", triton=1.0, cudnn=2.0), line("b", triton=9.0, cudnn=3.0))
-    again = run(line("b", triton=1.0, cudnn=3.0), line("c", triton=1.0, cudnn=4.0))
-    choose.write([first, again], tables)
+    lines = line("b", triton=1.0, cudnn=3.0), line("c", triton=1.0, cudnn=4.0)
+    again = run(*lines, **{"flashinfer-python": NOT_INSTALLED})
+    choose.write([again, first, again], tables)
+    content = json.loads(measured.table_of(DEVICE).read_text())
+    assert content["versions"]["flashinfer-python"] == "1.0"  # of who had it
     assert {row.op: row.us for row in measured.table(DEVICE)} == {
         "a": {"triton": 1.0, "cudnn": 2.0},
         "b": {"triton": 1.0, "cudnn": 3.0},
