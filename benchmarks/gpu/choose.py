@@ -29,16 +29,37 @@ DTYPE = "bfloat16"  # of all that benchmarks.gpu measures
 
 def rows(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The table's rows, of the lines of a run."""
+    found = []
+    for choice, members in _classes(lines):
+        us = _means([line["own"] for line in members])
+        if len(us) > 1:
+            found.append({"dtype": DTYPE, **choice, "us": us})
+    return found
+
+
+def costs(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Where a row's one answer for all lengths is not the fastest at a length, beyond noise."""
+    found = []
+    for choice, members in _classes(lines):
+        us = _means([line["own"] for line in members])
+        for line in members if len(us) > 1 else ():
+            here = {name: line["own"][name]["us"] for name in us}
+            first, best = next(iter(us)), min(here, key=here.__getitem__)
+            if here[first] > measured.AS_FAST * here[best]:
+                found.append(f"{choice['op']} {line['model']} {line['shape']}: {first} takes "
+                             f"{here[first]:.1f} us, {best} {here[best]:.1f}")  # fmt: skip
+    return found
+
+
+def _classes(
+    lines: Sequence[Mapping[str, Any]],
+) -> list[tuple[dict[str, Any], list[Mapping[str, Any]]]]:
+    """Each choice that runners make, and the lines that were measured of it."""
     classes: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for line in lines:
         if line["choice"] is not None:
             classes[json.dumps(line["choice"], sort_keys=True)].append(line)
-    found = []
-    for key, members in sorted(classes.items()):
-        us = _means([line["own"] for line in members])
-        if len(us) > 1:
-            found.append({"dtype": DTYPE, **json.loads(key), "us": us})
-    return found
+    return [(json.loads(key), members) for key, members in sorted(classes.items())]
 
 
 def _means(cells: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, float]:
@@ -70,14 +91,16 @@ def the_one(name: str, runs: Sequence[Mapping[str, Any]]) -> str:
 def write(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
     """Write the table of the runs' device; what was written, or why nothing was."""
     device, versions = the_one("device", runs), {name: the_one(name, runs) for name in VERSIONS}
-    table = rows(together(runs))
+    lines = together(runs)
+    table = rows(lines)
     if not table:
         return f"{device}: no op was measured with two implementations: no table"
     file = folder / measured.table_of(device).name
     content = {"device": device, "versions": versions, "rows": table}
     folder.mkdir(exist_ok=True)
     file.write_text(json.dumps(content, indent=1) + "\n")
-    return "\n".join([str(file), *(f"{row['op']} {row['sizes']}: {row['us']}" for row in table)])
+    shown = (f"{row['op']} {row['sizes']}: {row['us']}" for row in table)
+    return "\n".join([str(file), *shown, *(f"but {cost}" for cost in costs(lines))])
 
 
 def main() -> None:

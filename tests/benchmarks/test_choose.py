@@ -75,14 +75,16 @@ def run(*lines: dict[str, object], **on: str) -> dict[str, object]:
 def test_means_of_those_that_were_measured_everywhere(tables: Path) -> None:
     lines = [
         line("attention", "1x1", triton=100.0, flashinfer=50.0, other=1.0),
-        line("attention", "1x2", triton=400.0, flashinfer=8.0, other=None),
+        line("attention", "1x2", triton=400.0, flashinfer=3.2, other=None),
+        line("attention", "1x3", triton=25.0, flashinfer=50.0, other=1.0),
         line("alone", triton=3.0, flashinfer=None),
         line("not chosen", triton=1.0, torch=2.0) | {"choice": None},
     ]
-    choose.write([run(*lines)], tables)
+    said = choose.write([run(*lines)], tables).splitlines()
+    assert said[2:] == ["but attention any 1x3: flashinfer takes 50.0 us, triton 25.0"]
     [row] = measured.table(DEVICE)
     assert (row.op, row.dtype, row.sizes) == ("attention", "bfloat16", {"head_dim": 128})
-    assert row.us == {"flashinfer": 20.0, "triton": 200.0}
+    assert row.us == {"flashinfer": 20.0, "triton": 100.0}
     assert list(row.us) == ["flashinfer", "triton"]
 
 
