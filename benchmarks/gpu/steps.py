@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,24 +138,27 @@ def _runs(runner: Runner) -> Iterator[tuple[str, list[Row], Callable[[], Tensor]
         name = f"prefill {count}x{length}"
         yield name, [Row(length, 0)] * count, _prefill(runner, count, length)
     seqs = runner.new_sequences(DECODES[-1])
+    prompts = _prompts(len(seqs), CONTEXT, runner.vocab_size)
     for first in range(0, len(seqs), 8):
-        some = seqs[first : first + 8]
-        runner.extend(some, [_prompt(CONTEXT)] * len(some))
+        some = slice(first, first + 8)
+        runner.extend(seqs[some], prompts[some])
     for count in DECODES:
-        chosen = seqs[:count]
+        chosen, tokens = seqs[:count], [prompt[:1] for prompt in prompts[:count]]
         rows = [Row(1, CONTEXT)] * count
-        yield f"decode {count}", rows, lambda chosen=chosen: runner.extend(
-            chosen, [[1]] * len(chosen)
-        )  # fmt: skip
+        yield f"decode {count}", rows, partial(runner.extend, chosen, tokens)
 
 
-def _prompt(length: int) -> list[int]:
-    return [7 * i % 251 for i in range(length)]
+def _prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Each of other tokens: sequences that are alike would all be sent to the same experts."""
+    rng = torch.Generator("cpu").manual_seed(count)
+    drawn = torch.randint(vocab_size, (count, length), generator=rng, device="cpu")
+    made: list[list[int]] = drawn.tolist()
+    return made
 
 
 def _prefill(runner: Runner, count: int, length: int) -> Callable[[], Tensor]:
     """One step of fresh prompts."""
-    prompts = [_prompt(length)] * count
+    prompts = _prompts(count, length, runner.vocab_size)
 
     def run() -> Tensor:
         seqs = runner.new_sequences(count)
@@ -170,17 +174,17 @@ def _engine_ms(runner: Runner, rows: Sequence[Row]) -> float | None:
     together into one."""
     with Engine(runner, eos_token_ids=[]) as engine:
         if rows[0].num_new == 1:
-            return _engine_decode_ms(engine, len(rows))
+            return _engine_decode_ms(engine, _prompts(len(rows), CONTEXT, runner.vocab_size))
         if sum(row.num_new for row in rows) < MAX_TOKENS:
             return None
-        prompts = [_prompt(row.num_new) for row in rows]
+        prompts = _prompts(len(rows), rows[0].num_new, runner.vocab_size)
         return min(_engine_prefill_ms(engine, prompts) for _ in range(3))
 
 
-def _engine_decode_ms(engine: Engine, num_requests: int) -> float:
-    for _ in range(num_requests):
-        engine.submit(_prompt(CONTEXT), Sampling(max_new_tokens=ROOM))
-    while len(engine.step()) < num_requests:  # prompts, and what decodes beside them
+def _engine_decode_ms(engine: Engine, prompts: Sequence[list[int]]) -> float:
+    for prompt in prompts:
+        engine.submit(prompt, Sampling(max_new_tokens=ROOM))
+    while len(engine.step()) < len(prompts):  # prompts, and what decodes beside them
         pass
     for _ in range(8):
         engine.step()
@@ -193,7 +197,7 @@ def _engine_decode_ms(engine: Engine, num_requests: int) -> float:
 def _engine_prefill_ms(engine: Engine, prompts: Sequence[list[int]]) -> float:
     """Each step is all of these prompts; a request ends with its first token."""
     num_steps = 6
-    for prompt in prompts * num_steps:
+    for prompt in [*prompts] * num_steps:
         engine.submit(prompt, Sampling(max_new_tokens=1))
     engine.step()  # starts two, and waits for one
     start = time.perf_counter()

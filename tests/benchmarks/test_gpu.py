@@ -255,6 +255,7 @@ def test_steps_are_those_that_their_floors_are_of(monkeypatch: pytest.MonkeyPatc
         assert logits.shape == (num_rows, 300), name
         assert logits.isfinite().all(), name
         assert len(rows) == num_rows
+        assert len(logits.unique(dim=0)) == num_rows  # alike, they would hit the same experts
 
 
 def test_an_engine_takes_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
