@@ -108,7 +108,8 @@ def why_not(part: str) -> str | None:
     """Why a part cannot run here, or None when it can."""
     if part == "steps":
         return None
-    return flashinfer_missing(capabilities=HOPPER, cutlass_dsl=True)()
+    kinds = (flashinfer_missing(capabilities=HOPPER, cutlass_dsl=dsl) for dsl in (False, True))
+    return next((reason for missing in kinds if (reason := missing())), None)
 
 
 def measure_steps(rates: Rates, part: str = "steps") -> Iterator[Step]:

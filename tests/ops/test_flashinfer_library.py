@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +29,7 @@ def why(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> str | Non
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(library, "triton_missing", lambda: None)
+    monkeypatch.setattr(library, "nvcc_missing", lambda: None)
     return library.flashinfer_missing(capabilities=library.HOPPER, cutlass_dsl=True)()
 
 
@@ -68,6 +71,24 @@ def test_other_devices_are_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     assert why(monkeypatch, NEEDED) == reason
+
+
+def test_a_kernel_that_cannot_be_built_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    nvcc = tmp_path / "bin" / "nvcc"
+    said = f"nvcc, which builds it, is not at {nvcc}, and flashinfer-jit-cache is not installed"
+    assert library.nvcc_missing() == said
+    nvcc.parent.mkdir()
+    nvcc.touch()
+    assert library.nvcc_missing() is None
+    monkeypatch.delenv("CUDA_HOME")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(library, "Path", lambda _: tmp_path / "no toolkit")
+    assert library.nvcc_missing() == said.replace(str(nvcc), "/usr/local/cuda/bin/nvcc")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: "installed")
+    assert library.nvcc_missing() is None
 
 
 SIZES = PoolSizes(
