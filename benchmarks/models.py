@@ -229,7 +229,12 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 def make_model(
-    family: str, dtype: torch.dtype = torch.float32, *, quick: bool = False, **sizes: Any
+    family: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    quick: bool = False,
+    device: str = "cpu",
+    **sizes: Any,
 ) -> Any:
     """A transformers model of a family, the same weights at every call.
 
@@ -237,10 +242,12 @@ def make_model(
         family: a name in FAMILIES.
         dtype: of the weights.
         quick: tiny sizes, to see that a benchmark runs.
+        device: where its weights are drawn; wide ones take minutes on a host.
         sizes: fields of the config that differ.
     """
-    generator = torch.Generator().manual_seed(0)
-    model = FAMILIES[family]((_TINY if quick else {}) | sizes)
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.device(device):
+        model = FAMILIES[family]((_TINY if quick else {}) | sizes)
     with torch.no_grad():
         for name, weight in model.named_parameters():
             fill(name, weight, generator)
@@ -254,6 +261,7 @@ def fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
     elif name.endswith("dt_bias"):
         weight.uniform_(-7, -2, generator=generator)
     elif "norm" in name:
-        weight.add_(torch.randn(weight.shape, generator=generator), alpha=0.1)
+        noise = torch.randn(weight.shape, generator=generator, device=generator.device)
+        weight.add_(noise, alpha=0.1)
     else:
         weight.normal_(std=weight.shape[-1] ** -0.5, generator=generator)

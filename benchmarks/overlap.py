@@ -186,7 +186,8 @@ def run_on_gpus(rank: int, store: str, args: argparse.Namespace) -> None:
         "num_hidden_layers": args.layers,
         "max_position_embeddings": 2 * max(args.tokens),
     }
-    model = th.shard(th.adapt(models.make_model("qwen3_next", torch.bfloat16, **sizes).cuda()))
+    made = models.make_model("qwen3_next", torch.bfloat16, device="cuda", **sizes)
+    model = th.shard(th.adapt(made))
     make = (
         partial(prefill_runner, model, max(args.tokens))
         if args.prefill_only

@@ -134,7 +134,7 @@ def main() -> None:
         "num_hidden_layers": options.layers,
         "max_position_embeddings": 2 * PREFILLS[-1],
     }
-    model = adapt(make_model(options.model, options.torch_dtype, **sizes).cuda())
+    model = adapt(make_model(options.model, options.torch_dtype, device="cuda", **sizes))
     found = {name: measure(model, choice) for name, choice in CONTESTANTS.items()}
     results = Results(
         title=title(options, "Two halves on one GPU"),

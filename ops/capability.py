@@ -92,12 +92,14 @@ class Implementation:
     alike, makes what the launcher wants beside the op's own arguments, on the host and before each
     step; see ``ops.planning``. The launcher is then given it as ``planned``. ``figures``, found
     alike, says for a dtype in which forms it runs on this machine, and what was measured of them.
+    ``by_name`` says why "auto" passes over it, however fast it is; "" where "auto" may take it.
     """
 
     capability: Capability
     launcher: str
     planner: str | None = None
     figures: str | None = None
+    by_name: str = ""
 
     def load(self) -> Callable[..., Any]:
         """Import the launcher (once) and return it."""

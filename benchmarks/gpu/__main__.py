@@ -9,7 +9,8 @@ bfloat16 product of 8192^3; both rates are measured first. Calls take turns on t
 so that the L2 cache holds none but the smallest, and are captured in a graph where they can be; the
 fastest replay counts. Every contestant's result is compared with that of implementation "torch" on
 the same tensors before it is timed. flash-linear-attention, FlashInfer and cuDNN take part where
-they are installed; a blank cell has its reason below the table. Exits with 1 if a part broke off,
+they are installed; a blank cell has its reason below the table. Parts may be run apart, on several
+GPUs: ``choose`` takes the figures of several runs. Exits with 1 if a part broke off,
 or none of our implementations has a figure in some line.
 """
 
@@ -31,7 +32,7 @@ from benchmarks.gpu import attention, delta_rules, latents, state_spaces, token_
 from benchmarks.gpu.case import Case, Line, measure
 from benchmarks.gpu.clock import Rates, measure_rates
 from benchmarks.gpu.report import as_json, op_table, step_table, surroundings
-from benchmarks.gpu.steps import Step, measure_steps
+from benchmarks.gpu.steps import PARTS, Step, measure_steps, why_not
 
 OPS: Mapping[str, Callable[[], Iterator[Case]]] = {
     "delta_rules": delta_rules.cases,
@@ -40,7 +41,6 @@ OPS: Mapping[str, Callable[[], Iterator[Case]]] = {
     "latents": latents.cases,
     "token_ops": token_ops.cases,
 }
-STEPS = "steps"
 
 
 def parse() -> argparse.Namespace:
@@ -49,7 +49,7 @@ def parse() -> argparse.Namespace:
         prog="python -m benchmarks.gpu", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--list", action="store_true", help="say what there is, and run nothing")
-    parser.add_argument("--parts", nargs="+", choices=[*OPS, STEPS], default=[*OPS, STEPS])
+    parser.add_argument("--parts", nargs="+", choices=[*OPS, *PARTS], default=[*OPS, *PARTS])
     parser.add_argument("--only", default="", help="cases whose name has this text in it")
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="contestants")
     parser.add_argument("--minutes", type=float, default=10.0, help="no case begins later")
@@ -93,16 +93,19 @@ def run(cases: Iterable[Case], rates: Rates, late: float, failures: list[str]) -
         yield line
 
 
-def run_steps(rates: Rates, failures: list[str]) -> list[Step]:
-    """All steps, or those before something broke."""
+def run_steps(part: str, rates: Rates, failures: list[str]) -> list[Step]:
+    """All steps of a part, or those before something broke; none where it cannot run, and why."""
     steps: list[Step] = []
+    if reason := why_not(part):
+        print(f"{part}: not run: {reason}\n", flush=True)
+        return steps
     try:
-        for step in measure_steps(rates):
+        for step in measure_steps(rates, part):
             print(f"{step.name}: {step.synchronised_ms:.2f} ms", flush=True)
             steps.append(step)
     # As above.
     except Exception as error:
-        failures.append(f"steps: {type(error).__name__}: {error}")
+        failures.append(f"{part}: {type(error).__name__}: {error}")
     gc.collect()
     torch.cuda.empty_cache()
     return steps
@@ -124,7 +127,8 @@ def main() -> None:
     with torch.no_grad():
         rates = measure_rates()
         print(f"{surroundings()}\n{rates}\n", flush=True)
-        steps = run_steps(rates, failures) if STEPS in options.parts else []
+        parts = [part for part in PARTS if part in options.parts]
+        steps = [step for part in parts for step in run_steps(part, rates, failures)]
         lines = list(run(cases, rates, begin + 60 * options.minutes, failures))
     tables = [step_table(steps)] * bool(steps) + [op_table(lines, rates)] * bool(lines)
     print(*("\n" + table.text() for table in tables), sep="\n")

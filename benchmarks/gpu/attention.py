@@ -246,7 +246,12 @@ def _case(
         own=own(IMPLEMENTATIONS, call, features=features),
         choice=Choice(
             op="paged_attention",
-            sizes={"head_dim": heads[2], "page_size": PAGE_SIZE},
+            sizes={
+                "num_q_heads": heads[0],
+                "num_kv_heads": heads[1],
+                "head_dim": heads[2],
+                "page_size": PAGE_SIZE,
+            },
             features=features,
         ),
         others=others,

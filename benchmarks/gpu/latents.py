@@ -25,7 +25,7 @@ from benchmarks.gpu.case import (
 )
 from tests.ops.step_lengths import step_lengths
 from torch_hybrid.ops.latent_attention import latent_attention
-from torch_hybrid.ops.latent_attention.op import IMPLEMENTATIONS
+from torch_hybrid.ops.latent_attention.op import EXTEND, IMPLEMENTATIONS
 from torch_hybrid.ops.planning import Planned, Planner
 from torch_hybrid.ops.ragged_attention import ragged_attention_with_lse
 from torch_hybrid.ops.ragged_attention.op import IMPLEMENTATIONS as RAGGED_IMPLEMENTATIONS
@@ -249,14 +249,20 @@ def cases() -> Iterator[Case]:
         (64, 32, 16384, 1),
         (128, 32, 16384, 1),
     ):
+        is_decode = num_new == 1
+        features = () if is_decode else tuple(EXTEND)
         yield Case(
-            op="MLA decode" if num_new == 1 else "MLA after a prefix",
+            op="MLA decode" if is_decode else "MLA after a prefix",
             model=f"{MODELS[num_heads]} {num_heads} heads",
             shape=f"{num_seqs}x{num_new} of {length}",
             make=partial(Latents.make, num_heads, num_seqs, length, num_new),
             reference=partial(call, impl="torch"),
-            own=own(IMPLEMENTATIONS, call),
-            choice=Choice(op="latent_attention", sizes={"rank": RANK, "rope_dim": ROPE}),
+            own=own(IMPLEMENTATIONS, call, features=features),
+            choice=Choice(
+                op="latent_attention",
+                sizes={"num_heads": num_heads, "rank": RANK, "rope_dim": ROPE},
+                features=features,
+            ),
             others={"flashinfer": _flashinfer_latents},
         )
     for num_heads, num_seqs, length in ((16, 1, 4096), (32, 1, 8192), (32, 4, 2048)):
@@ -268,7 +274,8 @@ def cases() -> Iterator[Case]:
             reference=partial(call_expanded, impl="torch"),
             own=own(RAGGED_IMPLEMENTATIONS, call_expanded),
             choice=Choice(
-                op="ragged_attention_with_lse", sizes={"head_dim": QK_DIM, "v_head_dim": V_DIM}
+                op="ragged_attention_with_lse",
+                sizes={"num_heads": num_heads, "head_dim": QK_DIM, "v_head_dim": V_DIM},
             ),
             others={"flashinfer": _flashinfer_expanded, "cudnn": _cudnn},
         )

@@ -19,6 +19,7 @@ from benchmarks.results import Results
 
 PACKAGES = ("torch", "triton", "flash-linear-attention", "fla-core", "flashinfer-python",
             "nvidia-cutlass-dsl", "transformers")  # fmt: skip
+NOT_INSTALLED = "not installed"
 
 
 def surroundings() -> dict[str, str]:
@@ -35,7 +36,7 @@ def _version(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+        return NOT_INSTALLED
 
 
 def op_table(lines: Sequence[Line], rates: Rates) -> Results:

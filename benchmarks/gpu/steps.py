@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from benchmarks.floor import step_bytes, step_flops
 from benchmarks.gpu.clock import Rates
 from benchmarks.mixers import Row
 from benchmarks.models import fill
-from torch_hybrid import Engine, HybridModel, Runner, Sampling, adapt
+from torch_hybrid import Backends, Engine, HybridModel, Runner, Sampling, adapt
+from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing
 
 NUM_LAYERS = 8
 CONFIG = {
@@ -43,6 +45,12 @@ DECODES = (1, 8, 32, 128)  # sequences
 PREFILLS = ((1, 2048), (1, 8192), (8, 1024))  # prompts, tokens of each
 MAX_TOKENS = 8192
 ROUNDS = 15
+
+# Who computes the steps of a part; FlashInfer all that it has for this model's layers.
+PARTS = {
+    "steps": Backends(),
+    "flashinfer_steps": Backends(full="flashinfer", ops={"chunk_gated_delta_rule": "flashinfer"}),
+}
 
 # Groups of kernels by what their names contain; the first that fits counts.
 GROUPS = (
@@ -96,7 +104,15 @@ def make_model(device: str = "cuda", **sizes: int) -> HybridModel:
     return adapt(hf_model.eval().requires_grad_(False))
 
 
-def measure_steps(rates: Rates) -> Iterator[Step]:
+def why_not(part: str) -> str | None:
+    """Why a part cannot run here, or None when it can."""
+    if part == "steps":
+        return None
+    kinds = (flashinfer_missing(capabilities=HOPPER, cutlass_dsl=dsl) for dsl in (False, True))
+    return next((reason for missing in kinds if (reason := missing())), None)
+
+
+def measure_steps(rates: Rates, part: str = "steps") -> Iterator[Step]:
     """Captured steps of a warm runner, as a user calls it: from lists of tokens to logits."""
     model = make_model()
     runner = Runner(
@@ -106,9 +122,12 @@ def measure_steps(rates: Rates) -> Iterator[Step]:
         max_tokens=MAX_TOKENS,
         kv_tokens=2 * DECODES[-1] * (CONTEXT + ROOM) + MAX_TOKENS,
         cuda_graphs="on",
+        backends=PARTS[part],
     )
     runner.warm_up()
-    for name, rows, run in _runs(runner):
+    suffix = "" if part == "steps" else f", {part.removesuffix('_steps')}"
+    for kind, rows, run in _runs(runner):
+        name = kind + suffix
         floor = rates.floor(step_bytes(model, rows), step_flops(model, rows))
         step = _measure(name, floor / 1e3, run)
         yield replace(step, engine_ms=_engine_ms(runner, rows))
@@ -120,24 +139,27 @@ def _runs(runner: Runner) -> Iterator[tuple[str, list[Row], Callable[[], Tensor]
         name = f"prefill {count}x{length}"
         yield name, [Row(length, 0)] * count, _prefill(runner, count, length)
     seqs = runner.new_sequences(DECODES[-1])
+    prompts = _prompts(len(seqs), CONTEXT, runner.vocab_size)
     for first in range(0, len(seqs), 8):
-        some = seqs[first : first + 8]
-        runner.extend(some, [_prompt(CONTEXT)] * len(some))
+        some = slice(first, first + 8)
+        runner.extend(seqs[some], prompts[some])
     for count in DECODES:
-        chosen = seqs[:count]
+        chosen, tokens = seqs[:count], [prompt[:1] for prompt in prompts[:count]]
         rows = [Row(1, CONTEXT)] * count
-        yield f"decode {count}", rows, lambda chosen=chosen: runner.extend(
-            chosen, [[1]] * len(chosen)
-        )  # fmt: skip
+        yield f"decode {count}", rows, partial(runner.extend, chosen, tokens)
 
 
-def _prompt(length: int) -> list[int]:
-    return [7 * i % 251 for i in range(length)]
+def _prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Each of other tokens: sequences that are alike would all be sent to the same experts."""
+    rng = torch.Generator("cpu").manual_seed(count)
+    drawn = torch.randint(vocab_size, (count, length), generator=rng, device="cpu")
+    made: list[list[int]] = drawn.tolist()
+    return made
 
 
 def _prefill(runner: Runner, count: int, length: int) -> Callable[[], Tensor]:
     """One step of fresh prompts."""
-    prompts = [_prompt(length)] * count
+    prompts = _prompts(count, length, runner.vocab_size)
 
     def run() -> Tensor:
         seqs = runner.new_sequences(count)
@@ -153,17 +175,17 @@ def _engine_ms(runner: Runner, rows: Sequence[Row]) -> float | None:
     together into one."""
     with Engine(runner, eos_token_ids=[]) as engine:
         if rows[0].num_new == 1:
-            return _engine_decode_ms(engine, len(rows))
+            return _engine_decode_ms(engine, _prompts(len(rows), CONTEXT, runner.vocab_size))
         if sum(row.num_new for row in rows) < MAX_TOKENS:
             return None
-        prompts = [_prompt(row.num_new) for row in rows]
+        prompts = _prompts(len(rows), rows[0].num_new, runner.vocab_size)
         return min(_engine_prefill_ms(engine, prompts) for _ in range(3))
 
 
-def _engine_decode_ms(engine: Engine, num_requests: int) -> float:
-    for _ in range(num_requests):
-        engine.submit(_prompt(CONTEXT), Sampling(max_new_tokens=ROOM))
-    while len(engine.step()) < num_requests:  # prompts, and what decodes beside them
+def _engine_decode_ms(engine: Engine, prompts: Sequence[list[int]]) -> float:
+    for prompt in prompts:
+        engine.submit(prompt, Sampling(max_new_tokens=ROOM))
+    while len(engine.step()) < len(prompts):  # prompts, and what decodes beside them
         pass
     for _ in range(8):
         engine.step()
@@ -176,7 +198,7 @@ def _engine_decode_ms(engine: Engine, num_requests: int) -> float:
 def _engine_prefill_ms(engine: Engine, prompts: Sequence[list[int]]) -> float:
     """Each step is all of these prompts; a request ends with its first token."""
     num_steps = 6
-    for prompt in prompts * num_steps:
+    for prompt in [*prompts] * num_steps:
         engine.submit(prompt, Sampling(max_new_tokens=1))
     engine.step()  # starts two, and waits for one
     start = time.perf_counter()

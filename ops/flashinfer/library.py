@@ -7,8 +7,12 @@ release to release, so a version that nothing here was tested with is refused by
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import os
 import re
+import shutil
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 
 import torch
 
@@ -44,13 +48,14 @@ def flashinfer_missing(
 
     Args:
         capabilities: compute capabilities that its kernel is made for; any where empty.
-        cutlass_dsl: the kernel is compiled by nvidia-cutlass-dsl, a package of its own.
+        cutlass_dsl: the kernel is compiled by nvidia-cutlass-dsl, a package of its own; the others
+            are by nvcc.
     """
 
     def missing() -> str | None:
         return (
             _version_refused()
-            or (_cutlass_missing() if cutlass_dsl else None)
+            or (_cutlass_missing() if cutlass_dsl else nvcc_missing())
             or triton_missing()
             or _device_refused(frozenset(capabilities))
         )
@@ -81,6 +86,18 @@ def _cutlass_missing() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return "nvidia-cutlass-dsl is not installed"
     return None
+
+
+def nvcc_missing() -> str | None:
+    """Why FlashInfer cannot build a kernel, or None: it looks for the toolkit in this order. All
+    kernels come built in a package of their own, if that is installed."""
+    if importlib.util.find_spec("flashinfer_jit_cache") is not None:
+        return None
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = f"{home}/bin/nvcc" if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    if Path(nvcc).exists():
+        return None
+    return f"nvcc, which builds it, is not at {nvcc}, and flashinfer-jit-cache is not installed"
 
 
 def _device_refused(capabilities: frozenset[tuple[int, int]]) -> str | None:

@@ -77,6 +77,7 @@ CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = with_flashinfer(
         ),
         launcher=f"{_FLASHINFER}:chunk_gated_delta_rule",
         planner=f"{_FLASHINFER}:plan",
+        by_name="its states are good to 16 bits, those of the others to float32",
     ),
 )
 

@@ -105,6 +105,5 @@ def ragged_attention_with_lse(
         rope_theta=1e4,
         token_pos_in_items_len=0,
     )
-    lse.mul_(math.log(2))  # FlashInfer's is of base 2
-    set_padding(out, lse, cu_seqlens_q)
+    set_padding(out, lse, cu_seqlens_q, lse_unit=math.log(2))  # FlashInfer's is of base 2
     return out, lse

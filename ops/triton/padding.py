@@ -8,10 +8,11 @@ import triton.language as tl
 from torch import Tensor
 
 
-def set_padding(out: Tensor, lse: Tensor, cu_seqlens: Tensor) -> None:
+def set_padding(out: Tensor, lse: Tensor, cu_seqlens: Tensor, *, lse_unit: float = 1.0) -> None:
     """Put the identity of a merge, ``(0, -inf)``, into the rows from ``cu_seqlens[N]`` on.
 
-    ``out`` [T, H, D] and ``lse`` [T, H] are contiguous.
+    ``out`` [T, H, D] and ``lse`` [T, H] are contiguous. ``lse_unit`` is what 1 of an LSE is before:
+    ``log(2)`` for one of base 2; afterwards all are natural logarithms.
     """
     num_tokens, num_heads, _ = out.shape
     _padding_kernel[(num_tokens,)](
@@ -23,6 +24,7 @@ def set_padding(out: Tensor, lse: Tensor, cu_seqlens: Tensor) -> None:
         H=num_heads,
         BLOCK_H=triton.next_power_of_2(num_heads),
         BLOCK=2048,
+        LSE_UNIT=lse_unit,
         num_warps=4,
     )
 
@@ -37,15 +39,19 @@ def _padding_kernel(
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr,
+    LSE_UNIT: tl.constexpr,
 ) -> None:
     """One program: one token."""
     token = tl.program_id(0).to(tl.int64)
+    head = tl.arange(0, BLOCK_H)
     if token < tl.load(cu_seqlens + num_seqs):
+        if LSE_UNIT != 1.0:
+            p_lse = lse + token * H + head
+            tl.store(p_lse, tl.load(p_lse, mask=head < H) * LSE_UNIT, mask=head < H)
         return
     for base in range(0, SIZE, BLOCK):
         index = base + tl.arange(0, BLOCK)
         zeros = tl.zeros_like(index).to(out.dtype.element_ty)
         tl.store(out + token * SIZE + index, zeros, mask=index < SIZE)
-    head = tl.arange(0, BLOCK_H)
     nothing = tl.full([BLOCK_H], -float("inf"), dtype=tl.float32)
     tl.store(lse + token * H + head, nothing, mask=head < H)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from torch_hybrid.backends import measured
 from torch_hybrid.backends.select import select
+from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.explain.sections import implementations
 from torch_hybrid.ops.capability import Capability, Implementation, Need
 
@@ -44,9 +46,13 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A table of one row, of the device that all CUDA devices are here."""
     monkeypatch.setattr(measured, "TABLES", tmp_path)
     monkeypatch.setattr(measured, "device_name", lambda d: DEVICE if d.type == "cuda" else "")
-    measured.table_of(DEVICE).write_text(json.dumps({"device": DEVICE, "rows": [ROW]}))
-    measured.table.cache_clear()
+    write(ROW)
     yield tmp_path
+    measured.table.cache_clear()
+
+
+def write(row: dict[str, object]) -> None:
+    measured.table_of(DEVICE).write_text(json.dumps({"device": DEVICE, "rows": [row]}))
     measured.table.cache_clear()
 
 
@@ -58,12 +64,31 @@ def need(**changes: object) -> Need:
 def test_the_fastest_that_can_serve() -> None:
     choice = select("op", IMPLEMENTATIONS, need())
     assert choice.impl == "second"
-    assert choice.measured == f"measured on {DEVICE}: second 12 us, first 34.6 us"
+    assert choice.measured == f"measured on {DEVICE} at head_dim 128: second 12 us, first 34.6 us"
     assert choice.refused == {
         "absent": ("package nonesuch is not installed",),
         "first": ("second is faster",),
-        "torch": ("second is faster",),
+        "torch": ("it was not measured here",),
     }
+
+
+def test_of_two_that_are_as_fast_the_first() -> None:
+    write(ROW | {"us": {"second": 33.9, "first": 34.5, "torch": 40.0}})
+    choice = select("op", IMPLEMENTATIONS, need())
+    assert choice.impl == "first"
+    assert choice.refused["second"] == ("first is as fast, and comes first",)
+    assert choice.refused["torch"] == ("first is faster",)
+
+
+def test_what_is_taken_by_name_alone_is_never_chosen() -> None:
+    second = replace(IMPLEMENTATIONS["second"], by_name="it rounds states")
+    known = IMPLEMENTATIONS | {"second": second}
+    choice = select("op", known, need())
+    assert choice.impl == "first"
+    assert choice.refused["second"] == ("it is taken by name alone: it rounds states",)
+    assert select("op", known, need(), "second").impl == "second"
+    with pytest.raises(UnsupportedError, match="second: it is taken by name alone: it rounds"):
+        select("op", {"second": second}, need())
 
 
 @pytest.mark.parametrize("impl", ["first", "torch"])

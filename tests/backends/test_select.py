@@ -88,9 +88,9 @@ def test_a_name_that_cannot_serve_is_not_replaced():
         str(caught.value),
         """\
 no implementation of op can serve:
+  narrow: dtype torch.float32 is not in ['torch.bfloat16']
   gpu: device cpu is not in ['cuda']
   absent: package nonesuch is not installed
-  narrow: dtype torch.float32 is not in ['torch.bfloat16']
   plain: narrow was asked for by name
   other: narrow was asked for by name""",
     )

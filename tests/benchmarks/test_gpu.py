@@ -28,6 +28,7 @@ from benchmarks.gpu import (
 from benchmarks.gpu.case import Absent, Case, Turns
 from benchmarks.gpu.clock import Rates, Time
 from benchmarks.mixers import Row
+from benchmarks.models import fill
 from torch_hybrid import Runner
 from torch_hybrid.ops.capability import Capability, Implementation
 
@@ -73,7 +74,7 @@ def absent(_: Sequence[Counter]) -> Turns:
     raise Absent("it is not installed")
 
 
-def broken(_: Sequence[Counter]) -> Turns:
+def broken(*_: object) -> Turns:
     raise RuntimeError("no kernel\nfor this device")
 
 
@@ -219,6 +220,30 @@ def test_what_is_late_or_breaks_is_named_and_the_others_go_on() -> None:
         assert failures[1:] == ["count, none, 3: not begun in time"]
 
 
+def test_steps_of_who_is_not_here_are_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures: list[str] = []
+    monkeypatch.setattr(__main__, "measure_steps", broken)
+    monkeypatch.setattr(__main__, "why_not", lambda part: None if part == "steps" else "not here")
+    assert __main__.run_steps("flashinfer_steps", RATES, failures) == []
+    assert capsys.readouterr().out == "flashinfer_steps: not run: not here\n\n"
+    assert failures == []
+    assert __main__.run_steps("steps", RATES, failures) == []
+    assert failures == ["steps: RuntimeError: no kernel\nfor this device"]
+
+
+@pytest.mark.parametrize("name", ["A_log", "dt_bias", "norm.weight", "proj.weight"])
+def test_weights_are_drawn_where_their_generator_is(name: str) -> None:
+    """Not where tensors are made by default, which is another device here as it is on a GPU."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    weight = torch.ones(3, 4, dtype=torch.bfloat16, device="cpu")
+    with torch.device("meta"), torch.no_grad():
+        fill(name, weight, generator)
+    assert weight.isfinite().all()
+    assert len(weight.unique()) > 4
+
+
 def test_steps_are_those_that_their_floors_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "PREFILLS", ((1, 16), (2, 8)))
     monkeypatch.setattr(steps, "DECODES", (1, 3))
@@ -230,6 +255,7 @@ def test_steps_are_those_that_their_floors_are_of(monkeypatch: pytest.MonkeyPatc
         assert logits.shape == (num_rows, 300), name
         assert logits.isfinite().all(), name
         assert len(rows) == num_rows
+        assert len(logits.unique(dim=0)) == num_rows  # alike, they would hit the same experts
 
 
 def test_an_engine_takes_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,11 @@
 """Launches every Triton kernel on small ragged sequences, to be watched by a sanitizer.
 
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck \\
-        python -m tests.ops.every_kernel
+    python -m tests.ops.every_kernel
 
-Needs neither pytest nor a model. Tensors that are not cut out of a cache lie apart, so that an
-access past the end of one is seen; ``racecheck``, ``synccheck`` and ``initcheck`` are called alike.
-With TRITON_INTERPRET=1 and ``--device cpu`` the kernels are interpreted; ``--dry`` notes what would
-be launched. Exits with 1 if a kernel never is, or if a result is not finite. Those in Gluon need a
-Hopper GPU: on another device they are left out.
+Needs neither pytest nor a model; ``tests.ops.sanitize_kernels`` runs parts of it under
+compute-sanitizer. With TRITON_INTERPRET=1 and ``--device cpu`` the kernels are interpreted;
+``--dry`` notes what would be launched. Exits with 1 if a kernel never is, or if a result is not
+finite. Those in Gluon need a Hopper GPU: on another device they are left out.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -92,7 +91,7 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     inputs = gdn_step.make_inputs(step, dtype)
     op = gated_delta_step.gated_delta_step
     yield op.__name__, partial(run, op, inputs.args(), inputs.options())
-    long = ssd.Case(lengths=(70, 0, 33), num_groups=1, num_heads=1, num_padding_tokens=2)
+    long = ssd.Case(lengths=(150, 0, 33), num_groups=1, num_heads=1, num_padding_tokens=2)
     inputs = ssd.make_inputs(long, dtype)
     options = inputs.options() | {"chunk_size": 16}
     yield "chunk_ssd in segments", partial(run, ssd_ops.chunk_ssd, inputs.args(), options)
@@ -221,8 +220,8 @@ def forced(*, dry: bool) -> ExitStack:
     return stack
 
 
-def _segment(num_tokens: int, *_: int) -> int:
-    return 32 if num_tokens > 100 else 0
+def _segment(num_tokens: int, _: int, chunk: int) -> int:
+    return chunk if num_tokens > 100 else 0
 
 
 def calls() -> Iterator[tuple[str, Call]]:
@@ -243,24 +242,34 @@ def is_finite(result: Any) -> bool:
     return bool(out.isfinite().all())
 
 
+def never_launched(launched: set[kernels.Kernel], *, gluon: bool) -> list[str]:
+    """A line for each kernel that no call launched."""
+    missing = kernels.all_kernels(gluon=gluon) - launched
+    return [f"never launched: {folder} {name}" for folder, name in sorted(missing)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dry", action="store_true", help="note what is launched, launch nothing")
+    said = "every Nth call, from the Ith on; says which kernels it launched"
+    parser.add_argument("--part", nargs=2, type=int, default=(0, 1), metavar=("I", "N"), help=said)
     options = parser.parse_args()
     device = options.device
     if device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("tests.ops.every_kernel needs a CUDA device")
     wrong = []
     with forced(dry=options.dry), kernels.launched_kernels(dry=options.dry) as launched:
-        for name, call in calls():
+        for name, call in islice(calls(), options.part[0], None, options.part[1]):
             result = call(device)
             print(name, flush=True)
             if not options.dry and not is_finite(result):
                 wrong.append(f"{name}: not finite")
-    gluon = options.dry or runs_gluon(torch.device(device))
-    missing = kernels.all_kernels(gluon=gluon) - launched
-    wrong += [f"never launched: {folder} {name}" for folder, name in sorted(missing)]
+    if options.part[1] > 1:
+        print(*(f"launched: {folder} {name}" for folder, name in sorted(launched)), sep="\n")
+    else:
+        gluon = options.dry or runs_gluon(torch.device(device))
+        wrong += never_launched(launched, gluon=gluon)
     print(f"{len(launched)} kernels launched")
     if wrong:
         raise SystemExit("\n".join(wrong))

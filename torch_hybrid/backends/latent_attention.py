@@ -105,12 +105,7 @@ class LatentAttentionBackend:
             Need(
                 device=sizes.device,
                 dtype=sizes.dtype,
-                sizes={
-                    "rank": spec.latent_rank,
-                    "rope_dim": spec.rope_dim,
-                    "head_dim": spec.qk_dim,
-                    "v_head_dim": spec.v_dim,
-                },
+                sizes=_sizes(spec),
             )
             for spec in set(self._specs)
         ]

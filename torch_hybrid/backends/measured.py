@@ -19,6 +19,7 @@ import torch
 from torch_hybrid.ops.capability import Need
 
 TABLES = Path(__file__).with_name("tables")
+AS_FAST = 1.03  # times of the same kernel in two runs are as far apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,41 +49,69 @@ class Row:
             and all(need.sizes.get(name) == size for name, size in self.sizes.items())
         )
 
+    def __str__(self) -> str:
+        """ "num_heads 16, rank 512, extend"."""
+        sizes = [f"{name} {size}" for name, size in self.sizes.items()]
+        return ", ".join([*sizes, *sorted(self.features)]) or "any size"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fastest:
-    """An implementation, and the figures that say so."""
+    """An implementation, and the figures that say so.
+
+    Attributes:
+        impl: the fastest, or one that is as fast and comes before it.
+        device: what the GPU calls itself.
+        rows: that were asked, one for each need.
+        us: microseconds of each implementation that was measured, of all rows together.
+    """
 
     impl: str
     device: str
+    rows: tuple[Row, ...]
     us: Mapping[str, float]
 
     def __str__(self) -> str:
         figures = sorted(self.us.items(), key=lambda item: item[1])
         shown = ", ".join(f"{name} {us:.3g} us" for name, us in figures)
-        return f"measured on {self.device}: {shown}"
+        return f"measured on {self.device} at {' and at '.join(map(str, self.rows))}: {shown}"
+
+    def why_not(self, name: str) -> str:
+        """Why it is not an implementation of that name."""
+        if name not in self.us:
+            return "it was not measured here"
+        slower = self.us[name] > self.us[self.impl]
+        return f"{self.impl} is {'faster' if slower else 'as fast, and comes first'}"
 
 
 def fastest(op: str, needs: Sequence[Need], able: Sequence[str]) -> Fastest | None:
-    """The fastest for all ``needs`` together, of the implementations ``able`` that were measured.
+    """The fastest for all ``needs`` together, of the implementations ``able`` that were measured;
+    the first of those that are within ``AS_FAST`` of it.
 
-    None where one of the needs was not.
+    None where one of the needs was not measured.
     """
-    device, total = "", dict.fromkeys(able, 0.0)
-    for need in needs:
-        device = device_name(need.device)
-        row = next((row for row in table(device) if row.is_of(op, need)), None)
-        if row is None:
-            return None
-        total = {name: us + row.us[name] for name, us in total.items() if name in row.us}
-    if not total or not device:
+    found = [_row(op, need) for need in needs]
+    rows = [row for row in found if row is not None]
+    total = {name: sum(row.us[name] for row in rows) for name in able
+             if all(name in row.us for row in rows)}  # fmt: skip
+    if len(rows) < len(found) or not rows or not total:
         return None
-    return Fastest(impl=min(total, key=total.__getitem__), device=device, us=total)
+    least = min(total.values())
+    chosen = next(name for name, us in total.items() if us <= AS_FAST * least)
+    device = device_name(needs[0].device)
+    return Fastest(impl=chosen, device=device, rows=tuple(rows), us=total)
+
+
+def _row(op: str, need: Need) -> Row | None:
+    """What was measured for a caller, if anything was."""
+    rows = table(device_name(need.device))
+    return next((row for row in rows if row.is_of(op, need)), None)
 
 
 def device_name(device: torch.device) -> str:
-    """What a GPU calls itself; "" for a CPU, of which there are no tables."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    """What a GPU calls itself; "" for a CPU, of which there are no tables, or a GPU elsewhere."""
+    is_here = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_name(device) if is_here else ""
 
 
 def table_of(device: str) -> Path:

@@ -72,7 +72,12 @@ class PagedAttentionBackend:
             Need(
                 device=sizes.device,
                 dtype=sizes.dtype,
-                sizes={"head_dim": spec.head_dim, "page_size": sizes.page_size},
+                sizes={
+                    "num_q_heads": spec.num_q_heads,
+                    "num_kv_heads": spec.num_kv_heads,
+                    "head_dim": spec.head_dim,
+                    "page_size": sizes.page_size,
+                },
                 features=features
                 | ({"sliding_window"} if spec.window else set())
                 | ({"softcap"} if spec.softcap else set()),

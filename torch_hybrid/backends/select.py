@@ -18,7 +18,8 @@ from torch_hybrid.ops.registration import REGISTERED
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backends:
     """Which implementations a runner may take, by name; ``"auto"`` is the one that was measured to
-    be the fastest on the device, or the first that can serve where nothing was.
+    be the fastest on the device, or the first that can serve where nothing was; some are taken by
+    name alone, and ``explain`` says why.
 
     ``full`` is for full attention, ``linear`` for linear attention and ``conv`` for its
     convolution, ``experts`` for the experts of a mixture, and ``products`` for the linear layers of
@@ -115,16 +116,20 @@ def select(
         reasons = list(dict.fromkeys(reason for need in wanted for reason in why_not(need)))
         if not reasons and preferred not in ("auto", name):
             reasons = [f"{preferred} was asked for by name"]
+        if implementation.by_name and preferred == "auto":
+            reasons.append(f"it is taken by name alone: {implementation.by_name}")
         if reasons:
             refused[name] = tuple(reasons)
         else:
             able.append(name)
     if not able:
-        listed = "\n".join(f"  {name}: {'; '.join(why)}" for name, why in refused.items())
+        asked_first = sorted(refused, key=lambda name: name != preferred)
+        listed = "\n".join(f"  {name}: {'; '.join(refused[name])}" for name in asked_first)
         raise UnsupportedError(f"no implementation of {op} can serve:\n{listed}")
     best = fastest(op, wanted, able) if preferred == "auto" else None
-    chosen, why = (best.impl, "is faster") if best else (able[0], "comes first")
-    others = {name: refused.get(name, (f"{chosen} {why}",)) for name in implementations}
+    chosen = best.impl if best else able[0]
+    reason = best.why_not if best else lambda _: f"{chosen} comes first"
+    others = {name: refused.get(name) or (reason(name),) for name in implementations}
     del others[chosen]
     figures = partial(implementations[chosen].figures_of, wanted[0].dtype)
     return Choice(op=op, impl=chosen, figures=best.__str__ if best else figures, refused=others)

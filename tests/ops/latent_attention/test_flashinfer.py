@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -271,8 +272,10 @@ def test_compiles_without_spills() -> None:
 
     rows = []
     for target in SHARED_LIMITS:
-        with launches_on(target) as launches, torch.device("meta"):
-            out = torch.empty(64, 128, 512, dtype=torch.bfloat16)
-            set_padding(out, torch.empty(64, 128), torch.empty(65, dtype=torch.int32))
-        rows.append(resources_of(launches["_padding_kernel"], target, "128 heads"))
+        for shape, unit in (("128 heads", 1.0), ("128 heads, LSE of base 2", math.log(2))):
+            with launches_on(target) as launches, torch.device("meta"):
+                out = torch.empty(64, 128, 512, dtype=torch.bfloat16)
+                lse, offsets = torch.empty(64, 128), torch.empty(65, dtype=torch.int32)
+                set_padding(out, lse, offsets, lse_unit=unit)
+            rows.append(resources_of(launches["_padding_kernel"], target, shape))
     assert_all_fit(rows, Path(__file__).with_name("resources_flashinfer.txt"))
