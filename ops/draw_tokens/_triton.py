@@ -223,7 +223,7 @@ def _bounds_kernel(
         has_rank = (temperature > 0) & (tl.abs(likeliest) < float("inf")) & (top_k > 0)
         if has_rank:
             lowest = least_of_ranked(blocks + row * B, top_k, likeliest, temperature, B, BLOCK_B)
-    if PASSES:
+    if PASSES:  # noqa: SIM102 (one is known when it is compiled)
         if has_wide_nucleus(settings, likeliest, row, num_rows):
             lowest, highest = end_of_nucleus(
                 settings, brackets, sums, row, num_rows, S, BLOCK_S, PASSES

@@ -56,7 +56,7 @@ def narrow(
             logits.stride(0),
             **row,
             NTH=nth,
-            num_warps=4,
+            num_warps=8,
         )
     return brackets, sums
 
