@@ -17,10 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.draw_tokens._triton_nucleus import NUM_PASSES, end_of_nucleus, narrow
+from torch_hybrid.ops.draw_tokens._triton_nucleus import end_of_nucleus, narrow
 from torch_hybrid.ops.draw_tokens._triton_search import (
     SEGMENT,
+    add_to_segments,
     best_of,
+    bits_of_min_p,
     counts_of,
     floor_of,
     has_wide_nucleus,
@@ -71,15 +73,15 @@ def draw_tokens(
     if filters:
         # The last weight kept is at least `low` and at most `high`.
         low, high, found = logits.new_empty((3, num_rows), dtype=torch.int32)
-        masses_of_all = masses_above = brackets = sums = best  # if not wide, none is read
+        known = sums = masses_of_all = best  # if not wide, none is read
         if has_wide_top_p:
-            masses_of_all, masses_above = torch.empty_like(best), torch.empty_like(best)
-            brackets, sums = narrow(logits, settings, best, row)
+            masses_of_all = torch.empty_like(best)
+            known, sums = narrow(logits, settings, best, row)
         _bounds_kernel[by_row](
             settings,
             best,
             blocks,
-            brackets,
+            known,
             sums,
             floor,
             low,
@@ -90,10 +92,10 @@ def draw_tokens(
             B=num_blocks,
             BLOCK_B=triton.next_power_of_2(num_blocks),
             RANKS=num_ranked > 0,
-            PASSES=has_wide_top_p * NUM_PASSES,
+            WIDE=has_wide_top_p,
             num_warps=4,
         )
-        weights = logits.new_empty((num_rows, vocab), dtype=torch.int32)
+        weights, segments = logits.new_empty((2, num_rows, vocab), dtype=torch.int32)
         _collect_kernel[by_segment](
             logits,
             settings,
@@ -103,8 +105,9 @@ def draw_tokens(
             high,
             found,
             weights,
+            segments,
             masses_of_all,
-            masses_above,
+            masses,
             num_rows,
             logits.stride(0),
             **row,
@@ -115,9 +118,10 @@ def draw_tokens(
             settings,
             best,
             masses_of_all,
-            masses_above,
+            masses,
             found,
             weights,
+            segments,
             low,
             high,
             least,
@@ -139,6 +143,7 @@ def draw_tokens(
             logits.stride(0),
             **row,
             FILTERS=filters,
+            WIDE=has_wide_top_p,
             num_warps=4,
         )
     _draw_kernel[by_row](
@@ -196,7 +201,7 @@ def _bounds_kernel(
     settings: tl.tensor,
     best: tl.tensor,
     blocks: tl.tensor,
-    brackets: tl.tensor,
+    known: tl.tensor,
     sums: tl.tensor,
     floor: tl.tensor,
     low: tl.tensor,
@@ -209,7 +214,7 @@ def _bounds_kernel(
     B: tl.constexpr,
     BLOCK_B: tl.constexpr,
     RANKS: tl.constexpr,
-    PASSES: tl.constexpr,
+    WIDE: tl.constexpr,
 ) -> None:
     """One program: a row."""
     row = tl.program_id(0).to(tl.int64)
@@ -223,11 +228,13 @@ def _bounds_kernel(
         has_rank = (temperature > 0) & (tl.abs(likeliest) < float("inf")) & (top_k > 0)
         if has_rank:
             lowest = least_of_ranked(blocks + row * B, top_k, likeliest, temperature, B, BLOCK_B)
-    if PASSES:  # noqa: SIM102 (one is known when it is compiled)
+    if WIDE:  # noqa: SIM102 (one is known when it is compiled)
         if has_wide_nucleus(settings, likeliest, row, num_rows):
-            lowest, highest = end_of_nucleus(
-                settings, brackets, sums, row, num_rows, S, BLOCK_S, PASSES
-            )
+            lowest, highest = end_of_nucleus(known, sums, row, num_rows, S, BLOCK_S)
+            # What is kept is at least as likely as min-p says: an end below it is no matter.
+            barred = bits_of_min_p(settings, row, num_rows) - 1
+            lowest = tl.maximum(lowest, barred)
+            highest = tl.maximum(highest, barred)
     if lowest < 0x7FFFFFFF:
         least = floor_of(lowest, likeliest, temperature)
     tl.store(floor + row, least)
@@ -246,8 +253,9 @@ def _collect_kernel(
     high: tl.tensor,
     found: tl.tensor,
     weights: tl.tensor,
+    segments: tl.tensor,
     masses_of_all: tl.tensor,
-    masses_above: tl.tensor,
+    masses: tl.tensor,
     num_rows: tl.tensor,
     stride: tl.tensor,
     V: tl.constexpr,
@@ -273,15 +281,20 @@ def _collect_kernel(
         b_bits = b_w.to(tl.int32, bitcast=True)
         if WIDE:
             b_count = counts_of(b_w)
-            tl.store(masses_of_all + row * S + segment, tl.sum(b_count, 0))
-            above = tl.sum(tl.where(b_bits > highest, b_count, 0), 0)
-            tl.store(masses_above + row * S + segment, above)
+            b_above = tl.where(b_bits > highest, b_count, 0)
+            # [2]: of all, and of those above, in one sum
+            b_sum = tl.sum(tl.join(b_count, b_above), 0)
+            is_all = tl.arange(0, 2) == 0
+            tl.store(masses_of_all + row * S + segment, tl.sum(tl.where(is_all, b_sum, 0), 0))
+            tl.store(masses + row * S + segment, tl.sum(tl.where(is_all, 0, b_sum), 0))
         keep = (b_bits >= lowest) & (b_bits <= highest) & (token < V)
-        count = tl.sum(keep.to(tl.int32), 0)
+        b_place = tl.cumsum(keep.to(tl.int32), 0)
+        count = tl.max(b_place, 0)
         if count > 0:
-            first = tl.atomic_add(found + row, count, sem="relaxed")
-            b_place = first + tl.cumsum(keep.to(tl.int32), 0) - 1
+            b_place += tl.atomic_add(found + row, count, sem="relaxed") - 1
             tl.store(weights + row * V + b_place, b_bits, mask=keep)
+            if WIDE:
+                tl.store(segments + row * V + b_place, segment, mask=keep)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -289,9 +302,10 @@ def _threshold_kernel(
     settings: tl.tensor,
     best: tl.tensor,
     masses_of_all: tl.tensor,
-    masses_above: tl.tensor,
+    masses: tl.tensor,
     found: tl.tensor,
     weights: tl.tensor,
+    segments: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
     least: tl.tensor,
@@ -302,7 +316,10 @@ def _threshold_kernel(
     BLOCK_S: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
-    """One program: a row. The bits of its least weight kept by top-k and top-p; 0 keeps all."""
+    """One program: a row. The bits of its least weight kept by top-k and top-p; 0 keeps all.
+
+    Of a top-p without a top-k it completes the masses of the segments too, by what is collected.
+    """
     row = tl.program_id(0).to(tl.int64)
     top_k = tl.load(settings + 2 * num_rows + row)
     top_p = tl.load(settings + 3 * num_rows + row)
@@ -312,21 +329,24 @@ def _threshold_kernel(
     own = weights + row * V
     threshold = tl.zeros((), tl.int32)
     logit = -float("inf")
-    if size > 0:
-        if top_k > 0:
-            highest = tl.minimum(highest, 0x3F800000)  # a weight of 1
-            threshold = search_least(own, size, top_k.to(tl.int64), lowest, highest, False)
-            if top_p < 1:
-                mass = nucleus_mass(sum_from(own, size, threshold), top_p)
-                threshold = search_least(own, size, mass, threshold, highest, True)
-        elif WIDE:
+    likeliest, _ = best_of(best, row, S, BLOCK_S)
+    if WIDE:  # noqa: SIM102 (one is known when it is compiled)
+        if has_wide_nucleus(settings, likeliest, row, num_rows):
             segment = tl.arange(0, BLOCK_S)
             place = row * S + segment
             mass = tl.sum(tl.load(masses_of_all + place, mask=segment < S, other=0), 0)
-            above = tl.sum(tl.load(masses_above + place, mask=segment < S, other=0), 0)
+            above = tl.sum(tl.load(masses + place, mask=segment < S, other=0), 0)
             rest = nucleus_mass(mass, top_p) - above
             threshold = search_least(own, size, rest, lowest, highest, True)
-        likeliest, _ = best_of(best, row, S, BLOCK_S)
+            kept = tl.maximum(threshold, bits_of_min_p(settings, row, num_rows))
+            add_to_segments(own, segments + row * V, size, kept, masses + row * S)
+    if (size > 0) & (top_k > 0):
+        highest = tl.minimum(highest, 0x3F800000)  # a weight of 1
+        threshold = search_least(own, size, top_k.to(tl.int64), lowest, highest, False)
+        if top_p < 1:
+            mass = nucleus_mass(sum_from(own, size, threshold), top_p)
+            threshold = search_least(own, size, mass, threshold, highest, True)
+    if size > 0:
         logit = floor_of(threshold, likeliest, tl.load(settings + row))
     tl.store(least + row, threshold)
     tl.store(floor + row, logit)
@@ -346,15 +366,21 @@ def _masses_kernel(
     S: tl.constexpr,
     BLOCK_S: tl.constexpr,
     FILTERS: tl.constexpr,
+    WIDE: tl.constexpr,
 ) -> None:
-    """One program: what a segment's kept tokens count together."""
+    """One program: what a segment's kept tokens count together, unless that is known already."""
     row = (tl.program_id(0) // S).to(tl.int64)
     segment = tl.program_id(0) % S
     temperature = tl.load(settings + row)
     has_kept = temperature > 0
+    is_known = False
     if FILTERS:
         own = logit_of(tl.load(best + row * S + segment))
         has_kept = has_kept & (own >= tl.load(floor + row))
+    if WIDE:
+        likeliest, _ = best_of(best, row, S, BLOCK_S)
+        is_known = has_wide_nucleus(settings, likeliest, row, num_rows)
+        has_kept = has_kept & (is_known == 0)
     mass = tl.zeros((), tl.int64)
     if has_kept:
         likeliest, _ = best_of(best, row, S, BLOCK_S)
@@ -363,7 +389,7 @@ def _masses_kernel(
         b_w = weights_of(logits + row * stride, token, likeliest, temperature, V)
         kept = b_w.to(tl.int32, bitcast=True) >= threshold
         mass = tl.sum(tl.where(kept, counts_of(b_w), 0), 0)
-    tl.store(masses + row * S + segment, mass)
+    tl.store(masses + row * S + segment, mass, mask=is_known == 0)
 
 
 @triton.jit(do_not_specialize=["num_rows", "stride"])

@@ -91,6 +91,14 @@ def has_wide_nucleus(
 
 
 @triton.jit
+def bits_of_min_p(settings: tl.tensor, row: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
+    """Of the least weight that min-p keeps: it is a double, weights are floats."""
+    min_p = tl.load(settings + 4 * num_rows + row)
+    rounded = min_p.to(tl.float32)
+    return rounded.to(tl.int32, bitcast=True) + (rounded.to(tl.float64) < min_p).to(tl.int32)
+
+
+@triton.jit
 def kept_from(
     settings: tl.tensor,
     least: tl.tensor,
@@ -98,11 +106,8 @@ def kept_from(
     num_rows: tl.tensor,
     FILTERS: tl.constexpr,
 ) -> tl.tensor:
-    """Bits of the least weight kept, by min-p too: it is a double, weights are floats."""
-    min_p = tl.load(settings + 4 * num_rows + row)
-    rounded = min_p.to(tl.float32)
-    threshold = rounded.to(tl.int32, bitcast=True)
-    threshold += (rounded.to(tl.float64) < min_p).to(tl.int32)
+    """Bits of the least weight kept, by min-p too."""
+    threshold = bits_of_min_p(settings, row, num_rows)
     if FILTERS:
         threshold = tl.maximum(threshold, tl.load(least + row))
     return threshold
@@ -224,3 +229,21 @@ def sum_from(weights: tl.tensor, size: tl.tensor, threshold: tl.tensor) -> tl.te
         b_count = counts_of(b_bits.to(tl.float32, bitcast=True))
         total += tl.sum(tl.where(b_bits >= threshold, b_count, 0), 0)
     return total
+
+
+@triton.jit
+def add_to_segments(
+    weights: tl.tensor,
+    segments: tl.tensor,
+    size: tl.tensor,
+    threshold: tl.tensor,
+    masses: tl.tensor,
+) -> None:
+    """Add what weights of at least these bits count to the masses of their segments."""
+    for start in range(0, size, _MANY):
+        index = start + tl.arange(0, _MANY)
+        b_bits = tl.load(weights + index, mask=index < size, other=-1)
+        b_segment = tl.load(segments + index, mask=index < size, other=0)
+        b_count = counts_of(tl.maximum(b_bits, 0).to(tl.float32, bitcast=True))
+        is_kept = (b_bits >= threshold) & (b_bits >= 0)
+        tl.atomic_add(masses + b_segment, b_count, mask=is_kept, sem="relaxed")
