@@ -93,12 +93,12 @@ def pad_to(batch: Batch, *, num_seqs: int, num_tokens: int) -> Batch:
             return tensor
         match axis:
             case Axis.TOKEN:
-                return torch.nn.functional.pad(tensor, (0, more_tokens), value=value)
+                return torch.constant_pad_nd(tensor, (0, more_tokens), value)
             case Axis.OFFSETS:
                 return torch.cat([tensor, tensor[-1:].expand(more_seqs)])
             case Axis.SEQUENCE | Axis.LENGTHS:
-                rows = tensor.new_full((more_seqs, *tensor.shape[1:]), value)
-                return torch.cat([tensor, rows])
+                last_first = (0, 0) * (tensor.ndim - 1) + (0, more_seqs)
+                return torch.constant_pad_nd(tensor, last_first, value)
             case Axis.CONSTANT:
                 return tensor
 
