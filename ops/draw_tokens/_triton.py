@@ -25,7 +25,6 @@ from torch_hybrid.ops.draw_tokens._triton_search import (
     bits_of_min_p,
     counts_of,
     floor_of,
-    has_wide_nucleus,
     in_order,
     kept_from,
     least_of_ranked,
@@ -33,6 +32,7 @@ from torch_hybrid.ops.draw_tokens._triton_search import (
     nucleus_mass,
     search_least,
     sum_from,
+    wants_nucleus,
     weights_of,
 )
 
@@ -68,7 +68,8 @@ def draw_tokens(
     )
     masses = torch.empty_like(best) if draws else best
     least = logits.new_empty(num_rows, dtype=torch.int32)
-    floor = logits.new_empty(num_rows, dtype=torch.float32)  # below it no logit can be kept
+    # The largest logit, and that below which none can be kept.
+    largest, floor = logits.new_empty((2, num_rows), dtype=torch.float32)
     filters = draws and (num_ranked > 0 or has_wide_top_p)
     if filters:
         # The last weight kept is at least `low` and at most `high`.
@@ -83,6 +84,7 @@ def draw_tokens(
             blocks,
             known,
             sums,
+            largest,
             floor,
             low,
             high,
@@ -100,6 +102,7 @@ def draw_tokens(
             logits,
             settings,
             best,
+            largest,
             floor,
             low,
             high,
@@ -110,9 +113,10 @@ def draw_tokens(
             masses,
             num_rows,
             logits.stride(0),
-            **row,
+            V=vocab,
+            S=num_segments,
             WIDE=has_wide_top_p,
-            num_warps=4,
+            num_warps=8,
         )
         _threshold_kernel[by_row](
             settings,
@@ -163,7 +167,7 @@ def draw_tokens(
     return tokens
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit
 def _best_kernel(
     logits: tl.tensor,
     best: tl.tensor,
@@ -203,6 +207,7 @@ def _bounds_kernel(
     blocks: tl.tensor,
     known: tl.tensor,
     sums: tl.tensor,
+    largest: tl.tensor,
     floor: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
@@ -229,25 +234,27 @@ def _bounds_kernel(
         if has_rank:
             lowest = least_of_ranked(blocks + row * B, top_k, likeliest, temperature, B, BLOCK_B)
     if WIDE:  # noqa: SIM102 (one is known when it is compiled)
-        if has_wide_nucleus(settings, likeliest, row, num_rows):
-            lowest, highest = end_of_nucleus(known, sums, row, num_rows, S, BLOCK_S)
+        if wants_nucleus(settings, row, num_rows) & (tl.abs(likeliest) < float("inf")):
+            lowest, highest = end_of_nucleus(known, sums, row, num_rows, V)
             # What is kept is at least as likely as min-p says: an end below it is no matter.
             barred = bits_of_min_p(settings, row, num_rows) - 1
             lowest = tl.maximum(lowest, barred)
             highest = tl.maximum(highest, barred)
     if lowest < 0x7FFFFFFF:
         least = floor_of(lowest, likeliest, temperature)
+    tl.store(largest + row, likeliest)
     tl.store(floor + row, least)
     tl.store(low + row, lowest)
     tl.store(high + row, highest)
     tl.store(found + row, 0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "stride"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _collect_kernel(
     logits: tl.tensor,
     settings: tl.tensor,
     best: tl.tensor,
+    largest: tl.tensor,
     floor: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
@@ -260,19 +267,18 @@ def _collect_kernel(
     stride: tl.tensor,
     V: tl.constexpr,
     S: tl.constexpr,
-    BLOCK_S: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> None:
     """One program: appends those of a segment's weights that are within the bounds, in any
     order. Where there is a top-p without a top-k, it adds up all of them too, and those above."""
     row = (tl.program_id(0) // S).to(tl.int64)
     segment = tl.program_id(0) % S
-    likeliest, _ = best_of(best, row, S, BLOCK_S)
     is_wide = False
     if WIDE:
-        is_wide = has_wide_nucleus(settings, likeliest, row, num_rows)
+        is_wide = wants_nucleus(settings, row, num_rows)
     own = logit_of(tl.load(best + row * S + segment))
     if is_wide | (own >= tl.load(floor + row)):
+        likeliest = tl.load(largest + row)
         lowest = tl.load(low + row)
         highest = tl.load(high + row)
         temperature = tl.load(settings + row)
@@ -331,7 +337,7 @@ def _threshold_kernel(
     logit = -float("inf")
     likeliest, _ = best_of(best, row, S, BLOCK_S)
     if WIDE:  # noqa: SIM102 (one is known when it is compiled)
-        if has_wide_nucleus(settings, likeliest, row, num_rows):
+        if wants_nucleus(settings, row, num_rows) & (size > 0):
             segment = tl.arange(0, BLOCK_S)
             place = row * S + segment
             mass = tl.sum(tl.load(masses_of_all + place, mask=segment < S, other=0), 0)
@@ -352,7 +358,7 @@ def _threshold_kernel(
     tl.store(floor + row, logit)
 
 
-@triton.jit(do_not_specialize=["num_rows", "stride"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _masses_kernel(
     logits: tl.tensor,
     settings: tl.tensor,
@@ -378,8 +384,7 @@ def _masses_kernel(
         own = logit_of(tl.load(best + row * S + segment))
         has_kept = has_kept & (own >= tl.load(floor + row))
     if WIDE:
-        likeliest, _ = best_of(best, row, S, BLOCK_S)
-        is_known = has_wide_nucleus(settings, likeliest, row, num_rows)
+        is_known = wants_nucleus(settings, row, num_rows)
         has_kept = has_kept & (is_known == 0)
     mass = tl.zeros((), tl.int64)
     if has_kept:
@@ -392,7 +397,7 @@ def _masses_kernel(
     tl.store(masses + row * S + segment, mass, mask=is_known == 0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "stride"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _draw_kernel(
     logits: tl.tensor,
     settings: tl.tensor,

@@ -81,13 +81,11 @@ def nucleus_mass(total: tl.tensor, top_p: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def has_wide_nucleus(
-    settings: tl.tensor, likeliest: tl.tensor, row: tl.tensor, num_rows: tl.tensor
-) -> tl.tensor:
+def wants_nucleus(settings: tl.tensor, row: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
     """Whether a token is drawn of a row by a top-p without a top-k."""
-    draws = (tl.load(settings + row) > 0) & (tl.abs(likeliest) < float("inf"))
     top_k = tl.load(settings + 2 * num_rows + row)
-    return draws & (top_k == 0) & (tl.load(settings + 3 * num_rows + row) < 1)
+    top_p = tl.load(settings + 3 * num_rows + row)
+    return (tl.load(settings + row) > 0) & (top_k == 0) & (top_p < 1)
 
 
 @triton.jit
