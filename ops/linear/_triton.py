@@ -144,17 +144,21 @@ def _sum_in_parts(
     mask_n: tl.tensor,
     mask_m: tl.tensor,
     K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> tl.tensor:
-    """[N, M] products of rows of a weight [N, 1] and of x [M, 1]: each warp sums a part of them."""
+    """[BLOCK_N, BLOCK_M] products of rows of a weight [BLOCK_N, BLOCK_K] and of x, of which each
+    warp sums its own columns."""
+    BLOCK_K: tl.constexpr = p_w.shape[1]
     acc = tl.zeros([PARTS, p_w.shape[0], p_x.shape[0]], dtype=tl.float32)
-    k = (tl.arange(0, PARTS) * BLOCK_K)[:, None, None] + tl.arange(0, BLOCK_K)[None, None, :]
+    part = (tl.arange(0, PARTS) * BLOCK_K)[:, None, None]
+    index_k = tl.arange(0, BLOCK_K)[None, None, :]
     for first in tl.range(0, K, PARTS * BLOCK_K, num_stages=STAGES):
-        mask_k = first + k < K
-        b_w = tl.load(p_w[None, :, :] + first + k, mask=mask_n[None, :, :] & mask_k, other=0.0)
-        b_x = tl.load(p_x[None, :, :] + first + k, mask=mask_m[None, :, :] & mask_k, other=0.0)
+        mask_k = first + part + index_k < K
+        mask = mask_n[None, :, None] & mask_k
+        b_w = tl.load(p_w[None, :, :] + (first + part), mask=mask, other=0.0)
+        mask = mask_m[None, :, None] & mask_k
+        b_x = tl.load(p_x[None, :, :] + (first + part), mask=mask, other=0.0)
         acc = dot(b_w, tl.permute(b_x, (0, 2, 1)), acc)
     return tl.sum(acc, 0)
 
@@ -186,21 +190,21 @@ def _linear_kernel(
     weight, which, size, column, first_row = _place(weights, sizes, BLOCK_N)
     row = first_row + tl.arange(0, BLOCK_N)
     index_m = tl.arange(0, BLOCK_M)
+    index_k = tl.arange(0, BLOCK_K)
     mask_n, mask_m = row < size, index_m < M
-    p_w = weight + row.to(tl.int64)[:, None] * K
-    p_x = x + index_m.to(tl.int64)[:, None] * stride_x
+    p_w = weight + row.to(tl.int64)[:, None] * K + index_k[None, :]
+    p_x = x + index_m.to(tl.int64)[:, None] * stride_x + index_k[None, :]
     if PARTS > 1:
-        acc = _sum_in_parts(p_w, p_x, mask_n[:, None], mask_m[:, None], K, BLOCK_K, PARTS, STAGES)
+        acc = _sum_in_parts(p_w, p_x, mask_n, mask_m, K, PARTS, STAGES)
     else:
         if FEW:
             acc = tl.zeros([BLOCK_N, BLOCK_M, BLOCK_K], dtype=tl.float32)
         else:
             acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-        index_k = tl.arange(0, BLOCK_K)[None, :]
         for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             mask_k = first + index_k < K
-            b_w = tl.load(p_w + first + index_k, mask=mask_n[:, None] & mask_k, other=0.0)
-            b_x = tl.load(p_x + first + index_k, mask=mask_m[:, None] & mask_k, other=0.0)
+            b_w = tl.load(p_w + first, mask=mask_n[:, None] & mask_k[None, :], other=0.0)
+            b_x = tl.load(p_x + first, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
             if FEW:
                 acc += b_w.to(tl.float32)[:, None, :] * b_x.to(tl.float32)[None, :, :]
             else:
