@@ -116,7 +116,7 @@ def draw_tokens(
             V=vocab,
             S=num_segments,
             WIDE=has_wide_top_p,
-            num_warps=8,
+            num_warps=4,
         )
         _threshold_kernel[by_row](
             settings,
@@ -235,7 +235,7 @@ def _bounds_kernel(
             lowest = least_of_ranked(blocks + row * B, top_k, likeliest, temperature, B, BLOCK_B)
     if WIDE:  # noqa: SIM102 (one is known when it is compiled)
         if wants_nucleus(settings, row, num_rows) & (tl.abs(likeliest) < float("inf")):
-            lowest, highest = end_of_nucleus(known, sums, row, num_rows, V)
+            lowest, highest = end_of_nucleus(known, sums, row, num_rows, S, BLOCK_S)
             # What is kept is at least as likely as min-p says: an end below it is no matter.
             barred = bits_of_min_p(settings, row, num_rows) - 1
             lowest = tl.maximum(lowest, barred)

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from torch_hybrid.ops.draw_tokens._triton_search import (
     LEAST,
+    SEGMENT,
     best_of,
+    logit_of,
     wants_nucleus,
 )
 
 NUM_PASSES = 3
 _TRIES: tl.constexpr = tl.constexpr(8)  # thresholds of a pass, the first its lower bound
-_CHUNK: tl.constexpr = tl.constexpr(8192)  # tokens that a program adds up, so many at once:
-_TILE: tl.constexpr = tl.constexpr(512)
 _LOWEST: tl.constexpr = tl.constexpr(-40.0)  # log2 of the least weight that counts
 # What a sum of float32 may be off, by the weights, their adding up, and those too small to count.
 _ERROR: tl.constexpr = tl.constexpr(1e-5)
@@ -48,21 +48,22 @@ def narrow(
         best: [N, S] of each segment.
         sizes: of a row, as the kernels take them.
     """
-    num_rows = best.shape[0]
-    num_chunks = triton.cdiv(sizes["V"], _CHUNK.value)
+    num_rows, num_segments = best.shape
     known = logits.new_empty(5, num_rows, dtype=torch.float32)
-    sums = logits.new_empty(num_rows, num_chunks, _TRIES.value, dtype=torch.float32)
+    sums = logits.new_empty(num_rows, num_segments, _TRIES.value, dtype=torch.float32)
     for nth in range(NUM_PASSES):
         _bracket_kernel[(num_rows,)](
             settings, best, known, sums, num_rows, **sizes, NTH=nth, num_warps=4
         )
-        _sums_kernel[(num_rows * num_chunks,)](
+        _sums_kernel[(num_rows * num_segments,)](
             logits,
+            best,
             known,
             sums,
             num_rows,
             logits.stride(0),
             V=sizes["V"],
+            S=num_segments,
             IS_FIRST=nth == 0,
             num_warps=4,
         )
@@ -75,11 +76,12 @@ def end_of_nucleus(
     sums: tl.tensor,
     row: tl.tensor,
     num_rows: tl.tensor,
-    V: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Bits of two weights between which, or at which, a row's nucleus ends."""
     wanted = tl.load(known + _WANTED * num_rows + row)
-    low, high = _narrowed(known, sums, wanted, row, num_rows, V)
+    low, high = _narrowed(known, sums, wanted, row, num_rows, S, BLOCK_S)
     lowest = tl.exp2(low - _SLACK).to(tl.int32, bitcast=True)
     highest = tl.exp2(high + _SLACK).to(tl.int32, bitcast=True)
     return tl.maximum(lowest, LEAST), highest
@@ -92,12 +94,11 @@ def _threshold(low: tl.tensor, high: tl.tensor, nth: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _sums_of(sums: tl.tensor, row: tl.tensor, V: tl.constexpr) -> tl.tensor:
-    """[_TRIES] of a row, whose chunks are at most 32."""
-    NUM_CHUNKS: tl.constexpr = (V + _CHUNK - 1) // _CHUNK
-    chunk = tl.arange(0, 32)
-    place = (row * NUM_CHUNKS + chunk[:, None]) * _TRIES + tl.arange(0, _TRIES)[None, :]
-    return tl.sum(tl.load(sums + place, mask=(chunk < NUM_CHUNKS)[:, None], other=0.0), 0)
+def _sums_of(sums: tl.tensor, row: tl.tensor, S: tl.constexpr, BLOCK_S: tl.constexpr) -> tl.tensor:
+    """[_TRIES] of a row."""
+    segment = tl.arange(0, BLOCK_S)
+    place = (row * S + segment[:, None]) * _TRIES + tl.arange(0, _TRIES)[None, :]
+    return tl.sum(tl.load(sums + place, mask=(segment < S)[:, None], other=0.0), 0)
 
 
 @triton.jit
@@ -107,13 +108,14 @@ def _narrowed(
     wanted: tl.tensor,
     row: tl.tensor,
     num_rows: tl.tensor,
-    V: tl.constexpr,
+    S: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     """A row's bracket after the pass that left these sums."""
     low = tl.load(known + _LOW * num_rows + row)
     high = tl.load(known + _HIGH * num_rows + row)
     nth = tl.arange(0, _TRIES)
-    b_sum = _sums_of(sums, row, V)
+    b_sum = _sums_of(sums, row, S, BLOCK_S)
     b_threshold = _threshold(low, high, nth.to(tl.float32))
     # The sum at the lower bound is known to reach, and may be of something else.
     reaches = (nth > 0) & (b_sum >= wanted * (1 + _ERROR))
@@ -154,9 +156,9 @@ def _bracket_kernel(
     else:
         wanted = tl.load(known + _WANTED * num_rows + row)
         if NTH == 1:  # the first sum of the first pass is of all
-            wanted = tl.max(_sums_of(sums, row, V), 0) * top_p.to(tl.float32)
+            wanted = tl.max(_sums_of(sums, row, S, BLOCK_S), 0) * top_p.to(tl.float32)
             tl.store(known + _WANTED * num_rows + row, wanted)
-        low, high = _narrowed(known, sums, wanted, row, num_rows, V)
+        low, high = _narrowed(known, sums, wanted, row, num_rows, S, BLOCK_S)
         if tl.load(settings + row) > _COLDEST:  # else logits are too close to be told apart
             tl.store(known + _LOW * num_rows + row, low)
             tl.store(known + _HIGH * num_rows + row, high)
@@ -182,30 +184,32 @@ def _pair_above(
 @triton.jit(do_not_specialize=["num_rows"])
 def _sums_kernel(
     logits: tl.tensor,
+    best: tl.tensor,
     known: tl.tensor,
     sums: tl.tensor,
     num_rows: tl.tensor,
     stride: tl.tensor,
     V: tl.constexpr,
+    S: tl.constexpr,
     IS_FIRST: tl.constexpr,
 ) -> None:
-    """One program: what of a chunk is above each threshold of this pass."""
-    NUM_CHUNKS: tl.constexpr = (V + _CHUNK - 1) // _CHUNK
-    row = (tl.program_id(0) // NUM_CHUNKS).to(tl.int64)
-    chunk = tl.program_id(0) % NUM_CHUNKS
-    likeliest = tl.load(known + _LIKELIEST * num_rows + row)
+    """One program: what of a segment is above each threshold of this pass."""
+    row = (tl.program_id(0) // S).to(tl.int64)
+    segment = tl.program_id(0) % S
+    token = segment * SEGMENT + tl.arange(0, SEGMENT)
     inverse = tl.load(known + _INVERSE * num_rows + row)
-    low = tl.load(known + _LOW * num_rows + row)
-    high = tl.load(known + _HIGH * num_rows + row)
     if inverse > 0:
-        # Of a token all thresholds are one thread's: what is joined last is the lowest bit of a
-        # threshold's number.
-        acc = tl.zeros([_TILE, 2, 2, 2], tl.float32)
-        for first in tl.range(0, _CHUNK, _TILE, num_stages=4):
-            token = chunk * _CHUNK + first + tl.arange(0, _TILE)
-            b_x = tl.load(logits + row * stride + token, mask=token < V, other=-float("inf"))
+        b_x = tl.load(logits + row * stride + token, mask=token < V, other=-float("inf"))
+        likeliest = tl.load(known + _LIKELIEST * num_rows + row)
+        low = tl.load(known + _LOW * num_rows + row)
+        high = tl.load(known + _HIGH * num_rows + row)
+        own = (logit_of(tl.load(best + row * S + segment)) - likeliest) * inverse
+        place = sums + (row * S + segment) * _TRIES
+        if IS_FIRST | (own >= low):
             b_scaled = (b_x.to(tl.float32) - likeliest) * inverse
             b_w = tl.exp2(b_scaled)
+            # One sum of all thresholds, each element of which one thread has: what is joined last
+            # is the lowest bit of a threshold's number.
             b_first = _pair_above(b_scaled, b_w, low, high, 0.0)
             if IS_FIRST:
                 b_first = tl.join(b_w, _above(b_scaled, b_w, low, high, 4.0))
@@ -214,6 +218,7 @@ def _sums_kernel(
                 _pair_above(b_scaled, b_w, low, high, 1.0),
                 _pair_above(b_scaled, b_w, low, high, 3.0),
             )
-            acc += tl.join(b_even, b_odd)
-        place = sums + (row * NUM_CHUNKS + chunk) * _TRIES
-        tl.store(place + tl.arange(0, _TRIES), tl.reshape(tl.sum(acc, 0), [_TRIES]))
+            b_sum = tl.reshape(tl.sum(tl.join(b_even, b_odd), 0), [_TRIES])
+            tl.store(place + tl.arange(0, _TRIES), b_sum)
+        else:
+            tl.store(place + tl.arange(0, _TRIES), tl.zeros([_TRIES], tl.float32))
