@@ -10,7 +10,9 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from torch_hybrid.host import int_tensor, joined
+from torch_hybrid.host import int_tensor, joined, packed_ints
+
+_MANY_TOKENS = 256  # from so many on, to look at their ids is faster than at their types
 
 
 def token_lists(tokens: Any) -> Sequence[Sequence[int]]:
@@ -28,13 +30,20 @@ def _packed(row: Any) -> Sequence[int]:
     if not isinstance(row, list | tuple):
         raise TypeError(f"tokens must be a list of token ids for each sequence, got {row!r}")
     try:
-        packed = array("q", row)
+        packed = packed_ints(row, "q")
     except (TypeError, OverflowError):  # no ints, or too large: a check of the range says which
         return [_token(token) for token in row]
-    low = (int_tensor(packed, torch.int64) <= 1).nonzero().flatten().tolist()
-    if any(isinstance(row[place], bool) for place in low):  # which an array takes for 0 and 1
-        return [_token(token) for token in row]
-    return packed
+    return [_token(token) for token in row] if _has_bools(row, packed) else packed
+
+
+def _has_bools(row: Sequence[Any], packed: array[int]) -> bool:
+    """Whether there are some, which an array takes for 0 and 1."""
+    if len(row) < _MANY_TOKENS:
+        return bool in map(type, row)
+    ids = int_tensor(packed, torch.int64)
+    if ids.min() > 1:
+        return False
+    return any(type(row[place]) is bool for place in (ids <= 1).nonzero().flatten().tolist())
 
 
 def _token(token: object) -> int:

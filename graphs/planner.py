@@ -149,7 +149,7 @@ class StepPlanner:
             rows = _counted(batch.num_tokens)
         else:
             rows, size = batch.cu_seqlens[1:].long() - 1, round_up(batch.num_seqs, self._sizes.seqs)
-        return torch.nn.functional.pad(rows, (0, size - rows.shape[0]))
+        return torch.constant_pad_nd(rows, (0, size - rows.shape[0]))
 
     def _inputs(
         self,

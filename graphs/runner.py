@@ -8,7 +8,7 @@ from collections.abc import Sequence as Many
 from functools import partial
 from pathlib import Path
 from threading import RLock
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from torch_hybrid.graphs.artefact.store import StepStore
 from torch_hybrid.graphs.buckets import StepSizes
 from torch_hybrid.graphs.capture_policy import CapturePolicy, CudaGraphs
 from torch_hybrid.graphs.check_extend import check_extend, token_lists
+from torch_hybrid.graphs.check_options import check_artefact, check_max_tokens, check_types
 from torch_hybrid.graphs.execution import Execution
 from torch_hybrid.graphs.launch import LastTokens, Launched
 from torch_hybrid.graphs.link import SMALLEST, Trial, Work, policy_of, try_halves
@@ -40,7 +41,6 @@ from torch_hybrid.graphs.two_batch import (
 )
 from torch_hybrid.host import trim
 from torch_hybrid.sampling import Draw
-from torch_hybrid.specs import LayerTable
 from torch_hybrid.toolchain import check_toolchain
 
 ResultT = TypeVar("ResultT")
@@ -109,11 +109,10 @@ class Runner:
         passes: Many[Pass] = DEFAULT_PASSES,
         artefact: str | os.PathLike[str] | None = None,
     ) -> None:
-        _check_types(model, backends)
+        check_types(model, backends)
         device = self._device = model.device  # to find it takes a walk through the model
         self._capture = CapturePolicy.of(cuda_graphs, device, compiles=compile)
-        if artefact is not None and not compile:
-            raise ValueError("an artefact has compiled steps, got compile=False")
+        check_artefact(artefact, compiles=compile)
         self.lock = RLock()
         self.model = model
         self.max_seqs, self.max_tokens, self.page_size = max_seqs, max_tokens, page_size
@@ -144,7 +143,7 @@ class Runner:
             modes = MODES if prefill else (Mode.DECODE,)
             self.backends = make_backends(model.table, self._cache.sizes, wanted, modes)
             grid = chunk_grid(self.backends)
-            _check_max_tokens(max_tokens, grid)
+            check_max_tokens(max_tokens, grid)
             check_cuttable(self.overlap, max_seqs=max_seqs, max_tokens=max_tokens, chunk_size=grid)
             self._planner = StepPlanner(
                 self.backends,
@@ -484,20 +483,3 @@ class Runner:
         if self._capture is None:
             return StepSizes.fine(**sizes)
         return StepSizes.coarse(**sizes, page_size=self.page_size)
-
-
-def _check_types(model: Any, backends: Any) -> None:
-    if not isinstance(getattr(model, "table", None), LayerTable):
-        raise TypeError(
-            f"model must come from th.from_pretrained or th.adapt, got {type(model).__name__}"
-        )
-    if backends is not None and not isinstance(backends, Backends):
-        raise TypeError(f"backends must be a th.Backends or None, got {backends!r}")
-
-
-def _check_max_tokens(max_tokens: int, chunk_size: int) -> None:
-    if max_tokens < chunk_size:
-        what = f"hold at least one chunk of {chunk_size} tokens"
-        raise ValueError(
-            f"max_tokens must {what if chunk_size > 1 else 'be at least 1'}, got {max_tokens}"
-        )

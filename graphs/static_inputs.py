@@ -87,8 +87,7 @@ class StaticInputs:
             layout = self._layouts[key] = self._lay_out(value, leaves)
         if self._copied is not None:
             self._copied.synchronize()  # the last copy may still read the host's side
-        for view, leaf in zip(layout.host, unique, strict=True):
-            view.copy_(leaf)
+        torch._foreach_copy_(layout.host, unique)
         if self._copied is not None:
             self._device[: layout.num_bytes].copy_(
                 self._host[: layout.num_bytes], non_blocking=True

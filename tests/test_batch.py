@@ -41,13 +41,18 @@ def rows(draw: st.DrawFn, min_seqs: int = 0) -> list[Row]:
     return made
 
 
-def pack(rows: list[Row], num_position_axes: int = 1, positions: object = None) -> Batch:
+def pack(
+    rows: list[Row],
+    num_position_axes: int = 1,
+    positions: object = None,
+    page_size: int = PAGE_SIZE,
+) -> Batch:
     return make_batch(
         [row.tokens for row in rows],
         prefix_lens=[row.prefix_len for row in rows],
         page_table=torch.tensor([row.pages for row in rows], dtype=torch.int32).view(-1, 5),
         state_indices=[row.slot for row in rows],
-        page_size=PAGE_SIZE,
+        page_size=page_size,
         positions=positions,
         num_position_axes=num_position_axes,
     )
@@ -73,12 +78,12 @@ def unpack(batch: Batch, num_tokens: int | None = None) -> list[dict[str, object
     ]
 
 
-@given(rows())
-def test_make_batch_equals_a_token_loop(rows: list[Row]):
+@given(rows(), st.sampled_from([PAGE_SIZE, 5]))
+def test_make_batch_equals_a_token_loop(rows: list[Row], size: int):
     expected = []
     for row in rows:
         positions = [row.prefix_len + i for i in range(len(row.tokens))]
-        slots = [row.pages[p // PAGE_SIZE] * PAGE_SIZE + p % PAGE_SIZE for p in positions]
+        slots = [row.pages[p // size] * size + p % size for p in positions]
         expected.append(
             {
                 "tokens": list(row.tokens),
@@ -89,7 +94,7 @@ def test_make_batch_equals_a_token_loop(rows: list[Row]):
                 "slot": row.slot,
             }
         )
-    batch = pack(rows)
+    batch = pack(rows, page_size=size)
     assert unpack(batch) == expected
     assert batch.num_tokens == batch.cu_seqlens[-1] == sum(len(row.tokens) for row in rows)
     assert batch.num_seqs == len(rows)

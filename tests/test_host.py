@@ -12,7 +12,7 @@ from torch import nn
 
 import torch_hybrid as th
 from tests.tiny_models import make_model
-from torch_hybrid.host import int_tensor, keep_weights, zeros
+from torch_hybrid.host import int_tensor, keep_weights, packed_ints, zeros
 
 CPU = torch.device("cpu")
 
@@ -28,11 +28,23 @@ def test_zeros_are_those_of_torch(shape: tuple[int, ...], dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("values", [[], [7], [-1, 2**31 - 1, -(2**31)]], ids=str)
+@pytest.mark.parametrize(
+    "values",
+    [[], [7], [-1, 2**31 - 1, -(2**31)], list(range(-100, 100))],
+    ids=["none", "one", "extremes", "many"],
+)
 def test_int_tensors_are_those_of_torch(values: list[int], dtype: torch.dtype):
-    made = int_tensor(iter(values), dtype)
-    assert made.dtype == dtype
-    assert torch.equal(made, torch.tensor(values, dtype=dtype))
+    for given in (values, iter(values)):
+        made = int_tensor(given, dtype)
+        assert made.dtype == dtype
+        assert torch.equal(made, torch.tensor(values, dtype=dtype))
+
+
+@pytest.mark.parametrize("count", [1, 1000])
+def test_what_is_no_integer_or_too_large_is_told_however_many_there_are(count: int):
+    for wrong, error in ((2**31, OverflowError), (0.5, TypeError), ("7", TypeError)):
+        with pytest.raises(error):
+            packed_ints([3] * count + [wrong], "i")
 
 
 def test_large_tensors_start_at_a_huge_page():

@@ -93,12 +93,12 @@ def pad_to(batch: Batch, *, num_seqs: int, num_tokens: int) -> Batch:
             return tensor
         match axis:
             case Axis.TOKEN:
-                return torch.nn.functional.pad(tensor, (0, more_tokens), value=value)
+                return torch.constant_pad_nd(tensor, (0, more_tokens), value)
             case Axis.OFFSETS:
                 return torch.cat([tensor, tensor[-1:].expand(more_seqs)])
             case Axis.SEQUENCE | Axis.LENGTHS:
-                rows = tensor.new_full((more_seqs, *tensor.shape[1:]), value)
-                return torch.cat([tensor, rows])
+                last_first = (0, 0) * (tensor.ndim - 1) + (0, more_seqs)
+                return torch.constant_pad_nd(tensor, last_first, value)
             case Axis.CONSTANT:
                 return tensor
 
@@ -176,12 +176,15 @@ def make_batch(
     first_entry = torch.arange(len(tokens), dtype=torch.int64, device="cpu") * page_table.shape[1]
     if num_tokens == len(tokens):  # a decode step: token i belongs to sequence i
         position = prefix
+    elif len(tokens) == 1:
+        first = prefix_lens[0]
+        position = torch.arange(first, first + num_tokens, dtype=torch.int32, device="cpu")
     else:
         row_of_token = _row_of_token(query_lens)
         offset = torch.arange(num_tokens, dtype=torch.int32, device="cpu")
         position = offset + (prefix - cu_seqlens[:-1]).index_select(0, row_of_token)
         first_entry = first_entry.index_select(0, row_of_token)
-    place = position // page_size
+    place = _divided(position, page_size)
     page = page_table.reshape(-1).index_select(0, first_entry + place)
     if positions is None:
         positions = position.long()
@@ -196,6 +199,12 @@ def make_batch(
         page_table=page_table,
         state_indices=int_tensor(state_indices, torch.int32),
     )
+
+
+def _divided(positions: Tensor, page_size: int) -> Tensor:
+    """``positions // page_size``; a shift takes a quarter of the time of a division."""
+    bits = page_size.bit_length() - 1
+    return positions >> bits if page_size == 1 << bits else positions // page_size
 
 
 def _row_of_token(query_lens: Sequence[int]) -> Tensor:

@@ -2,7 +2,7 @@
 """Implementation "triton": thresholds are searched, nothing is sorted; see the README.
 
 best       of each segment of a row, and of each of its blocks where there is a top-k
-histogram  of the counts by weight, where a top-p has no top-k
+narrow     a bracket of the weight at which a nucleus ends, where a top-p has no top-k
 bounds     of the weights between which a row's last kept token is
 collect    the weights within them
 threshold  the least weight that is kept, among those
@@ -17,27 +17,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.draw_tokens._triton_nucleus import end_of_nucleus, narrow
 from torch_hybrid.ops.draw_tokens._triton_search import (
-    BIN_SIZE,
-    LEAST,
-    NUM_BINS,
+    SEGMENT,
+    add_to_segments,
     best_of,
+    bits_of_min_p,
     counts_of,
     floor_of,
     in_order,
     kept_from,
     least_of_ranked,
     logit_of,
-    nucleus_bin,
     nucleus_mass,
     search_least,
     sum_from,
+    wants_nucleus,
     weights_of,
 )
 
-_SEGMENT: tl.constexpr = tl.constexpr(2048)  # tokens that a program looks at
 _BLOCKS = (128, 512)  # tokens whose largest logit bounds a top-k: shorter ones bound it better
-_BIN_BITS: tl.constexpr = tl.constexpr(18)
 
 
 def draw_tokens(
@@ -50,11 +49,11 @@ def draw_tokens(
     if not num_rows:
         return tokens
     settings = settings.contiguous()
-    num_segments = triton.cdiv(vocab, _SEGMENT.value)
+    num_segments = triton.cdiv(vocab, SEGMENT.value)
     by_segment, by_row = (num_rows * num_segments,), (num_rows,)
     best = logits.new_empty(num_rows, num_segments, dtype=torch.int64)
     block = _BLOCKS[num_ranked * 4 * _BLOCKS[1] <= vocab]
-    num_blocks = num_segments * (_SEGMENT.value // block)
+    num_blocks = num_segments * (SEGMENT.value // block)
     blocks = logits.new_empty((num_rows, num_blocks) if num_ranked else (1,), dtype=torch.int32)
     row = {"V": vocab, "S": num_segments, "BLOCK_S": triton.next_power_of_2(num_segments)}
     _best_kernel[by_segment](
@@ -69,28 +68,26 @@ def draw_tokens(
     )
     masses = torch.empty_like(best) if draws else best
     least = logits.new_empty(num_rows, dtype=torch.int32)
-    floor = logits.new_empty(num_rows, dtype=torch.float32)  # below it no logit can be kept
+    # The largest logit, and that below which none can be kept.
+    largest, floor = logits.new_empty((2, num_rows), dtype=torch.float32)
     filters = draws and (num_ranked > 0 or has_wide_top_p)
     if filters:
-        # The last weight kept is at least `low` and at most `high`, and `wanted` of what lies
-        # between is.
+        # The last weight kept is at least `low` and at most `high`.
         low, high, found = logits.new_empty((3, num_rows), dtype=torch.int32)
-        wanted = logits.new_empty(num_rows, dtype=torch.int64)
-        histogram = blocks
+        known = sums = masses_of_all = best  # if not wide, none is read
         if has_wide_top_p:
-            histogram = logits.new_zeros((num_rows, NUM_BINS.value), dtype=torch.int64)
-            _histogram_kernel[by_segment](
-                logits, settings, best, histogram, num_rows, logits.stride(0), **row, num_warps=4
-            )
+            masses_of_all = torch.empty_like(best)
+            known, sums = narrow(logits, settings, best, row)
         _bounds_kernel[by_row](
             settings,
             best,
             blocks,
-            histogram,
+            known,
+            sums,
+            largest,
             floor,
             low,
             high,
-            wanted,
             found,
             num_rows,
             **row,
@@ -100,33 +97,43 @@ def draw_tokens(
             WIDE=has_wide_top_p,
             num_warps=4,
         )
-        weights = logits.new_empty((num_rows, vocab), dtype=torch.int32)
+        weights, segments = logits.new_empty((2, num_rows, vocab), dtype=torch.int32)
         _collect_kernel[by_segment](
             logits,
             settings,
             best,
+            largest,
             floor,
             low,
             high,
             found,
             weights,
+            segments,
+            masses_of_all,
+            masses,
             num_rows,
             logits.stride(0),
-            **row,
+            V=vocab,
+            S=num_segments,
+            WIDE=has_wide_top_p,
             num_warps=4,
         )
         _threshold_kernel[by_row](
             settings,
             best,
-            wanted,
+            masses_of_all,
+            masses,
             found,
             weights,
+            segments,
             low,
+            high,
             least,
             floor,
             num_rows,
             **row,
-            num_warps=4,
+            WIDE=has_wide_top_p,
+            num_warps=8,
         )
     if draws:
         _masses_kernel[by_segment](
@@ -140,6 +147,7 @@ def draw_tokens(
             logits.stride(0),
             **row,
             FILTERS=filters,
+            WIDE=has_wide_top_p,
             num_warps=4,
         )
     _draw_kernel[by_row](
@@ -159,7 +167,7 @@ def draw_tokens(
     return tokens
 
 
-@triton.jit(do_not_specialize=["stride"])
+@triton.jit
 def _best_kernel(
     logits: tl.tensor,
     best: tl.tensor,
@@ -173,11 +181,11 @@ def _best_kernel(
 ) -> None:
     """One program: a segment. Its best token as one integer: its logit above, in an order of
     integers, and below its id, counted from the end, so that the first of equal ones is larger."""
-    NUM_BLOCKS: tl.constexpr = _SEGMENT // BLOCK
+    NUM_BLOCKS: tl.constexpr = SEGMENT // BLOCK
     row = (tl.program_id(0) // S).to(tl.int64)
     segment = tl.program_id(0) % S
     block = tl.arange(0, NUM_BLOCKS)
-    token = segment * _SEGMENT + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    token = segment * SEGMENT + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = token < V
     b_x = tl.load(logits + row * stride + token, mask=inside, other=0.0).to(tl.float32)
     b_x += 0.0  # -0 is 0
@@ -192,43 +200,17 @@ def _best_kernel(
         tl.store(blocks + row * S * NUM_BLOCKS + segment * NUM_BLOCKS + block, b_best)
 
 
-@triton.jit(do_not_specialize=["num_rows", "stride"])
-def _histogram_kernel(
-    logits: tl.tensor,
-    settings: tl.tensor,
-    best: tl.tensor,
-    histogram: tl.tensor,
-    num_rows: tl.tensor,
-    stride: tl.tensor,
-    V: tl.constexpr,
-    S: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-) -> None:
-    """One program: adds a segment's counts to its row's, by the upper bits of their weights."""
-    row = (tl.program_id(0) // S).to(tl.int64)
-    temperature = tl.load(settings + row)
-    top_k = tl.load(settings + 2 * num_rows + row)
-    top_p = tl.load(settings + 3 * num_rows + row)
-    likeliest, _ = best_of(best, row, S, BLOCK_S)
-    if (temperature > 0) & (top_k == 0) & (top_p < 1) & (tl.abs(likeliest) < float("inf")):
-        token = (tl.program_id(0) % S) * _SEGMENT + tl.arange(0, _SEGMENT)
-        b_w = weights_of(logits + row * stride, token, likeliest, temperature, V)
-        b_count = counts_of(b_w)
-        b_bin = (b_w.to(tl.int32, bitcast=True) - LEAST) // BIN_SIZE
-        place = histogram + row * NUM_BINS + b_bin
-        tl.atomic_add(place, b_count, mask=b_count > 0, sem="relaxed")
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _bounds_kernel(
     settings: tl.tensor,
     best: tl.tensor,
     blocks: tl.tensor,
-    histogram: tl.tensor,
+    known: tl.tensor,
+    sums: tl.tensor,
+    largest: tl.tensor,
     floor: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
-    wanted: tl.tensor,
     found: tl.tensor,
     num_rows: tl.tensor,
     V: tl.constexpr,
@@ -243,106 +225,140 @@ def _bounds_kernel(
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(settings + row)
     top_k = tl.load(settings + 2 * num_rows + row)
-    top_p = tl.load(settings + 3 * num_rows + row)
     likeliest, _ = best_of(best, row, S, BLOCK_S)
-    draws = (temperature > 0) & (tl.abs(likeliest) < float("inf"))
     lowest = 0x7FFFFFFF
     highest = 0x7FFFFFFF
     least = float("inf")  # nothing is collected
-    rest = tl.zeros((), tl.int64)
     if RANKS:
-        has_rank = draws & (top_k > 0)
+        has_rank = (temperature > 0) & (tl.abs(likeliest) < float("inf")) & (top_k > 0)
         if has_rank:
             lowest = least_of_ranked(blocks + row * B, top_k, likeliest, temperature, B, BLOCK_B)
-            rest = top_k.to(tl.int64)
-    if WIDE:
-        is_wide = draws & (top_k == 0) & (top_p < 1)
-        if is_wide:
-            lowest, rest = nucleus_bin(histogram + row * NUM_BINS, top_p)
-            highest = lowest + BIN_SIZE - 1
+    if WIDE:  # noqa: SIM102 (one is known when it is compiled)
+        if wants_nucleus(settings, row, num_rows) & (tl.abs(likeliest) < float("inf")):
+            lowest, highest = end_of_nucleus(known, sums, row, num_rows, S, BLOCK_S)
+            # What is kept is at least as likely as min-p says: an end below it is no matter.
+            barred = bits_of_min_p(settings, row, num_rows) - 1
+            lowest = tl.maximum(lowest, barred)
+            highest = tl.maximum(highest, barred)
     if lowest < 0x7FFFFFFF:
         least = floor_of(lowest, likeliest, temperature)
+    tl.store(largest + row, likeliest)
     tl.store(floor + row, least)
     tl.store(low + row, lowest)
     tl.store(high + row, highest)
-    tl.store(wanted + row, rest)
     tl.store(found + row, 0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "stride"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _collect_kernel(
     logits: tl.tensor,
     settings: tl.tensor,
     best: tl.tensor,
+    largest: tl.tensor,
     floor: tl.tensor,
     low: tl.tensor,
     high: tl.tensor,
     found: tl.tensor,
     weights: tl.tensor,
+    segments: tl.tensor,
+    masses_of_all: tl.tensor,
+    masses: tl.tensor,
     num_rows: tl.tensor,
     stride: tl.tensor,
     V: tl.constexpr,
     S: tl.constexpr,
-    BLOCK_S: tl.constexpr,
+    WIDE: tl.constexpr,
 ) -> None:
     """One program: appends those of a segment's weights that are within the bounds, in any
-    order."""
+    order. Where there is a top-p without a top-k, it adds up all of them too, and those above."""
     row = (tl.program_id(0) // S).to(tl.int64)
     segment = tl.program_id(0) % S
+    is_wide = False
+    if WIDE:
+        is_wide = wants_nucleus(settings, row, num_rows)
     own = logit_of(tl.load(best + row * S + segment))
-    if own >= tl.load(floor + row):
+    if is_wide | (own >= tl.load(floor + row)):
+        likeliest = tl.load(largest + row)
         lowest = tl.load(low + row)
         highest = tl.load(high + row)
         temperature = tl.load(settings + row)
-        likeliest, _ = best_of(best, row, S, BLOCK_S)
-        token = segment * _SEGMENT + tl.arange(0, _SEGMENT)
+        token = segment * SEGMENT + tl.arange(0, SEGMENT)
         b_w = weights_of(logits + row * stride, token, likeliest, temperature, V)
         b_bits = b_w.to(tl.int32, bitcast=True)
+        if WIDE:
+            b_count = counts_of(b_w)
+            b_above = tl.where(b_bits > highest, b_count, 0)
+            # [2]: of all, and of those above, in one sum
+            b_sum = tl.sum(tl.join(b_count, b_above), 0)
+            is_all = tl.arange(0, 2) == 0
+            tl.store(masses_of_all + row * S + segment, tl.sum(tl.where(is_all, b_sum, 0), 0))
+            tl.store(masses + row * S + segment, tl.sum(tl.where(is_all, 0, b_sum), 0))
         keep = (b_bits >= lowest) & (b_bits <= highest) & (token < V)
         b_place = tl.cumsum(keep.to(tl.int32), 0)
-        first = tl.atomic_add(found + row, tl.max(b_place, 0))
-        tl.store(weights + row * V + first + b_place - 1, b_bits, mask=keep)
+        count = tl.max(b_place, 0)
+        if count > 0:
+            b_place += tl.atomic_add(found + row, count, sem="relaxed") - 1
+            tl.store(weights + row * V + b_place, b_bits, mask=keep)
+            if WIDE:
+                tl.store(segments + row * V + b_place, segment, mask=keep)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _threshold_kernel(
     settings: tl.tensor,
     best: tl.tensor,
-    wanted: tl.tensor,
+    masses_of_all: tl.tensor,
+    masses: tl.tensor,
     found: tl.tensor,
     weights: tl.tensor,
+    segments: tl.tensor,
     low: tl.tensor,
+    high: tl.tensor,
     least: tl.tensor,
     floor: tl.tensor,
     num_rows: tl.tensor,
     V: tl.constexpr,
     S: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    WIDE: tl.constexpr,
 ) -> None:
-    """One program: a row. The bits of its least weight kept by top-k and top-p; 0 keeps all."""
+    """One program: a row. The bits of its least weight kept by top-k and top-p; 0 keeps all.
+
+    Of a top-p without a top-k it completes the masses of the segments too, by what is collected.
+    """
     row = tl.program_id(0).to(tl.int64)
     top_k = tl.load(settings + 2 * num_rows + row)
     top_p = tl.load(settings + 3 * num_rows + row)
     size = tl.load(found + row)
-    mass = tl.load(wanted + row)
+    lowest = tl.load(low + row)
+    highest = tl.load(high + row)
     own = weights + row * V
     threshold = tl.zeros((), tl.int32)
     logit = -float("inf")
+    likeliest, _ = best_of(best, row, S, BLOCK_S)
+    if WIDE:  # noqa: SIM102 (one is known when it is compiled)
+        if wants_nucleus(settings, row, num_rows) & (size > 0):
+            segment = tl.arange(0, BLOCK_S)
+            place = row * S + segment
+            mass = tl.sum(tl.load(masses_of_all + place, mask=segment < S, other=0), 0)
+            above = tl.sum(tl.load(masses + place, mask=segment < S, other=0), 0)
+            rest = nucleus_mass(mass, top_p) - above
+            threshold = search_least(own, size, rest, lowest, highest, True)
+            kept = tl.maximum(threshold, bits_of_min_p(settings, row, num_rows))
+            add_to_segments(own, segments + row * V, size, kept, masses + row * S)
+    if (size > 0) & (top_k > 0):
+        highest = tl.minimum(highest, 0x3F800000)  # a weight of 1
+        threshold = search_least(own, size, top_k.to(tl.int64), lowest, highest, False)
+        if top_p < 1:
+            mass = nucleus_mass(sum_from(own, size, threshold), top_p)
+            threshold = search_least(own, size, mass, threshold, highest, True)
     if size > 0:
-        if top_k > 0:
-            threshold = search_least(own, size, mass, tl.zeros((), tl.int32), 30, False)
-            if top_p < 1:
-                mass = nucleus_mass(sum_from(own, size, threshold), top_p)
-                threshold = search_least(own, size, mass, tl.zeros((), tl.int32), 30, True)
-        else:
-            threshold = search_least(own, size, mass, tl.load(low + row), _BIN_BITS, True)
-        likeliest, _ = best_of(best, row, S, BLOCK_S)
         logit = floor_of(threshold, likeliest, tl.load(settings + row))
     tl.store(least + row, threshold)
     tl.store(floor + row, logit)
 
 
-@triton.jit(do_not_specialize=["num_rows", "stride"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _masses_kernel(
     logits: tl.tensor,
     settings: tl.tensor,
@@ -356,27 +372,32 @@ def _masses_kernel(
     S: tl.constexpr,
     BLOCK_S: tl.constexpr,
     FILTERS: tl.constexpr,
+    WIDE: tl.constexpr,
 ) -> None:
-    """One program: what a segment's kept tokens count together."""
+    """One program: what a segment's kept tokens count together, unless that is known already."""
     row = (tl.program_id(0) // S).to(tl.int64)
     segment = tl.program_id(0) % S
     temperature = tl.load(settings + row)
     has_kept = temperature > 0
+    is_known = False
     if FILTERS:
         own = logit_of(tl.load(best + row * S + segment))
         has_kept = has_kept & (own >= tl.load(floor + row))
+    if WIDE:
+        is_known = wants_nucleus(settings, row, num_rows)
+        has_kept = has_kept & (is_known == 0)
     mass = tl.zeros((), tl.int64)
     if has_kept:
         likeliest, _ = best_of(best, row, S, BLOCK_S)
         threshold = kept_from(settings, least, row, num_rows, FILTERS)
-        token = segment * _SEGMENT + tl.arange(0, _SEGMENT)
+        token = segment * SEGMENT + tl.arange(0, SEGMENT)
         b_w = weights_of(logits + row * stride, token, likeliest, temperature, V)
         kept = b_w.to(tl.int32, bitcast=True) >= threshold
         mass = tl.sum(tl.where(kept, counts_of(b_w), 0), 0)
-    tl.store(masses + row * S + segment, mass)
+    tl.store(masses + row * S + segment, mass, mask=is_known == 0)
 
 
-@triton.jit(do_not_specialize=["num_rows", "stride"])
+@triton.jit(do_not_specialize=["num_rows"])
 def _draw_kernel(
     logits: tl.tensor,
     settings: tl.tensor,
@@ -408,9 +429,9 @@ def _draw_kernel(
             passed = tl.cumsum(b_mass, 0) <= target
             segment = tl.sum(passed.to(tl.int32), 0)
             target -= tl.sum(tl.where(passed, b_mass, 0), 0)
-            token = segment * _SEGMENT + tl.arange(0, _SEGMENT)
+            token = segment * SEGMENT + tl.arange(0, SEGMENT)
             b_w = weights_of(logits + row * stride, token, likeliest, temperature, V)
             kept = b_w.to(tl.int32, bitcast=True) >= threshold
             b_reached = tl.cumsum(tl.where(kept, counts_of(b_w), 0), 0)
-            chosen = segment * _SEGMENT + tl.sum((b_reached <= target).to(tl.int32), 0)
+            chosen = segment * SEGMENT + tl.sum((b_reached <= target).to(tl.int32), 0)
     tl.store(tokens + row, tl.where(is_finite, chosen, -1).to(tl.int64))

@@ -11,8 +11,7 @@ from torch_hybrid.ops.triton.devices import interpreted
 
 _INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
 LEAST: tl.constexpr = tl.constexpr(0x2B800000)  # bits of the least weight that counts: 2 ** -40
-BIN_SIZE: tl.constexpr = tl.constexpr(1 << 18)
-NUM_BINS: tl.constexpr = tl.constexpr(2048)  # enough for weights up to 1
+SEGMENT: tl.constexpr = tl.constexpr(2048)  # tokens that a program looks at
 _FEW: tl.constexpr = tl.constexpr(64)  # collected weights that are looked at together
 _MANY: tl.constexpr = tl.constexpr(1024)
 
@@ -44,10 +43,16 @@ def best_of(
 def _weight(x: tl.tensor, likeliest: tl.tensor, temperature: tl.tensor) -> tl.tensor:
     """exp((x - likeliest) / temperature), rounded as torch rounds it: the division is a double's,
     and the exponential not the approximate one of ``tl.exp``."""
-    scaled = ((x - likeliest).to(tl.float64) / temperature).to(tl.float32)
+    difference = (x - likeliest).to(tl.float64)
     if _INTERPRETED:
-        return tl.exp(scaled)
-    return libdevice.exp(scaled)
+        return tl.exp((difference / temperature).to(tl.float32))
+    # The quotient as division rounds it, in three steps with a divisor that all tokens share.
+    inverse = 1.0 / tl.maximum(temperature, 1e-300)
+    quotient = difference * inverse
+    rest = tl.fma(-quotient, temperature, difference)
+    refined = tl.fma(rest, inverse, quotient)
+    # Where it is too low to be refined, even infinite, the weight is 0 anyway.
+    return libdevice.exp(tl.where(quotient > -1000.0, refined, quotient).to(tl.float32))
 
 
 @triton.jit
@@ -76,6 +81,22 @@ def nucleus_mass(total: tl.tensor, top_p: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def wants_nucleus(settings: tl.tensor, row: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
+    """Whether a token is drawn of a row by a top-p without a top-k."""
+    top_k = tl.load(settings + 2 * num_rows + row)
+    top_p = tl.load(settings + 3 * num_rows + row)
+    return (tl.load(settings + row) > 0) & (top_k == 0) & (top_p < 1)
+
+
+@triton.jit
+def bits_of_min_p(settings: tl.tensor, row: tl.tensor, num_rows: tl.tensor) -> tl.tensor:
+    """Of the least weight that min-p keeps: it is a double, weights are floats."""
+    min_p = tl.load(settings + 4 * num_rows + row)
+    rounded = min_p.to(tl.float32)
+    return rounded.to(tl.int32, bitcast=True) + (rounded.to(tl.float64) < min_p).to(tl.int32)
+
+
+@triton.jit
 def kept_from(
     settings: tl.tensor,
     least: tl.tensor,
@@ -83,11 +104,8 @@ def kept_from(
     num_rows: tl.tensor,
     FILTERS: tl.constexpr,
 ) -> tl.tensor:
-    """Bits of the least weight kept, by min-p too: it is a double, weights are floats."""
-    min_p = tl.load(settings + 4 * num_rows + row)
-    rounded = min_p.to(tl.float32)
-    threshold = rounded.to(tl.int32, bitcast=True)
-    threshold += (rounded.to(tl.float64) < min_p).to(tl.int32)
+    """Bits of the least weight kept, by min-p too."""
+    threshold = bits_of_min_p(settings, row, num_rows)
     if FILTERS:
         threshold = tl.maximum(threshold, tl.load(least + row))
     return threshold
@@ -112,17 +130,6 @@ def least_of_ranked(
     logit = in_order((bound - (1 << 27)) << 4).to(tl.float32, bitcast=True)
     logit = tl.where(logit == logit, logit, -float("inf"))
     return _weight(logit, likeliest, temperature).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def nucleus_bin(histogram: tl.tensor, top_p: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """The bin in which a row's nucleus ends: bits of its least weight, and what is wanted of it."""
-    index = tl.arange(0, NUM_BINS)
-    b_mass = tl.load(histogram + index)
-    mass = nucleus_mass(tl.sum(b_mass, 0), top_p)
-    b_from_here = tl.cumsum(b_mass, 0, reverse=True)
-    last = tl.sum((b_from_here >= mass).to(tl.int32), 0) - 1
-    return last * BIN_SIZE + LEAST, mass - tl.sum(tl.where(index > last, b_mass, 0), 0)
 
 
 @triton.jit
@@ -151,16 +158,16 @@ def search_least(
     weights: tl.tensor,
     size: tl.tensor,
     wanted: tl.tensor,
-    found: tl.tensor,
-    BITS: tl.constexpr,
+    lowest: tl.tensor,
+    highest: tl.tensor,
     MASS: tl.constexpr,
 ) -> tl.tensor:
     """The largest bits of which there are ``wanted`` of at least them: weights, or with MASS
-    counts; as small as can be where there are fewer. Their upper bits are those of ``found``."""
+    counts; as small as can be where there are fewer. They are within the bounds."""
     if size <= _FEW:
         found = _search_few(weights, size, wanted, MASS)
     else:
-        found = _search_digits(weights, size, wanted, found, BITS, MASS)
+        found = _search_digits(weights, size, wanted, lowest, highest, MASS)
     return found
 
 
@@ -184,14 +191,17 @@ def _search_digits(
     weights: tl.tensor,
     size: tl.tensor,
     wanted: tl.tensor,
-    found: tl.tensor,
-    BITS: tl.constexpr,
+    lowest: tl.tensor,
+    highest: tl.tensor,
     MASS: tl.constexpr,
 ) -> tl.tensor:
     """The same among many, three bits at a time."""
     digit = tl.arange(0, 8)
-    for i in range(BITS // 3):
-        shift = BITS - 3 * (i + 1)
+    found = lowest
+    shift = tl.zeros((), tl.int32)
+    while (highest - lowest) >> shift > 7:
+        shift += 3
+    while shift >= 0:
         candidate = found + (digit << shift)
         b_sum = tl.zeros((8,), tl.int64)
         for start in range(0, size, _MANY):
@@ -203,6 +213,7 @@ def _search_digits(
             reaches = b_bits[None, :] >= candidate[:, None]
             b_sum += tl.sum(tl.where(reaches, b_value[None, :], 0), 1)
         found += tl.maximum(tl.sum((b_sum >= wanted).to(tl.int32), 0) - 1, 0) << shift
+        shift -= 3
     return found
 
 
@@ -216,3 +227,21 @@ def sum_from(weights: tl.tensor, size: tl.tensor, threshold: tl.tensor) -> tl.te
         b_count = counts_of(b_bits.to(tl.float32, bitcast=True))
         total += tl.sum(tl.where(b_bits >= threshold, b_count, 0), 0)
     return total
+
+
+@triton.jit
+def add_to_segments(
+    weights: tl.tensor,
+    segments: tl.tensor,
+    size: tl.tensor,
+    threshold: tl.tensor,
+    masses: tl.tensor,
+) -> None:
+    """Add what weights of at least these bits count to the masses of their segments."""
+    for start in range(0, size, _MANY):
+        index = start + tl.arange(0, _MANY)
+        b_bits = tl.load(weights + index, mask=index < size, other=-1)
+        b_segment = tl.load(segments + index, mask=index < size, other=0)
+        b_count = counts_of(tl.maximum(b_bits, 0).to(tl.float32, bitcast=True))
+        is_kept = (b_bits >= threshold) & (b_bits >= 0)
+        tl.atomic_add(masses + b_segment, b_count, mask=is_kept, sem="relaxed")

@@ -24,11 +24,16 @@ _MAX_DEPTH = 4096  # of more than few rows: a program walks it alone
 # Few rows and columns are multiplied outside the tensor cores, which leaves more programs.
 _FEW_ROWS = 4
 _FEW_COLUMNS = 4096
+# With more rows, programs have few columns, and their warps share the depth.
+_PART_ROWS = 32
+_PART_DEPTH = 1024
+_PART_COLUMNS = 1024  # of one weight: fewer are faster by torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Rows of x and of a weight that a program multiplies, ``block_k`` columns at a time.
+    """Rows of x and of a weight that a program multiplies, ``block_k`` columns at a time in each of
+    ``num_parts`` parts side by side.
 
     Decided by shapes alone: a row's sums are in the same order whatever the other rows hold.
     """
@@ -37,14 +42,18 @@ class Tile:
     block_n: int
     block_k: int
     num_stages: int
+    num_parts: int = 1
     num_warps: int = 4
 
     @classmethod
-    def of(cls, num_rows: int, num_columns: int) -> Tile:
-        """For that many rows of x, and columns of all weights' results."""
+    def of(cls, num_rows: int, num_columns: int, depth: int) -> Tile:
+        """For that many rows of x, and columns of all weights' results, of sums so deep."""
         if num_rows <= _FEW_ROWS and num_columns <= _FEW_COLUMNS:
             block_m = triton.next_power_of_2(num_rows)
             return cls(block_m=block_m, block_n=4, block_k=512, num_stages=4)
+        if num_rows <= _PART_ROWS and num_columns <= _FEW_COLUMNS and depth >= _PART_DEPTH:
+            block_m = 16 if num_rows <= 16 else 32
+            return cls(block_m=block_m, block_n=16, block_k=128, num_stages=4, num_parts=4)
         block_m, stages = (16, 5) if num_rows <= 16 else (32, 4) if num_rows <= 32 else (64, 3)
         return cls(block_m=block_m, block_n=64, block_k=128, num_stages=stages)
 
@@ -56,7 +65,7 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
     y = x.new_empty(num_rows, sum(sizes))
     if not _is_ours(x, sizes):
         return product_by_torch(x, weights, biases, y)
-    tile = Tile.of(num_rows, sum(sizes))
+    tile = Tile.of(num_rows, sum(sizes), depth)
     _linear_kernel[(sum(triton.cdiv(size, tile.block_n) for size in sizes),)](
         x,
         tuple(weights),
@@ -72,6 +81,7 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
+        PARTS=tile.num_parts,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
@@ -87,8 +97,10 @@ def _is_ours(x: Tensor, sizes: Sequence[int]) -> bool:
     if num_rows <= _FEW_ROWS and sum(sizes) <= _FEW_COLUMNS:
         return True
     # More of float32 would have to be multiplied outside the tensor cores.
-    is_skinny = num_rows <= MAX_ROWS and depth <= _MAX_DEPTH and x.dtype != torch.float32
-    return is_skinny and len(sizes) > 1
+    if num_rows > MAX_ROWS or depth > _MAX_DEPTH or x.dtype == torch.float32:
+        return False
+    is_in_parts = num_rows <= _PART_ROWS and depth >= _PART_DEPTH
+    return len(sizes) > 1 or (is_in_parts and _PART_COLUMNS <= sum(sizes) <= _FEW_COLUMNS)
 
 
 @triton.jit
@@ -125,6 +137,32 @@ def _bias_of(
     return bias
 
 
+@triton.jit
+def _sum_in_parts(
+    p_w: tl.tensor,
+    p_x: tl.tensor,
+    mask_n: tl.tensor,
+    mask_m: tl.tensor,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK_N, BLOCK_M] products of rows of a weight [BLOCK_N, BLOCK_K] and of x, of which each
+    warp sums its own columns."""
+    BLOCK_K: tl.constexpr = p_w.shape[1]
+    acc = tl.zeros([PARTS, p_w.shape[0], p_x.shape[0]], dtype=tl.float32)
+    part = (tl.arange(0, PARTS) * BLOCK_K)[:, None, None]
+    index_k = tl.arange(0, BLOCK_K)[None, None, :]
+    for first in tl.range(0, K, PARTS * BLOCK_K, num_stages=STAGES):
+        mask_k = first + part + index_k < K
+        mask = mask_n[None, :, None] & mask_k
+        b_w = tl.load(p_w[None, :, :] + (first + part), mask=mask, other=0.0)
+        mask = mask_m[None, :, None] & mask_k
+        b_x = tl.load(p_x[None, :, :] + (first + part), mask=mask, other=0.0)
+        acc = dot(b_w, tl.permute(b_x, (0, 2, 1)), acc)
+    return tl.sum(acc, 0)
+
+
 @triton.jit(do_not_specialize=["M"])
 def _linear_kernel(
     x: tl.tensor,
@@ -140,12 +178,13 @@ def _linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
     """One program: BLOCK_N columns of all rows of y.
 
     Few rows are multiplied as the weights come. Of more, the weight is the left side of products,
-    of which tensor cores take 64 rows.
+    of which tensor cores take 64 rows; or 16 in each warp, which then has a part of the depth.
     """
     FEW: tl.constexpr = BLOCK_M < 16
     weight, which, size, column, first_row = _place(weights, sizes, BLOCK_N)
@@ -155,20 +194,23 @@ def _linear_kernel(
     mask_n, mask_m = row < size, index_m < M
     p_w = weight + row.to(tl.int64)[:, None] * K + index_k[None, :]
     p_x = x + index_m.to(tl.int64)[:, None] * stride_x + index_k[None, :]
-    if FEW:
-        acc = tl.zeros([BLOCK_N, BLOCK_M, BLOCK_K], dtype=tl.float32)
+    if PARTS > 1:
+        acc = _sum_in_parts(p_w, p_x, mask_n, mask_m, K, PARTS, STAGES)
     else:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        mask_k = first + index_k < K
-        b_w = tl.load(p_w + first, mask=mask_n[:, None] & mask_k[None, :], other=0.0)
-        b_x = tl.load(p_x + first, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
         if FEW:
-            acc += b_w.to(tl.float32)[:, None, :] * b_x.to(tl.float32)[None, :, :]
+            acc = tl.zeros([BLOCK_N, BLOCK_M, BLOCK_K], dtype=tl.float32)
         else:
-            acc = dot(b_w, tl.trans(b_x), acc)
-    if FEW:
-        acc = tl.sum(acc, 2)
+            acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+        for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            mask_k = first + index_k < K
+            b_w = tl.load(p_w + first, mask=mask_n[:, None] & mask_k[None, :], other=0.0)
+            b_x = tl.load(p_x + first, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+            if FEW:
+                acc += b_w.to(tl.float32)[:, None, :] * b_x.to(tl.float32)[None, :, :]
+            else:
+                acc = dot(b_w, tl.trans(b_x), acc)
+        if FEW:
+            acc = tl.sum(acc, 2)
     acc += _bias_of(biases, which, row, mask_n, BIASED)[:, None]
     p_y = y + index_m.to(tl.int64)[None, :] * stride_y + (column + row)[:, None]
     tl.store(p_y, acc.to(y.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])

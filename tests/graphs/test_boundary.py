@@ -58,6 +58,8 @@ def test_tokens_may_be_integers_of_any_kind(model, tokens):
     [
         ([[1.0, 2.0]], r"a token must be an int, got 1.0 \(float\)"),
         ([[True]], r"a token must be an int, got True \(bool\)"),
+        ([[5] * 300 + [True]], r"a token must be an int, got True \(bool\)"),
+        ([[5] * 300 + [0.5]], r"a token must be an int, got 0.5 \(float\)"),
         (["ab"], "tokens must be a list of token ids for each sequence, got 'ab'"),
         ([7], "tokens must be a list of token ids for each sequence, got 7"),
         ([[[1]]], r"a token must be an int, got \[1\] \(list\)"),

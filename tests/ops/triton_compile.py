@@ -62,6 +62,8 @@ class Launch:
 def launches_on(target: str, *, gluon: bool = True) -> Iterator[dict[str, Launch]]:
     """What launchers launch on a GPU of ``target``, by the kernel's name, instead of launching it.
 
+    Of a kernel that one launcher launches with several constants, the later ones are by its name
+    and those constants.
     Without ``gluon``, with a Triton whose Gluon is another.
     Modules must have been imported before: each asks for itself on what kind of GPU it is.
     """
@@ -73,7 +75,10 @@ def launches_on(target: str, *, gluon: bool = True) -> Iterator[dict[str, Launch
 
     def keep(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         name = kernel.fn.__name__
-        assert name not in launches, f"{name} is launched twice"
+        if name in launches:
+            given = launches[name].kwargs.items()
+            name += str({key: value for key, value in kwargs.items() if (key, value) not in given})
+        assert not name.endswith("{}"), f"{name} is launched twice"
         launches[name] = Launch(kernel, args, kwargs)
 
     with ExitStack() as stack:

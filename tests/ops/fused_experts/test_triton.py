@@ -26,6 +26,7 @@ from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_t
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.fused_experts import fused_experts
 from torch_hybrid.ops.fused_experts.reference import fused_experts_reference
+from torch_hybrid.ops.triton.devices import runs_gluon
 
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/fused_experts -k triton
@@ -105,6 +106,24 @@ def test_a_captured_graph_serves_other_choices(name: str, dtype: torch.dtype) ->
             static.copy_(tensor)
         graph.replay()
         assert_as_exact(other, "silu", out)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["many_pairs", "many_pairs_of_one", "many_pairs_no_gate"])
+def test_the_kernels_of_hopper_take_many_pairs(name: str, dtype: torch.dtype) -> None:
+    """What ``test_on_a_gpu`` compares is theirs; and no order in which programs run shows."""
+    from torch_hybrid.ops.fused_experts import _triton
+
+    if not runs_gluon(torch.device("cuda")):
+        pytest.skip("needs a Hopper GPU and triton 3.6 or 3.7")
+    case = WIDE[name]
+    inputs = on_device(make_inputs(case, dtype=dtype))
+    own = _triton.hopper_products
+    with mock.patch.object(_triton, "hopper_products", wraps=own) as taken:
+        first, second = (call(inputs, case.activation) for _ in range(2))
+    assert taken.call_count == 2
+    assert torch.equal(first, second)
 
 
 def call(inputs: Inputs, activation: str) -> Tensor:

@@ -68,7 +68,8 @@ def test_compiles_without_spills() -> None:
     from torch_hybrid.ops.linear import _triton
 
     rows = []
-    for name, num_rows in (("router", 1), ("out_proj", 4), *(("qkv", n) for n in (8, 32, 64))):
+    cases = ("router", 1), ("router", 8), ("out_proj", 4), ("out_proj", 32)
+    for name, num_rows in (*cases, *(("qkv", n) for n in (8, 32, 64))):
         depth, widths = REAL[name]
         for target in SHARED_LIMITS:
             with launches_on(target) as launches:
