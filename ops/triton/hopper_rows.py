@@ -111,7 +111,7 @@ def _take_in(
     ``sums`` are those of the tiles before the last one, and the last one's weights, whose values
     are added beside the products of the next.
     """
-    _, _, k_free, v_free, _ = bars
+    _, v_ready, k_free, v_free, _ = bars
     _, _, b_v = bufs
     L_O: gl.constexpr = products_layout(V)
     index_kv = gl.arange(0, BLOCK_KV, gl.SliceLayout(0, products_layout(BLOCK_KV)))
@@ -124,6 +124,8 @@ def _take_in(
         mbarrier.arrive(k_free.index(i % STAGES), count=1)
         key = first_key - tile * BLOCK_KV + index_kv
         weights, rescale, peak, total = _advance(scores, key, last, scale_log2, peak, total, HIDES)
+        # Long past. But a branch: without one, the wait for the products moves before the softmax.
+        mbarrier.wait(v_ready.index((i - 1) % STAGES), ((i - 1) // STAGES) & 1)
         b_o = warpgroup_mma_wait(0, deps=[b_sum])
         mbarrier.arrive(v_free.index((i - 1) % STAGES), count=1)
         b_o *= gl.convert_layout(rescale, gl.SliceLayout(1, L_O))[:, None]
