@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.triton.devices import PROCESSORS
+
 
 def set_padding(out: Tensor, lse: Tensor, cu_seqlens: Tensor) -> None:
     """Put the identity of a merge, ``(0, -inf)``, into the rows from ``cu_seqlens[N]`` on.
@@ -14,11 +16,12 @@ def set_padding(out: Tensor, lse: Tensor, cu_seqlens: Tensor) -> None:
     ``out`` [T, H, D] and ``lse`` [T, H] are contiguous.
     """
     num_tokens, num_heads, _ = out.shape
-    _padding_kernel[(num_tokens,)](
+    _padding_kernel[(min(num_tokens, PROCESSORS),)](
         out,
         lse,
         cu_seqlens,
         cu_seqlens.shape[0] - 1,
+        num_tokens,
         SIZE=out[0].numel(),
         H=num_heads,
         BLOCK_H=triton.next_power_of_2(num_heads),
@@ -27,25 +30,26 @@ def set_padding(out: Tensor, lse: Tensor, cu_seqlens: Tensor) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
 def _padding_kernel(
     out: tl.tensor,
     lse: tl.tensor,
     cu_seqlens: tl.tensor,
     num_seqs: tl.tensor,
+    num_tokens: tl.tensor,
     SIZE: tl.constexpr,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """One program: one token."""
-    token = tl.program_id(0).to(tl.int64)
-    if token < tl.load(cu_seqlens + num_seqs):
-        return
-    for base in range(0, SIZE, BLOCK):
-        index = base + tl.arange(0, BLOCK)
-        zeros = tl.zeros_like(index).to(out.dtype.element_ty)
-        tl.store(out + token * SIZE + index, zeros, mask=index < SIZE)
+    """One program: one token of as many as there are programs."""
+    first = tl.load(cu_seqlens + num_seqs) + tl.program_id(0)
     head = tl.arange(0, BLOCK_H)
     nothing = tl.full([BLOCK_H], -float("inf"), dtype=tl.float32)
-    tl.store(lse + token * H + head, nothing, mask=head < H)
+    for token in range(first, num_tokens, tl.num_programs(0)):
+        row = tl.cast(token, tl.int64)
+        for base in range(0, SIZE, BLOCK):
+            index = base + tl.arange(0, BLOCK)
+            zeros = tl.zeros_like(index).to(out.dtype.element_ty)
+            tl.store(out + row * SIZE + index, zeros, mask=index < SIZE)
+        tl.store(lse + row * H + head, nothing, mask=head < H)
