@@ -48,15 +48,9 @@ def test_in_the_interpreter(
     interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
 
 
-# Float32 has no such form; the kernel in its place is held to the cases of all devices.
-ON_A_GPU = [
-    *((name, dtype) for name in CASES for dtype in (torch.float32, torch.bfloat16, torch.float16)),
-    *((name, dtype) for name in HOPPER for dtype in (torch.bfloat16, torch.float16)),
-]
-
-
 @needs_cuda
-@pytest.mark.parametrize(("name", "dtype"), ON_A_GPU)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES | HOPPER)
 def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     case = (CASES | HOPPER)[name]
     inputs = make_inputs(case, dtype=dtype, padding=(3, 2))
