@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.ops.triton_compile import (
     Launch,
     launches_on,
     needs_cross_compiler,
+    simplified_ir,
 )
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
@@ -126,6 +128,16 @@ SHAPES = {
     "Kimi-Linear 64 tokens each": (8, 512, 32, torch.bfloat16),
     "Kimi-Linear decode 512, not split": (512, 512, 32, torch.bfloat16),
 }
+
+
+@needs_cross_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_sums_of_short_sums(dtype: torch.dtype) -> None:
+    """The compiler makes one chain of products that are added to one another, if it may."""
+    launch = record_launches("sm_90", 64, 64, 16, dtype)["_attend_kernel"]
+    begun = re.findall(r"tt\.dot %\S+, %\S+, %cst", simplified_ir(launch, "sm_90"))
+    rank, part = (launch.kwargs[name] for name in ("BLOCK_RANK", "BLOCK_PART"))
+    assert len(begun) == 1 + rank // part  # k_rope, and each part of the latents
 
 
 @needs_cross_compiler
