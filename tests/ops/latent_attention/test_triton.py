@@ -131,10 +131,9 @@ SHAPES = {
 
 
 @needs_cross_compiler
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_sums_of_short_sums(dtype: torch.dtype) -> None:
+def test_logits_are_sums_of_short_sums() -> None:
     """The compiler makes one chain of products that are added to one another, if it may."""
-    launch = record_launches("sm_90", 64, 64, 16, dtype)["_attend_kernel"]
+    launch = record_launches("sm_90", 64, 64, 16, torch.float32)["_attend_kernel"]
     begun = re.findall(r"tt\.dot %\S+, %\S+, %cst", simplified_ir(launch, "sm_90"))
     rank, part = (launch.kwargs[name] for name in ("BLOCK_RANK", "BLOCK_PART"))
     assert len(begun) == 1 + rank // part  # k_rope, and each part of the latents
