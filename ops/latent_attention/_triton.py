@@ -236,7 +236,6 @@ def _attend_kernel(
         b_k_rope = tl.load(p_row + RANK + index_rope[None, :], mask=mask_rope, other=0.0)
         if FLOAT32_PRODUCTS:
             b_k_rope = b_k_rope.to(tl.float32)
-        # Sums of tensor cores are cut off as they grow: shorter ones are added up here.
         products = tl.dot(b_q_rope, tl.trans(b_k_rope), input_precision="ieee")
         b_c = ()
         for part in tl.static_range(PARTS):
@@ -246,7 +245,13 @@ def _attend_kernel(
             if FLOAT32_PRODUCTS:
                 b_c_part = b_c_part.to(tl.float32)
             b_c = b_c + (b_c_part,)  # type: ignore[assignment]  # noqa: RUF005
-            products += tl.dot(b_q[part], tl.trans(b_c_part), input_precision="ieee")
+            if b_c_part.dtype == tl.float32:
+                # Added by +, a product goes on from the sum before it: the longer a sum, the more
+                # it loses.
+                of_part = tl.dot(b_q[part], tl.trans(b_c_part), input_precision="ieee")
+                products = tl.fma(products, 1.0, of_part)
+            else:
+                products += tl.dot(b_q[part], tl.trans(b_c_part), input_precision="ieee")
         visible = (key[None, :] <= (ahead + token)[:, None]) & (key < split_end)[None, :]
         products = tl.where(visible, products, -float("inf"))
         weights, rescale, peak, total = advance(products, scale_log2, peak, total)

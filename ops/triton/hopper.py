@@ -16,8 +16,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 # What four warps copy at once: 16 rows of 128 bytes.
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 COPYING_THREADS = gl.constexpr(128)
-# Rows in shared memory, as products take them.
-ROWS = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
+
+
+def rows_layout() -> gl.NVMMASharedLayout:
+    """Rows in shared memory, as products take them."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+
+
+ROWS = gl.constexpr(rows_layout())
 _LN_2 = gl.constexpr(math.log(2))
 
 

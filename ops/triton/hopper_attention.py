@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from torch_hybrid.ops.triton.devices import rows_are_aligned, runs_gluon
 from torch_hybrid.ops.triton.ragged import num_blocks
 from torch_hybrid.ops.triton.softmax import log2_scale
+
+if TYPE_CHECKING:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 BLOCK_M = 128
 # Of a key or query, in parts that are powers of two, and of a value.
@@ -29,11 +33,28 @@ class HopperTiles:
         """As many keys as leave room for two tiles; None where this form does not serve."""
         dims = (q.shape[2], v.shape[2])
         serves = dims in HEAD_DIMS and q.itemsize == 2 and q.shape[1] <= BLOCK_M * k.shape[1]
+        serves &= k.shape[0] > 0  # of no rows there is no descriptor
         aligned = all(map(rows_are_aligned, (q, k, v, *pools)))
         if not (runs_gluon(q.device) and serves and aligned):
             return None
         block_kv = 64 if sum(dims) > 320 else 128
         return cls(block_kv=block_kv, num_stages=2, registers=224, copy_registers=56)
+
+
+def rows_by_tiles(rows: Tensor, num_dims: int, *, block_kv: int) -> TensorDescriptor:
+    """The descriptor of [T, H, D] rows by which tiles of one head are fetched, so many dims of it.
+
+    A head begins at the column where it lies in a row of all heads.
+    """
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from torch_hybrid.ops.triton.hopper import rows_layout
+
+    num_rows, num_heads, head_dim = rows.shape
+    stride_row, stride_head, _ = rows.stride()
+    num_columns = (num_heads - 1) * stride_head + head_dim
+    box = [block_kv, num_dims]
+    return TensorDescriptor(rows, [num_rows, num_columns], [stride_row, 1], box, rows_layout())
 
 
 def attend_rows(
@@ -69,10 +90,17 @@ def attend_rows(
     kv, seq_lens, page_table = pages or (None, None, None)
     block_q = BLOCK_M // (num_heads // num_kv_heads)
     whole = 1 << (head_dim.bit_length() - 1)
+    box_k = rows_by_tiles(k, whole, block_kv=tiles.block_kv)
+    box_k_rest = box_k
+    if head_dim > whole:
+        box_k_rest = rows_by_tiles(k, head_dim - whole, block_kv=tiles.block_kv)
     hopper_attend_kernel[(num_blocks(num_tokens, num_seqs, block_q) * num_kv_heads,)](
         q,
         k,
         v,
+        box_k,
+        box_k_rest,
+        rows_by_tiles(v, v_head_dim, block_kv=tiles.block_kv),
         kv,
         cu_seqlens,
         cu_seqlens_k,

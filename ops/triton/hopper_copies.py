@@ -1,13 +1,18 @@
 # mypy: disable-error-code="untyped-decorator"
-"""What the copying warps of ``ops/triton/hopper_kernel.py`` do, and how queries are fetched."""
+"""What the copying warps of ``ops/triton/hopper_kernel.py`` do, and how queries are fetched.
+
+Rows of this step come by the descriptors of their tensors, a tile by one instruction. What a
+descriptor knows is where a tensor ends, not a sequence: the tile that may hold the end of one, the
+first, is copied row by row, as tiles in pages are, and holds 0 past it.
+"""
 
 from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-from torch_hybrid.ops.triton.hopper import COPIED, ROWS
+from torch_hybrid.ops.triton.hopper import COPIED, COPYING_THREADS, ROWS
 
 
 @gluon.jit
@@ -44,6 +49,7 @@ def copy_queries(
 @gluon.jit
 def copy_keys_and_values(
     rows: gl.tuple,
+    boxes: gl.tuple,
     pages: gl.tuple,
     tiles: gl.tuple,
     bars: gl.tuple,
@@ -60,11 +66,13 @@ def copy_keys_and_values(
     held_keys, held_values, stride_held, table, stride_table_page, num_held = pages
     rows_begin, num_rows_tiles, _, keys_end = tiles
     index_kv = gl.arange(0, BLOCK_KV, gl.SliceLayout(1, COPIED))
-    for i in range(num_rows_tiles):
-        key = rows_begin + (num_rows_tiles - 1 - i) * BLOCK_KV + index_kv
-        row = (row_of_key_0 + key).to(gl.int64)
-        p_k, p_v = keys + row * stride_k, values + row * stride_v
-        _copy_tile(i, p_k, p_v, key < keys_end, bars, bufs, D, REST, V, STAGES)
+    key = rows_begin + (num_rows_tiles - 1) * BLOCK_KV + index_kv
+    place = (row_of_key_0 + key).to(gl.int64)
+    p_k, p_v = keys + place * stride_k, values + place * stride_v
+    _copy_tile(0, p_k, p_v, key < keys_end, bars, bufs, D, REST, V, STAGES)
+    for i in range(1, num_rows_tiles):
+        row = row_of_key_0 + rows_begin + (num_rows_tiles - 1 - i) * BLOCK_KV
+        _fetch_tile(i, row, boxes, bars, bufs, D, REST, V, BLOCK_KV, STAGES)
     if PAGE_SIZE > 0:
         num_tiles = gl.cdiv(num_held, BLOCK_KV)
         key = (num_tiles - 1) * BLOCK_KV + index_kv
@@ -110,3 +118,37 @@ def _copy_tile(
     mbarrier.wait(v_free.index(stage), before)
     async_copy.async_copy_global_to_shared(b_v.index(stage), p_v[:, None] + index_v, mask=mask)
     async_copy.mbarrier_arrive(v_ready.index(stage), increment_count=False)
+
+
+@gluon.jit
+def _fetch_tile(
+    i: gl.tensor,
+    row: gl.tensor,
+    boxes: gl.tuple,
+    bars: gl.tuple,
+    bufs: gl.tuple,
+    D: gl.constexpr,
+    REST: gl.constexpr,
+    V: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> None:
+    """Tile number i, of keys and values from ``row`` on, all of the sequence."""
+    k_ready, v_ready, k_free, v_free, _ = bars
+    b_k, b_rest, b_v = bufs
+    box_k, box_rest, box_v, column_k, column_v = boxes
+    stage = i % STAGES
+    before = ((i // STAGES) & 1) ^ 1
+    ready = k_ready.index(stage)
+    mbarrier.wait(k_free.index(stage), before)
+    mbarrier.expect(ready, BLOCK_KV * (D + REST) * b_k.dtype.primitive_bitwidth // 8)
+    tma.async_copy_global_to_shared(box_k, [row, column_k], ready, b_k.index(stage))
+    if REST > 0:
+        tma.async_copy_global_to_shared(box_rest, [row, column_k + D], ready, b_rest.index(stage))
+    # What is expected counts as one that arrives; a tile that is copied has all threads arrive.
+    mbarrier.arrive(ready, count=COPYING_THREADS - 1)
+    ready = v_ready.index(stage)
+    mbarrier.wait(v_free.index(stage), before)
+    mbarrier.expect(ready, BLOCK_KV * V * b_v.dtype.primitive_bitwidth // 8)
+    tma.async_copy_global_to_shared(box_v, [row, column_v], ready, b_v.index(stage))
+    mbarrier.arrive(ready, count=COPYING_THREADS - 1)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
 
 from torch_hybrid.ops.triton.hopper import COPYING_THREADS, ROWS, new_barriers, sequence_of_block
 from torch_hybrid.ops.triton.hopper_copies import copy_keys_and_values, copy_queries
@@ -25,6 +25,9 @@ def hopper_attend_kernel(
     q: gl.tensor,
     k: gl.tensor,
     v: gl.tensor,
+    box_k: tma.tensor_descriptor,
+    box_k_rest: tma.tensor_descriptor,
+    box_v: tma.tensor_descriptor,
     kv: gl.tensor,
     cu_seqlens: gl.tensor,
     cu_seqlens_k: gl.tensor,
@@ -107,6 +110,8 @@ def hopper_attend_kernel(
         rows_k, rows_v = k + head_k * stride_k_head, v + head_k * stride_v_head
         rows = (rows_k, rows_v, stride_k_token, stride_v_token, row_of_key_0)
 
+        columns_k, columns_v = head_k * stride_k_head, head_k * stride_v_head
+        boxes = (box_k, box_k_rest, box_v, columns_k, columns_v)
         dtype: gl.constexpr = q.dtype.element_ty
         b_k = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_KV, D], ROWS)
         b_v = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_KV, V], ROWS)
@@ -127,7 +132,7 @@ def hopper_attend_kernel(
                 (attend, (outputs, q_second, block_of, tiles, num_held, scale_log2, bars, bufs,
                            M, GROUP, H, BLOCK_Q, M, BLOCK_KV, REST, V, STAGES, CAUSAL,
                            PAGE_SIZE > 0)),
-                (copy_keys_and_values, (rows, pages, tiles, bars, bufs, D, REST, V, BLOCK_KV,
+                (copy_keys_and_values, (rows, boxes, pages, tiles, bars, bufs, D, REST, V, BLOCK_KV,
                                         STAGES, PAGE_SIZE)),
             ],
             [4, 4],

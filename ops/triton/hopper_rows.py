@@ -30,15 +30,20 @@ def _scores(
     BLOCK_KV: gl.constexpr,
     REST: gl.constexpr,
     STAGES: gl.constexpr,
+    COPIED: gl.constexpr,
 ) -> gl.tensor:
-    """Begin the products of queries and the keys of tile number i, once those have arrived."""
+    """Begin the products of queries and the keys of tile number i, once those have arrived.
+
+    Products see what threads have COPIED to shared memory behind a fence alone.
+    """
     k_ready, _, _, _, _ = bars
     b_k, b_k_rest, _ = bufs
     b_q, b_q_rest = q_bufs
     stage = i % STAGES
     zeros = gl.zeros([M, BLOCK_KV], gl.float32, products_layout(BLOCK_KV))
     mbarrier.wait(k_ready.index(stage), (i // STAGES) & 1)
-    fence_async_shared()
+    if COPIED:
+        fence_async_shared()
     scores = warpgroup_mma(
         b_q, b_k.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
     )
@@ -56,13 +61,15 @@ def _weighted(
     bars: gl.tuple,
     bufs: gl.tuple,
     STAGES: gl.constexpr,
+    COPIED: gl.constexpr,
 ) -> gl.tensor:
     """Begin to add the weighted values of tile number i, once those have arrived."""
     _, v_ready, _, _, _ = bars
     _, _, b_v = bufs
     stage = i % STAGES
     mbarrier.wait(v_ready.index(stage), (i // STAGES) & 1)
-    fence_async_shared()
+    if COPIED:
+        fence_async_shared()
     return warpgroup_mma(b_p, b_v.index(stage), b_o, is_async=True)
 
 
@@ -105,25 +112,28 @@ def _take_in(
     V: gl.constexpr,
     STAGES: gl.constexpr,
     HIDES: gl.constexpr,
+    COPIED: gl.constexpr,
 ) -> gl.tuple:
     """Tiles number ``first`` and on, downward from ``first_key``.
 
     ``sums`` are those of the tiles before the last one, and the last one's weights, whose values
     are added beside the products of the next.
     """
-    _, _, k_free, v_free, _ = bars
+    _, v_ready, k_free, v_free, _ = bars
     _, _, b_v = bufs
     L_O: gl.constexpr = products_layout(V)
     index_kv = gl.arange(0, BLOCK_KV, gl.SliceLayout(0, products_layout(BLOCK_KV)))
     b_o, b_p, peak, total = sums
     for tile in tl.range(0, num_tiles, disable_licm=True):
         i = first + tile
-        scores = _scores(i, q_bufs, bars, bufs, M, BLOCK_KV, REST, STAGES)
-        b_sum = _weighted(i - 1, b_p, b_o, bars, bufs, STAGES)
+        scores = _scores(i, q_bufs, bars, bufs, M, BLOCK_KV, REST, STAGES, COPIED)
+        b_sum = _weighted(i - 1, b_p, b_o, bars, bufs, STAGES, COPIED)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_free.index(i % STAGES), count=1)
         key = first_key - tile * BLOCK_KV + index_kv
         weights, rescale, peak, total = _advance(scores, key, last, scale_log2, peak, total, HIDES)
+        # Long past. But a branch: without one, the wait for the products moves before the softmax.
+        mbarrier.wait(v_ready.index((i - 1) % STAGES), ((i - 1) // STAGES) & 1)
         b_o = warpgroup_mma_wait(0, deps=[b_sum])
         mbarrier.arrive(v_free.index((i - 1) % STAGES), count=1)
         b_o *= gl.convert_layout(rescale, gl.SliceLayout(1, L_O))[:, None]
@@ -157,7 +167,7 @@ def attend(
     out, lse = outputs
     first_token, _, _, ahead = block
     rows_begin, num_rows_tiles, num_whole, keys_end = tiles
-    _, _, k_free, _, q_ready = bars
+    _, v_ready, k_free, _, q_ready = bars
     _, _, b_v = bufs
     L_S: gl.constexpr = products_layout(BLOCK_KV)
     L_O: gl.constexpr = products_layout(V)
@@ -168,7 +178,7 @@ def attend(
         last = gl.minimum(last, ahead + first_token + row // GROUP)
 
     mbarrier.wait(q_ready, 0)
-    scores = _scores(0, q_bufs, bars, bufs, M, BLOCK_KV, REST, STAGES)
+    scores = _scores(0, q_bufs, bars, bufs, M, BLOCK_KV, REST, STAGES, True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_free.index(0), count=1)
     first_key = rows_begin + (num_rows_tiles - 1) * BLOCK_KV
@@ -178,15 +188,18 @@ def attend(
     weights, _, peak, total = _advance(scores, key, last, scale_log2, peak, total, True)
     b_p = gl.convert_layout(weights.to(b_v.dtype), gl.DotOperandLayout(0, L_O, 2))
     sums = (gl.zeros([M, V], gl.float32, L_O), b_p, peak, total)
+    # The first tile is copied; the others of rows are not.
+    mbarrier.wait(v_ready.index(0), 0)
+    fence_async_shared()
 
     n = num_rows_tiles - num_whole
     sums = _take_in(
         sums, 1, n - 1, first_key - BLOCK_KV, last, scale_log2, q_bufs, bars, bufs,
-        M, BLOCK_KV, REST, V, STAGES, True,
+        M, BLOCK_KV, REST, V, STAGES, True, False,
     )  # fmt: skip
     sums = _take_in(
         sums, n, num_whole, 0, last, scale_log2, q_bufs, bars, bufs,
-        M, BLOCK_KV, REST, V, STAGES, False,
+        M, BLOCK_KV, REST, V, STAGES, False, False,
     )  # fmt: skip
     n += num_whole
     if PAGED:
@@ -194,17 +207,17 @@ def attend(
         held_left = gl.cdiv(num_held, BLOCK_KV) - held_whole
         sums = _take_in(
             sums, n, held_left, held_whole * BLOCK_KV, nothing + (num_held - 1), scale_log2, q_bufs,
-            bars, bufs, M, BLOCK_KV, REST, V, STAGES, True,
+            bars, bufs, M, BLOCK_KV, REST, V, STAGES, True, True,
         )  # fmt: skip
         n += held_left
         sums = _take_in(
             sums, n, held_whole, 0, last, scale_log2, q_bufs, bars, bufs,
-            M, BLOCK_KV, REST, V, STAGES, False,
+            M, BLOCK_KV, REST, V, STAGES, False, True,
         )  # fmt: skip
         n += held_whole
 
     b_o, b_p, peak, total = sums
-    b_sum = _weighted(n - 1, b_p, b_o, bars, bufs, STAGES)
+    b_sum = _weighted(n - 1, b_p, b_o, bars, bufs, STAGES, PAGED)
     total, b_lse = finish(peak, total)
     row_out, mask = _rows_out(block, row, GROUP, H, BLOCK_Q)
     gl.store(lse + row_out, b_lse, mask=mask)

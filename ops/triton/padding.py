@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.triton.devices import PROCESSORS
+
 
 def set_padding(out: Tensor, lse: Tensor, cu_seqlens: Tensor, *, lse_unit: float = 1.0) -> None:
     """Put the identity of a merge, ``(0, -inf)``, into the rows from ``cu_seqlens[N]`` on.
@@ -15,11 +17,14 @@ def set_padding(out: Tensor, lse: Tensor, cu_seqlens: Tensor, *, lse_unit: float
     ``log(2)`` for one of base 2; afterwards all are natural logarithms.
     """
     num_tokens, num_heads, _ = out.shape
-    _padding_kernel[(num_tokens,)](
+    # Rows of padding are few, as a rule; those that change their unit are all the others.
+    num_programs = num_tokens if lse_unit != 1.0 else min(num_tokens, PROCESSORS)
+    _padding_kernel[(num_programs,)](
         out,
         lse,
         cu_seqlens,
         cu_seqlens.shape[0] - 1,
+        num_tokens,
         SIZE=out[0].numel(),
         H=num_heads,
         BLOCK_H=triton.next_power_of_2(num_heads),
@@ -29,29 +34,31 @@ def set_padding(out: Tensor, lse: Tensor, cu_seqlens: Tensor, *, lse_unit: float
     )
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
 def _padding_kernel(
     out: tl.tensor,
     lse: tl.tensor,
     cu_seqlens: tl.tensor,
     num_seqs: tl.tensor,
+    num_tokens: tl.tensor,
     SIZE: tl.constexpr,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK: tl.constexpr,
     LSE_UNIT: tl.constexpr,
 ) -> None:
-    """One program: one token."""
-    token = tl.program_id(0).to(tl.int64)
+    """One program: one token of as many as there are programs."""
+    end = tl.load(cu_seqlens + num_seqs)
     head = tl.arange(0, BLOCK_H)
-    if token < tl.load(cu_seqlens + num_seqs):
-        if LSE_UNIT != 1.0:
-            p_lse = lse + token * H + head
+    if LSE_UNIT != 1.0:
+        for token in range(tl.program_id(0), end, tl.num_programs(0)):
+            p_lse = lse + tl.cast(token, tl.int64) * H + head
             tl.store(p_lse, tl.load(p_lse, mask=head < H) * LSE_UNIT, mask=head < H)
-        return
-    for base in range(0, SIZE, BLOCK):
-        index = base + tl.arange(0, BLOCK)
-        zeros = tl.zeros_like(index).to(out.dtype.element_ty)
-        tl.store(out + token * SIZE + index, zeros, mask=index < SIZE)
     nothing = tl.full([BLOCK_H], -float("inf"), dtype=tl.float32)
-    tl.store(lse + token * H + head, nothing, mask=head < H)
+    for token in range(end + tl.program_id(0), num_tokens, tl.num_programs(0)):
+        row = tl.cast(token, tl.int64)
+        for base in range(0, SIZE, BLOCK):
+            index = base + tl.arange(0, BLOCK)
+            zeros = tl.zeros_like(index).to(out.dtype.element_ty)
+            tl.store(out + row * SIZE + index, zeros, mask=index < SIZE)
+        tl.store(lse + row * H + head, nothing, mask=head < H)

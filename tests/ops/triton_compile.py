@@ -159,9 +159,36 @@ def compile_launch(launch: Launch, target: str, label: str) -> Resources:
     )
 
 
+def machine_code(launch: Launch, target: str) -> str:
+    """The instructions that the recorded launch is compiled to for ``target``."""
+    import triton
+
+    source, options = _source(launch)
+    compiled = triton.compile(source, target=_gpu(target), options=options)
+    return _cuobjdump_of(compiled.asm["cubin"], "-sass")
+
+
+def simplified_ir(launch: Launch, target: str) -> str:
+    """The IR of the recorded launch, in Triton alone, once what can be simplified is."""
+    from triton.compiler.compiler import Language
+
+    backend, options, module = _first_ir(launch, target)
+    stages: dict[str, Any] = {}
+    backend.add_stages(stages, options, Language.TRITON)
+    return stages["ttir"](module, {}).str_nodebug()
+
+
 def digest_of(launch: Launch, target: str) -> str:
     """Of the kernel's first IR at that launch, without positions in files, and of all that is
     compiled of it by: with one version of Triton, what is as it was compiles to what it was."""
+    _, _, module = _first_ir(launch, target)
+    given = _source(launch)[1]
+    decides = (module.str_nodebug(), target, sorted(given.items()))
+    return hashlib.sha256(repr(decides).encode()).hexdigest()[:12]
+
+
+def _first_ir(launch: Launch, target: str) -> tuple[Any, Any, Any]:
+    """A backend for the target, its options of the launch, and the module that it begins with."""
     from triton._C.libtriton import ir
     from triton.compiler import make_backend
 
@@ -172,9 +199,7 @@ def digest_of(launch: Launch, target: str) -> str:
     ir.load_dialects(context)
     backend.load_dialects(context)
     codegen, modules = backend.get_codegen_implementation(options), backend.get_module_map()
-    module = source.make_ir(_gpu(target), options, codegen, modules, context)
-    decides = (module.str_nodebug(), target, sorted(given.items()))
-    return hashlib.sha256(repr(decides).encode()).hexdigest()[:12]
+    return backend, options, source.make_ir(_gpu(target), options, codegen, modules, context)
 
 
 def title(launch: Launch, label: str) -> str:
@@ -252,11 +277,15 @@ def _specialise_value(
 
 
 def _resource_usage(cubin: bytes) -> tuple[int, int]:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(_cuobjdump()), "--dump-resource-usage", file.name]
-        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text = _cuobjdump_of(cubin, "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found is not None, text
     return int(found[1]), int(found[2])
+
+
+def _cuobjdump_of(cubin: bytes, what: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_cuobjdump()), what, file.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout

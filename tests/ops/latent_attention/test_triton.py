@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.ops.triton_compile import (
     Launch,
     launches_on,
     needs_cross_compiler,
+    simplified_ir,
 )
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
@@ -48,15 +50,9 @@ def test_in_the_interpreter(
     interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
 
 
-# Float32 has no such form; the kernel in its place is held to the cases of all devices.
-ON_A_GPU = [
-    *((name, dtype) for name in CASES for dtype in (torch.float32, torch.bfloat16, torch.float16)),
-    *((name, dtype) for name in HOPPER for dtype in (torch.bfloat16, torch.float16)),
-]
-
-
 @needs_cuda
-@pytest.mark.parametrize(("name", "dtype"), ON_A_GPU)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES | HOPPER)
 def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     case = (CASES | HOPPER)[name]
     inputs = make_inputs(case, dtype=dtype, padding=(3, 2))
@@ -132,6 +128,15 @@ SHAPES = {
     "Kimi-Linear 64 tokens each": (8, 512, 32, torch.bfloat16),
     "Kimi-Linear decode 512, not split": (512, 512, 32, torch.bfloat16),
 }
+
+
+@needs_cross_compiler
+def test_logits_are_sums_of_short_sums() -> None:
+    """The compiler makes one chain of products that are added to one another, if it may."""
+    launch = record_launches("sm_90", 64, 64, 16, torch.float32)["_attend_kernel"]
+    begun = re.findall(r"tt\.dot %\S+, %\S+, %cst", simplified_ir(launch, "sm_90"))
+    rank, part = (launch.kwargs[name] for name in ("BLOCK_RANK", "BLOCK_PART"))
+    assert len(begun) == 1 + rank // part  # k_rope, and each part of the latents
 
 
 @needs_cross_compiler

@@ -17,11 +17,13 @@ from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
     launches_on,
+    machine_code,
     needs_cross_compiler,
 )
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.ragged_attention import ragged_attention_with_lse, reference
+from torch_hybrid.ops.triton.devices import gluon_missing
 
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/ragged_attention -k triton
@@ -136,6 +138,22 @@ def test_compiles_without_spills() -> None:
     for row in rows:
         # Lost when the compiler can no longer prove that rows are aligned.
         assert row.async_copies > 0 or row.kernel.startswith("padding"), row
+
+
+@needs_cross_compiler
+@pytest.mark.skipif(gluon_missing() is not None, reason=gluon_missing() or "")
+def test_the_softmax_runs_beside_products() -> None:
+    """A tile's exponentials lie between the wait for its logits and that for the values before.
+
+    The compiler moves them behind both where nothing keeps it.
+    """
+    shape = (1, 256, 1, 1, 64, 64, torch.bfloat16)
+    code = machine_code(record_launches("sm_90", *shape)["hopper_attend_kernel"], "sm_90")
+    wait = "WARPGROUP.DEPBAR.LE gsb0, "
+    _, *beside = code.split(wait + "0x1")
+    assert len(beside) == 4  # tiles that hide keys and others, in two groups
+    of_a_thread = 64 * 128 // 128  # rows, keys and threads
+    assert all(part.split(wait)[0].count("MUFU.EX2") >= of_a_thread for part in beside)
 
 
 def record_launches(
