@@ -2,12 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
 
-from torch_hybrid.backends.recurrent import CONVOLUTION, RecurrentPlan, chunked_rule, rule_of
+from torch_hybrid.backends.recurrent import (
+    CONVOLUTION,
+    OpChoice,
+    RecurrentPlan,
+    chunked_rule,
+    or_parts,
+    rule_of,
+)
+from torch_hybrid.ops.capability import Implementation
 from torch_hybrid.ops.ssd import op
+from torch_hybrid.ops.ssd_step import op as step
+from torch_hybrid.specs import Mamba2Spec
+
+
+def _sizes(spec: Mamba2Spec) -> dict[str, int]:
+    return {"head_k_dim": spec.state_dim, "head_v_dim": spec.head_dim}
+
+
+STEP = "ssd_step"
+
+
+def _instead_of_parts() -> dict[str, Implementation]:
+    """The implementations of a whole step; on a GPU at the head dims that it was timed at."""
+    triton = step.IMPLEMENTATIONS["triton"]
+    timed = {"head_k_dim": (128, 256), "head_v_dim": (64,)}
+    triton = replace(triton, capability=replace(triton.capability, one_of=timed))
+    return or_parts({**step.IMPLEMENTATIONS, "triton": triton})
+
 
 _RULE = partial(
     chunked_rule,
@@ -17,7 +44,8 @@ _RULE = partial(
 MAMBA2 = _RULE(
     "ssd",
     CONVOLUTION,
-    sizes=lambda spec: {"head_k_dim": spec.state_dim, "head_v_dim": spec.head_dim},
+    sizes=_sizes,
+    whole=OpChoice(name=STEP, implementations=_instead_of_parts(), sizes=_sizes),
 )
 LIGHTNING_ATTENTION = _RULE(
     "ssd",
