@@ -10,11 +10,12 @@ from torch import Tensor
 import torch_hybrid as th
 
 
-def run(layer: Any, x: Tensor, lengths: list[int]) -> Tensor:
+def run(layer: Any, x: Tensor, lengths: list[int], named: th.Backends | None = None) -> Tensor:
     """One sequence in pieces of the given lengths."""
     kind, table = layer.spec.kind, th.LayerTable.from_specs([layer.spec])
-    cache = th.HybridCache(table, max_seqs=1, kv_tokens=128, page_size=16)
-    backends = th.make_backends(table, cache.sizes)
+    sizes = {"max_seqs": 1, "kv_tokens": 128, "page_size": 16}
+    cache = th.HybridCache(table, **sizes, dtype=x.dtype)
+    backends = th.make_backends(table, cache.sizes, named or th.Backends())
     seqs, out = cache.allocate(1), []
     for part in x.split(lengths):
         batch = cache.make_batch(seqs, [[0] * len(part)])
