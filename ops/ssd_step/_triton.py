@@ -89,7 +89,9 @@ def ssd_step(
             out,
             z,
             norm_weight,
+            cu_seqlens,
             norm_eps,
+            num_seqs,
             z.stride(0),
             GROUPS=norm_groups,
             WIDTH=width,
@@ -212,25 +214,25 @@ def _step_kernel(
     zero_rows(out, padding, num_tokens, num_seqs, head, index_v, mask_v, H, V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def _norm_kernel(
     out: tl.tensor,
     z: tl.tensor,
     weight: tl.tensor,
+    cu_seqlens: tl.tensor,
     eps: tl.tensor,
+    num_seqs: tl.tensor,
     stride_z: tl.tensor,
     GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     BEFORE_GATE: tl.constexpr,
 ) -> None:
-    """One program: the gate and the norm of one group of a token's channels, in place.
-
-    Rows of padding are zeros, which stay zeros.
-    """
+    """One program: the gate and the norm of one group of a token's channels, in place."""
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
     index = tl.arange(0, BLOCK)
-    mask = index < WIDTH
+    # Rows of padding stay zeros, whatever their gates are.
+    mask = (index < WIDTH) & (token < tl.load(cu_seqlens + num_seqs))
     channel = tl.program_id(0) % GROUPS * WIDTH + index
     p_out = out + token * GROUPS * WIDTH + channel
     b_y = tl.load(p_out, mask=mask, other=0.0).to(tl.float32)
