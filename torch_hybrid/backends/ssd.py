@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -15,7 +14,6 @@ from torch_hybrid.backends.recurrent import (
     or_parts,
     rule_of,
 )
-from torch_hybrid.ops.capability import Implementation
 from torch_hybrid.ops.ssd import op
 from torch_hybrid.ops.ssd_step import op as step
 from torch_hybrid.specs import Mamba2Spec
@@ -26,15 +24,7 @@ def _sizes(spec: Mamba2Spec) -> dict[str, int]:
 
 
 STEP = "ssd_step"
-
-
-def _instead_of_parts() -> dict[str, Implementation]:
-    """The implementations of a whole step; on a GPU at the head dims that it was timed at."""
-    triton = step.IMPLEMENTATIONS["triton"]
-    timed = {"head_k_dim": (128, 256), "head_v_dim": (64,)}
-    triton = replace(triton, capability=replace(triton.capability, one_of=timed))
-    return or_parts({**step.IMPLEMENTATIONS, "triton": triton})
-
+_TIMED = {"head_k_dim": (128, 256), "head_v_dim": (64,)}
 
 _RULE = partial(
     chunked_rule,
@@ -45,7 +35,9 @@ MAMBA2 = _RULE(
     "ssd",
     CONVOLUTION,
     sizes=_sizes,
-    whole=OpChoice(name=STEP, implementations=_instead_of_parts(), sizes=_sizes),
+    whole=OpChoice(
+        name=STEP, implementations=or_parts(step.IMPLEMENTATIONS, timed=_TIMED), sizes=_sizes
+    ),
 )
 LIGHTNING_ATTENTION = _RULE(
     "ssd",
