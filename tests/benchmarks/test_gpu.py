@@ -44,7 +44,7 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 class Counter(case.Inputs):
     """A call adds to its state, so that a second one gives something else."""
 
-    changed = "state"
+    changed = ("state",)
     state: Tensor
     indices: Tensor
 
