@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 import time
@@ -20,6 +21,7 @@ from benchmarks.gpu import (
     case,
     delta_rules,
     latents,
+    mamba2_steps,
     report,
     state_spaces,
     steps,
@@ -154,6 +156,8 @@ TINY = {
     "kda chunk": delta_rules._case("KDA prefill", "tiny", (2, 2, 16, 16), 2, 5),
     "ssd recurrent": state_spaces._case("SSD", "tiny", (1, 2, 16, 16), 3, 1),
     "ssd chunk": state_spaces._case("SSD", "tiny", (1, 2, 16, 16), 2, 5),
+    "mamba2 step": mamba2_steps._case("tiny", (1, 2, 16, 16), 1, 3),
+    "mamba2 step without a norm": mamba2_steps._case("tiny", (1, 2, 16, 16), 0, 3),
     "lightning": state_spaces._case("lightning", "tiny", (2, 2, 16, 16), 2, 5),
 }
 OTHER_INPUTS = {
@@ -180,24 +184,30 @@ def test_inputs_fit_their_op(name: str) -> None:
     make, reference = INPUTS[name]
     inputs = make().another()
     assert inputs.num_bytes > 0
-    without = ("recurrent", "convolution", "router", "draw")
+    without = ("recurrent", "step", "norm", "convolution", "router", "draw")
     assert (inputs.flops > 0) == (name.split()[-1] not in without)
     out = reference(inputs)
     assert out.isfinite().all()
     assert out.any()
 
 
-@pytest.mark.parametrize("name", ["grouped experts", "torch.topk"])
+def _parts_of_a_step(inputs: Sequence[mamba2_steps.Step]) -> Turns:
+    """As the contestant does, without the compiler."""
+    calls = [partial(mamba2_steps._parts, each, impl="torch") for each in inputs]
+    return Turns(calls=calls)
+
+
+@pytest.mark.parametrize("name", ["grouped experts", "torch.topk", "parts of a step"])
 def test_contestants_of_torch_agree(name: str) -> None:
     make, reference, contestant = {
         "grouped experts": (*INPUTS["experts"], token_ops._grouped_mm),
+        "parts of a step": (*INPUTS["mamba2 step"], _parts_of_a_step),
         "torch.topk": (*INPUTS["router"], token_ops._torch_top_k),
     }[name]
     inputs = make()
+    expected = reference(copy.deepcopy(inputs))
     found = contestant([inputs])
-    torch.testing.assert_close(
-        found.output(found.calls[0]()), reference(inputs), rtol=2e-2, atol=2e-2
-    )
+    torch.testing.assert_close(found.output(found.calls[0]()), expected, rtol=2e-2, atol=2e-2)
 
 
 def test_cases_are_told_apart() -> None:
