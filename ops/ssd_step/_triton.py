@@ -1,15 +1,24 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Implementation "triton": a program for each block of a head's state; norms in a second launch."""
+"""Implementation "triton": a convolution, the states block by block, and what is normed.
+
+Three launches, each of which begins while the one before it ends, where a GPU can; see README.md.
+"""
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_hybrid.ops.triton.conv_step import convolve, last_inputs, leave_inputs, taps
 from torch_hybrid.ops.triton.decays import exp, softplus
+from torch_hybrid.ops.triton.devices import launches_early
 from torch_hybrid.ops.triton.state import Tile, zero_rows
+
+# Channels that a warp convolves: a few, so that one sequence fills many processors.
+_BLOCK_CHANNELS = 128
 
 
 def ssd_step(
@@ -36,115 +45,225 @@ def ssd_step(
     norm_eps: float,
 ) -> Tensor:
     """Launcher of ``torch_hybrid::ssd_step``."""
-    num_tokens, num_channels = xBC.shape
+    inner = state.shape[1] * state.shape[2]
+    if state_indices.shape[0] == 0:
+        return xBC.new_zeros(xBC.shape[0], inner)
+    early = launches_early(xBC.device)
+    index = (cu_seqlens, initial_indices, state_indices)
+    mixed = _convolve(xBC, conv_weight, conv_bias, conv_state, *index, activation, early)
+    gate = z if norm_weight is None else None
+    bounds = (dt_min, dt_max)
+    out = _advance(mixed, gate, dt, A_log, dt_bias, D, state, *index, *bounds, early)
+    if norm_weight is not None:
+        assert z is not None
+        _norm(out, z, norm_weight, cu_seqlens, norm_eps, norm_groups, norm_before_gate, early)
+    return out
+
+
+def _convolve(
+    xBC: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    activation: str,
+    early: bool,
+) -> Tensor:
+    """The inputs after their convolution; rows of padding tokens are left as they are."""
+    mixed = torch.empty_like(xBC, memory_format=torch.contiguous_format)
+    num_channels, width = weight.shape
+    blocks = triton.cdiv(num_channels, _BLOCK_CHANNELS)
+    _conv_kernel[(blocks * state_indices.shape[0],)](
+        xBC,
+        weight,
+        bias,
+        conv_state,
+        cu_seqlens,
+        initial_indices,
+        state_indices,
+        mixed,
+        xBC.stride(0),
+        C=num_channels,
+        W=width,
+        BLOCK=_BLOCK_CHANNELS,
+        SILU=activation == "silu",
+        EARLY=early,
+        num_warps=1,
+    )
+    return mixed
+
+
+def _advance(
+    mixed: Tensor,
+    z: Tensor | None,
+    dt: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    D: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    dt_min: float,
+    dt_max: float,
+    early: bool,
+) -> Tensor:
+    """What is read from the states after they have taken the tokens, gated if there is a gate."""
+    num_tokens, num_channels = mixed.shape
     _, num_heads, head_dim_v, head_dim_k = state.shape
     inner = num_heads * head_dim_v
-    num_groups = (num_channels - inner) // (2 * head_dim_k)
     num_seqs = state_indices.shape[0]
-    if num_seqs == 0:
-        return xBC.new_zeros(num_tokens, inner)
-    out = xBC.new_empty(num_tokens, inner)
+    out = mixed.new_empty(num_tokens, inner)
     tile = Tile.of(head_dim_v, head_dim_k)
     num_blocks = triton.cdiv(head_dim_v, tile.block_v)
-    arrivals = state_indices.new_zeros(num_seqs * num_groups)
     _step_kernel[(num_blocks * num_heads * num_seqs,)](
-        xBC,
-        z if norm_weight is None else None,
+        mixed,
+        z,
         dt,
-        conv_weight,
-        conv_bias,
         A_log,
         dt_bias,
         D,
-        conv_state,
         state,
         cu_seqlens,
         initial_indices,
         state_indices,
-        arrivals,
         out,
         dt_min,
         dt_max,
         num_tokens,
         num_seqs,
-        xBC.stride(0),
         0 if z is None else z.stride(0),
         dt.stride(0),
-        G=num_groups,
+        G=(num_channels - inner) // (2 * head_dim_k),
         H=num_heads,
         K=head_dim_k,
         V=head_dim_v,
-        W=conv_weight.shape[1],
         BLOCK_K=tile.block_k,
         BLOCK_V=tile.block_v,
-        SILU=activation == "silu",
+        EARLY=early,
         num_warps=1,
         enable_fp_fusion=True,
+        launch_pdl=early,
     )
-    if norm_weight is not None:
-        assert z is not None
-        width = inner // norm_groups
-        block = triton.next_power_of_2(width)
-        _norm_kernel[(num_tokens * norm_groups,)](
-            out,
-            z,
-            norm_weight,
-            cu_seqlens,
-            norm_eps,
-            num_seqs,
-            z.stride(0),
-            GROUPS=norm_groups,
-            WIDTH=width,
-            BLOCK=block,
-            BEFORE_GATE=norm_before_gate,
-            num_warps=min(16, max(1, block // 512)),
-        )
     return out
+
+
+def _norm(
+    out: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    cu_seqlens: Tensor,
+    eps: float,
+    num_groups: int,
+    before_gate: bool,
+    early: bool,
+) -> None:
+    """Gate and norm the outputs in place."""
+    num_tokens, inner = out.shape
+    width = inner // num_groups
+    block = triton.next_power_of_2(width)
+    _norm_kernel[(num_tokens * num_groups,)](
+        out,
+        z,
+        weight,
+        cu_seqlens,
+        eps,
+        cu_seqlens.shape[0] - 1,
+        z.stride(0),
+        GROUPS=num_groups,
+        WIDTH=width,
+        BLOCK=block,
+        BEFORE_GATE=before_gate,
+        EARLY=early,
+        num_warps=min(16, max(1, block // 512)),
+        launch_pdl=early,
+    )
+
+
+@triton.jit
+def _conv_kernel(
+    xBC: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor | None,
+    conv_state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    mixed: tl.tensor,
+    stride_x: tl.tensor,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One program: BLOCK channels of one sequence's token.
+
+    It alone reads and writes their state, which therefore may move in place.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    blocks: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    seq = tl.program_id(0) // blocks
+    channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = channel < C
+    begin = tl.load(cu_seqlens + seq)
+    if begin < tl.load(cu_seqlens + seq + 1):
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        slot = tl.load(state_indices + seq).to(tl.int64)
+        token = begin.to(tl.int64)
+        b_x = tl.load(xBC + token * stride_x + channel, mask=mask, other=0.0)
+        p_old = conv_state + initial * (W - 1) * C + channel
+        past = last_inputs(p_old, mask & (initial != 0), C, W)
+        b_y = convolve(past, b_x, taps(weight, bias, channel, mask, W), W, SILU)
+        tl.store(mixed + token * C + channel, b_y.to(mixed.dtype.element_ty), mask=mask)
+        p_new = conv_state + slot * (W - 1) * C + channel
+        leave_inputs(p_new, past[1:] + (b_x,), mask & (slot != 0), C, W)  # noqa: RUF005
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
 def _step_kernel(
-    xBC: tl.tensor,
+    mixed: tl.tensor,
     z: tl.tensor | None,
     dt: tl.tensor,
-    conv_weight: tl.tensor,
-    conv_bias: tl.tensor | None,
     A_log: tl.tensor,
     dt_bias: tl.tensor,
     D: tl.tensor,
-    conv_state: tl.tensor,
     state: tl.tensor,
     cu_seqlens: tl.tensor,
     initial_indices: tl.tensor,
     state_indices: tl.tensor,
-    arrivals: tl.tensor,
     out: tl.tensor,
     dt_min: tl.tensor,
     dt_max: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
-    stride_x: tl.tensor,
     stride_z: tl.tensor,
     stride_dt: tl.tensor,
     G: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    W: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    SILU: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_V rows of the state of one head of one sequence."""
+    """One program: BLOCK_V rows of the state of one head of one sequence.
+
+    They, the step and the gate are asked for before the convolution has ended. Every program waits
+    for it, also one without a token: what comes after this launch then comes after that one too.
+    """
+    if EARLY:
+        gdc_launch_dependents()
     C: tl.constexpr = H * V + 2 * G * K
-    BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    ARRIVING: tl.constexpr = BLOCKS * (H // G)
+    blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
-    seq = pid // (BLOCKS * H)
-    head = pid // BLOCKS % H
-    group = head // (H // G)
+    seq = pid // (blocks * H)
+    head = pid // blocks % H
     index_k = tl.arange(0, BLOCK_K)
-    index_v = pid % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
+    index_v = pid % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_k = index_k < K
     mask_v = index_v < V
     mask_s = mask_v[:, None] & mask_k[None, :]
@@ -154,61 +273,38 @@ def _step_kernel(
     if begin < end:
         initial = tl.load(initial_indices + seq).to(tl.int64)
         slot = tl.load(state_indices + seq).to(tl.int64)
-        known = initial != 0
-        kept = slot != 0
         token = begin.to(tl.int64)
-        p_x = xBC + token * stride_x
-        p_old = conv_state + initial * (W - 1) * C
         channel_x = head * V + index_v
-        channel_b = H * V + group * K + index_k
-        # What is small is asked for first: it does not wait for the state's bytes then.
+        channel_b = H * V + head // (H // G) * K + index_k
         x_dt = tl.load(dt + token * stride_dt + head).to(tl.float32)
         x_dt += tl.load(dt_bias + head).to(tl.float32)
         rate = tl.load(A_log + head).to(tl.float32)
         skip = tl.load(D + head).to(tl.float32)
-        x_b = tl.load(p_x + channel_b, mask=mask_k, other=0.0)
-        x_c = tl.load(p_x + G * K + channel_b, mask=mask_k, other=0.0)
-        x_x = tl.load(p_x + channel_x, mask=mask_v, other=0.0)
-        past_b = last_inputs(p_old + channel_b, mask_k & known, C, W)
-        past_c = last_inputs(p_old + G * K + channel_b, mask_k & known, C, W)
-        past_x = last_inputs(p_old + channel_x, mask_v & known, C, W)
-        tap_b = taps(conv_weight, conv_bias, channel_b, mask_k, W)
-        tap_c = taps(conv_weight, conv_bias, G * K + channel_b, mask_k, W)
-        tap_x = taps(conv_weight, conv_bias, channel_x, mask_v, W)
         if z is not None:
             b_z = tl.load(z + token * stride_z + channel_x, mask=mask_v, other=0.0).to(tl.float32)
         tile_s = head * V * K + index_v[:, None] * K + index_k[None, :]
         p_s = state + initial * H * V * K + tile_s
-        b_s = tl.load(p_s, mask=mask_s & known, other=0.0)
-
-        step = softplus(x_dt)
-        step = tl.minimum(
-            tl.maximum(step, dt_min, tl.PropagateNan.ALL), dt_max, tl.PropagateNan.ALL
-        )
+        b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
+        step = tl.clamp(softplus(x_dt), dt_min, dt_max, tl.PropagateNan.ALL)
         decay = exp(-exp(rate) * step)
-        b_x = convolve(past_x, x_x, tap_x, W, SILU)
-        b_b = convolve(past_b, x_b, tap_b, W, SILU)
-        b_c = convolve(past_c, x_c, tap_c, W, SILU)
+
+        if EARLY:
+            gdc_wait()
+        p_x = mixed + token * C
+        b_x = tl.load(p_x + channel_x, mask=mask_v, other=0.0).to(tl.float32)
+        b_b = tl.load(p_x + channel_b, mask=mask_k, other=0.0).to(tl.float32)
+        b_c = tl.load(p_x + G * K + channel_b, mask=mask_k, other=0.0).to(tl.float32)
         b_u = b_x * step
         b_s = b_s * decay + b_u[:, None] * b_b[None, :]
         b_o = tl.sum(b_s * b_c[None, :], 1) + skip * b_x
-
-        # All programs of a group read its inputs before the token; the last of them moves them.
-        tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + seq * G + group, 1, sem="acq_rel")
-        tl.store(state + slot * H * V * K + tile_s, b_s, mask=mask_s & kept)
+        tl.store(state + slot * H * V * K + tile_s, b_s, mask=mask_s & (slot != 0))
         b_o = b_o.to(out.dtype.element_ty)
         if z is not None:
-            b_o = b_o.to(tl.float32) * b_z / (1.0 + tl.exp(-b_z))
-        tl.store(out + token * H * V + channel_x, b_o.to(out.dtype.element_ty), mask=mask_v)
-        p_new = conv_state + slot * (W - 1) * C
-        leave_inputs(p_new + channel_x, past_x[1:] + (x_x,), mask_v & kept, C, W)  # noqa: RUF005
-        if arrived == ARRIVING - 1:
-            tl.store(arrivals + seq * G + group, 0)
-            leave_inputs(p_new + channel_b, past_b[1:] + (x_b,), mask_k & kept, C, W)  # noqa: RUF005
-            p_new += G * K
-            leave_inputs(p_new + channel_b, past_c[1:] + (x_c,), mask_k & kept, C, W)  # noqa: RUF005
+            b_o = (b_o.to(tl.float32) * b_z / (1.0 + tl.exp(-b_z))).to(out.dtype.element_ty)
+        tl.store(out + token * H * V + channel_x, b_o, mask=mask_v)
 
+    if EARLY:
+        gdc_wait()
     # The rows past the last sequence are dealt out to the sequences in turn.
     padding = tl.load(cu_seqlens + num_seqs) + seq
     zero_rows(out, padding, num_tokens, num_seqs, head, index_v, mask_v, H, V)
@@ -227,6 +323,7 @@ def _norm_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     BEFORE_GATE: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program: the gate and the norm of one group of a token's channels, in place."""
     token = (tl.program_id(0) // GROUPS).to(tl.int64)
@@ -234,11 +331,13 @@ def _norm_kernel(
     # Rows of padding stay zeros, whatever their gates are.
     mask = (index < WIDTH) & (token < tl.load(cu_seqlens + num_seqs))
     channel = tl.program_id(0) % GROUPS * WIDTH + index
-    p_out = out + token * GROUPS * WIDTH + channel
-    b_y = tl.load(p_out, mask=mask, other=0.0).to(tl.float32)
     b_z = tl.load(z + token * stride_z + channel, mask=mask, other=0.0).to(tl.float32)
     b_w = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
     gate = b_z / (1.0 + tl.exp(-b_z))
+    if EARLY:
+        gdc_wait()
+    p_out = out + token * GROUPS * WIDTH + channel
+    b_y = tl.load(p_out, mask=mask, other=0.0).to(tl.float32)
     if not BEFORE_GATE:
         b_y *= gate
     b_y = b_w * (b_y * tl.rsqrt(tl.sum(b_y * b_y, 0) / WIDTH + eps))
