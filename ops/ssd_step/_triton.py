@@ -17,8 +17,8 @@ from torch_hybrid.ops.triton.decays import exp, softplus
 from torch_hybrid.ops.triton.devices import launches_early
 from torch_hybrid.ops.triton.state import Tile, zero_rows
 
-# Channels that a warp convolves: a few, so that one sequence fills many processors.
-_BLOCK_CHANNELS = 128
+# Channels that a program convolves, of two warps: few, so that one sequence fills many processors.
+_BLOCK_CHANNELS = 256
 
 
 def ssd_step(
@@ -90,7 +90,7 @@ def _convolve(
         BLOCK=_BLOCK_CHANNELS,
         SILU=activation == "silu",
         EARLY=early,
-        num_warps=1,
+        num_warps=2,
     )
     return mixed
 

@@ -71,7 +71,6 @@ def on_device(inputs: Inputs, device: str = "cuda") -> Inputs:
 SHAPES = {
     "Nemotron-H decode 64": (64, 8, 128, 128, 64, 8, torch.bfloat16),
     "Nemotron-H decode 64 float32": (64, 8, 128, 128, 64, 8, torch.float32),
-    "Bamba decode 64": (64, 1, 128, 128, 64, 1, torch.bfloat16),
     "Falcon-H1 decode 64": (64, 1, 24, 256, 64, 0, torch.bfloat16),
 }
 
