@@ -16,7 +16,6 @@ from tests.ops.contract import (
     assert_traces_once,
     assert_within_budget,
     impls_on,
-    pool_clones,
     skip_reason,
 )
 from tests.ops.pages import offsets
@@ -299,17 +298,6 @@ def test_one_trace_serves_all_batches():
         return ssd_step(*args, **options, impl="torch") * 2
 
     assert_traces_once(step, batches)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("impl", impls_on(DEVICE, IMPLEMENTATIONS)[:1])
-def test_no_clone_of_a_pool(impl: str):
-    inputs = make_inputs(CASES["mixed"])
-
-    def step(*args: Tensor) -> Tensor:
-        return ssd_step(*args, **inputs.options(), impl=impl) * 2
-
-    assert pool_clones(step, inputs.args(), [inputs.conv_state, inputs.state]) == []
 
 
 @pytest.mark.parametrize(
