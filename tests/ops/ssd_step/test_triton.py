@@ -22,7 +22,8 @@ from tests.ops.triton_resources import assert_all_fit, resources_of
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/ssd_step -k triton
 CONTRACT = """
     triton and (exact and fp32 and (mixed or norm_before_gate or odd_dims or bounded_steps)
-    or padding or another_slot or no_other_slot or nothing_to_do) and not on_a_gpu and not interpreter
+    or padding or another_slot or no_other_slot or nothing_to_do)
+    and not on_a_gpu and not interpreter
 """
 
 
