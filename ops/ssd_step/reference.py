@@ -43,6 +43,7 @@ def ssd_step_reference(
     decay = (-A_log.to(work).exp() * step).exp()
 
     def norm(y: Tensor) -> Tensor:
+        assert norm_weight is not None
         parts = y.view(norm_groups, -1)
         parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + norm_eps)
         return parts.flatten() * norm_weight.to(work)
