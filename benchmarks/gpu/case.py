@@ -221,7 +221,7 @@ def measure(case: Case, rates: Rates, *, device: str = "cuda") -> Line:
 
 @contextmanager
 def _unchanged(inputs: Inputs) -> Iterator[None]:
-    """Give a call's inputs their state back after it."""
+    """Give the inputs of calls their state back after them."""
     states = [getattr(inputs, name) for name in inputs.changed]
     before = [state.clone() for state in states]
     try:
@@ -236,9 +236,10 @@ def _cell(contestant: Contestant, inputs: Sequence[Inputs], expected: Tensor) ->
         with _unchanged(inputs[0]):
             turns = contestant(inputs)
             error = _error(turns.output(turns.calls[0]()), expected)
-        if not error <= TOLERANCE:
-            return Cell(error=error, why_not=f"its result is {error:.1e} of the largest output off")
-        time = time_of(turns.calls)
+            if not error <= TOLERANCE:
+                why_not = f"its result is {error:.1e} of the largest output off"
+                return Cell(error=error, why_not=why_not)
+            time = time_of(turns.calls)
     except Absent as absent:
         return Cell(why_not=str(absent))
     # Whatever a foreign kernel, its compiler or its launcher raises is a blank cell with a reason:

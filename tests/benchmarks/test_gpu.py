@@ -28,7 +28,7 @@ from benchmarks.gpu import (
     token_ops,
 )
 from benchmarks.gpu.case import Absent, Case, Turns
-from benchmarks.gpu.clock import Rates, Time
+from benchmarks.gpu.clock import Call, Rates, Time
 from benchmarks.mixers import Row
 from torch_hybrid import Runner
 from torch_hybrid.ops.capability import Capability, Implementation
@@ -38,8 +38,14 @@ RATES = Rates(num_bytes=1e6, flops=1e8)
 
 @pytest.fixture(autouse=True)
 def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call takes as many microseconds as there are turns."""
-    monkeypatch.setattr(case, "time_of", lambda calls: Time(us=float(len(calls)), captured=True))
+    """A call takes as many microseconds as there are turns, which are taken."""
+
+    def time_of(calls: Sequence[Call]) -> Time:
+        for call in calls:
+            call()
+        return Time(us=float(len(calls)), captured=True)
+
+    monkeypatch.setattr(case, "time_of", time_of)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
