@@ -35,7 +35,7 @@ class Absent(Exception):
 class Inputs:
     """Tensors of one call; a subclass is a frozen dataclass that names them.
 
-    ``changed`` names the tensors that a call updates, and that its next result depends on.
+    ``changed`` names the tensors that a call updates, where its next result depends on them.
     """
 
     changed: ClassVar[tuple[str, ...]] = ()
@@ -221,7 +221,7 @@ def measure(case: Case, rates: Rates, *, device: str = "cuda") -> Line:
 
 @contextmanager
 def _unchanged(inputs: Inputs) -> Iterator[None]:
-    """Give the inputs of calls their state back after them."""
+    """Give a call's inputs their state back after it."""
     states = [getattr(inputs, name) for name in inputs.changed]
     before = [state.clone() for state in states]
     try:
