@@ -113,6 +113,25 @@ def ssd(
     return 4 * v[0] * state[1] * state[2] * state[3]
 
 
+def ssd_step(
+    xBC: Shape,
+    z: object,
+    dt: Shape,
+    conv_weight: Shape,
+    conv_bias: object,
+    A_log: Shape,
+    dt_bias: Shape,
+    D: Shape,
+    norm_weight: object,
+    conv_state: Shape,
+    state: Shape,
+    *args: Any,
+    **_: Any,
+) -> int:
+    """Its convolution and its recurrence."""
+    return causal_conv1d(xBC, conv_weight) + 4 * xBC[0] * state[1] * state[2] * state[3]
+
+
 def nothing(*args: Any, **_: Any) -> int:
     """No product."""
     return 0
@@ -137,6 +156,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "chunk_kimi_delta_attention": delta_rule,
     "recurrent_ssd": ssd,
     "chunk_ssd": ssd,
+    "ssd_step": ssd_step,
     "state_copy": nothing,
     "draw_tokens": nothing,
     "route": nothing,

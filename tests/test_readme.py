@@ -20,6 +20,7 @@ from torch_hybrid.ops.paged_attention import op as paged_attention
 from torch_hybrid.ops.ragged_attention import op as ragged_attention
 from torch_hybrid.ops.route import op as route
 from torch_hybrid.ops.ssd import op as ssd
+from torch_hybrid.ops.ssd_step import op as ssd_step
 from torch_hybrid.ops.state_copy import op as state_copy
 from torch_hybrid.ops.top_k import op as top_k
 
@@ -45,6 +46,7 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "recurrent_kimi_delta_attention": kimi_delta_attention.RECURRENT_IMPLEMENTATIONS,
         "chunk_kimi_delta_attention": kimi_delta_attention.CHUNK_IMPLEMENTATIONS,
     },
+    "mamba2": {"ssd_step": ssd_step.IMPLEMENTATIONS},
     "mamba2, lightning_attention": {
         "recurrent_ssd": ssd.RECURRENT_IMPLEMENTATIONS,
         "chunk_ssd": ssd.CHUNK_IMPLEMENTATIONS,

@@ -38,6 +38,11 @@ def is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
+def launches_early(device: torch.device) -> bool:
+    """Whether a kernel may begin before the one that it waits for has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def runs_gluon(device: torch.device) -> bool:
     """Whether kernels written in Gluon (``ops/triton/hopper.py``) run on the device."""
     return is_hopper(device) and gluon_missing() is None

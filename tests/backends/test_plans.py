@@ -247,6 +247,19 @@ def test_a_whole_step_stands_in_for_parts_that_nobody_asked_for(
     assert "gated_delta_step" not in {choice.op for choice in made.choices[Mode.EXTEND]}
 
 
+@pytest.mark.parametrize("impl", ["cpp", "parts"])
+def test_a_whole_step_of_mamba2_stands_in_for_its_parts(impl: str):
+    mamba2 = next(spec for spec in SPECS if isinstance(spec, Mamba2Spec))
+    table = LayerTable.from_specs([mamba2])
+    named = Backends(ops={"ssd_step": "parts"} if impl == "parts" else {})
+    made = make_backends(table, make_cache(table).sizes, named)["mamba2"]
+    decode = {choice.op: choice.impl for choice in made.choices[Mode.DECODE]}
+    parts = {"recurrent_ssd", "causal_conv1d"} if impl == "parts" else set()
+    assert decode.pop("ssd_step") == impl
+    assert set(decode) == parts
+    assert {c.op for c in made.choices[Mode.EXTEND]} == {"chunk_ssd", "causal_conv1d"}
+
+
 def test_an_op_that_is_none_is_named():
     with pytest.raises(
         ValueError, match=r"ops must be among .*'recurrent_ssd'.*got \['extend ssd'\]"

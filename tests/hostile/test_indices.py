@@ -15,6 +15,7 @@ from torch_hybrid.ops.gated_delta_step import gated_delta_step
 from torch_hybrid.ops.kimi_delta_attention import chunk_kimi_delta_attention
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.ssd import chunk_ssd, recurrent_ssd
+from torch_hybrid.ops.ssd_step import ssd_step
 
 pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
 NUM_TOKENS, NUM_SLOTS, DIM = 6, 3, 16
@@ -47,6 +48,16 @@ def step(index: tuple[Tensor, ...]) -> Tensor:
     return gated_delta_step(qkv, z, heads, heads, *weights, *pools, *index, **options, impl="cpp")
 
 
+def mamba2_step(index: tuple[Tensor, ...]) -> Tensor:
+    xBC, heads = torch.randn(NUM_TOKENS, 3 * DIM), torch.randn(NUM_TOKENS, 1)
+    weights = (torch.randn(3 * DIM, 4), None, *torch.zeros(3, 1).unbind(), torch.ones(DIM))
+    pools = torch.zeros(NUM_SLOTS, 3, 3 * DIM), torch.zeros(NUM_SLOTS, 1, DIM, DIM)
+    limits = {"dt_min": 0.0, "dt_max": 1.0}
+    norm = {"norm_before_gate": False, "norm_groups": 1, "norm_eps": 1e-6}
+    options = {"activation": "silu", "impl": "cpp"} | limits | norm
+    return ssd_step(xBC, xBC[:, :DIM], heads, *weights, *pools, *index, **options)
+
+
 OPS: dict[str, Callable[[tuple[Tensor, ...]], Tensor]] = {
     "recurrent gated delta rule": lambda index: delta_rule(
         recurrent_gated_delta_rule, index, torch.zeros(NUM_TOKENS, 1)
@@ -61,6 +72,7 @@ OPS: dict[str, Callable[[tuple[Tensor, ...]], Tensor]] = {
     "chunk ssd": lambda index: scalar_decay(chunk_ssd, index),
     "convolution": convolution,
     "gated delta step": step,
+    "ssd step": mamba2_step,
 }
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "slot past the pool": ({"slots": [1, 3]}, r"state_indices must be in \[0, 3\), got 3"),
@@ -92,7 +104,7 @@ def indices(
 
 @pytest.mark.parametrize("op", OPS)
 def test_right_ones_pass(op: str) -> None:
-    OPS[op](indices(offsets=[0, 1, 2]) if op == "gated delta step" else indices())
+    OPS[op](indices(offsets=[0, 1, 2]) if op.endswith(" step") else indices())
 
 
 @pytest.mark.parametrize("wrong", WRONG)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import torch_hybrid as th
 from tests.layers.one_layer import run
 from torch_hybrid.layers import Mamba2
 from torch_hybrid.specs import Mamba2Spec
@@ -74,6 +75,19 @@ def test_equals_the_definition(name: str, has_bias: bool):
     expected = by_definition(layer, x).float()
     for lengths in ([70], [33, 3, 34], [64, 1, 1, 1, 1, 1, 1]):
         torch.testing.assert_close(run(layer, x, lengths), expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("impl", ["cpp", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", SPECS)
+def test_a_decode_step_in_one_op_is_that_of_its_parts(name: str, dtype: torch.dtype, impl: str):
+    layer = make(SPECS[name]).to(dtype)
+    x = torch.randn(9, DIM, dtype=dtype)
+    whole, parts = (
+        run(layer, x, [5, 1, 1, 1, 1], th.Backends(ops={"ssd_step": named}))
+        for named in (impl, "parts")
+    )
+    torch.testing.assert_close(whole, parts)
 
 
 def test_steps_reach_their_upper_limit():

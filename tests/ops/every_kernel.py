@@ -37,6 +37,7 @@ from tests.ops.linear import cases as linears
 from tests.ops.paged_attention import cases as paged
 from tests.ops.ragged_attention import cases as ragged
 from tests.ops.ssd import cases as ssd
+from tests.ops.ssd_step import cases as ssd_step_cases
 from torch_hybrid.ops import (
     causal_conv1d,
     draw_tokens,
@@ -49,6 +50,7 @@ from torch_hybrid.ops import (
     paged_attention,
     ragged_attention,
     route,
+    ssd_step,
     top_k,
 )
 from torch_hybrid.ops import ssd as ssd_ops
@@ -91,6 +93,11 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     inputs = gdn_step.make_inputs(step, dtype)
     op = gated_delta_step.gated_delta_step
     yield op.__name__, partial(run, op, inputs.args(), inputs.options())
+    for gate in ("before_norm", "no_norm"):
+        mamba2 = ssd_step_cases.Case(lengths=(1, 0, 1), num_padding_tokens=3, gate=gate, **ODD)
+        inputs = ssd_step_cases.make_inputs(mamba2, dtype)
+        op = ssd_step.ssd_step
+        yield f"{op.__name__}, {gate}", partial(run, op, inputs.args(), inputs.options())
     long = ssd.Case(lengths=(150, 0, 33), num_groups=1, num_heads=1, num_padding_tokens=2)
     inputs = ssd.make_inputs(long, dtype)
     options = inputs.options() | {"chunk_size": 16}

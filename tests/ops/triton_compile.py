@@ -71,7 +71,11 @@ def launches_on(target: str, *, gluon: bool = True) -> Iterator[dict[str, Launch
 
     launches: dict[str, Launch] = {}
     hopper = target == "sm_90"
-    answers = {"is_hopper": hopper, "runs_gluon": hopper and gluon and gluon_missing() is None}
+    answers = {
+        "is_hopper": hopper,
+        "launches_early": target != "sm_80",
+        "runs_gluon": hopper and gluon and gluon_missing() is None,
+    }
 
     def keep(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         name = kernel.fn.__name__

@@ -6,8 +6,25 @@ from functools import partial
 
 from torch import Tensor
 
-from torch_hybrid.backends.recurrent import CONVOLUTION, RecurrentPlan, chunked_rule, rule_of
+from torch_hybrid.backends.recurrent import (
+    CONVOLUTION,
+    OpChoice,
+    RecurrentPlan,
+    chunked_rule,
+    or_parts,
+    rule_of,
+)
 from torch_hybrid.ops.ssd import op
+from torch_hybrid.ops.ssd_step import op as step
+from torch_hybrid.specs import Mamba2Spec
+
+
+def _sizes(spec: Mamba2Spec) -> dict[str, int]:
+    return {"head_k_dim": spec.state_dim, "head_v_dim": spec.head_dim}
+
+
+STEP = "ssd_step"
+_TIMED = {"head_k_dim": (128, 256), "head_v_dim": (64,)}
 
 _RULE = partial(
     chunked_rule,
@@ -17,7 +34,10 @@ _RULE = partial(
 MAMBA2 = _RULE(
     "ssd",
     CONVOLUTION,
-    sizes=lambda spec: {"head_k_dim": spec.state_dim, "head_v_dim": spec.head_dim},
+    sizes=_sizes,
+    whole=OpChoice(
+        name=STEP, implementations=or_parts(step.IMPLEMENTATIONS, timed=_TIMED), sizes=_sizes
+    ),
 )
 LIGHTNING_ATTENTION = _RULE(
     "ssd",

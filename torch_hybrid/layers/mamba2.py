@@ -9,10 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
-from torch_hybrid.backends.ssd import apply_ssd
+from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, whole_impl
+from torch_hybrid.backends.ssd import STEP, apply_ssd
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
+from torch_hybrid.ops.ssd_step import ssd_step
 from torch_hybrid.ranks import Ranks, own_means
 from torch_hybrid.specs import Mamba2Spec
 
@@ -46,6 +47,7 @@ class Mamba2(nn.Module):
         super().__init__()
         self.spec = spec
         self._group_means: Callable[[Tensor], Tensor] = own_means
+        self._shares_groups = False  # of its norm, with other ranks
         self._widths = [spec.inner_dim, spec.conv_channels, spec.num_heads]
         self.in_proj = nn.Linear(dim, sum(self._widths), bias=bias, dtype=dtype, device=device)
         self.out_proj = nn.Linear(spec.inner_dim, dim, bias=bias, dtype=dtype, device=device)
@@ -86,8 +88,58 @@ class Mamba2(nn.Module):
         Returns:
             [T, dim].
         """
-        spec, num_tokens = self.spec, x.shape[0]
         z, mixed, dt = self.in_proj(x).split(self._widths, dim=-1)
+        impl = whole_impl(plan, STEP)
+        if impl is None:
+            y = self._mix_by_parts(z, mixed, dt, plan, cache)
+        else:
+            y = self._step(z, mixed, dt, plan, cache, impl)
+        out: Tensor = self.out_proj(y)
+        return out
+
+    def _step(
+        self,
+        z: Tensor,
+        mixed: Tensor,
+        dt: Tensor,
+        plan: RecurrentPlan,
+        cache: LayerCache,
+        impl: str,
+    ) -> Tensor:
+        """One token of each sequence, in one op; without its gate and norm where a group's mean is
+        that of several ranks."""
+        spec, gated = self.spec, not self._shares_groups
+        y = ssd_step(
+            mixed,
+            z if gated else None,
+            dt,
+            self.conv_weight,
+            self.conv_bias,
+            self.A_log,
+            self.dt_bias,
+            self.D,
+            self.norm_weight if gated else None,
+            cache["conv"],
+            cache["state"],
+            plan.cu_seqlens,
+            plan.initial_indices,
+            plan.state_indices,
+            activation=spec.activation,
+            dt_min=spec.dt_min,
+            dt_max=spec.dt_max,
+            norm_before_gate=spec.gate == "after_norm",
+            norm_groups=spec.norm_groups,
+            norm_eps=spec.norm_eps,
+            impl=impl,
+        )
+        return y if gated else self._gate(y, z)
+
+    def _mix_by_parts(
+        self, z: Tensor, mixed: Tensor, dt: Tensor, plan: RecurrentPlan, cache: LayerCache
+    ) -> Tensor:
+        """Any tokens: an op for the convolution, one for the recurrence, and the compiler's
+        between."""
+        spec, num_tokens = self.spec, z.shape[0]
         mixed = convolve(
             mixed, self.conv_weight, self.conv_bias, plan, cache["conv"], activation=spec.activation
         )
@@ -105,8 +157,7 @@ class Mamba2(nn.Module):
             cache["state"],
             scale=1.0,
         )
-        out: Tensor = self.out_proj(self._gate(o.flatten(1), z))
-        return out
+        return self._gate(o.flatten(1), z)
 
     def shard(self, ranks: Ranks) -> Mamba2:
         """This rank's heads: a layer that keeps their states alone, and sums over the ranks.
@@ -130,6 +181,7 @@ class Mamba2(nn.Module):
         if self.norm_weight is not None:
             part.norm_weight = ranks.parameter(self.norm_weight, [inner])
         part._group_means = partial(ranks.mean_of_groups, num_groups=spec.norm_groups)
+        part._shares_groups = spec.gate != "no_norm" and spec.norm_groups % ranks.size != 0
         return part
 
     def _gate(self, o: Tensor, z: Tensor) -> Tensor:

@@ -1,0 +1,40 @@
+"""One token of each sequence through a convolution, as the first part of an op that does more."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+ACTIVATIONS = ("none", "silu")
+MIN_WIDTH, MAX_WIDTH = 2, 8
+
+
+def check_activation(activation: str) -> None:
+    """Raise ValueError for an activation of the convolution that there is not."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
+
+
+def check_width(conv_weight: Tensor) -> None:
+    """Raise ValueError for filters [C, W] that no kernel is made for."""
+    width = conv_weight.shape[1]
+    if not MIN_WIDTH <= width <= MAX_WIDTH:
+        raise ValueError(f"conv_weight must have width {MIN_WIDTH} to {MAX_WIDTH}, got {width}")
+
+
+def check_lengths(cu_seqlens: Tensor) -> None:
+    """Raise ValueError for offsets on the host of a sequence of several tokens."""
+    lengths = cu_seqlens.diff().tolist()
+    if any(length > 1 for length in lengths):
+        raise ValueError(f"each sequence must have one token or none, got lengths {lengths}")
+
+
+def convolve(window: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """The last token of each window [N, W, C] -> [N, C], in its dtype."""
+    y = torch.zeros_like(window[:, 0], dtype=torch.float32)
+    for x, taps in zip(window.unbind(1), weight.T, strict=True):
+        y.addcmul_(x.float(), taps.float())
+    if bias is not None:
+        y += bias.float()
+    return (F.silu(y) if activation == "silu" else y).to(window.dtype)

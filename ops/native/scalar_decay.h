@@ -1,0 +1,84 @@
+// One token of the scalar-decay recurrence: one pass, in address order, over a few rows of a state.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "simd.h"
+
+namespace th::scalar_decay {
+
+// One token on one head, seen by LANES rows of its state.
+template <typename T>
+struct Token {
+  const T *q, *k, *v;
+  float decay, dt, D, scale;
+  T* out;
+};
+
+// A row: s = decay s + u k, and its product with q, lane by lane. VECTORS is k_dim / LANES where it
+// is known, so that k and q stay in registers; else 0.
+template <int VECTORS, typename T>
+struct Row {
+  f32x16 k[VECTORS], q[VECTORS];
+
+  Row(const Token<T>& token, int64_t) {
+#pragma GCC unroll 16
+    for (int i = 0; i < VECTORS; ++i)
+      k[i] = load(token.k + i * LANES), q[i] = load(token.q + i * LANES) * token.scale;
+  }
+  TH_INLINE f32x16 advance(float* s, float decay, float u) const {
+    f32x16 sum{};
+#pragma GCC unroll 16
+    for (int i = 0; i < VECTORS; ++i) {
+      const f32x16 s_i = fma(splat(u), k[i], load(s + i * LANES) * decay);
+      store(s + i * LANES, s_i);
+      sum = fma(s_i, q[i], sum);
+    }
+    return sum;
+  }
+};
+
+template <typename T>
+struct Row<0, T> {
+  const Token<T>& token;
+  int64_t k_dim;
+
+  Row(const Token<T>& token, int64_t k_dim) : token(token), k_dim(k_dim) {}
+  TH_INLINE f32x16 advance(float* s, float decay, float u) const {
+    f32x16 sum{};
+    for (int64_t i = 0; i < k_dim; i += LANES) {
+      const int n = int(std::min<int64_t>(LANES, k_dim - i));
+      const f32x16 k = load(token.k + i, n), q = load(token.q + i, n) * token.scale;
+      const f32x16 s_i = fma(splat(u), k, load(s + i, n) * decay);
+      store(s + i, s_i, n);
+      sum = fma(s_i, q, sum);
+    }
+    return sum;
+  }
+};
+
+// One token on `n` rows of a head's state, n <= LANES.
+template <int VECTORS, typename T>
+void step_rows(const Token<T>& token, int64_t k_dim, int n, float* state) {
+  const f32x16 v = load(token.v, n);
+  float u[LANES];
+  store(u, v * token.dt);
+  const Row<VECTORS, T> row(token, k_dim);
+  f32x16 sums[LANES] = {};
+  for (int r = 0; r < n; ++r) sums[r] = row.advance(state + r * k_dim, token.decay, u[r]);
+  store(token.out, fma(v, splat(token.D), sum16(sums)), n);
+}
+
+template <typename T>
+auto choose_step(int64_t k_dim) {
+  switch (k_dim) {
+    case 64: return step_rows<4, T>;
+    case 96: return step_rows<6, T>;
+    case 128: return step_rows<8, T>;
+    case 256: return step_rows<16, T>;
+    default: return step_rows<0, T>;
+  }
+}
+
+}  // namespace th::scalar_decay

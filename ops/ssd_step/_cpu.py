@@ -1,0 +1,102 @@
+"""The decode step as a C++ kernel: see _cpu.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.conv_step import check_lengths
+from torch_hybrid.ops.native.call import kernel
+from torch_hybrid.ops.state_bounds import check_state_indices
+
+_RUN = kernel(
+    "ssd_step",
+    Path(__file__).with_name("_cpu.cpp"),
+    tensors="xBC z dt conv_weight conv_bias A_log dt_bias D norm_weight conv_state state "
+    "cu_seqlens initial_indices state_indices out",
+    integers="num_tokens num_seqs num_slots channels width num_v_heads v_dim k_dim "
+    "xBC_stride z_stride dt_stride silu norm_before_gate norm_groups is_bf16 "
+    "wide_A_log wide_dt_bias wide_D wide_norm num_threads",
+    numbers="dt_min dt_max norm_eps",
+)
+
+
+def ssd_step(
+    xBC: Tensor,
+    z: Tensor | None,
+    dt: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    D: Tensor,
+    norm_weight: Tensor | None,
+    conv_state: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    *,
+    activation: str,
+    dt_min: float,
+    dt_max: float,
+    norm_before_gate: bool,
+    norm_groups: int,
+    norm_eps: float,
+) -> Tensor:
+    """Each thread takes whole sequences or, where they are few, a share of each part of all."""
+    num_tokens, channels = xBC.shape
+    num_slots, num_heads, v_dim, k_dim = state.shape
+    out = xBC.new_empty(num_tokens, num_heads * v_dim)
+    in_range = _RUN(
+        xBC,
+        z,
+        dt,
+        conv_weight,
+        conv_bias,
+        A_log,
+        dt_bias,
+        D,
+        norm_weight,
+        conv_state,
+        state,
+        cu_seqlens,
+        initial_indices,
+        state_indices,
+        out,
+        num_tokens,
+        state_indices.shape[0],
+        num_slots,
+        channels,
+        conv_weight.shape[1],
+        num_heads,
+        v_dim,
+        k_dim,
+        xBC.stride(0),
+        0 if z is None else z.stride(0),
+        dt.stride(0),
+        activation == "silu",
+        norm_before_gate,
+        norm_groups,
+        xBC.dtype is torch.bfloat16,
+        A_log.dtype is torch.float32,
+        dt_bias.dtype is torch.float32,
+        D.dtype is torch.float32,
+        norm_weight is not None and norm_weight.dtype is torch.float32,
+        torch.get_num_threads(),
+        dt_min,
+        dt_max,
+        norm_eps,
+    )
+    if not in_range:
+        check_state_indices(
+            cu_seqlens,
+            initial_indices,
+            state_indices,
+            num_tokens=num_tokens,
+            num_slots=num_slots,
+        )
+        check_lengths(cu_seqlens)
+    return out

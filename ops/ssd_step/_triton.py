@@ -1,0 +1,346 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Implementation "triton": a convolution, the states block by block, and what is normed.
+
+Three launches, each of which begins while the one before it ends, where a GPU can; see README.md.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from torch_hybrid.ops.triton.conv_step import convolve, last_inputs, leave_inputs, taps
+from torch_hybrid.ops.triton.decays import exp, softplus
+from torch_hybrid.ops.triton.devices import launches_early
+from torch_hybrid.ops.triton.state import Tile, zero_rows
+
+# Channels that a program convolves, of two warps: few, so that one sequence fills many processors.
+_BLOCK_CHANNELS = 256
+
+
+def ssd_step(
+    xBC: Tensor,
+    z: Tensor | None,
+    dt: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    D: Tensor,
+    norm_weight: Tensor | None,
+    conv_state: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    *,
+    activation: str,
+    dt_min: float,
+    dt_max: float,
+    norm_before_gate: bool,
+    norm_groups: int,
+    norm_eps: float,
+) -> Tensor:
+    """Launcher of ``torch_hybrid::ssd_step``."""
+    inner = state.shape[1] * state.shape[2]
+    if state_indices.shape[0] == 0:
+        return xBC.new_zeros(xBC.shape[0], inner)
+    early = launches_early(xBC.device)
+    index = (cu_seqlens, initial_indices, state_indices)
+    mixed = _convolve(xBC, conv_weight, conv_bias, conv_state, *index, activation, early)
+    gate = z if norm_weight is None else None
+    bounds = (dt_min, dt_max)
+    out = _advance(mixed, gate, dt, A_log, dt_bias, D, state, *index, *bounds, early)
+    if norm_weight is not None:
+        assert z is not None
+        _norm(out, z, norm_weight, cu_seqlens, norm_eps, norm_groups, norm_before_gate, early)
+    return out
+
+
+def _convolve(
+    xBC: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    conv_state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    activation: str,
+    early: bool,
+) -> Tensor:
+    """The inputs after their convolution; rows of padding tokens are left as they are."""
+    mixed = torch.empty_like(xBC, memory_format=torch.contiguous_format)
+    num_channels, width = weight.shape
+    blocks = triton.cdiv(num_channels, _BLOCK_CHANNELS)
+    _conv_kernel[(blocks * state_indices.shape[0],)](
+        xBC,
+        weight,
+        bias,
+        conv_state,
+        cu_seqlens,
+        initial_indices,
+        state_indices,
+        mixed,
+        xBC.stride(0),
+        C=num_channels,
+        W=width,
+        BLOCK=_BLOCK_CHANNELS,
+        SILU=activation == "silu",
+        EARLY=early,
+        num_warps=2,
+    )
+    return mixed
+
+
+def _advance(
+    mixed: Tensor,
+    z: Tensor | None,
+    dt: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    D: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    dt_min: float,
+    dt_max: float,
+    early: bool,
+) -> Tensor:
+    """What is read from the states after they have taken the tokens, gated if there is a gate."""
+    num_tokens, num_channels = mixed.shape
+    _, num_heads, head_dim_v, head_dim_k = state.shape
+    inner = num_heads * head_dim_v
+    num_seqs = state_indices.shape[0]
+    out = mixed.new_empty(num_tokens, inner)
+    tile = Tile.of(head_dim_v, head_dim_k)
+    num_blocks = triton.cdiv(head_dim_v, tile.block_v)
+    _step_kernel[(num_blocks * num_heads * num_seqs,)](
+        mixed,
+        z,
+        dt,
+        A_log,
+        dt_bias,
+        D,
+        state,
+        cu_seqlens,
+        initial_indices,
+        state_indices,
+        out,
+        dt_min,
+        dt_max,
+        num_tokens,
+        num_seqs,
+        0 if z is None else z.stride(0),
+        dt.stride(0),
+        G=(num_channels - inner) // (2 * head_dim_k),
+        H=num_heads,
+        K=head_dim_k,
+        V=head_dim_v,
+        BLOCK_K=tile.block_k,
+        BLOCK_V=tile.block_v,
+        EARLY=early,
+        num_warps=1,
+        enable_fp_fusion=True,
+        launch_pdl=early,
+    )
+    return out
+
+
+def _norm(
+    out: Tensor,
+    z: Tensor,
+    weight: Tensor,
+    cu_seqlens: Tensor,
+    eps: float,
+    num_groups: int,
+    before_gate: bool,
+    early: bool,
+) -> None:
+    """Gate and norm the outputs in place."""
+    num_tokens, inner = out.shape
+    width = inner // num_groups
+    block = triton.next_power_of_2(width)
+    _norm_kernel[(num_tokens * num_groups,)](
+        out,
+        z,
+        weight,
+        cu_seqlens,
+        eps,
+        cu_seqlens.shape[0] - 1,
+        z.stride(0),
+        GROUPS=num_groups,
+        WIDTH=width,
+        BLOCK=block,
+        BEFORE_GATE=before_gate,
+        EARLY=early,
+        num_warps=min(16, max(1, block // 512)),
+        launch_pdl=early,
+    )
+
+
+@triton.jit
+def _conv_kernel(
+    xBC: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor | None,
+    conv_state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    mixed: tl.tensor,
+    stride_x: tl.tensor,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One program: BLOCK channels of one sequence's token.
+
+    It alone reads and writes their state, which therefore may move in place.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    blocks: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    seq = tl.program_id(0) // blocks
+    channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    mask = channel < C
+    begin = tl.load(cu_seqlens + seq)
+    if begin < tl.load(cu_seqlens + seq + 1):
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        slot = tl.load(state_indices + seq).to(tl.int64)
+        token = begin.to(tl.int64)
+        b_x = tl.load(xBC + token * stride_x + channel, mask=mask, other=0.0)
+        p_old = conv_state + initial * (W - 1) * C + channel
+        past = last_inputs(p_old, mask & (initial != 0), C, W)
+        b_y = convolve(past, b_x, taps(weight, bias, channel, mask, W), W, SILU)
+        tl.store(mixed + token * C + channel, b_y.to(mixed.dtype.element_ty), mask=mask)
+        p_new = conv_state + slot * (W - 1) * C + channel
+        leave_inputs(p_new, past[1:] + (b_x,), mask & (slot != 0), C, W)  # noqa: RUF005
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+def _step_kernel(
+    mixed: tl.tensor,
+    z: tl.tensor | None,
+    dt: tl.tensor,
+    A_log: tl.tensor,
+    dt_bias: tl.tensor,
+    D: tl.tensor,
+    state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    out: tl.tensor,
+    dt_min: tl.tensor,
+    dt_max: tl.tensor,
+    num_tokens: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_z: tl.tensor,
+    stride_dt: tl.tensor,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One program: BLOCK_V rows of the state of one head of one sequence.
+
+    They, the step and the gate are asked for before the convolution has ended. Every program waits
+    for it, also one without a token: what comes after this launch then comes after that one too.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    C: tl.constexpr = H * V + 2 * G * K
+    blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    pid = tl.program_id(0)
+    seq = pid // (blocks * H)
+    head = pid // blocks % H
+    index_k = tl.arange(0, BLOCK_K)
+    index_v = pid % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask_k = index_k < K
+    mask_v = index_v < V
+    mask_s = mask_v[:, None] & mask_k[None, :]
+
+    begin = tl.load(cu_seqlens + seq)
+    end = tl.load(cu_seqlens + seq + 1)
+    if begin < end:
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        slot = tl.load(state_indices + seq).to(tl.int64)
+        token = begin.to(tl.int64)
+        channel_x = head * V + index_v
+        channel_b = H * V + head // (H // G) * K + index_k
+        x_dt = tl.load(dt + token * stride_dt + head).to(tl.float32)
+        x_dt += tl.load(dt_bias + head).to(tl.float32)
+        rate = tl.load(A_log + head).to(tl.float32)
+        skip = tl.load(D + head).to(tl.float32)
+        if z is not None:
+            b_z = tl.load(z + token * stride_z + channel_x, mask=mask_v, other=0.0).to(tl.float32)
+        tile_s = head * V * K + index_v[:, None] * K + index_k[None, :]
+        p_s = state + initial * H * V * K + tile_s
+        b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
+        step = tl.clamp(softplus(x_dt), dt_min, dt_max, tl.PropagateNan.ALL)
+        decay = exp(-exp(rate) * step)
+
+        if EARLY:
+            gdc_wait()
+        p_x = mixed + token * C
+        b_x = tl.load(p_x + channel_x, mask=mask_v, other=0.0).to(tl.float32)
+        b_b = tl.load(p_x + channel_b, mask=mask_k, other=0.0).to(tl.float32)
+        b_c = tl.load(p_x + G * K + channel_b, mask=mask_k, other=0.0).to(tl.float32)
+        b_u = b_x * step
+        b_s = b_s * decay + b_u[:, None] * b_b[None, :]
+        b_o = tl.sum(b_s * b_c[None, :], 1) + skip * b_x
+        tl.store(state + slot * H * V * K + tile_s, b_s, mask=mask_s & (slot != 0))
+        b_o = b_o.to(out.dtype.element_ty)
+        if z is not None:
+            b_o = (b_o.to(tl.float32) * b_z / (1.0 + tl.exp(-b_z))).to(out.dtype.element_ty)
+        tl.store(out + token * H * V + channel_x, b_o, mask=mask_v)
+
+    if EARLY:
+        gdc_wait()
+    # The rows past the last sequence are dealt out to the sequences in turn.
+    padding = tl.load(cu_seqlens + num_seqs) + seq
+    zero_rows(out, padding, num_tokens, num_seqs, head, index_v, mask_v, H, V)
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _norm_kernel(
+    out: tl.tensor,
+    z: tl.tensor,
+    weight: tl.tensor,
+    cu_seqlens: tl.tensor,
+    eps: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_z: tl.tensor,
+    GROUPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BEFORE_GATE: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One program: the gate and the norm of one group of a token's channels, in place."""
+    token = (tl.program_id(0) // GROUPS).to(tl.int64)
+    index = tl.arange(0, BLOCK)
+    # Rows of padding stay zeros, whatever their gates are.
+    mask = (index < WIDTH) & (token < tl.load(cu_seqlens + num_seqs))
+    channel = tl.program_id(0) % GROUPS * WIDTH + index
+    b_z = tl.load(z + token * stride_z + channel, mask=mask, other=0.0).to(tl.float32)
+    b_w = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
+    gate = b_z / (1.0 + tl.exp(-b_z))
+    if EARLY:
+        gdc_wait()
+    p_out = out + token * GROUPS * WIDTH + channel
+    b_y = tl.load(p_out, mask=mask, other=0.0).to(tl.float32)
+    if not BEFORE_GATE:
+        b_y *= gate
+    b_y = b_w * (b_y * tl.rsqrt(tl.sum(b_y * b_y, 0) / WIDTH + eps))
+    if BEFORE_GATE:
+        b_y *= gate
+    tl.store(p_out, b_y.to(out.dtype.element_ty), mask=mask)

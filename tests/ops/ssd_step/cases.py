@@ -1,0 +1,162 @@
+"""Inputs of the Mamba2 mixer's decode step: shapes of real models, and odd small ones.
+
+Legend: N sequences, T tokens, C channels of the convolution, W its width, G groups of B and C,
+H heads, K and V head dims, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tests.ops.pages import offsets
+
+GATES = ("before_norm", "after_norm", "no_norm", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Lengths of the sequences, 0 or 1 each, and the facts of one layer."""
+
+    lengths: tuple[int, ...]
+    num_groups: int = 2
+    num_heads: int = 4
+    k_dim: int = 16
+    v_dim: int = 16
+    width: int = 4
+    has_bias: bool = True
+    activation: str = "silu"
+    gate: str = "before_norm"  # one of GATES; "none": the op is given no gate
+    norm_groups: int = 2
+    dt_min: float = 0.0
+    dt_max: float = float("inf")
+    num_padding_tokens: int = 0
+    wide: bool = False  # parameters of the heads and of the norm in float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """The tensors of a call, in the op's order, and its options."""
+
+    xBC: Tensor  # [T, C]
+    z: Tensor | None  # [T, H V]
+    dt: Tensor  # [T, H]
+    conv_weight: Tensor  # [C, W]
+    conv_bias: Tensor | None  # [C]
+    A_log: Tensor  # [H]
+    dt_bias: Tensor  # [H]
+    D: Tensor  # [H]
+    norm_weight: Tensor | None  # [H V]
+    conv_state: Tensor  # [S, W - 1, C]
+    state: Tensor  # [S, H, V, K]
+    cu_seqlens: Tensor  # [N + 1]
+    initial_indices: Tensor  # [N]
+    state_indices: Tensor  # [N]
+    activation: str
+    dt_min: float
+    dt_max: float
+    norm_before_gate: bool
+    norm_groups: int
+    norm_eps: float = 1e-5
+
+    def args(self) -> tuple[Tensor | None, ...]:
+        return tuple(getattr(self, name) for name in TENSORS)
+
+    def options(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in OPTIONS}
+
+    def copy(self) -> Inputs:
+        """The same inputs with pools of their own."""
+        return replace(self, conv_state=self.conv_state.clone(), state=self.state.clone())
+
+    def exact(self) -> Inputs:
+        """The same values in float64."""
+        tensors = {name: getattr(self, name) for name in TENSORS}
+        floats = {
+            n: x.double() for n, x in tensors.items() if x is not None and x.is_floating_point()
+        }
+        return replace(self, **floats)
+
+    def tokens(self, index: Tensor | slice) -> dict[str, Tensor]:
+        """The per-token tensors at ``index``, by name."""
+        tokens = {name: getattr(self, name) for name in ("xBC", "z", "dt")}
+        return {name: x[index] for name, x in tokens.items() if x is not None}
+
+
+OPTIONS = ("activation", "dt_min", "dt_max", "norm_before_gate", "norm_groups", "norm_eps")
+TENSORS = tuple(field.name for field in fields(Inputs) if field.name not in OPTIONS)
+
+CASES = {
+    "one_token": Case(lengths=(1,), num_groups=1, num_heads=1, norm_groups=1),
+    "mixed": Case(lengths=(1, 0, 1, 1, 1, 0, 1), num_padding_tokens=3),
+    "norm_before_gate": Case(lengths=(1, 1), num_heads=6, k_dim=48, width=3, gate="after_norm"),
+    "odd_dims": Case(
+        lengths=(1, 1, 1),
+        num_groups=3,
+        num_heads=3,
+        k_dim=19,
+        v_dim=27,
+        norm_groups=1,
+        activation="none",
+        has_bias=False,
+    ),
+    "bounded_steps": Case(lengths=(1, 1), gate="no_norm", dt_min=0.3, dt_max=1.2, v_dim=40),
+    "ungated": Case(lengths=(1, 1), gate="none", width=8, k_dim=64, wide=True),
+    # A group of each norm is no whole number of heads.
+    "wide_parameters": Case(lengths=(1, 1), num_heads=6, norm_groups=4, wide=True),
+    "nemotron_h": Case(lengths=(1,) * 9, num_groups=2, k_dim=128, v_dim=64),
+    "falcon_h1": Case(
+        lengths=(1, 1), num_groups=1, num_heads=3, k_dim=256, v_dim=64, gate="no_norm"
+    ),
+}
+
+
+def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
+    """Random inputs; per-token tensors are slices of one projection, as a model gives them.
+
+    Slots that no sequence starts from hold NaN: those of new sequences, and the null slot.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    randn = partial(torch.randn, generator=rng)
+    num_seqs, num_slots = len(case.lengths), len(case.lengths) + 3
+    num_tokens = sum(case.lengths) + case.num_padding_tokens
+    inner = case.num_heads * case.v_dim
+    channels = inner + 2 * case.num_groups * case.k_dim
+    z, xBC, dt = (
+        randn(num_tokens, inner + channels + case.num_heads)
+        .to(dtype)
+        .split([inner, channels, case.num_heads], 1)
+    )
+    state = randn(num_slots, case.num_heads, case.v_dim, case.k_dim)
+    conv_state = randn(num_slots, case.width - 1, channels).to(dtype)
+    state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
+    is_new = torch.arange(num_seqs) % 3 == 1
+    for pool in (state, conv_state):
+        pool[state_indices[is_new]] = torch.nan
+        pool[0] = torch.nan
+    of_heads = torch.float32 if case.wide else dtype
+    has_norm = case.gate in ("before_norm", "after_norm")
+    return Inputs(
+        xBC=xBC,
+        z=None if case.gate == "none" else z,
+        dt=dt,
+        conv_weight=randn(channels, case.width).to(dtype),
+        conv_bias=randn(channels).to(dtype) if case.has_bias else None,
+        A_log=torch.rand(case.num_heads, generator=rng).mul(4).log().to(of_heads),
+        dt_bias=(4 * randn(case.num_heads)).to(of_heads),
+        D=randn(case.num_heads).to(of_heads),
+        norm_weight=randn(inner).to(of_heads) if has_norm else None,
+        conv_state=conv_state,
+        state=state,
+        cu_seqlens=offsets(case.lengths),
+        initial_indices=torch.where(is_new, 0, state_indices).int(),
+        state_indices=state_indices.int(),
+        activation=case.activation,
+        dt_min=case.dt_min,
+        dt_max=case.dt_max,
+        norm_before_gate=case.gate == "after_norm",
+        norm_groups=case.norm_groups,
+    )
