@@ -15,7 +15,7 @@ Vectors stay in float32: llama.cpp has no other form of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def _llama_name(names: Any, name: str) -> str:
     """llama.cpp's name of a tensor; A_log and D are no weight of a module."""
     stem, _, last = name.rpartition(".")
     suffix = f".{last}" if last in ("weight", "bias") else ""
-    found: str | None = names.get_name(stem if suffix else name)
+    found: str | None = names.get_name(stem if suffix else name) or names.get_name(name)
     if found is None:
         raise ValueError(f"llama.cpp has no name for {name}")
     return found + suffix

@@ -24,6 +24,7 @@ from tempfile import TemporaryDirectory
 from threading import Event, Thread, current_thread
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
@@ -99,7 +100,8 @@ class StepsBeside:
         self._child: Forked | None = None
         self._folder = TemporaryDirectory(prefix="torch_hybrid_steps_")
         is_there = store.has(variant.name for variant in self._eager.of)
-        if model.device.type == "cpu" and can_fork() and not is_there:
+        uses_cuda = model.device.type != "cpu" or torch.cuda.is_initialized()
+        if can_fork() and not uses_cuda and not is_there:
             folder = Path(self._folder.name)
             with compiling():  # nobody else does, while this process is copied
                 self._child = Forked(lambda: _compiled_files(make, model, store, folder))
@@ -129,7 +131,7 @@ class StepsBeside:
 
     def prepare(self, variant: Variant) -> GraphRecord | None:
         """Take up a variant's compiled step if it has come, and then say what its graph is."""
-        if self._failed and not self._is_told:
+        if self._failed and not self._is_told and not self._is_closed:
             self._is_told = True
             warnings.warn(self._failed, stacklevel=3)
         record = self._brought.pop(variant, None)

@@ -137,9 +137,7 @@ def test_a_thread_compiles_where_no_process_can_be_forked(
     assert (report.recompiles, report.graph_breaks) == (0, 0)
 
 
-def test_the_model_is_whole_while_a_thread_traces_it(
-    model: th.HybridModel, monkeypatch: pytest.MonkeyPatch
-):
+def test_the_model_is_whole_while_a_thread_traces_it(model: th.HybridModel):
     """A trace takes layers out of a model: out of a copy, whose tensors are the same."""
     copied = background._same_tensors(model)
     assert isinstance(copied, th.HybridModel)
@@ -212,7 +210,9 @@ def test_closing_leaves_no_process_and_no_thread(hanging: SimpleNamespace):
     assert not Path(runner._beside._folder.name).exists()
     with pytest.raises(th.UnsupportedError, match="the runner was closed"):
         runner.warm_up()
-    served_uncompiled(runner)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        served_uncompiled(runner)
     runner.close()
 
 
