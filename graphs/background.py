@@ -17,7 +17,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -143,18 +143,13 @@ class StepsBeside:
         """Whether a variant's step is not one that is exchanged: a captured one stays."""
         return variant in self._switched
 
-    @contextmanager
-    def running(self, variant: Variant) -> Iterator[Callable[[Inputs], Tensor]]:
+    def running(self, variant: Variant) -> AbstractContextManager[Callable[[Inputs], Tensor]]:
         """A variant's step, compiled if that was taken up."""
-        with self._steps(variant).running(variant) as step:
-            yield step
-
-    def _steps(self, variant: Variant) -> Steps:
         if variant in self._switched:
             assert self._compiled is not None
-            return self._compiled
+            return self._compiled.running(variant)
         self._num_eager += 1
-        return self._eager
+        return self._eager.running(variant)
 
     def wait(self) -> None:
         """Wait until all variants are there.
