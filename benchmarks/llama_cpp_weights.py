@@ -34,11 +34,13 @@ class Family:
         arch: its name in ``gguf.MODEL_ARCH``.
         describe: writes what llama.cpp must know beside the sizes of a dense transformer.
         change: a tensor's name and value, as those that take its place.
+        is_tied: the embedding can be the output layer's weight too, as it is in the model.
     """
 
     arch: str
     describe: Callable[[Any, Any], None]
     change: Callable[[str, Tensor, Any], Named]
+    is_tied: bool = True
 
 
 def write_gguf(model: Any, family: str, path: Path) -> None:
@@ -60,8 +62,8 @@ def write_gguf(model: Any, family: str, path: Path) -> None:
     _describe_sizes(writer, config)
     kind.describe(writer, config)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    weights = {name: weight for name, weight in model.state_dict().items()}
-    if config.tie_word_embeddings:
+    weights = dict(model.state_dict())
+    if config.tie_word_embeddings and kind.is_tied:
         del weights["lm_head.weight"]
     for name, weight in weights.items():
         for own_name, value in kind.change(name, weight, config):
@@ -94,13 +96,14 @@ def _add(writer: Any, name: str, value: Tensor) -> None:
 
 
 def _llama_name(names: Any, name: str) -> str:
-    """llama.cpp's name of a tensor; A_log and D are no weight of a module."""
+    """llama.cpp's name of a tensor; some name a module, and some all of it."""
     stem, _, last = name.rpartition(".")
     suffix = f".{last}" if last in ("weight", "bias") else ""
-    found: str | None = names.get_name(stem if suffix else name) or names.get_name(name)
-    if found is None:
+    whole: str | None = names.get_name(name)
+    found: str | None = names.get_name(stem) if suffix else None
+    if found is None and whole is None:
         raise ValueError(f"llama.cpp has no name for {name}")
-    return found + suffix
+    return found + suffix if found is not None else str(whole)
 
 
 def _usual(name: str, value: Tensor) -> tuple[str, Tensor]:
@@ -174,7 +177,7 @@ def _mamba2(name: str, value: Tensor, config: Any) -> tuple[str, Tensor]:
     if name.endswith((".A_log", ".mamba.D")):
         return name, value.float()[:, None]
     if name.endswith(".mamba.norm.weight"):
-        return name, value.view(config.mamba_n_groups, -1)
+        return name, value.float().view(config.mamba_n_groups, -1)
     return name, value
 
 
@@ -243,7 +246,9 @@ def _change_granite(name: str, value: Tensor, config: Any) -> Named:
 
 LLAMA_CPP = {
     "qwen3_5": Family(arch="QWEN35", describe=_describe_qwen3_5, change=_change_qwen3_5),
-    "falcon_h1": Family(arch="FALCON_H1", describe=_describe_falcon_h1, change=_change_falcon_h1),
+    "falcon_h1": Family(
+        arch="FALCON_H1", describe=_describe_falcon_h1, change=_change_falcon_h1, is_tied=False
+    ),
     "granitemoehybrid": Family(
         arch="GRANITE_HYBRID", describe=_describe_granite, change=_change_granite
     ),
