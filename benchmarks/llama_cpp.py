@@ -40,8 +40,10 @@ from benchmarks.serve import Tokens, make_prompts, num_equal, serve
 from benchmarks.timing import Times, interleave
 from torch_hybrid import Engine, Runner, adapt
 
-# Largest difference of logits, of the largest logit: in bfloat16 each rounds at other places.
-DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
+# Largest difference of logits, of the largest logit. In float32 that of tiny models was 1.5e-5
+# (granitemoehybrid), 1.4e-4 (qwen3_5) and 1.3e-3 (falcon_h1); in bfloat16 each rounds at other
+# places. A file that is wrong is off by all of it.
+DIFFERENCE = {torch.float32: 2e-3, torch.bfloat16: 6e-2}
 NUM_NEW = 32
 STEP_TOKENS = 1024  # of a step of serving
 
@@ -144,8 +146,8 @@ class Match:
             self.llama.restart(0)
             return self.llama.extend({0: prompt})
 
-        self.llama.start([])
-        self.llama._lengths = [0]
+        self.ours.start([])
+        self.llama.start([[0]])
         logits = ours()
         self.oracle.check("ours", logits, [prompt])
         self.agree("prefill", logits, theirs())
