@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_hybrid.graphs.background import StepsBeside
 from torch_hybrid.graphs.capture_policy import CapturePolicy
 from torch_hybrid.graphs.launch import Draws, LastTokens, Launched, StepInputs, num_logits
 from torch_hybrid.graphs.planner import StepPlanner
@@ -32,7 +33,7 @@ class Execution:
 
     def __init__(
         self,
-        steps: Steps,
+        steps: Steps | StepsBeside,
         planner: StepPlanner,
         last: LastTokens,
         capture: CapturePolicy | None,
@@ -92,6 +93,6 @@ class Execution:
         value = static.refresh(planned)
         with self._steps.running(variant) as step:
             run = self._last.around(step, kind)
-            if self._capture is None:
+            if self._capture is None or not self._steps.is_final(variant):
                 return run(value)
             return self._capture.run(variant, run, static, value, planned, kind)

@@ -35,6 +35,11 @@ class ModelUse:
         with cls._finding:
             return cls._of_model.setdefault(model, cls())
 
+    @classmethod
+    def forget(cls) -> None:
+        """Nobody uses any model: of what other threads did, a forked process knows nothing."""
+        cls._of_model, cls._finding = WeakKeyDictionary(), Lock()
+
     @contextmanager
     def running(self, model: Model, experts: Choice | None = None) -> Iterator[None]:
         """Others may run it too; waits while it is traced, or run with other experts.

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch_hybrid.graphs.background import Switches
 from torch_hybrid.graphs.clone_check import PoolClone
 from torch_hybrid.graphs.compile import GraphRecord
 from torch_hybrid.graphs.link import Trial
@@ -23,6 +24,7 @@ class Report:
     ``captured_graphs`` names each captured bucket, ``captured_bytes`` is the device memory that
     capturing took, and ``not_captured`` says why a variant is not. ``overlap`` says which steps
     are cut in halves, and ``overlap_trials`` what was measured for that, where it was "auto".
+    ``switches`` says when steps of compile="background" became compiled ones.
     """
 
     graphs: Mapping[str, GraphRecord]
@@ -35,6 +37,7 @@ class Report:
     static_input_bytes: int
     overlap: OverlapPolicy
     overlap_trials: tuple[Trial, ...]
+    switches: Switches | None = None
 
     @property
     def compiles(self) -> int:

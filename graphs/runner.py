@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Literal, TypeVar
+from weakref import finalize
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.artefact.store import StepStore
+from torch_hybrid.graphs.background import Compile, StepsBeside, check_compile
 from torch_hybrid.graphs.buckets import StepSizes
 from torch_hybrid.graphs.capture_policy import CapturePolicy, CudaGraphs
 from torch_hybrid.graphs.check_extend import check_extend, token_lists
@@ -64,7 +66,11 @@ class Runner:
         max_tokens: most new tokens in one ``extend``; longer prompts come in chunks.
         kv_tokens: tokens that all sequences together can hold.
         page_size: tokens in a page of the KV pool.
-        compile: compile the steps; without, the same code runs eagerly.
+        compile: compile the steps; without, the same code runs eagerly. "background" runs steps
+            eagerly until they are compiled beside them, and switches between two steps
+            (``report().switches`` says when); ``warm_up`` waits for all of them. On Linux a fork of
+            this process compiles for a CPU, elsewhere a thread of it does, which slows eager steps.
+            If compiling fails, a warning says why and steps stay eager.
         cuda_graphs: "auto" captures each bucket of a compiled step in a CUDA graph, on a CUDA
             device, where all of its ops can be captured; ``report()`` has what was and what was
             not, with the reason. "on" refuses what cannot be captured. On a CPU, "on" pads and
@@ -100,7 +106,7 @@ class Runner:
         max_tokens: int = 2048,
         kv_tokens: int = 65536,
         page_size: int = 16,
-        compile: bool = True,
+        compile: Compile = True,
         cuda_graphs: CudaGraphs = "auto",
         two_batch_overlap: Literal["off", "on", "auto"] | OverlapPolicy = "off",
         backends: Backends | None = None,
@@ -111,8 +117,9 @@ class Runner:
     ) -> None:
         check_types(model, backends)
         device = self._device = model.device  # to find it takes a walk through the model
-        self._capture = CapturePolicy.of(cuda_graphs, device, compiles=compile)
-        check_artefact(artefact, compiles=compile)
+        check_compile(compile, model)
+        self._capture = CapturePolicy.of(cuda_graphs, device, compiles=bool(compile))
+        check_artefact(artefact, compiles=bool(compile))
         self.lock = RLock()
         self.model = model
         self.max_seqs, self.max_tokens, self.page_size = max_seqs, max_tokens, page_size
@@ -137,9 +144,9 @@ class Runner:
             if compile:
                 sizes = {"max_seqs": max_seqs, "kv_tokens": kv_tokens, "page_size": page_size}
                 store = StepStore(artefact, model, self._cache.pools, passes, **sizes)
-                if not store.is_open:
+                if not store.is_open and compile != "background":
                     check_toolchain(device)
-            self.choices = choose(model, wanted, compiles=compile)
+            self.choices = choose(model, wanted, compiles=bool(compile))
             modes = MODES if prefill else (Mode.DECODE,)
             self.backends = make_backends(model.table, self._cache.sizes, wanted, modes)
             grid = chunk_grid(self.backends)
@@ -153,14 +160,18 @@ class Runner:
                 chunk_grid=grid,
                 modes=modes,
             )
-            self._steps = Steps(
-                model,
-                self._cache,
-                self._planner,
+            make_steps = partial(
+                Steps,
+                cache=self._cache,
+                planner=self._planner,
                 passes=passes_for(self.choices, passes, modes),
                 choices=self.choices,
-                store=store,
             )
+            self._beside: StepsBeside | None = None
+            if compile == "background" and store is not None:
+                self._beside = StepsBeside(make_steps, model, store)
+                finalize(self, self._beside.close)
+            self._steps = self._beside or make_steps(model, store=store)
             self._last = LastTokens(max_seqs, device)
             self._execution = Execution(
                 self._steps,
@@ -396,9 +407,15 @@ class Runner:
     def warm_up(self, on_variant: Callable[[str], None] | None = None) -> None:
         """Compile every variant of decode and extend ahead of time, unless it is already.
 
-        ``on_variant`` is called with the name of each variant before it is compiled.
+        ``on_variant`` is called with the name of each variant before it is compiled. With
+        compile="background" it waits, and others may run steps meanwhile.
+
+        Raises:
+            UnsupportedError: what was compiled in the background failed.
         """
         num_before = len(self._steps.graphs)
+        if self._beside is not None:
+            self._beside.wait()
         with self.lock, calm(self._device):
             for variant in self._planner.forms:
                 if on_variant is not None:
@@ -420,6 +437,8 @@ class Runner:
         """
         if not self.compile:
             raise UnsupportedError("a runner with compile=False has no compiled steps to save")
+        if self._beside is not None:
+            self._beside.wait()
         with self.lock, calm(self._device):
             for variant in self._planner.forms:
                 self._compile(variant)
@@ -439,7 +458,14 @@ class Runner:
             static_input_bytes=self._execution.nbytes,
             overlap=self.overlap,
             overlap_trials=self._overlap_trials,
+            switches=None if self._beside is None else self._beside.switches,
         )
+
+    def close(self) -> None:
+        """Stop what compiles in the background; steps stay as they are. So does the end of the
+        runner, and of the program."""
+        if self._beside is not None:
+            self._beside.close()
 
     def _measure_overlap(self, backends: Backends | None) -> OverlapPolicy:
         """What overlap "auto" stands for: where halves pay over the link of these ranks."""

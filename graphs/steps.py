@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
@@ -27,6 +27,20 @@ from torch_hybrid.graphs.step import Inputs, Model, StepFunction, Variant, make_
 from torch_hybrid.toolchain import named_failures
 
 _COMPILING = RLock()  # runners of several threads compile one after another
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """No other thread compiles meanwhile."""
+    with _COMPILING:
+        yield
+
+
+def be_alone() -> None:
+    """Forget what other threads held: in a forked process, which does not have them."""
+    global _COMPILING
+    _COMPILING = RLock()
+    ModelUse.forget()
 
 
 class Steps:
@@ -128,10 +142,15 @@ class Steps:
         except (OSError, UnsupportedError) as error:  # the steps themselves are there
             warnings.warn(f"no artefact is written to {path}: {error}", stacklevel=3)
 
-    def save(self, path: Path) -> None:
-        """Write the graphs of all variants, which are ready, to an artefact."""
+    def is_final(self, variant: Variant) -> bool:
+        """Whether a variant's step is not one that is exchanged: none is."""
+        return variant in self.of
+
+    def save(self, path: Path, variants: Iterable[Variant] | None = None) -> None:
+        """Write the graphs of variants, which are ready, to an artefact; by default of all."""
         steps = {}
-        for variant, step in self.of.items():
+        for variant in self.of if variants is None else variants:
+            step = self.of[variant]
             assert isinstance(step, CompiledStep)
             steps[variant.name] = step.graphs[0], self.graphs[variant.name]
         assert self._store is not None
@@ -148,7 +167,7 @@ class Steps:
             specialize_float=True, automatic_dynamic_shapes=False
         )
         with (
-            _COMPILING,
+            compiling(),
             self._use.tracing(self._model, self._experts),
             torch.inference_mode(),
             settings,

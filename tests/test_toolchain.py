@@ -8,6 +8,7 @@ import torch
 import torch_hybrid as th
 from tests.tiny_models import make_hybrid
 from torch_hybrid import toolchain
+from torch_hybrid.ops.native.build import native_instructions
 
 CPU = torch.device("cpu")
 SIZES = {"max_seqs": 1, "max_tokens": 64, "kv_tokens": 64}
@@ -85,6 +86,27 @@ def test_a_full_disk_is_found_before_anything_is_compiled(monkeypatch):
 
     monkeypatch.setattr(toolchain, "_write", full)
     assert "No space left on device" in refused()
+
+
+def test_a_cache_that_another_cpu_has_filled(monkeypatch, tmp_path):
+    """Two machines may share the folder: what one cannot run is named, not run."""
+    here = native_instructions()
+    if here is None:
+        pytest.skip("there is no C++ compiler")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    note = tmp_path / toolchain._NOTE
+    toolchain.check_cached_instructions()
+    assert {*note.read_text().split()} == here
+    older = sorted(here)[1:]
+    note.write_text(" ".join(older))
+    toolchain.check_cached_instructions()
+    assert {*note.read_text().split()} == here, "what is compiled from now on has more"
+    note.write_text(" ".join([*older, "AVX9000"]))
+    message = refused()
+    assert message == (
+        f"torch's compile cache {tmp_path} may hold code for another CPU, with AVX9000: name a "
+        f"folder for this kind of CPU in TORCHINDUCTOR_CACHE_DIR"
+    )
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from torch_hybrid.cli_options import (
     SEED,
     ModelOptions,
     SamplingOptions,
+    compile_ahead,
     compile_steps,
     load_tokenizer,
     model_options,
@@ -91,7 +92,7 @@ def generate(
     runner = options.runner(model)
     with Engine(runner, tokenizer) as engine:
         requests = [engine.submit(prompt, sampling, stream=not as_json) for prompt in parsed]
-        compile_steps(runner)
+        compile_ahead(runner)
         if as_json:
             print_json(engine, requests)
         elif len(requests) == 1:
@@ -117,7 +118,7 @@ def chat(options: ModelOptions, system: str | None, chosen: SamplingOptions) -> 
             [user_message("?")], sampling
         )  # a template that is missing shows before compiling
         engine.close()
-        compile_steps(engine.runner)
+        compile_ahead(engine.runner)
         converse(engine, sampling, system)
 
 

@@ -6,13 +6,14 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 import torch
 
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.cli_output import note, progress
+from torch_hybrid.graphs.background import Compile
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.models.load import from_pretrained
 from torch_hybrid.ops.native import compiler_missing
@@ -38,6 +39,7 @@ class ModelOptions:
     max_seqs: int
     max_tokens: int
     kv_tokens: int
+    compile: Literal["on", "off", "background"]
     eager: bool
     full: str
     linear: str
@@ -49,14 +51,18 @@ class ModelOptions:
 
     def runner(self, model: HybridModel | Ring25, **options: Any) -> Runner:
         """A runner of these sizes; uncompiled where it is asked for or cannot be otherwise."""
+        is_off = self.eager or self.compile == "off"
+        compile: Compile = not is_off and (self._has_steps() or can_compile(model.device))
+        if compile and self.compile == "background":
+            compile = "background"
         return Runner(
             model,
             max_seqs=self.max_seqs,
             max_tokens=self.max_tokens,
             kv_tokens=self.kv_tokens,
-            compile=not self.eager and (self._has_steps() or can_compile(model.device)),
+            compile=compile,
             backends=Backends(full=self.full, linear=self.linear),
-            artefact=None if self.eager else self.artefact,
+            artefact=self.artefact if compile else None,
             **options,
         )
 
@@ -127,7 +133,14 @@ model_options = _grouped(
             "--max-tokens", default=1024, show_default=True, help="New tokens in one step."
         ),
         click.option("--kv-tokens", default=16384, show_default=True, help="Tokens held in all."),
-        click.option("--eager", is_flag=True, help="Run without compiling."),
+        click.option(
+            "--compile",
+            default="on",
+            type=click.Choice(["on", "off", "background"]),
+            show_default=True,
+            help="background serves at once, uncompiled, and switches as steps are compiled.",
+        ),
+        click.option("--eager", is_flag=True, help="Run without compiling, as --compile off."),
         click.option("--full", default="auto", show_default=True, help="Full attention by name."),
         click.option(
             "--linear", default="auto", show_default=True, help="Linear attention by name."
@@ -204,8 +217,14 @@ def load_tokenizer(path_or_id: str, hint: str = "give prompts as token ids with 
     return tokenizer
 
 
+def compile_ahead(runner: Runner) -> None:
+    """Compile every kind of step before the first one, unless they are compiled meanwhile."""
+    if runner.compile != "background":
+        compile_steps(runner)
+
+
 def compile_steps(runner: Runner) -> None:
-    """Compile every kind of step ahead, with a bar."""
+    """Compile every kind of step, with a bar."""
     if not runner.compile:
         return
     with progress("compiling", total=len(runner.variants)) as advance:

@@ -19,7 +19,9 @@ from typing import IO
 import torch
 
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.ops.native.build import native_instructions
 
+_NOTE = "torch_hybrid_instructions"  # in Inductor's cache: those that code in it may have
 _PROBE_BYTES = 1 << 20  # less free than this, and no step can be compiled
 
 
@@ -86,10 +88,44 @@ def check_cache() -> None:
         UnsupportedError: with the folder, what is wrong with it and how another one is named.
     """
     make_cache_folder()
+    check_cached_instructions()
     try:
         for folder in _cache_folders():
             with tempfile.TemporaryFile(dir=folder) as file:
                 _write(file, bytes(_PROBE_BYTES))
+    except OSError as error:
+        raise UnsupportedError(_cache_refused(error)) from error
+
+
+def check_cached_instructions() -> None:
+    """Refuse a compile cache that another CPU has filled with instructions that this one lacks.
+
+    Inductor compiles for the CPU that it finds, and looks nothing up by it. So what its cache may
+    hold is noted there.
+
+    Raises:
+        UnsupportedError: the cache may hold code that this CPU cannot run.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    here = native_instructions()
+    if here is None:
+        return
+    note = Path(cache_dir(), _NOTE)
+    try:
+        cached = {*note.read_text(encoding="ascii").split()} if note.exists() else set()
+        if lacking := cached - here:
+            raise UnsupportedError(
+                f"torch's compile cache {note.parent} may hold code for another CPU, with "
+                f"{' '.join(sorted(lacking))}: name a folder for this kind of CPU in "
+                f"TORCHINDUCTOR_CACHE_DIR"
+            )
+        if cached != here:
+            note.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=note.parent) as folder:
+                unit = Path(folder, note.name)
+                unit.write_text(" ".join(sorted(here)), encoding="ascii")
+                unit.replace(note)
     except OSError as error:
         raise UnsupportedError(_cache_refused(error)) from error
 

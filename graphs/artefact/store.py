@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -50,19 +50,32 @@ class StepStore:
     ) -> None:
         self.path = None if path is None else Path(path)
         self._model, self._caches, self._passes, self._sizes = model, caches, passes, sizes
-        self._artefact: Artefact | None = None
+        self._artefacts: list[Artefact] = []
         if self.path is not None and not self.path.parent.is_dir():
             raise ValueError(f"cannot write an artefact to {self.path}: the folder is not there")
         if self.path is not None and self.path.exists():
             try:
-                self._artefact = Artefact(self.path, self._facts)
+                self.open(self.path)
             except StaleArtefactError as error:
                 warnings.warn(f"{error}; steps are compiled anew", stacklevel=3)
 
     @property
     def is_open(self) -> bool:
         """Whether there is an artefact that fits."""
-        return self._artefact is not None
+        return bool(self._artefacts)
+
+    def open(self, path: Path) -> None:
+        """Look for steps in this artefact too.
+
+        Raises:
+            FileNotFoundError: there is none.
+            StaleArtefactError: it does not fit.
+        """
+        self._artefacts.append(Artefact(path, self._facts))
+
+    def has(self, variants: Iterable[str]) -> bool:
+        """Whether there are steps of all these variants."""
+        return {*variants} <= {name for file in self._artefacts for name in file.variants}
 
     def find(
         self, variant: str, inputs: Inputs, choices: Sequence[Choice]
@@ -74,15 +87,17 @@ class StepStore:
             inputs: what it would be traced with.
             choices: of ops that the inputs do not tell of.
         """
-        if self._artefact is None or variant not in self._artefact.variants:
-            return None
-        found = self._artefact.graph(variant, constants_of(inputs), impls_of(choices), self._named)
-        if found is None:
+        files = [file for file in self._artefacts if variant in file.variants]
+        constants, impls = constants_of(inputs), impls_of(choices)
+        for file in reversed(files):
+            if found := file.graph(variant, constants, impls, self._named):
+                return found
+        if files:
             warnings.warn(
                 f"{self.path} has {variant} steps of other implementations; they are compiled anew",
                 stacklevel=4,
             )
-        return found
+        return None
 
     def save(
         self,

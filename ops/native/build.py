@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -41,6 +42,12 @@ MARCH = "TORCH_HYBRID_MARCH"
 SANITIZE = "TORCH_HYBRID_SANITIZE"
 SANITIZER_FLAGS = ("-O2", "-g1", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all")
 SHOWN_LINES = 20
+# The compilers' macros that name sets of instructions, of x86 and of Arm.
+_INSTRUCTIONS = re.compile(
+    r"^#define __((?:AMX|AVX|BMI|F16C|FMA|GFNI|LZCNT|MOVBE|POPCNT|SHA|SSE|VAES|VPCLMUL|XSAVE)\w*?"
+    r"|ARM_FEATURE_\w+?)(?:__)? ",
+    re.MULTILINE,
+)
 _OTHER_FOLDER = "set TORCH_HYBRID_CACHE to a writable folder"
 
 
@@ -86,6 +93,7 @@ def _built(name: str, source: Path) -> Path:
     compiler = _find_compiler()
     if compiler is None:
         raise BuildError(_no_compiler())
+    _check_march(compiler)
     library = cache_folder() / f"{name}-{_content_hash(compiler, source)}.so"
     if not library.exists():
         _build(compiler, source, library)
@@ -177,6 +185,28 @@ def _flags() -> list[str]:
 def _target(compiler: str) -> str:
     """The predefined macros: they name the compiler's version and the instruction sets."""
     return _macros(compiler, *_flags())
+
+
+def native_instructions() -> frozenset[str] | None:
+    """The sets of instructions that the compiler takes for this CPU; None without one that runs."""
+    compiler = _find_compiler()
+    try:
+        return None if compiler is None else _instructions(compiler, "native")
+    except BuildError:
+        return None
+
+
+def _check_march(compiler: str) -> None:
+    """Refuse instructions that this CPU does not have: to run them ends the process."""
+    march = os.environ.get(MARCH)
+    if not march:
+        return
+    if lacking := _instructions(compiler, march) - _instructions(compiler, "native"):
+        raise BuildError(f"{MARCH}={march} has what this CPU lacks: {' '.join(sorted(lacking))}")
+
+
+def _instructions(compiler: str, march: str) -> frozenset[str]:
+    return frozenset(_INSTRUCTIONS.findall(_macros(compiler, f"-march={march}")))
 
 
 @cache

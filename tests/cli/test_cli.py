@@ -44,6 +44,15 @@ def test_generate_streams_token_ids(run, checkpoint, expected):
     assert "3 + 6 tokens, length; first token after" in err
 
 
+def test_generate_answers_while_steps_are_compiled(run, checkpoint, expected):
+    options = ("--compile", "background", *EAGER[1:])
+    code, out, err = run("generate", checkpoint, *options, "--ids", "5 17 3", "--ignore-eos",
+                         "--max-new-tokens", 6)  # fmt: skip
+    assert code == 0
+    assert [int(word) for word in out.split()] == expected([5, 17, 3], 6)
+    assert "compiling" not in err
+
+
 def test_generate_streams_text(run, checkpoint, expected):
     tokenizer = load_tokenizer(str(checkpoint))
     code, out, _ = run(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +115,37 @@ def test_random_steps(runner: Runner, eager: Runner):
     choices = [0, 0, 1, 1, 1, 2, 5, 16, 31]
     steps = [[rng.choice(choices) for _ in range(8)] for _ in range(25)]
     both(runner, eager, [step for step in steps if any(step)])
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
+@contextmanager
+def one_core(_count: int) -> Iterator[None]:
+    """As taskset does it to a process that runs: to each of its threads."""
+    tasks, cores = [*map(int, os.listdir("/proc/self/task"))], os.sched_getaffinity(0)
+    for task in tasks:
+        os.sched_setaffinity(task, {min(cores)})
+    yield
+    for task in tasks:
+        os.sched_setaffinity(task, cores)
+
+
+@pytest.mark.parametrize(
+    ("change", "count"), [(threads, 1), (threads, 5), (one_core, 1)], ids=["1", "5", "one core"]
+)
+def test_threads_and_cores_that_change_after_compiling(
+    runner: Runner, eager: Runner, change: Callable[[int], Any], count: int
+):
+    if change is one_core and sys.platform != "linux":
+        pytest.skip("cores are given to threads on Linux")
+    with change(count):
+        both(runner, eager, [[70, 1, 33], [1, 1, 1], [1, 0, 0]])
 
 
 def test_a_large_step_then_a_small_one(runner: Runner, eager: Runner):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -142,6 +143,22 @@ def test_compiler_macros_are_part_of_the_key() -> None:
     compiler = build._find_compiler()
     assert compiler is not None
     assert "__VERSION__" in build._target(compiler)
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64-v3 is of x86")
+def test_instructions_that_this_cpu_lacks_are_named_and_never_run(
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = build._find_compiler()
+    assert compiler is not None
+    of_march = {march: build._instructions(compiler, march) for march in ("x86-64-v3", "native")}
+    assert {"AVX2", "FMA"} <= of_march["x86-64-v3"]
+    of_march["native"] -= {"AVX2", "FMA"}  # as of a CPU that is older
+    monkeypatch.setattr(build, "_instructions", lambda _, march: of_march[march])
+    monkeypatch.setenv(build.MARCH, "x86-64-v3")
+    lacking = "TORCH_HYBRID_MARCH=x86-64-v3 has what this CPU lacks: AVX2 FMA"
+    assert compiler_missing() == f"the C++ compiler cannot build kernels: {lacking}"
 
 
 @needs_compiler

@@ -1,0 +1,156 @@
+"""Work in a forked process, which has this one's memory as it is, and hands back what it yields.
+
+A fork has everything that is in memory, whoever made it: nothing has to be pickled, and pages that
+neither process writes are there once. What it does not have is this process's other threads. Those
+of OpenMP, of which the forking thread believes that they wait for it, would never answer: the work
+runs in a thread of its own, which starts new ones.
+
+The child leads a process group: it is ended with all that it has started (compilers). It also ends
+when its parent does, however that ends.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe
+from threading import Lock, Thread
+from typing import NoReturn
+
+_NICENESS = 5  # what the parent does comes first, on machines that have no core to spare
+_PATIENCE = 2.0  # seconds that a compiler has to take away what it has half written
+
+
+class ForkedError(RuntimeError):
+    """The work raised, or its process was ended from elsewhere."""
+
+
+def can_fork() -> bool:
+    """Whether a process that has run torch on its CPU can be forked here: the system's libraries
+    do not survive it elsewhere."""
+    return sys.platform == "linux"
+
+
+class Forked:
+    """A process that runs ``work`` and sends what it yields.
+
+    Locks that other threads hold are never let go there: ``work`` must need none of them.
+
+    Args:
+        work: what it yields is pickled; what it raises becomes the ``ForkedError`` of ``receive``.
+    """
+
+    def __init__(self, work: Callable[[], Iterator[object]]) -> None:
+        self._results, results = Pipe(duplex=False)
+        alive, self._alive = Pipe(duplex=False)  # which the child reads until this process ends
+        with warnings.catch_warnings():
+            # Python's warning of locks that other threads hold is for the caller to heed.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid = os.fork()
+        if not self._pid:
+            self._results.close()
+            self._alive.close()
+            _be_child(work, results, alive)
+        results.close()
+        alive.close()
+        with suppress(OSError):  # the child has done so, or has ended
+            os.setpgid(self._pid, self._pid)
+        self._closing = Lock()
+        self._is_closed = self._is_reaped = False
+
+    @property
+    def pid(self) -> int:
+        """Of the process and its group."""
+        return self._pid
+
+    def receive(self) -> object:
+        """Wait for the next result.
+
+        Raises:
+            EOFError: the work is done, or the process was closed.
+            ForkedError: the work failed.
+        """
+        try:
+            succeeded, value = self._results.recv()
+        except EOFError:
+            if self._is_closed:
+                raise
+            raise ForkedError("the process that compiles was ended from elsewhere") from None
+        if not succeeded:
+            raise ForkedError(value) if value else EOFError
+        return value
+
+    def close(self) -> None:
+        """End the process, with what it has started."""
+        with self._closing:
+            if self._is_reaped:
+                return
+            self._is_closed = True
+            self._signal(signal.SIGTERM)
+            ends = time.monotonic() + _PATIENCE
+            while self._lives() and time.monotonic() < ends:
+                time.sleep(0.01)
+            self._signal(signal.SIGKILL)
+            if not self._is_reaped:
+                self._reap(0)
+            self._alive.close()
+
+    def _lives(self) -> bool:
+        """Whether any process of the group is left."""
+        if not self._is_reaped:
+            self._reap(os.WNOHANG)
+        return self._signal(0)
+
+    def _reap(self, options: int) -> None:
+        try:
+            pid, _ = os.waitpid(self._pid, options)
+        except ChildProcessError:  # somebody waits for all children of this process
+            pid = self._pid
+        self._is_reaped = pid == self._pid
+
+    def _signal(self, number: int) -> bool:
+        """Send a signal to the group; whether there was one."""
+        try:
+            os.killpg(self._pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+
+def _be_child(
+    work: Callable[[], Iterator[object]], results: Connection, alive: Connection
+) -> NoReturn:
+    """All that the forked process does: nothing of the parent's runs at its end."""
+    try:
+        with suppress(OSError):  # the parent was faster
+            os.setpgid(0, 0)
+        os.nice(_NICENESS)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        Thread(target=_end_with, args=(alive,), daemon=True).start()
+        worker = Thread(target=_send_all, args=(work, results))
+        worker.start()
+        worker.join()
+    finally:
+        os._exit(0)
+
+
+def _end_with(parent: Connection) -> None:
+    with suppress(EOFError):
+        parent.recv()
+    os.killpg(0, signal.SIGTERM)
+
+
+def _send_all(work: Callable[[], Iterator[object]], results: Connection) -> None:
+    try:
+        for value in work():
+            results.send((True, value))
+        results.send((False, None))
+    except BaseException as error:  # a fork that raised has nobody else to tell
+        results.send((False, str(error) or type(error).__name__))
