@@ -1,0 +1,92 @@
+// The causal convolution of one token: the inputs before it are a sequence's state, which moves up
+// by one as it is read. Whoever convolves a channel must be the only one that does.
+//
+// A Call has at least these fields:
+//
+//   const void *conv_weight, *conv_bias;     [C, W], [C] or null, in the op's dtype
+//   int64_t silu;                            whether that is the activation
+//
+// and a Sequence the call, `initial` and `slot` (where its state is read and left; 0: nowhere), and:
+//
+//   const T* inputs()                        those of its token
+//   T* past(int64_t slot, int64_t i)         row i of the W - 1 of a slot, the oldest first
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "simd.h"
+
+namespace th {
+
+constexpr int MAX_CONV_WIDTH = 8;
+
+// taps[w] = the w-th of each of LANES filters that lie one after the other.
+template <int W, typename T>
+TH_INLINE void load_taps(const T* weight, int n, f32x16 (&taps)[W]) {
+  alignas(64) float columns[W][LANES] = {};
+  for (int c = 0; c < n; ++c)
+    for (int w = 0; w < W; ++w) columns[w][c] = to_float(weight[c * W + w]);
+  for (int w = 0; w < W; ++w) taps[w] = load(columns[w]);
+}
+
+// Every other lane of a and then of b, from lane FIRST on.
+template <int FIRST, int... LANE>
+TH_INLINE f32x16 pick(f32x16 a, f32x16 b, std::integer_sequence<int, LANE...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, (2 * LANE + FIRST)...);
+#else
+  return __builtin_shuffle(a, b, i32x16{(2 * LANE + FIRST)...});
+#endif
+}
+template <int FIRST>
+TH_INLINE f32x16 every_other(f32x16 a, f32x16 b) {
+  return pick<FIRST>(a, b, std::make_integer_sequence<int, LANES>{});
+}
+
+// The same of whole vectors of four taps, by shuffles.
+template <typename T>
+TH_INLINE void load_four_taps(const T* weight, f32x16 (&taps)[4]) {
+  f32x16 x[4];
+  for (int i = 0; i < 4; ++i) x[i] = load(weight + i * LANES);
+  const f32x16 even[2] = {every_other<0>(x[0], x[1]), every_other<0>(x[2], x[3])};
+  const f32x16 odd[2] = {every_other<1>(x[0], x[1]), every_other<1>(x[2], x[3])};
+  taps[0] = every_other<0>(even[0], even[1]);
+  taps[1] = every_other<0>(odd[0], odd[1]);
+  taps[2] = every_other<1>(even[0], even[1]);
+  taps[3] = every_other<1>(odd[0], odd[1]);
+}
+
+// The convolution of n <= LANES channels from `channel` on, and their inputs moved up by one.
+template <int W, typename T, typename Sequence>
+TH_INLINE void convolve_lanes(const Sequence& seq, int64_t channel, int n, T* out) {
+  const auto& call = seq.call;
+  f32x16 taps[W], x[W];
+  const T* weight = (const T*)call.conv_weight + channel * W;
+  if constexpr (W == 4) {
+    n == LANES ? load_four_taps(weight, taps) : load_taps<W>(weight, n, taps);
+  } else {
+    load_taps<W>(weight, n, taps);
+  }
+#pragma GCC unroll 8
+  for (int w = 0; w < W - 1; ++w)
+    x[w] = seq.initial ? load(seq.past(seq.initial, w) + channel, n) : f32x16{};
+  x[W - 1] = load(seq.inputs() + channel, n);
+  f32x16 y{};
+  if (call.conv_bias) y = load((const T*)call.conv_bias + channel, n);
+#pragma GCC unroll 8
+  for (int w = 0; w < W; ++w) y = fma(taps[w], x[w], y);
+  store(out, call.silu ? silu(y) : y, n);
+  if (seq.slot)
+#pragma GCC unroll 8
+    for (int w = 0; w < W - 1; ++w) store(seq.past(seq.slot, w) + channel, x[w + 1], n);
+}
+
+template <int W, typename T, typename Sequence>
+TH_NOINLINE void convolve(const Sequence& seq, int64_t channel, int64_t size, T* out) {
+  for_lanes(size, [&](int64_t i, int n) TH_LAMBDA {
+    convolve_lanes<W>(seq, channel + i, n, out + i);
+  });
+}
+
+}  // namespace th
