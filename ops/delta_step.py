@@ -60,7 +60,7 @@ def check_step(x: StepTensors, *, activation: str, by_channel: bool) -> None:
     """Raise ValueError naming the first argument that has a wrong shape, dtype, layout or value."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
-    _check_sizes(x)
+    _check_sizes(x, by_channel)
     num_tokens, channels = x.qkv.shape
     num_slots, num_v_heads, v_dim, k_dim = x.state.shape
     width, dtype = x.conv_weight.shape[1], x.qkv.dtype
@@ -88,8 +88,9 @@ def check_step(x: StepTensors, *, activation: str, by_channel: bool) -> None:
     check_slots(x.state, x.state.shape[1:], x.cu_seqlens, x.initial_indices, x.state_indices)
 
 
-def _check_sizes(x: StepTensors) -> None:
-    """q and k take what v leaves of the channels: whole heads, which divide those of v."""
+def _check_sizes(x: StepTensors, by_channel: bool) -> None:
+    """q and k take what v leaves of the channels: whole heads, which divide those of v, or are as
+    many where channels decay on their own."""
     for name, tensor, dims in (
         ("qkv", x.qkv, 2),
         ("state", x.state, 4),
@@ -102,6 +103,9 @@ def _check_sizes(x: StepTensors) -> None:
         raise ValueError(f"conv_weight must have width {MIN_WIDTH} to {MAX_WIDTH}, got {width}")
     _, num_v_heads, v_dim, k_dim = x.state.shape
     of_keys = channels - num_v_heads * v_dim
+    if by_channel and of_keys != num_v_heads * 2 * k_dim:
+        wanted = num_v_heads * (2 * k_dim + v_dim)
+        raise ValueError(f"qkv must have {wanted} channels, those of state, got {channels}")
     num_k_heads = of_keys // (2 * k_dim)
     if num_k_heads < 1 or of_keys % (2 * k_dim) or num_v_heads % num_k_heads:
         raise ValueError(
