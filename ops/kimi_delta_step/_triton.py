@@ -28,10 +28,7 @@ def kimi_delta_step(
 @triton.jit
 def _decay(x: tl.tensor, rate: tl.tensor, lower_bound: tl.tensor | None) -> tl.tensor:
     """Decays of channels, of what stands before their activation and the head's exp(A_log)."""
-    if lower_bound is None:
-        g = -rate * softplus(x)
-    else:
-        g = lower_bound / (1.0 + exp(-rate * x))
+    g = -rate * softplus(x) if lower_bound is None else lower_bound / (1.0 + exp(-rate * x))
     return exp(g)
 
 

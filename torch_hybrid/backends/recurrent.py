@@ -136,13 +136,22 @@ def chunked_rule(
     )
 
 
-def or_parts(implementations: Mapping[str, Implementation]) -> dict[str, Implementation]:
+def or_parts(
+    implementations: Mapping[str, Implementation],
+    *,
+    timed: Mapping[str, tuple[int, ...]] | None = None,
+) -> dict[str, Implementation]:
     """Those of an op that may stand in for its parts, and among them the parts.
 
-    Vectorised torch comes after them: it fuses less than the compiler does of the parts.
+    On a GPU they do at the sizes that they were ``timed`` at, if these are given. Vectorised torch
+    comes after the parts: it fuses less than the compiler does of them.
     """
-    last = {name: each for name, each in implementations.items() if name == "torch"}
-    return {**{n: i for n, i in implementations.items() if n not in last}, PARTS: _PARTS, **last}
+    first = {name: each for name, each in implementations.items() if name != "torch"}
+    if timed is not None:
+        triton = first["triton"]
+        first["triton"] = replace(triton, capability=replace(triton.capability, one_of=timed))
+    last = {name: each for name, each in implementations.items() if name not in first}
+    return {**first, PARTS: _PARTS, **last}
 
 
 class RecurrentBackend:
