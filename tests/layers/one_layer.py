@@ -10,16 +10,16 @@ from torch import Tensor
 import torch_hybrid as th
 
 
-def run(layer: Any, x: Tensor, lengths: list[int]) -> Tensor:
+def run(layer: Any, x: Tensor, lengths: list[int], backends: th.Backends | None = None) -> Tensor:
     """One sequence in pieces of the given lengths."""
     kind, table = layer.spec.kind, th.LayerTable.from_specs([layer.spec])
     cache = th.HybridCache(table, max_seqs=1, kv_tokens=128, page_size=16)
-    backends = th.make_backends(table, cache.sizes)
+    made = th.make_backends(table, cache.sizes, backends)
     seqs, out = cache.allocate(1), []
     for part in x.split(lengths):
         batch = cache.make_batch(seqs, [[0] * len(part)])
         mode = th.Mode.DECODE if len(part) == 1 else th.Mode.EXTEND
-        plan = th.plan_all(backends, batch, mode)[kind]
+        plan = th.plan_all(made, batch, mode)[kind]
         out.append(layer(part, plan, cache.pools[kind][0]))
         cache.commit(seqs, [len(part)])
     return torch.cat(out)

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torch_hybrid as th
 from tests.export.test_export import planned
+from tests.layers.test_kimi_delta_attention import SPEC as KIMI
 from tests.ops.test_autograd import DELTA, DIM, LAYERS
 from torch_hybrid.ops.flops import FORMULAS
 from torch_hybrid.ops.registration import REGISTERED
@@ -30,7 +31,9 @@ COUNTS = {
     "gated_delta_rule, decode": {
         "gated_delta_step": 2 * DELTA.conv_channels * DELTA.conv_width + 6 * 4 * 16 * 16,
     },
-    "kimi_delta_attention, decode": {"recurrent_kimi_delta_attention": 6 * 3 * 12 * 20},
+    "kimi_delta_attention, decode": {
+        "kimi_delta_step": 2 * KIMI.conv_channels * KIMI.conv_width + 6 * 3 * 12 * 20,
+    },
     "lightning, extend": {"chunk_ssd": 4 * T * 6 * 12 * 12},
     "paged_attention": {"paged_attention": 4 * T * 2 * 16 * WIDTH_OF_PAGES},
     "latent_attention, absorbed": {"latent_attention": 2 * T * 2 * WIDTH_OF_PAGES * (48 + 32)},

@@ -21,8 +21,8 @@ from tests.ops.triton_resources import assert_all_fit, resources_of
 # and here numbers are rounded four times, one after the other.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/kimi_delta_step -k triton
 CONTRACT = """
-    triton and (exact and fp32 and not kimi_linear or padding or another_slot or no_other_slot
-    or nothing_to_do) and not on_a_gpu and not interpreter
+    triton and (exact and fp32 and not (kimi_linear or ling_3) or padding or another_slot
+    or no_other_slot or nothing_to_do) and not on_a_gpu and not interpreter
 """
 
 
