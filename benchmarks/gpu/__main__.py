@@ -27,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import attention, delta_rules, latents, state_spaces, token_ops
+from benchmarks.gpu import attention, delta_rules, delta_steps, latents, state_spaces, token_ops
 from benchmarks.gpu.case import Case, Line, measure
 from benchmarks.gpu.clock import Rates, measure_rates
 from benchmarks.gpu.report import as_json, op_table, step_table, surroundings
@@ -35,6 +35,7 @@ from benchmarks.gpu.steps import Step, measure_steps
 
 OPS: Mapping[str, Callable[[], Iterator[Case]]] = {
     "delta_rules": delta_rules.cases,
+    "delta_steps": delta_steps.cases,
     "state_spaces": state_spaces.cases,
     "attention": attention.cases,
     "latents": latents.cases,

@@ -35,10 +35,10 @@ class Absent(Exception):
 class Inputs:
     """Tensors of one call; a subclass is a frozen dataclass that names them.
 
-    ``changed`` names the tensor that a call updates, if its next result depends on that.
+    ``changed`` names the tensors that a call updates, where its next result depends on them.
     """
 
-    changed: ClassVar[str | None] = None
+    changed: ClassVar[tuple[str, ...]] = ()
 
     @property
     def num_bytes(self) -> float:
@@ -222,13 +222,13 @@ def measure(case: Case, rates: Rates, *, device: str = "cuda") -> Line:
 @contextmanager
 def _unchanged(inputs: Inputs) -> Iterator[None]:
     """Give a call's inputs their state back after it."""
-    state = getattr(inputs, inputs.changed) if inputs.changed else None
-    before = None if state is None else state.clone()
+    states = [getattr(inputs, name) for name in inputs.changed]
+    before = [state.clone() for state in states]
     try:
         yield
     finally:
-        if state is not None:
-            state.copy_(before)
+        for state, kept in zip(states, before, strict=True):
+            state.copy_(kept)
 
 
 def _cell(contestant: Contestant, inputs: Sequence[Inputs], expected: Tensor) -> Cell:

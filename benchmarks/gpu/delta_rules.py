@@ -40,7 +40,7 @@ KIMI_LINEAR = (32, 32, 128, 128)
 class DeltaRule(Inputs):
     """q, k and v are slices of one projection; gates before and after their activations."""
 
-    changed: ClassVar[str | None] = "state"
+    changed: ClassVar[tuple[str, ...]] = ("state",)
 
     heads: tuple[int, int, int, int]
     qkv: Tensor  # [T, 2 H K + HV V]

@@ -40,7 +40,7 @@ PREFILLS = ((1, 8192), (8, 1024), (16, 512))
 class StateSpace(Inputs):
     """v, k and q are slices of one projection; ``dt`` and ``D`` are Mamba2's alone."""
 
-    changed: ClassVar[str | None] = "state"
+    changed: ClassVar[tuple[str, ...]] = ("state",)
 
     sizes: tuple[int, int, int, int]
     vkq: Tensor  # [T, H V + 2 G K]

@@ -30,7 +30,7 @@ from torch_hybrid.ops.top_k.op import IMPLEMENTATIONS as TOP_K_IMPLEMENTATIONS
 class Convolution(Inputs):
     """x is a slice of a projection."""
 
-    changed: ClassVar[str | None] = "conv_state"
+    changed: ClassVar[tuple[str, ...]] = ("conv_state",)
 
     channels: int
     projected: Tensor  # [T, wider than the channels]

@@ -19,6 +19,7 @@ from benchmarks.gpu import (
     attention,
     case,
     delta_rules,
+    delta_steps,
     latents,
     report,
     state_spaces,
@@ -28,6 +29,8 @@ from benchmarks.gpu import (
 from benchmarks.gpu.case import Absent, Case, Turns
 from benchmarks.gpu.clock import Rates, Time
 from benchmarks.mixers import Row
+from tests.ops.gated_delta_step.test_contract import FAMILY as GATED
+from tests.ops.kimi_delta_step.test_contract import FAMILY as KIMI
 from torch_hybrid import Runner
 from torch_hybrid.ops.capability import Capability, Implementation
 
@@ -44,7 +47,7 @@ def no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 class Counter(case.Inputs):
     """A call adds to its state, so that a second one gives something else."""
 
-    changed = "state"
+    changed = ("state",)
     state: Tensor
     indices: Tensor
 
@@ -152,6 +155,8 @@ TINY = {
     "gdn chunk": delta_rules._case("GDN prefill", "tiny", (1, 2, 16, 16), 2, 5),
     "kda recurrent": delta_rules._case("KDA decode", "tiny", (2, 2, 16, 16), 3, 1),
     "kda chunk": delta_rules._case("KDA prefill", "tiny", (2, 2, 16, 16), 2, 5),
+    "gdn step": delta_steps._case(GATED, "tiny", (1, 2, 16, 16), 3),
+    "kda step": delta_steps._case(KIMI, "tiny", (2, 2, 16, 16), 3),
     "ssd recurrent": state_spaces._case("SSD", "tiny", (1, 2, 16, 16), 3, 1),
     "ssd chunk": state_spaces._case("SSD", "tiny", (1, 2, 16, 16), 2, 5),
     "lightning": state_spaces._case("lightning", "tiny", (2, 2, 16, 16), 2, 5),
@@ -180,7 +185,7 @@ def test_inputs_fit_their_op(name: str) -> None:
     make, reference = INPUTS[name]
     inputs = make().another()
     assert inputs.num_bytes > 0
-    without = ("recurrent", "convolution", "router", "draw")
+    without = ("recurrent", "step", "convolution", "router", "draw")
     assert (inputs.flops > 0) == (name.split()[-1] not in without)
     out = reference(inputs)
     assert out.isfinite().all()
@@ -250,6 +255,7 @@ def test_kernels_have_a_group() -> None:
     kernels = {
         "_gate_up_kernel": "experts",
         "_scan_kernel": "recurrence",
+        "_step_kernel": "recurrence",
         "_linear_kernel": "products",
         "triton_red_fused__softmax_sort_0": "generated",
         "nvjet_tst_128x256_64x4_2x1_v_bz_TNT": "products",
@@ -259,7 +265,7 @@ def test_kernels_have_a_group() -> None:
     }
     assert {name: steps.group_of(name) for name in kernels} == kernels
     times = dict.fromkeys(kernels, (2.0, 3))
-    assert steps.in_groups(times | {"_chunk_kernel": (5.0, 1)})["recurrence"] == (7.0, 4)
+    assert steps.in_groups(times | {"_chunk_kernel": (5.0, 1)})["recurrence"] == (9.0, 7)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
