@@ -13,7 +13,6 @@ from torch import Tensor
 from benchmarks.gpu.case import Case, Inputs, Turns, offsets, own, randn
 from benchmarks.gpu.delta_rules import KIMI_LINEAR, QWEN3_NEXT
 from tests.ops import delta_step_cases as cases_of_tests
-from tests.ops.delta_step_cases import TENSORS
 from tests.ops.delta_step_contract import Family
 from tests.ops.gated_delta_step.test_contract import FAMILY as GATED
 from tests.ops.kimi_delta_step.test_contract import FAMILY as KIMI
@@ -27,15 +26,12 @@ RULES: dict[str, dict[str, float | None]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaStep(Inputs):
-    """The tensors of a step in its op's order; what is of tokens is cut from one projection."""
+    """The tensors of a step; what is of tokens is cut from one projection."""
 
     changed: ClassVar[tuple[str, ...]] = ("conv_state", "state")
 
     rule: dict[str, float | None]
-    qkv: Tensor  # [N, C]
-    z: Tensor  # [N, HV V]
-    b: Tensor  # [N, HV]
-    a: Tensor  # [N, HV], of Kimi [N, HV K]
+    projected: Tensor  # [N, C + HV V + HV + HV], of Kimi HV K in the end
     conv_weight: Tensor  # [C, W]
     A_log: Tensor  # [HV]
     dt_bias: Tensor  # [HV], of Kimi [HV, K]
@@ -49,15 +45,10 @@ class DeltaStep(Inputs):
     def make(cls, name: str, heads: tuple[int, int, int, int], num_seqs: int) -> DeltaStep:
         num_k_heads, num_v_heads, k_dim, v_dim = heads
         channels, v_size = 2 * num_k_heads * k_dim + num_v_heads * v_dim, num_v_heads * v_dim
-        decays = (num_v_heads, k_dim) if name == "kimi_delta_step" else (num_v_heads,)
-        widths = [channels, v_size, num_v_heads, torch.Size(decays).numel()]
-        qkv, z, b, a = randn(num_seqs, sum(widths)).split(widths, 1)
+        decays = torch.Size([num_v_heads, k_dim] if name == "kimi_delta_step" else [num_v_heads])
         return cls(
             rule=RULES[name],
-            qkv=qkv,
-            z=z,
-            b=b,
-            a=a,
+            projected=randn(num_seqs, channels + v_size + num_v_heads + decays.numel()),
             conv_weight=randn(channels, WIDTH),
             A_log=randn(num_v_heads),
             dt_bias=randn(*decays) - 2,
@@ -71,16 +62,34 @@ class DeltaStep(Inputs):
     @property
     def of_op(self) -> cases_of_tests.Inputs:
         """As the op's tests call it."""
-        slots = {"initial_indices": self.indices, "state_indices": self.indices}
-        given = {name: getattr(self, name) for name in TENSORS if name in self.__slots__}
-        scale = self.state.shape[-1] ** -0.5
-        return cases_of_tests.Inputs(**given, **slots, conv_bias=None, scale=scale, rule=self.rule)
+        _, num_heads, v_dim, k_dim = self.state.shape
+        widths = [len(self.conv_weight), num_heads * v_dim, num_heads, self.dt_bias.numel()]
+        qkv, z, b, a = self.projected.split(widths, 1)
+        return cases_of_tests.Inputs(
+            qkv=qkv,
+            z=z,
+            b=b,
+            a=a,
+            conv_weight=self.conv_weight,
+            conv_bias=None,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            norm_weight=self.norm_weight,
+            conv_state=self.conv_state,
+            state=self.state,
+            cu_seqlens=self.cu_seqlens,
+            initial_indices=self.indices,
+            state_indices=self.indices,
+            scale=k_dim**-0.5,
+            rule=self.rule,
+        )
 
     @property
     def num_bytes(self) -> float:
-        of_tokens = sum(x.nbytes for x in (self.qkv, self.z, self.z, self.b, self.a))
+        num_seqs, num_heads, v_dim = len(self.indices), *self.state.shape[1:3]
+        outside = self.projected.nbytes + 2 * num_seqs * num_heads * v_dim
         weights = self.conv_weight.nbytes + self.dt_bias.nbytes
-        return of_tokens + weights + 2 * (self.state[1:].nbytes + self.conv_state[1:].nbytes)
+        return outside + weights + 2 * (self.state[1:].nbytes + self.conv_state[1:].nbytes)
 
 
 def cases() -> Iterator[Case]:
