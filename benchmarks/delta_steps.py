@@ -3,9 +3,9 @@
     python -m benchmarks.delta_steps [--threads N] [--seconds S] [--cpu-time]
 
 Parts are the C++ ops that a step stands in for, with what Inductor makes of the gates and the norm
-between them. The floor is an in-place scale of as many states. Calls take turns on pools of 256 MB
-in all, so that states come from memory; the fastest run of each counts. The op's result is compared
-with that of its parts first.
+between them; the op is called from a compiled function too. The floor is an in-place scale of as
+many states. Calls take turns on pools of 256 MB in all, so that states come from memory; the
+fastest run of each counts. The op's result is compared with that of its parts first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import replace
 from itertools import cycle
 
 import torch
-from torch import Tensor
 
 from benchmarks.recurrence import DECODE_BYTES
 from benchmarks.timing import Clock, clock_arguments, clock_of
@@ -44,23 +43,17 @@ def inputs_of(family: Family, batch: int, dtype: torch.dtype) -> Inputs:
 
 def compare(family: Family, inputs: Inputs, clock: Clock) -> None:
     """Print the times of one step of ``inputs``."""
-    compiled = torch.compile(family.by_parts, fullgraph=True, dynamic=False)
-    op = getattr(torch.ops.torch_hybrid, family.op.__name__)
-    options = inputs.options()
-
-    def whole(given: Inputs) -> Tensor:
-        """As a compiled graph calls it."""
-        out: Tensor = op(*given.args(), **options, impl="cpp")
-        return out
-
+    whole, parts = (
+        torch.compile(run, fullgraph=True, dynamic=False) for run in (family.run, family.by_parts)
+    )
     with torch.inference_mode():
-        torch.testing.assert_close(whole(inputs.copy()), compiled(inputs.copy(), "cpp"))
+        torch.testing.assert_close(whole(inputs.copy(), "cpp"), parts(inputs.copy(), "cpp"))
         num_pools = max(2, DECODE_BYTES // inputs.state.nbytes)
         turns = cycle([inputs.copy() for _ in range(num_pools)])
         batch = len(inputs.qkv)
         contestants = {
-            "op": lambda: whole(next(turns)),
-            "parts": lambda: compiled(next(turns), "cpp"),
+            "op": lambda: whole(next(turns), "cpp"),
+            "parts": lambda: parts(next(turns), "cpp"),
             "floor": lambda: next(turns).state[:batch].mul_(1.0),
         }
         best = {name: 1e6 * seconds for name, seconds in clock.fastest(contestants).items()}
