@@ -3,17 +3,21 @@
     python -m benchmarks.delta_steps [--threads N] [--seconds S] [--cpu-time]
 
 Parts are the C++ ops that a step stands in for, with what Inductor makes of the gates and the norm
-between them; the op is called from a compiled function too. The floor is an in-place scale of as
+between them. Either runs in a compiled function of several layers, as in a step, since the call of
+such a function costs as much as a layer; times are a layer's. The floor is an in-place scale of as
 many states. Calls take turns on pools of 256 MB in all, so that states come from memory; the
 fastest run of each counts. The op's result is compared with that of its parts first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 
 import torch
+from torch import Tensor
 
 from benchmarks.recurrence import DECODE_BYTES
 from benchmarks.timing import Clock, clock_arguments, clock_of
@@ -26,6 +30,7 @@ from tests.ops.kimi_delta_step.test_contract import FAMILY as KIMI
 
 BATCHES = (1, 2, 8, 32)
 HEADS = 16
+LAYERS = 8
 DIMS = {"k_dim": 128, "v_dim": 128}
 
 
@@ -42,21 +47,31 @@ def inputs_of(family: Family, batch: int, dtype: torch.dtype) -> Inputs:
 
 
 def compare(family: Family, inputs: Inputs, clock: Clock) -> None:
-    """Print the times of one step of ``inputs``."""
-    whole, parts = (
-        torch.compile(run, fullgraph=True, dynamic=False) for run in (family.run, family.by_parts)
-    )
+    """Print the times of one layer's step of ``inputs``."""
+
+    @partial(torch.compile, fullgraph=True, dynamic=False)
+    def whole(layers: Sequence[Inputs]) -> list[Tensor]:
+        return [family.run(each, "cpp") for each in layers]
+
+    @partial(torch.compile, fullgraph=True, dynamic=False)
+    def parts(layers: Sequence[Inputs]) -> list[Tensor]:
+        return [family.by_parts(each, "cpp") for each in layers]
+
+    def layers() -> list[Inputs]:
+        return [inputs.copy() for _ in range(LAYERS)]
+
     with torch.inference_mode():
-        torch.testing.assert_close(whole(inputs.copy(), "cpp"), parts(inputs.copy(), "cpp"))
-        num_pools = max(2, DECODE_BYTES // inputs.state.nbytes)
-        turns = cycle([inputs.copy() for _ in range(num_pools)])
+        torch.testing.assert_close(whole(layers()), parts(layers()))
+        num_turns = max(2, DECODE_BYTES // (LAYERS * inputs.state.nbytes))
+        turns = cycle([layers() for _ in range(num_turns)])
         batch = len(inputs.qkv)
         contestants = {
-            "op": lambda: whole(next(turns), "cpp"),
-            "parts": lambda: parts(next(turns), "cpp"),
-            "floor": lambda: next(turns).state[:batch].mul_(1.0),
+            "op": lambda: whole(next(turns)),
+            "parts": lambda: parts(next(turns)),
+            "floor": lambda: [each.state[:batch].mul_(1.0) for each in next(turns)],
         }
-        best = {name: 1e6 * seconds for name, seconds in clock.fastest(contestants).items()}
+        seconds = clock.fastest(contestants)
+    best = {name: 1e6 * each / LAYERS for name, each in seconds.items()}
     what = f"{family.op.__name__}, {str(inputs.qkv.dtype)[6:]}, batch {batch:2}"
     print(
         f"{what}: {best['op']:6.0f} us, parts {best['parts']:6.0f} us, ratio "
