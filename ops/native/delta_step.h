@@ -124,6 +124,23 @@ TH_INLINE f32x16 norm_factor(const Call& call, const T* o) {
   return splat(1.0f / std::sqrt(mean + float(call.norm_eps)));
 }
 
+// Asks for what the next item convolves: short pieces of many rows, which the hardware does not see
+// coming, while this one waits for its states.
+template <typename T>
+void fetch_item(const Sequence<T>& seq, int64_t h, int64_t group) {
+  const Call& call = seq.call;
+  const int64_t K = call.k_dim, V = group * call.v_dim, k_size = call.num_v_heads / group * K;
+  const auto fetch = [&](const T* row) {
+    prefetch(row + h * K, K);
+    prefetch(row + k_size + h * K, K);
+    prefetch(row + 2 * k_size + h * V, V);
+  };
+  fetch(seq.inputs());
+  if (seq.initial)
+    for (int64_t w = 0; w < call.width - 1; ++w) fetch(seq.past(seq.initial, w));
+  prefetch(seq.z(h * group), V);
+}
+
 template <typename Mixer, int W, typename T>
 void run_item(const Sequence<T>& seq, int64_t h, int64_t group, const Scratch<T>& s, Spare& spare) {
   const Call& call = seq.call;
@@ -162,6 +179,8 @@ void run(const Call& call) {
 #pragma omp for schedule(dynamic, stretch)
     for (int64_t item = 0; item < num_items; ++item) {
       const Sequence<T> seq(call, item / num_k_heads);
+      if (item + 1 < num_items)
+        fetch_item(Sequence<T>(call, (item + 1) / num_k_heads), (item + 1) % num_k_heads, group);
       if (seq.is_live) run_item<Mixer, W>(seq, item % num_k_heads, group, scratch, spare);
     }
   }
