@@ -44,6 +44,7 @@ TRAITS = {
     "compile_time": _OF_STEPS,
     "cuda_graphs": _OF_STEPS_ON_CUDA,
     "decode": _OF_FAMILIES,
+    "delta_steps": _TIMED,
     "floor": _OF_STEPS,
     "fused_experts": _TIMED,
     "gated_delta_rule": _TIMED,

@@ -87,7 +87,7 @@ def delta_rule(
     return 6 * v[0] * state[1] * state[2] * state[3]
 
 
-def gated_delta_step(
+def delta_step(
     qkv: Shape,
     z: Shape,
     b: Shape,
@@ -151,9 +151,10 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "causal_conv1d": causal_conv1d,
     "recurrent_gated_delta_rule": delta_rule,
     "chunk_gated_delta_rule": delta_rule,
-    "gated_delta_step": gated_delta_step,
+    "gated_delta_step": delta_step,
     "recurrent_kimi_delta_attention": delta_rule,
     "chunk_kimi_delta_attention": delta_rule,
+    "kimi_delta_step": delta_step,
     "recurrent_ssd": ssd,
     "chunk_ssd": ssd,
     "ssd_step": ssd_step,

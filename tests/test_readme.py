@@ -13,6 +13,7 @@ from torch_hybrid.ops.fused_experts import op as fused_experts
 from torch_hybrid.ops.gated_delta_rule import op as gated_delta_rule
 from torch_hybrid.ops.gated_delta_step import op as gated_delta_step
 from torch_hybrid.ops.kimi_delta_attention import op as kimi_delta_attention
+from torch_hybrid.ops.kimi_delta_step import op as kimi_delta_step
 from torch_hybrid.ops.latent_attention import op as latent_attention
 from torch_hybrid.ops.linear import op as linear
 from torch_hybrid.ops.merge_states import op as merge_states
@@ -43,6 +44,7 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "chunk_gated_delta_rule": gated_delta_rule.CHUNK_IMPLEMENTATIONS,
     },
     "kimi_delta_attention": {
+        "kimi_delta_step": kimi_delta_step.IMPLEMENTATIONS,
         "recurrent_kimi_delta_attention": kimi_delta_attention.RECURRENT_IMPLEMENTATIONS,
         "chunk_kimi_delta_attention": kimi_delta_attention.CHUNK_IMPLEMENTATIONS,
     },

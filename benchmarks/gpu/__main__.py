@@ -28,7 +28,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu import attention, delta_rules, latents, mamba2_steps, state_spaces, token_ops
+from benchmarks.gpu import (
+    attention,
+    delta_rules,
+    delta_steps,
+    latents,
+    mamba2_steps,
+    state_spaces,
+    token_ops,
+)
 from benchmarks.gpu.case import Case, Line, measure
 from benchmarks.gpu.clock import Rates, measure_rates
 from benchmarks.gpu.report import as_json, op_table, step_table, surroundings
@@ -36,6 +44,7 @@ from benchmarks.gpu.steps import PARTS, Step, measure_steps, why_not
 
 OPS: Mapping[str, Callable[[], Iterator[Case]]] = {
     "delta_rules": delta_rules.cases,
+    "delta_steps": delta_steps.cases,
     "state_spaces": state_spaces.cases,
     "mamba2_steps": mamba2_steps.cases,
     "attention": attention.cases,

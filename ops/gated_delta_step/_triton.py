@@ -3,170 +3,22 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.triton.decays import exp
+from torch_hybrid.ops.triton.conv_step import convolve, last_inputs, leave_inputs, taps
+from torch_hybrid.ops.triton.decays import exp, softplus
+from torch_hybrid.ops.triton.delta_step import cut_in_pieces, launch_step
 from torch_hybrid.ops.triton.state import zero_rows
-
-# Columns of the state that stand side by side in a warp: each of its threads holds few rows then,
-# and adds up most of K by itself.
-_LANES = 32
-# State elements that one warp keeps in registers: 128 a thread.
-_STATE_TILE = 4096
 
 
 def gated_delta_step(
-    qkv: Tensor,
-    z: Tensor,
-    b: Tensor,
-    a: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    conv_state: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    activation: str,
-    scale: float,
-    beta_scale: float,
-    norm_eps: float,
+    *tensors: Tensor | None, activation: str, scale: float, beta_scale: float, norm_eps: float
 ) -> Tensor:
     """Launcher of ``torch_hybrid::gated_delta_step``."""
-    num_tokens, num_channels = qkv.shape
-    _, num_v_heads, head_dim_v, head_dim_k = state.shape
-    num_k_heads = (num_channels - num_v_heads * head_dim_v) // (2 * head_dim_k)
-    num_seqs = state_indices.shape[0]
-    if num_seqs == 0:
-        return torch.zeros_like(z, memory_format=torch.contiguous_format)
-    out = torch.empty_like(z, memory_format=torch.contiguous_format)
-    block_k = max(_LANES, triton.next_power_of_2(head_dim_k))
-    block_v = triton.next_power_of_2(head_dim_v)
-    _step_kernel[(num_seqs * num_k_heads,)](
-        qkv,
-        z,
-        b,
-        a,
-        conv_weight,
-        conv_bias,
-        A_log,
-        dt_bias,
-        norm_weight,
-        conv_state,
-        state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-        out,
-        scale,
-        beta_scale,
-        norm_eps,
-        num_tokens,
-        num_seqs,
-        qkv.stride(0),
-        z.stride(0),
-        b.stride(0),
-        a.stride(0),
-        H=num_k_heads,
-        HV=num_v_heads,
-        K=head_dim_k,
-        V=head_dim_v,
-        W=conv_weight.shape[1],
-        BLOCK_K=block_k,
-        BLOCK_V=block_v,
-        HALVINGS=(block_k // _LANES).bit_length() - 1,
-        SILU=activation == "silu",
-        num_warps=max(1, block_k * block_v // _STATE_TILE),
-        enable_fp_fusion=True,
-    )
-    return out
-
-
-@triton.jit
-def _last_inputs(p_state: tl.tensor, mask: tl.tensor, C: tl.constexpr, W: tl.constexpr) -> tl.tuple:
-    """The W - 1 rows of channels in a convolution's state, oldest first; zeros where masked."""
-    rows = ()
-    for row in tl.static_range(W - 1):
-        b_x = tl.load(p_state + row * C, mask=mask, other=0.0)
-        rows = rows + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
-    return rows
-
-
-@triton.jit
-def _leave_inputs(
-    p_state: tl.tensor, rows: tl.tuple, mask: tl.tensor, C: tl.constexpr, W: tl.constexpr
-) -> None:
-    """Store the rows of a convolution's state."""
-    for row in tl.static_range(W - 1):
-        tl.store(p_state + row * C, rows[row], mask=mask)
-
-
-@triton.jit
-def _taps(
-    weight: tl.tensor,
-    bias: tl.tensor | None,
-    channel: tl.tensor,
-    mask: tl.tensor,
-    W: tl.constexpr,
-) -> tl.tuple:
-    """The filters of channels, tap by tap, and after them their biases."""
-    taps = ()
-    for tap in tl.static_range(W):
-        b_w = tl.load(weight + channel * W + tap, mask=mask, other=0.0)
-        taps = taps + (b_w,)  # type: ignore[assignment]  # noqa: RUF005
-    if bias is not None:
-        b_bias = tl.load(bias + channel, mask=mask, other=0.0)
-        return taps + (b_bias,)  # noqa: RUF005
-    return taps + (tl.zeros_like(taps[0]),)  # type: ignore[misc]  # noqa: RUF005
-
-
-@triton.jit
-def _convolve(
-    past: tl.tuple, b_x: tl.tensor, taps: tl.tuple, W: tl.constexpr, SILU: tl.constexpr
-) -> tl.tensor:
-    """The convolution and activation of one token, rounded to the dtype of its input."""
-    b_y = taps[W].to(tl.float32)
-    for tap in tl.static_range(W - 1):
-        b_y += past[tap].to(tl.float32) * taps[tap].to(tl.float32)
-    b_y += b_x.to(tl.float32) * taps[W - 1].to(tl.float32)
-    if SILU:
-        b_y = b_y / (1.0 + tl.exp(-b_y))
-    return b_y.to(b_x.dtype).to(tl.float32)
-
-
-@triton.jit
-def _softplus(x: tl.tensor) -> tl.tensor:
-    """log(1 + e^x) of a float32 within 1e-7: a series of atanh, which has no cancellation."""
-    e = exp(-tl.abs(x))
-    s = e / (2.0 + e)
-    t = s * s
-    series = 1.0 / 15
-    for i in tl.static_range(7):
-        series = series * t + 1.0 / (13 - 2 * i)
-    return tl.maximum(x, 0.0) + 2.0 * s * series
-
-
-@triton.jit
-def _pieces(x: tl.tensor, HALVINGS: tl.constexpr) -> tl.tuple:
-    """P = 2^HALVINGS vectors of every P-th element of x, the first one from element 0 on."""
-    pieces = (x,)
-    for level in tl.static_range(HALVINGS):
-        even = ()
-        odd = ()
-        for i in tl.static_range(1 << level):
-            b_x = pieces[i]
-            b_even, b_odd = tl.split(tl.reshape(b_x, [b_x.shape[0] // 2, 2]))
-            even = even + (b_even,)  # type: ignore[assignment]  # noqa: RUF005
-            odd = odd + (b_odd,)  # type: ignore[assignment]  # noqa: RUF005
-        pieces = even + odd  # type: ignore[assignment]
-    return pieces
+    numbers = (scale, beta_scale, norm_eps)
+    return launch_step(_step_kernel, *tensors, numbers=numbers, activation=activation)
 
 
 @triton.jit
@@ -260,10 +112,10 @@ def _step_kernel(
         # What is small is asked for first: it does not wait for the state's bytes then.
         x_q = tl.load(p_x + channel_q, mask=mask_k, other=0.0)
         x_k = tl.load(p_x + H * K + channel_q, mask=mask_k, other=0.0)
-        past_q = _last_inputs(p_old + channel_q, mask_k & known, C, W)
-        past_k = _last_inputs(p_old + H * K + channel_q, mask_k & known, C, W)
-        tap_q = _taps(conv_weight, conv_bias, channel_q, mask_k, W)
-        tap_k = _taps(conv_weight, conv_bias, H * K + channel_q, mask_k, W)
+        past_q = last_inputs(p_old + channel_q, mask_k & known, C, W)
+        past_k = last_inputs(p_old + H * K + channel_q, mask_k & known, C, W)
+        tap_q = taps(conv_weight, conv_bias, channel_q, mask_k, W)
+        tap_k = taps(conv_weight, conv_bias, H * K + channel_q, mask_k, W)
         for head in range(first_v, first_v + HEADS):
             x_a = tl.load(a + token * stride_a + head).to(tl.float32)
             x_b = tl.load(b + token * stride_b + head).to(tl.float32)
@@ -271,8 +123,8 @@ def _step_kernel(
             x_a += tl.load(dt_bias + head).to(tl.float32)
             channel_v = 2 * H * K + head * V + index_v
             x_v = tl.load(p_x + channel_v, mask=mask_v, other=0.0)
-            past_v = _last_inputs(p_old + channel_v, mask_v & known, C, W)
-            tap_v = _taps(conv_weight, conv_bias, channel_v, mask_v, W)
+            past_v = last_inputs(p_old + channel_v, mask_v & known, C, W)
+            tap_v = taps(conv_weight, conv_bias, channel_v, mask_v, W)
             b_z = tl.load(z + token * stride_z + head * V + index_v, mask=mask_v, other=0.0)
             b_w = tl.load(norm_weight + index_v, mask=mask_v, other=0.0)
             p_s = state + (initial * HV + head) * V * K + tile_s
@@ -282,15 +134,15 @@ def _step_kernel(
                 b_s = tl.load(p_s + piece * LANES, mask=mask_s & known, other=0.0)
                 states = states + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
 
-            decay = exp(-exp(rate) * _softplus(x_a))
+            decay = exp(-exp(rate) * softplus(x_a))
             beta = beta_scale / (1.0 + tl.exp(-x_b))
-            b_v = _convolve(past_v, x_v, tap_v, W, SILU)
-            b_q = _convolve(past_q, x_q, tap_q, W, SILU)
-            b_k = _convolve(past_k, x_k, tap_k, W, SILU)
+            b_v = convolve(past_v, x_v, tap_v, W, SILU)
+            b_q = convolve(past_q, x_q, tap_q, W, SILU)
+            b_k = convolve(past_k, x_k, tap_k, W, SILU)
             b_q *= tl.rsqrt(tl.sum(b_q * b_q, 0) + 1e-6) * scale
             b_k *= tl.rsqrt(tl.sum(b_k * b_k, 0) + 1e-6)
-            parts_q = _pieces(b_q, HALVINGS)
-            parts_k = _pieces(b_k, HALVINGS)
+            parts_q = cut_in_pieces(b_q, HALVINGS)
+            parts_k = cut_in_pieces(b_k, HALVINGS)
             read = tl.zeros([BLOCK_V, LANES], dtype=tl.float32)
             for piece in tl.static_range(P):
                 read += states[piece] * parts_k[piece][None, :]
@@ -308,10 +160,10 @@ def _step_kernel(
             tl.store(p_out, b_o.to(out.dtype.element_ty), mask=mask_v)
             tl.debug_barrier()  # all threads of this program have read what is left anew here
             p_new = conv_state + slot * (W - 1) * C + channel_v
-            _leave_inputs(p_new, past_v[1:] + (x_v,), mask_v & kept, C, W)  # noqa: RUF005
+            leave_inputs(p_new, past_v[1:] + (x_v,), mask_v & kept, C, W)  # noqa: RUF005
         p_new = conv_state + slot * (W - 1) * C + channel_q
-        _leave_inputs(p_new, past_q[1:] + (x_q,), mask_k & kept, C, W)  # noqa: RUF005
-        _leave_inputs(p_new + H * K, past_k[1:] + (x_k,), mask_k & kept, C, W)  # noqa: RUF005
+        leave_inputs(p_new, past_q[1:] + (x_q,), mask_k & kept, C, W)  # noqa: RUF005
+        leave_inputs(p_new + H * K, past_k[1:] + (x_k,), mask_k & kept, C, W)  # noqa: RUF005
 
     # The rows past the last sequence are dealt out to the sequences in turn.
     padding = tl.load(cu_seqlens + num_seqs) + seq

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import Capability, Implementation
-from torch_hybrid.ops.gated_delta_step.validate import check_inputs, check_options
+from torch_hybrid.ops.delta_step import SCHEMA, StepTensors, check_step
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, define_op
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
@@ -115,7 +115,6 @@ def gated_delta_step(
     """
     sizes = {"head_k_dim": state.shape[-1], "head_v_dim": state.shape[-2]}
     check_impl(impl, IMPLEMENTATIONS, qkv.device, sizes, dtype=qkv.dtype)
-    check_options(activation)
     tensors = (
         qkv,
         z,
@@ -132,7 +131,7 @@ def gated_delta_step(
         initial_indices,
         state_indices,
     )
-    check_inputs(*tensors)
+    check_step(StepTensors(*tensors), activation=activation, by_channel=False)
     out: Tensor = _STEP(
         *tensors,
         activation=activation,
@@ -145,10 +144,8 @@ def gated_delta_step(
 
 
 _STEP = define_op(
-    "gated_delta_step(Tensor qkv, Tensor z, Tensor b, Tensor a, Tensor conv_weight, "
-    "Tensor? conv_bias, Tensor A_log, Tensor dt_bias, Tensor norm_weight, Tensor(a!) conv_state, "
-    "Tensor(b!) state, Tensor cu_seqlens, Tensor initial_indices, Tensor state_indices, *, "
-    "str activation, float scale, float beta_scale, float norm_eps, str impl) -> Tensor",
+    f"gated_delta_step({SCHEMA}, *, str activation, float scale, float beta_scale, "
+    "float norm_eps, str impl) -> Tensor",
     like=["z"],
     implementations=IMPLEMENTATIONS,
 )

@@ -6,67 +6,50 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torch_hybrid.ops.delta_step import StepTensors
+
 
 def gated_delta_step_reference(
-    qkv: Tensor,
-    z: Tensor,
-    b: Tensor,
-    a: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    conv_state: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-    *,
-    activation: str,
-    scale: float,
-    beta_scale: float,
-    norm_eps: float,
+    *tensors: Tensor | None, activation: str, scale: float, beta_scale: float, norm_eps: float
 ) -> Tensor:
     """The oracle of the op: same arguments, any float dtype, both pools updated in place.
 
     It computes in float32, or in float64 when ``qkv`` is float64.
     """
-    dtype = qkv.dtype
+    x = StepTensors(*tensors)  # type: ignore[arg-type]
+    dtype = x.qkv.dtype
     work = torch.promote_types(dtype, torch.float32)
-    num_heads, v_dim, k_dim = state.shape[1:]
-    v_size = num_heads * v_dim
-    k_size = (qkv.shape[1] - v_size) // 2
-    g = -A_log.to(work).exp() * F.softplus(a.to(work) + dt_bias.to(work))
-    beta = b.to(work).sigmoid() * beta_scale
+    num_heads, v_dim, k_dim = x.state.shape[1:]
+    g = -x.A_log.to(work).exp() * F.softplus(x.a.to(work) + x.dt_bias.to(work))
+    beta = x.b.to(work).sigmoid() * beta_scale
 
-    out = torch.zeros_like(z, memory_format=torch.contiguous_format)
-    offsets = cu_seqlens.tolist()
-    slots = zip(initial_indices.tolist(), state_indices.tolist(), strict=True)
+    out = torch.zeros_like(x.z, memory_format=torch.contiguous_format)
+    offsets = x.cu_seqlens.tolist()
+    slots = zip(x.initial_indices.tolist(), x.state_indices.tolist(), strict=True)
     for n, (initial, slot) in enumerate(slots):
         t = offsets[n]
         if offsets[n + 1] == t:
             continue
-        past = conv_state[initial] if initial else torch.zeros_like(conv_state[0])
-        S = state[initial].to(work) if initial else torch.zeros_like(state[0], dtype=work)
+        past = x.conv_state[initial] if initial else torch.zeros_like(x.conv_state[0])
+        S = x.state[initial].to(work) if initial else torch.zeros_like(x.state[0], dtype=work)
 
-        window = torch.cat([past, qkv[t : t + 1]])
-        y = (window.to(work) * conv_weight.to(work).T).sum(0)
-        y = y if conv_bias is None else y + conv_bias.to(work)
+        window = torch.cat([past, x.qkv[t : t + 1]])
+        y = (window.to(work) * x.conv_weight.to(work).T).sum(0)
+        y = y if x.conv_bias is None else y + x.conv_bias.to(work)
         y = (F.silu(y) if activation == "silu" else y).to(dtype).to(work)
 
-        q, k, v = y.split([k_size, k_size, v_size])
-        q, k = (_unit_heads(x.view(-1, k_dim), num_heads) for x in (q, k))
+        q, k, v = y.split(x.widths)
+        q, k = (_unit_heads(part.view(-1, k_dim), num_heads) for part in (q, k))
         S = g[t].exp()[:, None, None] * S
         u = beta[t][:, None] * (v.view(-1, v_dim) - torch.einsum("hvk,hk->hv", S, k))
         S = S + torch.einsum("hv,hk->hvk", u, k)
         o = torch.einsum("hvk,hk->hv", S, q * scale).to(dtype).to(work)
 
         normed = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + norm_eps)
-        weighted = norm_weight * normed.to(dtype)
-        out[t] = (weighted * F.silu(z[t].to(work)).view_as(weighted)).to(dtype).flatten()
+        weighted = x.norm_weight * normed.to(dtype)
+        out[t] = (weighted * F.silu(x.z[t].to(work)).view_as(weighted)).to(dtype).flatten()
         if slot:
-            conv_state[slot], state[slot] = window[1:], S
+            x.conv_state[slot], x.state[slot] = window[1:], S
     return out
 
 

@@ -9,7 +9,7 @@
 //   f32x16   splat(float), load(const T*), load(const T*, n), with T = float or bf16;
 //   void     store(T*, f32x16), store(T*, f32x16, n)      n < 16 lanes: nothing past n is touched,
 //                                                         loaded lanes past n are 0
-//   f32x16   fma(a, b, c) = a * b + c, max(a, b), select(mask, a, b), exp, sigmoid, silu
+//   f32x16   fma(a, b, c) = a * b + c, max(a, b), select(mask, a, b), exp, sigmoid, silu, softplus
 //   float    sum(f32x16), max(f32x16);  f32x16 sum16(f32x16 (&)[16]): lane i = sum of vector i
 //   void     for_lanes(size, body)          body(i, n) for each 16 (at last fewer) of size elements
 //   float    dot(const TA*, const TB*, n), squared_norm(const T*, n)
@@ -254,6 +254,17 @@ TH_INLINE f32x16 exp(f32x16 x) {
 
 TH_INLINE f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp(-x)); }
 TH_INLINE f32x16 silu(f32x16 x) { return x / (1.0f + exp(-x)); }
+
+// log(1 + e^x) within 3e-7 relative: log(1 + e) = 2 atanh(e / (2 + e)), whose series has no
+// cancellation where e^-|x| is small. NaN stays.
+TH_INLINE f32x16 softplus(f32x16 x) {
+  const f32x16 e = exp(x < 0.0f ? x : -x);
+  const f32x16 s = e / (2.0f + e), t = s * s;
+  f32x16 series = splat(1.0f / 15);
+#pragma GCC unroll 7
+  for (int divisor = 13; divisor > 0; divisor -= 2) series = fma(series, t, splat(1.0f / float(divisor)));
+  return (x < 0.0f ? f32x16{} : x) + 2.0f * s * series;
+}
 
 // ---- loops ----------------------------------------------------------------------------------
 

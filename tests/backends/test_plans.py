@@ -30,6 +30,7 @@ from torch_hybrid.specs import (
     DeltaRuleSpec,
     KimiDeltaSpec,
     LatentSpec,
+    LayerSpec,
     LayerTable,
     LightningSpec,
     Mamba2Spec,
@@ -224,12 +225,23 @@ def test_an_op_is_asked_for_by_its_own_name_before_that_of_its_kind():
 
 
 @pytest.mark.parametrize(
+    ("spec", "step"),
+    [
+        (LINEAR, "gated_delta_step"),
+        (
+            KimiDeltaSpec(num_heads=2, head_k_dim=16, head_v_dim=16, conv_width=4),
+            "kimi_delta_step",
+        ),
+    ],
+    ids=["gated", "kimi"],
+)
+@pytest.mark.parametrize(
     ("named", "expected"),
     [
         ({}, "cpp"),
-        ({"full": "torch", "ops": {"chunk_gated_delta_rule": "torch"}}, "cpp"),
-        ({"ops": {"gated_delta_step": "torch"}}, "torch"),
-        ({"ops": {"gated_delta_step": "parts"}}, "parts"),
+        ({"full": "torch", "ops": {"chunk_{kind}": "torch"}}, "cpp"),
+        ({"ops": {"{step}": "torch"}}, "torch"),
+        ({"ops": {"{step}": "parts"}}, "parts"),
         ({"linear": "torch"}, "parts"),
         ({"conv": "cpp"}, "parts"),
         ({"ops": {"decode causal_conv1d": "torch"}}, "parts"),
@@ -237,14 +249,17 @@ def test_an_op_is_asked_for_by_its_own_name_before_that_of_its_kind():
     ids=str,
 )
 def test_a_whole_step_stands_in_for_parts_that_nobody_asked_for(
-    named: dict[str, Any], expected: str
+    named: dict[str, Any], expected: str, spec: LayerSpec, step: str
 ):
-    made = make_backends(TABLE, make_cache().sizes, Backends(**named))["gated_delta_rule"]
-    decode = {choice.op: choice for choice in made.choices[Mode.DECODE]}
-    assert decode["gated_delta_step"].impl == expected
-    parts = {"recurrent_gated_delta_rule", "causal_conv1d"}
-    assert set(decode) - {"gated_delta_step"} == (parts if expected == "parts" else set())
-    assert "gated_delta_step" not in {choice.op for choice in made.choices[Mode.EXTEND]}
+    ops = {op.format(kind=spec.kind, step=step): n for op, n in named.get("ops", {}).items()}
+    table = LayerTable.from_specs([spec])
+    backends = make_backends(table, make_cache(table).sizes, Backends(**{**named, "ops": ops}))
+    choices = backends[spec.kind].choices
+    decode = {choice.op: choice for choice in choices[Mode.DECODE]}
+    assert decode[step].impl == expected
+    parts = {f"recurrent_{spec.kind}", "causal_conv1d"}
+    assert set(decode) - {step} == (parts if expected == "parts" else set())
+    assert step not in {choice.op for choice in choices[Mode.EXTEND]}
 
 
 @pytest.mark.parametrize("impl", ["cpp", "parts"])

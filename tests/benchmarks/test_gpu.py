@@ -20,6 +20,7 @@ from benchmarks.gpu import (
     attention,
     case,
     delta_rules,
+    delta_steps,
     latents,
     mamba2_steps,
     report,
@@ -31,6 +32,8 @@ from benchmarks.gpu.case import Absent, Case, Turns
 from benchmarks.gpu.clock import Call, Rates, Time
 from benchmarks.mixers import Row
 from benchmarks.models import fill
+from tests.ops.gated_delta_step.test_contract import FAMILY as GATED
+from tests.ops.kimi_delta_step.test_contract import FAMILY as KIMI
 from torch_hybrid import Runner
 from torch_hybrid.ops.capability import Capability, Implementation
 
@@ -161,6 +164,8 @@ TINY = {
     "gdn chunk": delta_rules._case("GDN prefill", "tiny", (1, 2, 16, 16), 2, 5),
     "kda recurrent": delta_rules._case("KDA decode", "tiny", (2, 2, 16, 16), 3, 1),
     "kda chunk": delta_rules._case("KDA prefill", "tiny", (2, 2, 16, 16), 2, 5),
+    "gdn step": delta_steps._case(GATED, "tiny", (1, 2, 16, 16), 3),
+    "kda step": delta_steps._case(KIMI, "tiny", (2, 2, 16, 16), 3),
     "ssd recurrent": state_spaces._case("SSD", "tiny", (1, 2, 16, 16), 3, 1),
     "ssd chunk": state_spaces._case("SSD", "tiny", (1, 2, 16, 16), 2, 5),
     "mamba2 step": mamba2_steps._case("tiny", (1, 2, 16, 16), 1, 3),

@@ -13,6 +13,7 @@ from torch_hybrid.ops.causal_conv1d import causal_conv1d
 from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule, recurrent_gated_delta_rule
 from torch_hybrid.ops.gated_delta_step import gated_delta_step
 from torch_hybrid.ops.kimi_delta_attention import chunk_kimi_delta_attention
+from torch_hybrid.ops.kimi_delta_step import kimi_delta_step
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.ssd import chunk_ssd, recurrent_ssd
 from torch_hybrid.ops.ssd_step import ssd_step
@@ -39,13 +40,14 @@ def convolution(index: tuple[Tensor, ...]) -> Tensor:
     return causal_conv1d(x, torch.randn(DIM, 4), None, state, *index, activation="silu", impl="cpp")
 
 
-def step(index: tuple[Tensor, ...]) -> Tensor:
-    qkv, heads = torch.randn(NUM_TOKENS, 3 * DIM), torch.randn(NUM_TOKENS, 1)
-    weights = (torch.randn(3 * DIM, 4), None, torch.zeros(1), torch.zeros(1), torch.ones(DIM))
+def step(op: Callable[..., Tensor], index: tuple[Tensor, ...], a: Tensor, **rule: Any) -> Tensor:
+    qkv, b = torch.randn(NUM_TOKENS, 3 * DIM), torch.randn(NUM_TOKENS, 1)
+    of_channels = a.shape[1:] if a.shape[1] > 1 else ()
+    weights = (torch.randn(3 * DIM, 4), None, torch.zeros(1), torch.zeros(1, *of_channels))
     pools = torch.zeros(NUM_SLOTS, 3, 3 * DIM), torch.zeros(NUM_SLOTS, 1, DIM, DIM)
-    options = {"activation": "silu", "scale": 1.0, "beta_scale": 1.0, "norm_eps": 1e-6}
+    options = {"activation": "silu", "scale": 1.0, "norm_eps": 1e-6, "impl": "cpp", **rule}
     z = qkv[:, :DIM].contiguous()
-    return gated_delta_step(qkv, z, heads, heads, *weights, *pools, *index, **options, impl="cpp")
+    return op(qkv, z, b, a, *weights, torch.ones(DIM), *pools, *index, **options)
 
 
 def mamba2_step(index: tuple[Tensor, ...]) -> Tensor:
@@ -71,7 +73,12 @@ OPS: dict[str, Callable[[tuple[Tensor, ...]], Tensor]] = {
     "recurrent ssd": lambda index: scalar_decay(recurrent_ssd, index),
     "chunk ssd": lambda index: scalar_decay(chunk_ssd, index),
     "convolution": convolution,
-    "gated delta step": step,
+    "gated delta step": lambda index: step(
+        gated_delta_step, index, torch.zeros(NUM_TOKENS, 1), beta_scale=1.0
+    ),
+    "kimi delta step": lambda index: step(
+        kimi_delta_step, index, torch.zeros(NUM_TOKENS, DIM), gate_lower_bound=None
+    ),
     "ssd step": mamba2_step,
 }
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import torch_hybrid as th
 from tests.layers.one_layer import run
 from torch_hybrid.layers import KimiDeltaAttention
 from torch_hybrid.specs import KimiDeltaSpec
@@ -66,6 +67,17 @@ def test_whole_in_chunks_and_token_by_token(case: str):
     for lengths in ([90], [70, 1, 1, 18], [1] * 90):
         error = (run(layer, x, lengths) - exact).abs().max() / exact.abs().max()
         assert error < 1e-5, f"pieces of {lengths[:4]}: {error:.1e}"
+
+
+@pytest.mark.parametrize("impl", ["cpp", "torch"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_decode_step_in_one_op_is_that_of_its_parts(case: str, impl: str):
+    layer, x, lengths = make(case), torch.randn(8, DIM), [5, 1, 1, 1]
+    whole, parts = (
+        run(layer, x, lengths, th.Backends(ops={"kimi_delta_step": name}))
+        for name in (impl, "parts")
+    )
+    torch.testing.assert_close(whole, parts)
 
 
 def test_fresh_decays_have_time_constants_of_one_to_thousands_of_tokens():

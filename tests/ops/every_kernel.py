@@ -32,6 +32,7 @@ from tests.ops.fused_experts import cases as experts
 from tests.ops.gated_delta_rule import cases as gdn
 from tests.ops.gated_delta_step import cases as gdn_step
 from tests.ops.kimi_delta_attention import cases as kda
+from tests.ops.kimi_delta_step import cases as kda_step
 from tests.ops.latent_attention import cases as latents
 from tests.ops.linear import cases as linears
 from tests.ops.paged_attention import cases as paged
@@ -45,6 +46,7 @@ from torch_hybrid.ops import (
     gated_delta_rule,
     gated_delta_step,
     kimi_delta_attention,
+    kimi_delta_step,
     latent_attention,
     linear,
     paged_attention,
@@ -89,10 +91,14 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         for form, options in (("recurrent", {}), ("chunk", {"chunk_size": 16})):
             op = getattr(module, f"{form}_{name}")
             yield op.__name__, partial(run, op, inputs.args(), inputs.options() | options)
-    step = gdn_step.Case(lengths=(1, 0, 1), num_padding_tokens=3, has_bias=True, **ODD)
-    inputs = gdn_step.make_inputs(step, dtype)
-    op = gated_delta_step.gated_delta_step
-    yield op.__name__, partial(run, op, inputs.args(), inputs.options())
+    odd = {"num_padding_tokens": 3, "has_bias": True, **ODD}
+    for op, inputs in (
+        (gated_delta_step.gated_delta_step,
+         gdn_step.make_inputs(gdn_step.case(lengths=(1, 0, 1), **odd), dtype)),
+        (kimi_delta_step.kimi_delta_step,
+         kda_step.make_inputs(kda_step.case(1, 0, 1, **odd), dtype)),
+    ):  # fmt: skip
+        yield op.__name__, partial(run, op, inputs.args(), inputs.options())
     for gate in ("before_norm", "no_norm"):
         mamba2 = ssd_step_cases.Case(lengths=(1, 0, 1), num_padding_tokens=3, gate=gate, **ODD)
         inputs = ssd_step_cases.make_inputs(mamba2, dtype)

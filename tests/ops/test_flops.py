@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import torch_hybrid as th
 from tests.export.test_export import planned
+from tests.layers.test_kimi_delta_attention import SPEC as KIMI
 from tests.layers.test_mamba2 import SPEC as MAMBA2
 from tests.ops.test_autograd import DELTA, DIM, LAYERS
 from torch_hybrid.ops.flops import FORMULAS
@@ -31,7 +32,9 @@ COUNTS = {
     "gated_delta_rule, decode": {
         "gated_delta_step": 2 * DELTA.conv_channels * DELTA.conv_width + 6 * 4 * 16 * 16,
     },
-    "kimi_delta_attention, decode": {"recurrent_kimi_delta_attention": 6 * 3 * 12 * 20},
+    "kimi_delta_attention, decode": {
+        "kimi_delta_step": 2 * KIMI.conv_channels * KIMI.conv_width + 6 * 3 * 12 * 20,
+    },
     "ssd, decode": {
         "ssd_step": 2 * MAMBA2.conv_channels * MAMBA2.conv_width + 4 * 6 * 8 * 12,
     },

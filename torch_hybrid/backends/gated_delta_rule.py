@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from torch import Tensor
 
 from torch_hybrid.backends.planned import planned_for
@@ -15,7 +13,6 @@ from torch_hybrid.backends.recurrent import (
     or_parts,
     rule_of,
 )
-from torch_hybrid.ops.capability import Implementation
 from torch_hybrid.ops.gated_delta_rule import op
 from torch_hybrid.ops.gated_delta_step import op as step
 from torch_hybrid.specs import DeltaRuleSpec
@@ -30,15 +27,7 @@ def _sizes(spec: DeltaRuleSpec) -> dict[str, int]:
 
 
 STEP = "gated_delta_step"
-
-
-def _instead_of_parts() -> dict[str, Implementation]:
-    """The implementations of a whole step; on a GPU at the head dims that it was timed at."""
-    triton = step.IMPLEMENTATIONS["triton"]
-    timed = {"head_k_dim": (128,), "head_v_dim": (128,)}
-    triton = replace(triton, capability=replace(triton.capability, one_of=timed))
-    return or_parts({**step.IMPLEMENTATIONS, "triton": triton})
-
+_TIMED = {"head_k_dim": (128,), "head_v_dim": (128,)}
 
 GATED_DELTA_RULE = chunked_rule(
     "gated_delta_rule",
@@ -46,7 +35,9 @@ GATED_DELTA_RULE = chunked_rule(
     recurrent=op.RECURRENT_IMPLEMENTATIONS,
     chunk=op.CHUNK_IMPLEMENTATIONS,
     sizes=_sizes,
-    whole=OpChoice(name=STEP, implementations=_instead_of_parts(), sizes=_sizes),
+    whole=OpChoice(
+        name=STEP, implementations=or_parts(step.IMPLEMENTATIONS, timed=_TIMED), sizes=_sizes
+    ),
 )
 _FORMS = {
     "recurrent_gated_delta_rule": op.recurrent_gated_delta_rule,

@@ -4,16 +4,35 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torch_hybrid.backends.recurrent import CONVOLUTION, RecurrentPlan, chunked_rule, rule_of
+from torch_hybrid.backends.recurrent import (
+    CONVOLUTION,
+    OpChoice,
+    RecurrentPlan,
+    chunked_rule,
+    or_parts,
+    rule_of,
+)
 from torch_hybrid.ops.kimi_delta_attention import op
+from torch_hybrid.ops.kimi_delta_step import op as step
 from torch_hybrid.specs import KimiDeltaSpec
+
+
+def _sizes(spec: KimiDeltaSpec) -> dict[str, int]:
+    return {"head_k_dim": spec.head_k_dim, "head_v_dim": spec.head_v_dim}
+
+
+STEP = "kimi_delta_step"
+_TIMED = {"head_k_dim": (128,), "head_v_dim": (128,)}
 
 KIMI_DELTA_ATTENTION = chunked_rule(
     "kimi_delta_attention",
     CONVOLUTION,
     recurrent=op.RECURRENT_IMPLEMENTATIONS,
     chunk=op.CHUNK_IMPLEMENTATIONS,
-    sizes=lambda spec: {"head_k_dim": spec.head_k_dim, "head_v_dim": spec.head_v_dim},
+    sizes=_sizes,
+    whole=OpChoice(
+        name=STEP, implementations=or_parts(step.IMPLEMENTATIONS, timed=_TIMED), sizes=_sizes
+    ),
 )
 _FORMS = {
     "recurrent_kimi_delta_attention": op.recurrent_kimi_delta_attention,

@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.kimi_delta_attention import apply_kimi_delta
-from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
+from torch_hybrid.backends.kimi_delta_attention import STEP, apply_kimi_delta
+from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, whole_impl
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
+from torch_hybrid.ops.kimi_delta_step import kimi_delta_step
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import KimiDeltaSpec
 
@@ -82,25 +83,76 @@ class KimiDeltaAttention(nn.Module):
         Returns:
             [T, dim].
         """
-        spec, num_tokens = self.spec, x.shape[0]
-        mixed, f, gate, b = self.in_proj(x).split(self._widths, dim=-1)
+        qkv, f, gate, b = self.in_proj(x).split(self._widths, dim=-1)
+        f, gate = self.f_b_proj(f), self.g_b_proj(gate)
+        impl = whole_impl(plan, STEP)
+        if impl is None:
+            mixed = self._mix_by_parts(qkv, f, gate, b, plan, cache)
+        else:
+            mixed = self._step(qkv, f, gate, b, plan, cache, impl)
+        out: Tensor = self.out_proj(mixed)
+        return out
+
+    def _step(
+        self,
+        qkv: Tensor,
+        f: Tensor,
+        gate: Tensor,
+        b: Tensor,
+        plan: RecurrentPlan,
+        cache: LayerCache,
+        impl: str,
+    ) -> Tensor:
+        """One token of each sequence, in one op."""
+        spec = self.spec
+        return kimi_delta_step(
+            qkv,
+            gate,
+            b,
+            f,
+            self.conv_weight,
+            None,
+            self.A_log,
+            self.dt_bias,
+            self.norm_weight,
+            cache["conv"],
+            cache["state"],
+            plan.cu_seqlens,
+            plan.initial_indices,
+            plan.state_indices,
+            activation=spec.activation,
+            scale=spec.head_k_dim**-0.5,
+            gate_lower_bound=spec.gate_lower_bound,
+            norm_eps=spec.norm_eps,
+            impl=impl,
+        )
+
+    def _mix_by_parts(
+        self,
+        qkv: Tensor,
+        f: Tensor,
+        gate: Tensor,
+        b: Tensor,
+        plan: RecurrentPlan,
+        cache: LayerCache,
+    ) -> Tensor:
+        """Any tokens: an op for the convolution, one for the rule, and the compiler's between."""
+        spec, num_tokens = self.spec, qkv.shape[0]
         mixed = convolve(
-            mixed, self.conv_weight, None, plan, cache["conv"], activation=spec.activation
+            qkv, self.conv_weight, None, plan, cache["conv"], activation=spec.activation
         )
         q, k, v = mixed.split([spec.k_channels, spec.k_channels, spec.v_channels], dim=-1)
         o = apply_kimi_delta(
             q.view(num_tokens, spec.num_heads, spec.head_k_dim),
             k.view(num_tokens, spec.num_heads, spec.head_k_dim),
             v.view(num_tokens, spec.num_heads, spec.head_v_dim),
-            self._log_decay(self.f_b_proj(f)),
+            self._log_decay(f),
             b.float().sigmoid(),
             spec,
             plan,
             cache["state"],
         )
-        gate = self.g_b_proj(gate).unflatten(-1, (spec.num_heads, spec.head_v_dim))
-        out: Tensor = self.out_proj(self._gated_norm(o, gate).flatten(1))
-        return out
+        return self._gated_norm(o, gate.unflatten(-1, o.shape[1:])).flatten(1)
 
     def shard(self, ranks: Ranks) -> KimiDeltaAttention:
         """This rank's heads: a layer that keeps their states alone, and sums over the ranks.

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.devices import needs_cuda
-from tests.ops.contract import rows_apart
-from tests.ops.gated_delta_step.cases import CASES, TENSORS, Case, Inputs, make_inputs
-from tests.ops.gated_delta_step.test_contract import expect, run
-from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
+from tests.ops.delta_step_cases import Case
+from tests.ops.delta_step_triton import check, check_captured, record_launches
+from tests.ops.gated_delta_step.cases import CASES, case
+from tests.ops.gated_delta_step.test_contract import FAMILY
+from tests.ops.triton_compile import SHARED_LIMITS, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 
@@ -37,42 +38,23 @@ def test_in_the_interpreter(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_on_a_gpu(case: Case, dtype: torch.dtype):
-    moved = on_device(make_inputs(case, dtype))
-    out = run(moved, "triton")
-    expect(case, dtype).check(out.cpu(), on_device(moved, "cpu"))
+    check(FAMILY, case, dtype)
 
 
 @needs_cuda
 def test_a_captured_graph_serves_other_lengths():
-    """Three sequences of a bucket of five, replayed with other lengths and slots."""
-    captured = on_device(make_inputs(Case(lengths=(1, 1, 1), num_padding_tokens=2)))
-    run(captured, "triton")  # compiles the kernel, which cannot be done while capturing
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(captured, "triton")
-    for lengths in [(1, 0, 1), (0, 1, 0)]:
-        case = Case(lengths=lengths, num_padding_tokens=5 - sum(lengths))
-        expected = expect(case, torch.float32)
-        for name in TENSORS:
-            if getattr(captured, name) is not None:
-                getattr(captured, name).copy_(getattr(expected.inputs, name))
-        graph.replay()
-        expected.check(out.cpu(), on_device(captured, "cpu"))
+    check_captured(FAMILY)
 
 
-def on_device(inputs: Inputs, device: str = "cuda") -> Inputs:
-    """Copies on a device; rows of tokens still lie apart."""
-    tensors = {name: getattr(inputs, name) for name in TENSORS}
-    moved = {n: x.to(device, copy=True) for n, x in tensors.items() if x is not None}
-    return replace(inputs, **moved | {n: rows_apart(moved[n]) for n in inputs.tokens(slice(None))})
-
-
-# (sequences, key heads, value heads, K, V, dtype)
+DECODE = partial(case, lengths=(1, 1), k_dim=128, v_dim=128)
+QWEN3_NEXT = DECODE(num_k_heads=16, num_v_heads=32)
+QWEN3_5 = DECODE(num_k_heads=16, num_v_heads=48)
+OLMO_HYBRID = DECODE(num_k_heads=30, num_v_heads=30, k_dim=96, v_dim=192)
 SHAPES = {
-    "Qwen3-Next decode 64": (64, 16, 32, 128, 128, torch.bfloat16),
-    "Qwen3-Next decode 64 float32": (64, 16, 32, 128, 128, torch.float32),
-    "Qwen3.5 decode 64": (64, 16, 48, 128, 128, torch.bfloat16),
-    "OLMo-hybrid decode 64": (64, 30, 30, 96, 192, torch.bfloat16),
+    "Qwen3-Next decode 64": (QWEN3_NEXT, torch.bfloat16),
+    "Qwen3-Next decode 64 float32": (QWEN3_NEXT, torch.float32),
+    "Qwen3.5 decode 64": (QWEN3_5, torch.bfloat16),
+    "OLMo-hybrid decode 64": (OLMO_HYBRID, torch.bfloat16),
 }
 
 
@@ -80,47 +62,8 @@ SHAPES = {
 def test_compiles_without_spills() -> None:
     rows = [
         resources_of(launch, target, label)
-        for label, shape in SHAPES.items()
+        for label, (shape, dtype) in SHAPES.items()
         for target in SHARED_LIMITS
-        for launch in record_launches(target, *shape).values()
+        for launch in record_launches(FAMILY, target, shape, dtype).values()
     ]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
-
-
-def record_launches(
-    target: str,
-    num_seqs: int,
-    num_k_heads: int,
-    num_v_heads: int,
-    k_dim: int,
-    v_dim: int,
-    dtype: torch.dtype,
-) -> dict[str, Launch]:
-    """What the launcher launches for slices of a projection."""
-    from torch_hybrid.ops.gated_delta_step import _triton
-
-    v_size = num_v_heads * v_dim
-    channels = 2 * num_k_heads * k_dim + v_size
-    widths = [channels, v_size, num_v_heads, num_v_heads]
-    tokens = torch.empty(num_seqs, sum(widths), dtype=dtype, device="meta").split(widths, 1)
-    empty = tokens[0].new_empty
-    indices = empty(num_seqs + 1, dtype=torch.int32)
-    with launches_on(target) as launches:
-        _triton.gated_delta_step(
-            *tokens,
-            empty(channels, 4),
-            None,
-            empty(num_v_heads),
-            empty(num_v_heads),
-            empty(v_dim),
-            empty(num_seqs + 1, 3, channels),
-            empty(num_seqs + 1, num_v_heads, v_dim, k_dim, dtype=torch.float32),
-            indices,
-            indices[1:],
-            indices[1:],
-            activation="silu",
-            scale=k_dim**-0.5,
-            beta_scale=1.0,
-            norm_eps=1e-6,
-        )
-    return launches

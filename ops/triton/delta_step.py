@@ -1,0 +1,84 @@
+# mypy: disable-error-code="untyped-decorator"
+"""What the Triton kernels of delta rules' decode steps share: how they are launched, and how a
+program holds the state of a head.
+
+It comes in pieces of a few columns, so that a thread has few rows of each and adds up most of K by
+itself: with P pieces, element e of what is read along K (q, k) is of piece ``e % P``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_hybrid.ops.delta_step import StepTensors
+
+# Columns of a piece, which stand side by side in a warp.
+PIECE_COLUMNS = 32
+# State elements that one warp keeps in registers: 128 a thread.
+_STATE_TILE = 4096
+
+
+def launch_step(
+    kernel: Any, *tensors: Tensor | None, numbers: tuple[float | None, ...], activation: str
+) -> Tensor:
+    """Launch a program for each key head of a sequence.
+
+    Args:
+        kernel: takes the tensors of the op in their order, the output, ``numbers``, the counts of
+            tokens and of sequences, strides from token to token, and the constants named below.
+        tensors, activation: as of the op.
+        numbers: options of the op that the kernel reads.
+    """
+    x = StepTensors(*tensors)  # type: ignore[arg-type]
+    _, num_v_heads, head_dim_v, head_dim_k = x.state.shape
+    num_k_heads = x.widths[0] // head_dim_k
+    num_seqs = x.state_indices.shape[0]
+    if num_seqs == 0:
+        return torch.zeros_like(x.z, memory_format=torch.contiguous_format)
+    out = torch.empty_like(x.z, memory_format=torch.contiguous_format)
+    block_k = max(PIECE_COLUMNS, triton.next_power_of_2(head_dim_k))
+    block_v = triton.next_power_of_2(head_dim_v)
+    kernel[(num_seqs * num_k_heads,)](
+        *tensors,
+        out,
+        *numbers,
+        x.qkv.shape[0],
+        num_seqs,
+        x.qkv.stride(0),
+        x.z.stride(0),
+        x.b.stride(0),
+        x.a.stride(0),
+        H=num_k_heads,
+        HV=num_v_heads,
+        K=head_dim_k,
+        V=head_dim_v,
+        W=x.conv_weight.shape[1],
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
+        HALVINGS=(block_k // PIECE_COLUMNS).bit_length() - 1,
+        SILU=activation == "silu",
+        num_warps=max(1, block_k * block_v // _STATE_TILE),
+        enable_fp_fusion=True,
+    )
+    return out
+
+
+@triton.jit
+def cut_in_pieces(x: tl.tensor, HALVINGS: tl.constexpr) -> tl.tuple:
+    """P = 2^HALVINGS vectors of every P-th element of x, the first one from element 0 on."""
+    pieces = (x,)
+    for level in tl.static_range(HALVINGS):
+        even = ()
+        odd = ()
+        for i in tl.static_range(1 << level):
+            b_x = pieces[i]
+            b_even, b_odd = tl.split(tl.reshape(b_x, [b_x.shape[0] // 2, 2]))
+            even = even + (b_even,)  # type: ignore[assignment]  # noqa: RUF005
+            odd = odd + (b_odd,)  # type: ignore[assignment]  # noqa: RUF005
+        pieces = even + odd  # type: ignore[assignment]
+    return pieces

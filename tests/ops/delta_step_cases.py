@@ -1,0 +1,126 @@
+"""Inputs of the delta rules' decode steps: random tensors for the shape that a case names.
+
+Legend: N sequences, T tokens, C channels of the convolution, W its width, H key heads, HV value
+heads, K and V head dims, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tests.ops.pages import offsets
+from torch_hybrid.ops.delta_step import StepTensors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Lengths of the sequences, 0 or 1 each, and the facts of one layer."""
+
+    lengths: tuple[int, ...]
+    num_k_heads: int = 2
+    num_v_heads: int = 4
+    k_dim: int = 16
+    v_dim: int = 16
+    width: int = 4
+    has_bias: bool = False
+    activation: str = "silu"
+    num_padding_tokens: int = 0
+    wide: bool = False  # parameters of the gates and of the norm in float32
+    options: tuple[tuple[str, float | None], ...] = ()  # those of one rule alone
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """The tensors of a call, in the op's order, and its options."""
+
+    qkv: Tensor  # [T, C]
+    z: Tensor  # [T, HV V]
+    b: Tensor  # [T, HV]
+    a: Tensor  # [T, HV], or [T, HV K] where channels decay on their own
+    conv_weight: Tensor  # [C, W]
+    conv_bias: Tensor | None  # [C]
+    A_log: Tensor  # [HV]
+    dt_bias: Tensor  # [HV], or [HV, K] where channels decay on their own
+    norm_weight: Tensor  # [V]
+    conv_state: Tensor  # [S, W - 1, C]
+    state: Tensor  # [S, HV, V, K]
+    cu_seqlens: Tensor  # [N + 1]
+    initial_indices: Tensor  # [N]
+    state_indices: Tensor  # [N]
+    activation: str = "silu"
+    scale: float = 1.0
+    norm_eps: float = 1e-6
+    rule: dict[str, float | None] = field(default_factory=dict)
+
+    def args(self) -> tuple[Tensor | None, ...]:
+        return tuple(getattr(self, name) for name in TENSORS)
+
+    def options(self) -> dict[str, object]:
+        shared = {name: getattr(self, name) for name in ("activation", "scale", "norm_eps")}
+        return {**shared, **self.rule}
+
+    def copy(self) -> Inputs:
+        """The same inputs with pools of their own."""
+        return replace(self, conv_state=self.conv_state.clone(), state=self.state.clone())
+
+    def exact(self) -> Inputs:
+        """The same values in float64."""
+        tensors = {name: getattr(self, name) for name in TENSORS}
+        floats = {
+            n: x.double() for n, x in tensors.items() if x is not None and x.is_floating_point()
+        }
+        return replace(self, **floats)
+
+    def tokens(self, index: Tensor | slice) -> dict[str, Tensor]:
+        """The per-token tensors at ``index``, by name."""
+        return {name: getattr(self, name)[index] for name in ("qkv", "z", "b", "a")}
+
+
+TENSORS = tuple(each.name for each in fields(StepTensors))
+
+
+def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, by_channel: bool) -> Inputs:
+    """Random inputs; per-token tensors are slices of one projection, as a model gives them.
+
+    Slots that no sequence starts from hold NaN: those of new sequences, and the null slot.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    randn = partial(torch.randn, generator=rng)
+    num_seqs, num_slots = len(case.lengths), len(case.lengths) + 3
+    num_tokens = sum(case.lengths) + case.num_padding_tokens
+    v_size = case.num_v_heads * case.v_dim
+    channels = 2 * case.num_k_heads * case.k_dim + v_size
+    decays = (case.num_v_heads, case.k_dim) if by_channel else (case.num_v_heads,)
+    widths = [channels, v_size, case.num_v_heads, torch.Size(decays).numel()]
+    qkv, z, b, a = randn(num_tokens, sum(widths)).to(dtype).split(widths, 1)
+    state = randn(num_slots, case.num_v_heads, case.v_dim, case.k_dim)
+    conv_state = randn(num_slots, case.width - 1, channels).to(dtype)
+    state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
+    is_new = torch.arange(num_seqs) % 3 == 1
+    for pool in (state, conv_state):
+        pool[state_indices[is_new]] = torch.nan
+        pool[0] = torch.nan
+    of_gates = torch.float32 if case.wide else dtype
+    return Inputs(
+        qkv=qkv,
+        z=z,
+        b=b,
+        a=a,
+        conv_weight=randn(channels, case.width).to(dtype),
+        conv_bias=randn(channels).to(dtype) if case.has_bias else None,
+        A_log=torch.rand(case.num_v_heads, generator=rng).mul(4).log().to(of_gates),
+        dt_bias=(4 * randn(decays)).to(of_gates),
+        norm_weight=randn(case.v_dim).to(of_gates),
+        conv_state=conv_state,
+        state=state,
+        cu_seqlens=offsets(case.lengths),
+        initial_indices=torch.where(is_new, 0, state_indices).int(),
+        state_indices=state_indices.int(),
+        activation=case.activation,
+        scale=case.k_dim**-0.5,
+        rule=dict(case.options),
+    )

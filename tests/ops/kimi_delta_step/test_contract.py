@@ -1,0 +1,115 @@
+"""What every implementation of Kimi delta attention's decode step is held to."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.ops.delta_step_cases import Inputs
+from tests.ops.delta_step_contract import DeltaStepContract, Family
+from tests.ops.kimi_delta_step.cases import CASES, case, make_inputs
+from tests.ops.recurrent_contract import schemas
+from torch_hybrid.ops.kimi_delta_attention import recurrent_kimi_delta_attention
+from torch_hybrid.ops.kimi_delta_step import kimi_delta_step
+from torch_hybrid.ops.kimi_delta_step.op import IMPLEMENTATIONS
+from torch_hybrid.ops.kimi_delta_step.reference import kimi_delta_step_reference
+
+
+def gates(x: Inputs) -> tuple[Tensor, Tensor]:
+    rate = x.A_log.float().exp()[:, None]
+    step = x.a.float().unflatten(1, x.dt_bias.shape) + x.dt_bias.float()
+    bound = x.rule["gate_lower_bound"]
+    g = -rate * F.softplus(step) if bound is None else bound * (rate * step).sigmoid()
+    return g, x.b.float().sigmoid()
+
+
+def gated_norm(x: Inputs, o: Tensor) -> Tensor:
+    normed = F.rms_norm(o.float(), (o.shape[-1],), x.norm_weight.float(), x.norm_eps)
+    return (normed * x.z.float().sigmoid().view_as(o)).to(o.dtype)
+
+
+FAMILY = Family(
+    op=kimi_delta_step,
+    implementations=IMPLEMENTATIONS,
+    reference=kimi_delta_step_reference,
+    cases=CASES,
+    make_inputs=make_inputs,
+    recurrence=recurrent_kimi_delta_attention,
+    gates=gates,
+    gated_norm=gated_norm,
+)
+
+
+class TestContract(DeltaStepContract):
+    family = FAMILY
+
+    @pytest.mark.parametrize("bound", [None, -5.0])
+    @pytest.mark.parametrize("step", [-200.0, -20.0, -1e-3, 0.0, 30.0, 200.0])
+    def test_any_decay(self, host_impl: str, step: float, bound: float | None):
+        """Channels that forget nothing, or all: as exact as the reference for each."""
+        shape = replace(case(1, gate_lower_bound=bound), num_padding_tokens=1)
+        inputs = make_inputs(shape)
+        inputs = replace(inputs, a=torch.zeros_like(inputs.a), dt_bias=inputs.dt_bias * 0 + step)
+        exact, own = inputs.exact(), inputs.copy()
+        FAMILY.by_reference(exact)
+        FAMILY.run(own, host_impl)
+        slot = inputs.state_indices
+        torch.testing.assert_close(
+            own.state[slot].double(), exact.state[slot], rtol=1e-5, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"a": torch.zeros(2, 2)}, "a must have shape [2, 32], got [2, 2]"),
+        ({"dt_bias": torch.zeros(32)}, "dt_bias must have shape [2, 16], got [32]"),
+        ({"b": torch.zeros(2, 3)}, "b must have shape [2, 2], got [2, 3]"),
+        ({"qkv": torch.zeros(2, 64)}, "qkv must have 96 channels, those of state, got 64"),
+        ({"state": torch.zeros(5, 2, 16)}, "state must have 4 dimensions, got [5, 2, 16]"),
+        ({"activation": "gelu"}, "activation must be one of ['none', 'silu'], got 'gelu'"),
+        ({"rule": {"gate_lower_bound": 0.5}}, "gate_lower_bound must be at most 0, got 0.5"),
+        (
+            {"rule": {"gate_lower_bound": float("nan")}},
+            "gate_lower_bound must be at most 0, got nan",
+        ),
+    ],
+)
+def test_errors_name_the_argument(changes: dict[str, object], message: str):
+    inputs = replace(make_inputs(case(1, 1)), **changes)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        FAMILY.run(inputs, "torch")
+
+
+class TestSchema(expecttest.TestCase):
+    def test_schema(self):
+        self.assertExpectedInline(
+            schemas(kimi_delta_step),
+            """\
+torch_hybrid::kimi_delta_step(Tensor qkv
+  Tensor z
+  Tensor b
+  Tensor a
+  Tensor conv_weight
+  Tensor? conv_bias
+  Tensor A_log
+  Tensor dt_bias
+  Tensor norm_weight
+  Tensor(a!) conv_state
+  Tensor(b!) state
+  Tensor cu_seqlens
+  Tensor initial_indices
+  Tensor state_indices
+  *
+  str activation
+  float scale
+  float? gate_lower_bound
+  float norm_eps
+  str impl) -> Tensor""",
+        )
