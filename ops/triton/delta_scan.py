@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
 
 # Tokens of a segment at least, and segments at most: each is two launches.
-_SEGMENT = 2048
+_SEGMENT = 1024
 _MOST_SEGMENTS = 4
 # Of which steps a launch is, which only the device knows.
 EVERY: tl.constexpr = tl.constexpr(0)
@@ -61,11 +61,11 @@ def scan_forms(v: Tensor, num_states: int, *, hopper: bool, num_pieces: int) -> 
 def num_segments(v: Tensor, num_states: int) -> int:
     """In how many segments to walk beside the first launch: in 1 where walks fill the GPU.
 
-    One sequence of 8192 tokens takes 470 us instead of 534 (KDA: 754 and 857), eight of 1024 take
-    as long or longer.
+    One sequence of 8192 tokens takes 473 us instead of 530 (KDA: 745 and 855), one of 2048 138
+    instead of 151 (206 and 223); two of 4096 would take 467 instead of 385 (712 and 608).
     """
     few_programs = is_hopper(v.device) and v.dtype != torch.float32
-    if not few_programs or triton.cdiv(v.shape[-1], 64) * num_states > PROCESSORS:
+    if not few_programs or triton.cdiv(v.shape[-1], 64) * num_states > PROCESSORS // 2:
         return 1
     return max(1, min(_MOST_SEGMENTS, v.shape[0] // _SEGMENT))
 

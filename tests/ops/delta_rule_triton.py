@@ -80,9 +80,10 @@ def check_many_chunks(
     stepped = inputs.copy()
     expected = recurrent(*stepped.args(), **stepped.options(), impl="triton")
     out = op(*inputs.args(), **inputs.options(), impl="triton")
+    written = inputs.state_indices[inputs.cu_seqlens.diff() > 0].long()
     for name, actual, exact, most in (
         ("outputs", out, expected, 2**-6),
-        ("states", inputs.state[1:], stepped.state[1:], 2**-19),
+        ("states", inputs.state[written], stepped.state[written], 2**-19),
     ):
         error, scale = (actual - exact).abs().max(), exact.abs().max()
         assert error <= most * scale, f"{name} up to {scale:.1e} are off by {error:.1e}"

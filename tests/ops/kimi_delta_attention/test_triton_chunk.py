@@ -133,10 +133,10 @@ def test_a_captured_graph_serves_other_lengths():
 
 
 @needs_cuda
-@pytest.mark.parametrize("lengths", [(4000, 4096), (900,) * 9, (8000, *[0] * 8)], ids=str)
+@pytest.mark.parametrize("lengths", [(4096,), (4000, 4096), (900,) * 9, (8000, *[0] * 8)], ids=str)
 def test_many_chunks_on_a_gpu(lengths: tuple[int, ...]):
     """In segments; rows of V of a program for sequences that are alike, and for one alone."""
-    shape = {"num_k_heads": 32, "k_dim": 128, "v_dim": 128}
+    shape = {"num_k_heads": 32, "num_v_heads": 32, "k_dim": 128, "v_dim": 128}
     inputs = make_inputs(Case(lengths=lengths, **shape), torch.bfloat16)
     check_many_chunks(chunk_kimi_delta_attention, recurrent_kimi_delta_attention, inputs)
 
