@@ -17,6 +17,7 @@ from torch_hybrid.ops.triton.decays import (
     decay_until_end,
 )
 from torch_hybrid.ops.triton.delta_rule import inverse
+from torch_hybrid.ops.triton.delta_scan import num_segments
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
     dot,
@@ -26,6 +27,7 @@ from torch_hybrid.ops.triton.products import (
     store_pieces,
 )
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.segments import Launch, side_by_side
 
 
 def chunk_gated_delta_rule(
@@ -46,8 +48,13 @@ def chunk_gated_delta_rule(
     """Launcher of ``torch_hybrid::chunk_gated_delta_rule``; its chunks are its own."""
     if state_indices.shape[0] == 0:
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
-    prepared = _prepare(q, k, g, beta, cu_seqlens, scale=scale, qk_l2norm=qk_l2norm)
-    return scan(prepared, q, v, state, cu_seqlens, initial_indices, state_indices)
+    prepared, prepare = _prepare(q, k, g, beta, cu_seqlens, scale=scale, qk_l2norm=qk_l2norm)
+    num_chunks, num_v_heads = prepared.solve.shape[:2]
+    segments = num_segments(v, num_v_heads * state_indices.shape[0])
+    slots = initial_indices, state_indices
+    out, walk = scan(prepared, q, v, state, cu_seqlens, *slots, num_segments=segments)
+    side_by_side(prepare, walk, num_chunks, segments, q.device)
+    return out
 
 
 def _prepare(
@@ -59,7 +66,7 @@ def _prepare(
     *,
     scale: float,
     qk_l2norm: bool,
-) -> Prepared:
+) -> tuple[Prepared, Launch]:
     """All that does not depend on a state."""
     num_tokens, num_k_heads, head_dim_k = k.shape
     num_v_heads, num_seqs = beta.shape[1], cu_seqlens.shape[0] - 1
@@ -80,42 +87,48 @@ def _prepare(
         factors=q.new_empty(*shape, 4, chunk, dtype=torch.float32),
     )
     scratch = q.new_empty(*shape, chunk, 16, dtype=torch.float32)
-    _prepare_kernel[(shape[0] * num_v_heads,)](
-        q,
-        k,
-        g,
-        beta,
-        cu_seqlens,
-        prepared.keys if writes_keys else None,
-        prepared.solve,
-        prepared.attend,
-        prepared.factors,
-        scratch,
-        scale,
-        num_seqs,
-        q.stride(0),
-        k.stride(0),
-        g.stride(0),
-        beta.stride(0),
-        H=num_k_heads,
-        HV=num_v_heads,
-        K=head_dim_k,
-        C=chunk,
-        PA=prepared.attend.shape[2],
-        PS=num_pieces,
-        SLICE=min(64, max(16, triton.next_power_of_2(head_dim_k))),
-        QK_L2NORM=qk_l2norm,
-        num_warps=2 if num_pieces == 1 else 4,
-        # Prefetched operands of Q K^T were overwritten before they were read (Triton 3.6, sm_90).
-        num_stages=1,
-        # Three programs on a processor instead of two, for 24 bytes that spill: 180 us and not 262.
-        maxnreg=168 if chunk == 64 else None,
-        enable_fp_fusion=True,
-    )
-    return prepared
+
+    def launch(first_block: int, last_block: int) -> None:
+        _prepare_kernel[((last_block - first_block) * num_v_heads,)](
+            q,
+            k,
+            g,
+            beta,
+            cu_seqlens,
+            prepared.keys if writes_keys else None,
+            prepared.solve,
+            prepared.attend,
+            prepared.factors,
+            scratch,
+            scale,
+            num_seqs,
+            first_block,
+            q.stride(0),
+            k.stride(0),
+            g.stride(0),
+            beta.stride(0),
+            H=num_k_heads,
+            HV=num_v_heads,
+            K=head_dim_k,
+            C=chunk,
+            PA=prepared.attend.shape[2],
+            PS=num_pieces,
+            SLICE=min(64, max(16, triton.next_power_of_2(head_dim_k))),
+            QK_L2NORM=qk_l2norm,
+            num_warps=2 if num_pieces == 1 else 4,
+            # Prefetched operands of Q K^T were overwritten before they were read (Triton 3.6,
+            # sm_90).
+            num_stages=1,
+            # Three programs on a processor instead of two, for 24 bytes that spill: 187 us and
+            # not 262.
+            maxnreg=168 if chunk == 64 else None,
+            enable_fp_fusion=True,
+        )
+
+    return prepared, launch
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "first_block"])
 def _prepare_kernel(
     q: tl.tensor,
     k: tl.tensor,
@@ -129,6 +142,7 @@ def _prepare_kernel(
     scratch: tl.tensor,
     scale: tl.tensor,
     num_seqs: tl.tensor,
+    first_block: tl.tensor,
     stride_q: tl.tensor,
     stride_k: tl.tensor,
     stride_g: tl.tensor,
@@ -143,7 +157,7 @@ def _prepare_kernel(
     QK_L2NORM: tl.constexpr,
 ) -> None:
     """One program: one chunk of one value head."""
-    chunk = tl.program_id(0) // HV
+    chunk = first_block + tl.program_id(0) // HV
     head_v = tl.program_id(0) % HV
     head_k = head_v // (HV // H)
     seq = sequence_of_block(cu_seqlens, num_seqs, chunk, C)
@@ -197,7 +211,7 @@ def _prepare_kernel(
                 p_keys = keys + (token[:, None] * H + head_k) * K + index_k
                 tl.store(p_keys, (b_k * power[:, None]).to(tl.float16), mask=mask_tk)
 
-    place = tl.program_id(0).to(tl.int64)
+    place = first_block.to(tl.int64) * HV + tl.program_id(0)
     p_f = factors + place * 4 * C + row
     total = cumulate(b_g)
     since_start = decay_since_start(total)

@@ -10,7 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.triton.delta_rule import scan_rows
+from torch_hybrid.ops.triton.delta_scan import (
+    EVERY,
+    UNEVEN,
+    is_uneven,
+    read_state,
+    scan_forms,
+    write_state,
+)
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
     cut,
@@ -21,6 +28,7 @@ from torch_hybrid.ops.triton.products import (
     transpose_dot,
     transposed,
 )
+from torch_hybrid.ops.triton.segments import Launch
 from torch_hybrid.ops.triton.state import zero_rows
 
 
@@ -49,53 +57,66 @@ def scan(
     cu_seqlens: Tensor,
     initial_indices: Tensor,
     state_indices: Tensor,
-) -> Tensor:
-    """Walk the chunks of every sequence; advances ``state`` and returns the outputs."""
+    *,
+    num_segments: int,
+) -> tuple[Tensor, Launch]:
+    """The outputs, and what walks a segment of the chunks of all sequences.
+
+    It fills in the outputs and advances ``state``.
+    """
     keys, solve, attend = prepared.keys, prepared.solve, prepared.attend
     _, num_pieces, num_k_heads, head_dim_k = keys.shape
     num_tokens, num_v_heads, head_dim_v = v.shape
     num_seqs = state_indices.shape[0]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     hopper = is_hopper(v.device) and head_dim_k <= 128
-    block_v, num_warps = scan_rows(
-        v, num_v_heads * num_seqs, hopper=hopper, num_pieces=solve.shape[2]
-    )
-    _scan_kernel[(triton.cdiv(head_dim_v, block_v) * num_v_heads * num_seqs,)](
-        q,
-        keys,
-        v,
-        solve,
-        attend,
-        prepared.factors,
-        state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-        out,
-        num_tokens,
-        num_seqs,
-        # Constants, so that a tile's rows lie at constant distances: fewer registers.
-        STRIDE_Q=q.stride(0),
-        STRIDE_K=keys.stride(0),
-        STRIDE_V=v.stride(0),
-        H=num_k_heads,
-        HV=num_v_heads,
-        K=head_dim_k,
-        V=head_dim_v,
-        C=solve.shape[-1],
-        PK=num_pieces,
-        PA=attend.shape[2],
-        PS=solve.shape[2],
-        BLOCK_K=max(16, triton.next_power_of_2(head_dim_k)),
-        BLOCK_V=block_v,
-        num_warps=num_warps,
-        num_stages=3 if hopper and block_v <= 64 else 2,
-        enable_fp_fusion=True,
-    )
-    return out
+    forms = scan_forms(v, num_v_heads * num_seqs, hopper=hopper, num_pieces=solve.shape[2])
+    # What a segment leaves to the next; where there is one alone, nothing.
+    carry = state if num_segments == 1 else state.new_empty(num_seqs, *state.shape[1:])
+
+    def walk(first_block: int, last_block: int) -> None:
+        for form in forms:
+            _scan_kernel[(triton.cdiv(head_dim_v, form.block_v) * num_v_heads * num_seqs,)](
+                q,
+                keys,
+                v,
+                solve,
+                attend,
+                prepared.factors,
+                state,
+                cu_seqlens,
+                initial_indices,
+                state_indices,
+                out,
+                num_tokens,
+                num_seqs,
+                carry,
+                first_block,
+                last_block,
+                # Constants, so that a tile's rows lie at constant distances: fewer registers.
+                STRIDE_Q=q.stride(0),
+                STRIDE_K=keys.stride(0),
+                STRIDE_V=v.stride(0),
+                H=num_k_heads,
+                HV=num_v_heads,
+                K=head_dim_k,
+                V=head_dim_v,
+                C=solve.shape[-1],
+                PK=num_pieces,
+                PA=attend.shape[2],
+                PS=solve.shape[2],
+                BLOCK_K=max(16, triton.next_power_of_2(head_dim_k)),
+                BLOCK_V=form.block_v,
+                STEPS=form.steps,
+                num_warps=form.num_warps,
+                num_stages=3 if hopper and form.block_v <= 64 else 2,
+                enable_fp_fusion=True,
+            )
+
+    return out, walk
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "first_block", "last_block"])
 def _scan_kernel(
     q: tl.tensor,
     keys: tl.tensor,
@@ -110,6 +131,9 @@ def _scan_kernel(
     out: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
+    carry: tl.tensor,
+    first_block: tl.tensor,
+    last_block: tl.tensor,
     STRIDE_Q: tl.constexpr,
     STRIDE_K: tl.constexpr,
     STRIDE_V: tl.constexpr,
@@ -123,12 +147,16 @@ def _scan_kernel(
     PS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    STEPS: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_V rows of the state of one value head of one sequence, all its chunks.
+    """One program: BLOCK_V rows of the state of one value head, a sequence's chunks of a segment.
 
     All that it computes is the left side of its next product and has rows of V, tokens and
     channels are columns: numbers pass from product to product in registers.
     """
+    if STEPS != EVERY:  # noqa: SIM102  (one of them is known when it is compiled)
+        if is_uneven(cu_seqlens, num_seqs, HV) != (STEPS == UNEVEN):
+            return
     NUM_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
     seq = pid // (NUM_BLOCKS * HV)
@@ -142,11 +170,15 @@ def _scan_kernel(
 
     begin = tl.load(cu_seqlens + seq)
     end = tl.load(cu_seqlens + seq + 1)
-    # The rows past the last sequence are dealt out to the sequences in turn.
-    padding = tl.load(cu_seqlens + num_seqs) + seq
-    zero_rows(out, padding, num_tokens, num_seqs, head_v, index_v, mask_v, HV, V)
+    if first_block == 0:
+        # The rows past the last sequence are dealt out to the sequences in turn.
+        padding = tl.load(cu_seqlens + num_seqs) + seq
+        zero_rows(out, padding, num_tokens, num_seqs, head_v, index_v, mask_v, HV, V)
 
-    if begin < end:
+    before = begin // C + seq
+    first = tl.maximum(first_block - before, 0) * C
+    last = tl.minimum((last_block - before) * C, end - begin)
+    if first < last:
         row = tl.arange(0, C)
         tile_q = row[:, None] * STRIDE_Q + index_k
         tile_k = row[:, None] * STRIDE_K + index_k
@@ -155,12 +187,14 @@ def _scan_kernel(
         tile_out = index_v[:, None] + row[None, :] * (HV * V)
         everywhere = square >= 0
         zeros = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-        chunk = (begin // C + seq).to(tl.int64) * HV + head_v
+        chunk = (before + first // C).to(tl.int64) * HV + head_v
 
-        initial = tl.load(initial_indices + seq).to(tl.int64)
-        p_s = state + (initial * HV + head_v) * V * K + index_v[:, None] * K + index_k
-        b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
-        for done in range(0, end - begin, C):
+        tile_s = index_v[:, None] * K + index_k
+        is_first = first == 0
+        b_s = read_state(
+            state, carry, initial_indices, seq, is_first, head_v, tile_s, mask_s, HV, V * K
+        )
+        for done in range(first, last, C):
             # From the token each time: one number to keep instead of five places.
             token = (begin + done).to(tl.int64)
             p_q = q + token * STRIDE_Q + head_k * K + tile_q
@@ -202,8 +236,8 @@ def _scan_kernel(
             update = pieces_dot(pieces, b_k, tl.zeros([BLOCK_V, BLOCK_K], dtype=tl.float32))
             b_s = b_s * decay + update * unit[:, None]
             chunk += HV
-        # Read here, so that no register holds the place of the state through the loop.
-        slot = tl.load(state_indices + seq).to(tl.int64)
-        if slot != 0:
-            p_s = state + (slot * HV + head_v) * V * K + index_v[:, None] * K + index_k
-            tl.store(p_s, b_s, mask=mask_s)
+        is_last = last == end - begin
+        tile_s = index_v[:, None] * K + index_k
+        write_state(
+            b_s, state, carry, state_indices, seq, is_last, head_v, tile_s, mask_s, HV, V * K
+        )

@@ -10,7 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.triton.delta_rule import scan_rows
+from torch_hybrid.ops.triton.delta_scan import (
+    EVERY,
+    UNEVEN,
+    is_uneven,
+    read_state,
+    scan_forms,
+    write_state,
+)
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
     cut_rows,
@@ -20,6 +27,7 @@ from torch_hybrid.ops.triton.products import (
     transpose_dot,
     transposed,
 )
+from torch_hybrid.ops.triton.segments import Launch
 from torch_hybrid.ops.triton.state import zero_rows
 
 
@@ -52,46 +60,60 @@ def scan(
     state_indices: Tensor,
     *,
     scale: float,
-) -> Tensor:
-    """Walk the chunks of every sequence; advances ``state`` and returns the outputs."""
+    num_segments: int,
+) -> tuple[Tensor, Launch]:
+    """The outputs, and what walks a segment of the chunks of all sequences.
+
+    It fills in the outputs and advances ``state``.
+    """
     num_tokens, num_pieces, num_heads, head_dim_k = prepared.reads.shape
     head_dim_v, num_seqs = v.shape[-1], state_indices.shape[0]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     hopper = is_hopper(v.device)
-    block_v, num_warps = scan_rows(v, num_heads * num_seqs, hopper=hopper, num_pieces=num_pieces)
-    _scan_kernel[(triton.cdiv(head_dim_v, block_v) * num_heads * num_seqs,)](
-        prepared.queries,
-        prepared.reads,
-        prepared.writes,
-        v,
-        prepared.solve,
-        prepared.attend,
-        prepared.factors,
-        state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-        out,
-        scale,
-        num_tokens,
-        num_seqs,
-        # A constant, so that a tile's rows lie at constant distances: fewer registers.
-        STRIDE_V=v.stride(0),
-        H=num_heads,
-        K=head_dim_k,
-        V=head_dim_v,
-        C=prepared.solve.shape[-1],
-        PS=num_pieces,
-        BLOCK_K=max(16, triton.next_power_of_2(head_dim_k)),
-        BLOCK_V=block_v,
-        num_warps=num_warps,
-        num_stages=3 if hopper else 2,
-        enable_fp_fusion=True,
-    )
-    return out
+    forms = scan_forms(v, num_heads * num_seqs, hopper=hopper, num_pieces=num_pieces)
+    # What a segment leaves to the next; where there is one alone, nothing.
+    carry = state if num_segments == 1 else state.new_empty(num_seqs, *state.shape[1:])
+
+    def walk(first_block: int, last_block: int) -> None:
+        for form in forms:
+            _scan_kernel[(triton.cdiv(head_dim_v, form.block_v) * num_heads * num_seqs,)](
+                prepared.queries,
+                prepared.reads,
+                prepared.writes,
+                v,
+                prepared.solve,
+                prepared.attend,
+                prepared.factors,
+                state,
+                cu_seqlens,
+                initial_indices,
+                state_indices,
+                out,
+                scale,
+                num_tokens,
+                num_seqs,
+                carry,
+                first_block,
+                last_block,
+                # A constant, so that a tile's rows lie at constant distances: fewer registers.
+                STRIDE_V=v.stride(0),
+                H=num_heads,
+                K=head_dim_k,
+                V=head_dim_v,
+                C=prepared.solve.shape[-1],
+                PS=num_pieces,
+                BLOCK_K=max(16, triton.next_power_of_2(head_dim_k)),
+                BLOCK_V=form.block_v,
+                STEPS=form.steps,
+                num_warps=form.num_warps,
+                num_stages=3 if hopper else 2,
+                enable_fp_fusion=True,
+            )
+
+    return out, walk
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "first_block", "last_block"])
 def _scan_kernel(
     queries: tl.tensor,
     reads: tl.tensor,
@@ -108,6 +130,9 @@ def _scan_kernel(
     scale: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
+    carry: tl.tensor,
+    first_block: tl.tensor,
+    last_block: tl.tensor,
     STRIDE_V: tl.constexpr,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -116,12 +141,16 @@ def _scan_kernel(
     PS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    STEPS: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_V rows of the state of one head of one sequence, all its chunks.
+    """One program: BLOCK_V rows of the state of one head, a sequence's chunks of a segment.
 
     All that it computes is the left side of its next product and has rows of V, tokens and
     channels are columns: numbers pass from product to product in registers.
     """
+    if STEPS != EVERY:  # noqa: SIM102  (one of them is known when it is compiled)
+        if is_uneven(cu_seqlens, num_seqs, H) != (STEPS == UNEVEN):
+            return
     NUM_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
     seq = pid // (NUM_BLOCKS * H)
@@ -134,11 +163,15 @@ def _scan_kernel(
 
     begin = tl.load(cu_seqlens + seq)
     end = tl.load(cu_seqlens + seq + 1)
-    # The rows past the last sequence are dealt out to the sequences in turn.
-    padding = tl.load(cu_seqlens + num_seqs) + seq
-    zero_rows(out, padding, num_tokens, num_seqs, head, index_v, mask_v, H, V)
+    if first_block == 0:
+        # The rows past the last sequence are dealt out to the sequences in turn.
+        padding = tl.load(cu_seqlens + num_seqs) + seq
+        zero_rows(out, padding, num_tokens, num_seqs, head, index_v, mask_v, H, V)
 
-    if begin < end:
+    before = begin // C + seq
+    first = tl.maximum(first_block - before, 0) * C
+    last = tl.minimum((last_block - before) * C, end - begin)
+    if first < last:
         row = tl.arange(0, C)
         tile_q = row[:, None] * (H * K) + index_k
         tile_k = row[:, None] * (PS * H * K) + index_k
@@ -147,12 +180,14 @@ def _scan_kernel(
         everywhere = square >= 0
         tile_out = index_v[:, None] + row[None, :] * (H * V)
         zeros = tl.zeros([BLOCK_V, C], dtype=tl.float32)
-        chunk = (begin // C + seq).to(tl.int64) * H + head
+        chunk = (before + first // C).to(tl.int64) * H + head
 
-        initial = tl.load(initial_indices + seq).to(tl.int64)
-        p_s = state + (initial * H + head) * V * K + index_v[:, None] * K + index_k
-        b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
-        for done in range(0, end - begin, C):
+        tile_s = index_v[:, None] * K + index_k
+        is_first = first == 0
+        b_s = read_state(
+            state, carry, initial_indices, seq, is_first, head, tile_s, mask_s, H, V * K
+        )
+        for done in range(first, last, C):
             # From the token each time: one number to keep instead of five places.
             token = (begin + done).to(tl.int64)
             p_rows = (token * PS * H + head) * K + tile_k
@@ -184,8 +219,6 @@ def _scan_kernel(
             update = pieces_dot(pieces, b_k, tl.zeros([BLOCK_V, BLOCK_K], dtype=tl.float32))
             b_s = b_s * decay + update * unit[:, None]
             chunk += H
-        # Read here, so that no register holds the place of the state through the loop.
-        slot = tl.load(state_indices + seq).to(tl.int64)
-        if slot != 0:
-            p_s = state + (slot * H + head) * V * K + index_v[:, None] * K + index_k
-            tl.store(p_s, b_s, mask=mask_s)
+        is_last = last == end - begin
+        tile_s = index_v[:, None] * K + index_k
+        write_state(b_s, state, carry, state_indices, seq, is_last, head, tile_s, mask_s, H, V * K)

@@ -16,6 +16,8 @@ _FULL_DECAY: tl.constexpr = tl.constexpr(FULL_DECAY)
 LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
 _LOG2_E: tl.constexpr = tl.constexpr(1.44269502162933349609375)  # to float32 precision
 _LOG2_E_REST: tl.constexpr = tl.constexpr(math.log2(math.e) - 1.44269502162933349609375)
+# A decay of one token of which 16 have integers that do not overflow.
+MOST_FIXED: tl.constexpr = tl.constexpr(-11.0)
 _LN_2: tl.constexpr = tl.constexpr(math.log(2))
 
 
@@ -42,6 +44,23 @@ def softplus(x: tl.tensor) -> tl.tensor:
     for i in tl.static_range(7):
         series = series * t + 1.0 / (13 - 2 * i)
     return tl.maximum(x, 0.0) + 2.0 * s * series
+
+
+@triton.jit
+def fixed_decay(g: tl.tensor) -> tl.tensor:
+    """g, cut off at MOST_FIXED, as an integer that counts 2^-23 powers of 2.
+
+    Sums and differences of integers are exact, also where longer sums overflow.
+    """
+    return (tl.maximum(g, MOST_FIXED) * (_LOG2_E * 8388608.0) - 0.5).to(tl.int32)
+
+
+@triton.jit
+def fixed_exp(x: tl.tensor) -> tl.tensor:
+    """The power of 2 of such an integer, between 2^-126 and 2^126."""
+    fraction = ((x & 0x7FFFFF) | 0x3F800000).to(tl.float32, bitcast=True)  # 1 more than it is
+    power = tl.exp2(fraction).to(tl.int32, bitcast=True)
+    return (power + (x & -0x800000) - 0x800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

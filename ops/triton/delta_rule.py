@@ -1,40 +1,15 @@
 # mypy: disable-error-code="untyped-decorator"
-"""What the chunk forms of delta rules share in Triton: the system of a chunk, the cut of a scan.
+"""What the first launches of delta rules share in Triton: the system of a chunk.
 
 READMEs of the families derive it.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from torch_hybrid.ops.triton.devices import PROCESSORS
 from torch_hybrid.ops.triton.products import exact_dot
-
-
-def scan_rows(v: Tensor, num_states: int, *, hopper: bool, num_pieces: int) -> tuple[int, int]:
-    """How many rows of V of a state a program of the scan walks with, and by how many warps.
-
-    Args:
-        v: [T, HV, V].
-        num_states: value heads of all sequences of the step, of which most may be empty.
-        hopper: registers and shared memory hold more rows.
-        num_pieces: in which what reaches a state is kept.
-    """
-    head_dim_v = v.shape[-1]
-    # 16 rows for each warp's products, or as many as registers hold.
-    most = 64 if hopper and v.dtype != torch.float32 else 16
-    block_v = max(16, min(most, triton.next_power_of_2(head_dim_v)))
-    programs = triton.cdiv(head_dim_v, block_v) * num_states
-    if block_v == 64 < head_dim_v and programs > 4 * PROCESSORS and num_pieces == 2:
-        # More than run at once: two times four warps share what they read. Many more, since of
-        # eight sequences of 1024 tokens this takes 177 us instead of 209 (KDA: 208 and 263), but of
-        # one of 8192, in a step captured for eight, 622 instead of 349 (783 and 485).
-        return 128, 8
-    return block_v, 8 if v.dtype == torch.float32 else 4
 
 
 @triton.jit

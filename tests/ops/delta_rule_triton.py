@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from types import ModuleType
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -67,6 +70,31 @@ def assert_as_exact(
     torch.testing.assert_close(
         state[~written], inputs.state[~written], rtol=0, atol=0, equal_nan=True
     )
+
+
+def check_many_chunks(
+    op: Callable[..., Tensor], recurrent: Callable[..., Tensor], inputs: Inputs
+) -> None:
+    """As the recurrent kernel, on enough programs for a race between threads to show."""
+    inputs = on_device(inputs, "cuda")
+    stepped = inputs.copy()
+    expected = recurrent(*stepped.args(), **stepped.options(), impl="triton")
+    out = op(*inputs.args(), **inputs.options(), impl="triton")
+    written = inputs.state_indices[inputs.cu_seqlens.diff() > 0].long()
+    for name, actual, exact, most in (
+        ("outputs", out, expected, 2**-6),
+        ("states", inputs.state[written], stepped.state[written], 2**-19),
+    ):
+        error, scale = (actual - exact).abs().max(), exact.abs().max()
+        assert error <= most * scale, f"{name} up to {scale:.1e} are off by {error:.1e}"
+
+
+@contextmanager
+def scanned_in_one_form(module: ModuleType, index: int) -> Iterator[None]:
+    """Of the forms in which ``module`` launches its scan, one alone is launched, or none."""
+    forms = module.scan_forms
+    with mock.patch.object(module, "scan_forms", lambda *a, **k: forms(*a, **k)[index:][:1]):
+        yield
 
 
 def tensor_fields(inputs: Inputs) -> list[str]:

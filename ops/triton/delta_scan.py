@@ -1,0 +1,129 @@
+# mypy: disable-error-code="untyped-decorator"
+"""How the scans of delta rules are cut: rows of V, segments of chunks, and the states between."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
+
+# Tokens of a segment at least, and segments at most: each is two launches.
+_SEGMENT = 1024
+_MOST_SEGMENTS = 4
+# Of which steps a launch is, which only the device knows.
+EVERY: tl.constexpr = tl.constexpr(0)
+UNEVEN: tl.constexpr = tl.constexpr(1)
+EVEN: tl.constexpr = tl.constexpr(2)
+# Tokens of all sequences and heads that take as long as one of the longest sequence alone.
+_ALONE: tl.constexpr = tl.constexpr(92)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """How many rows of V of a state a program walks with, by how many warps, and when."""
+
+    block_v: int
+    num_warps: int
+    steps: int = EVERY.value
+
+
+def scan_forms(v: Tensor, num_states: int, *, hopper: bool, num_pieces: int) -> tuple[Form, ...]:
+    """Of these, launched one after the other, one walks and the others return at once.
+
+    Args:
+        v: [T, HV, V].
+        num_states: value heads of all sequences of the step, of which most may be empty.
+        hopper: registers and shared memory hold more rows.
+        num_pieces: in which what reaches a state is kept.
+    """
+    head_dim_v = v.shape[-1]
+    num_warps = 8 if v.dtype == torch.float32 else 4
+    # 16 rows for each warp's products, or as many as registers hold.
+    most = 64 if hopper and v.dtype != torch.float32 else 16
+    block_v = max(16, min(most, triton.next_power_of_2(head_dim_v)))
+    programs = triton.cdiv(head_dim_v, block_v) * num_states
+    if block_v < 64 or head_dim_v <= 64 or programs <= 4 * PROCESSORS or num_pieces != 2:
+        return (Form(block_v=block_v, num_warps=num_warps),)
+    # May be more than run at once: two times four warps share what they read. Eight sequences of
+    # 1024 tokens take 176 us instead of 209 (KDA: 203 and 264), one of 8192 611 instead of 343
+    # (743 and 490).
+    return (
+        Form(block_v=64, num_warps=4, steps=UNEVEN.value),
+        Form(block_v=128, num_warps=8, steps=EVEN.value),
+    )
+
+
+def num_segments(v: Tensor, num_states: int) -> int:
+    """In how many segments to walk beside the first launch: in 1 where walks fill the GPU.
+
+    One sequence of 8192 tokens takes 473 us instead of 530 (KDA: 745 and 855), one of 2048 138
+    instead of 151 (206 and 223); two of 4096 would take 467 instead of 385 (712 and 608).
+    """
+    few_programs = is_hopper(v.device) and v.dtype != torch.float32
+    if not few_programs or triton.cdiv(v.shape[-1], 64) * num_states > PROCESSORS // 2:
+        return 1
+    return max(1, min(_MOST_SEGMENTS, v.shape[0] // _SEGMENT))
+
+
+@triton.jit
+def is_uneven(cu_seqlens: tl.tensor, num_seqs: tl.tensor, HV: tl.constexpr) -> tl.tensor:
+    """Whether the longest sequence alone takes longer than all of them that share the GPU."""
+    longest = tl.zeros([256], dtype=tl.int32)
+    for base in range(0, num_seqs, 256):
+        seq = base + tl.arange(0, 256)
+        begin = tl.load(cu_seqlens + seq, mask=seq < num_seqs, other=0)
+        end = tl.load(cu_seqlens + seq + 1, mask=seq < num_seqs, other=0)
+        longest = tl.maximum(longest, end - begin)
+    num_tokens = tl.load(cu_seqlens + num_seqs)
+    return tl.max(longest, 0).to(tl.int64) * _ALONE > num_tokens.to(tl.int64) * HV
+
+
+@triton.jit
+def read_state(
+    state: tl.tensor,
+    carry: tl.tensor,
+    initial_indices: tl.tensor,
+    seq: tl.tensor,
+    is_first: tl.tensor,
+    head: tl.tensor,
+    tile: tl.tensor,
+    mask: tl.tensor,
+    HV: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> tl.tensor:
+    """A tile of the state [HV, SIZE] from which a sequence's first segment starts, or another."""
+    if is_first:
+        slot = tl.load(initial_indices + seq).to(tl.int64)
+        b_s = tl.load(state + (slot * HV + head) * SIZE + tile, mask=mask & (slot != 0), other=0.0)
+    else:
+        b_s = tl.load(carry + (seq.to(tl.int64) * HV + head) * SIZE + tile, mask=mask, other=0.0)
+    return b_s
+
+
+@triton.jit
+def write_state(
+    b_s: tl.tensor,
+    state: tl.tensor,
+    carry: tl.tensor,
+    state_indices: tl.tensor,
+    seq: tl.tensor,
+    is_last: tl.tensor,
+    head: tl.tensor,
+    tile: tl.tensor,
+    mask: tl.tensor,
+    HV: tl.constexpr,
+    SIZE: tl.constexpr,
+) -> None:
+    """Leave a tile of the state where a sequence's last segment does, or for its next segment."""
+    if is_last:
+        # Read here, so that no register holds the place of the state through the loop.
+        slot = tl.load(state_indices + seq).to(tl.int64)
+        if slot != 0:
+            tl.store(state + (slot * HV + head) * SIZE + tile, b_s, mask=mask)
+    else:
+        tl.store(carry + (seq.to(tl.int64) * HV + head) * SIZE + tile, b_s, mask=mask)
