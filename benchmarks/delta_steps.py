@@ -22,11 +22,11 @@ from torch import Tensor
 from benchmarks.recurrence import DECODE_BYTES
 from benchmarks.timing import Clock, clock_arguments, clock_of
 from tests.ops.delta_step_cases import Inputs
-from tests.ops.delta_step_contract import Family
+from tests.ops.delta_step_family import Family
 from tests.ops.gated_delta_step import cases as gated
-from tests.ops.gated_delta_step.test_contract import FAMILY as GATED
+from tests.ops.gated_delta_step.family import FAMILY as GATED
 from tests.ops.kimi_delta_step import cases as kimi
-from tests.ops.kimi_delta_step.test_contract import FAMILY as KIMI
+from tests.ops.kimi_delta_step.family import FAMILY as KIMI
 
 BATCHES = (1, 2, 8, 32)
 HEADS = 16

@@ -32,8 +32,8 @@ from benchmarks.gpu.case import Absent, Case, Turns
 from benchmarks.gpu.clock import Call, Rates, Time
 from benchmarks.mixers import Row
 from benchmarks.models import fill
-from tests.ops.gated_delta_step.test_contract import FAMILY as GATED
-from tests.ops.kimi_delta_step.test_contract import FAMILY as KIMI
+from tests.ops.gated_delta_step.family import FAMILY as GATED
+from tests.ops.kimi_delta_step.family import FAMILY as KIMI
 from torch_hybrid import Runner
 from torch_hybrid.ops.capability import Capability, Implementation
 

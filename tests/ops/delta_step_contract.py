@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import ClassVar
@@ -19,9 +19,8 @@ from tests.ops.contract import (
     skip_reason,
 )
 from tests.ops.delta_step_cases import Case, Inputs
+from tests.ops.delta_step_family import Family
 from tests.ops.pages import offsets
-from torch_hybrid.ops.capability import Implementation
-from torch_hybrid.ops.causal_conv1d import causal_conv1d
 
 DEVICE = "cpu"
 POOLS = ("conv_state", "state")
@@ -49,65 +48,18 @@ class Expected:
         )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Family:
-    """A step: its op, its oracle and its inputs. ``cases`` has one named "mixed".
-
-    ``recurrence`` and ``activations`` are the parts that it is made of: the recurrent op, and what
-    a layer makes of inputs: the log decays and step sizes, and the norm of outputs gated by z.
-    """
-
-    op: Callable[..., Tensor]
-    implementations: Mapping[str, Implementation]
-    reference: Callable[..., Tensor]
-    cases: Mapping[str, Case]
-    make_inputs: Callable[..., Inputs]
-    recurrence: Callable[..., Tensor]
-    gates: Callable[[Inputs], tuple[Tensor, Tensor]]
-    gated_norm: Callable[[Inputs, Tensor], Tensor]
-
-    def run(self, inputs: Inputs, impl: str) -> Tensor:
-        return self.op(*inputs.args(), **inputs.options(), impl=impl)
-
-    def by_reference(self, inputs: Inputs) -> Tensor:
-        return self.reference(*inputs.args(), **inputs.options())
-
-    def by_parts(self, inputs: Inputs, impl: str) -> Tensor:
-        """The ops of a convolution and of the recurrence, and between them what a layer does."""
-        num_tokens, (_, num_heads, v_dim, k_dim) = len(inputs.qkv), inputs.state.shape
-        index = (inputs.cu_seqlens, inputs.initial_indices, inputs.state_indices)
-        weights = (inputs.conv_weight, inputs.conv_bias, inputs.conv_state)
-        activation = inputs.activation
-        mixed = causal_conv1d(inputs.qkv, *weights, *index, activation=activation, impl=impl)
-        k_size = (mixed.shape[1] - num_heads * v_dim) // 2
-        q, k, v = mixed.split([k_size, k_size, num_heads * v_dim], 1)
-        o = self.recurrence(
-            q.view(num_tokens, -1, k_dim),
-            k.view(num_tokens, -1, k_dim),
-            v.view(num_tokens, -1, v_dim),
-            *self.gates(inputs),
-            inputs.state,
-            *index,
-            scale=inputs.scale,
-            qk_l2norm=True,
-            impl=impl,
-        )
-        return self.gated_norm(inputs, o).flatten(1)
-
-    def mixed(self, **changes: object) -> Inputs:
-        return self.make_inputs(replace(self.cases["mixed"], **changes))
-
-    @cache  # noqa: B019  (a few families live as long as the process)
-    def expect(self, case: Case, dtype: torch.dtype) -> Expected:
-        inputs = self.make_inputs(case, dtype)
-        exact, own = inputs.exact(), inputs.copy()
-        return Expected(
-            inputs=inputs,
-            exact=exact,
-            out_exact=self.by_reference(exact),
-            reference=own,
-            out_reference=self.by_reference(own),
-        )
+@cache
+def expect(family: Family, case: Case, dtype: torch.dtype) -> Expected:
+    """What a family's reference makes of a case."""
+    inputs = family.make_inputs(case, dtype)
+    exact, own = inputs.exact(), inputs.copy()
+    return Expected(
+        inputs=inputs,
+        exact=exact,
+        out_exact=family.by_reference(exact),
+        reference=own,
+        out_reference=family.by_reference(own),
+    )
 
 
 class DeltaStepContract:
@@ -137,12 +89,12 @@ class DeltaStepContract:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
     def test_it_is_as_exact_as_the_reference(self, impl: str, case: Case, dtype: torch.dtype):
-        expected = self.family.expect(case, dtype)
+        expected = expect(self.family, case, dtype)
         inputs = expected.inputs.copy()
         expected.check(self.family.run(inputs, impl), inputs)
 
     def test_it_is_as_exact_in_fp16(self):
-        expected = self.family.expect(self.family.cases["mixed"], torch.float16)
+        expected = expect(self.family, self.family.cases["mixed"], torch.float16)
         inputs = expected.inputs.copy()
         expected.check(self.family.run(inputs, "torch"), inputs)
 

@@ -9,7 +9,8 @@ import torch
 
 from tests.ops.contract import rows_apart
 from tests.ops.delta_step_cases import TENSORS, Case, Inputs
-from tests.ops.delta_step_contract import Family
+from tests.ops.delta_step_contract import expect
+from tests.ops.delta_step_family import Family
 from tests.ops.triton_compile import Launch, launches_on
 
 
@@ -17,7 +18,7 @@ def check(family: Family, case: Case, dtype: torch.dtype) -> None:
     """The kernel on a GPU is as exact as the reference."""
     moved = on_device(family.make_inputs(case, dtype))
     out = family.run(moved, "triton")
-    family.expect(case, dtype).check(out.cpu(), on_device(moved, "cpu"))
+    expect(family, case, dtype).check(out.cpu(), on_device(moved, "cpu"))
 
 
 def check_captured(family: Family) -> None:
@@ -30,7 +31,7 @@ def check_captured(family: Family) -> None:
     for lengths in [(1, 0, 1), (0, 1, 0)]:
         padding = 5 - sum(lengths)
         case = replace(family.cases["mixed"], lengths=lengths, num_padding_tokens=padding)
-        expected = family.expect(case, torch.float32)
+        expected = expect(family, case, torch.float32)
         for name in TENSORS:
             if getattr(captured, name) is not None:
                 getattr(captured, name).copy_(getattr(expected.inputs, name))

@@ -8,40 +8,15 @@ from dataclasses import replace
 import expecttest
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tests.ops.contract import impls_on, pool_clones
-from tests.ops.delta_step_cases import Inputs
-from tests.ops.delta_step_contract import DeltaStepContract, Family
-from tests.ops.gated_delta_step.cases import CASES, case, make_inputs
+from tests.ops.delta_step_contract import DeltaStepContract
+from tests.ops.gated_delta_step.cases import case, make_inputs
+from tests.ops.gated_delta_step.family import FAMILY
 from tests.ops.recurrent_contract import schemas
-from torch_hybrid.ops.gated_delta_rule import recurrent_gated_delta_rule
 from torch_hybrid.ops.gated_delta_step import gated_delta_step
 from torch_hybrid.ops.gated_delta_step.op import IMPLEMENTATIONS
-from torch_hybrid.ops.gated_delta_step.reference import gated_delta_step_reference
-
-
-def gates(x: Inputs) -> tuple[Tensor, Tensor]:
-    g = -x.A_log.float().exp() * F.softplus(x.a.float() + x.dt_bias.float())
-    return g, x.b.float().sigmoid() * x.rule["beta_scale"]
-
-
-def gated_norm(x: Inputs, o: Tensor) -> Tensor:
-    normed = F.rms_norm(o.float(), (o.shape[-1],), eps=x.norm_eps).to(o.dtype)
-    return (x.norm_weight * normed * F.silu(x.z.float()).view_as(o)).to(o.dtype)
-
-
-FAMILY = Family(
-    op=gated_delta_step,
-    implementations=IMPLEMENTATIONS,
-    reference=gated_delta_step_reference,
-    cases=CASES,
-    make_inputs=make_inputs,
-    recurrence=recurrent_gated_delta_rule,
-    gates=gates,
-    gated_norm=gated_norm,
-)
 
 
 class TestContract(DeltaStepContract):

@@ -8,42 +8,12 @@ from dataclasses import replace
 import expecttest
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from tests.ops.delta_step_cases import Inputs
-from tests.ops.delta_step_contract import DeltaStepContract, Family
-from tests.ops.kimi_delta_step.cases import CASES, case, make_inputs
+from tests.ops.delta_step_contract import DeltaStepContract
+from tests.ops.kimi_delta_step.cases import case, make_inputs
+from tests.ops.kimi_delta_step.family import FAMILY
 from tests.ops.recurrent_contract import schemas
-from torch_hybrid.ops.kimi_delta_attention import recurrent_kimi_delta_attention
 from torch_hybrid.ops.kimi_delta_step import kimi_delta_step
-from torch_hybrid.ops.kimi_delta_step.op import IMPLEMENTATIONS
-from torch_hybrid.ops.kimi_delta_step.reference import kimi_delta_step_reference
-
-
-def gates(x: Inputs) -> tuple[Tensor, Tensor]:
-    rate = x.A_log.float().exp()[:, None]
-    step = x.a.float().unflatten(1, x.dt_bias.shape) + x.dt_bias.float()
-    bound = x.rule["gate_lower_bound"]
-    g = -rate * F.softplus(step) if bound is None else bound * (rate * step).sigmoid()
-    return g, x.b.float().sigmoid()
-
-
-def gated_norm(x: Inputs, o: Tensor) -> Tensor:
-    normed = F.rms_norm(o.float(), (o.shape[-1],), x.norm_weight.float(), x.norm_eps)
-    return (normed * x.z.float().sigmoid().view_as(o)).to(o.dtype)
-
-
-FAMILY = Family(
-    op=kimi_delta_step,
-    implementations=IMPLEMENTATIONS,
-    reference=kimi_delta_step_reference,
-    cases=CASES,
-    make_inputs=make_inputs,
-    recurrence=recurrent_kimi_delta_attention,
-    gates=gates,
-    gated_norm=gated_norm,
-)
 
 
 class TestContract(DeltaStepContract):

@@ -1,0 +1,36 @@
+"""The gated delta rule's decode step, its oracle and its parts."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.ops.delta_step_cases import Inputs
+from tests.ops.delta_step_family import Family
+from tests.ops.gated_delta_step.cases import CASES, make_inputs
+from torch_hybrid.ops.gated_delta_rule import recurrent_gated_delta_rule
+from torch_hybrid.ops.gated_delta_step import gated_delta_step
+from torch_hybrid.ops.gated_delta_step.op import IMPLEMENTATIONS
+from torch_hybrid.ops.gated_delta_step.reference import gated_delta_step_reference
+
+
+def gates(x: Inputs) -> tuple[Tensor, Tensor]:
+    g = -x.A_log.float().exp() * F.softplus(x.a.float() + x.dt_bias.float())
+    return g, x.b.float().sigmoid() * x.rule["beta_scale"]
+
+
+def gated_norm(x: Inputs, o: Tensor) -> Tensor:
+    normed = F.rms_norm(o.float(), (o.shape[-1],), eps=x.norm_eps).to(o.dtype)
+    return (x.norm_weight * normed * F.silu(x.z.float()).view_as(o)).to(o.dtype)
+
+
+FAMILY = Family(
+    op=gated_delta_step,
+    implementations=IMPLEMENTATIONS,
+    reference=gated_delta_step_reference,
+    cases=CASES,
+    make_inputs=make_inputs,
+    recurrence=recurrent_gated_delta_rule,
+    gates=gates,
+    gated_norm=gated_norm,
+)
