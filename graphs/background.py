@@ -17,7 +17,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -211,13 +211,17 @@ class StepsBeside:
                 raise EOFError
             if child is not None:
                 self._brought[variant] = record
-        if child is None:
+        if child is not None:
+            with suppress(EOFError):  # closed: all that it was needed for is here
+                child.receive()  # not ended before it has written what others will find
+        else:
             steps.save_if_new()
             self._brought.update(brought)
 
 
 def _compiled_files(make: MakeSteps, model: Model, store: StepStore, folder: Path) -> Iterator[str]:
-    """Compile all variants, and yield an artefact of each: the work of the forked process."""
+    """Compile all variants, and yield an artefact of each, and their folder when the runner's own
+    artefact is written too: the work of the forked process."""
     be_alone()
     try:
         with _prepared(model, store):
@@ -228,6 +232,7 @@ def _compiled_files(make: MakeSteps, model: Model, store: StepStore, folder: Pat
                 steps.save(path, [variant])
                 yield str(path)
             steps.save_if_new()
+            yield str(folder)
     except Exception as error:  # of any pass or compiler; a line of it is told
         raise ForkedError(_in_one_line(error)) from error
 
