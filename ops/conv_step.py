@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-ACTIVATIONS = ("none", "silu")
-MIN_WIDTH, MAX_WIDTH = 2, 8
+from torch_hybrid.ops.causal_conv1d.op import ACTIVATIONS, MAX_WIDTH, MIN_WIDTH
 
 
 def check_activation(activation: str) -> None:

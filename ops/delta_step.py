@@ -11,15 +11,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from torch_hybrid.ops.conv_step import check_activation, check_lengths, check_width, convolve
 from torch_hybrid.ops.delta_rule import l2_normalize
 from torch_hybrid.ops.ragged_chunks import initial_states, live_sequences, store_states
 from torch_hybrid.ops.recurrence import check_slots, check_tokens
 from torch_hybrid.ops.registration import check_contiguous, check_dtypes, check_shapes
-
-ACTIVATIONS = ("none", "silu")
-MIN_WIDTH, MAX_WIDTH = 2, 8
 
 # As they stand in the ops' schemas.
 SCHEMA = (
@@ -58,8 +55,7 @@ class StepTensors:
 
 def check_step(x: StepTensors, *, activation: str, by_channel: bool) -> None:
     """Raise ValueError naming the first argument that has a wrong shape, dtype, layout or value."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
+    check_activation(activation)
     _check_sizes(x, by_channel)
     num_tokens, channels = x.qkv.shape
     num_slots, num_v_heads, v_dim, k_dim = x.state.shape
@@ -98,9 +94,8 @@ def _check_sizes(x: StepTensors, by_channel: bool) -> None:
     ):
         if tensor.ndim != dims:
             raise ValueError(f"{name} must have {dims} dimensions, got {list(tensor.shape)}")
-    width, channels = x.conv_weight.shape[1], x.qkv.shape[1]
-    if not MIN_WIDTH <= width <= MAX_WIDTH:
-        raise ValueError(f"conv_weight must have width {MIN_WIDTH} to {MAX_WIDTH}, got {width}")
+    check_width(x.conv_weight)
+    channels = x.qkv.shape[1]
     _, num_v_heads, v_dim, k_dim = x.state.shape
     of_keys = channels - num_v_heads * v_dim
     if by_channel and of_keys != num_v_heads * 2 * k_dim:
@@ -112,13 +107,6 @@ def _check_sizes(x: StepTensors, by_channel: bool) -> None:
             f"qkv must have 2 H {k_dim} + {num_v_heads * v_dim} channels, where H divides the "
             f"{num_v_heads} heads of state, got {channels}"
         )
-
-
-def check_lengths(cu_seqlens: Tensor) -> None:
-    """Raise ValueError for offsets on the host of a sequence of several tokens."""
-    lengths = cu_seqlens.diff().tolist()
-    if any(length > 1 for length in lengths):
-        raise ValueError(f"each sequence must have one token or none, got lengths {lengths}")
 
 
 def step_in_torch(
@@ -148,7 +136,7 @@ def step_in_torch(
     window = torch.cat([past, x.qkv[token][:, None]], 1)
     is_stored = seqs.slots > 0
     x.conv_state[seqs.slots[is_stored]] = window[is_stored, 1:]
-    mixed = _convolve(window, x.conv_weight, x.conv_bias, activation)
+    mixed = convolve(window, x.conv_weight, x.conv_bias, activation)
     q, k, v = mixed.float().split(x.widths, 1)
     q, k = (l2_normalize(part.unflatten(1, (-1, k_dim))) for part in (q, k))
     group = num_heads // k.shape[1]
@@ -164,13 +152,3 @@ def step_in_torch(
     out = torch.zeros_like(x.z, memory_format=torch.contiguous_format)
     out[token] = gated_norm(o, x.z[token].view_as(o)).flatten(1)
     return out
-
-
-def _convolve(window: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """The last token of each window [N, W, C] -> [N, C], in its dtype."""
-    y = torch.zeros_like(window[:, 0], dtype=torch.float32)
-    for x, taps in zip(window.unbind(1), weight.T, strict=True):
-        y.addcmul_(x.float(), taps.float())
-    if bias is not None:
-        y += bias.float()
-    return (F.silu(y) if activation == "silu" else y).to(window.dtype)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.delta_step import check_lengths
+from torch_hybrid.ops.conv_step import check_lengths
 from torch_hybrid.ops.native.call import kernel
 from torch_hybrid.ops.state_bounds import check_state_indices
 
