@@ -21,6 +21,8 @@ from benchmarks.gpu.case import (
     own,
     randn,
 )
+from tests.ops.step_lengths import step_lengths
+from torch_hybrid.ops.planning import Planned, Planner
 from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.ssd import chunk_ssd, recurrent_ssd
 from torch_hybrid.ops.ssd.op import CHUNK_IMPLEMENTATIONS, RECURRENT_IMPLEMENTATIONS
@@ -73,6 +75,10 @@ class StateSpace(Inputs):
             indices=torch.arange(1, num_seqs + 1, dtype=torch.int32),
         )
 
+    def plan(self, planner: Planner) -> Planned:
+        slots = {"initial_indices": self.indices, "state_indices": self.indices}
+        return planner(step_lengths(self.cu_seqlens, self.num_tokens, **slots))
+
     @property
     def scale(self) -> float:
         return self.sizes[2] ** -0.5
@@ -108,7 +114,7 @@ class StateSpace(Inputs):
         return self.num_tokens / CHUNK * per_chunk
 
 
-def call(op: Callable[..., Tensor], inputs: StateSpace, impl: str, **options: int) -> Tensor:
+def call(op: Callable[..., Tensor], inputs: StateSpace, impl: str, **options: Any) -> Tensor:
     """One call of this package's op."""
     return op(
         *inputs.qkv_views(),

@@ -18,7 +18,7 @@ shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,11 +27,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.flashinfer.states import aligned, packed_states, store_states
 from torch_hybrid.ops.planning import Lengths, Planned
 from torch_hybrid.ops.triton.products import inverse_root
 
 _ROWS = 32  # tokens of one head that a program brings into order
-_BLOCK = 4096  # elements of a state that a program moves
 
 # Where states are: in slots that are copied from and to, or in those that are written, in place.
 _APART, _BEGUN, _CARRIED_ON = 0, 1, 2
@@ -72,38 +72,21 @@ def chunk_gated_delta_rule(
         beta=rows.beta,
         scale=scale,
         output_final_state=True,
-        cu_seqlens=_aligned(cu_seqlens, 8),
+        cu_seqlens=aligned(cu_seqlens, 8),
         use_qk_l2norm_in_kernel=False,
         output=out,
         use_cp=bool(is_cut),
         backend="flashinfer",
     )
     if place == _APART:
-        _with_copies(run, state, cu_seqlens, initial_indices, state_indices)
+        packed = packed_states(state, cu_seqlens, initial_indices)
+        final = torch.empty_like(packed)  # a cut sequence's first state is read until its end
+        run(initial_state=packed, output_state=final)
+        store_states(final, state, cu_seqlens, state_indices)
     else:
         initial = state if place == _CARRIED_ON else None
         run(initial_state=initial, output_state=state, state_indices=state_indices)
     return out
-
-
-def _with_copies(
-    run: Callable[..., object],
-    state: Tensor,
-    cu_seqlens: Tensor,
-    initial_indices: Tensor,
-    state_indices: Tensor,
-) -> None:
-    """Run on packed states, one for each sequence, and put what they become into their slots.
-
-    Two buffers: where a sequence is cut, the state that it starts from is read while the one that
-    it ends with is written.
-    """
-    num_seqs, size = state_indices.shape[0], state[0].numel()
-    initial, final = state.new_empty(2, num_seqs, *state.shape[1:])
-    blocks = (num_seqs, triton.cdiv(size, _BLOCK))
-    _gather_kernel[blocks](state, initial, cu_seqlens, initial_indices, SIZE=size, BLOCK=_BLOCK)
-    run(initial_state=initial, output_state=final)
-    _scatter_kernel[blocks](final, state, cu_seqlens, state_indices, SIZE=size, BLOCK=_BLOCK)
 
 
 def plan(lengths: Lengths, *, num_v_heads: int, device: torch.device, **_: int) -> Planned:
@@ -191,11 +174,6 @@ class _Rows:
         )
 
 
-def _aligned(tensor: Tensor, num_bytes: int) -> Tensor:
-    """The tensor, or a copy where it lies in the middle of other data."""
-    return tensor if tensor.data_ptr() % num_bytes == 0 else tensor.clone()
-
-
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
 def _rows_kernel(
     q: tl.tensor,
@@ -274,41 +252,3 @@ def _unit_rows(
         row *= inverse_root(tl.sum(row * row, 1) + 1e-6)[:, None]
     p_rows = rows + (token * H + head)[:, None] * D + index
     tl.store(p_rows, row.to(rows.dtype.element_ty), mask=is_row[:, None])
-
-
-@triton.jit
-def _gather_kernel(
-    state: tl.tensor,
-    initial: tl.tensor,
-    cu_seqlens: tl.tensor,
-    initial_indices: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One program: a block of the state that a sequence starts from; slot 0 is the zero state."""
-    seq = tl.program_id(0).to(tl.int64)
-    if tl.load(cu_seqlens + seq) == tl.load(cu_seqlens + seq + 1):
-        return
-    slot = tl.load(initial_indices + seq).to(tl.int64)
-    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    held = tl.load(state + slot * SIZE + index, mask=(index < SIZE) & (slot > 0), other=0.0)
-    tl.store(initial + seq * SIZE + index, held, mask=index < SIZE)
-
-
-@triton.jit
-def _scatter_kernel(
-    final: tl.tensor,
-    state: tl.tensor,
-    cu_seqlens: tl.tensor,
-    state_indices: tl.tensor,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """One program: a block of the state that a sequence ends with; slot 0 stores nothing."""
-    seq = tl.program_id(0).to(tl.int64)
-    slot = tl.load(state_indices + seq).to(tl.int64)
-    if (slot == 0) | (tl.load(cu_seqlens + seq) == tl.load(cu_seqlens + seq + 1)):
-        return
-    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    left = tl.load(final + seq * SIZE + index, mask=index < SIZE)
-    tl.store(state + slot * SIZE + index, left, mask=index < SIZE)

@@ -29,24 +29,40 @@ _CPP_CAPABILITY = Capability(
     available=compiler_missing,
 )
 
-RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(
-        capability=_CPP_CAPABILITY, launcher=f"{_CPU}:recurrent_gated_delta_rule"
-    ),
-    "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            limits={"head_k_dim": 512},
-            cuda_graph=True,
-            available=triton_missing,
+RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = with_flashinfer(
+    "recurrent_gated_delta_rule",
+    {
+        "cpp": Implementation(
+            capability=_CPP_CAPABILITY, launcher=f"{_CPU}:recurrent_gated_delta_rule"
         ),
-        launcher=f"{_TRITON}:recurrent_gated_delta_rule",
+        "triton": Implementation(
+            capability=Capability(
+                devices=triton_devices(),
+                limits={"head_k_dim": 512},
+                cuda_graph=True,
+                available=triton_missing,
+            ),
+            launcher=f"{_TRITON}:recurrent_gated_delta_rule",
+        ),
+        "torch": Implementation(
+            capability=Capability(devices=frozenset({"cpu", "cuda"})),
+            launcher=f"{_TORCH}:recurrent_gated_delta_rule",
+        ),
+    },
+    Implementation(
+        capability=Capability(
+            devices=frozenset({"cuda"}),
+            dtypes=frozenset({torch.bfloat16}),
+            one_of={"head_k_dim": (128,), "head_v_dim": (128,)},
+            limits={"max_beta": 1},
+            cuda_graph=True,
+            available=flashinfer_missing(capabilities=HOPPER, cutlass_dsl=True),
+        ),
+        launcher=f"{_FLASHINFER}_decode:recurrent_gated_delta_rule",
+        planner="torch_hybrid.ops.flashinfer.one_token:plan",
+        by_name="its exponentials are approximations, whose errors add up in the states",
     ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"})),
-        launcher=f"{_TORCH}:recurrent_gated_delta_rule",
-    ),
-}
+)
 CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = with_flashinfer(
     "chunk_gated_delta_rule",
     {
@@ -95,6 +111,7 @@ def recurrent_gated_delta_rule(
     *,
     scale: float,
     qk_l2norm: bool,
+    planned: Sequence[Tensor] = (),
     impl: str,
 ) -> Tensor:
     """Run the gated delta rule token by token and advance the state of every sequence.
@@ -119,6 +136,8 @@ def recurrent_gated_delta_rule(
             for 0: that state is not stored.
         scale: factor on q, usually ``K ** -0.5``.
         qk_l2norm: scale each q and k to unit length first, by ``rsqrt(sum x^2 + 1e-6)``.
+        planned: for an implementation that plans, what its planner made for these lengths: its
+            tensors, and its values as a tensor on the host.
         impl: a name in RECURRENT_IMPLEMENTATIONS.
 
     Returns:
@@ -129,8 +148,9 @@ def recurrent_gated_delta_rule(
 
     From "Gated Delta Networks" (arXiv 2412.06464), as used by Qwen3-Next.
     """
-    sizes = {"head_k_dim": q.shape[-1]}
+    sizes = {"head_k_dim": q.shape[-1], "head_v_dim": v.shape[-1]}
     check_impl(impl, RECURRENT_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
+    check_planned(impl, RECURRENT_IMPLEMENTATIONS, planned)
     check_inputs(q, k, v, g, beta, state, cu_seqlens, initial_indices, state_indices)
     out: Tensor = _RECURRENT(
         q,
@@ -145,6 +165,7 @@ def recurrent_gated_delta_rule(
         scale=scale,
         qk_l2norm=qk_l2norm,
         impl=impl,
+        **given(planned),
     )
     return out
 
@@ -175,8 +196,6 @@ def chunk_gated_delta_rule(
     Args:
         chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only. "triton"
             and "flashinfer" take chunks of their own.
-        planned: for an implementation that plans, what its planner made for these lengths: its
-            tensors, and its values as a tensor on the host.
         impl: a name in CHUNK_IMPLEMENTATIONS.
     """
     sizes = {"head_k_dim": q.shape[-1], "head_v_dim": v.shape[-1]}
@@ -208,7 +227,8 @@ _TENSORS = (
     "Tensor initial_indices, Tensor state_indices"
 )
 _RECURRENT = define_op(
-    f"recurrent_gated_delta_rule({_TENSORS}, *, float scale, bool qk_l2norm, str impl) -> Tensor",
+    f"recurrent_gated_delta_rule({_TENSORS}, *, float scale, bool qk_l2norm, str impl, "
+    "Tensor[]? planned=None) -> Tensor",
     like=["v"],
     implementations=RECURRENT_IMPLEMENTATIONS,
 )

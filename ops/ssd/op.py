@@ -7,10 +7,13 @@ attention, which differ in their arguments alone; see README.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.recurrence import (
     DEFAULT_CHUNK_SIZE,
@@ -19,7 +22,13 @@ from torch_hybrid.ops.recurrence import (
     check_slots,
     check_tokens,
 )
-from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
+from torch_hybrid.ops.registration import (
+    check_impl,
+    check_planned,
+    check_shapes,
+    define_op,
+    given,
+)
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _CPU = "torch_hybrid.ops.ssd._cpu"
@@ -30,22 +39,36 @@ _CPP_CAPABILITY = Capability(
     available=compiler_missing,
 )
 
-RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(capability=_CPP_CAPABILITY, launcher=f"{_CPU}:recurrent_ssd"),
-    "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            limits={"head_k_dim": 512},
-            cuda_graph=True,
-            available=triton_missing,
+RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = with_flashinfer(
+    "recurrent_ssd",
+    {
+        "cpp": Implementation(capability=_CPP_CAPABILITY, launcher=f"{_CPU}:recurrent_ssd"),
+        "triton": Implementation(
+            capability=Capability(
+                devices=triton_devices(),
+                limits={"head_k_dim": 512},
+                cuda_graph=True,
+                available=triton_missing,
+            ),
+            launcher="torch_hybrid.ops.ssd._triton:recurrent_ssd",
         ),
-        launcher="torch_hybrid.ops.ssd._triton:recurrent_ssd",
+        "torch": Implementation(
+            capability=Capability(devices=frozenset({"cpu", "cuda"})),
+            launcher=f"{_TORCH}:recurrent_ssd",
+        ),
+    },
+    Implementation(
+        capability=Capability(
+            devices=frozenset({"cuda"}),
+            one_of={"head_k_dim": (64, 128, 256), "head_v_dim": (64, 128)},
+            cuda_graph=True,
+            available=flashinfer_missing(capabilities=HOPPER),
+        ),
+        launcher="torch_hybrid.ops.ssd._flashinfer:recurrent_ssd",
+        planner="torch_hybrid.ops.flashinfer.one_token:plan",
+        by_name="its exponentials are approximations, whose errors add up in the states",
     ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"})),
-        launcher=f"{_TORCH}:recurrent_ssd",
-    ),
-}
+)
 CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(capability=_CPP_CAPABILITY, launcher=f"{_CPU}:chunk_ssd"),
     "triton": Implementation(
@@ -77,6 +100,7 @@ def recurrent_ssd(
     state_indices: Tensor,
     *,
     scale: float,
+    planned: Sequence[Tensor] = (),
     impl: str,
 ) -> Tensor:
     """Walk token by token and advance the state of every sequence.
@@ -103,6 +127,8 @@ def recurrent_ssd(
         state_indices: [N] int32 slot that receives the state of each sequence, distinct except
             for 0: that state is not stored.
         scale: factor on q: 1 in Mamba2 and MiniMax-01, ``K ** -0.5`` in Ring-2.5.
+        planned: for an implementation that plans, what its planner made for these lengths: its
+            tensors, and its values as a tensor on the host.
         impl: a name in RECURRENT_IMPLEMENTATIONS.
 
     Returns:
@@ -114,8 +140,9 @@ def recurrent_ssd(
     From "Transformers are SSMs" (Mamba2, arXiv 2405.21060) and "Lightning Attention-2"
     (arXiv 2401.04658).
     """
-    sizes = {"head_k_dim": q.shape[-1]}
+    sizes = {"head_k_dim": q.shape[-1], "head_v_dim": v.shape[-1]}
     check_impl(impl, RECURRENT_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
+    check_planned(impl, RECURRENT_IMPLEMENTATIONS, planned)
     _check_inputs(q, k, v, g, dt, D, state, cu_seqlens, initial_indices, state_indices)
     out: Tensor = _RECURRENT(
         q,
@@ -130,6 +157,7 @@ def recurrent_ssd(
         state_indices,
         scale=scale,
         impl=impl,
+        **given(planned),
     )
     return out
 
@@ -222,7 +250,7 @@ _TENSORS = (
     "Tensor cu_seqlens, Tensor initial_indices, Tensor state_indices"
 )
 _RECURRENT = define_op(
-    f"recurrent_ssd({_TENSORS}, *, float scale, str impl) -> Tensor",
+    f"recurrent_ssd({_TENSORS}, *, float scale, str impl, Tensor[]? planned=None) -> Tensor",
     like=["v"],
     implementations=RECURRENT_IMPLEMENTATIONS,
 )

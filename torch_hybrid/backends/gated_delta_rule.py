@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from torch_hybrid.backends.planned import planned_for
@@ -23,6 +25,7 @@ def _sizes(spec: DeltaRuleSpec) -> dict[str, int]:
         "head_k_dim": spec.head_k_dim,
         "head_v_dim": spec.head_v_dim,
         "num_v_heads": spec.num_v_heads,
+        "max_beta": math.ceil(spec.beta_scale),
     }
 
 

@@ -6,6 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
+from torch_hybrid.backends.planned import planned_for
 from torch_hybrid.backends.recurrent import (
     CONVOLUTION,
     OpChoice,
@@ -60,6 +61,8 @@ def apply_ssd(
 ) -> Tensor:
     """The recurrence over q, k [T, G, K] and v [T, H, V] -> [T, H, V]; advances ``state``."""
     rule, impl = rule_of(plan, _FORMS)
+    planned = planned_for(plan.planned, {"head_k_dim": q.shape[-1], "head_v_dim": v.shape[-1]})
+    options = {"planned": planned} if planned else {}
     return rule(
         q,
         k,
@@ -73,4 +76,5 @@ def apply_ssd(
         plan.state_indices,
         scale=scale,
         impl=impl,
+        **options,
     )

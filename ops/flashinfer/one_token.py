@@ -1,0 +1,39 @@
+"""Decode steps for FlashInfer's recurrences: row n is the one token of sequence n.
+
+What is planned is which states are read. FlashInfer passes over a sequence whose slot is -1; it has
+no null slot, so that only states which are read and kept are left where they are.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from torch_hybrid.ops.planning import Lengths, Planned
+
+IN_PLACE, APART = 0, 1  # in the pool, or packed: see ``ops.flashinfer.states``
+
+
+def plan(lengths: Lengths, **_: object) -> Planned:
+    """The slots [N] that FlashInfer reads, and where they are.
+
+    Raises:
+        ValueError: a sequence has more than one token, or its row is not its own.
+    """
+    num_seqs = lengths.state_indices.shape[0]
+    num_tokens = lengths.cu_seqlens[-1]
+    row = torch.arange(num_seqs, dtype=torch.int32, device="cpu")
+    has_token = row < num_tokens
+    if lengths.num_tokens != num_seqs or not torch.equal(
+        lengths.cu_seqlens[1:], (row + 1).clamp(max=num_tokens)
+    ):
+        raise ValueError(
+            "impl 'flashinfer' takes a row for each sequence, one token in each, and sequences "
+            f"without a token last; got {lengths.num_tokens} rows and "
+            f"cu_seqlens {lengths.cu_seqlens.tolist()}"
+        )
+    initial, final = (
+        slots[has_token] for slots in (lengths.initial_indices, lengths.state_indices)
+    )
+    place = IN_PLACE if initial.all() and final.all() else APART
+    slots = lengths.initial_indices if place == IN_PLACE else row
+    return Planned(tensors=(slots.where(has_token, -1),), values=(place,))

@@ -1,0 +1,73 @@
+# mypy: disable-error-code="untyped-decorator"
+"""States for FlashInfer's kernels where it cannot work on those of the pool in place.
+
+It knows no null slot: a state that begins at zero has to be there, and one that nobody keeps is
+written all the same. States are packed then, one for each sequence.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_BLOCK = 4096  # elements of a state that a program moves
+
+
+def packed_states(state: Tensor, cu_seqlens: Tensor, initial_indices: Tensor) -> Tensor:
+    """[N, ...] what sequences start from; of those without tokens, whatever was there."""
+    num_seqs, size = initial_indices.shape[0], state[0].numel()
+    packed = state.new_empty(num_seqs, *state.shape[1:])
+    grid = (num_seqs, triton.cdiv(size, _BLOCK))
+    _gather_kernel[grid](state, packed, cu_seqlens, initial_indices, SIZE=size, BLOCK=_BLOCK)
+    return packed
+
+
+def store_states(packed: Tensor, state: Tensor, cu_seqlens: Tensor, state_indices: Tensor) -> None:
+    """Put packed states into their slots of the pool, but for those of sequences without tokens."""
+    num_seqs, size = state_indices.shape[0], state[0].numel()
+    grid = (num_seqs, triton.cdiv(size, _BLOCK))
+    _scatter_kernel[grid](packed, state, cu_seqlens, state_indices, SIZE=size, BLOCK=_BLOCK)
+
+
+def aligned(tensor: Tensor, num_bytes: int) -> Tensor:
+    """The tensor, or a copy where it lies in the middle of other data."""
+    return tensor if tensor.data_ptr() % num_bytes == 0 else tensor.clone()
+
+
+@triton.jit
+def _gather_kernel(
+    state: tl.tensor,
+    initial: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: a block of the state that a sequence starts from; slot 0 is the zero state."""
+    seq = tl.program_id(0).to(tl.int64)
+    if tl.load(cu_seqlens + seq) == tl.load(cu_seqlens + seq + 1):
+        return
+    slot = tl.load(initial_indices + seq).to(tl.int64)
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    held = tl.load(state + slot * SIZE + index, mask=(index < SIZE) & (slot > 0), other=0.0)
+    tl.store(initial + seq * SIZE + index, held, mask=index < SIZE)
+
+
+@triton.jit
+def _scatter_kernel(
+    final: tl.tensor,
+    state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    state_indices: tl.tensor,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: a block of the state that a sequence ends with; slot 0 stores nothing."""
+    seq = tl.program_id(0).to(tl.int64)
+    slot = tl.load(state_indices + seq).to(tl.int64)
+    if (slot == 0) | (tl.load(cu_seqlens + seq) == tl.load(cu_seqlens + seq + 1)):
+        return
+    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    left = tl.load(final + seq * SIZE + index, mask=index < SIZE)
+    tl.store(state + slot * SIZE + index, left, mask=index < SIZE)
