@@ -56,7 +56,10 @@ from torch_hybrid.ops import (
     top_k,
 )
 from torch_hybrid.ops import ssd as ssd_ops
-from torch_hybrid.ops.gated_delta_rule.op import CHUNK_IMPLEMENTATIONS
+from torch_hybrid.ops.capability import Implementation
+from torch_hybrid.ops.flashinfer.one_token import APART
+from torch_hybrid.ops.gated_delta_rule import op as gdn_op
+from torch_hybrid.ops.ssd import op as ssd_op
 from torch_hybrid.ops.triton.devices import runs_gluon
 from torch_hybrid.ops.triton.padding import set_padding
 
@@ -189,25 +192,51 @@ def around_flashinfer() -> Iterator[tuple[str, Call]]:
     """The kernels that translate for FlashInfer; in its place stands what fills outputs with 0."""
     delta = DeltaCase(num_k_heads=1, num_v_heads=2, **LENGTHS, k_dim=128, v_dim=128)
     inputs = gdn.make_inputs(delta, torch.bfloat16)
+    step = gdn.make_inputs(replace(delta, lengths=(1, 1, 0), num_padding_tokens=1), torch.bfloat16)
+    mamba2 = ssd.Case(lengths=(1, 1, 0), num_padding_tokens=1, k_dim=128, v_dim=64)
+    ssd_step = ssd.make_inputs(mamba2, torch.bfloat16)
 
-    def fill(*_: Any, output: Tensor, output_state: Tensor, **__: Any) -> None:
+    def prefill(*_: Any, output: Tensor, output_state: Tensor, **__: Any) -> None:
         output.zero_()
         output_state.zero_()
 
-    def gated_delta(device: str) -> Tensor:
-        args, planned = moved(inputs.args(), device), [torch.tensor([0, 0])]
-        launcher = CHUNK_IMPLEMENTATIONS["flashinfer"].load()
-        packages = {"flashinfer": ModuleType(""), "flashinfer.gdn_prefill": ModuleType("")}
-        packages["flashinfer.gdn_prefill"].chunk_gated_delta_rule = fill  # type: ignore[attr-defined]
+    def decode(*_: Any, output: Tensor, **__: Any) -> None:
+        output.zero_()
+
+    def state_update(*_: Any, out: Tensor, **__: Any) -> None:
+        out.zero_()
+
+    def launch(
+        implementation: Implementation, inputs: Any, theirs: Callable[..., None], place: str,
+        planned: list[Tensor], device: str, **options: Any,
+    ) -> Tensor:  # fmt: skip
+        module, _, function = place.partition(":")
+        packages = {"flashinfer": ModuleType(""), module: ModuleType("")}
+        setattr(packages[module], function, theirs)
+        args, options = moved(inputs.args(), device), {**inputs.options(), **options}
         with mock.patch.dict(sys.modules, packages):
-            return launcher(*args, **inputs.options(), chunk_size=32, planned=planned)
+            out: Tensor = implementation.load()(*args, planned=planned, **options)
+        return out
 
     def padding(device: str) -> Tensor:
         out, lse = torch.randn(7, 3, 19, device=device), torch.randn(7, 3, device=device)
         set_padding(out, lse, torch.tensor([0, 2, 5], dtype=torch.int32, device=device))
         return out
 
-    yield "chunk_gated_delta_rule around FlashInfer", gated_delta
+    yield "chunk_gated_delta_rule around FlashInfer", lambda device: launch(
+        gdn_op.CHUNK_IMPLEMENTATIONS["flashinfer"], inputs, prefill,
+        "flashinfer.gdn_prefill:chunk_gated_delta_rule", [torch.tensor([0, 0])], device,
+        chunk_size=32,
+    )  # fmt: skip
+    for op, one_token, theirs, place in (
+        (gdn_op, step, decode,
+         "flashinfer.gdn_decode:gated_delta_rule_decode_pretranspose"),
+        (ssd_op, ssd_step, state_update, "flashinfer.mamba:selective_state_update"),
+    ):  # fmt: skip
+        implementation = op.RECURRENT_IMPLEMENTATIONS["flashinfer"]
+        planned = [torch.tensor([0, 1, -1]).int(), torch.tensor([APART])]
+        call = partial(launch, implementation, one_token, theirs, place, planned)
+        yield f"one token around FlashInfer's {place}", call
     yield "rows of padding", padding
 
 
