@@ -118,7 +118,8 @@ torch_hybrid::recurrent_gated_delta_rule(Tensor q
   *
   float scale
   bool qk_l2norm
-  str impl) -> Tensor
+  str impl
+  Tensor[]? planned=None) -> Tensor
 torch_hybrid::chunk_gated_delta_rule(Tensor q
   Tensor k
   Tensor v

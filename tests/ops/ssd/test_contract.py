@@ -192,7 +192,8 @@ torch_hybrid::recurrent_ssd(Tensor q
   Tensor state_indices
   *
   float scale
-  str impl) -> Tensor
+  str impl
+  Tensor[]? planned=None) -> Tensor
 torch_hybrid::chunk_ssd(Tensor q
   Tensor k
   Tensor v
