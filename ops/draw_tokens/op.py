@@ -6,26 +6,41 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import FLOATS, Capability, Implementation
+from torch_hybrid.ops.flashinfer.library import flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.registration import check_dtypes, check_impl, check_shapes, define_op
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 NUM_SETTINGS = 5
 
-IMPLEMENTATIONS = {
-    "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            limits={"vocab_size": 1 << 18},
-            cuda_graph=True,
-            available=triton_missing,
+_LARGEST_VOCAB = 1 << 18  # that the kernels which draw are made for
+IMPLEMENTATIONS = with_flashinfer(
+    "draw_tokens",
+    {
+        "triton": Implementation(
+            capability=Capability(
+                devices=triton_devices(),
+                limits={"vocab_size": _LARGEST_VOCAB},
+                cuda_graph=True,
+                available=triton_missing,
+            ),
+            launcher="torch_hybrid.ops.draw_tokens._triton:draw_tokens",
         ),
-        launcher="torch_hybrid.ops.draw_tokens._triton:draw_tokens",
+        "torch": Implementation(
+            capability=Capability(devices=frozenset({"cpu", "cuda"}), cuda_graph=True),
+            launcher="torch_hybrid.ops.draw_tokens._torch:draw_tokens",
+        ),
+    },
+    Implementation(
+        capability=Capability(
+            devices=frozenset({"cuda"}),
+            limits={"vocab_size": _LARGEST_VOCAB},
+            cuda_graph=True,
+            available=flashinfer_missing(),
+        ),
+        launcher="torch_hybrid.ops.draw_tokens._flashinfer:draw_tokens",
+        by_name="it is for steps with a top-k alone",
     ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"}), cuda_graph=True),
-        launcher="torch_hybrid.ops.draw_tokens._torch:draw_tokens",
-    ),
-}
+)
 
 
 def draw_tokens(

@@ -115,9 +115,11 @@ def draw_tokens(logits: Tensor, settings: Tensor, kind: DrawKind) -> Tensor:
 
 
 def _impl_for(logits: Tensor) -> str:
-    """The first implementation that serves these logits; the last one serves all."""
+    """The first implementation that serves these logits whatever is asked; the last serves all."""
     sizes = {"vocab_size": logits.shape[-1]}
     need = Need(device=logits.device, dtype=logits.dtype, sizes=sizes)
     return next(
-        name for name, each in op.IMPLEMENTATIONS.items() if not each.capability.why_not(need)
+        name
+        for name, each in op.IMPLEMENTATIONS.items()
+        if not each.by_name and not each.capability.why_not(need)
     )

@@ -221,5 +221,5 @@ logits must be a floating point tensor, got torch.int32
 settings must have shape [5, 4], got [4, 4]
 settings must have dtype torch.float64, got torch.float32
 num_ranked must be at least 0, got -1
-impl must be one of ['triton', 'torch'], got 'tpu'""",
+impl must be one of ['triton', 'flashinfer', 'torch'], got 'tpu'""",
     )
