@@ -21,6 +21,8 @@ from torch_hybrid.ops.triton.devices import triton_missing
 
 TESTED = ((0, 7, 2), (0, 8))  # from the one version to before the other
 HOPPER = frozenset({(9, 0)})
+BLACKWELL = frozenset({(10, 0), (10, 3)})
+NEVER_RAN = "it never ran on a GPU of its kind, only its translation was tested"
 
 # Ops for which FlashInfer comes before the own Triton kernels where both can serve ("auto"). An op
 # is named here when a measurement on the GPUs that FlashInfer serves says so.
@@ -28,9 +30,13 @@ FIRST: frozenset[str] = frozenset()
 
 
 def with_flashinfer(
-    op: str, implementations: Mapping[str, Implementation], flashinfer: Implementation
+    op: str,
+    implementations: Mapping[str, Implementation],
+    flashinfer: Implementation,
+    **others: Implementation,
 ) -> dict[str, Implementation]:
-    """The implementations of an op with FlashInfer's beside Triton's, in the order of choice."""
+    """The implementations of an op with FlashInfer's beside Triton's, in the order of choice; the
+    ``others`` that it has come last."""
     ordered: dict[str, Implementation] = {}
     for name, implementation in implementations.items():
         pair = {name: implementation}
@@ -38,7 +44,7 @@ def with_flashinfer(
             added = {"flashinfer": flashinfer}
             pair = added | pair if op in FIRST else pair | added
         ordered |= pair
-    return ordered
+    return ordered | others
 
 
 def flashinfer_missing(

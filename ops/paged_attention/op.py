@@ -9,7 +9,12 @@ from torch import Tensor
 
 from torch_hybrid.ops.capability import FLOATS, FLOATS_AND_FLOAT64, Capability, Implementation
 from torch_hybrid.ops.cudnn_attention import cudnn_missing
-from torch_hybrid.ops.flashinfer.library import flashinfer_missing, with_flashinfer
+from torch_hybrid.ops.flashinfer.library import (
+    BLACKWELL,
+    NEVER_RAN,
+    flashinfer_missing,
+    with_flashinfer,
+)
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import (
     check_contiguous,
@@ -93,6 +98,19 @@ IMPLEMENTATIONS = with_flashinfer(
         ),
         launcher=f"{_PACKAGE}._flashinfer:paged_attention",
         planner=f"{_PACKAGE}._flashinfer_plan:plan",
+    ),
+    flashinfer_trtllm=Implementation(
+        capability=Capability(
+            devices=frozenset({"cuda"}),
+            dtypes=_HALVES,
+            one_of={"head_dim": (64, 128, 256), "page_size": (16, 32, 64, 128)},
+            features=frozenset({"extend", "sliding_window"}),
+            cuda_graph=True,
+            available=flashinfer_missing(capabilities=BLACKWELL),
+        ),
+        launcher=f"{_PACKAGE}._flashinfer_trtllm:paged_attention",
+        planner="torch_hybrid.ops.flashinfer.blackwell:plan_any",
+        by_name=NEVER_RAN,
     ),
 )
 

@@ -105,7 +105,7 @@ class LatentAttentionBackend:
             Need(
                 device=sizes.device,
                 dtype=sizes.dtype,
-                sizes=_sizes(spec),
+                sizes={**_sizes(spec), "page_size": sizes.page_size},
             )
             for spec in set(self._specs)
         ]
