@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -19,7 +20,9 @@ from tests.ops.flashinfer_source import needs_flashinfer, parameters_of
 from tests.ops.gated_delta_rule.cases import make_inputs
 from tests.ops.recurrent_contract import written_slots
 from tests.ops.step_lengths import step_lengths
+from tests.ops.triton_compile import launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import needs_interpreter
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.flashinfer.one_token import APART, IN_PLACE
 from torch_hybrid.ops.gated_delta_rule import recurrent_gated_delta_rule
@@ -149,6 +152,29 @@ def test_what_it_cannot_serve_is_refused(sizes: dict[str, int], dtype: torch.dty
     need = Need(device=torch.device("cuda"), dtype=dtype, sizes=sizes)
     reasons = IMPLEMENTATION.capability.why_not(need)
     assert any(message in reason for reason in reasons), reasons
+
+
+@needs_cross_compiler
+def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What translates, at Qwen3-Next's heads; what moves states is the chunk form's too."""
+    for name in ("flashinfer", "flashinfer.gdn_decode"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    stand_in = {"gated_delta_rule_decode_pretranspose": lambda *_, **__: None}
+    vars(sys.modules["flashinfer.gdn_decode"]).update(stand_in)
+    with launches_on("sm_90") as launches, torch.device("meta"):
+        q, k, v = (torch.empty(64, heads, 128, dtype=torch.bfloat16) for heads in (16, 16, 32))
+        g, beta = torch.empty(2, 64, 32)
+        state, slots = torch.empty(65, 32, 128, 128), torch.empty(64, dtype=torch.int32)
+        cu_seqlens = torch.empty(65, dtype=torch.int32)
+        planned = [slots, torch.tensor([IN_PLACE], device="cpu")]
+        IMPLEMENTATION.load()(
+            *(q, k, v, g, beta, state, cu_seqlens, slots, slots),
+            scale=1.0,
+            qk_l2norm=True,
+            planned=planned,
+        )
+    rows = [resources_of(launch, "sm_90", "Qwen3-Next") for launch in launches.values()]
+    assert_all_fit(rows, Path(__file__).with_name("resources_flashinfer_decode.txt"))
 
 
 def assert_good_to_bfloat16(inputs: Inputs, out: Tensor, state: Tensor) -> None:

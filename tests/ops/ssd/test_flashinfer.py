@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,7 +17,9 @@ from tests.ops.flashinfer_source import needs_flashinfer, parameters_of
 from tests.ops.recurrent_contract import written_slots
 from tests.ops.ssd.cases import Case, Inputs, make_inputs
 from tests.ops.step_lengths import step_lengths
+from tests.ops.triton_compile import launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import needs_interpreter
+from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.flashinfer.one_token import APART, IN_PLACE
 from torch_hybrid.ops.planning import Planned
@@ -160,6 +163,26 @@ def test_what_it_cannot_serve_is_refused(sizes: dict[str, int], message: str):
     need = Need(device=torch.device("cuda"), dtype=torch.bfloat16, sizes=sizes)
     reasons = IMPLEMENTATION.capability.why_not(need)
     assert any(message in reason for reason in reasons), reasons
+
+
+@needs_cross_compiler
+def test_compiles_without_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What translates, at Nemotron-H's heads."""
+    for name in ("flashinfer", "flashinfer.mamba"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    vars(sys.modules["flashinfer.mamba"])["selective_state_update"] = lambda *_, **__: None
+    with launches_on("sm_90") as launches, torch.device("meta"):
+        q, k = torch.empty(2, 64, 8, 128, dtype=torch.bfloat16)
+        v = torch.empty(64, 128, 64, dtype=torch.bfloat16)
+        (g, dt), D = torch.empty(2, 64, 128), torch.empty(128)
+        state, slots = torch.empty(65, 128, 64, 128), torch.empty(64, dtype=torch.int32)
+        cu_seqlens = torch.empty(65, dtype=torch.int32)
+        planned = [slots, torch.tensor([IN_PLACE], device="cpu")]
+        IMPLEMENTATION.load()(
+            *(q, k, v, g, dt, D, state, cu_seqlens, slots, slots), scale=1.0, planned=planned
+        )
+    rows = [resources_of(launch, "sm_90", "Nemotron-H") for launch in launches.values()]
+    assert_all_fit(rows, Path(__file__).with_name("resources_flashinfer.txt"))
 
 
 def on_device(inputs: Inputs) -> Inputs:
