@@ -76,6 +76,8 @@ SHOWN = {
     "cudnn": "cuDNN",
     "triton": "Triton",
     "flashinfer": "FlashInfer",
+    "flashinfer_trtllm": "FlashInfer with TensorRT-LLM (Blackwell, never run)",
+    "flashinfer_cute_dsl": "FlashInfer with CuTe DSL (Blackwell, never run)",
     "torch": "torch",
 }
 
