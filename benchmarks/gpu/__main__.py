@@ -96,7 +96,7 @@ def run(cases: Iterable[Case], rates: Rates, late: float, failures: list[str]) -
             torch.cuda.empty_cache()
         if line.best is None:
             failures.append(f"{case}: no figure of ours: {[c.why_not for c in line.own.values()]}")
-        times = {name: cell.us for name, cell in {**line.own, **line.others}.items() if cell.us}
+        times = {name: cell.us for name, cell in line.cells.items() if cell.us}
         shown = ", ".join(f"{name} {us:.1f}" for name, us in times.items())
         took = time.monotonic() - begin
         print(f"{case}: floor {line.floor_us:.1f}, {shown} us  [{took:.1f} s]", flush=True)

@@ -140,6 +140,12 @@ class Line:
         """The fastest of this package's implementations."""
         return fastest(self.own)
 
+    @property
+    def cells(self) -> dict[str, Cell]:
+        """All by name: a package that we call too stands for itself as "its name alone"."""
+        others = {f"{n} alone" if n in self.own else n: cell for n, cell in self.others.items()}
+        return {**self.own, **others}
+
 
 def fastest(cells: Mapping[str, Cell]) -> str | None:
     """The name of the fastest, or None where nothing was measured."""
@@ -203,18 +209,18 @@ def measure(case: Case, rates: Rates, *, device: str = "cuda") -> Line:
     inputs = [first, *(first.another() for _ in range(num_turns(first.num_bytes) - 1))]
     with _unchanged(first):
         expected = case.reference(first).float()
-    cells = {
-        name: _cell(contestant, inputs, expected)
-        for name, contestant in {**case.own, **case.others}.items()
-    }
+    own, others = (
+        {name: _cell(contestant, inputs, expected) for name, contestant in contestants.items()}
+        for contestants in (case.own, case.others)
+    )
     return Line(
         op=case.op,
         model=case.model,
         shape=case.shape,
         floor_us=rates.floor(first.num_bytes, first.flops),
         bound="FLOPs" if first.flops / rates.flops > first.num_bytes / rates.num_bytes else "bytes",
-        own={name: cells[name] for name in case.own},
-        others={name: cells[name] for name in case.others},
+        own=own,
+        others=others,
         choice=case.choice,
     )
 

@@ -76,13 +76,13 @@ def _notes(lines: Sequence[Line]) -> Iterator[str]:
     """Why cells are blank: each reason once, with the cases that it holds of."""
     why: dict[tuple[str, str], list[str]] = defaultdict(list)
     for line in lines:
-        for name, cell in {**line.own, **line.others}.items():
+        for name, cell in line.cells.items():
             if cell.why_not:
                 why[name, cell.why_not].append(f"{line.op} {line.shape}")
     for (name, reason), cases in why.items():
         shown = ", ".join(cases[:4]) + (f" and {len(cases) - 4} more" if len(cases) > 4 else "")
         yield f"blank: {name}: {reason} ({shown})"
-    if any(not c.captured for line in lines for c in {**line.own, **line.others}.values() if c.us):
+    if any(not c.captured for line in lines for c in line.cells.values() if c.us):
         yield "* launched one after another: it could not be captured in a CUDA graph"
 
 

@@ -114,6 +114,13 @@ def test_each_contestant_is_compared_on_the_same_state_then_timed() -> None:
     assert (line.floor_us, line.bound, line.best) == (100.0, "bytes", "triton")
 
 
+def test_a_package_by_itself_is_not_our_implementation_of_its_name() -> None:
+    line = case.measure(count_case(triton=wrong), RATES, device="cpu")
+    assert line.own["triton"].us == line.cells["triton"].us == 3.0
+    assert line.others["triton"].us is None
+    assert line.cells["triton alone"].why_not.startswith("its result is")
+
+
 def test_blank_cells_have_their_reasons_below_the_table() -> None:
     lines = [case.measure(count_case(absent=absent, again=turns), RATES, device="cpu")] * 2
     table = report.op_table(lines, RATES)
