@@ -152,7 +152,7 @@ class Drawn(Inputs):
         return self.logits.nbytes
 
 
-def call_draw(inputs: Drawn, asked: str, impl: str) -> Tensor:
+def call_draw(inputs: Drawn, impl: str, *, asked: str) -> Tensor:
     """One call of this package's op; ids as floats, which hold them."""
     temperature, _, top_k, top_p, _ = _ASKED[asked]
     tokens = draw_tokens(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from torch import Tensor
@@ -44,7 +45,10 @@ LIGHTNING_ATTENTION = _RULE(
     "ssd",
     sizes=lambda spec: {"head_k_dim": spec.head_dim, "head_v_dim": spec.head_dim},
 )
-_FORMS = {"recurrent_ssd": op.recurrent_ssd, "chunk_ssd": op.chunk_ssd}
+_FORMS: Mapping[str, Callable[..., Tensor]] = {
+    "recurrent_ssd": op.recurrent_ssd,
+    "chunk_ssd": op.chunk_ssd,
+}
 
 
 def apply_ssd(
