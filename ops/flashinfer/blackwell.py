@@ -40,7 +40,7 @@ def plan_decode(lengths: Lengths, **_: object) -> Planned:
 def plan_any(lengths: Lengths, **_: object) -> Planned:
     """Lengths [N] of one row at least, where they begin [N + 1], and the most new tokens of a
     sequence: a power of 2, or 0 where each has one, in a row of its own."""
-    num_new = int(lengths.cu_seqlens.diff().max())
+    num_new = max(lengths.cu_seqlens.diff().tolist(), default=0)
     most = 1 << max(num_new - 1, 0).bit_length()
     if num_new <= 1 and lengths.num_tokens == lengths.seq_lens.shape[0]:
         has_tokens(lengths)

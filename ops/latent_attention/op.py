@@ -111,6 +111,13 @@ def _on_blackwell(
     )
 
 
+def _sizes(q_latent: Tensor, q_rope: Tensor, pool: Tensor) -> dict[str, int]:
+    """Those that an implementation may limit."""
+    _, num_heads, rank = q_latent.shape
+    sizes = {"num_heads": num_heads, "rank": rank, "rope_dim": q_rope.shape[2]}
+    return {**sizes, "page_size": pool.shape[1]}
+
+
 def _rows(function: str) -> dict[str, Implementation]:
     cpp = Capability(devices=_CPU, available=compiler_missing)
     plain = Capability(devices=_CPU_AND_CUDA, cuda_graph=True)
@@ -179,8 +186,7 @@ def latent_attention(
     index = (cu_seqlens, seq_lens, page_table, slot_mapping)
     check_attention(q_latent, q_rope, latent, k_rope, pool, *index)
     check_scale(scale)
-    sizes = {"rank": q_latent.shape[-1], "rope_dim": q_rope.shape[-1]}
-    check_impl(impl, IMPLEMENTATIONS, q_latent.device, sizes)
+    check_impl(impl, IMPLEMENTATIONS, q_latent.device, _sizes(q_latent, q_rope, pool))
     check_planned(impl, IMPLEMENTATIONS, planned)
     out: Tensor = _LATENT_ATTENTION(
         q_latent, q_rope, latent, k_rope, pool, *index, scale=scale, impl=impl, **given(planned)
@@ -212,8 +218,7 @@ def latent_attention_with_lse(
     index = (cu_seqlens, seq_lens, page_table, slot_mapping)
     check_attention(q_latent, q_rope, latent, k_rope, pool, *index)
     check_scale(scale)
-    sizes = {"rank": q_latent.shape[-1], "rope_dim": q_rope.shape[-1]}
-    check_impl(impl, IMPLEMENTATIONS, q_latent.device, sizes)
+    check_impl(impl, IMPLEMENTATIONS, q_latent.device, _sizes(q_latent, q_rope, pool))
     check_planned(impl, IMPLEMENTATIONS, planned)
     out, lse = _LATENT_ATTENTION_WITH_LSE(
         q_latent, q_rope, latent, k_rope, pool, *index, scale=scale, impl=impl, **given(planned)

@@ -34,10 +34,11 @@ def paged_attention(
     planned: Sequence[Tensor],
 ) -> Tensor:
     """Launcher of ``torch_hybrid::paged_attention``."""
+    if softcap:
+        raise ValueError(f"impl 'flashinfer_trtllm' has no softcap, got {softcap}")
     from flashinfer.decode import trtllm_batch_decode_with_kv_cache
     from flashinfer.prefill import trtllm_batch_context_with_kv_cache
 
-    assert softcap == 0.0  # its capability has none
     key_lens, first_keys, most = planned
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     num_seqs, longest = page_table.shape[0], page_table.shape[1] * kv.shape[2]

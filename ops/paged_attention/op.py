@@ -165,7 +165,8 @@ def paged_attention(
     """
     _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping)
     _validate_options(scale, window, softcap)
-    check_impl(impl, IMPLEMENTATIONS, q.device, {"head_dim": q.shape[-1]})
+    sizes = {"head_dim": q.shape[-1], "page_size": kv.shape[2]}
+    check_impl(impl, IMPLEMENTATIONS, q.device, sizes)
     check_planned(impl, IMPLEMENTATIONS, planned)
     out: Tensor = _PAGED_ATTENTION(
         q,

@@ -135,6 +135,13 @@ def test_its_functions_take_what_the_documentation_says():
     assert (ours - of_context) | {"max_seq_len"} <= theirs
 
 
+@needs_triton
+def test_a_softcap_is_refused():
+    inputs = make_inputs(CASES["decode"][0])
+    with pytest.raises(ValueError, match="impl 'flashinfer_trtllm' has no softcap, got 2"):
+        IMPLEMENTATION.load()(*inputs.args(), scale=1.0, window=0, softcap=2.0, planned=())
+
+
 def test_what_it_cannot_serve_is_refused():
     need = Need(
         device=torch.device("cuda"),
