@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -44,17 +46,16 @@ def chunk_kimi_delta_attention(
     scale: float,
     qk_l2norm: bool,
     chunk_size: int,
+    planned: Sequence[Tensor] = (),
 ) -> Tensor:
     """Launcher of ``torch_hybrid::chunk_kimi_delta_attention``; its chunks are its own."""
-    num_seqs = state_indices.shape[0]
-    if num_seqs == 0:
+    if state_indices.shape[0] == 0:
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
     prepared, prepare = _prepare(q, k, g, beta, cu_seqlens, qk_l2norm=qk_l2norm)
-    num_chunks, num_heads = prepared.solve.shape[:2]
-    segments = num_segments(v, num_heads * num_seqs)
+    segments = num_segments(v, state_indices.shape[0], planned)
     slots = initial_indices, state_indices
     out, walk = scan(prepared, v, state, cu_seqlens, *slots, scale=scale, num_segments=segments)
-    side_by_side(prepare, walk, num_chunks, segments, q.device)
+    side_by_side(prepare, walk, prepared.solve.shape[0], segments, q.device)
     return out
 
 

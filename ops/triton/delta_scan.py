@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.planning import Lengths, Planned
 from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
 
 # Tokens of a segment at least, and segments at most: each is two launches.
@@ -58,16 +60,47 @@ def scan_forms(v: Tensor, num_states: int, *, hopper: bool, num_pieces: int) -> 
     )
 
 
-def num_segments(v: Tensor, num_states: int) -> int:
-    """In how many segments to walk beside the first launch: in 1 where walks fill the GPU.
+def num_segments(v: Tensor, num_seqs: int, planned: Sequence[Tensor] = ()) -> int:
+    """In how many segments to walk beside the first launch.
+
+    What was ``planned``, or by shapes alone, as if all sequences were of one length.
+    """
+    if planned:
+        (values,) = planned
+        return int(values.item())
+    num_tokens, num_heads, head_dim = v.shape
+    return _segments(num_tokens, num_heads * num_seqs, head_dim, v.dtype, v.device)
+
+
+def plan(
+    lengths: Lengths,
+    *,
+    num_v_heads: int,
+    head_v_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    **_: object,
+) -> Planned:
+    """The number of segments: a captured step has room for more sequences than it is run with."""
+    num_new = lengths.cu_seqlens.diff()
+    # Sequences as long as the longest that would take as many tokens.
+    num_alike = float(num_new.sum() / num_new.max().clamp(min=1)) if len(num_new) else 0.0
+    segments = _segments(lengths.num_tokens, num_v_heads * num_alike, head_v_dim, dtype, device)
+    return Planned(tensors=(), values=(segments,))
+
+
+def _segments(
+    num_tokens: int, num_states: float, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """1 where walks of so many states fill the GPU.
 
     One sequence of 8192 tokens takes 473 us instead of 530 (KDA: 745 and 855), one of 2048 138
     instead of 151 (206 and 223); two of 4096 would take 467 instead of 385 (712 and 608).
     """
-    few_programs = is_hopper(v.device) and v.dtype != torch.float32
-    if not few_programs or triton.cdiv(v.shape[-1], 64) * num_states > PROCESSORS // 2:
+    few_programs = is_hopper(device) and dtype != torch.float32
+    if not few_programs or triton.cdiv(head_dim, 64) * num_states > PROCESSORS // 2:
         return 1
-    return max(1, min(_MOST_SEGMENTS, v.shape[0] // _SEGMENT))
+    return max(1, min(_MOST_SEGMENTS, num_tokens // _SEGMENT))
 
 
 @triton.jit

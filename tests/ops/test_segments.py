@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from tests.ops.step_lengths import step_lengths
 from tests.ops.triton_interpreter import needs_triton
 from torch_hybrid.ops.triton.segments import side_by_side
 
@@ -36,10 +39,42 @@ def test_steps_of_few_long_sequences_are_cut(
     from torch_hybrid.ops.triton import delta_scan
 
     v = torch.empty(num_tokens, 32, 128, dtype=torch.bfloat16, device="meta")
-    assert delta_scan.num_segments(v, 32 * num_seqs) == 1
+    assert delta_scan.num_segments(v, num_seqs) == 1
     monkeypatch.setattr(delta_scan, "is_hopper", lambda device: True)
-    assert delta_scan.num_segments(v, 32 * num_seqs) == segments
-    assert delta_scan.num_segments(v.float(), 32 * num_seqs) == 1
+    assert delta_scan.num_segments(v, num_seqs) == segments
+    assert delta_scan.num_segments(v.float(), num_seqs) == 1
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("new", "num_tokens", "segments"),
+    [
+        ((8192, 0, 0, 0), 8192, 4),
+        ((0, 5000, 0, 0), 8192, 4),
+        ((8000, 100, 0, 7), 8192, 4),  # as good as one
+        ((4096, 4096), 8192, 1),
+        ((1024,) * 8, 8192, 1),
+        ((64, 0), 64, 1),
+    ],
+)
+def test_a_step_is_cut_by_the_sequences_that_it_has(
+    new: tuple[int, ...], num_tokens: int, segments: int, monkeypatch: pytest.MonkeyPatch
+):
+    from torch_hybrid.ops.triton import delta_scan
+
+    cu_seqlens = torch.tensor([0, *new]).cumsum(0).int()
+    lengths = step_lengths(cu_seqlens, num_tokens)
+    layer = {"num_v_heads": 32, "head_v_dim": 128, "dtype": torch.bfloat16}
+
+    def planned(**changes: Any) -> tuple[int, ...]:
+        facts = {**layer, "device": torch.device("cuda"), "head_k_dim": 128, **changes}
+        return delta_scan.plan(lengths, **facts).values
+
+    monkeypatch.setattr(delta_scan, "is_hopper", lambda device: device.type == "cuda")
+    assert planned() == (segments,)
+    assert planned(dtype=torch.float32) == planned(device=torch.device("cpu")) == (1,)
+    v = torch.empty(num_tokens, 32, 128, dtype=torch.bfloat16, device="meta")
+    assert delta_scan.num_segments(v, len(new), [torch.tensor(planned())]) == segments
 
 
 @needs_triton
