@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
 # Tokens of a segment at least, and segments at most: each is two launches.
 _SEGMENT = 1024
 _MOST_SEGMENTS = 4
+_UNKNOWN = -1
 # Of which steps a launch is, which only the device knows.
 EVERY: tl.constexpr = tl.constexpr(0)
 UNEVEN: tl.constexpr = tl.constexpr(1)
@@ -34,42 +35,28 @@ class Form:
     steps: int = EVERY.value
 
 
-def scan_forms(v: Tensor, num_states: int, *, hopper: bool, num_pieces: int) -> tuple[Form, ...]:
-    """Of these, launched one after the other, one walks and the others return at once.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walks:
+    """What the host knows of a step's walks.
 
-    Args:
-        v: [T, HV, V].
-        num_states: value heads of all sequences of the step, of which most may be empty.
-        hopper: registers and shared memory hold more rows.
-        num_pieces: in which what reaches a state is kept.
+    Attributes:
+        num_segments: in which they are beside the first launch, each after the other.
+        is_even: whether all sequences together take longer than the longest alone; None where
+            only the device knows.
     """
-    head_dim_v = v.shape[-1]
-    num_warps = 8 if v.dtype == torch.float32 else 4
-    # 16 rows for each warp's products, or as many as registers hold.
-    most = 64 if hopper and v.dtype != torch.float32 else 16
-    block_v = max(16, min(most, triton.next_power_of_2(head_dim_v)))
-    programs = triton.cdiv(head_dim_v, block_v) * num_states
-    if block_v < 64 or head_dim_v <= 64 or programs <= 4 * PROCESSORS or num_pieces != 2:
-        return (Form(block_v=block_v, num_warps=num_warps),)
-    # May be more than run at once: two times four warps share what they read. Eight sequences of
-    # 1024 tokens take 176 us instead of 209 (KDA: 203 and 264), one of 8192 611 instead of 343
-    # (743 and 490).
-    return (
-        Form(block_v=64, num_warps=4, steps=UNEVEN.value),
-        Form(block_v=128, num_warps=8, steps=EVEN.value),
-    )
 
+    num_segments: int
+    is_even: bool | None = None
 
-def num_segments(v: Tensor, num_seqs: int, planned: Sequence[Tensor] = ()) -> int:
-    """In how many segments to walk beside the first launch.
-
-    What was ``planned``, or by shapes alone, as if all sequences were of one length.
-    """
-    if planned:
-        (values,) = planned
-        return int(values.item())
-    num_tokens, num_heads, head_dim = v.shape
-    return _segments(num_tokens, num_heads * num_seqs, head_dim, v.dtype, v.device)
+    @classmethod
+    def of(cls, v: Tensor, num_seqs: int, planned: Sequence[Tensor] = ()) -> Walks:
+        """What was ``planned``, or what shapes say of sequences of one length."""
+        if planned:
+            num_segments, is_even = planned[0].tolist()  # a tensor on the host
+            return cls(num_segments=num_segments, is_even={0: False, 1: True}.get(is_even))
+        num_tokens, num_heads, head_dim = v.shape
+        num_states = num_heads * num_seqs
+        return cls(num_segments=_num_segments(num_tokens, num_states, head_dim, v.dtype, v.device))
 
 
 def plan(
@@ -81,26 +68,63 @@ def plan(
     device: torch.device,
     **_: object,
 ) -> Planned:
-    """The number of segments: a captured step has room for more sequences than it is run with."""
-    num_new = lengths.cu_seqlens.diff()
-    # Sequences as long as the longest that would take as many tokens.
-    num_alike = float(num_new.sum() / num_new.max().clamp(min=1)) if len(num_new) else 0.0
-    segments = _segments(lengths.num_tokens, num_v_heads * num_alike, head_v_dim, dtype, device)
-    return Planned(tensors=(), values=(segments,))
+    """The walks of a step, which may have fewer sequences than there is room for in its bucket.
+
+    A small bucket has one graph for all lengths.
+    """
+    num_new = lengths.cu_seqlens.diff().tolist()
+    total, longest = sum(num_new), max(num_new, default=0)
+    # Of as many sequences as would take all tokens, were they as long as the longest.
+    num_states = num_v_heads * total / max(longest, 1)
+    segments = _num_segments(lengths.num_tokens, num_states, head_v_dim, dtype, device)
+    is_even = num_states >= _ALONE.value if lengths.num_tokens >= 2 * _SEGMENT else None
+    return Planned(tensors=(), values=(segments, _UNKNOWN if is_even is None else int(is_even)))
 
 
-def _segments(
+def _num_segments(
     num_tokens: int, num_states: float, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> int:
     """1 where walks of so many states fill the GPU.
 
     One sequence of 8192 tokens takes 473 us instead of 530 (KDA: 745 and 855), one of 2048 138
-    instead of 151 (206 and 223); two of 4096 would take 467 instead of 385 (712 and 608).
+    instead of 151 (206 and 223). One of 6144 beside one of 2048 takes 407 in two segments, 460 in
+    four and 458 in one (631, 709 and 733); two of 4096 would take 467 instead of 385 (712 and 608).
     """
-    few_programs = is_hopper(device) and dtype != torch.float32
-    if not few_programs or triton.cdiv(head_dim, 64) * num_states > PROCESSORS // 2:
+    programs = triton.cdiv(head_dim, 64) * num_states
+    if not is_hopper(device) or dtype == torch.float32 or 3 * programs > 2 * PROCESSORS:
         return 1
-    return max(1, min(_MOST_SEGMENTS, num_tokens // _SEGMENT))
+    most = _MOST_SEGMENTS if 2 * programs <= PROCESSORS else 2
+    return max(1, min(most, num_tokens // _SEGMENT))
+
+
+def scan_forms(
+    v: Tensor, num_states: int, *, hopper: bool, num_pieces: int, is_even: bool | None = None
+) -> tuple[Form, ...]:
+    """Of these, launched one after the other, one walks and the others return at once.
+
+    Args:
+        v: [T, HV, V].
+        num_states: value heads of all sequences of the step, of which most may be empty.
+        hopper: registers and shared memory hold more rows.
+        num_pieces: in which what reaches a state is kept.
+        is_even: as of ``Walks``.
+    """
+    head_dim_v = v.shape[-1]
+    num_warps = 8 if v.dtype == torch.float32 else 4
+    # 16 rows for each warp's products, or as many as registers hold.
+    most = 64 if hopper and v.dtype != torch.float32 else 16
+    block_v = max(16, min(most, triton.next_power_of_2(head_dim_v)))
+    # More than run at once: two times four warps share what they read. Eight sequences of 1024
+    # tokens take 176 us instead of 209 (KDA: 203 and 264), one of 8192 611 instead of 343
+    # (743 and 490).
+    narrow, wide = Form(block_v=block_v, num_warps=num_warps), Form(block_v=128, num_warps=8)
+    if block_v < 64 or head_dim_v <= 64 or num_pieces != 2 or is_even is False:
+        return (narrow,)
+    if is_even:
+        return (wide,)
+    if triton.cdiv(head_dim_v, block_v) * num_states <= 4 * PROCESSORS:
+        return (narrow,)
+    return replace(narrow, steps=UNEVEN.value), replace(wide, steps=EVEN.value)
 
 
 @triton.jit

@@ -125,8 +125,8 @@ def test_many_chunks_on_a_gpu(lengths: tuple[int, ...]):
     check_many_chunks(chunk_gated_delta_rule, recurrent_gated_delta_rule, inputs)
 
 
-def call(inputs: Inputs, chunk_size: int, num_segments: int | None = None) -> Tensor:
-    planned = [] if num_segments is None else [torch.tensor([num_segments])]
+def call(inputs: Inputs, chunk_size: int, num_segments: int = 0) -> Tensor:
+    planned = [torch.tensor([num_segments, 0])] if num_segments else []
     return chunk_gated_delta_rule(
         *inputs.args(), **inputs.options(), chunk_size=chunk_size, planned=planned, impl="triton"
     )
