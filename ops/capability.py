@@ -90,14 +90,16 @@ class Implementation:
     ``launcher`` is ``"package.module:function"``, imported when first called, so that an
     implementation which is never used costs no import, no build and no memory. ``planner``, found
     alike, makes what the launcher wants beside the op's own arguments, on the host and before each
-    step; see ``ops.planning``. The launcher is then given it as ``planned``. ``figures``, found
-    alike, says for a dtype in which forms it runs on this machine, and what was measured of them.
+    step; see ``ops.planning``. The launcher is then given it as ``planned``; one without
+    ``needs_plan`` goes by shapes where it is not. ``figures``, found alike, says for a dtype in
+    which forms it runs on this machine, and what was measured of them.
     ``by_name`` says why "auto" passes over it, however fast it is; "" where "auto" may take it.
     """
 
     capability: Capability
     launcher: str
     planner: str | None = None
+    needs_plan: bool = True
     figures: str | None = None
     by_name: str = ""
 

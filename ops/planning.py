@@ -7,7 +7,7 @@ What a planner makes is of two kinds. Tensors are copied to the device with the 
 plan, into the same storage at every step of a bucket. Host values are read when the op is launched:
 sizes of grids, and where in a tensor a part begins. A compiled graph holds neither: the values go
 in as a tensor that stays on the host. A captured graph holds the values that it was captured with,
-so they are part of its key, and a planner lets them follow from shapes as far as it can.
+so they are part of its key, and a planner lets them follow from shapes as far as it can, or be few.
 """
 
 from __future__ import annotations

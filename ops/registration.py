@@ -112,10 +112,10 @@ def check_scale(scale: float) -> None:
 def check_planned(
     impl: str, implementations: Mapping[str, Implementation], planned: Sequence[Tensor]
 ) -> None:
-    """Raise ValueError unless ``planned`` is there for an implementation that plans, and for no
-    other."""
+    """Raise ValueError where an implementation is not given the plan that it needs, or one that
+    plans nothing is given one."""
     plans = implementations[impl].planner is not None
-    if plans and not planned:
+    if plans and implementations[impl].needs_plan and not planned:
         raise ValueError(f"impl {impl!r} must be given what its planner planned, got nothing")
     if planned and not plans:
         raise ValueError(f"impl {impl!r} plans nothing, got {len(planned)} planned tensors")

@@ -80,7 +80,8 @@ class DeltaRule(Inputs):
     def plan(self, planner: Planner) -> Planned:
         slots = {"initial_indices": self.indices, "state_indices": self.indices}
         lengths = step_lengths(self.cu_seqlens, self.qkv.shape[0], **slots)
-        return planner(lengths, num_v_heads=self.heads[1], device=self.qkv.device)
+        facts = {"num_v_heads": self.heads[1], "head_v_dim": self.heads[3]}
+        return planner(lengths, **facts, dtype=self.qkv.dtype, device=self.qkv.device)
 
     @property
     def scale(self) -> float:

@@ -89,7 +89,7 @@ def chunk_gated_delta_rule(
     return out
 
 
-def plan(lengths: Lengths, *, num_v_heads: int, device: torch.device, **_: int) -> Planned:
+def plan(lengths: Lengths, *, num_v_heads: int, device: torch.device, **_: object) -> Planned:
     """Whether sequences are cut: where there are heads of them for less than half of the device.
     And where their states are."""
     num_processors = torch.cuda.get_device_properties(device).multi_processor_count

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +19,7 @@ from torch_hybrid.ops.triton.decays import (
     decay_until_end,
 )
 from torch_hybrid.ops.triton.delta_rule import inverse
-from torch_hybrid.ops.triton.delta_scan import num_segments
+from torch_hybrid.ops.triton.delta_scan import Walks
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
     dot,
@@ -44,16 +46,16 @@ def chunk_gated_delta_rule(
     scale: float,
     qk_l2norm: bool,
     chunk_size: int,
+    planned: Sequence[Tensor] = (),
 ) -> Tensor:
     """Launcher of ``torch_hybrid::chunk_gated_delta_rule``; its chunks are its own."""
     if state_indices.shape[0] == 0:
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
     prepared, prepare = _prepare(q, k, g, beta, cu_seqlens, scale=scale, qk_l2norm=qk_l2norm)
-    num_chunks, num_v_heads = prepared.solve.shape[:2]
-    segments = num_segments(v, num_v_heads * state_indices.shape[0])
+    walks = Walks.of(v, state_indices.shape[0], planned)
     slots = initial_indices, state_indices
-    out, walk = scan(prepared, q, v, state, cu_seqlens, *slots, num_segments=segments)
-    side_by_side(prepare, walk, num_chunks, segments, q.device)
+    out, walk = scan(prepared, q, v, state, cu_seqlens, *slots, walks=walks)
+    side_by_side(prepare, walk, prepared.solve.shape[0], walks.num_segments, q.device)
     return out
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_hybrid.ops.triton.delta_scan import (
     EVERY,
     UNEVEN,
+    Walks,
     is_uneven,
     read_state,
     scan_forms,
@@ -58,7 +59,7 @@ def scan(
     initial_indices: Tensor,
     state_indices: Tensor,
     *,
-    num_segments: int,
+    walks: Walks,
 ) -> tuple[Tensor, Launch]:
     """The outputs, and what walks a segment of the chunks of all sequences.
 
@@ -70,9 +71,11 @@ def scan(
     num_seqs = state_indices.shape[0]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     hopper = is_hopper(v.device) and head_dim_k <= 128
-    forms = scan_forms(v, num_v_heads * num_seqs, hopper=hopper, num_pieces=solve.shape[2])
+    forms = scan_forms(
+        v, num_v_heads * num_seqs, hopper=hopper, num_pieces=solve.shape[2], is_even=walks.is_even
+    )
     # What a segment leaves to the next; where there is one alone, nothing.
-    carry = state if num_segments == 1 else state.new_empty(num_seqs, *state.shape[1:])
+    carry = state if walks.num_segments == 1 else state.new_empty(num_seqs, *state.shape[1:])
 
     def walk(first_block: int, last_block: int) -> None:
         for form in forms:

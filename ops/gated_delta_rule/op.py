@@ -77,6 +77,8 @@ CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = with_flashinfer(
                 available=triton_missing,
             ),
             launcher=f"{_TRITON}_chunk:chunk_gated_delta_rule",
+            planner="torch_hybrid.ops.triton.delta_scan:plan",
+            needs_plan=False,
         ),
         "torch": Implementation(
             capability=Capability(devices=frozenset({"cpu", "cuda"})),

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,7 @@ from torch_hybrid.ops.kimi_delta_attention._triton_scan import Prepared, scan
 from torch_hybrid.ops.ragged_chunks import FULL_DECAY
 from torch_hybrid.ops.triton.decays import MOST_FIXED, exp, fixed_decay, fixed_exp
 from torch_hybrid.ops.triton.delta_rule import inverse
-from torch_hybrid.ops.triton.delta_scan import num_segments
+from torch_hybrid.ops.triton.delta_scan import Walks
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
     dot,
@@ -44,17 +46,16 @@ def chunk_kimi_delta_attention(
     scale: float,
     qk_l2norm: bool,
     chunk_size: int,
+    planned: Sequence[Tensor] = (),
 ) -> Tensor:
     """Launcher of ``torch_hybrid::chunk_kimi_delta_attention``; its chunks are its own."""
-    num_seqs = state_indices.shape[0]
-    if num_seqs == 0:
+    if state_indices.shape[0] == 0:
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
     prepared, prepare = _prepare(q, k, g, beta, cu_seqlens, qk_l2norm=qk_l2norm)
-    num_chunks, num_heads = prepared.solve.shape[:2]
-    segments = num_segments(v, num_heads * num_seqs)
+    walks = Walks.of(v, state_indices.shape[0], planned)
     slots = initial_indices, state_indices
-    out, walk = scan(prepared, v, state, cu_seqlens, *slots, scale=scale, num_segments=segments)
-    side_by_side(prepare, walk, num_chunks, segments, q.device)
+    out, walk = scan(prepared, v, state, cu_seqlens, *slots, scale=scale, walks=walks)
+    side_by_side(prepare, walk, prepared.solve.shape[0], walks.num_segments, q.device)
     return out
 
 

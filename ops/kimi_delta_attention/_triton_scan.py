@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_hybrid.ops.triton.delta_scan import (
     EVERY,
     UNEVEN,
+    Walks,
     is_uneven,
     read_state,
     scan_forms,
@@ -60,7 +61,7 @@ def scan(
     state_indices: Tensor,
     *,
     scale: float,
-    num_segments: int,
+    walks: Walks,
 ) -> tuple[Tensor, Launch]:
     """The outputs, and what walks a segment of the chunks of all sequences.
 
@@ -70,9 +71,11 @@ def scan(
     head_dim_v, num_seqs = v.shape[-1], state_indices.shape[0]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     hopper = is_hopper(v.device)
-    forms = scan_forms(v, num_heads * num_seqs, hopper=hopper, num_pieces=num_pieces)
+    forms = scan_forms(
+        v, num_heads * num_seqs, hopper=hopper, num_pieces=num_pieces, is_even=walks.is_even
+    )
     # What a segment leaves to the next; where there is one alone, nothing.
-    carry = state if num_segments == 1 else state.new_empty(num_seqs, *state.shape[1:])
+    carry = state if walks.num_segments == 1 else state.new_empty(num_seqs, *state.shape[1:])
 
     def walk(first_block: int, last_block: int) -> None:
         for form in forms:

@@ -6,6 +6,8 @@ meant for decode; ``chunk_kimi_delta_attention`` turns each chunk into matrix pr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from torch_hybrid.ops.recurrence import (
     check_slots,
     check_tokens,
 )
-from torch_hybrid.ops.registration import check_impl, define_op
+from torch_hybrid.ops.registration import check_impl, check_planned, define_op, given
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _CPU = "torch_hybrid.ops.kimi_delta_attention._cpu"
@@ -60,6 +62,8 @@ CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
             available=triton_missing,
         ),
         launcher=f"{_TRITON}_chunk:chunk_kimi_delta_attention",
+        planner="torch_hybrid.ops.triton.delta_scan:plan",
+        needs_plan=False,
     ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),
@@ -150,6 +154,7 @@ def chunk_kimi_delta_attention(
     scale: float,
     qk_l2norm: bool,
     chunk_size: int = DEFAULT_CHUNK_SIZE,
+    planned: Sequence[Tensor] = (),
     impl: str,
 ) -> Tensor:
     """Run Kimi delta attention chunk by chunk: the same function, as matrix products.
@@ -161,10 +166,13 @@ def chunk_kimi_delta_attention(
     Args:
         chunk_size: tokens per chunk, 16, 32, 64 or 128; changes speed and rounding only. "triton"
             takes chunks of its own.
+        planned: for an implementation that plans, what its planner made for these lengths: its
+            tensors, and its values as a tensor on the host.
         impl: a name in CHUNK_IMPLEMENTATIONS.
     """
     sizes = {"head_k_dim": q.shape[-1]}
     check_impl(impl, CHUNK_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
+    check_planned(impl, CHUNK_IMPLEMENTATIONS, planned)
     check_chunk_size(chunk_size)
     _check_inputs(q, k, v, g, beta, state, cu_seqlens, initial_indices, state_indices)
     out: Tensor = _CHUNK(
@@ -181,6 +189,7 @@ def chunk_kimi_delta_attention(
         qk_l2norm=qk_l2norm,
         chunk_size=chunk_size,
         impl=impl,
+        **given(planned),
     )
     return out
 
@@ -223,7 +232,7 @@ _RECURRENT = define_op(
 )
 _CHUNK = define_op(
     f"chunk_kimi_delta_attention({_TENSORS}, *, float scale, bool qk_l2norm, int chunk_size, "
-    "str impl) -> Tensor",
+    "str impl, Tensor[]? planned=None) -> Tensor",
     like=["v"],
     implementations=CHUNK_IMPLEMENTATIONS,
 )

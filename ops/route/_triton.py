@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 _TILE = 256  # scores that a warp takes at least: several tokens where experts are few
+LOWEST: tl.constexpr = tl.constexpr(-(2**31))
 
 
 def route(
@@ -83,10 +84,8 @@ def _route_kernel(
 ) -> None:
     """One program: ROWS tokens.
 
-    A score and its expert are one integer of 64 bits, whose order is that of the scores, and of
-    experts the other way round: its maximum is both, and unlike any other.
+    Scores are integers in their order. Each round takes their maximum, and the first place of it.
     """
-    LOWEST: tl.constexpr = -(2**63)
     SIZE: tl.constexpr = E // G
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     mask_row = row < num_tokens
@@ -101,22 +100,21 @@ def _route_kernel(
     b_choice = b_score
     if HAS_BIAS:
         b_choice += tl.load(bias + expert, mask=is_expert, other=0.0)
-    b_left = _keys(b_choice, place)
-    b_left = tl.where(mask, b_left, LOWEST)
+    b_left = tl.where(mask, _order(b_choice), LOWEST)
     if BEST_G < G:
-        b_left = _within_best_groups(b_left, G, BEST_G, ROWS, BLOCK_G, BLOCK_E)
+        b_left = _within_best_groups(b_left, place, G, BEST_G, ROWS, BLOCK_G, BLOCK_E)
     column = tl.arange(0, BLOCK_K)[None, :]
     b_weight = tl.zeros((ROWS, BLOCK_K), tl.float32)
     b_id = tl.zeros((ROWS, BLOCK_K), tl.int32)
     for i in tl.static_range(K):
         best = tl.max(b_left, 1)[:, None]
-        is_best = b_left == best
+        at = tl.min(tl.where(b_left == best, place, BLOCK_G * BLOCK_E), 1)[:, None]
+        is_best = place == at
         b_left = tl.where(is_best, LOWEST, b_left)
         if HAS_BIAS:
             value = tl.sum(tl.where(is_best, b_score, 0.0), 1)[:, None]
         else:
             value = _choice_of(best)
-        at = 0x7FFFFFFF - (best & 0xFFFFFFFF).to(tl.int32)
         b_weight = tl.where(column == i, value, b_weight)
         b_id = tl.where(column == i, (at // BLOCK_E) * SIZE + at % BLOCK_E, b_id)
     if RENORMALISE:
@@ -138,43 +136,44 @@ def _scores(b_x: tl.tensor, SIGMOID: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _keys(b_choice: tl.tensor, place: tl.tensor) -> tl.tensor:
-    """Integers in the order of floats, NaN above all numbers, and of places among equal ones."""
+def _order(b_choice: tl.tensor) -> tl.tensor:
+    """Integers in the order of floats, NaN above all numbers; all of them above LOWEST."""
     b_choice += 0.0  # -0 is 0
     bits = b_choice.to(tl.int32, bitcast=True)
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    order = tl.where(b_choice != b_choice, 0x7FFFFFFF, order)
-    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
+    return tl.where(b_choice != b_choice, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
-def _choice_of(key: tl.tensor) -> tl.tensor:
-    """The float in such an integer."""
-    order = (key >> 32).to(tl.int32)
+def _choice_of(order: tl.tensor) -> tl.tensor:
+    """The float of such an integer."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _within_best_groups(
-    b_key: tl.tensor,
+    b_order: tl.tensor,
+    place: tl.tensor,
     G: tl.constexpr,
     BEST_G: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ) -> tl.tensor:
-    """The keys of experts in the groups whose two best have the largest sums; others are lowest."""
-    LOWEST: tl.constexpr = -(2**63)
-    groups = tl.reshape(b_key, (ROWS, BLOCK_G, BLOCK_E))
+    """The order of experts in groups whose two best have the largest sums; others are lowest."""
+    groups = tl.reshape(b_order, (ROWS, BLOCK_G, BLOCK_E))
+    places = tl.reshape(place, (1, BLOCK_G, BLOCK_E))
     first = tl.max(groups, 2)
-    second = tl.max(tl.where(groups == first[:, :, None], LOWEST, groups), 2)
+    is_first = groups == first[:, :, None]
+    at = tl.min(tl.where(is_first, places, BLOCK_G * BLOCK_E), 2)
+    second = tl.max(tl.where(places == at[:, :, None], LOWEST, groups), 2)
     index = tl.arange(0, BLOCK_G)[None, :]
-    b_left = _keys(_choice_of(first) + _choice_of(second), index)
+    b_left = _order(_choice_of(first) + _choice_of(second))
     b_left = tl.where(index < G, b_left, LOWEST)
     is_best = tl.zeros((ROWS, BLOCK_G), tl.int1)
     for _ in tl.static_range(BEST_G):
-        best = tl.max(b_left, 1)[:, None] == b_left
-        is_best = is_best | best
-        b_left = tl.where(best, LOWEST, b_left)
+        best = tl.max(b_left, 1)[:, None]
+        at = tl.min(tl.where(b_left == best, index, BLOCK_G), 1)[:, None]
+        is_best = is_best | (index == at)
+        b_left = tl.where(index == at, LOWEST, b_left)
     groups = tl.where(is_best[:, :, None], groups, LOWEST)
     return tl.reshape(groups, (ROWS, BLOCK_G * BLOCK_E))

@@ -3,18 +3,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.planning import Lengths, Planned
 from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
 
 # Tokens of a segment at least, and segments at most: each is two launches.
 _SEGMENT = 1024
 _MOST_SEGMENTS = 4
+_UNKNOWN = -1
 # Of which steps a launch is, which only the device knows.
 EVERY: tl.constexpr = tl.constexpr(0)
 UNEVEN: tl.constexpr = tl.constexpr(1)
@@ -32,7 +35,71 @@ class Form:
     steps: int = EVERY.value
 
 
-def scan_forms(v: Tensor, num_states: int, *, hopper: bool, num_pieces: int) -> tuple[Form, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walks:
+    """What the host knows of a step's walks.
+
+    Attributes:
+        num_segments: in which they are beside the first launch, each after the other.
+        is_even: whether all sequences together take longer than the longest alone; None where
+            only the device knows.
+    """
+
+    num_segments: int
+    is_even: bool | None = None
+
+    @classmethod
+    def of(cls, v: Tensor, num_seqs: int, planned: Sequence[Tensor] = ()) -> Walks:
+        """What was ``planned``, or what shapes say of sequences of one length."""
+        if planned:
+            num_segments, is_even = planned[0].tolist()  # a tensor on the host
+            return cls(num_segments=num_segments, is_even={0: False, 1: True}.get(is_even))
+        num_tokens, num_heads, head_dim = v.shape
+        num_states = num_heads * num_seqs
+        return cls(num_segments=_num_segments(num_tokens, num_states, head_dim, v.dtype, v.device))
+
+
+def plan(
+    lengths: Lengths,
+    *,
+    num_v_heads: int,
+    head_v_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    **_: object,
+) -> Planned:
+    """The walks of a step, which may have fewer sequences than there is room for in its bucket.
+
+    A small bucket has one graph for all lengths.
+    """
+    num_new = lengths.cu_seqlens.diff().tolist()
+    total, longest = sum(num_new), max(num_new, default=0)
+    # Of as many sequences as would take all tokens, were they as long as the longest.
+    num_states = num_v_heads * total / max(longest, 1)
+    segments = _num_segments(lengths.num_tokens, num_states, head_v_dim, dtype, device)
+    is_even = num_states >= _ALONE.value if lengths.num_tokens >= 2 * _SEGMENT else None
+    return Planned(tensors=(), values=(segments, _UNKNOWN if is_even is None else int(is_even)))
+
+
+def _num_segments(
+    num_tokens: int, num_states: float, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> int:
+    """1 where walks of so many states fill the GPU.
+
+    One sequence of 8192 tokens takes 473 us instead of 530 (KDA: 745 and 855), one of 2048 138
+    instead of 151 (206 and 223). One of 6144 beside one of 2048 takes 407 in two segments, 460 in
+    four and 458 in one (631, 709 and 733); two of 4096 would take 467 instead of 385 (712 and 608).
+    """
+    programs = triton.cdiv(head_dim, 64) * num_states
+    if not is_hopper(device) or dtype == torch.float32 or 3 * programs > 2 * PROCESSORS:
+        return 1
+    most = _MOST_SEGMENTS if 2 * programs <= PROCESSORS else 2
+    return max(1, min(most, num_tokens // _SEGMENT))
+
+
+def scan_forms(
+    v: Tensor, num_states: int, *, hopper: bool, num_pieces: int, is_even: bool | None = None
+) -> tuple[Form, ...]:
     """Of these, launched one after the other, one walks and the others return at once.
 
     Args:
@@ -40,34 +107,24 @@ def scan_forms(v: Tensor, num_states: int, *, hopper: bool, num_pieces: int) -> 
         num_states: value heads of all sequences of the step, of which most may be empty.
         hopper: registers and shared memory hold more rows.
         num_pieces: in which what reaches a state is kept.
+        is_even: as of ``Walks``.
     """
     head_dim_v = v.shape[-1]
     num_warps = 8 if v.dtype == torch.float32 else 4
     # 16 rows for each warp's products, or as many as registers hold.
     most = 64 if hopper and v.dtype != torch.float32 else 16
     block_v = max(16, min(most, triton.next_power_of_2(head_dim_v)))
-    programs = triton.cdiv(head_dim_v, block_v) * num_states
-    if block_v < 64 or head_dim_v <= 64 or programs <= 4 * PROCESSORS or num_pieces != 2:
-        return (Form(block_v=block_v, num_warps=num_warps),)
-    # May be more than run at once: two times four warps share what they read. Eight sequences of
-    # 1024 tokens take 176 us instead of 209 (KDA: 203 and 264), one of 8192 611 instead of 343
+    # More than run at once: two times four warps share what they read. Eight sequences of 1024
+    # tokens take 176 us instead of 209 (KDA: 203 and 264), one of 8192 611 instead of 343
     # (743 and 490).
-    return (
-        Form(block_v=64, num_warps=4, steps=UNEVEN.value),
-        Form(block_v=128, num_warps=8, steps=EVEN.value),
-    )
-
-
-def num_segments(v: Tensor, num_states: int) -> int:
-    """In how many segments to walk beside the first launch: in 1 where walks fill the GPU.
-
-    One sequence of 8192 tokens takes 473 us instead of 530 (KDA: 745 and 855), one of 2048 138
-    instead of 151 (206 and 223); two of 4096 would take 467 instead of 385 (712 and 608).
-    """
-    few_programs = is_hopper(v.device) and v.dtype != torch.float32
-    if not few_programs or triton.cdiv(v.shape[-1], 64) * num_states > PROCESSORS // 2:
-        return 1
-    return max(1, min(_MOST_SEGMENTS, v.shape[0] // _SEGMENT))
+    narrow, wide = Form(block_v=block_v, num_warps=num_warps), Form(block_v=128, num_warps=8)
+    if block_v < 64 or head_dim_v <= 64 or num_pieces != 2 or is_even is False:
+        return (narrow,)
+    if is_even:
+        return (wide,)
+    if triton.cdiv(head_dim_v, block_v) * num_states <= 4 * PROCESSORS:
+        return (narrow,)
+    return replace(narrow, steps=UNEVEN.value), replace(wide, steps=EVEN.value)
 
 
 @triton.jit

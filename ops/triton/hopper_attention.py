@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 BLOCK_M = 128
+_HEADS = 8  # at once; 4 and 16 are as fast
 # Of a key or query, in parts that are powers of two, and of a value.
 HEAD_DIMS = frozenset({(64, 64), (128, 128), (192, 128), (256, 256)})
 
@@ -39,6 +41,12 @@ class HopperTiles:
             return None
         block_kv = 64 if sum(dims) > 320 else 128
         return cls(block_kv=block_kv, num_stages=2, registers=224, copy_registers=56)
+
+
+def _heads_at_once(num_kv_heads: int) -> int:
+    """Key heads whose blocks run side by side: few enough for many blocks of each, which find in L2
+    what one of them has read."""
+    return num_kv_heads if num_kv_heads < _HEADS else math.gcd(num_kv_heads, _HEADS)
 
 
 def rows_by_tiles(rows: Tensor, num_dims: int, *, block_kv: int) -> TensorDescriptor:
@@ -121,6 +129,7 @@ def attend_rows(
         0 if page_table is None else page_table.stride(1),
         H=num_heads,
         HK=num_kv_heads,
+        HEADS=_heads_at_once(num_kv_heads),
         D=whole,
         REST=head_dim - whole,
         V=v_head_dim,

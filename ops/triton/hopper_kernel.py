@@ -48,6 +48,7 @@ def hopper_attend_kernel(
     stride_table_page: gl.tensor,
     H: gl.constexpr,
     HK: gl.constexpr,
+    HEADS: gl.constexpr,
     D: gl.constexpr,
     REST: gl.constexpr,
     V: gl.constexpr,
@@ -66,9 +67,11 @@ def hopper_attend_kernel(
     """
     GROUP: gl.constexpr = H // HK
     M: gl.constexpr = 64
-    # The last blocks of a sequence see the most keys: they start first, those of all heads.
-    head_k = gl.program_id(0) % HK
-    block = (gl.num_programs(0) - 1 - gl.program_id(0)) // HK
+    # The last blocks of a sequence see the most keys: they start first, those of HEADS heads.
+    num_blocks = gl.num_programs(0) // HK
+    place = gl.program_id(0) % (num_blocks * HEADS)
+    head_k = gl.program_id(0) // (num_blocks * HEADS) * HEADS + place % HEADS
+    block = num_blocks - 1 - place // HEADS
     seq = sequence_of_block(cu_seqlens, num_seqs, block, BLOCK_Q)
     begin = gl.load(cu_seqlens + seq)
     end = gl.load(cu_seqlens + seq + 1)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.gated_delta_rule import _torch as _gated
+from torch_hybrid.ops.kimi_delta_attention import _torch as _kimi
 from torch_hybrid.ops.paged_attention import _torch
 from torch_hybrid.ops.paged_attention.op import FEATURES
 from torch_hybrid.ops.planning import Lengths, Planned
@@ -87,3 +89,44 @@ def ragged_attention_with_lse(
     return _ragged.ragged_attention_with_lse(
         q, k, v, cu_seqlens_q, cu_seqlens_k, causal=causal, scale=scale
     )
+
+
+def _chunk_rule(name: str) -> Implementation:
+    return Implementation(
+        capability=Capability(devices=frozenset({"cpu"}), cuda_graph=True),
+        launcher=f"{__name__}:{name}",
+        planner=f"{__name__}:plan_rule",
+    )
+
+
+RULES = {
+    name: _chunk_rule(name) for name in ("chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+}
+
+
+def plan_rule(
+    lengths: Lengths, *, num_v_heads: int, head_v_dim: int, dtype: torch.dtype, **_: Any
+) -> Planned:
+    """How long the longest is, and what is known of the layers."""
+    assert dtype.is_floating_point
+    longest = int(lengths.cu_seqlens.diff().max())
+    return Planned(tensors=(), values=(longest, num_v_heads, head_v_dim))
+
+
+def chunk_gated_delta_rule(*args: Tensor, planned: Sequence[Tensor], **options: Any) -> Tensor:
+    """As implementation "torch", where all that was planned is of this step and layer."""
+    _check_rule(*args, planned=planned)
+    return _gated.chunk_gated_delta_rule(*args, **options)
+
+
+def chunk_kimi_delta_attention(*args: Tensor, planned: Sequence[Tensor], **options: Any) -> Tensor:
+    """As ``chunk_gated_delta_rule``."""
+    _check_rule(*args, planned=planned)
+    return _kimi.chunk_kimi_delta_attention(*args, **options)
+
+
+def _check_rule(*args: Tensor, planned: Sequence[Tensor]) -> None:
+    v, cu_seqlens = args[2], args[6]
+    (values,) = planned
+    assert values.tolist() == [int(cu_seqlens.diff().max()), *v.shape[1:]]
+    LAUNCHED.append(tuple(values.tolist()))

@@ -9,6 +9,8 @@ import torch_hybrid as th
 from tests.backends import planning
 from tests.tiny_models import make_model
 from torch_hybrid.models.load import adapt
+from torch_hybrid.ops.gated_delta_rule import op as gated_op
+from torch_hybrid.ops.kimi_delta_attention import op as kimi_op
 from torch_hybrid.ops.paged_attention import op
 from torch_hybrid.ops.ragged_attention import op as ragged_op
 
@@ -20,6 +22,9 @@ PLANNING = th.Backends(full="planning")
 def among_the_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(op.IMPLEMENTATIONS, "planning", planning.PLANNING)
     monkeypatch.setitem(ragged_op.IMPLEMENTATIONS, "planning", planning.EXPANDED)
+    gated, kimi = planning.RULES.values()
+    monkeypatch.setitem(gated_op.CHUNK_IMPLEMENTATIONS, "planning", gated)
+    monkeypatch.setitem(kimi_op.CHUNK_IMPLEMENTATIONS, "planning", kimi)
     planning.LAUNCHED.clear()
 
 
@@ -81,6 +86,19 @@ def test_expanded_latents_are_planned_with_the_keys_of_the_causal_call(
     backends = th.Backends(full="torch", ops=named, prefix=policy)
     assert torch.equal(steps(th.Runner(model, backends=backends, **options)), expected)
     assert set(planning.LAUNCHED) == planned
+
+
+@pytest.mark.parametrize(
+    ("family", "rule"),
+    [("qwen3_next", "chunk_gated_delta_rule"), ("kimi_linear", "chunk_kimi_delta_attention")],
+)
+def test_rules_are_planned_with_what_is_known_of_their_layers(family: str, rule: str):
+    model = adapt(make_model(family, seed=1))
+    options = {**SIZES, "compile": False, "cuda_graphs": "on"}
+    expected = steps(th.Runner(model, backends=th.Backends(linear="torch"), **options))
+    backends = th.Backends(linear="torch", ops={rule: "planning"})
+    assert torch.equal(steps(th.Runner(model, backends=backends, **options)), expected)
+    assert {values[0] for values in planning.LAUNCHED} == {20, 30}
 
 
 @pytest.mark.slow

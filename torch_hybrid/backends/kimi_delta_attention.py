@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from torch_hybrid.backends.planned import planned_for
 from torch_hybrid.backends.recurrent import (
     CONVOLUTION,
     OpChoice,
@@ -18,7 +19,11 @@ from torch_hybrid.specs import KimiDeltaSpec
 
 
 def _sizes(spec: KimiDeltaSpec) -> dict[str, int]:
-    return {"head_k_dim": spec.head_k_dim, "head_v_dim": spec.head_v_dim}
+    return {
+        "head_k_dim": spec.head_k_dim,
+        "head_v_dim": spec.head_v_dim,
+        "num_v_heads": spec.num_heads,
+    }
 
 
 STEP = "kimi_delta_step"
@@ -52,6 +57,8 @@ def apply_kimi_delta(
 ) -> Tensor:
     """The rule over q, k, g [T, H, K] and v [T, H, V] -> [T, H, V]; advances ``state``."""
     rule, impl = rule_of(plan, _FORMS)
+    planned = planned_for(plan.planned, _sizes(spec))
+    options = {"planned": planned} if planned else {}
     return rule(
         q,
         k,
@@ -65,4 +72,5 @@ def apply_kimi_delta(
         scale=spec.head_k_dim**-0.5,
         qk_l2norm=True,
         impl=impl,
+        **options,
     )

@@ -174,7 +174,8 @@ class RecurrentBackend:
         for mode, ((op, choice), *_) in chosen.items():
             self._planners[mode] = op.implementations[choice.impl].load_planner()
             told = [op.sizes(spec) for spec in specs]
-            self._layers[mode] = {shape_name(x): {**x, "device": sizes.device} for x in told}
+            common = {"dtype": sizes.dtype, "device": sizes.device}
+            self._layers[mode] = {shape_name(x): {**x, **common} for x in told}
 
     def forms(self, mode: Mode) -> tuple[Form, ...]:
         """Steps of a mode all run in one form."""

@@ -50,7 +50,7 @@ def test_in_the_interpreter(
 @pytest.mark.parametrize("lengths", [(40, 0, 5), (9, 9, 9)], ids=["uneven", "even"])
 def test_segments_in_interpreter(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
     """Three segments end inside sequences; of two launches one walks, by lengths on the device."""
-    from torch_hybrid.ops.gated_delta_rule import _triton_chunk, _triton_scan
+    from torch_hybrid.ops.gated_delta_rule import _triton_scan
     from torch_hybrid.ops.triton import delta_scan
     from torch_hybrid.ops.triton.delta_scan import EVEN, UNEVEN, Form
 
@@ -59,12 +59,11 @@ def test_segments_in_interpreter(lengths: tuple[int, ...], monkeypatch: pytest.M
         Form(block_v=32, num_warps=8, steps=EVEN.value),
     )
     monkeypatch.setattr(delta_scan, "_ALONE", 2)
-    monkeypatch.setattr(_triton_chunk, "num_segments", lambda v, num_states: 3)
     monkeypatch.setattr(_triton_scan, "scan_forms", lambda *args, **options: forms)
     shape = {"num_k_heads": 1, "num_v_heads": 1, "k_dim": 16, "v_dim": 32}
     inputs = make_inputs(Case(lengths=lengths, num_padding_tokens=2, **shape), torch.bfloat16)
     moved = on_device(inputs, "cpu")
-    out = call(moved, 32)
+    out = call(moved, 32, num_segments=3)
     assert_as_exact(gated_delta_rule_reference, inputs, out, moved.state)
 
 
@@ -126,9 +125,10 @@ def test_many_chunks_on_a_gpu(lengths: tuple[int, ...]):
     check_many_chunks(chunk_gated_delta_rule, recurrent_gated_delta_rule, inputs)
 
 
-def call(inputs: Inputs, chunk_size: int) -> Tensor:
+def call(inputs: Inputs, chunk_size: int, num_segments: int = 0) -> Tensor:
+    planned = [torch.tensor([num_segments, 0])] if num_segments else []
     return chunk_gated_delta_rule(
-        *inputs.args(), **inputs.options(), chunk_size=chunk_size, impl="triton"
+        *inputs.args(), **inputs.options(), chunk_size=chunk_size, planned=planned, impl="triton"
     )
 
 

@@ -136,5 +136,6 @@ torch_hybrid::chunk_kimi_delta_attention(Tensor q
   float scale
   bool qk_l2norm
   int chunk_size
-  str impl) -> Tensor""",
+  str impl
+  Tensor[]? planned=None) -> Tensor""",
         )

@@ -66,7 +66,7 @@ def test_gentle_decays_beside_strong_ones_in_interpreter(dtype: torch.dtype):
 @pytest.mark.parametrize("lengths", [(40, 0, 5), (9, 9, 9)], ids=["uneven", "even"])
 def test_segments_in_interpreter(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
     """Three segments end inside sequences; of two launches one walks, by lengths on the device."""
-    from torch_hybrid.ops.kimi_delta_attention import _triton_chunk, _triton_scan
+    from torch_hybrid.ops.kimi_delta_attention import _triton_scan
     from torch_hybrid.ops.triton import delta_scan
     from torch_hybrid.ops.triton.delta_scan import EVEN, UNEVEN, Form
 
@@ -75,12 +75,11 @@ def test_segments_in_interpreter(lengths: tuple[int, ...], monkeypatch: pytest.M
         Form(block_v=32, num_warps=8, steps=EVEN.value),
     )
     monkeypatch.setattr(delta_scan, "_ALONE", 2)
-    monkeypatch.setattr(_triton_chunk, "num_segments", lambda v, num_states: 3)
     monkeypatch.setattr(_triton_scan, "scan_forms", lambda *args, **options: forms)
     shape = {"num_k_heads": 1, "num_v_heads": 1, "k_dim": 16, "v_dim": 32}
     inputs = make_inputs(Case(lengths=lengths, num_padding_tokens=2, **shape), torch.bfloat16)
     moved = on_device(inputs, "cpu")
-    out = call(moved, 32)
+    out = call(moved, 32, num_segments=3)
     assert_as_exact(kimi_delta_attention_reference, inputs, out, moved.state)
 
 
@@ -141,9 +140,10 @@ def test_many_chunks_on_a_gpu(lengths: tuple[int, ...]):
     check_many_chunks(chunk_kimi_delta_attention, recurrent_kimi_delta_attention, inputs)
 
 
-def call(inputs: Inputs, chunk_size: int) -> Tensor:
+def call(inputs: Inputs, chunk_size: int, num_segments: int = 0) -> Tensor:
+    planned = [torch.tensor([num_segments, 0])] if num_segments else []
     return chunk_kimi_delta_attention(
-        *inputs.args(), **inputs.options(), chunk_size=chunk_size, impl="triton"
+        *inputs.args(), **inputs.options(), chunk_size=chunk_size, planned=planned, impl="triton"
     )
 
 

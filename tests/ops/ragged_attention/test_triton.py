@@ -47,6 +47,11 @@ HOPPER = {
     )
     for head_dim, v_head_dim in ((64, 64), (128, 128), (192, 128), (256, 256))
 }
+# Some of their key heads after the others.
+HOPPER |= {
+    f"{num_heads} heads": replace(HOPPER["192/128"], num_heads=num_heads, num_k_heads=num_heads)
+    for num_heads in (9, 12, 16)
+}
 
 
 @needs_triton
