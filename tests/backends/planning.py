@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.flashinfer.one_token import APART, IN_PLACE
 from torch_hybrid.ops.gated_delta_rule import _torch as _gated
 from torch_hybrid.ops.kimi_delta_attention import _torch as _kimi
 from torch_hybrid.ops.paged_attention import _torch
 from torch_hybrid.ops.paged_attention.op import FEATURES
 from torch_hybrid.ops.planning import Lengths, Planned
 from torch_hybrid.ops.ragged_attention import _torch as _ragged
+from torch_hybrid.ops.ssd import _torch as _ssd
 
 LAUNCHED: list[tuple[int, ...]] = []  # the values that each launch was given
 PLANNING = Implementation(
@@ -130,3 +132,39 @@ def _check_rule(*args: Tensor, planned: Sequence[Tensor]) -> None:
     (values,) = planned
     assert values.tolist() == [int(cu_seqlens.diff().max()), *v.shape[1:]]
     LAUNCHED.append(tuple(values.tolist()))
+
+
+def one_token(launcher: str) -> Implementation:
+    """Of a recurrence, as FlashInfer's decode is planned."""
+    return Implementation(
+        capability=Capability(devices=frozenset({"cpu"}), cuda_graph=True),
+        launcher=f"{__name__}:{launcher}",
+        planner="torch_hybrid.ops.flashinfer.one_token:plan",
+    )
+
+
+def _check_slots(
+    cu_seqlens: Tensor, initial: Tensor, final: Tensor, planned: Sequence[Tensor]
+) -> None:
+    """Those of sequences that have a token are read where they are, or packed."""
+    slots, place = planned
+    has_token = cu_seqlens.diff() > 0
+    is_in_place = bool(initial[has_token].all() and final[has_token].all())
+    assert place.tolist() == [IN_PLACE if is_in_place else APART]
+    expected = initial if is_in_place else torch.arange(len(initial), dtype=torch.int32)
+    assert torch.equal(slots, expected.where(has_token, -1))
+    LAUNCHED.append(tuple(place.tolist()))
+
+
+def recurrent_gated_delta_rule(
+    *tensors: Tensor, planned: Sequence[Tensor], **options: Any
+) -> Tensor:
+    """As implementation "torch", where the slots that were planned are of this step."""
+    _check_slots(*tensors[-3:], planned)
+    return _gated.recurrent_gated_delta_rule(*tensors, **options)
+
+
+def recurrent_ssd(*tensors: Any, planned: Sequence[Tensor], **options: Any) -> Tensor:
+    """As implementation "torch", where the slots that were planned are of this step."""
+    _check_slots(*tensors[-3:], planned)
+    return _ssd.recurrent_ssd(*tensors, **options)
