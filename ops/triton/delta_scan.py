@@ -70,15 +70,20 @@ def plan(
 ) -> Planned:
     """The walks of a step, which may have fewer sequences than there is room for in its bucket.
 
-    A small bucket has one graph for all lengths.
+    Small buckets, and those of other GPUs, have one graph for all lengths.
     """
+    if not _has_wide_programs(dtype, device) or lengths.num_tokens < 2 * _SEGMENT:
+        return Planned(tensors=(), values=(1, _UNKNOWN))
     num_new = lengths.cu_seqlens.diff().tolist()
     total, longest = sum(num_new), max(num_new, default=0)
     # Of as many sequences as would take all tokens, were they as long as the longest.
     num_states = num_v_heads * total / max(longest, 1)
     segments = _num_segments(lengths.num_tokens, num_states, head_v_dim, dtype, device)
-    is_even = num_states >= _ALONE.value if lengths.num_tokens >= 2 * _SEGMENT else None
-    return Planned(tensors=(), values=(segments, _UNKNOWN if is_even is None else int(is_even)))
+    return Planned(tensors=(), values=(segments, int(num_states >= _ALONE.value)))
+
+
+def _has_wide_programs(dtype: torch.dtype, device: torch.device) -> bool:
+    return is_hopper(device) and dtype != torch.float32
 
 
 def _num_segments(
@@ -91,7 +96,7 @@ def _num_segments(
     four and 458 in one (631, 709 and 733); two of 4096 would take 467 instead of 385 (712 and 608).
     """
     programs = triton.cdiv(head_dim, 64) * num_states
-    if not is_hopper(device) or dtype == torch.float32 or 3 * programs > 2 * PROCESSORS:
+    if not _has_wide_programs(dtype, device) or 3 * programs > 2 * PROCESSORS:
         return 1
     most = _MOST_SEGMENTS if 2 * programs <= PROCESSORS else 2
     return max(1, min(most, num_tokens // _SEGMENT))
