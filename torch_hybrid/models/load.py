@@ -120,7 +120,7 @@ def from_pretrained(
     make_cache_folder()
     label = "loading" if ranks is None else f"loading, rank {dist.get_rank(ranks)}"
     with Together(ranks):
-        checkpoint, model = _unread(path_or_id, dtype, device)
+        checkpoint, model = unread(path_or_id, dtype, device)
         if ranks is not None:
             check_can_be_cut(model, experts)
             cut(model, ranks_of(ranks), experts)
@@ -130,7 +130,7 @@ def from_pretrained(
     return model
 
 
-def _unread(
+def unread(
     path_or_id: str, dtype: torch.dtype | str, device: torch.device
 ) -> tuple[Checkpoint, HybridModel | Ring25]:
     """A checkpoint by its headers, and a model of its weights, of which none is read."""

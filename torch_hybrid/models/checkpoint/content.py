@@ -126,7 +126,7 @@ def reshape(content: Content, shape: Sequence[int]) -> Content:
     """As ``Tensor.reshape``, to sizes that are all given.
 
     Raises:
-        NotImplementedError: parts that lie side by side along a dim would be folded into another.
+        NotImplementedError: seams lie so that no rows of the new shape are made of whole ones.
     """
     if isinstance(content, Joined):
         return _reshape_parts(content, shape)
@@ -135,8 +135,11 @@ def reshape(content: Content, shape: Sequence[int]) -> Content:
     except RuntimeError:  # no strides say it: then those of each row
         if content.shape[0] == 1:
             return reshape(content.viewed(lambda tensor: tensor.squeeze(0)), shape)
-        rows = tuple(narrow(content, 0, row, 1) for row in range(content.shape[0]))
-        return _reshape_parts(Joined(rows, 0), shape)
+        return _reshape_parts(_rows(content), shape)
+
+
+def _rows(content: Content) -> Joined:
+    return Joined(tuple(narrow(content, 0, row, 1) for row in range(content.shape[0])), 0)
 
 
 def _reshape_parts(joined: Joined, shape: Sequence[int]) -> Content:
@@ -158,6 +161,8 @@ def _reshape_parts(joined: Joined, shape: Sequence[int]) -> Content:
             firsts = range(0, size, length)
             rows = [reshape(narrow(joined, joined.dim, i, length), row) for i in firsts]
             return join(rows, dim)
+    if joined.dim > 0:
+        return _reshape_parts(_rows(joined), shape)
     raise NotImplementedError(
         f"{name_of(joined)} and what is joined to it along dim {joined.dim} cannot be read as "
         f"{[*shape]}, got {[*joined.shape]}"

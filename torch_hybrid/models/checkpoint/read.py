@@ -145,7 +145,7 @@ def _pieces(part: Slice, place: Tensor) -> Iterator[_Piece]:
     num_kept = place.numel() * part.stored.dtype.itemsize
     strides = [s * (n > 1) for n, s in zip(place.shape, part.where.stride(), strict=True)]
     row_bytes = max(strides, default=0) * part.stored.dtype.itemsize
-    has_gaps = 2 * num_kept < piece.num_bytes and row_bytes >= _LONG_RUN
+    has_gaps = 3 * num_kept < 2 * piece.num_bytes and row_bytes >= _LONG_RUN
     if piece.num_bytes <= _PIECE and not has_gaps:
         yield piece
         return

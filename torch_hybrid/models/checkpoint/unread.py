@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -110,8 +111,9 @@ def _transpose(x: Unread, a: int, b: int) -> Unread:
 
 
 def _cat(tensors: Sequence[Unread], dim: int = 0) -> Unread:
-    first = tensors[0]
-    return _like(first, contents.join([x.content for x in tensors], dim % first.ndim))
+    first, dtype = tensors[0], reduce(torch.promote_types, (x.dtype for x in tensors))
+    parts = [_to_copy(x, dtype=dtype).content for x in tensors]
+    return _like(first, contents.join(parts, dim % first.ndim), dtype)
 
 
 def _stack(tensors: Sequence[Unread], dim: int = 0) -> Unread:
