@@ -7,6 +7,7 @@ renamed, tied, a tensor for each expert. Its loader is handed unread weights, an
 from __future__ import annotations
 
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -63,6 +64,12 @@ def make_unread(
                 f"the checkpoint {checkpoint.folder} has {problem.replace('_', ' ')}: "
                 f"{sorted(map(str, info[problem]))}"
             )
+    if info["unexpected_keys"]:
+        warnings.warn(
+            f"the checkpoint {checkpoint.folder} has unexpected keys: "
+            f"{sorted(info['unexpected_keys'])}",
+            stacklevel=2,
+        )
     return hf_model
 
 

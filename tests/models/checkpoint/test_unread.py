@@ -54,7 +54,9 @@ CASES: dict[str, Callable[[Weights], Tensor]] = {
     "interleaved": lambda w: w["a"].unflatten(0, (2, 3, 2)).transpose(0, 1).flatten(0, 2),
     "chunked": lambda w: torch.cat([part[1:] for part in w["a"].chunk(4, dim=1)], dim=0),
     "joined along both": lambda w: torch.stack([w["a"], w["c"]], dim=1).flatten(0, 1),
-    "transposed after a join": lambda w: torch.cat([w["a"], w["c"]]).transpose(0, 1).narrow(1, 9, 8),
+    "transposed after a join": lambda w: (
+        torch.cat([w["a"], w["c"]]).transpose(0, 1).narrow(1, 9, 8)
+    ),
     "of two dtypes": lambda w: torch.cat([w["a"][:, :4], w["conv"].squeeze(1)]),
     "no rows": lambda w: torch.cat([w["a"][:0], w["c"][:0]]),
     "one number": lambda w: w["one"],
