@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -100,7 +102,7 @@ def test_a_rank_reads_what_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     hidden = {"hidden_size": 256, "moe_intermediate_size": 256, "vocab_size": 8}
     make_model("qwen3_next", **hidden).save_pretrained(tmp_path)
     size = (tmp_path / "model.safetensors").stat().st_size
-    monkeypatch.setattr("torch_hybrid.models.checkpoint.read._LONG_RUN", 256)
+    monkeypatch.setattr("torch_hybrid.models.checkpoint.pieces.LONG_RUN_BYTES", 256)
     with count_bytes_read(monkeypatch) as whole:
         th.from_pretrained(tmp_path)
     assert 0.95 * size < whole.total <= size
@@ -109,3 +111,20 @@ def test_a_rank_reads_what_it_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     kept = sum(weight.nbytes for weight in model.parameters())
     assert kept < 0.65 * size
     assert part.total <= 1.02 * kept
+
+
+@pytest.mark.parametrize("are_alike", [True, False])
+def test_a_head_that_is_stored_beside_the_embedding_that_it_is_tied_to(
+    are_alike: bool, tmp_path: Path
+):
+    make_model("qwen3", tie_word_embeddings=False, num_hidden_layers=1).save_pretrained(tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    weights = load_file(file)
+    if are_alike:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, file, {"format": "pt"})
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
+    model = th.from_pretrained(tmp_path)
+    assert_same_bits(model, th.adapt(load_with_transformers(tmp_path)))
+    head, embedding = model.hf_model.lm_head, model.hf_model.model.embed_tokens
+    assert (head.weight is embedding.weight) == are_alike

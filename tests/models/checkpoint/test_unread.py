@@ -85,8 +85,8 @@ def stored(tmp_path: Path) -> tuple[Path, Weights]:
 def test_read_as_made_in_memory(
     stored: tuple[Path, Weights], case: str, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("torch_hybrid.models.checkpoint.read._PIECE", piece_bytes)
-    monkeypatch.setattr("torch_hybrid.models.checkpoint.read._LONG_RUN", 8)
+    monkeypatch.setattr("torch_hybrid.models.checkpoint.pieces.PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("torch_hybrid.models.checkpoint.pieces.LONG_RUN_BYTES", 8)
     folder, weights = stored
     checkpoint = open_checkpoint(folder)
     module = nn.Module()

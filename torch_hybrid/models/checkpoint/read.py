@@ -1,21 +1,16 @@
 """The bytes of unread weights, from files straight to where a model keeps them.
 
-Threads take pieces in the order of the files. A piece that lies in one run, is of the dtype that
-the weight has, and goes to the host is read into the weight's own memory; any other passes through
-the thread's buffer.
+Threads take pieces in the order of the files, each the next.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -23,48 +18,14 @@ from torch import Tensor, nn
 from torch_hybrid.caches.room import check_room
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host import weight_memory
-from torch_hybrid.models.checkpoint.content import Content, Slice, slices
+from torch_hybrid.models.checkpoint.content import Content, slices
 from torch_hybrid.models.checkpoint.files import Checkpoint
+from torch_hybrid.models.checkpoint.pieces import Piece, Reader, pieces_of
 from torch_hybrid.models.checkpoint.unread import Unread
 
-_PIECE = 4 << 20  # bytes of a file that a thread reads at once
-_LONG_RUN = 64 << 10  # bytes; rows so far apart are read one by one where little is kept of each
 _NUM_THREADS = min(16, 4 * (os.cpu_count() or 1))  # files may lie on a disk, or beyond a network
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A slice, of at most ``_PIECE`` bytes from its first value to its last, and where it goes."""
-
-    part: Slice
-    place: Tensor
-
-    @property
-    def file(self) -> Path:
-        return self.part.stored.file
-
-    @property
-    def start(self) -> int:
-        """Its first byte in the file."""
-        stored, where = self.part.stored, self.part.where
-        return stored.start + int(where.storage_offset()) * stored.dtype.itemsize
-
-    @property
-    def num_bytes(self) -> int:
-        """From its first value to its last."""
-        where = self.part.where
-        steps = zip(where.shape, where.stride(), strict=True)
-        return (1 + sum((size - 1) * stride for size, stride in steps)) * where.itemsize
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether its bytes are those of the weight, one after the other, on the host."""
-        part, place = self.part, self.place
-        is_one_run = part.where.is_contiguous() and place.is_contiguous()
-        is_same = not part.steps and part.stored.dtype == place.dtype
-        return is_one_run and is_same and place.device.type == "cpu"
 
 
 def read_weights(
@@ -99,7 +60,7 @@ def read_weights(
         for content, own in zip(unread.values(), memory, strict=True)
         for part, place in slices(content, own)
         if place.numel()
-        for piece in _pieces(part, place)
+        for piece in pieces_of(part, place)
     ]
     pieces.sort(key=lambda piece: (piece.file, piece.start))
     _read_all(pieces, checkpoint, device, label)
@@ -139,26 +100,8 @@ def _check_dtypes(weights: Mapping[Unread, Content]) -> None:
                 )
 
 
-def _pieces(part: Slice, place: Tensor) -> Iterator[_Piece]:
-    """A slice cut along its longest strides, until a thread can read each part of it at once."""
-    piece = _Piece(part, place)
-    num_kept = place.numel() * part.stored.dtype.itemsize
-    strides = [s * (n > 1) for n, s in zip(place.shape, part.where.stride(), strict=True)]
-    row_bytes = max(strides, default=0) * part.stored.dtype.itemsize
-    has_gaps = 3 * num_kept < 2 * piece.num_bytes and row_bytes >= _LONG_RUN
-    if piece.num_bytes <= _PIECE and not has_gaps:
-        yield piece
-        return
-    dim = strides.index(max(strides))
-    num_rows = 1 if has_gaps else max(1, _PIECE // row_bytes)
-    for first in range(0, place.shape[dim], num_rows):
-        count = min(num_rows, place.shape[dim] - first)
-        rows = part.viewed(lambda tensor: tensor.narrow(dim, first, count))  # noqa: B023
-        yield from _pieces(rows, place.narrow(dim, first, count))
-
-
 def _read_all(
-    pieces: list[_Piece], checkpoint: Checkpoint, device: torch.device, label: str
+    pieces: list[Piece], checkpoint: Checkpoint, device: torch.device, label: str
 ) -> None:
     """Read all pieces in several threads; the first error ends it."""
     from tqdm import tqdm
@@ -174,7 +117,7 @@ def _read_all(
         def work() -> Counter[str]:
             """How many values of each stored tensor are NaN or infinite."""
             torch.set_num_threads(1)  # else each copy starts as many as there are cores
-            reader, found = _Reader(files, device), Counter[str]()
+            reader, found = Reader(files, device), Counter[str]()
             for piece in todo:  # of all threads: each takes the next
                 if stop.is_set():
                     break
@@ -202,57 +145,3 @@ def _worker_threads() -> Iterator[ThreadPoolExecutor]:
             yield threads
     finally:
         torch.set_num_threads(num_threads)
-
-
-class _Reader:
-    """One thread's way to the files, with a buffer for what cannot be read in place."""
-
-    def __init__(self, files: Mapping[Path, int], device: torch.device) -> None:
-        self._files, self._device = files, device
-        self._buffer: Tensor | None = None
-
-    def read(self, piece: _Piece) -> int:
-        """Read a piece to its place.
-
-        Returns:
-            How many of its values are NaN or infinite.
-        """
-        part, place = piece.part, piece.place
-        if piece.is_plain:
-            self._fill(place, piece)
-        else:
-            raw = self._staged(piece).to(place.device, non_blocking=True)
-            values = raw.view(part.stored.dtype).as_strided(part.where.shape, part.where.stride())
-            for step in part.steps:
-                is_cast = isinstance(step, torch.dtype)
-                values = values.to(step) if is_cast else values * step.to(place.device)
-            place.copy_(values)
-            if place.device.type == "cuda":  # before the buffer is filled anew
-                torch.cuda.current_stream(place.device).synchronize()
-        return _count_not_finite(place)
-
-    def _staged(self, piece: _Piece) -> Tensor:
-        """The bytes of a piece in this thread's buffer."""
-        if self._buffer is None:
-            is_cuda = self._device.type == "cuda"
-            self._buffer = torch.empty(_PIECE, dtype=torch.uint8, pin_memory=is_cuda, device="cpu")
-        raw = self._buffer[: piece.num_bytes]
-        self._fill(raw, piece)
-        return raw
-
-    def _fill(self, memory: Tensor, piece: _Piece) -> None:
-        """Read the bytes of a piece to memory of the host."""
-        target = memoryview((ctypes.c_char * piece.num_bytes).from_address(memory.data_ptr()))
-        num_read = 0
-        while num_read < piece.num_bytes:
-            count = os.preadv(self._files[piece.file], [target[num_read:]], piece.start + num_read)
-            if count == 0:
-                raise OSError(f"{piece.file.name} ends within {piece.part.stored.name}")
-            num_read += count
-
-
-def _count_not_finite(values: Tensor) -> int:
-    # A sum is finite only if every term is (or by overflow, which the exact test settles).
-    if not values.is_floating_point() or values.sum().isfinite():
-        return 0
-    return int((~values.isfinite()).sum())
