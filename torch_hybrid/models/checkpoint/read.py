@@ -91,7 +91,7 @@ def _check_dtypes(weights: Mapping[Unread, Content]) -> None:
     """Refuse integers and floats of 8 bits where floats are wanted: they are worth nothing without
     scales."""
     for weight, content in weights.items():
-        for part, _ in slices(content, torch.empty(weight.shape, device="meta")):
+        for part, _ in slices(content, torch.empty_like(weight, device="meta")):
             stored = part.stored
             if weight.is_floating_point() and stored.dtype not in _FLOATS:
                 raise UnsupportedError(
