@@ -115,11 +115,11 @@ def from_pretrained(
         ValueError: the checkpoint is missing, incomplete, unreadable or was changed meanwhile, or
             has NaN weights; or another rank could not load it.
     """
-    path_or_id = checked_path(path_or_id)
-    dtype, device = checked_dtype(dtype), checked_device(device)
-    make_cache_folder()
     label = "loading" if ranks is None else f"loading, rank {dist.get_rank(ranks)}"
     with Together(ranks):
+        path_or_id = checked_path(path_or_id)
+        dtype, device = checked_dtype(dtype), checked_device(device)
+        make_cache_folder()
         checkpoint, model = unread(path_or_id, dtype, device)
         if ranks is not None:
             check_can_be_cut(model, experts)

@@ -48,14 +48,20 @@ def make_unread(
     is_its_own = isinstance(config, model_class.config_class)  # else that of a multimodal model
     _check_experts(checkpoint)
     with _quiet():
-        hf_model, info = model_class.from_pretrained(
-            None,
-            config=config if is_its_own else config.get_text_config(),
-            dtype=dtype,
-            state_dict=checkpoint.unread(device),
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
+        try:
+            hf_model, info = model_class.from_pretrained(
+                None,
+                config=config if is_its_own else config.get_text_config(),
+                dtype=dtype,
+                state_dict=checkpoint.unread(device),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+        except NotImplementedError:  # of our own: an operation that unread weights do not have
+            raise
+        except (OSError, RuntimeError) as error:
+            told = f"cannot use the weights in {checkpoint.folder}: {error}"
+            raise ValueError(told) from error
         with suppress(OSError):  # there is none: it is as the config says
             hf_model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
     for problem in ("missing_keys", "mismatched_keys"):

@@ -18,9 +18,7 @@ from torch import Tensor
 from torch_hybrid.models.checkpoint.content import Content, Slice, slices
 
 PIECE_BYTES = 4 << 20  # of a file, that a thread reads at once
-LONG_RUN_BYTES = (
-    64 << 10
-)  # bytes; rows so far apart are read one by one where little is kept of each
+LONG_RUN_BYTES = 64 << 10  # rows so far apart are read one by one, where little of them is kept
 
 
 @dataclass(frozen=True, slots=True)
