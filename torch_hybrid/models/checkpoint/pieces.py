@@ -92,8 +92,10 @@ class Reader:
             raw = self._staged(piece).to(place.device, non_blocking=True)
             values = raw.view(part.stored.dtype).as_strided(part.where.shape, part.where.stride())
             for step in part.steps:
-                is_cast = isinstance(step, torch.dtype)
-                values = values.to(step) if is_cast else values * step.to(place.device)
+                if isinstance(step, torch.dtype):
+                    values = values.to(step)
+                else:
+                    values = values * step.to(place.device)
             place.copy_(values)
             if place.device.type == "cuda":  # before the buffer is filled anew
                 torch.cuda.current_stream(place.device).synchronize()

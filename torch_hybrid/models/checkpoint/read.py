@@ -64,7 +64,7 @@ def read_weights(
     ]
     pieces.sort(key=lambda piece: (piece.file, piece.start))
     _read_all(pieces, checkpoint, device, label)
-    owned = dict(zip(unread, memory, strict=True))
+    owned: dict[Tensor, Tensor] = dict(zip(unread, memory, strict=True))
     for weight, where in places.items():
         own = owned[weight] if weight in owned else weight.detach().to(device)
         if isinstance(weight, nn.Parameter):

@@ -133,7 +133,7 @@ def make_unread_ring_2_5(
     unread = checkpoint.unread(device)
 
     def made_of(names: Sequence[str], shape: Sequence[int]) -> Tensor:
-        parts = [unread[name] for name in names]
+        parts: list[Tensor] = [unread[name] for name in names]
         _check_rows(checkpoint.folder, names, parts, shape)
         return torch.cat(parts)
 
