@@ -54,6 +54,7 @@ TRAITS = {
     "latent_prefix": Traits(quick=("--prefixes", "256", "--tokens", "16", "--budget", "128")),
     "linear": _TIMED,
     "llama_cpp": _OF_FAMILIES,
+    "load": _OF_STEPS,
     "memory": _OF_STEPS,
     "overhead": _OF_STEPS,
     "overlap": Traits(quick=("--layers", "1", "--tokens", "128", "--delays", "0", "--rounds", "1")),

@@ -46,7 +46,7 @@ class ModelOptions:
     artefact: str | None
 
     def load(self) -> HybridModel | Ring25:
-        """The checkpoint, with a spinner for as long as it loads."""
+        """The checkpoint, with a bar for as long as its weights are read."""
         return load_model(self.model, self.dtype, self.device)
 
     def runner(self, model: HybridModel | Ring25, **options: Any) -> Runner:
@@ -191,12 +191,11 @@ def can_compile(device: torch.device) -> bool:
 
 
 def load_model(path_or_id: str, dtype: str = "auto", device: str = "cpu") -> HybridModel | Ring25:
-    """A checkpoint, with a spinner for as long as it loads."""
+    """A checkpoint, with a bar for as long as its weights are read."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     _quiet_transformers()
-    with progress("loading"):
-        return from_pretrained(os.path.expanduser(path_or_id), dtype=dtype, device=device)
+    return from_pretrained(os.path.expanduser(path_or_id), dtype=dtype, device=device)
 
 
 def load_tokenizer(path_or_id: str, hint: str = "give prompts as token ids with --ids") -> Any:

@@ -141,17 +141,30 @@ def zeros(shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> 
     return _HugePages(nbytes).take(shape, dtype)
 
 
+def weight_memory(
+    sizes: Sequence[tuple[Sequence[int], torch.dtype]], device: torch.device
+) -> list[Tensor]:
+    """Tensors of these shapes and dtypes, to be filled; on the host in one stretch of huge pages.
+
+    Each has a storage of its own.
+    """
+    if not sizes or not _has_huge_pages(device):
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
+    memory = _HugePages(sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in sizes))
+    return [memory.take(shape, dtype) for shape, dtype in sizes]
+
+
 def keep_weights(module: nn.Module) -> None:
     """Move the parameters of ``module`` that are on the host to memory of its own, in huge pages.
 
     Weights that a loader mapped from a file are copied; the file can then be unmapped. Each
     original is freed as soon as its copy is made, unless somebody else keeps it.
     """
-    weights = [weight for weight in module.parameters() if _has_huge_pages(weight.device)]
-    if not weights:
+    host = torch.device("cpu")
+    weights = [weight for weight in module.parameters() if weight.device == host]
+    if not _has_huge_pages(host):
         return
-    memory = _HugePages(sum(_padded(weight.nbytes) for weight in weights))
-    for weight in weights:
-        own = memory.take(weight.shape, weight.dtype)
+    memory = weight_memory([(weight.shape, weight.dtype) for weight in weights], host)
+    for weight, own in zip(weights, memory, strict=True):
         own.copy_(weight.detach())
         weight.data = own

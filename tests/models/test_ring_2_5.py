@@ -207,7 +207,7 @@ def test_unexpected_weight(tmp_path: Path):
 def test_weight_that_is_not_finite(tmp_path: Path):
     name = "model.layers.0.attention.g_norm.weight"
     text = edited(tmp_path, lambda weights: weights[name][-1].fill_(float("nan")))
-    assert text == "weight layers.0.mixer.norm_weight has 1 NaN or infinite values"
+    assert text == f"weight {name} has 1 NaN or infinite values"
 
 
 def test_no_weights(tmp_path: Path):

@@ -9,6 +9,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
@@ -16,6 +17,9 @@ from torch_hybrid.host import keep_weights, trim
 from torch_hybrid.models.arguments import checked_device, checked_dtype, checked_path
 from torch_hybrid.models.bailing_hybrid import BAILING_HYBRID
 from torch_hybrid.models.bamba import BAMBA
+from torch_hybrid.models.checkpoint.files import Checkpoint, open_checkpoint
+from torch_hybrid.models.checkpoint.read import read_weights
+from torch_hybrid.models.checkpoint.together import Together
 from torch_hybrid.models.deepseek_v3 import DEEPSEEK_V3
 from torch_hybrid.models.falcon_h1 import FALCON_H1
 from torch_hybrid.models.family import Family
@@ -29,7 +33,13 @@ from torch_hybrid.models.olmo_hybrid import OLMO_HYBRID
 from torch_hybrid.models.qwen3 import QWEN3
 from torch_hybrid.models.qwen3_5 import QWEN3_5
 from torch_hybrid.models.qwen3_next import QWEN3_NEXT
-from torch_hybrid.models.ring_2_5 import Ring25, is_ring_2_5, load_ring_2_5
+from torch_hybrid.models.ring_2_5 import (
+    Ring25,
+    Ring25Config,
+    is_ring_2_5,
+    make_unread_ring_2_5,
+)
+from torch_hybrid.models.shard import Experts, check_can_be_cut, cut, ranks_of
 from torch_hybrid.models.taken_weights import check_weights_say_all
 from torch_hybrid.models.transformers_hooks import (
     ATTENTION_NAME,
@@ -38,6 +48,7 @@ from torch_hybrid.models.transformers_hooks import (
     refuse_as_transformers,
     register_attention,
 )
+from torch_hybrid.models.transformers_weights import make_unread, refuse_quantized
 from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerTable
 from torch_hybrid.toolchain import make_cache_folder
 
@@ -79,33 +90,61 @@ def from_pretrained(
     path_or_id: str | Path,
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
+    *,
+    ranks: dist.ProcessGroup | None = None,
+    experts: Experts = "tensor",
 ) -> HybridModel | Ring25:
-    """Load a checkpoint: through transformers, with its mixers swapped, or into our own module.
+    """Load a checkpoint of safetensors: into a transformers model whose mixers are ours, or into
+    our own module.
+
+    Names, shapes and dtypes are checked before the first weight is read. Then several threads read
+    the weights straight to where they are kept: of a shared model, what this rank keeps of it.
 
     Args:
         path_or_id: a folder as ``save_pretrained`` writes it, or a hub id.
         dtype: of the weights; "auto" takes the checkpoint's.
         device: where the weights go.
+        ranks: the processes that share the model, as by ``shard``; each of them makes this call.
+        experts: how they share a mixture of experts; see ``shard``.
 
     Raises:
         TypeError: ``path_or_id`` is neither a text nor a path.
-        UnsupportedError: the model type, a field of its config or the device is not known here.
-        ValueError: the checkpoint is missing, incomplete or unreadable, or has NaN weights.
+        UnsupportedError: the model type, a field of its config, the device or the dtype of stored
+            weights is not known here; or the ranks do not divide heads or widths.
+        CapacityError: the device has no room for the weights.
+        ValueError: the checkpoint is missing, incomplete, unreadable or was changed meanwhile, or
+            has NaN weights; or another rank could not load it.
     """
-    path_or_id = checked_path(path_or_id)
-    dtype, device = checked_dtype(dtype), checked_device(device)
-    make_cache_folder()
-    config = _read_config(path_or_id)
-    if is_ring_2_5(config):
-        model: HybridModel | Ring25 = _load_ring_2_5(path_or_id, config, dtype, device)
-    else:
-        model_type = config.get("model_type")
-        if not isinstance(model_type, str):
-            raise ValueError(f"the config of {path_or_id} names no model_type, got {model_type!r}")
-        _family_of(model_type)
-        model = adapt(_load_hf_model(path_or_id, dtype).to(device))
+    label = "loading" if ranks is None else f"loading, rank {dist.get_rank(ranks)}"
+    with Together(ranks):
+        path_or_id = checked_path(path_or_id)
+        dtype, device = checked_dtype(dtype), checked_device(device)
+        make_cache_folder()
+        checkpoint, model = unread(path_or_id, dtype, device)
+        if ranks is not None:
+            check_can_be_cut(model, experts)
+            cut(model, ranks_of(ranks), experts)
+    with Together(ranks):
+        read_weights(model, checkpoint, device, label=label)
     trim()
     return model
+
+
+def unread(
+    path_or_id: str, dtype: torch.dtype | str, device: torch.device
+) -> tuple[Checkpoint, HybridModel | Ring25]:
+    """A checkpoint by its headers, and a model of its weights, of which none is read."""
+    fields = _read_config(path_or_id)
+    if is_ring_2_5(fields):
+        sizes = Ring25Config.from_dict(fields)
+        checkpoint = open_checkpoint(_folder_of(path_or_id))
+        return checkpoint, make_unread_ring_2_5(checkpoint, sizes, fields, dtype, device)
+    config = _transformers_config(path_or_id, fields)
+    refuse_quantized(config)
+    family, table = _family_of(config.model_type), table_of(config)
+    _warn_of_dropped(config)
+    checkpoint = open_checkpoint(_folder_of(path_or_id))
+    return checkpoint, _adapted(make_unread(checkpoint, config, dtype, device), family, table)
 
 
 def _read_config(path_or_id: str | Path) -> dict[str, Any]:
@@ -121,53 +160,32 @@ def _read_config(path_or_id: str | Path) -> dict[str, Any]:
     return dict(config)
 
 
-def _load_ring_2_5(
-    path_or_id: str | Path,
-    config: dict[str, Any],
-    dtype: torch.dtype | str,
-    device: torch.device | str,
-) -> Ring25:
-    from huggingface_hub import snapshot_download
-    from safetensors import SafetensorError
-
-    try:
-        folder = Path(path_or_id)
-        if not folder.is_dir():
-            patterns = ["*.safetensors", "*.json"]
-            folder = Path(snapshot_download(str(path_or_id), allow_patterns=patterns))
-        model = load_ring_2_5(folder, config, dtype, device)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"cannot read the weights in {path_or_id}: {error}") from error
-    _check_finite(model)
-    keep_weights(model)
-    return model
-
-
-def _load_hf_model(path_or_id: str | Path, dtype: torch.dtype | str) -> Any:
+def _transformers_config(path_or_id: str, fields: dict[str, Any]) -> Any:
     from huggingface_hub.errors import StrictDataclassError
-    from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError(f"the config of {path_or_id} names no model_type, got {model_type!r}")
+    _family_of(model_type)
     try:
-        config = AutoConfig.from_pretrained(path_or_id)
+        return AutoConfig.from_pretrained(path_or_id)
     except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
         told = " ".join(str(error).split())
         raise ValueError(f"cannot read a model config from {path_or_id}: {told}") from error
-    table_of(config)  # before gigabytes are read
-    _warn_of_dropped(config)
+
+
+def _folder_of(path_or_id: str) -> Path:
+    """The folder of a checkpoint; that of a hub id is fetched, with its weights."""
+    from huggingface_hub import snapshot_download
+
+    if Path(path_or_id).is_dir():
+        return Path(path_or_id)
     try:
-        hf_model, info = AutoModelForCausalLM.from_pretrained(
-            path_or_id, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    except (OSError, SafetensorError) as error:
+        patterns = ["model*.safetensors", "*.json"]
+        return Path(snapshot_download(path_or_id, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the weights in {path_or_id}: {error}") from error
-    for problem in ("missing_keys", "mismatched_keys"):
-        if info[problem]:
-            raise ValueError(
-                f"the checkpoint {path_or_id} has {problem.replace('_', ' ')}: "
-                f"{sorted(map(str, info[problem]))}"
-            )
-    return hf_model
 
 
 def adapt(hf_model: Any) -> HybridModel:
@@ -196,6 +214,13 @@ def adapt(hf_model: Any) -> HybridModel:
         raise ValueError("hf_model was adapted before")
     _check_taken_weights(hf_model, family, table)
     _check_finite(hf_model)
+    model = _adapted(hf_model, family, table)
+    keep_weights(model)
+    return model
+
+
+def _adapted(hf_model: Any, family: Family, table: LayerTable) -> HybridModel:
+    """The same of a model that is known to be one, and whose weights may be unread."""
     register_attention()
     hf_model.set_attn_implementation(ATTENTION_NAME)
     hf_model.eval().requires_grad_(False)
@@ -203,7 +228,6 @@ def adapt(hf_model: Any) -> HybridModel:
     hand_steps(hf_model.model.layers)
     _swap_experts(hf_model, family)
     refuse_as_transformers(hf_model)
-    keep_weights(hf_model)
     return HybridModel(
         hf_model,
         table,

@@ -54,6 +54,14 @@ def shard(model: M, group: dist.ProcessGroup | None = None, *, experts: Experts 
         ValueError: ``experts`` is another word, the model was sharded before, or
             ``torch.distributed`` is not initialised.
     """
+    check_can_be_cut(model, experts)
+    cut(model, ranks_of(group), experts)
+    keep_weights(model)
+    return model
+
+
+def check_can_be_cut(model: HybridModel | Ring25, experts: str) -> None:
+    """Raise ValueError or UnsupportedError, as ``shard`` does, whatever the ranks are."""
     if experts not in ("tensor", "all_to_all"):
         raise ValueError(f"experts must be 'tensor' or 'all_to_all', got {experts!r}")
     if model.ranks is not None:
@@ -61,7 +69,14 @@ def shard(model: M, group: dist.ProcessGroup | None = None, *, experts: Experts 
     parts = [part for layer in model.layers for part in layer.children()]
     if len(set(parts)) != len(parts):
         raise UnsupportedError("cannot shard a model of which several layers share a module")
-    ranks = _ranks_of(group)
+
+
+def cut(model: HybridModel | Ring25, ranks: Ranks, experts: Experts) -> None:
+    """Keep the part of one of the ranks, of weights that may be unread.
+
+    Raises:
+        UnsupportedError: as ``shard`` does.
+    """
     table = model.table.divided(ranks.size)  # refuses before anything is changed
     feed_forward = _feed_forward_cuts(ranks, experts)
     for layer, entries in zip(model.layers, model.table.layers, strict=True):
@@ -75,9 +90,7 @@ def shard(model: M, group: dist.ProcessGroup | None = None, *, experts: Experts 
                 _shard_attention(rest.pop(_attention_name(rest)), entry, ranks)
         for name, child in rest.items():
             _shard_feed_forward(layer, name, child, feed_forward, ranks)
-    keep_weights(model)
     model.table, model.ranks = table, ranks
-    return model
 
 
 def _attention_name(children: Mapping[str, nn.Module]) -> str:
@@ -106,7 +119,12 @@ def _shard_feed_forward(
         )
 
 
-def _ranks_of(group: dist.ProcessGroup | None) -> Ranks:
+def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
+    """This process among those of a group; by default, of all.
+
+    Raises:
+        ValueError: ``torch.distributed`` is not initialised.
+    """
     if not dist.is_initialized():
         raise ValueError("torch.distributed must be initialised before a model is sharded")
     group = group or dist.group.WORLD

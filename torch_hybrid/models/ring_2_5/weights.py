@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.ring_2_5.config import Ring25Config
 from torch_hybrid.models.ring_2_5.model import Ring25
 
@@ -100,105 +100,81 @@ def expert_sources(config: Ring25Config) -> dict[str, list[Sequence[str]]]:
     }
 
 
-class Checkpoint:
-    """The tensors of a folder of safetensors by name, read one at a time.
-
-    Raises:
-        OSError: there is no safetensors file.
-    """
-
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
-        from safetensors import safe_open
-
-        self.folder = folder
-        self.names: dict[str, Any] = {}
-        for path in sorted(folder.glob("*.safetensors")):
-            file = stack.enter_context(safe_open(path, framework="pt"))
-            self.names.update(dict.fromkeys(file.keys(), file))
-        if not self.names:
-            raise OSError(f"no safetensors file found in directory {folder}")
-
-    def check(self, needed: set[str], num_layers: int) -> None:
-        """Raise ValueError unless it has the weights needed, and no others of these layers."""
-        foreign = {name for name in self.names if not _is_of_draft(name, num_layers)} - needed
-        for problem, names in (("missing", needed - self.names.keys()), ("unexpected", foreign)):
-            if names:
-                raise ValueError(
-                    f"the checkpoint {self.folder} has {problem} keys: {sorted(names)}"
-                )
-
-    def read(self, names: Sequence[str], shape: Sequence[int]) -> Tensor:
-        """Some tensors, the rows of one after the other's, which together have a shape.
-
-        Raises:
-            ValueError: they have another.
-        """
-        rows, *rest = shape
-        shapes = [list(self.names[name].get_slice(name).get_shape()) for name in names]
-        if sum(given[0] for given in shapes) != rows or any(given[1:] != rest for given in shapes):
-            raise ValueError(
-                f"the checkpoint {self.folder} has mismatched keys: the rows of "
-                f"{' and '.join(names)} must give a weight of shape {[*shape]}, "
-                f"got {' and '.join(map(str, shapes))}"
-            )
-        parts = [self.names[name].get_tensor(name) for name in names]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
 def _is_of_draft(name: str, num_layers: int) -> bool:
     """Whether a weight is of the layers after the last, which predict further tokens."""
     head, _, rest = name.partition("model.layers.")
     return head == "" and rest != "" and int(rest.partition(".")[0]) >= num_layers
 
 
-def load_ring_2_5(
-    folder: Path, config: Mapping[str, Any], dtype: torch.dtype | str, device: torch.device | str
+def make_unread_ring_2_5(
+    checkpoint: Checkpoint,
+    sizes: Ring25Config,
+    config: Mapping[str, Any],
+    dtype: torch.dtype | str,
+    device: torch.device,
 ) -> Ring25:
-    """Load a checkpoint, without any class of transformers.
+    """A model of the weights of a checkpoint, of which none is read.
 
     Args:
-        folder: with ``*.safetensors``.
-        config: its ``config.json``.
+        checkpoint: its tensors.
+        sizes: what its ``config.json`` says of the model.
+        config: all that it says.
         dtype: of the weights; "auto" takes the config's.
-        device: where the weights go.
+        device: where they will be.
 
     Raises:
-        UnsupportedError: a field of the config says what is not served.
         ValueError: a weight is missing, unexpected, or of another shape than the config says.
-        OSError: there is no safetensors file.
     """
-    sizes = Ring25Config.from_dict(config)
-    model = Ring25(sizes, _dtype(dtype, config), _generation_config(folder))
-    with ExitStack() as stack:
-        checkpoint = Checkpoint(folder, stack)
-        plain, experts = sources(sizes), expert_sources(sizes)
-        needed = {name for published in plain.values() for name in published}
-        needed |= {name for each in experts.values() for names in each for name in names}
-        checkpoint.check(needed, sizes.num_hidden_layers)
-        weights = _read_all(model, checkpoint, plain, experts, torch.device(device))
-        model.load_state_dict(dict(weights), assign=True)
+    model = Ring25(sizes, _dtype(dtype, config), _generation_config(checkpoint.folder))
+    plain, experts = sources(sizes), expert_sources(sizes)
+    needed = {name for published in plain.values() for name in published}
+    needed |= {name for each in experts.values() for names in each for name in names}
+    _check_names(checkpoint, needed, sizes.num_hidden_layers)
+    unread = checkpoint.unread(device)
+
+    def made_of(names: Sequence[str], shape: Sequence[int]) -> Tensor:
+        parts: list[Tensor] = [unread[name] for name in names]
+        _check_rows(checkpoint.folder, names, parts, shape)
+        return torch.cat(parts)
+
+    weights: dict[str, Tensor] = {}
+    for name, like in model.state_dict().items():
+        if name in experts:
+            each = [made_of(names, like.shape[1:]) for names in experts[name]]
+            weights[name] = torch.stack(each).to(like.dtype)
+        else:
+            weights[name] = made_of(plain[name], like.shape).to(like.dtype)
+    model.load_state_dict(weights, assign=True)
     if sizes.tie_word_embeddings:
         model.lm_head.weight = model.word_embeddings.weight
     for layer_id in range(sizes.first_k_dense_replace, sizes.num_hidden_layers):
         moe: Any = model.layers[layer_id].get_submodule("mlp")
         moe.experts = FusedExperts(moe.experts.gate_up_proj, moe.experts.down_proj)
-    return model.to(device).eval().requires_grad_(False)
+    return model.eval().requires_grad_(False)
 
 
-def _read_all(
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    plain: Mapping[str, Sequence[str]],
-    experts: Mapping[str, list[Sequence[str]]],
-    device: torch.device,
-) -> Iterator[tuple[str, Tensor]]:
-    """Our weights, of the model's shapes and dtypes."""
-    for name, like in model.state_dict().items():
-        if name in experts:
-            weight = torch.stack([checkpoint.read(each, like.shape[1:]) for each in experts[name]])
-        else:
-            weight = checkpoint.read(plain[name], like.shape)
-        yield name, weight.to(device=device, dtype=like.dtype)
+def _check_names(checkpoint: Checkpoint, needed: set[str], num_layers: int) -> None:
+    """Raise ValueError unless it has the weights needed, and no others of these layers."""
+    given = checkpoint.tensors.keys()
+    foreign = {name for name in given if not _is_of_draft(name, num_layers)} - needed
+    for problem, names in (("missing", needed - given), ("unexpected", foreign)):
+        if names:
+            raise ValueError(
+                f"the checkpoint {checkpoint.folder} has {problem} keys: {sorted(names)}"
+            )
+
+
+def _check_rows(
+    folder: Path, names: Sequence[str], parts: Sequence[Tensor], shape: Sequence[int]
+) -> None:
+    """Raise ValueError unless the rows of some weights, one after the other, have a shape."""
+    shapes = [[*part.shape] for part in parts]
+    rows, *rest = shape
+    if sum(given[0] for given in shapes) != rows or any(given[1:] != rest for given in shapes):
+        raise ValueError(
+            f"the checkpoint {folder} has mismatched keys: the rows of {' and '.join(names)} must "
+            f"give a weight of shape {[*shape]}, got {' and '.join(map(str, shapes))}"
+        )
 
 
 def _dtype(dtype: torch.dtype | str, config: Mapping[str, Any]) -> torch.dtype:

@@ -1,0 +1,261 @@
+"""What is refused before weights are read, what while they are, and that nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import torch_hybrid as th
+from tests.models.checkpoint.bytes_read import count_bytes_read
+from tests.tiny_models import make_model
+
+INDEX = "model.safetensors.index.json"
+EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint of several files, with experts."""
+    sizes = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    make_model("qwen3_next", **sizes).save_pretrained(tmp_path, max_shard_size="100KB")
+    return tmp_path
+
+
+def refusal(path: Path, error: type[Exception] = ValueError, **options: Any) -> str:
+    with pytest.raises(error) as caught:
+        th.from_pretrained(path, **options)
+    return str(caught.value).replace(str(path), "PATH")
+
+
+def refused_unread(path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> str:
+    """The refusal, which comes before any weight is read."""
+    with count_bytes_read(monkeypatch) as count:
+        text = refusal(path, **options)
+    assert count.total == 0
+    return text
+
+
+def edit_index(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    edit(index)
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def file_of(folder: Path, name: str) -> Path:
+    return folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
+
+
+def edit_weights(file: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    weights = load_file(file)
+    edit(weights)
+    save_file(weights, file, {"format": "pt"})
+
+
+def test_a_shard_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    file = file_of(folder, EXPERT)
+    file.unlink()
+    assert refused_unread(folder, monkeypatch) == (
+        f"cannot read the weights in PATH: the index {INDEX} names files that are not there: "
+        f"['{file.name}']"
+    )
+
+
+def test_a_tensor_that_its_file_does_not_have(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    edit_weights(file_of(folder, EXPERT), lambda weights: weights.pop(EXPERT))
+    assert refused_unread(folder, monkeypatch) == (
+        f"cannot read the weights in PATH: the index {INDEX} names tensors that no file has: "
+        f"['{EXPERT}']"
+    )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is no index of tensors"),
+        ("{}", "KeyError('weight_map')"),
+        ('{"weight_map": {"a": 3}}', "is no index of tensors"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "names files outside of its folder"),
+    ],
+)
+def test_an_index_that_is_none(folder: Path, content: str, message: str):
+    (folder / INDEX).write_text(content)
+    assert message in refusal(folder)
+
+
+@pytest.mark.parametrize("num_bytes", [-1, 1])
+def test_a_file_of_another_size_than_its_header_says(
+    folder: Path, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
+    file = file_of(folder, EXPERT)
+    size = file.stat().st_size
+    content = file.read_bytes() + b"\0"
+    file.write_bytes(content[: size + num_bytes])
+    assert refused_unread(folder, monkeypatch) == (
+        f"cannot read the weights in PATH: {file.name} must have {size:,} bytes, "
+        f"got {size + num_bytes:,}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (b"{}}", "has a header that is no JSON"),
+        (b"[]", "has a header that is none of safetensors"),
+        (b'{"a": {"dtype": "F32"}}', "has a header that is none of safetensors"),
+        (
+            b'{"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 4]}}',
+            "has bytes 0 to 4 of tensor a, which do not make [3] of F32",
+        ),
+    ],
+)
+def test_a_header_that_cannot_be(tmp_path: Path, header: bytes, message: str):
+    make_model("qwen3", num_hidden_layers=1).save_pretrained(tmp_path)
+    content = len(header).to_bytes(8, "little") + header
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert message in refusal(tmp_path)
+
+
+def test_a_dtype_that_torch_does_not_have(tmp_path: Path):
+    make_model("qwen3", num_hidden_layers=1).save_pretrained(tmp_path)
+    header = b'{"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}'
+    content = len(header).to_bytes(8, "little") + header + b"\0"
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert "tensor a has dtype F4" in refusal(tmp_path, th.UnsupportedError)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantized_weights_without_a_word_in_the_config(
+    folder: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    edit_weights(file_of(folder, EXPERT), lambda w: w.update({EXPERT: w[EXPERT].to(dtype)}))
+    text = refused_unread(folder, monkeypatch, error=th.UnsupportedError)
+    assert text == f"weight {EXPERT} is stored as {dtype}: quantized checkpoints are not read"
+
+
+def test_a_quantized_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    file = folder / "config.json"
+    quantized = {"quantization_config": {"quant_method": "fp8"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | quantized))
+    assert refused_unread(folder, monkeypatch, error=th.UnsupportedError) == (
+        "qwen3_next: quantized checkpoints are not served, got 'fp8'"
+    )
+
+
+def test_an_expert_that_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    edit_weights(file_of(folder, EXPERT), lambda weights: weights.pop(EXPERT))
+    edit_index(folder, lambda index: index["weight_map"].pop(EXPERT))
+    text = refused_unread(folder, monkeypatch)
+    assert text == f"the checkpoint PATH has missing keys: ['{EXPERT}']"
+
+
+def test_an_expert_of_another_shape(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    edit_weights(file_of(folder, EXPERT), lambda w: w.update({EXPERT: torch.zeros(3, 3)}))
+    assert refused_unread(folder, monkeypatch) == (
+        f"the checkpoint PATH has mismatched keys: ['{EXPERT} [3, 3]'], where the other experts "
+        "have [32, 64]"
+    )
+
+
+def test_fewer_experts_than_the_config_says(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_experts": 6}))
+    text = refused_unread(folder, monkeypatch)
+    assert "mismatched keys" in text
+    assert "mlp.experts.gate_up_proj" in text
+
+
+def test_a_tensor_in_two_files(tmp_path: Path):
+    make_model("qwen3", num_hidden_layers=1).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    for name in ("a", "b"):
+        save_file(weights, tmp_path / f"{name}.safetensors")
+    assert "both a.safetensors and b.safetensors have a tensor" in refusal(tmp_path)
+
+
+def test_a_tensor_that_nothing_wants_is_named(folder: Path):
+    name = "model.layers.1.mlp.slope"
+    edit_weights(file_of(folder, EXPERT), lambda weights: weights.update({name: torch.ones(3)}))
+    with pytest.warns(UserWarning, match=re.escape(f"has unexpected keys: ['{name}']")):
+        th.from_pretrained(folder)
+
+
+def test_no_room(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torch_hybrid.caches.room.free_bytes", lambda _: 1000)
+    text = refused_unread(folder, monkeypatch, error=th.CapacityError)
+    assert "the weights need" in text
+    assert "cpu has 1,000 bytes" in text
+
+
+@pytest.mark.parametrize("change", ["written to", "replaced", "removed", "truncated"])
+def test_a_file_that_changes_while_it_is_read(
+    folder: Path, change: str, monkeypatch: pytest.MonkeyPatch
+):
+    file, preadv, changed = file_of(folder, EXPERT), os.preadv, threading.Event()
+
+    def read(descriptor: int, buffers: Any, offset: int) -> int:
+        if not changed.is_set():
+            changed.set()
+            content = file.read_bytes()
+            if change in ("replaced", "removed"):
+                file.unlink()
+            if change != "removed":
+                file.write_bytes(content[:200] if change == "truncated" else content)
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", read)
+    text = refusal(folder)
+    assert text.startswith("cannot read the weights in PATH: ")
+    assert file.name in text
+
+
+def test_an_error_of_the_disk_ends_it(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def read(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    threads, running = torch.get_num_threads(), threading.active_count()
+    monkeypatch.setattr(os, "preadv", read)
+    assert "Input/output error" in refusal(folder)
+    assert torch.get_num_threads() == threads
+    assert threading.active_count() == running
+
+
+def test_every_weight_that_is_not_finite_is_counted(folder: Path):
+    first, second = "model.embed_tokens.weight", "model.layers.0.linear_attn.A_log"
+    edit_weights(file_of(folder, first), lambda w: w[first][:2].fill_(float("nan")))
+    edit_weights(file_of(folder, second), lambda w: w[second][:1].fill_(float("inf")))
+    assert refusal(folder) == (f"weight {first} has 128, {second} has 1 NaN or infinite values")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc says how much memory is held")
+def test_nothing_is_left(tmp_path: Path):
+    """After a refusal while reading: no memory, no open file."""
+    make_model("qwen3", num_hidden_layers=2, vocab_size=100_000).save_pretrained(tmp_path)
+    name = "model.norm.weight"
+    edit_weights(tmp_path / "model.safetensors", lambda w: w[name].fill_(float("nan")))
+    refusal(tmp_path)
+    gc.collect()
+    held, files = anonymous_bytes(), os.listdir("/proc/self/fd")
+    for _ in range(3):
+        refusal(tmp_path)
+    gc.collect()
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert anonymous_bytes() - held < 0.5 * size
+    assert os.listdir("/proc/self/fd") == files
+
+
+def anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))

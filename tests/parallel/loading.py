@@ -1,0 +1,65 @@
+"""What the processes of ``test_loading`` run: a checkpoint that the ranks load together."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torch_hybrid as th
+from tests.models.oracle import make_texts, serve
+from tests.parallel.jobs import LENGTHS, SIZES, STEPS
+from torch_hybrid.models.shard import Experts
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What came of a model that the ranks loaded together."""
+
+    digest: str  # of the logits
+    error: float | None = None  # against the model whole, of the largest logit; on the first rank
+
+
+def load_together(folders: dict[str, Path], experts: Experts = "tensor") -> dict[str, Loaded]:
+    """Serve the same texts with each model shared and, on the first rank, whole."""
+    return {family: _load_together(folder, experts) for family, folder in folders.items()}
+
+
+def _load_together(folder: Path, experts: Experts) -> Loaded:
+    logits = _logits(th.from_pretrained(folder, ranks=dist.group.WORLD, experts=experts))
+    digest = hashlib.sha256(logits.numpy().tobytes()).hexdigest()
+    if dist.get_rank() != 0:
+        return Loaded(digest)
+    expected = _logits(th.from_pretrained(folder))
+    return Loaded(digest, ((logits - expected).abs().max() / expected.abs().max()).item())
+
+
+def _logits(model: Any) -> Tensor:
+    runner = th.Runner(model, **SIZES, compile=False)
+    return torch.cat(serve(runner, make_texts(LENGTHS), STEPS))
+
+
+def load_from(folders: list[Path]) -> str:
+    """What a rank is told, each of which loads from a folder of its own."""
+    try:
+        th.from_pretrained(folders[dist.get_rank()], ranks=dist.group.WORLD)
+    except (ValueError, th.UnsupportedError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def load_and_die(folder: Path) -> str:
+    """The same where the second rank ends as soon as it reads."""
+    if dist.get_rank() == 1:
+        os.preadv = lambda *_: os._exit(1)
+    try:
+        th.from_pretrained(folder, ranks=dist.group.WORLD)
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "loaded"

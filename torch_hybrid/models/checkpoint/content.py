@@ -1,0 +1,195 @@
+"""What an unread weight is made of: strided slices of stored tensors, joined.
+
+The adapters of the families and ``shard`` merge, sort and cut weights with torch's own operations.
+Of a weight that has not been read those operations end here, and leave the same thing said of
+slices; nothing is read, or copied, before it is known which bytes are wanted and where they go.
+
+    Slice     a view of one stored tensor, by sizes and strides
+    Joined    several of these side by side along one dim
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Size, Tensor
+
+# What becomes of the values as they are read, in this order: a cast, or a product with a factor of
+# the shape of the slice.
+Step = torch.dtype | Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """A tensor in a file: its values lie from byte ``start``, row-major."""
+
+    name: str
+    file: Path
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """A part of a stored tensor.
+
+    ``where`` is on the meta device: its sizes, strides and offset, in elements from the tensor's
+    first, say which part.
+    """
+
+    stored: Stored
+    where: Tensor
+    steps: tuple[Step, ...] = ()
+
+    @classmethod
+    def whole(cls, stored: Stored) -> Slice:
+        """All of a stored tensor, as it is stored."""
+        where = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+        return cls(stored=stored, where=where)
+
+    @property
+    def shape(self) -> Size:
+        """Of the slice."""
+        return self.where.shape
+
+    def viewed(self, view: Callable[[Tensor], Tensor]) -> Slice:
+        """Another view of the same: of the slice, and of the factors on it."""
+        steps = tuple(step if isinstance(step, torch.dtype) else view(step) for step in self.steps)
+        return replace(self, where=view(self.where), steps=steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Parts of equal shapes but along ``dim``, where one follows the other."""
+
+    parts: tuple[Content, ...]
+    dim: int
+
+    @property
+    def shape(self) -> Size:
+        """Of all parts together."""
+        sizes = list(self.parts[0].shape)
+        sizes[self.dim] = sum(part.shape[self.dim] for part in self.parts)
+        return Size(sizes)
+
+
+Content = Slice | Joined
+
+
+def join(parts: Sequence[Content], dim: int) -> Content:
+    """Parts side by side along ``dim``.
+
+    Raises:
+        ValueError: their other dims differ, or there is none.
+    """
+    flat: list[Content] = []
+    for part in parts:
+        flat.extend(part.parts if isinstance(part, Joined) and part.dim == dim else [part])
+    others = {(*part.shape[:dim], *part.shape[dim + 1 :]) for part in flat}
+    if len(others) != 1:
+        shapes = ", ".join(f"{name_of(part)} {[*part.shape]}" for part in flat)
+        raise ValueError(f"weights to be joined along dim {dim} must agree in all others: {shapes}")
+    return flat[0] if len(flat) == 1 else Joined(tuple(flat), dim)
+
+
+def narrow(content: Content, dim: int, start: int, length: int) -> Content:
+    """As ``Tensor.narrow``."""
+    if isinstance(content, Slice):
+        return content.viewed(lambda tensor: tensor.narrow(dim, start, length))
+    if dim != content.dim:
+        return Joined(tuple(narrow(p, dim, start, length) for p in content.parts), content.dim)
+    kept, first = [], 0
+    for part in content.parts:
+        size = part.shape[dim]
+        low, high = max(start - first, 0), min(start + length - first, size)
+        if low < high:
+            is_whole = (low, high) == (0, size)
+            kept.append(part if is_whole else narrow(part, dim, low, high - low))
+        first += size
+    return join(kept, dim) if kept else narrow(content.parts[0], dim, 0, 0)
+
+
+def transpose(content: Content, a: int, b: int) -> Content:
+    """As ``Tensor.transpose``."""
+    if isinstance(content, Slice):
+        return content.viewed(lambda tensor: tensor.transpose(a, b))
+    dim = {a: b, b: a}.get(content.dim, content.dim)
+    return Joined(tuple(transpose(part, a, b) for part in content.parts), dim)
+
+
+def reshape(content: Content, shape: Sequence[int]) -> Content:
+    """As ``Tensor.reshape``, to sizes that are all given.
+
+    Raises:
+        NotImplementedError: seams lie so that no rows of the new shape are made of whole ones.
+    """
+    if isinstance(content, Joined):
+        return _reshape_parts(content, shape)
+    try:
+        return content.viewed(lambda tensor: tensor.view(*shape))
+    except RuntimeError:  # no strides say it: then those of each row
+        if content.shape[0] == 1:
+            return reshape(content.viewed(lambda tensor: tensor.squeeze(0)), shape)
+        return _reshape_parts(_rows(content), shape)
+
+
+def _rows(content: Content) -> Joined:
+    return Joined(tuple(narrow(content, 0, row, 1) for row in range(content.shape[0])), 0)
+
+
+def _reshape_parts(joined: Joined, shape: Sequence[int]) -> Content:
+    """Each part on its own, where the sizes let them lie side by side along one dim again."""
+    before, size = math.prod(joined.shape[: joined.dim]), joined.shape[joined.dim]
+    dims = [dim for dim in range(len(shape)) if math.prod(shape[:dim]) == before]
+    for dim in dims:
+        inner = before * math.prod(shape[dim + 1 :])
+        counts = [math.prod(part.shape) for part in joined.parts]
+        if all(count % inner == 0 for count in counts):
+            parts = [
+                reshape(part, (*shape[:dim], count // inner, *shape[dim + 1 :]))
+                for part, count in zip(joined.parts, counts, strict=True)
+            ]
+            return join(parts, dim)
+    for dim in dims:  # a seam lies within a row of the new shape
+        if shape[dim] > 1 and size % shape[dim] == 0:
+            length, row = size // shape[dim], (*shape[:dim], 1, *shape[dim + 1 :])
+            firsts = range(0, size, length)
+            rows = [reshape(narrow(joined, joined.dim, i, length), row) for i in firsts]
+            return join(rows, dim)
+    if joined.dim > 0:
+        return _reshape_parts(_rows(joined), shape)
+    raise NotImplementedError(
+        f"{name_of(joined)} and what is joined to it along dim {joined.dim} cannot be read as "
+        f"{[*shape]}, got {[*joined.shape]}"
+    )
+
+
+def followed_by(content: Content, step: Step) -> Content:
+    """The same, with one more thing done to the values; a factor has the shape of ``content``."""
+    if isinstance(content, Slice):
+        return replace(content, steps=(*content.steps, step))
+    if isinstance(step, torch.dtype):
+        return Joined(tuple(followed_by(part, step) for part in content.parts), content.dim)
+    factors = step.split([part.shape[content.dim] for part in content.parts], content.dim)
+    pairs = zip(content.parts, factors, strict=True)
+    return Joined(tuple(followed_by(part, factor) for part, factor in pairs), content.dim)
+
+
+def slices(content: Content, where: Tensor) -> Iterator[tuple[Slice, Tensor]]:
+    """Each slice, and the part of ``where``, a tensor of the content's shape, that it fills."""
+    if isinstance(content, Slice):
+        yield content, where
+        return
+    sizes = [part.shape[content.dim] for part in content.parts]
+    for part, place in zip(content.parts, where.split(sizes, content.dim), strict=True):
+        yield from slices(part, place)
+
+
+def name_of(content: Content) -> str:
+    """The first stored tensor of it."""
+    return content.stored.name if isinstance(content, Slice) else name_of(content.parts[0])

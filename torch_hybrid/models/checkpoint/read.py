@@ -1,0 +1,147 @@
+"""The bytes of unread weights, from files straight to where a model keeps them.
+
+Threads take pieces in the order of the files, each the next.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.caches.room import check_room
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.host import weight_memory
+from torch_hybrid.models.checkpoint.content import Content, slices
+from torch_hybrid.models.checkpoint.files import Checkpoint
+from torch_hybrid.models.checkpoint.pieces import Piece, Reader, pieces_of
+from torch_hybrid.models.checkpoint.unread import Unread
+
+_NUM_THREADS = min(16, 4 * (os.cpu_count() or 1))  # files may lie on a disk, or beyond a network
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def read_weights(
+    module: nn.Module, checkpoint: Checkpoint, device: torch.device, *, label: str = "loading"
+) -> None:
+    """Read every unread parameter and buffer of ``module``, and move the others to ``device``.
+
+    Args:
+        module: whose weights are replaced; one that has several places stays one.
+        checkpoint: that they are of.
+        device: where they go.
+        label: of the progress bar, which is shown on a terminal.
+
+    Raises:
+        UnsupportedError: the values of a weight are stored as no floats of 16 bits or more.
+        CapacityError: the device has no room for the weights.
+        ValueError: a file is unreadable or was changed meanwhile, or weights have NaN or infinite
+            values.
+    """
+    places = _places(module)
+    for weight, where in places.items():
+        if weight.is_meta:
+            raise NotImplementedError(f"{where[0][1]} is made of values that are not read yet")
+    unread = {weight: weight.content for weight in places if isinstance(weight, Unread)}
+    _check_dtypes(unread)
+    limits = "their precision (dtype), or share the model among more ranks"
+    num_bytes = sum(weight.nbytes for weight in unread)
+    check_room(num_bytes, device, what="the weights", limits=limits)
+    memory = weight_memory([(weight.shape, weight.dtype) for weight in unread], device)
+    pieces = [
+        piece
+        for content, own in zip(unread.values(), memory, strict=True)
+        for part, place in slices(content, own)
+        if place.numel()
+        for piece in pieces_of(part, place)
+    ]
+    pieces.sort(key=lambda piece: (piece.file, piece.start))
+    _read_all(pieces, checkpoint, device, label)
+    owned: dict[Tensor, Tensor] = dict(zip(unread, memory, strict=True))
+    for weight, where in places.items():
+        own = owned[weight] if weight in owned else weight.detach().to(device)
+        if isinstance(weight, nn.Parameter):
+            own = nn.Parameter(own, requires_grad=False)
+        for store, name in where:
+            store[name] = own
+
+
+# Where modules keep a weight: their parameters or buffers, and its name there.
+_Places = dict[Tensor, list[tuple[dict[str, Tensor | None], str]]]
+
+
+def _places(module: nn.Module) -> _Places:
+    places: _Places = {}
+    for part in module.modules():
+        for store in (part._parameters, part._buffers):
+            for name, weight in store.items():
+                if weight is not None:
+                    places.setdefault(weight, []).append((store, name))  # type: ignore[arg-type]
+    return places
+
+
+def _check_dtypes(weights: Mapping[Unread, Content]) -> None:
+    """Refuse integers and floats of 8 bits where floats are wanted: they are worth nothing without
+    scales."""
+    for weight, content in weights.items():
+        for part, _ in slices(content, torch.empty_like(weight, device="meta")):
+            stored = part.stored
+            if weight.is_floating_point() and stored.dtype not in _FLOATS:
+                raise UnsupportedError(
+                    f"weight {stored.name} is stored as {stored.dtype}: quantized checkpoints are "
+                    "not read"
+                )
+
+
+def _read_all(
+    pieces: list[Piece], checkpoint: Checkpoint, device: torch.device, label: str
+) -> None:
+    """Read all pieces in several threads; the first error ends it."""
+    from tqdm import tqdm
+
+    num_bytes = sum(piece.num_bytes for piece in pieces)
+    with (
+        checkpoint.opened({piece.file for piece in pieces}) as files,
+        tqdm(total=num_bytes, desc=label, unit="B", unit_scale=True, disable=None) as bar,
+        _worker_threads() as threads,
+    ):
+        todo, stop, lock = iter(pieces), threading.Event(), threading.Lock()
+
+        def work() -> Counter[str]:
+            """How many values of each stored tensor are NaN or infinite."""
+            torch.set_num_threads(1)  # else each copy starts as many as there are cores
+            reader, found = Reader(files, device), Counter[str]()
+            for piece in todo:  # of all threads: each takes the next
+                if stop.is_set():
+                    break
+                found[piece.part.stored.name] += reader.read(piece)
+                with lock:
+                    bar.update(piece.num_bytes)
+            return found
+
+        try:
+            done = [threads.submit(work) for _ in range(_NUM_THREADS)]
+            wrong = sum((future.result() for future in done), Counter[str]())
+        finally:
+            stop.set()
+    if wrong := +wrong:
+        counts = ", ".join(f"{name} has {count}" for name, count in sorted(wrong.items()))
+        raise ValueError(f"weight {counts} NaN or infinite values")
+
+
+@contextmanager
+def _worker_threads() -> Iterator[ThreadPoolExecutor]:
+    """Threads that may change how many threads torch uses."""
+    num_threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="read weights") as threads:
+            yield threads
+    finally:
+        torch.set_num_threads(num_threads)

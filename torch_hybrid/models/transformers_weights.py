@@ -1,0 +1,118 @@
+"""Models as transformers makes them, with the weights of a checkpoint that has not been read.
+
+transformers has the modules, and knows under which names a checkpoint may have their weights:
+renamed, tied, a tensor for each expert. Its loader is handed unread weights, and merges those.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.models.checkpoint.files import Checkpoint
+
+_OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+
+
+def refuse_quantized(config: Any) -> None:
+    """Raise UnsupportedError where a config says that the weights are quantized."""
+    for part in (config, config.get_text_config()):
+        given = part.to_dict().get("quantization_config")
+        if given:
+            method = dict(given).get("quant_method")
+            raise UnsupportedError(
+                f"{config.model_type}: quantized checkpoints are not served, got {method!r}"
+            )
+
+
+def make_unread(
+    checkpoint: Checkpoint, config: Any, dtype: torch.dtype | str, device: torch.device
+) -> Any:
+    """A causal language model of transformers whose weights are unread.
+
+    Its other buffers are on the host.
+
+    Raises:
+        ValueError: the checkpoint lacks a weight, or has one of another shape than its config says.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
+
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    is_its_own = isinstance(config, model_class.config_class)  # else that of a multimodal model
+    _check_experts(checkpoint)
+    with _quiet():
+        try:
+            hf_model, info = model_class.from_pretrained(
+                None,
+                config=config if is_its_own else config.get_text_config(),
+                dtype=dtype,
+                state_dict=checkpoint.unread(device),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+            )
+        except NotImplementedError:  # of our own: an operation that unread weights do not have
+            raise
+        except (OSError, RuntimeError) as error:
+            told = f"cannot use the weights in {checkpoint.folder}: {error}"
+            raise ValueError(told) from error
+        with suppress(OSError):  # there is none: it is as the config says
+            hf_model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
+    for problem in ("missing_keys", "mismatched_keys"):
+        if info[problem]:
+            raise ValueError(
+                f"the checkpoint {checkpoint.folder} has {problem.replace('_', ' ')}: "
+                f"{sorted(map(str, info[problem]))}"
+            )
+    if info["unexpected_keys"]:
+        warnings.warn(
+            f"the checkpoint {checkpoint.folder} has unexpected keys: "
+            f"{sorted(info['unexpected_keys'])}",
+            stacklevel=2,
+        )
+    return hf_model
+
+
+def _check_experts(checkpoint: Checkpoint) -> None:
+    """Name the tensors of experts that are missing beside others, or of another shape than those:
+    joined to one weight they would have no names."""
+    shapes: Mapping[tuple[str, str], dict[int, tuple[int, ...]]] = defaultdict(dict)
+    counts: Mapping[str, set[int]] = defaultdict(set)
+    for name, stored in checkpoint.tensors.items():
+        if found := _OF_EXPERT.fullmatch(name):
+            mixture, expert, weight = found.groups()
+            shapes[mixture, weight][int(expert)] = stored.shape
+            counts[mixture].add(int(expert))
+    for (mixture, weight), given in shapes.items():
+        if missing := counts[mixture] - given.keys():
+            names = [f"{mixture}.{expert}.{weight}" for expert in sorted(missing)]
+            raise ValueError(f"the checkpoint {checkpoint.folder} has missing keys: {names}")
+        first = next(iter(given.values()))
+        if others := {expert: shape for expert, shape in given.items() if shape != first}:
+            names = [f"{mixture}.{expert}.{weight} {[*shape]}" for expert, shape in others.items()]
+            raise ValueError(
+                f"the checkpoint {checkpoint.folder} has mismatched keys: {names}, "
+                f"where the other experts have {[*first]}"
+            )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No bar for what reads no bytes, and no report of what is raised, or said, here."""
+    from transformers.utils import logging
+
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
