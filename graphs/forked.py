@@ -90,11 +90,13 @@ class Forked:
 
         Should this process end meanwhile, the kernel lets a stopped group that it orphans go on.
         """
-        self._signal(signal.SIGSTOP)
+        if not self._is_reaped:  # else its number may be another process's
+            self._signal(signal.SIGSTOP)
         try:
             yield
         finally:
-            self._signal(signal.SIGCONT)
+            if not self._is_reaped:
+                self._signal(signal.SIGCONT)
 
     def close(self) -> None:
         """End the process, with what it has started."""
