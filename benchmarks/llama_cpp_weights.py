@@ -39,14 +39,12 @@ class Family:
         describe: writes what llama.cpp must know beside the sizes of a dense transformer.
         change: a tensor's name and value, as those that take its place.
         is_tied: the embedding can be the output layer's weight too, as it is in the model.
-        is_routed: it has experts that a router chooses.
     """
 
     arch: str
     describe: Callable[[Any, Any], None]
     change: Callable[[str, Tensor, Any], Named]
     is_tied: bool = True
-    is_routed: bool = False
 
 
 def write_gguf(model: Any, family: str, path: Path) -> None:
@@ -350,10 +348,7 @@ LLAMA_CPP = {
         arch="GRANITE_HYBRID", describe=_describe_granite, change=_change_granite
     ),
     "qwen3_next_moe": Family(
-        arch="QWEN3NEXT",
-        describe=_describe_qwen3_next,
-        change=_change_qwen3_next,
-        is_routed=True,
+        arch="QWEN3NEXT", describe=_describe_qwen3_next, change=_change_qwen3_next
     ),
     "kimi_linear": Family(
         arch="KIMI_LINEAR",
