@@ -49,6 +49,8 @@ class LlamaCpp:
         params.n_seq_max = max_seqs
         params.n_threads = params.n_threads_batch = num_threads
         params.kv_unified = False
+        if dtype is torch.float32:  # its flash attention rounds values to float16
+            params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.type_k = params.type_v = _CACHE_TYPES[dtype]
         self._context = llama_cpp.llama_init_from_model(self._model, params)
         if not self._context:

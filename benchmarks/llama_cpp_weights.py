@@ -9,6 +9,10 @@ in another form is changed on the way:
     value heads    those of one key head far apart, as ggml repeats keys: [key, value] to
                    [value, key] (Qwen3.5)
     multipliers    of activations, in the weights beside them (Falcon-H1)
+    gates          those of a key head beside it apart: [q, k, v, z] to [q, k, v] and z (Qwen3-Next)
+    experts        gates and what they multiply apart (Qwen3-Next)
+    convolutions   of queries, keys and values apart (Kimi, Ling)
+    latents        their keys and values apart, the keys transposed: absorbed (Kimi, Ling)
 
 Vectors stay in float32: llama.cpp has no other form of them.
 """
@@ -117,16 +121,13 @@ def _usual(name: str, value: Tensor) -> tuple[str, Tensor]:
     return name, value
 
 
-def _describe_qwen3_5(writer: Any, config: Any) -> None:
+def _describe_gated_delta(writer: Any, config: Any) -> None:
     rope = config.rope_parameters
-    rotary_dim = int(config.head_dim * rope["partial_rotary_factor"])
-    sections = [*rope["mrope_section"], 0] if "mrope_section" in rope else [11, 11, 10, 0]
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_freq_base(rope["rope_theta"])
-    writer.add_rope_dimension_count(rotary_dim)
-    writer.add_rope_dimension_sections(sections)
+    writer.add_rope_dimension_count(int(config.head_dim * rope["partial_rotary_factor"]))
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_state_size(config.linear_key_head_dim)
     writer.add_ssm_group_count(config.linear_num_key_heads)
@@ -134,6 +135,13 @@ def _describe_qwen3_5(writer: Any, config: Any) -> None:
     writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
     recurrent = [kind == "linear_attention" for kind in config.layer_types]
     writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
+
+
+def _describe_qwen3_5(writer: Any, config: Any) -> None:
+    _describe_gated_delta(writer, config)
+    rope = config.rope_parameters
+    sections = [*rope["mrope_section"], 0] if "mrope_section" in rope else [11, 11, 10, 0]
+    writer.add_rope_dimension_sections(sections)
 
 
 def _change_qwen3_5(name: str, value: Tensor, config: Any) -> Named:
@@ -161,6 +169,93 @@ def _values_far_apart(name: str, value: Tensor, config: Any) -> Tensor:
         case "out_proj.weight":
             return value[:, values]
     return value
+
+
+def _describe_qwen3_next(writer: Any, config: Any) -> None:
+    _describe_gated_delta(writer, config)
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _change_qwen3_next(name: str, value: Tensor, config: Any) -> Named:
+    if name.endswith(".in_proj_qkvz.weight"):
+        num_keys, key_dim = config.linear_num_key_heads, config.linear_key_head_dim
+        num_each = config.linear_num_value_heads // num_keys * config.linear_value_head_dim
+        parts = value.view(num_keys, -1, value.shape[-1]).split([key_dim] * 2 + [num_each] * 2, 1)
+        *qkv, z = (part.flatten(0, 1) for part in parts)
+        yield name.replace("qkvz", "qkv"), torch.cat(qkv)
+        yield name.replace("qkvz", "z"), z
+    elif name.endswith(".experts.gate_up_proj"):
+        gate, up = value.chunk(2, dim=1)
+        yield name.replace("gate_up_proj", "gate_proj.weight"), gate
+        yield name.replace("gate_up_proj", "up_proj.weight"), up
+    elif name.endswith(".experts.down_proj"):
+        yield f"{name}.weight", value
+    elif "norm" in name and not name.endswith("linear_attn.norm.weight"):
+        yield name, value.float() + 1
+    elif name.endswith(".shared_expert_gate.weight"):
+        yield name, value.flatten()
+    else:
+        yield _usual(name, value)
+
+
+def _describe_kimi_delta(writer: Any, config: Any) -> None:
+    """Kimi delta attention and latents, kept as one head of keys; MLPs without experts."""
+    import gguf
+
+    if "sparse" in config.mlp_layer_types:
+        raise ValueError("a model with Kimi delta attention is written with dense MLPs alone")
+    kinds = {"linear_attention": 0, "full_attention": 1}
+    key_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+    writer.add_head_count_kv([kinds[kind] for kind in config.layer_types])
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+    writer.add_value_length(config.kv_lora_rank)
+    writer.add_key_length_mla(key_dim)
+    writer.add_value_length_mla(config.v_head_dim)
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_kda_head_dim(config.linear_head_dim)
+    writer.add_leading_dense_block_count(config.num_hidden_layers)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.num_shared_experts)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
+def _change_kimi_linear(name: str, value: Tensor, config: Any) -> Named:
+    name = name.replace(".forget_gate.", ".")
+    stem = name.rpartition(".self_attn.")[0] + ".self_attn"
+    if name.endswith(".conv1d.weight"):
+        for which, part in zip("qkv", value.squeeze(1).chunk(3), strict=True):
+            yield f"{stem}.{which}_conv1d.weight", part[None, :, None]
+    elif name.endswith(".A_log"):
+        yield name, -torch.exp(value.float()).view(1, 1, -1, 1)
+    elif name.endswith(".kv_b_proj.weight"):
+        heads = value.view(config.num_attention_heads, -1, config.kv_lora_rank)
+        keys, values = heads.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+        yield f"{stem}.k_b_proj.weight", keys.transpose(1, 2)
+        yield f"{stem}.v_b_proj.weight", values
+    else:
+        yield _usual(name, value)
+
+
+def _describe_bailing(writer: Any, config: Any) -> None:
+    _describe_kimi_delta(writer, config)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_kda_safe_gate(config.kda_safe_gate)
+    writer.add_kda_gate_lower_bound(config.kda_lower_bound)
+
+
+def _change_bailing(name: str, value: Tensor, config: Any) -> Named:
+    name = name.replace(".forget_gate.f_proj.", ".f_a_proj.")
+    if name.endswith(".A_log"):
+        yield name.replace(".forget_gate.", "."), torch.exp(value.float())[:, None]
+    elif name.endswith(".g_proj.weight") and len(value) > config.num_attention_heads:
+        yield name.replace(".g_proj.", ".g_a_proj."), value  # a gate of each channel, not head
+    else:
+        yield from _change_kimi_linear(name, value, config)
 
 
 def _describe_mamba2(writer: Any, config: Any, inner_size: int) -> None:
@@ -251,5 +346,17 @@ LLAMA_CPP = {
     ),
     "granitemoehybrid": Family(
         arch="GRANITE_HYBRID", describe=_describe_granite, change=_change_granite
+    ),
+    "qwen3_next_moe": Family(
+        arch="QWEN3NEXT", describe=_describe_qwen3_next, change=_change_qwen3_next
+    ),
+    "kimi_linear": Family(
+        arch="KIMI_LINEAR",
+        describe=_describe_kimi_delta,
+        change=_change_kimi_linear,
+        is_tied=False,
+    ),
+    "bailing_hybrid": Family(
+        arch="BAILINGMOE3", describe=_describe_bailing, change=_change_bailing, is_tied=False
     ),
 }

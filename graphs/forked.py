@@ -17,12 +17,11 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
 from threading import Lock, Thread
 from typing import NoReturn
 
-_NICENESS = 5  # what the parent does comes first, on machines that have no core to spare
 _PATIENCE = 2.0  # seconds that a compiler has to take away what it has half written
 
 
@@ -85,6 +84,20 @@ class Forked:
             raise ForkedError(value) if value else EOFError
         return value
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The process stands still, with what it has started.
+
+        Should this process end meanwhile, the kernel lets a stopped group that it orphans go on.
+        """
+        if not self._is_reaped:  # else its number may be another process's
+            self._signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            if not self._is_reaped:
+                self._signal(signal.SIGCONT)
+
     def close(self) -> None:
         """End the process, with what it has started."""
         with self._closing:
@@ -129,7 +142,6 @@ def _be_child(
     try:
         with suppress(OSError):  # the parent was faster
             os.setpgid(0, 0)
-        os.nice(_NICENESS)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)

@@ -11,7 +11,7 @@ TH_CALL(Call,
   const void *x, *expert_ids, *expert_weights, *gate_up, *down;
   void *hidden, *out;
   int64_t num_tokens, top_k, num_experts, dim, width, ldx;  // width: rows of gate, and of up
-  int64_t ids_are_int64, weights_are_float, has_gate, in_turn, is_bf16, num_threads;
+  int64_t ids_are_int64, weights_are_float, has_gate, streams, is_bf16, num_threads;
 );
 
 constexpr int ROWS = 64;                         // of one expert's tokens, multiplied at a time
@@ -81,8 +81,8 @@ class Experts {
     for_blocks(expert, [&](int64_t p, int rows) {
       s.rows.pack(rows, D, [&](int r) { return token_row(p + r); });
       if (call_.has_gate)
-        s.rows.multiply(gate, D, count, s.gate.data(), count, call_.in_turn);
-      s.rows.multiply(up, D, count, s.up.data(), count, call_.in_turn);
+        s.rows.multiply(gate, D, count, s.gate.data(), count, call_.streams);
+      s.rows.multiply(up, D, count, s.up.data(), count, call_.streams);
       for (int r = 0; r < rows; ++r)
         for (int64_t j = 0; j < count; j += th::LANES) {
           const int left = int(std::min<int64_t>(th::LANES, count - j));
@@ -104,7 +104,7 @@ class Experts {
       for_blocks(expert, [&](int64_t p, int rows) {
         s.rows.pack(rows, I, [&](int r) { return typed(call_.hidden) + (p + r) * I; });
         const T* down = typed(call_.down) + (expert * D + d) * I;
-        s.rows.multiply(down, I, count, s.up.data(), count, call_.in_turn);
+        s.rows.multiply(down, I, count, s.up.data(), count, call_.streams);
         for (int r = 0; r < rows; ++r) add(s, p + r, &s.up[r * count], count);
       });
     for (int64_t t = 0; t < call_.num_tokens; ++t)

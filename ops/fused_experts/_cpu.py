@@ -18,7 +18,7 @@ _RUN = kernel(
     Path(__file__).with_name("_cpu.cpp"),
     tensors="x expert_ids expert_weights gate_up down hidden out",
     integers="num_tokens top_k num_experts dim width ldx "
-    "ids_are_int64 weights_are_float has_gate in_turn is_bf16 num_threads",
+    "ids_are_int64 weights_are_float has_gate streams is_bf16 num_threads",
 )
 
 
@@ -55,7 +55,7 @@ def fused_experts(
             expert_ids.dtype is torch.int64,
             expert_weights.dtype is torch.float32,
             activation == "silu",
-            forms(x.dtype).in_turn,
+            forms(x.dtype).streams,
             x.dtype is torch.bfloat16,
             torch.get_num_threads(),
         )

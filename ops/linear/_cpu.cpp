@@ -10,7 +10,7 @@ namespace {
 TH_CALL(Call,
   const void* x;  // [M, K] in the op's dtype
   void* y;        // [M, rows of all weights]
-  int64_t M, K, ldx, ldy, num_weights, in_turn, is_bf16, num_threads;
+  int64_t M, K, ldx, ldy, num_weights, streams, is_bf16, num_threads;
 );
 
 // A weight: [rows, K], and its bias, [rows] or null.
@@ -102,7 +102,7 @@ void multiply_few(const Call& call, const Group* groups) {
     chunks.each([&](const Chunk<T>& chunk) {
       scratch.sums.resize(call.M * chunk.rows);
       th::multiply_rows(scratch.x, chunk.weight, call.K, chunk.rows, scratch.sums.data(),
-                        chunk.rows, call.in_turn);
+                        chunk.rows, call.streams);
       write(call, chunk, 0, call.M, scratch.sums.data());
     });
   }

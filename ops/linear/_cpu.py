@@ -21,7 +21,7 @@ _TILE_DEPTH = 32
 SOURCE = Path(__file__).with_name("_cpu.cpp")
 FIELDS = {
     "tensors": "x y",
-    "integers": "M K ldx ldy num_weights in_turn is_bf16 num_threads",
+    "integers": "M K ldx ldy num_weights streams is_bf16 num_threads",
     "row_tensors": "weight bias",
     "row_integers": "rows",
 }
@@ -47,7 +47,7 @@ def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
         x.stride(0),
         y.stride(0),
         len(sizes),
-        measured.in_turn,
+        measured.streams,
         x.dtype is torch.bfloat16,
         torch.get_num_threads(),
         *rows,

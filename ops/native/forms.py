@@ -1,8 +1,8 @@
 """In which forms products run on this machine: measured once, and kept beside the built kernels.
 
 CPUs with the same instructions differ in what they like. One hands over four far-apart streams of
-memory faster than one, another is faster with one row after the other; and where a library has a
-better product of many rows than ours (of bf16 in tiles of AMX, say), it is taken.
+memory faster than one, another eight, a third is faster with one row after the other; and where a
+library has a better product of many rows than ours (of bf16 in tiles of AMX, say), it is taken.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -24,11 +24,12 @@ from torch_hybrid.ops.native.build import BuildError, cache_folder, key_of_sourc
 from torch_hybrid.ops.native.call import kernel
 
 _SOURCE = Path(__file__).with_name("forms.cpp")
-_MULTIPLY = kernel("multiply", _SOURCE, tensors="x W y", integers="M K N in_turn is_bf16")
+_MULTIPLY = kernel("multiply", _SOURCE, tensors="x W y", integers="M K N streams is_bf16")
 
 _DEPTH, _BYTES = 1024, 128 << 20  # of weights that no cache holds
 _NUM_ROWS, _WIDTH = 512, 1024  # of x, and of the weight that many rows meet
 _TURNS = 7
+_NAMES = {1: "in turn", 4: "four streams", 8: "eight streams"}
 # Ours is the same for every size of batch, which is worth more than a few percent.
 _LIBRARY_GAIN = 1.1
 
@@ -38,28 +39,31 @@ class Forms:
     """How products are done here, with the figures that decided.
 
     Attributes:
-        in_turn: for one or two rows of x, rows of a weight are read one after the other, rather
-            than as four streams. The result is the same.
+        streams: as how many streams a weight is read for one or two rows of x: 1 (its rows in
+            turn), 4 or 8. The result is the same.
         many_by_torch: many rows are multiplied by torch rather than by ``lane_rows.h``.
-        streams_rate, in_turn_rate: bytes per second of a weight that one row of x meets.
+        in_turn_rate, four_rate, eight_rate: bytes per second of a weight that one row of x meets.
         ours_rate, torch_rate: FLOPs per second of many rows.
     """
 
-    in_turn: bool
+    streams: int
     many_by_torch: bool
-    streams_rate: float
     in_turn_rate: float
+    four_rate: float
+    eight_rate: float
     ours_rate: float
     torch_rate: float
 
     def __str__(self) -> str:
         if self == _UNMEASURED:
             return "forms not measured: what measures them cannot be built"
-        one, other = self.streams_rate / 1e9, self.in_turn_rate / 1e9
+        in_turn, four, eight = (
+            rate / 1e9 for rate in (self.in_turn_rate, self.four_rate, self.eight_rate)
+        )
         ours, torchs = self.ours_rate / 1e9, self.torch_rate / 1e9
         return (
-            f"one row: {'in turn' if self.in_turn else 'four streams'} "
-            f"(four streams {one:.3g} GB/s, in turn {other:.3g})\n"
+            f"one row: {_NAMES[self.streams]} "
+            f"(in turn {in_turn:.3g} GB/s, four streams {four:.3g}, eight streams {eight:.3g})\n"
             f"many rows: {'torch' if self.many_by_torch else 'own'} "
             f"(own {ours:.3g} GFLOP/s, torch {torchs:.3g})"
         )
@@ -67,10 +71,11 @@ class Forms:
 
 # Of a process without a compiler, whose kernels came from elsewhere without what measures them.
 _UNMEASURED = Forms(
-    in_turn=False,
+    streams=4,
     many_by_torch=False,
-    streams_rate=0.0,
     in_turn_rate=0.0,
+    four_rate=0.0,
+    eight_rate=0.0,
     ours_rate=0.0,
     torch_rate=0.0,
 )
@@ -133,33 +138,33 @@ def _measure(dtype: torch.dtype) -> Forms:
     weight, y_of_torch = memory[:_WIDTH], rows.new_empty(_NUM_ROWS, _WIDTH)
     y = rows.new_empty(_NUM_ROWS, _WIDTH, dtype=torch.float32)
     y_of_row = rows.new_empty(1, len(memory), dtype=torch.float32)
-    streams, in_turn = _fastest(
-        lambda: _run(row, memory, y_of_row, in_turn=False),
-        lambda: _run(row, memory, y_of_row, in_turn=True),
-    )
+    seconds = _fastest(*(partial(_run, row, memory, y_of_row, streams) for streams in _NAMES))
+    in_turn, four, eight = (memory.nbytes / each for each in seconds)
+    streams, _ = min(zip(_NAMES, seconds, strict=True), key=lambda pair: pair[1])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         ours, torchs = _fastest(
-            lambda: _run(rows, weight, y, in_turn=False),
+            lambda: _run(rows, weight, y),
             lambda: torch.mm(rows, weight.T, out=y_of_torch),
         )
     finally:
         torch.set_num_threads(threads)
     flops = 2 * _NUM_ROWS * weight.numel()
     return Forms(
-        in_turn=in_turn < streams,
+        streams=streams,
         many_by_torch=_LIBRARY_GAIN * torchs < ours,
-        streams_rate=memory.nbytes / streams,
-        in_turn_rate=memory.nbytes / in_turn,
+        in_turn_rate=in_turn,
+        four_rate=four,
+        eight_rate=eight,
         ours_rate=flops / ours,
         torch_rate=flops / torchs,
     )
 
 
-def _run(x: Tensor, weight: Tensor, y: Tensor, *, in_turn: bool) -> None:
+def _run(x: Tensor, weight: Tensor, y: Tensor, streams: int = 4) -> None:
     is_bf16 = x.dtype is torch.bfloat16
-    _MULTIPLY(x, weight, y, x.shape[0], x.shape[1], weight.shape[0], in_turn, is_bf16)
+    _MULTIPLY(x, weight, y, x.shape[0], x.shape[1], weight.shape[0], streams, is_bf16)
 
 
 def _fastest(*contestants: Callable[[], object]) -> list[float]:

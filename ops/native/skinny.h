@@ -4,13 +4,14 @@
 //   PackedRows<T> x;                     keep one per thread: its memory is reused
 //   x.pack(M, K, x, ldx)                 copies x in the order in which the product reads it;
 //   x.pack(M, K, row)                    the same, row(i) being a pointer to row i
-//   multiply_rows(x, W, ldw, N, y, ldy, in_turn)  y[m * ldy + n], in float
+//   multiply_rows(x, W, ldw, N, y, ldy, streams)  y[m * ldy + n], in float
 //
 // How: a dot product along K keeps W in the order in which memory delivers it. A tile takes four
 // rows of W and up to four rows of x, so that a vector of W is loaded once for four rows of x.
 // - Up to four rows of x, memory is all that counts. The four rows of W are far apart, so that
 //   each is a long stream of its own, which most CPUs prefetch best. For one or two rows of x,
-//   `in_turn` takes one row of W after the other, as other CPUs like it; the result is the same.
+//   `streams` says how many rows of W that are: four; eight, which the hardware alone prefetches; or
+//   one row after the other. CPUs differ in what they like; the result is the same.
 // - More rows of x: with AVX-512, three streams of W meet eight rows of x at once, so that each step
 //   has work enough to hide what it fetches; up to eight rows more meet them again in L1.
 // - On CPUs with fewer registers, they are further passes over a tile of adjacent rows, in stretches
@@ -72,7 +73,7 @@ TH_INLINE void multiply(Product<T> p, Ahead<T> ahead) {
     typename Lanes<T>::X xs[G];
 #pragma GCC unroll 4
     for (int m = 0; m < G; ++m) xs[m] = HELD ? Lanes<T>::hold(x[m]) : x[m];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const auto w = Lanes<T>::weights(p.W + r * p.ldw + k);
 #pragma GCC unroll 4
@@ -88,27 +89,28 @@ TH_INLINE void multiply(Product<T> p, Ahead<T> ahead) {
   store(sums, sum16(acc));
 #pragma GCC unroll 4
   for (int m = 0; m < G; ++m)
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       float& y = p.y[m * p.ldy + r * p.column_step];
       y = sums[m * R + r] + (p.accumulate ? y : 0.0f);
     }
 }
 
-// Up to four rows of x: W as four streams, N / 4 rows apart.
-template <int G, typename T>
+// Up to four rows of x: W as R streams, N / R rows apart.
+template <int G, int R, typename T>
 inline void multiply_streams(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N, float* y,
                              int64_t ldy) {
   constexpr bool NEAR = G <= 2 || sizeof(T) == 2;
   constexpr int64_t lead = (NEAR ? NEAR_BYTES : FAR_BYTES) / int64_t(sizeof(T));
-  const int64_t K = x.depth(), stream = N / TILE;
+  constexpr int LINES = R == TILE ? TILE : 0;
+  const int64_t K = x.depth(), stream = N / R;
   for (int64_t n = 0; n < stream; ++n) {
     const T* w = W + n * ldw;
-    multiply<TILE, G, TILE, NEAR, NEAR>(
+    multiply<R, G, LINES, NEAR, NEAR>(
         Product<T>{w, stream * ldw, K, x.group(0, G, 0), y + n, ldy, stream, false},
         Ahead<T>{w + lead, stream * ldw, 1});
   }
-  for (int64_t n = stream * TILE; n < N; ++n)
+  for (int64_t n = stream * R; n < N; ++n)
     multiply<1, G, 0, false, true>(
         Product<T>{W + n * ldw, ldw, K, x.group(0, G, 0), y + n, ldy, 1, false}, Ahead<T>{});
 }
@@ -146,6 +148,15 @@ inline void multiply_in_turn(const PackedRows<T>& x, const T* W, int64_t ldw, in
     for (int m = 0; m < G; ++m)
       for (int r = 0; r < rows; ++r) y[m * ldy + n + r] = sums[m * TILE + r];
   }
+}
+
+// One or two rows of x.
+template <int G, typename T>
+inline void multiply_fewest(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N, float* y,
+                            int64_t ldy, int64_t streams) {
+  if (streams == 1) return multiply_in_turn<G>(x, W, ldw, N, y, ldy);
+  if (streams == 8) return multiply_streams<G, 8>(x, W, ldw, N, y, ldy);
+  multiply_streams<G, TILE>(x, W, ldw, N, y, ldy);
 }
 
 template <int R, int LINES, typename T>
@@ -264,18 +275,14 @@ inline void multiply_tiles(const PackedRows<T>& x, const T* W, int64_t ldw, int6
 
 template <typename T>
 inline void multiply_rows(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N, float* y,
-                          int64_t ldy, bool in_turn) {
+                          int64_t ldy, int64_t streams) {
   using namespace detail;
   switch (x.rows()) {
     case 0: return;
-    case 1:
-      return in_turn ? multiply_in_turn<1>(x, W, ldw, N, y, ldy)
-                     : multiply_streams<1>(x, W, ldw, N, y, ldy);
-    case 2:
-      return in_turn ? multiply_in_turn<2>(x, W, ldw, N, y, ldy)
-                     : multiply_streams<2>(x, W, ldw, N, y, ldy);
-    case 3: return multiply_streams<3>(x, W, ldw, N, y, ldy);
-    case 4: return multiply_streams<4>(x, W, ldw, N, y, ldy);
+    case 1: return multiply_fewest<1>(x, W, ldw, N, y, ldy, streams);
+    case 2: return multiply_fewest<2>(x, W, ldw, N, y, ldy, streams);
+    case 3: return multiply_streams<3, TILE>(x, W, ldw, N, y, ldy);
+    case 4: return multiply_streams<4, TILE>(x, W, ldw, N, y, ldy);
   }
 #ifdef __AVX512F__
   multiply_wide_streams(x, W, ldw, N, y, ldy);

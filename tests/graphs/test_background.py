@@ -38,12 +38,6 @@ def model() -> th.HybridModel:
     return make_hybrid(num_hidden_layers=2, hidden_size=32, layer_types=kinds)
 
 
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody is served beside a test: its child need not give way."""
-    monkeypatch.setattr(forked, "_NICENESS", 0)
-
-
 def fail(graph: Graph) -> None:
     raise RuntimeError("no such luck\nand more lines of it")
 
@@ -83,6 +77,11 @@ def child_of(runner: Runner) -> int:
     assert runner._beside is not None
     assert runner._beside._child is not None
     return runner._beside._child.pid
+
+
+def state_of(pid: int) -> str:
+    """A process's state, as proc(5) has it."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 @pytest.mark.slow
@@ -195,6 +194,21 @@ def test_without_a_compiler_steps_stay_uncompiled(
     served_uncompiled(runner)
 
 
+def test_the_first_step_has_the_machine_to_itself(hanging: SimpleNamespace):
+    runner = hanging.runner
+    states = []
+
+    def look(*args: object) -> None:
+        states.append(state_of(child_of(runner)))
+
+    handle = runner._beside._model.hf_model.model.norm.register_forward_pre_hook(look)
+    for _ in range(2):
+        served_uncompiled(runner)
+    handle.remove()
+    assert states[0] == "T", "it is stopped"
+    assert states[1] != "T"
+
+
 def test_a_process_that_is_killed_is_told_of(hanging: SimpleNamespace):
     os.killpg(child_of(hanging.runner), signal.SIGKILL)
     with pytest.raises(th.UnsupportedError, match="process that compiles was ended from elsewhere"):
@@ -248,9 +262,10 @@ def test_the_end_of_the_program_is_clean_and_waits_for_nothing():
     assert ends(int(done.stdout))
 
 
-def test_a_fork_ends_with_its_parent_however_that_ends():
+@pytest.mark.parametrize("around", ["contextlib.nullcontext()", "child.paused()"])
+def test_a_fork_ends_with_its_parent_however_that_ends(around: str):
     code = f"""
-        import importlib.util, os, signal, time
+        import contextlib, importlib.util, os, signal, time
         spec = importlib.util.spec_from_file_location("forked", {forked.__file__!r})
         forked = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(forked)
@@ -260,7 +275,8 @@ def test_a_fork_ends_with_its_parent_however_that_ends():
         child = forked.Forked(work)
         assert child.receive() == "begun"
         print(child.pid, flush=True)
-        os.kill(os.getpid(), signal.SIGKILL)
+        with {around}:
+            os.kill(os.getpid(), signal.SIGKILL)
     """
     done = run_python(code)
     assert done.returncode == -signal.SIGKILL, done.stderr

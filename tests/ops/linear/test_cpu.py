@@ -22,10 +22,11 @@ pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason=str(compi
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OWN = Forms(
-    in_turn=False,
+    streams=4,
     many_by_torch=False,
-    streams_rate=1.0,
     in_turn_rate=1.0,
+    four_rate=1.0,
+    eight_rate=1.0,
     ours_rate=1.0,
     torch_rate=1.0,
 )
@@ -83,9 +84,10 @@ def test_the_measured_form_changes_no_bit(
 ) -> None:
     case = Case(num_rows=num_rows, depth=1101, widths=(70, 33, 2), biased=frozenset({0}))
     inputs = make_inputs(case, dtype=DTYPES[dtype])
-    streams = linear(*inputs, impl="cpp")
-    monkeypatch.setattr(_cpu, "forms", lambda dtype: replace(OWN, in_turn=True))
-    assert torch.equal(bits(linear(*inputs, impl="cpp")), bits(streams))
+    expected = linear(*inputs, impl="cpp")
+    for streams in (1, 8):
+        monkeypatch.setattr(_cpu, "forms", lambda dtype, n=streams: replace(OWN, streams=n))
+        assert torch.equal(bits(linear(*inputs, impl="cpp")), bits(expected)), streams
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,10 +14,11 @@ from torch_hybrid.ops.native import build, compiler_missing, forms
 
 pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
 FOUND = forms.Forms(
-    in_turn=True,
+    streams=1,
     many_by_torch=False,
-    streams_rate=29e9,
     in_turn_rate=40e9,
+    four_rate=29e9,
+    eight_rate=31e9,
     ours_rate=234.4e9,
     torch_rate=98e9,
 )
@@ -55,7 +56,7 @@ def test_another_cpu_in_the_same_folder_measures_again(
 
 def test_a_file_that_was_cut_off_is_written_again(measured: list[torch.dtype]) -> None:
     forms.forms(torch.float32)
-    forms._file(torch.float32).write_text('{"in_turn": tr')
+    forms._file(torch.float32).write_text('{"streams": ')
     assert forms.forms(torch.float32) == FOUND
     assert forms.forms(torch.float32) == FOUND
     assert len(measured) == 2
@@ -84,7 +85,7 @@ def test_without_what_measures_them(
 def test_a_choice_shows_the_forms(measured: list[torch.dtype]) -> None:
     need = Need(device=torch.device("cpu"), dtype=torch.float32)
     assert select("linear", IMPLEMENTATIONS, need).measured == (
-        "one row: in turn (four streams 29 GB/s, in turn 40)\n"
+        "one row: in turn (in turn 40 GB/s, four streams 29, eight streams 31)\n"
         "many rows: own (own 234 GFLOP/s, torch 98)"
     )
     assert select("linear", IMPLEMENTATIONS, need, "torch").measured == ""
@@ -95,6 +96,7 @@ def test_measures_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forms, "_BYTES", 4 << 20)
     monkeypatch.setattr(forms, "_TURNS", 2)
     found = forms._measure(torch.float32)
-    assert found.in_turn == (found.in_turn_rate > found.streams_rate)
-    assert min(found.streams_rate, found.ours_rate, found.torch_rate) > 1e8
+    rates = {1: found.in_turn_rate, 4: found.four_rate, 8: found.eight_rate}
+    assert rates[found.streams] == max(rates.values())
+    assert min(*rates.values(), found.ours_rate, found.torch_rate) > 1e8
     assert build.cache_folder().is_dir()
