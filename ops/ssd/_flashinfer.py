@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.flashinfer.library import load_driver
 from torch_hybrid.ops.flashinfer.one_token import IN_PLACE
 from torch_hybrid.ops.flashinfer.states import packed_states, store_states
 
@@ -42,6 +43,7 @@ def recurrent_ssd(
     """Launcher of ``torch_hybrid::recurrent_ssd``."""
     from flashinfer.mamba import selective_state_update
 
+    load_driver()
     slots, place = planned
     v_dim, k_dim = state.shape[2:]
     if state_indices.shape[0] == 0:
