@@ -6,11 +6,12 @@ of OpenMP, of which the forking thread believes that they wait for it, would nev
 runs in a thread of its own, which starts new ones.
 
 The child leads a process group: it is ended with all that it has started (compilers). It also ends
-when its parent does, however that ends.
+when its parent does, however that ends, and be it that it was stopped.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from multiprocessing.connection import Connection, Pipe
 from threading import Lock, Thread
 from typing import NoReturn
 
+_SET_DEATH_SIGNAL = 1  # of Linux's prctl: the number that a child gets when its parent ends
 _PATIENCE = 2.0  # seconds that a compiler has to take away what it has half written
 
 
@@ -86,10 +88,7 @@ class Forked:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The process stands still, with what it has started.
-
-        Should this process end meanwhile, the kernel lets a stopped group that it orphans go on.
-        """
+        """The process stands still, with what it has started."""
         if not self._is_reaped:  # else its number may be another process's
             self._signal(signal.SIGSTOP)
         try:
@@ -145,6 +144,8 @@ def _be_child(
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
+        # Stopped, it would not see that its parent has ended.
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGCONT)
         Thread(target=_end_with, args=(alive,), daemon=True).start()
         worker = Thread(target=_send_all, args=(work, results))
         worker.start()
@@ -156,6 +157,7 @@ def _be_child(
 def _end_with(parent: Connection) -> None:
     with suppress(EOFError):
         parent.recv()
+    os.killpg(0, signal.SIGCONT)  # what is stopped would not end
     os.killpg(0, signal.SIGTERM)
 
 

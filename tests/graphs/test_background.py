@@ -240,7 +240,7 @@ def test_a_runner_that_is_dropped_leaves_no_process(hanging: SimpleNamespace):
 def run_python(code: str) -> subprocess.CompletedProcess[str]:
     """One that waits for ``hang`` does not end in time."""
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
 
 
 def test_the_end_of_the_program_is_clean_and_waits_for_nothing():
