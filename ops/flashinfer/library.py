@@ -6,15 +6,12 @@ release to release, so a version that nothing here was tested with is refused by
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import importlib.util
 import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -107,17 +104,6 @@ def nvcc_missing() -> str | None:
     if Path(nvcc).exists():
         return None
     return f"nvcc, which builds it, is not at {nvcc}, and flashinfer-jit-cache is not installed"
-
-
-@cache
-def load_driver() -> None:
-    """Let every library see the CUDA driver's functions.
-
-    A module of FlashInfer that calls one may not say which library has it: built ahead of time, the
-    state update of many sequences ended the process.
-    """
-    with suppress(OSError):  # there is none, and no call either
-        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
 
 
 def _device_refused(capabilities: frozenset[tuple[int, int]]) -> str | None:
