@@ -1,0 +1,32 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Numbers of 8 bits (float8_e4m3fn) in Triton: widened in registers, on any GPU."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_hybrid.ops.triton.devices import converts_fp8
+
+# The exponent of float32 is biased by so much more.
+_REBIAS: tl.constexpr = tl.constexpr(2.0**120)
+
+
+def readable(weight: Tensor) -> Tensor:
+    """float8_e4m3fn as kernels read it on its device: as it is, or as its bits."""
+    return weight if converts_fp8(weight.device) else weight.view(torch.uint8)
+
+
+@triton.jit
+def widen(numbers: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """float8_e4m3fn, or its bits, to a wider float that holds each of them exactly."""
+    if numbers.dtype == tl.uint8:
+        bits = numbers.to(tl.int32)
+        size = bits & 0x7F
+        wide = ((size << 20) | ((bits & 0x80) << 24)).to(tl.float32, bitcast=True) * _REBIAS
+        wide = tl.where(size == 0x7F, float("nan"), wide)
+    else:
+        wide = numbers
+    return wide.to(dtype)
