@@ -27,7 +27,12 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         figures="torch_hybrid.ops.native.forms:figures",
     ),
     "triton": Implementation(
-        capability=Capability(devices=triton_devices(), cuda_graph=True, available=triton_missing),
+        capability=Capability(
+            devices=triton_devices(),
+            features=FEATURES,
+            cuda_graph=True,
+            available=triton_missing,
+        ),
         launcher="torch_hybrid.ops.fused_experts._triton:fused_experts",
     ),
     "torch": Implementation(
