@@ -26,6 +26,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         capability=Capability(
             devices=frozenset({"cpu"}),
             dtypes=frozenset({torch.float32, torch.bfloat16}),
+            features=FEATURES,
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.linear._cpu:linear",
