@@ -83,8 +83,8 @@ class Experts {
     for_blocks(expert, [&](int64_t p, int rows) {
       s.rows.pack(rows, D, [&](int r) { return token_row(p + r); });
       if (call_.has_gate)
-        multiply(s, weights(call_.gate_up, call_.gate_up_scales, gate, I, D), i, count, s.gate);
-      multiply(s, weights(call_.gate_up, call_.gate_up_scales, up, I, D), i, count, s.up);
+        multiply(s, rows, weights(call_.gate_up, call_.gate_up_scales, gate, I, D), i, count, s.gate);
+      multiply(s, rows, weights(call_.gate_up, call_.gate_up_scales, up, I, D), i, count, s.up);
       for (int r = 0; r < rows; ++r)
         for (int64_t j = 0; j < count; j += th::LANES) {
           const int left = int(std::min<int64_t>(th::LANES, count - j));
@@ -105,7 +105,7 @@ class Experts {
     for (int64_t expert : routing_.experts)
       for_blocks(expert, [&](int64_t p, int rows) {
         s.rows.pack(rows, I, [&](int r) { return typed(call_.hidden) + (p + r) * I; });
-        multiply(s, weights(call_.down, call_.down_scales, expert, D, I), d, count, s.up);
+        multiply(s, rows, weights(call_.down, call_.down_scales, expert, D, I), d, count, s.up);
         for (int r = 0; r < rows; ++r) add(s, p + r, &s.up[r * count], count);
       });
     for (int64_t t = 0; t < call_.num_tokens; ++t)
@@ -124,10 +124,10 @@ class Experts {
             static_cast<const float*>(scales) + n * blocks(rows) * blocks(depth), depth};
   }
 
-  // y[r, j] of the packed rows and rows [first, first + count) of W.
-  void multiply(Scratch<T>& s, const th::Weights<T>& W, int64_t first, int64_t count,
+  // y[r, j] of the M packed rows and rows [first, first + count) of W.
+  void multiply(Scratch<T>& s, int64_t M, const th::Weights<T>& W, int64_t first, int64_t count,
                 std::vector<float>& y) {
-    s.pieces.each(W, first, count, s.rows.is_few(), [&](const T* rows, int64_t at, int64_t n) {
+    s.pieces.each(W, first, count, M, [&](const T* rows, int64_t at, int64_t n) {
       s.rows.multiply(rows, W.K, n, y.data() + at, count, call_.in_turn);
     });
   }

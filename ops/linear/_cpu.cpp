@@ -106,7 +106,7 @@ void multiply_few(const Call& call, const Group* groups) {
     scratch.x.pack(int(call.M), call.K, x, call.ldx);
     chunks.each([&](const Chunk<T>& chunk) {
       scratch.sums.resize(call.M * chunk.rows);
-      scratch.pieces.each(chunk.weight, chunk.first, chunk.rows, true,
+      scratch.pieces.each(chunk.weight, chunk.first, chunk.rows, call.M,
                           [&](const T* rows, int64_t at, int64_t count) {
                             th::multiply_rows(scratch.x, rows, call.K, count,
                                               scratch.sums.data() + at, chunk.rows, call.in_turn);
@@ -145,7 +145,7 @@ void multiply_packed(const Call& call, const Group* groups, int64_t first, th::L
         }
       };
       chunks.each([&](const Chunk<T>& chunk) {
-        pieces.each(chunk.weight, chunk.first, chunk.rows, false,
+        pieces.each(chunk.weight, chunk.first, chunk.rows, call.M,
                     [&](const T* rows, int64_t at, int64_t count) {
                       multiply({chunk.weight, chunk.first + at, count,
                                 chunk.bias ? chunk.bias + at : nullptr, chunk.column + at},

@@ -3,8 +3,8 @@
 //
 //   Weights<T> W{data, scales, K};            of T as they lie where scales is null
 //   Pieces<T> pieces;                         keep one per thread: its memory is reused
-//   pieces.each(W, first, count, few, body)   body(rows, at, n): rows [first + at, first + at + n) of
-//                                             W in T, K apart; pieces are smaller where x has few rows
+//   pieces.each(W, first, count, M, body)     body(rows, at, n): rows [first + at, first + at + n) of
+//                                             W in T, K apart, as many as suit M rows of x
 //
 // What an element is widened to depends on itself and its scale alone.
 #pragma once
@@ -20,8 +20,16 @@ namespace th {
 constexpr int64_t FP8_BLOCK = 128;
 typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
+TH_INLINE u32x16 as_integers(u8x16 numbers) {
+#ifdef __AVX512F__
+  return (u32x16)_mm512_cvtepu8_epi32((__m128i)numbers);
+#else
+  return __builtin_convertvector(numbers, u32x16);
+#endif
+}
+
 TH_INLINE f32x16 widen(u8x16 numbers) {
-  const u32x16 bits = __builtin_convertvector(numbers, u32x16), size = bits & 0x7fu;
+  const u32x16 bits = as_integers(numbers), size = bits & 0x7fu;
   // The exponent of a float is biased by 120 more.
   const f32x16 x = bit_cast<f32x16>((size << 20) | ((bits & 0x80u) << 24)) * 0x1p120f;
   return select(size == 0x7fu, splat(__builtin_nanf("")), x);
@@ -44,16 +52,23 @@ struct Fp8Block {
 // Bfloat16 is looked up: 128 sizes, to which the sign is added.
 template <>
 struct Fp8Block<bf16> {
-  static constexpr int STEP = 2 * LANES;
+  static constexpr int STEP = 2 * LANES, COUNT = 128;
+  struct Sizes {
+    float sizes[COUNT];
+    Sizes() {
+      u8x16 numbers;
+      for (int i = 0; i < LANES; ++i) numbers[i] = uint8_t(i);
+      for (int i = 0; i < COUNT; i += LANES, numbers += LANES) store(sizes + i, th::widen(numbers));
+    }
+  };
   __m512i sizes[4];
 
   explicit Fp8Block(float scale) {
-    u8x16 numbers;
-    for (int i = 0; i < LANES; ++i) numbers[i] = uint8_t(i);
-    bf16 table[FP8_BLOCK];
-    for (int first = 0; first < FP8_BLOCK; first += LANES, numbers += LANES)
-      store(table + first, th::widen(numbers) * scale);
-    std::memcpy(sizes, table, sizeof(sizes));
+    static const Sizes unscaled;
+    bf16 scaled[COUNT];
+#pragma GCC unroll 8
+    for (int i = 0; i < COUNT; i += LANES) store(scaled + i, load(unscaled.sizes + i) * scale);
+    std::memcpy(sizes, scaled, sizeof(sizes));
   }
 
   TH_INLINE void widen(const uint8_t* from, bf16* to) const {
@@ -82,10 +97,10 @@ template <typename T>
 class Pieces {
  public:
   template <typename Body>
-  TH_INLINE void each(const Weights<T>& W, int64_t first, int64_t count, bool few,
+  TH_INLINE void each(const Weights<T>& W, int64_t first, int64_t count, int64_t M,
                       const Body& body) {
     if (!W.scales) return body(W.as_they_lie(first), int64_t(0), count);
-    const int64_t most = few ? FEW : MANY;
+    const int64_t most = M <= 4 ? 4 : M <= 16 ? 12 : 48;  // measured; whole tiles of skinny.h
     for (int64_t at = 0; at < count; at += most) {
       const int64_t rows = std::min(most, count - at);
       widen(W, first + at, rows);
@@ -94,8 +109,6 @@ class Pieces {
   }
 
  private:
-  // Multiples of the rows of all tiles that multiply them.
-  static constexpr int64_t FEW = 12, MANY = 48;
   static constexpr int64_t AHEAD = 4096;  // bytes that are fetched before they are widened
 
   TH_NOINLINE void widen(const Weights<T>& W, int64_t first, int64_t count) {

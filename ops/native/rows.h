@@ -4,7 +4,6 @@
 //   with_lane_product<T>(body)       body(product), with this thread's LaneProduct, the best there is
 //   Rows<T> x;                       keep one per thread: its memory is reused
 //   x.pack(M, K, row)                row(i) is a pointer to row i
-//   x.is_few()                       whether W is read in memory order, for few rows of x
 //   x.multiply(W, ldw, N, y, ldy, in_turn)  y[m * ldy + n] = x W^T, in float
 #pragma once
 
@@ -45,8 +44,6 @@ class Rows {
     many_.resize(M, K);
     for (int v = 0; v < many_.vectors(); ++v) many_.pack(v, row);
   }
-
-  bool is_few() const { return is_few_; }
 
   void multiply(const T* W, int64_t ldw, int64_t N, float* y, int64_t ldy, bool in_turn) {
     if (is_few_) return multiply_rows(few_, W, ldw, N, y, ldy, in_turn);
