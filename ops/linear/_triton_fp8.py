@@ -1,7 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Weights of 8 bits in Triton: widened as they come, each sum of 128 products scaled in float32.
+"""Weights of 8 bits in Triton: multiplied as they come, each sum of 128 products scaled in float32.
 
-x is not rounded. Of many rows, weights are widened in memory once, and torch multiplies.
+x is not rounded: it is in two pieces of 8 bits, or weights are widened in registers. Of many rows,
+weights are widened in memory once, and torch multiplies.
 """
 
 from __future__ import annotations
@@ -17,8 +18,7 @@ from torch import Tensor
 from torch_hybrid.ops.block_scales import BLOCK
 from torch_hybrid.ops.linear._triton_place import bias_of, place
 from torch_hybrid.ops.linear.by_torch import product_by_torch
-from torch_hybrid.ops.triton.fp8 import readable, widen
-from torch_hybrid.ops.triton.products import dot
+from torch_hybrid.ops.triton.fp8 import comes_in_pieces, fp8_dot, fp8_pieces, readable, widen
 
 # Past it a weight is read and multiplied so often that widening it in memory is the faster way.
 MAX_ROWS = 256
@@ -73,17 +73,20 @@ def fp8_linear(
         widened = _in_memory(weights, scales, x.dtype)
         return product_by_torch(x, widened, biases, y)
     tile = Tile.of(num_rows, sum(sizes), depth)
+    in_pieces = tile.block_m >= 16 and comes_in_pieces(x)
+    left, units = fp8_pieces(x) if in_pieces else (x, x)
     num_tiles = sum(triton.cdiv(size, tile.block_n) for size in sizes)
     _fp8_linear_kernel[(num_tiles, triton.cdiv(num_rows, tile.block_m))](
-        x,
-        tuple(map(readable, weights)),
+        left,
+        units,
+        tuple(weights if in_pieces else map(readable, weights)),
         tuple(scales),
         # In the place of a bias that is not there stands a tensor that is not read.
         tuple(x if bias is None else bias for bias in biases),
         y,
         sizes,
         num_rows,
-        x.stride(0),
+        left.stride(-2),
         y.stride(0),
         BIASED=sum(1 << i for i, bias in enumerate(biases) if bias is not None),
         K=depth,
@@ -139,6 +142,7 @@ def _widen_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _fp8_linear_kernel(
     x: tl.tensor,
+    units: tl.tensor,
     weights: tl.tuple,
     scales: tl.tuple,
     biases: tl.tuple,
@@ -171,12 +175,15 @@ def _fp8_linear_kernel(
     mask_n, mask_m = row < size, index_m < M
     p_w = weight + row.to(tl.int64)[:, None] * K
     p_x = x + index_m.to(tl.int64)[:, None] * stride_x
+    p_unit = units + index_m
     if FEW:
         acc = _sum_as_it_comes(p_w, p_x, scale, mask_n, mask_m, K, BLOCK_K, STAGES)
     elif PARTS > 1:
-        acc = _sum_in_parts(p_w, p_x, scale, mask_n, mask_m, K, BLOCK_K, PARTS, STAGES)
+        acc = _sum_in_parts(
+            p_w, p_x, p_unit, scale, mask_n, mask_m, M, stride_x, K, BLOCK_K, PARTS, STAGES
+        )
     else:
-        acc = _sum(p_w, p_x, scale, mask_n, mask_m, K, BLOCK_K, STAGES)
+        acc = _sum(p_w, p_x, p_unit, scale, mask_n, mask_m, M, stride_x, K, BLOCK_K, STAGES)
     acc += bias_of(biases, which, row, mask_n, BIASED)[:, None]
     p_y = y + index_m.to(tl.int64)[None, :] * stride_y + (column + row)[:, None]
     tl.store(p_y, acc.to(y.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
@@ -186,14 +193,18 @@ def _fp8_linear_kernel(
 def _sum(
     p_w: tl.tensor,
     p_x: tl.tensor,
+    p_unit: tl.tensor,
     scale: tl.tensor,
     mask_n: tl.tensor,
     mask_m: tl.tensor,
+    M: tl.tensor,
+    stride_x: tl.tensor,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> tl.tensor:
     """[BLOCK_N, BLOCK_M] products of rows of a weight and of x, which the pointers begin."""
+    IN_PIECES: tl.constexpr = p_x.dtype.element_ty == tl.float8e4nv
     index_k = tl.arange(0, BLOCK_K)
     zeros = tl.zeros([p_w.shape[0], p_x.shape[0]], dtype=tl.float32)
     acc = zeros
@@ -201,8 +212,18 @@ def _sum(
         k = first + index_k
         b_w = tl.load(p_w + k[None, :], mask=mask_n[:, None] & (k < K)[None, :], other=0.0)
         b_x = tl.load(p_x + k[None, :], mask=mask_m[:, None] & (k < K)[None, :], other=0.0)
-        part = dot(widen(b_w, b_x.dtype), tl.trans(b_x), zeros)
-        acc += part * tl.load(scale + first // _BLOCK)
+        b_scale = tl.load(scale + first // _BLOCK)
+        rest = b_x
+        if IN_PIECES:
+            rest = tl.load(
+                p_x + M.to(tl.int64) * stride_x + k[None, :],
+                mask=mask_m[:, None] & (k < K)[None, :],
+                other=0.0,
+            )
+            unit = tl.load(p_unit + first // _BLOCK * M, mask=mask_m, other=0.0)
+            acc += fp8_dot(b_w, tl.trans(b_x), tl.trans(rest), zeros) * (unit * b_scale)[None, :]
+        else:
+            acc += fp8_dot(b_w, tl.trans(b_x), tl.trans(rest), zeros) * b_scale
     return acc
 
 
@@ -210,15 +231,19 @@ def _sum(
 def _sum_in_parts(
     p_w: tl.tensor,
     p_x: tl.tensor,
+    p_unit: tl.tensor,
     scale: tl.tensor,
     mask_n: tl.tensor,
     mask_m: tl.tensor,
+    M: tl.tensor,
+    stride_x: tl.tensor,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> tl.tensor:
     """The same, of which each warp sums its own columns."""
+    IN_PIECES: tl.constexpr = p_x.dtype.element_ty == tl.float8e4nv
     zeros = tl.zeros([PARTS, p_w.shape[0], p_x.shape[0]], dtype=tl.float32)
     acc = zeros
     part = tl.arange(0, PARTS) * BLOCK_K
@@ -230,8 +255,16 @@ def _sum_in_parts(
         mask = mask_m[None, :, None] & (k < K)
         b_x = tl.load(p_x[None, :, :] + k, mask=mask, other=0.0)
         b_scale = tl.load(scale + (first + part) // _BLOCK, mask=first + part < K, other=0.0)
-        product = dot(widen(b_w, b_x.dtype), tl.permute(b_x, (0, 2, 1)), zeros)
-        acc += product * b_scale[:, None, None]
+        rest = b_x
+        b_scale = b_scale[:, None, None]
+        if IN_PIECES:
+            rest = tl.load(p_x[None, :, :] + M.to(tl.int64) * stride_x + k, mask=mask, other=0.0)
+            block = ((first + part) // _BLOCK)[:, None]
+            mask = mask_m[None, :] & ((first + part) < K)[:, None]
+            unit = tl.load(p_unit[None, :] + block * M, mask=mask, other=0.0)
+            b_scale = b_scale * unit[:, None, :]
+        x_columns, rest_columns = tl.permute(b_x, (0, 2, 1)), tl.permute(rest, (0, 2, 1))
+        acc += fp8_dot(b_w, x_columns, rest_columns, zeros) * b_scale
     return tl.sum(acc, 0)
 
 
