@@ -68,7 +68,9 @@ def _fp8_pieces_kernel(
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
     k = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
     b_x = tl.load(x + row * stride_x + k, mask=k < K, other=0.0).to(tl.float32)
-    exponent = tl.max(tl.abs(b_x), 1).to(tl.int32, bitcast=True) & 0x7F800000
+    # As integers, of which NaN is the largest: a maximum of numbers would pass over it.
+    sizes = b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    exponent = tl.max(sizes, 1) & 0x7F800000
     # The largest number is brought to 128 or more, and less than 256.
     bits = tl.maximum(exponent, 8 << 23) - (7 << 23)
     b_x = b_x * ((254 << 23) - bits).to(tl.float32, bitcast=True)[:, None]
