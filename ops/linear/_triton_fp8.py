@@ -47,16 +47,18 @@ class Tile:
     num_warps: int = 4
 
     @classmethod
-    def of(cls, num_rows: int, num_columns: int, depth: int) -> Tile:
+    def of(cls, num_rows: int, num_columns: int, depth: int, *, in_pieces: bool) -> Tile:
         """For that many rows of x, and columns of all weights' results, of sums so deep."""
         if num_rows <= _FEW_ROWS and num_columns <= _FEW_COLUMNS:
             block_m = triton.next_power_of_2(num_rows)
             return cls(block_m=block_m, block_n=4, block_k=512, num_stages=4)
         if num_rows <= _PART_ROWS and num_columns <= _FEW_COLUMNS and depth >= _PART_DEPTH:
             block_m = 16 if num_rows <= 16 else 32
-            return cls(block_m=block_m, block_n=16, block_k=128, num_stages=4, num_parts=4)
+            return cls(block_m=block_m, block_n=16, block_k=128, num_stages=3, num_parts=4)
         block_m, stages = (16, 5) if num_rows <= 16 else (32, 4) if num_rows <= 32 else (64, 3)
-        return cls(block_m=block_m, block_n=64, block_k=128, num_stages=stages)
+        # Weights that are widened take registers.
+        num_warps = 4 if in_pieces or block_m < 64 else 8
+        return cls(block_m=block_m, block_n=64, block_k=128, num_stages=stages, num_warps=num_warps)
 
 
 def fp8_linear(
@@ -72,7 +74,7 @@ def fp8_linear(
     if not _is_ours(x, sizes):
         widened = _in_memory(weights, scales, x.dtype)
         return product_by_torch(x, widened, biases, y)
-    tile = Tile.of(num_rows, sum(sizes), depth)
+    tile = Tile.of(num_rows, sum(sizes), depth, in_pieces=comes_in_pieces(x))
     in_pieces = tile.block_m >= 16 and comes_in_pieces(x)
     left, units = fp8_pieces(x) if in_pieces else (x, x)
     num_tiles = sum(triton.cdiv(size, tile.block_n) for size in sizes)
@@ -102,7 +104,7 @@ def fp8_linear(
 
 
 def _is_ours(x: Tensor, sizes: Sequence[int]) -> bool:
-    """Whether the weights are widened in registers, by shapes alone."""
+    """Whether the kernel is the faster way, by shapes alone."""
     num_rows, depth = x.shape
     if num_rows == 0 or depth == 0 or sum(sizes) == 0:
         return False
@@ -161,8 +163,8 @@ def _fp8_linear_kernel(
 ) -> None:
     """One program: BLOCK_N columns of BLOCK_M rows of y.
 
-    Few rows are multiplied as the weights come. Of more, the weight is the left side of products,
-    which takes it from registers; each warp has a part of the depth where there are PARTS.
+    Few rows are multiplied as the weights come. Of more, the weight is the left side of products of
+    tensor cores; each warp has a part of the depth where there are PARTS.
     """
     FEW: tl.constexpr = BLOCK_M < 16
     weight, which, size, column, first_row = place(weights, sizes, BLOCK_N)

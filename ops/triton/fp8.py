@@ -20,11 +20,10 @@ from torch_hybrid.ops.block_scales import BLOCK, num_blocks
 from torch_hybrid.ops.triton.devices import converts_fp8, multiplies_fp8
 from torch_hybrid.ops.triton.products import dot
 
+# Bits of 8, shifted to their places in float32: sign, exponent and fraction.
+_KEPT: tl.constexpr = tl.constexpr(-0x78100000)
 # The exponent of float32 is biased by so much more.
-_KEPT: tl.constexpr = tl.constexpr(-0x78100000)  # sign, exponent and fraction, in their places
 _REBIAS: tl.constexpr = tl.constexpr(2.0**120)
-
-
 # What is left by a first piece has its last bit so much lower.
 _REST: tl.constexpr = tl.constexpr(16.0)
 _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
