@@ -48,4 +48,5 @@ def dequantized(
     by_element = scales.to(compute).unflatten(-2, (num_parts, -1))
     by_element = by_element.repeat_interleave(BLOCK, -2)[..., :num_rows, :]
     by_element = by_element.repeat_interleave(BLOCK, -1)[..., :depth]
-    return (parts * by_element).flatten(-3, -2).to(dtype)
+    worth: Tensor = (parts * by_element).flatten(-3, -2).to(dtype)
+    return worth

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -66,12 +67,13 @@ def fused_experts(
     if expert_ids.numel() == 0 or down.shape[0] == 0:
         return out.zero_()
     inputs = (x, expert_ids, expert_weights, gate_up, down)
+    few: Callable[..., None] = few_tokens
+    products: Callable[..., None] = _products
     if gate_up_scales is not None and down_scales is not None:
-        scales = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
+        scales: dict[str, Any] = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
         few, products = partial(fp8_few_tokens, **scales), partial(fp8_products, **scales)
-    else:
-        is_for_hopper = suits(x, gate_up, down, expert_ids.numel())
-        few, products = few_tokens, hopper_products if is_for_hopper else _products
+    elif suits(x, gate_up, down, expert_ids.numel()):
+        products = hopper_products
     if x.shape[0] <= _FEW_TOKENS:
         few(*inputs, out, activation=activation)
     else:
