@@ -51,7 +51,7 @@ class Tile:
         """For that many rows of x, and columns of all weights' results, of sums so deep."""
         if num_rows <= _FEW_ROWS and num_columns <= _FEW_COLUMNS:
             block_m = triton.next_power_of_2(num_rows)
-            return cls(block_m=block_m, block_n=4, block_k=512, num_stages=4)
+            return cls(block_m=block_m, block_n=8, block_k=512, num_stages=4)
         if num_rows <= _PART_ROWS and num_columns <= _FEW_COLUMNS and depth >= _PART_DEPTH:
             block_m = 16 if num_rows <= 16 else 32
             return cls(block_m=block_m, block_n=16, block_k=128, num_stages=3, num_parts=4)
