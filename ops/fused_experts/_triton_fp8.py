@@ -20,7 +20,7 @@ from torch_hybrid.ops.fused_experts._triton_group import num_blocks, rows_of_blo
 from torch_hybrid.ops.triton.fp8 import comes_in_pieces, fp8_dot, fp8_pieces, readable, widen
 
 _FEW_BLOCK_N = 16  # rows of weights that a program reads side by side, for few tokens
-_FEW_BLOCK_K = 256
+_FEW_BLOCK_K = 512
 _FEW_STAGES = 3
 _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 

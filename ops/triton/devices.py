@@ -48,13 +48,6 @@ def converts_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def multiplies_fp8(device: torch.device) -> bool:
-    """Whether products of two matrices of float8_e4m3fn run on the device."""
-    return interpreted() or (
-        device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    )
-
-
 def runs_gluon(device: torch.device) -> bool:
     """Whether kernels written in Gluon (``ops/triton/hopper.py``) run on the device."""
     return is_hopper(device) and gluon_missing() is None

@@ -77,7 +77,6 @@ def launches_on(target: str, *, gluon: bool = True) -> Iterator[dict[str, Launch
         "is_hopper": hopper,
         "launches_early": target != "sm_80",
         "converts_fp8": target != "sm_80",
-        "multiplies_fp8": target != "sm_80",
         "runs_gluon": hopper and gluon and gluon_missing() is None,
     }
 
