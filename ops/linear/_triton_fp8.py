@@ -21,7 +21,7 @@ from torch_hybrid.ops.linear.by_torch import product_by_torch
 from torch_hybrid.ops.triton.fp8 import comes_in_pieces, fp8_dot, fp8_pieces, readable, widen
 
 # Past it a weight is read and multiplied so often that widening it in memory is the faster way.
-MAX_ROWS = 256
+MAX_ROWS = 128
 # Few rows and columns are multiplied outside the tensor cores, which leaves more programs.
 _FEW_ROWS = 4
 _FEW_COLUMNS = 4096
