@@ -1,8 +1,7 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Experts of 8 bits in Triton: multiplied as they come, each sum of 128 products scaled in float32.
+"""Experts of 8 bits in Triton: widened in registers, each sum of 128 products scaled in float32.
 
-Tokens are not rounded: they are in two pieces of 8 bits, or weights are widened in registers.
-Pairs are grouped as ``_triton.py`` does it.
+Tokens are not rounded. Pairs are grouped as ``_triton.py`` does it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ from torch import Tensor
 from torch_hybrid.ops.block_scales import BLOCK
 from torch_hybrid.ops.fused_experts._triton_activation import activate
 from torch_hybrid.ops.fused_experts._triton_group import num_blocks, rows_of_block
-from torch_hybrid.ops.triton.fp8 import comes_in_pieces, fp8_dot, fp8_pieces, readable, widen
+from torch_hybrid.ops.triton.fp8 import readable, widen
+from torch_hybrid.ops.triton.products import dot
 
 _FEW_BLOCK_N = 16  # rows of weights that a program reads side by side, for few tokens
 _FEW_BLOCK_K = 512
@@ -134,34 +134,27 @@ def fp8_products(
         "BLOCK_K": tile.block_k,
         "STAGES": tile.num_stages,
     }
-    in_pieces = comes_in_pieces(x)
-    left, units = fp8_pieces(x) if in_pieces else (x, x)
     _fp8_gate_up_kernel[(blocks * triton.cdiv(width, tile.block_n),)](
-        left,
-        units,
-        gate_up if in_pieces else readable(gate_up),
+        x,
+        readable(gate_up),
         gate_up_scales,
         hidden,
         order,
         starts,
-        x.shape[0],
-        left.stride(-2),
+        x.stride(0),
         HAS_GATE=activation == "silu",
         TOP_K=top_k,
         **sizes,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
     )
-    left, units = fp8_pieces(hidden) if in_pieces else (hidden, hidden)
     _fp8_down_kernel[(blocks * triton.cdiv(dim, tile.block_n),)](
-        left,
-        units,
-        down if in_pieces else readable(down),
+        hidden,
+        readable(down),
         down_scales,
         results,
         order,
         starts,
-        num_pairs,
         **sizes,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
@@ -261,16 +254,14 @@ def _fp8_out_kernel(
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=index_n < D)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit
 def _fp8_gate_up_kernel(
     x: tl.tensor,
-    units: tl.tensor,
     gate_up: tl.tensor,
     scales: tl.tensor,
     hidden: tl.tensor,
     order: tl.tensor,
     starts: tl.tensor,
-    T: tl.tensor,
     stride_x: tl.tensor,
     HAS_GATE: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -284,7 +275,6 @@ def _fp8_gate_up_kernel(
     STAGES: tl.constexpr,
 ) -> None:
     """One program: BLOCK_N hidden activations of BLOCK_M pairs of one expert."""
-    IN_PIECES: tl.constexpr = x.dtype.element_ty == tl.float8e4nv
     NUM_COLUMNS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     HIGH: tl.constexpr = (I + _BLOCK - 1) // _BLOCK
     WIDE: tl.constexpr = (D + _BLOCK - 1) // _BLOCK
@@ -299,7 +289,6 @@ def _fp8_gate_up_kernel(
     index_n = first_n + tl.arange(0, BLOCK_N)
     mask_n = index_n < I
     p_x = x + (pair // TOP_K * stride_x)[:, None]
-    p_unit = units + pair // TOP_K
     p_w = gate_up + expert.to(tl.int64) * ((1 + HAS_GATE) * I * D) + index_n[:, None] * D
     p_scale = scales + (expert * ((1 + HAS_GATE) * HIGH) + first_n // _BLOCK) * WIDE
     zeros = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
@@ -308,34 +297,27 @@ def _fp8_gate_up_kernel(
     for first in tl.range(0, D, BLOCK_K, num_stages=STAGES):
         k = first + tl.arange(0, BLOCK_K)[None, :]
         b_x = tl.load(p_x + k, mask=mask_m[:, None] & (k < D), other=0.0)
-        rest, unit = b_x, 1.0
-        if IN_PIECES:
-            p_rest = p_x + T.to(tl.int64) * stride_x
-            rest = tl.load(p_rest + k, mask=mask_m[:, None] & (k < D), other=0.0)
-            unit = tl.load(p_unit + first // _BLOCK * T, mask=mask_m, other=0.0)[None, :]
         mask_w = mask_n[:, None] & (k < D)
         if HAS_GATE:
             b_w = tl.load(p_w + k, mask=mask_w, other=0.0)
             scale = tl.load(p_scale + first // _BLOCK)
-            gate += fp8_dot(b_w, tl.trans(b_x), tl.trans(rest), zeros) * (unit * scale)
+            gate += dot(widen(b_w, b_x.dtype), tl.trans(b_x), zeros) * scale
         b_w = tl.load(p_w + HAS_GATE * I * D + k, mask=mask_w, other=0.0)
         scale = tl.load(p_scale + HAS_GATE * HIGH * WIDE + first // _BLOCK)
-        up += fp8_dot(b_w, tl.trans(b_x), tl.trans(rest), zeros) * (unit * scale)
+        up += dot(widen(b_w, b_x.dtype), tl.trans(b_x), zeros) * scale
     b_hidden = activate(gate, up, HAS_GATE)
     p_hidden = hidden + pair[None, :] * I + index_n[:, None]
     tl.store(p_hidden, b_hidden.to(hidden.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
 
 
-@triton.jit(do_not_specialize=["P"])
+@triton.jit
 def _fp8_down_kernel(
     hidden: tl.tensor,
-    units: tl.tensor,
     down: tl.tensor,
     scales: tl.tensor,
     results: tl.tensor,
     order: tl.tensor,
     starts: tl.tensor,
-    P: tl.tensor,
     E: tl.constexpr,
     D: tl.constexpr,
     I: tl.constexpr,  # noqa: E741 (the letter of the formulas)
@@ -346,7 +328,6 @@ def _fp8_down_kernel(
     STAGES: tl.constexpr,
 ) -> None:
     """One program: BLOCK_N outputs of BLOCK_M pairs of one expert."""
-    IN_PIECES: tl.constexpr = hidden.dtype.element_ty == tl.float8e4nv
     NUM_COLUMNS: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
     HIGH: tl.constexpr = (D + _BLOCK - 1) // _BLOCK
     WIDE: tl.constexpr = (I + _BLOCK - 1) // _BLOCK
@@ -361,7 +342,6 @@ def _fp8_down_kernel(
     index_n = first_n + tl.arange(0, BLOCK_N)
     mask_n = index_n < D
     p_x = hidden + pair[:, None] * I
-    p_unit = units + pair
     p_w = down + expert.to(tl.int64) * (D * I) + index_n[:, None] * I
     p_scale = scales + (expert * HIGH + first_n // _BLOCK) * WIDE
     zeros = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
@@ -370,12 +350,7 @@ def _fp8_down_kernel(
         k = first + tl.arange(0, BLOCK_K)[None, :]
         b_x = tl.load(p_x + k, mask=mask_m[:, None] & (k < I), other=0.0)
         b_w = tl.load(p_w + k, mask=mask_n[:, None] & (k < I), other=0.0)
-        rest, unit = b_x, 1.0
-        if IN_PIECES:
-            p_rest = p_x + P.to(tl.int64) * I
-            rest = tl.load(p_rest + k, mask=mask_m[:, None] & (k < I), other=0.0)
-            unit = tl.load(p_unit + first // _BLOCK * P, mask=mask_m, other=0.0)[None, :]
         scale = tl.load(p_scale + first // _BLOCK)
-        acc += fp8_dot(b_w, tl.trans(b_x), tl.trans(rest), zeros) * (unit * scale)
+        acc += dot(widen(b_w, b_x.dtype), tl.trans(b_x), zeros) * scale
     p_out = results + pair[None, :] * D + index_n[:, None]
     tl.store(p_out, acc.to(results.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])

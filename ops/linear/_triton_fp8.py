@@ -1,8 +1,7 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Weights of 8 bits in Triton: multiplied as they come, each sum of 128 products scaled in float32.
+"""Weights of 8 bits in Triton: widened in registers, each sum of 128 products scaled in float32.
 
-x is not rounded: it is in two pieces of 8 bits, or weights are widened in registers. Of many rows,
-weights are widened in memory once, and torch multiplies.
+x is not rounded. Of many rows, weights are widened in memory once, and torch multiplies.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from torch import Tensor
 from torch_hybrid.ops.block_scales import BLOCK
 from torch_hybrid.ops.linear._triton_place import bias_of, place
 from torch_hybrid.ops.linear.by_torch import product_by_torch
-from torch_hybrid.ops.triton.fp8 import comes_in_pieces, fp8_dot, fp8_pieces, readable, widen
+from torch_hybrid.ops.triton.fp8 import readable, widen
+from torch_hybrid.ops.triton.products import dot
 
 # Past it a weight is read and multiplied so often that widening it in memory is the faster way.
 MAX_ROWS = 128
@@ -47,7 +47,7 @@ class Tile:
     num_warps: int = 4
 
     @classmethod
-    def of(cls, num_rows: int, num_columns: int, depth: int, *, in_pieces: bool) -> Tile:
+    def of(cls, num_rows: int, num_columns: int, depth: int) -> Tile:
         """For that many rows of x, and columns of all weights' results, of sums so deep."""
         if num_rows <= _FEW_ROWS and num_columns <= _FEW_COLUMNS:
             block_m = triton.next_power_of_2(num_rows)
@@ -57,7 +57,7 @@ class Tile:
             return cls(block_m=block_m, block_n=16, block_k=128, num_stages=3, num_parts=4)
         block_m, stages = (16, 5) if num_rows <= 16 else (32, 4) if num_rows <= 32 else (64, 3)
         # Weights that are widened take registers.
-        num_warps = 4 if in_pieces or block_m < 64 else 8
+        num_warps = 4 if block_m < 64 else 8
         return cls(block_m=block_m, block_n=64, block_k=128, num_stages=stages, num_warps=num_warps)
 
 
@@ -74,21 +74,18 @@ def fp8_linear(
     if not _is_ours(x, sizes):
         widened = _in_memory(weights, scales, x.dtype)
         return product_by_torch(x, widened, biases, y)
-    tile = Tile.of(num_rows, sum(sizes), depth, in_pieces=comes_in_pieces(x))
-    in_pieces = tile.block_m >= 16 and comes_in_pieces(x)
-    left, units = fp8_pieces(x) if in_pieces else (x, x)
+    tile = Tile.of(num_rows, sum(sizes), depth)
     num_tiles = sum(triton.cdiv(size, tile.block_n) for size in sizes)
     _fp8_linear_kernel[(num_tiles, triton.cdiv(num_rows, tile.block_m))](
-        left,
-        units,
-        tuple(weights if in_pieces else map(readable, weights)),
+        x,
+        tuple(map(readable, weights)),
         tuple(scales),
         # In the place of a bias that is not there stands a tensor that is not read.
         tuple(x if bias is None else bias for bias in biases),
         y,
         sizes,
         num_rows,
-        left.stride(-2),
+        x.stride(0),
         y.stride(0),
         BIASED=sum(1 << i for i, bias in enumerate(biases) if bias is not None),
         K=depth,
@@ -144,7 +141,6 @@ def _widen_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _fp8_linear_kernel(
     x: tl.tensor,
-    units: tl.tensor,
     weights: tl.tuple,
     scales: tl.tuple,
     biases: tl.tuple,
@@ -177,15 +173,12 @@ def _fp8_linear_kernel(
     mask_n, mask_m = row < size, index_m < M
     p_w = weight + row.to(tl.int64)[:, None] * K
     p_x = x + index_m.to(tl.int64)[:, None] * stride_x
-    p_unit = units + index_m
     if FEW:
         acc = _sum_as_it_comes(p_w, p_x, scale, mask_n, mask_m, K, BLOCK_K, STAGES)
     elif PARTS > 1:
-        acc = _sum_in_parts(
-            p_w, p_x, p_unit, scale, mask_n, mask_m, M, stride_x, K, BLOCK_K, PARTS, STAGES
-        )
+        acc = _sum_in_parts(p_w, p_x, scale, mask_n, mask_m, K, BLOCK_K, PARTS, STAGES)
     else:
-        acc = _sum(p_w, p_x, p_unit, scale, mask_n, mask_m, M, stride_x, K, BLOCK_K, STAGES)
+        acc = _sum(p_w, p_x, scale, mask_n, mask_m, K, BLOCK_K, STAGES)
     acc += bias_of(biases, which, row, mask_n, BIASED)[:, None]
     p_y = y + index_m.to(tl.int64)[None, :] * stride_y + (column + row)[:, None]
     tl.store(p_y, acc.to(y.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
@@ -195,18 +188,14 @@ def _fp8_linear_kernel(
 def _sum(
     p_w: tl.tensor,
     p_x: tl.tensor,
-    p_unit: tl.tensor,
     scale: tl.tensor,
     mask_n: tl.tensor,
     mask_m: tl.tensor,
-    M: tl.tensor,
-    stride_x: tl.tensor,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> tl.tensor:
     """[BLOCK_N, BLOCK_M] products of rows of a weight and of x, which the pointers begin."""
-    IN_PIECES: tl.constexpr = p_x.dtype.element_ty == tl.float8e4nv
     index_k = tl.arange(0, BLOCK_K)
     zeros = tl.zeros([p_w.shape[0], p_x.shape[0]], dtype=tl.float32)
     acc = zeros
@@ -215,17 +204,7 @@ def _sum(
         b_w = tl.load(p_w + k[None, :], mask=mask_n[:, None] & (k < K)[None, :], other=0.0)
         b_x = tl.load(p_x + k[None, :], mask=mask_m[:, None] & (k < K)[None, :], other=0.0)
         b_scale = tl.load(scale + first // _BLOCK)
-        rest = b_x
-        if IN_PIECES:
-            rest = tl.load(
-                p_x + M.to(tl.int64) * stride_x + k[None, :],
-                mask=mask_m[:, None] & (k < K)[None, :],
-                other=0.0,
-            )
-            unit = tl.load(p_unit + first // _BLOCK * M, mask=mask_m, other=0.0)
-            acc += fp8_dot(b_w, tl.trans(b_x), tl.trans(rest), zeros) * (unit * b_scale)[None, :]
-        else:
-            acc += fp8_dot(b_w, tl.trans(b_x), tl.trans(rest), zeros) * b_scale
+        acc += dot(widen(b_w, b_x.dtype), tl.trans(b_x), zeros) * b_scale
     return acc
 
 
@@ -233,19 +212,15 @@ def _sum(
 def _sum_in_parts(
     p_w: tl.tensor,
     p_x: tl.tensor,
-    p_unit: tl.tensor,
     scale: tl.tensor,
     mask_n: tl.tensor,
     mask_m: tl.tensor,
-    M: tl.tensor,
-    stride_x: tl.tensor,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> tl.tensor:
     """The same, of which each warp sums its own columns."""
-    IN_PIECES: tl.constexpr = p_x.dtype.element_ty == tl.float8e4nv
     zeros = tl.zeros([PARTS, p_w.shape[0], p_x.shape[0]], dtype=tl.float32)
     acc = zeros
     part = tl.arange(0, PARTS) * BLOCK_K
@@ -257,16 +232,8 @@ def _sum_in_parts(
         mask = mask_m[None, :, None] & (k < K)
         b_x = tl.load(p_x[None, :, :] + k, mask=mask, other=0.0)
         b_scale = tl.load(scale + (first + part) // _BLOCK, mask=first + part < K, other=0.0)
-        rest = b_x
-        b_scale = b_scale[:, None, None]
-        if IN_PIECES:
-            rest = tl.load(p_x[None, :, :] + M.to(tl.int64) * stride_x + k, mask=mask, other=0.0)
-            block = ((first + part) // _BLOCK)[:, None]
-            mask = mask_m[None, :] & ((first + part) < K)[:, None]
-            unit = tl.load(p_unit[None, :] + block * M, mask=mask, other=0.0)
-            b_scale = b_scale * unit[:, None, :]
-        x_columns, rest_columns = tl.permute(b_x, (0, 2, 1)), tl.permute(rest, (0, 2, 1))
-        acc += fp8_dot(b_w, x_columns, rest_columns, zeros) * b_scale
+        b_x = tl.permute(b_x, (0, 2, 1))
+        acc += dot(widen(b_w, b_x.dtype), b_x, zeros) * b_scale[:, None, None]
     return tl.sum(acc, 0)
 
 
