@@ -14,6 +14,7 @@ from torch_hybrid.ops.planning import Planner
 
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 FLOATS_AND_FLOAT64 = FLOATS | {torch.float64}
+NO_FEATURES: frozenset[str] = frozenset()
 
 
 def always_available() -> str | None:
@@ -32,7 +33,7 @@ class Need:
     device: torch.device
     dtype: torch.dtype
     sizes: Mapping[str, int] = field(default_factory=dict)
-    features: frozenset[str] = frozenset()
+    features: frozenset[str] = NO_FEATURES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +50,8 @@ class Capability:
     multiples: Mapping[str, int] = field(default_factory=dict)
     limits: Mapping[str, int] = field(default_factory=dict)
     one_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    features: frozenset[str] = frozenset()
-    only_with: frozenset[str] = frozenset()
+    features: frozenset[str] = NO_FEATURES
+    only_with: frozenset[str] = NO_FEATURES
     cuda_graph: bool = False
     available: Callable[[], str | None] = always_available
 
@@ -64,11 +65,7 @@ class Capability:
         if need.dtype not in self.dtypes:
             reasons.append(f"dtype {need.dtype} is not in {sorted(map(str, self.dtypes))}")
         reasons += self.sizes_refused(need.sizes)
-        for feature in sorted(need.features - self.features):
-            reasons.append(f"it has no {feature}")
-        for feature in sorted(self.only_with - need.features):
-            reasons.append(f"it is for {feature} alone")
-        return reasons
+        return reasons + self.features_refused(need.features)
 
     def sizes_refused(self, sizes: Mapping[str, int]) -> list[str]:
         """Every reason in the sizes alone."""
@@ -81,6 +78,12 @@ class Capability:
             if size > self.limits.get(name, size):
                 reasons.append(f"{name} {size} is over the limit {self.limits[name]}")
         return reasons
+
+    def features_refused(self, features: frozenset[str]) -> list[str]:
+        """Every reason in what a caller wants beside the ordinary."""
+        reasons = [f"it has no {feature}" for feature in sorted(features - self.features)]
+        only = sorted(self.only_with - features)
+        return reasons + [f"it is for {feature} alone" for feature in only]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

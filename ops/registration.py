@@ -133,6 +133,7 @@ def check_impl(
     sizes: Mapping[str, int] | None = None,
     *,
     dtype: torch.dtype | None = None,
+    features: frozenset[str] | None = None,
 ) -> None:
     """Raise ValueError when ``impl`` names no implementation, or one for other tensors.
 
@@ -142,6 +143,7 @@ def check_impl(
         device: of the tensors.
         sizes: those that a capability may limit.
         dtype: that of the tensors, where implementations differ in what they take.
+        features: that the arguments want, where implementations differ in those.
     """
     if impl not in implementations:
         raise ValueError(f"impl must be one of {list(implementations)}, got {impl!r}")
@@ -153,5 +155,7 @@ def check_impl(
     if dtype is not None and dtype not in capability.dtypes:
         names = sorted(map(str, capability.dtypes))
         raise ValueError(f"impl {impl!r} takes {names}, got tensors of {dtype}")
+    if features is not None and (reasons := capability.features_refused(features)):
+        raise ValueError(f"impl {impl!r} cannot take these arguments: {'; '.join(reasons)}")
     if reasons := capability.sizes_refused(sizes or {}):
         raise ValueError(f"impl {impl!r} cannot take these sizes: {'; '.join(reasons)}")

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <vector>
 
+#include "block_fp8.h"
 #include "call.h"
 #include "rows.h"
 
@@ -9,6 +10,7 @@ namespace {
 
 TH_CALL(Call,
   const void *x, *expert_ids, *expert_weights, *gate_up, *down;
+  const void *gate_up_scales, *down_scales;  // null where weights are in the op's dtype
   void *hidden, *out;
   int64_t num_tokens, top_k, num_experts, dim, width, ldx;  // width: rows of gate, and of up
   int64_t ids_are_int64, weights_are_float, has_gate, streams, is_bf16, num_threads;
@@ -49,6 +51,7 @@ struct Routing {
 template <typename T>
 struct Scratch {
   th::Rows<T> rows;
+  th::Pieces<T> pieces;
   std::vector<float> gate, up, sums;
 };
 
@@ -75,14 +78,13 @@ class Experts {
   // hidden[pair, i ...] = silu(gate) * up, or relu(up)^2, for all tokens of an expert.
   void hidden_chunk(Scratch<T>& s, int64_t expert, int64_t i) {
     const int64_t D = call_.dim, I = call_.width, count = std::min(WIDTH_CHUNK, I - i);
-    const T* gate = typed(call_.gate_up) + (expert * (1 + call_.has_gate) * I + i) * D;
-    const T* up = gate + call_.has_gate * I * D;
+    const int64_t gate = expert * (1 + call_.has_gate), up = gate + call_.has_gate;
     s.gate.resize(ROWS * count), s.up.resize(ROWS * count);
     for_blocks(expert, [&](int64_t p, int rows) {
       s.rows.pack(rows, D, [&](int r) { return token_row(p + r); });
       if (call_.has_gate)
-        s.rows.multiply(gate, D, count, s.gate.data(), count, call_.streams);
-      s.rows.multiply(up, D, count, s.up.data(), count, call_.streams);
+        multiply(s, rows, weights(call_.gate_up, call_.gate_up_scales, gate, I, D), i, count, s.gate);
+      multiply(s, rows, weights(call_.gate_up, call_.gate_up_scales, up, I, D), i, count, s.up);
       for (int r = 0; r < rows; ++r)
         for (int64_t j = 0; j < count; j += th::LANES) {
           const int left = int(std::min<int64_t>(th::LANES, count - j));
@@ -103,8 +105,7 @@ class Experts {
     for (int64_t expert : routing_.experts)
       for_blocks(expert, [&](int64_t p, int rows) {
         s.rows.pack(rows, I, [&](int r) { return typed(call_.hidden) + (p + r) * I; });
-        const T* down = typed(call_.down) + (expert * D + d) * I;
-        s.rows.multiply(down, I, count, s.up.data(), count, call_.streams);
+        multiply(s, rows, weights(call_.down, call_.down_scales, expert, D, I), d, count, s.up);
         for (int r = 0; r < rows; ++r) add(s, p + r, &s.up[r * count], count);
       });
     for (int64_t t = 0; t < call_.num_tokens; ++t)
@@ -112,6 +113,23 @@ class Experts {
         const int left = int(std::min<int64_t>(th::LANES, count - j));
         th::store(typed(call_.out) + t * D + d + j, th::load(&s.sums[t * count + j], left), left);
       }
+  }
+
+  // The n-th of weights [rows, depth] that lie one after the other.
+  static th::Weights<T> weights(const void* data, const void* scales, int64_t n, int64_t rows,
+                                int64_t depth) {
+    const auto blocks = [](int64_t size) { return (size + th::FP8_BLOCK - 1) / th::FP8_BLOCK; };
+    if (!scales) return {typed(data) + n * rows * depth, nullptr, depth};
+    return {static_cast<const uint8_t*>(data) + n * rows * depth,
+            static_cast<const float*>(scales) + n * blocks(rows) * blocks(depth), depth};
+  }
+
+  // y[r, j] of the M packed rows and rows [first, first + count) of W.
+  void multiply(Scratch<T>& s, int64_t M, const th::Weights<T>& W, int64_t first, int64_t count,
+                std::vector<float>& y) {
+    s.pieces.each(W, first, count, M, [&](const T* rows, int64_t at, int64_t n) {
+      s.rows.multiply(rows, W.K, n, y.data() + at, count, call_.streams);
+    });
   }
 
   void add(Scratch<T>& s, int64_t p, const float* y, int64_t count) {

@@ -16,7 +16,7 @@ MAX_TOKENS = 2048
 _RUN = kernel(
     "fused_experts",
     Path(__file__).with_name("_cpu.cpp"),
-    tensors="x expert_ids expert_weights gate_up down hidden out",
+    tensors="x expert_ids expert_weights gate_up down gate_up_scales down_scales hidden out",
     integers="num_tokens top_k num_experts dim width ldx "
     "ids_are_int64 weights_are_float has_gate streams is_bf16 num_threads",
 )
@@ -29,6 +29,8 @@ def fused_experts(
     gate_up: Tensor,
     down: Tensor,
     *,
+    gate_up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
     activation: str,
 ) -> Tensor:
     """See ``torch_hybrid.ops.fused_experts.op.fused_experts``."""
@@ -44,6 +46,8 @@ def fused_experts(
             expert_weights[block],
             gate_up,
             down,
+            gate_up_scales,
+            down_scales,
             hidden,
             out[block],
             min(MAX_TOKENS, num_tokens - first),

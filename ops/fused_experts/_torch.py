@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torch_hybrid.ops.block_scales import dequantized
+
 
 def fused_experts(
     x: Tensor,
@@ -14,6 +16,8 @@ def fused_experts(
     gate_up: Tensor,
     down: Tensor,
     *,
+    gate_up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
     activation: str,
 ) -> Tensor:
     """See ``torch_hybrid.ops.fused_experts.op.fused_experts``."""
@@ -28,8 +32,13 @@ def fused_experts(
     for expert, hit in enumerate(pairs):
         if hit.shape[0] == 0:
             continue
-        hidden = _activate(F.linear(x[hit // top_k], gate_up[expert]), activation)
-        results[hit] = F.linear(hidden, down[expert]).to(compute)
+        w_up, w_down = gate_up[expert], down[expert]
+        if gate_up_scales is not None and down_scales is not None:
+            num_parts = 1 + (activation == "silu")
+            w_up = dequantized(w_up, gate_up_scales[expert], x.dtype, num_parts=num_parts)
+            w_down = dequantized(w_down, down_scales[expert], x.dtype)
+        hidden = _activate(F.linear(x[hit // top_k], w_up), activation)
+        results[hit] = F.linear(hidden, w_down).to(compute)
     weighted = results * expert_weights.reshape(-1, 1).to(compute)
     return weighted.reshape(x.shape[0], top_k, x.shape[1]).sum(1).to(x.dtype)
 

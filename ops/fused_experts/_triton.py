@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -13,6 +16,7 @@ from torch import Tensor
 from torch_hybrid.ops.fused_experts._hopper import hopper_products, suits
 from torch_hybrid.ops.fused_experts._triton_activation import activate
 from torch_hybrid.ops.fused_experts._triton_few import few_tokens
+from torch_hybrid.ops.fused_experts._triton_fp8 import fp8_few_tokens, fp8_products
 from torch_hybrid.ops.fused_experts._triton_group import group_pairs, num_blocks, rows_of_block
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import dot
@@ -54,6 +58,8 @@ def fused_experts(
     gate_up: Tensor,
     down: Tensor,
     *,
+    gate_up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
     activation: str,
 ) -> Tensor:
     """Launcher of ``torch_hybrid::fused_experts``."""
@@ -61,10 +67,17 @@ def fused_experts(
     if expert_ids.numel() == 0 or down.shape[0] == 0:
         return out.zero_()
     inputs = (x, expert_ids, expert_weights, gate_up, down)
+    few: Callable[..., None] = few_tokens
+    products: Callable[..., None] = _products
+    if gate_up_scales is not None and down_scales is not None:
+        scales: dict[str, Any] = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
+        few, products = partial(fp8_few_tokens, **scales), partial(fp8_products, **scales)
+    elif suits(x, gate_up, down, expert_ids.numel()):
+        products = hopper_products
     if x.shape[0] <= _FEW_TOKENS:
-        few_tokens(*inputs, out, activation=activation)
+        few(*inputs, out, activation=activation)
     else:
-        _many_tokens(*inputs, out, activation=activation)
+        _many_tokens(*inputs, out, products, activation=activation)
     return out
 
 
@@ -75,6 +88,7 @@ def _many_tokens(
     gate_up: Tensor,
     down: Tensor,
     out: Tensor,
+    products: Callable[..., None],
     *,
     activation: str,
 ) -> None:
@@ -84,7 +98,6 @@ def _many_tokens(
     num_pairs = num_tokens * top_k
     order, starts = group_pairs(expert_ids, num_experts)
     results = x.new_empty(num_pairs, dim)
-    products = hopper_products if suits(x, gate_up, down, num_pairs) else _products
     products(x, order, starts, gate_up, down, results, top_k=top_k, activation=activation)
     block = min(1024, triton.next_power_of_2(dim))
     _combine_kernel[(num_tokens, triton.cdiv(dim, block))](

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops import block_scales
+from torch_hybrid.ops.capability import NO_FEATURES, Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
@@ -13,23 +14,30 @@ from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 # Whether a gate stands beside the up projection, by activation.
 HAS_GATE = {"silu": True, "relu2": False}
 ID_DTYPES = (torch.int32, torch.int64)
+FEATURES = frozenset({block_scales.FEATURE})
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(
         capability=Capability(
             devices=frozenset({"cpu"}),
             dtypes=frozenset({torch.float32, torch.bfloat16}),
+            features=FEATURES,
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.fused_experts._cpu:fused_experts",
         figures="torch_hybrid.ops.native.forms:figures",
     ),
     "triton": Implementation(
-        capability=Capability(devices=triton_devices(), cuda_graph=True, available=triton_missing),
+        capability=Capability(
+            devices=triton_devices(),
+            features=FEATURES,
+            cuda_graph=True,
+            available=triton_missing,
+        ),
         launcher="torch_hybrid.ops.fused_experts._triton:fused_experts",
     ),
     "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"})),
+        capability=Capability(devices=frozenset({"cpu", "cuda"}), features=FEATURES),
         launcher="torch_hybrid.ops.fused_experts._torch:fused_experts",
     ),
 }
@@ -42,6 +50,8 @@ def fused_experts(
     gate_up: Tensor,
     down: Tensor,
     *,
+    gate_up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
     activation: str,
     impl: str,
 ) -> Tensor:
@@ -51,13 +61,20 @@ def fused_experts(
     with ``e = expert_ids[t, j]``, or ``down[e] @ act(up[e] @ x[t])`` where the activation has no
     gate. Sums are float32.
 
+    With scales, weights are numbers of 8 bits, each worth its number times the scale of its block
+    of 128 x 128, as in checkpoints with ``quant_method: fp8``. Nothing else is rounded to them.
+
     Args:
         x: [T, D] float; rows may lie any distance apart, one row is contiguous.
         expert_ids: [T, k] int32 or int64, contiguous, from 0 to E; E means no expert.
         expert_weights: [T, k] float32 or x's dtype, contiguous.
         gate_up: [E, 2 I, D] contiguous, in x's dtype: the I rows of gate, then those of up;
-            [E, I, D], the rows of up alone, where there is no gate.
-        down: [E, D, I] contiguous, in x's dtype.
+            [E, I, D], the rows of up alone, where there is no gate. With scales, float8_e4m3fn.
+        down: [E, D, I] contiguous, in gate_up's dtype.
+        gate_up_scales: [E, 2 ceil(I / 128), ceil(D / 128)] float32, contiguous, or half of it
+            without a gate: gate and up have blocks each for itself; or None.
+        down_scales: [E, ceil(D / 128), ceil(I / 128)] float32, contiguous, where gate_up has
+            scales; else None.
         activation: "silu", of a gate; or "relu2", the square of the positive part, without one.
         impl: a name in IMPLEMENTATIONS.
 
@@ -71,12 +88,22 @@ def fused_experts(
     The experts of Qwen3-Next, Qwen3.5-MoE and Granite-4-H ("silu") and of Nemotron-H ("relu2"),
     in transformers' packed layout.
     """
-    check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype)
+    scales = {
+        name: scale
+        for name, scale in (("gate_up_scales", gate_up_scales), ("down_scales", down_scales))
+        if scale is not None
+    }
+    features = FEATURES if scales else NO_FEATURES
+    check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype, features=features)
     if activation not in HAS_GATE:
         raise ValueError(f"activation must be one of {list(HAS_GATE)}, got {activation!r}")
-    _check_inputs(x, expert_ids, expert_weights, gate_up, down, HAS_GATE[activation])
+    weight_dtype = block_scales.DTYPE if scales else x.dtype
+    has_gate = HAS_GATE[activation]
+    _check_inputs(x, expert_ids, expert_weights, gate_up, down, weight_dtype, has_gate)
+    if scales:
+        _check_scales(gate_up, down, gate_up_scales, down_scales, has_gate)
     out: Tensor = _FUSED_EXPERTS(
-        x, expert_ids, expert_weights, gate_up, down, activation=activation, impl=impl
+        x, expert_ids, expert_weights, gate_up, down, **scales, activation=activation, impl=impl
     )
     return out
 
@@ -87,6 +114,7 @@ def _check_inputs(
     expert_weights: Tensor,
     gate_up: Tensor,
     down: Tensor,
+    weight_dtype: torch.dtype,
     has_gate: bool,
 ) -> None:
     for name, tensor, ndim in (("x", x, 2), ("expert_ids", expert_ids, 2), ("down", down, 3)):
@@ -106,8 +134,8 @@ def _check_inputs(
     for name, tensor, dtypes in (
         ("expert_ids", expert_ids, ID_DTYPES),
         ("expert_weights", expert_weights, (torch.float32, x.dtype)),
-        ("gate_up", gate_up, (x.dtype,)),
-        ("down", down, (x.dtype,)),
+        ("gate_up", gate_up, (weight_dtype,)),
+        ("down", down, (weight_dtype,)),
     ):
         if tensor.dtype not in dtypes:
             allowed = " or ".join(map(str, dict.fromkeys(dtypes)))
@@ -118,9 +146,24 @@ def _check_inputs(
         raise ValueError(f"x must have contiguous rows, got strides {list(x.stride())}")
 
 
+def _check_scales(
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_scales: Tensor | None,
+    down_scales: Tensor | None,
+    has_gate: bool,
+) -> None:
+    if gate_up_scales is None or down_scales is None:
+        missing = "gate_up_scales" if gate_up_scales is None else "down_scales"
+        raise ValueError(f"{missing} must be given where the other scales are, got None")
+    block_scales.check_scales(gate_up, gate_up_scales, "gate_up_scales", num_parts=1 + has_gate)
+    block_scales.check_scales(down, down_scales, "down_scales")
+
+
 _FUSED_EXPERTS = define_op(
     "fused_experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, "
-    "Tensor down, *, str activation, str impl) -> Tensor",
+    "Tensor down, *, Tensor? gate_up_scales=None, Tensor? down_scales=None, str activation, "
+    "str impl) -> Tensor",
     like=["x"],
     implementations=IMPLEMENTATIONS,
 )

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torch_hybrid.ops.block_scales import dequantized
+
 
 def fused_experts_reference(
     x: Tensor,
@@ -14,6 +16,8 @@ def fused_experts_reference(
     gate_up: Tensor,
     down: Tensor,
     *,
+    gate_up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
     activation: str,
 ) -> Tensor:
     """The oracle of the op: same arguments, any float dtype.
@@ -21,6 +25,10 @@ def fused_experts_reference(
     It computes in float32, or in float64 when ``x`` is float64.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
+    if gate_up_scales is not None and down_scales is not None:
+        num_parts = gate_up.shape[1] // down.shape[2]
+        gate_up = dequantized(gate_up, gate_up_scales, compute, num_parts=num_parts)
+        down = dequantized(down, down_scales, compute)
     out = torch.zeros_like(x, dtype=compute, memory_format=torch.contiguous_format)
     for t, chosen in enumerate(expert_ids.tolist()):
         for j, expert in enumerate(chosen):

@@ -2,6 +2,7 @@
 #include <atomic>
 #include <vector>
 
+#include "block_fp8.h"
 #include "call.h"
 #include "rows.h"
 
@@ -13,9 +14,9 @@ TH_CALL(Call,
   int64_t M, K, ldx, ldy, num_weights, streams, is_bf16, num_threads;
 );
 
-// A weight: [rows, K], and its bias, [rows] or null.
+// A weight: [rows, K]; its scales, null where it is in the op's dtype; its bias, [rows] or null.
 TH_CALL(Group,
-  const void *weight, *bias;
+  const void *weight, *scales, *bias;
   int64_t rows;
 );
 
@@ -27,8 +28,10 @@ constexpr int64_t MAX_PACKED_ROWS = 512;  // of x, transposed at a time: bounds 
 
 template <typename T>
 struct Chunk {
-  const T *weight, *bias;  // from its first row on
-  int64_t rows, column;    // of y
+  th::Weights<T> weight;
+  int64_t first, rows;  // of the weight
+  const T* bias;        // from its first row on
+  int64_t column;       // of y
 };
 
 // Rows [first, first + count) of x, and as many columns of y as the chunk has rows, from float sums.
@@ -62,12 +65,13 @@ class Chunks {
   void each(const Body& body) {
     int64_t mine = taken_++, index = 0, column = 0;
     for (int64_t g = 0; g < call_.num_weights; column += groups_[g++].rows) {
-      const T* weight = static_cast<const T*>(groups_[g].weight);
+      const th::Weights<T> weight{groups_[g].weight, static_cast<const float*>(groups_[g].scales),
+                                  call_.K};
       const T* bias = static_cast<const T*>(groups_[g].bias);
       for (int64_t first = 0; first < groups_[g].rows; first += rows_, ++index) {
         if (index != mine) continue;
-        body(Chunk<T>{weight + first * call_.K, bias ? bias + first : nullptr,
-                      std::min(rows_, groups_[g].rows - first), column + first});
+        body(Chunk<T>{weight, first, std::min(rows_, groups_[g].rows - first),
+                      bias ? bias + first : nullptr, column + first});
         mine = taken_++;
       }
     }
@@ -83,6 +87,7 @@ class Chunks {
 template <typename T>
 struct Scratch {
   th::PackedRows<T> x;
+  th::Pieces<T> pieces;
   std::vector<float> sums;
 };
 
@@ -101,8 +106,11 @@ void multiply_few(const Call& call, const Group* groups) {
     scratch.x.pack(int(call.M), call.K, x, call.ldx);
     chunks.each([&](const Chunk<T>& chunk) {
       scratch.sums.resize(call.M * chunk.rows);
-      th::multiply_rows(scratch.x, chunk.weight, call.K, chunk.rows, scratch.sums.data(),
-                        chunk.rows, call.streams);
+      scratch.pieces.each(chunk.weight, chunk.first, chunk.rows, call.M,
+                          [&](const T* rows, int64_t at, int64_t count) {
+                            th::multiply_rows(scratch.x, rows, call.K, count,
+                                              scratch.sums.data() + at, chunk.rows, call.streams);
+                          });
       write(call, chunk, 0, call.M, scratch.sums.data());
     });
   }
@@ -123,17 +131,26 @@ void multiply_packed(const Call& call, const Group* groups, int64_t first, th::L
       x.pack(v, [&](int64_t i) { return rows + i * call.ldx; });
 #pragma omp barrier
     static thread_local std::vector<float> sums;
+    static thread_local th::Pieces<T> pieces;
     th::with_lane_product<T>([&](auto& product) {
       constexpr int VECTORS = std::decay_t<decltype(product)>::VECTORS;
-      chunks.each([&](const Chunk<T>& chunk) {
+      const auto multiply = [&](const Chunk<T>& chunk, const T* rows) {
         for (int v = 0; v < x.vectors(); v += VECTORS) {
           const int64_t at = v * th::LANES;
           const int64_t count = std::min<int64_t>(VECTORS * th::LANES, x.rows() - at);
           sums.resize(count * chunk.rows);
-          product.run(x, v, std::min(v + VECTORS, x.vectors()), chunk.weight, call.K, chunk.rows,
+          product.run(x, v, std::min(v + VECTORS, x.vectors()), rows, call.K, chunk.rows,
                       sums.data(), chunk.rows);
           write(call, chunk, first + at, count, sums.data());
         }
+      };
+      chunks.each([&](const Chunk<T>& chunk) {
+        pieces.each(chunk.weight, chunk.first, chunk.rows, call.M,
+                    [&](const T* rows, int64_t at, int64_t count) {
+                      multiply({chunk.weight, chunk.first + at, count,
+                                chunk.bias ? chunk.bias + at : nullptr, chunk.column + at},
+                               rows);
+                    });
       });
     });
   }

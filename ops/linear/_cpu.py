@@ -22,23 +22,31 @@ SOURCE = Path(__file__).with_name("_cpu.cpp")
 FIELDS = {
     "tensors": "x y",
     "integers": "M K ldx ldy num_weights streams is_bf16 num_threads",
-    "row_tensors": "weight bias",
+    "row_tensors": "weight scales bias",
     "row_integers": "rows",
 }
 _RUN = kernel("linear", SOURCE, **FIELDS)
 
 
-def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+def linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    scales: Sequence[Tensor] | None = None,
+) -> Tensor:
     """See ``torch_hybrid.ops.linear.op.linear``."""
     num_rows, depth = x.shape
     sizes = [weight.shape[0] for weight in weights]
     y = x.new_empty(num_rows, sum(sizes))
     measured = forms(x.dtype)
-    if num_rows > MAX_ROWS and measured.many_by_torch and depth % _TILE_DEPTH == 0:
+    by_torch = scales is None and measured.many_by_torch
+    if num_rows > MAX_ROWS and by_torch and depth % _TILE_DEPTH == 0:
         return product_by_torch(x, weights, biases, y)
     rows: list[int] = []
-    for weight, bias, size in zip(weights, biases, sizes, strict=True):
-        rows += (weight.data_ptr(), 0 if bias is None else bias.data_ptr(), size)
+    scale_ptrs = [0] * len(sizes) if scales is None else [scale.data_ptr() for scale in scales]
+    for weight, scale, bias, size in zip(weights, scale_ptrs, biases, sizes, strict=True):
+        rows += (weight.data_ptr(), scale, 0 if bias is None else bias.data_ptr(), size)
     _RUN(
         x,
         y,

@@ -8,8 +8,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torch_hybrid.ops.block_scales import dequantized
 
-def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+
+def linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    scales: Sequence[Tensor] | None = None,
+) -> Tensor:
     """See ``torch_hybrid.ops.linear.op.linear``."""
+    if scales is not None:
+        pairs = zip(weights, scales, strict=True)
+        weights = [dequantized(weight, scale, x.dtype) for weight, scale in pairs]
     outs = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     return torch.cat(outs, dim=1)

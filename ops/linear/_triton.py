@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.linear._triton_fp8 import fp8_linear
+from torch_hybrid.ops.linear._triton_place import bias_of, place
 from torch_hybrid.ops.linear.by_torch import product_by_torch
 from torch_hybrid.ops.triton.products import dot
 
@@ -58,8 +60,16 @@ class Tile:
         return cls(block_m=block_m, block_n=64, block_k=128, num_stages=stages)
 
 
-def linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+def linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    scales: Sequence[Tensor] | None = None,
+) -> Tensor:
     """See ``torch_hybrid.ops.linear.op.linear``."""
+    if scales is not None:
+        return fp8_linear(x, weights, biases, scales)
     num_rows, depth = x.shape
     sizes = tuple(weight.shape[0] for weight in weights)
     y = x.new_empty(num_rows, sum(sizes))
@@ -101,40 +111,6 @@ def _is_ours(x: Tensor, sizes: Sequence[int]) -> bool:
         return False
     is_in_parts = num_rows <= _PART_ROWS and depth >= _PART_DEPTH
     return len(sizes) > 1 or (is_in_parts and _PART_COLUMNS <= sum(sizes) <= _FEW_COLUMNS)
-
-
-@triton.jit
-def _place(
-    weights: tl.tuple, sizes: tl.tuple, BLOCK_N: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The weight of this program, its number and rows, and where in y its columns begin; and the
-    first of the rows that the program multiplies."""
-    tile = tl.program_id(0)
-    weight, size = weights[0], sizes[0]
-    which, column, first_column, first_tile = 0, 0, 0, 0
-    first_row = tile * BLOCK_N
-    for i in tl.static_range(1, len(sizes)):
-        first_tile += (sizes[i - 1] + BLOCK_N - 1) // BLOCK_N
-        first_column += sizes[i - 1]
-        is_here = tile >= first_tile
-        weight = tl.where(is_here, weights[i], weight)
-        size = tl.where(is_here, sizes[i], size)
-        which = tl.where(is_here, i, which)
-        column = tl.where(is_here, first_column, column)
-        first_row = tl.where(is_here, (tile - first_tile) * BLOCK_N, first_row)
-    return weight, which, size, column, first_row
-
-
-@triton.jit
-def _bias_of(
-    biases: tl.tuple, which: tl.tensor, row: tl.tensor, mask: tl.tensor, BIASED: tl.constexpr
-) -> tl.tensor:
-    """The bias of these rows of the program's weight, 0 where it has none."""
-    bias = tl.zeros([row.shape[0]], dtype=tl.float32)
-    for i in tl.static_range(len(biases)):
-        if BIASED & (1 << i):
-            bias += tl.load(biases[i] + row, mask=mask & (which == i), other=0.0).to(tl.float32)
-    return bias
 
 
 @triton.jit
@@ -187,7 +163,7 @@ def _linear_kernel(
     of which tensor cores take 64 rows; or 16 in each warp, which then has a part of the depth.
     """
     FEW: tl.constexpr = BLOCK_M < 16
-    weight, which, size, column, first_row = _place(weights, sizes, BLOCK_N)
+    weight, which, size, column, first_row = place(weights, sizes, BLOCK_N)
     row = first_row + tl.arange(0, BLOCK_N)
     index_m = tl.arange(0, BLOCK_M)
     index_k = tl.arange(0, BLOCK_K)
@@ -211,6 +187,6 @@ def _linear_kernel(
                 acc = dot(b_w, tl.trans(b_x), acc)
         if FEW:
             acc = tl.sum(acc, 2)
-    acc += _bias_of(biases, which, row, mask_n, BIASED)[:, None]
+    acc += bias_of(biases, which, row, mask_n, BIASED)[:, None]
     p_y = y + index_m.to(tl.int64)[None, :] * stride_y + (column + row)[:, None]
     tl.store(p_y, acc.to(y.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])

@@ -7,28 +7,46 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import FLOATS_AND_FLOAT64, Capability, Implementation, Need
+from torch_hybrid.ops import block_scales
+from torch_hybrid.ops.capability import (
+    FLOATS_AND_FLOAT64,
+    NO_FEATURES,
+    Capability,
+    Implementation,
+    Need,
+)
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+
+FEATURES = frozenset({block_scales.FEATURE})
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(
         capability=Capability(
             devices=frozenset({"cpu"}),
             dtypes=frozenset({torch.float32, torch.bfloat16}),
+            features=FEATURES,
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.linear._cpu:linear",
         figures="torch_hybrid.ops.native.forms:figures",
     ),
     "triton": Implementation(
-        capability=Capability(devices=triton_devices(), cuda_graph=True, available=triton_missing),
+        capability=Capability(
+            devices=triton_devices(),
+            features=FEATURES,
+            cuda_graph=True,
+            available=triton_missing,
+        ),
         launcher="torch_hybrid.ops.linear._triton:linear",
     ),
     "torch": Implementation(
         capability=Capability(
-            devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64, cuda_graph=True
+            devices=frozenset({"cpu", "cuda"}),
+            dtypes=FLOATS_AND_FLOAT64,
+            features=FEATURES,
+            cuda_graph=True,
         ),
         launcher="torch_hybrid.ops.linear._torch:linear",
     ),
@@ -44,17 +62,28 @@ def native_impl(need: Need) -> str | None:
 
 
 def linear(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, impl: str
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    scales: Sequence[Tensor] | None = None,
+    impl: str,
 ) -> Tensor:
     """Multiply one input by several weight matrices, the results side by side.
 
     ``out[:, first : first + N_i] = x @ weights[i].T + biases[i]``. Sums are float32, of
     float64 tensors float64.
 
+    With ``scales``, weights are numbers of 8 bits: ``weights[i][n, k]`` is worth
+    ``weights[i][n, k] * scales[i][n // 128, k // 128]``, as in checkpoints with ``quant_method:
+    fp8``. What x holds is not rounded.
+
     Args:
         x: [M, K] float; rows may lie any distance apart, one row is contiguous.
-        weights: each [N_i, K], contiguous, in x's dtype; at least one.
+        weights: each [N_i, K], contiguous, in x's dtype, with ``scales`` float8_e4m3fn; at least
+            one.
         biases: as many, each [N_i] in x's dtype, or None.
+        scales: as many, each [ceil(N_i / 128), ceil(K / 128)] float32, contiguous; or None.
         impl: a name in IMPLEMENTATIONS.
 
     Returns:
@@ -63,19 +92,28 @@ def linear(
     Raises:
         ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown.
     """
-    check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype)
-    _check_inputs(x, weights, biases)
-    out: Tensor = _LINEAR(x, weights, biases, impl=impl)
+    features = NO_FEATURES if scales is None else FEATURES
+    check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype, features=features)
+    _check_inputs(x, weights, biases, scales)
+    given = {} if scales is None else {"scales": scales}
+    out: Tensor = _LINEAR(x, weights, biases, **given, impl=impl)
     return out
 
 
-def _check_inputs(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+def _check_inputs(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    scales: Sequence[Tensor] | None,
+) -> None:
     if x.ndim != 2:
         raise ValueError(f"x must have 2 dimensions, got {list(x.shape)}")
     if not weights:
         raise ValueError("weights must have at least one tensor, got none")
     if len(biases) != len(weights):
         raise ValueError(f"biases must have length {len(weights)}, got {len(biases)}")
+    if scales is not None and len(scales) != len(weights):
+        raise ValueError(f"scales must have length {len(weights)}, got {len(scales)}")
     if x.stride(1) != 1 and x.shape[1] > 1:
         raise ValueError(f"x must have contiguous rows, got strides {list(x.stride())}")
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
@@ -86,21 +124,33 @@ def _check_inputs(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
                 f"biases[{i}]": (bias, (num_rows,)),
             }
         )
-        for name, tensor in {f"weights[{i}]": weight, f"biases[{i}]": bias}.items():
-            if tensor is not None and tensor.dtype != x.dtype:
-                raise ValueError(f"{name} must have dtype {x.dtype}, got {tensor.dtype}")
+        weight_dtype = x.dtype if scales is None else block_scales.DTYPE
+        for name, tensor, dtype in (
+            (f"weights[{i}]", weight, weight_dtype),
+            (f"biases[{i}]", bias, x.dtype),
+        ):
+            if tensor is not None and tensor.dtype != dtype:
+                raise ValueError(f"{name} must have dtype {dtype}, got {tensor.dtype}")
             if tensor is not None and not tensor.is_contiguous():
                 raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
+        if scales is not None:
+            block_scales.check_scales(weight, scales[i], f"scales[{i}]")
 
 
 def _fake(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], *, impl: str
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    scales: Sequence[Tensor] | None = None,
+    impl: str,
 ) -> Tensor:
     return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
 
 
 _LINEAR = define_op(
-    "linear(Tensor x, Tensor[] weights, Tensor?[] biases, *, str impl) -> Tensor",
+    "linear(Tensor x, Tensor[] weights, Tensor?[] biases, *, Tensor[]? scales=None, str impl)"
+    " -> Tensor",
     fake=_fake,
     implementations=IMPLEMENTATIONS,
 )

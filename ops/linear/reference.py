@@ -7,15 +7,24 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.block_scales import dequantized
+
 
 def linear_reference(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    scales: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """The oracle of the op: same arguments, any float dtype.
 
     It computes in float32, or in float64 when ``x`` is float64.
     """
     compute = torch.promote_types(x.dtype, torch.float32)
+    if scales is not None:
+        pairs = zip(weights, scales, strict=True)
+        weights = [dequantized(weight, scale, compute) for weight, scale in pairs]
     outs = []
     for weight, bias in zip(weights, biases, strict=True):
         y = x.to(compute) @ weight.to(compute).T

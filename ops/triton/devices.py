@@ -43,6 +43,11 @@ def launches_early(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+def converts_fp8(device: torch.device) -> bool:
+    """Whether the device has instructions for float8_e4m3fn, and kernels see them as such."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def runs_gluon(device: torch.device) -> bool:
     """Whether kernels written in Gluon (``ops/triton/hopper.py``) run on the device."""
     return is_hopper(device) and gluon_missing() is None

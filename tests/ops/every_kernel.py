@@ -79,6 +79,7 @@ def moved(values: tuple[Any, ...], device: str) -> list[Any]:
 
 
 def run(op: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], device: str) -> Any:
+    options = tree_map_only(Tensor, lambda x: x.to(device, copy=True), options)
     return op(*moved(args, device), **options, impl="triton")
 
 
@@ -164,10 +165,16 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         op = fused_experts.fused_experts
         name = f"{op.__name__} of {num_tokens} tokens"
         yield name, partial(run, op, args, {"activation": case.activation})
+        args, scales = experts.make_fp8_inputs(case, dtype=dtype)
+        options = {"activation": case.activation, **scales}
+        yield f"{name}, 8-bit weights", partial(run, op, args, options)
     for num_rows in (3, 9):
         layers = linears.Case(num_rows=num_rows, depth=77, widths=(66, 7), biased=frozenset({1}))
         args = linears.make_inputs(layers, dtype=dtype)
         yield f"linear of {num_rows} rows", partial(run, linear.linear, args, {})
+        args, scales = linears.make_fp8_inputs(layers, dtype=dtype)
+        name = f"linear of {num_rows} rows, 8-bit weights"
+        yield name, partial(run, linear.linear, args, {"scales": scales})
     yield "top_k", partial(run, top_k.top_k, (torch.randn(5, 37).to(dtype), 3), {})
     logits = torch.randn(5, 37).to(dtype)
     yield "route", partial(run, route.route, (logits, None, 3), {"score": "softmax"})

@@ -17,6 +17,7 @@ from tests.layers.test_kimi_delta_attention import SPEC as KIMI
 from tests.layers.test_mamba2 import SPEC as MAMBA2
 from tests.ops.test_autograd import DELTA, DIM, LAYERS
 from torch_hybrid.ops.flops import FORMULAS
+from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.registration import REGISTERED
 from torch_hybrid.ops.state_copy import state_copy  # noqa: F401  (registers it)
 
@@ -57,6 +58,14 @@ def test_counts(name: str, context: Callable[[], object]):
     counts = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
     ours = {name: counts.get(f"torch_hybrid.{name}") for name in COUNTS[name]}
     assert ours == COUNTS[name]
+
+
+def test_scales_count_nothing():
+    x, weight = torch.ones(2, 300), torch.ones(4, 300).to(torch.float8_e4m3fn)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        linear(x, [weight], [None], scales=[torch.ones(1, 3)], impl="cpp")
+    assert counter.get_total_flops() == 2 * 2 * 4 * 300
 
 
 def test_every_op_has_a_formula():

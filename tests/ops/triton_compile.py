@@ -43,6 +43,8 @@ _DTYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
+    torch.float8_e4m3fn: "*fp8e4nv",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.bool: "*i1",
@@ -74,6 +76,7 @@ def launches_on(target: str, *, gluon: bool = True) -> Iterator[dict[str, Launch
     answers = {
         "is_hopper": hopper,
         "launches_early": target != "sm_80",
+        "converts_fp8": target != "sm_80",
         "runs_gluon": hopper and gluon and gluon_missing() is None,
     }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.ops.block_scales import in_blocks
 from torch_hybrid.ops.fused_experts.op import HAS_GATE
 
 
@@ -73,3 +74,16 @@ def make_inputs(case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0
     down = torch.randn(case.num_experts, case.dim, case.width, generator=generator)
     gate_up, down = gate_up * case.dim**-0.5, down * case.width**-0.5
     return wide[:, : case.dim], ids, expert_weights, gate_up.to(dtype), down.to(dtype)
+
+
+def make_fp8_inputs(
+    case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Inputs, dict[str, Tensor]]:
+    """The same with weights of 8 bits, and their scales by name."""
+    x, ids, expert_weights, gate_up, down = make_inputs(case, dtype=torch.float32, seed=seed)
+    num_parts = 1 + HAS_GATE[case.activation]
+    gate_up, gate_up_scales = in_blocks(gate_up, num_parts=num_parts)
+    down, down_scales = in_blocks(down)
+    wide = torch.nn.functional.pad(x, (0, 8)).to(dtype)
+    inputs = wide[:, : case.dim], ids, expert_weights.to(dtype), gate_up, down
+    return inputs, {"gate_up_scales": gate_up_scales, "down_scales": down_scales}

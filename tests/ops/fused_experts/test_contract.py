@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+from tests.ops.block_scales import FP8_OPCHECKS
 from tests.ops.contract import (
     assert_traces_once,
     assert_within_budget,
@@ -14,9 +17,9 @@ from tests.ops.contract import (
     skip_reason,
     to_exact,
 )
-from tests.ops.fused_experts.cases import CASES, Case, make_inputs
+from tests.ops.fused_experts.cases import CASES, Case, make_fp8_inputs, make_inputs
 from torch_hybrid.ops.fused_experts import fused_experts
-from torch_hybrid.ops.fused_experts.op import IMPLEMENTATIONS
+from torch_hybrid.ops.fused_experts.op import FEATURES, IMPLEMENTATIONS
 from torch_hybrid.ops.fused_experts.reference import fused_experts_reference
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -30,8 +33,10 @@ def impl(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def run(inputs: tuple[Tensor, ...], impl: str, activation: str = "silu") -> Tensor:
-    return fused_experts(*inputs, activation=activation, impl=impl)
+def run(
+    inputs: tuple[Tensor, ...], impl: str, activation: str = "silu", **scales: Tensor
+) -> Tensor:
+    return fused_experts(*inputs, **scales, activation=activation, impl=impl)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -126,6 +131,56 @@ def test_is_deterministic(impl: str) -> None:
     assert all(torch.equal(run(inputs, impl), first) for _ in range(5))
 
 
+# ---- weights of 8 bits -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def fp8_impl(impl: str) -> str:
+    if reasons := IMPLEMENTATIONS[impl].capability.features_refused(FEATURES):
+        pytest.skip("; ".join(reasons))
+    return impl
+
+
+# Three blocks of either weight's columns, the last one smaller, and gate's last block too.
+BLOCKS = Case(num_tokens=20, num_experts=6, dim=300, width=330)
+
+
+@pytest.mark.parametrize("name", [*CASES, "blocks"])
+def test_fp8_matches_the_exact_result(fp8_impl: str, name: str) -> None:
+    case = {**CASES, "blocks": BLOCKS}[name]
+    inputs, scales = make_fp8_inputs(case)
+    reference = fused_experts_reference(*inputs, **scales, activation=case.activation)
+    out = run(inputs, fp8_impl, case.activation, **scales)
+    assert_within_budget(out, exact_of(inputs, scales, case.activation), reference)
+
+
+@pytest.mark.parametrize("name", [*CASES, "blocks"])
+def test_fp8_of_bfloat16_tokens(fp8_impl: str, name: str) -> None:
+    case = {**CASES, "blocks": BLOCKS}[name]
+    inputs, scales = make_fp8_inputs(case, dtype=torch.bfloat16)
+    out = run(inputs, fp8_impl, case.activation, **scales)
+    assert_near(out, exact_of(inputs, scales, case.activation))
+
+
+def exact_of(inputs: tuple[Tensor, ...], scales: dict[str, Tensor], activation: str) -> Tensor:
+    exact_scales = {name: scale.double() for name, scale in scales.items()}
+    return fused_experts_reference(*to_exact(*inputs), **exact_scales, activation=activation)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 20])
+def test_a_scale_is_that_of_its_block(fp8_impl: str, num_tokens: int) -> None:
+    case = replace(BLOCKS, num_tokens=num_tokens, routing="one")
+    inputs, scales = make_fp8_inputs(case)
+    expected = run(inputs, fp8_impl, **scales)
+    scales["gate_up_scales"][:-1] = torch.nan  # of experts that are not hit
+    scales["down_scales"][:-1] = torch.nan
+    scales["down_scales"][-1, 1, 2] = torch.nan
+    out = run(inputs, fp8_impl, **scales)
+    assert out[:, 128:256].isnan().all()
+    clean = [*range(128), *range(256, 300)]
+    assert torch.equal(out[:, clean], expected[:, clean])
+
+
 # ---- the op as the compiler sees it ----------------------------------------------------------
 
 
@@ -139,6 +194,8 @@ Tensor expert_weights,
 Tensor gate_up,
 Tensor down,
 *,
+Tensor? gate_up_scales=None,
+Tensor? down_scales=None,
 str activation,
 str impl) -> Tensor""",
     )
@@ -149,6 +206,14 @@ def test_opcheck(impl: str, name: str) -> None:
     op = torch.ops.torch_hybrid.fused_experts.default
     options = {"activation": CASES[name].activation, "impl": impl}
     torch.library.opcheck(op, make_inputs(CASES[name]), options)
+
+
+@pytest.mark.parametrize("name", ["odd_sizes", "no_gate_odd_sizes"])
+def test_opcheck_of_fp8(fp8_impl: str, name: str) -> None:
+    inputs, scales = make_fp8_inputs(CASES[name])
+    op = torch.ops.torch_hybrid.fused_experts.default
+    options = {**scales, "activation": CASES[name].activation, "impl": fp8_impl}
+    torch.library.opcheck(op, inputs, options, test_utils=FP8_OPCHECKS)
 
 
 def step(impl: str) -> object:
@@ -187,6 +252,20 @@ def failing(impl: str = "torch", /, **changes: object) -> str:
     return str(error.value)
 
 
+def fp8_errors() -> list[str]:
+    inputs, scales = make_fp8_inputs(Case(num_tokens=5, num_experts=4, dim=300, width=150))
+    names = ("x", "expert_ids", "expert_weights", "gate_up", "down")
+    fp8 = dict(zip(names, inputs, strict=True)) | scales
+    return [
+        failing(**fp8 | {"gate_up_scales": None}),
+        failing(**fp8 | {"gate_up_scales": None, "down_scales": None}),
+        failing(**fp8 | {"down": inputs[4].float()}),
+        failing(**fp8 | {"gate_up_scales": torch.ones(4, 3, 3)}),
+        failing(**fp8 | {"down_scales": scales["down_scales"].double()}),
+        failing(**fp8 | {"down_scales": torch.ones(4, 2, 3).mT}),
+    ]
+
+
 def test_error_texts() -> None:
     errors = [
         failing(x=torch.randn(5, 1, 24)),
@@ -201,6 +280,7 @@ def test_error_texts() -> None:
         failing(activation="gelu"),
         failing(activation="relu2"),
         failing("tpu"),
+        *fp8_errors(),
     ]
     assert_expected_inline(
         "\n".join(errors),
@@ -216,5 +296,11 @@ down must have dtype torch.float32, got torch.bfloat16
 down must be contiguous, got strides [480, 1, 24]
 activation must be one of ['silu', 'relu2'], got 'gelu'
 gate_up must have shape [4, 20, 24], got [4, 40, 24]
-impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'""",
+impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'
+gate_up_scales must be given where the other scales are, got None
+gate_up must have dtype torch.float32, got torch.float8_e4m3fn
+down must have dtype torch.float8_e4m3fn, got torch.float32
+gate_up_scales must have shape [4, 4, 3], got [4, 3, 3]
+down_scales must have dtype torch.float32, got torch.float64
+down_scales must be contiguous, got strides [6, 1, 3]""",
     )

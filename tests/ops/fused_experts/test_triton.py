@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget, rows_apart, to_exact
-from tests.ops.fused_experts.cases import CASES, Case, Inputs, make_inputs
-from tests.ops.fused_experts.test_contract import assert_near
+from tests.ops.fused_experts.cases import CASES, Case, Inputs, make_fp8_inputs, make_inputs
+from tests.ops.fused_experts.test_contract import BLOCKS, assert_near, exact_of
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
@@ -24,6 +24,7 @@ from tests.ops.triton_compile import (
 )
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
+from torch_hybrid.ops.block_scales import DTYPE
 from torch_hybrid.ops.fused_experts import fused_experts
 from torch_hybrid.ops.fused_experts.reference import fused_experts_reference
 from torch_hybrid.ops.triton.devices import runs_gluon
@@ -34,7 +35,7 @@ CONTRACT = """
     triton and (
         (exact or bfloat16) and (odd_sizes or some_choices or one_expert or no_tokens)
         or blocks_are or does_not_see or int32 or twice or not_read or empty_choices
-        or opcheck and no_gate
+        or fp8 and blocks or of_its_block or opcheck and no_gate
     )
 """
 # More experts than a launch has blocks, several blocks of an expert, and blocks of many rows.
@@ -88,6 +89,23 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     case = {**CASES, **WIDE}[name]
     inputs = make_inputs(case, dtype=dtype)
     assert_as_exact(inputs, case.activation, call(on_device(inputs), case.activation))
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [*CASES, *WIDE, "blocks"])
+def test_fp8_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    case = {**CASES, **WIDE, "blocks": BLOCKS}[name]
+    inputs, scales = make_fp8_inputs(case, dtype=dtype)
+    moved = {name: scale.cuda() for name, scale in scales.items()}
+    options = {"activation": case.activation, "impl": "triton"}
+    out = fused_experts(*on_device(inputs), **moved, **options).cpu()
+    exact = exact_of(inputs, scales, case.activation)
+    if dtype == torch.float32:
+        reference = fused_experts_reference(*inputs, **scales, activation=case.activation)
+        assert_within_budget(out, exact, reference)
+    else:
+        assert_near(out, exact)
 
 
 @needs_cuda
@@ -205,9 +223,15 @@ def test_compiles_without_spills() -> None:
         for target in SHARED_LIMITS
         for launch in record_launches(target, *shape).values()
     ]
+    rows += [
+        resources_of(launch, target, f"Qwen3-Next {num_tokens}")
+        for num_tokens in (1, 8, 512)
+        for target in SHARED_LIMITS
+        for launch in record_fp8_launches(target, num_tokens).values()
+    ]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
     for row in rows:
-        multiplies = row.kernel.startswith(("gate_up", "down", "hopper"))
+        multiplies = row.kernel.removeprefix("fp8_").startswith(("gate_up", "down", "hopper"))
         assert (row.products != "-") == (multiplies and "float32" not in row.kernel), row
 
 
@@ -239,3 +263,24 @@ def record_launches(
             activation=activation,
         )
     return launches
+
+
+def record_fp8_launches(target: str, num_tokens: int) -> dict[str, Launch]:
+    """The same of Qwen3-Next's experts in 8 bits."""
+    from torch_hybrid.ops.fused_experts import _triton
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    with launches_on(target) as launches:
+        _triton.fused_experts(
+            empty(num_tokens, 2048),
+            empty(num_tokens, 10, dtype=torch.int64),
+            empty(num_tokens, 10),
+            empty(512, 1024, 2048, dtype=DTYPE),
+            empty(512, 2048, 512, dtype=DTYPE),
+            gate_up_scales=empty(512, 8, 16, dtype=torch.float32),
+            down_scales=empty(512, 16, 4, dtype=torch.float32),
+            activation="silu",
+        )
+    return {name: launch for name, launch in launches.items() if "fp8" in name}

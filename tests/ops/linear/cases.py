@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tests.ops.block_scales import in_blocks
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -51,3 +53,13 @@ def make_inputs(case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0
     ]
     x = wide.to(dtype)[:, 3 : 3 + case.depth]
     return x, [weight.to(dtype) for weight in weights], biases
+
+
+def make_fp8_inputs(
+    case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Inputs, list[Tensor]]:
+    """The same with weights of 8 bits, and their scales."""
+    x, weights, biases = make_inputs(case, dtype=torch.float32, seed=seed)
+    numbers, scales = zip(*map(in_blocks, weights), strict=True)
+    rounded = [None if bias is None else bias.to(dtype) for bias in biases]
+    return (x.to(dtype), list(numbers), rounded), list(scales)

@@ -7,6 +7,7 @@ import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
 
+from tests.ops.block_scales import FP8_OPCHECKS
 from tests.ops.contract import (
     assert_traces_once,
     assert_within_budget,
@@ -14,9 +15,9 @@ from tests.ops.contract import (
     skip_reason,
     to_exact,
 )
-from tests.ops.linear.cases import CASES, Case, make_inputs
+from tests.ops.linear.cases import CASES, Case, Inputs, make_fp8_inputs, make_inputs
 from torch_hybrid.ops.linear import linear
-from torch_hybrid.ops.linear.op import IMPLEMENTATIONS
+from torch_hybrid.ops.linear.op import FEATURES, IMPLEMENTATIONS
 from torch_hybrid.ops.linear.reference import linear_reference
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -83,6 +84,71 @@ def test_infinity_and_nan_in_a_weight_stay_in_their_column(impl: str) -> None:
     assert torch.equal(out[:, clean], expected[:, clean])
 
 
+# ---- weights of 8 bits -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def fp8_impl(impl: str) -> str:
+    if reasons := IMPLEMENTATIONS[impl].capability.features_refused(FEATURES):
+        pytest.skip("; ".join(reasons))
+    return impl
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_fp8_matches_the_exact_result(fp8_impl: str, name: str, dtype: str) -> None:
+    inputs, scales = make_fp8_inputs(CASES[name], dtype=DTYPES[dtype])
+    assert_fp8_as_exact(fp8_impl, inputs, scales)
+
+
+@pytest.mark.parametrize("num_rows", range(1, 20))
+def test_fp8_of_every_small_number_of_rows(fp8_impl: str, num_rows: int) -> None:
+    case = Case(num_rows=num_rows, depth=600, widths=(21,), biased=frozenset({0}))
+    assert_fp8_as_exact(fp8_impl, *make_fp8_inputs(case))
+
+
+def assert_fp8_as_exact(impl: str, inputs: Inputs, scales: list[Tensor]) -> None:
+    x, weights, biases = inputs
+    exact = linear_reference(
+        *to_exact(x), to_exact(*weights), to_exact(*biases), scales=to_exact(*scales)
+    )
+    reference = linear_reference(x, weights, biases, scales=scales)
+    out = linear(x, weights, biases, scales=scales, impl=impl)
+    assert_within_budget(out, exact, reference)
+
+
+def test_every_number_of_8_bits(fp8_impl: str) -> None:
+    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for num_rows in (1, 20):
+        x = torch.ones(num_rows, 1)
+        out = linear(x, [numbers[:, None]], [None], scales=[torch.ones(2, 1)], impl=fp8_impl)
+        expected = numbers.float().expand(num_rows, -1)
+        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 3, 9, 64])
+def test_a_row_of_fp8_does_not_see_the_others(fp8_impl: str, num_rows: int, dtype: str) -> None:
+    case = Case(num_rows=num_rows, depth=530, widths=(70,))
+    (x, weights, biases), scales = make_fp8_inputs(case, dtype=DTYPES[dtype])
+    expected = linear(x, weights, biases, scales=scales, impl=fp8_impl)
+    for others in (torch.nan, torch.inf, 1e30):
+        x[:-1] = others
+        out = linear(x, weights, biases, scales=scales, impl=fp8_impl)
+        assert torch.equal(out[-1], expected[-1])
+
+
+def test_a_scale_is_that_of_its_block(fp8_impl: str) -> None:
+    (x, weights, biases), scales = make_fp8_inputs(Case(num_rows=6, depth=300, widths=(140, 130)))
+    expected = linear(x, weights, biases, scales=scales, impl=fp8_impl)
+    scales[0][1, 2], scales[1][0, 0] = torch.nan, torch.inf
+    out = linear(x, weights, biases, scales=scales, impl=fp8_impl)
+    assert out[:, 128:140].isnan().all()
+    assert not out[:, 140:268].isfinite().any()
+    clean = [*range(128), 268, 269]
+    assert torch.equal(out[:, clean], expected[:, clean])
+
+
 # ---- the op as the compiler sees it ----------------------------------------------------------
 
 
@@ -94,6 +160,7 @@ torch_hybrid::linear(Tensor x,
 Tensor[] weights,
 Tensor?[] biases,
 *,
+Tensor[]? scales=None,
 str impl) -> Tensor""",
     )
 
@@ -105,6 +172,15 @@ def test_opcheck(impl: str, name: str) -> None:
     torch.library.opcheck(
         torch.ops.torch_hybrid.linear.default, (x, weights, biases), {"impl": impl}
     )
+
+
+@pytest.mark.parametrize("name", ["five_rows_odd", "prefill"])
+def test_opcheck_of_fp8(fp8_impl: str, name: str) -> None:
+    (x, weights, biases), scales = make_fp8_inputs(CASES[name])
+    options = {"scales": scales, "impl": fp8_impl}
+    op = torch.ops.torch_hybrid.linear.default
+    utils = FP8_OPCHECKS
+    torch.library.opcheck(op, (x.contiguous(), weights, biases), options, test_utils=utils)
 
 
 def step(impl: str) -> object:
@@ -135,12 +211,33 @@ def test_inductor_gives_the_eager_result(impl: str) -> None:
 # ---- errors ----------------------------------------------------------------------------------
 
 
+def test_what_is_traced_without_scales_does_not_name_them() -> None:
+    x, weights, biases = make_inputs(SMALL)
+    traced = torch.fx.experimental.proxy_tensor.make_fx(
+        lambda x: linear(x, weights, biases, impl="torch")
+    )(x)
+    assert "scales" not in str(traced.graph)
+
+
 def failing(impl: str = "torch", /, **changes: object) -> str:
     x, weights, biases = make_inputs(SMALL)
     arguments = {"x": x, "weights": weights, "biases": biases, **changes}
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
         linear(**arguments, impl=impl)
     return str(error.value)
+
+
+def fp8_errors() -> list[str]:
+    (x, weights, biases), scales = make_fp8_inputs(Case(num_rows=6, depth=300, widths=(7, 200)))
+    fp8 = {"x": x, "weights": weights, "biases": biases, "scales": scales}
+    return [
+        failing(**fp8 | {"weights": [weight.float() for weight in weights]}),
+        failing(**fp8 | {"scales": None}),
+        failing(**fp8 | {"scales": scales[:1]}),
+        failing(**fp8 | {"scales": [scales[0], scales[1].mT]}),
+        failing(**fp8 | {"scales": [scales[0].bfloat16(), scales[1]]}),
+        failing(**fp8 | {"scales": [scales[0], torch.ones(2, 6)[:, ::2]]}),
+    ]
 
 
 def test_error_texts() -> None:
@@ -155,6 +252,7 @@ def test_error_texts() -> None:
         failing(weights=[torch.randn(50, 7).T, torch.randn(20, 50)]),
         failing(biases=[torch.randn(8), None]),
         failing("tpu"),
+        *fp8_errors(),
     ]
     assert_expected_inline(
         "\n".join(errors),
@@ -167,5 +265,11 @@ weights[1] must have shape [20, 50], got [20, 49]
 weights[1] must have dtype torch.float32, got torch.bfloat16
 weights[0] must be contiguous, got strides [1, 7]
 biases[0] must have shape [7], got [8]
-impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'""",
+impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'
+weights[0] must have dtype torch.float8_e4m3fn, got torch.float32
+weights[0] must have dtype torch.float32, got torch.float8_e4m3fn
+scales must have length 2, got 1
+scales[1] must have shape [2, 3], got [3, 2]
+scales[0] must have dtype torch.float32, got torch.bfloat16
+scales[1] must be contiguous, got strides [6, 2]""",
     )

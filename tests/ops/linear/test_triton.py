@@ -10,10 +10,11 @@ import torch
 
 from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget, rows_apart, to_exact
-from tests.ops.linear.cases import CASES, Case, make_inputs
-from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
+from tests.ops.linear.cases import CASES, Case, make_fp8_inputs, make_inputs
+from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
+from torch_hybrid.ops.block_scales import DTYPE, num_blocks
 from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.linear.reference import linear_reference
 
@@ -22,7 +23,7 @@ from torch_hybrid.ops.linear.reference import linear_reference
 CONTRACT = """
     triton and (
         exact and (odd or three_rows or thirteen_rows or one_by_one or most_rows or no_)
-        or does_not_see and 9-bf16 or infinity or opcheck
+        or does_not_see and 9-bf16 or infinity or opcheck or 8_bits or of_its_block
     )
 """
 # Merged layers of Qwen3-Next-80B: attention's, the router's with the shared expert's, an output's.
@@ -38,6 +39,37 @@ def test_in_the_interpreter(
     interpreter: Interpreter, record_property: Callable[[str, object], None]
 ) -> None:
     interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_fp8_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    assert_fp8_as_exact(CASES[name], dtype)
+
+
+@needs_cuda
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 32, 64, 65, 300])
+@pytest.mark.parametrize("name", REAL)
+def test_fp8_of_real_sizes_on_a_gpu(name: str, num_rows: int) -> None:
+    depth, widths = REAL[name]
+    assert_fp8_as_exact(Case(num_rows=num_rows, depth=depth, widths=widths), torch.bfloat16)
+
+
+def assert_fp8_as_exact(case: Case, dtype: torch.dtype) -> None:
+    (x, weights, biases), scales = make_fp8_inputs(case, dtype=dtype)
+    exact = linear_reference(
+        *to_exact(x), to_exact(*weights), to_exact(*biases), scales=to_exact(*scales)
+    )
+    out = linear(
+        rows_apart(x.cuda()),
+        [weight.cuda() for weight in weights],
+        [None if bias is None else bias.cuda() for bias in biases],
+        scales=[scale.cuda() for scale in scales],
+        impl="triton",
+    )
+    reference = linear_reference(x, weights, biases, scales=scales)
+    assert_within_budget(out.cpu(), exact, reference)
 
 
 @needs_cuda
@@ -80,4 +112,25 @@ def test_compiles_without_spills() -> None:
                 )
             launch = launches["_linear_kernel"]
             rows.append(resources_of(launch, target, f"{name}, {num_rows} rows"))
+    for name, num_rows in (*cases, ("qkv", 8), ("qkv", 64), ("out_proj", 1000)):
+        for target in SHARED_LIMITS:
+            label = f"{name}, {num_rows} rows"
+            launches = fp8_launches(target, num_rows, *REAL[name]).values()
+            rows += [resources_of(launch, target, label) for launch in launches]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
+
+
+def fp8_launches(
+    target: str, num_rows: int, depth: int, widths: tuple[int, ...]
+) -> dict[str, Launch]:
+    from torch_hybrid.ops.linear import _triton
+
+    weights = [torch.empty(n, depth, dtype=DTYPE, device="meta") for n in widths]
+    with launches_on(target) as launches:
+        _triton.linear(
+            torch.empty(num_rows, depth, dtype=torch.bfloat16, device="meta"),
+            weights,
+            [None] * len(widths),
+            scales=[torch.empty(num_blocks(n), num_blocks(depth), device="meta") for n in widths],
+        )
+    return launches
