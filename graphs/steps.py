@@ -37,10 +37,16 @@ def compiling() -> Iterator[None]:
 
 
 def be_alone() -> None:
-    """Forget what other threads held: in a forked process, which does not have them."""
+    """Forget what other threads held, and who they were: in a forked process, which does not have
+    them. Inductor would hand a kernel to a thread that has compiled before, and wait for it."""
+    from torch._inductor.async_compile import AsyncCompile
+
     global _COMPILING
     _COMPILING = RLock()
     ModelUse.forget()
+    AsyncCompile.pool.cache_clear()
+    AsyncCompile.process_pool.cache_clear()
+    AsyncCompile._ready_future = None
 
 
 class Steps:

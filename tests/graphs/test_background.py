@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.async_compile import AsyncCompile
 from torch.fx import Graph
 
 import torch_hybrid as th
@@ -25,6 +26,7 @@ from tests.tiny_models import make_hybrid
 from torch_hybrid.graphs import background, forked
 from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.runner import Runner
+from torch_hybrid.graphs.steps import be_alone
 
 pytestmark = pytest.mark.skipif(not forked.can_fork(), reason="processes are forked on Linux")
 DECODE: dict[str, Any] = {"max_seqs": 3, "max_tokens": 64, "kv_tokens": 256, "prefill": False}
@@ -281,6 +283,20 @@ def test_a_fork_ends_with_its_parent_however_that_ends(around: str):
     done = run_python(code)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert ends(int(done.stdout))
+
+
+def test_a_fork_has_compiling_threads_of_its_own():
+    """Those that this process has compiled with are not there."""
+    with torch._inductor.config.patch(compile_threads=2):
+        AsyncCompile.submit(int).result()  # starts one, which then waits for more to do
+
+        def work() -> Iterator[object]:
+            be_alone()
+            yield AsyncCompile.submit(int).result(timeout=60)
+
+        child = forked.Forked(work)
+        assert child.receive() == 0
+        child.close()
 
 
 def test_a_fork_can_use_the_threads_of_torch():
