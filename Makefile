@@ -10,11 +10,8 @@ READY := $(VENV)/.ready
 demo: $(READY)
 	$(BIN)/torch-hybrid demo
 
-# Tests wait for compilers and for one another: one process more than there are cores keeps those
-# busy.
-test: WORKERS = $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 # The contract suites of the C++ ops and an engine's run, every access of a kernel checked.
 sanitize: $(READY)
