@@ -11,7 +11,8 @@ demo: $(READY)
 	$(BIN)/torch-hybrid demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder \
+		--durations 20 --durations-min 5
 
 # The contract suites of the C++ ops and an engine's run, every access of a kernel checked.
 sanitize: $(READY)

@@ -7,6 +7,7 @@ import torch
 
 import torch_hybrid as th
 from tests.backends import planning
+from tests.graphs.as_traced import run_as_traced
 from tests.tiny_models import make_model
 from torch_hybrid.models.load import adapt
 from torch_hybrid.ops.capability import Implementation
@@ -132,8 +133,10 @@ def test_a_recurrence_of_one_token_is_given_the_slots_of_its_step(
 def test_a_compiled_step_holds_no_value_of_the_host():
     one_layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     model = adapt(make_model("qwen3", seed=1, **one_layer))
-    runner = th.Runner(model, backends=PLANNING, prefill=False, **SIZES)
+    with run_as_traced():
+        runner = th.Runner(model, backends=PLANNING, prefill=False, **SIZES)
+        served = steps(runner)
     plain = th.Runner(model, compile=False, prefill=False, **SIZES)
-    torch.testing.assert_close(steps(runner), steps(plain))
+    torch.testing.assert_close(served, steps(plain))
     assert {values[0] for values in planning.LAUNCHED} > {1, 2, 3}
     assert runner.report().recompiles == 0
