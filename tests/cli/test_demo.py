@@ -26,6 +26,15 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.fixture
+def traced_transformers(monkeypatch):
+    """transformers' own decode step is traced, and no further."""
+    config = serve._compile_config()
+    config.backend = "eager"
+    monkeypatch.setattr(serve, "_compile_config", lambda: config)
+
+
+@pytest.mark.usefixtures("traced_transformers")
 def test_serves_what_transformers_generates(folder):
     runner = Runner(
         from_pretrained(folder), max_seqs=3, max_tokens=64, kv_tokens=999, compile=False
@@ -52,11 +61,9 @@ def test_the_fastest_run_counts_and_the_first_does_not(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_command_prints_every_fact(run, folder, monkeypatch):
-    """Our steps are compiled whole; transformers' own decode step is traced, and no further."""
-    config = serve._compile_config()
-    config.backend = "eager"
-    monkeypatch.setattr(serve, "_compile_config", lambda: config)
+@pytest.mark.usefixtures("traced_transformers")
+def test_the_command_prints_every_fact(run, folder):
+    """Our steps are compiled whole."""
     code, out, _ = run("demo", "--model", folder, "--num-prompts", 4, "--seed", 1)
     assert code == 0
     for fact in ("32 tokens equal to its own generate", "0 breaks, 0 recompiles", "tokens/s"):
