@@ -1,8 +1,8 @@
 """Tensors at fixed addresses that a captured or compiled step reads, refreshed at every step.
 
-All leaves of the step's value live in one packed buffer, laid out for the largest bucket, so that a
-refresh is one copy to the device. A bucket's leaf is a contiguous view of the head of its region,
-and a refresh writes all of it: nothing of an earlier, larger step can be left over.
+All leaves of the step's value live in one buffer, which holds the largest bucket. Each bucket packs
+its leaves at the head of it, so that a refresh is one copy to the device, of no more bytes than the
+step has; it writes all that the step reads, so that nothing of another step can be left over.
 A leaf that stays on the host (``pytrees.OnHost``) has its storage there.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -47,14 +47,12 @@ class StaticInputs:
         self._source = [first.setdefault(id(leaf), i) for i, leaf in enumerate(leaves)]
         self._dtypes = [leaf.dtype for leaf in leaves]
         self._on_host = _leaves_on_host(self._structure)
-        # Small leaves first: the copy to the device stops at the last byte that is in use.
-        unique = sorted(first.values(), key=lambda i: leaves[i].nbytes)
-        self._capacity = {i: leaves[i].nbytes for i in unique}
-        padded = [-(-self._capacity[i] // _ALIGNMENT) * _ALIGNMENT for i in unique]
-        ends = list(accumulate(padded))
-        self._offsets = dict(zip(unique, [0, *ends[:-1]], strict=True))
+        self._capacity = {i: leaves[i].nbytes for i in first.values()}
         self._host = torch.zeros(
-            ends[-1], dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda"
+            sum(map(_aligned, self._capacity.values())),
+            dtype=torch.uint8,
+            device="cpu",
+            pin_memory=device.type == "cuda",
         )
         self._device = self._host if device.type == "cpu" else self._host.to(device)
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
@@ -81,7 +79,7 @@ class StaticInputs:
         for i, source in enumerate(self._source):
             if leaves[i] is not leaves[source]:
                 raise ValueError(f"leaf {i} must be the same tensor as leaf {source}")
-        unique = [leaves[i] for i in self._offsets]
+        unique = [leaves[i] for i in self._capacity]
         layout = self._layouts.get(key := tuple((leaf.shape, leaf.dtype) for leaf in unique))
         if layout is None:
             layout = self._layouts[key] = self._lay_out(value, leaves)
@@ -104,16 +102,19 @@ class StaticInputs:
 
     def _lay_out(self, value: Any, leaves: list[Tensor]) -> _Layout:
         """The views for a value with leaves of these shapes; made once for each bucket."""
-        for i in self._offsets:
+        offsets, end = {}, 0
+        for i, capacity in self._capacity.items():
             leaf = leaves[i]
-            if leaf.nbytes > self._capacity[i] or leaf.dtype != self._dtypes[i]:
+            if leaf.nbytes > capacity or leaf.dtype != self._dtypes[i]:
                 raise ValueError(
-                    f"leaf {i} must be {self._dtypes[i]} of at most {self._capacity[i]} bytes, "
+                    f"leaf {i} must be {self._dtypes[i]} of at most {capacity} bytes, "
                     f"got {leaf.dtype} of {leaf.nbytes}"
                 )
+            offsets[i] = end
+            end += _aligned(leaf.nbytes)
 
         def views(buffer: Tensor) -> dict[int, Tensor]:
-            return {i: _view(buffer, offset, leaves[i]) for i, offset in self._offsets.items()}
+            return {i: _view(buffer, offset, leaves[i]) for i, offset in offsets.items()}
 
         on_host, on_device = views(self._host), views(self._device)
         on_device |= {i: on_host[i] for i in self._on_host}
@@ -121,8 +122,13 @@ class StaticInputs:
         return _Layout(
             host=list(on_host.values()),
             value=pytree.tree_map_only(Tensor, lambda _: next(in_order), value),
-            num_bytes=max(offset + leaves[i].nbytes for i, offset in self._offsets.items()),
+            num_bytes=end,
         )
+
+
+def _aligned(num_bytes: int) -> int:
+    """Rounded up to where the next leaf may begin."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 def _leaves_on_host(structure: Sequence[object]) -> tuple[int, ...]:

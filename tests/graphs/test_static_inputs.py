@@ -46,19 +46,22 @@ def test_a_small_step_after_a_large_one_keeps_nothing_of_it():
     small = inputs.refresh(value(2, 1, 3, 1))
     for leaf in (small["tokens"], small["pages"], small["offsets"], small["plan"][1]):
         assert not (leaf == 99).any()
-    assert small["tokens"].data_ptr() == large["tokens"].data_ptr()
+    assert inputs.refresh(value(9, 5, 7, 2)) is large
 
 
-def test_addresses_stay_and_leaves_do_not_overlap():
+@pytest.mark.parametrize("sizes", [(9, 5, 7), (3, 2, 7), (1, 1, 1)])
+def test_a_buckets_addresses_stay_and_its_leaves_are_packed(sizes: tuple[int, int, int]):
     inputs = StaticInputs(value(9, 5, 7, 0), CPU)
-    first, second = inputs.refresh(value(9, 5, 7, 1)), inputs.refresh(value(3, 2, 7, 2))
-    spans = []
-    for name in ("tokens", "pages", "offsets"):
-        assert first[name].data_ptr() == second[name].data_ptr()
-        assert first[name].data_ptr() % 64 == inputs._host.data_ptr() % 64
-        spans.append((first[name].data_ptr(), first[name].data_ptr() + first[name].nbytes))
-    spans.sort()
-    assert all(a[1] <= b[0] for a, b in pairwise(spans))
+    first = inputs.refresh(value(*sizes, 1))
+    addresses = {name: first[name].data_ptr() for name in ("tokens", "pages", "offsets")}
+    inputs.refresh(value(9, 5, 7, 2))
+    second = inputs.refresh(value(*sizes, 3))
+    assert {name: second[name].data_ptr() for name in addresses} == addresses
+    assert all(address % 64 == inputs._host.data_ptr() % 64 for address in addresses.values())
+    leaves = [second["tokens"], second["pages"], *second["plan"]]
+    spans = sorted((leaf.data_ptr(), leaf.data_ptr() + leaf.nbytes) for leaf in leaves)
+    assert all(0 <= b[0] - a[1] < 64 for a, b in pairwise(spans))
+    assert spans[0][0] == inputs._host.data_ptr()
     assert inputs.nbytes < 1024
 
 
