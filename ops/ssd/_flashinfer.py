@@ -20,7 +20,6 @@ from torch import Tensor
 
 from torch_hybrid.ops.flashinfer.one_token import IN_PLACE
 from torch_hybrid.ops.flashinfer.states import packed_states, store_states
-from torch_hybrid.ops.native.libraries import load_globally
 
 _BLOCK = 1024  # elements of a row that a program takes
 
@@ -43,8 +42,6 @@ def recurrent_ssd(
     """Launcher of ``torch_hybrid::recurrent_ssd``."""
     from flashinfer.mamba import selective_state_update
 
-    # Its module for many sequences calls the driver and, built ahead, does not say where that is.
-    load_globally("libcuda.so.1")
     slots, place = planned
     v_dim, k_dim = state.shape[2:]
     if state_indices.shape[0] == 0:
