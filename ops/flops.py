@@ -132,6 +132,23 @@ def ssd_step(
     return causal_conv1d(xBC, conv_weight) + 4 * xBC[0] * state[1] * state[2] * state[3]
 
 
+def lightning_step(
+    qkv: Shape,
+    gate: object,
+    q_norm_weight: object,
+    k_norm_weight: object,
+    cos: object,
+    sin: object,
+    slopes: Shape,
+    norm_weight: object,
+    state: Shape,
+    *args: Any,
+    **_: Any,
+) -> int:
+    """Its recurrence."""
+    return 4 * qkv[0] * state[1] * state[2] * state[3]
+
+
 def nothing(*args: Any, **_: Any) -> int:
     """No product."""
     return 0
@@ -158,6 +175,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "recurrent_ssd": ssd,
     "chunk_ssd": ssd,
     "ssd_step": ssd_step,
+    "lightning_step": lightning_step,
     "state_copy": nothing,
     "draw_tokens": nothing,
     "route": nothing,

@@ -15,6 +15,7 @@ from torch_hybrid.ops.gated_delta_step import op as gated_delta_step
 from torch_hybrid.ops.kimi_delta_attention import op as kimi_delta_attention
 from torch_hybrid.ops.kimi_delta_step import op as kimi_delta_step
 from torch_hybrid.ops.latent_attention import op as latent_attention
+from torch_hybrid.ops.lightning_step import op as lightning_step
 from torch_hybrid.ops.linear import op as linear
 from torch_hybrid.ops.merge_states import op as merge_states
 from torch_hybrid.ops.paged_attention import op as paged_attention
@@ -49,6 +50,7 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "chunk_kimi_delta_attention": kimi_delta_attention.CHUNK_IMPLEMENTATIONS,
     },
     "mamba2": {"ssd_step": ssd_step.IMPLEMENTATIONS},
+    "lightning_attention": {"lightning_step": lightning_step.IMPLEMENTATIONS},
     "mamba2, lightning_attention": {
         "recurrent_ssd": ssd.RECURRENT_IMPLEMENTATIONS,
         "chunk_ssd": ssd.CHUNK_IMPLEMENTATIONS,

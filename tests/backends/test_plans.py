@@ -275,6 +275,18 @@ def test_a_whole_step_of_mamba2_stands_in_for_its_parts(impl: str):
     assert {c.op for c in made.choices[Mode.EXTEND]} == {"chunk_ssd", "causal_conv1d"}
 
 
+@pytest.mark.parametrize("impl", ["torch", "parts"])
+def test_a_whole_step_of_lightning_stands_in_for_its_parts(impl: str):
+    """The parts are what a CPU runs of itself."""
+    table = LayerTable.from_specs([LightningSpec(num_heads=2, head_dim=16)])
+    named = Backends(ops={"lightning_step": "torch"} if impl == "torch" else {})
+    made = make_backends(table, make_cache(table).sizes, named)["lightning_attention"]
+    decode = {choice.op: choice.impl for choice in made.choices[Mode.DECODE]}
+    assert decode.pop("lightning_step") == impl
+    assert set(decode) == ({"recurrent_ssd"} if impl == "parts" else set())
+    assert {c.op for c in made.choices[Mode.EXTEND]} == {"chunk_ssd"}
+
+
 def test_an_op_that_is_none_is_named():
     with pytest.raises(
         ValueError, match=r"ops must be among .*'recurrent_ssd'.*got \['extend ssd'\]"

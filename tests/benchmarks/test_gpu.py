@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -22,13 +23,14 @@ from benchmarks.gpu import (
     delta_rules,
     delta_steps,
     latents,
+    lightning_steps,
     mamba2_steps,
     report,
     state_spaces,
     steps,
     token_ops,
 )
-from benchmarks.gpu.case import Absent, Case, Turns
+from benchmarks.gpu.case import Absent, Case, Inputs, Turns
 from benchmarks.gpu.clock import Call, Rates, Time
 from benchmarks.mixers import Row
 from benchmarks.models import fill
@@ -166,6 +168,9 @@ TINY_MODEL = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+TINY_MIXER = lightning_steps.Mixer(
+    num_heads=2, dim=16, rotary_dim=8, norm_groups=2, activation="silu"
+)
 TINY = {
     "gdn recurrent": delta_rules._case("GDN decode", "tiny", (1, 2, 16, 16), 3, 1),
     "gdn chunk": delta_rules._case("GDN prefill", "tiny", (1, 2, 16, 16), 2, 5),
@@ -177,6 +182,7 @@ TINY = {
     "ssd chunk": state_spaces._case("SSD", "tiny", (1, 2, 16, 16), 2, 5),
     "mamba2 step": mamba2_steps._case("tiny", (1, 2, 16, 16), 1, 3),
     "mamba2 step without a norm": mamba2_steps._case("tiny", (1, 2, 16, 16), 0, 3),
+    "lightning step": lightning_steps._case("tiny", TINY_MIXER, 3),
     "lightning": state_spaces._case("lightning", "tiny", (2, 2, 16, 16), 2, 5),
 }
 OTHER_INPUTS = {
@@ -210,17 +216,25 @@ def test_inputs_fit_their_op(name: str) -> None:
     assert out.any()
 
 
-def _parts_of_a_step(inputs: Sequence[mamba2_steps.Step]) -> Turns:
+def _parts_of_a_step(module: ModuleType, inputs: Sequence[Inputs]) -> Turns:
     """As the contestant does, without the compiler."""
-    calls = [partial(mamba2_steps._parts, each, impl="torch") for each in inputs]
-    return Turns(calls=calls)
+    return Turns(calls=[partial(module._parts, each, impl="torch") for each in inputs])
 
 
-@pytest.mark.parametrize("name", ["grouped experts", "torch.topk", "parts of a step"])
+@pytest.mark.parametrize(
+    "name", ["grouped experts", "torch.topk", "parts of Mamba2's step", "parts of lightning's step"]
+)
 def test_contestants_of_torch_agree(name: str) -> None:
     make, reference, contestant = {
         "grouped experts": (*INPUTS["experts"], token_ops._grouped_mm),
-        "parts of a step": (*INPUTS["mamba2 step"], _parts_of_a_step),
+        "parts of Mamba2's step": (
+            *INPUTS["mamba2 step"],
+            partial(_parts_of_a_step, mamba2_steps),
+        ),
+        "parts of lightning's step": (
+            *INPUTS["lightning step"],
+            partial(_parts_of_a_step, lightning_steps),
+        ),
         "torch.topk": (*INPUTS["router"], token_ops._torch_top_k),
     }[name]
     inputs = make()

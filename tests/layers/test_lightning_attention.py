@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import torch_hybrid as th
 from tests.layers.one_layer import run
 from torch_hybrid.layers import LightningAttention
 from torch_hybrid.layers.lightning_attention import alibi_slopes
@@ -63,6 +64,22 @@ def test_whole_in_chunks_and_token_by_token(case: str):
     for lengths in ([90], [70, 1, 1, 18], [1] * 90):
         error = (run(layer, x, lengths) - exact).abs().max() / exact.abs().max()
         assert error < 1e-5, f"pieces of {lengths[:4]}: {error:.1e}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shares_groups", [False, True], ids=["own groups", "groups of ranks"])
+@pytest.mark.parametrize("case", CASES)
+def test_a_decode_step_in_one_op_is_that_of_its_parts(
+    case: str, shares_groups: bool, dtype: torch.dtype
+):
+    layer = make(CASES[case]).to(dtype)
+    layer._shares_groups = shares_groups
+    x = torch.randn(9, DIM, dtype=dtype)
+    whole, parts = (
+        run(layer, x, [5, 1, 1, 1, 1], th.Backends(ops={op: "torch"}))
+        for op in ("lightning_step", "recurrent_ssd")
+    )
+    torch.testing.assert_close(whole, parts)
 
 
 def test_decays_stay_in_float32_when_the_weights_are_cast():

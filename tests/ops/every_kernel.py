@@ -34,6 +34,7 @@ from tests.ops.gated_delta_step import cases as gdn_step
 from tests.ops.kimi_delta_attention import cases as kda
 from tests.ops.kimi_delta_step import cases as kda_step
 from tests.ops.latent_attention import cases as latents
+from tests.ops.lightning_step import cases as lightning_step_cases
 from tests.ops.linear import cases as linears
 from tests.ops.paged_attention import cases as paged
 from tests.ops.ragged_attention import cases as ragged
@@ -48,6 +49,7 @@ from torch_hybrid.ops import (
     kimi_delta_attention,
     kimi_delta_step,
     latent_attention,
+    lightning_step,
     linear,
     paged_attention,
     ragged_attention,
@@ -108,6 +110,14 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         inputs = ssd_step_cases.make_inputs(mamba2, dtype)
         op = ssd_step.ssd_step
         yield f"{op.__name__}, {gate}", partial(run, op, inputs.args(), inputs.options())
+    for gated in (True, False):
+        mixer = lightning_step_cases.Case(
+            lengths=(1, 0, 1), num_padding_tokens=3, gated=gated, dim=27, rotary_dim=6
+        )
+        inputs = lightning_step_cases.make_inputs(mixer, dtype)
+        op = lightning_step.lightning_step
+        name = op.__name__ if gated else f"{op.__name__} without a gate"
+        yield name, partial(run, op, inputs.args(), inputs.options())
     long = ssd.Case(lengths=(150, 0, 33), num_groups=1, num_heads=1, num_padding_tokens=2)
     inputs = ssd.make_inputs(long, dtype)
     options = inputs.options() | {"chunk_size": 16}

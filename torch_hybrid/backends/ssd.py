@@ -16,17 +16,23 @@ from torch_hybrid.backends.recurrent import (
     or_parts,
     rule_of,
 )
+from torch_hybrid.ops.lightning_step import op as lightning_step
 from torch_hybrid.ops.ssd import op
 from torch_hybrid.ops.ssd_step import op as step
-from torch_hybrid.specs import Mamba2Spec
+from torch_hybrid.specs import LightningSpec, Mamba2Spec
 
 
 def _sizes(spec: Mamba2Spec) -> dict[str, int]:
     return {"head_k_dim": spec.state_dim, "head_v_dim": spec.head_dim}
 
 
-STEP = "ssd_step"
+def _lightning_sizes(spec: LightningSpec) -> dict[str, int]:
+    return {"head_k_dim": spec.head_dim, "head_v_dim": spec.head_dim}
+
+
+STEP, LIGHTNING_STEP = "ssd_step", "lightning_step"
 _TIMED = {"head_k_dim": (128, 256), "head_v_dim": (64,)}
+_TIMED_LIGHTNING = {"head_k_dim": (128,)}
 
 _RULE = partial(
     chunked_rule,
@@ -43,7 +49,12 @@ MAMBA2 = _RULE(
 )
 LIGHTNING_ATTENTION = _RULE(
     "ssd",
-    sizes=lambda spec: {"head_k_dim": spec.head_dim, "head_v_dim": spec.head_dim},
+    sizes=_lightning_sizes,
+    whole=OpChoice(
+        name=LIGHTNING_STEP,
+        implementations=or_parts(lightning_step.IMPLEMENTATIONS, timed=_TIMED_LIGHTNING),
+        sizes=_lightning_sizes,
+    ),
 )
 _FORMS: Mapping[str, Callable[..., Tensor]] = {
     "recurrent_ssd": op.recurrent_ssd,

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.recurrent import RecurrentPlan
-from torch_hybrid.backends.ssd import apply_ssd
+from torch_hybrid.backends.recurrent import RecurrentPlan, whole_impl
+from torch_hybrid.backends.ssd import LIGHTNING_STEP, apply_ssd
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.rotary import Rotary, rotate_halves
+from torch_hybrid.ops.lightning_step import lightning_step
 from torch_hybrid.ranks import Ranks, own_means
 from torch_hybrid.specs import LightningSpec
 
@@ -49,6 +50,8 @@ class LightningAttention(nn.Module):
     """
 
     slopes: Tensor
+    q_norm_weight: nn.Parameter | None
+    k_norm_weight: nn.Parameter | None
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class LightningAttention(nn.Module):
             raise ValueError(f"slopes must have shape [{spec.num_heads}], got {[*slopes.shape]}")
         self.spec = spec
         self._group_means: Callable[[Tensor], Tensor] = own_means
+        self._shares_groups = False  # of its norm, with other ranks
         channels = spec.channels
         self.in_proj = nn.Linear(dim, 4 * channels, bias=False, dtype=dtype, device=device)
         self.out_proj = nn.Linear(channels, dim, bias=False, dtype=dtype, device=device)
@@ -71,9 +75,8 @@ class LightningAttention(nn.Module):
         def norm_weight(width: int) -> nn.Parameter:
             return nn.Parameter(torch.ones(width, dtype=dtype, device=device))
 
-        if spec.qk_norm:
-            self.q_norm_weight = norm_weight(spec.head_dim)
-            self.k_norm_weight = norm_weight(spec.head_dim)
+        self.q_norm_weight = norm_weight(spec.head_dim) if spec.qk_norm else None
+        self.k_norm_weight = norm_weight(spec.head_dim) if spec.qk_norm else None
         self.norm_weight = norm_weight(channels)
         self.register_buffer("slopes", slopes.float(), persistent=False)
 
@@ -99,23 +102,69 @@ class LightningAttention(nn.Module):
         Returns:
             [T, dim].
         """
+        channels = self.spec.channels
+        qkv, gate = self.in_proj(x).split([3 * channels, channels], dim=-1)
+        impl = whole_impl(plan, LIGHTNING_STEP)
+        if impl is None:
+            y = self._mix_by_parts(qkv, gate, plan, cache, rotary)
+        else:
+            y = self._step(qkv, gate, plan, cache, rotary, impl)
+        out: Tensor = self.out_proj(y)
+        return out
+
+    def _step(
+        self,
+        qkv: Tensor,
+        gate: Tensor,
+        plan: RecurrentPlan,
+        cache: LayerCache,
+        rotary: Rotary | None,
+        impl: str,
+    ) -> Tensor:
+        """One token of each sequence, in one op; without its norm and gate where a group's mean is
+        that of several ranks."""
+        spec, gated = self.spec, not self._shares_groups
+        y = lightning_step(
+            qkv,
+            gate if gated else None,
+            self.q_norm_weight,
+            self.k_norm_weight,
+            *(rotary or (None, None)),
+            self.slopes,
+            self.norm_weight if gated else None,
+            cache["state"],
+            plan.cu_seqlens,
+            plan.initial_indices,
+            plan.state_indices,
+            activation=spec.activation,
+            scale=spec.scale,
+            norm_groups=spec.norm_groups,
+            norm_eps=spec.norm_eps,
+            impl=impl,
+        )
+        return y if gated else self._gated_norm(y, gate)
+
+    def _mix_by_parts(
+        self,
+        qkv: Tensor,
+        gate: Tensor,
+        plan: RecurrentPlan,
+        cache: LayerCache,
+        rotary: Rotary | None,
+    ) -> Tensor:
+        """Any tokens: an op for the recurrence, and the compiler's before and after it."""
         spec = self.spec
-        qkv, gate = self.in_proj(x).split([3 * spec.channels, spec.channels], dim=-1)
         if spec.activation == "silu":
             qkv = F.silu(qkv)
         q, k, v = qkv.unflatten(-1, (3, spec.num_heads, spec.head_dim)).unbind(1)
-        if spec.qk_norm:
-            q, k, v = (
-                self._norm(q, self.q_norm_weight),
-                self._norm(k, self.k_norm_weight),
-                v.float(),
-            )
+        if self.q_norm_weight is not None and self.k_norm_weight is not None:
+            q, k = self._norm(q, self.q_norm_weight), self._norm(k, self.k_norm_weight)
+            v = v.float()
         if rotary is not None:
             q, k = rotate_halves(q, rotary), rotate_halves(k, rotary)
-        g = -self.slopes.expand(x.shape[0], spec.num_heads)
+        g = -self.slopes.expand(qkv.shape[0], spec.num_heads)
         o = apply_ssd(q, k, v, g, None, None, plan, cache["state"], scale=spec.scale)
-        out: Tensor = self.out_proj(self._gated_norm(o.flatten(1), gate))
-        return out
+        return self._gated_norm(o.flatten(1), gate)
 
     def shard(self, ranks: Ranks) -> LightningAttention:
         """This rank's heads: a layer that keeps their states alone, and sums over the ranks.
@@ -130,10 +179,10 @@ class LightningAttention(nn.Module):
             part = LightningAttention(self.in_proj.in_features, spec.divided(ranks.size), slopes)
         part.in_proj = ranks.rows(self.in_proj, head * 4)
         part.out_proj = ranks.summed_columns(self.out_proj, spec.num_heads)
-        if spec.qk_norm:
-            part.q_norm_weight, part.k_norm_weight = self.q_norm_weight, self.k_norm_weight
+        part.q_norm_weight, part.k_norm_weight = self.q_norm_weight, self.k_norm_weight
         part.norm_weight = ranks.parameter(self.norm_weight, head)
         part._group_means = partial(ranks.mean_of_groups, num_groups=spec.norm_groups)
+        part._shares_groups = spec.norm_groups % ranks.size != 0
         return part
 
     def _norm(

@@ -1,0 +1,143 @@
+"""Inputs of the lightning mixer's decode step: shapes of real models, and odd small ones.
+
+Legend: N sequences, T tokens, H heads, D their dim, R channels of a head that are rotated, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tests.ops.pages import offsets
+from torch_hybrid.layers.lightning_attention import alibi_slopes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Lengths of the sequences, 0 or 1 each, and the facts of one layer."""
+
+    lengths: tuple[int, ...]
+    num_heads: int = 4
+    dim: int = 16
+    rotary_dim: int | None = 8  # None: there are no angles
+    qk_norm: bool = True
+    gated: bool = True
+    norm_groups: int = 2
+    activation: str = "none"
+    num_padding_tokens: int = 0
+    wide: bool = False  # weights of norms in float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """The tensors of a call, in the op's order, and its options."""
+
+    qkv: Tensor  # [T, 3 H D]
+    gate: Tensor | None  # [T, H D]
+    q_norm_weight: Tensor | None  # [D]
+    k_norm_weight: Tensor | None  # [D]
+    cos: Tensor | None  # [T, R / 2]
+    sin: Tensor | None  # [T, R / 2]
+    slopes: Tensor  # [H]
+    norm_weight: Tensor | None  # [H D]
+    state: Tensor  # [S, H, D, D]
+    cu_seqlens: Tensor  # [N + 1]
+    initial_indices: Tensor  # [N]
+    state_indices: Tensor  # [N]
+    activation: str
+    scale: float
+    norm_groups: int
+    norm_eps: float = 1e-5
+
+    def args(self) -> tuple[Tensor | None, ...]:
+        return tuple(getattr(self, name) for name in TENSORS)
+
+    def options(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in OPTIONS}
+
+    def copy(self) -> Inputs:
+        """The same inputs with a pool of their own."""
+        return replace(self, state=self.state.clone())
+
+    def exact(self) -> Inputs:
+        """The same values in float64."""
+        tensors = {name: getattr(self, name) for name in TENSORS}
+        floats = {
+            n: x.double() for n, x in tensors.items() if x is not None and x.is_floating_point()
+        }
+        return replace(self, **floats)
+
+    def tokens(self, index: Tensor | slice) -> dict[str, Tensor]:
+        """The per-token tensors at ``index``, by name."""
+        tokens = {name: getattr(self, name) for name in ("qkv", "gate", "cos", "sin")}
+        return {name: x[index] for name, x in tokens.items() if x is not None}
+
+
+OPTIONS = ("activation", "scale", "norm_groups", "norm_eps")
+TENSORS = tuple(field.name for field in fields(Inputs) if field.name not in OPTIONS)
+
+CASES = {
+    "one_token": Case(lengths=(1,), num_heads=1, norm_groups=1),
+    "mixed": Case(lengths=(1, 0, 1, 1, 1, 0, 1), num_padding_tokens=3),
+    "odd_dims": Case(
+        lengths=(1, 1, 1), num_heads=3, dim=27, rotary_dim=6, norm_groups=1, activation="silu"
+    ),
+    "rotated_whole": Case(lengths=(1, 1), dim=20, rotary_dim=20, qk_norm=False),
+    "nothing_rotated": Case(lengths=(1, 1), rotary_dim=0, wide=True),
+    "ungated": Case(lengths=(1, 1), gated=False, num_padding_tokens=2),
+    # A group of the norm is no whole number of heads.
+    "minimax": Case(
+        lengths=(1, 1),
+        num_heads=6,
+        dim=128,
+        rotary_dim=None,
+        qk_norm=False,
+        norm_groups=4,
+        activation="silu",
+    ),
+    "ring_2_5": Case(lengths=(1,) * 5, dim=128, rotary_dim=64, norm_groups=2),
+}
+
+
+def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
+    """Random inputs; per-token tensors are slices of one projection, as a model gives them.
+
+    Slots that no sequence starts from hold NaN: those of new sequences, and the null slot.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    randn = partial(torch.randn, generator=rng)
+    num_seqs, num_slots = len(case.lengths), len(case.lengths) + 3
+    num_tokens = sum(case.lengths) + case.num_padding_tokens
+    width = case.num_heads * case.dim
+    qkv, gate = randn(num_tokens, 4 * width).to(dtype).split([3 * width, width], 1)
+    state = randn(num_slots, case.num_heads, case.dim, case.dim)
+    state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
+    is_new = torch.arange(num_seqs) % 3 == 1
+    state[state_indices[is_new]] = torch.nan
+    state[0] = torch.nan
+    of_norms = torch.float32 if case.wide else dtype
+    q_weight, k_weight = (1 + randn(2, case.dim) / 4).to(of_norms)
+    cos = sin = None
+    if case.rotary_dim is not None:
+        angles = 6 * randn(num_tokens, case.rotary_dim // 2)
+        cos, sin = angles.cos(), angles.sin()
+    return Inputs(
+        qkv=qkv,
+        gate=gate if case.gated else None,
+        q_norm_weight=q_weight.clone() if case.qk_norm else None,
+        k_norm_weight=k_weight.clone() if case.qk_norm else None,
+        cos=cos,
+        sin=sin,
+        slopes=alibi_slopes(case.num_heads),
+        norm_weight=randn(width).to(of_norms) if case.gated else None,
+        state=state,
+        cu_seqlens=offsets(case.lengths),
+        initial_indices=torch.where(is_new, 0, state_indices).int(),
+        state_indices=state_indices.int(),
+        activation=case.activation,
+        scale=case.dim**-0.5,
+        norm_groups=case.norm_groups,
+    )

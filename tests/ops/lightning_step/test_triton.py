@@ -1,0 +1,127 @@
+"""The Triton kernel: in the interpreter, compiled for GPUs that are not there, and on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.devices import needs_cuda
+from tests.ops.contract import rows_apart
+from tests.ops.lightning_step.cases import CASES, TENSORS, Case, Inputs, make_inputs
+from tests.ops.lightning_step.test_contract import expect, run
+from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
+from tests.ops.triton_interpreter import Interpreter, needs_triton
+from tests.ops.triton_resources import assert_all_fit, resources_of
+
+# What of the contract the interpreter can do in seconds. It cuts bfloat16 off where a GPU rounds,
+# and here numbers are rounded four times, one after the other.
+# The whole of it: TRITON_INTERPRET=1 pytest tests/ops/lightning_step -k triton
+CONTRACT = """
+    triton and (exact and fp32 and (mixed or odd_dims or rotated or ungated)
+    or padding or another_slot or no_other_slot or nothing_to_do)
+    and not on_a_gpu and not interpreter
+"""
+
+
+@needs_triton
+def test_in_the_interpreter(
+    interpreter: Interpreter, record_property: Callable[[str, object], None]
+):
+    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_on_a_gpu(case: Case, dtype: torch.dtype):
+    moved = on_device(make_inputs(case, dtype))
+    out = run(moved, "triton")
+    expect(case, dtype).check(out.cpu(), on_device(moved, "cpu"))
+
+
+@needs_cuda
+def test_a_captured_graph_serves_other_lengths():
+    """Three sequences of a bucket of five, replayed with other lengths and slots."""
+    captured = on_device(make_inputs(Case(lengths=(1, 1, 1), num_padding_tokens=2)))
+    run(captured, "triton")  # compiles the kernel, which cannot be done while capturing
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(captured, "triton")
+    for lengths in [(1, 0, 1), (0, 1, 0)]:
+        case = Case(lengths=lengths, num_padding_tokens=5 - sum(lengths))
+        expected = expect(case, torch.float32)
+        for name in TENSORS:
+            if getattr(captured, name) is not None:
+                getattr(captured, name).copy_(getattr(expected.inputs, name))
+        graph.replay()
+        expected.check(out.cpu(), on_device(captured, "cpu"))
+
+
+def on_device(inputs: Inputs, device: str = "cuda") -> Inputs:
+    """Copies on a device; rows of tokens still lie apart."""
+    tensors = {name: getattr(inputs, name) for name in TENSORS}
+    moved = {n: x.to(device, copy=True) for n, x in tensors.items() if x is not None}
+    return replace(inputs, **moved | {n: rows_apart(moved[n]) for n in inputs.tokens(slice(None))})
+
+
+# (sequences, heads, dim, rotated, groups of the norm, dtype); no angles, no norm of q and k
+SHAPES = {
+    "Ling decode 64": (64, 32, 128, 64, 8, torch.bfloat16),
+    "MiniMax-01 decode 64": (64, 64, 128, None, 1, torch.bfloat16),
+}
+
+
+@needs_cross_compiler
+def test_compiles_without_spills() -> None:
+    rows = [
+        resources_of(launch, target, label)
+        for label, shape in SHAPES.items()
+        for target in SHARED_LIMITS
+        for launch in record_launches(target, *shape).values()
+    ]
+    assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
+
+
+def record_launches(
+    target: str,
+    num_seqs: int,
+    num_heads: int,
+    dim: int,
+    rotary_dim: int | None,
+    norm_groups: int,
+    dtype: torch.dtype,
+) -> dict[str, Launch]:
+    """What the launcher launches for slices of a projection."""
+    from torch_hybrid.ops.lightning_step import _triton
+
+    width, is_ring = num_heads * dim, rotary_dim is not None
+    projected = torch.empty(num_seqs, 4 * width, dtype=dtype, device="meta")
+    qkv, gate = projected.split([3 * width, width], 1)
+    empty = projected.new_empty
+    angles = empty(num_seqs, (rotary_dim or 0) // 2, dtype=torch.float32) if is_ring else None
+    weight = empty(dim) if is_ring else None
+    indices = empty(num_seqs + 1, dtype=torch.int32)
+    with launches_on(target) as launches:
+        _triton.lightning_step(
+            qkv,
+            gate,
+            weight,
+            weight,
+            angles,
+            angles,
+            empty(num_heads, dtype=torch.float32),
+            empty(width),
+            empty(num_seqs + 1, num_heads, dim, dim, dtype=torch.float32),
+            indices,
+            indices[1:],
+            indices[1:],
+            activation="none" if is_ring else "silu",
+            scale=1.0,
+            norm_groups=norm_groups,
+            norm_eps=1e-5,
+        )
+    return launches
