@@ -88,14 +88,13 @@ def run(cases: Iterable[Case], rates: Rates, late: float, failures: list[str]) -
             continue
         begin = time.monotonic()
         try:
+            _release()
             line = measure(case, rates)
-        # What has been measured must be told, whatever breaks at one case.
+        # What has been measured must be told, whatever breaks at one case: after some errors
+        # nothing runs on the device any more.
         except Exception as error:
             failures.append(f"{case}: {type(error).__name__}: {error}")
             continue
-        finally:
-            gc.collect()
-            torch.cuda.empty_cache()
         if line.best is None:
             failures.append(f"{case}: no figure of ours: {[c.why_not for c in line.own.values()]}")
         times = {name: cell.us for name, cell in line.cells.items() if cell.us}
@@ -112,15 +111,20 @@ def run_steps(part: str, rates: Rates, failures: list[str]) -> list[Step]:
         print(f"{part}: not run: {reason}\n", flush=True)
         return steps
     try:
+        _release()
         for step in measure_steps(rates, part):
             print(f"{step.name}: {step.synchronised_ms:.2f} ms", flush=True)
             steps.append(step)
     # As above.
     except Exception as error:
         failures.append(f"{part}: {type(error).__name__}: {error}")
+    return steps
+
+
+def _release() -> None:
+    """Give back what was allocated before, of which nothing is in use."""
     gc.collect()
     torch.cuda.empty_cache()
-    return steps
 
 
 def main() -> None:

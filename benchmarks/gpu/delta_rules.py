@@ -164,7 +164,7 @@ def _fla(
 
 
 def _fla_kimi_decode(inputs: Sequence[DeltaRule]) -> Turns:
-    """In place, by slot."""
+    """In place, by slot; of several tokens it wants a slot for each."""
     op = installed("fla", "fla.ops.kda.fused_recurrent").fused_recurrent_kda_fwd
     calls = []
     for each in inputs:
@@ -289,8 +289,10 @@ def _case(
 def _others(*, prefill: bool, channels: bool, one_token: bool) -> dict[str, Contestant]:
     if channels and prefill:
         return {"fla": partial(_fla, "kda", "chunk_kda", {"safe_gate": True})}
-    if channels:
+    if channels and one_token:
         return {"fla": _fla_kimi_decode}
+    if channels:
+        return {"fla": partial(_fla, "kda", "fused_recurrent_kda", {})}
     if prefill:
         return {
             "fla": partial(_fla, "gated_delta_rule", "chunk_gated_delta_rule", {}),
