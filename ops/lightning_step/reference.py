@@ -34,7 +34,9 @@ def lightning_step_reference(
     num_heads, dim, _ = state.shape[1:]
     decay = torch.exp(-slopes.to(work))[:, None, None]
 
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
+    def norm(x: Tensor, weight: Tensor | None) -> Tensor:
+        if weight is None:
+            return x
         return weight.to(work) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps)
 
     def rotate(x: Tensor, t: int) -> Tensor:
@@ -56,14 +58,11 @@ def lightning_step_reference(
         x = qkv[t].to(work)
         x = (F.silu(x) if activation == "silu" else x).to(qkv.dtype).to(work)
         q, k, v = x.view(3, num_heads, dim)
-        is_normed = q_norm_weight is not None and k_norm_weight is not None
-        if is_normed:
-            q, k = norm(q, q_norm_weight), norm(k, k_norm_weight)
-        q, k = rotate(q, t), rotate(k, t)
+        q, k = rotate(norm(q, q_norm_weight), t), rotate(norm(k, k_norm_weight), t)
         S = state[initial].to(work) if initial else torch.zeros_like(state[0], dtype=work)
         S = decay * S + v[:, :, None] * k[:, None, :]
         o = (scale * torch.einsum("hvk,hk->hv", S, q)).flatten()
-        o = o if is_normed else o.to(qkv.dtype).to(work)
+        o = o if q_norm_weight is not None else o.to(qkv.dtype).to(work)
         if gate is not None and norm_weight is not None:
             groups = norm_weight.view(norm_groups, -1)
             o = norm(o.view(norm_groups, -1), groups).flatten() * gate[t].to(work).sigmoid()

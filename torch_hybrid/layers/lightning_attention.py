@@ -124,12 +124,14 @@ class LightningAttention(nn.Module):
         """One token of each sequence, in one op; without its norm and gate where a group's mean is
         that of several ranks."""
         spec, gated = self.spec, not self._shares_groups
+        cos, sin = rotary or (None, None)
         y = lightning_step(
             qkv,
             gate if gated else None,
             self.q_norm_weight,
             self.k_norm_weight,
-            *(rotary or (None, None)),
+            cos,
+            sin,
             self.slopes,
             self.norm_weight if gated else None,
             cache["state"],
