@@ -22,6 +22,7 @@ from torch_hybrid.ops.triton.devices import triton_missing
 TESTED = ((0, 7, 2), (0, 8))  # from the one version to before the other
 HOPPER = frozenset({(9, 0)})
 BLACKWELL = frozenset({(10, 0), (10, 3)})
+_INSTALL = "pip install torch-hybrid[flashinfer]"
 NEVER_RAN = "it never ran on a GPU of its kind, only its translation was tested"
 
 # Ops for which FlashInfer comes before the own Triton kernels where both can serve ("auto"). An op
@@ -73,7 +74,7 @@ def _version_refused() -> str | None:
     try:
         version = importlib.metadata.version("flashinfer-python")
     except importlib.metadata.PackageNotFoundError:
-        return "flashinfer-python is not installed"
+        return f"flashinfer-python is not installed: {_INSTALL}"
     release = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
     first, last = TESTED
     if first <= release < last:
@@ -90,7 +91,7 @@ def _cutlass_missing() -> str | None:
     try:
         importlib.metadata.version("nvidia-cutlass-dsl")
     except importlib.metadata.PackageNotFoundError:
-        return "nvidia-cutlass-dsl is not installed"
+        return f"nvidia-cutlass-dsl is not installed: {_INSTALL}"
     return None
 
 

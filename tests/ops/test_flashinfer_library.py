@@ -18,6 +18,7 @@ from torch_hybrid.ops.capability import Capability, Implementation
 from torch_hybrid.ops.flashinfer import library
 from torch_hybrid.specs import AttentionSpec, DeltaRuleSpec, LatentSpec, LayerSpec, LayerTable
 
+INSTALL = "pip install torch-hybrid[flashinfer]"
 NEEDED = {"flashinfer-python": "0.7.2.post1", "nvidia-cutlass-dsl": "4.8.1"}
 
 
@@ -37,7 +38,7 @@ def why(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> str | Non
     ("installed", "reason"),
     [
         (NEEDED, None),
-        ({}, "flashinfer-python is not installed"),
+        ({}, f"flashinfer-python is not installed: {INSTALL}"),
         (
             NEEDED | {"flashinfer-python": "0.6.18"},
             "flashinfer-python 0.6.18 is not in the tested range >=0.7.2,<0.8",
@@ -46,7 +47,7 @@ def why(monkeypatch: pytest.MonkeyPatch, installed: dict[str, str]) -> str | Non
             NEEDED | {"flashinfer-python": "0.8.0rc1"},
             "flashinfer-python 0.8.0rc1 is not in the tested range >=0.7.2,<0.8",
         ),
-        ({"flashinfer-python": "0.7.2"}, "nvidia-cutlass-dsl is not installed"),
+        ({"flashinfer-python": "0.7.2"}, f"nvidia-cutlass-dsl is not installed: {INSTALL}"),
     ],
     ids=["both", "neither", "older", "newer", "without its compiler"],
 )
@@ -103,7 +104,7 @@ IN_DECODE = "decode latent_attention"
 @pytest.mark.parametrize(
     ("layer", "op", "installed", "line"),
     [
-        (GQA, "paged_attention", {}, "flashinfer-python is not installed"),
+        (GQA, "paged_attention", {}, f"flashinfer-python is not installed: {INSTALL}"),
         (
             GQA,
             "paged_attention",
@@ -125,7 +126,7 @@ IN_DECODE = "decode latent_attention"
             "v_head_dim 64 is not one of [128]",
         ),
         (GDN, "chunk_gated_delta_rule", {"flashinfer-python": "0.7.2.post1"},
-         "nvidia-cutlass-dsl is not installed"),
+         f"nvidia-cutlass-dsl is not installed: {INSTALL}"),
         (replace(GDN, head_k_dim=64), "chunk_gated_delta_rule", NEEDED,
          "head_k_dim 64 is not one of [128]"),
     ],
