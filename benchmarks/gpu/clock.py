@@ -43,8 +43,17 @@ def time_of(calls: Sequence[Call]) -> Time:
             _run(calls, rounds)
     except RuntimeError:  # of the many that a call which reads from the device raises
         torch.cuda.synchronize()
+        _renew_generator()
         return Time(us=_fastest(partial(_run, calls, rounds)) / rounds / len(calls), captured=False)
     return Time(us=_fastest(graph.replay) / rounds / len(calls), captured=True)
+
+
+def _renew_generator() -> None:
+    """Let numbers be drawn on the device again: a capture that broke leaves its generator as if the
+    capture went on."""
+    device = torch.cuda.current_device()
+    fresh = torch.Generator(f"cuda:{device}")
+    torch.cuda.default_generators[device].graphsafe_set_state(fresh.graphsafe_get_state())
 
 
 def _run(calls: Sequence[Call], rounds: int) -> None:

@@ -51,7 +51,6 @@ class StateSpace(Inputs):
     D: Tensor | None
     state: Tensor  # [N + 1, H, V, K]
     cu_seqlens: Tensor
-    long_cu_seqlens: Tensor
     indices: Tensor
 
     @classmethod
@@ -62,7 +61,6 @@ class StateSpace(Inputs):
         num_tokens = num_seqs * num_new
         dt = torch.rand(num_tokens, num_heads) / 4
         slopes = 2 ** (-8 * torch.arange(1, num_heads + 1) / num_heads)
-        cu_seqlens = offsets(num_seqs, num_new)
         return cls(
             sizes=sizes,
             vkq=randn(num_tokens, num_heads * v_dim + 2 * num_groups * k_dim),
@@ -70,8 +68,7 @@ class StateSpace(Inputs):
             dt=None if lightning else dt,
             D=None if lightning else torch.rand(num_heads),
             state=randn(num_seqs + 1, num_heads, v_dim, k_dim).float(),
-            cu_seqlens=cu_seqlens,
-            long_cu_seqlens=cu_seqlens.long(),
+            cu_seqlens=offsets(num_seqs, num_new),
             indices=torch.arange(1, num_seqs + 1, dtype=torch.int32),
         )
 
@@ -133,11 +130,12 @@ def call(op: Callable[..., Tensor], inputs: StateSpace, impl: str, **options: An
 
 def _fla(function: str, inputs: Sequence[StateSpace]) -> Turns:
     """simple_gla, on q and k of every head and on values times dt; without D, which is added after
-    what is timed."""
+    what is timed. Sequences of one length are a batch to it: its ragged form reads from the device,
+    and cannot be captured."""
     op = getattr(installed("fla", "fla.ops.simple_gla"), function)
     calls = [partial(op, **_of_simple_gla(each)) for each in inputs]
     skip = 0.0 if inputs[0].D is None else inputs[0].D[:, None] * inputs[0].qkv_views()[2].float()
-    return Turns(calls=calls, output=lambda result: result[0][0].float() + skip)
+    return Turns(calls=calls, output=lambda result: result[0].flatten(0, 1).float() + skip)
 
 
 def _of_simple_gla(inputs: StateSpace) -> dict[str, Any]:
@@ -145,16 +143,19 @@ def _of_simple_gla(inputs: StateSpace) -> dict[str, Any]:
     q, k, v = inputs.qkv_views()
     times = num_heads // num_groups
     scaled = v if inputs.dt is None else (v * inputs.dt[..., None]).to(v.dtype)
-    gates = {"g_gamma": inputs.g[0]} if inputs.dt is None else {"g": inputs.g[None]}
-    return gates | {
-        "q": q.repeat_interleave(times, 1)[None],
-        "k": k.repeat_interleave(times, 1)[None],
-        "v": scaled.contiguous()[None],
+    rows = {
+        "q": q.repeat_interleave(times, 1),
+        "k": k.repeat_interleave(times, 1),
+        "v": scaled.contiguous(),
+    } | ({} if inputs.dt is None else {"g": inputs.g})
+    num_seqs = inputs.indices.shape[0]
+    batch = {name: tensor.unflatten(0, (num_seqs, -1)) for name, tensor in rows.items()}
+    return batch | {
+        "g_gamma": inputs.g[0] if inputs.dt is None else None,
         "scale": inputs.scale,
         "initial_state": inputs.state[1:],
         "output_final_state": True,
         "state_v_first": True,
-        "cu_seqlens": inputs.long_cu_seqlens,
     }
 
 
