@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from torch_hybrid.ops.triton.decays import exp
 from torch_hybrid.ops.triton.devices import launches_early
 from torch_hybrid.ops.triton.state import Tile, zero_rows
 
@@ -200,7 +199,8 @@ def _step_kernel(
         b_q = tl.load(p_q + index, mask=mask, other=0.0)
         b_k = tl.load(p_k + index, mask=mask, other=0.0)
         b_v = tl.load(p_v + index_v, mask=mask_v, other=0.0)
-        decay = exp(-tl.load(slopes + head))
+        # The same at every token: what a GPU's own exponential is off by would add up.
+        decay = tl.exp(-tl.load(slopes + head).to(tl.float64)).to(tl.float32)
         other_q, other_k, b_cos, b_sin = b_q, b_k, 1.0, 0.0
         w_q, w_k, other_w_q, other_w_k = None, None, None, None
         if q_norm_weight is not None:
