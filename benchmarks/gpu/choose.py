@@ -4,7 +4,8 @@
     python -m benchmarks.gpu.choose gpu.json [MORE.json ...] [--folder torch_hybrid/backends/tables]
 
 Several runs are of the parts that were run apart (``benchmarks.gpu --parts``), of one device and
-the same versions; a case of two runs counts as the later says. A row is an op at one class of
+the same versions; a case of two runs counts as the later says. What a table of these versions has
+and the runs do not stays in it; one of other versions is replaced. A row is an op at one class of
 shapes, as runners choose: the sizes of a layer and the features that a step needs. Its figures are
 geometric means over the lengths that were measured, of the implementations that have a figure at
 every one of them. Where fewer than two have, there is nothing to choose, and no row.
@@ -96,11 +97,24 @@ def write(runs: Sequence[Mapping[str, Any]], folder: Path) -> str:
     if not table:
         return f"{device}: no op was measured with two implementations: no table"
     file = folder / measured.table_of(device).name
-    content = {"device": device, "versions": versions, "rows": table}
+    kept = [row for row in _rows_of(file, versions) if _class(row) not in map(_class, table)]
+    content = {"device": device, "versions": versions, "rows": sorted(kept + table, key=_class)}
     folder.mkdir(exist_ok=True)
     file.write_text(json.dumps(content, indent=1) + "\n")
     shown = (f"{row['op']} {row['sizes']}: {row['us']}" for row in table)
     return "\n".join([str(file), *shown, *(f"but {cost}" for cost in costs(lines))])
+
+
+def _rows_of(file: Path, versions: Mapping[str, str]) -> list[dict[str, Any]]:
+    """What a table of these versions has; nothing where it is of others."""
+    content = json.loads(file.read_text()) if file.exists() else {"versions": None}
+    found: list[dict[str, Any]] = content["rows"] if content["versions"] == versions else []
+    return found
+
+
+def _class(row: Mapping[str, Any]) -> str:
+    """What a row is of, in the order of a table."""
+    return json.dumps({name: row[name] for name in sorted({*row} - {"us"})}, sort_keys=True)
 
 
 def main() -> None:

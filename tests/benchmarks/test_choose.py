@@ -102,6 +102,20 @@ def test_parts_that_were_run_apart_are_one_table(tables: Path) -> None:
     }
 
 
+def test_what_was_not_measured_again_stays(tables: Path) -> None:
+    """But not beside other versions' figures."""
+    ops = {"a": {"triton": 1.0, "cudnn": 2.0}, "b": {"cudnn": 1.0, "triton": 9.0}}
+    choose.write([run(*(line(op, **us) for op, us in ops.items()))], tables)
+    again, new = {"triton": 3.0, "cudnn": 4.0}, {"triton": 5.0, "cudnn": 6.0}
+    choose.write([run(line("b", **again), line("c", **new))], tables)
+    rows = json.loads(measured.table_of(DEVICE).read_text())["rows"]
+    assert {row["op"]: row["us"] for row in rows} == {"a": ops["a"], "b": again, "c": new}
+    assert [row["op"] for row in rows] == ["a", "b", "c"]
+    choose.write([run(line("c", **new), triton="2.0")], tables)
+    [row] = measured.table(DEVICE)
+    assert row.op == "c"
+
+
 @pytest.mark.parametrize("name", ["device", "triton"])
 def test_runs_of_several_devices_or_versions_are_refused(tables: Path, name: str) -> None:
     runs = [run(line("a", triton=1.0, cudnn=2.0)), run(**{name: "2.0"})]
