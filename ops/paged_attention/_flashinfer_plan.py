@@ -110,5 +110,6 @@ def tables_of_pages(lengths: Lengths, page_size: int) -> tuple[Tensor, Tensor, T
     offsets = torch.nn.functional.pad(num_pages.cumsum(0, dtype=torch.int32), (1, 0))
     in_use = torch.arange(table.shape[1], dtype=torch.int32, device="cpu") < num_pages[:, None]
     pages = torch.zeros(table.numel(), dtype=torch.int32, device="cpu")
-    pages[: int(offsets[-1])] = table[in_use]
+    # An index would wake all threads for it: milliseconds now and then.
+    pages[: int(offsets[-1])] = table.masked_select(in_use)
     return offsets, pages, seq_lens - (num_pages - 1).clamp(min=0) * page_size
