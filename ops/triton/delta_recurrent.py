@@ -35,7 +35,7 @@ def recurrent_delta_rule(
     if num_seqs == 0:
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
-    tile = Tile.of(head_dim_v, head_dim_k)
+    tile = Tile.of(head_dim_v, head_dim_k, by_channel=g.ndim == 3)
     num_blocks = triton.cdiv(head_dim_v, tile.block_v)
     _recurrent_kernel[(num_blocks * num_v_heads * num_seqs,)](
         q,

@@ -21,10 +21,12 @@ class Tile:
     block_k: int
 
     @classmethod
-    def of(cls, head_dim_v: int, head_dim_k: int) -> Tile:
-        """All of K, so that no program waits for another, and as many rows of V as fit."""
+    def of(cls, head_dim_v: int, head_dim_k: int, *, by_channel: bool = False) -> Tile:
+        """All of K, so that no program waits for another, and as many rows of V as fit: twice as
+        many where each channel of K decays on its own, which every program works out for itself."""
         block_k = triton.next_power_of_2(head_dim_k)
-        block_v = min(triton.next_power_of_2(head_dim_v), max(1, _STATE_TILE // block_k))
+        num_rows = (1 + by_channel) * _STATE_TILE // block_k
+        block_v = min(triton.next_power_of_2(head_dim_v), max(1, num_rows))
         return cls(block_v=block_v, block_k=block_k)
 
 
