@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
@@ -32,3 +35,72 @@ flip = flip(unflatten, -2)
 neg_1 = neg(flip)
 where = where(eq, neg_1, flip)
 flatten = flatten(where, -2)""")
+
+
+def of_part(x: Tensor) -> Tensor:
+    """As models that rotate some of a head's dims."""
+    rotated, passed = x[..., :4], x[..., 4:]
+    return torch.cat([rotated + rotate_half(rotated), passed], dim=-1)
+
+
+@pytest.mark.parametrize("shape", [(3, 2, 8), (8,), (0, 8)])
+@pytest.mark.parametrize("fn", [rotate_half, of_part])
+def test_same_bits(fn: Callable[[Tensor], Tensor], shape: tuple[int, ...]):
+    x = torch.randn(shape)
+    out, graph, _ = run(fn, x, passes=PASSES)
+    assert "flip(" in graph
+    assert torch.equal(out, fn(x))
+    across = torch.randn(8, 5, 3).permute(2, 1, 0)
+    assert torch.equal(run(fn, across, passes=PASSES)[0], fn(across))
+
+
+def lower_negated(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., :4], x[..., 4:]), dim=-1)
+
+
+def of_rows(x: Tensor) -> Tensor:
+    return torch.cat((-x[4:], x[:4]))
+
+
+def of_columns(x: Tensor) -> Tensor:
+    return torch.cat((-x[4:], x[:4]), dim=-1)
+
+
+def of_unlike_parts(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., 2:], x[..., :2]), dim=-1)
+
+
+def of_less(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., 2:4], x[..., :2]), dim=-1)
+
+
+def of_others(x: Tensor) -> Tensor:
+    return torch.cat((-(x + 1)[..., 4:], x[..., :4]), dim=-1)
+
+
+def of_three(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., 4:], x[..., :4], x), dim=-1)
+
+
+def with_every_other(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., 1::2], x[..., ::2]), dim=-1)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lower_negated,
+        of_rows,
+        of_columns,
+        of_unlike_parts,
+        of_less,
+        of_others,
+        of_three,
+        with_every_other,
+    ],
+)
+def test_what_is_no_rotation_is_left_alone(fn: Callable[[Tensor], Tensor]):
+    x = torch.randn(8, 8)
+    out, graph, _ = run(fn, x, passes=PASSES)
+    assert "flip(" not in graph
+    assert torch.equal(out, fn(x))
