@@ -1,9 +1,9 @@
-"""A graph pass: the halves that rotary embeddings swap are read in place."""
+"""A graph pass: rotary embeddings read the halves that they swap where they are."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -13,18 +13,22 @@ from torch_hybrid.graphs.marks import keep_marks
 from torch_hybrid.graphs.values import value_of
 
 
-def index_rotations(graph: Graph) -> None:
+def index_rotations(graph: Graph, *, devices: Collection[str] = ("cuda",)) -> None:
     """Write ``rotate_half`` without a ``cat``.
 
-    Contract: the graph computes the same bits. Inductor reads each part of a ``cat`` under a mask,
-    number by number; halves in reverse order are only another index.
+    Contract: the graph computes the same values. Inductor's kernels for GPUs read each part of a
+    ``cat`` under a mask, number by number; halves in reverse order are only another index.
 
     for each cat of -x[..., n:] and x[..., :n], n half of x's last dim:
-        swapped = x as two rows of n, in reverse order
-        where(first row, -swapped, swapped), in x's shape
+        x as two rows of n, in reverse order, times -1 and 1; in x's shape
+
+    Args:
+        graph: of a step.
+        devices: types of the devices where it is done. A CPU takes as long either way.
     """
     for node in list(graph.nodes):
-        if (x := _rotated(node)) is not None:
+        x = _rotated(node)
+        if x is not None and value_of(x).device.type in devices:
             _replace(graph, node, x)
 
 
@@ -36,7 +40,7 @@ def _rotated(node: Node) -> Node | None:
     if len(parts) != 2 or dim not in (-1, value_of(node).ndim - 1):
         return None
     negated, lower = parts
-    if negated.target not in (operator.neg, torch.neg, "neg"):
+    if negated.target is not operator.neg:
         return None
     [upper] = negated.all_input_nodes
     if not upper.target is lower.target is operator.getitem or upper.args[0] is not lower.args[0]:
@@ -44,12 +48,14 @@ def _rotated(node: Node) -> Node | None:
     x = lower.args[0]
     assert isinstance(x, Node)
     size = value_of(node).shape[-1]
-    is_whole = isinstance(size, int) and size % 2 == 0 and value_of(x).shape[-1] == size
-    halves = (..., slice(None, size // 2, None)), (..., slice(size // 2, None, None))
-    return x if is_whole and (lower.args[1], upper.args[1]) == halves else None
+    if not isinstance(size, int) or value_of(x).shape[-1] != size:
+        return None
+    half = size // 2
+    halves = (..., slice(half, None, None)), (..., slice(None, half, None))
+    return x if (upper.args[1], lower.args[1]) == halves else None
 
 
-def _operands(tensors: list[Node], dim: int = 0) -> tuple[list[Node], int]:
+def _operands(tensors: Sequence[Node], dim: int = 0) -> tuple[Sequence[Node], int]:
     """The arguments of ``cat``, whether passed by position or by name."""
     return tensors, dim
 
@@ -63,12 +69,11 @@ def _replace(graph: Graph, node: Node, x: Node) -> None:
 
     like = value_of(x)
     with graph.inserting_before(node):
-        row = call(torch.arange, 2, device=like.device)
-        with like.fake_mode:  # of no input that has one
-            row.meta["example_value"] = torch.arange(2, device=like.device)
-        is_first = call(operator.eq, call("unsqueeze", row, -1), 0)
+        signs = call(torch.arange, -1, 2, 2, device=like.device)
+        with like.fake_mode:  # no argument of the call shows it
+            signs.meta["example_value"] = torch.arange(-1, 2, 2, device=like.device)
         swapped = call("flip", call("unflatten", x, -1, (2, -1)), -2)
-        rotated = call(torch.where, is_first, call(operator.neg, swapped), swapped)
+        rotated = call(operator.mul, swapped, call("unsqueeze", signs, -1))
         flat = call("flatten", rotated, -2)
     node.replace_all_uses_with(flat)
     graph.erase_node(node)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from tests.graphs.test_passes import run
 from torch_hybrid.graphs.index_rotations import index_rotations
-from torch_hybrid.graphs.passes import Pass
+from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
 
-PASSES = (Pass("index_rotations", index_rotations),)
+PASSES = (Pass("index_rotations", partial(index_rotations, devices=("cpu",))),)
 
 
 def rotate_half(x: Tensor) -> Tensor:
@@ -23,24 +24,30 @@ def rotate_half(x: Tensor) -> Tensor:
 
 def test_text():
     _, graph, _ = run(rotate_half, torch.randn(3, 2, 8), passes=PASSES)
-    assert_expected_inline(graph, """\
+    assert_expected_inline(
+        graph,
+        """\
 getitem = getitem(x, (Ellipsis, slice(4, None, None)))
 neg = neg(getitem)
 getitem_1 = getitem(x, (Ellipsis, slice(None, 4, None)))
-arange = arange(2)
-unsqueeze = unsqueeze(arange, -1)
-eq = eq(unsqueeze, 0)
+arange = arange(-1, 2, 2)
 unflatten = unflatten(x, -1, (2, -1))
 flip = flip(unflatten, -2)
-neg_1 = neg(flip)
-where = where(eq, neg_1, flip)
-flatten = flatten(where, -2)""")
+unsqueeze = unsqueeze(arange, -1)
+mul = mul(flip, unsqueeze)
+flatten = flatten(mul, -2)""",
+    )
 
 
 def of_part(x: Tensor) -> Tensor:
     """As models that rotate some of a head's dims."""
     rotated, passed = x[..., :4], x[..., 4:]
     return torch.cat([rotated + rotate_half(rotated), passed], dim=-1)
+
+
+def test_a_cpu_keeps_the_cat():
+    _, graph, _ = run(rotate_half, torch.randn(3, 8), passes=DEFAULT_PASSES)
+    assert "cat(" in graph
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 8), (8,), (0, 8)])

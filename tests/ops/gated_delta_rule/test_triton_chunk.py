@@ -130,7 +130,8 @@ def test_many_chunks_on_a_gpu(lengths: tuple[int, ...]):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_how_it_is_walked_shows_in_no_bit(dtype: torch.dtype):
     shape = {"num_k_heads": 16, "num_v_heads": 32, "k_dim": 128, "v_dim": 128}
-    check_walks(chunk_gated_delta_rule, make_inputs(Case(lengths=(4096, 37, 900), **shape), dtype))
+    inputs = make_inputs(Case(lengths=(4096, 37, 900), **shape), dtype)
+    check_walks(chunk_gated_delta_rule, inputs)
 
 
 def call(inputs: Inputs, chunk_size: int, num_segments: int = 0) -> Tensor:
