@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -61,19 +61,19 @@ def _operands(tensors: Sequence[Node], dim: int = 0) -> tuple[Sequence[Node], in
 
 
 def _replace(graph: Graph, node: Node, x: Node) -> None:
-    def call(target: Callable[..., Any] | str, *args: object, **options: Any) -> Node:
-        make = graph.call_method if isinstance(target, str) else graph.call_function
-        made: Node = make(target, args, options)
+    def method(name: str, *args: Any) -> Node:
+        made = graph.call_method(name, args)
         keep_marks(made, node)
         return made
 
-    like = value_of(x)
+    device, fake_mode = value_of(x).device, value_of(x).fake_mode
     with graph.inserting_before(node):
-        signs = call(torch.arange, -1, 2, 2, device=like.device)
-        with like.fake_mode:  # no argument of the call shows it
-            signs.meta["example_value"] = torch.arange(-1, 2, 2, device=like.device)
-        swapped = call("flip", call("unflatten", x, -1, (2, -1)), -2)
-        rotated = call(operator.mul, swapped, call("unsqueeze", signs, -1))
-        flat = call("flatten", rotated, -2)
+        signs = graph.call_function(torch.arange, (-1, 2, 2), {"device": device})
+        keep_marks(signs, node)
+        with fake_mode:  # no argument of the call shows it
+            signs.meta["example_value"] = torch.arange(-1, 2, 2, device=device)
+        swapped = method("flip", method("unflatten", x, -1, (2, -1)), -2)
+        rotated = method("mul", swapped, method("unsqueeze", signs, -1))
+        flat = method("flatten", rotated, -2)
     node.replace_all_uses_with(flat)
     graph.erase_node(node)
