@@ -9,6 +9,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import Tensor
+from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb
 
 from tests.graphs.test_passes import run
 from torch_hybrid.graphs.index_rotations import index_rotations
@@ -59,6 +60,21 @@ def test_same_bits(fn: Callable[[Tensor], Tensor], shape: tuple[int, ...]):
     assert torch.equal(out, fn(x))
     across = torch.randn(8, 5, 3).permute(2, 1, 0)
     assert torch.equal(run(fn, across, passes=PASSES)[0], fn(across))
+
+
+@pytest.mark.parametrize("rotary_dim", [8, 16])
+def test_as_transformers_writes_it(rotary_dim: int):
+    """Of whole heads and of a part."""
+    q, k = torch.randn(1, 4, 5, 16), torch.randn(1, 2, 5, 16)
+    angles = torch.randn(2, 1, 5, rotary_dim)
+
+    def fn(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        rotated: tuple[Tensor, Tensor] = apply_rotary_pos_emb(q, k, cos, sin)
+        return rotated
+
+    out, graph, _ = run(fn, q, k, *angles, passes=PASSES)
+    assert graph.count("flip(") == 2
+    assert all(map(torch.equal, out, fn(q, k, *angles)))
 
 
 def lower_negated(x: Tensor) -> Tensor:
