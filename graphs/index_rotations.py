@@ -37,7 +37,7 @@ def _rotated(node: Node) -> Node | None:
     if node.target is not torch.cat:
         return None
     parts, dim = _operands(*node.args, **node.kwargs)  # type: ignore[arg-type]
-    if len(parts) != 2 or dim not in (-1, value_of(node).ndim - 1):
+    if isinstance(parts, Node) or len(parts) != 2 or dim not in (-1, value_of(node).ndim - 1):
         return None
     negated, lower = parts
     if negated.target is not operator.neg:
@@ -55,8 +55,10 @@ def _rotated(node: Node) -> Node | None:
     return x if (upper.args[1], lower.args[1]) == halves else None
 
 
-def _operands(tensors: Sequence[Node], dim: int = 0) -> tuple[Sequence[Node], int]:
-    """The arguments of ``cat``, whether passed by position or by name."""
+def _operands(
+    tensors: Sequence[Node] | Node, dim: int = 0, **_: object
+) -> tuple[Sequence[Node] | Node, int]:
+    """The arguments of ``cat`` that matter, whether passed by position or by name."""
     return tensors, dim
 
 

@@ -105,6 +105,10 @@ def of_three(x: Tensor) -> Tensor:
     return torch.cat((-x[..., 4:], x[..., :4], x), dim=-1)
 
 
+def along_an_axis(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., 4:], x[..., :4]), axis=-1)
+
+
 def with_every_other(x: Tensor) -> Tensor:
     return torch.cat((-x[..., 1::2], x[..., ::2]), dim=-1)
 
@@ -119,6 +123,7 @@ def with_every_other(x: Tensor) -> Tensor:
         of_less,
         of_others,
         of_three,
+        along_an_axis,
         with_every_other,
     ],
 )
