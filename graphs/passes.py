@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from torch.fx import Graph, GraphModule, Node
 
+from torch_hybrid.graphs.index_rotations import index_rotations
 from torch_hybrid.graphs.marks import half_of
 from torch_hybrid.graphs.merge_linears import merge_linears
 from torch_hybrid.graphs.own_routers import own_routers
@@ -39,6 +40,7 @@ DEFAULT_PASSES: tuple[Pass, ...] = (
     Pass("interleave_halves", interleave_halves),
     Pass("own_routers", own_routers),
     Pass("own_top_k", own_top_k),
+    Pass("index_rotations", index_rotations),
 )
 
 

@@ -119,6 +119,7 @@ def _parts(family: Family, inputs: Sequence[DeltaStep]) -> Turns:
 
     The projection is cut in the graph, as in a model.
     """
+    torch._dynamo.reset()  # it counts what all cases compile as recompilations of one function
 
     @partial(torch.compile, fullgraph=True, dynamic=False)
     def run(one: DeltaStep) -> Tensor:

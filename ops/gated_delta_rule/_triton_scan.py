@@ -14,6 +14,7 @@ from torch_hybrid.ops.triton.delta_scan import (
     EVERY,
     UNEVEN,
     Walks,
+    advance,
     is_uneven,
     read_state,
     scan_forms,
@@ -237,7 +238,7 @@ def _scan_kernel(
 
             pieces, unit = cut_rows(b_u * writes_f[None, :], PS)
             update = pieces_dot(pieces, b_k, tl.zeros([BLOCK_V, BLOCK_K], dtype=tl.float32))
-            b_s = b_s * decay + update * unit[:, None]
+            b_s = advance(b_s, decay, update * unit[:, None])
             chunk += HV
         is_last = last == end - begin
         tile_s = index_v[:, None] * K + index_k

@@ -168,6 +168,16 @@ def read_state(
 
 
 @triton.jit
+def advance(b_s: tl.tensor, decay: tl.tensor, update: tl.tensor) -> tl.tensor:
+    """The state after a chunk, rounded once.
+
+    Of a sum of two products a compiler may fuse either, and did so by how many rows of V a program
+    walks with, which the other sequences of a step decide.
+    """
+    return tl.fma(b_s, decay, update)
+
+
+@triton.jit
 def write_state(
     b_s: tl.tensor,
     state: tl.tensor,

@@ -54,6 +54,22 @@ def check_captured(
     assert_as_exact(reference, other, out.cpu(), captured.state.cpu())
 
 
+def check_walks(op: Callable[..., Tensor], inputs: Inputs) -> None:
+    """How a step is walked, which other sequences decide, shows in no bit of a sequence."""
+
+    def walk(num_segments: int, is_even: int) -> tuple[Tensor, Tensor]:
+        moved = on_device(inputs, "cuda")
+        planned = [torch.tensor([num_segments, is_even])]
+        out = op(*moved.args(), **moved.options(), planned=planned, impl="triton")
+        return out, moved.state[moved.state_indices.long()]  # other slots are NaN
+
+    out, state = walk(1, 0)
+    for walks in ((1, 1), (2, 0), (4, 0), (4, 1)):
+        other_out, other_state = walk(*walks)
+        assert torch.equal(out, other_out), walks
+        assert torch.equal(state, other_state), walks
+
+
 def assert_as_exact(
     reference: Callable[..., Tensor], inputs: Inputs, out: Tensor, state: Tensor
 ) -> None:

@@ -14,6 +14,7 @@ from tests.ops.delta_rule_cases import Case, Inputs
 from tests.ops.delta_rule_triton import (
     assert_as_exact,
     check_many_chunks,
+    check_walks,
     on_device,
     scanned_in_one_form,
     tensor_fields,
@@ -123,6 +124,14 @@ def test_many_chunks_on_a_gpu(lengths: tuple[int, ...]):
     shape = {"num_k_heads": 16, "num_v_heads": 32, "k_dim": 128, "v_dim": 128}
     inputs = make_inputs(Case(lengths=lengths, **shape), torch.bfloat16)
     check_many_chunks(chunk_gated_delta_rule, recurrent_gated_delta_rule, inputs)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_how_it_is_walked_shows_in_no_bit(dtype: torch.dtype):
+    shape = {"num_k_heads": 16, "num_v_heads": 32, "k_dim": 128, "v_dim": 128}
+    inputs = make_inputs(Case(lengths=(4096, 37, 900), **shape), dtype)
+    check_walks(chunk_gated_delta_rule, inputs)
 
 
 def call(inputs: Inputs, chunk_size: int, num_segments: int = 0) -> Tensor:

@@ -15,6 +15,7 @@ from tests.ops.delta_rule_cases import Case, Inputs
 from tests.ops.delta_rule_triton import (
     assert_as_exact,
     check_many_chunks,
+    check_walks,
     on_device,
     scanned_in_one_form,
     tensor_fields,
@@ -138,6 +139,15 @@ def test_many_chunks_on_a_gpu(lengths: tuple[int, ...]):
     shape = {"num_k_heads": 32, "num_v_heads": 32, "k_dim": 128, "v_dim": 128}
     inputs = make_inputs(Case(lengths=lengths, **shape), torch.bfloat16)
     check_many_chunks(chunk_kimi_delta_attention, recurrent_kimi_delta_attention, inputs)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_how_it_is_walked_shows_in_no_bit(dtype: torch.dtype):
+    shape = {"num_k_heads": 32, "num_v_heads": 32, "k_dim": 128, "v_dim": 128}
+    check_walks(
+        chunk_kimi_delta_attention, make_inputs(Case(lengths=(4096, 37, 900), **shape), dtype)
+    )
 
 
 def call(inputs: Inputs, chunk_size: int, num_segments: int = 0) -> Tensor:
