@@ -11,7 +11,7 @@ namespace {
 TH_CALL(Call,
   const void* x;  // [M, K] in the op's dtype
   void* y;        // [M, rows of all weights]
-  int64_t M, K, ldx, ldy, num_weights, streams, is_bf16, num_threads;
+  int64_t M, K, ldx, ldy, num_weights, streams, by_hardware, is_bf16, num_threads;
 );
 
 // A weight: [rows, K]; its scales, null where it is in the op's dtype; its bias, [rows] or null.
@@ -109,7 +109,8 @@ void multiply_few(const Call& call, const Group* groups) {
       scratch.pieces.each(chunk.weight, chunk.first, chunk.rows, call.M,
                           [&](const T* rows, int64_t at, int64_t count) {
                             th::multiply_rows(scratch.x, rows, call.K, count,
-                                              scratch.sums.data() + at, chunk.rows, call.streams);
+                                              scratch.sums.data() + at, chunk.rows,
+                                              {call.streams, call.by_hardware != 0});
                           });
       write(call, chunk, 0, call.M, scratch.sums.data());
     });

@@ -7,7 +7,7 @@ namespace {
 TH_CALL(Call,
   const void *x, *W;  // [M, K] and [N, K]
   float* y;           // [M, N]
-  int64_t M, K, N, streams, is_bf16;
+  int64_t M, K, N, streams, by_hardware, is_bf16;
 );
 
 template <typename T>
@@ -18,7 +18,7 @@ void multiply(const Call& call) {
   constexpr int64_t STRETCH = 128;
   for (int64_t n = 0; n < call.N; n += STRETCH)
     x.multiply(static_cast<const T*>(call.W) + n * call.K, call.K, std::min(STRETCH, call.N - n),
-               call.y + n, call.N, call.streams);
+               call.y + n, call.N, {call.streams, call.by_hardware != 0});
 }
 
 }  // namespace
