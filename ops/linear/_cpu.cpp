@@ -23,7 +23,7 @@ TH_CALL(Group,
 // Of weights, what a thread takes at a time: long enough for streams, short enough to balance.
 constexpr int64_t CHUNKS_PER_THREAD = 8;
 constexpr int64_t MAX_CHUNK_BYTES = 512 << 10, MIN_CHUNK_BYTES = 64 << 10;  // for few rows of x
-constexpr int64_t MAX_CHUNK_ROWS = 96, MIN_CHUNK_ROWS = 32;                 // for many
+constexpr int64_t MAX_CHUNK_ROWS = 384, MIN_CHUNK_ROWS = 32;                // for many
 constexpr int64_t MAX_PACKED_ROWS = 512;  // of x, transposed at a time: bounds the memory for it
 
 template <typename T>

@@ -15,9 +15,9 @@ void multiply(const Call& call) {
   static thread_local th::Rows<T> x;
   x.pack(int(call.M), call.K, [&](int64_t i) { return static_cast<const T*>(call.x) + i * call.K; });
   // In stretches, as threads take them: their rows are what streams lie apart.
-  constexpr int64_t STRETCH = 128;
-  for (int64_t n = 0; n < call.N; n += STRETCH)
-    x.multiply(static_cast<const T*>(call.W) + n * call.K, call.K, std::min(STRETCH, call.N - n),
+  const int64_t stretch = call.M <= th::few_rows<T>() ? 128 : 384;
+  for (int64_t n = 0; n < call.N; n += stretch)
+    x.multiply(static_cast<const T*>(call.W) + n * call.K, call.K, std::min(stretch, call.N - n),
                call.y + n, call.N, {call.streams, call.by_hardware != 0});
 }
 

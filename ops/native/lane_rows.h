@@ -99,8 +99,10 @@ namespace detail {
 
 #ifdef __AVX512F__
 constexpr int LANE_TILE_ROWS = 8, LANE_TILE_VECTORS = 3;  // of W, and of x
+constexpr int64_t LANE_BLOCK = 384;  // rows of W that meet vectors of x while these are in L2
 #else
 constexpr int LANE_TILE_ROWS = 6, LANE_TILE_VECTORS = 1;
+constexpr int64_t LANE_BLOCK = 96;
 #endif
 
 // C[r][v] (+)= the products of rows of W, in units, with V vectors of x.
@@ -156,7 +158,7 @@ class LaneProduct {
   static constexpr int ROWS = AMX ? AMX_TILE_ROWS : detail::LANE_TILE_ROWS;  // of a tile
   static constexpr int TILE_VECTORS = AMX ? 2 : detail::LANE_TILE_VECTORS;
   static constexpr int64_t DEPTH = AMX ? 256 : 512, PANEL_STRIDE = DEPTH + LANES;
-  static constexpr int64_t BLOCK = 96;  // rows of W whose sums are kept
+  static constexpr int64_t BLOCK = AMX ? 96 : detail::LANE_BLOCK;  // rows of W whose sums are kept
   static constexpr int64_t LDC = VECTORS * LANES;
   static_assert(BLOCK % ROWS == 0 && BLOCK % LANES == 0);
 
