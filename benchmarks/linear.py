@@ -2,7 +2,8 @@
 
     python -m benchmarks.linear [--threads N] [--seconds S]
 
-Each call takes the next of many weights, together far larger than any cache. The floor of a call
+Each call takes the next of many weights, together far larger than any cache, in huge pages as those
+of a model are. The floor of a call
 is the longer of its weight bytes at the read bandwidth and its FLOPs at the rate of multiply-adds
 that wait for nothing, both measured beside the calls. The fastest call of each contestant counts.
 With one thread, time is that of the thread, not of the clock: others on the machine then count
@@ -21,6 +22,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.ceilings import Peak, best_streams, native_read
+from torch_hybrid.host import weight_memory
 from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.linear.reference import linear_reference
 
@@ -50,7 +52,8 @@ def fastest(
 def compare(shape: tuple[int, int], dtype: torch.dtype, num_rows: int, seconds: float) -> str:
     """One line of the table."""
     num_weights = TOTAL_BYTES // (dtype.itemsize * shape[0] * shape[1])
-    weights = [torch.randn(shape).to(dtype) for _ in range(num_weights)]
+    sizes = [(shape, dtype)] * num_weights
+    weights = [weight.normal_() for weight in weight_memory(sizes, torch.device("cpu"))]
     x = torch.randn(num_rows, shape[1]).to(dtype)
     expected = linear_reference(x, weights[:1], [None])
     actual = linear(x, weights[:1], [None], impl="cpp")

@@ -22,13 +22,22 @@ class LlamaCpp:
         max_len: tokens of each.
         num_threads: that it computes with.
         dtype: of its KV cache.
+        flash: attention as it is by default, flash attention, which rounds values to float16
+            whatever the cache is in. Without, all of it is in float32.
 
     Raises:
         RuntimeError: llama.cpp does not take the file.
     """
 
     def __init__(
-        self, path: Path, *, max_seqs: int, max_len: int, num_threads: int, dtype: torch.dtype
+        self,
+        path: Path,
+        *,
+        max_seqs: int,
+        max_len: int,
+        num_threads: int,
+        dtype: torch.dtype,
+        flash: bool = True,
     ) -> None:
         import llama_cpp
 
@@ -49,7 +58,7 @@ class LlamaCpp:
         params.n_seq_max = max_seqs
         params.n_threads = params.n_threads_batch = num_threads
         params.kv_unified = False
-        if dtype is torch.float32:  # its flash attention rounds values to float16
+        if not flash:
             params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.type_k = params.type_v = _CACHE_TYPES[dtype]
         self._context = llama_cpp.llama_init_from_model(self._model, params)

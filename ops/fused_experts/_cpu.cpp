@@ -13,7 +13,7 @@ TH_CALL(Call,
   const void *gate_up_scales, *down_scales;  // null where weights are in the op's dtype
   void *hidden, *out;
   int64_t num_tokens, top_k, num_experts, dim, width, ldx;  // width: rows of gate, and of up
-  int64_t ids_are_int64, weights_are_float, has_gate, streams, is_bf16, num_threads;
+  int64_t ids_are_int64, weights_are_float, has_gate, streams, by_hardware, is_bf16, num_threads;
 );
 
 constexpr int ROWS = 64;                         // of one expert's tokens, multiplied at a time
@@ -128,7 +128,8 @@ class Experts {
   void multiply(Scratch<T>& s, int64_t M, const th::Weights<T>& W, int64_t first, int64_t count,
                 std::vector<float>& y) {
     s.pieces.each(W, first, count, M, [&](const T* rows, int64_t at, int64_t n) {
-      s.rows.multiply(rows, W.K, n, y.data() + at, count, call_.streams);
+      s.rows.multiply(rows, W.K, n, y.data() + at, count,
+                      {call_.streams, call_.by_hardware != 0});
     });
   }
 

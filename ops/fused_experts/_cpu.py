@@ -18,7 +18,7 @@ _RUN = kernel(
     Path(__file__).with_name("_cpu.cpp"),
     tensors="x expert_ids expert_weights gate_up down gate_up_scales down_scales hidden out",
     integers="num_tokens top_k num_experts dim width ldx "
-    "ids_are_int64 weights_are_float has_gate streams is_bf16 num_threads",
+    "ids_are_int64 weights_are_float has_gate streams by_hardware is_bf16 num_threads",
 )
 
 
@@ -37,6 +37,7 @@ def fused_experts(
     out = x.new_empty(x.shape)
     num_tokens, top_k = expert_ids.shape
     num_experts, dim, width = down.shape
+    measured = forms(x.dtype)
     hidden = x.new_empty(min(num_tokens, MAX_TOKENS) * top_k, width)
     for first in range(0, num_tokens, MAX_TOKENS):
         block = slice(first, first + MAX_TOKENS)
@@ -59,7 +60,8 @@ def fused_experts(
             expert_ids.dtype is torch.int64,
             expert_weights.dtype is torch.float32,
             activation == "silu",
-            forms(x.dtype).streams,
+            measured.streams,
+            measured.by_hardware,
             x.dtype is torch.bfloat16,
             torch.get_num_threads(),
         )

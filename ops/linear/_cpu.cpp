@@ -11,7 +11,7 @@ namespace {
 TH_CALL(Call,
   const void* x;  // [M, K] in the op's dtype
   void* y;        // [M, rows of all weights]
-  int64_t M, K, ldx, ldy, num_weights, streams, is_bf16, num_threads;
+  int64_t M, K, ldx, ldy, num_weights, streams, by_hardware, is_bf16, num_threads;
 );
 
 // A weight: [rows, K]; its scales, null where it is in the op's dtype; its bias, [rows] or null.
@@ -23,7 +23,7 @@ TH_CALL(Group,
 // Of weights, what a thread takes at a time: long enough for streams, short enough to balance.
 constexpr int64_t CHUNKS_PER_THREAD = 8;
 constexpr int64_t MAX_CHUNK_BYTES = 512 << 10, MIN_CHUNK_BYTES = 64 << 10;  // for few rows of x
-constexpr int64_t MAX_CHUNK_ROWS = 96, MIN_CHUNK_ROWS = 32;                 // for many
+constexpr int64_t MAX_CHUNK_ROWS = 384, MIN_CHUNK_ROWS = 32;                // for many
 constexpr int64_t MAX_PACKED_ROWS = 512;  // of x, transposed at a time: bounds the memory for it
 
 template <typename T>
@@ -109,7 +109,8 @@ void multiply_few(const Call& call, const Group* groups) {
       scratch.pieces.each(chunk.weight, chunk.first, chunk.rows, call.M,
                           [&](const T* rows, int64_t at, int64_t count) {
                             th::multiply_rows(scratch.x, rows, call.K, count,
-                                              scratch.sums.data() + at, chunk.rows, call.streams);
+                                              scratch.sums.data() + at, chunk.rows,
+                                              {call.streams, call.by_hardware != 0});
                           });
       write(call, chunk, 0, call.M, scratch.sums.data());
     });

@@ -21,7 +21,7 @@ _TILE_DEPTH = 32
 SOURCE = Path(__file__).with_name("_cpu.cpp")
 FIELDS = {
     "tensors": "x y",
-    "integers": "M K ldx ldy num_weights streams is_bf16 num_threads",
+    "integers": "M K ldx ldy num_weights streams by_hardware is_bf16 num_threads",
     "row_tensors": "weight scales bias",
     "row_integers": "rows",
 }
@@ -56,6 +56,7 @@ def linear(
         y.stride(0),
         len(sizes),
         measured.streams,
+        measured.by_hardware,
         x.dtype is torch.bfloat16,
         torch.get_num_threads(),
         *rows,

@@ -7,12 +7,12 @@
 //
 // A tile is 16 rows of 64 bytes. One of the panel is 16 rows of W, as they lie, and one of x sixteen
 // units of sixteen rows, as LaneRows packs them: neither is rearranged for AMX. While tiles multiply,
-// each step fetches its columns of the rows of W that come next: fetched all at once, they would
-// take every line that may be on its way.
+// each step fetches its columns of the rows of W that come next.
 #pragma once
 
 #include <cstdint>
 
+#include "reading.h"
 #include "simd.h"
 
 #if defined(__AMX_BF16__) && defined(__linux__)
@@ -24,17 +24,6 @@
 namespace th {
 
 constexpr int AMX_TILE_ROWS = 32;  // of W: two tiles
-
-// Rows that are used next, of which a step fetches 64 bytes each.
-struct AmxAhead {
-  const char* first;
-  int64_t row_bytes;
-  int rows;
-  TH_INLINE void fetch(int64_t unit) const {
-    for (int r = 0; r < rows; ++r)
-      __builtin_prefetch(first + r * row_bytes + unit * int64_t(sizeof(float)), 0, 2);
-  }
-};
 
 #ifdef TH_AMX
 
@@ -72,7 +61,7 @@ class AmxTiles {
 
 inline void multiply_amx(const float* panel, int64_t panel_stride, const float* x,
                          int64_t vector_stride, int vectors, int64_t units, float* C, int64_t ldc,
-                         bool add, AmxAhead ahead) {
+                         bool add, NextRows ahead) {
   const int64_t row_bytes = panel_stride * 4, c_bytes = ldc * 4;
   const float* below = panel + 16 * panel_stride;
   float* c_below = C + 16 * ldc;
@@ -85,7 +74,7 @@ inline void multiply_amx(const float* panel, int64_t panel_stride, const float* 
   }
   if (vectors == 1) {
     for (int64_t k = 0; k < units; k += LANES) {
-      ahead.fetch(k);
+      ahead.fetch(k * int64_t(sizeof(float)));
       _tile_loadd(4, panel + k, row_bytes);
       _tile_loadd(6, x + k * LANES, 64);
       _tile_loadd(5, below + k, row_bytes);
@@ -101,7 +90,7 @@ inline void multiply_amx(const float* panel, int64_t panel_stride, const float* 
       _tile_zero(3);
     }
     for (int64_t k = 0; k < units; k += LANES) {
-      ahead.fetch(k);
+      ahead.fetch(k * int64_t(sizeof(float)));
       _tile_loadd(4, panel + k, row_bytes);
       _tile_loadd(6, x + k * LANES, 64);
       _tile_loadd(7, x + vector_stride + k * LANES, 64);
@@ -127,7 +116,7 @@ struct AmxTiles {
   explicit AmxTiles(bool) {}
 };
 inline void multiply_amx(const float*, int64_t, const float*, int64_t, int, int64_t, float*,
-                         int64_t, bool, AmxAhead) {}
+                         int64_t, bool, NextRows) {}
 
 #endif
 

@@ -7,7 +7,7 @@ namespace {
 TH_CALL(Call,
   const void *x, *W;  // [M, K] and [N, K]
   float* y;           // [M, N]
-  int64_t M, K, N, streams, is_bf16;
+  int64_t M, K, N, streams, by_hardware, is_bf16;
 );
 
 template <typename T>
@@ -15,10 +15,10 @@ void multiply(const Call& call) {
   static thread_local th::Rows<T> x;
   x.pack(int(call.M), call.K, [&](int64_t i) { return static_cast<const T*>(call.x) + i * call.K; });
   // In stretches, as threads take them: their rows are what streams lie apart.
-  constexpr int64_t STRETCH = 128;
-  for (int64_t n = 0; n < call.N; n += STRETCH)
-    x.multiply(static_cast<const T*>(call.W) + n * call.K, call.K, std::min(STRETCH, call.N - n),
-               call.y + n, call.N, call.streams);
+  const int64_t stretch = call.M <= th::few_rows<T>() ? 128 : 384;
+  for (int64_t n = 0; n < call.N; n += stretch)
+    x.multiply(static_cast<const T*>(call.W) + n * call.K, call.K, std::min(stretch, call.N - n),
+               call.y + n, call.N, {call.streams, call.by_hardware != 0});
 }
 
 }  // namespace

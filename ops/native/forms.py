@@ -24,10 +24,13 @@ from torch_hybrid.ops.native.build import BuildError, cache_folder, key_of_sourc
 from torch_hybrid.ops.native.call import kernel
 
 _SOURCE = Path(__file__).with_name("forms.cpp")
-_MULTIPLY = kernel("multiply", _SOURCE, tensors="x W y", integers="M K N streams is_bf16")
+_MULTIPLY = kernel(
+    "multiply", _SOURCE, tensors="x W y", integers="M K N streams by_hardware is_bf16"
+)
 
 _DEPTH, _BYTES = 1024, 128 << 20  # of weights that no cache holds
 _NUM_ROWS, _WIDTH = 512, 1024  # of x, and of the weight that many rows meet
+_FEW_ROWS = 8  # of x: of a step of so many sequences
 _TURNS = 7
 _NAMES = {1: "in turn", 4: "four streams", 8: "eight streams"}
 # Ours is the same for every size of batch, which is worth more than a few percent.
@@ -41,16 +44,22 @@ class Forms:
     Attributes:
         streams: as how many streams a weight is read for one or two rows of x: 1 (its rows in
             turn), 4 or 8. The result is the same.
+        by_hardware: for 5 to 16 rows, the hardware is left to fetch a weight ahead of its use;
+            else the kernel does, line by line. The result is the same.
         many_by_torch: many rows are multiplied by torch rather than by ``lane_rows.h``.
         in_turn_rate, four_rate, eight_rate: bytes per second of a weight that one row of x meets.
+        kernel_rate, hardware_rate: the same of a weight that eight rows of x meet.
         ours_rate, torch_rate: FLOPs per second of many rows.
     """
 
     streams: int
+    by_hardware: bool
     many_by_torch: bool
     in_turn_rate: float
     four_rate: float
     eight_rate: float
+    kernel_rate: float
+    hardware_rate: float
     ours_rate: float
     torch_rate: float
 
@@ -60,10 +69,13 @@ class Forms:
         in_turn, four, eight = (
             rate / 1e9 for rate in (self.in_turn_rate, self.four_rate, self.eight_rate)
         )
+        of_kernel, of_hardware = self.kernel_rate / 1e9, self.hardware_rate / 1e9
         ours, torchs = self.ours_rate / 1e9, self.torch_rate / 1e9
         return (
             f"one row: {_NAMES[self.streams]} "
             f"(in turn {in_turn:.3g} GB/s, four streams {four:.3g}, eight streams {eight:.3g})\n"
+            f"eight rows: fetched by the {'hardware' if self.by_hardware else 'kernel'} "
+            f"(kernel {of_kernel:.3g} GB/s, hardware {of_hardware:.3g})\n"
             f"many rows: {'torch' if self.many_by_torch else 'own'} "
             f"(own {ours:.3g} GFLOP/s, torch {torchs:.3g})"
         )
@@ -72,10 +84,13 @@ class Forms:
 # Of a process without a compiler, whose kernels came from elsewhere without what measures them.
 _UNMEASURED = Forms(
     streams=4,
+    by_hardware=False,
     many_by_torch=False,
     in_turn_rate=0.0,
     four_rate=0.0,
     eight_rate=0.0,
+    kernel_rate=0.0,
+    hardware_rate=0.0,
     ours_rate=0.0,
     torch_rate=0.0,
 )
@@ -83,7 +98,7 @@ _UNMEASURED = Forms(
 
 @cache
 def forms(dtype: torch.dtype) -> Forms:
-    """The forms for weights of a dtype: from the cache, or measured now, in half a second.
+    """The forms for weights of a dtype: from the cache, or measured now, in a second.
 
     One thread measures, by its own time, so that what else runs on the machine counts little.
     """
@@ -138,9 +153,13 @@ def _measure(dtype: torch.dtype) -> Forms:
     weight, y_of_torch = memory[:_WIDTH], rows.new_empty(_NUM_ROWS, _WIDTH)
     y = rows.new_empty(_NUM_ROWS, _WIDTH, dtype=torch.float32)
     y_of_row = rows.new_empty(1, len(memory), dtype=torch.float32)
+    y_of_few = rows.new_empty(_FEW_ROWS, len(memory), dtype=torch.float32)
     seconds = _fastest(*(partial(_run, row, memory, y_of_row, streams) for streams in _NAMES))
     in_turn, four, eight = (memory.nbytes / each for each in seconds)
     streams, _ = min(zip(_NAMES, seconds, strict=True), key=lambda pair: pair[1])
+    kernel_seconds, hardware_seconds = _fastest(
+        *(partial(_run, rows[:_FEW_ROWS], memory, y_of_few, by_hardware=by) for by in (False, True))
+    )
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -153,18 +172,21 @@ def _measure(dtype: torch.dtype) -> Forms:
     flops = 2 * _NUM_ROWS * weight.numel()
     return Forms(
         streams=streams,
+        by_hardware=hardware_seconds < kernel_seconds,
         many_by_torch=_LIBRARY_GAIN * torchs < ours,
         in_turn_rate=in_turn,
         four_rate=four,
         eight_rate=eight,
+        kernel_rate=memory.nbytes / kernel_seconds,
+        hardware_rate=memory.nbytes / hardware_seconds,
         ours_rate=flops / ours,
         torch_rate=flops / torchs,
     )
 
 
-def _run(x: Tensor, weight: Tensor, y: Tensor, streams: int = 4) -> None:
-    is_bf16 = x.dtype is torch.bfloat16
-    _MULTIPLY(x, weight, y, x.shape[0], x.shape[1], weight.shape[0], streams, is_bf16)
+def _run(x: Tensor, weight: Tensor, y: Tensor, streams: int = 4, by_hardware: bool = False) -> None:
+    sizes = (*x.shape, weight.shape[0])
+    _MULTIPLY(x, weight, y, *sizes, streams, by_hardware, x.dtype is torch.bfloat16)
 
 
 def _fastest(*contestants: Callable[[], object]) -> list[float]:

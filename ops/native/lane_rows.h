@@ -13,7 +13,7 @@
 // How: sixteen rows of x share a register, a row to a lane, and an element of W is broadcast to meet
 // them. So it is x that is transposed, which the many rows of W share, and W is used as it lies: it
 // needs no second copy. A tile of W stays in L1 while it meets all vectors of x, which come from L2,
-// and fetches the tile after it. Where the CPU multiplies pairs of bf16, a unit is a pair.
+// and fetches what comes after it. Where the CPU multiplies pairs of bf16, a unit is a pair.
 //
 // An element of y is a sum in the order of k, in stretches of DEPTH units which are then added: it
 // depends on its row of x and its row of W, never on M, N, the vectors asked for or the tiles.
@@ -25,6 +25,7 @@
 
 #include "aligned_floats.h"
 #include "amx.h"
+#include "reading.h"
 #include "simd.h"
 
 namespace th {
@@ -98,30 +99,22 @@ namespace detail {
 
 #ifdef __AVX512F__
 constexpr int LANE_TILE_ROWS = 8, LANE_TILE_VECTORS = 3;  // of W, and of x
+constexpr int64_t LANE_BLOCK = 384;  // rows of W that meet vectors of x while these are in L2
 #else
 constexpr int LANE_TILE_ROWS = 6, LANE_TILE_VECTORS = 1;
+constexpr int64_t LANE_BLOCK = 96;
 #endif
-
-// Rows of W that are used next; a tile fetches its share of them while it multiplies.
-template <typename T>
-struct NextRows {
-  const T* first;
-  int64_t ldw;
-  int rows;
-};
 
 // C[r][v] (+)= the products of rows of W, in units, with V vectors of x.
 template <typename T, int V>
 TH_NOINLINE void multiply_lanes(const float* W, int64_t ldw, const float* x, int64_t vector_stride,
-                                int64_t units, float* C, int64_t ldc, bool add, NextRows<T> ahead) {
+                                int64_t units, float* C, int64_t ldc, bool add, NextRows ahead) {
   constexpr int R = LANE_TILE_ROWS;
   f32x16 acc[R][V] = {};
-  const int64_t stretch = units / std::max(ahead.rows, 1) + 1;  // for each row that is fetched
-  for (int64_t k = 0; k < units; ahead.first += ahead.ldw) {
-    const int64_t end = std::min(units, k + stretch);
-    const char* fetched = reinterpret_cast<const char*>(ahead.first);
-    for (; k < end; ++k, fetched += ahead.rows * int64_t(sizeof(float))) {
-      __builtin_prefetch(fetched, 0, 2);
+  for (int64_t k = 0; k < units;) {  // whole registers
+    constexpr int64_t UNIT_BYTES = Units<T>::SIZE * sizeof(T);
+    if (k * UNIT_BYTES % LINE_BYTES == 0) ahead.fetch(k * UNIT_BYTES);
+    for (const int64_t end = k + LANES; k < end; ++k) {
       f32x16 xs[V];
 #pragma GCC unroll 4
       for (int v = 0; v < V; ++v) xs[v] = held(load(x + v * vector_stride + k * LANES));
@@ -165,28 +158,37 @@ class LaneProduct {
   static constexpr int ROWS = AMX ? AMX_TILE_ROWS : detail::LANE_TILE_ROWS;  // of a tile
   static constexpr int TILE_VECTORS = AMX ? 2 : detail::LANE_TILE_VECTORS;
   static constexpr int64_t DEPTH = AMX ? 256 : 512, PANEL_STRIDE = DEPTH + LANES;
-  static constexpr int64_t BLOCK = 96;  // rows of W whose sums are kept
+  static constexpr int64_t BLOCK = AMX ? 96 : detail::LANE_BLOCK;  // rows of W whose sums are kept
   static constexpr int64_t LDC = VECTORS * LANES;
   static_assert(BLOCK % ROWS == 0 && BLOCK % LANES == 0);
 
   // sums_[n][lane] for `rows` rows of W and `count` vectors of x.
   void sum(const LaneRows<T>& x, int v, int count, const T* W, int64_t ldw, int rows) {
     if (x.units() == 0) std::fill_n(sums_.data(), rows * LDC, 0.0f);
+    // A tile goes through as much of K as leaves its vectors of x in L2: rows of W are long then.
+    const int64_t span = AMX ? DEPTH : VECTORS / count * DEPTH;
+    for (int64_t k = 0; k < x.units(); k += span)
+      for (int n = 0; n < rows; n += ROWS)
+        sum_tile(x, v, count, k, std::min(k + span, x.units()), W + n * ldw, ldw,
+                 std::min(ROWS, rows - n), sums_.data() + n * LDC);
+  }
+
+  // Units [first, last) of a tile.
+  void sum_tile(const LaneRows<T>& x, int v, int count, int64_t first, int64_t last, const T* W,
+                int64_t ldw, int rows, float* C) {
+    constexpr int SIZE = Units<T>::SIZE;
     // Rows of W are read as they lie where they are rows of units.
-    const bool in_units = Units<T>::SIZE * sizeof(T) == sizeof(float) && ldw % Units<T>::SIZE == 0;
-    for (int64_t k = 0; k < x.units(); k += DEPTH) {
-      const int64_t units = std::min(DEPTH, x.units() - k);
-      const T* from = W + k * Units<T>::SIZE;
-      const bool whole = (k + units) * Units<T>::SIZE <= x.depth();
-      for (int n = 0; n < rows; n += ROWS, from += ROWS * ldw) {
-        float* C = sums_.data() + n * LDC;
-        if (in_units && whole && n + ROWS <= rows) {
-          tiles(x, v, count, k, units, reinterpret_cast<const float*>(from),
-                ldw / Units<T>::SIZE, from, ldw, C);
-        } else {
-          copy(from, ldw, std::min(ROWS, rows - n), x.depth() - k * Units<T>::SIZE, units);
-          tiles(x, v, count, k, units, panel_.data(), PANEL_STRIDE, from, ldw, C);
-        }
+    const bool in_units = SIZE * sizeof(T) == sizeof(float) && ldw % SIZE == 0;
+    for (int64_t k = first; k < last; k += DEPTH) {
+      const int64_t units = std::min(DEPTH, last - k), next = k + DEPTH;
+      const T* from = W + k * SIZE;
+      const T* ahead = next < last ? W + next * SIZE : W + ROWS * ldw + first * SIZE;
+      if (in_units && (k + units) * SIZE <= x.depth() && rows == ROWS) {
+        tiles(x, v, count, k, units, reinterpret_cast<const float*>(from), ldw / SIZE, ahead, ldw,
+              C);
+      } else {
+        copy(from, ldw, rows, x.depth() - k * SIZE, units);
+        tiles(x, v, count, k, units, panel_.data(), PANEL_STRIDE, ahead, ldw, C);
       }
     }
   }
@@ -201,15 +203,17 @@ class LaneProduct {
       }
   }
 
-  // C (+)= ROWS rows of W, `stride` apart in units, times vectors [v, v + count) of x.
+  // C (+)= ROWS rows of W, `stride` apart in units, times vectors [v, v + count) of x; rows from
+  // `next` on are used after them.
   void tiles(const LaneRows<T>& x, int v, int count, int64_t k, int64_t units, const float* rows,
-             int64_t stride, const T* W, int64_t ldw, float* C) {
+             int64_t stride, const T* next, int64_t ldw, float* C) {
     const int num_tiles = (count + TILE_VECTORS - 1) / TILE_VECTORS;
     for (int tile = 0, i = 0; tile < num_tiles; ++tile) {
       // As even as can be: four vectors are two and two, rather than three and one.
       const int vectors = (count - i + num_tiles - tile - 1) / (num_tiles - tile);
       const int begin = ROWS * tile / num_tiles, end = ROWS * (tile + 1) / num_tiles;
-      const detail::NextRows<T> ahead{W + (ROWS + begin) * ldw, ldw, end - begin};
+      const NextRows ahead{reinterpret_cast<const char*>(next + begin * ldw),
+                           ldw * int64_t(sizeof(T)), end - begin};
       multiply(vectors, rows, stride, x.at(v + i, k), x.units() * LANES, units, C + i * LANES,
                k > 0, ahead);
       i += vectors;
@@ -218,12 +222,10 @@ class LaneProduct {
 
   static void multiply(int vectors, const float* rows, int64_t stride, const float* x,
                        int64_t vector_stride, int64_t units, float* C, bool add,
-                       detail::NextRows<T> ahead) {
+                       NextRows ahead) {
     using namespace detail;
     if constexpr (AMX)
-      return multiply_amx(rows, stride, x, vector_stride, vectors, units, C, LDC, add,
-                          AmxAhead{reinterpret_cast<const char*>(ahead.first),
-                                   ahead.ldw * int64_t(sizeof(T)), ahead.rows});
+      return multiply_amx(rows, stride, x, vector_stride, vectors, units, C, LDC, add, ahead);
     if constexpr (LANE_TILE_VECTORS == 3) {
       if (vectors == 3)
         return multiply_lanes<T, 3>(rows, stride, x, vector_stride, units, C, LDC, add, ahead);

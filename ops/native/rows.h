@@ -4,7 +4,7 @@
 //   with_lane_product<T>(body)       body(product), with this thread's LaneProduct, the best there is
 //   Rows<T> x;                       keep one per thread: its memory is reused
 //   x.pack(M, K, row)                row(i) is a pointer to row i
-//   x.multiply(W, ldw, N, y, ldy, streams)  y[m * ldy + n] = x W^T, in float
+//   x.multiply(W, ldw, N, y, ldy, reading)  y[m * ldy + n] = x W^T, in float
 #pragma once
 
 #include "lane_rows.h"
@@ -45,8 +45,8 @@ class Rows {
     for (int v = 0; v < many_.vectors(); ++v) many_.pack(v, row);
   }
 
-  void multiply(const T* W, int64_t ldw, int64_t N, float* y, int64_t ldy, int64_t streams) {
-    if (is_few_) return multiply_rows(few_, W, ldw, N, y, ldy, streams);
+  void multiply(const T* W, int64_t ldw, int64_t N, float* y, int64_t ldy, Reading reading) {
+    if (is_few_) return multiply_rows(few_, W, ldw, N, y, ldy, reading);
     with_lane_product<T>(
         [&](auto& product) { product.run(many_, 0, many_.vectors(), W, ldw, N, y, ldy); });
   }

@@ -4,16 +4,18 @@
 //   PackedRows<T> x;                     keep one per thread: its memory is reused
 //   x.pack(M, K, x, ldx)                 copies x in the order in which the product reads it;
 //   x.pack(M, K, row)                    the same, row(i) being a pointer to row i
-//   multiply_rows(x, W, ldw, N, y, ldy, streams)  y[m * ldy + n], in float
+//   multiply_rows(x, W, ldw, N, y, ldy, reading)  y[m * ldy + n], in float
 //
 // How: a dot product along K keeps W in the order in which memory delivers it. A tile takes four
 // rows of W and up to four rows of x, so that a vector of W is loaded once for four rows of x.
 // - Up to four rows of x, memory is all that counts. The four rows of W are far apart, so that
 //   each is a long stream of its own, which most CPUs prefetch best. For one or two rows of x,
-//   `streams` says how many rows of W that are: four; eight, which the hardware alone prefetches; or
-//   one row after the other. CPUs differ in what they like; the result is the same.
+//   reading.streams says how many rows of W that are: four; eight, which the hardware alone
+//   prefetches; or one row after the other. CPUs differ in what they like; the result is the same.
 // - More rows of x: with AVX-512, three streams of W meet eight rows of x at once, so that each step
-//   has work enough to hide what it fetches; up to eight rows more meet them again in L1.
+//   has work enough to hide what it fetches; up to eight rows more meet them again in L1. Either
+//   every line is fetched into L2, far ahead; or, since prefetchers stop at the end of a page, the
+//   first lines of the next one alone, and the others into L1 when the hardware has them in L2.
 // - On CPUs with fewer registers, they are further passes over a tile of adjacent rows, in stretches
 //   of K that stay in L1, while the tile after the next is prefetched, a part in each step. Otherwise
 //   memory would idle in the passes: the hardware prefetches only what misses, and never past a 4 KB
@@ -27,15 +29,16 @@
 #include <cstdint>
 
 #include "packed_rows.h"
+#include "reading.h"
 
 namespace th {
 
 namespace detail {
 
 constexpr int TILE = 4;                    // rows of W
-constexpr int64_t LINE_BYTES = 64;
 constexpr int64_t STRETCH_BYTES = 2048;    // of K in a pass: tile and group together fit L1
 constexpr int64_t NEAR_BYTES = 1024, FAR_BYTES = 4096;
+constexpr int64_t PAGE_BYTES = 4096, PAGE_HEAD_BYTES = 512;
 
 // R rows of W, `ldw` apart, times a group of x, over K elements.
 template <typename T>
@@ -153,9 +156,9 @@ inline void multiply_in_turn(const PackedRows<T>& x, const T* W, int64_t ldw, in
 // One or two rows of x.
 template <int G, typename T>
 inline void multiply_fewest(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N, float* y,
-                            int64_t ldy, int64_t streams) {
-  if (streams == 1) return multiply_in_turn<G>(x, W, ldw, N, y, ldy);
-  if (streams == 8) return multiply_streams<G, 8>(x, W, ldw, N, y, ldy);
+                            int64_t ldy, Reading reading) {
+  if (reading.streams == 1) return multiply_in_turn<G>(x, W, ldw, N, y, ldy);
+  if (reading.streams == 8) return multiply_streams<G, 8>(x, W, ldw, N, y, ldy);
   multiply_streams<G, TILE>(x, W, ldw, N, y, ldy);
 }
 
@@ -170,17 +173,20 @@ TH_INLINE void multiply_group(int rows, const Product<T>& product, const Ahead<T
 #ifdef __AVX512F__
 constexpr int WIDE_TILE = 3, WIDE_GROUP = 8;  // of W, and of x: 32 registers hold the sums
 
-// G rows of x from row `first` on times WIDE_TILE rows of W, fetched `lead` elements ahead.
-template <int G, typename T>
+// G rows of x from row `first` on times WIDE_TILE rows of W, `stream` apart.
+template <int G, bool BY_HARDWARE, typename T>
 TH_NOINLINE void multiply_wide(const PackedRows<T>& x, int first, const T* W, int64_t stream,
-                               int64_t lead, float* y, int64_t ldy, int64_t column_step) {
+                               float* y, int64_t ldy, int64_t column_step) {
   constexpr int STEP = Lanes<T>::STEP, GROUP = PackedRows<T>::GROUP;
+  constexpr int64_t PAGE = PAGE_BYTES / int64_t(sizeof(T)), FAR = FAR_BYTES / int64_t(sizeof(T)),
+                    HEAD_OF_PAGE = BY_HARDWARE ? PAGE_HEAD_BYTES / int64_t(sizeof(T)) : PAGE,
+                    NEAR = 2 * NEAR_BYTES / int64_t(sizeof(T));
   constexpr int HEAD = std::min(G, GROUP), REST = G - HEAD;
   const int64_t K = x.depth();
   const typename Lanes<T>::X *head = x.group(first, HEAD, 0), *rest = head;
   if constexpr (REST > 0) rest = x.group(first + GROUP, REST, 0);
   f32x16 acc[WIDE_TILE][G] = {};
-  const auto step = [&](const typename Lanes<T>::W(&w)[WIDE_TILE]) TH_LAMBDA {
+  const auto multiply = [&](const typename Lanes<T>::W(&w)[WIDE_TILE]) TH_LAMBDA {
 #pragma GCC unroll 8
     for (int m = 0; m < G; ++m) {
       const auto element = Lanes<T>::hold(m < HEAD ? head[m] : rest[m - HEAD]);
@@ -190,18 +196,27 @@ TH_NOINLINE void multiply_wide(const PackedRows<T>& x, int first, const T* W, in
     head += HEAD, rest += REST;
   };
   typename Lanes<T>::W w[WIDE_TILE];
-  int64_t k = 0;
-  for (; k + STEP <= K; k += STEP) {
+  const auto step = [&](int64_t k, bool fetches_far) TH_LAMBDA {
 #pragma GCC unroll 3
     for (int r = 0; r < WIDE_TILE; ++r) {
-      __builtin_prefetch(W + r * stream + k + lead, 0, 2);
-      w[r] = Lanes<T>::weights(W + r * stream + k);
+      const T* row = W + r * stream + k;
+      if (fetches_far) __builtin_prefetch(row + FAR, 0, 2);
+      if (BY_HARDWARE) __builtin_prefetch(row + NEAR, 0, 3);
+      w[r] = Lanes<T>::weights(row);
     }
-    step(w);
+    multiply(w);
+  };
+  const int64_t whole = K / STEP * STEP;
+  int64_t page = -int64_t(reinterpret_cast<uintptr_t>(W) % PAGE_BYTES / sizeof(T));
+  for (int64_t k = 0; page < whole; page += PAGE) {
+    const int64_t head = std::min(whole, page + HEAD_OF_PAGE), end = std::min(whole, page + PAGE);
+    for (; k < head; k += STEP) step(k, true);
+    for (; k < end; k += STEP) step(k, false);
   }
-  if (k < K) {
-    for (int r = 0; r < WIDE_TILE; ++r) w[r] = Lanes<T>::weights(W + r * stream + k, int(K - k));
-    step(w);
+  if (whole < K) {
+    for (int r = 0; r < WIDE_TILE; ++r)
+      w[r] = Lanes<T>::weights(W + r * stream + whole, int(K - whole));
+    multiply(w);
   }
   for (int r = 0; r < WIDE_TILE; ++r) {
     f32x16 totals[LANES] = {};
@@ -214,19 +229,20 @@ TH_NOINLINE void multiply_wide(const PackedRows<T>& x, int first, const T* W, in
 
 // Five to sixteen rows of x: eight meet each vector of W at once, the others while it is in L1.
 // Sums are in the order of multiply_streams.
-template <typename T>
+template <bool BY_HARDWARE, typename T>
 inline void multiply_wide_streams(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N,
                                   float* y, int64_t ldy) {
-  constexpr int64_t lead = FAR_BYTES / int64_t(sizeof(T));
   constexpr int GROUP = PackedRows<T>::GROUP;
-  using Wide = decltype(&multiply_wide<1, T>);
+  constexpr bool B = BY_HARDWARE;
+  using Wide = decltype(&multiply_wide<1, B, T>);
   static constexpr Wide wide[WIDE_GROUP] = {
-      multiply_wide<1, T>, multiply_wide<2, T>, multiply_wide<3, T>, multiply_wide<4, T>,
-      multiply_wide<5, T>, multiply_wide<6, T>, multiply_wide<7, T>, multiply_wide<8, T>};
+      multiply_wide<1, B, T>, multiply_wide<2, B, T>, multiply_wide<3, B, T>,
+      multiply_wide<4, B, T>, multiply_wide<5, B, T>, multiply_wide<6, B, T>,
+      multiply_wide<7, B, T>, multiply_wide<8, B, T>};
   const int64_t stream = N / WIDE_TILE;
   for (int64_t n = 0; n < stream; ++n)
     for (int first = 0; first < x.rows(); first += WIDE_GROUP)
-      wide[std::min(WIDE_GROUP, x.rows() - first) - 1](x, first, W + n * ldw, stream * ldw, lead,
+      wide[std::min(WIDE_GROUP, x.rows() - first) - 1](x, first, W + n * ldw, stream * ldw,
                                                         y + first * ldy + n, ldy, stream);
   for (int64_t n = stream * WIDE_TILE; n < N; ++n)
     for (int first = 0; first < x.rows(); first += GROUP) {
@@ -275,17 +291,18 @@ inline void multiply_tiles(const PackedRows<T>& x, const T* W, int64_t ldw, int6
 
 template <typename T>
 inline void multiply_rows(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N, float* y,
-                          int64_t ldy, int64_t streams) {
+                          int64_t ldy, Reading reading) {
   using namespace detail;
   switch (x.rows()) {
     case 0: return;
-    case 1: return multiply_fewest<1>(x, W, ldw, N, y, ldy, streams);
-    case 2: return multiply_fewest<2>(x, W, ldw, N, y, ldy, streams);
+    case 1: return multiply_fewest<1>(x, W, ldw, N, y, ldy, reading);
+    case 2: return multiply_fewest<2>(x, W, ldw, N, y, ldy, reading);
     case 3: return multiply_streams<3, TILE>(x, W, ldw, N, y, ldy);
     case 4: return multiply_streams<4, TILE>(x, W, ldw, N, y, ldy);
   }
 #ifdef __AVX512F__
-  multiply_wide_streams(x, W, ldw, N, y, ldy);
+  if (reading.by_hardware) return multiply_wide_streams<true>(x, W, ldw, N, y, ldy);
+  multiply_wide_streams<false>(x, W, ldw, N, y, ldy);
 #else
   if (x.rows() <= 3 * PackedRows<T>::GROUP) return multiply_tiles<2>(x, W, ldw, N, y, ldy);
   multiply_tiles<1>(x, W, ldw, N, y, ldy);

@@ -24,10 +24,13 @@ pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason=str(compi
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OWN = Forms(
     streams=4,
+    by_hardware=False,
     many_by_torch=False,
     in_turn_rate=1.0,
     four_rate=1.0,
     eight_rate=1.0,
+    kernel_rate=1.0,
+    hardware_rate=1.0,
     ours_rate=1.0,
     torch_rate=1.0,
 )
@@ -91,16 +94,17 @@ def test_threads_and_neighbours_change_no_bit(num_rows: int, dtype: str, threads
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_rows", [1, 2])
+@pytest.mark.parametrize("depth", [70, 1101, 2600])  # the last has rows of more than a page
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 8, 16])
 def test_the_measured_form_changes_no_bit(
-    num_rows: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+    num_rows: int, depth: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case(num_rows=num_rows, depth=1101, widths=(70, 33, 2), biased=frozenset({0}))
+    case = Case(num_rows=num_rows, depth=depth, widths=(70, 33, 2), biased=frozenset({0}))
     inputs = make_inputs(case, dtype=DTYPES[dtype])
     expected = linear(*inputs, impl="cpp")
-    for streams in (1, 8):
-        monkeypatch.setattr(_cpu, "forms", lambda dtype, n=streams: replace(OWN, streams=n))
-        assert torch.equal(bits(linear(*inputs, impl="cpp")), bits(expected)), streams
+    for form in (replace(OWN, streams=1), replace(OWN, streams=8), replace(OWN, by_hardware=True)):
+        monkeypatch.setattr(_cpu, "forms", lambda dtype, form=form: form)
+        assert torch.equal(bits(linear(*inputs, impl="cpp")), bits(expected)), form
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,10 +15,13 @@ from torch_hybrid.ops.native import build, compiler_missing, forms
 pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
 FOUND = forms.Forms(
     streams=1,
+    by_hardware=True,
     many_by_torch=False,
     in_turn_rate=40e9,
     four_rate=29e9,
     eight_rate=31e9,
+    kernel_rate=13e9,
+    hardware_rate=14.2e9,
     ours_rate=234.4e9,
     torch_rate=98e9,
 )
@@ -86,6 +89,7 @@ def test_a_choice_shows_the_forms(measured: list[torch.dtype]) -> None:
     need = Need(device=torch.device("cpu"), dtype=torch.float32)
     assert select("linear", IMPLEMENTATIONS, need).measured == (
         "one row: in turn (in turn 40 GB/s, four streams 29, eight streams 31)\n"
+        "eight rows: fetched by the hardware (kernel 13 GB/s, hardware 14.2)\n"
         "many rows: own (own 234 GFLOP/s, torch 98)"
     )
     assert select("linear", IMPLEMENTATIONS, need, "torch").measured == ""
@@ -98,5 +102,15 @@ def test_measures_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     found = forms._measure(torch.float32)
     rates = {1: found.in_turn_rate, 4: found.four_rate, 8: found.eight_rate}
     assert rates[found.streams] == max(rates.values())
-    assert min(*rates.values(), found.ours_rate, found.torch_rate) > 1e8
+    assert found.by_hardware == (found.hardware_rate > found.kernel_rate)
+    assert (
+        min(
+            *rates.values(),
+            found.kernel_rate,
+            found.hardware_rate,
+            found.ours_rate,
+            found.torch_rate,
+        )
+        > 1e8
+    )
     assert build.cache_folder().is_dir()
