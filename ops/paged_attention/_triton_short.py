@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.triton.devices import interpreted
+from torch_hybrid.ops.triton.fp8 import widen
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits, tanh
 
@@ -85,6 +86,7 @@ def attend_short(
     scale: float,
     window: int,
     softcap: float,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Attend to ``kv``, which has the new rows; write ``out`` and ``lse``."""
     _, _, page_size, num_kv_heads, head_dim = kv.shape
@@ -96,10 +98,10 @@ def attend_short(
         num_kv_heads=num_kv_heads,
         group=num_q_heads // num_kv_heads,
         head_dim=head_dim,
-        itemsize=kv.itemsize,
+        itemsize=q.itemsize,
         max_keys=max_pages * page_size,
     )
-    queries_and_keys = (q, kv, cu_seqlens, seq_lens, page_table)
+    queries_and_keys = (q, kv, kv_scales, cu_seqlens, seq_lens, page_table)
     if tiles.num_splits == 1:
         _attend(*queries_and_keys, out, lse, scale, window, softcap, tiles)
         return
@@ -112,6 +114,7 @@ def attend_short(
 def _attend(
     q: Tensor,
     kv: Tensor,
+    kv_scales: Tensor | None,
     cu_seqlens: Tensor,
     seq_lens: Tensor,
     page_table: Tensor,
@@ -128,6 +131,7 @@ def _attend(
     _attend_kernel[(tiles.num_blocks, num_kv_heads, tiles.num_splits)](
         q,
         kv,
+        kv_scales,
         cu_seqlens,
         seq_lens,
         page_table,
@@ -166,6 +170,7 @@ def _attend(
 def _attend_kernel(
     q: tl.tensor,
     kv: tl.tensor,
+    kv_scales: tl.tensor,
     cu_seqlens: tl.tensor,
     seq_lens: tl.tensor,
     page_table: tl.tensor,
@@ -228,6 +233,12 @@ def _attend_kernel(
     split_begin = keys_begin + split * tiles_per_split * BLOCK_KV
     split_end = tl.minimum(keys_end, split_begin + tiles_per_split * BLOCK_KV)
 
+    if kv_scales is not None:
+        if HAS_SOFTCAP:
+            cap_scale *= tl.load(kv_scales + head_kv)
+        else:
+            scale_log2 *= tl.load(kv_scales + head_kv)
+
     # Running maximum of each row's logits, in log2 units, and sum of their exponentials.
     peak = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -245,7 +256,10 @@ def _attend_kernel(
         mask_kv = mask_key[:, None] & mask_d[None, :]
         b_k = tl.load(p_k, mask=mask_kv, other=0.0)
         b_v = tl.load(p_k + stride_values, mask=mask_kv, other=0.0)
-        if FLOAT32_PRODUCTS:
+        if kv_scales is not None:
+            b_k = widen(b_k, b_q.dtype)
+            b_v = widen(b_v, b_q.dtype)
+        elif FLOAT32_PRODUCTS:
             b_k = b_k.to(tl.float32)
             b_v = b_v.to(tl.float32)
 
@@ -261,6 +275,8 @@ def _attend_kernel(
         b_o = tl.dot(weights.to(b_v.dtype), b_v, b_o, input_precision="ieee")
 
     total, b_lse = finish(peak, total)
+    if kv_scales is not None:
+        b_o *= tl.load(kv_scales + HKV + head_kv)
     row_out = (split.to(tl.int64) * num_tokens + token) * HQ + head
     tl.store(lse + row_out, b_lse, mask=mask_m)
     p_out = out + row_out[:, None] * D + index_d[None, :]

@@ -36,7 +36,7 @@ CONTRACT = """
     triton and (
         matches_float64 and (odd or one_head and fp32 or long_decode and fp16 and plain)
         or (padding or writes or depend) and odd
-        or merges or sequences_empty or out_of_range
+        or merges or sequences_empty or out_of_range or 8_bits
     ) or in_interpreter or by_documentation
 """
 
@@ -91,9 +91,10 @@ def test_in_the_interpreter(
 
 
 @needs_interpreter
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("name", PATHS)
-def test_paths_in_interpreter(name: str) -> None:
-    check("cpu", PATHS[name], torch.float16, "plain")
+def test_paths_in_interpreter(name: str, fp8: bool) -> None:
+    check("cpu", PATHS[name], torch.float16, "plain", fp8=fp8)
 
 
 @needs_interpreter
@@ -104,24 +105,31 @@ def test_paths_in_interpreter(name: str) -> None:
         *(("pages_of_a_tile", options) for options in ("plain", "window_softcap")),
     ],
 )
-def test_long_queries_in_interpreter(name: str, options: str, long_queries: None) -> None:
-    check("cpu", LONG[name], torch.float16, options)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_long_queries_in_interpreter(
+    name: str, options: str, fp8: bool, long_queries: None
+) -> None:
+    check("cpu", LONG[name], torch.float16, options, fp8=fp8)
 
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", LONG | HOPPER)
-def test_long_queries_on_a_gpu(name: str, dtype: torch.dtype, long_queries: None) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_long_queries_on_a_gpu(
+    name: str, dtype: torch.dtype, fp8: bool, long_queries: None
+) -> None:
     for options in OPTIONS:
-        check("cuda", (LONG | HOPPER)[name], dtype, options)
+        check("cuda", (LONG | HOPPER)[name], dtype, options, fp8=fp8)
 
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES | PATHS)
-def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_on_a_gpu(name: str, dtype: torch.dtype, fp8: bool) -> None:
     for options in OPTIONS:
-        check("cuda", (CASES | PATHS)[name], dtype, options)
+        check("cuda", (CASES | PATHS)[name], dtype, options, fp8=fp8)
 
 
 @needs_cuda
@@ -134,7 +142,7 @@ def test_a_captured_graph_serves_other_lengths() -> None:
     with torch.cuda.graph(graph):
         out, lse = call(captured, "plain")
     other = make_inputs(replace(shape, lengths=((3, 9), (4, 70))), padding=(1, 0), seed=1)
-    for field in fields(Inputs):
+    for field in fields(Inputs)[: len(other.args())]:
         getattr(captured, field.name).copy_(getattr(other, field.name))
     graph.replay()
     assert_as_exact(other, "plain", out.cpu(), lse.cpu(), captured.kv.cpu())
@@ -150,9 +158,9 @@ def long_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(_triton, "attend_short")
 
 
-def check(device: str, case: Case, dtype: torch.dtype, options: str) -> None:
+def check(device: str, case: Case, dtype: torch.dtype, options: str, *, fp8: bool = False) -> None:
     """The kernels on ``device`` are as exact as the reference and write their rows alone."""
-    inputs = make_inputs(case, dtype=dtype, padding=(3, 2))
+    inputs = make_inputs(case, dtype=dtype, padding=(3, 2), fp8=fp8)
     hide_what_is_before(OPTIONS[options]["window"], inputs)
     moved = on_device(inputs, device)
     out, lse = call(moved, options)
@@ -160,13 +168,14 @@ def check(device: str, case: Case, dtype: torch.dtype, options: str) -> None:
 
 
 def call(inputs: Inputs, options: str) -> tuple[Tensor, Tensor]:
-    tensors = [getattr(inputs, field.name) for field in fields(Inputs)]
-    scale = inputs.q.shape[-1] ** -0.5
-    return paged_attention_with_lse(*tensors, scale=scale, impl="triton", **OPTIONS[options])
+    *tensors, kv_scales = (getattr(inputs, field.name) for field in fields(Inputs))
+    chosen = {"scale": inputs.q.shape[-1] ** -0.5, "kv_scales": kv_scales, **OPTIONS[options]}
+    return paged_attention_with_lse(*tensors, impl="triton", **chosen)
 
 
 def assert_as_exact(inputs: Inputs, options: str, out: Tensor, lse: Tensor, kv: Tensor) -> None:
-    chosen = {"scale": inputs.q.shape[-1] ** -0.5, **OPTIONS[options]}
+    scale = inputs.q.shape[-1] ** -0.5
+    chosen = {"scale": scale, "kv_scales": inputs.kv_scales, **OPTIONS[options]}
     args = inputs.args()
     exact = reference.paged_attention_with_lse(*inputs.to(torch.float64).args(), **chosen)
     rounded = reference.paged_attention_with_lse(*args, **chosen)
@@ -180,7 +189,8 @@ def assert_as_exact(inputs: Inputs, options: str, out: Tensor, lse: Tensor, kv: 
 
 def on_device(inputs: Inputs, device: str) -> Inputs:
     """Copies on ``device``; q lies beside a gate within each head, k and v within one tensor."""
-    moved = {f.name: getattr(inputs, f.name).to(device, copy=True) for f in fields(Inputs)}
+    given = {f.name: getattr(inputs, f.name) for f in fields(Inputs)}
+    moved = {name: x.to(device, copy=True) for name, x in given.items() if x is not None}
     gated = torch.cat([moved["q"], torch.full_like(moved["q"], torch.nan)], 2)
     k, v = torch.cat([moved["k"], moved["v"]], 1).chunk(2, 1)
     return replace(inputs, **moved | {"q": gated[..., : gated.shape[2] // 2], "k": k, "v": v})
