@@ -29,6 +29,12 @@ def rounded(values: Tensor, scales: Tensor | float) -> Tensor:
     return numbers
 
 
+def worth(numbers: Tensor, scales: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """What kept numbers are worth, in ``dtype``; computed in float32 or better."""
+    wide = numbers.to(torch.promote_types(dtype, torch.float32))
+    return (wide * scales).to(dtype)
+
+
 def features_of(pool: Tensor) -> frozenset[str] | None:
     """What an implementation must have for this pool; None where any has it."""
     return frozenset({FEATURE}) if pool.dtype == DTYPE else None

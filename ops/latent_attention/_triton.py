@@ -17,6 +17,7 @@ from torch_hybrid.ops.latent_attention._triton_store import store_rows
 from torch_hybrid.ops.latent_attention._triton_tiles import Tiles
 from torch_hybrid.ops.page_bounds import check_page_indices
 from torch_hybrid.ops.triton.devices import interpreted
+from torch_hybrid.ops.triton.fp8 import readable, widen
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits
 
@@ -33,6 +34,7 @@ def latent_attention_with_lse(
     slot_mapping: Tensor,
     *,
     scale: float,
+    pool_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``torch_hybrid::latent_attention_with_lse``, and of the op without."""
     num_pages, page_size, _ = pool.shape
@@ -45,7 +47,9 @@ def latent_attention_with_lse(
     lse = q_latent.new_empty(num_tokens, num_heads, dtype=torch.float32)
     if num_seqs == 0:
         return out.zero_(), lse.fill_(-math.inf)
-    store_rows(latent, k_rope, pool, slot_mapping, cu_seqlens)
+    if pool_scale is not None:
+        pool = readable(pool)
+    store_rows(latent, k_rope, pool, slot_mapping, cu_seqlens, pool_scale)
     for_hopper = serves(q_latent, q_rope, pool)
     tiles = Tiles.of(
         num_tokens=num_tokens,
@@ -53,12 +57,12 @@ def latent_attention_with_lse(
         num_heads=num_heads,
         rank=rank,
         rope_dim=q_rope.shape[2],
-        like=pool,
+        like=q_latent,
         max_keys=max_pages * page_size,
         for_hopper=for_hopper,
     )
     queries_and_keys = (q_latent, q_rope, pool, cu_seqlens, seq_lens, page_table)
-    attend: Callable[..., None] = partial(_attend, scale=scale, tiles=tiles)
+    attend: Callable[..., None] = partial(_attend, pool_scale=pool_scale, scale=scale, tiles=tiles)
     if for_hopper and tiles.block_m == BLOCK_M:
         attend = partial(
             attend_on_hopper, scale=scale, block_q=tiles.block_q, num_splits=tiles.num_splits
@@ -83,6 +87,7 @@ def _attend(
     out: Tensor,
     lse: Tensor,
     *,
+    pool_scale: Tensor | None,
     scale: float,
     tiles: Tiles,
 ) -> None:
@@ -98,6 +103,7 @@ def _attend(
         q_latent,
         q_rope,
         pool,
+        pool_scale,
         cu_seqlens,
         seq_lens,
         page_table,
@@ -124,7 +130,7 @@ def _attend(
         BLOCK_KV=tiles.block_kv,
         NUM_SPLITS=tiles.num_splits,
         # The interpreter holds bfloat16 as integers and multiplies them as such.
-        FLOAT32_PRODUCTS=interpreted() and pool.dtype == torch.bfloat16,
+        FLOAT32_PRODUCTS=interpreted() and q_latent.dtype == torch.bfloat16,
         num_warps=tiles.num_warps,
         num_stages=2,
         enable_fp_fusion=True,
@@ -136,6 +142,7 @@ def _attend_kernel(
     q_latent: tl.tensor,
     q_rope: tl.tensor,
     pool: tl.tensor,
+    pool_scale: tl.tensor,
     cu_seqlens: tl.tensor,
     seq_lens: tl.tensor,
     page_table: tl.tensor,
@@ -217,6 +224,8 @@ def _attend_kernel(
     tiles_per_split = tl.cdiv(tl.cdiv(keys_end, BLOCK_KV), NUM_SPLITS)
     split_begin = split * tiles_per_split * BLOCK_KV
     split_end = tl.minimum(keys_end, split_begin + tiles_per_split * BLOCK_KV)
+    if pool_scale is not None:
+        scale_log2 *= tl.load(pool_scale)
     peak = nothing
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     table = page_table + seq.to(tl.int64) * stride_table_seq
@@ -234,7 +243,9 @@ def _attend_kernel(
             slot = page.to(tl.int64) * PAGE_SIZE + held % PAGE_SIZE
             p_row = pool + slot[:, None] * (RANK + ROPE)
         b_k_rope = tl.load(p_row + RANK + index_rope[None, :], mask=mask_rope, other=0.0)
-        if FLOAT32_PRODUCTS:
+        if pool_scale is not None:
+            b_k_rope = widen(b_k_rope, b_q_rope.dtype)
+        elif FLOAT32_PRODUCTS:
             b_k_rope = b_k_rope.to(tl.float32)
         products = tl.dot(b_q_rope, tl.trans(b_k_rope), input_precision="ieee")
         b_c = ()
@@ -242,7 +253,9 @@ def _attend_kernel(
             index = part * BLOCK_PART + index_part
             mask_part = (index < RANK) | (RANK == BLOCK_RANK)
             b_c_part = tl.load(p_row + index, mask=mask_part, other=0.0)
-            if FLOAT32_PRODUCTS:
+            if pool_scale is not None:
+                b_c_part = widen(b_c_part, b_q_rope.dtype)
+            elif FLOAT32_PRODUCTS:
                 b_c_part = b_c_part.to(tl.float32)
             b_c = b_c + (b_c_part,)  # type: ignore[assignment]  # noqa: RUF005
             if b_c_part.dtype == tl.float32:
@@ -268,6 +281,8 @@ def _attend_kernel(
     row_out = (tl.cast(split, tl.int64) * num_tokens + token) * H + head
     tl.store(lse + row_out, b_lse, mask=mask_m)
     has_keys = is_query & (split_begin < split_end)
+    if pool_scale is not None:
+        total /= tl.load(pool_scale)
     for part in tl.static_range(PARTS):
         index = part * BLOCK_PART + index_part
         b_part = (b_o[part] / total[:, None]).to(out.dtype.element_ty)

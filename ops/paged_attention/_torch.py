@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.fp8_kv import rounded
+from torch_hybrid.ops.fp8_kv import rounded, worth
 from torch_hybrid.ops.page_bounds import check_page_indices
 
 # Queries per product: bounds the logits to [Hq, _BLOCK, seq_len].
@@ -88,10 +88,9 @@ def _gather(
     skipped = first // page_size
     used = pages[skipped : -(-last // page_size)].long()
     rows = kv[:, used].flatten(1, 2)[:, first - skipped * page_size : last - skipped * page_size]
-    rows = rows.to(torch.promote_types(dtype, torch.float32))
-    if kv_scales is not None:
-        rows = rows * kv_scales[:, None, :, None]
-    keys, values = rows.transpose(1, 2)
+    wide = torch.promote_types(dtype, torch.float32)
+    scaled = rows.to(wide) if kv_scales is None else worth(rows, kv_scales[:, None, :, None], wide)
+    keys, values = scaled.transpose(1, 2)
     return keys, values
 
 

@@ -30,7 +30,7 @@ from torch_hybrid.ops.latent_attention import latent_attention_with_lse, referen
 CONTRACT = """
     triton and (
         matches_float64 and (one_head or odd or long_decode and fp16)
-        or (padding or writes) and odd or sequences_empty or out_of_range or overflow
+        or (padding or writes) and odd or 8_bits or sequences_empty or out_of_range or overflow
     ) or by_documentation
 """
 
