@@ -17,7 +17,7 @@ from torch_hybrid.ops.latent_attention._triton_store import store_rows
 from torch_hybrid.ops.latent_attention._triton_tiles import Tiles
 from torch_hybrid.ops.page_bounds import check_page_indices
 from torch_hybrid.ops.triton.devices import interpreted
-from torch_hybrid.ops.triton.fp8 import readable, widen
+from torch_hybrid.ops.triton.fp8 import float16_factors, readable, widen
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits
 
@@ -208,13 +208,24 @@ def _attend_kernel(
     p_rope = q_rope + (token.to(tl.int64) * stride_rope_token + head * stride_rope_head)[:, None]
     is_query = mask_m[:, None]
     b_q_rope = tl.load(p_rope + index_rope[None, :], mask=is_query & mask_rope, other=0.0)
-    if FLOAT32_PRODUCTS:
+    TO_FLOAT16: tl.constexpr = pool_scale is not None and b_q_rope.dtype == tl.bfloat16
+    if TO_FLOAT16:
+        largest = tl.max(tl.abs(b_q_rope.to(tl.float32)), 1)
+        for part in tl.static_range(PARTS):
+            index = part * BLOCK_PART + index_part
+            b_q_part = tl.load(p_latent + index, mask=is_query & (index < RANK), other=0.0)
+            largest = tl.maximum(largest, tl.max(tl.abs(b_q_part.to(tl.float32)), 1))
+        factor, q_worth = float16_factors(largest)
+        b_q_rope = (b_q_rope.to(tl.float32) * factor[:, None]).to(tl.float16)
+    elif FLOAT32_PRODUCTS:
         b_q_rope = b_q_rope.to(tl.float32)
     b_q, b_o = (), ()
     for part in tl.static_range(PARTS):
         index = part * BLOCK_PART + index_part
         b_q_part = tl.load(p_latent + index, mask=is_query & (index < RANK), other=0.0)
-        if FLOAT32_PRODUCTS:
+        if TO_FLOAT16:
+            b_q_part = (b_q_part.to(tl.float32) * factor[:, None]).to(tl.float16)
+        elif FLOAT32_PRODUCTS:
             b_q_part = b_q_part.to(tl.float32)
         b_q = b_q + (b_q_part,)  # type: ignore[assignment]  # noqa: RUF005  (Triton has no unpacking)
         b_o = b_o + (tl.zeros([BLOCK_M, BLOCK_PART], dtype=tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
@@ -265,6 +276,8 @@ def _attend_kernel(
                 products = tl.fma(products, 1.0, of_part)
             else:
                 products += tl.dot(b_q[part], tl.trans(b_c_part), input_precision="ieee")
+        if TO_FLOAT16:
+            products *= q_worth[:, None]
         visible = (key[None, :] <= (ahead + token)[:, None]) & (key < split_end)[None, :]
         products = tl.where(visible, products, -float("inf"))
         weights, rescale, peak, total = advance(products, scale_log2, peak, total)

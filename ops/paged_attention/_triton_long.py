@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.triton.attention import attend_to_keys
 from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, is_hopper
+from torch_hybrid.ops.triton.fp8 import as_float16
 from torch_hybrid.ops.triton.hopper_attention import HopperTiles, attend_rows
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton.softmax import finish, log2_scale
@@ -178,7 +179,10 @@ def _long_kernel(
     mask_q = mask_m[:, None] & (index_d < D)[None, :]
     offset_q = token.to(tl.int64) * stride_q_token + head * stride_q_head
     b_q = tl.load(q + offset_q[:, None] + index_d[None, :], mask=mask_q, other=0.0)
-    if FLOAT32_PRODUCTS:
+    q_worth = None
+    if kv_scales is not None and b_q.dtype == tl.bfloat16:
+        b_q, q_worth = as_float16(b_q)
+    elif FLOAT32_PRODUCTS:
         b_q = b_q.to(tl.float32)
 
     ahead = tl.load(seq_lens + seq) - end  # of a token's number, to its position
@@ -241,6 +245,7 @@ def _long_kernel(
             BLOCK_KV,
             hides,
             FLOAT32_PRODUCTS,
+            q_worth=q_worth,
             table=table,
             stride_table_page=stride_table_page,
             PAGE_SIZE=PAGE_SIZE,

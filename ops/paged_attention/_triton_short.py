@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.triton.devices import interpreted
-from torch_hybrid.ops.triton.fp8 import widen
+from torch_hybrid.ops.triton.fp8 import as_float16, widen
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits, tanh
 
@@ -219,7 +219,10 @@ def _attend_kernel(
     mask_q = mask_m[:, None] & mask_d[None, :]
     offset_q = token.to(tl.int64) * stride_q_token + head * stride_q_head
     b_q = tl.load(q + offset_q[:, None] + index_d[None, :], mask=mask_q, other=0.0)
-    if FLOAT32_PRODUCTS:
+    q_worth = None
+    if kv_scales is not None and b_q.dtype == tl.bfloat16:
+        b_q, q_worth = as_float16(b_q)
+    elif FLOAT32_PRODUCTS:
         b_q = b_q.to(tl.float32)
 
     # Positions in the sequence: of each row's own token, and the keys that the block can see.
@@ -264,6 +267,8 @@ def _attend_kernel(
             b_v = b_v.to(tl.float32)
 
         products = tl.dot(b_q, tl.trans(b_k), out_dtype=tl.float32, input_precision="ieee")
+        if q_worth is not None:
+            products *= q_worth[:, None]
         if HAS_SOFTCAP:
             products = tanh(products * cap_scale)
         visible = key[None, :] <= position[:, None]

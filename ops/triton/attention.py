@@ -33,6 +33,7 @@ def attend_to_keys(
     HIDES: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
     b_q_rest: tl.tensor = None,
+    q_worth: tl.tensor = None,
     table: tl.tensor = None,
     stride_table_page: tl.tensor = 0,
     window: tl.tensor = 0,
@@ -49,6 +50,7 @@ def attend_to_keys(
         peak, total: [BLOCK_M] as ``advance`` has them.
         b_q, b_q_rest: [BLOCK_M, BLOCK_D] and [BLOCK_M, BLOCK_D_REST], the first dims of the
             queries and those that are left of D.
+        q_worth: [BLOCK_M], what products with a row are to be multiplied by.
         position: [BLOCK_M], of the last key that each row sees.
         first_key, num_tiles: where the tiles start, and how many; in pages a multiple of BLOCK_KV
             unless it HAS_WINDOW.
@@ -109,6 +111,8 @@ def attend_to_keys(
             if FLOAT32_PRODUCTS:
                 b_k_rest = b_k_rest.to(tl.float32)
             products = tl.dot(b_q_rest, tl.trans(b_k_rest), products, input_precision="ieee")
+        if q_worth is not None:
+            products *= q_worth[:, None]
 
         if HAS_SOFTCAP:
             products = tanh(products * cap_scale)
