@@ -35,9 +35,9 @@ def worth(numbers: Tensor, scales: Tensor | float, dtype: torch.dtype) -> Tensor
     return (wide * scales).to(dtype)
 
 
-def features_of(pool: Tensor) -> frozenset[str] | None:
-    """What an implementation must have for this pool; None where any has it."""
-    return frozenset({FEATURE}) if pool.dtype == DTYPE else None
+def features_of(kept: torch.dtype | None) -> frozenset[str]:
+    """What an implementation must have for a pool of this dtype, beside the ordinary."""
+    return frozenset({FEATURE}) if kept == DTYPE else frozenset()
 
 
 def check_scales(name: str, pool: Tensor, scales: Tensor | None, *shape: int) -> None:

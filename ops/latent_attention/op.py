@@ -193,7 +193,7 @@ def latent_attention(
     index = (cu_seqlens, seq_lens, page_table, slot_mapping)
     check_attention(q_latent, q_rope, latent, k_rope, pool, *index, pool_scale)
     check_scale(scale)
-    sizes, features = _sizes(q_latent, q_rope, pool), fp8_kv.features_of(pool)
+    sizes, features = _sizes(q_latent, q_rope, pool), fp8_kv.features_of(pool.dtype) or None
     check_impl(impl, IMPLEMENTATIONS, q_latent.device, sizes, features=features)
     check_planned(impl, IMPLEMENTATIONS, planned)
     out: Tensor = _LATENT_ATTENTION(
@@ -236,7 +236,7 @@ def latent_attention_with_lse(
     index = (cu_seqlens, seq_lens, page_table, slot_mapping)
     check_attention(q_latent, q_rope, latent, k_rope, pool, *index, pool_scale)
     check_scale(scale)
-    sizes, features = _sizes(q_latent, q_rope, pool), fp8_kv.features_of(pool)
+    sizes, features = _sizes(q_latent, q_rope, pool), fp8_kv.features_of(pool.dtype) or None
     check_impl(impl, IMPLEMENTATIONS, q_latent.device, sizes, features=features)
     check_planned(impl, IMPLEMENTATIONS, planned)
     out, lse = _LATENT_ATTENTION_WITH_LSE(

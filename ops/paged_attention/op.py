@@ -172,7 +172,9 @@ def paged_attention(
     _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping, kv_scales)
     _validate_options(scale, window, softcap)
     sizes = {"head_dim": q.shape[-1], "page_size": kv.shape[2]}
-    check_impl(impl, IMPLEMENTATIONS, q.device, sizes, features=fp8_kv.features_of(kv))
+    check_impl(
+        impl, IMPLEMENTATIONS, q.device, sizes, features=fp8_kv.features_of(kv.dtype) or None
+    )
     check_planned(impl, IMPLEMENTATIONS, planned)
     out: Tensor = _PAGED_ATTENTION(
         q,
@@ -221,7 +223,7 @@ def paged_attention_with_lse(
     """
     _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping, kv_scales)
     _validate_options(scale, window, softcap)
-    sizes, features = {"head_dim": q.shape[-1]}, fp8_kv.features_of(kv)
+    sizes, features = {"head_dim": q.shape[-1]}, fp8_kv.features_of(kv.dtype) or None
     check_impl(impl, WITH_LSE_IMPLEMENTATIONS, q.device, sizes, features=features)
     out, lse = _PAGED_ATTENTION_WITH_LSE(
         q,
