@@ -13,11 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.latent_attention._triton_hopper import BLOCK_M, attend_on_hopper, serves
+from torch_hybrid.ops.latent_attention._triton_pairs import attend_to_pairs
 from torch_hybrid.ops.latent_attention._triton_store import store_rows
 from torch_hybrid.ops.latent_attention._triton_tiles import Tiles
 from torch_hybrid.ops.page_bounds import check_page_indices
 from torch_hybrid.ops.triton.devices import interpreted
-from torch_hybrid.ops.triton.fp8 import float16_factors, readable, widen
+from torch_hybrid.ops.triton.fp8 import readable
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits
 
@@ -47,9 +48,8 @@ def latent_attention_with_lse(
     lse = q_latent.new_empty(num_tokens, num_heads, dtype=torch.float32)
     if num_seqs == 0:
         return out.zero_(), lse.fill_(-math.inf)
-    if pool_scale is not None:
-        pool = readable(pool)
-    store_rows(latent, k_rope, pool, slot_mapping, cu_seqlens, pool_scale)
+    kept = pool if pool_scale is None else readable(pool)
+    store_rows(latent, k_rope, kept, slot_mapping, cu_seqlens, pool_scale)
     for_hopper = serves(q_latent, q_rope, pool)
     tiles = Tiles.of(
         num_tokens=num_tokens,
@@ -62,8 +62,10 @@ def latent_attention_with_lse(
         for_hopper=for_hopper,
     )
     queries_and_keys = (q_latent, q_rope, pool, cu_seqlens, seq_lens, page_table)
-    attend: Callable[..., None] = partial(_attend, pool_scale=pool_scale, scale=scale, tiles=tiles)
-    if for_hopper and tiles.block_m == BLOCK_M:
+    attend: Callable[..., None] = partial(_attend, scale=scale, tiles=tiles)
+    if pool_scale is not None:
+        attend = partial(attend_to_pairs, pool_scale=pool_scale, scale=scale, tiles=tiles)
+    elif for_hopper and tiles.block_m == BLOCK_M:
         attend = partial(
             attend_on_hopper, scale=scale, block_q=tiles.block_q, num_splits=tiles.num_splits
         )
@@ -87,7 +89,6 @@ def _attend(
     out: Tensor,
     lse: Tensor,
     *,
-    pool_scale: Tensor | None,
     scale: float,
     tiles: Tiles,
 ) -> None:
@@ -103,7 +104,6 @@ def _attend(
         q_latent,
         q_rope,
         pool,
-        pool_scale,
         cu_seqlens,
         seq_lens,
         page_table,
@@ -130,7 +130,7 @@ def _attend(
         BLOCK_KV=tiles.block_kv,
         NUM_SPLITS=tiles.num_splits,
         # The interpreter holds bfloat16 as integers and multiplies them as such.
-        FLOAT32_PRODUCTS=interpreted() and q_latent.dtype == torch.bfloat16,
+        FLOAT32_PRODUCTS=interpreted() and pool.dtype == torch.bfloat16,
         num_warps=tiles.num_warps,
         num_stages=2,
         enable_fp_fusion=True,
@@ -142,7 +142,6 @@ def _attend_kernel(
     q_latent: tl.tensor,
     q_rope: tl.tensor,
     pool: tl.tensor,
-    pool_scale: tl.tensor,
     cu_seqlens: tl.tensor,
     seq_lens: tl.tensor,
     page_table: tl.tensor,
@@ -208,24 +207,13 @@ def _attend_kernel(
     p_rope = q_rope + (token.to(tl.int64) * stride_rope_token + head * stride_rope_head)[:, None]
     is_query = mask_m[:, None]
     b_q_rope = tl.load(p_rope + index_rope[None, :], mask=is_query & mask_rope, other=0.0)
-    TO_FLOAT16: tl.constexpr = pool_scale is not None and b_q_rope.dtype == tl.bfloat16
-    if TO_FLOAT16:
-        largest = tl.max(tl.abs(b_q_rope.to(tl.float32)), 1)
-        for part in tl.static_range(PARTS):
-            index = part * BLOCK_PART + index_part
-            b_q_part = tl.load(p_latent + index, mask=is_query & (index < RANK), other=0.0)
-            largest = tl.maximum(largest, tl.max(tl.abs(b_q_part.to(tl.float32)), 1))
-        factor, q_worth = float16_factors(largest)
-        b_q_rope = (b_q_rope.to(tl.float32) * factor[:, None]).to(tl.float16)
-    elif FLOAT32_PRODUCTS:
+    if FLOAT32_PRODUCTS:
         b_q_rope = b_q_rope.to(tl.float32)
     b_q, b_o = (), ()
     for part in tl.static_range(PARTS):
         index = part * BLOCK_PART + index_part
         b_q_part = tl.load(p_latent + index, mask=is_query & (index < RANK), other=0.0)
-        if TO_FLOAT16:
-            b_q_part = (b_q_part.to(tl.float32) * factor[:, None]).to(tl.float16)
-        elif FLOAT32_PRODUCTS:
+        if FLOAT32_PRODUCTS:
             b_q_part = b_q_part.to(tl.float32)
         b_q = b_q + (b_q_part,)  # type: ignore[assignment]  # noqa: RUF005  (Triton has no unpacking)
         b_o = b_o + (tl.zeros([BLOCK_M, BLOCK_PART], dtype=tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
@@ -235,8 +223,6 @@ def _attend_kernel(
     tiles_per_split = tl.cdiv(tl.cdiv(keys_end, BLOCK_KV), NUM_SPLITS)
     split_begin = split * tiles_per_split * BLOCK_KV
     split_end = tl.minimum(keys_end, split_begin + tiles_per_split * BLOCK_KV)
-    if pool_scale is not None:
-        scale_log2 *= tl.load(pool_scale)
     peak = nothing
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     table = page_table + seq.to(tl.int64) * stride_table_seq
@@ -254,9 +240,7 @@ def _attend_kernel(
             slot = page.to(tl.int64) * PAGE_SIZE + held % PAGE_SIZE
             p_row = pool + slot[:, None] * (RANK + ROPE)
         b_k_rope = tl.load(p_row + RANK + index_rope[None, :], mask=mask_rope, other=0.0)
-        if pool_scale is not None:
-            b_k_rope = widen(b_k_rope, b_q_rope.dtype)
-        elif FLOAT32_PRODUCTS:
+        if FLOAT32_PRODUCTS:
             b_k_rope = b_k_rope.to(tl.float32)
         products = tl.dot(b_q_rope, tl.trans(b_k_rope), input_precision="ieee")
         b_c = ()
@@ -264,9 +248,7 @@ def _attend_kernel(
             index = part * BLOCK_PART + index_part
             mask_part = (index < RANK) | (RANK == BLOCK_RANK)
             b_c_part = tl.load(p_row + index, mask=mask_part, other=0.0)
-            if pool_scale is not None:
-                b_c_part = widen(b_c_part, b_q_rope.dtype)
-            elif FLOAT32_PRODUCTS:
+            if FLOAT32_PRODUCTS:
                 b_c_part = b_c_part.to(tl.float32)
             b_c = b_c + (b_c_part,)  # type: ignore[assignment]  # noqa: RUF005
             if b_c_part.dtype == tl.float32:
@@ -276,8 +258,6 @@ def _attend_kernel(
                 products = tl.fma(products, 1.0, of_part)
             else:
                 products += tl.dot(b_q[part], tl.trans(b_c_part), input_precision="ieee")
-        if TO_FLOAT16:
-            products *= q_worth[:, None]
         visible = (key[None, :] <= (ahead + token)[:, None]) & (key < split_end)[None, :]
         products = tl.where(visible, products, -float("inf"))
         weights, rescale, peak, total = advance(products, scale_log2, peak, total)
@@ -294,8 +274,6 @@ def _attend_kernel(
     row_out = (tl.cast(split, tl.int64) * num_tokens + token) * H + head
     tl.store(lse + row_out, b_lse, mask=mask_m)
     has_keys = is_query & (split_begin < split_end)
-    if pool_scale is not None:
-        total /= tl.load(pool_scale)
     for part in tl.static_range(PARTS):
         index = part * BLOCK_PART + index_part
         b_part = (b_o[part] / total[:, None]).to(out.dtype.element_ty)

@@ -3,75 +3,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.paged_attention._triton_pairs import attend_to_pairs
+from torch_hybrid.ops.paged_attention._triton_tiles import Tiles
 from torch_hybrid.ops.triton.devices import interpreted
-from torch_hybrid.ops.triton.fp8 import as_float16, widen
-from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.ragged import first_token_of_block, sequence_of_block
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits, tanh
-
-# Two programs for each processor of the GPUs this is meant for (108 to 148 processors).
-_TARGET_PROGRAMS = 256
-_MAX_SPLITS = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles:
-    """How the work is cut. Decided by shapes alone, so that a captured graph serves any lengths.
-
-    A program owns ``block_q`` consecutive tokens of one sequence and one key head; its
-    ``block_m`` rows are those tokens times the query heads that share the key head.
-    """
-
-    block_q: int
-    block_m: int
-    block_d: int
-    block_kv: int
-    num_blocks: int
-    num_splits: int
-    num_warps: int
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        num_tokens: int,
-        num_seqs: int,
-        num_kv_heads: int,
-        group: int,
-        head_dim: int,
-        itemsize: int,
-        max_keys: int,
-    ) -> Tiles:
-        """Tiles for ``num_tokens`` of ``num_seqs`` sequences of at most ``max_keys`` keys each."""
-        # float32 products run outside the tensor cores, on operands held in registers: larger
-        # tiles spill.
-        tensor_cores = itemsize == 2
-        block_d = max(16, triton.next_power_of_2(head_dim))
-        tokens_per_seq = triton.cdiv(num_tokens, max(1, num_seqs))
-        wanted_rows = triton.next_power_of_2(tokens_per_seq * group)
-        most_rows = 64 if tensor_cores else 16
-        block_m = max(16, min(wanted_rows, most_rows), triton.next_power_of_2(group))
-        block_q = block_m // group
-        block_kv = (64 if block_m < 64 else 32) if tensor_cores else 16
-        busy_programs = max(num_seqs, num_tokens // block_q) * num_kv_heads
-        wanted_splits = min(_MAX_SPLITS, _TARGET_PROGRAMS // max(1, busy_programs))
-        useful_splits = triton.cdiv(max_keys, block_kv)
-        num_splits = max(1, min(wanted_splits, useful_splits))
-        return cls(
-            block_q=block_q,
-            block_m=block_m,
-            block_d=block_d,
-            block_kv=block_kv,
-            num_blocks=num_blocks(num_tokens, num_seqs, block_q),
-            num_splits=1 << (num_splits.bit_length() - 1),
-            num_warps=4 if block_m <= most_rows else 8,
-        )
 
 
 def attend_short(
@@ -101,20 +42,21 @@ def attend_short(
         itemsize=q.itemsize,
         max_keys=max_pages * page_size,
     )
-    queries_and_keys = (q, kv, kv_scales, cu_seqlens, seq_lens, page_table)
+    pools = (kv,) if kv_scales is None else (kv, kv_scales)
+    attend = _attend if kv_scales is None else attend_to_pairs
+    queries_and_keys = (q, *pools, cu_seqlens, seq_lens, page_table)
     if tiles.num_splits == 1:
-        _attend(*queries_and_keys, out, lse, scale, window, softcap, tiles)
+        attend(*queries_and_keys, out, lse, scale, window, softcap, tiles)
         return
     partial_out = out.new_empty(tiles.num_splits, *out.shape, dtype=torch.float32)
     partial_lse = lse.new_empty(tiles.num_splits, *lse.shape)
-    _attend(*queries_and_keys, partial_out, partial_lse, scale, window, softcap, tiles)
+    attend(*queries_and_keys, partial_out, partial_lse, scale, window, softcap, tiles)
     merge_splits(partial_out, partial_lse, cu_seqlens, out, lse)
 
 
 def _attend(
     q: Tensor,
     kv: Tensor,
-    kv_scales: Tensor | None,
     cu_seqlens: Tensor,
     seq_lens: Tensor,
     page_table: Tensor,
@@ -131,7 +73,6 @@ def _attend(
     _attend_kernel[(tiles.num_blocks, num_kv_heads, tiles.num_splits)](
         q,
         kv,
-        kv_scales,
         cu_seqlens,
         seq_lens,
         page_table,
@@ -170,7 +111,6 @@ def _attend(
 def _attend_kernel(
     q: tl.tensor,
     kv: tl.tensor,
-    kv_scales: tl.tensor,
     cu_seqlens: tl.tensor,
     seq_lens: tl.tensor,
     page_table: tl.tensor,
@@ -219,10 +159,7 @@ def _attend_kernel(
     mask_q = mask_m[:, None] & mask_d[None, :]
     offset_q = token.to(tl.int64) * stride_q_token + head * stride_q_head
     b_q = tl.load(q + offset_q[:, None] + index_d[None, :], mask=mask_q, other=0.0)
-    q_worth = None
-    if kv_scales is not None and b_q.dtype == tl.bfloat16:
-        b_q, q_worth = as_float16(b_q)
-    elif FLOAT32_PRODUCTS:
+    if FLOAT32_PRODUCTS:
         b_q = b_q.to(tl.float32)
 
     # Positions in the sequence: of each row's own token, and the keys that the block can see.
@@ -235,12 +172,6 @@ def _attend_kernel(
     tiles_per_split = tl.cdiv(tl.cdiv(keys_end - keys_begin, BLOCK_KV), NUM_SPLITS)
     split_begin = keys_begin + split * tiles_per_split * BLOCK_KV
     split_end = tl.minimum(keys_end, split_begin + tiles_per_split * BLOCK_KV)
-
-    if kv_scales is not None:
-        if HAS_SOFTCAP:
-            cap_scale *= tl.load(kv_scales + head_kv)
-        else:
-            scale_log2 *= tl.load(kv_scales + head_kv)
 
     # Running maximum of each row's logits, in log2 units, and sum of their exponentials.
     peak = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
@@ -259,16 +190,11 @@ def _attend_kernel(
         mask_kv = mask_key[:, None] & mask_d[None, :]
         b_k = tl.load(p_k, mask=mask_kv, other=0.0)
         b_v = tl.load(p_k + stride_values, mask=mask_kv, other=0.0)
-        if kv_scales is not None:
-            b_k = widen(b_k, b_q.dtype)
-            b_v = widen(b_v, b_q.dtype)
-        elif FLOAT32_PRODUCTS:
+        if FLOAT32_PRODUCTS:
             b_k = b_k.to(tl.float32)
             b_v = b_v.to(tl.float32)
 
         products = tl.dot(b_q, tl.trans(b_k), out_dtype=tl.float32, input_precision="ieee")
-        if q_worth is not None:
-            products *= q_worth[:, None]
         if HAS_SOFTCAP:
             products = tanh(products * cap_scale)
         visible = key[None, :] <= position[:, None]
@@ -280,8 +206,6 @@ def _attend_kernel(
         b_o = tl.dot(weights.to(b_v.dtype), b_v, b_o, input_precision="ieee")
 
     total, b_lse = finish(peak, total)
-    if kv_scales is not None:
-        b_o *= tl.load(kv_scales + HKV + head_kv)
     row_out = (split.to(tl.int64) * num_tokens + token) * HQ + head
     tl.store(lse + row_out, b_lse, mask=mask_m)
     p_out = out + row_out[:, None] * D + index_d[None, :]

@@ -40,6 +40,22 @@ def widen(numbers: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def widen_pairs(
+    pairs: tl.tensor, dtype: tl.constexpr, CONVERTS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Two numbers of float8_e4m3fn in an int16, widened: the one in the low bits, and the other.
+
+    CONVERTS: the device has an instruction for it.
+    """
+    low = (pairs & 0xFF).to(tl.uint8)
+    high = (pairs >> 8).to(tl.uint8)
+    if CONVERTS:
+        low = low.to(tl.float8e4nv, bitcast=True)
+        high = high.to(tl.float8e4nv, bitcast=True)
+    return widen(low, dtype), widen(high, dtype)
+
+
+@triton.jit
 def narrow(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """float32 to the nearest float8_e4m3fn, ties to even, or to its bits (uint8).
 
