@@ -15,7 +15,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from torch_hybrid.caches.room import check_room
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host import weight_memory
 from torch_hybrid.models.checkpoint.content import Content, slices
@@ -41,19 +40,11 @@ def read_weights(
 
     Raises:
         UnsupportedError: the values of a weight are stored as no floats of 16 bits or more.
-        CapacityError: the device has no room for the weights.
         ValueError: a file is unreadable or was changed meanwhile, or weights have NaN or infinite
             values.
     """
     places = _places(module)
-    for weight, where in places.items():
-        if weight.is_meta:
-            raise NotImplementedError(f"{where[0][1]} is made of values that are not read yet")
-    unread = {weight: weight.content for weight in places if isinstance(weight, Unread)}
-    _check_dtypes(unread)
-    limits = "their precision (dtype), or share the model among more ranks"
-    num_bytes = sum(weight.nbytes for weight in unread)
-    check_room(num_bytes, device, what="the weights", limits=limits)
+    unread = _unread_of(places)
     memory = weight_memory([(weight.shape, weight.dtype) for weight in unread], device)
     pieces = [
         piece
@@ -73,6 +64,15 @@ def read_weights(
             store[name] = own
 
 
+def needed_bytes(module: nn.Module) -> int:
+    """What the unread weights of ``module`` will take.
+
+    Raises:
+        UnsupportedError: as :func:`read_weights`.
+    """
+    return sum(weight.nbytes for weight in _unread_of(_places(module)))
+
+
 # Where modules keep a weight: their parameters or buffers, and its name there.
 _Places = dict[Tensor, list[tuple[dict[str, Tensor | None], str]]]
 
@@ -85,6 +85,16 @@ def _places(module: nn.Module) -> _Places:
                 if weight is not None:
                     places.setdefault(weight, []).append((store, name))  # type: ignore[arg-type]
     return places
+
+
+def _unread_of(places: _Places) -> dict[Unread, Content]:
+    """The weights that are to be read, checked."""
+    for weight, where in places.items():
+        if weight.is_meta:
+            raise NotImplementedError(f"{where[0][1]} is made of values that are not read yet")
+    unread = {weight: weight.content for weight in places if isinstance(weight, Unread)}
+    _check_dtypes(unread)
+    return unread
 
 
 def _check_dtypes(weights: Mapping[Unread, Content]) -> None:
@@ -117,14 +127,14 @@ def _read_all(
         def work() -> Counter[str]:
             """How many values of each stored tensor are NaN or infinite."""
             torch.set_num_threads(1)  # else each copy starts as many as there are cores
-            reader, found = Reader(files, device), Counter[str]()
+            reader = Reader(files, device)
             for piece in todo:  # of all threads: each takes the next
                 if stop.is_set():
                     break
-                found[piece.part.stored.name] += reader.read(piece)
+                reader.read(piece)
                 with lock:
                     bar.update(piece.num_bytes)
-            return found
+            return reader.not_finite()
 
         try:
             done = [threads.submit(work) for _ in range(_NUM_THREADS)]
