@@ -100,6 +100,7 @@ def choose_kv_tokens(
         total = torch.cuda.get_device_properties(device).total_memory
         reserve = max(int(_RESERVED * total), _LEAST_RESERVED)
     else:
+        free //= 1 if ranks is None else ranks.size  # which may be on one host
         reserve = int((1 - _HOST_SHARE) * free)
     # A step's page tables have a row for each sequence; the runner keeps a few of them.
     table_bytes = 4 * 4 * (sizes.num_slots + 1) / sizes.page_size

@@ -78,8 +78,8 @@ class Runner:
         kv_tokens: tokens that all sequences together can hold. "auto" takes what is left: of a GPU
             what is free after the weights, less the memory of the largest steps (run once,
             uncompiled, to measure it; twice that where steps are captured), less 3 % of the GPU's
-            memory (512 MiB at least); of a host half of what is free; and no more than ``max_seqs``
-            sequences can use. ``explain`` shows the bytes, and ``kv_room`` has them.
+            memory (512 MiB at least); of a host half of what is free, shared by the ranks. No more
+            than ``max_seqs`` sequences can use. ``explain`` shows the bytes, ``kv_room`` has them.
         page_size: tokens in a page of the KV pool.
         kv_dtype: of kept keys, values and latents. "auto" is the model's; "fp8" (e4m3) takes half
             of the memory, and of the time that decode takes to read them: each is rounded as it is
