@@ -113,15 +113,14 @@ class SamplingOptions:
         return {name: value for name, value in values.items() if value is not None}
 
 
-class _KvTokens(click.ParamType):
+def _kv_tokens(given: str) -> KvTokens:
     """A number of tokens, or "auto"."""
-
-    name = "tokens"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> KvTokens:
-        return "auto" if value == "auto" else click.INT.convert(value, param, ctx)
+    if given == "auto":
+        return "auto"
+    try:
+        return int(given)
+    except ValueError as error:
+        raise click.BadParameter(f"{given!r} is neither a number nor auto") from error
 
 
 def _grouped(kind: type, name: str, options: tuple[Callable[[Command], Command], ...]) -> Decorator:
@@ -159,7 +158,8 @@ model_options = _grouped(
         ),
         click.option(
             "--kv-tokens",
-            type=_KvTokens(),
+            type=_kv_tokens,
+            metavar="INTEGER|auto",
             default=16384,
             show_default=True,
             help="Tokens held in all; auto: as many as there is room for.",

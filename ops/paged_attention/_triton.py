@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -45,7 +47,12 @@ def paged_attention_with_lse(
         kv = readable(kv)
     write_rows(k, v, kv, cu_seqlens, slot_mapping, out, lse, kv_scales)
     index = (cu_seqlens, seq_lens, page_table)
-    options = {"scale": scale, "window": window, "softcap": softcap, "kv_scales": kv_scales}
+    options: dict[str, Any] = {
+        "scale": scale,
+        "window": window,
+        "softcap": softcap,
+        "kv_scales": kv_scales,
+    }
     tiles = LongTiles.of(q, num_kv_heads=k.shape[1], num_seqs=page_table.shape[0])
     if tiles is None:
         attend_short(q, kv, *index, out, lse, **options)

@@ -24,7 +24,6 @@ from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, tanh
 def attend_to_pairs(
     q: Tensor,
     kv: Tensor,
-    kv_scales: Tensor,
     cu_seqlens: Tensor,
     seq_lens: Tensor,
     page_table: Tensor,
@@ -34,6 +33,8 @@ def attend_to_pairs(
     window: int,
     softcap: float,
     tiles: Tiles,
+    *,
+    kv_scales: Tensor,
 ) -> None:
     """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row."""
     num_tokens, num_q_heads, head_dim = q.shape

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
@@ -42,9 +45,10 @@ def attend_short(
         itemsize=q.itemsize,
         max_keys=max_pages * page_size,
     )
-    pools = (kv,) if kv_scales is None else (kv, kv_scales)
-    attend = _attend if kv_scales is None else attend_to_pairs
-    queries_and_keys = (q, *pools, cu_seqlens, seq_lens, page_table)
+    queries_and_keys = (q, kv, cu_seqlens, seq_lens, page_table)
+    attend: Callable[..., None] = _attend
+    if kv_scales is not None:
+        attend = partial(attend_to_pairs, kv_scales=kv_scales)
     if tiles.num_splits == 1:
         attend(*queries_and_keys, out, lse, scale, window, softcap, tiles)
         return

@@ -67,7 +67,7 @@ def test_generate_keeps_8_bits_where_there_is_room(run, checkpoint):
         assert shown in " ".join(out.split())
     code, _, err = run("generate", checkpoint, *EAGER, "--kv-tokens", "many", "--ids", "5")
     assert code == 2
-    assert "'many' is not a valid integer" in err
+    assert "'many' is neither a number nor auto" in err
 
 
 @pytest.mark.slow
