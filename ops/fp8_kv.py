@@ -58,6 +58,13 @@ def check_pool_dtype(name: str, pool: Tensor, dtype: torch.dtype) -> None:
         check_dtypes({name: (pool, dtype)})
 
 
+def check_pairs(pool: Tensor, **widths: int) -> None:
+    """Raise ValueError where rows of 8 bits have parts that cannot be read two by two."""
+    for name, width in widths.items():
+        if pool.dtype == DTYPE and width % 2:
+            raise ValueError(f"{name} must be even for a pool of {pool.dtype}, got {width}")
+
+
 def given_scales(name: str, scales: Tensor | None) -> Mapping[str, Tensor]:
     """The argument ``name`` of an op, left out where there is none."""
     return {} if scales is None else {name: scales}

@@ -47,6 +47,7 @@ def check_attention(
         }
     )
     fp8_kv.check_pool_dtype("pool", pool, q_latent.dtype)
+    fp8_kv.check_pairs(pool, rank=rank, rope_dim=rope_dim)
     check_contiguous(seq_lens=seq_lens)
     for name, tensor in (("q_latent", q_latent), ("q_rope", q_rope), ("page_table", page_table)):
         _check_contiguous_rows(name, tensor)

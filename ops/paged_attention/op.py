@@ -278,6 +278,7 @@ def _validate(
         raise ValueError(f"q must be a floating point tensor, got {q.dtype}")
     check_dtypes({"k": (k, q.dtype), "v": (v, q.dtype)})
     fp8_kv.check_pool_dtype("kv", kv, q.dtype)
+    fp8_kv.check_pairs(kv, head_dim=head_dim)
     fp8_kv.check_scales("kv_scales", kv, kv_scales, 2, num_kv_heads)
     for name, tensor in (("q", q), ("k", k), ("v", v), ("page_table", page_table)):
         if tensor.stride(-1) != 1:

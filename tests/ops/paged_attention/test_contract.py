@@ -437,6 +437,12 @@ def test_error_texts() -> None:
         failing("torch", kv=good.in_fp8().kv),
         failing("torch", kv_scales=good.in_fp8().kv_scales),
         failing("torch", kv=good.in_fp8().kv, kv_scales=torch.ones(2)),
+        failing(
+            "torch",
+            **{name: getattr(good, name)[..., 1:].clone() for name in ("q", "k", "v")},
+            kv=good.in_fp8().kv[..., 1:].contiguous(),
+            kv_scales=good.in_fp8().kv_scales,
+        ),
         failing("torch", q=good.q.transpose(1, 2).contiguous().transpose(1, 2)),
         failing("torch", seq_lens=good.seq_lens.long()),
         failing("torch", window=-1),
@@ -451,10 +457,10 @@ q must have 3 dimensions, got 2
 k must have shape [11, 2, 32], got [3, 2, 32]
 q heads must be a multiple of the 2 key heads, got 3
 kv must have dtype torch.float32, got torch.float64
-kv_scales must be given for one of torch.float8_e4m3fn
-kv_scales is for a pool of 8 bits, not for one of torch.float32
+kv_scales must be given for a pool of torch.float8_e4m3fn
+kv_scales must be None for a pool of torch.float32
 kv_scales must have shape [2, 2], got [2]
-impl 'flashinfer' runs on ['cuda'], got tensors on cpu
+head_dim must be even for a pool of torch.float8_e4m3fn, got 31
 q must have a contiguous last dim, got (128, 1, 4)
 seq_lens must have dtype torch.int32, got torch.int64
 window must be 0 or a number of keys, got -1
