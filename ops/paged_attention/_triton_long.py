@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.triton.attention import attend_to_keys
 from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, is_hopper
-from torch_hybrid.ops.triton.fp8 import as_float16
+from torch_hybrid.ops.triton.fp8_kv import as_float16
 from torch_hybrid.ops.triton.hopper_attention import HopperTiles, attend_rows
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton.softmax import finish, log2_scale

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.paged_attention._triton_tiles import Tiles
 from torch_hybrid.ops.triton.devices import converts_fp8
-from torch_hybrid.ops.triton.fp8 import float16_factors, widen_pairs
+from torch_hybrid.ops.triton.fp8_kv import float16_factors, widen_pairs
 from torch_hybrid.ops.triton.ragged import first_token_of_block, sequence_of_block
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, tanh
 

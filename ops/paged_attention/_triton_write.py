@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.triton.fp8 import narrow
+from torch_hybrid.ops.triton.fp8_kv import narrow
 
 
 def write_rows(
