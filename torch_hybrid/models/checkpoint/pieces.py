@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,19 +77,22 @@ def pieces_of(part: Slice, place: Tensor) -> Iterator[Piece]:
 class Reader:
     """One thread's way to the files, with buffers for what cannot be read in place.
 
-    To a GPU everything passes through them. Nothing waits for it but a buffer that is filled anew,
-    and whether all values are finite is asked once, at the end.
+    To a GPU everything passes through them, and nothing waits for it but a buffer that is filled
+    anew.
     """
 
     def __init__(self, files: Mapping[Path, int], device: torch.device) -> None:
         self._files, self._device = files, device
         self._buffers: list[_Buffer] = []
         self._turn = 0
-        self._sums: list[tuple[Piece, Tensor]] = []  # on a GPU
-        self._found: Counter[str] = Counter()  # on a host
 
-    def read(self, piece: Piece) -> None:
-        """Read a piece to its place."""
+    def read(self, piece: Piece) -> int:
+        """Read a piece to its place.
+
+        Returns:
+            How many of its values are NaN or infinite; 0 on a GPU, which is asked once for a weight
+            (``not_finite``).
+        """
         part, place = piece.part, piece.place
         if piece.is_plain and place.device.type == "cpu":
             self._fill(place, piece)
@@ -110,21 +113,7 @@ class Reader:
                         values = values * step.to(place.device)
                 place.copy_(values)
             buffer.was_used()
-        if not place.is_floating_point():
-            return
-        if place.device.type == "cpu":
-            self._found[part.stored.name] += _count_not_finite(place)
-        else:
-            self._sums.append((piece, place.sum(dtype=torch.float32)))
-
-    def not_finite(self) -> Counter[str]:
-        """How many values are NaN or infinite, of all that was read, by stored tensor."""
-        if self._sums:
-            are_finite = torch.stack([total for _, total in self._sums]).isfinite().tolist()
-            for (piece, _), is_finite in zip(self._sums, are_finite, strict=True):
-                if not is_finite:
-                    self._found[piece.part.stored.name] += _count_not_finite(piece.place)
-        return self._found
+        return _count_not_finite(place) if place.device.type == "cpu" else 0
 
     def _next_buffer(self) -> _Buffer:
         """That which was used longest ago, when it is free."""
@@ -168,9 +157,24 @@ class _Buffer:
 
 def _count_not_finite(values: Tensor) -> int:
     # A sum is finite only if every term is (or by overflow, which the exact test settles).
-    if values.sum().isfinite():
+    if not values.is_floating_point() or values.sum().isfinite():
         return 0
     return int((~values.isfinite()).sum())
+
+
+def not_finite(weights: Sequence[Tensor], pieces: Sequence[Piece]) -> Counter[str]:
+    """How many values are NaN or infinite, by the stored tensor that they are of.
+
+    Args:
+        weights: on one device, of which one number each is looked at if all are finite.
+        pieces: that they were read in.
+    """
+    sums = [weight.sum(dtype=torch.float32) for weight in weights if weight.is_floating_point()]
+    found: Counter[str] = Counter()
+    if sums and not all(torch.stack(sums).isfinite().tolist()):
+        for piece in pieces:
+            found[piece.part.stored.name] += _count_not_finite(piece.place)
+    return found
 
 
 def values_of(content: Content, dtype: torch.dtype) -> Tensor:

@@ -19,7 +19,7 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host import weight_memory
 from torch_hybrid.models.checkpoint.content import Content, slices
 from torch_hybrid.models.checkpoint.files import Checkpoint
-from torch_hybrid.models.checkpoint.pieces import Piece, Reader, pieces_of
+from torch_hybrid.models.checkpoint.pieces import Piece, Reader, not_finite, pieces_of
 from torch_hybrid.models.checkpoint.unread import Unread
 
 _NUM_THREADS = min(16, 4 * (os.cpu_count() or 1))  # files may lie on a disk, or beyond a network
@@ -55,6 +55,8 @@ def read_weights(
     ]
     pieces.sort(key=lambda piece: (piece.file, piece.start))
     _read_all(pieces, checkpoint, device, label)
+    if device.type != "cpu":
+        _refuse_not_finite(not_finite(memory, pieces))
     owned: dict[Tensor, Tensor] = dict(zip(unread, memory, strict=True))
     for weight, where in places.items():
         own = owned[weight] if weight in owned else weight.detach().to(device)
@@ -127,22 +129,27 @@ def _read_all(
         def work() -> Counter[str]:
             """How many values of each stored tensor are NaN or infinite."""
             torch.set_num_threads(1)  # else each copy starts as many as there are cores
-            reader = Reader(files, device)
+            reader, found = Reader(files, device), Counter[str]()
             for piece in todo:  # of all threads: each takes the next
                 if stop.is_set():
                     break
-                reader.read(piece)
+                found[piece.part.stored.name] += reader.read(piece)
                 with lock:
                     bar.update(piece.num_bytes)
-            return reader.not_finite()
+            return found
 
         try:
             done = [threads.submit(work) for _ in range(_NUM_THREADS)]
             wrong = sum((future.result() for future in done), Counter[str]())
         finally:
             stop.set()
-    if wrong := +wrong:
-        counts = ", ".join(f"{name} has {count}" for name, count in sorted(wrong.items()))
+    _refuse_not_finite(wrong)
+
+
+def _refuse_not_finite(found: Counter[str]) -> None:
+    """Raise ValueError where stored tensors have so many NaN or infinite values."""
+    if found := +found:
+        counts = ", ".join(f"{name} has {count}" for name, count in sorted(found.items()))
         raise ValueError(f"weight {counts} NaN or infinite values")
 
 
