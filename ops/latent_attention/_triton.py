@@ -60,6 +60,7 @@ def latent_attention_with_lse(
         like=q_latent,
         max_keys=max_pages * page_size,
         for_hopper=for_hopper,
+        in_pairs=pool_scale is not None,
     )
     queries_and_keys = (q_latent, q_rope, pool, cu_seqlens, seq_lens, page_table)
     attend: Callable[..., None] = partial(_attend, scale=scale, tiles=tiles)
