@@ -216,7 +216,16 @@ SHAPES = {
     ),
     "3 / 1 heads of 80 decode 1": (1, 1, 3, 1, 80, torch.bfloat16, "window_softcap", False),
     "Qwen3-Next decode 64 in 8 bits": (64, 64, 16, 2, 256, torch.bfloat16, "plain", True),
-    "Qwen3-Next extend 2048 in 8 bits": (8, 2048, 16, 2, 256, torch.bfloat16, "plain", True),
+    "32 / 8 heads of 128 extend 2048 in 8 bits": (
+        8,
+        2048,
+        32,
+        8,
+        128,
+        torch.bfloat16,
+        "plain",
+        True,
+    ),
     "32 / 8 heads of 128 decode 32 in 8 bits": (32, 32, 32, 8, 128, torch.bfloat16, "plain", True),
 }
 
