@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Literal
 
 from torch_hybrid.backends.select import Backends
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.ops import fp8_kv
 from torch_hybrid.specs import LayerTable
+
+KvDtype = Literal["auto", "fp8"]
+KvTokens = int | Literal["auto"]
 
 
 def check_types(model: Any, backends: Any) -> None:
@@ -32,3 +37,26 @@ def check_max_tokens(max_tokens: int, chunk_size: int) -> None:
         raise ValueError(
             f"max_tokens must {what if chunk_size > 1 else 'be at least 1'}, got {max_tokens}"
         )
+
+
+def check_kv_tokens(kv_tokens: KvTokens) -> None:
+    """Raise ValueError unless it is a number or "auto"."""
+    if isinstance(kv_tokens, str) and kv_tokens != "auto":
+        raise ValueError(f"kv_tokens must be a number or 'auto', got {kv_tokens!r}")
+
+
+def kept_table(table: LayerTable, kv_dtype: KvDtype) -> LayerTable:
+    """The layers, with keys, values and latents kept in 8 bits where ``kv_dtype`` says so.
+
+    Raises:
+        ValueError: it is neither of its values.
+        UnsupportedError: no layer keeps any.
+    """
+    if kv_dtype not in ("auto", "fp8"):
+        raise ValueError(f"kv_dtype must be 'auto' or 'fp8', got {kv_dtype!r}")
+    kept = table.keeping(fp8_kv.DTYPE if kv_dtype == "fp8" else None)
+    if kv_dtype == "fp8" and kept == table:
+        raise UnsupportedError(
+            "kv_dtype='fp8' is for keys, values and latents, and no layer of this model keeps some"
+        )
+    return kept

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from functools import partial
 from pathlib import Path
@@ -18,14 +18,24 @@ from torch_hybrid.backends.select import Backends
 from torch_hybrid.backends.step import chunk_grid, make_backends
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
+from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.artefact.store import StepStore
 from torch_hybrid.graphs.background import Compile, StepsBeside, check_compile
 from torch_hybrid.graphs.buckets import StepSizes
 from torch_hybrid.graphs.capture_policy import CapturePolicy, CudaGraphs
 from torch_hybrid.graphs.check_extend import check_extend, token_lists
-from torch_hybrid.graphs.check_options import check_artefact, check_max_tokens, check_types
+from torch_hybrid.graphs.check_options import (
+    KvDtype,
+    KvTokens,
+    check_artefact,
+    check_kv_tokens,
+    check_max_tokens,
+    check_types,
+    kept_table,
+)
 from torch_hybrid.graphs.execution import Execution
+from torch_hybrid.graphs.kv_room import KvRoom, choose_kv_tokens
 from torch_hybrid.graphs.launch import LastTokens, Launched
 from torch_hybrid.graphs.link import SMALLEST, Trial, Work, policy_of, try_halves
 from torch_hybrid.graphs.model_choices import choose, passes_for
@@ -43,6 +53,7 @@ from torch_hybrid.graphs.two_batch import (
 )
 from torch_hybrid.host import trim
 from torch_hybrid.sampling import Draw
+from torch_hybrid.specs import LayerTable
 from torch_hybrid.toolchain import check_toolchain
 
 ResultT = TypeVar("ResultT")
@@ -64,8 +75,18 @@ class Runner:
         model: from ``from_pretrained`` or ``adapt``.
         max_seqs: sequences that can be held at once.
         max_tokens: most new tokens in one ``extend``; longer prompts come in chunks.
-        kv_tokens: tokens that all sequences together can hold.
+        kv_tokens: tokens that all sequences together can hold. "auto" takes what is left: of a GPU
+            what is free after the weights, less the memory of the largest steps (run once,
+            uncompiled, to measure it; twice that where steps are captured), less 3 % of the GPU's
+            memory (512 MiB at least); of a host half of what is free, shared by the ranks. No more
+            than ``max_seqs`` sequences can use. ``explain`` shows the bytes, ``kv_room`` has them.
         page_size: tokens in a page of the KV pool.
+        kv_dtype: of kept keys, values and latents. "auto" is the model's; "fp8" (e4m3) takes half
+            of the memory, and of the time that decode takes to read them: each is rounded as it is
+            written.
+        kv_scales: with kv_dtype="fp8", what a kept number is worth, by layer id: of keys and values
+            [2, key heads of this rank], of latents [1]; ``th.kv_scales`` measures them. By default
+            1, which holds values up to 448.
         compile: compile the steps; without, the same code runs eagerly. "background" runs steps
             eagerly until they are compiled beside them, and switches between two steps
             (``report().switches`` says when); ``warm_up`` waits for all of them. On Linux a fork of
@@ -94,6 +115,7 @@ class Runner:
     Raises:
         TypeError: ``model`` or ``backends`` is of another kind.
         UnsupportedError: no implementation can serve a layer of the model.
+        CapacityError: the pools do not fit, or kv_tokens="auto" finds no room.
         ValueError: a size is too small to hold anything, an option is none of its values, or the
             folder of ``artefact`` is not there.
     """
@@ -104,8 +126,10 @@ class Runner:
         *,
         max_seqs: int = 64,
         max_tokens: int = 2048,
-        kv_tokens: int = 65536,
+        kv_tokens: KvTokens = 65536,
         page_size: int = 16,
+        kv_dtype: KvDtype = "auto",
+        kv_scales: Mapping[int, Tensor] | None = None,
         compile: Compile = True,
         cuda_graphs: CudaGraphs = "auto",
         two_batch_overlap: Literal["off", "on", "auto"] | OverlapPolicy = "off",
@@ -120,6 +144,8 @@ class Runner:
         check_compile(compile, model)
         self._capture = CapturePolicy.of(cuda_graphs, device, compiles=bool(compile))
         check_artefact(artefact, compiles=bool(compile))
+        check_kv_tokens(kv_tokens)
+        table = kept_table(model.table, kv_dtype)
         self.lock = RLock()
         self.model = model
         self.max_seqs, self.max_tokens, self.page_size = max_seqs, max_tokens, page_size
@@ -131,24 +157,35 @@ class Runner:
         with calm(device):
             measured = partial(self._measure_overlap, backends)
             self.overlap = overlap_policy(two_batch_overlap, measured)
+            wanted = backends or Backends()
+            self._kv_room: KvRoom | None = None
+            if kv_tokens == "auto":
+                self._kv_room = self._choose_kv_tokens(table, kv_dtype, wanted)
+                kv_tokens = self._kv_room.num_tokens
             self._cache = HybridCache(
-                model.table,
+                table,
                 max_seqs=max_seqs,
                 kv_tokens=kv_tokens,
                 page_size=page_size,
                 dtype=model.dtype,
                 device=device,
             )
-            wanted = backends or Backends()
+            if kv_scales is not None:
+                self._cache.set_scales(kv_scales)
             store = None
             if compile:
-                sizes = {"max_seqs": max_seqs, "kv_tokens": kv_tokens, "page_size": page_size}
+                sizes = {
+                    "max_seqs": max_seqs,
+                    "kv_tokens": kv_tokens,
+                    "page_size": page_size,
+                    "kv_dtype": kv_dtype,
+                }
                 store = StepStore(artefact, model, self._cache.pools, passes, **sizes)
                 if not store.is_open and compile != "background":
                     check_toolchain(device)
             self.choices = choose(model, wanted, compiles=bool(compile))
             modes = MODES if prefill else (Mode.DECODE,)
-            self.backends = make_backends(model.table, self._cache.sizes, wanted, modes)
+            self.backends = make_backends(table, self._cache.sizes, wanted, modes)
             grid = chunk_grid(self.backends)
             check_max_tokens(max_tokens, grid)
             check_cuttable(self.overlap, max_seqs=max_seqs, max_tokens=max_tokens, chunk_size=grid)
@@ -206,6 +243,11 @@ class Runner:
     def cache(self) -> HybridCache:
         """The pools, and who owns what in them."""
         return self._cache
+
+    @property
+    def kv_room(self) -> KvRoom | None:
+        """What kv_tokens="auto" went by; None where a number was given."""
+        return self._kv_room
 
     @property
     def variants(self) -> tuple[str, ...]:
@@ -490,6 +532,41 @@ class Runner:
             device=self._device,
         )
         return policy_of(self._overlap_trials)
+
+    def _choose_kv_tokens(self, table: LayerTable, kv_dtype: KvDtype, backends: Backends) -> KvRoom:
+        """What there is room for, by uncompiled steps of the largest sizes."""
+        model, page_size = self.model, self.page_size
+        sizes = PoolSizes(
+            num_pages=0,
+            page_size=page_size,
+            num_slots=self.max_seqs,
+            dtype=model.dtype,
+            device=self._device,
+        )
+
+        def make_trial(prefix_rows: int) -> Runner:
+            return Runner(
+                model,
+                max_seqs=self.max_seqs,
+                max_tokens=self.max_tokens,
+                kv_tokens=prefix_rows + 2 * self.max_tokens + self.max_seqs * page_size,
+                page_size=page_size,
+                kv_dtype=kv_dtype,
+                compile=False,
+                backends=backends,
+                prefill=self.prefill,
+            )
+
+        most = None if model.max_positions is None else self.max_seqs * model.max_positions
+        return choose_kv_tokens(
+            table,
+            sizes,
+            make_trial,
+            most=most,
+            prefix_rows=backends.prefix.token_budget or 0,
+            captures=self._capture is not None,
+            ranks=model.ranks,
+        )
 
     def _compile(self, variant: Variant) -> None:
         """Have a variant compiled, if steps are."""

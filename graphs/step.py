@@ -31,6 +31,7 @@ class Model(Protocol):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_position_axes: int
+    max_positions: int | None  # tokens that a sequence can have, where the checkpoint says so
     ranks: Ranks | None  # those that share it, after ``shard``
 
     @property

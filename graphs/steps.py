@@ -85,7 +85,8 @@ class Steps:
             return
         for pool in pools:
             torch._dynamo.mark_static(pool)
-        pool_sizes = {pool.numel() for pool in pools}
+        small = {id(scales) for scales in cache.scales.values()}
+        pool_sizes = {pool.numel() for pool in pools if id(pool) not in small}
         backends = {
             mode: StepBackend(self._log, pool_sizes=pool_sizes, layers=self.layers, passes=own)
             for mode, own in passes.items()

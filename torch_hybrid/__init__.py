@@ -13,6 +13,7 @@ from torch_hybrid.caches.hybrid import HybridCache, Sequence
 from torch_hybrid.engine import Engine
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.agreement import Agreement
+from torch_hybrid.graphs.kv_scales import kv_scales
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.models.hybrid_model import HybridModel
@@ -59,6 +60,7 @@ __all__ = [
     "UnsupportedError",
     "adapt",
     "from_pretrained",
+    "kv_scales",
     "make_backends",
     "make_batch",
     "plan_all",

@@ -46,6 +46,7 @@ from torch_hybrid.cli_output import (
     stream_output,
 )
 from torch_hybrid.cli_prompts import read_prompts, user_message
+from torch_hybrid.cli_ranks import leave_ranks
 from torch_hybrid.engine import Engine
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.explain import sections as explain
@@ -110,6 +111,8 @@ def generate(
 def chat(options: ModelOptions, system: str | None, chosen: SamplingOptions) -> None:
     """Talk to MODEL by its chat template. /new begins anew, /exit or Ctrl-D ends."""
     chosen.check()
+    if options.ranks:
+        raise ValueError("chat has one terminal, and --ranks several processes: use generate")
     model = options.load()
     tokenizer = load_tokenizer(options.model, hint="it cannot chat")
     sampling = chosen.of(model)
@@ -232,6 +235,7 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except (TypeError, ValueError, UnsupportedError, CapacityError, BuildError) as error:
+        err.quiet = False  # of a rank that prints nothing else
         print_error(str(error))
         sys.exit(2)
     except BrokenPipeError:  # whoever read the output has seen enough
@@ -240,6 +244,8 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         err.print("interrupted")
         sys.exit(130)
+    finally:
+        leave_ranks()
 
 
 if __name__ == "__main__":

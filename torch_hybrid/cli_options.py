@@ -10,10 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 import torch
+import torch.distributed as dist
 
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.cli_output import note, progress
+from torch_hybrid.cli_ranks import join_ranks
+from torch_hybrid.graphs.agreement import Agreement
 from torch_hybrid.graphs.background import Compile
+from torch_hybrid.graphs.check_options import KvDtype, KvTokens
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.models.load import from_pretrained
 from torch_hybrid.ops.native import compiler_missing
@@ -36,9 +40,11 @@ class ModelOptions:
     model: str
     dtype: str
     device: str
+    ranks: bool
     max_seqs: int
     max_tokens: int
-    kv_tokens: int
+    kv_tokens: KvTokens
+    kv_dtype: KvDtype
     compile: Literal["on", "off", "background"]
     eager: bool
     full: str
@@ -47,7 +53,10 @@ class ModelOptions:
 
     def load(self) -> HybridModel | Ring25:
         """The checkpoint, with a bar for as long as its weights are read."""
-        return load_model(self.model, self.dtype, self.device)
+        if not self.ranks:
+            return load_model(self.model, self.dtype, self.device)
+        group, device = join_ranks(self.device)
+        return load_model(self.model, self.dtype, device, group)
 
     def runner(self, model: HybridModel | Ring25, **options: Any) -> Runner:
         """A runner of these sizes; uncompiled where it is asked for or cannot be otherwise."""
@@ -60,6 +69,8 @@ class ModelOptions:
             max_seqs=self.max_seqs,
             max_tokens=self.max_tokens,
             kv_tokens=self.kv_tokens,
+            kv_dtype=self.kv_dtype,
+            check_batch=Agreement().check if self.ranks else None,
             compile=compile,
             backends=Backends(full=self.full, linear=self.linear),
             artefact=self.artefact if compile else None,
@@ -102,6 +113,16 @@ class SamplingOptions:
         return {name: value for name, value in values.items() if value is not None}
 
 
+def _kv_tokens(given: str) -> KvTokens:
+    """A number of tokens, or "auto"."""
+    if given == "auto":
+        return "auto"
+    try:
+        return int(given)
+    except ValueError as error:
+        raise click.BadParameter(f"{given!r} is neither a number nor auto") from error
+
+
 def _grouped(kind: type, name: str, options: tuple[Callable[[Command], Command], ...]) -> Decorator:
     """A decorator that gives a command these options as one argument, ``name``: a ``kind``."""
 
@@ -128,11 +149,28 @@ model_options = _grouped(
         click.option(
             "--device", default="auto", show_default=True, help="auto takes CUDA where it is."
         ),
+        click.option(
+            "--ranks", is_flag=True, help="Share the model among the processes of torchrun."
+        ),
         click.option("--max-seqs", default=16, show_default=True, help="Sequences served at once."),
         click.option(
             "--max-tokens", default=1024, show_default=True, help="New tokens in one step."
         ),
-        click.option("--kv-tokens", default=16384, show_default=True, help="Tokens held in all."),
+        click.option(
+            "--kv-tokens",
+            type=_kv_tokens,
+            metavar="INTEGER|auto",
+            default=16384,
+            show_default=True,
+            help="Tokens held in all; auto: as many as there is room for.",
+        ),
+        click.option(
+            "--kv-dtype",
+            default="auto",
+            type=click.Choice(["auto", "fp8"]),
+            show_default=True,
+            help="Of kept keys, values and latents; auto is the weights'.",
+        ),
         click.option(
             "--compile",
             default="on",
@@ -190,12 +228,18 @@ def can_compile(device: torch.device) -> bool:
     return True
 
 
-def load_model(path_or_id: str, dtype: str = "auto", device: str = "cpu") -> HybridModel | Ring25:
-    """A checkpoint, with a bar for as long as its weights are read."""
+def load_model(
+    path_or_id: str,
+    dtype: str = "auto",
+    device: str = "cpu",
+    ranks: dist.ProcessGroup | None = None,
+) -> HybridModel | Ring25:
+    """A checkpoint, or this rank's part of it, with a bar for as long as its weights are read."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     _quiet_transformers()
-    return from_pretrained(os.path.expanduser(path_or_id), dtype=dtype, device=device)
+    path_or_id = os.path.expanduser(path_or_id)
+    return from_pretrained(path_or_id, dtype=dtype, device=device, ranks=ranks)
 
 
 def load_tokenizer(path_or_id: str, hint: str = "give prompts as token ids with --ids") -> Any:

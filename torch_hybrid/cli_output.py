@@ -24,7 +24,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from torch_hybrid.explain.sections import Section, byte_count, pattern
+from torch_hybrid.caches.room import byte_count
+from torch_hybrid.explain.sections import Section, pattern
 
 if TYPE_CHECKING:
     from torch_hybrid.engine import Engine

@@ -119,6 +119,15 @@ class Ranks:
         total: Tensor = torch.ops._c10d_functional.wait_tensor(started)
         return total
 
+    def least(self, count: int, device: torch.device) -> int:
+        """The least of the ranks' counts, on each; ``device`` is one that they exchange tensors of.
+
+        Not within a step.
+        """
+        counts = torch.tensor([count], dtype=torch.int64, device=device)
+        started = torch.ops._c10d_functional.all_reduce(counts, "min", self.group_name)
+        return int(torch.ops._c10d_functional.wait_tensor(started))
+
     def exchange(self, rows: Tensor) -> Tensor:
         """Part i of the rows goes to rank i; part i of the result came from there.
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol, Self
 
 import torch
 
+from torch_hybrid.ops import fp8_kv
 from torch_hybrid.pytrees import register_constant
 from torch_hybrid.ranks import divide, divide_or_repeat
 
@@ -21,17 +22,19 @@ class Pool:
     """One tensor that a layer keeps between steps.
 
     ``shape`` is what a sequence has in it (``per="slot"``), or a token (``per="page"``, of
-    ``page_size`` tokens each). ``planes`` of them stand one after the other in one tensor; with 0,
-    it has no such dimension. ``dtype`` None is the model's.
+    ``page_size`` tokens each), or all of them together (``per="layer"``). ``planes`` of them stand
+    one after the other in one tensor; with 0, it has no such dimension. ``dtype`` None is the
+    model's. ``fill`` is what a new one holds.
     """
 
     shape: tuple[int, ...]
-    per: Literal["slot", "page"]
+    per: Literal["slot", "page", "layer"]
     dtype: torch.dtype | None = None
     planes: int = 0
+    fill: float = 0.0
 
     def nbytes(self, model_dtype: torch.dtype) -> int:
-        """Bytes that a sequence, or a token, takes."""
+        """Bytes that a sequence, a token or the layer takes."""
         return math.prod(self.shape) * max(self.planes, 1) * (self.dtype or model_dtype).itemsize
 
 
@@ -59,6 +62,16 @@ class LayerSpec(Protocol):
         ...
 
 
+SCALES = "scales"  # by this name, what numbers of 8 bits in a layer's other pool are worth
+
+
+def _scales(kv_dtype: torch.dtype | None, shape: tuple[int, ...]) -> dict[str, Pool]:
+    """What numbers of 8 bits are worth, 1 until it is set; nothing for other dtypes."""
+    if kv_dtype != fp8_kv.DTYPE:
+        return {}
+    return {SCALES: Pool(shape, per="layer", dtype=torch.float32, fill=1.0)}
+
+
 def _conv_and_state(width: int, channels: int, state_shape: tuple[int, ...]) -> dict[str, Pool]:
     """The last inputs of a convolution, oldest first, and a recurrent state."""
     conv = Pool((width - 1, channels), per="slot")
@@ -70,7 +83,8 @@ class AttentionSpec:
     """Full softmax attention over a paged KV pool.
 
     ``window`` is the number of visible keys, the query's own included (0: all of them);
-    ``softcap`` bounds logits by ``softcap * tanh(logits / softcap)`` (0: no bound).
+    ``softcap`` bounds logits by ``softcap * tanh(logits / softcap)`` (0: no bound). ``kv_dtype`` is
+    that of kept keys and values (None: the model's).
     """
 
     kind: ClassVar[str] = "paged_attention"
@@ -82,6 +96,7 @@ class AttentionSpec:
     scale: float
     window: int = 0
     softcap: float = 0.0
+    kv_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
@@ -92,7 +107,9 @@ class AttentionSpec:
 
     def pools(self) -> dict[str, Pool]:
         """Keys and values, in one tensor: an op may mutate one argument per storage in place."""
-        return {"kv": Pool((self.num_kv_heads, self.head_dim), per="page", planes=2)}
+        heads = (self.num_kv_heads, self.head_dim)
+        kv = Pool(heads, per="page", dtype=self.kv_dtype, planes=2)
+        return {"kv": kv, **_scales(self.kv_dtype, (2, self.num_kv_heads))}
 
     def divided(self, num_ranks: int) -> Self:
         """As ``LayerSpec`` says."""
@@ -329,6 +346,7 @@ class LatentSpec:
     """Multi-head latent attention (MLA): keys and values of all heads from one latent row.
 
     A row holds ``latent_rank`` normed latents and ``rope_dim`` shared key dims, rotated or not.
+    ``kv_dtype`` is that of kept rows (None: the model's).
     """
 
     kind: ClassVar[str] = "latent_attention"
@@ -340,6 +358,7 @@ class LatentSpec:
     rope_dim: int
     v_dim: int
     scale: float
+    kv_dtype: torch.dtype | None = None
 
     @property
     def row_dim(self) -> int:
@@ -353,7 +372,8 @@ class LatentSpec:
 
     def pools(self) -> dict[str, Pool]:
         """Rows ``[latent | shared key]``."""
-        return {"latents": Pool((self.row_dim,), per="page")}
+        latents = Pool((self.row_dim,), per="page", dtype=self.kv_dtype)
+        return {"latents": latents, **_scales(self.kv_dtype, (1,))}
 
     def divided(self, num_ranks: int) -> Self:
         """As ``LayerSpec`` says: some of the heads, and all of the latents."""
@@ -456,6 +476,17 @@ class LayerTable:
 
     def __len__(self) -> int:
         return len(self.layers)
+
+    def keeping(self, kv_dtype: torch.dtype | None) -> LayerTable:
+        """The table with keys, values and latents kept in ``kv_dtype``; None is the model's."""
+
+        def kept(entry: LayerEntry) -> LayerEntry:
+            match entry.spec:
+                case AttentionSpec() | LatentSpec() as spec:
+                    return replace(entry, spec=replace(spec, kv_dtype=kv_dtype))
+            return entry
+
+        return LayerTable(tuple(tuple(map(kept, layer)) for layer in self.layers))
 
     def divided(self, num_ranks: int) -> LayerTable:
         """The table of what each of ``num_ranks`` ranks holds.

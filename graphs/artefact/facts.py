@@ -26,7 +26,7 @@ from torch_hybrid.graphs.step import Model
 _CODE = {".py", ".cpp", ".h"}
 
 
-def facts_of(model: Model, passes: Sequence[Pass], **sizes: int) -> dict[str, str]:
+def facts_of(model: Model, passes: Sequence[Pass], **sizes: object) -> dict[str, str]:
     """What graphs of this process, its model and its runner hold for, by name."""
     facts = {
         "torch_hybrid": _package(),

@@ -46,7 +46,7 @@ class StepStore:
         model: Model,
         caches: Caches,
         passes: Sequence[Pass],
-        **sizes: int,
+        **sizes: object,
     ) -> None:
         self.path = None if path is None else Path(path)
         self._model, self._caches, self._passes, self._sizes = model, caches, passes, sizes

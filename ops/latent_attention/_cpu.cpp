@@ -9,6 +9,7 @@
 
 #include "attention.h"
 #include "call.h"
+#include "fp8_rows.h"
 #include "pages.h"
 #include "rows.h"
 
@@ -22,9 +23,10 @@ constexpr int SPLITS_PER_SEQUENCE = 16;  // over all of its tiles, which bounds 
 template <typename T>
 using Scratch = AttentionTile<T, T, ROWS_PER_TILE>;
 
-// Strides in elements.
+// Strides in elements. The pool is of fp8 where there is a pool_scale.
 TH_CALL(Call,
   const int32_t *cu_seqlens, *seq_lens, *page_table, *slot_mapping;
+  const float* pool_scale;
   const void *q_latent, *q_rope, *latent, *k_rope;
   void *pool, *out;
   float* lse;
@@ -34,11 +36,14 @@ TH_CALL(Call,
   double scale;
 );
 
-template <typename T>
+// Queries and results are of T, and the pool of Kept: T or fp8.
+template <typename T, typename Kept>
 struct Problem : OverPages<Call> {
   using OverPages<Call>::OverPages;
 
   int64_t width() const { return rank + rope_dim; }
+  float kept_scale() const { return pool_scale ? *pool_scale : 1.0f; }  // what a number is worth
+  float logit_scale() const { return float(scale * kept_scale()); }
   // Rows of a sequence are (token, head) pairs; those of the output are all of them.
   int num_visible(int n, int row) const {
     return seq_lens[n] - num_new(n) + row / int(num_heads) + 1;
@@ -72,8 +77,8 @@ inline int keys_per_split(int num_keys, int num_tiles) {
   return (blocks + num_splits - 1) / num_splits * KEYS_PER_BLOCK;
 }
 
-template <typename T>
-void plan_sequence(const Problem<T>& p, int n, Work& work) {
+template <typename T, typename Kept>
+void plan_sequence(const Problem<T, Kept>& p, int n, Work& work) {
   const int heads = int(p.num_heads), num_rows = p.num_new(n) * heads;
   const int num_tiles = (num_rows + ROWS_PER_TILE - 1) / ROWS_PER_TILE;
   for (int i = num_tiles - 1; i >= 0; --i) {  // the last rows see most, and go first
@@ -90,20 +95,22 @@ void plan_sequence(const Problem<T>& p, int n, Work& work) {
 }
 
 // Writes the row of one token, or clears the output of a padding token.
-template <typename T>
-void write_token(const Problem<T>& p, int64_t token) {
+template <typename T, typename Kept>
+void write_token(const Problem<T, Kept>& p, int64_t token) {
   if (p.is_padding(token)) {
     std::fill_n(p.output(token * p.num_heads), p.num_heads * p.rank, T{});
     std::fill_n(p.lse + token * p.num_heads, p.num_heads, NO_KEY);
     return;
   }
-  T* row = static_cast<T*>(p.pool) + p.slot_mapping[token] * p.width();
-  std::copy_n(static_cast<const T*>(p.latent) + token * p.latent_token, p.rank, row);
-  std::copy_n(static_cast<const T*>(p.k_rope) + token * p.k_rope_token, p.rope_dim, row + p.rank);
+  Kept* row = static_cast<Kept*>(p.pool) + p.slot_mapping[token] * p.width();
+  const T* latent = static_cast<const T*>(p.latent) + token * p.latent_token;
+  const T* k_rope = static_cast<const T*>(p.k_rope) + token * p.k_rope_token;
+  keep_row(row, latent, p.kept_scale(), p.rank);
+  keep_row(row + p.rank, k_rope, p.kept_scale(), p.rope_dim);
 }
 
-template <typename T>
-void load_rows(const Problem<T>& p, const Tile& tile, Scratch<T>& scratch) {
+template <typename T, typename Kept>
+void load_rows(const Problem<T, Kept>& p, const Tile& tile, Scratch<T>& scratch) {
   const auto range = [&](int r) { return KeyRange{0, p.num_visible(tile.n, tile.row + r)}; };
   scratch.begin(tile.rows, range);
   const T* rows[ROWS_PER_TILE];
@@ -119,36 +126,78 @@ void load_rows(const Problem<T>& p, const Tile& tile, Scratch<T>& scratch) {
   pack(p.q_rope, p.q_rope_token, p.q_rope_head, p.rank, p.rope_dim);
 }
 
+// Latents of T, where they lie; the next block is fetched while one is worked on.
+template <typename T, typename Kept>
+class Latents {
+ public:
+  explicit Latents(const Problem<T, Kept>& p) : p_(p) {}
+
+  // The block from number `begin` on, of those up to `end`, of which the first call sees `begin`.
+  const KeyBlock<T, T>& load(const Tile& tile, int begin, int end, bool is_first) {
+    if (is_first) next_rows(tile, begin, end);
+    block_.begin = begin, block_.count = std::min(KEYS_PER_BLOCK, end - begin);
+    std::copy_n(block_.ahead, block_.count, block_.keys);
+    std::copy_n(block_.ahead, block_.count, block_.values);
+    next_rows(tile, begin + block_.count, end);
+    return block_;
+  }
+
+ private:
+  void next_rows(const Tile& tile, int begin, int end) {
+    const int count = std::min(KEYS_PER_BLOCK, end - begin);
+    p_.addresses(tile.n, begin, count, static_cast<const T*>(p_.pool), p_.width(), block_.ahead);
+  }
+
+  const Problem<T, Kept>& p_;
+  KeyBlock<T, T> block_;
+};
+
+// Latents of fp8, widened without their scale.
 template <typename T>
-void attend(const Problem<T>& p, const Tile& tile, const Split& split, Scratch<T>& scratch) {
+class Latents<T, fp8> {
+ public:
+  explicit Latents(const Problem<T, fp8>& p) : p_(p), memory_(KEYS_PER_BLOCK * p.width()) {}
+
+  const KeyBlock<T, T>& load(const Tile& tile, int begin, int end, bool) {
+    const fp8* rows[2 * KEYS_PER_BLOCK];  // those of the block, and those to be fetched
+    const int count = std::min(2 * KEYS_PER_BLOCK, end - begin);
+    p_.addresses(tile.n, begin, count, static_cast<const fp8*>(p_.pool), p_.width(), rows);
+    block_.begin = begin, block_.count = std::min(KEYS_PER_BLOCK, count);
+    for (int j = 0; j < block_.count; ++j) {
+      if (j + KEYS_PER_BLOCK < count) fetch_row(rows[j + KEYS_PER_BLOCK], p_.width());
+      T* const dense = reinterpret_cast<T*>(memory_.data()) + j * p_.width();
+      widen_row(dense, rows[j], p_.width());
+      block_.keys[j] = block_.values[j] = dense;
+    }
+    return block_;
+  }
+
+ private:
+  const Problem<T, fp8>& p_;
+  AlignedFloats memory_;  // [KEYS_PER_BLOCK][width] of T
+  KeyBlock<T, T> block_;
+};
+
+template <typename T, typename Kept>
+void attend(const Problem<T, Kept>& p, const Tile& tile, const Split& split, Scratch<T>& scratch,
+            Latents<T, Kept>& latents) {
   load_rows(p, tile, scratch);
   const int end = split.begin + split.count;
-  const auto next_rows = [&](int begin, const T** rows) {
-    const int count = std::min(KEYS_PER_BLOCK, end - begin);
-    p.addresses(tile.n, begin, count, static_cast<const T*>(p.pool), p.width(), rows);
-  };
-  KeyBlock<T, T> block;
-  next_rows(split.begin, block.ahead);
-  for (block.begin = split.begin; block.begin < end; block.begin += KEYS_PER_BLOCK) {
-    block.count = std::min(KEYS_PER_BLOCK, end - block.begin);
-    std::copy_n(block.ahead, block.count, block.keys);
-    std::copy_n(block.ahead, block.count, block.values);
-    next_rows(block.begin + block.count, block.ahead);
-    scratch.fold(block, float(p.scale));
-  }
+  for (int begin = split.begin; begin < end; begin += KEYS_PER_BLOCK)
+    scratch.fold(latents.load(tile, begin, end, begin == split.begin), p.logit_scale());
 }
 
 // Row `row` of a tile, from the sum over what it has seen, which is something.
-template <typename T>
-void store_row(const Problem<T>& p, const Tile& tile, int row, const float* sum, RowState state) {
+template <typename T, typename Kept>
+void store_row(const Problem<T, Kept>& p, const Tile& tile, int row, const float* sum, RowState state) {
   const int64_t to = p.cu_seqlens[tile.n] * p.num_heads + tile.row + row;
-  scale_row(p.output(to), sum, 1.0f / state.sum, p.rank);
+  scale_row(p.output(to), sum, p.kept_scale() / state.sum, p.rank);
   p.lse[to] = state.lse();
 }
 
 // Joins the results of the splits of one tile: out[num_splits][rows][rank].
-template <typename T>
-void merge_splits(const Problem<T>& p, const Tile& tile, float* out, const RowState* state) {
+template <typename T, typename Kept>
+void merge_splits(const Problem<T, Kept>& p, const Tile& tile, float* out, const RowState* state) {
   for (int r = 0; r < tile.rows; ++r) {
     RowState all;
     for (int s = 0; s < tile.num_splits; ++s)
@@ -166,8 +215,8 @@ void merge_splits(const Problem<T>& p, const Tile& tile, float* out, const RowSt
   }
 }
 
-template <typename T>
-bool run(const Problem<T>& p) {
+template <typename T, typename Kept>
+bool run(const Problem<T, Kept>& p) {
   if (!p.indices_are_valid()) return false;
   Work work;
   for (int n = 0; n < p.num_seqs; ++n) plan_sequence(p, n, work);
@@ -178,11 +227,12 @@ bool run(const Problem<T>& p) {
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < p.num_tokens; ++token) write_token(p, token);
     Scratch<T> scratch(p.width(), p.rank);
+    Latents<T, Kept> latents(p);
 #pragma omp for schedule(dynamic)
     for (size_t i = 0; i < work.splits.size(); ++i) {
       const Split& split = work.splits[i];
       const Tile& tile = work.tiles[split.tile];
-      attend(p, tile, split, scratch);
+      attend(p, tile, split, scratch, latents);
       const int64_t result = tile.result + split.index * tile.rows;
       for (int r = 0; r < tile.rows; ++r) {
         if (tile.num_splits == 1) {
@@ -201,11 +251,16 @@ bool run(const Problem<T>& p) {
   return true;
 }
 
+template <typename T>
+bool run(const Call& call) {
+  return call.pool_scale ? run(Problem<T, fp8>(call)) : run(Problem<T, T>(call));
+}
+
 }  // namespace
 }  // namespace th
 
 TH_EXPORT_CALL(latent_attention, th::Call) {
-  return call->is_bf16 ? th::run(th::Problem<th::bf16>(*call)) : th::run(th::Problem<float>(*call));
+  return call->is_bf16 ? th::run<th::bf16>(*call) : th::run<float>(*call);
 }
 
 TH_EXPORT_CALL(store_latents, th::StoreCall) { return th::store_rows(*call); }

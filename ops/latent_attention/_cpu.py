@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.fp8_kv import rounded, worth
 from torch_hybrid.ops.latent_attention.validate import check_gathered_slots, check_new_slots
 from torch_hybrid.ops.native.call import kernel
 from torch_hybrid.ops.page_bounds import check_page_indices
@@ -15,7 +16,7 @@ _SOURCE = Path(__file__).with_name("_cpu.cpp")
 _ATTEND = kernel(
     "latent_attention",
     _SOURCE,
-    tensors="cu_seqlens seq_lens page_table slot_mapping "
+    tensors="cu_seqlens seq_lens page_table slot_mapping pool_scale "
     "q_latent q_rope latent k_rope pool out lse",
     integers="page_table_row num_tokens num_seqs num_pages page_size max_pages "
     "q_latent_token q_latent_head q_rope_token q_rope_head latent_token k_rope_token "
@@ -49,6 +50,7 @@ def latent_attention_with_lse(
     slot_mapping: Tensor,
     *,
     scale: float,
+    pool_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``torch_hybrid::latent_attention_with_lse``, and of the op without."""
     num_tokens, num_heads, rank = q_latent.shape
@@ -60,6 +62,7 @@ def latent_attention_with_lse(
         seq_lens,
         page_table,
         slot_mapping,
+        pool_scale,
         q_latent,
         q_rope,
         latent,
@@ -93,9 +96,17 @@ def latent_attention_with_lse(
 
 
 def store_latents(
-    latent: Tensor, k_rope: Tensor, pool: Tensor, slot_mapping: Tensor, cu_seqlens: Tensor
+    latent: Tensor,
+    k_rope: Tensor,
+    pool: Tensor,
+    slot_mapping: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    pool_scale: Tensor | None = None,
 ) -> None:
     """Launcher of ``torch_hybrid::store_latents``."""
+    if pool_scale is not None:
+        latent, k_rope = rounded(latent, pool_scale), rounded(k_rope, pool_scale)
     num_pages, page_size, width = pool.shape
     item = latent.element_size()
     in_range = _STORE(
@@ -119,7 +130,13 @@ def store_latents(
         check_new_slots(slot_mapping, cu_seqlens, pool)
 
 
-def gather_latents(pool: Tensor, rows: Tensor) -> Tensor:
+def gather_latents(
+    pool: Tensor,
+    rows: Tensor,
+    *,
+    pool_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Launcher of ``torch_hybrid::gather_latents``."""
     num_pages, page_size, width = pool.shape
     num_rows = rows.shape[0]
@@ -136,4 +153,4 @@ def gather_latents(pool: Tensor, rows: Tensor) -> Tensor:
     )
     if not in_range:
         check_gathered_slots(rows, pool)
-    return out
+    return out if pool_scale is None else worth(out, pool_scale, dtype or torch.float32)

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.fp8_kv import worth
 from torch_hybrid.ops.latent_attention._rows import store_latents
 from torch_hybrid.ops.page_bounds import check_page_indices
 
@@ -26,13 +27,14 @@ def latent_attention_with_lse(
     slot_mapping: Tensor,
     *,
     scale: float,
+    pool_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``torch_hybrid::latent_attention_with_lse``, and of the op without."""
     num_pages, page_size, _ = pool.shape
     if pool.device.type == "cpu":
         index = (cu_seqlens, seq_lens, page_table, slot_mapping)
         check_page_indices(*index, num_pages=num_pages, page_size=page_size)
-    store_latents(latent, k_rope, pool, slot_mapping, cu_seqlens)
+    store_latents(latent, k_rope, pool, slot_mapping, cu_seqlens, pool_scale=pool_scale)
     q = torch.cat([q_latent, q_rope], 2)
     offsets, lengths = cu_seqlens.tolist(), seq_lens.tolist()
     out = torch.zeros(q_latent.shape, dtype=q.dtype, device=q.device)
@@ -41,7 +43,9 @@ def latent_attention_with_lse(
         if offsets[n] == offsets[n + 1]:
             continue
         pages = page_table[n, : -(-length // page_size)].long()
-        rows = pool[pages].flatten(0, 1)[:length].to(torch.promote_types(q.dtype, torch.float32))
+        held = pool[pages].flatten(0, 1)[:length]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        rows = held.to(wide) if pool_scale is None else worth(held, pool_scale, wide)
         for begin in range(offsets[n], offsets[n + 1], _BLOCK):
             end = min(begin + _BLOCK, offsets[n + 1])
             visible = rows[: length - offsets[n + 1] + end]

@@ -13,10 +13,12 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.latent_attention._triton_hopper import BLOCK_M, attend_on_hopper, serves
+from torch_hybrid.ops.latent_attention._triton_pairs import attend_to_pairs
 from torch_hybrid.ops.latent_attention._triton_store import store_rows
 from torch_hybrid.ops.latent_attention._triton_tiles import Tiles
 from torch_hybrid.ops.page_bounds import check_page_indices
 from torch_hybrid.ops.triton.devices import interpreted
+from torch_hybrid.ops.triton.fp8 import readable
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits
 
@@ -33,6 +35,7 @@ def latent_attention_with_lse(
     slot_mapping: Tensor,
     *,
     scale: float,
+    pool_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``torch_hybrid::latent_attention_with_lse``, and of the op without."""
     num_pages, page_size, _ = pool.shape
@@ -45,7 +48,8 @@ def latent_attention_with_lse(
     lse = q_latent.new_empty(num_tokens, num_heads, dtype=torch.float32)
     if num_seqs == 0:
         return out.zero_(), lse.fill_(-math.inf)
-    store_rows(latent, k_rope, pool, slot_mapping, cu_seqlens)
+    kept = pool if pool_scale is None else readable(pool)
+    store_rows(latent, k_rope, kept, slot_mapping, cu_seqlens, pool_scale)
     for_hopper = serves(q_latent, q_rope, pool)
     tiles = Tiles.of(
         num_tokens=num_tokens,
@@ -53,13 +57,16 @@ def latent_attention_with_lse(
         num_heads=num_heads,
         rank=rank,
         rope_dim=q_rope.shape[2],
-        like=pool,
+        like=q_latent,
         max_keys=max_pages * page_size,
         for_hopper=for_hopper,
+        in_pairs=pool_scale is not None,
     )
     queries_and_keys = (q_latent, q_rope, pool, cu_seqlens, seq_lens, page_table)
     attend: Callable[..., None] = partial(_attend, scale=scale, tiles=tiles)
-    if for_hopper and tiles.block_m == BLOCK_M:
+    if pool_scale is not None:
+        attend = partial(attend_to_pairs, pool_scale=pool_scale, scale=scale, tiles=tiles)
+    elif for_hopper and tiles.block_m == BLOCK_M:
         attend = partial(
             attend_on_hopper, scale=scale, block_q=tiles.block_q, num_splits=tiles.num_splits
         )

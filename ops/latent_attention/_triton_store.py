@@ -7,9 +7,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.triton.fp8_kv import narrow
+
 
 def store_rows(
-    latent: Tensor, k_rope: Tensor, pool: Tensor, slot_mapping: Tensor, cu_seqlens: Tensor
+    latent: Tensor,
+    k_rope: Tensor,
+    pool: Tensor,
+    slot_mapping: Tensor,
+    cu_seqlens: Tensor,
+    pool_scale: Tensor | None = None,
 ) -> None:
     """Put the new rows into their pages.
 
@@ -23,6 +30,7 @@ def store_rows(
         pool,
         slot_mapping,
         cu_seqlens,
+        pool_scale,
         cu_seqlens.shape[0] - 1,
         latent.stride(0),
         k_rope.stride(0),
@@ -41,6 +49,7 @@ def _store_kernel(
     pool: tl.tensor,
     slot_mapping: tl.tensor,
     cu_seqlens: tl.tensor,
+    pool_scale: tl.tensor,
     num_seqs: tl.tensor,
     stride_latent: tl.tensor,
     stride_rope: tl.tensor,
@@ -55,7 +64,11 @@ def _store_kernel(
         p_row = pool + tl.load(slot_mapping + token).to(tl.int64) * (RANK + ROPE)
         index = tl.arange(0, BLOCK_RANK)
         b_c = tl.load(latent + token * stride_latent + index, mask=index < RANK)
+        if pool_scale is not None:
+            b_c = narrow(tl.div_rn(b_c.to(tl.float32), tl.load(pool_scale)), pool.dtype.element_ty)
         tl.store(p_row + index, b_c, mask=index < RANK)
         place = tl.arange(0, BLOCK_ROPE)
         b_k = tl.load(k_rope + token * stride_rope + place, mask=place < ROPE)
+        if pool_scale is not None:
+            b_k = narrow(tl.div_rn(b_k.to(tl.float32), tl.load(pool_scale)), pool.dtype.element_ty)
         tl.store(p_row + RANK + place, b_k, mask=place < ROPE)

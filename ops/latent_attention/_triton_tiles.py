@@ -45,15 +45,17 @@ class Tiles:
         like: Tensor,
         max_keys: int,
         for_hopper: bool,
+        in_pairs: bool,
     ) -> Tiles:
         """Tiles for sequences of at most ``max_keys`` keys, of the dtype and device of ``like``.
 
         ``for_hopper``: blocks of 64 rows have a form of their own, faster for 32 heads too, which
-        fill half of it.
+        fill half of it. ``in_pairs``: latents have 8 bits, and are widened in registers, which
+        leaves some for 32 rows.
         """
         # float32 products run outside the tensor cores, on operands held in registers.
         tensor_cores, hopper = like.itemsize == 2, is_hopper(like.device)
-        most_rows = 16 if not tensor_cores else 64 if hopper else 32
+        most_rows = 16 if not tensor_cores else 64 if hopper and not in_pairs else 32
         block_h = min(triton.next_power_of_2(num_heads), most_rows)
         tokens_per_seq = triton.next_power_of_2(triton.cdiv(num_tokens, num_seqs))
         least_rows = most_rows if for_hopper and block_h == 32 else 16
@@ -61,6 +63,9 @@ class Tiles:
         # On Hopper two programs of up to 32 rows share a processor, and each has 64 latents of its
         # own in shared memory: one computes while the other waits. 64 rows fill it with one.
         shares = tensor_cores and hopper and block_q * block_h <= 32
+        few_warps = not (in_pairs and hopper) and (
+            shares or (tensor_cores and block_q * block_h <= 16)
+        )
         block_kv = 16 if not tensor_cores else 64 if hopper else 32
         busy_programs = max(num_seqs, num_tokens // block_q) * triton.cdiv(num_heads, block_h)
         wanted_splits = min(_MAX_SPLITS, PROCESSORS * (1 + shares) // max(1, busy_programs))
@@ -74,5 +79,5 @@ class Tiles:
             block_part=min(block_rank, 64 if shares else 128),
             block_rope=max(16, triton.next_power_of_2(rope_dim)),
             num_splits=1 << (num_splits.bit_length() - 1),
-            num_warps=4 if shares or (tensor_cores and block_q * block_h <= 16) else 8,
+            num_warps=4 if few_warps else 8,
         )

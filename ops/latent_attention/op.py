@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops import fp8_kv
 from torch_hybrid.ops.autograd import define_made_of
 from torch_hybrid.ops.capability import FLOATS_AND_FLOAT64, Capability, Implementation
 from torch_hybrid.ops.flashinfer.library import (
@@ -30,6 +31,8 @@ from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _PACKAGE = "torch_hybrid.ops.latent_attention"
 EXTEND = frozenset({"extend"})  # queries of more than one token of a sequence
+_OWN_FEATURES = EXTEND | {fp8_kv.FEATURE}
+_FP8 = frozenset({fp8_kv.FEATURE})
 _CPU, _CPU_AND_CUDA = frozenset({"cpu"}), frozenset({"cpu", "cuda"})
 
 
@@ -38,17 +41,17 @@ def _attention(function: str) -> dict[str, Implementation]:
         devices=_CPU,
         dtypes=frozenset({torch.float32, torch.bfloat16}),
         multiples={"rank": 16, "rope_dim": 16},
-        features=EXTEND,
+        features=_OWN_FEATURES,
         available=compiler_missing,
     )
     triton = Capability(
         devices=triton_devices(),
         limits={"rank": 512, "rope_dim": 64},
-        features=EXTEND,
+        features=_OWN_FEATURES,
         cuda_graph=True,
         available=triton_missing,
     )
-    plain = Capability(devices=_CPU_AND_CUDA, dtypes=FLOATS_AND_FLOAT64, features=EXTEND)
+    plain = Capability(devices=_CPU_AND_CUDA, dtypes=FLOATS_AND_FLOAT64, features=_OWN_FEATURES)
     own = {
         "cpp": Implementation(capability=cpp, launcher=f"{_PACKAGE}._cpu:{function}"),
         "triton": Implementation(capability=triton, launcher=f"{_PACKAGE}._triton:{function}"),
@@ -119,8 +122,8 @@ def _sizes(q_latent: Tensor, q_rope: Tensor, pool: Tensor) -> dict[str, int]:
 
 
 def _rows(function: str) -> dict[str, Implementation]:
-    cpp = Capability(devices=_CPU, available=compiler_missing)
-    plain = Capability(devices=_CPU_AND_CUDA, cuda_graph=True)
+    cpp = Capability(devices=_CPU, features=_FP8, available=compiler_missing)
+    plain = Capability(devices=_CPU_AND_CUDA, features=_FP8, cuda_graph=True)
     return {
         "cpp": Implementation(capability=cpp, launcher=f"{_PACKAGE}._cpu:{function}"),
         "torch": Implementation(capability=plain, launcher=f"{_PACKAGE}._rows:{function}"),
@@ -144,6 +147,7 @@ def latent_attention(
     slot_mapping: Tensor,
     *,
     scale: float,
+    pool_scale: Tensor | None = None,
     planned: Sequence[Tensor] = (),
     impl: str,
 ) -> Tensor:
@@ -162,8 +166,9 @@ def latent_attention(
         q_rope: [T, H, P], as q_latent; rotated, or not in a model without positions.
         latent: [T, R], the normalised latent of the new tokens, which may be a slice.
         k_rope: [T, P], the part of the key that the heads share, which may be a slice.
-        pool: [pages, page_size, R + P], dtype of q_latent, contiguous. Mutated: the rows that
-            ``slot_mapping`` names.
+        pool: [pages, page_size, R + P], dtype of q_latent or float8_e4m3fn, contiguous. Mutated:
+            the rows that ``slot_mapping`` names, rounded to 8 bits as ``ops.fp8_kv`` says; the new
+            tokens attend to what was rounded.
         cu_seqlens: [N + 1] int32, offsets of each sequence's new tokens, from 0.
         seq_lens: [N] int32, total length of each sequence, new tokens included.
         page_table: [N, max_pages] int32; entry j holds positions ``[j * page_size, (j + 1) *
@@ -171,6 +176,8 @@ def latent_attention(
         slot_mapping: [T] int32, ``page * page_size + offset`` of each new token.
         scale: factor of the logits: that of the expanded head, ``(nope + P) ** -0.5``, and never
             ``(R + P) ** -0.5``.
+        pool_scale: [1] float32, positive: what a number of float8_e4m3fn is worth. For a pool of 8
+            bits alone.
         planned: for an implementation that plans, what its planner made for these lengths: its
             tensors, and its values as a tensor on the host.
         impl: name in IMPLEMENTATIONS.
@@ -184,12 +191,22 @@ def latent_attention(
             an index is outside its pool.
     """
     index = (cu_seqlens, seq_lens, page_table, slot_mapping)
-    check_attention(q_latent, q_rope, latent, k_rope, pool, *index)
+    check_attention(q_latent, q_rope, latent, k_rope, pool, *index, pool_scale)
     check_scale(scale)
-    check_impl(impl, IMPLEMENTATIONS, q_latent.device, _sizes(q_latent, q_rope, pool))
+    sizes, features = _sizes(q_latent, q_rope, pool), fp8_kv.features_of(pool.dtype) or None
+    check_impl(impl, IMPLEMENTATIONS, q_latent.device, sizes, features=features)
     check_planned(impl, IMPLEMENTATIONS, planned)
     out: Tensor = _LATENT_ATTENTION(
-        q_latent, q_rope, latent, k_rope, pool, *index, scale=scale, impl=impl, **given(planned)
+        q_latent,
+        q_rope,
+        latent,
+        k_rope,
+        pool,
+        *index,
+        scale=scale,
+        impl=impl,
+        **fp8_kv.given_scales("pool_scale", pool_scale),
+        **given(planned),
     )
     return out
 
@@ -206,6 +223,7 @@ def latent_attention_with_lse(
     slot_mapping: Tensor,
     *,
     scale: float,
+    pool_scale: Tensor | None = None,
     planned: Sequence[Tensor] = (),
     impl: str,
 ) -> tuple[Tensor, Tensor]:
@@ -216,12 +234,22 @@ def latent_attention_with_lse(
         padding rows hold ``(0, -inf)``, the identity of ``merge_states``.
     """
     index = (cu_seqlens, seq_lens, page_table, slot_mapping)
-    check_attention(q_latent, q_rope, latent, k_rope, pool, *index)
+    check_attention(q_latent, q_rope, latent, k_rope, pool, *index, pool_scale)
     check_scale(scale)
-    check_impl(impl, IMPLEMENTATIONS, q_latent.device, _sizes(q_latent, q_rope, pool))
+    sizes, features = _sizes(q_latent, q_rope, pool), fp8_kv.features_of(pool.dtype) or None
+    check_impl(impl, IMPLEMENTATIONS, q_latent.device, sizes, features=features)
     check_planned(impl, IMPLEMENTATIONS, planned)
     out, lse = _LATENT_ATTENTION_WITH_LSE(
-        q_latent, q_rope, latent, k_rope, pool, *index, scale=scale, impl=impl, **given(planned)
+        q_latent,
+        q_rope,
+        latent,
+        k_rope,
+        pool,
+        *index,
+        scale=scale,
+        impl=impl,
+        **fp8_kv.given_scales("pool_scale", pool_scale),
+        **given(planned),
     )
     return out, lse
 
@@ -233,6 +261,7 @@ def store_latents(
     slot_mapping: Tensor,
     cu_seqlens: Tensor,
     *,
+    pool_scale: Tensor | None = None,
     impl: str,
 ) -> None:
     """Write new latents into their pages, for attention that does not go through the pages.
@@ -240,36 +269,51 @@ def store_latents(
     Args:
         latent: [T, R], the normalised latent, which may be a slice of a wider tensor.
         k_rope: [T, P], in the dtype of latent, which may be a slice.
-        pool: [pages, page_size, R + P], contiguous. Mutated: the rows that ``slot_mapping`` names.
+        pool: [pages, page_size, R + P], dtype of latent or float8_e4m3fn, contiguous. Mutated: the
+            rows that ``slot_mapping`` names.
         slot_mapping: [T] int32, ``page * page_size + offset`` of each new token.
         cu_seqlens: [N + 1] int32; tokens from ``cu_seqlens[N]`` on are padding, and not written.
+        pool_scale: as of :func:`latent_attention`.
         impl: name in STORE_IMPLEMENTATIONS.
 
     Raises:
         ValueError: a shape, dtype or option is wrong, or, on a CPU, an index is out of range.
     """
-    check_store(latent, k_rope, pool, slot_mapping, cu_seqlens)
+    check_store(latent, k_rope, pool, slot_mapping, cu_seqlens, pool_scale)
     check_impl(impl, STORE_IMPLEMENTATIONS, latent.device)
-    _STORE_LATENTS(latent, k_rope, pool, slot_mapping, cu_seqlens, impl=impl)
+    scale = fp8_kv.given_scales("pool_scale", pool_scale)
+    _STORE_LATENTS(latent, k_rope, pool, slot_mapping, cu_seqlens, impl=impl, **scale)
 
 
-def gather_latents(pool: Tensor, rows: Tensor, *, impl: str) -> Tensor:
+def gather_latents(
+    pool: Tensor,
+    rows: Tensor,
+    *,
+    pool_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    impl: str,
+) -> Tensor:
     """Copy rows of the pool into one packed tensor, such as a chunk of prefixes to expand.
 
     Args:
         pool: [pages, page_size, R + P], contiguous.
         rows: [Tk] int32, ``page * page_size + offset``; 0 is padding and stands for zeros.
+        pool_scale: as of :func:`latent_attention`.
+        dtype: of what rows of 8 bits are worth; for a pool of 8 bits alone.
         impl: name in GATHER_IMPLEMENTATIONS.
 
     Returns:
-        [Tk, R + P] in the dtype of pool.
+        [Tk, R + P] in the dtype of pool, or ``dtype``.
 
     Raises:
         ValueError: a shape, dtype or option is wrong, or, on a CPU, an index is out of range.
     """
-    check_gather(pool, rows)
+    check_gather(pool, rows, pool_scale, dtype)
     check_impl(impl, GATHER_IMPLEMENTATIONS, pool.device)
-    out: Tensor = _GATHER_LATENTS(pool, rows, impl=impl)
+    if pool_scale is None:
+        out: Tensor = _GATHER_LATENTS(pool, rows, impl=impl)
+    else:
+        out = _GATHER_LATENTS(pool, rows, impl=impl, pool_scale=pool_scale, dtype=dtype)
     return out
 
 
@@ -304,20 +348,28 @@ def _fake_with_lse(
     *,
     scale: float,
     impl: str,
+    pool_scale: Tensor | None = None,
     planned: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     lse = q_latent.new_empty(q_latent.shape[:2], dtype=torch.float32)
     return q_latent.new_empty(q_latent.shape), lse
 
 
-def _fake_gather(pool: Tensor, rows: Tensor, *, impl: str) -> Tensor:
-    return pool.new_empty(rows.shape[0], pool.shape[2])
+def _fake_gather(
+    pool: Tensor,
+    rows: Tensor,
+    *,
+    impl: str,
+    pool_scale: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    return pool.new_empty(rows.shape[0], pool.shape[2], dtype=dtype or pool.dtype)
 
 
 _ARGUMENTS = (
     "(Tensor q_latent, Tensor q_rope, Tensor latent, Tensor k_rope, Tensor(a!) pool,"
     " Tensor cu_seqlens, Tensor seq_lens, Tensor page_table, Tensor slot_mapping, *,"
-    " float scale, str impl, Tensor[]? planned=None)"
+    " float scale, str impl, Tensor? pool_scale=None, Tensor[]? planned=None)"
 )
 _LATENT_ATTENTION = define_op(
     f"latent_attention{_ARGUMENTS} -> Tensor", like=["q_latent"], implementations=IMPLEMENTATIONS
@@ -330,11 +382,12 @@ _LATENT_ATTENTION_WITH_LSE = define_op(
 define_made_of("store_latents.made_of")
 _STORE_LATENTS = define_op(
     "store_latents(Tensor latent, Tensor k_rope, Tensor(a!) pool, Tensor slot_mapping,"
-    " Tensor cu_seqlens, *, str impl) -> ()",
+    " Tensor cu_seqlens, *, str impl, Tensor? pool_scale=None) -> ()",
     implementations=STORE_IMPLEMENTATIONS,
 )
 _GATHER_LATENTS = define_op(
-    "gather_latents(Tensor pool, Tensor rows, *, str impl) -> Tensor",
+    "gather_latents(Tensor pool, Tensor rows, *, str impl, Tensor? pool_scale=None,"
+    " ScalarType? dtype=None) -> Tensor",
     fake=_fake_gather,
     implementations=GATHER_IMPLEMENTATIONS,
 )

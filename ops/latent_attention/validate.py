@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops import fp8_kv
 from torch_hybrid.ops.capability import FLOATS
 from torch_hybrid.ops.registration import check_contiguous, check_dtypes, check_shapes
 
@@ -19,6 +20,7 @@ def check_attention(
     seq_lens: Tensor,
     page_table: Tensor,
     slot_mapping: Tensor,
+    pool_scale: Tensor | None,
 ) -> None:
     """Raise ValueError naming the first argument of latent_attention that is wrong."""
     for name, tensor, dim in (("q_latent", q_latent, 3), ("q_rope", q_rope, 3)):
@@ -40,19 +42,25 @@ def check_attention(
         {
             "q_rope": (q_rope, q_latent.dtype),
             "latent": (latent, q_latent.dtype),
-            "pool": (pool, q_latent.dtype),
             "seq_lens": (seq_lens, torch.int32),
             "page_table": (page_table, torch.int32),
         }
     )
+    fp8_kv.check_pool_dtype("pool", pool, q_latent.dtype)
+    fp8_kv.check_pairs(pool, rank=rank, rope_dim=rope_dim)
     check_contiguous(seq_lens=seq_lens)
     for name, tensor in (("q_latent", q_latent), ("q_rope", q_rope), ("page_table", page_table)):
         _check_contiguous_rows(name, tensor)
-    check_store(latent, k_rope, pool, slot_mapping, cu_seqlens)
+    check_store(latent, k_rope, pool, slot_mapping, cu_seqlens, pool_scale)
 
 
 def check_store(
-    latent: Tensor, k_rope: Tensor, pool: Tensor, slot_mapping: Tensor, cu_seqlens: Tensor
+    latent: Tensor,
+    k_rope: Tensor,
+    pool: Tensor,
+    slot_mapping: Tensor,
+    cu_seqlens: Tensor,
+    pool_scale: Tensor | None,
 ) -> None:
     """Raise ValueError naming the first argument of store_latents that is wrong."""
     for name, tensor, dim in (("latent", latent, 2), ("k_rope", k_rope, 2), ("pool", pool, 3)):
@@ -66,11 +74,12 @@ def check_store(
             "slot_mapping": (slot_mapping, (num_tokens,)),
         }
     )
-    _check_pool(pool)
+    _check_pool(pool, pool_scale)
+    dtype = latent.dtype if pool.dtype == fp8_kv.DTYPE else pool.dtype
     check_dtypes(
         {
-            "latent": (latent, pool.dtype),
-            "k_rope": (k_rope, pool.dtype),
+            "latent": (latent, dtype),
+            "k_rope": (k_rope, dtype),
             "slot_mapping": (slot_mapping, torch.int32),
             "cu_seqlens": (cu_seqlens, torch.int32),
         }
@@ -80,11 +89,16 @@ def check_store(
         _check_contiguous_rows(name, tensor)
 
 
-def check_gather(pool: Tensor, rows: Tensor) -> None:
+def check_gather(
+    pool: Tensor, rows: Tensor, pool_scale: Tensor | None, dtype: torch.dtype | None
+) -> None:
     """Raise ValueError naming the first argument of gather_latents that is wrong."""
     _check_dim("pool", pool, 3)
     _check_dim("rows", rows, 1)
-    _check_pool(pool)
+    _check_pool(pool, pool_scale)
+    if (dtype is None) == (pool.dtype == fp8_kv.DTYPE):
+        wanted = "must be given" if dtype is None else "must be None"
+        raise ValueError(f"dtype {wanted} for a pool of {pool.dtype}")
     check_dtypes({"rows": (rows, torch.int32)})
     check_contiguous(rows=rows)
 
@@ -118,11 +132,12 @@ def _check_dim(name: str, tensor: Tensor, dim: int) -> None:
         raise ValueError(f"{name} must have {dim} dimensions, got {tensor.dim()}")
 
 
-def _check_pool(pool: Tensor) -> None:
-    if pool.dtype not in FLOATS and pool.dtype != torch.float64:
+def _check_pool(pool: Tensor, pool_scale: Tensor | None) -> None:
+    if pool.dtype not in FLOATS | {torch.float64, fp8_kv.DTYPE}:
         raise ValueError(f"pool must be a floating point tensor, got {pool.dtype}")
     if not pool.is_contiguous():
         raise ValueError(f"pool must be contiguous, got strides {pool.stride()}")
+    fp8_kv.check_scales("pool_scale", pool, pool_scale, 1)
 
 
 def _check_contiguous_rows(name: str, tensor: Tensor) -> None:

@@ -19,6 +19,7 @@
 #include <algorithm>
 
 #include "aligned_floats.h"
+#include "fp8_rows.h"
 #include "simd.h"
 #include "softmax.h"
 
@@ -37,13 +38,13 @@ struct KeyRange {
 };
 
 // Consecutive keys of a sequence, from number `begin` on. While it is worked on, the rows `ahead`,
-// as many as keys, are fetched.
+// as many as keys, are fetched, if there are some.
 template <typename T, typename V>
 struct KeyBlock {
   int begin, count;
   const T* keys[KEYS_PER_BLOCK];
   const V* values[KEYS_PER_BLOCK];
-  const T* ahead[KEYS_PER_BLOCK];
+  const T* ahead[KEYS_PER_BLOCK] = {};
 };
 
 template <typename T, typename V, int ROWS>
@@ -135,9 +136,10 @@ class AttentionTile {
       keys[i] = unit_row(block.keys[key], i), ahead[i] = block.ahead[key];
     }
     float* to = weights_.data() + j * ROWS;
+    const T* const* once = ahead[0] ? ahead : nullptr;
     int v = 0;
-    for (; v + 2 <= vectors_; v += 2) products<2>(v, keys, v ? nullptr : ahead, to + v * LANES);
-    if (v < vectors_) products<1>(v, keys, v ? nullptr : ahead, to + v * LANES);
+    for (; v + 2 <= vectors_; v += 2) products<2>(v, keys, v ? nullptr : once, to + v * LANES);
+    if (v < vectors_) products<1>(v, keys, v ? nullptr : once, to + v * LANES);
   }
 
   // to[key][row] for R registers of rows; fetches the rows `ahead` if they are given. Sums of
@@ -263,7 +265,8 @@ class AttentionTile {
 };
 
 // A block of keys and values copied to where they are dense, values in float: rows of one head may
-// lie many kilobytes apart, at a power of two, and would evict one another from the caches.
+// lie many kilobytes apart, at a power of two, and would evict one another from the caches. Rows of
+// fp8 are widened, without their scales.
 template <typename T>
 class DenseBlock {
  public:
@@ -276,15 +279,18 @@ class DenseBlock {
     block_.begin = begin, block_.count = std::min(KEYS_PER_BLOCK, end - begin);
     for (int j = 0; j < block_.count; ++j) {
       T* dense = reinterpret_cast<T*>(keys_.data()) + j * D_;
-      std::copy_n(key(begin + j), D_, dense);
+      widen_row(dense, key(begin + j), D_);
       scale_row(values_.data() + j * Dv_, value(begin + j), 1.0f, Dv_);
       block_.keys[j] = dense, block_.values[j] = values_.data() + j * Dv_;
-      block_.ahead[j] = key(std::min(begin + j + KEYS_PER_BLOCK, end - 1));
+      fetch_next(block_.ahead[j], key(std::min(begin + j + KEYS_PER_BLOCK, end - 1)));
     }
     return block_;
   }
 
  private:
+  static void fetch_next(const T*& ahead, const T* row) { ahead = row; }
+  void fetch_next(const T*&, const fp8* row) const { fetch_row(row, D_); }
+
   int64_t D_, Dv_;
   AlignedFloats keys_, values_;  // keys as T
   KeyBlock<T, float> block_;

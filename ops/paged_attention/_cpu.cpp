@@ -10,18 +10,19 @@ namespace th {
 namespace {
 
 // Writes the key and value of one token, or zeroes the output of a padding token.
-template <typename T>
-void write_token(const Problem<T>& p, int64_t token) {
+template <typename T, typename Kept>
+void write_token(const Problem<T, Kept>& p, int64_t token) {
   if (p.is_padding(token)) {
     std::fill_n(p.output(token, 0), p.num_q_heads * p.head_dim, T{});
     std::fill_n(p.lse + token * p.num_q_heads, p.num_q_heads, NO_KEY);
     return;
   }
-  T* key = p.slot(p.slot_mapping[token]);
+  Kept* key = p.slot(p.slot_mapping[token]);
   for (int64_t head = 0; head < p.num_kv_heads; ++head, key += p.head_dim) {
-    std::copy_n(static_cast<const T*>(p.k) + token * p.k_token + head * p.k_head, p.head_dim, key);
-    std::copy_n(static_cast<const T*>(p.v) + token * p.v_token + head * p.v_head, p.head_dim,
-                key + p.plane());
+    const T* k = static_cast<const T*>(p.k) + token * p.k_token + head * p.k_head;
+    const T* v = static_cast<const T*>(p.v) + token * p.v_token + head * p.v_head;
+    keep_row(key, k, p.key_scale(head), p.head_dim);
+    keep_row(key + p.plane(), v, p.value_scale(head), p.head_dim);
   }
 }
 
@@ -31,8 +32,8 @@ struct Work {
   std::vector<int> runs;      // where each such run begins, and the end of the last
 };
 
-template <typename T>
-Work plan(const Problem<T>& p) {
+template <typename T, typename Kept>
+Work plan(const Problem<T, Kept>& p) {
   Work work;
   const int heads = heads_per_split(p);
   for (int n = 0; n < p.num_seqs; ++n) {
@@ -53,8 +54,8 @@ Work plan(const Problem<T>& p) {
   return work;
 }
 
-template <typename T>
-bool run(const Problem<T>& p) {
+template <typename T, typename Kept>
+bool run(const Problem<T, Kept>& p) {
   if (!p.indices_are_valid(p.window)) return false;
   const Work work = plan(p);
   const int num_tiles = int(work.tiles.size()), num_splits = int(work.splits.size());
@@ -72,7 +73,7 @@ bool run(const Problem<T>& p) {
       for (int i = 0; i < num_tiles; ++i) attend_tile(p, work.tiles[i], scratch);
     }
     if (num_splits) {
-      SplitScratch<T> scratch(p);
+      SplitScratch<T, Kept> scratch(p);
 #pragma omp for schedule(dynamic)
       for (int i = 0; i < num_splits; ++i)
         attend_split(p, work.splits[i], out.get() + i * rows * p.head_dim, state.get() + i * rows,
@@ -88,9 +89,14 @@ bool run(const Problem<T>& p) {
   return true;
 }
 
+template <typename T>
+bool run(const Call& call) {
+  return call.kv_scales ? run(Problem<T, fp8>(call)) : run(Problem<T, T>(call));
+}
+
 }  // namespace
 }  // namespace th
 
 TH_EXPORT_CALL(paged_attention, th::Call) {
-  return call->is_bf16 ? th::run(th::Problem<th::bf16>(*call)) : th::run(th::Problem<float>(*call));
+  return call->is_bf16 ? th::run<th::bf16>(*call) : th::run<float>(*call);
 }

@@ -13,7 +13,7 @@ from torch_hybrid.ops.page_bounds import check_page_indices
 _RUN = kernel(
     "paged_attention",
     Path(__file__).with_name("_cpu.cpp"),
-    tensors="cu_seqlens seq_lens page_table slot_mapping q k v kv out lse",
+    tensors="cu_seqlens seq_lens page_table slot_mapping kv_scales q k v kv out lse",
     integers="page_table_row num_tokens num_seqs num_pages page_size max_pages "
     "q_token q_head k_token k_head v_token v_head "
     "num_q_heads num_kv_heads head_dim window is_bf16 num_threads",
@@ -34,6 +34,7 @@ def paged_attention_with_lse(
     scale: float,
     window: int,
     softcap: float,
+    kv_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``torch_hybrid::paged_attention_with_lse``, and of the op without."""
     num_tokens, num_q_heads, head_dim = q.shape
@@ -45,6 +46,7 @@ def paged_attention_with_lse(
         seq_lens,
         page_table,
         slot_mapping,
+        kv_scales,
         q,
         k,
         v,

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.fp8_kv import rounded, worth
 from torch_hybrid.ops.page_bounds import check_page_indices
 
 # Queries per product: bounds the logits to [Hq, _BLOCK, seq_len].
@@ -26,6 +27,7 @@ def paged_attention_with_lse(
     scale: float,
     window: int,
     softcap: float,
+    kv_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``torch_hybrid::paged_attention_with_lse``, and of the op without."""
     if q.device.type == "cpu":
@@ -39,7 +41,7 @@ def paged_attention_with_lse(
             window=window,
         )
     offsets, lengths = cu_seqlens.tolist(), seq_lens.tolist()
-    _write(k, v, kv, slot_mapping, offsets[-1])
+    _write(k, v, kv, slot_mapping, offsets[-1], kv_scales)
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:2], -math.inf, dtype=torch.float32, device=q.device)
     for n, length in enumerate(lengths):
@@ -47,27 +49,48 @@ def paged_attention_with_lse(
             end = min(begin + _BLOCK, offsets[n + 1])
             position = length - offsets[n + 1] + begin
             first = max(0, position - window + 1) if window else 0
-            keys, values = _gather(kv, page_table[n], first, position + end - begin)
+            keys, values = _gather(
+                kv, page_table[n], first, position + end - begin, q.dtype, kv_scales
+            )
             out[begin:end], lse[begin:end] = _attend(
                 q[begin:end], keys, values, position - first, scale, window, softcap
             )
     return out, lse
 
 
-def _write(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor, num_tokens: int) -> None:
+def _write(
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    slot_mapping: Tensor,
+    num_tokens: int,
+    kv_scales: Tensor | None,
+) -> None:
     slots = slot_mapping[:num_tokens].long()
-    rows = kv.flatten(1, 2)
-    rows[0].index_copy_(0, slots, k[:num_tokens])
-    rows[1].index_copy_(0, slots, v[:num_tokens])
+    for plane, new in enumerate((k[:num_tokens], v[:num_tokens])):
+        if kv_scales is not None:
+            new = rounded(new, kv_scales[plane][:, None]).view(torch.uint8)
+        rows = kv[plane].view(new.dtype).flatten(0, 1)
+        rows.index_copy_(0, slots, new)
 
 
-def _gather(kv: Tensor, pages: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-    """Keys and values at positions [first, last) of one sequence, each [Hkv, last - first, D]."""
+def _gather(
+    kv: Tensor,
+    pages: Tensor,
+    first: int,
+    last: int,
+    dtype: torch.dtype,
+    kv_scales: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Keys and values at positions [first, last) of one sequence, each [Hkv, last - first, D],
+    for queries of ``dtype``."""
     page_size = kv.shape[2]
     skipped = first // page_size
     used = pages[skipped : -(-last // page_size)].long()
     rows = kv[:, used].flatten(1, 2)[:, first - skipped * page_size : last - skipped * page_size]
-    keys, values = rows.to(torch.promote_types(kv.dtype, torch.float32)).transpose(1, 2)
+    wide = torch.promote_types(dtype, torch.float32)
+    scaled = rows.to(wide) if kv_scales is None else worth(rows, kv_scales[:, None, :, None], wide)
+    keys, values = scaled.transpose(1, 2)
     return keys, values
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,7 @@ from torch_hybrid.ops.paged_attention._triton_long import LongTiles, attend_long
 from torch_hybrid.ops.paged_attention._triton_short import attend_short
 from torch_hybrid.ops.paged_attention._triton_write import write_rows
 from torch_hybrid.ops.triton.devices import interpreted
+from torch_hybrid.ops.triton.fp8 import readable
 
 
 def paged_attention_with_lse(
@@ -25,6 +28,7 @@ def paged_attention_with_lse(
     scale: float,
     window: int,
     softcap: float,
+    kv_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``torch_hybrid::paged_attention_with_lse``, and of the op without."""
     if interpreted() and kv.device.type == "cpu":
@@ -39,13 +43,19 @@ def paged_attention_with_lse(
         )
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-    write_rows(k, v, kv, cu_seqlens, slot_mapping, out, lse)
+    if kv_scales is not None:
+        kv = readable(kv)
+    write_rows(k, v, kv, cu_seqlens, slot_mapping, out, lse, kv_scales)
     index = (cu_seqlens, seq_lens, page_table)
+    options: dict[str, Any] = {
+        "scale": scale,
+        "window": window,
+        "softcap": softcap,
+        "kv_scales": kv_scales,
+    }
     tiles = LongTiles.of(q, num_kv_heads=k.shape[1], num_seqs=page_table.shape[0])
     if tiles is None:
-        attend_short(q, kv, *index, out, lse, scale=scale, window=window, softcap=softcap)
+        attend_short(q, kv, *index, out, lse, **options)
     else:
-        attend_long(
-            q, k, v, kv, *index, out, lse, scale=scale, window=window, softcap=softcap, tiles=tiles
-        )
+        attend_long(q, k, v, kv, *index, out, lse, **options, tiles=tiles)
     return out, lse

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.triton.attention import attend_to_keys
 from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, is_hopper
+from torch_hybrid.ops.triton.fp8_kv import as_float16
 from torch_hybrid.ops.triton.hopper_attention import HopperTiles, attend_rows
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
 from torch_hybrid.ops.triton.softmax import finish, log2_scale
@@ -61,9 +62,14 @@ def attend_long(
     window: int,
     softcap: float,
     tiles: LongTiles,
+    kv_scales: Tensor | None = None,
 ) -> None:
-    """Attend to what earlier steps left in ``kv`` and to ``k`` and ``v``; padding is left alone."""
-    hopper = None if window or softcap else HopperTiles.of(q, k, v, kv)
+    """Attend to what earlier steps left in ``kv`` and to ``k`` and ``v``; padding is left alone.
+
+    With ``kv_scales``, to ``kv`` alone, which has the new rows as they were rounded.
+    """
+    plain = not window and not softcap and kv_scales is None
+    hopper = HopperTiles.of(q, k, v, kv) if plain else None
     if hopper is not None:
         pages = (kv, seq_lens, page_table)
         attend_rows(q, k, v, cu_seqlens, out, lse, scale=scale, tiles=hopper, pages=pages)
@@ -76,6 +82,7 @@ def attend_long(
         k,
         v,
         kv,
+        kv_scales,
         cu_seqlens,
         seq_lens,
         page_table,
@@ -118,6 +125,7 @@ def _long_kernel(
     k: tl.tensor,
     v: tl.tensor,
     kv: tl.tensor,
+    kv_scales: tl.tensor,
     cu_seqlens: tl.tensor,
     seq_lens: tl.tensor,
     page_table: tl.tensor,
@@ -171,13 +179,22 @@ def _long_kernel(
     mask_q = mask_m[:, None] & (index_d < D)[None, :]
     offset_q = token.to(tl.int64) * stride_q_token + head * stride_q_head
     b_q = tl.load(q + offset_q[:, None] + index_d[None, :], mask=mask_q, other=0.0)
-    if FLOAT32_PRODUCTS:
+    q_worth = None
+    if kv_scales is not None and b_q.dtype == tl.bfloat16:
+        b_q, q_worth = as_float16(b_q)
+    elif FLOAT32_PRODUCTS:
         b_q = b_q.to(tl.float32)
 
     ahead = tl.load(seq_lens + seq) - end  # of a token's number, to its position
     position = ahead + token
     num_held = ahead + begin
     keys_end = ahead + tl.minimum(first_token + BLOCK_Q, end)
+    if kv_scales is not None:  # all of them are in pages
+        num_held = keys_end
+        if HAS_SOFTCAP:
+            cap_scale *= tl.load(kv_scales + head_kv)
+        else:
+            scale_log2 *= tl.load(kv_scales + head_kv)
     # Where the block's walk starts in the pages, and in the rows of this step. What lies before a
     # window is not read: its pages may be somebody else's.
     held_begin, rows_begin = 0, num_held
@@ -188,6 +205,8 @@ def _long_kernel(
     # Tiles that all rows see whole. What is left of the pages hides its own end; of the rows of
     # this step, what comes after a row's own token.
     held_whole = num_held // BLOCK_KV
+    if kv_scales is not None:
+        held_whole = (ahead + first_token + 1) // BLOCK_KV
     rows_whole = (first_token - begin + 1) // BLOCK_KV
     if HAS_WINDOW:
         held_whole, rows_whole = 0, 0
@@ -226,6 +245,7 @@ def _long_kernel(
             BLOCK_KV,
             hides,
             FLOAT32_PRODUCTS,
+            q_worth=q_worth,
             table=table,
             stride_table_page=stride_table_page,
             PAGE_SIZE=PAGE_SIZE,
@@ -234,35 +254,38 @@ def _long_kernel(
             HAS_WINDOW=HAS_WINDOW,
             HAS_SOFTCAP=HAS_SOFTCAP,
         )
-    for hides in tl.static_range(2):
-        b_o, peak, total = attend_to_keys(
-            b_o,
-            peak,
-            total,
-            b_q,
-            position,
-            rows_begin + hides * rows_whole * BLOCK_KV,
-            rows_left if hides else rows_whole,
-            keys_end,
-            rows_k,
-            rows_v,
-            stride_k_token,
-            stride_v_token,
-            scale_log2,
-            D,
-            D,
-            BLOCK_D,
-            BLOCK_D,
-            BLOCK_KV,
-            hides,
-            FLOAT32_PRODUCTS,
-            window=window,
-            cap_scale=cap_scale,
-            HAS_WINDOW=HAS_WINDOW,
-            HAS_SOFTCAP=HAS_SOFTCAP,
-        )
+    if kv_scales is None:
+        for hides in tl.static_range(2):
+            b_o, peak, total = attend_to_keys(
+                b_o,
+                peak,
+                total,
+                b_q,
+                position,
+                rows_begin + hides * rows_whole * BLOCK_KV,
+                rows_left if hides else rows_whole,
+                keys_end,
+                rows_k,
+                rows_v,
+                stride_k_token,
+                stride_v_token,
+                scale_log2,
+                D,
+                D,
+                BLOCK_D,
+                BLOCK_D,
+                BLOCK_KV,
+                hides,
+                FLOAT32_PRODUCTS,
+                window=window,
+                cap_scale=cap_scale,
+                HAS_WINDOW=HAS_WINDOW,
+                HAS_SOFTCAP=HAS_SOFTCAP,
+            )
 
     total, b_lse = finish(peak, total)
+    if kv_scales is not None:
+        b_o *= tl.load(kv_scales + HKV + head_kv)
     row_out = token.to(tl.int64) * HQ + head
     tl.store(lse + row_out, b_lse, mask=mask_m)
     p_out = out + row_out[:, None] * D + index_d[None, :]

@@ -3,74 +3,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.paged_attention._triton_pairs import attend_to_pairs
+from torch_hybrid.ops.paged_attention._triton_tiles import Tiles
 from torch_hybrid.ops.triton.devices import interpreted
-from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.ragged import first_token_of_block, sequence_of_block
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits, tanh
-
-# Two programs for each processor of the GPUs this is meant for (108 to 148 processors).
-_TARGET_PROGRAMS = 256
-_MAX_SPLITS = 128
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tiles:
-    """How the work is cut. Decided by shapes alone, so that a captured graph serves any lengths.
-
-    A program owns ``block_q`` consecutive tokens of one sequence and one key head; its
-    ``block_m`` rows are those tokens times the query heads that share the key head.
-    """
-
-    block_q: int
-    block_m: int
-    block_d: int
-    block_kv: int
-    num_blocks: int
-    num_splits: int
-    num_warps: int
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        num_tokens: int,
-        num_seqs: int,
-        num_kv_heads: int,
-        group: int,
-        head_dim: int,
-        itemsize: int,
-        max_keys: int,
-    ) -> Tiles:
-        """Tiles for ``num_tokens`` of ``num_seqs`` sequences of at most ``max_keys`` keys each."""
-        # float32 products run outside the tensor cores, on operands held in registers: larger
-        # tiles spill.
-        tensor_cores = itemsize == 2
-        block_d = max(16, triton.next_power_of_2(head_dim))
-        tokens_per_seq = triton.cdiv(num_tokens, max(1, num_seqs))
-        wanted_rows = triton.next_power_of_2(tokens_per_seq * group)
-        most_rows = 64 if tensor_cores else 16
-        block_m = max(16, min(wanted_rows, most_rows), triton.next_power_of_2(group))
-        block_q = block_m // group
-        block_kv = (64 if block_m < 64 else 32) if tensor_cores else 16
-        busy_programs = max(num_seqs, num_tokens // block_q) * num_kv_heads
-        wanted_splits = min(_MAX_SPLITS, _TARGET_PROGRAMS // max(1, busy_programs))
-        useful_splits = triton.cdiv(max_keys, block_kv)
-        num_splits = max(1, min(wanted_splits, useful_splits))
-        return cls(
-            block_q=block_q,
-            block_m=block_m,
-            block_d=block_d,
-            block_kv=block_kv,
-            num_blocks=num_blocks(num_tokens, num_seqs, block_q),
-            num_splits=1 << (num_splits.bit_length() - 1),
-            num_warps=4 if block_m <= most_rows else 8,
-        )
 
 
 def attend_short(
@@ -85,6 +30,7 @@ def attend_short(
     scale: float,
     window: int,
     softcap: float,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Attend to ``kv``, which has the new rows; write ``out`` and ``lse``."""
     _, _, page_size, num_kv_heads, head_dim = kv.shape
@@ -96,16 +42,19 @@ def attend_short(
         num_kv_heads=num_kv_heads,
         group=num_q_heads // num_kv_heads,
         head_dim=head_dim,
-        itemsize=kv.itemsize,
+        itemsize=q.itemsize,
         max_keys=max_pages * page_size,
     )
     queries_and_keys = (q, kv, cu_seqlens, seq_lens, page_table)
+    attend: Callable[..., None] = _attend
+    if kv_scales is not None:
+        attend = partial(attend_to_pairs, kv_scales=kv_scales)
     if tiles.num_splits == 1:
-        _attend(*queries_and_keys, out, lse, scale, window, softcap, tiles)
+        attend(*queries_and_keys, out, lse, scale, window, softcap, tiles)
         return
     partial_out = out.new_empty(tiles.num_splits, *out.shape, dtype=torch.float32)
     partial_lse = lse.new_empty(tiles.num_splits, *lse.shape)
-    _attend(*queries_and_keys, partial_out, partial_lse, scale, window, softcap, tiles)
+    attend(*queries_and_keys, partial_out, partial_lse, scale, window, softcap, tiles)
     merge_splits(partial_out, partial_lse, cu_seqlens, out, lse)
 
 

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.triton.fp8_kv import narrow
+
 
 def write_rows(
     k: Tensor,
@@ -16,6 +18,7 @@ def write_rows(
     slot_mapping: Tensor,
     out: Tensor,
     lse: Tensor,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Put the new rows into their pages, and the identity of a merge into padding rows.
 
@@ -30,6 +33,7 @@ def write_rows(
         slot_mapping,
         out,
         lse,
+        kv_scales,
         cu_seqlens.shape[0] - 1,
         k.stride(0),
         k.stride(1),
@@ -55,6 +59,7 @@ def _write_kernel(
     slot_mapping: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
+    kv_scales: tl.tensor,
     num_seqs: tl.tensor,
     stride_k_token: tl.tensor,
     stride_k_head: tl.tensor,
@@ -79,8 +84,15 @@ def _write_kernel(
             head = index // D
             p_k = k + token * stride_k_token + head * stride_k_head + index % D
             p_v = v + token * stride_v_token + head * stride_v_head + index % D
-            tl.store(keys + index, tl.load(p_k, mask=mask), mask=mask)
-            tl.store(values + index, tl.load(p_v, mask=mask), mask=mask)
+            b_k = tl.load(p_k, mask=mask)
+            b_v = tl.load(p_v, mask=mask)
+            if kv_scales is not None:
+                scale_k = tl.load(kv_scales + head, mask=mask, other=1.0)
+                scale_v = tl.load(kv_scales + HKV + head, mask=mask, other=1.0)
+                b_k = narrow(tl.div_rn(b_k.to(tl.float32), scale_k), kv.dtype.element_ty)
+                b_v = narrow(tl.div_rn(b_v.to(tl.float32), scale_v), kv.dtype.element_ty)
+            tl.store(keys + index, b_k, mask=mask)
+            tl.store(values + index, b_v, mask=mask)
     else:
         for base in range(0, HQ * D, BLOCK):
             index = base + tl.arange(0, BLOCK)

@@ -13,11 +13,14 @@
 // then sum their lanes together, after which lane r * W + w holds the product of query r and key w,
 // so the softmax too uses every lane and reduces across lanes once a block. Where the CPU can
 // multiply pairs of bf16, a lane holds a pair.
+//
+// Keys and values of fp8 are widened a block at a time, to where they stay in L2.
 #pragma once
 
 #include <type_traits>
 #include <vector>
 
+#include "aligned_floats.h"
 #include "problem.h"
 
 namespace th {
@@ -60,6 +63,7 @@ struct Fetch {
 // Up to MAX_ROWS queries of one key head.
 struct Pass {
   int64_t offset;         // of the key head in a row
+  float scale;            // of the products with its keys
   float* queries;         // [D / W][16]
   float* out;             // [R][D]
   f32x16 largest, total;  // of the row's logits and weights, in each of its lanes
@@ -70,8 +74,9 @@ struct Pass {
 // Consecutive keys; the pointers of a short block go on, to keys that get no weight.
 template <typename T>
 struct Block {
-  const Problem<T>& problem;
+  const Call& call;
   const T* const* keys;
+  int64_t plane;  // from a key to its value
   int count;
   Fetch<T>& ahead;
   float* widened;  // [16][D]
@@ -159,7 +164,7 @@ TH_INLINE const float* as_floats(const bf16* row, int64_t n, float* widened) {
 template <int R, typename T>
 void weigh(Pass& pass, const Block<T>& block) {
   constexpr int W = lanes_per_row(R), KEYS = keys_at_once(R);
-  const int64_t D = block.problem.head_dim;
+  const int64_t D = block.call.head_dim;
   for (int i = 0; i < block.count; i += KEYS) {
     const std::conditional_t<in_pairs<R, T>(), bf16, float>* keys[KEYS];
     for (int j = 0; j < KEYS; ++j) {
@@ -171,12 +176,12 @@ void weigh(Pass& pass, const Block<T>& block) {
     }
     products<R>(pass.queries, keys, D, block.ahead, pass.weights + i / W * LANES);
   }
-  const float scale = float(block.problem.scale), softcap = float(block.problem.softcap);
+  const float softcap = float(block.call.softcap);
   i32x16 key;
   for (int lane = 0; lane < LANES; ++lane) key[lane] = lane % W;
   f32x16 largest = pass.largest;
   for (int i = 0; i < block.count; i += W) {
-    f32x16 x = load(pass.weights + i / W * LANES) * scale;
+    f32x16 x = load(pass.weights + i / W * LANES) * pass.scale;
     if (softcap != 0) x = softcap * tanh(x * (1.0f / softcap));
     x = select(key + i < block.count, x, splat(NO_KEY));
     store(pass.weights + i / W * LANES, x);
@@ -227,10 +232,9 @@ TH_INLINE void accumulate(const Pass& pass, const T* const* values, int count, i
 template <int R, typename T>
 void fold(Pass& pass, const Block<T>& block) {
   constexpr int V = vectors_at_once(R);
-  const int64_t D = block.problem.head_dim;
+  const int64_t D = block.call.head_dim;
   const T* values[BLOCK_KEYS];
-  for (int j = 0; j < block.count; ++j)
-    values[j] = block.keys[j] + block.problem.plane() + pass.offset;
+  for (int j = 0; j < block.count; ++j) values[j] = block.keys[j] + block.plane + pass.offset;
   int64_t column = 0;
   for (; column + V * LANES <= D; column += V * LANES)
     accumulate<R, V>(pass, values, block.count, D, column, block.ahead);
@@ -238,15 +242,16 @@ void fold(Pass& pass, const Block<T>& block) {
     accumulate<R, 1>(pass, values, block.count, D, column, block.ahead);
 }
 
+// The queries of R heads, `stride` apart.
 template <int R, typename T>
-void begin(Pass& pass, const Problem<T>& p, int64_t token, int64_t first_head) {
+void begin(Pass& pass, const T* first_query, int64_t stride, int64_t D) {
   constexpr int W = lanes_per_row(R);
-  std::fill_n(pass.queries, LANES / W * p.head_dim, 0.0f);
-  std::fill_n(pass.out, R * p.head_dim, 0.0f);
+  std::fill_n(pass.queries, LANES / W * D, 0.0f);
+  std::fill_n(pass.out, R * D, 0.0f);
   for (int r = 0; r < R; ++r) {
-    const T* q = p.query(token, first_head + r);
+    const T* q = first_query + r * stride;
     constexpr int PER_LANE = in_pairs<R, T>() ? 2 : 1;
-    for (int64_t i = 0; i < p.head_dim / PER_LANE; ++i) {
+    for (int64_t i = 0; i < D / PER_LANE; ++i) {
       float lane;
       if constexpr (PER_LANE == 2)
         std::memcpy(&lane, q + 2 * i, sizeof(lane));
@@ -269,7 +274,7 @@ void end(const Pass& pass, RowState* state) {
 // What a pass does, for its number of rows.
 template <typename T>
 struct Stages {
-  void (*begin)(Pass&, const Problem<T>&, int64_t, int64_t);
+  void (*begin)(Pass&, const T*, int64_t, int64_t);
   void (*weigh)(Pass&, const Block<T>&);
   void (*fold)(Pass&, const Block<T>&);
   void (*end)(const Pass&, RowState*);
@@ -288,32 +293,80 @@ inline int keys_per_split(int num_keys) {
   return (keys + BLOCK_KEYS - 1) / BLOCK_KEYS * BLOCK_KEYS;
 }
 
-template <typename T>
-int heads_per_split(const Problem<T>& p) {
+template <typename T, typename Kept>
+int heads_per_split(const Problem<T, Kept>& p) {
   const int64_t heads = SPLIT_BYTES / (p.head_dim * int64_t(sizeof(T)));
   return int(std::clamp<int64_t>(heads, 1, p.num_kv_heads));
 }
 
-// What one thread works in.
+// Blocks of keys and values as they lie in their pages, fetched while the one before is worked on.
+template <typename T, typename Kept>
+struct Blocks {
+  Blocks(const Problem<T, Kept>& p, int num_heads)
+      : plane_(p.plane()), width_(num_heads * p.head_dim) {}
+
+  // Of these keys, after which there are LANES more, whatever they are.
+  void begin(const T* const* keys, int count) {
+    ahead_ = {keys, keys + count, plane_, width_};
+    while (ahead_.row < keys + std::min(BLOCK_KEYS, count)) ahead_.template lines<1>();
+  }
+  Block<T> block(const Call& call, const T* const* keys, int count, float* widened) {
+    return {call, keys, plane_, count, ahead_, widened};
+  }
+
+ private:
+  int64_t plane_, width_;
+  Fetch<T> ahead_{};
+};
+
+// The same of fp8: widened, and the next block fetched meanwhile.
 template <typename T>
+struct Blocks<T, fp8> {
+  Blocks(const Problem<T, fp8>& p, int num_heads)
+      : plane_(p.plane()), width_(num_heads * p.head_dim), memory_(2 * BLOCK_KEYS * width_) {}
+
+  void begin(const fp8* const* keys, int count) { end_ = keys + count; }
+  Block<T> block(const Call& call, const fp8* const* keys, int count, float* widened) {
+    T* const dense = reinterpret_cast<T*>(memory_.data());
+    for (int j = 0; j < BLOCK_KEYS + LANES; ++j) rows_[j] = dense + (j < count ? j : 0) * width_;
+    for (int plane = 0; plane < 2; ++plane)
+      for (int j = 0; j < count; ++j) {
+        if (keys + j + BLOCK_KEYS < end_) fetch_row(keys[j + BLOCK_KEYS] + plane * plane_, width_);
+        widen_row(dense + (plane * BLOCK_KEYS + j) * width_, keys[j] + plane * plane_, width_);
+      }
+    return {call, rows_, BLOCK_KEYS * width_, count, nothing_ahead_, widened};
+  }
+
+ private:
+  int64_t plane_, width_;
+  AlignedFloats memory_;  // [2][BLOCK_KEYS][width] of T
+  const T* rows_[BLOCK_KEYS + LANES];
+  const fp8* const* end_ = nullptr;
+  Fetch<T> nothing_ahead_{};
+};
+
+// What one thread works in.
+template <typename T, typename Kept>
 struct SplitScratch {
-  explicit SplitScratch(const Problem<T>& p)
-      : passes(heads_per_split(p) * ((p.group() + MAX_ROWS - 1) / MAX_ROWS)),
+  explicit SplitScratch(const Problem<T, Kept>& p)
+      : blocks(p, heads_per_split(p)),
+        passes(heads_per_split(p) * ((p.group() + MAX_ROWS - 1) / MAX_ROWS)),
         queries(passes.size() * MAX_ROWS * 2 * p.head_dim),
         widened(LANES * p.head_dim) {}
 
+  Blocks<T, Kept> blocks;
   std::vector<Pass> passes;
   std::vector<float> queries;
   std::vector<float> widened;
 };
 
 // out[heads of the split * group][D] and state[...] of the keys in the split.
-template <typename T>
-void attend_split(const Problem<T>& p, const Split& split, float* out, RowState* state,
-                  SplitScratch<T>& scratch) {
+template <typename T, typename Kept>
+void attend_split(const Problem<T, Kept>& p, const Split& split, float* out, RowState* state,
+                  SplitScratch<T, Kept>& scratch) {
   const int group = p.group();
   const int64_t D = p.head_dim, token = p.cu_seqlens[split.n];
-  const T* keys[SPLIT_KEYS + LANES];
+  const Kept* keys[SPLIT_KEYS + LANES];
   p.key_rows(split.n, split.head, split.begin, split.count, keys);
   std::fill_n(keys + split.count, LANES, keys[0]);
 
@@ -326,15 +379,15 @@ void attend_split(const Problem<T>& p, const Split& split, float* out, RowState*
   };
   each_pass([&](Pass& pass, const Stages<T>& stages, int i, int head, int row) {
     pass.offset = head * D;
+    pass.scale = p.logit_scale(split.head + head);
     pass.queries = scratch.queries.data() + i * MAX_ROWS * 2 * D;
     pass.out = out + row * D;
-    stages.begin(pass, p, token, split.head * group + row);
+    stages.begin(pass, p.query(token, split.head * group + row), p.q_head, D);
   });
-  Fetch<T> ahead{keys, keys + split.count, p.plane(), split.num_heads * D};
-  while (ahead.row < keys + std::min(BLOCK_KEYS, split.count)) ahead.template lines<1>();
+  scratch.blocks.begin(keys, split.count);
   for (int i = 0; i < split.count; i += BLOCK_KEYS) {
-    const Block<T> block{p, keys + i, std::min(BLOCK_KEYS, split.count - i), ahead,
-                         scratch.widened.data()};
+    const int count = std::min(BLOCK_KEYS, split.count - i);
+    const Block<T> block = scratch.blocks.block(p, keys + i, count, scratch.widened.data());
     each_pass([&](Pass& pass, const Stages<T>& stages, int, int, int) {
       stages.weigh(pass, block);
     });
@@ -348,8 +401,8 @@ void attend_split(const Problem<T>& p, const Split& split, float* out, RowState*
 }
 
 // Joins `count` consecutive splits of the same sequence and heads.
-template <typename T>
-void merge_splits(const Problem<T>& p, const Split& split, int count, int stride, float* out,
+template <typename T, typename Kept>
+void merge_splits(const Problem<T, Kept>& p, const Split& split, int count, int stride, float* out,
                   const RowState* state) {
   const int group = p.group();
   const int64_t D = p.head_dim, token = p.cu_seqlens[split.n];
@@ -366,7 +419,7 @@ void merge_splits(const Problem<T>& p, const Split& split, int count, int stride
         store(sum + d, (s ? load(sum + d) : f32x16{}) + load(from + d) * factor);
     }
     const int64_t head = split.head * group + r;
-    scale_row(p.output(token, head), sum, 1.0f / all.sum, D);
+    scale_row(p.output(token, head), sum, p.value_scale(head / group) / all.sum, D);
     p.lse[token * p.num_q_heads + head] = all.lse();
   }
 }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops import fp8_kv
 from torch_hybrid.ops.capability import FLOATS, FLOATS_AND_FLOAT64, Capability, Implementation
 from torch_hybrid.ops.cudnn_attention import cudnn_missing
 from torch_hybrid.ops.flashinfer.library import (
@@ -31,6 +32,7 @@ from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 # What a caller may need beyond plain decode: queries of more than one token ("extend"), a
 # window, a softcap, the log-sum-exp as a second output.
 FEATURES = frozenset({"extend", "sliding_window", "softcap", "lse"})
+_OWN_FEATURES = FEATURES | {fp8_kv.FEATURE}
 
 _PACKAGE = "torch_hybrid.ops.paged_attention"
 _HALVES = frozenset({torch.bfloat16, torch.float16})
@@ -41,7 +43,7 @@ _BACKENDS = {
             devices=frozenset({"cpu"}),
             dtypes=frozenset({torch.float32, torch.bfloat16}),
             multiples={"head_dim": 16},
-            features=FEATURES,
+            features=_OWN_FEATURES,
             available=compiler_missing,
         ),
     ),
@@ -50,7 +52,7 @@ _BACKENDS = {
         Capability(
             devices=triton_devices(),
             limits={"head_dim": 256},
-            features=FEATURES,
+            features=_OWN_FEATURES,
             cuda_graph=True,
             available=triton_missing,
         ),
@@ -58,7 +60,7 @@ _BACKENDS = {
     "torch": (
         "_torch",
         Capability(
-            devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64, features=FEATURES
+            devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64, features=_OWN_FEATURES
         ),
     ),
 }
@@ -128,6 +130,7 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    kv_scales: Tensor | None = None,
     planned: Sequence[Tensor] = (),
     impl: str,
 ) -> Tensor:
@@ -142,8 +145,9 @@ def paged_attention(
         q: [T, Hq, D], float32, bfloat16 or float16; any strides that keep D contiguous.
         k: [T, Hkv, D], as q.
         v: [T, Hkv, D], as q.
-        kv: [2, P, page_size, Hkv, D], dtype of q, contiguous; keys in ``kv[0]``, values in
-            ``kv[1]``. Mutated: the rows that ``slot_mapping`` names.
+        kv: [2, P, page_size, Hkv, D], dtype of q or float8_e4m3fn, contiguous; keys in ``kv[0]``,
+            values in ``kv[1]``. Mutated: the rows that ``slot_mapping`` names, rounded to 8 bits
+            as ``ops.fp8_kv`` says; the new tokens attend to what was rounded.
         cu_seqlens: [N + 1] int32, offsets of each sequence's new tokens, from 0.
         seq_lens: [N] int32, total length of each sequence, new tokens included.
         page_table: [N, max_pages] int32; entry j holds positions ``[j * page_size, (j + 1) *
@@ -152,6 +156,8 @@ def paged_attention(
         scale: factor of the logits, usually ``D ** -0.5``.
         window: number of keys that a query sees, itself included; 0 for all.
         softcap: logits become ``softcap * tanh(logits / softcap)``; 0.0 for none (Gemma 2).
+        kv_scales: [2, Hkv] float32, positive: what a number of float8_e4m3fn is worth in the keys
+            and in the values of each head. For a pool of 8 bits alone.
         planned: for an implementation that plans, what its planner made for these lengths: its
             tensors, and its values as a tensor on the host.
         impl: name in IMPLEMENTATIONS.
@@ -163,10 +169,12 @@ def paged_attention(
         ValueError: a shape, dtype or option is wrong, or, where reading it is free (on a CPU),
             an index is outside its pool.
     """
-    _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping)
+    _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping, kv_scales)
     _validate_options(scale, window, softcap)
     sizes = {"head_dim": q.shape[-1], "page_size": kv.shape[2]}
-    check_impl(impl, IMPLEMENTATIONS, q.device, sizes)
+    check_impl(
+        impl, IMPLEMENTATIONS, q.device, sizes, features=fp8_kv.features_of(kv.dtype) or None
+    )
     check_planned(impl, IMPLEMENTATIONS, planned)
     out: Tensor = _PAGED_ATTENTION(
         q,
@@ -181,6 +189,7 @@ def paged_attention(
         window=window,
         softcap=softcap,
         impl=impl,
+        **fp8_kv.given_scales("kv_scales", kv_scales),
         **given(planned),
     )
     return out
@@ -199,6 +208,7 @@ def paged_attention_with_lse(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    kv_scales: Tensor | None = None,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
     """:func:`paged_attention` that also returns the log-sum-exp of each row's logits.
@@ -211,9 +221,10 @@ def paged_attention_with_lse(
     Returns:
         The output, [T, Hq, D] in the dtype of q, and the natural-log LSE, [T, Hq] float32.
     """
-    _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping)
+    _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping, kv_scales)
     _validate_options(scale, window, softcap)
-    check_impl(impl, WITH_LSE_IMPLEMENTATIONS, q.device, {"head_dim": q.shape[-1]})
+    sizes, features = {"head_dim": q.shape[-1]}, fp8_kv.features_of(kv.dtype) or None
+    check_impl(impl, WITH_LSE_IMPLEMENTATIONS, q.device, sizes, features=features)
     out, lse = _PAGED_ATTENTION_WITH_LSE(
         q,
         k,
@@ -227,6 +238,7 @@ def paged_attention_with_lse(
         window=window,
         softcap=softcap,
         impl=impl,
+        **fp8_kv.given_scales("kv_scales", kv_scales),
     )
     return out, lse
 
@@ -240,6 +252,7 @@ def _validate(
     seq_lens: Tensor,
     page_table: Tensor,
     slot_mapping: Tensor,
+    kv_scales: Tensor | None,
 ) -> None:
     for name, tensor, dim in (("q", q, 3), ("kv", kv, 5), ("page_table", page_table, 2)):
         if tensor.dim() != dim:
@@ -263,7 +276,10 @@ def _validate(
         )
     if q.dtype not in FLOATS and q.dtype != torch.float64:
         raise ValueError(f"q must be a floating point tensor, got {q.dtype}")
-    check_dtypes({name: (tensor, q.dtype) for name, tensor in (("k", k), ("v", v), ("kv", kv))})
+    check_dtypes({"k": (k, q.dtype), "v": (v, q.dtype)})
+    fp8_kv.check_pool_dtype("kv", kv, q.dtype)
+    fp8_kv.check_pairs(kv, head_dim=head_dim)
+    fp8_kv.check_scales("kv_scales", kv, kv_scales, 2, num_kv_heads)
     for name, tensor in (("q", q), ("k", k), ("v", v), ("page_table", page_table)):
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name} must have a contiguous last dim, got {tensor.stride()}")
@@ -291,7 +307,7 @@ _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor(a!) kv, Tensor cu_seqlens, Tensor seq_lens,"
     " Tensor page_table, Tensor slot_mapping"
 )
-_OPTIONS = "float scale, int window, float softcap, str impl"
+_OPTIONS = "float scale, int window, float softcap, str impl, Tensor? kv_scales=None"
 
 
 def _fake_with_lse(
@@ -308,6 +324,7 @@ def _fake_with_lse(
     window: int,
     softcap: float,
     impl: str,
+    kv_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 

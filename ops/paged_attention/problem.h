@@ -6,15 +6,17 @@
 #include <cstdint>
 
 #include "call.h"
+#include "fp8_rows.h"
 #include "pages.h"
 #include "simd.h"
 #include "softmax.h"
 
 namespace th {
 
-// Strides in elements.
+// Strides in elements. The pool is of fp8 where there are kv_scales.
 TH_CALL(Call,
   const int32_t *cu_seqlens, *seq_lens, *page_table, *slot_mapping;
+  const float* kv_scales;
   const void *q, *k, *v;
   void *kv, *out;
   float* lse;
@@ -24,7 +26,8 @@ TH_CALL(Call,
   double scale, softcap;
 );
 
-template <typename T>
+// Queries and results are of T, and the pool of Kept: T or fp8.
+template <typename T, typename Kept>
 struct Problem : OverPages<Call> {
   using OverPages<Call>::OverPages;
 
@@ -36,16 +39,20 @@ struct Problem : OverPages<Call> {
   T* output(int64_t token, int64_t head) const {
     return static_cast<T*>(out) + (token * num_q_heads + head) * head_dim;
   }
-  T* slot(int64_t index) const {
-    return static_cast<T*>(kv) + index * num_kv_heads * head_dim;
+  Kept* slot(int64_t index) const {
+    return static_cast<Kept*>(kv) + index * num_kv_heads * head_dim;
   }
+  // What kept numbers are worth, in the keys and in the values of a head.
+  float key_scale(int64_t head) const { return kv_scales ? kv_scales[head] : 1.0f; }
+  float value_scale(int64_t head) const { return kv_scales ? kv_scales[num_kv_heads + head] : 1.0f; }
+  float logit_scale(int64_t head) const { return float(scale * key_scale(head)); }
   // The first key that the query at `position` sees.
   int first_key(int position) const {
     return window ? std::max<int>(0, position - int(window) + 1) : 0;
   }
   // rows[i] = key `begin + i` of a sequence; its value is plane() further.
-  void key_rows(int n, int head, int begin, int count, const T** rows) const {
-    const T* first = static_cast<const T*>(kv) + head * head_dim;
+  void key_rows(int n, int head, int begin, int count, const Kept** rows) const {
+    const Kept* first = static_cast<const Kept*>(kv) + head * head_dim;
     addresses(n, begin, count, first, num_kv_heads * head_dim, rows);
   }
 };

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.fp8_kv import rounded
+
 
 def paged_attention_with_lse(
     q: Tensor,
@@ -21,6 +23,7 @@ def paged_attention_with_lse(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    kv_scales: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output and ``lse = log sum exp`` of the logits of each query and head."""
     page_size, num_kv_heads = kv.shape[2:4]
@@ -32,7 +35,8 @@ def paged_attention_with_lse(
 
     for t in range(offsets[-1]):
         page, offset = divmod(int(slot_mapping[t]), page_size)
-        kv[0, page, offset], kv[1, page, offset] = k[t], v[t]
+        rows = torch.stack([k[t], v[t]])
+        kv[:, page, offset] = rows if kv_scales is None else rounded(rows, kv_scales[..., None])
 
     for n, length in enumerate(lengths):
         for t in range(offsets[n], offsets[n + 1]):
@@ -41,6 +45,8 @@ def paged_attention_with_lse(
             visible = torch.arange(first, position + 1, dtype=torch.int64, device=kv.device)
             pages = page_table[n, visible // page_size].long()
             shared = kv[:, pages, visible % page_size].to(work)  # [2, L visible, Hkv, D]
+            if kv_scales is not None:
+                shared *= kv_scales[:, None, :, None]
             keys, values = shared.repeat_interleave(group, dim=2)
             logits = scale * torch.einsum("lhd,hd->hl", keys, q[t].to(work))
             if softcap:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from torch_hybrid.ops.triton.fp8 import widen
 from torch_hybrid.ops.triton.softmax import advance, tanh
 
 
@@ -32,6 +33,7 @@ def attend_to_keys(
     HIDES: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
     b_q_rest: tl.tensor = None,
+    q_worth: tl.tensor = None,
     table: tl.tensor = None,
     stride_table_page: tl.tensor = 0,
     window: tl.tensor = 0,
@@ -48,11 +50,13 @@ def attend_to_keys(
         peak, total: [BLOCK_M] as ``advance`` has them.
         b_q, b_q_rest: [BLOCK_M, BLOCK_D] and [BLOCK_M, BLOCK_D_REST], the first dims of the
             queries and those that are left of D.
+        q_worth: [BLOCK_M], what products with a row are to be multiplied by.
         position: [BLOCK_M], of the last key that each row sees.
         first_key, num_tiles: where the tiles start, and how many; in pages a multiple of BLOCK_KV
             unless it HAS_WINDOW.
         keys_end: no key from here on is read.
-        keys, values: where the row of key 0 is, in page 0 where there is a ``table``.
+        keys, values: where the row of key 0 is, in page 0 where there is a ``table``; numbers of 8
+            bits are widened, and what their scales are is left to the caller.
         stride_k, stride_v: elements from one row to the next.
         table: of pages of PAGE_SIZE rows; without one, rows lie one after another.
         window: keys that a row sees, its own included, if it HAS_WINDOW.
@@ -93,7 +97,10 @@ def attend_to_keys(
         mask_v = is_key[:, None] & ((index_v < V) | (V == BLOCK_V))
         b_k = tl.load(p_k + index_d, mask=mask_k, other=0.0)
         b_v = tl.load(p_v + index_v, mask=mask_v, other=0.0)
-        if FLOAT32_PRODUCTS:
+        if b_k.dtype.primitive_bitwidth == 8:
+            b_k = widen(b_k, b_q.dtype)
+            b_v = widen(b_v, b_q.dtype)
+        elif FLOAT32_PRODUCTS:
             b_k = b_k.to(tl.float32)
             b_v = b_v.to(tl.float32)
         products = tl.dot(b_q, tl.trans(b_k), out_dtype=tl.float32, input_precision="ieee")
@@ -104,6 +111,8 @@ def attend_to_keys(
             if FLOAT32_PRODUCTS:
                 b_k_rest = b_k_rest.to(tl.float32)
             products = tl.dot(b_q_rest, tl.trans(b_k_rest), products, input_precision="ieee")
+        if q_worth is not None:
+            products *= q_worth[:, None]
 
         if HAS_SOFTCAP:
             products = tanh(products * cap_scale)

@@ -53,6 +53,43 @@ def test_generate_answers_while_steps_are_compiled(run, checkpoint, expected):
     assert "compiling" not in err
 
 
+def test_generate_keeps_8_bits_where_there_is_room(run, checkpoint):
+    """For one number and for as many tokens as fit."""
+    for tokens in ("256", "auto"):
+        options = ("--kv-dtype", "fp8", "--kv-tokens", tokens, "--max-seqs", 2)
+        code, out, _ = run("generate", checkpoint, *EAGER, *options, "--ids", "5 17 3",
+                           "--max-new-tokens", 6, "--ignore-eos")  # fmt: skip
+        assert code == 0
+        assert len(out.split()) == 6
+    code, out, _ = run("explain", checkpoint, "--eager", *options)
+    assert code == 0
+    for shown in ("kv_dtype torch.float8_e4m3fn", "kv_tokens auto", "weights, float32", "free"):
+        assert shown in " ".join(out.split())
+    code, _, err = run("generate", checkpoint, *EAGER, "--kv-tokens", "many", "--ids", "5")
+    assert code == 2
+    assert "'many' is neither a number nor auto" in err
+
+
+@pytest.mark.slow
+def test_processes_of_torchrun_share_a_model(checkpoint, expected):
+    arguments = ("generate", checkpoint, *EAGER, "--ranks", "--device", "cpu", "--ids", "5 17 3",
+                 "--max-new-tokens", 6, "--ignore-eos")  # fmt: skip
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    command = [*torchrun, "-m", "torch_hybrid.cli", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [int(word) for word in done.stdout.split()] == expected([5, 17, 3], 6)
+
+
+def test_ranks_are_those_of_torchrun(run, checkpoint):
+    code, _, err = run("generate", checkpoint, *EAGER, "--ranks", "--ids", "5")
+    assert code == 2
+    assert "--ranks shares the model among the processes of torchrun" in err
+    code, _, err = run("chat", checkpoint, *EAGER, "--ranks")
+    assert code == 2
+    assert "use generate" in err
+
+
 def test_generate_streams_text(run, checkpoint, expected):
     tokenizer = load_tokenizer(str(checkpoint))
     code, out, _ = run(

@@ -127,13 +127,17 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
 def attentions(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     """Pages, pages of latents, and whole sequences."""
     heads = paged.Case(num_q_heads=6, num_kv_heads=2, head_dim=24, page_size=5, lengths=PAGED)
-    args = paged.make_inputs(heads, dtype=dtype, padding=(3, 1)).args()
-    op = paged_attention.paged_attention
-    yield op.__name__, partial(run, op, args, {"scale": 0.2, "window": 9, "softcap": 5.0})
     rows = latents.Case(num_heads=5, rank=40, rope_dim=24, page_size=5, lengths=PAGED)
-    args = latents.make_inputs(rows, dtype=dtype, padding=(3, 1)).args()
-    op = latent_attention.latent_attention
-    yield op.__name__, partial(run, op, args, {"scale": rows.scale})
+    for fp8 in (False, True):
+        kept = ", 8 bits" * fp8
+        inputs = paged.make_inputs(heads, dtype=dtype, padding=(3, 1), fp8=fp8)
+        options = {"scale": 0.2, "window": 9, "softcap": 5.0, "kv_scales": inputs.kv_scales}
+        op = paged_attention.paged_attention
+        yield op.__name__ + kept, partial(run, op, inputs.args(), options)
+        held = latents.make_inputs(rows, dtype=dtype, padding=(3, 1), fp8=fp8)
+        options = {"scale": rows.scale, "pool_scale": held.pool_scale}
+        op = latent_attention.latent_attention
+        yield op.__name__ + kept, partial(run, op, held.args(), options)
     lengths = ((7, 21), (0, 5), (19, 19))
     whole = ragged.Case(num_heads=2, num_k_heads=1, head_dim=24, v_head_dim=16, lengths=lengths)
     args = ragged.make_inputs(whole, dtype=dtype, padding=(3, 2, 1)).args()
@@ -145,9 +149,12 @@ def long_queries() -> Iterator[tuple[str, Call]]:
     """The kernel for queries long enough to fill a GPU."""
     heads = paged.Case(num_q_heads=6, num_kv_heads=2, head_dim=24, page_size=5,
                        lengths=((150, 180), (47, 47), (1, 9)))  # fmt: skip
-    args = paged.make_inputs(heads, dtype=torch.bfloat16, padding=(3, 1)).args()
     op = paged_attention.paged_attention
-    yield "paged_attention of long queries", partial(run, op, args, {"scale": 0.2})
+    for fp8 in (False, True):
+        inputs = paged.make_inputs(heads, dtype=torch.bfloat16, padding=(3, 1), fp8=fp8)
+        options = {"scale": 0.2, "kv_scales": inputs.kv_scales}
+        name = "paged_attention of long queries" + ", 8 bits" * fp8
+        yield name, partial(run, op, inputs.args(), options)
 
 
 def on_hopper() -> Iterator[tuple[str, Call]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.models.oracle import make_texts, serve
 from tests.parallel.jobs import LENGTHS, SIZES, STEPS
+from torch_hybrid.models.checkpoint import together
 from torch_hybrid.models.shard import Experts
 
 
@@ -62,4 +63,18 @@ def load_and_die(folder: Path) -> str:
         th.from_pretrained(folder, ranks=dist.group.WORLD)
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
+    return "loaded"
+
+
+def load_with_room_for_one(folder: Path, host: str) -> str:
+    """The same where each rank alone would find room; of another ``host`` than the others' if it
+    has one of its own."""
+    num_bytes = (folder / "model.safetensors").stat().st_size
+    together.free_bytes = lambda _: num_bytes
+    if host == "own":
+        together.platform.node = lambda: str(dist.get_rank())
+    try:
+        th.from_pretrained(folder, ranks=dist.group.WORLD)
+    except th.CapacityError as error:
+        return str(error)
     return "loaded"

@@ -80,6 +80,19 @@ def test_a_width_that_the_ranks_do_not_divide(tmp_path: Path):
         assert "the width of the experts, got 2 ranks and 15" in text
 
 
+def test_ranks_of_one_host_share_its_memory(tmp_path: Path):
+    folder = save("qwen3_next_dense", tmp_path / "model")
+    size = (folder / "model.safetensors").stat().st_size
+    texts = results(run_ranks(loading.load_with_room_for_one, 2, folder, "shared"))
+    for text in texts:
+        assert text.startswith("the weights need ")
+        assert f"which has {size:,} bytes free: lower their precision" in text
+        assert "(rank 0 " in text
+        assert ", rank 1 " in text
+    assert texts[0] == texts[1]
+    assert results(run_ranks(loading.load_with_room_for_one, 2, folder, "own")) == ["loaded"] * 2
+
+
 def test_a_rank_that_dies_is_not_waited_for(tmp_path: Path):
     folder = save("qwen3_next_dense", tmp_path / "model")
     alive, dead = run_ranks(loading.load_and_die, 2, folder, timeout_s=20)

@@ -35,14 +35,16 @@ from torch_hybrid.backends.prefix import (
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
+from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
-from torch_hybrid.ops.capability import Implementation, Need
+from torch_hybrid.ops import fp8_kv
+from torch_hybrid.ops.capability import NO_FEATURES, Implementation, Need
 from torch_hybrid.ops.latent_attention import op as latent_op
 from torch_hybrid.ops.merge_states import op as merge_op
 from torch_hybrid.ops.planning import Planner
 from torch_hybrid.ops.ragged_attention import op as ragged_op
 from torch_hybrid.pytrees import register_value
-from torch_hybrid.specs import LatentSpec, LayerEntry
+from torch_hybrid.specs import SCALES, LatentSpec, LayerEntry
 
 _ABSORBED = Form(name="absorbed")
 _ONE_SHOT = "one shot"
@@ -68,9 +70,11 @@ register_value(LatentPlan)
 _ABSORBED_OPS: Mapping[str, Mapping[str, Implementation]] = {
     "latent_attention": latent_op.IMPLEMENTATIONS,
 }
-_EXPANDED_OPS: Mapping[str, Mapping[str, Implementation]] = {
+_ROW_OPS: Mapping[str, Mapping[str, Implementation]] = {
     "store_latents": latent_op.STORE_IMPLEMENTATIONS,
     "gather_latents": latent_op.GATHER_IMPLEMENTATIONS,
+}
+_EXPANDED_OPS: Mapping[str, Mapping[str, Implementation]] = {
     "ragged_attention_with_lse": ragged_op.IMPLEMENTATIONS,
     "merge_states": merge_op.IMPLEMENTATIONS,
 }
@@ -106,6 +110,7 @@ class LatentAttentionBackend:
                 device=sizes.device,
                 dtype=sizes.dtype,
                 sizes={**_sizes(spec), "page_size": sizes.page_size},
+                features=fp8_kv.features_of(spec.kv_dtype),
             )
             for spec in set(self._specs)
         ]
@@ -126,10 +131,14 @@ class LatentAttentionBackend:
                 for op, known in ops.items()
             ]
 
-        features = frozenset[str]() if mode.tokens_per_seq == 1 else latent_op.EXTEND
-        choices = choose(_ABSORBED_OPS, [replace(need, features=features) for need in needs])
+        extend = frozenset[str]() if mode.tokens_per_seq == 1 else latent_op.EXTEND
+        absorbed = [replace(need, features=need.features | extend) for need in needs]
+        choices = choose(_ABSORBED_OPS, absorbed)
         if self._forms[mode] != (_ABSORBED,):
-            choices += choose(_EXPANDED_OPS, needs)
+            choices += choose(_ROW_OPS, needs)
+            choices += choose(
+                _EXPANDED_OPS, [replace(need, features=NO_FEATURES) for need in needs]
+            )
         return tuple(choices)
 
     def forms(self, mode: Mode) -> tuple[Form, ...]:
@@ -225,7 +234,7 @@ class Work:
 
 def _planners(choices: Sequence[Choice]) -> dict[str, Planner | None]:
     """Of the ops that may plan, by name, of those that were chosen."""
-    ops = {**_ABSORBED_OPS, **_EXPANDED_OPS}
+    ops = {**_ABSORBED_OPS, **_ROW_OPS, **_EXPANDED_OPS}
     return {choice.op: ops[choice.op][choice.impl].load_planner() for choice in choices}
 
 
@@ -269,21 +278,22 @@ def attend_absorbed(
     k_rope: Tensor,
     spec: LatentSpec,
     plan: LatentPlan,
-    pool: Tensor,
+    cache: LayerCache,
 ) -> Tensor:
-    """Write latent [T, R] and k_rope [T, P] into ``pool``, and attend with the queries
+    """Write latent [T, R] and k_rope [T, P] into the layer's pool, and attend with the queries
     [T, H, R] and [T, H, P] to the latents themselves -> [T, H, R]."""
     return latent_op.latent_attention(
         q_latent,
         q_rope,
         latent,
         k_rope,
-        pool,
+        cache["latents"],
         plan.cu_seqlens,
         plan.seq_lens,
         plan.page_table,
         plan.slot_mapping,
         scale=spec.scale,
+        pool_scale=cache.get(SCALES),
         planned=planned_for(plan.planned, _sizes(spec)),
         impl=plan.statics.impl("latent_attention"),
     )
@@ -297,15 +307,15 @@ def attend_expanded(
     spec: LatentSpec,
     plan: LatentPlan,
     prefix: PrefixChunks,
-    pool: Tensor,
+    cache: LayerCache,
 ) -> Tensor:
-    """Write latent [T, R] and k_rope [T, P] into ``pool``, and attend with q [T, H, D] to keys
-    and values made of them by ``expand``: rows [n, R] and [n, P] -> [n, H, D] and [n, H, V].
+    """Write latent [T, R] and k_rope [T, P] into the layer's pool, and attend with q [T, H, D] to
+    keys and values made of them by ``expand``: rows [n, R] and [n, P] -> [n, H, D] and [n, H, V].
 
     Returns:
         [T, H, V].
     """
-    statics = plan.statics
+    statics, pool, pool_scale = plan.statics, cache["latents"], cache.get(SCALES)
 
     def attend(rows: tuple[Tensor, Tensor], offsets: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         return ragged_op.ragged_attention_with_lse(
@@ -320,15 +330,30 @@ def attend_expanded(
         )
 
     def gather(rows: Tensor) -> tuple[Tensor, Tensor]:
-        held = latent_op.gather_latents(pool, rows, impl=statics.impl("gather_latents"))
+        held = latent_op.gather_latents(
+            pool,
+            rows,
+            pool_scale=pool_scale,
+            dtype=None if pool_scale is None else latent.dtype,
+            impl=statics.impl("gather_latents"),
+        )
         held = latent_op.made_of_stored(held, [latent, k_rope])
         return held[:, : spec.latent_rank], held[:, spec.latent_rank :]
 
-    store = statics.impl("store_latents")
-    latent_op.store_latents(latent, k_rope, pool, plan.slot_mapping, plan.cu_seqlens, impl=store)
+    latent_op.store_latents(
+        latent,
+        k_rope,
+        pool,
+        plan.slot_mapping,
+        plan.cu_seqlens,
+        pool_scale=pool_scale,
+        impl=statics.impl("store_latents"),
+    )
     if statics.form == _ONE_SHOT:
         return attend(gather(prefix.rows[0]), prefix.cu_seqlens[0], True)[0]
-    out, lse = attend((latent, k_rope), plan.cu_seqlens, True)
+    # Rounded rows as they were rounded: a later step attends to no others.
+    new = (latent, k_rope) if pool_scale is None else gather(plan.slot_mapping)
+    out, lse = attend(new, plan.cu_seqlens, True)
     for rows, offsets in zip(prefix.rows, prefix.cu_seqlens, strict=True):
         chunk, chunk_lse = attend(gather(rows), offsets, False)
         out, lse = merge_op.merge_states(

@@ -19,11 +19,13 @@ from torch_hybrid.backends.planned import (
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
+from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
+from torch_hybrid.ops import fp8_kv
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS, paged_attention
 from torch_hybrid.pytrees import register_value
-from torch_hybrid.specs import AttentionSpec, LayerEntry
+from torch_hybrid.specs import SCALES, AttentionSpec, LayerEntry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,8 @@ class PagedAttentionBackend:
                 },
                 features=features
                 | ({"sliding_window"} if spec.window else set())
-                | ({"softcap"} if spec.softcap else set()),
+                | ({"softcap"} if spec.softcap else set())
+                | fp8_kv.features_of(spec.kv_dtype),
             )
             for spec in specs
         ]
@@ -129,9 +132,14 @@ def _facts(spec: AttentionSpec, sizes: PoolSizes) -> dict[str, Any]:
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, plan: PagedAttentionPlan, kv: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    plan: PagedAttentionPlan,
+    cache: LayerCache,
 ) -> Tensor:
-    """Write k and v [T, Hkv, D] into the pool ``kv`` and attend with q [T, Hq, D] -> [T, Hq, D]."""
+    """Write k and v [T, Hkv, D] into the layer's pool, attend with q [T, Hq, D] -> [T, Hq, D]."""
     if q.shape[1:] != torch.Size((spec.num_q_heads, spec.head_dim)):
         raise ValueError(
             f"q must have shape [T, {spec.num_q_heads}, {spec.head_dim}], got {list(q.shape)}"
@@ -140,7 +148,7 @@ def attend(
         q,
         k,
         v,
-        kv,
+        cache["kv"],
         plan.cu_seqlens,
         plan.seq_lens,
         plan.page_table,
@@ -148,6 +156,7 @@ def attend(
         scale=spec.scale,
         window=spec.window,
         softcap=spec.softcap,
+        kv_scales=cache.get(SCALES),
         planned=planned_for(plan.planned, _sizes(spec)),
         impl=plan.statics.impl("paged_attention"),
     )

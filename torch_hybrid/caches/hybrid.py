@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from itertools import accumulate, count, pairwise
@@ -14,10 +14,11 @@ from torch.utils import _pytree as pytree
 from torch_hybrid.batch import Batch, make_batch
 from torch_hybrid.caches.allocator import Allocator
 from torch_hybrid.caches.pools import LayerCache, make_pools, pool_cost
-from torch_hybrid.caches.room import check_room
+from torch_hybrid.caches.room import byte_count, check_room
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
 from torch_hybrid.host import int_tensor
-from torch_hybrid.specs import LayerTable
+from torch_hybrid.ops.registration import check_shapes
+from torch_hybrid.specs import SCALES, LayerTable
 
 _LISTED_BYTES = 56  # of a page in the allocator's lists: an int and three places
 
@@ -256,14 +257,48 @@ class HybridCache:
         tensors: list[Tensor] = pytree.tree_leaves(self.pools)
         return tensors
 
+    @property
+    def scales(self) -> dict[int, Tensor]:
+        """What kept numbers of 8 bits are worth, by layer id: of keys and values [2, heads], of
+        latents [1]. In use; none where keys and values are as wide as the model's."""
+        return {
+            layer_id: pools[SCALES]
+            for layer_id, layer in enumerate(self.table.layers)
+            for entry in layer
+            if SCALES in (pools := self.pools[entry.kind][entry.index])
+        }
+
+    def set_scales(self, scales: Mapping[int, Tensor]) -> None:
+        """Set what kept numbers of 8 bits are worth, of all layers that keep some.
+
+        Raises:
+            ValueError: layers or shapes are not those of ``scales``, or one is not positive.
+        """
+        own = self.scales
+        if scales.keys() != own.keys():
+            raise ValueError(f"kv_scales must be of the layers {sorted(own)}, got {sorted(scales)}")
+        for layer_id, given in scales.items():
+            check_shapes({f"kv_scales of layer {layer_id}": (given, own[layer_id].shape)})
+            if not bool((given > 0).all()):
+                raise ValueError(
+                    f"kv_scales of layer {layer_id} must be positive, got {given.tolist()}"
+                )
+        for layer_id, given in scales.items():
+            own[layer_id].copy_(given)
+
     def _check_room(self) -> None:
         """Refuse sizes that do not fit, before anything is allocated."""
         sizes = self.sizes
         num_slots, num_pages = sizes.num_slots + 1, sizes.num_pages + 1
         num_tokens = num_pages * self.page_size
         costs = self.costs()
-        pools = sum(num_tokens * c.per_token + num_slots * c.per_sequence for c in costs)
-        limits = f"kv_tokens, now {num_tokens - self.page_size}, or max_seqs, now {sizes.num_slots}"
+        tokens = num_tokens * sum(cost.per_token for cost in costs)
+        states = num_slots * sum(cost.per_sequence for cost in costs)
+        pools = tokens + states + sum(cost.per_layer for cost in costs)
+        limits = (
+            f"kv_tokens, now {num_tokens - self.page_size}, or max_seqs, now {sizes.num_slots} "
+            f"({byte_count(tokens)} are for tokens, {byte_count(states)} for states of sequences)"
+        )
         check_room(pools, sizes.device, what="the pools", limits=limits)
         tables = num_pages * (4 * num_slots + _LISTED_BYTES)
         check_room(tables, torch.device("cpu"), what="the page tables", limits=limits)

@@ -14,15 +14,17 @@ LayerCache = dict[str, Tensor]  # by the names of the spec's pools
 
 
 def make_pools(spec: LayerSpec, sizes: PoolSizes) -> LayerCache:
-    """A zeroed tensor for each pool of a layer, each with a storage of its own.
+    """A tensor for each pool of a layer, filled as it says, each with a storage of its own.
 
-    ``[num_slots + 1, *shape]``, or ``[num_pages + 1, page_size, *shape]``, after ``planes`` where
-    there are some. Slot 0 and page 0 are null: no sequence owns them.
+    ``[num_slots + 1, *shape]``, ``[num_pages + 1, page_size, *shape]`` or ``shape``, after
+    ``planes`` where there are some. Slot 0 and page 0 are null: no sequence owns them.
     """
-    return {
-        name: zeros(_shape(pool, sizes), dtype=pool.dtype or sizes.dtype, device=sizes.device)
-        for name, pool in spec.pools().items()
-    }
+    return {name: _make_pool(pool, sizes) for name, pool in spec.pools().items()}
+
+
+def _make_pool(pool: Pool, sizes: PoolSizes) -> Tensor:
+    made = zeros(_shape(pool, sizes), dtype=pool.dtype or sizes.dtype, device=sizes.device)
+    return made.fill_(pool.fill) if pool.fill else made
 
 
 def pool_cost(spec: LayerSpec, sizes: PoolSizes) -> PoolCost:
@@ -30,10 +32,14 @@ def pool_cost(spec: LayerSpec, sizes: PoolSizes) -> PoolCost:
     cost: Counter[str] = Counter()
     for pool in spec.pools().values():
         cost[pool.per] += pool.nbytes(sizes.dtype)
-    return PoolCost(per_token=cost["page"], per_sequence=cost["slot"])
+    return PoolCost(per_token=cost["page"], per_sequence=cost["slot"], per_layer=cost["layer"])
 
 
 def _shape(pool: Pool, sizes: PoolSizes) -> tuple[int, ...]:
-    rows = {"slot": (sizes.num_slots + 1,), "page": (sizes.num_pages + 1, sizes.page_size)}
+    rows: dict[str, tuple[int, ...]] = {
+        "slot": (sizes.num_slots + 1,),
+        "page": (sizes.num_pages + 1, sizes.page_size),
+        "layer": (),
+    }
     planes = (pool.planes,) if pool.planes else ()
     return (*planes, *rows[pool.per], *pool.shape)

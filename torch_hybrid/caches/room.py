@@ -78,3 +78,13 @@ def _free_of_container() -> int | None:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:,.1f} GiB"
+
+
+def byte_count(count: int) -> str:
+    """1536 -> "1.5 KiB"."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} GiB"

@@ -20,7 +20,8 @@ class PoolSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCost:
-    """Bytes that one token, and one sequence whatever its length, takes in a layer's pools."""
+    """Bytes that one token, one sequence whatever its length, and the layer takes in its pools."""
 
     per_token: int = 0
     per_sequence: int = 0
+    per_layer: int = 0

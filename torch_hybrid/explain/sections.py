@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
+import torch
+
+from torch_hybrid.caches.room import byte_count, free_bytes
 from torch_hybrid.caches.sizes import PoolCost
 from torch_hybrid.graphs.link import Trial
 from torch_hybrid.graphs.report import Report
@@ -23,7 +28,7 @@ class Section:
 
 def explain(runner: Runner) -> list[Section]:
     """Everything there is to know before serving; ``runner.warm_up()`` makes the graphs known."""
-    sections = [layers(runner), implementations(runner), pools(runner)]
+    sections = [layers(runner), implementations(runner), pools(runner), memory(runner)]
     if runner.compile:
         sections.append(graphs(runner.report()))
     trials = runner.report().overlap_trials
@@ -44,7 +49,7 @@ def layers(runner: Runner) -> Section:
             )
         )
     return Section(
-        title=f"{len(runner.model.table)} layers",
+        title=f"{len(runner.cache.table)} layers",
         columns=("layers", "kind", "facts", "per token", "per sequence"),
         rows=tuple(rows),
     )
@@ -157,14 +162,45 @@ def pools(runner: Runner) -> Section:
     per_token = sum(cost.per_token for cost in costs)
     per_sequence = sum(cost.per_sequence for cost in costs)
     pool_bytes = sum(pool.nbytes for pool in runner.cache.pool_tensors())
+    # In all with the null page and the null slot, which nobody owns.
+    num_tokens, num_slots = runner.max_seq_len + runner.page_size, runner.max_seqs + 1
     return Section(
         title=f"Pools of {byte_count(pool_bytes)}",
-        columns=("", "bytes each", "room for"),
+        columns=("", "bytes each", "room for", "in all"),
         rows=(
-            ("token", byte_count(per_token), f"{runner.max_seq_len:,}"),
-            ("sequence", byte_count(per_sequence), f"{runner.max_seqs:,}"),
+            _cost("token", per_token, runner.max_seq_len, num_tokens),
+            _cost("sequence", per_sequence, runner.max_seqs, num_slots),
         ),
     )
+
+
+def _cost(what: str, each: int, room: int, held: int) -> tuple[str, ...]:
+    return what, byte_count(each), f"{room:,}", byte_count(held * each)
+
+
+def memory(runner: Runner) -> Section:
+    """What takes memory on the runner's device, and what is free there."""
+    report = runner.report()
+    device = runner.model.device
+    weights = _weight_bytes(runner.model)
+    rows = [(f"weights, {str(dtype).removeprefix('torch.')}", n) for dtype, n in weights.items()]
+    rows += [("pools", report.pool_bytes), ("inputs of steps", report.static_input_bytes)]
+    if report.captured_graphs:
+        rows.append((f"{len(report.captured_graphs)} captured graphs", report.captured_bytes))
+    if (free := free_bytes(device)) is not None:
+        rows.append(("free", free))
+    shown = [(what, byte_count(num_bytes)) for what, num_bytes in rows]
+    if runner.kv_room is not None:
+        shown.append((f"kv_tokens auto: {runner.kv_room.num_tokens:,}", str(runner.kv_room)))
+    return Section(title=f"Memory on {device}", columns=("what", "bytes"), rows=tuple(shown))
+
+
+def _weight_bytes(model: Any) -> dict[torch.dtype, int]:
+    """By dtype, the most first; a weight that stands in several places counts once."""
+    found: Counter[torch.dtype] = Counter()
+    for weight in {*model.parameters(), *model.buffers()}:
+        found[weight.dtype] += weight.nbytes
+    return dict(found.most_common())
 
 
 def pattern(table: LayerTable) -> str:
@@ -178,21 +214,11 @@ def pattern(table: LayerTable) -> str:
     return "".join(map(letter, table.layers))
 
 
-def byte_count(count: int) -> str:
-    """1536 -> "1.5 KiB"."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"
-
-
 def _equal_mixers(runner: Runner) -> dict[tuple[str, LayerSpec, PoolCost], list[int]]:
     """The layers that have each kind of mixer."""
     groups: dict[tuple[str, LayerSpec, PoolCost], list[int]] = {}
     costs = iter(runner.cache.costs())
-    for layer_id, layer in enumerate(runner.model.table.layers):
+    for layer_id, layer in enumerate(runner.cache.table.layers):
         for entry in layer:
             groups.setdefault((entry.kind, entry.spec, next(costs)), []).append(layer_id)
     return groups

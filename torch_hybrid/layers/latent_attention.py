@@ -54,14 +54,14 @@ class LatentAttention(nn.Module):
         Returns:
             [T, num_heads, v_dim]; rows of padding tokens are 0.
         """
-        spec, pool = self.spec, cache["latents"]
+        spec = self.spec
         if plan.prefix is not None:
-            return attend_expanded(q, latent, k_rope, self._expand, spec, plan, plan.prefix, pool)
+            return attend_expanded(q, latent, k_rope, self._expand, spec, plan, plan.prefix, cache)
         q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
         w_uk, w_uv = self._weights()
         # [T, H, nope] to [T, H, rank] and back, head by head.
         q_latent = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
-        out = attend_absorbed(q_latent, q_rope, latent, k_rope, spec, plan, pool)
+        out = attend_absorbed(q_latent, q_rope, latent, k_rope, spec, plan, cache)
         return torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
 
     def shard(self, ranks: Ranks) -> LatentAttention:

@@ -35,4 +35,4 @@ class PagedAttention(nn.Module):
         Returns:
             [T, num_q_heads, head_dim]; rows of padding tokens are 0.
         """
-        return attend(q, k, v, self.spec, plan, cache["kv"])
+        return attend(q, k, v, self.spec, plan, cache)

@@ -43,6 +43,8 @@ class HybridModel(nn.Module):
         self.ranks: Ranks | None = None  # those that share the model, after ``shard``
         config = hf_model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
+        # Tokens that a sequence can have, where the checkpoint says so.
+        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.eos_token_ids = _eos_token_ids(hf_model)
         self._no_masks = dict.fromkeys(["full_attention", "linear_attention", "sliding_attention"])
 

@@ -18,8 +18,8 @@ from torch_hybrid.models.arguments import checked_device, checked_dtype, checked
 from torch_hybrid.models.bailing_hybrid import BAILING_HYBRID
 from torch_hybrid.models.bamba import BAMBA
 from torch_hybrid.models.checkpoint.files import Checkpoint, open_checkpoint
-from torch_hybrid.models.checkpoint.read import read_weights
-from torch_hybrid.models.checkpoint.together import Together
+from torch_hybrid.models.checkpoint.read import needed_bytes, read_weights
+from torch_hybrid.models.checkpoint.together import Together, check_room_together
 from torch_hybrid.models.deepseek_v3 import DEEPSEEK_V3
 from torch_hybrid.models.falcon_h1 import FALCON_H1
 from torch_hybrid.models.family import Family
@@ -124,6 +124,9 @@ def from_pretrained(
         if ranks is not None:
             check_can_be_cut(model, experts)
             cut(model, ranks_of(ranks), experts)
+        num_bytes = needed_bytes(model)
+    limits = "their precision (dtype), or share the model among more ranks"
+    check_room_together(ranks, num_bytes, device, what="the weights", limits=limits)
     with Together(ranks):
         read_weights(model, checkpoint, device, label=label)
     trim()

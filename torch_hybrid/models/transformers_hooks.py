@@ -100,7 +100,7 @@ def _paged_attention(
 ) -> Tensor:
     """q, k and v [1, heads, T, head_dim]."""
     q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))
-    return attend(q, k, v, spec, plan, cache["kv"])
+    return attend(q, k, v, spec, plan, cache)
 
 
 def _latent_attention(

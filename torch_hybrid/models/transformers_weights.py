@@ -49,7 +49,7 @@ def make_unread(
     _check_experts(checkpoint)
     with _quiet():
         try:
-            hf_model, info = model_class.from_pretrained(
+            hf_model, info = _refusing(model_class, checkpoint).from_pretrained(
                 None,
                 config=config if is_its_own else config.get_text_config(),
                 dtype=dtype,
@@ -64,12 +64,7 @@ def make_unread(
             raise ValueError(told) from error
         with suppress(OSError):  # there is none: it is as the config says
             hf_model.generation_config = GenerationConfig.from_pretrained(checkpoint.folder)
-    for problem in ("missing_keys", "mismatched_keys"):
-        if info[problem]:
-            raise ValueError(
-                f"the checkpoint {checkpoint.folder} has {problem.replace('_', ' ')}: "
-                f"{sorted(map(str, info[problem]))}"
-            )
+    hf_model.__class__ = model_class
     if info["unexpected_keys"]:
         warnings.warn(
             f"the checkpoint {checkpoint.folder} has unexpected keys: "
@@ -77,6 +72,33 @@ def make_unread(
             stacklevel=2,
         )
     return hf_model
+
+
+def _refusing(model_class: Any, checkpoint: Checkpoint) -> Any:
+    """The class, whose loader raises where a weight is missing or of another shape than its config
+    says, before it makes all of those."""
+
+    class Refusing(model_class):  # type: ignore[misc]
+        @staticmethod
+        def _finalize_model_loading(model: Any, load_config: Any, found: Any) -> Any:
+            ignored = model._keys_to_ignore_on_load_missing or ()
+            tied = model.all_tied_weights_keys.keys()  # to others, which are missing by themselves
+            missing = [
+                name
+                for name in sorted(found.missing_keys - tied)
+                if not any(re.search(pattern, name) for pattern in ignored)
+            ]
+            for what, names in (("missing", missing), ("mismatched", found.mismatched_keys)):
+                if names:
+                    raise ValueError(
+                        f"the checkpoint {checkpoint.folder} has {what} keys: "
+                        f"{sorted(map(str, names))}"
+                    )
+            return model_class._finalize_model_loading(model, load_config, found)
+
+    # By these transformers knows which names a checkpoint may have.
+    Refusing.__name__, Refusing.__module__ = model_class.__name__, model_class.__module__
+    return Refusing
 
 
 def _check_experts(checkpoint: Checkpoint) -> None:

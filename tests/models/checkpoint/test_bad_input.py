@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 import torch_hybrid as th
 from tests.models.checkpoint.bytes_read import count_bytes_read
@@ -151,6 +152,27 @@ def test_a_quantized_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch):
     assert refused_unread(folder, monkeypatch, error=th.UnsupportedError) == (
         "qwen3_next: quantized checkpoints are not served, got 'fp8'"
     )
+
+
+@pytest.mark.parametrize("change", ["missing", "mismatched"])
+def test_a_wrong_weight_is_named_before_others_are_made(
+    folder: Path, change: str, monkeypatch: pytest.MonkeyPatch
+):
+    name = "model.layers.1.self_attn.q_proj.weight"
+
+    def edit(weights: dict[str, Tensor]) -> None:
+        weight = weights.pop(name)
+        if change == "mismatched":
+            weights[name] = weight[1:].contiguous()
+
+    edit_weights(file_of(folder, name), edit)
+    if change == "missing":
+        edit_index(folder, lambda index: index["weight_map"].pop(name))
+    for made in ("_move_missing_keys_from_meta_to_device", "_initialize_missing_keys"):
+        monkeypatch.setattr(PreTrainedModel, made, lambda *_: pytest.fail("weights are made"))
+    text = refused_unread(folder, monkeypatch)
+    assert text.startswith(f"the checkpoint PATH has {change} keys: [")
+    assert name in text
 
 
 def test_an_expert_that_is_missing(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.pages import lay_out
+from torch_hybrid.ops.fp8_kv import rounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,7 @@ class Inputs:
     seq_lens: Tensor
     page_table: Tensor
     slot_mapping: Tensor
+    pool_scale: Tensor | None = None
 
     def args(self) -> tuple[Tensor, ...]:
         """The positional arguments; ``pool`` is a copy, so that a call leaves the inputs alone."""
@@ -48,9 +50,19 @@ class Inputs:
         return self.q_latent, self.q_rope, self.latent, self.k_rope, self.pool.clone(), *index
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """The same values in another dtype."""
-        names = ("q_latent", "q_rope", "latent", "k_rope", "pool")
+        """The same values in another dtype; a pool of 8 bits stays one."""
+        own = ("q_latent", "q_rope", "latent", "k_rope")
+        names = own if self.pool_scale is not None else (*own, "pool")
         return replace(self, **{name: getattr(self, name).to(dtype) for name in names})
+
+    def in_fp8(self, scale: float = 0.5) -> Inputs:
+        """The same with the pool in 8 bits; with a power of 2, only rounding to them rounds."""
+        return replace(self, pool=rounded(self.pool, scale), pool_scale=torch.tensor([scale]))
+
+    def rows_kept(self) -> Tensor:
+        """[T, R + P]: the new rows as the pool holds them."""
+        rows = torch.cat([self.latent, self.k_rope], 1)
+        return rows if self.pool_scale is None else rounded(rows, self.pool_scale)
 
     def rows(self, rows: Tensor) -> Inputs:
         """The same pool with these of the new tokens."""
@@ -88,6 +100,7 @@ def make_inputs(
     seed: int = 0,
     unused: float = math.nan,
     padding: tuple[int, int] = (0, 0),
+    fp8: bool = False,
 ) -> Inputs:
     """Random inputs with shuffled pages; queries are such that logits are of order 1.
 
@@ -97,6 +110,7 @@ def make_inputs(
         seed: of the values and of the page order.
         unused: what every row of the pool holds that no query may see.
         padding: tokens and (empty) sequences to append.
+        fp8: keep latents in 8 bits.
     """
     generator = torch.Generator().manual_seed(seed)
     layout = lay_out(case.lengths, case.page_size, generator, padding)
@@ -108,7 +122,7 @@ def make_inputs(
     q = torch.randn(num_tokens, case.num_heads, width, generator=generator)
     q *= width**-0.5 / case.scale
     new = torch.randn(num_tokens, width, generator=generator)
-    return Inputs(
+    inputs = Inputs(
         q_latent=q[..., : case.rank],
         q_rope=q[..., case.rank :],
         latent=new[:, : case.rank],
@@ -119,3 +133,4 @@ def make_inputs(
         page_table=layout.page_table,
         slot_mapping=layout.slot_mapping,
     ).to(dtype)
+    return inputs.in_fp8() if fp8 else inputs

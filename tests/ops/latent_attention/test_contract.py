@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -38,10 +39,20 @@ def impl(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+MAKE = {"as_written": make_inputs, "fp8": partial(make_inputs, fp8=True)}
+
+
+@pytest.fixture(params=MAKE)
+def make(request: pytest.FixtureRequest) -> Callable[..., Inputs]:
+    """``make_inputs``, for each way in which latents are kept."""
+    return MAKE[request.param]
+
+
 def attend(inputs: Inputs, impl: str, scale: float = 0.1) -> tuple[Tensor, Tensor, Tensor]:
     """Output, LSE and the pool afterwards."""
     args = inputs.args()
-    out, lse = latent_attention_with_lse(*args, scale=scale, impl=impl)
+    options = {"scale": scale, "pool_scale": inputs.pool_scale}
+    out, lse = latent_attention_with_lse(*args, impl=impl, **options)
     return out, lse, args[4]
 
 
@@ -54,48 +65,57 @@ def bits(x: Tensor) -> Tensor:
 
 @cache
 def expected_results(
-    name: str, dtype: torch.dtype
+    name: str, dtype: torch.dtype, make: Callable[..., Inputs]
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The reference in float64 and in ``dtype``."""
-    inputs, scale = make_inputs(CASES[name], dtype=dtype), CASES[name].scale
-    exact = reference.latent_attention_with_lse(*inputs.to(torch.float64).args(), scale=scale)
-    return exact, reference.latent_attention_with_lse(*inputs.args(), scale=scale)
+    return exact_and_rounded(make(CASES[name], dtype=dtype), CASES[name].scale)
+
+
+def exact_and_rounded(
+    inputs: Inputs, scale: float
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    options = {"scale": scale, "pool_scale": inputs.pool_scale}
+    exact = reference.latent_attention_with_lse(*inputs.to(torch.float64).args(), **options)
+    return exact, reference.latent_attention_with_lse(*inputs.args(), **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
-def test_matches_float64(impl: str, name: str, dtype: str) -> None:
+def test_matches_float64(impl: str, name: str, dtype: str, make: Callable[..., Inputs]) -> None:
     if DTYPES[dtype] not in IMPLEMENTATIONS[impl].capability.dtypes:
         pytest.skip(f"{impl} has no {dtype}")
-    exact, rounded = expected_results(name, DTYPES[dtype])
-    inputs = make_inputs(CASES[name], dtype=DTYPES[dtype])
+    exact, rounded = expected_results(name, DTYPES[dtype], make)
+    inputs = make(CASES[name], dtype=DTYPES[dtype])
     out, lse, _ = attend(inputs, impl, CASES[name].scale)
     assert_within_budget(out, exact[0], rounded[0])
     assert_within_budget(lse, exact[1], rounded[1])
     assert lse.dtype == torch.float32
-    alone = latent_attention(*inputs.args(), scale=CASES[name].scale, impl=impl)
+    options = {"scale": CASES[name].scale, "pool_scale": inputs.pool_scale}
+    alone = latent_attention(*inputs.args(), impl=impl, **options)
     assert torch.equal(out, alone)
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 7, 8, 15, 16, 17, 24, 33, 48, 64, 65])
-def test_any_number_of_heads(impl: str, num_heads: int) -> None:
+def test_any_number_of_heads(impl: str, num_heads: int, make: Callable[..., Inputs]) -> None:
     lengths = ((1, 70), (3, 40), (1, 1), (1, 600))
     case = Case(num_heads=num_heads, rank=48, rope_dim=16, lengths=lengths)
-    inputs = make_inputs(case)
-    exact, _ = reference.latent_attention_with_lse(
-        *inputs.to(torch.float64).args(), scale=case.scale
-    )
-    rounded, _ = reference.latent_attention_with_lse(*inputs.args(), scale=case.scale)
+    inputs = make(case)
+    (exact, _), (rounded, _) = exact_and_rounded(inputs, case.scale)
     assert_within_budget(attend(inputs, impl, case.scale)[0], exact, rounded)
 
 
 @pytest.mark.parametrize("seq_len", [1, 2, 15, 16, 17, 63, 64, 65, 255, 256, 257, 511, 513])
 @pytest.mark.parametrize("num_new", [1, 2, 40])
-def test_lengths_around_block_boundaries(impl: str, num_new: int, seq_len: int) -> None:
+@pytest.mark.parametrize(
+    ("kept", "dtype"), [("as_written", torch.float32), ("fp8", torch.bfloat16)]
+)
+def test_lengths_around_block_boundaries(
+    impl: str, num_new: int, seq_len: int, kept: str, dtype: torch.dtype
+) -> None:
     lengths = ((min(num_new, seq_len), seq_len),)
-    inputs = make_inputs(Case(num_heads=3, rank=32, rope_dim=16, lengths=lengths))
-    exact = reference.latent_attention_with_lse(*inputs.to(torch.float64).args(), scale=0.1)
-    rounded = reference.latent_attention_with_lse(*inputs.args(), scale=0.1)
+    case = Case(num_heads=3, rank=32, rope_dim=16, lengths=lengths)
+    inputs = MAKE[kept](case, dtype=dtype)
+    exact, rounded = exact_and_rounded(inputs, 0.1)
     for actual, expected, allowed in zip(attend(inputs, impl), exact, rounded, strict=False):
         assert_within_budget(actual, expected, allowed)
 
@@ -141,17 +161,17 @@ def test_absorbed_equals_expanded(impl: str, name: str) -> None:
     torch.testing.assert_close(lse, logits.logsumexp(2), atol=1e-5, rtol=1e-5)
 
 
-def test_large_logits_do_not_overflow(impl: str) -> None:
-    inputs = make_inputs(SMALL)
+def test_large_logits_do_not_overflow(impl: str, make: Callable[..., Inputs]) -> None:
+    inputs = make(SMALL)
     out, lse, _ = attend(replace(inputs, q_latent=inputs.q_latent * 1e4), impl)
     assert out.isfinite().all()
     assert lse.isfinite().all()
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunked_equals_whole(impl: str, chunk: int) -> None:
+def test_chunked_equals_whole(impl: str, chunk: int, make: Callable[..., Inputs]) -> None:
     total = min(70, 20 * chunk)
-    whole = make_inputs(replace(SMALL, lengths=((total, total),)))
+    whole = make(replace(SMALL, lengths=((total, total),)))
     expected, expected_lse, expected_pool = attend(whole, impl)
     pool, outs, lses = whole.pool, [], []
     for begin in range(0, total, chunk):
@@ -170,12 +190,23 @@ def test_chunked_equals_whole(impl: str, chunk: int) -> None:
     assert torch.equal(bits(pool), bits(expected_pool))
 
 
+def test_scales_of_8_bits_are_any_numbers(impl: str) -> None:
+    inputs = make_inputs(CASES["odd"], unused=0.0).in_fp8(1.3)
+    args = inputs.args()
+    options = {"scale": 0.1, "pool_scale": inputs.pool_scale}
+    expected, expected_lse = reference.latent_attention_with_lse(*args, **options)
+    out, lse, pool = attend(inputs, impl)
+    torch.testing.assert_close(out, expected, atol=5e-6, rtol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=5e-6, rtol=1e-5)
+    assert torch.equal(bits(pool), bits(args[4]))
+
+
 # ---- what a result may not depend on ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["odd", "long_decode"])
-def test_padding_changes_nothing(impl: str, name: str) -> None:
-    plain, padded = (make_inputs(CASES[name], padding=padding) for padding in ((0, 0), (5, 3)))
+def test_padding_changes_nothing(impl: str, name: str, make: Callable[..., Inputs]) -> None:
+    plain, padded = (make(CASES[name], padding=padding) for padding in ((0, 0), (5, 3)))
     num_tokens = plain.latent.shape[0]
     for field in ("q_latent", "q_rope", "latent", "k_rope"):
         poison = torch.full_like(getattr(padded, field)[num_tokens:], math.nan)
@@ -190,9 +221,11 @@ def test_padding_changes_nothing(impl: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2_lite", "odd", "long_decode", "long_extend"])
-def test_sequences_do_not_depend_on_one_another(impl: str, name: str) -> None:
+def test_sequences_do_not_depend_on_one_another(
+    impl: str, name: str, make: Callable[..., Inputs]
+) -> None:
     """Each sequence alone gives the bits that it gives within the batch, in either order."""
-    inputs = make_inputs(CASES[name])
+    inputs = make(CASES[name])
     out, lse, _ = attend(inputs, impl)
     counts = inputs.cu_seqlens.diff().tolist()
     rows = torch.arange(inputs.latent.shape[0]).split(counts)
@@ -209,8 +242,8 @@ def test_sequences_do_not_depend_on_one_another(impl: str, name: str) -> None:
         assert torch.equal(part_lse, lse[picked])
 
 
-def test_page_order_is_irrelevant(impl: str) -> None:
-    inputs = make_inputs(CASES["odd"])
+def test_page_order_is_irrelevant(impl: str, make: Callable[..., Inputs]) -> None:
+    inputs = make(CASES["odd"])
     num_pages, page_size, _ = inputs.pool.shape
     moved = torch.arange(num_pages)
     moved[1:] = moved[1:].flip(0)
@@ -225,9 +258,9 @@ def test_page_order_is_irrelevant(impl: str) -> None:
         assert torch.equal(a, b)
 
 
-def test_strided_rows(impl: str) -> None:
+def test_strided_rows(impl: str, make: Callable[..., Inputs]) -> None:
     """The layouts a model has: heads first out of a batched product, slices of projections."""
-    inputs = make_inputs(CASES["deepseek_v2_lite"])
+    inputs = make(CASES["deepseek_v2_lite"])
     expected, expected_lse, _ = attend(inputs, impl)
     q_rope = torch.cat([torch.full_like(inputs.q_rope, math.nan), inputs.q_rope], 2)[..., 64:]
     heads_first = inputs.q_latent.transpose(0, 1).contiguous().transpose(0, 1)
@@ -244,18 +277,20 @@ def test_strided_rows(impl: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_writes_its_rows_and_nothing_else(impl: str, name: str) -> None:
-    inputs = make_inputs(CASES[name], padding=(3, 1), unused=7.0)
+def test_writes_its_rows_and_nothing_else(
+    impl: str, name: str, make: Callable[..., Inputs]
+) -> None:
+    inputs = make(CASES[name], padding=(3, 1), unused=7.0)
     _, _, pool = attend(inputs, impl)
     expected = inputs.pool.clone()
     num_tokens = int(inputs.cu_seqlens[-1])
     slots = inputs.slot_mapping[:num_tokens].long()
-    expected.flatten(0, 1)[slots] = torch.cat([inputs.latent, inputs.k_rope], 1)[:num_tokens]
+    bits(expected).flatten(0, 1)[slots] = bits(inputs.rows_kept())[:num_tokens]
     assert torch.equal(bits(pool), bits(expected))
 
 
-def test_all_sequences_empty(impl: str) -> None:
-    inputs = make_inputs(replace(SMALL, lengths=((0, 4), (0, 0))), padding=(2, 0))
+def test_all_sequences_empty(impl: str, make: Callable[..., Inputs]) -> None:
+    inputs = make(replace(SMALL, lengths=((0, 4), (0, 0))), padding=(2, 0))
     out, lse, pool = attend(inputs, impl)
     assert torch.equal(out, torch.zeros_like(out))
     assert (lse == -math.inf).all()
@@ -284,59 +319,71 @@ Tensor slot_mapping,
 *,
 float scale,
 str impl,
+Tensor? pool_scale=None,
 Tensor[]? planned=None) -> Tensor""",
     )
     name, arguments = schema.removesuffix("Tensor").split("(", 1)
     assert with_lse == f"{name}_with_lse({arguments}(Tensor, Tensor)"
 
 
-def test_opcheck(impl: str) -> None:
+def test_opcheck(impl: str, make: Callable[..., Inputs]) -> None:
     for op in (
         torch.ops.torch_hybrid.latent_attention.default,
         torch.ops.torch_hybrid.latent_attention_with_lse.default,
     ):
-        args = make_inputs(SMALL, unused=0.0).args()
-        torch.library.opcheck(op, args, {"scale": 0.2, "impl": impl})
+        inputs = make(SMALL, unused=0.0)
+        options = {"scale": 0.2, "pool_scale": inputs.pool_scale, "impl": impl}
+        # That of the schema multiplies the pool, which torch cannot in 8 bits.
+        checks = ("test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
+        checks = checks if inputs.pool_scale is not None else ("test_schema", *checks)
+        torch.library.opcheck(op, inputs.args(), options, test_utils=checks)
 
 
-def layers(impl: str) -> object:
-    def step(*args: Tensor) -> Tensor:
+def layers(impl: str) -> Callable[..., Tensor]:
+    def step(pool_scale: Tensor | None, *args: Tensor) -> Tensor:
         """Two layers on one pool, the second fed by the first."""
         q_latent, q_rope, latent, *rest = args
-        out = latent_attention(q_latent, q_rope, latent, *rest, scale=0.2, impl=impl)
-        return latent_attention(out * 2, q_rope, latent + 1, *rest, scale=0.2, impl=impl)
+        options = {"scale": 0.2, "pool_scale": pool_scale, "impl": impl}
+        out = latent_attention(q_latent, q_rope, latent, *rest, **options)
+        return latent_attention(out * 2, q_rope, latent + 1, *rest, **options)
 
     return step
 
 
-def test_compiles_once(impl: str) -> None:
+def arguments(inputs: Inputs) -> tuple[Tensor | None, ...]:
+    """Those of ``layers``."""
+    return inputs.pool_scale, *inputs.args()
+
+
+def test_compiles_once(impl: str, make: Callable[..., Inputs]) -> None:
     # The first batch has no two equal sizes that are not tied to one another.
     first = ((1, 90), (9, 30), (1, 18), (1, 1), (2, 2), (4, 5))
     others = [((1, 23), (9, 30)), ((1, 9), (1, 7), (1, 8), (1, 2)), ((40, 40), (2, 3)) * 3]
-    batches = [make_inputs(replace(SMALL, lengths=lengths)).args() for lengths in (first, *others)]
+    batches = [arguments(make(replace(SMALL, lengths=lengths))) for lengths in (first, *others)]
     assert_traces_once(layers(impl), batches)
 
 
 @pytest.mark.slow
-def test_inductor_gives_the_eager_result(impl: str) -> None:
-    args = make_inputs(SMALL).args()
+def test_inductor_gives_the_eager_result(impl: str, make: Callable[..., Inputs]) -> None:
+    args = arguments(make(SMALL))
     expected = layers(impl)(*args)
     compiled = torch.compile(layers(impl), fullgraph=True)
-    torch.testing.assert_close(compiled(*make_inputs(SMALL).args()), expected)
+    torch.testing.assert_close(compiled(*arguments(make(SMALL))), expected)
 
 
-def test_no_pool_clone(impl: str) -> None:
-    args = make_inputs(SMALL).args()
-    assert pool_clones(layers(impl), args, [args[4]]) == []
+def test_no_pool_clone(impl: str, make: Callable[..., Inputs]) -> None:
+    args = arguments(make(SMALL))
+    assert pool_clones(layers(impl), args, [args[5]]) == []
 
 
 # ---- errors ----------------------------------------------------------------------------------
 
 
 def failing(impl: str, scale: float = 1.0, **changes: Tensor) -> str:
-    args = replace(make_inputs(SMALL), **changes).args()
+    inputs = replace(make_inputs(SMALL), **changes)
+    options = {"scale": scale, "pool_scale": inputs.pool_scale}
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-        latent_attention(*args, scale=scale, impl=impl)
+        latent_attention(*inputs.args(), impl=impl, **options)
     return str(error.value)
 
 
@@ -349,6 +396,9 @@ def test_error_texts() -> None:
         failing("torch", pool=good.pool[..., 1:].contiguous()),
         failing("torch", pool=good.pool.transpose(1, 2).contiguous().transpose(1, 2)),
         failing("torch", pool=good.pool.double()),
+        failing("torch", pool=good.in_fp8().pool),
+        failing("torch", pool_scale=good.in_fp8().pool_scale),
+        failing("torch", pool=good.in_fp8().pool, pool_scale=torch.ones(2)),
         failing("torch", q_latent=good.q_latent.transpose(1, 2).contiguous().transpose(1, 2)),
         failing("torch", seq_lens=good.seq_lens.long()),
         failing("torch", page_table=good.page_table[:1]),
@@ -364,6 +414,9 @@ latent must have shape [11, 32], got [11, 16]
 pool must have shape [9, 16, 48], got [9, 16, 47]
 pool must be contiguous, got strides (768, 1, 16)
 pool must have dtype torch.float32, got torch.float64
+pool_scale must be given for a pool of torch.float8_e4m3fn
+pool_scale must be None for a pool of torch.float32
+pool_scale must have shape [1], got [2]
 q_latent must have a contiguous last dim, got (128, 1, 4)
 seq_lens must have dtype torch.int32, got torch.int64
 cu_seqlens must have shape [2], got [4]

@@ -76,6 +76,30 @@ def test_store_of_no_token(impl: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [0.5, 1.3])
+def test_rows_of_8_bits(impl: str, scale: float, dtype: str) -> None:
+    inputs = make_inputs(CASES["odd"], padding=(3, 1), dtype=DTYPES[dtype]).in_fp8(scale)
+    pool_scale, slots = inputs.pool_scale, inputs.slot_mapping
+    args, expected = store_args(inputs), store_args(inputs)
+    store_latents(*args, pool_scale=pool_scale, impl=impl)
+    reference.store_latents(*expected, pool_scale=pool_scale)
+    assert torch.equal(bits(args[2]), bits(expected[2]))
+    options = {"pool_scale": pool_scale, "dtype": DTYPES[dtype]}
+    rows = gather_latents(args[2], slots, impl=impl, **options)
+    assert rows.dtype == DTYPES[dtype]
+    assert torch.equal(rows, reference.gather_latents(args[2], slots, **options))
+    latent_attention(
+        *inputs.args()[:4],
+        expected[2],
+        *inputs.args()[5:],
+        scale=0.1,
+        pool_scale=pool_scale,
+        impl="torch",
+    )
+    assert torch.equal(bits(args[2]), bits(expected[2]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_gather(impl: str, dtype: str) -> None:
     """What was stored comes back, in the order of the slots; slot 0 gives zeros, never a NaN."""
     inputs = make_inputs(SMALL, dtype=DTYPES[dtype])
@@ -102,11 +126,14 @@ Tensor(a!) pool,
 Tensor slot_mapping,
 Tensor cu_seqlens,
 *,
-str impl) -> ()
+str impl,
+Tensor? pool_scale=None) -> ()
 torch_hybrid::gather_latents(Tensor pool,
 Tensor rows,
 *,
-str impl) -> Tensor""",
+str impl,
+Tensor? pool_scale=None,
+ScalarType? dtype=None) -> Tensor""",
     )
 
 

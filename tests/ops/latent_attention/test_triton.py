@@ -30,7 +30,7 @@ from torch_hybrid.ops.latent_attention import latent_attention_with_lse, referen
 CONTRACT = """
     triton and (
         matches_float64 and (one_head or odd or long_decode and fp16)
-        or (padding or writes) and odd or sequences_empty or out_of_range or overflow
+        or (padding or writes) and odd or 8_bits or sequences_empty or out_of_range or overflow
     ) or by_documentation
 """
 
@@ -119,21 +119,23 @@ def on_device(inputs: Inputs) -> Inputs:
     return replace(inputs, **moved | {"q_latent": heads_first, "latent": latent, "k_rope": k_rope})
 
 
-# (sequences, tokens, heads, dtype); pages of 16, 256 a sequence
+# (sequences, tokens, heads, dtype, whether latents have 8 bits); pages of 16, 256 a sequence
 SHAPES = {
-    "DeepSeek-V3 decode 64": (64, 64, 128, torch.bfloat16),
-    "Kimi-Linear decode 64": (64, 64, 32, torch.bfloat16),
-    "Kimi-Linear decode 64 float32": (64, 64, 32, torch.float32),
-    "DeepSeek-V2-Lite decode 64": (64, 64, 16, torch.bfloat16),
-    "Kimi-Linear 64 tokens each": (8, 512, 32, torch.bfloat16),
-    "Kimi-Linear decode 512, not split": (512, 512, 32, torch.bfloat16),
+    "DeepSeek-V3 decode 64": (64, 64, 128, torch.bfloat16, False),
+    "Kimi-Linear decode 64": (64, 64, 32, torch.bfloat16, False),
+    "Kimi-Linear decode 64 float32": (64, 64, 32, torch.float32, False),
+    "DeepSeek-V2-Lite decode 64": (64, 64, 16, torch.bfloat16, False),
+    "Kimi-Linear 64 tokens each": (8, 512, 32, torch.bfloat16, False),
+    "Kimi-Linear decode 512, not split": (512, 512, 32, torch.bfloat16, False),
+    "DeepSeek-V3 decode 64 in 8 bits": (64, 64, 128, torch.bfloat16, True),
+    "DeepSeek-V2-Lite decode 64 in 8 bits": (64, 64, 16, torch.bfloat16, True),
 }
 
 
 @needs_cross_compiler
 def test_logits_are_sums_of_short_sums() -> None:
     """The compiler makes one chain of products that are added to one another, if it may."""
-    launch = record_launches("sm_90", 64, 64, 16, torch.float32)["_attend_kernel"]
+    launch = record_launches("sm_90", 64, 64, 16, torch.float32, False)["_attend_kernel"]
     begun = re.findall(r"tt\.dot %\S+, %\S+, %cst", simplified_ir(launch, "sm_90"))
     rank, part = (launch.kwargs[name] for name in ("BLOCK_RANK", "BLOCK_PART"))
     assert len(begun) == 1 + rank // part  # k_rope, and each part of the latents
@@ -162,6 +164,7 @@ def record_launches(
     num_tokens: int,
     num_heads: int,
     dtype: torch.dtype,
+    fp8: bool,
     *,
     gluon: bool = True,
 ) -> dict[str, Launch]:
@@ -180,11 +183,12 @@ def record_launches(
             rows(num_tokens, num_heads, 64),
             rows(num_tokens, 512),
             rows(num_tokens, 64),
-            rows(1024, 16, 576),
+            rows(1024, 16, 576).to(torch.float8_e4m3fn if fp8 else dtype),
             index(num_seqs + 1),
             index(num_seqs),
             index(num_seqs, 256),
             index(num_tokens),
             scale=1.0,
+            pool_scale=torch.empty(1, device="meta") if fp8 else None,
         )
     return launches

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.pages import lay_out
+from torch_hybrid.ops.fp8_kv import rounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class Inputs:
     seq_lens: Tensor
     page_table: Tensor
     slot_mapping: Tensor
+    kv_scales: Tensor | None = None
 
     def args(self) -> tuple[Tensor, ...]:
         """The positional arguments; ``kv`` is a copy, so that a call leaves the inputs alone."""
@@ -41,9 +43,21 @@ class Inputs:
         return self.q, self.k, self.v, self.kv.clone(), *index
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """The same values in another dtype."""
-        tensors = {name: getattr(self, name).to(dtype) for name in ("q", "k", "v", "kv")}
-        return replace(self, **tensors)
+        """The same values in another dtype; a pool of 8 bits stays one."""
+        names = ("q", "k", "v", *["kv"] * (self.kv_scales is None))
+        return replace(self, **{name: getattr(self, name).to(dtype) for name in names})
+
+    def in_fp8(self, unit: float = 1.0) -> Inputs:
+        """The same with the pool in 8 bits, and a scale for each head: a power of 2 of ``unit``s,
+        where only rounding to 8 bits rounds."""
+        exponents = torch.arange(2 * self.kv.shape[3]).view(2, -1) % 5 - 2
+        scales = unit * 2.0**exponents
+        return replace(self, kv=rounded(self.kv, scales[:, None, None, :, None]), kv_scales=scales)
+
+    def rows_kept(self) -> Tensor:
+        """[2, T, Hkv, D]: the new keys and values as the pool holds them."""
+        rows = torch.stack([self.k, self.v])
+        return rows if self.kv_scales is None else rounded(rows, self.kv_scales[:, None, :, None])
 
 
 CASES = {
@@ -85,6 +99,7 @@ def make_inputs(
     seed: int = 0,
     unused: float = math.nan,
     padding: tuple[int, int] = (0, 0),
+    fp8: bool = False,
 ) -> Inputs:
     """Random inputs with shuffled pages.
 
@@ -95,6 +110,7 @@ def make_inputs(
         unused: what every row of kv holds that no query may see: the null page, the last page,
             pages of nobody, rows past the end of a sequence.
         padding: tokens and (empty) sequences to append.
+        fp8: keep keys and values in 8 bits.
     """
     generator = torch.Generator().manual_seed(seed)
     layout = lay_out(case.lengths, case.page_size, generator, padding)
@@ -106,7 +122,7 @@ def make_inputs(
         torch.randn(len(layout.slot_mapping), count, dim, generator=generator)
         for count in (case.num_q_heads, heads, heads)
     )
-    return Inputs(
+    inputs = Inputs(
         q=q,
         k=k,
         v=v,
@@ -116,6 +132,7 @@ def make_inputs(
         page_table=layout.page_table,
         slot_mapping=layout.slot_mapping,
     ).to(dtype)
+    return inputs.in_fp8() if fp8 else inputs
 
 
 def hide_what_is_before(window: float, inputs: Inputs) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -42,11 +43,21 @@ def impl(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+MAKE = {"as_written": make_inputs, "fp8": partial(make_inputs, fp8=True)}
+
+
+@pytest.fixture(params=MAKE)
+def make(request: pytest.FixtureRequest) -> Callable[..., Inputs]:
+    """``make_inputs``, for each way in which keys and values are kept."""
+    return MAKE[request.param]
+
+
 def attend(inputs: Inputs, impl: str, **options: float) -> tuple[Tensor, Tensor, Tensor]:
     """Output, LSE and the pool afterwards."""
     args = inputs.args()
     scale = inputs.q.shape[-1] ** -0.5
-    out, lse = paged_attention_with_lse(*args, scale=scale, impl=impl, **options)
+    options = {"scale": scale, "kv_scales": inputs.kv_scales, **options}
+    out, lse = paged_attention_with_lse(*args, impl=impl, **options)
     return out, lse, args[3]
 
 
@@ -59,12 +70,13 @@ def bits(x: Tensor) -> Tensor:
 
 @cache
 def expected_results(
-    name: str, dtype: torch.dtype, options: str
+    name: str, dtype: torch.dtype, options: str, make: Callable[..., Inputs]
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The reference in float64 and in ``dtype``."""
-    inputs = make_inputs(CASES[name], dtype=dtype)
+    inputs = make(CASES[name], dtype=dtype)
     hide_what_is_before(OPTIONS[options]["window"], inputs)
-    chosen = {"scale": CASES[name].head_dim ** -0.5, **OPTIONS[options]}
+    scale = CASES[name].head_dim ** -0.5
+    chosen = {"scale": scale, "kv_scales": inputs.kv_scales, **OPTIONS[options]}
     exact = reference.paged_attention_with_lse(*inputs.to(torch.float64).args(), **chosen)
     return exact, reference.paged_attention_with_lse(*inputs.args(), **chosen)
 
@@ -72,18 +84,20 @@ def expected_results(
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
-def test_matches_float64(impl: str, name: str, dtype: str, options: str) -> None:
+def test_matches_float64(
+    impl: str, name: str, dtype: str, options: str, make: Callable[..., Inputs]
+) -> None:
     if DTYPES[dtype] not in IMPLEMENTATIONS[impl].capability.dtypes:
         pytest.skip(f"{impl} has no {dtype}")
-    exact, rounded = expected_results(name, DTYPES[dtype], options)
-    inputs = make_inputs(CASES[name], dtype=DTYPES[dtype])
+    exact, rounded = expected_results(name, DTYPES[dtype], options, make)
+    inputs = make(CASES[name], dtype=DTYPES[dtype])
     hide_what_is_before(OPTIONS[options]["window"], inputs)
     out, lse, _ = attend(inputs, impl, **OPTIONS[options])
     assert_within_budget(out, exact[0], rounded[0])
     assert_within_budget(lse, exact[1], rounded[1])
     assert lse.dtype == torch.float32
-    scale = CASES[name].head_dim ** -0.5
-    alone = paged_attention(*inputs.args(), scale=scale, impl=impl, **OPTIONS[options])
+    chosen = {"scale": CASES[name].head_dim ** -0.5, "kv_scales": inputs.kv_scales}
+    alone = paged_attention(*inputs.args(), impl=impl, **chosen, **OPTIONS[options])
     assert torch.equal(out, alone)
 
 
@@ -104,22 +118,24 @@ def test_matches_dense_attention(impl: str, seq_len: int) -> None:
 @pytest.mark.parametrize(
     ("num_q_heads", "num_kv_heads"), [(h, 1) for h in (1, 2, 3, 4, 5, 6, 7, 8, 12, 20)] + [(9, 9)]
 )
-def test_any_number_of_heads(impl: str, num_q_heads: int, num_kv_heads: int) -> None:
+def test_any_number_of_heads(
+    impl: str, num_q_heads: int, num_kv_heads: int, make: Callable[..., Inputs]
+) -> None:
     case = Case(
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=128,
         lengths=((1, 70), (3, 40), (1, 1), (1, 600)),
     )
-    inputs = make_inputs(case)
-    scale = 128**-0.5
-    exact, _ = reference.paged_attention_with_lse(*inputs.to(torch.float64).args(), scale=scale)
-    rounded, _ = reference.paged_attention_with_lse(*inputs.args(), scale=scale)
+    inputs = make(case)
+    chosen = {"scale": 128**-0.5, "kv_scales": inputs.kv_scales}
+    exact, _ = reference.paged_attention_with_lse(*inputs.to(torch.float64).args(), **chosen)
+    rounded, _ = reference.paged_attention_with_lse(*inputs.args(), **chosen)
     assert_within_budget(attend(inputs, impl)[0], exact, rounded)
 
 
-def test_large_logits_do_not_overflow(impl: str) -> None:
-    inputs = make_inputs(SMALL)
+def test_large_logits_do_not_overflow(impl: str, make: Callable[..., Inputs]) -> None:
+    inputs = make(SMALL)
     inputs = replace(inputs, q=inputs.q * 1e4)
     out, lse, _ = attend(inputs, impl)
     assert out.isfinite().all()
@@ -128,10 +144,12 @@ def test_large_logits_do_not_overflow(impl: str) -> None:
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunked_equals_whole(impl: str, chunk: int, options: str) -> None:
+def test_chunked_equals_whole(
+    impl: str, chunk: int, options: str, make: Callable[..., Inputs]
+) -> None:
     total = min(70, 20 * chunk)
     case = Case(num_q_heads=4, num_kv_heads=1, head_dim=32, lengths=((total, total),))
-    whole = make_inputs(case)
+    whole = make(case)
     expected, expected_lse, expected_kv = attend(whole, impl, **OPTIONS[options])
     kv, outs, lses = whole.kv, [], []
     for begin in range(0, total, chunk):
@@ -179,12 +197,36 @@ def test_lse_merges_disjoint_keys(impl: str) -> None:
     torch.testing.assert_close(lse.logsumexp(0), whole_lse, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["qwen3", "long_decode", "long_extend"])
+def test_scales_of_8_bits_are_any_numbers(impl: str, name: str) -> None:
+    inputs = make_inputs(CASES[name], unused=0.0).in_fp8(1.3)
+    args, scale = inputs.args(), CASES[name].head_dim ** -0.5
+    chosen = {"scale": scale, "kv_scales": inputs.kv_scales}
+    expected, expected_lse = reference.paged_attention_with_lse(*args, **chosen)
+    out, lse, kv = attend(inputs, impl)
+    torch.testing.assert_close(out, expected, atol=5e-6, rtol=1e-5)
+    torch.testing.assert_close(lse, expected_lse, atol=5e-6, rtol=1e-5)
+    assert torch.equal(bits(kv), bits(args[3]))
+
+
+def test_what_8_bits_cannot_hold_becomes_the_largest_number(impl: str) -> None:
+    inputs = make_inputs(SMALL, unused=0.0, fp8=True)
+    rows = torch.tensor([1e-9, 448.0, 463.9, 465.0, 1e6, torch.inf, -torch.inf, -500.0] * 4)
+    k = (rows * inputs.kv_scales[0, :, None]).expand_as(inputs.k).contiguous()
+    _, _, kv = attend(replace(inputs, k=k), impl)
+    slots = inputs.slot_mapping.long()
+    kept = kv[0].flatten(0, 1).float()[slots]
+    assert kept.equal(torch.tensor([0.0, *[448.0] * 5, *[-448.0] * 2] * 4).expand_as(kept))
+    _, _, kv = attend(replace(inputs, k=torch.full_like(k, torch.nan)), impl)
+    assert kv[0].flatten(0, 1).float()[slots].isnan().all()
+
+
 # ---- what a result may not depend on ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["odd", "long_decode"])
-def test_padding_changes_nothing(impl: str, name: str) -> None:
-    plain, padded = (make_inputs(CASES[name], padding=padding) for padding in ((0, 0), (5, 3)))
+def test_padding_changes_nothing(impl: str, name: str, make: Callable[..., Inputs]) -> None:
+    plain, padded = (make(CASES[name], padding=padding) for padding in ((0, 0), (5, 3)))
     num_tokens = plain.q.shape[0]
     padded = replace(
         padded,
@@ -202,9 +244,11 @@ def test_padding_changes_nothing(impl: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "odd", "long_decode", "long_extend"])
-def test_sequences_do_not_depend_on_one_another(impl: str, name: str) -> None:
+def test_sequences_do_not_depend_on_one_another(
+    impl: str, name: str, make: Callable[..., Inputs]
+) -> None:
     """Each sequence alone gives the bits that it gives within the batch, in either order."""
-    inputs = make_inputs(CASES[name])
+    inputs = make(CASES[name])
     out, lse, _ = attend(inputs, impl)
     counts = inputs.cu_seqlens.diff().tolist()
     rows = torch.arange(inputs.q.shape[0]).split(counts)
@@ -226,8 +270,8 @@ def test_sequences_do_not_depend_on_one_another(impl: str, name: str) -> None:
             assert torch.equal(part_lse, lse[picked])
 
 
-def test_page_order_is_irrelevant(impl: str) -> None:
-    inputs = make_inputs(CASES["odd"])
+def test_page_order_is_irrelevant(impl: str, make: Callable[..., Inputs]) -> None:
+    inputs = make(CASES["odd"])
     num_pages = inputs.kv.shape[1]
     moved = torch.arange(num_pages)
     moved[1:] = moved[1:].flip(0)
@@ -243,9 +287,9 @@ def test_page_order_is_irrelevant(impl: str) -> None:
         assert torch.equal(a, b)
 
 
-def test_strided_rows(impl: str) -> None:
+def test_strided_rows(impl: str, make: Callable[..., Inputs]) -> None:
     """q, k and v as slices of one projection, and q beside a gate within each head."""
-    inputs = make_inputs(CASES["qwen3_next"])
+    inputs = make(CASES["qwen3_next"])
     expected, _, _ = attend(inputs, impl)
     wide = torch.cat([inputs.q.flatten(1), inputs.k.flatten(1), inputs.v.flatten(1)], 1)
     q, k, v = wide.split([16 * 256, 2 * 256, 2 * 256], 1)
@@ -260,26 +304,28 @@ def test_strided_rows(impl: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_writes_its_rows_and_nothing_else(impl: str, name: str) -> None:
-    inputs = make_inputs(CASES[name], padding=(3, 1), unused=7.0)
+def test_writes_its_rows_and_nothing_else(
+    impl: str, name: str, make: Callable[..., Inputs]
+) -> None:
+    inputs = make(CASES[name], padding=(3, 1), unused=7.0)
     _, _, kv = attend(inputs, impl)
     expected = inputs.kv.clone()
     num_tokens = int(inputs.cu_seqlens[-1])
     slots = inputs.slot_mapping[:num_tokens].long()
-    expected.flatten(1, 2)[:, slots] = torch.stack([inputs.k, inputs.v])[:, :num_tokens]
+    bits(expected).flatten(1, 2)[:, slots] = bits(inputs.rows_kept())[:, :num_tokens]
     assert torch.equal(bits(kv), bits(expected))
 
 
-def test_all_sequences_empty(impl: str) -> None:
-    inputs = make_inputs(replace(SMALL, lengths=((0, 4), (0, 0))), padding=(2, 0))
+def test_all_sequences_empty(impl: str, make: Callable[..., Inputs]) -> None:
+    inputs = make(replace(SMALL, lengths=((0, 4), (0, 0))), padding=(2, 0))
     out, lse, kv = attend(inputs, impl)
     assert torch.equal(out, torch.zeros_like(out))
     assert (lse == -math.inf).all()
     assert torch.equal(bits(kv), bits(inputs.kv))
 
 
-def test_pages_before_the_window_may_be_gone(impl: str) -> None:
-    inputs = make_inputs(CASES["long_decode"])
+def test_pages_before_the_window_may_be_gone(impl: str, make: Callable[..., Inputs]) -> None:
+    inputs = make(CASES["long_decode"])
     expected, _, _ = attend(inputs, impl, window=40)
     gone = torch.arange(inputs.page_table.shape[1]) < (inputs.seq_lens[:, None] - 40) // 16
     inputs = replace(inputs, page_table=inputs.page_table.masked_fill(gone, 0))
@@ -309,6 +355,7 @@ float scale,
 int window,
 float softcap,
 str impl,
+Tensor? kv_scales=None,
 Tensor[]? planned=None) -> Tensor""",
     )
     schema = schema.replace(", Tensor[]? planned=None", "")  # what plans returns no log-sum-exp
@@ -316,57 +363,67 @@ Tensor[]? planned=None) -> Tensor""",
     assert with_lse == f"{name}_with_lse({arguments}(Tensor, Tensor)"
 
 
-def test_opcheck(impl: str) -> None:
+def test_opcheck(impl: str, make: Callable[..., Inputs]) -> None:
+    inputs = make(SMALL, unused=0.0)
     options = {"scale": 0.2, "window": 5, "softcap": 3.0, "impl": impl}
+    options |= {"kv_scales": inputs.kv_scales}
+    # That of the schema multiplies the pool, which torch cannot in 8 bits.
+    checks = ("test_faketensor", "test_aot_dispatch_dynamic", "test_autograd_registration")
+    checks = checks if inputs.kv_scales is not None else ("test_schema", *checks)
     for op in (
         torch.ops.torch_hybrid.paged_attention.default,
         torch.ops.torch_hybrid.paged_attention_with_lse.default,
     ):
-        torch.library.opcheck(op, make_inputs(SMALL, unused=0.0).args(), options)
+        torch.library.opcheck(op, inputs.args(), options, test_utils=checks)
 
 
-def layers(impl: str) -> object:
-    def step(*args: Tensor) -> Tensor:
+def layers(impl: str) -> Callable[..., Tensor]:
+    def step(kv_scales: Tensor | None, *args: Tensor) -> Tensor:
         """Two layers on one pool, the second fed by the first."""
         q, k, v, kv, *index = args
-        out = paged_attention(q, k, v, kv, *index, scale=0.2, impl=impl)
-        return paged_attention(out * 2, k + 1, v, kv, *index, scale=0.2, window=4, impl=impl)
+        options = {"scale": 0.2, "kv_scales": kv_scales, "impl": impl}
+        out = paged_attention(q, k, v, kv, *index, **options)
+        return paged_attention(out * 2, k + 1, v, kv, *index, window=4, **options)
 
     return step
 
 
-def test_compiles_once(impl: str) -> None:
+def arguments(inputs: Inputs) -> tuple[Tensor | None, ...]:
+    """Those of ``layers``."""
+    return inputs.kv_scales, *inputs.args()
+
+
+def test_compiles_once(impl: str, make: Callable[..., Inputs]) -> None:
     # The first batch has no two equal sizes that are not tied to one another.
     first = ((1, 90), (9, 30), (1, 18), (1, 1), (2, 2), (4, 5))
     others = [((1, 23), (9, 30)), ((1, 9), (1, 7), (1, 8), (1, 2)), ((40, 40), (2, 3)) * 3]
-    batches = [make_inputs(replace(SMALL, lengths=lengths)).args() for lengths in (first, *others)]
+    batches = [arguments(make(replace(SMALL, lengths=lengths))) for lengths in (first, *others)]
     assert_traces_once(layers(impl), batches)
 
 
 @pytest.mark.slow
-def test_inductor_gives_the_eager_result(impl: str) -> None:
-    args = make_inputs(SMALL).args()
+def test_inductor_gives_the_eager_result(impl: str, make: Callable[..., Inputs]) -> None:
+    args = arguments(make(SMALL))
     expected = layers(impl)(*args)
     compiled = torch.compile(layers(impl), fullgraph=True)
-    torch.testing.assert_close(compiled(*make_inputs(SMALL).args()), expected)
+    torch.testing.assert_close(compiled(*arguments(make(SMALL))), expected)
 
 
-def test_no_pool_clone(impl: str) -> None:
-    args = make_inputs(SMALL).args()
-    assert pool_clones(layers(impl), args, [args[3]]) == []
+def test_no_pool_clone(impl: str, make: Callable[..., Inputs]) -> None:
+    args = arguments(make(SMALL))
+    assert pool_clones(layers(impl), args, [args[4]]) == []
 
 
 # ---- errors ----------------------------------------------------------------------------------
 
 
 def failing(impl: str, **changes: object) -> str:
-    inputs = make_inputs(SMALL)
     tensors = {name: value for name, value in changes.items() if isinstance(value, Tensor)}
     options = {name: value for name, value in changes.items() if name not in tensors}
+    inputs = replace(make_inputs(SMALL), **tensors)
+    options = {"scale": 1.0, "kv_scales": inputs.kv_scales, "impl": impl, **options}
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-        paged_attention(
-            *replace(inputs, **tensors).args(), **{"scale": 1.0, "impl": impl, **options}
-        )
+        paged_attention(*inputs.args(), **options)
     return str(error.value)
 
 
@@ -377,6 +434,15 @@ def test_error_texts() -> None:
         failing("torch", k=good.k[:3]),
         failing("torch", q=good.q[:, :3]),
         failing("torch", kv=good.kv.double()),
+        failing("torch", kv=good.in_fp8().kv),
+        failing("torch", kv_scales=good.in_fp8().kv_scales),
+        failing("torch", kv=good.in_fp8().kv, kv_scales=torch.ones(2)),
+        failing(
+            "torch",
+            **{name: getattr(good, name)[..., 1:].clone() for name in ("q", "k", "v")},
+            kv=good.in_fp8().kv[..., 1:].contiguous(),
+            kv_scales=good.in_fp8().kv_scales,
+        ),
         failing("torch", q=good.q.transpose(1, 2).contiguous().transpose(1, 2)),
         failing("torch", seq_lens=good.seq_lens.long()),
         failing("torch", window=-1),
@@ -391,6 +457,10 @@ q must have 3 dimensions, got 2
 k must have shape [11, 2, 32], got [3, 2, 32]
 q heads must be a multiple of the 2 key heads, got 3
 kv must have dtype torch.float32, got torch.float64
+kv_scales must be given for a pool of torch.float8_e4m3fn
+kv_scales must be None for a pool of torch.float32
+kv_scales must have shape [2, 2], got [2]
+head_dim must be even for a pool of torch.float8_e4m3fn, got 31
 q must have a contiguous last dim, got (128, 1, 4)
 seq_lens must have dtype torch.int32, got torch.int64
 window must be 0 or a number of keys, got -1

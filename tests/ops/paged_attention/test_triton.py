@@ -36,7 +36,7 @@ CONTRACT = """
     triton and (
         matches_float64 and (odd or one_head and fp32 or long_decode and fp16 and plain)
         or (padding or writes or depend) and odd
-        or merges or sequences_empty or out_of_range
+        or merges or sequences_empty or out_of_range or 8_bits
     ) or in_interpreter or by_documentation
 """
 
@@ -91,9 +91,10 @@ def test_in_the_interpreter(
 
 
 @needs_interpreter
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("name", PATHS)
-def test_paths_in_interpreter(name: str) -> None:
-    check("cpu", PATHS[name], torch.float16, "plain")
+def test_paths_in_interpreter(name: str, fp8: bool) -> None:
+    check("cpu", PATHS[name], torch.float16, "plain", fp8=fp8)
 
 
 @needs_interpreter
@@ -104,24 +105,31 @@ def test_paths_in_interpreter(name: str) -> None:
         *(("pages_of_a_tile", options) for options in ("plain", "window_softcap")),
     ],
 )
-def test_long_queries_in_interpreter(name: str, options: str, long_queries: None) -> None:
-    check("cpu", LONG[name], torch.float16, options)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_long_queries_in_interpreter(
+    name: str, options: str, fp8: bool, long_queries: None
+) -> None:
+    check("cpu", LONG[name], torch.float16, options, fp8=fp8)
 
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", LONG | HOPPER)
-def test_long_queries_on_a_gpu(name: str, dtype: torch.dtype, long_queries: None) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_long_queries_on_a_gpu(
+    name: str, dtype: torch.dtype, fp8: bool, long_queries: None
+) -> None:
     for options in OPTIONS:
-        check("cuda", (LONG | HOPPER)[name], dtype, options)
+        check("cuda", (LONG | HOPPER)[name], dtype, options, fp8=fp8)
 
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES | PATHS)
-def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_on_a_gpu(name: str, dtype: torch.dtype, fp8: bool) -> None:
     for options in OPTIONS:
-        check("cuda", (CASES | PATHS)[name], dtype, options)
+        check("cuda", (CASES | PATHS)[name], dtype, options, fp8=fp8)
 
 
 @needs_cuda
@@ -134,7 +142,7 @@ def test_a_captured_graph_serves_other_lengths() -> None:
     with torch.cuda.graph(graph):
         out, lse = call(captured, "plain")
     other = make_inputs(replace(shape, lengths=((3, 9), (4, 70))), padding=(1, 0), seed=1)
-    for field in fields(Inputs):
+    for field in fields(Inputs)[: len(other.args())]:
         getattr(captured, field.name).copy_(getattr(other, field.name))
     graph.replay()
     assert_as_exact(other, "plain", out.cpu(), lse.cpu(), captured.kv.cpu())
@@ -150,9 +158,9 @@ def long_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(_triton, "attend_short")
 
 
-def check(device: str, case: Case, dtype: torch.dtype, options: str) -> None:
+def check(device: str, case: Case, dtype: torch.dtype, options: str, *, fp8: bool = False) -> None:
     """The kernels on ``device`` are as exact as the reference and write their rows alone."""
-    inputs = make_inputs(case, dtype=dtype, padding=(3, 2))
+    inputs = make_inputs(case, dtype=dtype, padding=(3, 2), fp8=fp8)
     hide_what_is_before(OPTIONS[options]["window"], inputs)
     moved = on_device(inputs, device)
     out, lse = call(moved, options)
@@ -160,13 +168,14 @@ def check(device: str, case: Case, dtype: torch.dtype, options: str) -> None:
 
 
 def call(inputs: Inputs, options: str) -> tuple[Tensor, Tensor]:
-    tensors = [getattr(inputs, field.name) for field in fields(Inputs)]
-    scale = inputs.q.shape[-1] ** -0.5
-    return paged_attention_with_lse(*tensors, scale=scale, impl="triton", **OPTIONS[options])
+    *tensors, kv_scales = (getattr(inputs, field.name) for field in fields(Inputs))
+    chosen = {"scale": inputs.q.shape[-1] ** -0.5, "kv_scales": kv_scales, **OPTIONS[options]}
+    return paged_attention_with_lse(*tensors, impl="triton", **chosen)
 
 
 def assert_as_exact(inputs: Inputs, options: str, out: Tensor, lse: Tensor, kv: Tensor) -> None:
-    chosen = {"scale": inputs.q.shape[-1] ** -0.5, **OPTIONS[options]}
+    scale = inputs.q.shape[-1] ** -0.5
+    chosen = {"scale": scale, "kv_scales": inputs.kv_scales, **OPTIONS[options]}
     args = inputs.args()
     exact = reference.paged_attention_with_lse(*inputs.to(torch.float64).args(), **chosen)
     rounded = reference.paged_attention_with_lse(*args, **chosen)
@@ -180,21 +189,44 @@ def assert_as_exact(inputs: Inputs, options: str, out: Tensor, lse: Tensor, kv: 
 
 def on_device(inputs: Inputs, device: str) -> Inputs:
     """Copies on ``device``; q lies beside a gate within each head, k and v within one tensor."""
-    moved = {f.name: getattr(inputs, f.name).to(device, copy=True) for f in fields(Inputs)}
+    given = {f.name: getattr(inputs, f.name) for f in fields(Inputs)}
+    moved = {name: x.to(device, copy=True) for name, x in given.items() if x is not None}
     gated = torch.cat([moved["q"], torch.full_like(moved["q"], torch.nan)], 2)
     k, v = torch.cat([moved["k"], moved["v"]], 1).chunk(2, 1)
     return replace(inputs, **moved | {"q": gated[..., : gated.shape[2] // 2], "k": k, "v": v})
 
 
-# (sequences, tokens, query heads, key heads, head dim, dtype, options); pages of 16, 256 a sequence
+# (sequences, tokens, query heads, key heads, head dim, dtype, options, whether keys have 8 bits);
+# pages of 16, 256 a sequence
 SHAPES = {
-    "Qwen3-Next decode 64": (64, 64, 16, 2, 256, torch.bfloat16, "plain"),
-    "Qwen3-Next decode 64 float32": (64, 64, 16, 2, 256, torch.float32, "plain"),
-    "Qwen3-Next 4 tokens each": (64, 256, 16, 2, 256, torch.bfloat16, "plain"),
-    "Qwen3-Next extend 2048": (8, 2048, 16, 2, 256, torch.bfloat16, "plain"),
-    "32 / 8 heads of 128 extend 2048": (8, 2048, 32, 8, 128, torch.bfloat16, "plain"),
-    "40 / 40 heads of 128 extend 2048": (8, 2048, 40, 40, 128, torch.bfloat16, "window_softcap"),
-    "3 / 1 heads of 80 decode 1": (1, 1, 3, 1, 80, torch.bfloat16, "window_softcap"),
+    "Qwen3-Next decode 64": (64, 64, 16, 2, 256, torch.bfloat16, "plain", False),
+    "Qwen3-Next decode 64 float32": (64, 64, 16, 2, 256, torch.float32, "plain", False),
+    "Qwen3-Next 4 tokens each": (64, 256, 16, 2, 256, torch.bfloat16, "plain", False),
+    "Qwen3-Next extend 2048": (8, 2048, 16, 2, 256, torch.bfloat16, "plain", False),
+    "32 / 8 heads of 128 extend 2048": (8, 2048, 32, 8, 128, torch.bfloat16, "plain", False),
+    "40 / 40 heads of 128 extend 2048": (
+        8,
+        2048,
+        40,
+        40,
+        128,
+        torch.bfloat16,
+        "window_softcap",
+        False,
+    ),
+    "3 / 1 heads of 80 decode 1": (1, 1, 3, 1, 80, torch.bfloat16, "window_softcap", False),
+    "Qwen3-Next decode 64 in 8 bits": (64, 64, 16, 2, 256, torch.bfloat16, "plain", True),
+    "32 / 8 heads of 128 extend 2048 in 8 bits": (
+        8,
+        2048,
+        32,
+        8,
+        128,
+        torch.bfloat16,
+        "plain",
+        True,
+    ),
+    "32 / 8 heads of 128 decode 32 in 8 bits": (32, 32, 32, 8, 128, torch.bfloat16, "plain", True),
 }
 
 
@@ -205,7 +237,7 @@ def test_compiles_without_spills() -> None:
     for number, (label, shape) in enumerate(SHAPES.items()):
         for target in SHARED_LIMITS:
             for kernel, launch in record_launches(target, *shape).items():
-                if number == 0 or kernel not in once:
+                if number == 0 or kernel not in once or (shape[-1] and kernel == "_write_kernel"):
                     rows.append(resources_of(launch, target, label))
     launches = record_launches("sm_90", *SHAPES["Qwen3-Next extend 2048"], gluon=False)
     rows.append(resources_of(launches["_long_kernel"], "sm_90", "Qwen3-Next of other Gluon"))
@@ -225,6 +257,7 @@ def record_launches(
     head_dim: int,
     dtype: torch.dtype,
     options: str,
+    fp8: bool,
     *,
     gluon: bool = True,
 ) -> dict[str, Launch]:
@@ -233,7 +266,9 @@ def record_launches(
 
     heads = [num_q_heads, num_kv_heads, num_kv_heads]
     qkv = torch.empty(num_tokens, sum(heads), head_dim, dtype=dtype, device="meta")
-    kv = torch.empty(2, 1024, 16, num_kv_heads, head_dim, dtype=dtype, device="meta")
+    kept = torch.float8_e4m3fn if fp8 else dtype
+    kv = torch.empty(2, 1024, 16, num_kv_heads, head_dim, dtype=kept, device="meta")
+    scales = torch.empty(2, num_kv_heads, device="meta") if fp8 else None
     indices = torch.empty(max(num_tokens, num_seqs + 1), dtype=torch.int32, device="meta")
     table = torch.empty(num_seqs, 256, dtype=torch.int32, device="meta")
     with launches_on(target, gluon=gluon) as launches:
@@ -245,6 +280,7 @@ def record_launches(
             table,
             indices[:num_tokens],
             scale=head_dim**-0.5,
+            kv_scales=scales,
             **OPTIONS[options],
         )
     return launches

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch_hybrid.models.checkpoint.content import Content, Slice, slices
 
 PIECE_BYTES = 4 << 20  # of a file, that a thread reads at once
 LONG_RUN_BYTES = 64 << 10  # rows so far apart are read one by one, where little of them is kept
+_NUM_BUFFERS = 2  # of a thread on its way to a GPU: one is filled while the other is copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +49,11 @@ class Piece:
 
     @property
     def is_plain(self) -> bool:
-        """Whether its bytes are those of the weight, one after the other, on the host."""
+        """Whether its bytes are those of the weight, one after the other."""
         part, place = self.part, self.place
         is_one_run = part.where.is_contiguous() and place.is_contiguous()
         is_same = not part.steps and part.stored.dtype == place.dtype
-        return is_one_run and is_same and place.device.type == "cpu"
+        return is_one_run and is_same
 
 
 def pieces_of(part: Slice, place: Tensor) -> Iterator[Piece]:
@@ -73,44 +75,54 @@ def pieces_of(part: Slice, place: Tensor) -> Iterator[Piece]:
 
 
 class Reader:
-    """One thread's way to the files, with a buffer for what cannot be read in place."""
+    """One thread's way to the files, with buffers for what cannot be read in place.
+
+    To a GPU everything passes through them, and nothing waits for it but a buffer that is filled
+    anew.
+    """
 
     def __init__(self, files: Mapping[Path, int], device: torch.device) -> None:
         self._files, self._device = files, device
-        self._buffer: Tensor | None = None
+        self._buffers: list[_Buffer] = []
+        self._turn = 0
 
     def read(self, piece: Piece) -> int:
         """Read a piece to its place.
 
         Returns:
-            How many of its values are NaN or infinite.
+            How many of its values are NaN or infinite; 0 on a GPU, which is asked once for a weight
+            (``not_finite``).
         """
         part, place = piece.part, piece.place
-        if piece.is_plain:
+        if piece.is_plain and place.device.type == "cpu":
             self._fill(place, piece)
         else:
-            raw = self._staged(piece).to(place.device, non_blocking=True)
-            values = raw.view(part.stored.dtype).as_strided(part.where.shape, part.where.stride())
-            for step in part.steps:
-                if isinstance(step, torch.dtype):
-                    values = values.to(step)
-                else:
-                    values = values * step.to(place.device)
-            place.copy_(values)
-            if place.device.type == "cuda":  # before the buffer is filled anew
-                torch.cuda.current_stream(place.device).synchronize()
-        return _count_not_finite(place)
+            buffer = self._next_buffer()
+            raw = buffer.memory[: piece.num_bytes]
+            self._fill(raw, piece)
+            if piece.is_plain:
+                place.view(-1).view(torch.uint8).copy_(raw, non_blocking=True)
+            else:
+                raw = raw.to(place.device, non_blocking=True)
+                values = raw.view(part.stored.dtype)
+                values = values.as_strided(part.where.shape, part.where.stride())
+                for step in part.steps:
+                    if isinstance(step, torch.dtype):
+                        values = values.to(step)
+                    else:
+                        values = values * step.to(place.device)
+                place.copy_(values)
+            buffer.was_used()
+        return _count_not_finite(place) if place.device.type == "cpu" else 0
 
-    def _staged(self, piece: Piece) -> Tensor:
-        """The bytes of a piece in this thread's buffer."""
-        if self._buffer is None:
-            is_cuda = self._device.type == "cuda"
-            self._buffer = torch.empty(
-                PIECE_BYTES, dtype=torch.uint8, pin_memory=is_cuda, device="cpu"
-            )
-        raw = self._buffer[: piece.num_bytes]
-        self._fill(raw, piece)
-        return raw
+    def _next_buffer(self) -> _Buffer:
+        """That which was used longest ago, when it is free."""
+        if len(self._buffers) < (1 if self._device.type == "cpu" else _NUM_BUFFERS):
+            self._buffers.append(_Buffer(self._device))
+        self._turn += 1
+        buffer = self._buffers[self._turn % len(self._buffers)]
+        buffer.wait()
+        return buffer
 
     def _fill(self, memory: Tensor, piece: Piece) -> None:
         """Read the bytes of a piece to memory of the host."""
@@ -123,11 +135,46 @@ class Reader:
             num_read += count
 
 
+class _Buffer:
+    """Host memory that a device copies from while the next one is filled."""
+
+    def __init__(self, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self.memory = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=is_cuda, device="cpu")
+        self._device = device
+        self._copied = torch.cuda.Event() if is_cuda else None
+
+    def was_used(self) -> None:
+        """What the device was told so far reads it."""
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(self._device))
+
+    def wait(self) -> None:
+        """Until the device has read it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
 def _count_not_finite(values: Tensor) -> int:
     # A sum is finite only if every term is (or by overflow, which the exact test settles).
     if not values.is_floating_point() or values.sum().isfinite():
         return 0
     return int((~values.isfinite()).sum())
+
+
+def not_finite(weights: Sequence[Tensor], pieces: Sequence[Piece]) -> Counter[str]:
+    """How many values are NaN or infinite, by the stored tensor that they are of.
+
+    Args:
+        weights: on one device, of which one number each is looked at if all are finite.
+        pieces: that they were read in.
+    """
+    sums = [weight.sum(dtype=torch.float32) for weight in weights if weight.is_floating_point()]
+    found: Counter[str] = Counter()
+    if sums and not all(torch.stack(sums).isfinite().tolist()):
+        for piece in pieces:
+            found[piece.part.stored.name] += _count_not_finite(piece.place)
+    return found
 
 
 def values_of(content: Content, dtype: torch.dtype) -> Tensor:

@@ -15,12 +15,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from torch_hybrid.caches.room import check_room
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host import weight_memory
 from torch_hybrid.models.checkpoint.content import Content, slices
 from torch_hybrid.models.checkpoint.files import Checkpoint
-from torch_hybrid.models.checkpoint.pieces import Piece, Reader, pieces_of
+from torch_hybrid.models.checkpoint.pieces import Piece, Reader, not_finite, pieces_of
 from torch_hybrid.models.checkpoint.unread import Unread
 
 _NUM_THREADS = min(16, 4 * (os.cpu_count() or 1))  # files may lie on a disk, or beyond a network
@@ -41,19 +40,11 @@ def read_weights(
 
     Raises:
         UnsupportedError: the values of a weight are stored as no floats of 16 bits or more.
-        CapacityError: the device has no room for the weights.
         ValueError: a file is unreadable or was changed meanwhile, or weights have NaN or infinite
             values.
     """
     places = _places(module)
-    for weight, where in places.items():
-        if weight.is_meta:
-            raise NotImplementedError(f"{where[0][1]} is made of values that are not read yet")
-    unread = {weight: weight.content for weight in places if isinstance(weight, Unread)}
-    _check_dtypes(unread)
-    limits = "their precision (dtype), or share the model among more ranks"
-    num_bytes = sum(weight.nbytes for weight in unread)
-    check_room(num_bytes, device, what="the weights", limits=limits)
+    unread = _unread_of(places)
     memory = weight_memory([(weight.shape, weight.dtype) for weight in unread], device)
     pieces = [
         piece
@@ -64,6 +55,8 @@ def read_weights(
     ]
     pieces.sort(key=lambda piece: (piece.file, piece.start))
     _read_all(pieces, checkpoint, device, label)
+    if device.type != "cpu":
+        _refuse_not_finite(not_finite(memory, pieces))
     owned: dict[Tensor, Tensor] = dict(zip(unread, memory, strict=True))
     for weight, where in places.items():
         own = owned[weight] if weight in owned else weight.detach().to(device)
@@ -71,6 +64,15 @@ def read_weights(
             own = nn.Parameter(own, requires_grad=False)
         for store, name in where:
             store[name] = own
+
+
+def needed_bytes(module: nn.Module) -> int:
+    """What the unread weights of ``module`` will take.
+
+    Raises:
+        UnsupportedError: as :func:`read_weights`.
+    """
+    return sum(weight.nbytes for weight in _unread_of(_places(module)))
 
 
 # Where modules keep a weight: their parameters or buffers, and its name there.
@@ -85,6 +87,16 @@ def _places(module: nn.Module) -> _Places:
                 if weight is not None:
                     places.setdefault(weight, []).append((store, name))  # type: ignore[arg-type]
     return places
+
+
+def _unread_of(places: _Places) -> dict[Unread, Content]:
+    """The weights that are to be read, checked."""
+    for weight, where in places.items():
+        if weight.is_meta:
+            raise NotImplementedError(f"{where[0][1]} is made of values that are not read yet")
+    unread = {weight: weight.content for weight in places if isinstance(weight, Unread)}
+    _check_dtypes(unread)
+    return unread
 
 
 def _check_dtypes(weights: Mapping[Unread, Content]) -> None:
@@ -131,8 +143,13 @@ def _read_all(
             wrong = sum((future.result() for future in done), Counter[str]())
         finally:
             stop.set()
-    if wrong := +wrong:
-        counts = ", ".join(f"{name} has {count}" for name, count in sorted(wrong.items()))
+    _refuse_not_finite(wrong)
+
+
+def _refuse_not_finite(found: Counter[str]) -> None:
+    """Raise ValueError where stored tensors have so many NaN or infinite values."""
+    if found := +found:
+        counts = ", ".join(f"{name} has {count}" for name, count in sorted(found.items()))
         raise ValueError(f"weight {counts} NaN or infinite values")
 
 

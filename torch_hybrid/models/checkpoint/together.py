@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import platform
+from collections import defaultdict
 from types import TracebackType
+from typing import Any
 
+import torch
 import torch.distributed as dist
+
+from torch_hybrid.caches.room import byte_count, check_room, free_bytes
+from torch_hybrid.errors import CapacityError
 
 
 class Together:
@@ -38,3 +45,47 @@ class Together:
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
         if error is None and failed:
             raise ValueError(f"the model was not loaded on every rank; {'; '.join(failed)}")
+
+
+def check_room_together(
+    group: dist.ProcessGroup | None, num_bytes: int, device: torch.device, *, what: str, limits: str
+) -> None:
+    """Refuse what ranks would allocate of one memory, a host's or a device's, if it has no room for
+    all of them together. Every rank of the group makes this call, and all raise alike.
+
+    Args:
+        group: the ranks; None for a process by itself.
+        num_bytes: that this rank will allocate.
+        device: where.
+        what: is to be allocated, for the message.
+        limits: the arguments that make it smaller.
+
+    Raises:
+        CapacityError: with the bytes that each rank needs and the bytes that there are.
+    """
+    if group is None:
+        check_room(num_bytes, device, what=what, limits=limits)
+        return
+    told: list[Any] = [None] * group.size()
+    dist.all_gather_object(told, (_memory_of(device), num_bytes, free_bytes(device)), group=group)
+    sharing: dict[str, dict[int, int]] = defaultdict(dict)
+    least: dict[str, int] = {}
+    for rank, (memory, needed, free) in enumerate(told):
+        sharing[memory][rank] = needed
+        if free is not None:
+            least[memory] = min(free, least.get(memory, free))
+    for memory, needs in sharing.items():
+        total = sum(needs.values())
+        if memory in least and total > least[memory]:
+            ranks = ", ".join(f"rank {rank} {byte_count(n)}" for rank, n in needs.items())
+            raise CapacityError(
+                f"{what} need {total:,} bytes on one {device.type} ({ranks}), which has "
+                f"{least[memory]:,} bytes free: lower {limits}"
+            )
+
+
+def _memory_of(device: torch.device) -> str:
+    """A name of a device's memory that is the same in all processes that share it."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_properties(device).uuid)
+    return f"{device.type} of {platform.node()}"

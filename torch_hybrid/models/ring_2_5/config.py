@@ -71,6 +71,7 @@ class Ring25Config:
     linear_silu: bool = False
     tie_word_embeddings: bool = False
     eos_token_id: int | list[int] | None = None
+    max_position_embeddings: int | None = None
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Ring25Config:

@@ -52,6 +52,7 @@ class Ring25(nn.Module):
         self.config, self.table = config, config.table()
         self.ranks: Ranks | None = None  # those that share the model, after ``shard``
         self.vocab_size, self.generation_config = config.vocab_size, generation_config
+        self.max_positions = config.max_position_embeddings
         eos = generation_config.get("eos_token_id", config.eos_token_id)
         self.eos_token_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
         shape = config.vocab_size, config.hidden_size

@@ -1,0 +1,208 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Attention to latents of 8 bits, which are fetched two by two.
+
+As in ``paged_attention``: two adjacent numbers of a row travel as one of 16 bits, which is what
+tensor cores are fed by, and part when they are widened, to a product each.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_hybrid.ops.latent_attention._triton_tiles import Tiles
+from torch_hybrid.ops.triton.devices import converts_fp8
+from torch_hybrid.ops.triton.fp8_kv import float16_factors, widen_pairs
+from torch_hybrid.ops.triton.padding import set_padding
+from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale
+
+
+def attend_to_pairs(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    pool: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    pool_scale: Tensor,
+    scale: float,
+    tiles: Tiles,
+) -> None:
+    """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row.
+
+    Padding is filled where there is one split, and else left to the merge.
+    """
+    num_tokens, num_heads, rank = q_latent.shape
+    num_seqs = page_table.shape[0]
+    if tiles.num_splits == 1:
+        set_padding(out, lse, cu_seqlens)
+    grid = (
+        num_blocks(num_tokens, num_seqs, tiles.block_q),
+        triton.cdiv(num_heads, tiles.block_h),
+        tiles.num_splits,
+    )
+    _attend_pairs_kernel[grid](
+        q_latent,
+        q_rope,
+        pool.view(torch.int16),
+        pool_scale,
+        cu_seqlens,
+        seq_lens,
+        page_table,
+        out,
+        lse,
+        log2_scale(scale),
+        num_tokens,
+        num_seqs,
+        q_latent.stride(0),
+        q_latent.stride(1),
+        q_rope.stride(0),
+        q_rope.stride(1),
+        page_table.stride(0),
+        page_table.stride(1),
+        H=num_heads,
+        RANK=rank,
+        ROPE=q_rope.shape[2],
+        PAGE_SIZE=pool.shape[1],
+        BLOCK_Q=tiles.block_q,
+        BLOCK_H=tiles.block_h,
+        BLOCK_RANK=max(16, tiles.block_rank // 2),
+        BLOCK_ROPE=max(16, tiles.block_rope // 2),
+        BLOCK_KV=tiles.block_kv,
+        NUM_SPLITS=tiles.num_splits,
+        CONVERTS=converts_fp8(pool.device),
+        num_warps=tiles.num_warps,
+        num_stages=2,
+        enable_fp_fusion=True,
+    )
+
+
+@triton.jit
+def _load_pairs(rows: tl.tensor, index: tl.tensor, mask: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The even and the odd elements of rows."""
+    even = tl.load(rows + 2 * index, mask=mask, other=0.0)
+    return even, tl.load(rows + 2 * index + 1, mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+def _attend_pairs_kernel(
+    q_latent: tl.tensor,
+    q_rope: tl.tensor,
+    pairs: tl.tensor,
+    pool_scale: tl.tensor,
+    cu_seqlens: tl.tensor,
+    seq_lens: tl.tensor,
+    page_table: tl.tensor,
+    out: tl.tensor,
+    lse: tl.tensor,
+    scale_log2: tl.tensor,
+    num_tokens: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_latent_token: tl.tensor,
+    stride_latent_head: tl.tensor,
+    stride_rope_token: tl.tensor,
+    stride_rope_head: tl.tensor,
+    stride_table_seq: tl.tensor,
+    stride_table_page: tl.tensor,
+    H: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    CONVERTS: tl.constexpr,
+) -> None:
+    """One program: a block of tokens, a block of heads, one split of the keys."""
+    BLOCK_M: tl.constexpr = BLOCK_Q * BLOCK_H
+    WIDTH: tl.constexpr = (RANK + ROPE) // 2
+    split = tl.program_id(2) if NUM_SPLITS > 1 else 0
+    row = tl.arange(0, BLOCK_M)
+    head = tl.program_id(1) * BLOCK_H + row % BLOCK_H
+    index = tl.arange(0, BLOCK_RANK)[None, :]
+    index_rope = tl.arange(0, BLOCK_ROPE)[None, :]
+    seq = sequence_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_Q)
+    begin = tl.load(cu_seqlens + seq)
+    end = tl.load(cu_seqlens + seq + 1)
+    first_token = first_token_of_block(begin, seq, tl.program_id(0), BLOCK_Q)
+    if first_token >= end:
+        return
+
+    token = first_token + row // BLOCK_H
+    mask_m = (head < H) & (token < end)
+    mask_rank, mask_rope = index < RANK // 2, index_rope < ROPE // 2
+    p_latent = q_latent + (token.to(tl.int64) * stride_latent_token + head * stride_latent_head)
+    p_rope = q_rope + (token.to(tl.int64) * stride_rope_token + head * stride_rope_head)
+    q_even, q_odd = _load_pairs(p_latent[:, None], index, mask_m[:, None] & mask_rank)
+    r_even, r_odd = _load_pairs(p_rope[:, None], index_rope, mask_m[:, None] & mask_rope)
+    scale_log2 *= tl.load(pool_scale)
+    IN_FLOAT16: tl.constexpr = q_even.dtype == tl.bfloat16
+    q_worth = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
+    if IN_FLOAT16:
+        q_even, q_odd = q_even.to(tl.float32), q_odd.to(tl.float32)
+        r_even, r_odd = r_even.to(tl.float32), r_odd.to(tl.float32)
+        of_rank = tl.max(tl.maximum(tl.abs(q_even), tl.abs(q_odd)), 1)
+        of_rope = tl.max(tl.maximum(tl.abs(r_even), tl.abs(r_odd)), 1)
+        factor, q_worth = float16_factors(tl.maximum(of_rank, of_rope))
+        q_even = (q_even * factor[:, None]).to(tl.float16)
+        q_odd = (q_odd * factor[:, None]).to(tl.float16)
+        r_even = (r_even * factor[:, None]).to(tl.float16)
+        r_odd = (r_odd * factor[:, None]).to(tl.float16)
+
+    ahead = tl.load(seq_lens + seq) - end  # of a token's number, to its position in the sequence
+    keys_end = ahead + tl.minimum(first_token + BLOCK_Q, end)
+    tiles_per_split = tl.cdiv(tl.cdiv(keys_end, BLOCK_KV), NUM_SPLITS)
+    split_begin = split * tiles_per_split * BLOCK_KV
+    split_end = tl.minimum(keys_end, split_begin + tiles_per_split * BLOCK_KV)
+    peak = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    o_even = tl.zeros([BLOCK_M, BLOCK_RANK], dtype=tl.float32)
+    o_odd = tl.zeros([BLOCK_M, BLOCK_RANK], dtype=tl.float32)
+    table = page_table + seq.to(tl.int64) * stride_table_seq
+    for tile in range(tl.cdiv(split_end - split_begin, BLOCK_KV)):
+        key = split_begin + tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
+        # Past the last key, that one again, which is hidden: no row needs a mask.
+        held = tl.minimum(key, split_end - 1)
+        if PAGE_SIZE % BLOCK_KV == 0:  # a tile lies in one page
+            first = split_begin + tile * BLOCK_KV
+            page = tl.load(table + first // PAGE_SIZE * stride_table_page)
+            first_row = pairs + (page.to(tl.int64) * PAGE_SIZE + first % PAGE_SIZE) * WIDTH
+            p_row = first_row + ((held - first) * WIDTH)[:, None]
+        else:
+            page = tl.load(table + held // PAGE_SIZE * stride_table_page)
+            slot = page.to(tl.int64) * PAGE_SIZE + held % PAGE_SIZE
+            p_row = pairs + slot[:, None] * WIDTH
+        b_rope = tl.load(p_row + RANK // 2 + index_rope, mask=mask_rope, other=0)
+        b_c = tl.load(p_row + index, mask=mask_rank | (RANK == 2 * BLOCK_RANK), other=0)
+        k_even, k_odd = widen_pairs(b_rope, q_even.dtype, CONVERTS)
+        c_even, c_odd = widen_pairs(b_c, q_even.dtype, CONVERTS)
+        products = tl.dot(r_even, tl.trans(k_even), input_precision="ieee")
+        products = tl.dot(r_odd, tl.trans(k_odd), products, input_precision="ieee")
+        products = tl.dot(q_even, tl.trans(c_even), products, input_precision="ieee")
+        products = tl.dot(q_odd, tl.trans(c_odd), products, input_precision="ieee")
+        if IN_FLOAT16:
+            products *= q_worth[:, None]
+        visible = (key[None, :] <= (ahead + token)[:, None]) & (key < split_end)[None, :]
+        products = tl.where(visible, products, -float("inf"))
+        weights, rescale, peak, total = advance(products, scale_log2, peak, total)
+        weights = weights.to(q_even.dtype)
+        o_even = tl.dot(weights, c_even, o_even * rescale[:, None], input_precision="ieee")
+        o_odd = tl.dot(weights, c_odd, o_odd * rescale[:, None], input_precision="ieee")
+
+    total, b_lse = finish(peak, total)
+    row_out = (tl.cast(split, tl.int64) * num_tokens + token) * H + head
+    tl.store(lse + row_out, b_lse, mask=mask_m)
+    mask_out = mask_m[:, None] & mask_rank & (split_begin < split_end)
+    p_out = out + row_out[:, None] * RANK + 2 * index
+    worth = (tl.load(pool_scale) / total)[:, None]
+    tl.store(p_out, (o_even * worth).to(out.dtype.element_ty), mask=mask_out)
+    tl.store(p_out + 1, (o_odd * worth).to(out.dtype.element_ty), mask=mask_out)

@@ -1,0 +1,67 @@
+"""How short queries are cut into programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+
+from torch_hybrid.ops.triton.ragged import num_blocks
+
+# Two programs for each processor of the GPUs this is meant for (108 to 148 processors).
+_TARGET_PROGRAMS = 256
+_MAX_SPLITS = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiles:
+    """How the work is cut. Decided by shapes alone, so that a captured graph serves any lengths.
+
+    A program owns ``block_q`` consecutive tokens of one sequence and one key head; its
+    ``block_m`` rows are those tokens times the query heads that share the key head.
+    """
+
+    block_q: int
+    block_m: int
+    block_d: int
+    block_kv: int
+    num_blocks: int
+    num_splits: int
+    num_warps: int
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        num_tokens: int,
+        num_seqs: int,
+        num_kv_heads: int,
+        group: int,
+        head_dim: int,
+        itemsize: int,
+        max_keys: int,
+    ) -> Tiles:
+        """Tiles for ``num_tokens`` of ``num_seqs`` sequences of at most ``max_keys`` keys each."""
+        # float32 products run outside the tensor cores, on operands held in registers: larger
+        # tiles spill.
+        tensor_cores = itemsize == 2
+        block_d = max(16, triton.next_power_of_2(head_dim))
+        tokens_per_seq = triton.cdiv(num_tokens, max(1, num_seqs))
+        wanted_rows = triton.next_power_of_2(tokens_per_seq * group)
+        most_rows = 64 if tensor_cores else 16
+        block_m = max(16, min(wanted_rows, most_rows), triton.next_power_of_2(group))
+        block_q = block_m // group
+        block_kv = (64 if block_m < 64 else 32) if tensor_cores else 16
+        busy_programs = max(num_seqs, num_tokens // block_q) * num_kv_heads
+        wanted_splits = min(_MAX_SPLITS, _TARGET_PROGRAMS // max(1, busy_programs))
+        useful_splits = triton.cdiv(max_keys, block_kv)
+        num_splits = max(1, min(wanted_splits, useful_splits))
+        return cls(
+            block_q=block_q,
+            block_m=block_m,
+            block_d=block_d,
+            block_kv=block_kv,
+            num_blocks=num_blocks(num_tokens, num_seqs, block_q),
+            num_splits=1 << (num_splits.bit_length() - 1),
+            num_warps=4 if block_m <= most_rows else 8,
+        )

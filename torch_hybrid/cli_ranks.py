@@ -1,0 +1,48 @@
+"""The command line as one of the processes of torchrun, which share a model."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from torch_hybrid.cli_output import err
+
+
+def join_ranks(device: str) -> tuple[dist.ProcessGroup, str]:
+    """Meet the other processes, each on a GPU of its own if ``device`` is "cuda" or "auto" finds
+    some. The first prints, and what it draws of torch's generator all draw.
+
+    Returns:
+        All processes as a group, and this one's device.
+
+    Raises:
+        ValueError: torchrun has not started this process.
+    """
+    if "LOCAL_RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ValueError(
+            "--ranks shares the model among the processes of torchrun: "
+            "torchrun --nproc-per-node 2 --no-python torch-hybrid ... --ranks"
+        )
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.startswith("cuda") else "gloo")
+    seeds = [torch.initial_seed()]
+    dist.broadcast_object_list(seeds, src=0)
+    torch.manual_seed(seeds[0])
+    if dist.get_rank() != 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  (to the end of the process)
+        err.quiet = True
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD, device
+
+
+def leave_ranks() -> None:
+    """Take leave of the other processes, if there are some."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
