@@ -62,6 +62,7 @@ def rounded(x: Tensor) -> Tensor:
     depth = x.shape[-1]
     blocks = F.pad(x.float(), (0, -depth % BLOCK)).unflatten(-1, (-1, BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True).clamp(min=_LEAST)
-    numbers = (blocks * (LARGEST / largest)).to(DTYPE).float()
-    left: Tensor = (numbers * (largest / LARGEST)).flatten(-2)[..., :depth]
+    top = torch.full_like(largest, LARGEST)  # a number would be multiplied by an inverse
+    numbers = (blocks * (top / largest)).to(DTYPE).float()
+    left: Tensor = (numbers * (largest / top)).flatten(-2)[..., :depth]
     return left

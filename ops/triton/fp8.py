@@ -83,7 +83,7 @@ def fp8_product(
 def fp8_dot(w: tl.tensor, x: tl.tensor, zeros: tl.tensor) -> tl.tensor:
     """The same of numbers that both have 8 bits."""
     if _INTERPRETED:
-        return dot(w.to(tl.float32), _transposed(x.to(tl.float32)), zeros)
+        return dot(widen(w, tl.float32), _transposed(x), zeros)
     else:
         return tl.dot(w, _transposed(x), zeros)
 
