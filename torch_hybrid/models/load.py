@@ -17,6 +17,7 @@ from torch_hybrid.host import keep_weights, trim
 from torch_hybrid.models.arguments import checked_device, checked_dtype, checked_path
 from torch_hybrid.models.bailing_hybrid import BAILING_HYBRID
 from torch_hybrid.models.bamba import BAMBA
+from torch_hybrid.models.block_fp8 import hold_block_fp8
 from torch_hybrid.models.checkpoint.files import Checkpoint, open_checkpoint
 from torch_hybrid.models.checkpoint.read import read_weights
 from torch_hybrid.models.checkpoint.together import Together
@@ -48,7 +49,7 @@ from torch_hybrid.models.transformers_hooks import (
     refuse_as_transformers,
     register_attention,
 )
-from torch_hybrid.models.transformers_weights import make_unread, refuse_quantized
+from torch_hybrid.models.transformers_weights import make_unread, take_quantization
 from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerTable
 from torch_hybrid.toolchain import make_cache_folder
 
@@ -124,6 +125,7 @@ def from_pretrained(
         if ranks is not None:
             check_can_be_cut(model, experts)
             cut(model, ranks_of(ranks), experts)
+        hold_block_fp8(model)
     with Together(ranks):
         read_weights(model, checkpoint, device, label=label)
     trim()
@@ -140,10 +142,12 @@ def unread(
         checkpoint = open_checkpoint(_folder_of(path_or_id))
         return checkpoint, make_unread_ring_2_5(checkpoint, sizes, fields, dtype, device)
     config = _transformers_config(path_or_id, fields)
-    refuse_quantized(config)
+    is_fp8 = take_quantization(config)
     family, table = _family_of(config.model_type), table_of(config)
     _warn_of_dropped(config)
     checkpoint = open_checkpoint(_folder_of(path_or_id))
+    if is_fp8:
+        checkpoint = checkpoint.with_block_scales()
     return checkpoint, _adapted(make_unread(checkpoint, config, dtype, device), family, table)
 
 
