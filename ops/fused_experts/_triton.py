@@ -22,7 +22,6 @@ from torch_hybrid.ops.fused_experts._hopper import (
 from torch_hybrid.ops.fused_experts._triton_activation import activate
 from torch_hybrid.ops.fused_experts._triton_few import few_tokens
 from torch_hybrid.ops.fused_experts._triton_fp8 import fp8_few_tokens, fp8_products
-from torch_hybrid.ops.fused_experts._triton_fp8_few import rounded_few_tokens
 from torch_hybrid.ops.fused_experts._triton_group import group_pairs, num_blocks, rows_of_block
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import dot
@@ -104,8 +103,8 @@ def rounded_experts(
         return out.zero_()
     inputs = (x, expert_ids, expert_weights, gate_up, down)
     scales = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
-    if x.shape[0] <= _FEW_TOKENS:
-        rounded_few_tokens(*inputs, out, **scales, activation=activation)
+    if x.shape[0] == 1:  # of more, tensor cores multiply
+        fp8_few_tokens(*inputs, out, **scales, activation=activation, rounds=True)
         return out
     products: Callable[..., None] = partial(fp8_products, rounds=True)
     if suits_fp8(x, gate_up, down, expert_ids.numel()):

@@ -16,11 +16,12 @@ from torch import Tensor
 from torch_hybrid.ops.block_scales import BLOCK
 from torch_hybrid.ops.fused_experts._triton_activation import activate
 from torch_hybrid.ops.fused_experts._triton_group import num_blocks, rows_of_block
-from torch_hybrid.ops.triton.fp8 import fp8_product, readable, widen
+from torch_hybrid.ops.triton.fp8 import fp8_product, readable, rounded_row, widen
 
 _FEW_BLOCK_N = 16  # rows of weights that a program reads side by side, for few tokens
 _FEW_BLOCK_K = 512
 _FEW_STAGES = 3
+_FEW_PAIRS = 128  # up to so many, programs of 64 rows of weights are no more than there are processors
 _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 
 
@@ -41,14 +42,28 @@ class Tile:
     @classmethod
     def of(cls, num_pairs: int, num_experts: int, dtype: torch.dtype, *, rounds: bool) -> Tile:
         """For so many pairs, of tokens of that dtype or rounded to 8 bits."""
-        if dtype == torch.float32 and not rounds:  # outside the tensor cores, on operands in registers
+        if (
+            dtype == torch.float32 and not rounds
+        ):  # outside the tensor cores, on operands in registers
             return cls(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
         # Most experts have less than twice their share: then one block holds all their pairs.
         rows = triton.next_power_of_2(2 * triton.cdiv(num_pairs, num_experts))
+        if rounds and rows <= 32 and num_pairs > _FEW_PAIRS:
+            num_warps = 4 if rows <= 16 else 8
+            return cls(
+                block_m=max(rows, 16), block_n=128, block_k=128, num_warps=num_warps, num_stages=3
+            )
         if rows <= 32:
             block_m = max(rows, 16)
             return cls(block_m=block_m, block_n=64, block_k=128, num_warps=4, num_stages=3)
+        if rounds:
+            return cls(block_m=64, block_n=128, block_k=128, num_warps=8, num_stages=3)
         return cls(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=3)
+
+
+def _few_columns(depth: int) -> int:
+    """Columns that a program multiplies at a time, of few tokens."""
+    return max(BLOCK, min(_FEW_BLOCK_K, triton.next_power_of_2(depth)))
 
 
 def fp8_few_tokens(
@@ -62,8 +77,13 @@ def fp8_few_tokens(
     gate_up_scales: Tensor,
     down_scales: Tensor,
     activation: str,
+    rounds: bool = False,
 ) -> None:
-    """Fill ``out`` with what ``torch_hybrid::fused_experts`` returns."""
+    """Fill ``out`` with what ``torch_hybrid::fused_experts`` returns.
+
+    With ``rounds``, tokens and hidden activations are rounded to 8 bits, and widened again: products
+    of few rows are not what takes time.
+    """
     num_tokens, top_k = expert_ids.shape
     num_experts, dim, width = down.shape
     hidden = x.new_empty(num_tokens * top_k, width)
@@ -75,12 +95,13 @@ def fp8_few_tokens(
         hidden,
         x.stride(0),
         HAS_GATE=activation == "silu",
+        ROUNDS=rounds,
         TOP_K=top_k,
         E=num_experts,
         D=dim,
         I=width,
         BLOCK_N=_FEW_BLOCK_N,
-        BLOCK_K=min(_FEW_BLOCK_K, triton.next_power_of_2(dim)),
+        BLOCK_K=_few_columns(dim),
         STAGES=_FEW_STAGES,
         num_warps=4,
         enable_fp_fusion=True,
@@ -92,12 +113,13 @@ def fp8_few_tokens(
         readable(down),
         down_scales,
         out,
+        ROUNDS=rounds,
         TOP_K=top_k,
         E=num_experts,
         D=dim,
         I=width,
         BLOCK_N=_FEW_BLOCK_N,
-        BLOCK_K=min(_FEW_BLOCK_K, triton.next_power_of_2(width)),
+        BLOCK_K=_few_columns(width),
         STAGES=_FEW_STAGES,
         num_warps=4,
         enable_fp_fusion=True,
@@ -174,6 +196,7 @@ def _fp8_hidden_kernel(
     hidden: tl.tensor,
     stride_x: tl.tensor,
     HAS_GATE: tl.constexpr,
+    ROUNDS: tl.constexpr,
     TOP_K: tl.constexpr,
     E: tl.constexpr,
     D: tl.constexpr,
@@ -202,6 +225,8 @@ def _fp8_hidden_kernel(
         k = first + index_k
         mask_w = mask_n & (k < D)[None, :]
         b_x = tl.load(p_x + k, mask=k < D, other=0.0).to(tl.float32)
+        if ROUNDS:
+            b_x = rounded_row(b_x)
         if HAS_GATE:
             scale = tl.load(p_scale + k // _BLOCK, mask=k < D, other=0.0)
             b_w = tl.load(p_w + k[None, :], mask=mask_w, other=0.0)
@@ -222,6 +247,7 @@ def _fp8_out_kernel(
     down: tl.tensor,
     scales: tl.tensor,
     out: tl.tensor,
+    ROUNDS: tl.constexpr,
     TOP_K: tl.constexpr,
     E: tl.constexpr,
     D: tl.constexpr,
@@ -249,10 +275,12 @@ def _fp8_out_kernel(
         mask_k = (k < I) & (expert < E)
         weight = tl.where(expert < E, tl.load(expert_weights + pair).to(tl.float32), 0.0)
         scale = tl.load(p_scale + expert * (HIGH * WIDE) + k // _BLOCK, mask=mask_k, other=0.0)
-        b_h = tl.load(hidden + pair * I + k, mask=mask_k, other=0.0)
+        b_h = tl.load(hidden + pair * I + k, mask=mask_k, other=0.0).to(tl.float32)
+        if ROUNDS:
+            b_h = rounded_row(b_h)
         mask = mask_n & mask_k[None, :]
         b_w = tl.load(p_w + expert * (D * I) + k[None, :], mask=mask, other=0.0)
-        acc += widen(b_w, tl.float32) * (b_h.to(tl.float32) * (weight * scale))[None, :]
+        acc += widen(b_w, tl.float32) * (b_h * (weight * scale))[None, :]
     b_out = tl.sum(acc, 1)
     p_out = out + token.to(tl.int64) * D + index_n
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=index_n < D)

@@ -20,7 +20,8 @@ from torch_hybrid.ops.block_scales import BLOCK
 from torch_hybrid.ops.linear._triton_place import bias_of, place
 from torch_hybrid.ops.linear.by_torch import product_by_torch
 from torch_hybrid.ops.triton.devices import is_hopper
-from torch_hybrid.ops.triton.fp8 import fp8_product, readable, rounded_rows, widen
+from torch_hybrid.ops.triton.fp8 import fp8_dot, readable, rounded_row, rounded_rows, widen
+from torch_hybrid.ops.triton.products import dot
 
 # Past it a weight is read and multiplied so often that widening it in memory is the faster way.
 MAX_ROWS = 128
@@ -66,7 +67,9 @@ class Tile:
 
     @classmethod
     def rounding(cls, num_rows: int, num_columns: int, depth: int) -> Tile:
-        """The same where x is rounded too, and all products are those of tensor cores."""
+        """The same where x is rounded too."""
+        if num_rows <= _FEW_ROWS and num_columns <= _FEW_COLUMNS:
+            return cls.of(num_rows, num_columns, depth)
         if num_rows <= _PART_ROWS and num_columns <= _FEW_COLUMNS and depth >= _PART_DEPTH:
             block_m = 16 if num_rows <= 16 else 32
             return cls(block_m=block_m, block_n=16, block_k=128, num_stages=4, num_parts=4)
@@ -122,9 +125,14 @@ def _launch(
 ) -> None:
     num_rows, depth = x.shape
     sizes = tuple(weight.shape[0] for weight in weights)
+    numbers, units = x, x
+    if rounds and tile.block_m > _FEW_ROWS:
+        numbers, units = rounded_rows(x)
+        numbers = readable(numbers)
     num_tiles = sum(triton.cdiv(size, tile.block_n) for size in sizes)
     _fp8_linear_kernel[(num_tiles, triton.cdiv(num_rows, tile.block_m))](
-        x,
+        numbers,
+        units,
         tuple(map(readable, weights)),
         tuple(scales),
         # In the place of a bias that is not there stands a tensor that is not read.
@@ -132,7 +140,7 @@ def _launch(
         y,
         sizes,
         num_rows,
-        x.stride(0),
+        numbers.stride(0),
         y.stride(0),
         BIASED=sum(1 << i for i, bias in enumerate(biases) if bias is not None),
         ROUNDS=rounds,
@@ -166,7 +174,9 @@ def _rounded_product_by_torch(
 ) -> Tensor:
     from torch.nn.functional import ScalingType, scaled_mm
 
-    numbers, units = rounded_rows(x)
+    # cuBLAS takes rows by fours.
+    num_rows = x.shape[0]
+    numbers, units = rounded_rows(x, num_rows=4 * triton.cdiv(num_rows, 4))
     parts = []
     for weight, bias, scale in zip(weights, biases, scales, strict=True):
         part = scaled_mm(
@@ -177,7 +187,7 @@ def _rounded_product_by_torch(
             scale.T,
             ScalingType.BlockWise128x128,
             output_dtype=x.dtype,
-        )
+        )[:num_rows]
         parts.append(part if bias is None else part.add_(bias))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
@@ -223,6 +233,7 @@ def _widen_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _fp8_linear_kernel(
     x: tl.tensor,
+    units: tl.tensor,  # of x's numbers, where those have 8 bits
     weights: tl.tuple,
     scales: tl.tuple,
     biases: tl.tuple,
@@ -232,7 +243,7 @@ def _fp8_linear_kernel(
     stride_x: tl.tensor,
     stride_y: tl.tensor,
     BIASED: tl.constexpr,  # bit i: weight i has a bias
-    ROUNDS: tl.constexpr,  # x too
+    ROUNDS: tl.constexpr,  # x too, where it is not yet
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -256,12 +267,13 @@ def _fp8_linear_kernel(
     mask_n, mask_m = row < size, index_m < M
     p_w = weight + row.to(tl.int64)[:, None] * K
     p_x = x + index_m.to(tl.int64)[:, None] * stride_x
+    p_unit = units + index_m
     if FEW:
-        acc = _sum_as_it_comes(p_w, p_x, scale, mask_n, mask_m, K, BLOCK_K, STAGES)
+        acc = _sum_as_it_comes(p_w, p_x, scale, mask_n, mask_m, ROUNDS, K, BLOCK_K, STAGES)
     elif PARTS > 1:
-        acc = _sum_in_parts(p_w, p_x, scale, mask_n, mask_m, ROUNDS, K, BLOCK_K, PARTS, STAGES)
+        acc = _sum_in_parts(p_w, p_x, p_unit, M, scale, mask_n, mask_m, K, BLOCK_K, PARTS, STAGES)
     else:
-        acc = _sum(p_w, p_x, scale, mask_n, mask_m, ROUNDS, K, BLOCK_K, STAGES)
+        acc = _sum(p_w, p_x, p_unit, M, scale, mask_n, mask_m, K, BLOCK_K, STAGES)
     acc += bias_of(biases, which, row, mask_n, BIASED)[:, None]
     p_y = y + index_m.to(tl.int64)[None, :] * stride_y + (column + row)[:, None]
     tl.store(p_y, acc.to(y.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
@@ -271,10 +283,11 @@ def _fp8_linear_kernel(
 def _sum(
     p_w: tl.tensor,
     p_x: tl.tensor,
+    p_unit: tl.tensor,
+    M: tl.tensor,
     scale: tl.tensor,
     mask_n: tl.tensor,
     mask_m: tl.tensor,
-    ROUNDS: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -288,7 +301,11 @@ def _sum(
         b_w = tl.load(p_w + k[None, :], mask=mask_n[:, None] & (k < K)[None, :], other=0.0)
         b_x = tl.load(p_x + k[None, :], mask=mask_m[:, None] & (k < K)[None, :], other=0.0)
         b_scale = tl.load(scale + first // _BLOCK)
-        acc += fp8_product(b_w, b_x, zeros, ROUNDS) * b_scale
+        if b_x.dtype == b_w.dtype:
+            unit = tl.load(p_unit + first // _BLOCK * M, mask=mask_m, other=0.0)
+            acc += fp8_dot(b_w, b_x, zeros) * (unit * b_scale)[None, :]
+        else:
+            acc += dot(widen(b_w, b_x.dtype), tl.trans(b_x), zeros) * b_scale
     return acc
 
 
@@ -296,10 +313,11 @@ def _sum(
 def _sum_in_parts(
     p_w: tl.tensor,
     p_x: tl.tensor,
+    p_unit: tl.tensor,
+    M: tl.tensor,
     scale: tl.tensor,
     mask_n: tl.tensor,
     mask_m: tl.tensor,
-    ROUNDS: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,
@@ -317,7 +335,13 @@ def _sum_in_parts(
         mask = mask_m[None, :, None] & (k < K)
         b_x = tl.load(p_x[None, :, :] + k, mask=mask, other=0.0)
         b_scale = tl.load(scale + (first + part) // _BLOCK, mask=first + part < K, other=0.0)
-        acc += fp8_product(b_w, b_x, zeros, ROUNDS) * b_scale[:, None, None]
+        if b_x.dtype == b_w.dtype:
+            p_own = p_unit[None, :] + ((first + part) // _BLOCK)[:, None] * M
+            unit = tl.load(p_own, mask=mask_m[None, :] & (first + part < K)[:, None], other=0.0)
+            acc += fp8_dot(b_w, b_x, zeros) * (unit * b_scale[:, None])[:, None, :]
+        else:
+            b_x = tl.permute(b_x, (0, 2, 1))
+            acc += dot(widen(b_w, b_x.dtype), b_x, zeros) * b_scale[:, None, None]
     return tl.sum(acc, 0)
 
 
@@ -328,6 +352,7 @@ def _sum_as_it_comes(
     scale: tl.tensor,
     mask_n: tl.tensor,
     mask_m: tl.tensor,
+    ROUNDS: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -340,6 +365,8 @@ def _sum_as_it_comes(
         b_w = tl.load(p_w + k[None, :], mask=mask_n[:, None] & (k < K)[None, :], other=0.0)
         b_x = tl.load(p_x + k[None, :], mask=mask_m[:, None] & (k < K)[None, :], other=0.0)
         b_scale = tl.load(scale + k // _BLOCK, mask=k < K, other=0.0)
+        if ROUNDS:
+            b_x = rounded_row(b_x)
         scaled = b_x.to(tl.float32) * b_scale[None, :]
         acc += widen(b_w, tl.float32)[:, None, :] * scaled[None, :, :]
     return tl.sum(acc, 2)

@@ -65,9 +65,7 @@ def _to_8_bits(numbers: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def fp8_product(
-    w: tl.tensor, x: tl.tensor, zeros: tl.tensor, ROUNDS: tl.constexpr
-) -> tl.tensor:
+def fp8_product(w: tl.tensor, x: tl.tensor, zeros: tl.tensor, ROUNDS: tl.constexpr) -> tl.tensor:
     """[..., N, M] products of rows of a weight [..., N, 128] in 8 bits and of x [..., M, 128].
 
     Weights are widened to x's dtype; or multiplied as they are, and rows of x rounded.
@@ -83,7 +81,7 @@ def fp8_product(
 def fp8_dot(w: tl.tensor, x: tl.tensor, zeros: tl.tensor) -> tl.tensor:
     """The same of numbers that both have 8 bits."""
     if _INTERPRETED:
-        return dot(widen(w, tl.float32), _transposed(x), zeros)
+        return dot(widen(w, tl.float32), _transposed(widen(x, tl.float32)), zeros)
     else:
         return tl.dot(w, _transposed(x), zeros)
 
@@ -94,6 +92,18 @@ def _transposed(x: tl.tensor) -> tl.tensor:
         return tl.permute(x, (0, 2, 1))
     else:
         return tl.trans(x)
+
+
+@triton.jit
+def rounded_row(x: tl.tensor) -> tl.tensor:
+    """float32 [..., K] that is left of rows in 8 bits, for K of whole blocks."""
+    LAST: tl.constexpr = len(x.shape) - 1
+    if LAST == 0:
+        numbers, unit = rounded(tl.reshape(x, [x.shape[0] // _BLOCK, _BLOCK]))
+    else:
+        numbers, unit = rounded(tl.reshape(x, [x.shape[0], x.shape[1] // _BLOCK, _BLOCK]))
+    left = numbers.to(tl.float32) * tl.expand_dims(unit, LAST + 1)
+    return tl.reshape(left, x.shape)
 
 
 def rounded_rows(x: Tensor, *, num_rows: int | None = None) -> tuple[Tensor, Tensor]:

@@ -56,7 +56,9 @@ class BlockFP8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., outputs]."""
-        rows = x.reshape(-1, self.in_features).to(self.dtype)
+        rows = x.reshape(-1, self.in_features)
+        if rows.dtype != self.dtype:  # under autocast
+            rows = rows.to(self.dtype)
         y = linear(
             rows,
             [self.weight],

@@ -78,7 +78,9 @@ class Checkpoint:
     def _check_scales(self, numbers: Stored, scales: Stored | None) -> None:
         *leading, num_rows, depth = numbers.shape
         shape = [*leading, *map(block_scales.num_blocks, (num_rows, depth))]
-        expected = f"must have scales {numbers.name}{_SCALES} of shape {shape} in float32 or bfloat16"
+        expected = (
+            f"must have scales {numbers.name}{_SCALES} of shape {shape} in float32 or bfloat16"
+        )
         if scales is None:
             raise ValueError(f"{numbers.name} in {self.folder} {expected}, got none")
         if [*scales.shape] != shape or scales.dtype not in (torch.float32, torch.bfloat16):
