@@ -313,7 +313,7 @@ def _multiply(
             if ACTIVATION != "":  # units are the tokens'
                 row = gl.load(order + row, mask=index < count, other=0) // TOP_K
             p_scale = scales + (expert * HIGH + column // _K) * WIDE
-            for block in range(0, WIDE):
+            for block in range(WIDE):
                 unit = gl.load(units + block * num_units + row, mask=index < count, other=0.0)
                 upper = gl.load(p_scale + block)
                 lower = gl.load(p_scale + block + (HIGH // 2 * WIDE if HAS_GATE else 0))
@@ -333,7 +333,7 @@ def _multiply(
                 step += 1
             _store(out, order, a, b, group, begin, count, column, ACTIVATION, WIDTH)
         else:  # there are no rows for this group
-            for _ in range(0, WIDE):
+            for _ in range(WIDE):
                 mbarrier.wait(full.index(step % _STAGES), (step // _STAGES) & 1)
                 mbarrier.arrive(empty.index(step % _STAGES), count=1)
                 step += 1

@@ -21,7 +21,9 @@ from torch_hybrid.ops.triton.fp8 import fp8_product, readable, rounded_row, wide
 _FEW_BLOCK_N = 16  # rows of weights that a program reads side by side, for few tokens
 _FEW_BLOCK_K = 512
 _FEW_STAGES = 3
-_FEW_PAIRS = 128  # up to so many, programs of 64 rows of weights are no more than there are processors
+_FEW_PAIRS = (
+    128  # up to so many, programs of 64 rows of weights are no more than there are processors
+)
 _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 
 
@@ -81,8 +83,7 @@ def fp8_few_tokens(
 ) -> None:
     """Fill ``out`` with what ``torch_hybrid::fused_experts`` returns.
 
-    With ``rounds``, tokens and hidden activations are rounded to 8 bits, and widened again: products
-    of few rows are not what takes time.
+    With ``rounds``, tokens and hidden activations are rounded to 8 bits, and widened again.
     """
     num_tokens, top_k = expert_ids.shape
     num_experts, dim, width = down.shape

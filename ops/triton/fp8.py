@@ -60,8 +60,7 @@ def _to_8_bits(numbers: tl.tensor) -> tl.tensor:
         normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
         small = (numbers + 24576.0) - 24576.0  # multiples of 2^-9
         return tl.where(tl.abs(numbers) < 0.015625, small, normal)
-    else:
-        return numbers.to(tl.float8e4nv)
+    return numbers.to(tl.float8e4nv)
 
 
 @triton.jit
@@ -73,8 +72,7 @@ def fp8_product(w: tl.tensor, x: tl.tensor, zeros: tl.tensor, ROUNDS: tl.constex
     if ROUNDS:
         numbers, unit = rounded(x)
         return fp8_dot(w, numbers, zeros) * tl.expand_dims(unit, len(unit.shape) - 1)
-    else:
-        return dot(widen(w, x.dtype), _transposed(x), zeros)
+    return dot(widen(w, x.dtype), _transposed(x), zeros)
 
 
 @triton.jit
@@ -82,16 +80,14 @@ def fp8_dot(w: tl.tensor, x: tl.tensor, zeros: tl.tensor) -> tl.tensor:
     """The same of numbers that both have 8 bits."""
     if _INTERPRETED:
         return dot(widen(w, tl.float32), _transposed(widen(x, tl.float32)), zeros)
-    else:
-        return tl.dot(w, _transposed(x), zeros)
+    return tl.dot(w, _transposed(x), zeros)
 
 
 @triton.jit
 def _transposed(x: tl.tensor) -> tl.tensor:
     if len(x.shape) == 3:
         return tl.permute(x, (0, 2, 1))
-    else:
-        return tl.trans(x)
+    return tl.trans(x)
 
 
 @triton.jit

@@ -25,8 +25,9 @@ class Backends:
     convolution, ``experts`` for the experts of a mixture, and ``products`` for the linear layers of
     compiled steps: "cpp" and "triton" merge those of one input, "torch" is torch's own. ``ops``
     names one for an op by the op's own name, before those: "latent_attention", or "decode
-    latent_attention" in decode steps alone, "fp8 linear" where weights have 8 bits. A name that cannot serve is an error, never replaced by
-    another. ``prefix`` says how MLA layers reach what a sequence holds already.
+    latent_attention" in decode steps alone, "fp8 linear" where weights have 8 bits. A name that
+    cannot serve is an error, never replaced by another. ``prefix`` says how MLA layers reach what a
+    sequence holds already.
     """
 
     full: str = "auto"

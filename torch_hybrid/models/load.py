@@ -143,12 +143,13 @@ def unread(
         return checkpoint, make_unread_ring_2_5(checkpoint, sizes, fields, dtype, device)
     config = _transformers_config(path_or_id, fields)
     is_fp8 = take_quantization(config)
-    family, table = _family_of(config.model_type), table_of(config)
+    table = table_of(config)
     _warn_of_dropped(config)
     checkpoint = open_checkpoint(_folder_of(path_or_id))
     if is_fp8:
         checkpoint = checkpoint.with_block_scales()
-    return checkpoint, _adapted(make_unread(checkpoint, config, dtype, device), family, table)
+    hf_model = make_unread(checkpoint, config, dtype, device)
+    return checkpoint, adapted(hf_model, config.model_type, table)
 
 
 def _read_config(path_or_id: str | Path) -> dict[str, Any]:
@@ -210,7 +211,8 @@ def adapt(hf_model: Any) -> HybridModel:
         raise ValueError(
             f"hf_model must be a causal language model of transformers, got {type(hf_model)}"
         )
-    family, table = _family_of(hf_model.config.model_type), table_of(hf_model.config)
+    model_type = hf_model.config.model_type
+    family, table = _family_of(model_type), table_of(hf_model.config)
     if is_multimodal:
         _warn_of_dropped(hf_model.config)
         hf_model = _text_part(hf_model)
@@ -218,13 +220,14 @@ def adapt(hf_model: Any) -> HybridModel:
         raise ValueError("hf_model was adapted before")
     _check_taken_weights(hf_model, family, table)
     _check_finite(hf_model)
-    model = _adapted(hf_model, family, table)
+    model = adapted(hf_model, model_type, table)
     keep_weights(model)
     return model
 
 
-def _adapted(hf_model: Any, family: Family, table: LayerTable) -> HybridModel:
+def adapted(hf_model: Any, model_type: str, table: LayerTable) -> HybridModel:
     """The same of a model that is known to be one, and whose weights may be unread."""
+    family = _family_of(model_type)
     register_attention()
     hf_model.set_attn_implementation(ATTENTION_NAME)
     hf_model.eval().requires_grad_(False)

@@ -70,8 +70,8 @@ def check_can_be_cut(model: HybridModel | Ring25, experts: str) -> None:
         raise ValueError(f"the model was sharded before, for {model.ranks.size} ranks")
     if any(map(_has_scales, model.modules())):
         raise UnsupportedError(
-            "cannot shard weights of 8 bits in memory: from_pretrained(path, ranks=group) cuts them "
-            "as it reads them"
+            "cannot shard weights of 8 bits in memory: from_pretrained(path, ranks=group) cuts "
+            "them as it reads them"
         )
     parts = [part for layer in model.layers for part in layer.children()]
     if len(set(parts)) != len(parts):

@@ -1,4 +1,4 @@
-"""Checkpoints with weights of 8 bits: loaded as they lie in the file, worth what their twins are."""
+"""Checkpoints with weights of 8 bits: loaded as they lie in the file, worth what twins are."""
 
 from __future__ import annotations
 
