@@ -30,8 +30,8 @@ DEPTH = 128  # columns of rows and weights in a stage: 128 bytes, what TMA swizz
 _GROUPS: gl.constexpr = gl.constexpr(NUM_GROUPS)
 _STAGES: gl.constexpr = gl.constexpr(5)  # as many as shared memory holds
 # Of each thread: the groups' take all but what loading can do with.
-_REGISTERS: gl.constexpr = gl.constexpr(160)
-_LOADER_REGISTERS: gl.constexpr = gl.constexpr(32)
+_REGISTERS: gl.constexpr = gl.constexpr(152)
+_LOADER_REGISTERS: gl.constexpr = gl.constexpr(56)
 _M: gl.constexpr = gl.constexpr(GROUP_ROWS)
 _N: gl.constexpr = gl.constexpr(2 * HALF)
 _HALF: gl.constexpr = gl.constexpr(HALF)
