@@ -293,9 +293,7 @@ def record_launches(
     return launches
 
 
-def record_fp8_launches(
-    target: str, num_tokens: int, *, rounds: bool = False
-) -> dict[str, Launch]:
+def record_fp8_launches(target: str, num_tokens: int, *, rounds: bool = False) -> dict[str, Launch]:
     """The same of Qwen3-Next's experts in 8 bits."""
     from torch_hybrid.ops.fused_experts import _triton
 
