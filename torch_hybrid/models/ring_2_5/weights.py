@@ -130,7 +130,7 @@ def make_unread_ring_2_5(
     needed = {name for published in plain.values() for name in published}
     needed |= {name for each in experts.values() for names in each for name in names}
     _check_names(checkpoint, needed, sizes.num_hidden_layers)
-    unread = checkpoint.unread(device, model.dtype)
+    unread = checkpoint.unread(device)
 
     def made_of(names: Sequence[str], shape: Sequence[int]) -> Tensor:
         parts: list[Tensor] = [unread[name] for name in names]
