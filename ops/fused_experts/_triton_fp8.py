@@ -66,7 +66,8 @@ class Tile:
 
 def _few_columns(depth: int) -> int:
     """Columns that a program multiplies at a time, of few tokens."""
-    return max(BLOCK, min(_FEW_BLOCK_K, triton.next_power_of_2(depth)))
+    columns: int = min(_FEW_BLOCK_K, triton.next_power_of_2(depth))
+    return max(BLOCK, columns)
 
 
 def fp8_few_tokens(
