@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -161,11 +162,19 @@ def _suits_torch(x: Tensor, sizes: Sequence[int]) -> bool:
     """Whether torch multiplies 8 bits by 8 bits of these."""
     return (
         is_hopper(x.device)
+        and _cublas_scales_blocks()
         and x.dtype == torch.bfloat16
         # Rows of scales of a weight, of numbers, and of results, as cuBLAS takes them.
         and x.shape[1] % (4 * BLOCK) == 0
         and all(size % 16 == 0 for size in sizes)
     )
+
+
+@cache
+def _cublas_scales_blocks() -> bool:
+    """Since CUDA 12.9."""
+    numbers = (torch.version.cuda or "0.0").split(".")
+    return (int(numbers[0]), int(numbers[1])) >= (12, 9)
 
 
 def _rounded_product_by_torch(

@@ -90,7 +90,8 @@ def linear(
 
     With ``scales``, weights are numbers of 8 bits: ``weights[i][n, k]`` is worth
     ``weights[i][n, k] * scales[i][n // 128, k // 128]``, as in checkpoints with ``quant_method:
-    fp8``. What x holds is not rounded.
+    fp8``. What x holds is not rounded, but by the implementation "triton_fp8": to 8 bits, each
+    row's numbers with a scale for 128 columns, as such checkpoints are meant to be run.
 
     Args:
         x: [M, K] float; rows may lie any distance apart, one row is contiguous.
