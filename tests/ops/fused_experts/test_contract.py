@@ -27,18 +27,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = Case(num_tokens=5, num_experts=4, dim=24, width=20)
 
 
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
-def any_impl(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS, NO_FEATURES))
+def impl(request: pytest.FixtureRequest) -> str:
     if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
         pytest.skip(reason)
     return request.param
-
-
-@pytest.fixture
-def impl(any_impl: str) -> str:
-    if reasons := IMPLEMENTATIONS[any_impl].capability.features_refused(NO_FEATURES):
-        pytest.skip("; ".join(reasons))
-    return any_impl
 
 
 def run(
@@ -142,11 +135,11 @@ def test_is_deterministic(impl: str) -> None:
 # ---- weights of 8 bits -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def fp8_impl(any_impl: str) -> str:
-    if reasons := IMPLEMENTATIONS[any_impl].capability.features_refused(FEATURES):
-        pytest.skip("; ".join(reasons))
-    return any_impl
+@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS, FEATURES))
+def fp8_impl(request: pytest.FixtureRequest) -> str:
+    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
+        pytest.skip(reason)
+    return request.param
 
 
 # Three blocks of either weight's columns, the last one smaller, and gate's last block too.

@@ -67,6 +67,7 @@ BLOCKED = {
     "blocks": BLOCKS,
     "one_token": replace(BLOCKS, num_tokens=1),
     "pairs_in_blocks": Case(num_tokens=900, num_experts=8, top_k=3, dim=384, width=256),
+    "pairs_in_many_blocks": Case(num_tokens=500, num_experts=8, top_k=3, dim=256, width=896),
     "pairs_in_blocks_of_some": Case(
         num_tokens=500, dim=256, width=384, routing="some_none", activation="relu2"
     ),
