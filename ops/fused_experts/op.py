@@ -78,7 +78,7 @@ def fused_experts(
     With scales, weights are numbers of 8 bits, each worth its number times the scale of its block
     of 128 x 128, as in checkpoints with ``quant_method: fp8``. Nothing else is rounded to them, but
     by the implementation "triton_fp8": tokens and hidden activations, each row's numbers with a
-    scale for 128 columns.
+    scale for 128 columns, where there is more than one token.
 
     Args:
         x: [T, D] float; rows may lie any distance apart, one row is contiguous.
