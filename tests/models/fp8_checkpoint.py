@@ -26,7 +26,7 @@ QUANTIZATION = {
 }
 # What the published checkpoints leave as it is.
 _KEPT = re.compile(
-    r".*(embed_tokens|lm_head|norm|conv1d|shared_expert_gate|\.gate|in_proj_(ba|a|b)|b_proj"
+    r".*(embed_tokens|lm_head|norm|conv1d|shared_expert_gate|\.gate|in_proj_(ba|a|b)|\.b_proj"
     r"|word_embeddings)\.weight"
 )
 # Widths of whole blocks, where two ranks take half of each, and some that are none.
