@@ -9,7 +9,11 @@ from torch_hybrid.ops import block_scales
 from torch_hybrid.ops.capability import NO_FEATURES, Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.triton.devices import (
+    fp8_products_missing,
+    triton_devices,
+    triton_missing,
+)
 
 # Whether a gate stands beside the up projection, by activation.
 HAS_GATE = {"silu": True, "relu2": False}
@@ -26,6 +30,16 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         ),
         launcher="torch_hybrid.ops.fused_experts._cpu:fused_experts",
         figures="torch_hybrid.ops.native.forms:figures",
+    ),
+    "triton_fp8": Implementation(
+        capability=Capability(
+            devices=triton_devices(),
+            features=FEATURES,
+            only_with=FEATURES,
+            cuda_graph=True,
+            available=fp8_products_missing,
+        ),
+        launcher="torch_hybrid.ops.fused_experts._triton:rounded_experts",
     ),
     "triton": Implementation(
         capability=Capability(
@@ -62,7 +76,9 @@ def fused_experts(
     gate. Sums are float32.
 
     With scales, weights are numbers of 8 bits, each worth its number times the scale of its block
-    of 128 x 128, as in checkpoints with ``quant_method: fp8``. Nothing else is rounded to them.
+    of 128 x 128, as in checkpoints with ``quant_method: fp8``. Nothing else is rounded to them, but
+    by the implementation "triton_fp8": tokens and hidden activations, each row's numbers with a
+    scale for 128 columns, where there is more than one token.
 
     Args:
         x: [T, D] float; rows may lie any distance apart, one row is contiguous.

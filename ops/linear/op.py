@@ -17,7 +17,11 @@ from torch_hybrid.ops.capability import (
 )
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.triton.devices import (
+    fp8_products_missing,
+    triton_devices,
+    triton_missing,
+)
 
 FEATURES = frozenset({block_scales.FEATURE})
 
@@ -31,6 +35,16 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         ),
         launcher="torch_hybrid.ops.linear._cpu:linear",
         figures="torch_hybrid.ops.native.forms:figures",
+    ),
+    "triton_fp8": Implementation(
+        capability=Capability(
+            devices=triton_devices(),
+            features=FEATURES,
+            only_with=FEATURES,
+            cuda_graph=True,
+            available=fp8_products_missing,
+        ),
+        launcher="torch_hybrid.ops.linear._triton_fp8:rounded_linear",
     ),
     "triton": Implementation(
         capability=Capability(
@@ -76,7 +90,8 @@ def linear(
 
     With ``scales``, weights are numbers of 8 bits: ``weights[i][n, k]`` is worth
     ``weights[i][n, k] * scales[i][n // 128, k // 128]``, as in checkpoints with ``quant_method:
-    fp8``. What x holds is not rounded.
+    fp8``. What x holds is not rounded, but by the implementation "triton_fp8": to 8 bits, each
+    row's numbers with a scale for 128 columns, as such checkpoints are meant to be run.
 
     Args:
         x: [M, K] float; rows may lie any distance apart, one row is contiguous.

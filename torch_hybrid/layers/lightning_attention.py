@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, whole_impl
 from torch_hybrid.backends.ssd import LIGHTNING_STEP, apply_ssd
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.block_fp8 import columns
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.rotary import Rotary, rotate_halves
 from torch_hybrid.ops.lightning_step import lightning_step
@@ -103,7 +104,7 @@ class LightningAttention(nn.Module):
             [T, dim].
         """
         channels = self.spec.channels
-        qkv, gate = self.in_proj(x).split([3 * channels, channels], dim=-1)
+        qkv, gate = columns(self.in_proj, x, [3 * channels, channels])
         impl = whole_impl(plan, LIGHTNING_STEP)
         if impl is None:
             y = self._mix_by_parts(qkv, gate, plan, cache, rotary)

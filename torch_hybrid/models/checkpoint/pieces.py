@@ -20,6 +20,7 @@ from torch_hybrid.models.checkpoint.content import Content, Slice, slices
 
 PIECE_BYTES = 4 << 20  # of a file, that a thread reads at once
 LONG_RUN_BYTES = 64 << 10  # rows so far apart are read one by one, where little of them is kept
+_NAN = 0x7F  # of float8_e4m3fn, without its sign
 _NUM_BUFFERS = 2  # of a thread on its way to a GPU: one is filled while the other is copied
 
 
@@ -156,10 +157,22 @@ class _Buffer:
 
 
 def _count_not_finite(values: Tensor) -> int:
-    # A sum is finite only if every term is (or by overflow, which the exact test settles).
-    if not values.is_floating_point() or values.sum().isfinite():
+    if not values.is_floating_point() or not _may_be_not_finite(values):
         return 0
+    if values.dtype == torch.float8_e4m3fn:
+        return int((_without_sign(values) == _NAN).sum())
     return int((~values.isfinite()).sum())
+
+
+def _may_be_not_finite(values: Tensor) -> Tensor:
+    """Whether floats hold a NaN or infinity, or their sum overflows; read where it is asked for."""
+    if values.dtype == torch.float8_e4m3fn:  # of which nothing is infinite, and torch has no sums
+        return (_without_sign(values) == _NAN).any()
+    return ~values.sum(dtype=torch.promote_types(values.dtype, torch.float32)).isfinite()
+
+
+def _without_sign(values: Tensor) -> Tensor:
+    return values.view(torch.uint8) & 0x7F
 
 
 def not_finite(weights: Sequence[Tensor], pieces: Sequence[Piece]) -> Counter[str]:
@@ -169,9 +182,9 @@ def not_finite(weights: Sequence[Tensor], pieces: Sequence[Piece]) -> Counter[st
         weights: on one device, of which one number each is looked at if all are finite.
         pieces: that they were read in.
     """
-    sums = [weight.sum(dtype=torch.float32) for weight in weights if weight.is_floating_point()]
+    doubts = [_may_be_not_finite(weight) for weight in weights if weight.is_floating_point()]
     found: Counter[str] = Counter()
-    if sums and not all(torch.stack(sums).isfinite().tolist()):
+    if doubts and torch.stack(doubts).any():
         for piece in pieces:
             found[piece.part.stored.name] += _count_not_finite(piece.place)
     return found
