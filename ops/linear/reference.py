@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.block_scales import dequantized
+from torch_hybrid.ops.stored_weights import dequantized
 
 
 def linear_reference(

@@ -7,7 +7,8 @@
 //   LaneProduct<T> product;              keep one per thread: its memory is reused
 //   product.run(x, first, last, W, ldw, N, y, ldy)
 //                                        y[m * ldy + n] in float, for the rows of x in vectors
-//                                        [first, last); row 0 of y is the first of these
+//                                        [first, last); row 0 of y is the first of these; W is of
+//                                        T, or of floats where Units<T> are floats
 //   LaneProduct<bf16, true>              the same by AMX: where HAS_AMX and amx_allowed()
 //
 // How: sixteen rows of x share a register, a row to a lane, and an element of W is broadcast to meet
@@ -111,9 +112,9 @@ struct NextRows {
 };
 
 // C[r][v] (+)= the products of rows of W, in units, with V vectors of x.
-template <typename T, int V>
+template <typename T, int V, typename Next>
 TH_NOINLINE void multiply_lanes(const float* W, int64_t ldw, const float* x, int64_t vector_stride,
-                                int64_t units, float* C, int64_t ldc, bool add, NextRows<T> ahead) {
+                                int64_t units, float* C, int64_t ldc, bool add, Next ahead) {
   constexpr int R = LANE_TILE_ROWS;
   f32x16 acc[R][V] = {};
   const int64_t stretch = units / std::max(ahead.rows, 1) + 1;  // for each row that is fetched
@@ -149,7 +150,8 @@ class LaneProduct {
  public:
   static constexpr int VECTORS = AMX ? 16 : 9;  // of x: DEPTH units of so many stay in L2
 
-  void run(const LaneRows<T>& x, int first, int last, const T* W, int64_t ldw, int64_t N, float* y,
+  template <typename V>
+  void run(const LaneRows<T>& x, int first, int last, const V* W, int64_t ldw, int64_t N, float* y,
            int64_t ldy) {
     const AmxTiles configured(AMX);
     for (int v = first; v < last; v += VECTORS)
@@ -170,13 +172,15 @@ class LaneProduct {
   static_assert(BLOCK % ROWS == 0 && BLOCK % LANES == 0);
 
   // sums_[n][lane] for `rows` rows of W and `count` vectors of x.
-  void sum(const LaneRows<T>& x, int v, int count, const T* W, int64_t ldw, int rows) {
+  template <typename V>
+  void sum(const LaneRows<T>& x, int v, int count, const V* W, int64_t ldw, int rows) {
+    static_assert(Units<V>::SIZE == Units<T>::SIZE, "W is in the units of x");
     if (x.units() == 0) std::fill_n(sums_.data(), rows * LDC, 0.0f);
     // Rows of W are read as they lie where they are rows of units.
-    const bool in_units = Units<T>::SIZE * sizeof(T) == sizeof(float) && ldw % Units<T>::SIZE == 0;
+    const bool in_units = Units<V>::SIZE * sizeof(V) == sizeof(float) && ldw % Units<T>::SIZE == 0;
     for (int64_t k = 0; k < x.units(); k += DEPTH) {
       const int64_t units = std::min(DEPTH, x.units() - k);
-      const T* from = W + k * Units<T>::SIZE;
+      const V* from = W + k * Units<T>::SIZE;
       const bool whole = (k + units) * Units<T>::SIZE <= x.depth();
       for (int n = 0; n < rows; n += ROWS, from += ROWS * ldw) {
         float* C = sums_.data() + n * LDC;
@@ -192,38 +196,41 @@ class LaneProduct {
   }
 
   // The panel: `count` units of `rows` rows of W, of which each has `left` elements; the rest is 0.
-  void copy(const T* W, int64_t ldw, int rows, int64_t left, int64_t count) {
+  template <typename V>
+  void copy(const V* W, int64_t ldw, int rows, int64_t left, int64_t count) {
     for (int r = 0; r < ROWS; ++r)
       for (int64_t i = 0; i < count; i += LANES) {
         const int64_t k = i * Units<T>::SIZE;
         store(panel_.data() + r * PANEL_STRIDE + i,
-              r < rows ? Units<T>::load(W + r * ldw + k, left - k) : f32x16{});
+              r < rows ? Units<V>::load(W + r * ldw + k, left - k) : f32x16{});
       }
   }
 
   // C (+)= ROWS rows of W, `stride` apart in units, times vectors [v, v + count) of x.
+  template <typename V>
   void tiles(const LaneRows<T>& x, int v, int count, int64_t k, int64_t units, const float* rows,
-             int64_t stride, const T* W, int64_t ldw, float* C) {
+             int64_t stride, const V* W, int64_t ldw, float* C) {
     const int num_tiles = (count + TILE_VECTORS - 1) / TILE_VECTORS;
     for (int tile = 0, i = 0; tile < num_tiles; ++tile) {
       // As even as can be: four vectors are two and two, rather than three and one.
       const int vectors = (count - i + num_tiles - tile - 1) / (num_tiles - tile);
       const int begin = ROWS * tile / num_tiles, end = ROWS * (tile + 1) / num_tiles;
-      const detail::NextRows<T> ahead{W + (ROWS + begin) * ldw, ldw, end - begin};
+      const detail::NextRows<V> ahead{W + (ROWS + begin) * ldw, ldw, end - begin};
       multiply(vectors, rows, stride, x.at(v + i, k), x.units() * LANES, units, C + i * LANES,
                k > 0, ahead);
       i += vectors;
     }
   }
 
+  template <typename V>
   static void multiply(int vectors, const float* rows, int64_t stride, const float* x,
                        int64_t vector_stride, int64_t units, float* C, bool add,
-                       detail::NextRows<T> ahead) {
+                       detail::NextRows<V> ahead) {
     using namespace detail;
     if constexpr (AMX)
       return multiply_amx(rows, stride, x, vector_stride, vectors, units, C, LDC, add,
                           AmxAhead{reinterpret_cast<const char*>(ahead.first),
-                                   ahead.ldw * int64_t(sizeof(T)), ahead.rows});
+                                   ahead.ldw * int64_t(sizeof(V)), ahead.rows});
     if constexpr (LANE_TILE_VECTORS == 3) {
       if (vectors == 3)
         return multiply_lanes<T, 3>(rows, stride, x, vector_stride, units, C, LDC, add, ahead);
