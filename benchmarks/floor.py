@@ -26,6 +26,7 @@ from benchmarks.results import Results, arguments, parse, title
 from benchmarks.timing import best_of
 from torch_hybrid import adapt
 from torch_hybrid.host import zeros
+from torch_hybrid.layers.block_fp8 import BlockFP8Linear
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.ops.linear import linear
@@ -179,7 +180,7 @@ def linear_flops(model: HybridModel, rows: Sequence[Row]) -> float:
     flops = 0.0
     for module in model.modules():
         match module:
-            case nn.Linear():
+            case nn.Linear() | BlockFP8Linear():
                 times = len(rows) if module is head else num_tokens
                 flops += 2 * times * module.weight.numel()
             case FusedExperts():

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
@@ -17,6 +18,7 @@ from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.linear.op import linear, native_impl
 
 _RESHAPES = ("flatten", "reshape", "view")
+_OP = torch.ops.torch_hybrid.linear.default
 
 
 def merge_linears(graph: Graph) -> None:
@@ -24,43 +26,46 @@ def merge_linears(graph: Graph) -> None:
 
     Contract: the graph computes the same values. The op streams the weights at memory speed for
     the few rows of a decode step, and the layers of one input are one parallel region, or launch.
+    Layers with weights of 8 bits, which are such ops already, become one op by themselves.
     Where the op has no native implementation (no compiler), and for weights that are computed in
     the graph, nothing changes.
 
     for each input, the F.linear nodes that read it or a reshape of its rows, up to where it is
-        written in place:
+        written in place; and those with weights of 8 bits:
         before the first: y = linear(input as rows, their weights, their biases)
         each node becomes its columns of y, in the leading shape of what it read
 
     The halves of a step have different inputs: each half's layers stay its own.
     """
-    siblings: dict[Node, list[_Linear]] = defaultdict(list)
+    siblings: dict[tuple[Node, bool], list[_Linear]] = defaultdict(list)
     groups: list[list[_Linear]] = []
     for node in graph.nodes:
         if written := storages(written_nodes(node)):
-            for source in [x for x in siblings if storages([x]) & written]:
-                groups.append(siblings.pop(source))
-        if node.target is F.linear:
-            layer = _Linear(node, *_operands(*node.args, **node.kwargs))
-            if layer.impl is not None:
-                siblings[_rows_of(layer.source)].append(layer)
+            for key in [key for key in siblings if storages([key[0]]) & written]:
+                groups.append(siblings.pop(key))
+        layer = _linear_of(node)
+        if layer is not None and layer.impl is not None:
+            siblings[_rows_of(layer.source), layer.scale is not None].append(layer)
     for group in [*groups, *siblings.values()]:
         _merge(graph, group)
 
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """A call of ``F.linear`` in a graph."""
+    """A call of ``F.linear`` in a graph, or of the op with a weight of 8 bits."""
 
     node: Node
     source: Node
     weight: Node
     bias: Node | None
+    scale: Node | None = None
 
     @property
     def impl(self) -> str | None:
         """What of the op takes it, if any: rows of a plain input, weights that are there from the
         start."""
+        if self.scale is not None:
+            return str(self.node.kwargs["impl"])
         x = value_of(self.source)
         parameters = [self.weight] if self.bias is None else [self.weight, self.bias]
         is_taken = (
@@ -70,6 +75,16 @@ class _Linear:
             and all(value_of(p).is_contiguous() for p in parameters)
         )
         return native_impl(Need(device=x.device, dtype=x.dtype)) if is_taken else None
+
+
+def _linear_of(node: Node) -> _Linear | None:
+    if node.target is F.linear:
+        return _Linear(node, *_operands(*node.args, **node.kwargs))
+    if node.target is _OP and node.kwargs.get("scales") is not None:
+        source, [weight], [bias] = node.args  # type: ignore[misc]
+        [scale] = node.kwargs["scales"]  # type: ignore[misc]
+        return _Linear(node, source, weight, bias, scale)  # type: ignore[arg-type]
+    return None
 
 
 def _operands(
@@ -93,7 +108,11 @@ def _rows_of(source: Node) -> Node:
 def _merge(graph: Graph, layers: Sequence[_Linear]) -> None:
     first_node = layers[0].node
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
-    impl = layers[0].impl
+    options: dict[str, Any] = {"impl": layers[0].impl}
+    if layers[0].scale is not None:
+        if len(layers) == 1:
+            return
+        options["scales"] = [layer.scale for layer in layers]
 
     def method(at: Node, name: str, *args: Any) -> Node:
         node = graph.call_method(name, args)
@@ -104,7 +123,7 @@ def _merge(graph: Graph, layers: Sequence[_Linear]) -> None:
         rows = _rows_of(_source(first_node))
         if value_of(rows).ndim != 2:
             rows = method(first_node, "reshape", rows, -1, method(first_node, "size", rows, -1))
-        merged = graph.call_function(linear, (rows, weights, biases), {"impl": impl})
+        merged = graph.call_function(linear, (rows, weights, biases), options)
         keep_marks(merged, first_node)
     first = 0
     for node in (layer.node for layer in layers):
@@ -124,5 +143,6 @@ def _merge(graph: Graph, layers: Sequence[_Linear]) -> None:
 
 def _source(node: Node) -> Node:
     """What a linear layer reads now: columns stand where a layer was merged."""
-    source, *_ = _operands(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    source = node.args[0] if node.args else node.kwargs["input"]
+    assert isinstance(source, Node)
     return source

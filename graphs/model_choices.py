@@ -1,4 +1,7 @@
-"""What a runner chooses beside its backends: who computes experts, and who linear layers."""
+"""What a runner chooses beside its backends: who computes experts, and who linear layers.
+
+What has weights of 8 bits is of a kind of its own: "fp8 linear", "fp8 fused_experts".
+"""
 
 from __future__ import annotations
 
@@ -13,35 +16,53 @@ from torch_hybrid.graphs.step import Model
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.linear import op as linear
 
-EXPERTS = "fused_experts"
 
-
-def experts_of(model: Model) -> list[Chooses]:
-    """The experts of all layers of a model."""
+def choosers_of(model: Model) -> list[Chooses]:
+    """The experts of all layers of a model, and its linear layers with weights of 8 bits."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return [module for module in modules if isinstance(module, Chooses)]
 
 
+def choices_of(model: Model, choices: Sequence[Choice]) -> tuple[Choice, ...]:
+    """Those of some choices that modules of a model go by."""
+    kinds = {module.kind for module in choosers_of(model)}
+    return tuple(choice for choice in choices if choice.op in kinds)
+
+
+def set_choices(model: Model, choices: Sequence[Choice]) -> None:
+    """Have each module of a model go by the choice for its kind."""
+    by_kind = {choice.op: choice for choice in choices}
+    for module in choosers_of(model):
+        module.choice = by_kind[module.kind]
+
+
 def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, ...]:
-    """Who computes all experts of a model, if it has some, and the linear layers of its steps, if
-    they are compiled.
+    """Who computes all experts of a model and its linear layers of 8 bits, if it has some, and the
+    other linear layers of its steps, if they are compiled.
 
     Raises:
         ValueError: a name is of no implementation.
         UnsupportedError: none can serve what there is, where it is now.
     """
-    choices = []
-    if experts := experts_of(model):
-        needs = [module.need for module in experts]
-        choices.append(
-            select(
-                EXPERTS, experts[0].implementations, needs, wanted.named(EXPERTS, wanted.experts)
-            )
+    preferred = {
+        "fused_experts": wanted.named("fused_experts", wanted.experts),
+        "linear": wanted.named("linear", wanted.products),
+    }
+    modules: dict[str, list[Chooses]] = {}
+    for module in choosers_of(model):
+        modules.setdefault(module.kind, []).append(module)
+    choices = [
+        select(
+            kind,
+            group[0].implementations,
+            [module.need for module in group],
+            wanted.named(kind, preferred[group[0].op]),
         )
+        for kind, group in modules.items()
+    ]
     if compiles:
         need = Need(device=model.device, dtype=model.dtype)
-        preferred = wanted.named("linear", wanted.products)
-        choices.append(select("linear", linear.IMPLEMENTATIONS, need, preferred))
+        choices.append(select("linear", linear.IMPLEMENTATIONS, need, preferred["linear"]))
     return tuple(choices)
 
 

@@ -7,14 +7,14 @@ computed as one runner has chosen: who chose otherwise waits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Condition, Lock
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 from torch_hybrid.backends.select import Choice
-from torch_hybrid.graphs.model_choices import experts_of
+from torch_hybrid.graphs.model_choices import set_choices
 from torch_hybrid.graphs.step import Model
 
 
@@ -26,7 +26,7 @@ class ModelUse:
 
     def __init__(self) -> None:
         self._num_running = 0
-        self._experts: Choice | None = None
+        self._choices: Sequence[Choice] = ()
         self._changed = Condition()
 
     @classmethod
@@ -41,17 +41,17 @@ class ModelUse:
         cls._of_model, cls._finding = WeakKeyDictionary(), Lock()
 
     @contextmanager
-    def running(self, model: Model, experts: Choice | None = None) -> Iterator[None]:
-        """Others may run it too; waits while it is traced, or run with other experts.
+    def running(self, model: Model, choices: Sequence[Choice] = ()) -> Iterator[None]:
+        """Others may run it too; waits while it is traced, or run by other choices.
 
         Args:
             model: that is run.
-            experts: who computes them; None where no code of the model runs, or it has none.
+            choices: of its modules; none where no code of the model runs, or none chooses.
         """
         with self._changed:
-            if experts is not None and experts != self._experts:
+            if choices and choices != self._choices:
                 self._changed.wait_for(lambda: not self._num_running)
-                self._set_experts(model, experts)
+                self._set_choices(model, choices)
             self._num_running += 1
         try:
             yield
@@ -61,15 +61,14 @@ class ModelUse:
                 self._changed.notify_all()
 
     @contextmanager
-    def tracing(self, model: Model, experts: Choice | None) -> Iterator[None]:
+    def tracing(self, model: Model, choices: Sequence[Choice]) -> Iterator[None]:
         """Nobody else uses it; waits until nobody does."""
         with self._changed:
             self._changed.wait_for(lambda: not self._num_running)
-            self._set_experts(model, experts)
+            self._set_choices(model, choices)
             yield
 
-    def _set_experts(self, model: Model, experts: Choice | None) -> None:
-        if experts is not None:
-            for module in experts_of(model):
-                module.choice = experts
-            self._experts = experts
+    def _set_choices(self, model: Model, choices: Sequence[Choice]) -> None:
+        if choices:
+            set_choices(model, choices)
+            self._choices = choices

@@ -19,7 +19,7 @@ from torch_hybrid.graphs.artefact.store import StepStore
 from torch_hybrid.graphs.compile import CompileLog, GraphRecord, StepBackend, compile_step
 from torch_hybrid.graphs.compiled_step import CompiledStep
 from torch_hybrid.graphs.layers_once import LayersOnce
-from torch_hybrid.graphs.model_choices import EXPERTS
+from torch_hybrid.graphs.model_choices import choices_of
 from torch_hybrid.graphs.model_use import ModelUse
 from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.planner import StepPlanner
@@ -72,7 +72,7 @@ class Steps:
         store: StepStore | None,
     ) -> None:
         self._model, self._choices = model, choices
-        self._experts = next((c for c in choices if c.op == EXPERTS), None)
+        self._module_choices = choices_of(model, choices)
         self.layers = LayersOnce(model, cache.pools)
         self._use = ModelUse.of(model)
         self._caches, self._planner, self._store = cache.pools, planner, store
@@ -112,8 +112,8 @@ class Steps:
         """A variant's step, which is ready; the model is not traced meanwhile."""
         step = self.of[variant]
         runs_model = not isinstance(step, CompiledStep)
-        experts = self._experts if runs_model else None
-        with self._use.running(self._model, experts), torch.inference_mode():
+        choices = self._module_choices if runs_model else ()
+        with self._use.running(self._model, choices), torch.inference_mode():
             yield lambda inputs: step(inputs, self._caches)
 
     def prepare(self, variant: Variant) -> GraphRecord | None:
@@ -174,7 +174,7 @@ class Steps:
         )
         with (
             compiling(),
-            self._use.tracing(self._model, self._experts),
+            self._use.tracing(self._model, self._module_choices),
             torch.inference_mode(),
             settings,
             named_failures(),

@@ -7,14 +7,18 @@ scale, there called ``weight_scale_inv``, is float32.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torch_hybrid.ops.registration import check_contiguous, check_dtypes, check_shapes
 
 BLOCK = 128
 DTYPE = torch.float8_e4m3fn
+LARGEST = 448.0  # of the numbers
 # What a caller needs of an implementation that takes such weights.
 FEATURE = "fp8_weights"
+# Smaller numbers than this beside no larger ones are rounded to 0.
+_LEAST = 1e-12
 
 
 def num_blocks(size: int) -> int:
@@ -50,3 +54,15 @@ def dequantized(
     by_element = by_element.repeat_interleave(BLOCK, -1)[..., :depth]
     worth: Tensor = (parts * by_element).flatten(-3, -2).to(dtype)
     return worth
+
+
+def rounded(x: Tensor) -> Tensor:
+    """What is left of x [..., K] in 8 bits, float32: the 128 numbers of a row that meet one block
+    of a weight are float8_e4m3fn times a scale, by which the largest of them becomes 448."""
+    depth = x.shape[-1]
+    blocks = F.pad(x.float(), (0, -depth % BLOCK)).unflatten(-1, (-1, BLOCK))
+    largest = blocks.abs().amax(-1, keepdim=True).clamp(min=_LEAST)
+    top = torch.full_like(largest, LARGEST)  # a number would be multiplied by an inverse
+    numbers = (blocks * (top / largest)).to(DTYPE).float()
+    left: Tensor = (numbers * (largest / top)).flatten(-2)[..., :depth]
+    return left

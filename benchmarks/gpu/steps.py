@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.floor import step_bytes, step_flops
+from benchmarks.fp8_models import make_fp8_model
 from benchmarks.gpu.clock import Rates
 from benchmarks.mixers import Row
 from benchmarks.models import fill
 from torch_hybrid import Backends, Engine, HybridModel, Runner, Sampling, adapt
 from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing
+from torch_hybrid.ops.triton.devices import fp8_products_missing
 
 NUM_LAYERS = 8
 CONFIG = {
@@ -49,6 +51,7 @@ ROUNDS = 15
 # Who computes the steps of a part; FlashInfer all that it has for this model's layers.
 PARTS = {
     "steps": Backends(),
+    "fp8_steps": Backends(),
     "flashinfer_steps": Backends(full="flashinfer", ops={"chunk_gated_delta_rule": "flashinfer"}),
 }
 
@@ -105,17 +108,26 @@ def make_model(device: str = "cuda", **sizes: int) -> HybridModel:
     return adapt(hf_model.eval().requires_grad_(False))
 
 
+def make_model_in_8_bits() -> HybridModel:
+    """The same, most of its weights in 8 bits."""
+    from transformers import Qwen3NextConfig
+
+    return make_fp8_model(Qwen3NextConfig(**CONFIG), torch.device("cuda"))
+
+
 def why_not(part: str) -> str | None:
     """Why a part cannot run here, or None when it can."""
     if part == "steps":
         return None
+    if part == "fp8_steps":
+        return fp8_products_missing()
     kinds = (flashinfer_missing(capabilities=HOPPER, cutlass_dsl=dsl) for dsl in (False, True))
     return next((reason for missing in kinds if (reason := missing())), None)
 
 
 def measure_steps(rates: Rates, part: str = "steps") -> Iterator[Step]:
     """Captured steps of a warm runner, as a user calls it: from lists of tokens to logits."""
-    model = make_model()
+    model = make_model_in_8_bits() if part == "fp8_steps" else make_model()
     runner = Runner(
         model,
         # Those of the steps, and as many of an engine's requests.
@@ -140,7 +152,7 @@ def _runs(runner: Runner) -> Iterator[tuple[str, list[Row], Callable[[], Tensor]
         name = f"prefill {count}x{length}"
         yield name, [Row(length, 0)] * count, _prefill(runner, count, length)
     seqs = runner.new_sequences(DECODES[-1])
-    prompts = _prompts(len(seqs), CONTEXT, runner.vocab_size)
+    prompts = random_prompts(len(seqs), CONTEXT, runner.vocab_size)
     for first in range(0, len(seqs), 8):
         some = slice(first, first + 8)
         runner.extend(seqs[some], prompts[some])
@@ -150,7 +162,7 @@ def _runs(runner: Runner) -> Iterator[tuple[str, list[Row], Callable[[], Tensor]
         yield f"decode {count}", rows, partial(runner.extend, chosen, tokens)
 
 
-def _prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
+def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
     """Each of other tokens: sequences that are alike would all be sent to the same experts."""
     rng = torch.Generator("cpu").manual_seed(count)
     drawn = torch.randint(vocab_size, (count, length), generator=rng, device="cpu")
@@ -160,7 +172,7 @@ def _prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:
 
 def _prefill(runner: Runner, count: int, length: int) -> Callable[[], Tensor]:
     """One step of fresh prompts."""
-    prompts = _prompts(count, length, runner.vocab_size)
+    prompts = random_prompts(count, length, runner.vocab_size)
 
     def run() -> Tensor:
         seqs = runner.new_sequences(count)
@@ -176,14 +188,15 @@ def _engine_ms(runner: Runner, rows: Sequence[Row]) -> float | None:
     together into one."""
     with Engine(runner, eos_token_ids=[]) as engine:
         if rows[0].num_new == 1:
-            return _engine_decode_ms(engine, _prompts(len(rows), CONTEXT, runner.vocab_size))
+            return engine_decode_ms(engine, random_prompts(len(rows), CONTEXT, runner.vocab_size))
         if sum(row.num_new for row in rows) < MAX_TOKENS:
             return None
-        prompts = _prompts(len(rows), rows[0].num_new, runner.vocab_size)
+        prompts = random_prompts(len(rows), rows[0].num_new, runner.vocab_size)
         return min(_engine_prefill_ms(engine, prompts) for _ in range(3))
 
 
-def _engine_decode_ms(engine: Engine, prompts: Sequence[list[int]]) -> float:
+def engine_decode_ms(engine: Engine, prompts: Sequence[list[int]], *, rounds: int = 32) -> float:
+    """A step that decodes one token of each prompt."""
     for prompt in prompts:
         engine.submit(prompt, Sampling(max_new_tokens=ROOM))
     while len(engine.step()) < len(prompts):  # prompts, and what decodes beside them
@@ -191,9 +204,9 @@ def _engine_decode_ms(engine: Engine, prompts: Sequence[list[int]]) -> float:
     for _ in range(8):
         engine.step()
     start = time.perf_counter()
-    for _ in range(32):
+    for _ in range(rounds):
         engine.step()
-    return (time.perf_counter() - start) / 32 * 1e3
+    return (time.perf_counter() - start) / rounds * 1e3
 
 
 def _engine_prefill_ms(engine: Engine, prompts: Sequence[list[int]]) -> float:
@@ -223,14 +236,14 @@ def _measure(name: str, floor_ms: float, run: Callable[[], Tensor]) -> Step:
     return Step(
         name=name,
         floor_ms=floor_ms,
-        device_ms=_device_ms(run),
+        device_ms=device_ms(run),
         synchronised_ms=whole * 1e3,
         host_ms=host * 1e3,
         kernels=kernels,
     )
 
 
-def _device_ms(run: Callable[[], object]) -> float:
+def device_ms(run: Callable[[], object]) -> float:
     """From the first kernel of a step to its last, of steps that the host is ahead of if it can be.
 
     The first of them waits for a long product, so that the host's time is not in it.

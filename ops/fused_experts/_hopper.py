@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from torch_hybrid.ops.block_scales import BLOCK
 from torch_hybrid.ops.fused_experts._triton_group import cut_blocks
 from torch_hybrid.ops.triton.devices import PROCESSORS, runs_gluon
+from torch_hybrid.ops.triton.fp8 import rounded_rows
 
 if TYPE_CHECKING:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 _LEAST_PAIRS = 16  # of an expert on average: with fewer, the other kernels take the same
+_LEAST_FP8_PAIRS = 16
 
 
 def suits(x: Tensor, gate_up: Tensor, down: Tensor, num_pairs: int) -> bool:
@@ -74,6 +77,77 @@ def hopper_products(
         _weights(down, kernels),
         results,
         blocks.shape[0],
+        **sizes,
+        num_warps=4,
+    )
+
+
+def suits_fp8(x: Tensor, gate_up: Tensor, down: Tensor, num_pairs: int) -> bool:
+    """Whether :func:`fp8_hopper_products` takes these; by what a captured graph keeps."""
+    num_experts, dim, width = down.shape
+    return (
+        num_pairs > _LEAST_FP8_PAIRS * num_experts
+        and runs_gluon(x.device)
+        # Whole blocks of one scale, copies of 16 bytes, places in x of 32 bits.
+        and dim % BLOCK == 0
+        and width % BLOCK == 0
+        and x.itemsize == 2
+        and all(tensor.data_ptr() % 16 == 0 for tensor in (gate_up, down))
+        and x.numel() < 2**31
+    )
+
+
+def fp8_hopper_products(
+    x: Tensor,
+    order: Tensor,
+    starts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    results: Tensor,
+    *,
+    gate_up_scales: Tensor,
+    down_scales: Tensor,
+    top_k: int,
+    activation: str,
+) -> None:
+    """The same of weights of 8 bits; tokens and hidden activations are rounded to such."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from torch_hybrid.ops.fused_experts import _hopper_fp8_kernels as kernels
+
+    num_experts, dim, width = down.shape
+    num_pairs = results.shape[0]
+    blocks = cut_blocks(starts, num_pairs, kernels.NUM_GROUPS * kernels.GROUP_ROWS)
+    numbers, units = rounded_rows(x)
+    hidden = x.new_empty(num_pairs, width)
+    sizes = {"E": num_experts, "D": dim, "I": width}
+    kernels._hopper_fp8_gate_up_kernel[(PROCESSORS,)](
+        numbers,
+        units,
+        order,
+        blocks,
+        _weights(gate_up, kernels),
+        gate_up_scales,
+        hidden,
+        blocks.shape[0],
+        x.shape[0],
+        ACTIVATION=activation,
+        TOP_K=top_k,
+        **sizes,
+        num_warps=4,
+    )
+    numbers, units = rounded_rows(hidden)
+    box = [kernels.GROUP_ROWS, kernels.DEPTH]
+    kernels._hopper_fp8_down_kernel[(PROCESSORS,)](
+        TensorDescriptor.from_tensor(numbers, box, kernels.rows_layout()),
+        units,
+        order,
+        blocks,
+        _weights(down, kernels),
+        down_scales,
+        results,
+        blocks.shape[0],
+        num_pairs,
         **sizes,
         num_warps=4,
     )

@@ -13,7 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.fused_experts._hopper import hopper_products, suits
+from torch_hybrid.ops.fused_experts._hopper import (
+    fp8_hopper_products,
+    hopper_products,
+    suits,
+    suits_fp8,
+)
 from torch_hybrid.ops.fused_experts._triton_activation import activate
 from torch_hybrid.ops.fused_experts._triton_few import few_tokens
 from torch_hybrid.ops.fused_experts._triton_fp8 import fp8_few_tokens, fp8_products
@@ -78,6 +83,33 @@ def fused_experts(
         few(*inputs, out, activation=activation)
     else:
         _many_tokens(*inputs, out, products, activation=activation)
+    return out
+
+
+def rounded_experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    gate_up_scales: Tensor,
+    down_scales: Tensor,
+    activation: str,
+) -> Tensor:
+    """Launcher of ``torch_hybrid::fused_experts`` that rounds tokens to the 8 bits of weights."""
+    out = x.new_empty(x.shape)
+    if expert_ids.numel() == 0 or down.shape[0] == 0:
+        return out.zero_()
+    inputs = (x, expert_ids, expert_weights, gate_up, down)
+    scales = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
+    if x.shape[0] == 1:  # of more, tensor cores multiply
+        fp8_few_tokens(*inputs, out, **scales, activation=activation, rounds=True)
+        return out
+    products: Callable[..., None] = partial(fp8_products, rounds=True)
+    if suits_fp8(x, gate_up, down, expert_ids.numel()):
+        products = fp8_hopper_products
+    _many_tokens(*inputs, out, partial(products, **scales), activation=activation)
     return out
 
 

@@ -16,12 +16,14 @@ from torch import Tensor
 from torch_hybrid.ops.block_scales import BLOCK
 from torch_hybrid.ops.fused_experts._triton_activation import activate
 from torch_hybrid.ops.fused_experts._triton_group import num_blocks, rows_of_block
-from torch_hybrid.ops.triton.fp8 import readable, widen
-from torch_hybrid.ops.triton.products import dot
+from torch_hybrid.ops.triton.fp8 import fp8_product, readable, rounded_row, widen
 
 _FEW_BLOCK_N = 16  # rows of weights that a program reads side by side, for few tokens
 _FEW_BLOCK_K = 512
 _FEW_STAGES = 3
+_FEW_PAIRS = (
+    128  # up to so many, programs of 64 rows of weights are no more than there are processors
+)
 _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 
 
@@ -40,16 +42,30 @@ class Tile:
     num_stages: int
 
     @classmethod
-    def of(cls, num_pairs: int, num_experts: int, dtype: torch.dtype) -> Tile:
-        """For so many pairs, of tokens of that dtype."""
-        if dtype == torch.float32:  # outside the tensor cores, on operands in registers
+    def of(cls, num_pairs: int, num_experts: int, dtype: torch.dtype, *, rounds: bool) -> Tile:
+        """For so many pairs, of tokens of that dtype or rounded to 8 bits."""
+        if (
+            dtype == torch.float32 and not rounds
+        ):  # outside the tensor cores, on operands in registers
             return cls(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
         # Most experts have less than twice their share: then one block holds all their pairs.
         rows = triton.next_power_of_2(2 * triton.cdiv(num_pairs, num_experts))
+        if rounds and rows <= 32 and num_pairs > _FEW_PAIRS:
+            num_warps = 4 if rows <= 16 else 8
+            return cls(
+                block_m=max(rows, 16), block_n=128, block_k=128, num_warps=num_warps, num_stages=3
+            )
         if rows <= 32:
             block_m = max(rows, 16)
             return cls(block_m=block_m, block_n=64, block_k=128, num_warps=4, num_stages=3)
+        if rounds:
+            return cls(block_m=64, block_n=128, block_k=128, num_warps=8, num_stages=3)
         return cls(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=3)
+
+
+def _few_columns(depth: int) -> int:
+    """Columns that a program multiplies at a time, of few tokens."""
+    return max(BLOCK, min(_FEW_BLOCK_K, triton.next_power_of_2(depth)))
 
 
 def fp8_few_tokens(
@@ -63,8 +79,12 @@ def fp8_few_tokens(
     gate_up_scales: Tensor,
     down_scales: Tensor,
     activation: str,
+    rounds: bool = False,
 ) -> None:
-    """Fill ``out`` with what ``torch_hybrid::fused_experts`` returns."""
+    """Fill ``out`` with what ``torch_hybrid::fused_experts`` returns.
+
+    With ``rounds``, tokens and hidden activations are rounded to 8 bits, and widened again.
+    """
     num_tokens, top_k = expert_ids.shape
     num_experts, dim, width = down.shape
     hidden = x.new_empty(num_tokens * top_k, width)
@@ -76,12 +96,13 @@ def fp8_few_tokens(
         hidden,
         x.stride(0),
         HAS_GATE=activation == "silu",
+        ROUNDS=rounds,
         TOP_K=top_k,
         E=num_experts,
         D=dim,
         I=width,
         BLOCK_N=_FEW_BLOCK_N,
-        BLOCK_K=min(_FEW_BLOCK_K, triton.next_power_of_2(dim)),
+        BLOCK_K=_few_columns(dim),
         STAGES=_FEW_STAGES,
         num_warps=4,
         enable_fp_fusion=True,
@@ -93,12 +114,13 @@ def fp8_few_tokens(
         readable(down),
         down_scales,
         out,
+        ROUNDS=rounds,
         TOP_K=top_k,
         E=num_experts,
         D=dim,
         I=width,
         BLOCK_N=_FEW_BLOCK_N,
-        BLOCK_K=min(_FEW_BLOCK_K, triton.next_power_of_2(width)),
+        BLOCK_K=_few_columns(width),
         STAGES=_FEW_STAGES,
         num_warps=4,
         enable_fp_fusion=True,
@@ -117,12 +139,16 @@ def fp8_products(
     down_scales: Tensor,
     top_k: int,
     activation: str,
+    rounds: bool = False,
 ) -> None:
-    """Fill ``results`` [P, D] with what the experts give for each pair, unweighted."""
+    """Fill ``results`` [P, D] with what the experts give for each pair, unweighted.
+
+    With ``rounds``, tokens and hidden activations are rounded to 8 bits.
+    """
     num_experts, dim, width = down.shape
     num_pairs = results.shape[0]
     hidden = x.new_empty(num_pairs, width)
-    tile = Tile.of(num_pairs, num_experts, x.dtype)
+    tile = Tile.of(num_pairs, num_experts, x.dtype, rounds=rounds)
     blocks = num_blocks(num_pairs, num_experts, tile.block_m)
     sizes = {
         "E": num_experts,
@@ -133,6 +159,7 @@ def fp8_products(
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "STAGES": tile.num_stages,
+        "ROUNDS": rounds,
     }
     _fp8_gate_up_kernel[(blocks * triton.cdiv(width, tile.block_n),)](
         x,
@@ -170,6 +197,7 @@ def _fp8_hidden_kernel(
     hidden: tl.tensor,
     stride_x: tl.tensor,
     HAS_GATE: tl.constexpr,
+    ROUNDS: tl.constexpr,
     TOP_K: tl.constexpr,
     E: tl.constexpr,
     D: tl.constexpr,
@@ -198,6 +226,8 @@ def _fp8_hidden_kernel(
         k = first + index_k
         mask_w = mask_n & (k < D)[None, :]
         b_x = tl.load(p_x + k, mask=k < D, other=0.0).to(tl.float32)
+        if ROUNDS:
+            b_x = rounded_row(b_x)
         if HAS_GATE:
             scale = tl.load(p_scale + k // _BLOCK, mask=k < D, other=0.0)
             b_w = tl.load(p_w + k[None, :], mask=mask_w, other=0.0)
@@ -218,6 +248,7 @@ def _fp8_out_kernel(
     down: tl.tensor,
     scales: tl.tensor,
     out: tl.tensor,
+    ROUNDS: tl.constexpr,
     TOP_K: tl.constexpr,
     E: tl.constexpr,
     D: tl.constexpr,
@@ -245,10 +276,12 @@ def _fp8_out_kernel(
         mask_k = (k < I) & (expert < E)
         weight = tl.where(expert < E, tl.load(expert_weights + pair).to(tl.float32), 0.0)
         scale = tl.load(p_scale + expert * (HIGH * WIDE) + k // _BLOCK, mask=mask_k, other=0.0)
-        b_h = tl.load(hidden + pair * I + k, mask=mask_k, other=0.0)
+        b_h = tl.load(hidden + pair * I + k, mask=mask_k, other=0.0).to(tl.float32)
+        if ROUNDS:
+            b_h = rounded_row(b_h)
         mask = mask_n & mask_k[None, :]
         b_w = tl.load(p_w + expert * (D * I) + k[None, :], mask=mask, other=0.0)
-        acc += widen(b_w, tl.float32) * (b_h.to(tl.float32) * (weight * scale))[None, :]
+        acc += widen(b_w, tl.float32) * (b_h * (weight * scale))[None, :]
     b_out = tl.sum(acc, 1)
     p_out = out + token.to(tl.int64) * D + index_n
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=index_n < D)
@@ -265,6 +298,7 @@ def _fp8_gate_up_kernel(
     stride_x: tl.tensor,
     HAS_GATE: tl.constexpr,
     TOP_K: tl.constexpr,
+    ROUNDS: tl.constexpr,  # tokens too
     E: tl.constexpr,
     D: tl.constexpr,
     I: tl.constexpr,  # noqa: E741 (the letter of the formulas)
@@ -301,10 +335,10 @@ def _fp8_gate_up_kernel(
         if HAS_GATE:
             b_w = tl.load(p_w + k, mask=mask_w, other=0.0)
             scale = tl.load(p_scale + first // _BLOCK)
-            gate += dot(widen(b_w, b_x.dtype), tl.trans(b_x), zeros) * scale
+            gate += fp8_product(b_w, b_x, zeros, ROUNDS) * scale
         b_w = tl.load(p_w + HAS_GATE * I * D + k, mask=mask_w, other=0.0)
         scale = tl.load(p_scale + HAS_GATE * HIGH * WIDE + first // _BLOCK)
-        up += dot(widen(b_w, b_x.dtype), tl.trans(b_x), zeros) * scale
+        up += fp8_product(b_w, b_x, zeros, ROUNDS) * scale
     b_hidden = activate(gate, up, HAS_GATE)
     p_hidden = hidden + pair[None, :] * I + index_n[:, None]
     tl.store(p_hidden, b_hidden.to(hidden.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
@@ -318,6 +352,7 @@ def _fp8_down_kernel(
     results: tl.tensor,
     order: tl.tensor,
     starts: tl.tensor,
+    ROUNDS: tl.constexpr,
     E: tl.constexpr,
     D: tl.constexpr,
     I: tl.constexpr,  # noqa: E741 (the letter of the formulas)
@@ -351,6 +386,6 @@ def _fp8_down_kernel(
         b_x = tl.load(p_x + k, mask=mask_m[:, None] & (k < I), other=0.0)
         b_w = tl.load(p_w + k, mask=mask_n[:, None] & (k < I), other=0.0)
         scale = tl.load(p_scale + first // _BLOCK)
-        acc += dot(widen(b_w, b_x.dtype), tl.trans(b_x), zeros) * scale
+        acc += fp8_product(b_w, b_x, zeros, ROUNDS) * scale
     p_out = results + pair[None, :] * D + index_n[:, None]
     tl.store(p_out, acc.to(results.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])

@@ -9,7 +9,11 @@ from torch_hybrid.ops import block_scales, stored_weights
 from torch_hybrid.ops.capability import NO_FEATURES, Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.triton.devices import (
+    fp8_products_missing,
+    triton_devices,
+    triton_missing,
+)
 
 # Whether a gate stands beside the up projection, by activation.
 HAS_GATE = {"silu": True, "relu2": False}
@@ -26,6 +30,16 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         ),
         launcher="torch_hybrid.ops.fused_experts._cpu:fused_experts",
         figures="torch_hybrid.ops.native.forms:figures",
+    ),
+    "triton_fp8": Implementation(
+        capability=Capability(
+            devices=triton_devices(),
+            features=FEATURES,
+            only_with=FEATURES,
+            cuda_graph=True,
+            available=fp8_products_missing,
+        ),
+        launcher="torch_hybrid.ops.fused_experts._triton:rounded_experts",
     ),
     "triton": Implementation(
         capability=Capability(

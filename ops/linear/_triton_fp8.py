@@ -1,7 +1,9 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Weights of 8 bits in Triton: widened in registers, each sum of 128 products scaled in float32.
+"""Weights of 8 bits in Triton, each sum of 128 products scaled in float32.
 
-x is not rounded. Of many rows, weights are widened in memory once, and torch multiplies.
+``fp8_linear`` leaves x as it is: weights are widened, in registers, or of many rows in memory once,
+and torch multiplies. ``rounded_linear`` rounds x to 8 bits too, and multiplies those: of few rows
+where they are loaded, of many by torch.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ from torch import Tensor
 from torch_hybrid.ops.block_scales import BLOCK
 from torch_hybrid.ops.linear._triton_place import bias_of, place
 from torch_hybrid.ops.linear.by_torch import product_by_torch
-from torch_hybrid.ops.triton.fp8 import readable, widen
+from torch_hybrid.ops.triton.devices import is_hopper
+from torch_hybrid.ops.triton.fp8 import fp8_dot, readable, rounded_row, rounded_rows, widen
 from torch_hybrid.ops.triton.products import dot
 
 # Past it a weight is read and multiplied so often that widening it in memory is the faster way.
 MAX_ROWS = 128
+# Past it x is rounded in memory once, and torch multiplies.
+MAX_ROUNDED_ROWS = 64
 # Few rows and columns are multiplied outside the tensor cores, which leaves more programs.
 _FEW_ROWS = 4
 _FEW_COLUMNS = 4096
@@ -60,6 +65,17 @@ class Tile:
         num_warps = 4 if block_m < 64 else 8
         return cls(block_m=block_m, block_n=64, block_k=128, num_stages=stages, num_warps=num_warps)
 
+    @classmethod
+    def rounding(cls, num_rows: int, num_columns: int, depth: int) -> Tile:
+        """The same where x is rounded too."""
+        if num_rows <= _FEW_ROWS and num_columns <= _FEW_COLUMNS:
+            return cls.of(num_rows, num_columns, depth)
+        if num_rows <= _PART_ROWS and num_columns <= _FEW_COLUMNS and depth >= _PART_DEPTH:
+            block_m = 16 if num_rows <= 16 else 32
+            return cls(block_m=block_m, block_n=16, block_k=128, num_stages=4, num_parts=4)
+        block_m, stages = (16, 5) if num_rows <= 16 else (32, 4) if num_rows <= 32 else (64, 4)
+        return cls(block_m=block_m, block_n=64, block_k=128, num_stages=stages)
+
 
 def fp8_linear(
     x: Tensor,
@@ -74,10 +90,49 @@ def fp8_linear(
     if not _is_ours(x, sizes):
         widened = _in_memory(weights, scales, x.dtype)
         return product_by_torch(x, widened, biases, y)
-    tile = Tile.of(num_rows, sum(sizes), depth)
+    _launch(x, weights, biases, scales, y, Tile.of(num_rows, sum(sizes), depth), rounds=False)
+    return y
+
+
+def rounded_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    scales: Sequence[Tensor],
+) -> Tensor:
+    """Launcher of ``torch_hybrid::linear``, of weights that have scales."""
+    num_rows, depth = x.shape
+    sizes = tuple(weight.shape[0] for weight in weights)
+    if num_rows > MAX_ROUNDED_ROWS and _suits_torch(x, sizes):
+        return _rounded_product_by_torch(x, weights, biases, scales)
+    y = x.new_empty(num_rows, sum(sizes))
+    if num_rows == 0 or depth == 0 or sum(sizes) == 0:
+        return product_by_torch(x, [w.to(x.dtype) for w in weights], biases, y)
+    _launch(x, weights, biases, scales, y, Tile.rounding(num_rows, sum(sizes), depth), rounds=True)
+    return y
+
+
+def _launch(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    scales: Sequence[Tensor],
+    y: Tensor,
+    tile: Tile,
+    *,
+    rounds: bool,
+) -> None:
+    num_rows, depth = x.shape
+    sizes = tuple(weight.shape[0] for weight in weights)
+    numbers, units = x, x
+    if rounds and tile.block_m > _FEW_ROWS:
+        numbers, units = rounded_rows(x)
+        numbers = readable(numbers)
     num_tiles = sum(triton.cdiv(size, tile.block_n) for size in sizes)
     _fp8_linear_kernel[(num_tiles, triton.cdiv(num_rows, tile.block_m))](
-        x,
+        numbers,
+        units,
         tuple(map(readable, weights)),
         tuple(scales),
         # In the place of a bias that is not there stands a tensor that is not read.
@@ -85,9 +140,10 @@ def fp8_linear(
         y,
         sizes,
         num_rows,
-        x.stride(0),
+        numbers.stride(0),
         y.stride(0),
         BIASED=sum(1 << i for i, bias in enumerate(biases) if bias is not None),
+        ROUNDS=rounds,
         K=depth,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
@@ -97,7 +153,43 @@ def fp8_linear(
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
     )
-    return y
+
+
+def _suits_torch(x: Tensor, sizes: Sequence[int]) -> bool:
+    """Whether torch multiplies 8 bits by 8 bits of these."""
+    return (
+        is_hopper(x.device)
+        and x.dtype == torch.bfloat16
+        # Rows of scales of a weight, of numbers, and of results, as cuBLAS takes them.
+        and x.shape[1] % (4 * BLOCK) == 0
+        and all(size % 16 == 0 for size in sizes)
+    )
+
+
+def _rounded_product_by_torch(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    scales: Sequence[Tensor],
+) -> Tensor:
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    # cuBLAS takes rows by fours.
+    num_rows = x.shape[0]
+    numbers, units = rounded_rows(x, num_rows=4 * triton.cdiv(num_rows, 4))
+    parts = []
+    for weight, bias, scale in zip(weights, biases, scales, strict=True):
+        part = scaled_mm(
+            numbers,
+            weight.T,
+            units.T,
+            ScalingType.BlockWise1x128,
+            scale.T,
+            ScalingType.BlockWise128x128,
+            output_dtype=x.dtype,
+        )[:num_rows]
+        parts.append(part if bias is None else part.add_(bias))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def _is_ours(x: Tensor, sizes: Sequence[int]) -> bool:
@@ -141,6 +233,7 @@ def _widen_kernel(
 @triton.jit(do_not_specialize=["M"])
 def _fp8_linear_kernel(
     x: tl.tensor,
+    units: tl.tensor,  # of x's numbers, where those have 8 bits
     weights: tl.tuple,
     scales: tl.tuple,
     biases: tl.tuple,
@@ -150,6 +243,7 @@ def _fp8_linear_kernel(
     stride_x: tl.tensor,
     stride_y: tl.tensor,
     BIASED: tl.constexpr,  # bit i: weight i has a bias
+    ROUNDS: tl.constexpr,  # x too, where it is not yet
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -173,12 +267,13 @@ def _fp8_linear_kernel(
     mask_n, mask_m = row < size, index_m < M
     p_w = weight + row.to(tl.int64)[:, None] * K
     p_x = x + index_m.to(tl.int64)[:, None] * stride_x
+    p_unit = units + index_m
     if FEW:
-        acc = _sum_as_it_comes(p_w, p_x, scale, mask_n, mask_m, K, BLOCK_K, STAGES)
+        acc = _sum_as_it_comes(p_w, p_x, scale, mask_n, mask_m, ROUNDS, K, BLOCK_K, STAGES)
     elif PARTS > 1:
-        acc = _sum_in_parts(p_w, p_x, scale, mask_n, mask_m, K, BLOCK_K, PARTS, STAGES)
+        acc = _sum_in_parts(p_w, p_x, p_unit, M, scale, mask_n, mask_m, K, BLOCK_K, PARTS, STAGES)
     else:
-        acc = _sum(p_w, p_x, scale, mask_n, mask_m, K, BLOCK_K, STAGES)
+        acc = _sum(p_w, p_x, p_unit, M, scale, mask_n, mask_m, K, BLOCK_K, STAGES)
     acc += bias_of(biases, which, row, mask_n, BIASED)[:, None]
     p_y = y + index_m.to(tl.int64)[None, :] * stride_y + (column + row)[:, None]
     tl.store(p_y, acc.to(y.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
@@ -188,6 +283,8 @@ def _fp8_linear_kernel(
 def _sum(
     p_w: tl.tensor,
     p_x: tl.tensor,
+    p_unit: tl.tensor,
+    M: tl.tensor,
     scale: tl.tensor,
     mask_n: tl.tensor,
     mask_m: tl.tensor,
@@ -204,7 +301,11 @@ def _sum(
         b_w = tl.load(p_w + k[None, :], mask=mask_n[:, None] & (k < K)[None, :], other=0.0)
         b_x = tl.load(p_x + k[None, :], mask=mask_m[:, None] & (k < K)[None, :], other=0.0)
         b_scale = tl.load(scale + first // _BLOCK)
-        acc += dot(widen(b_w, b_x.dtype), tl.trans(b_x), zeros) * b_scale
+        if b_x.dtype == b_w.dtype:
+            unit = tl.load(p_unit + first // _BLOCK * M, mask=mask_m, other=0.0)
+            acc += fp8_dot(b_w, b_x, zeros) * (unit * b_scale)[None, :]
+        else:
+            acc += dot(widen(b_w, b_x.dtype), tl.trans(b_x), zeros) * b_scale
     return acc
 
 
@@ -212,6 +313,8 @@ def _sum(
 def _sum_in_parts(
     p_w: tl.tensor,
     p_x: tl.tensor,
+    p_unit: tl.tensor,
+    M: tl.tensor,
     scale: tl.tensor,
     mask_n: tl.tensor,
     mask_m: tl.tensor,
@@ -232,8 +335,13 @@ def _sum_in_parts(
         mask = mask_m[None, :, None] & (k < K)
         b_x = tl.load(p_x[None, :, :] + k, mask=mask, other=0.0)
         b_scale = tl.load(scale + (first + part) // _BLOCK, mask=first + part < K, other=0.0)
-        b_x = tl.permute(b_x, (0, 2, 1))
-        acc += dot(widen(b_w, b_x.dtype), b_x, zeros) * b_scale[:, None, None]
+        if b_x.dtype == b_w.dtype:
+            p_own = p_unit[None, :] + ((first + part) // _BLOCK)[:, None] * M
+            unit = tl.load(p_own, mask=mask_m[None, :] & (first + part < K)[:, None], other=0.0)
+            acc += fp8_dot(b_w, b_x, zeros) * (unit * b_scale[:, None])[:, None, :]
+        else:
+            b_x = tl.permute(b_x, (0, 2, 1))
+            acc += dot(widen(b_w, b_x.dtype), b_x, zeros) * b_scale[:, None, None]
     return tl.sum(acc, 0)
 
 
@@ -244,6 +352,7 @@ def _sum_as_it_comes(
     scale: tl.tensor,
     mask_n: tl.tensor,
     mask_m: tl.tensor,
+    ROUNDS: tl.constexpr,
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
@@ -256,6 +365,8 @@ def _sum_as_it_comes(
         b_w = tl.load(p_w + k[None, :], mask=mask_n[:, None] & (k < K)[None, :], other=0.0)
         b_x = tl.load(p_x + k[None, :], mask=mask_m[:, None] & (k < K)[None, :], other=0.0)
         b_scale = tl.load(scale + k // _BLOCK, mask=k < K, other=0.0)
+        if ROUNDS:
+            b_x = rounded_row(b_x)
         scaled = b_x.to(tl.float32) * b_scale[None, :]
         acc += widen(b_w, tl.float32)[:, None, :] * scaled[None, :, :]
     return tl.sum(acc, 2)

@@ -17,7 +17,11 @@ from torch_hybrid.ops.capability import (
 )
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.triton.devices import (
+    fp8_products_missing,
+    triton_devices,
+    triton_missing,
+)
 
 FEATURES = frozenset({block_scales.FEATURE})
 
@@ -31,6 +35,16 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         ),
         launcher="torch_hybrid.ops.linear._cpu:linear",
         figures="torch_hybrid.ops.native.forms:figures",
+    ),
+    "triton_fp8": Implementation(
+        capability=Capability(
+            devices=triton_devices(),
+            features=FEATURES,
+            only_with=FEATURES,
+            cuda_graph=True,
+            available=fp8_products_missing,
+        ),
+        launcher="torch_hybrid.ops.linear._triton_fp8:rounded_linear",
     ),
     "triton": Implementation(
         capability=Capability(

@@ -48,6 +48,16 @@ def converts_fp8(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def fp8_products_missing() -> str | None:
+    """Why Triton's products of 8 by 8 bits cannot be used here, or None when they can."""
+    if triton_missing() is not None or interpreted():
+        return triton_missing()
+    if not torch.cuda.is_available() or is_hopper(torch.device("cuda")):
+        return None  # without a GPU, the device says it
+    major, minor = torch.cuda.get_device_capability()
+    return f"products of 8 bits are for compute capability 9.0, this GPU has {major}.{minor}"
+
+
 def runs_gluon(device: torch.device) -> bool:
     """Whether kernels written in Gluon (``ops/triton/hopper.py``) run on the device."""
     return is_hopper(device) and gluon_missing() is None

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Numbers of 8 bits (float8_e4m3fn) in Triton, widened in registers."""
+"""Numbers of 8 bits (float8_e4m3fn) in Triton: widened in registers, or multiplied as they are."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.triton.devices import converts_fp8
+from torch_hybrid.ops.block_scales import BLOCK, LARGEST, num_blocks
+from torch_hybrid.ops.triton.devices import converts_fp8, interpreted
+from torch_hybrid.ops.triton.products import dot
 
 # Bits of 8, shifted to their places in float32: sign, exponent and fraction.
 _KEPT: tl.constexpr = tl.constexpr(-0x78100000)
 # The exponent of float32 is biased by so much more.
 _REBIAS: tl.constexpr = tl.constexpr(2.0**120)
+_INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
+_BLOCK: tl.constexpr = tl.constexpr(BLOCK)
+_LARGEST: tl.constexpr = tl.constexpr(LARGEST)
+_LEAST: tl.constexpr = tl.constexpr(1e-12)  # as in ``block_scales``
+_MOST_BLOCKS = 16  # of a row, that a program rounds
 
 
 def readable(weight: Tensor) -> Tensor:
@@ -31,3 +38,101 @@ def widen(numbers: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     else:
         wide = numbers
     return wide.to(dtype)
+
+
+@triton.jit
+def rounded(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Rows [..., 128] in 8 bits, and the unit [...] of each, as ``block_scales.rounded`` says."""
+    LAST: tl.constexpr = len(x.shape) - 1
+    wide = x.to(tl.float32)
+    largest = tl.maximum(tl.max(tl.abs(wide), LAST), _LEAST)
+    top = tl.full(largest.shape, _LARGEST, tl.float32)
+    numbers = wide * tl.expand_dims(tl.div_rn(top, largest), LAST)
+    return _to_8_bits(numbers), tl.div_rn(largest, top)
+
+
+@triton.jit
+def _to_8_bits(numbers: tl.tensor) -> tl.tensor:
+    """float32 to the nearest of 8 bits; in the interpreter, whose casts do not round, to float32
+    that has no other values."""
+    if _INTERPRETED:
+        bits = numbers.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+        small = (numbers + 24576.0) - 24576.0  # multiples of 2^-9
+        return tl.where(tl.abs(numbers) < 0.015625, small, normal)
+    return numbers.to(tl.float8e4nv)
+
+
+@triton.jit
+def fp8_product(w: tl.tensor, x: tl.tensor, zeros: tl.tensor, ROUNDS: tl.constexpr) -> tl.tensor:
+    """[..., N, M] products of rows of a weight [..., N, 128] in 8 bits and of x [..., M, 128].
+
+    Weights are widened to x's dtype; or multiplied as they are, and rows of x rounded.
+    """
+    if ROUNDS:
+        numbers, unit = rounded(x)
+        return fp8_dot(w, numbers, zeros) * tl.expand_dims(unit, len(unit.shape) - 1)
+    return dot(widen(w, x.dtype), _transposed(x), zeros)
+
+
+@triton.jit
+def fp8_dot(w: tl.tensor, x: tl.tensor, zeros: tl.tensor) -> tl.tensor:
+    """The same of numbers that both have 8 bits."""
+    if _INTERPRETED:
+        return dot(widen(w, tl.float32), _transposed(widen(x, tl.float32)), zeros)
+    return tl.dot(w, _transposed(x), zeros)
+
+
+@triton.jit
+def _transposed(x: tl.tensor) -> tl.tensor:
+    if len(x.shape) == 3:
+        return tl.permute(x, (0, 2, 1))
+    return tl.trans(x)
+
+
+@triton.jit
+def rounded_row(x: tl.tensor) -> tl.tensor:
+    """float32 [..., K] that is left of rows in 8 bits, for K of whole blocks."""
+    LAST: tl.constexpr = len(x.shape) - 1
+    if LAST == 0:
+        numbers, unit = rounded(tl.reshape(x, [x.shape[0] // _BLOCK, _BLOCK]))
+    else:
+        numbers, unit = rounded(tl.reshape(x, [x.shape[0], x.shape[1] // _BLOCK, _BLOCK]))
+    left = numbers.to(tl.float32) * tl.expand_dims(unit, LAST + 1)
+    return tl.reshape(left, x.shape)
+
+
+def rounded_rows(x: Tensor, *, num_rows: int | None = None) -> tuple[Tensor, Tensor]:
+    """Rows [M, K] in 8 bits, and their units [ceil(K / 128), M], side by side for one block.
+
+    With ``num_rows``, as many rows; what those past M hold is left to chance.
+    """
+    given, depth = x.shape
+    num_rows = given if num_rows is None else num_rows
+    numbers = x.new_empty(num_rows, depth, dtype=torch.float8_e4m3fn)
+    units = x.new_empty(num_blocks(depth), num_rows, dtype=torch.float32)
+    blocks = min(_MOST_BLOCKS, triton.next_power_of_2(num_blocks(depth)))
+    grid = (given, triton.cdiv(depth, blocks * BLOCK))
+    _round_kernel[grid](
+        x, numbers, units, x.stride(0), num_rows, K=depth, BLOCKS=blocks, num_warps=4
+    )
+    return numbers, units
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _round_kernel(
+    x: tl.tensor,
+    numbers: tl.tensor,
+    units: tl.tensor,
+    stride_x: tl.tensor,
+    num_rows: tl.tensor,
+    K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+) -> None:
+    """One program: BLOCKS times 128 columns of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    k = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    b_numbers, b_unit = rounded(tl.load(x + row * stride_x + k, mask=k < K, other=0.0))
+    tl.store(numbers + row * K + k, b_numbers.to(numbers.dtype.element_ty), mask=k < K)
+    tl.store(units + block * num_rows + row, b_unit, mask=block * _BLOCK < K)

@@ -16,7 +16,7 @@ from torch_hybrid.backends.mode import MODES
 from torch_hybrid.backends.select import Choice
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.explain import sections as explain
-from torch_hybrid.graphs.model_choices import experts_of, passes_for
+from torch_hybrid.graphs.model_choices import choosers_of, passes_for
 from torch_hybrid.graphs.passes import DEFAULT_PASSES
 from torch_hybrid.graphs.runner import Runner
 
@@ -36,7 +36,7 @@ def impls_called(runner: Runner) -> set[str]:
     called = set()
     hooks = [
         experts.register_forward_hook(lambda module, *_: called.add(module.choice.impl))
-        for experts in experts_of(runner.model)
+        for experts in choosers_of(runner.model)
     ]
     [seq] = runner.new_sequences(1)
     runner.extend([seq], [[1, 2, 3]])
@@ -69,7 +69,7 @@ def test_runners_of_two_threads_have_their_own_experts():
         experts.register_forward_hook(
             lambda module, *_: called[threading.current_thread().name].add(module.choice.impl)
         )
-        for experts in experts_of(model)
+        for experts in choosers_of(model)
     ]
 
     def serve(runner: Runner) -> None:
@@ -91,7 +91,7 @@ def test_runners_of_two_threads_have_their_own_experts():
 
 def test_weights_that_changed_their_dtype_after_adapt_are_served():
     model = model_with_experts()
-    expected = {experts.choice.impl for experts in experts_of(model)}
+    expected = {experts.choice.impl for experts in choosers_of(model)}
     assert expected == {"cpp"}
     model.half()
     assert impls_called(runner_of(model)) == {"torch"}

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.models import ring_checkpoint
+from tests.models import fp8_checkpoint, ring_checkpoint
+from tests.models.checkpoint.test_block_fp8 import OPTIONS
 from tests.parallel import loading
 from tests.parallel.jobs import SEEDS
 from tests.parallel.processes import results, run_ranks
@@ -42,6 +43,17 @@ def test_logits_are_those_of_one_process(families: list[str], experts: str, tmp_
         error = first[family].error
         assert error < 2e-5, f"{family}: {error:.1e} of the largest logit"
         assert first[family].digest == second[family].digest, f"{family}: the ranks differ"
+
+
+def test_weights_of_8_bits_are_cut_as_they_lie(tmp_path: Path):
+    options = OPTIONS["qwen3_next"] | {"linear_num_value_heads": 8}
+    model = make_model("qwen3_next", **fp8_checkpoint.SIZES, **options)
+    fp8_checkpoint.save(model, tmp_path)
+    first, second = results(
+        run_ranks(loading.load_together, 2, {"fp8": tmp_path}, limit_s=300, timeout_s=200)
+    )
+    assert first["fp8"].error < 0.02  # of bfloat16
+    assert first["fp8"].digest == second["fp8"].digest
 
 
 @pytest.mark.parametrize("broken", [0, 1])

@@ -25,8 +25,9 @@ class Backends:
     convolution, ``experts`` for the experts of a mixture, and ``products`` for the linear layers of
     compiled steps: "cpp" and "triton" merge those of one input, "torch" is torch's own. ``ops``
     names one for an op by the op's own name, before those: "latent_attention", or "decode
-    latent_attention" in decode steps alone. A name that cannot serve is an error, never replaced by
-    another. ``prefix`` says how MLA layers reach what a sequence holds already.
+    latent_attention" in decode steps alone, "fp8 linear" where weights have 8 bits. A name that
+    cannot serve is an error, never replaced by another. ``prefix`` says how MLA layers reach what a
+    sequence holds already.
     """
 
     full: str = "auto"
@@ -73,6 +74,7 @@ class Chooses(Protocol):
 
     Attributes:
         op: the op's name.
+        kind: of modules that go by one choice, by which it is named: "fp8 linear".
         implementations: of the op.
         need: what serves the module, where its weights are now.
         choice: what is called.
@@ -81,6 +83,9 @@ class Chooses(Protocol):
     op: ClassVar[str]
     implementations: ClassVar[Mapping[str, Implementation]]
     choice: Choice
+
+    @property
+    def kind(self) -> str: ...
 
     @property
     def need(self) -> Need: ...

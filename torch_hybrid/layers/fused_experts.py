@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.select import select
 from torch_hybrid.layers.own_dtype import in_own_dtype
-from torch_hybrid.ops.capability import Need
-from torch_hybrid.ops.fused_experts.op import HAS_GATE, IMPLEMENTATIONS, fused_experts
+from torch_hybrid.ops.capability import NO_FEATURES, Need
+from torch_hybrid.ops.fused_experts.op import FEATURES, HAS_GATE, IMPLEMENTATIONS, fused_experts
 from torch_hybrid.ranks import Ranks, divide
 
 
@@ -38,14 +39,49 @@ class FusedExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj, self.activation = gate_up_proj, down_proj, activation
+        self.gate_up_scales: nn.Parameter | None = None
+        self.down_scales: nn.Parameter | None = None
+        self._dtype: torch.dtype | None = None  # of tokens, where weights have another
         self.choice = select(self.op, IMPLEMENTATIONS, self.need, impl)
+
+    def hold_scales(
+        self,
+        gate_up_proj: nn.Parameter,
+        down_proj: nn.Parameter,
+        gate_up_scales: nn.Parameter,
+        down_scales: nn.Parameter,
+        *,
+        dtype: torch.dtype,
+    ) -> None:
+        """Take weights of 8 bits, with the scales of their blocks, in the place of others.
+
+        Args:
+            gate_up_proj, down_proj: float8_e4m3fn, of the same shapes.
+            gate_up_scales: [E, 2 ceil(I / 128), ceil(dim / 128)], half of it without a gate.
+            down_scales: [E, ceil(dim / 128), ceil(I / 128)].
+            dtype: of the tokens.
+        """
+        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+        self.gate_up_scales, self.down_scales, self._dtype = gate_up_scales, down_scales, dtype
+        self.choice = select(self.op, IMPLEMENTATIONS, self.need)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tokens."""
+        return self._dtype or self.down_proj.dtype
 
     @property
     def need(self) -> Need:
         """What serves the weights, where they are now."""
-        return Need(device=self.down_proj.device, dtype=self.down_proj.dtype)
+        features = NO_FEATURES if self.down_scales is None else FEATURES
+        return Need(device=self.down_proj.device, dtype=self.dtype, features=features)
 
-    @in_own_dtype(1)
+    @property
+    def kind(self) -> str:
+        """What a runner chooses an implementation for."""
+        return self.op if self.down_scales is None else f"fp8 {self.op}"
+
+    @in_own_dtype(1, lambda experts: experts.dtype)
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
         """x [T, dim], expert_ids and expert_weights [T, k] -> [T, dim]."""
         return fused_experts(
@@ -54,6 +90,8 @@ class FusedExperts(nn.Module):
             expert_weights,
             self.gate_up_proj,
             self.down_proj,
+            gate_up_scales=self.gate_up_scales,
+            down_scales=self.down_scales,
             activation=self.activation,
             impl=self.choice.impl,
         )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.gated_delta_rule import STEP, apply_delta_rule
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, whole_impl
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.block_fp8 import columns
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.ops.gated_delta_step import gated_delta_step
 from torch_hybrid.ranks import Ranks
@@ -73,7 +74,7 @@ class GatedDeltaNet(nn.Module):
         Returns:
             [T, dim].
         """
-        qkv, z, b, a = self.in_proj(x).split(self._widths, dim=-1)
+        qkv, z, b, a = columns(self.in_proj, x, self._widths)
         impl = whole_impl(plan, STEP)
         if impl is None:
             mixed = self._mix_by_parts(qkv, z, b, a, plan, cache)

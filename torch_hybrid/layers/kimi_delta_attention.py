@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.kimi_delta_attention import STEP, apply_kimi_delta
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, whole_impl
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.block_fp8 import columns
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.ops.kimi_delta_step import kimi_delta_step
 from torch_hybrid.ranks import Ranks
@@ -83,7 +84,7 @@ class KimiDeltaAttention(nn.Module):
         Returns:
             [T, dim].
         """
-        qkv, f, gate, b = self.in_proj(x).split(self._widths, dim=-1)
+        qkv, f, gate, b = columns(self.in_proj, x, self._widths)
         f, gate = self.f_b_proj(f), self.g_b_proj(gate)
         impl = whole_impl(plan, STEP)
         if impl is None:

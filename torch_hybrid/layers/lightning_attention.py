@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan
 from torch_hybrid.backends.ssd import apply_ssd
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.block_fp8 import columns
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.rotary import Rotary, rotate_halves
 from torch_hybrid.ranks import Ranks, own_means
@@ -100,7 +101,7 @@ class LightningAttention(nn.Module):
             [T, dim].
         """
         spec = self.spec
-        qkv, gate = self.in_proj(x).split([3 * spec.channels, spec.channels], dim=-1)
+        qkv, gate = columns(self.in_proj, x, [3 * spec.channels, spec.channels])
         if spec.activation == "silu":
             qkv = F.silu(qkv)
         q, k, v = qkv.unflatten(-1, (3, spec.num_heads, spec.head_dim)).unbind(1)

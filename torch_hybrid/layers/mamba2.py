@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, whole_impl
 from torch_hybrid.backends.ssd import STEP, apply_ssd
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.block_fp8 import columns
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.ops.ssd_step import ssd_step
 from torch_hybrid.ranks import Ranks, own_means
@@ -88,7 +89,7 @@ class Mamba2(nn.Module):
         Returns:
             [T, dim].
         """
-        z, mixed, dt = self.in_proj(x).split(self._widths, dim=-1)
+        z, mixed, dt = columns(self.in_proj, x, self._widths)
         impl = whole_impl(plan, STEP)
         if impl is None:
             y = self._mix_by_parts(z, mixed, dt, plan, cache)

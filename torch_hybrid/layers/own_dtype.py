@@ -12,11 +12,14 @@ from torch import Tensor
 Forward = TypeVar("Forward", bound=Callable[..., Any])
 
 
-def in_own_dtype(num_inputs: int) -> Callable[[Forward], Forward]:
+def in_own_dtype(
+    num_inputs: int, dtype_of: Callable[[Any], torch.dtype] | None = None
+) -> Callable[[Forward], Forward]:
     """Have a mixer's ``forward`` take no part in autocast, which knows nothing of its caches.
 
     Where autocast is on, the first ``num_inputs`` arguments are cast to the dtype of the mixer's
-    weights, or of its pools (the last argument) where it has none. The output has that dtype too.
+    weights, or of its pools (the last argument) where it has none; or to what ``dtype_of`` says of
+    the mixer. The output has that dtype too.
     """
 
     def decorate(forward: Forward) -> Forward:
@@ -24,10 +27,13 @@ def in_own_dtype(num_inputs: int) -> Callable[[Forward], Forward]:
         def run(self: Any, x: Tensor, *args: Any, **options: Any) -> Any:
             if not torch.is_autocast_enabled(x.device.type):
                 return forward(self, x, *args, **options)
-            own = next(self.parameters(), None)
-            if own is None:
-                own = next(iter((x, *args, *options.values())[-1].values()))
-            inputs = [tensor.to(own.dtype) for tensor in (x, *args[: num_inputs - 1])]
+            if dtype_of is not None:
+                dtype = dtype_of(self)
+            elif (own := next(self.parameters(), None)) is not None:
+                dtype = own.dtype
+            else:
+                dtype = next(iter((x, *args, *options.values())[-1].values())).dtype
+            inputs = [tensor.to(dtype) for tensor in (x, *args[: num_inputs - 1])]
             with torch.autocast(x.device.type, enabled=False):
                 return forward(self, *inputs, *args[num_inputs - 1 :], **options)
 

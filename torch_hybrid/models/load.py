@@ -17,6 +17,7 @@ from torch_hybrid.host import keep_weights, trim
 from torch_hybrid.models.arguments import checked_device, checked_dtype, checked_path
 from torch_hybrid.models.bailing_hybrid import BAILING_HYBRID
 from torch_hybrid.models.bamba import BAMBA
+from torch_hybrid.models.block_fp8 import hold_block_fp8
 from torch_hybrid.models.checkpoint.files import Checkpoint, open_checkpoint
 from torch_hybrid.models.checkpoint.read import read_weights
 from torch_hybrid.models.checkpoint.together import Together
@@ -48,7 +49,7 @@ from torch_hybrid.models.transformers_hooks import (
     refuse_as_transformers,
     register_attention,
 )
-from torch_hybrid.models.transformers_weights import make_unread, refuse_quantized
+from torch_hybrid.models.transformers_weights import make_unread, take_quantization
 from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerTable
 from torch_hybrid.toolchain import make_cache_folder
 
@@ -124,6 +125,7 @@ def from_pretrained(
         if ranks is not None:
             check_can_be_cut(model, experts)
             cut(model, ranks_of(ranks), experts)
+        hold_block_fp8(model)
     with Together(ranks):
         read_weights(model, checkpoint, device, label=label)
     trim()
@@ -140,11 +142,14 @@ def unread(
         checkpoint = open_checkpoint(_folder_of(path_or_id))
         return checkpoint, make_unread_ring_2_5(checkpoint, sizes, fields, dtype, device)
     config = _transformers_config(path_or_id, fields)
-    refuse_quantized(config)
-    family, table = _family_of(config.model_type), table_of(config)
+    is_fp8 = take_quantization(config)
+    table = table_of(config)
     _warn_of_dropped(config)
     checkpoint = open_checkpoint(_folder_of(path_or_id))
-    return checkpoint, _adapted(make_unread(checkpoint, config, dtype, device), family, table)
+    if is_fp8:
+        checkpoint = checkpoint.with_block_scales()
+    hf_model = make_unread(checkpoint, config, dtype, device)
+    return checkpoint, adapted(hf_model, config.model_type, table)
 
 
 def _read_config(path_or_id: str | Path) -> dict[str, Any]:
@@ -206,7 +211,8 @@ def adapt(hf_model: Any) -> HybridModel:
         raise ValueError(
             f"hf_model must be a causal language model of transformers, got {type(hf_model)}"
         )
-    family, table = _family_of(hf_model.config.model_type), table_of(hf_model.config)
+    model_type = hf_model.config.model_type
+    family, table = _family_of(model_type), table_of(hf_model.config)
     if is_multimodal:
         _warn_of_dropped(hf_model.config)
         hf_model = _text_part(hf_model)
@@ -214,13 +220,14 @@ def adapt(hf_model: Any) -> HybridModel:
         raise ValueError("hf_model was adapted before")
     _check_taken_weights(hf_model, family, table)
     _check_finite(hf_model)
-    model = _adapted(hf_model, family, table)
+    model = adapted(hf_model, model_type, table)
     keep_weights(model)
     return model
 
 
-def _adapted(hf_model: Any, family: Family, table: LayerTable) -> HybridModel:
+def adapted(hf_model: Any, model_type: str, table: LayerTable) -> HybridModel:
     """The same of a model that is known to be one, and whose weights may be unread."""
+    family = _family_of(model_type)
     register_attention()
     hf_model.set_attn_implementation(ATTENTION_NAME)
     hf_model.eval().requires_grad_(False)

@@ -22,7 +22,9 @@ from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host import keep_weights
+from torch_hybrid.layers.block_fp8 import BlockFP8Linear
 from torch_hybrid.layers.expert_parallel import ExpertParallel, TokensOfRank
+from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.ring_2_5 import Ring25
 from torch_hybrid.ranks import Ranks, RMSNormOverRanks, SumOverRanks, divide
@@ -66,9 +68,19 @@ def check_can_be_cut(model: HybridModel | Ring25, experts: str) -> None:
         raise ValueError(f"experts must be 'tensor' or 'all_to_all', got {experts!r}")
     if model.ranks is not None:
         raise ValueError(f"the model was sharded before, for {model.ranks.size} ranks")
+    if any(map(_has_scales, model.modules())):
+        raise UnsupportedError(
+            "cannot shard weights of 8 bits in memory: from_pretrained(path, ranks=group) cuts "
+            "them as it reads them"
+        )
     parts = [part for layer in model.layers for part in layer.children()]
     if len(set(parts)) != len(parts):
         raise UnsupportedError("cannot shard a model of which several layers share a module")
+
+
+def _has_scales(module: nn.Module) -> bool:
+    is_scaled = isinstance(module, FusedExperts) and module.down_scales is not None
+    return is_scaled or isinstance(module, BlockFP8Linear)
 
 
 def cut(model: HybridModel | Ring25, ranks: Ranks, experts: Experts) -> None:

@@ -16,20 +16,32 @@ from typing import Any
 import torch
 
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.models.block_fp8 import METHOD, check_block_fp8
 from torch_hybrid.models.checkpoint.files import Checkpoint
 
 _OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 
 
-def refuse_quantized(config: Any) -> None:
-    """Raise UnsupportedError where a config says that the weights are quantized."""
+def take_quantization(config: Any) -> bool:
+    """Whether weights have 8 bits with scales of blocks; transformers, which would put layers of
+    its own in their place, is not told.
+
+    Raises:
+        UnsupportedError: the config says that they are quantized otherwise.
+    """
+    is_quantized = False
     for part in (config, config.get_text_config()):
         given = part.to_dict().get("quantization_config")
         if given:
             method = dict(given).get("quant_method")
-            raise UnsupportedError(
-                f"{config.model_type}: quantized checkpoints are not served, got {method!r}"
-            )
+            if method != METHOD:
+                raise UnsupportedError(
+                    f"{config.model_type}: quantized checkpoints are not served, got {method!r}"
+                )
+            check_block_fp8(config.model_type, given)
+            del part.quantization_config
+            is_quantized = True
+    return is_quantized
 
 
 def make_unread(
@@ -53,7 +65,7 @@ def make_unread(
                 None,
                 config=config if is_its_own else config.get_text_config(),
                 dtype=dtype,
-                state_dict=checkpoint.unread(device),
+                state_dict=checkpoint.unread(device, _dtype_of(config, dtype)),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
@@ -77,6 +89,14 @@ def make_unread(
             stacklevel=2,
         )
     return hf_model
+
+
+def _dtype_of(config: Any, dtype: torch.dtype | str) -> torch.dtype:
+    """What weights of 8 bits are worth is of this dtype: the one asked for, or the config's."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    given: torch.dtype | None = config.dtype or config.get_text_config().dtype
+    return given or torch.bfloat16
 
 
 def _check_experts(checkpoint: Checkpoint) -> None:

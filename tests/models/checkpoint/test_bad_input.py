@@ -146,10 +146,10 @@ def test_quantized_weights_without_a_word_in_the_config(
 
 def test_a_quantized_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch):
     file = folder / "config.json"
-    quantized = {"quantization_config": {"quant_method": "fp8"}}
+    quantized = {"quantization_config": {"quant_method": "gptq"}}
     file.write_text(json.dumps(json.loads(file.read_text()) | quantized))
     assert refused_unread(folder, monkeypatch, error=th.UnsupportedError) == (
-        "qwen3_next: quantized checkpoints are not served, got 'fp8'"
+        "qwen3_next: quantized checkpoints are not served, got 'gptq'"
     )
 
 

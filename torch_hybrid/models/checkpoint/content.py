@@ -25,13 +25,17 @@ Step = torch.dtype | Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """A tensor in a file: its values lie from byte ``start``, row-major."""
+    """A tensor in a file: its values lie from byte ``start``, row-major.
+
+    ``scales`` are those of its blocks of 128 x 128, where its values are numbers of 8 bits.
+    """
 
     name: str
     file: Path
     start: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    scales: Stored | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,9 +16,11 @@ import torch
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.models.checkpoint.content import Slice, Stored
 from torch_hybrid.models.checkpoint.unread import Unread
+from torch_hybrid.ops import block_scales
 
 _ONE_FILE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_SCALES = "_scale_inv"  # behind the name of a weight of 8 bits
 _PREFIX = 8  # bytes, which say how long the header is
 _LONGEST_HEADER = 100_000_000  # bytes, as the format has it
 
@@ -49,12 +51,41 @@ class Checkpoint:
     tensors: Mapping[str, Stored]
     stamps: Mapping[Path, Stamp]
 
-    def unread(self, device: torch.device) -> dict[str, Unread]:
-        """All tensors, to be read to ``device``."""
+    def unread(self, device: torch.device, dtype: torch.dtype) -> dict[str, Unread]:
+        """All tensors, to be read to ``device``; those that have scales are of ``dtype``."""
         return {
-            name: Unread(Slice.whole(stored), stored.dtype, device)
+            name: Unread(
+                Slice.whole(stored), stored.dtype if stored.scales is None else dtype, device
+            )
             for name, stored in self.tensors.items()
         }
+
+    def with_block_scales(self) -> Checkpoint:
+        """The same where numbers of 8 bits have their scales, and scales are no tensors beside
+        them.
+
+        Raises:
+            ValueError: scales are missing, or of another shape or dtype than blocks have.
+        """
+        tensors = dict(self.tensors)
+        for name, numbers in self.tensors.items():
+            if numbers.dtype == block_scales.DTYPE:
+                scales = tensors.pop(f"{name}{_SCALES}", None)
+                self._check_scales(numbers, scales)
+                tensors[name] = replace(numbers, scales=scales)
+        return replace(self, tensors=tensors)
+
+    def _check_scales(self, numbers: Stored, scales: Stored | None) -> None:
+        *leading, num_rows, depth = numbers.shape
+        shape = [*leading, *map(block_scales.num_blocks, (num_rows, depth))]
+        expected = (
+            f"must have scales {numbers.name}{_SCALES} of shape {shape} in float32 or bfloat16"
+        )
+        if scales is None:
+            raise ValueError(f"{numbers.name} in {self.folder} {expected}, got none")
+        if [*scales.shape] != shape or scales.dtype not in (torch.float32, torch.bfloat16):
+            got = f"{[*scales.shape]} in {str(scales.dtype).removeprefix('torch.')}"
+            raise ValueError(f"{numbers.name} in {self.folder} {expected}, got {got}")
 
     @contextmanager
     def opened(self, paths: Iterable[Path]) -> Iterator[dict[Path, int]]:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +19,12 @@ from torch import Tensor, nn
 from torch_hybrid.caches.room import check_room
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host import weight_memory
-from torch_hybrid.models.checkpoint.content import Content, slices
+from torch_hybrid.models.checkpoint.block_scales import blocks_of
+from torch_hybrid.models.checkpoint.content import Content, Slice, slices
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.checkpoint.pieces import Piece, Reader, pieces_of
 from torch_hybrid.models.checkpoint.unread import Unread
+from torch_hybrid.ops.block_scales import dequantized
 
 _NUM_THREADS = min(16, 4 * (os.cpu_count() or 1))  # files may lie on a disk, or beyond a network
 
@@ -55,15 +58,20 @@ def read_weights(
     num_bytes = sum(weight.nbytes for weight in unread)
     check_room(num_bytes, device, what="the weights", limits=limits)
     memory = weight_memory([(weight.shape, weight.dtype) for weight in unread], device)
-    pieces = [
-        piece
-        for content, own in zip(unread.values(), memory, strict=True)
-        for part, place in slices(content, own)
-        if place.numel()
-        for piece in pieces_of(part, place)
-    ]
+    widened: list[_Widened] = []
+    pieces: list[Piece] = []
+    for content, own in zip(unread.values(), memory, strict=True):
+        for part, place in slices(content, own):
+            if part.stored.scales is None or part.stored.dtype == place.dtype:
+                pieces.extend(_pieces(part, place))
+            else:
+                widened.extend(_Widened.of(*block) for block in blocks_of(part, place))
+    for block in widened:
+        pieces.extend(block.pieces)
     pieces.sort(key=lambda piece: (piece.file, piece.start))
     _read_all(pieces, checkpoint, device, label)
+    for block in widened:
+        block.widen()
     owned: dict[Tensor, Tensor] = dict(zip(unread, memory, strict=True))
     for weight, where in places.items():
         own = owned[weight] if weight in owned else weight.detach().to(device)
@@ -71,6 +79,33 @@ def read_weights(
             own = nn.Parameter(own, requires_grad=False)
         for store, name in where:
             store[name] = own
+
+
+def _pieces(content: Content, place: Tensor) -> Iterator[Piece]:
+    for part, where in slices(content, place):
+        if where.numel():
+            yield from pieces_of(part, where)
+
+
+@dataclass(frozen=True, slots=True)
+class _Widened:
+    """Numbers of 8 bits and their scales, read to be multiplied where nothing takes both."""
+
+    place: Tensor
+    numbers: Tensor
+    scales: Tensor
+    pieces: list[Piece]
+
+    @classmethod
+    def of(cls, part: Slice, scales: Content, place: Tensor) -> _Widened:
+        numbers = torch.empty(part.shape, dtype=part.stored.dtype, device=place.device)
+        factors = torch.empty(scales.shape, dtype=torch.float32, device=place.device)
+        bare = replace(part, steps=())
+        pieces = [*_pieces(bare, numbers), *_pieces(scales, factors)]
+        return cls(place, numbers, factors, pieces)
+
+    def widen(self) -> None:
+        self.place.copy_(dequantized(self.numbers, self.scales, self.place.dtype))
 
 
 # Where modules keep a weight: their parameters or buffers, and its name there.
@@ -93,7 +128,8 @@ def _check_dtypes(weights: Mapping[Unread, Content]) -> None:
     for weight, content in weights.items():
         for part, _ in slices(content, torch.empty_like(weight, device="meta")):
             stored = part.stored
-            if weight.is_floating_point() and stored.dtype not in _FLOATS:
+            is_taken = stored.dtype in _FLOATS or stored.scales is not None
+            if weight.is_floating_point() and not is_taken:
                 raise UnsupportedError(
                     f"weight {stored.name} is stored as {stored.dtype}: quantized checkpoints are "
                     "not read"

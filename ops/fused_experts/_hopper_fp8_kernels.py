@@ -1,0 +1,393 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Products of grouped pairs on Hopper where weights and rows have 8 bits, in Gluon.
+
+As in ``_hopper_kernels.py``: a tile is up to 192 rows of one expert; four warps load stages ahead,
+and three groups of four multiply 64 rows each. Here a tile has 128 rows of weights, 64 of gate and
+64 of up, or 128 of others, and a stage 128 columns: what one scale is for. The products of a stage
+are scaled and added by each thread, beside those that the tensor cores do for the other groups:
+that takes as many registers again as the sums.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+NUM_GROUPS = 3
+GROUP_ROWS = 64
+HALF = 64  # rows of weights of one copy: gate or up, or half of a tile of others
+DEPTH = 128  # columns of rows and weights in a stage: 128 bytes, what TMA swizzles
+
+_GROUPS: gl.constexpr = gl.constexpr(NUM_GROUPS)
+_STAGES: gl.constexpr = gl.constexpr(5)  # as many as shared memory holds
+# Of each thread: the groups' take all but what loading can do with.
+_REGISTERS: gl.constexpr = gl.constexpr(160)
+_LOADER_REGISTERS: gl.constexpr = gl.constexpr(32)
+_M: gl.constexpr = gl.constexpr(GROUP_ROWS)
+_N: gl.constexpr = gl.constexpr(2 * HALF)
+_HALF: gl.constexpr = gl.constexpr(HALF)
+_K: gl.constexpr = gl.constexpr(DEPTH)
+_X_BYTES: gl.constexpr = gl.constexpr(GROUP_ROWS * DEPTH)
+_W_BYTES: gl.constexpr = gl.constexpr(2 * HALF * DEPTH)
+
+
+def rows_layout() -> gl.NVMMASharedLayout:
+    """Of rows in shared memory."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+
+
+def weights_layout() -> gl.NVMMASharedLayout:
+    """Of rows of weights in shared memory, in five dimensions."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=5)
+
+
+_ROWS: gl.constexpr = gl.constexpr(rows_layout())
+_WEIGHTS: gl.constexpr = gl.constexpr(weights_layout())
+_PRODUCT: gl.constexpr = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+)
+_OUT: gl.constexpr = gl.constexpr(  # of the same registers, columns side by side
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], [0, 32]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 64],
+    )
+)
+_GATHER: gl.constexpr = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
+
+
+@gluon.jit(do_not_specialize=["num_blocks", "num_tokens"])
+def _hopper_fp8_gate_up_kernel(
+    x: tl.tensor,
+    units: tl.tensor,
+    order: tl.tensor,
+    blocks: tl.tensor,
+    gate_up: tl.tensor,
+    scales: tl.tensor,
+    hidden: tl.tensor,
+    num_blocks: tl.tensor,
+    num_tokens: tl.tensor,
+    ACTIVATION: gl.constexpr,
+    TOP_K: gl.constexpr,
+    E: gl.constexpr,
+    D: gl.constexpr,
+    I: gl.constexpr,  # noqa: E741 (the letter of the formulas)
+) -> None:
+    """Hidden activations [P, I] of all pairs, in the order of their experts."""
+    # Each of the 128 threads that load arrives, and the one that announces the weights' bytes.
+    ring = _make_ring(x.dtype.element_ty, 129)
+    tiles = (blocks, num_blocks)
+    factors = (units, num_tokens, scales)
+    gl.warp_specialize(
+        [
+            (_multiply, (hidden, order, factors, tiles, ring, 0, ACTIVATION, TOP_K, E, D, I)),
+            (_multiply, (hidden, order, factors, tiles, ring, 1, ACTIVATION, TOP_K, E, D, I)),
+            (_multiply, (hidden, order, factors, tiles, ring, 2, ACTIVATION, TOP_K, E, D, I)),
+            (_gather, (x, order, gate_up, tiles, ring, ACTIVATION, TOP_K, E, D, I)),
+        ],
+        [4, 4, 4],
+        [_REGISTERS, _REGISTERS, _LOADER_REGISTERS],
+    )
+
+
+@gluon.jit(do_not_specialize=["num_blocks", "num_pairs"])
+def _hopper_fp8_down_kernel(
+    hidden: tl.tensor,
+    units: tl.tensor,
+    order: tl.tensor,
+    blocks: tl.tensor,
+    down: tl.tensor,
+    scales: tl.tensor,
+    results: tl.tensor,
+    num_blocks: tl.tensor,
+    num_pairs: tl.tensor,
+    E: gl.constexpr,
+    D: gl.constexpr,
+    I: gl.constexpr,  # noqa: E741 (the letter of the formulas)
+) -> None:
+    """What the experts give for all pairs [P, D], each at its own number."""
+    ring = _make_ring(hidden.dtype, 1)
+    tiles = (blocks, num_blocks)
+    factors = (units, num_pairs, scales)
+    gl.warp_specialize(
+        [
+            (_multiply, (results, order, factors, tiles, ring, 0, "", 1, E, I, D)),
+            (_multiply, (results, order, factors, tiles, ring, 1, "", 1, E, I, D)),
+            (_multiply, (results, order, factors, tiles, ring, 2, "", 1, E, I, D)),
+            (_load, (hidden, down, tiles, ring, E, I, D)),
+        ],
+        [4, 4, 4],
+        [_REGISTERS, _REGISTERS, _LOADER_REGISTERS],
+    )
+
+
+@gluon.jit
+def _make_ring(dtype: gl.constexpr, arrivals: gl.constexpr) -> tl.tuple:
+    """Stages in shared memory: rows, halves of weights, and barriers of full and of empty ones."""
+    rows = gl.allocate_shared_memory(dtype, [_STAGES * _GROUPS, _M, _K], _ROWS)
+    halves = gl.allocate_shared_memory(dtype, [_STAGES * 2, _HALF // 32, 4, 4, 2, _K], _WEIGHTS)
+    full = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(_STAGES):
+        mbarrier.init(full.index(stage), count=arrivals)
+        mbarrier.init(empty.index(stage), count=_GROUPS)
+    fence_async_shared()
+    return rows, halves, full, empty
+
+
+@gluon.jit
+def _find_tile(
+    tiles: tl.tuple, wave: tl.tensor, ACTIVATION: gl.constexpr, E: gl.constexpr, WIDTH: gl.constexpr
+) -> tl.tuple:
+    """Of the program's tile in a wave: its expert, E behind the last; its first row, how many it
+    has, and its first column. In the order of ``_hopper_kernels.py``."""
+    blocks, num_blocks = tiles
+    COLUMNS: gl.constexpr = _HALF if ACTIVATION == "silu" else _N
+    PER_BLOCK: gl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    programs = gl.num_programs(0)
+    tile = wave * programs + (gl.program_id(0) + wave * PER_BLOCK) % programs
+    block = tile // PER_BLOCK
+    expert = gl.load(blocks + 4 * block, mask=block < num_blocks, other=E)
+    begin = gl.load(blocks + 4 * block + 1, mask=block < num_blocks, other=0)
+    count = gl.load(blocks + 4 * block + 2, mask=block < num_blocks, other=0)
+    return expert, begin, count, tile % PER_BLOCK * COLUMNS
+
+
+@gluon.jit
+def _gather(
+    x: tl.tensor,
+    order: tl.tensor,
+    gate_up: tl.tensor,
+    tiles: tl.tuple,
+    ring: tl.tuple,
+    ACTIVATION: gl.constexpr,
+    TOP_K: gl.constexpr,
+    E: gl.constexpr,
+    D: gl.constexpr,
+    I: gl.constexpr,  # noqa: E741 (the letter of the formulas)
+) -> None:
+    """Load rows of tokens, wherever they lie, and weights of gate and up."""
+    HAS_GATE: gl.constexpr = ACTIVATION == "silu"
+    rows, halves, full, empty = ring
+    step = 0
+    wave = 0
+    expert, begin, count, column = _find_tile(tiles, wave, ACTIVATION, E, I)
+    while expert < E:
+        upper = expert * ((1 + HAS_GATE) * I) + column
+        lower = upper + (I if HAS_GATE else _HALF)
+        index = gl.arange(0, _M, gl.SliceLayout(1, _GATHER))
+        first = _offsets(order + begin + index, index < count, TOP_K, D)
+        index += _M
+        second = _offsets(order + begin + index, index < count, TOP_K, D)
+        index += _M
+        third = _offsets(order + begin + index, index < count, TOP_K, D)
+        for k in range(0, D, _K):
+            stage = step % _STAGES
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), (step // _STAGES) & 1 ^ 1)
+            mbarrier.expect(bar, _W_BYTES)
+            _load_weights(gate_up, upper, lower, k, halves, stage, bar)
+            _gather_rows(x + k, first, count, rows.index(stage * _GROUPS))
+            if count > _M:
+                _gather_rows(x + k, second, count - _M, rows.index(stage * _GROUPS + 1))
+            if count > 2 * _M:
+                _gather_rows(x + k, third, count - 2 * _M, rows.index(stage * _GROUPS + 2))
+            async_copy.mbarrier_arrive(bar, increment_count=False)
+            step += 1
+        wave += 1
+        expert, begin, count, column = _find_tile(tiles, wave, ACTIVATION, E, I)
+
+
+@gluon.jit
+def _offsets(
+    p_order: tl.tensor, mask: tl.tensor, TOP_K: gl.constexpr, D: gl.constexpr
+) -> tl.tensor:
+    """Where in x the columns of 64 rows begin: in 32 bits, for want of registers."""
+    token = gl.load(p_order, mask=mask, other=0) // TOP_K
+    column = gl.arange(0, _K, gl.SliceLayout(0, _GATHER))
+    return (token * D)[:, None] + column[None, :]
+
+
+@gluon.jit
+def _gather_rows(x: tl.tensor, offsets: tl.tensor, count: tl.tensor, rows: tl.tensor) -> None:
+    mask = gl.arange(0, _M, gl.SliceLayout(1, _GATHER)) < count
+    async_copy.async_copy_global_to_shared(rows, x + offsets, mask=mask[:, None])
+
+
+@gluon.jit
+def _load_weights(
+    weights: tl.tensor,
+    upper: tl.tensor,
+    lower: tl.tensor,
+    k: tl.tensor,
+    halves: tl.tensor,
+    stage: tl.tensor,
+    bar: tl.tensor,
+) -> None:
+    """64 rows of weights from ``upper`` and as many from ``lower``; 32 are one of the first
+    dimension."""
+    half = halves.index(2 * stage)
+    tma.async_copy_global_to_shared(weights, [upper // 32, 0, 0, 0, k], bar, half)
+    half = halves.index(2 * stage + 1)
+    tma.async_copy_global_to_shared(weights, [lower // 32, 0, 0, 0, k], bar, half)
+
+
+@gluon.jit
+def _load(
+    hidden: tl.tensor,
+    down: tl.tensor,
+    tiles: tl.tuple,
+    ring: tl.tuple,
+    E: gl.constexpr,
+    I: gl.constexpr,  # noqa: E741 (the letter of the formulas)
+    D: gl.constexpr,
+) -> None:
+    """Load hidden activations, which lie in order, and weights of down."""
+    rows, halves, full, empty = ring
+    step = 0
+    wave = 0
+    expert, begin, count, column = _find_tile(tiles, wave, "", E, D)
+    while expert < E:
+        upper = expert * D + column
+        for k in range(0, I, _K):
+            stage = step % _STAGES
+            bar = full.index(stage)
+            mbarrier.wait(empty.index(stage), (step // _STAGES) & 1 ^ 1)
+            if count > 2 * _M:
+                mbarrier.expect(bar, _W_BYTES + 3 * _X_BYTES)
+            elif count > _M:
+                mbarrier.expect(bar, _W_BYTES + 2 * _X_BYTES)
+            else:
+                mbarrier.expect(bar, _W_BYTES + _X_BYTES)
+            _load_weights(down, upper, upper + _HALF, k, halves, stage, bar)
+            for group in gl.static_range(_GROUPS):
+                if count > group * _M:
+                    own = rows.index(stage * _GROUPS + group)
+                    tma.async_copy_global_to_shared(hidden, [begin + group * _M, k], bar, own)
+            step += 1
+        wave += 1
+        expert, begin, count, column = _find_tile(tiles, wave, "", E, D)
+
+
+@gluon.jit
+def _multiply(
+    out: tl.tensor,
+    order: tl.tensor,
+    factors: tl.tuple,
+    tiles: tl.tuple,
+    ring: tl.tuple,
+    group: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    TOP_K: gl.constexpr,
+    E: gl.constexpr,
+    K: gl.constexpr,
+    WIDTH: gl.constexpr,
+) -> None:
+    """The products of one group: its 64 rows of each tile."""
+    HAS_GATE: gl.constexpr = ACTIVATION == "silu"
+    HIGH: gl.constexpr = (1 + HAS_GATE) * (WIDTH // _K)
+    WIDE: gl.constexpr = K // _K
+    units, num_units, scales = factors
+    rows, halves, full, empty = ring
+    weights = halves._reinterpret(halves.dtype, [_STAGES, _N, _K], _ROWS)
+    zeros = gl.zeros([_M, _N], gl.float32, _PRODUCT)
+    step = 0
+    wave = 0
+    expert, begin, count, column = _find_tile(tiles, wave, ACTIVATION, E, WIDTH)
+    while expert < E:
+        if count > group * _M:
+            a, b = _halves(zeros)
+            index = group * _M + gl.arange(0, _M, gl.SliceLayout(1, a.type.layout))
+            row = begin + index
+            if ACTIVATION != "":  # units are the tokens'
+                row = gl.load(order + row, mask=index < count, other=0) // TOP_K
+            p_scale = scales + (expert * HIGH + column // _K) * WIDE
+            for block in range(WIDE):
+                unit = gl.load(units + block * num_units + row, mask=index < count, other=0.0)
+                upper = gl.load(p_scale + block)
+                lower = gl.load(p_scale + block + (HIGH // 2 * WIDE if HAS_GATE else 0))
+                stage = step % _STAGES
+                mbarrier.wait(full.index(stage), (step // _STAGES) & 1)
+                if ACTIVATION != "":
+                    fence_async_shared()  # gathered rows came another way than TMA's
+                x = rows.index(stage * _GROUPS + group)
+                part = warpgroup_mma(
+                    x, weights.index(stage).permute((1, 0)), zeros, use_acc=False, is_async=True
+                )
+                part = warpgroup_mma_wait(0, deps=(part,))
+                mbarrier.arrive(empty.index(stage), count=1)
+                part_a, part_b = _halves(part)
+                a += part_a * (unit * upper)[:, None]
+                b += part_b * (unit * lower)[:, None]
+                step += 1
+            _store(out, order, a, b, group, begin, count, column, ACTIVATION, WIDTH)
+        else:  # there are no rows for this group
+            for _ in range(WIDE):
+                mbarrier.wait(full.index(step % _STAGES), (step // _STAGES) & 1)
+                mbarrier.arrive(empty.index(step % _STAGES), count=1)
+                step += 1
+        wave += 1
+        expert, begin, count, column = _find_tile(tiles, wave, ACTIVATION, E, WIDTH)
+
+
+@gluon.jit
+def _halves(products: tl.tensor) -> tl.tuple:
+    """The first 64 columns and the others, each in the registers where they are."""
+    return gl.split(products.reshape([_M, 2, _HALF]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def _store(
+    out: tl.tensor,
+    order: tl.tensor,
+    a: tl.tensor,
+    b: tl.tensor,
+    group: gl.constexpr,
+    begin: tl.tensor,
+    count: tl.tensor,
+    column: tl.tensor,
+    ACTIVATION: gl.constexpr,
+    WIDTH: gl.constexpr,
+) -> None:
+    """Write what becomes of both halves of the products of 64 rows."""
+    index = group * _M + gl.arange(0, _M, gl.SliceLayout(1, _OUT))
+    mask = index < count
+    row = begin + index
+    if ACTIVATION == "silu":
+        _store_half(out, b * (a / (1 + gl.exp(-a))), row, mask, column, WIDTH)
+    elif ACTIVATION == "relu2":
+        a, b = gl.maximum(a, 0.0), gl.maximum(b, 0.0)
+        _store_half(out, a * a, row, mask, column, WIDTH)
+        _store_half(out, b * b, row, mask, column + _HALF, WIDTH)
+    else:
+        pair = gl.load(order + row, mask=mask, other=0)
+        _store_half(out, a, pair, mask, column, WIDTH)
+        _store_half(out, b, pair, mask, column + _HALF, WIDTH)
+
+
+@gluon.jit
+def _store_half(
+    out: tl.tensor,
+    value: tl.tensor,
+    row: tl.tensor,
+    mask: tl.tensor,
+    first: tl.tensor,
+    WIDTH: gl.constexpr,
+) -> None:
+    """64 rows of 64 numbers, to columns of ``out`` [., WIDTH] from ``first``."""
+    value = value.to(out.dtype.element_ty).reshape([_M, _HALF // 32, 4, 4, 2])
+    value = gl.convert_layout(value.permute((0, 1, 3, 2, 4)).reshape([_M, _HALF]), _OUT)
+    column = first + gl.arange(0, _HALF, gl.SliceLayout(0, _OUT))
+    p_out = out + row.to(gl.int64)[:, None] * WIDTH + column[None, :]
+    gl.store(p_out, value, mask=mask[:, None])
