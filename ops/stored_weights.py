@@ -16,6 +16,11 @@ _FEATURES = {block_scales.DTYPE: block_scales.FEATURE, **integers.FEATURES}
 FEATURES = frozenset(_FEATURES.values())
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """What weights of a dtype with scales are called: "fp8", "int8" or "int4"."""
+    return _FEATURES[dtype].removesuffix("_weights")
+
+
 def features_of(dtype: torch.dtype) -> frozenset[str]:
     """What weights of a dtype need of an implementation."""
     return frozenset({_FEATURES[dtype]}) if dtype in _FEATURES else NO_FEATURES

@@ -35,6 +35,7 @@ class ModelOptions:
 
     model: str
     dtype: str
+    weights: str
     device: str
     max_seqs: int
     max_tokens: int
@@ -47,7 +48,7 @@ class ModelOptions:
 
     def load(self) -> HybridModel | Ring25:
         """The checkpoint, with a bar for as long as its weights are read."""
-        return load_model(self.model, self.dtype, self.device)
+        return load_model(self.model, self.dtype, self.device, self.weights)
 
     def runner(self, model: HybridModel | Ring25, **options: Any) -> Runner:
         """A runner of these sizes; uncompiled where it is asked for or cannot be otherwise."""
@@ -126,6 +127,13 @@ model_options = _grouped(
         click.argument("model"),
         click.option("--dtype", default="auto", show_default=True, help="Of the weights."),
         click.option(
+            "--weights",
+            type=click.Choice(["auto", "int8", "int4"]),
+            default="auto",
+            show_default=True,
+            help="As they are stored, or made integers with scales as they are read.",
+        ),
+        click.option(
             "--device", default="auto", show_default=True, help="auto takes CUDA where it is."
         ),
         click.option("--max-seqs", default=16, show_default=True, help="Sequences served at once."),
@@ -190,12 +198,15 @@ def can_compile(device: torch.device) -> bool:
     return True
 
 
-def load_model(path_or_id: str, dtype: str = "auto", device: str = "cpu") -> HybridModel | Ring25:
+def load_model(
+    path_or_id: str, dtype: str = "auto", device: str = "cpu", weights: str = "auto"
+) -> HybridModel | Ring25:
     """A checkpoint, with a bar for as long as its weights are read."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     _quiet_transformers()
-    return from_pretrained(os.path.expanduser(path_or_id), dtype=dtype, device=device)
+    path = os.path.expanduser(path_or_id)
+    return from_pretrained(path, dtype=dtype, device=device, weights=weights)
 
 
 def load_tokenizer(path_or_id: str, hint: str = "give prompts as token ids with --ids") -> Any:
