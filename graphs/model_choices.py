@@ -37,8 +37,8 @@ def set_choices(model: Model, choices: Sequence[Choice]) -> None:
 
 
 def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, ...]:
-    """Who computes all experts of a model and its linear layers with scales, if it has some, and the
-    other linear layers of its steps, if they are compiled.
+    """Who computes all experts of a model and its linear layers with scales, if it has some, and
+    the other linear layers of its steps, if they are compiled.
 
     Raises:
         ValueError: a name is of no implementation.

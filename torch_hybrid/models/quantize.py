@@ -22,7 +22,6 @@ from torch_hybrid.layers.integers import IntegerEmbedding, IntegerLinear
 from torch_hybrid.layers.latent_attention import LatentAttention
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.checkpoint.read import read_rows
-from torch_hybrid.models.checkpoint.unread import Unread
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.ring_2_5 import Ring25
 from torch_hybrid.ops.integers import GROUPS, INT4, INT8, in_4_bits, in_8_bits
@@ -34,7 +33,7 @@ WEIGHTS = {"int8": INT8, "int4": INT4}
 # routers, which are small and decide. README.md says what was measured of these and of others.
 KEPT = ("*embed*", "*router*", "*gate")
 # What has 8 bits where others have 4.
-EIGHT_BITS = ("*lm_head", "*self_attn*")
+EIGHT_BITS = ("*lm_head", "*k_proj", "*v_proj", "*o_proj", "*out_proj")
 
 _STRETCH_BYTES = 64 << 20
 
@@ -63,7 +62,7 @@ def quantize(
         keep: names of modules that stay as they are, as patterns; by default embeddings and
             routers. With ``()`` everything is changed.
         eight_bits: names of modules that have 8 bits where ``weights`` is "int4"; by default the
-            head and attention.
+            head, the outputs of mixers, and keys and values of attention.
 
     Raises:
         ValueError: ``weights`` or ``group`` is none of these, or a group does not divide the rows
