@@ -117,6 +117,8 @@ def quantized_gguf(path: Path, weights: str) -> Path:
     """
     import llama_cpp
 
+    quiet = llama_cpp.llama_log_callback(_ignore)
+    llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
     to = path.with_suffix(f".{weights}.gguf")
     kinds = {"int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}
     params = llama_cpp.llama_model_quantize_default_params()

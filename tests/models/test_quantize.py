@@ -230,3 +230,17 @@ def test_adapted_after_all_in_bfloat16():
     th.quantize(model, "int4")
     assert model.dtype == torch.bfloat16
     assert logits_of(model).isfinite().all()
+
+
+@pytest.mark.parametrize("package", ["bitsandbytes.nn.modules", "torchao.dtypes"])
+def test_a_model_that_others_quantized(package: str):
+    model = make_model("qwen3_5")
+    layer = model.model.layers[-1]
+    linear = layer.self_attn.k_proj
+    if package.startswith("torchao"):
+        theirs = type("AffineQuantizedTensor", (nn.Parameter,), {"__module__": package})
+        linear.weight.__class__ = theirs
+    else:
+        linear.__class__ = type("Linear4bit", (nn.Linear,), {"__module__": package})
+    with pytest.raises(th.UnsupportedError, match=r"self_attn.k_proj holds a"):
+        adapt(model)

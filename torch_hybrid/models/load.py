@@ -32,6 +32,7 @@ from torch_hybrid.models.minimax import MINIMAX
 from torch_hybrid.models.nemotron_h import NEMOTRON_H
 from torch_hybrid.models.olmo_hybrid import OLMO_HYBRID
 from torch_hybrid.models.quantize import EIGHT_BITS, KEPT, check_weights, quantize_unread
+from torch_hybrid.models.quantized import refuse_modules
 from torch_hybrid.models.qwen3 import QWEN3
 from torch_hybrid.models.qwen3_5 import QWEN3_5
 from torch_hybrid.models.qwen3_next import QWEN3_NEXT
@@ -233,6 +234,7 @@ def adapt(hf_model: Any) -> HybridModel:
         hf_model = _text_part(hf_model)
     if hf_model.config._attn_implementation == ATTENTION_NAME:
         raise ValueError("hf_model was adapted before")
+    refuse_modules(hf_model)
     _check_taken_weights(hf_model, family, table)
     _check_finite(hf_model)
     model = adapted(hf_model, model_type, table)
