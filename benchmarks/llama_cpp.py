@@ -47,8 +47,9 @@ from torch_hybrid import Engine, Runner, adapt, quantize
 # (granitemoehybrid), 1.4e-4 (qwen3_5) and 1.3e-3 (falcon_h1); in bfloat16 each rounds at other
 # places. A file that is wrong is off by all of it.
 DIFFERENCE = {torch.float32: 2e-3, torch.bfloat16: 6e-2}
-# Each rounds weights in its own way.
-DIFFERENCE_OF_INTEGERS = {"int8": 6e-2, "int4": 0.5}
+# Each rounds random weights in its own way, and llama.cpp what they multiply too: by a file that is
+# wrong, 1.4 would be expected. That it is right shows without ``--weights``.
+DIFFERENCE_OF_INTEGERS = {"int8": 0.3, "int4": 0.9}
 NUM_NEW = 32
 STEP_TOKENS = 1024  # of a step of serving
 
