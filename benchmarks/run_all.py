@@ -65,6 +65,7 @@ TRAITS = {
     "side_stream": Traits(quick=("--layers", "2"), has_options=True, needs_cuda=True),
     "ssd": _TIMED,
     "state_copy": Traits(quick=("--rounds", "1")),
+    "whole_model": Traits(quick=("--layers", "4"), needs_cuda=True),
 }
 
 

@@ -80,11 +80,12 @@ class _Linear:
 
 def _linear_of(node: Node) -> _Linear | None:
     if node.target is F.linear:
-        return _Linear(node, *_operands(*node.args, **node.kwargs))
-    if node.target is _OP and node.kwargs.get("scales") is not None:
-        source, [weight], [bias] = node.args  # type: ignore[misc]
-        [scale] = node.kwargs["scales"]  # type: ignore[misc]
-        return _Linear(node, source, weight, bias, scale)  # type: ignore[arg-type]
+        return _Linear(node, *_operands(*node.args, **node.kwargs))  # type: ignore[arg-type]
+    scales: Any = node.kwargs.get("scales")
+    if node.target is _OP and scales is not None:
+        given: Any = node.args
+        source, [weight], [bias] = given
+        return _Linear(node, source, weight, bias, *scales)
     return None
 
 

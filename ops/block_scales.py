@@ -60,7 +60,7 @@ def rounded(x: Tensor) -> Tensor:
     """What is left of x [..., K] in 8 bits, float32: the 128 numbers of a row that meet one block
     of a weight are float8_e4m3fn times a scale, by which the largest of them becomes 448."""
     depth = x.shape[-1]
-    blocks = F.pad(x.float(), (0, -depth % BLOCK)).unflatten(-1, (-1, BLOCK))
+    blocks = F.pad(x.float(), (0, -depth % BLOCK)).unflatten(-1, (num_blocks(depth), BLOCK))
     largest = blocks.abs().amax(-1, keepdim=True).clamp(min=_LEAST)
     top = torch.full_like(largest, LARGEST)  # a number would be multiplied by an inverse
     numbers = (blocks * (top / largest)).to(DTYPE).float()

@@ -74,6 +74,7 @@ NAMES = {
 SHOWN = {
     "cpp": "C++",
     "cudnn": "cuDNN",
+    "triton_fp8": "Triton in 8 bits",
     "triton": "Triton",
     "flashinfer": "FlashInfer",
     "flashinfer_trtllm": "FlashInfer with TensorRT-LLM (Blackwell, never run)",
@@ -125,7 +126,8 @@ def _on(implementations: Mapping[str, Implementation], device: str) -> str:
     return ", ".join(
         SHOWN[name]
         for name, implementation in implementations.items()
-        if device in implementation.capability.devices and (name, device) != ("triton", "cpu")
+        if device in implementation.capability.devices
+        and not (name.startswith("triton") and device == "cpu")
     )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -138,7 +139,13 @@ def fp8_hopper_products(
     )
     numbers, units = rounded_rows(hidden)
     box = [kernels.GROUP_ROWS, kernels.DEPTH]
-    kernels._hopper_fp8_down_kernel[(PROCESSORS,)](
+    kernel, options = kernels._hopper_fp8_down_kernel, dict[str, Any]()
+    stages = kernels.held_stages(width)
+    if stages > 0:
+        kernel = kernels._hopper_fp8_down_held_kernel
+        tiles = math.gcd(kernels.HELD_TILES, dim // kernels.DEPTH)
+        options = {"TILES": tiles, "STAGES": stages}
+    kernel[(PROCESSORS,)](
         TensorDescriptor.from_tensor(numbers, box, kernels.rows_layout()),
         units,
         order,
@@ -149,6 +156,7 @@ def fp8_hopper_products(
         blocks.shape[0],
         num_pairs,
         **sizes,
+        **options,
         num_warps=4,
     )
 

@@ -6,6 +6,9 @@ and three groups of four multiply 64 rows each. Here a tile has 128 rows of weig
 64 of up, or 128 of others, and a stage 128 columns: what one scale is for. The products of a stage
 are scaled and added by each thread, beside those that the tensor cores do for the other groups:
 that takes as many registers again as the sums.
+
+What tiles of that size load comes through L2 at its full rate. Where shared memory holds all
+columns of a block's hidden activations, they are loaded once for several tiles.
 """
 
 from __future__ import annotations
@@ -23,15 +26,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 NUM_GROUPS = 3
+HELD_TILES = 8  # of down, that share the rows which shared memory holds
 GROUP_ROWS = 64
 HALF = 64  # rows of weights of one copy: gate or up, or half of a tile of others
+_SHARED = 226 * 1024  # bytes of shared memory, beside those of barriers
 DEPTH = 128  # columns of rows and weights in a stage: 128 bytes, what TMA swizzles
 
 _GROUPS: gl.constexpr = gl.constexpr(NUM_GROUPS)
 _STAGES: gl.constexpr = gl.constexpr(5)  # as many as shared memory holds
 # Of each thread: the groups' take all but what loading can do with.
-_REGISTERS: gl.constexpr = gl.constexpr(160)
-_LOADER_REGISTERS: gl.constexpr = gl.constexpr(32)
+_REGISTERS: gl.constexpr = gl.constexpr(152)
+_LOADER_REGISTERS: gl.constexpr = gl.constexpr(56)
 _M: gl.constexpr = gl.constexpr(GROUP_ROWS)
 _N: gl.constexpr = gl.constexpr(2 * HALF)
 _HALF: gl.constexpr = gl.constexpr(HALF)
@@ -43,6 +48,12 @@ _W_BYTES: gl.constexpr = gl.constexpr(2 * HALF * DEPTH)
 def rows_layout() -> gl.NVMMASharedLayout:
     """Of rows in shared memory."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+
+
+def held_stages(width: int) -> int:
+    """How many stages of weights there is room for beside all columns of rows; 0 if too few."""
+    stages = (_SHARED - NUM_GROUPS * GROUP_ROWS * width) // (2 * HALF * DEPTH)
+    return min(stages, 6) if stages >= 4 else 0
 
 
 def weights_layout() -> gl.NVMMASharedLayout:
@@ -132,6 +143,53 @@ def _hopper_fp8_down_kernel(
     )
 
 
+@gluon.jit(do_not_specialize=["num_blocks", "num_pairs"])
+def _hopper_fp8_down_held_kernel(
+    hidden: tl.tensor,
+    units: tl.tensor,
+    order: tl.tensor,
+    blocks: tl.tensor,
+    down: tl.tensor,
+    scales: tl.tensor,
+    results: tl.tensor,
+    num_blocks: tl.tensor,
+    num_pairs: tl.tensor,
+    E: gl.constexpr,
+    D: gl.constexpr,
+    I: gl.constexpr,  # noqa: E741 (the letter of the formulas)
+    TILES: gl.constexpr,  # side by side, of the rows that are held
+    STAGES: gl.constexpr,  # of weights
+) -> None:
+    """The same for rows of which shared memory holds all columns."""
+    rows = gl.allocate_shared_memory(hidden.dtype, [I // _K * _GROUPS, _M, _K], _ROWS)
+    halves = gl.allocate_shared_memory(
+        hidden.dtype, [STAGES * 2, _HALF // 32, 4, 4, 2, _K], _WEIGHTS
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    held = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=_GROUPS)
+    mbarrier.init(held.index(0), count=1)
+    mbarrier.init(free.index(0), count=_GROUPS)
+    fence_async_shared()
+    ring = (rows, halves, full, empty, held, free)
+    tiles = (blocks, num_blocks)
+    factors = (units, num_pairs, scales)
+    gl.warp_specialize(
+        [
+            (_multiply_held, (results, order, factors, tiles, ring, 0, E, I, D, TILES, STAGES)),
+            (_multiply_held, (results, order, factors, tiles, ring, 1, E, I, D, TILES, STAGES)),
+            (_multiply_held, (results, order, factors, tiles, ring, 2, E, I, D, TILES, STAGES)),
+            (_load_held, (hidden, down, tiles, ring, E, I, D, TILES, STAGES)),
+        ],
+        [4, 4, 4],
+        [_REGISTERS, _REGISTERS, _LOADER_REGISTERS],
+    )
+
+
 @gluon.jit
 def _make_ring(dtype: gl.constexpr, arrivals: gl.constexpr) -> tl.tuple:
     """Stages in shared memory: rows, halves of weights, and barriers of full and of empty ones."""
@@ -148,12 +206,11 @@ def _make_ring(dtype: gl.constexpr, arrivals: gl.constexpr) -> tl.tuple:
 
 @gluon.jit
 def _find_tile(
-    tiles: tl.tuple, wave: tl.tensor, ACTIVATION: gl.constexpr, E: gl.constexpr, WIDTH: gl.constexpr
+    tiles: tl.tuple, wave: tl.tensor, COLUMNS: gl.constexpr, E: gl.constexpr, WIDTH: gl.constexpr
 ) -> tl.tuple:
     """Of the program's tile in a wave: its expert, E behind the last; its first row, how many it
-    has, and its first column. In the order of ``_hopper_kernels.py``."""
+    has, and the first of its COLUMNS. In the order of ``_hopper_kernels.py``."""
     blocks, num_blocks = tiles
-    COLUMNS: gl.constexpr = _HALF if ACTIVATION == "silu" else _N
     PER_BLOCK: gl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     programs = gl.num_programs(0)
     tile = wave * programs + (gl.program_id(0) + wave * PER_BLOCK) % programs
@@ -179,10 +236,11 @@ def _gather(
 ) -> None:
     """Load rows of tokens, wherever they lie, and weights of gate and up."""
     HAS_GATE: gl.constexpr = ACTIVATION == "silu"
+    COLUMNS: gl.constexpr = _HALF if HAS_GATE else _N
     rows, halves, full, empty = ring
     step = 0
     wave = 0
-    expert, begin, count, column = _find_tile(tiles, wave, ACTIVATION, E, I)
+    expert, begin, count, column = _find_tile(tiles, wave, COLUMNS, E, I)
     while expert < E:
         upper = expert * ((1 + HAS_GATE) * I) + column
         lower = upper + (I if HAS_GATE else _HALF)
@@ -206,7 +264,7 @@ def _gather(
             async_copy.mbarrier_arrive(bar, increment_count=False)
             step += 1
         wave += 1
-        expert, begin, count, column = _find_tile(tiles, wave, ACTIVATION, E, I)
+        expert, begin, count, column = _find_tile(tiles, wave, COLUMNS, E, I)
 
 
 @gluon.jit
@@ -257,7 +315,7 @@ def _load(
     rows, halves, full, empty = ring
     step = 0
     wave = 0
-    expert, begin, count, column = _find_tile(tiles, wave, "", E, D)
+    expert, begin, count, column = _find_tile(tiles, wave, _N, E, D)
     while expert < E:
         upper = expert * D + column
         for k in range(0, I, _K):
@@ -277,7 +335,115 @@ def _load(
                     tma.async_copy_global_to_shared(hidden, [begin + group * _M, k], bar, own)
             step += 1
         wave += 1
-        expert, begin, count, column = _find_tile(tiles, wave, "", E, D)
+        expert, begin, count, column = _find_tile(tiles, wave, _N, E, D)
+
+
+@gluon.jit
+def _load_held(
+    hidden: tl.tensor,
+    down: tl.tensor,
+    tiles: tl.tuple,
+    ring: tl.tuple,
+    E: gl.constexpr,
+    I: gl.constexpr,  # noqa: E741 (the letter of the formulas)
+    D: gl.constexpr,
+    TILES: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> None:
+    """Load all columns of some rows, and the weights of TILES tiles for them: the first while the
+    rows before are multiplied."""
+    WIDE: gl.constexpr = I // _K
+    AHEAD: gl.constexpr = min(WIDE, STAGES) - 1
+    rows, halves, full, empty, held, free = ring
+    held, free = held.index(0), free.index(0)
+    step = 0
+    wave = 0
+    expert, begin, count, column = _find_tile(tiles, wave, TILES * _N, E, D)
+    while expert < E:
+        for tile in range(TILES):
+            upper = expert * D + column + tile * _N
+            for block in range(WIDE):
+                stage = step % STAGES
+                bar = full.index(stage)
+                mbarrier.wait(empty.index(stage), (step // STAGES) & 1 ^ 1)
+                mbarrier.expect(bar, _W_BYTES)
+                _load_weights(down, upper, upper + _HALF, block * _K, halves, stage, bar)
+                step += 1
+                if tile * WIDE + block == AHEAD:
+                    mbarrier.wait(free, wave & 1 ^ 1)
+                    if count > 2 * _M:
+                        mbarrier.expect(held, 3 * WIDE * _X_BYTES)
+                    elif count > _M:
+                        mbarrier.expect(held, 2 * WIDE * _X_BYTES)
+                    else:
+                        mbarrier.expect(held, WIDE * _X_BYTES)
+                    for group in gl.static_range(_GROUPS):
+                        if count > group * _M:
+                            for wide in gl.static_range(WIDE):
+                                own = rows.index(wide * _GROUPS + group)
+                                place = [begin + group * _M, wide * _K]
+                                tma.async_copy_global_to_shared(hidden, place, held, own)
+        wave += 1
+        expert, begin, count, column = _find_tile(tiles, wave, TILES * _N, E, D)
+
+
+@gluon.jit
+def _multiply_held(
+    out: tl.tensor,
+    order: tl.tensor,
+    factors: tl.tuple,
+    tiles: tl.tuple,
+    ring: tl.tuple,
+    group: gl.constexpr,
+    E: gl.constexpr,
+    I: gl.constexpr,  # noqa: E741 (the letter of the formulas)
+    D: gl.constexpr,
+    TILES: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> None:
+    """The products of one group: its 64 rows, in TILES tiles."""
+    WIDE: gl.constexpr = I // _K
+    units, num_units, scales = factors
+    rows, halves, full, empty, held, free = ring
+    held, free = held.index(0), free.index(0)
+    weights = halves._reinterpret(halves.dtype, [STAGES, _N, _K], _ROWS)
+    zeros = gl.zeros([_M, _N], gl.float32, _PRODUCT)
+    step = 0
+    wave = 0
+    expert, begin, count, column = _find_tile(tiles, wave, TILES * _N, E, D)
+    while expert < E:
+        mbarrier.wait(held, wave & 1)
+        if count > group * _M:
+            for tile in range(TILES):
+                a, b = _halves(zeros)
+                index = group * _M + gl.arange(0, _M, gl.SliceLayout(1, a.type.layout))
+                first = column + tile * _N
+                p_scale = scales + (expert * (D // _K) + first // _K) * WIDE
+                for block in range(WIDE):
+                    p_unit = units + block * num_units + begin + index
+                    factor = gl.load(p_unit, mask=index < count, other=0.0)
+                    factor *= gl.load(p_scale + block)
+                    stage = step % STAGES
+                    mbarrier.wait(full.index(stage), (step // STAGES) & 1)
+                    x = rows.index(block * _GROUPS + group)
+                    w = weights.index(stage).permute((1, 0))
+                    part = warpgroup_mma(x, w, zeros, use_acc=False, is_async=True)
+                    part = warpgroup_mma_wait(0, deps=(part,))
+                    mbarrier.arrive(empty.index(stage), count=1)
+                    part_a, part_b = _halves(part)
+                    a += part_a * factor[:, None]
+                    b += part_b * factor[:, None]
+                    step += 1
+                mbarrier.arrive(free, count=1, pred=tile == TILES - 1)
+                _store(out, order, a, b, group, begin, count, first, "", D)
+        else:  # there are no rows for this group
+            for _ in range(TILES * WIDE):
+                mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+                mbarrier.arrive(empty.index(step % STAGES), count=1)
+                step += 1
+            mbarrier.arrive(free, count=1)
+        wave += 1
+        expert, begin, count, column = _find_tile(tiles, wave, TILES * _N, E, D)
 
 
 @gluon.jit
@@ -296,6 +462,7 @@ def _multiply(
 ) -> None:
     """The products of one group: its 64 rows of each tile."""
     HAS_GATE: gl.constexpr = ACTIVATION == "silu"
+    COLUMNS: gl.constexpr = _HALF if HAS_GATE else _N
     HIGH: gl.constexpr = (1 + HAS_GATE) * (WIDTH // _K)
     WIDE: gl.constexpr = K // _K
     units, num_units, scales = factors
@@ -304,7 +471,7 @@ def _multiply(
     zeros = gl.zeros([_M, _N], gl.float32, _PRODUCT)
     step = 0
     wave = 0
-    expert, begin, count, column = _find_tile(tiles, wave, ACTIVATION, E, WIDTH)
+    expert, begin, count, column = _find_tile(tiles, wave, COLUMNS, E, WIDTH)
     while expert < E:
         if count > group * _M:
             a, b = _halves(zeros)
@@ -338,7 +505,7 @@ def _multiply(
                 mbarrier.arrive(empty.index(step % _STAGES), count=1)
                 step += 1
         wave += 1
-        expert, begin, count, column = _find_tile(tiles, wave, ACTIVATION, E, WIDTH)
+        expert, begin, count, column = _find_tile(tiles, wave, COLUMNS, E, WIDTH)
 
 
 @gluon.jit

@@ -21,6 +21,7 @@ from torch_hybrid.ops.triton.fp8 import fp8_product, readable, rounded_row, wide
 _FEW_BLOCK_N = 16  # rows of weights that a program reads side by side, for few tokens
 _FEW_BLOCK_K = 512
 _FEW_STAGES = 3
+_FEW_WARPS = 4
 _FEW_PAIRS = (
     128  # up to so many, programs of 64 rows of weights are no more than there are processors
 )
@@ -65,7 +66,8 @@ class Tile:
 
 def _few_columns(depth: int) -> int:
     """Columns that a program multiplies at a time, of few tokens."""
-    return max(BLOCK, min(_FEW_BLOCK_K, triton.next_power_of_2(depth)))
+    columns: int = min(_FEW_BLOCK_K, triton.next_power_of_2(depth))
+    return max(BLOCK, columns)
 
 
 def fp8_few_tokens(
@@ -104,7 +106,7 @@ def fp8_few_tokens(
         BLOCK_N=_FEW_BLOCK_N,
         BLOCK_K=_few_columns(dim),
         STAGES=_FEW_STAGES,
-        num_warps=4,
+        num_warps=_FEW_WARPS,
         enable_fp_fusion=True,
     )
     _fp8_out_kernel[(num_tokens, triton.cdiv(dim, _FEW_BLOCK_N))](
@@ -122,7 +124,7 @@ def fp8_few_tokens(
         BLOCK_N=_FEW_BLOCK_N,
         BLOCK_K=_few_columns(width),
         STAGES=_FEW_STAGES,
-        num_warps=4,
+        num_warps=_FEW_WARPS,
         enable_fp_fusion=True,
     )
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torch_hybrid.ops.block_scales import rounded
 from torch_hybrid.ops.stored_weights import dequantized
 
 
@@ -19,12 +20,15 @@ def fused_experts_reference(
     gate_up_scales: Tensor | None = None,
     down_scales: Tensor | None = None,
     activation: str,
+    rounds: bool = False,
 ) -> Tensor:
-    """The oracle of the op: same arguments, any float dtype.
+    """The oracle of the op: same arguments, any float dtype; with ``rounds``, tokens and hidden
+    activations in 8 bits too.
 
     It computes in float32, or in float64 when ``x`` is float64.
     """
-    compute = torch.promote_types(x.dtype, torch.float32)
+    dtype, compute = x.dtype, torch.promote_types(x.dtype, torch.float32)
+    x = rounded(x) if rounds else x
     if gate_up_scales is not None and down_scales is not None:
         num_parts = gate_up.shape[1] // down.shape[2]
         gate_up = dequantized(gate_up, gate_up_scales, compute, num_parts=num_parts)
@@ -35,9 +39,11 @@ def fused_experts_reference(
             if expert == down.shape[0]:
                 continue
             hidden = _activate(gate_up[expert].to(compute) @ x[t].to(compute), activation)
+            if rounds:
+                hidden = rounded(hidden.to(dtype)).to(compute)
             y = down[expert].to(compute) @ hidden
             out[t] += expert_weights[t, j].to(compute) * y
-    return out.to(x.dtype)
+    return out.to(dtype)
 
 
 def _activate(projected: Tensor, activation: str) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -25,8 +26,9 @@ from torch_hybrid.ops.triton.products import dot
 
 # Past it a weight is read and multiplied so often that widening it in memory is the faster way.
 MAX_ROWS = 128
-# Past it x is rounded in memory once, and torch multiplies.
-MAX_ROUNDED_ROWS = 64
+# Past these, torch multiplies what is rounded: by one weight, and by several one after the other.
+MAX_ROUNDED_ROWS = 32
+MAX_ROUNDED_ROWS_OF_SEVERAL = 128
 # Few rows and columns are multiplied outside the tensor cores, which leaves more programs.
 _FEW_ROWS = 4
 _FEW_COLUMNS = 4096
@@ -68,7 +70,7 @@ class Tile:
     @classmethod
     def rounding(cls, num_rows: int, num_columns: int, depth: int) -> Tile:
         """The same where x is rounded too."""
-        if num_rows <= _FEW_ROWS and num_columns <= _FEW_COLUMNS:
+        if num_rows <= _FEW_ROWS and num_columns <= _FEW_COLUMNS and depth < _PART_DEPTH:
             return cls.of(num_rows, num_columns, depth)
         if num_rows <= _PART_ROWS and num_columns <= _FEW_COLUMNS and depth >= _PART_DEPTH:
             block_m = 16 if num_rows <= 16 else 32
@@ -104,7 +106,8 @@ def rounded_linear(
     """Launcher of ``torch_hybrid::linear``, of weights that have scales."""
     num_rows, depth = x.shape
     sizes = tuple(weight.shape[0] for weight in weights)
-    if num_rows > MAX_ROUNDED_ROWS and _suits_torch(x, sizes):
+    limit = MAX_ROUNDED_ROWS if len(sizes) == 1 else MAX_ROUNDED_ROWS_OF_SEVERAL
+    if num_rows > limit and _suits_torch(x, sizes):
         return _rounded_product_by_torch(x, weights, biases, scales)
     y = x.new_empty(num_rows, sum(sizes))
     if num_rows == 0 or depth == 0 or sum(sizes) == 0:
@@ -159,11 +162,19 @@ def _suits_torch(x: Tensor, sizes: Sequence[int]) -> bool:
     """Whether torch multiplies 8 bits by 8 bits of these."""
     return (
         is_hopper(x.device)
+        and _cublas_scales_blocks()
         and x.dtype == torch.bfloat16
         # Rows of scales of a weight, of numbers, and of results, as cuBLAS takes them.
         and x.shape[1] % (4 * BLOCK) == 0
         and all(size % 16 == 0 for size in sizes)
     )
+
+
+@cache
+def _cublas_scales_blocks() -> bool:
+    """Since CUDA 12.9."""
+    numbers = (torch.version.cuda or "0.0").split(".")
+    return (int(numbers[0]), int(numbers[1])) >= (12, 9)
 
 
 def _rounded_product_by_torch(

@@ -97,7 +97,8 @@ def linear(
       where number ``2 k`` is the low half of ``weights[i][n, k]`` and ``2 k + 1`` the high half,
       and group is 32, 64 or 128.
 
-    What x holds is not rounded.
+    What x holds is not rounded, but by the implementation "triton_fp8", of 8-bit floats: to such
+    too, each row's numbers with a scale for 128 columns, as those checkpoints are meant to be run.
 
     Args:
         x: [M, K] float; rows may lie any distance apart, one row is contiguous.

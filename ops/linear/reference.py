@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.block_scales import rounded
 from torch_hybrid.ops.stored_weights import dequantized
 
 
@@ -16,12 +17,14 @@ def linear_reference(
     biases: Sequence[Tensor | None],
     *,
     scales: Sequence[Tensor] | None = None,
+    rounds: bool = False,
 ) -> Tensor:
-    """The oracle of the op: same arguments, any float dtype.
+    """The oracle of the op: same arguments, any float dtype; with ``rounds``, x in 8 bits too.
 
     It computes in float32, or in float64 when ``x`` is float64.
     """
-    compute = torch.promote_types(x.dtype, torch.float32)
+    dtype, compute = x.dtype, torch.promote_types(x.dtype, torch.float32)
+    x = rounded(x) if rounds else x
     if scales is not None:
         pairs = zip(weights, scales, strict=True)
         weights = [dequantized(weight, scale, compute) for weight, scale in pairs]
@@ -29,4 +32,4 @@ def linear_reference(
     for weight, bias in zip(weights, biases, strict=True):
         y = x.to(compute) @ weight.to(compute).T
         outs.append(y if bias is None else y + bias.to(compute))
-    return torch.cat(outs, dim=1).to(x.dtype)
+    return torch.cat(outs, dim=1).to(dtype)

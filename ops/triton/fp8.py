@@ -20,7 +20,7 @@ _INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
 _BLOCK: tl.constexpr = tl.constexpr(BLOCK)
 _LARGEST: tl.constexpr = tl.constexpr(LARGEST)
 _LEAST: tl.constexpr = tl.constexpr(1e-12)  # as in ``block_scales``
-_MOST_BLOCKS = 16  # of a row, that a program rounds
+_BLOCKS = 16  # that a program rounds: of one row, or of several short ones
 
 
 def readable(weight: Tensor) -> Tensor:
@@ -111,28 +111,43 @@ def rounded_rows(x: Tensor, *, num_rows: int | None = None) -> tuple[Tensor, Ten
     num_rows = given if num_rows is None else num_rows
     numbers = x.new_empty(num_rows, depth, dtype=torch.float8_e4m3fn)
     units = x.new_empty(num_blocks(depth), num_rows, dtype=torch.float32)
-    blocks = min(_MOST_BLOCKS, triton.next_power_of_2(num_blocks(depth)))
-    grid = (given, triton.cdiv(depth, blocks * BLOCK))
-    _round_kernel[grid](
-        x, numbers, units, x.stride(0), num_rows, K=depth, BLOCKS=blocks, num_warps=4
+    blocks = min(_BLOCKS, triton.next_power_of_2(num_blocks(depth)))
+    rows = _BLOCKS // blocks
+    _round_kernel[(triton.cdiv(given, rows), triton.cdiv(depth, blocks * BLOCK))](
+        x,
+        numbers,
+        units,
+        given,
+        num_rows,
+        x.stride(0),
+        K=depth,
+        ROWS=rows,
+        BLOCKS=blocks,
+        num_warps=4,
     )
     return numbers, units
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["M", "num_rows"])
 def _round_kernel(
     x: tl.tensor,
     numbers: tl.tensor,
     units: tl.tensor,
-    stride_x: tl.tensor,
+    M: tl.tensor,
     num_rows: tl.tensor,
+    stride_x: tl.tensor,
     K: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCKS: tl.constexpr,
 ) -> None:
-    """One program: BLOCKS times 128 columns of a row."""
-    row = tl.program_id(0).to(tl.int64)
+    """One program: BLOCKS times 128 columns of ROWS rows."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    k = block[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    b_numbers, b_unit = rounded(tl.load(x + row * stride_x + k, mask=k < K, other=0.0))
-    tl.store(numbers + row * K + k, b_numbers.to(numbers.dtype.element_ty), mask=k < K)
-    tl.store(units + block * num_rows + row, b_unit, mask=block * _BLOCK < K)
+    k = block[None, :, None] * _BLOCK + tl.arange(0, _BLOCK)[None, None, :]
+    mask = (row < M)[:, None, None] & (k < K)
+    b_x = tl.load(x + (row * stride_x)[:, None, None] + k, mask=mask, other=0.0)
+    b_numbers, b_unit = rounded(b_x)
+    p_numbers = numbers + (row * K)[:, None, None] + k
+    tl.store(p_numbers, b_numbers.to(numbers.dtype.element_ty), mask=mask)
+    mask_unit = (row < M)[:, None] & (block * _BLOCK < K)[None, :]
+    tl.store(units + block[None, :] * num_rows + row[:, None], b_unit, mask=mask_unit)

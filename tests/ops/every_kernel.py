@@ -80,7 +80,7 @@ def moved(values: tuple[Any, ...], device: str) -> list[Any]:
 
 def run(op: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], device: str) -> Any:
     options = tree_map_only(Tensor, lambda x: x.to(device, copy=True), options)
-    return op(*moved(args, device), **options, impl="triton")
+    return op(*moved(args, device), **{"impl": "triton", **options})
 
 
 def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
@@ -168,6 +168,7 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         args, scales = experts.make_fp8_inputs(case, dtype=dtype)
         options = {"activation": case.activation, **scales}
         yield f"{name}, 8-bit weights", partial(run, op, args, options)
+        yield f"{name}, in 8 bits", partial(run, op, args, options | {"impl": "triton_fp8"})
     for num_rows in (3, 9):
         layers = linears.Case(num_rows=num_rows, depth=77, widths=(66, 7), biased=frozenset({1}))
         args = linears.make_inputs(layers, dtype=dtype)
@@ -175,6 +176,8 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         args, scales = linears.make_fp8_inputs(layers, dtype=dtype)
         name = f"linear of {num_rows} rows, 8-bit weights"
         yield name, partial(run, linear.linear, args, {"scales": scales})
+        options = {"scales": scales, "impl": "triton_fp8"}
+        yield f"linear of {num_rows} rows, in 8 bits", partial(run, linear.linear, args, options)
     yield "top_k", partial(run, top_k.top_k, (torch.randn(5, 37).to(dtype), 3), {})
     logits = torch.randn(5, 37).to(dtype)
     yield "route", partial(run, route.route, (logits, None, 3), {"score": "softmax"})
@@ -193,6 +196,10 @@ def many_pairs() -> Iterator[tuple[str, Call]]:
         args = (args[0].contiguous(), *args[1:])
         op = fused_experts.fused_experts
         yield f"{op.__name__} of many pairs", partial(run, op, args, {"activation": activation})
+        blocked = replace(case, dim=256, width=384, activation=activation)
+        args, scales = experts.make_fp8_inputs(blocked, dtype=torch.bfloat16)
+        options = {"activation": activation, **scales, "impl": "triton_fp8"}
+        yield f"{op.__name__} of many pairs, in 8 bits", partial(run, op, args, options)
 
 
 def around_flashinfer() -> Iterator[tuple[str, Call]]:

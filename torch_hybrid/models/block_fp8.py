@@ -60,8 +60,9 @@ def hold_block_fp8(model: nn.Module) -> None:
         if isinstance(module, FusedExperts) and has_8_bits(module.down_proj):
             _hold_experts(module)
         for name, child in list(module.named_children()):
-            is_linear = isinstance(child, nn.Linear) and id(child) not in widened
-            if is_linear and has_8_bits(child.weight):
+            if id(child) in widened or not isinstance(child, nn.Linear):
+                continue
+            if has_8_bits(child.weight):
                 setattr(module, name, _held(child))
 
 

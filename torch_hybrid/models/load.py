@@ -104,6 +104,8 @@ def from_pretrained(
     """Load a checkpoint of safetensors: into a transformers model whose mixers are ours, or into
     our own module.
 
+    Weights in block-FP8 (``quant_method: fp8``) stay in 8 bits, with their scales.
+
     Names, shapes and dtypes are checked before the first weight is read. Then several threads read
     the weights straight to where they are kept: of a shared model, what this rank keeps of it.
 

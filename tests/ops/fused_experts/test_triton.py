@@ -15,7 +15,12 @@ from torch import Tensor
 from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget, rows_apart, to_exact
 from tests.ops.fused_experts.cases import CASES, Case, Inputs, make_fp8_inputs, make_inputs
-from tests.ops.fused_experts.test_contract import BLOCKS, assert_near, exact_of
+from tests.ops.fused_experts.test_contract import (
+    BLOCKS,
+    assert_near,
+    assert_rounds_alike,
+    exact_of,
+)
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
@@ -26,6 +31,7 @@ from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_t
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.block_scales import DTYPE
 from torch_hybrid.ops.fused_experts import fused_experts
+from torch_hybrid.ops.fused_experts.op import IMPLEMENTATIONS
 from torch_hybrid.ops.fused_experts.reference import fused_experts_reference
 from torch_hybrid.ops.triton.devices import runs_gluon
 
@@ -55,6 +61,15 @@ WIDE = {
         num_tokens=500, dim=192, width=320, routing="some_none", activation="relu2"
     ),
     "real": Case(num_tokens=5, num_experts=64, top_k=8, dim=2048, width=512),
+}
+# Weights of whole blocks, and of others; enough pairs for the kernels of Hopper.
+BLOCKED = {
+    "blocks": BLOCKS,
+    "one_token": replace(BLOCKS, num_tokens=1),
+    "pairs_in_blocks": Case(num_tokens=900, num_experts=8, top_k=3, dim=384, width=256),
+    "pairs_in_blocks_of_some": Case(
+        num_tokens=500, dim=256, width=384, routing="some_none", activation="relu2"
+    ),
 }
 
 
@@ -93,15 +108,22 @@ def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", [*CASES, *WIDE, "blocks"])
-def test_fp8_on_a_gpu(name: str, dtype: torch.dtype) -> None:
-    case = {**CASES, **WIDE, "blocks": BLOCKS}[name]
+@pytest.mark.parametrize("impl", ["triton", "triton_fp8"])
+@pytest.mark.parametrize("name", [*CASES, *WIDE, *BLOCKED])
+def test_fp8_on_a_gpu(name: str, impl: str, dtype: torch.dtype) -> None:
+    if (reason := IMPLEMENTATIONS[impl].capability.available()) is not None:
+        pytest.skip(reason)
+    case = {**CASES, **WIDE, **BLOCKED}[name]
     inputs, scales = make_fp8_inputs(case, dtype=dtype)
     moved = {name: scale.cuda() for name, scale in scales.items()}
-    options = {"activation": case.activation, "impl": "triton"}
+    options = {"activation": case.activation, "impl": impl}
     out = fused_experts(*on_device(inputs), **moved, **options).cpu()
     exact = exact_of(inputs, scales, case.activation)
-    if dtype == torch.float32:
+    if impl == "triton_fp8":
+        options = {"activation": case.activation, "rounds": True}
+        expected = fused_experts_reference(*inputs, **scales, **options)
+        assert_rounds_alike(out.float(), expected.float())
+    elif dtype == torch.float32:
         reference = fused_experts_reference(*inputs, **scales, activation=case.activation)
         assert_within_budget(out, exact, reference)
     else:
@@ -229,9 +251,15 @@ def test_compiles_without_spills() -> None:
         for target in SHARED_LIMITS
         for launch in record_fp8_launches(target, num_tokens).values()
     ]
+    rows += [
+        resources_of(launch, "sm_90", f"Qwen3-Next {num_tokens}, rounded")
+        for num_tokens in (1, 32, 512, 4096)
+        for launch in record_fp8_launches("sm_90", num_tokens, rounds=True).values()
+    ]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
     for row in rows:
-        multiplies = row.kernel.removeprefix("fp8_").startswith(("gate_up", "down", "hopper"))
+        kernel = row.kernel.removeprefix("hopper_").removeprefix("fp8_")
+        multiplies = kernel.startswith(("gate_up", "down"))
         assert (row.products != "-") == (multiplies and "float32" not in row.kernel), row
 
 
@@ -265,15 +293,17 @@ def record_launches(
     return launches
 
 
-def record_fp8_launches(target: str, num_tokens: int) -> dict[str, Launch]:
+def record_fp8_launches(target: str, num_tokens: int, *, rounds: bool = False) -> dict[str, Launch]:
     """The same of Qwen3-Next's experts in 8 bits."""
     from torch_hybrid.ops.fused_experts import _triton
+
+    launcher = _triton.rounded_experts if rounds else _triton.fused_experts
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     with launches_on(target) as launches:
-        _triton.fused_experts(
+        launcher(
             empty(num_tokens, 2048),
             empty(num_tokens, 10, dtype=torch.int64),
             empty(num_tokens, 10),

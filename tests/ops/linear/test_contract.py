@@ -24,6 +24,8 @@ from tests.ops.linear.cases import (
     make_inputs,
     make_integer_inputs,
 )
+from torch_hybrid.ops.block_scales import rounded
+from torch_hybrid.ops.capability import NO_FEATURES
 from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.linear.op import FEATURES, IMPLEMENTATIONS
 from torch_hybrid.ops.linear.reference import linear_reference
@@ -34,10 +36,17 @@ SMALL = Case(num_rows=6, depth=50, widths=(7, 20), biased=frozenset({1}))
 
 
 @pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
-def impl(request: pytest.FixtureRequest) -> str:
+def any_impl(request: pytest.FixtureRequest) -> str:
     if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
         pytest.skip(reason)
     return request.param
+
+
+@pytest.fixture
+def impl(any_impl: str) -> str:
+    if reasons := IMPLEMENTATIONS[any_impl].capability.features_refused(NO_FEATURES):
+        pytest.skip("; ".join(reasons))
+    return any_impl
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -97,10 +106,10 @@ def test_infinity_and_nan_in_a_weight_stay_in_their_column(impl: str) -> None:
 
 
 @pytest.fixture
-def fp8_impl(impl: str) -> str:
-    if reasons := IMPLEMENTATIONS[impl].capability.features_refused(FEATURES):
+def fp8_impl(any_impl: str) -> str:
+    if reasons := IMPLEMENTATIONS[any_impl].capability.features_refused(FEATURES):
         pytest.skip("; ".join(reasons))
-    return impl
+    return any_impl
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -118,10 +127,35 @@ def test_fp8_of_every_small_number_of_rows(fp8_impl: str, num_rows: int) -> None
 
 def assert_as_exact(impl: str, inputs: Inputs, scales: list[Tensor]) -> None:
     x, weights, biases = inputs
-    exact = linear_reference(*to_exact(x), weights, to_exact(*biases), scales=to_exact(*scales))
-    reference = linear_reference(x, weights, biases, scales=scales)
-    out = linear(x, weights, biases, scales=scales, impl=impl)
-    assert_within_budget(out, exact, reference)
+    assert_within_budget(
+        linear(x, weights, biases, scales=scales, impl=impl),
+        *expected_of(inputs, scales, rounds=impl == "triton_fp8"),
+    )
+
+
+def expected_of(
+    inputs: Inputs, scales: list[Tensor], *, rounds: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The result exactly, and by the reference; with ``rounds`` of x in 8 bits."""
+    x, weights, biases = inputs
+    exact = linear_reference(
+        *to_exact(x), weights, to_exact(*biases), scales=to_exact(*scales), rounds=rounds
+    )
+    return exact, linear_reference(x, weights, biases, scales=scales, rounds=rounds)
+
+
+def test_what_is_left_of_x_in_8_bits() -> None:
+    """The largest number of 128 becomes 448, and the others keep four significant bits."""
+    x = torch.randn(3, 300) * torch.logspace(-3, 3, 300)
+    x[1, :128] = 0
+    left = rounded(x)
+    for first in (0, 128, 256):
+        columns = slice(first, first + 128)
+        largest = x[:, columns].abs().amax(1, keepdim=True)
+        torch.testing.assert_close(left[:, columns].abs().amax(1, keepdim=True), largest)
+        error = (left[:, columns] - x[:, columns]).abs()
+        assert (error <= x[:, columns].abs() / 16 + largest / 448 / 2**9).all()
+    assert (rounded(left) - left).abs().max() <= 1e-6 * left.abs().max()
 
 
 def test_every_number_of_8_bits(fp8_impl: str) -> None:
@@ -130,7 +164,9 @@ def test_every_number_of_8_bits(fp8_impl: str) -> None:
         x = torch.ones(num_rows, 1)
         out = linear(x, [numbers[:, None]], [None], scales=[torch.ones(2, 1)], impl=fp8_impl)
         expected = numbers.float().expand(num_rows, -1)
-        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+        # Rounded, 1 is 448 times a unit, which is none of float32.
+        rtol = 2**-23 if fp8_impl == "triton_fp8" else 0
+        torch.testing.assert_close(out, expected, rtol=rtol, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -381,7 +417,7 @@ weights[1] must have shape [20, 50], got [20, 49]
 weights[1] must have dtype torch.float32, got torch.bfloat16
 weights[0] must be contiguous, got strides [1, 7]
 biases[0] must have shape [7], got [8]
-impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'
+impl must be one of ['cpp', 'triton_fp8', 'triton', 'torch'], got 'tpu'
 weights[0] must be 8-bit floats or integers to have scales, got torch.float32
 weights[0] must have dtype torch.float32, got torch.float8_e4m3fn
 scales must have length 2, got 1

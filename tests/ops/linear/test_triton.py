@@ -11,11 +11,13 @@ import torch
 from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget, rows_apart, to_exact
 from tests.ops.linear.cases import CASES, Case, make_fp8_inputs, make_inputs
+from tests.ops.linear.test_contract import expected_of
 from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.block_scales import DTYPE, num_blocks
 from torch_hybrid.ops.linear import linear
+from torch_hybrid.ops.linear.op import IMPLEMENTATIONS
 from torch_hybrid.ops.linear.reference import linear_reference
 
 # What of the contract the interpreter can do in seconds.
@@ -27,6 +29,7 @@ CONTRACT = """
     )
 """
 # Merged layers of Qwen3-Next-80B: attention's, the router's with the shared expert's, an output's.
+FP8_IMPLS = ("triton", "triton_fp8")
 REAL = {
     "qkv": (2048, (8192, 512, 512)),
     "router": (2048, (512, 512, 512, 1)),
@@ -43,33 +46,34 @@ def test_in_the_interpreter(
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("impl", FP8_IMPLS)
 @pytest.mark.parametrize("name", CASES)
-def test_fp8_on_a_gpu(name: str, dtype: torch.dtype) -> None:
-    assert_fp8_as_exact(CASES[name], dtype)
+def test_fp8_on_a_gpu(name: str, impl: str, dtype: torch.dtype) -> None:
+    assert_fp8_as_exact(CASES[name], dtype, impl)
 
 
 @needs_cuda
-@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 32, 64, 65, 300])
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 32, 64, 65, 301])
+@pytest.mark.parametrize("impl", FP8_IMPLS)
 @pytest.mark.parametrize("name", REAL)
-def test_fp8_of_real_sizes_on_a_gpu(name: str, num_rows: int) -> None:
+def test_fp8_of_real_sizes_on_a_gpu(name: str, impl: str, num_rows: int) -> None:
     depth, widths = REAL[name]
-    assert_fp8_as_exact(Case(num_rows=num_rows, depth=depth, widths=widths), torch.bfloat16)
+    assert_fp8_as_exact(Case(num_rows=num_rows, depth=depth, widths=widths), torch.bfloat16, impl)
 
 
-def assert_fp8_as_exact(case: Case, dtype: torch.dtype) -> None:
+def assert_fp8_as_exact(case: Case, dtype: torch.dtype, impl: str) -> None:
+    if (reason := IMPLEMENTATIONS[impl].capability.available()) is not None:
+        pytest.skip(reason)
     (x, weights, biases), scales = make_fp8_inputs(case, dtype=dtype)
-    exact = linear_reference(
-        *to_exact(x), to_exact(*weights), to_exact(*biases), scales=to_exact(*scales)
-    )
     out = linear(
         rows_apart(x.cuda()),
         [weight.cuda() for weight in weights],
         [None if bias is None else bias.cuda() for bias in biases],
         scales=[scale.cuda() for scale in scales],
-        impl="triton",
+        impl=impl,
     )
-    reference = linear_reference(x, weights, biases, scales=scales)
-    assert_within_budget(out.cpu(), exact, reference)
+    rounds = impl == "triton_fp8"
+    assert_within_budget(out.cpu(), *expected_of((x, weights, biases), scales, rounds=rounds))
 
 
 @needs_cuda
@@ -117,17 +121,23 @@ def test_compiles_without_spills() -> None:
             label = f"{name}, {num_rows} rows"
             launches = fp8_launches(target, num_rows, *REAL[name]).values()
             rows += [resources_of(launch, target, label) for launch in launches]
+    for name, num_rows in (("router", 8), ("qkv", 32), ("out_proj", 64)):
+        launches = fp8_launches("sm_90", num_rows, *REAL[name], rounds=True).values()
+        label = f"{name}, {num_rows} rounded rows"
+        rows += [resources_of(launch, "sm_90", label) for launch in launches]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
 
 
 def fp8_launches(
-    target: str, num_rows: int, depth: int, widths: tuple[int, ...]
+    target: str, num_rows: int, depth: int, widths: tuple[int, ...], *, rounds: bool = False
 ) -> dict[str, Launch]:
-    from torch_hybrid.ops.linear import _triton
+    from torch_hybrid.ops.linear import _triton, _triton_fp8
+
+    launcher = _triton_fp8.rounded_linear if rounds else _triton.linear
 
     weights = [torch.empty(n, depth, dtype=DTYPE, device="meta") for n in widths]
     with launches_on(target) as launches:
-        _triton.linear(
+        launcher(
             torch.empty(num_rows, depth, dtype=torch.bfloat16, device="meta"),
             weights,
             [None] * len(widths),

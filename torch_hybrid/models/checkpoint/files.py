@@ -51,7 +51,9 @@ class Checkpoint:
     tensors: Mapping[str, Stored]
     stamps: Mapping[Path, Stamp]
 
-    def unread(self, device: torch.device, dtype: torch.dtype) -> dict[str, Unread]:
+    def unread(
+        self, device: torch.device, dtype: torch.dtype = torch.bfloat16
+    ) -> dict[str, Unread]:
         """All tensors, to be read to ``device``; those that have scales are of ``dtype``."""
         return {
             name: Unread(
