@@ -1,6 +1,6 @@
 """What weights of 8 and 4 bits cost in accuracy: the demo's trained model, asked to recall.
 
-    python -m benchmarks.integers
+    python -m benchmarks.integers [--prompts N]
 
 Of the right answers to fresh prompts: their perplexity, how many have the largest logit, and how
 far logits are from those of float32 weights (root of the mean square, over their standard
@@ -9,6 +9,7 @@ deviation).
 
 from __future__ import annotations
 
+import argparse
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,9 @@ def answers(prompts: list[RecallPrompt], **options: Any) -> Answers:
 
 def main() -> None:
     """Ask each form the same."""
-    prompts = make_prompts(NUM_PROMPTS, SEED)
+    parser = argparse.ArgumentParser(description="What weights of 8 and 4 bits cost in accuracy.")
+    parser.add_argument("--prompts", type=int, default=NUM_PROMPTS)
+    prompts = make_prompts(parser.parse_args().prompts, SEED)
     exact = answers(prompts)
     results = Results(
         title=f"Weights as integers: the demo's model, {len(exact.right)} answers",
