@@ -141,7 +141,7 @@ constexpr int integer_streams(int rows) { return rows <= 4 ? 4 : 3; }
 constexpr int INTEGER_GROUP = 2;
 constexpr int integer_streams(int) { return 2; }
 #endif
-constexpr int64_t INTEGER_LEAD = 2048;  // bytes that are fetched ahead where streams are few
+constexpr int64_t INTEGER_LEAD = 2048;  // bytes that are fetched ahead of each stream
 
 // Rows n, n + stride, ... of W, R of them, times G rows of x, in blocks of STEPS with one scale.
 template <typename Q, int STEPS, int R, int G>

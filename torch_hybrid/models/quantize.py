@@ -30,7 +30,8 @@ from torch_hybrid.ranks import SummedLinear, SumOverRanks
 
 WEIGHTS = {"int8": INT8, "int4": INT4}
 # What stays as it is, by the names of modules: embeddings, of which a step reads a few rows, and
-# routers, which are small and decide. README.md says what was measured of these and of others.
+# routers, which are small and decide. benchmarks/README.md has what was measured
+# of these and of others.
 KEPT = ("*embed*", "*router*", "*gate")
 # What has 8 bits where others have 4.
 EIGHT_BITS = ("*lm_head", "*k_proj", "*v_proj", "*o_proj", "*out_proj")
@@ -70,7 +71,7 @@ def quantize(
         UnsupportedError: the model has such weights, or others with scales, already.
     """
     check_weights(weights, group, others=())
-    refuse_with_scales(model)
+    _refuse_with_scales(model)
     stored = _Stored(WEIGHTS[weights], group, tuple(keep), tuple(eight_bits))
     _make_integers(model, stored, lambda weight, first, count: weight[first:][:count])
     trim()
@@ -91,7 +92,7 @@ def quantize_unread(
     def read(weight: Tensor, first: int, count: int) -> Tensor:
         return read_rows(weight, first, count, checkpoint, device)
 
-    refuse_with_scales(model)
+    _refuse_with_scales(model)
     stored = _Stored(WEIGHTS[weights], group, tuple(keep), tuple(eight_bits))
     _make_integers(model, stored, read, device=device)
 
@@ -104,7 +105,7 @@ def check_weights(weights: str, group: int, *, others: tuple[str, ...] = ("auto"
         raise ValueError(f"group must be 32, 64 or 128, got {group!r}")
 
 
-def refuse_with_scales(model: nn.Module) -> None:
+def _refuse_with_scales(model: nn.Module) -> None:
     """Raise UnsupportedError where weights have scales already."""
     for name, module in model.named_modules():
         for key, weight in module.named_parameters(recurse=False):
