@@ -228,7 +228,7 @@ def _sum(
         else:
             acc = dot(b_w.to(tl.float32).to(b_x.dtype), tl.trans(b_x), acc)
     if FEW:
-        return tl.sum(acc, 2)
+        acc = tl.sum(acc, 2)
     return acc
 
 
@@ -269,5 +269,5 @@ def _sum_of_halves(
             acc = dot(low.to(b_x.dtype), tl.trans(even), acc)
             acc = dot(high.to(b_x.dtype), tl.trans(odd), acc)
     if FEW:
-        return tl.sum(acc, 2)
+        acc = tl.sum(acc, 2)
     return acc
