@@ -1,6 +1,6 @@
 """Beside llama.cpp: the same weights, tokens and threads, by turns in one process.
 
-    python -m benchmarks.llama_cpp [--model NAME] [--dtype NAME] [--threads N]
+    python -m benchmarks.llama_cpp [--model NAME] [--dtype NAME] [--threads N] [--weights int8]
 
 It needs llama-cpp-python, built for this machine, and gguf:
 
@@ -11,6 +11,9 @@ in that dtype too. Nothing is timed before its logits agree with ours, at a pref
 of each size, which shows that the file is right; ours agree with transformers'. In float32 they are
 compared without its flash attention, which rounds values to float16; what is timed has it, as it is
 the default.
+
+With --weights int8 or int4, ours are made integers by ``th.quantize``, llama.cpp's are Q8_0 or
+Q4_K_M by its own program, and ours as they were take turns with both.
 
     decode 1, 8, 32  of sequences of 128 to 512 tokens
     prefill 512      of one prompt
@@ -33,19 +36,22 @@ import torch
 from torch import Tensor
 
 from benchmarks.contestants import Ours
-from benchmarks.llama_cpp_contestant import LlamaCpp
+from benchmarks.llama_cpp_contestant import LlamaCpp, quantized_gguf
 from benchmarks.llama_cpp_weights import LLAMA_CPP, write_gguf
 from benchmarks.models import make_model
 from benchmarks.oracle import Oracle
 from benchmarks.results import Results, arguments, parse, title
 from benchmarks.serve import Tokens, make_prompts, num_equal, serve
 from benchmarks.timing import Times, interleave
-from torch_hybrid import Engine, Runner, adapt
+from torch_hybrid import Engine, Runner, adapt, quantize
 
 # Largest difference of logits, of the largest logit. In float32 that of tiny models was 1.5e-5
 # (granitemoehybrid), 1.4e-4 (qwen3_5) and 1.3e-3 (falcon_h1); in bfloat16 each rounds at other
 # places. A file that is wrong is off by all of it.
 DIFFERENCE = {torch.float32: 2e-3, torch.bfloat16: 6e-2}
+# Each rounds random weights in its own way, and llama.cpp what they multiply too: by a file that is
+# wrong, 1.4 would be expected (int4 was off by 0.97). That it is right shows without ``--weights``.
+DIFFERENCE_OF_INTEGERS = {"int8": 0.3, "int4": 1.2}
 NUM_NEW = 32
 STEP_TOKENS = 1024  # of a step of serving
 
@@ -104,12 +110,20 @@ class Match:
         hf_model = make_model(options.model, options.torch_dtype, quick=options.quick)
         write_gguf(hf_model, options.model, path)
         self.oracle = Oracle(hf_model)
-        self.runner = Runner(
-            adapt(copy.deepcopy(hf_model)),
-            max_seqs=max_seqs,
-            max_tokens=STEP_TOKENS,
-            kv_tokens=max_seqs * (max_len + 16),
-        )
+        sizes = {
+            "max_seqs": max_seqs,
+            "max_tokens": STEP_TOKENS,
+            "kv_tokens": max_seqs * (max_len + 16),
+        }
+        model = adapt(copy.deepcopy(hf_model))
+        self.others: dict[str, Ours] = {}
+        self.has_integers = options.weights != "auto"
+        if self.has_integers:
+            plain = Runner(adapt(copy.deepcopy(hf_model)), **sizes)
+            self.others[f"ours, {options.dtype}"] = Ours(plain)
+            quantize(model, options.weights)
+            path = quantized_gguf(path, options.weights)
+        self.runner = Runner(model, **sizes)
         self.ours = Ours(self.runner)
         llama = partial(
             LlamaCpp,
@@ -122,7 +136,7 @@ class Match:
         self.llama = llama()
         # The same file, mapped once more: its pages are shared.
         self.compared = llama(flash=False) if options.torch_dtype is torch.float32 else self.llama
-        self.allowed = DIFFERENCE[options.torch_dtype]
+        self.allowed = DIFFERENCE_OF_INTEGERS.get(options.weights, DIFFERENCE[options.torch_dtype])
         self.largest = 0.0  # difference of logits so far
 
     def agree(self, what: str, ours: Tensor, theirs: Tensor) -> None:
@@ -142,33 +156,37 @@ class Match:
     def prefill(self, prompt: list[int], rounds: int) -> dict[str, Times]:
         """One prompt, whole."""
 
-        def ours() -> Tensor:
-            seqs = self.runner.new_sequences(1)
-            logits = self.runner.extend(seqs, [prompt])
-            self.runner.free(seqs)
+        def ours(contestant: Ours) -> Tensor:
+            seqs = contestant.runner.new_sequences(1)
+            logits = contestant.runner.extend(seqs, [prompt])
+            contestant.runner.free(seqs)
             return logits
 
         def theirs(llama: LlamaCpp) -> Tensor:
             llama.restart(0)
             return llama.extend({0: prompt})
 
-        self.ours.start([])
+        for contestant in (self.ours, *self.others.values()):
+            contestant.start([])
         for llama in {self.llama, self.compared}:
             llama.start([[0]])
-        logits = ours()
-        self.oracle.check("ours", logits, [prompt])
+        logits = ours(self.ours)
+        for checked in self.others.values() if self.has_integers else [self.ours]:
+            self.oracle.check("ours", ours(checked), [prompt])
         self.agree("prefill", logits, theirs(self.compared))
-        runs = {"ours": ours, "llama.cpp": partial(theirs, self.llama)}
+        runs = {"ours": partial(ours, self.ours), "llama.cpp": partial(theirs, self.llama)}
+        runs |= {name: partial(ours, other) for name, other in self.others.items()}
         return interleave(runs, rounds=rounds)
 
     def decode(self, prompts: Tokens, rounds: int) -> dict[str, Times]:
         """A token for each of these sequences."""
         tokens = [1] * len(prompts)
-        for contestant in {self.ours, self.llama, self.compared}:
+        for contestant in {self.ours, self.llama, self.compared, *self.others.values()}:
             contestant.start(prompts)
         self.agree(f"decode {len(prompts)}", self.ours.step(tokens), self.compared.step(tokens))
-        runs = {"ours": partial(self.ours.step, tokens)}
-        return interleave(runs | {"llama.cpp": partial(self.llama.step, tokens)}, rounds=rounds)
+        contestants = {"ours": self.ours, "llama.cpp": self.llama, **self.others}
+        runs = {name: partial(each.step, tokens) for name, each in contestants.items()}
+        return interleave(runs, rounds=rounds)
 
     def serve(self, prompts: Tokens, num_new: int, rounds: int) -> tuple[dict[str, Times], str]:
         """Requests at once, and how many tokens are the same."""
@@ -189,8 +207,11 @@ def _prompts(count: int, vocab_size: int, longest: int) -> Tokens:
 
 
 def _add(results: Results, what: str, times: dict[str, Times]) -> None:
-    ours, theirs = times["ours"], times["llama.cpp"]
-    results.add(what, ours.best * 1e3, theirs.best * 1e3, ours.over(theirs))
+    ours, theirs, *others = times.values()
+    figures = [ours.best * 1e3, theirs.best * 1e3, ours.over(theirs)]
+    for other in others:
+        figures += [other.best * 1e3, ours.over(other)]
+    results.add(what, *figures)
 
 
 def main() -> None:
@@ -199,6 +220,7 @@ def main() -> None:
     parser.set_defaults(model="qwen3_5")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--weights", choices=["auto", "int8", "int4"], default="auto")
     options = parse(parser)
     if lacking := missing():
         print(f"llama.cpp is left out: install {lacking}")
@@ -210,9 +232,11 @@ def main() -> None:
     longest, num_new, count = (48, 4, 4) if options.quick else (512, NUM_NEW, 16)
     rounds = 2 if options.quick else options.rounds
     max_seqs, max_len = max(*options.batches, count), longest + rounds + num_new + 16
+    beside = [f"{options.dtype} ms", f"ours over {options.dtype}"]
+    beside = [] if options.weights == "auto" else beside
     results = Results(
         title=title(options, "Beside llama.cpp"),
-        columns=["", "ours ms", "llama.cpp ms", "ours over llama.cpp"],
+        columns=["", "ours ms", "llama.cpp ms", "ours over llama.cpp", *beside],
     )
     with TemporaryDirectory() as folder:
         match = Match(options, Path(folder, "model.gguf"), max_seqs=max_seqs, max_len=max_len)
@@ -223,12 +247,14 @@ def main() -> None:
         [prompt] = _prompts(1, vocab_size, longest)
         prompt = (prompt * 4)[:longest]
         _add(results, f"prefill {longest}", match.prefill(prompt, rounds))
-        prompts = make_prompts(count, vocab_size, longest=longest)
-        times, note = match.serve(prompts, num_new, min(rounds, 3))
-        _add(results, f"serving {count} requests", times)
+        if options.weights == "auto":
+            prompts = make_prompts(count, vocab_size, longest=longest)
+            times, note = match.serve(prompts, num_new, min(rounds, 3))
+            _add(results, f"serving {count} requests", times)
+            results.notes.append(note)
         for llama in {match.llama, match.compared}:
             llama.close()
-    results.notes += [note, f"largest difference of logits: {match.largest:.1e} of the largest one"]
+    results.notes.append(f"largest difference of logits: {match.largest:.1e} of the largest one")
     results.emit(options)
 
 

@@ -116,3 +116,22 @@ class LlamaCpp:
 
 def _ignore(_level: int, _text: bytes, _data: object) -> None:
     """What llama.cpp says of itself while it loads."""
+
+
+def quantized_gguf(path: Path, weights: str) -> Path:
+    """The same file beside it, with weights of 8 or 4 bits as llama.cpp makes them.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    import llama_cpp
+
+    quiet = llama_cpp.llama_log_callback(_ignore)
+    llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
+    to = path.with_suffix(f".{weights}.gguf")
+    kinds = {"int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M}
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.nthread = kinds[weights], torch.get_num_threads()
+    if llama_cpp.llama_model_quantize(bytes(path), bytes(to), params):
+        raise RuntimeError(f"llama.cpp does not quantize {path} to {weights}")
+    return to

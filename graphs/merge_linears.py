@@ -26,18 +26,19 @@ def merge_linears(graph: Graph) -> None:
 
     Contract: the graph computes the same values. The op streams the weights at memory speed for
     the few rows of a decode step, and the layers of one input are one parallel region, or launch.
-    Layers with weights of 8 bits, which are such ops already, become one op by themselves.
+    Layers of weights with scales, which are such ops already, become one op by themselves, those of
+    one dtype.
     Where the op has no native implementation (no compiler), and for weights that are computed in
     the graph, nothing changes.
 
     for each input, the F.linear nodes that read it or a reshape of its rows, up to where it is
-        written in place; and those with weights of 8 bits:
+        written in place; and those of one dtype with scales:
         before the first: y = linear(input as rows, their weights, their biases)
         each node becomes its columns of y, in the leading shape of what it read
 
     The halves of a step have different inputs: each half's layers stay its own.
     """
-    siblings: dict[tuple[Node, bool], list[_Linear]] = defaultdict(list)
+    siblings: dict[tuple[Node, torch.dtype], list[_Linear]] = defaultdict(list)
     groups: list[list[_Linear]] = []
     for node in graph.nodes:
         if written := storages(written_nodes(node)):
@@ -45,14 +46,14 @@ def merge_linears(graph: Graph) -> None:
                 groups.append(siblings.pop(key))
         layer = _linear_of(node)
         if layer is not None and layer.impl is not None:
-            siblings[_rows_of(layer.source), layer.scale is not None].append(layer)
+            siblings[_rows_of(layer.source), value_of(layer.weight).dtype].append(layer)
     for group in [*groups, *siblings.values()]:
         _merge(graph, group)
 
 
 @dataclass(frozen=True, slots=True)
 class _Linear:
-    """A call of ``F.linear`` in a graph, or of the op with a weight of 8 bits."""
+    """A call of ``F.linear`` in a graph, or of the op with a weight that has scales."""
 
     node: Node
     source: Node

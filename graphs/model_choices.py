@@ -1,6 +1,6 @@
 """What a runner chooses beside its backends: who computes experts, and who linear layers.
 
-What has weights of 8 bits is of a kind of its own: "fp8 linear", "fp8 fused_experts".
+What has weights with scales is of a kind of its own: "fp8 linear", "int4 fused_experts".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch_hybrid.ops.linear import op as linear
 
 
 def choosers_of(model: Model) -> list[Chooses]:
-    """The experts of all layers of a model, and its linear layers with weights of 8 bits."""
+    """The experts of all layers of a model, and its linear layers of weights with scales."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return [module for module in modules if isinstance(module, Chooses)]
 
@@ -37,8 +37,8 @@ def set_choices(model: Model, choices: Sequence[Choice]) -> None:
 
 
 def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, ...]:
-    """Who computes all experts of a model and its linear layers of 8 bits, if it has some, and the
-    other linear layers of its steps, if they are compiled.
+    """Who computes all experts of a model and its linear layers with scales, if it has some, and
+    the other linear layers of its steps, if they are compiled.
 
     Raises:
         ValueError: a name is of no implementation.

@@ -28,7 +28,8 @@ def fused_experts(
     x: Shape, expert_ids: Shape, expert_weights: Shape, up: Shape, down: Shape, **_: Any
 ) -> int:
     """Two products for each expert that a token takes."""
-    return 2 * x[0] * expert_ids[1] * (up[1] * up[2] + down[1] * down[2])
+    numbers = x[1] // up[2] if up[2] else 1  # that lie in an element of the weights
+    return 2 * x[0] * expert_ids[1] * numbers * (up[1] * up[2] + down[1] * down[2])
 
 
 def paged_attention(

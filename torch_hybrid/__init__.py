@@ -18,6 +18,7 @@ from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.load import adapt, from_pretrained
+from torch_hybrid.models.quantize import quantize
 from torch_hybrid.models.shard import shard
 from torch_hybrid.request import Output, Request, TokenEvent
 from torch_hybrid.sampling import Sampling, TokenLogprob
@@ -64,6 +65,7 @@ __all__ = [
     "make_backends",
     "make_batch",
     "plan_all",
+    "quantize",
     "select",
     "shard",
 ]

@@ -39,6 +39,7 @@ class ModelOptions:
 
     model: str
     dtype: str
+    weights: str
     device: str
     ranks: bool
     max_seqs: int
@@ -54,9 +55,9 @@ class ModelOptions:
     def load(self) -> HybridModel | Ring25:
         """The checkpoint, with a bar for as long as its weights are read."""
         if not self.ranks:
-            return load_model(self.model, self.dtype, self.device)
+            return load_model(self.model, self.dtype, self.device, self.weights)
         group, device = join_ranks(self.device)
-        return load_model(self.model, self.dtype, device, group)
+        return load_model(self.model, self.dtype, device, self.weights, group)
 
     def runner(self, model: HybridModel | Ring25, **options: Any) -> Runner:
         """A runner of these sizes; uncompiled where it is asked for or cannot be otherwise."""
@@ -147,6 +148,13 @@ model_options = _grouped(
         click.argument("model"),
         click.option("--dtype", default="auto", show_default=True, help="Of the weights."),
         click.option(
+            "--weights",
+            type=click.Choice(["auto", "int8", "int4"]),
+            default="auto",
+            show_default=True,
+            help="As they are stored, or made integers with scales as they are read.",
+        ),
+        click.option(
             "--device", default="auto", show_default=True, help="auto takes CUDA where it is."
         ),
         click.option(
@@ -232,14 +240,15 @@ def load_model(
     path_or_id: str,
     dtype: str = "auto",
     device: str = "cpu",
+    weights: str = "auto",
     ranks: dist.ProcessGroup | None = None,
 ) -> HybridModel | Ring25:
     """A checkpoint, or this rank's part of it, with a bar for as long as its weights are read."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     _quiet_transformers()
-    path_or_id = os.path.expanduser(path_or_id)
-    return from_pretrained(path_or_id, dtype=dtype, device=device, ranks=ranks)
+    path = os.path.expanduser(path_or_id)
+    return from_pretrained(path, dtype=dtype, device=device, ranks=ranks, weights=weights)
 
 
 def load_tokenizer(path_or_id: str, hint: str = "give prompts as token ids with --ids") -> Any:

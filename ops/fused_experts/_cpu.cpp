@@ -2,7 +2,6 @@
 #include <atomic>
 #include <vector>
 
-#include "block_fp8.h"
 #include "call.h"
 #include "rows.h"
 
@@ -10,10 +9,11 @@ namespace {
 
 TH_CALL(Call,
   const void *x, *expert_ids, *expert_weights, *gate_up, *down;
-  const void *gate_up_scales, *down_scales;  // null where weights are in the op's dtype
+  const void *gate_up_scales, *down_scales;  // null where weights have none
   void *hidden, *out;
   int64_t num_tokens, top_k, num_experts, dim, width, ldx;  // width: rows of gate, and of up
   int64_t ids_are_int64, weights_are_float, has_gate, streams, by_hardware, is_bf16, num_threads;
+  int64_t format, gate_up_group, down_group;  // how many elements of a row share a scale of integers
 );
 
 constexpr int ROWS = 64;                         // of one expert's tokens, multiplied at a time
@@ -48,14 +48,13 @@ struct Routing {
   }
 };
 
-template <typename T>
+template <typename T, typename W>
 struct Scratch {
-  th::Rows<T> rows;
-  th::Pieces<T> pieces;
+  th::Rows<T, W> rows;
   std::vector<float> gate, up, sums;
 };
 
-template <typename T>
+template <typename T, typename W>
 class Experts {
  public:
   explicit Experts(const Call& call) : call_(call), routing_(call) {}
@@ -64,7 +63,7 @@ class Experts {
     std::atomic<int64_t> hidden_taken{0}, out_taken{0};
 #pragma omp parallel num_threads(int(call_.num_threads))
     {
-      static thread_local Scratch<T> scratch;
+      static thread_local Scratch<T, W> scratch;
       const int64_t chunks = (call_.width + WIDTH_CHUNK - 1) / WIDTH_CHUNK;
       const int64_t num_hidden = int64_t(routing_.experts.size()) * chunks;
       for (int64_t i; (i = hidden_taken++) < num_hidden;)
@@ -76,15 +75,15 @@ class Experts {
 
  private:
   // hidden[pair, i ...] = silu(gate) * up, or relu(up)^2, for all tokens of an expert.
-  void hidden_chunk(Scratch<T>& s, int64_t expert, int64_t i) {
+  void hidden_chunk(Scratch<T, W>& s, int64_t expert, int64_t i) {
     const int64_t D = call_.dim, I = call_.width, count = std::min(WIDTH_CHUNK, I - i);
     const int64_t gate = expert * (1 + call_.has_gate), up = gate + call_.has_gate;
     s.gate.resize(ROWS * count), s.up.resize(ROWS * count);
     for_blocks(expert, [&](int64_t p, int rows) {
       s.rows.pack(rows, D, [&](int r) { return token_row(p + r); });
       if (call_.has_gate)
-        multiply(s, rows, weights(call_.gate_up, call_.gate_up_scales, gate, I, D), i, count, s.gate);
-      multiply(s, rows, weights(call_.gate_up, call_.gate_up_scales, up, I, D), i, count, s.up);
+        s.rows.multiply(gate_up(gate), i, count, s.gate.data(), count, reading_);
+      s.rows.multiply(gate_up(up), i, count, s.up.data(), count, reading_);
       for (int r = 0; r < rows; ++r)
         for (int64_t j = 0; j < count; j += th::LANES) {
           const int left = int(std::min<int64_t>(th::LANES, count - j));
@@ -98,14 +97,14 @@ class Experts {
 
   // out[:, d ...] of all tokens: one thread owns the columns, so nothing is added concurrently,
   // and each token's experts are added in the order of their numbers.
-  void out_chunk(Scratch<T>& s, int64_t d) {
+  void out_chunk(Scratch<T, W>& s, int64_t d) {
     const int64_t D = call_.dim, I = call_.width, count = std::min(DIM_CHUNK, D - d);
     s.sums.assign(call_.num_tokens * count, 0.0f);
     s.up.resize(ROWS * count);
     for (int64_t expert : routing_.experts)
       for_blocks(expert, [&](int64_t p, int rows) {
         s.rows.pack(rows, I, [&](int r) { return typed(call_.hidden) + (p + r) * I; });
-        multiply(s, rows, weights(call_.down, call_.down_scales, expert, D, I), d, count, s.up);
+        s.rows.multiply(down(expert), d, count, s.up.data(), count, reading_);
         for (int r = 0; r < rows; ++r) add(s, p + r, &s.up[r * count], count);
       });
     for (int64_t t = 0; t < call_.num_tokens; ++t)
@@ -115,25 +114,30 @@ class Experts {
       }
   }
 
+  W gate_up(int64_t n) const {
+    return weights(W{}, call_.gate_up, call_.gate_up_scales, n, call_.width, call_.dim,
+                   call_.gate_up_group);
+  }
+  W down(int64_t n) const {
+    return weights(W{}, call_.down, call_.down_scales, n, call_.dim, call_.width, call_.down_group);
+  }
+
   // The n-th of weights [rows, depth] that lie one after the other.
-  static th::Weights<T> weights(const void* data, const void* scales, int64_t n, int64_t rows,
-                                int64_t depth) {
+  static W weights(th::Weights<T>, const void* data, const void* scales, int64_t n, int64_t rows,
+                   int64_t depth, int64_t) {
     const auto blocks = [](int64_t size) { return (size + th::FP8_BLOCK - 1) / th::FP8_BLOCK; };
     if (!scales) return {typed(data) + n * rows * depth, nullptr, depth};
     return {static_cast<const uint8_t*>(data) + n * rows * depth,
             static_cast<const float*>(scales) + n * blocks(rows) * blocks(depth), depth};
   }
-
-  // y[r, j] of the M packed rows and rows [first, first + count) of W.
-  void multiply(Scratch<T>& s, int64_t M, const th::Weights<T>& W, int64_t first, int64_t count,
-                std::vector<float>& y) {
-    s.pieces.each(W, first, count, M, [&](const T* rows, int64_t at, int64_t n) {
-      s.rows.multiply(rows, W.K, n, y.data() + at, count,
-                      {call_.streams, call_.by_hardware != 0});
-    });
+  template <typename Q>
+  static W weights(th::Integers<Q>, const void* data, const void* scales, int64_t n, int64_t rows,
+                   int64_t depth, int64_t group) {
+    const th::Integers<Q> all{data, static_cast<const float*>(scales), depth, group};
+    return {all.row(n * rows), all.scales_of(n * rows), depth, group};
   }
 
-  void add(Scratch<T>& s, int64_t p, const float* y, int64_t count) {
+  void add(Scratch<T, W>& s, int64_t p, const float* y, int64_t count) {
     const int64_t pair = routing_.pairs[p];
     float* sums = &s.sums[pair / call_.top_k * count];
     const float weight = call_.weights_are_float
@@ -156,12 +160,22 @@ class Experts {
   static const T* typed(const void* data) { return static_cast<const T*>(data); }
 
   const Call& call_;
+  const th::Reading reading_{call_.streams, call_.by_hardware != 0};
   const Routing routing_;
 };
+
+template <typename T>
+void run(const Call& call) {
+  switch (call.format) {
+    case th::INT8: return Experts<T, th::Integers<th::Int8>>(call).run();
+    case th::INT4: return Experts<T, th::Integers<th::Int4>>(call).run();
+    default: return Experts<T, th::Weights<T>>(call).run();
+  }
+}
 
 }  // namespace
 
 TH_EXPORT_CALL(fused_experts, Call) {
-  call->is_bf16 ? Experts<th::bf16>(*call).run() : Experts<float>(*call).run();
+  call->is_bf16 ? run<th::bf16>(*call) : run<float>(*call);
   return true;
 }

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.native.call import kernel
 from torch_hybrid.ops.native.forms import forms
+from torch_hybrid.ops.stored_weights import depth_of, format_of, group_of
 
 # Of tokens in one go: it bounds the hidden activations, and their experts' weights are read anew.
 MAX_TOKENS = 2048
@@ -18,7 +19,8 @@ _RUN = kernel(
     Path(__file__).with_name("_cpu.cpp"),
     tensors="x expert_ids expert_weights gate_up down gate_up_scales down_scales hidden out",
     integers="num_tokens top_k num_experts dim width ldx "
-    "ids_are_int64 weights_are_float has_gate streams by_hardware is_bf16 num_threads",
+    "ids_are_int64 weights_are_float has_gate streams by_hardware is_bf16 num_threads "
+    "format gate_up_group down_group",
 )
 
 
@@ -36,8 +38,12 @@ def fused_experts(
     """See ``torch_hybrid.ops.fused_experts.op.fused_experts``."""
     out = x.new_empty(x.shape)
     num_tokens, top_k = expert_ids.shape
-    num_experts, dim, width = down.shape
     measured = forms(x.dtype)
+    num_experts, dim, width = *down.shape[:2], depth_of(down)
+    groups = [
+        0 if scales is None else group_of(weight, scales)
+        for weight, scales in ((gate_up, gate_up_scales), (down, down_scales))
+    ]
     hidden = x.new_empty(min(num_tokens, MAX_TOKENS) * top_k, width)
     for first in range(0, num_tokens, MAX_TOKENS):
         block = slice(first, first + MAX_TOKENS)
@@ -64,5 +70,7 @@ def fused_experts(
             measured.by_hardware,
             x.dtype is torch.bfloat16,
             torch.get_num_threads(),
+            format_of(down.dtype),
+            *groups,
         )
     return out

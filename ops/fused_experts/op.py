@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops import block_scales
+from torch_hybrid.ops import block_scales, stored_weights
 from torch_hybrid.ops.capability import NO_FEATURES, Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
@@ -25,7 +25,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         capability=Capability(
             devices=frozenset({"cpu"}),
             dtypes=frozenset({torch.float32, torch.bfloat16}),
-            features=FEATURES,
+            features=stored_weights.FEATURES,
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.fused_experts._cpu:fused_experts",
@@ -51,7 +51,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         launcher="torch_hybrid.ops.fused_experts._triton:fused_experts",
     ),
     "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"}), features=FEATURES),
+        capability=Capability(devices=frozenset({"cpu", "cuda"}), features=stored_weights.FEATURES),
         launcher="torch_hybrid.ops.fused_experts._torch:fused_experts",
     ),
 }
@@ -75,22 +75,24 @@ def fused_experts(
     with ``e = expert_ids[t, j]``, or ``down[e] @ act(up[e] @ x[t])`` where the activation has no
     gate. Sums are float32.
 
-    With scales, weights are numbers of 8 bits, each worth its number times the scale of its block
-    of 128 x 128, as in checkpoints with ``quant_method: fp8``. Nothing else is rounded to them, but
-    by the implementation "triton_fp8": tokens and hidden activations, each row's numbers with a
-    scale for 128 columns, where there is more than one token.
+    With scales, a weight is worth its numbers times these, of 8-bit floats, or integers of 8 or 4
+    bits, as ``linear`` takes them. Nothing else is rounded, but by the implementation "triton_fp8",
+    of 8-bit floats: tokens and hidden activations, each row's numbers with a scale for 128 columns,
+    where there is more than one token.
 
     Args:
         x: [T, D] float; rows may lie any distance apart, one row is contiguous.
         expert_ids: [T, k] int32 or int64, contiguous, from 0 to E; E means no expert.
         expert_weights: [T, k] float32 or x's dtype, contiguous.
         gate_up: [E, 2 I, D] contiguous, in x's dtype: the I rows of gate, then those of up;
-            [E, I, D], the rows of up alone, where there is no gate. With scales, float8_e4m3fn.
+            [E, I, D], the rows of up alone, where there is no gate. With scales float8_e4m3fn,
+            int8, or uint8 with half as many columns.
         down: [E, D, I] contiguous, in gate_up's dtype.
         gate_up_scales: [E, 2 ceil(I / 128), ceil(D / 128)] float32, contiguous, or half of it
-            without a gate: gate and up have blocks each for itself; or None.
-        down_scales: [E, ceil(D / 128), ceil(I / 128)] float32, contiguous, where gate_up has
-            scales; else None.
+            without a gate: gate and up have blocks each for itself; of int8 [E, 2 I], of uint8
+            [E, 2 I, D / group]; or None.
+        down_scales: [E, ceil(D / 128), ceil(I / 128)], [E, D] or [E, D, I / group] float32,
+            contiguous, where gate_up has scales; else None.
         activation: "silu", of a gate; or "relu2", the square of the positive part, without one.
         impl: a name in IMPLEMENTATIONS.
 
@@ -109,11 +111,14 @@ def fused_experts(
         for name, scale in (("gate_up_scales", gate_up_scales), ("down_scales", down_scales))
         if scale is not None
     }
-    features = FEATURES if scales else NO_FEATURES
+    features = NO_FEATURES
+    if scales:
+        stored_weights.check_has_scales("gate_up", gate_up)
+        features = stored_weights.features_of(gate_up.dtype)
     check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype, features=features)
     if activation not in HAS_GATE:
         raise ValueError(f"activation must be one of {list(HAS_GATE)}, got {activation!r}")
-    weight_dtype = block_scales.DTYPE if scales else x.dtype
+    weight_dtype = gate_up.dtype if scales else x.dtype
     has_gate = HAS_GATE[activation]
     _check_inputs(x, expert_ids, expert_weights, gate_up, down, weight_dtype, has_gate)
     if scales:
@@ -137,14 +142,15 @@ def _check_inputs(
         if tensor.ndim != ndim:
             raise ValueError(f"{name} must have {ndim} dimensions, got {list(tensor.shape)}")
     num_tokens, dim = x.shape
-    num_experts, _, width = down.shape
+    num_experts, width = down.shape[0], stored_weights.depth_of(down)
     top_k = expert_ids.shape[1]
+    gate_up_shape = (num_experts, (1 + has_gate) * width, dim)
     check_shapes(
         {
             "expert_ids": (expert_ids, (num_tokens, top_k)),
             "expert_weights": (expert_weights, (num_tokens, top_k)),
-            "gate_up": (gate_up, (num_experts, (1 + has_gate) * width, dim)),
-            "down": (down, (num_experts, dim, width)),
+            "gate_up": (gate_up, stored_weights.stored_shape(gate_up_shape, weight_dtype)),
+            "down": (down, (num_experts, dim, down.shape[2])),
         }
     )
     for name, tensor, dtypes in (
@@ -172,8 +178,9 @@ def _check_scales(
     if gate_up_scales is None or down_scales is None:
         missing = "gate_up_scales" if gate_up_scales is None else "down_scales"
         raise ValueError(f"{missing} must be given where the other scales are, got None")
-    block_scales.check_scales(gate_up, gate_up_scales, "gate_up_scales", num_parts=1 + has_gate)
-    block_scales.check_scales(down, down_scales, "down_scales")
+    num_parts = 1 + has_gate
+    stored_weights.check_scales(gate_up, gate_up_scales, "gate_up_scales", num_parts=num_parts)
+    stored_weights.check_scales(down, down_scales, "down_scales")
 
 
 _FUSED_EXPERTS = define_op(

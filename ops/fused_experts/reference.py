@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_hybrid.ops.block_scales import dequantized, rounded
+from torch_hybrid.ops.block_scales import rounded
+from torch_hybrid.ops.stored_weights import dequantized
 
 
 def fused_experts_reference(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch_hybrid.ops.linear.by_torch import product_by_torch
 from torch_hybrid.ops.native.call import kernel
 from torch_hybrid.ops.native.forms import forms
+from torch_hybrid.ops.stored_weights import format_of, group_of
 
 # Past it, torch's product of one weight after the other may be faster: see ``native/forms.py``.
 MAX_ROWS = 128
@@ -21,9 +22,9 @@ _TILE_DEPTH = 32
 SOURCE = Path(__file__).with_name("_cpu.cpp")
 FIELDS = {
     "tensors": "x y",
-    "integers": "M K ldx ldy num_weights streams by_hardware is_bf16 num_threads",
+    "integers": "M K ldx ldy num_weights streams by_hardware format is_bf16 num_threads",
     "row_tensors": "weight scales bias",
-    "row_integers": "rows",
+    "row_integers": "rows group",
 }
 _RUN = kernel("linear", SOURCE, **FIELDS)
 
@@ -44,9 +45,13 @@ def linear(
     if num_rows > MAX_ROWS and by_torch and depth % _TILE_DEPTH == 0:
         return product_by_torch(x, weights, biases, y)
     rows: list[int] = []
-    scale_ptrs = [0] * len(sizes) if scales is None else [scale.data_ptr() for scale in scales]
-    for weight, scale, bias, size in zip(weights, scale_ptrs, biases, sizes, strict=True):
-        rows += (weight.data_ptr(), scale, 0 if bias is None else bias.data_ptr(), size)
+    scale_ptrs = groups = [0] * len(sizes)
+    if scales is not None:
+        scale_ptrs = [scale.data_ptr() for scale in scales]
+        groups = [group_of(weight, scale) for weight, scale in zip(weights, scales, strict=True)]
+    of_weights = zip(weights, scale_ptrs, biases, sizes, groups, strict=True)
+    for weight, scale, bias, size, group in of_weights:
+        rows += (weight.data_ptr(), scale, 0 if bias is None else bias.data_ptr(), size, group)
     _RUN(
         x,
         y,
@@ -57,6 +62,7 @@ def linear(
         len(sizes),
         measured.streams,
         measured.by_hardware,
+        format_of(weights[0].dtype),
         x.dtype is torch.bfloat16,
         torch.get_num_threads(),
         *rows,

@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops import block_scales
 from torch_hybrid.ops.linear._triton_fp8 import fp8_linear
+from torch_hybrid.ops.linear._triton_integers import integer_linear
 from torch_hybrid.ops.linear._triton_place import bias_of, place
 from torch_hybrid.ops.linear.by_torch import product_by_torch
 from torch_hybrid.ops.triton.products import dot
@@ -69,7 +71,8 @@ def linear(
 ) -> Tensor:
     """See ``torch_hybrid.ops.linear.op.linear``."""
     if scales is not None:
-        return fp8_linear(x, weights, biases, scales)
+        is_fp8 = weights[0].dtype == block_scales.DTYPE
+        return (fp8_linear if is_fp8 else integer_linear)(x, weights, biases, scales)
     num_rows, depth = x.shape
     sizes = tuple(weight.shape[0] for weight in weights)
     y = x.new_empty(num_rows, sum(sizes))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops import block_scales
+from torch_hybrid.ops import block_scales, stored_weights
 from torch_hybrid.ops.capability import (
     FLOATS_AND_FLOAT64,
     NO_FEATURES,
@@ -30,7 +30,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         capability=Capability(
             devices=frozenset({"cpu"}),
             dtypes=frozenset({torch.float32, torch.bfloat16}),
-            features=FEATURES,
+            features=stored_weights.FEATURES,
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.linear._cpu:linear",
@@ -49,7 +49,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "triton": Implementation(
         capability=Capability(
             devices=triton_devices(),
-            features=FEATURES,
+            features=stored_weights.FEATURES,
             cuda_graph=True,
             available=triton_missing,
         ),
@@ -59,7 +59,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         capability=Capability(
             devices=frozenset({"cpu", "cuda"}),
             dtypes=FLOATS_AND_FLOAT64,
-            features=FEATURES,
+            features=stored_weights.FEATURES,
             cuda_graph=True,
         ),
         launcher="torch_hybrid.ops.linear._torch:linear",
@@ -88,17 +88,25 @@ def linear(
     ``out[:, first : first + N_i] = x @ weights[i].T + biases[i]``. Sums are float32, of
     float64 tensors float64.
 
-    With ``scales``, weights are numbers of 8 bits: ``weights[i][n, k]`` is worth
-    ``weights[i][n, k] * scales[i][n // 128, k // 128]``, as in checkpoints with ``quant_method:
-    fp8``. What x holds is not rounded, but by the implementation "triton_fp8": to 8 bits, each
-    row's numbers with a scale for 128 columns, as such checkpoints are meant to be run.
+    With ``scales``, a weight is worth its numbers times these. All weights are of one dtype:
+
+    - float8_e4m3fn, ``weights[i][n, k] * scales[i][n // 128, k // 128]``, as in checkpoints with
+      ``quant_method: fp8``;
+    - int8, ``weights[i][n, k] * scales[i][n]``;
+    - uint8, of two numbers of 4 bits each: ``(number[n, k] - 8) * scales[i][n, k // group]``,
+      where number ``2 k`` is the low half of ``weights[i][n, k]`` and ``2 k + 1`` the high half,
+      and group is 32, 64 or 128.
+
+    What x holds is not rounded, but by the implementation "triton_fp8", of 8-bit floats: to such
+    too, each row's numbers with a scale for 128 columns, as those checkpoints are meant to be run.
 
     Args:
         x: [M, K] float; rows may lie any distance apart, one row is contiguous.
-        weights: each [N_i, K], contiguous, in x's dtype, with ``scales`` float8_e4m3fn; at least
-            one.
+        weights: each [N_i, K], contiguous, in x's dtype; with ``scales`` float8_e4m3fn, int8, or
+            uint8 [N_i, K / 2]; at least one.
         biases: as many, each [N_i] in x's dtype, or None.
-        scales: as many, each [ceil(N_i / 128), ceil(K / 128)] float32, contiguous; or None.
+        scales: as many, float32, contiguous, each [ceil(N_i / 128), ceil(K / 128)], [N_i] or
+            [N_i, K / group]; or None.
         impl: a name in IMPLEMENTATIONS.
 
     Returns:
@@ -107,7 +115,10 @@ def linear(
     Raises:
         ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown.
     """
-    features = NO_FEATURES if scales is None else FEATURES
+    features = NO_FEATURES
+    if scales is not None and weights:
+        stored_weights.check_has_scales("weights[0]", weights[0])
+        features = stored_weights.features_of(weights[0].dtype)
     check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype, features=features)
     _check_inputs(x, weights, biases, scales)
     given = {} if scales is None else {"scales": scales}
@@ -133,13 +144,14 @@ def _check_inputs(
         raise ValueError(f"x must have contiguous rows, got strides {list(x.stride())}")
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         num_rows = weight.shape[0]
+        weight_dtype = x.dtype if scales is None else weights[0].dtype
+        stored_shape = stored_weights.stored_shape((num_rows, x.shape[1]), weight_dtype)
         check_shapes(
             {
-                f"weights[{i}]": (weight, (num_rows, x.shape[1])),
+                f"weights[{i}]": (weight, stored_shape),
                 f"biases[{i}]": (bias, (num_rows,)),
             }
         )
-        weight_dtype = x.dtype if scales is None else block_scales.DTYPE
         for name, tensor, dtype in (
             (f"weights[{i}]", weight, weight_dtype),
             (f"biases[{i}]", bias, x.dtype),
@@ -149,7 +161,7 @@ def _check_inputs(
             if tensor is not None and not tensor.is_contiguous():
                 raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
         if scales is not None:
-            block_scales.check_scales(weight, scales[i], f"scales[{i}]")
+            stored_weights.check_scales(weight, scales[i], f"scales[{i}]")
 
 
 def _fake(

@@ -12,13 +12,14 @@ TH_CALL(Call,
 
 template <typename T>
 void multiply(const Call& call) {
-  static thread_local th::Rows<T> x;
+  static thread_local th::Rows<T, th::Weights<T>> x;
+  const th::Weights<T> W{call.W, nullptr, call.K};
   x.pack(int(call.M), call.K, [&](int64_t i) { return static_cast<const T*>(call.x) + i * call.K; });
   // In stretches, as threads take them: their rows are what streams lie apart.
   const int64_t stretch = call.M <= th::few_rows<T>() ? 128 : 384;
   for (int64_t n = 0; n < call.N; n += stretch)
-    x.multiply(static_cast<const T*>(call.W) + n * call.K, call.K, std::min(stretch, call.N - n),
-               call.y + n, call.N, {call.streams, call.by_hardware != 0});
+    x.multiply(W, n, std::min(stretch, call.N - n), call.y + n, call.N,
+               {call.streams, call.by_hardware != 0});
 }
 
 }  // namespace

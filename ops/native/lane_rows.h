@@ -7,7 +7,8 @@
 //   LaneProduct<T> product;              keep one per thread: its memory is reused
 //   product.run(x, first, last, W, ldw, N, y, ldy)
 //                                        y[m * ldy + n] in float, for the rows of x in vectors
-//                                        [first, last); row 0 of y is the first of these
+//                                        [first, last); row 0 of y is the first of these; W is of
+//                                        T, or of floats where Units<T> are floats
 //   LaneProduct<bf16, true>              the same by AMX: where HAS_AMX and amx_allowed()
 //
 // How: sixteen rows of x share a register, a row to a lane, and an element of W is broadcast to meet
@@ -105,14 +106,15 @@ constexpr int LANE_TILE_ROWS = 6, LANE_TILE_VECTORS = 1;
 constexpr int64_t LANE_BLOCK = 96;
 #endif
 
-// C[r][v] (+)= the products of rows of W, in units, with V vectors of x.
-template <typename T, int V>
+// C[r][v] (+)= the products of rows of W, in units, with V vectors of x. Rows that are used next are
+// of U.
+template <typename T, typename U, int V>
 TH_NOINLINE void multiply_lanes(const float* W, int64_t ldw, const float* x, int64_t vector_stride,
                                 int64_t units, float* C, int64_t ldc, bool add, NextRows ahead) {
   constexpr int R = LANE_TILE_ROWS;
   f32x16 acc[R][V] = {};
   for (int64_t k = 0; k < units;) {  // whole registers
-    constexpr int64_t UNIT_BYTES = Units<T>::SIZE * sizeof(T);
+    constexpr int64_t UNIT_BYTES = Units<U>::SIZE * sizeof(U);
     if (k * UNIT_BYTES % LINE_BYTES == 0) ahead.fetch(k * UNIT_BYTES);
     for (const int64_t end = k + LANES; k < end; ++k) {
       f32x16 xs[V];
@@ -142,7 +144,8 @@ class LaneProduct {
  public:
   static constexpr int VECTORS = AMX ? 16 : 9;  // of x: DEPTH units of so many stay in L2
 
-  void run(const LaneRows<T>& x, int first, int last, const T* W, int64_t ldw, int64_t N, float* y,
+  template <typename U>
+  void run(const LaneRows<T>& x, int first, int last, const U* W, int64_t ldw, int64_t N, float* y,
            int64_t ldy) {
     const AmxTiles configured(AMX);
     for (int v = first; v < last; v += VECTORS)
@@ -163,7 +166,9 @@ class LaneProduct {
   static_assert(BLOCK % ROWS == 0 && BLOCK % LANES == 0);
 
   // sums_[n][lane] for `rows` rows of W and `count` vectors of x.
-  void sum(const LaneRows<T>& x, int v, int count, const T* W, int64_t ldw, int rows) {
+  template <typename U>
+  void sum(const LaneRows<T>& x, int v, int count, const U* W, int64_t ldw, int rows) {
+    static_assert(Units<U>::SIZE == Units<T>::SIZE, "W is in the units of x");
     if (x.units() == 0) std::fill_n(sums_.data(), rows * LDC, 0.0f);
     // A tile goes through as much of K as leaves its vectors of x in L2: rows of W are long then.
     const int64_t span = AMX ? DEPTH : VECTORS / count * DEPTH;
@@ -174,15 +179,16 @@ class LaneProduct {
   }
 
   // Units [first, last) of a tile.
-  void sum_tile(const LaneRows<T>& x, int v, int count, int64_t first, int64_t last, const T* W,
+  template <typename U>
+  void sum_tile(const LaneRows<T>& x, int v, int count, int64_t first, int64_t last, const U* W,
                 int64_t ldw, int rows, float* C) {
     constexpr int SIZE = Units<T>::SIZE;
     // Rows of W are read as they lie where they are rows of units.
-    const bool in_units = SIZE * sizeof(T) == sizeof(float) && ldw % SIZE == 0;
+    const bool in_units = SIZE * sizeof(U) == sizeof(float) && ldw % SIZE == 0;
     for (int64_t k = first; k < last; k += DEPTH) {
       const int64_t units = std::min(DEPTH, last - k), next = k + DEPTH;
-      const T* from = W + k * SIZE;
-      const T* ahead = next < last ? W + next * SIZE : W + ROWS * ldw + first * SIZE;
+      const U* from = W + k * SIZE;
+      const U* ahead = next < last ? W + next * SIZE : W + ROWS * ldw + first * SIZE;
       if (in_units && (k + units) * SIZE <= x.depth() && rows == ROWS) {
         tiles(x, v, count, k, units, reinterpret_cast<const float*>(from), ldw / SIZE, ahead, ldw,
               C);
@@ -194,32 +200,35 @@ class LaneProduct {
   }
 
   // The panel: `count` units of `rows` rows of W, of which each has `left` elements; the rest is 0.
-  void copy(const T* W, int64_t ldw, int rows, int64_t left, int64_t count) {
+  template <typename U>
+  void copy(const U* W, int64_t ldw, int rows, int64_t left, int64_t count) {
     for (int r = 0; r < ROWS; ++r)
       for (int64_t i = 0; i < count; i += LANES) {
         const int64_t k = i * Units<T>::SIZE;
         store(panel_.data() + r * PANEL_STRIDE + i,
-              r < rows ? Units<T>::load(W + r * ldw + k, left - k) : f32x16{});
+              r < rows ? Units<U>::load(W + r * ldw + k, left - k) : f32x16{});
       }
   }
 
   // C (+)= ROWS rows of W, `stride` apart in units, times vectors [v, v + count) of x; rows from
   // `next` on are used after them.
+  template <typename U>
   void tiles(const LaneRows<T>& x, int v, int count, int64_t k, int64_t units, const float* rows,
-             int64_t stride, const T* next, int64_t ldw, float* C) {
+             int64_t stride, const U* next, int64_t ldw, float* C) {
     const int num_tiles = (count + TILE_VECTORS - 1) / TILE_VECTORS;
     for (int tile = 0, i = 0; tile < num_tiles; ++tile) {
       // As even as can be: four vectors are two and two, rather than three and one.
       const int vectors = (count - i + num_tiles - tile - 1) / (num_tiles - tile);
       const int begin = ROWS * tile / num_tiles, end = ROWS * (tile + 1) / num_tiles;
       const NextRows ahead{reinterpret_cast<const char*>(next + begin * ldw),
-                           ldw * int64_t(sizeof(T)), end - begin};
-      multiply(vectors, rows, stride, x.at(v + i, k), x.units() * LANES, units, C + i * LANES,
+                           ldw * int64_t(sizeof(U)), end - begin};
+      multiply<U>(vectors, rows, stride, x.at(v + i, k), x.units() * LANES, units, C + i * LANES,
                k > 0, ahead);
       i += vectors;
     }
   }
 
+  template <typename U>
   static void multiply(int vectors, const float* rows, int64_t stride, const float* x,
                        int64_t vector_stride, int64_t units, float* C, bool add,
                        NextRows ahead) {
@@ -228,11 +237,11 @@ class LaneProduct {
       return multiply_amx(rows, stride, x, vector_stride, vectors, units, C, LDC, add, ahead);
     if constexpr (LANE_TILE_VECTORS == 3) {
       if (vectors == 3)
-        return multiply_lanes<T, 3>(rows, stride, x, vector_stride, units, C, LDC, add, ahead);
+        return multiply_lanes<T, U, 3>(rows, stride, x, vector_stride, units, C, LDC, add, ahead);
       if (vectors == 2)
-        return multiply_lanes<T, 2>(rows, stride, x, vector_stride, units, C, LDC, add, ahead);
+        return multiply_lanes<T, U, 2>(rows, stride, x, vector_stride, units, C, LDC, add, ahead);
     }
-    multiply_lanes<T, 1>(rows, stride, x, vector_stride, units, C, LDC, add, ahead);
+    multiply_lanes<T, U, 1>(rows, stride, x, vector_stride, units, C, LDC, add, ahead);
   }
 
   // y[m][n] of the sums.

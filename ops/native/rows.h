@@ -2,11 +2,17 @@
 //
 //   few_rows<T>()                    up to which number rows are few
 //   with_lane_product<T>(body)       body(product), with this thread's LaneProduct, the best there is
-//   Rows<T> x;                       keep one per thread: its memory is reused
+//   Rows<T, W> x;                    keep one per thread: its memory is reused
 //   x.pack(M, K, row)                row(i) is a pointer to row i
-//   x.multiply(W, ldw, N, y, ldy, reading)  y[m * ldy + n] = x W^T, in float
+//   x.multiply(weight, first, N, y, ldy, reading)
+//                                    y[m * ldy + n] = x W^T for rows [first, first + N) of the
+//                                    weight, in float
+//
+// W says how the weight is stored: Weights<T> of block_fp8.h, Integers<Q> of integers.h.
 #pragma once
 
+#include "block_fp8.h"
+#include "integers.h"
 #include "lane_rows.h"
 #include "skinny.h"
 
@@ -34,27 +40,85 @@ void with_lane_product(const Body& body) {
   body(product);
 }
 
+// How rows of x, of T, meet weights W: fp8's are widened to T, integers in registers by few rows.
+template <typename T, typename W>
+struct Meeting;
+
 template <typename T>
+struct Meeting<T, Weights<T>> {
+  using Pieces = th::Pieces<T>;
+
+  class Few {
+   public:
+    template <typename Row>
+    void pack(int M, int64_t K, const Row& row) {
+      x_.pack(M, K, row);
+    }
+    void multiply(const Weights<T>& W, int64_t first, int64_t N, float* y, int64_t ldy,
+                  Reading reading) {
+      pieces_.each(W, first, N, x_.rows(), [&](const T* rows, int64_t at, int64_t count) {
+        multiply_rows(x_, rows, W.K, count, y + at, ldy, reading);
+      });
+    }
+
+   private:
+    PackedRows<T> x_;
+    Pieces pieces_;
+  };
+
+  static bool is_few(int64_t M) { return M <= few_rows<T>(); }
+};
+
+template <typename T, typename Q>
+struct Meeting<T, Integers<Q>> {
+  using Pieces = IntegerPieces<Q, std::conditional_t<Units<T>::PAIRS, T, float>>;
+
+  class Few {
+   public:
+    template <typename Row>
+    void pack(int M, int64_t K, const Row& row) {
+      x_.pack(M, K, row);
+    }
+    void multiply(const Integers<Q>& W, int64_t first, int64_t N, float* y, int64_t ldy, Reading) {
+      x_.multiply(W, first, N, y, ldy);
+    }
+
+   private:
+    IntegerRows<Q> x_;
+  };
+
+  // Where pairs of bf16 are multiplied, floats are worth their memory for the fewest alone.
+  static bool is_few(int64_t M) { return M <= (Units<T>::PAIRS ? 4 : 16); }
+};
+
+template <typename T, typename W>
 class Rows {
  public:
   template <typename Row>
   void pack(int M, int64_t K, const Row& row) {
-    is_few_ = M <= few_rows<T>();
+    is_few_ = Meeting<T, W>::is_few(M);
     if (is_few_) return few_.pack(M, K, row);
     many_.resize(M, K);
     for (int v = 0; v < many_.vectors(); ++v) many_.pack(v, row);
   }
 
-  void multiply(const T* W, int64_t ldw, int64_t N, float* y, int64_t ldy, Reading reading) {
-    if (is_few_) return multiply_rows(few_, W, ldw, N, y, ldy, reading);
-    with_lane_product<T>(
-        [&](auto& product) { product.run(many_, 0, many_.vectors(), W, ldw, N, y, ldy); });
+  void multiply(const W& weight, int64_t first, int64_t N, float* y, int64_t ldy, Reading reading) {
+    if (is_few_) return few_.multiply(weight, first, N, y, ldy, reading);
+    with_lane_product<T>([&](auto& product) {
+      pieces_.each(weight, first, N, many_.rows(), [&](const auto* rows, int64_t at, int64_t count) {
+        product.run(many_, 0, many_.vectors(), rows, weight.K, count, y + at, ldy);
+      });
+    });
   }
 
  private:
   bool is_few_ = true;
-  PackedRows<T> few_;
+  typename Meeting<T, W>::Few few_;
+  typename Meeting<T, W>::Pieces pieces_;
   LaneRows<T> many_;
 };
+
+// As weight_formats.py counts them.
+enum Format : int64_t { IN_DTYPE_OF_X, FP8, INT8, INT4 };
 
 }  // namespace th

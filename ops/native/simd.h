@@ -195,6 +195,35 @@ TH_INLINE f32x16 second_blocks(f32x16 a, f32x16 b) {
   return blocks<B, true>(a, b, std::make_integer_sequence<int, LANES>{});
 }
 
+// Every second lane of a and b side by side, from the first or the second on.
+template <bool SECOND, int... LANE>
+TH_INLINE f32x16 every_second(f32x16 a, f32x16 b, std::integer_sequence<int, LANE...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, (2 * LANE + SECOND)...);
+#else
+  return __builtin_shuffle(a, b, i32x16{(2 * LANE + SECOND)...});
+#endif
+}
+template <bool SECOND>
+TH_INLINE f32x16 every_second(f32x16 a, f32x16 b) {
+  return every_second<SECOND>(a, b, std::make_integer_sequence<int, LANES>{});
+}
+
+// Lanes of a and b in turn: of the first halves of both, or of the second ones.
+template <bool SECOND, int... LANE>
+TH_INLINE f32x16 in_turn(f32x16 a, f32x16 b, std::integer_sequence<int, LANE...>) {
+#ifdef __clang__
+  return __builtin_shufflevector(
+      a, b, (LANE / 2 + LANE % 2 * LANES + SECOND * LANES / 2)...);
+#else
+  return __builtin_shuffle(a, b, i32x16{(LANE / 2 + LANE % 2 * LANES + SECOND * LANES / 2)...});
+#endif
+}
+template <bool SECOND>
+TH_INLINE f32x16 in_turn(f32x16 a, f32x16 b) {
+  return in_turn<SECOND>(a, b, std::make_integer_sequence<int, LANES>{});
+}
+
 // Transposes sixteen rows of sixteen: four rounds that swap blocks of 8, 4, 2 and 1 lanes.
 template <int B = LANES / 2>
 TH_INLINE void transpose16(f32x16 (&x)[LANES]) {

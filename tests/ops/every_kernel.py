@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -195,6 +195,11 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         yield name, partial(run, linear.linear, args, {"scales": scales})
         options = {"scales": scales, "impl": "triton_fp8"}
         yield f"linear of {num_rows} rows, in 8 bits", partial(run, linear.linear, args, options)
+    for num_rows, stored in product((3, 9, 70), ("int8", "int4_of_32")):
+        layers = linears.Case(num_rows=num_rows, depth=77, widths=(66, 7), biased=frozenset({1}))
+        args, scales = linears.make_integer_inputs(layers, stored, dtype=dtype)
+        name = f"linear of {num_rows} rows, {stored}"
+        yield name, partial(run, linear.linear, args, {"scales": scales})
     yield "top_k", partial(run, top_k.top_k, (torch.randn(5, 37).to(dtype), 3), {})
     logits = torch.randn(5, 37).to(dtype)
     yield "route", partial(run, route.route, (logits, None, 3), {"score": "softmax"})

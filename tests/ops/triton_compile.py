@@ -44,6 +44,7 @@ _DTYPES = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.float8_e4m3fn: "*fp8e4nv",
+    torch.int8: "*i8",
     torch.uint8: "*u8",
     torch.int16: "*i16",
     torch.int32: "*i32",

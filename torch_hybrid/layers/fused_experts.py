@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.select import select
 from torch_hybrid.layers.own_dtype import in_own_dtype
-from torch_hybrid.ops.capability import NO_FEATURES, Need
-from torch_hybrid.ops.fused_experts.op import FEATURES, HAS_GATE, IMPLEMENTATIONS, fused_experts
+from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.fused_experts.op import HAS_GATE, IMPLEMENTATIONS, fused_experts
+from torch_hybrid.ops.stored_weights import features_of, name_of
 from torch_hybrid.ranks import Ranks, divide
 
 
@@ -53,12 +54,10 @@ class FusedExperts(nn.Module):
         *,
         dtype: torch.dtype,
     ) -> None:
-        """Take weights of 8 bits, with the scales of their blocks, in the place of others.
+        """Take smaller weights with scales in the place of others.
 
         Args:
-            gate_up_proj, down_proj: float8_e4m3fn, of the same shapes.
-            gate_up_scales: [E, 2 ceil(I / 128), ceil(dim / 128)], half of it without a gate.
-            down_scales: [E, ceil(dim / 128), ceil(I / 128)].
+            gate_up_proj, down_proj, gate_up_scales, down_scales: as ``fused_experts`` takes them.
             dtype: of the tokens.
         """
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
@@ -73,13 +72,14 @@ class FusedExperts(nn.Module):
     @property
     def need(self) -> Need:
         """What serves the weights, where they are now."""
-        features = NO_FEATURES if self.down_scales is None else FEATURES
+        features = features_of(self.down_proj.dtype)
         return Need(device=self.down_proj.device, dtype=self.dtype, features=features)
 
     @property
     def kind(self) -> str:
         """What a runner chooses an implementation for."""
-        return self.op if self.down_scales is None else f"fp8 {self.op}"
+        stored = self.down_proj.dtype
+        return self.op if self.down_scales is None else f"{name_of(stored)} {self.op}"
 
     @in_own_dtype(1, lambda experts: experts.dtype)
     def forward(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.models.quantized import refuse_gguf
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -18,12 +19,14 @@ def checked_path(path_or_id: str | Path) -> str:
     Raises:
         TypeError: it is neither a text nor a path.
         ValueError: it can only be a folder and is none.
+        UnsupportedError: it is GGUF.
     """
     if not isinstance(path_or_id, str | Path):
         raise TypeError(
             f"path_or_id must be a folder or a hub id, as a str or a Path, got {path_or_id!r}"
         )
     path = os.path.expanduser(path_or_id)
+    refuse_gguf(path)
     if os.path.isfile(path):
         raise ValueError(f"path_or_id must be a folder, got the file {path_or_id}")
     is_path = isinstance(path_or_id, Path) or not path or path.startswith(("/", "."))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.step import Step
+from torch_hybrid.layers.integers import dtype_of
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable
 
@@ -78,8 +79,7 @@ class HybridModel(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights, and of keys, values and convolution states."""
-        dtype: torch.dtype = self.hf_model.dtype
-        return dtype
+        return dtype_of(self.hf_model.get_input_embeddings())
 
     @property
     def device(self) -> torch.device:

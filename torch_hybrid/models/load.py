@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,6 +31,8 @@ from torch_hybrid.models.merge_adapters import merge_adapters
 from torch_hybrid.models.minimax import MINIMAX
 from torch_hybrid.models.nemotron_h import NEMOTRON_H
 from torch_hybrid.models.olmo_hybrid import OLMO_HYBRID
+from torch_hybrid.models.quantize import EIGHT_BITS, KEPT, check_weights, quantize_unread
+from torch_hybrid.models.quantized import refuse_modules
 from torch_hybrid.models.qwen3 import QWEN3
 from torch_hybrid.models.qwen3_5 import QWEN3_5
 from torch_hybrid.models.qwen3_next import QWEN3_NEXT
@@ -92,6 +94,10 @@ def from_pretrained(
     dtype: torch.dtype | str = "auto",
     device: torch.device | str = "cpu",
     *,
+    weights: str = "auto",
+    group: int = 32,
+    keep: Sequence[str] = KEPT,
+    eight_bits: Sequence[str] = EIGHT_BITS,
     ranks: dist.ProcessGroup | None = None,
     experts: Experts = "tensor",
 ) -> HybridModel | Ring25:
@@ -107,6 +113,11 @@ def from_pretrained(
         path_or_id: a folder as ``save_pretrained`` writes it, or a hub id.
         dtype: of the weights; "auto" takes the checkpoint's.
         device: where the weights go.
+        weights: "auto", as they are stored, or "int8" or "int4": made integers as they are read,
+            see ``quantize``; ``dtype`` is then what they are multiplied with.
+        group: of integers of 4 bits; see ``quantize``.
+        keep, eight_bits: names of modules whose weights stay as they are, or have 8 bits rather
+            than 4; see ``quantize``.
         ranks: the processes that share the model, as by ``shard``; each of them makes this call.
         experts: how they share a mixture of experts; see ``shard``.
 
@@ -115,7 +126,8 @@ def from_pretrained(
         UnsupportedError: the model type, a field of its config, the device or the dtype of stored
             weights is not known here; or the ranks do not divide heads or widths.
         CapacityError: the device has no room for the weights.
-        ValueError: the checkpoint is missing, incomplete, unreadable or was changed meanwhile, or
+        ValueError: ``weights`` or ``group`` is not known, or a group does not divide the rows of a
+            weight; the checkpoint is missing, incomplete, unreadable or was changed meanwhile, or
             has NaN weights; or another rank could not load it.
     """
     label = "loading" if ranks is None else f"loading, rank {dist.get_rank(ranks)}"
@@ -123,11 +135,15 @@ def from_pretrained(
         path_or_id = checked_path(path_or_id)
         dtype, device = checked_dtype(dtype), checked_device(device)
         make_cache_folder()
+        check_weights(weights, group)
         checkpoint, model = unread(path_or_id, dtype, device)
         if ranks is not None:
             check_can_be_cut(model, experts)
             cut(model, ranks_of(ranks), experts)
         hold_block_fp8(model)
+        if weights != "auto":
+            chosen = {"group": group, "keep": keep, "eight_bits": eight_bits}
+            quantize_unread(model, checkpoint, device, weights, **chosen)
         num_bytes = needed_bytes(model)
     limits = "their precision (dtype), or share the model among more ranks"
     check_room_together(ranks, num_bytes, device, what="the weights", limits=limits)
@@ -223,6 +239,7 @@ def adapt(hf_model: Any) -> HybridModel:
         hf_model = _text_part(hf_model)
     if hf_model.config._attn_implementation == ATTENTION_NAME:
         raise ValueError("hf_model was adapted before")
+    refuse_modules(hf_model)
     _check_taken_weights(hf_model, family, table)
     _check_finite(hf_model)
     model = adapted(hf_model, model_type, table)

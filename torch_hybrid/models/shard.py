@@ -25,6 +25,7 @@ from torch_hybrid.host import keep_weights
 from torch_hybrid.layers.block_fp8 import BlockFP8Linear
 from torch_hybrid.layers.expert_parallel import ExpertParallel, TokensOfRank
 from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.layers.integers import IntegerLinear
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.ring_2_5 import Ring25
 from torch_hybrid.ranks import Ranks, RMSNormOverRanks, SumOverRanks, divide
@@ -70,7 +71,7 @@ def check_can_be_cut(model: HybridModel | Ring25, experts: str) -> None:
         raise ValueError(f"the model was sharded before, for {model.ranks.size} ranks")
     if any(map(_has_scales, model.modules())):
         raise UnsupportedError(
-            "cannot shard weights of 8 bits in memory: from_pretrained(path, ranks=group) cuts "
+            "cannot shard weights with scales in memory: from_pretrained(path, ranks=group) cuts "
             "them as it reads them"
         )
     parts = [part for layer in model.layers for part in layer.children()]
@@ -80,7 +81,7 @@ def check_can_be_cut(model: HybridModel | Ring25, experts: str) -> None:
 
 def _has_scales(module: nn.Module) -> bool:
     is_scaled = isinstance(module, FusedExperts) and module.down_scales is not None
-    return is_scaled or isinstance(module, BlockFP8Linear)
+    return is_scaled or isinstance(module, BlockFP8Linear | IntegerLinear)
 
 
 def cut(model: HybridModel | Ring25, ranks: Ranks, experts: Experts) -> None:

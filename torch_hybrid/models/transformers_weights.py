@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.models.block_fp8 import METHOD, check_block_fp8
 from torch_hybrid.models.checkpoint.files import Checkpoint
+from torch_hybrid.models.quantized import refuse_method
 
 _OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 
@@ -35,9 +35,7 @@ def take_quantization(config: Any) -> bool:
         if given:
             method = dict(given).get("quant_method")
             if method != METHOD:
-                raise UnsupportedError(
-                    f"{config.model_type}: quantized checkpoints are not served, got {method!r}"
-                )
+                refuse_method(config.model_type, given)
             check_block_fp8(config.model_type, given)
             del part.quantization_config
             is_quantized = True

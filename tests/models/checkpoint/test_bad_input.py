@@ -145,13 +145,34 @@ def test_quantized_weights_without_a_word_in_the_config(
     assert text == f"weight {EXPERT} is stored as {dtype}: quantized checkpoints are not read"
 
 
-def test_a_quantized_checkpoint(folder: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("method", "reason"),
+    [
+        ("gptq", ": its groups have zero points, and may be in another order than the rows"),
+        ("awq", ": its groups have zero points, and its rows are interleaved"),
+        ("bitsandbytes", ": its numbers of 4 bits are picked from a table (NF4)"),
+        ("modelopt", ": NVFP4 has 4-bit floats"),
+        ("compressed-tensors", ": its packed weights are not read"),
+        ("something_new", "; weights='int8' or 'int4' makes integers"),
+    ],
+)
+def test_a_quantized_checkpoint(
+    method: str, reason: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
     file = folder / "config.json"
-    quantized = {"quantization_config": {"quant_method": "gptq"}}
+    quantized = {"quantization_config": {"quant_method": method}}
     file.write_text(json.dumps(json.loads(file.read_text()) | quantized))
-    assert refused_unread(folder, monkeypatch, error=th.UnsupportedError) == (
-        "qwen3_next: quantized checkpoints are not served, got 'gptq'"
-    )
+    text = refused_unread(folder, monkeypatch, error=th.UnsupportedError)
+    start = f"qwen3_next: quantized checkpoints are not served, got {method!r}{reason}"
+    assert text.startswith(start)
+
+
+def test_a_gguf_file(tmp_path: Path):
+    file = tmp_path / "model.Q4_K_M.gguf"
+    file.touch()
+    for path in (file, tmp_path):
+        with pytest.raises(th.UnsupportedError, match="is GGUF, whose blocks"):
+            th.from_pretrained(path)
 
 
 @pytest.mark.parametrize("change", ["missing", "mismatched"])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tests.ops.block_scales import in_blocks
+from tests.ops.integers import in_integers, whole_groups
 from torch_hybrid.ops.fused_experts.op import HAS_GATE
 
 
@@ -84,6 +85,20 @@ def make_fp8_inputs(
     num_parts = 1 + HAS_GATE[case.activation]
     gate_up, gate_up_scales = in_blocks(gate_up, num_parts=num_parts)
     down, down_scales = in_blocks(down)
+    wide = torch.nn.functional.pad(x, (0, 8)).to(dtype)
+    inputs = wide[:, : case.dim], ids, expert_weights.to(dtype), gate_up, down
+    return inputs, {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
+
+
+def make_integer_inputs(
+    case: Case, name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Inputs, dict[str, Tensor]]:
+    """The same with integers as weights, ``name`` of ``FORMATS``, whole groups of them."""
+    dim, width = whole_groups(case.dim, name), whole_groups(case.width, name)
+    case = replace(case, dim=dim, width=width)
+    x, ids, expert_weights, gate_up, down = make_inputs(case, dtype=torch.float32, seed=seed)
+    gate_up, gate_up_scales = in_integers(gate_up, name)
+    down, down_scales = in_integers(down, name)
     wide = torch.nn.functional.pad(x, (0, 8)).to(dtype)
     inputs = wide[:, : case.dim], ids, expert_weights.to(dtype), gate_up, down
     return inputs, {"gate_up_scales": gate_up_scales, "down_scales": down_scales}

@@ -17,11 +17,19 @@ from tests.ops.contract import (
     skip_reason,
     to_exact,
 )
-from tests.ops.fused_experts.cases import CASES, Case, make_fp8_inputs, make_inputs
+from tests.ops.fused_experts.cases import (
+    CASES,
+    Case,
+    make_fp8_inputs,
+    make_inputs,
+    make_integer_inputs,
+)
+from tests.ops.integers import FORMATS
 from torch_hybrid.ops.capability import NO_FEATURES
 from torch_hybrid.ops.fused_experts import fused_experts
 from torch_hybrid.ops.fused_experts.op import FEATURES, IMPLEMENTATIONS
 from torch_hybrid.ops.fused_experts.reference import fused_experts_reference
+from torch_hybrid.ops.stored_weights import dequantized, features_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = Case(num_tokens=5, num_experts=4, dim=24, width=20)
@@ -190,7 +198,9 @@ def exact_of(
     """The result exactly; with ``rounds`` of tokens and hidden activations in 8 bits."""
     exact_scales = {name: scale.double() for name, scale in scales.items()}
     options = {"activation": activation, "rounds": rounds}
-    return fused_experts_reference(*to_exact(*inputs), **exact_scales, **options)
+    x, ids, expert_weights, gate_up, down = inputs
+    exact = *to_exact(x, ids, expert_weights), gate_up, down
+    return fused_experts_reference(*exact, **exact_scales, **options)
 
 
 def assert_rounds_alike(actual: Tensor, expected: Tensor) -> None:
@@ -211,6 +221,54 @@ def test_a_scale_is_that_of_its_block(fp8_impl: str, num_tokens: int) -> None:
     out = run(inputs, fp8_impl, **scales)
     assert out[:, 128:256].isnan().all()
     clean = [*range(128), *range(256, 300)]
+    assert torch.equal(out[:, clean], expected[:, clean])
+
+
+# ---- weights that are integers ---------------------------------------------------------------
+
+
+def check_takes(impl: str, weight: Tensor) -> None:
+    if reasons := IMPLEMENTATIONS[impl].capability.features_refused(features_of(weight.dtype)):
+        pytest.skip("; ".join(reasons))
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("name", [*CASES, "blocks"])
+def test_integers_are_as_exact_as_what_they_are_worth(impl: str, name: str, stored: str) -> None:
+    case = {**CASES, "blocks": BLOCKS}[name]
+    inputs, scales = make_integer_inputs(case, stored)
+    check_takes(impl, inputs[3])
+    *tokens, gate_up, down = inputs
+    gate_up = dequantized(gate_up, scales["gate_up_scales"], torch.float32)
+    down = dequantized(down, scales["down_scales"], torch.float32)
+    widened = run((*tokens, gate_up, down), impl, case.activation)
+    out = run(inputs, impl, case.activation, **scales)
+    assert_within_budget(out, exact_of(inputs, scales, case.activation), widened)
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("name", [*CASES, "blocks"])
+def test_integers_with_bfloat16_tokens(impl: str, name: str, stored: str) -> None:
+    case = {**CASES, "blocks": BLOCKS}[name]
+    inputs, scales = make_integer_inputs(case, stored, dtype=torch.bfloat16)
+    check_takes(impl, inputs[3])
+    out = run(inputs, impl, case.activation, **scales)
+    assert_near(out, exact_of(inputs, scales, case.activation))
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("num_tokens", [3, 20])
+def test_a_scale_is_that_of_its_expert_and_row(impl: str, num_tokens: int, stored: str) -> None:
+    case = replace(BLOCKS, num_tokens=num_tokens, routing="one")
+    inputs, scales = make_integer_inputs(case, stored)
+    check_takes(impl, inputs[3])
+    expected = run(inputs, impl, **scales)
+    scales["gate_up_scales"][:-1] = torch.nan  # of experts that are not hit
+    scales["down_scales"][:-1] = torch.nan
+    scales["down_scales"][-1, 70] = torch.nan
+    out = run(inputs, impl, **scales)
+    assert out[:, 70].isnan().all()
+    clean = [i for i in range(out.shape[1]) if i != 70]
     assert torch.equal(out[:, clean], expected[:, clean])
 
 
@@ -247,6 +305,16 @@ def test_opcheck_of_fp8(fp8_impl: str, name: str) -> None:
     op = torch.ops.torch_hybrid.fused_experts.default
     options = {**scales, "activation": CASES[name].activation, "impl": fp8_impl}
     torch.library.opcheck(op, inputs, options, test_utils=FP8_OPCHECKS)
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("name", ["odd_sizes", "no_gate_odd_sizes"])
+def test_opcheck_of_integers(impl: str, name: str, stored: str) -> None:
+    inputs, scales = make_integer_inputs(CASES[name], stored)
+    check_takes(impl, inputs[3])
+    op = torch.ops.torch_hybrid.fused_experts.default
+    options = {**scales, "activation": CASES[name].activation, "impl": impl}
+    torch.library.opcheck(op, inputs, options)
 
 
 def step(impl: str) -> object:
@@ -299,6 +367,26 @@ def fp8_errors() -> list[str]:
     ]
 
 
+def integer_errors() -> list[str]:
+    inputs, scales = make_integer_inputs(SMALL, "int4_of_32")
+    names = ("x", "expert_ids", "expert_weights", "gate_up", "down")
+    int4 = dict(zip(names, inputs, strict=True)) | scales
+    inputs, scales = make_integer_inputs(SMALL, "int8")
+    int8 = dict(zip(names, inputs, strict=True)) | scales
+    return [
+        failing(**int8 | {"down_scales": torch.ones(4, 20)}),
+        failing(**int8 | {"down": int4["down"]}),
+        failing(**int4 | {"down_scales": torch.ones(4, 32, 2)}),
+        failing(**int4 | {"gate_up": int4["gate_up"][..., :12]}),
+        failing(
+            **int4
+            | {"gate_up": torch.zeros(4, 80, 16, dtype=torch.uint8)}
+            | {"gate_up_scales": torch.ones(4, 80, 1)}
+            | {"down": torch.zeros(4, 32, 20, dtype=torch.uint8)}
+        ),
+    ]
+
+
 def test_error_texts() -> None:
     errors = [
         failing(x=torch.randn(5, 1, 24)),
@@ -314,6 +402,7 @@ def test_error_texts() -> None:
         failing(activation="relu2"),
         failing("tpu"),
         *fp8_errors(),
+        *integer_errors(),
     ]
     assert_expected_inline(
         "\n".join(errors),
@@ -335,5 +424,10 @@ gate_up must have dtype torch.float32, got torch.float8_e4m3fn
 down must have dtype torch.float8_e4m3fn, got torch.float32
 gate_up_scales must have shape [4, 4, 3], got [4, 3, 3]
 down_scales must have dtype torch.float32, got torch.float64
-down_scales must be contiguous, got strides [6, 1, 3]""",
+down_scales must be contiguous, got strides [6, 1, 3]
+down_scales must have shape [4, 24], got [4, 20]
+gate_up must have shape [4, 64, 24], got [4, 40, 24]
+down_scales must have shape [4, 32, 1], got [4, 32, 2]
+gate_up must have shape [4, 64, 16], got [4, 64, 12]
+down_scales: a row of 40 numbers of 4 bits has no whole groups of 32, 64 or 128""",
     )

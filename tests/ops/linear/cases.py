@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tests.ops.block_scales import in_blocks
+from tests.ops.integers import in_integers, whole_groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,5 +62,16 @@ def make_fp8_inputs(
     """The same with weights of 8 bits, and their scales."""
     x, weights, biases = make_inputs(case, dtype=torch.float32, seed=seed)
     numbers, scales = zip(*map(in_blocks, weights), strict=True)
+    rounded = [None if bias is None else bias.to(dtype) for bias in biases]
+    return (x.to(dtype), list(numbers), rounded), list(scales)
+
+
+def make_integer_inputs(
+    case: Case, name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Inputs, list[Tensor]]:
+    """The same with integers as weights, ``name`` of ``FORMATS``, whole groups of them."""
+    case = replace(case, depth=whole_groups(case.depth, name))
+    x, weights, biases = make_inputs(case, dtype=torch.float32, seed=seed)
+    numbers, scales = zip(*(in_integers(weight, name) for weight in weights), strict=True)
     rounded = [None if bias is None else bias.to(dtype) for bias in biases]
     return (x.to(dtype), list(numbers), rounded), list(scales)

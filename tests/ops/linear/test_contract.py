@@ -15,12 +15,21 @@ from tests.ops.contract import (
     skip_reason,
     to_exact,
 )
-from tests.ops.linear.cases import CASES, Case, Inputs, make_fp8_inputs, make_inputs
+from tests.ops.integers import FORMATS
+from tests.ops.linear.cases import (
+    CASES,
+    Case,
+    Inputs,
+    make_fp8_inputs,
+    make_inputs,
+    make_integer_inputs,
+)
 from torch_hybrid.ops.block_scales import rounded
 from torch_hybrid.ops.capability import NO_FEATURES
 from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.linear.op import FEATURES, IMPLEMENTATIONS
 from torch_hybrid.ops.linear.reference import linear_reference
+from torch_hybrid.ops.stored_weights import features_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = Case(num_rows=6, depth=50, widths=(7, 20), biased=frozenset({1}))
@@ -100,30 +109,30 @@ def fp8_impl(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("name", CASES)
 def test_fp8_matches_the_exact_result(fp8_impl: str, name: str, dtype: str) -> None:
     inputs, scales = make_fp8_inputs(CASES[name], dtype=DTYPES[dtype])
-    assert_fp8_as_exact(fp8_impl, inputs, scales)
+    assert_as_exact(fp8_impl, inputs, scales)
 
 
 @pytest.mark.parametrize("num_rows", range(1, 20))
 def test_fp8_of_every_small_number_of_rows(fp8_impl: str, num_rows: int) -> None:
     case = Case(num_rows=num_rows, depth=600, widths=(21,), biased=frozenset({0}))
-    assert_fp8_as_exact(fp8_impl, *make_fp8_inputs(case))
+    assert_as_exact(fp8_impl, *make_fp8_inputs(case))
 
 
-def assert_fp8_as_exact(impl: str, inputs: Inputs, scales: list[Tensor]) -> None:
+def assert_as_exact(impl: str, inputs: Inputs, scales: list[Tensor]) -> None:
     x, weights, biases = inputs
     assert_within_budget(
         linear(x, weights, biases, scales=scales, impl=impl),
-        *fp8_expected(inputs, scales, rounds=impl == "triton_fp8"),
+        *expected_of(inputs, scales, rounds=impl == "triton_fp8"),
     )
 
 
-def fp8_expected(
+def expected_of(
     inputs: Inputs, scales: list[Tensor], *, rounds: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The result exactly, and by the reference; with ``rounds`` of x in 8 bits."""
     x, weights, biases = inputs
     exact = linear_reference(
-        *to_exact(x), to_exact(*weights), to_exact(*biases), scales=to_exact(*scales), rounds=rounds
+        *to_exact(x), weights, to_exact(*biases), scales=to_exact(*scales), rounds=rounds
     )
     return exact, linear_reference(x, weights, biases, scales=scales, rounds=rounds)
 
@@ -176,6 +185,81 @@ def test_a_scale_is_that_of_its_block(fp8_impl: str) -> None:
     assert torch.equal(out[:, clean], expected[:, clean])
 
 
+# ---- weights that are integers ---------------------------------------------------------------
+
+
+def check_takes(impl: str, weight: Tensor) -> None:
+    if reasons := IMPLEMENTATIONS[impl].capability.features_refused(features_of(weight.dtype)):
+        pytest.skip("; ".join(reasons))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("name", CASES)
+def test_integers_match_the_exact_result(impl: str, name: str, stored: str, dtype: str) -> None:
+    inputs, scales = make_integer_inputs(CASES[name], stored, dtype=DTYPES[dtype])
+    check_takes(impl, inputs[1][0])
+    assert_as_exact(impl, inputs, scales)
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("num_rows", range(1, 20))
+def test_integers_meet_every_small_number_of_rows(impl: str, num_rows: int, stored: str) -> None:
+    case = Case(num_rows=num_rows, depth=600, widths=(21,), biased=frozenset({0}))
+    inputs, scales = make_integer_inputs(case, stored)
+    check_takes(impl, inputs[1][0])
+    assert_as_exact(impl, inputs, scales)
+
+
+@pytest.mark.parametrize("num_rows", [1, 6, 40])
+def test_every_number_of_8_and_of_4_bits(impl: str, num_rows: int) -> None:
+    """A one in each column of x in turn picks the numbers of that column."""
+    numbers = torch.arange(-128, 128, dtype=torch.int8)
+    check_takes(impl, numbers)
+    x = torch.ones(num_rows, 1)
+    out = linear(x, [numbers[:, None]], [None], scales=[torch.full((256,), 0.5)], impl=impl)
+    assert torch.equal(out, numbers.float().expand(num_rows, -1) / 2)
+
+    pairs = torch.arange(256, dtype=torch.uint8)[:, None].expand(-1, 16).contiguous()
+    for column in (0, 1, 30, 31):
+        x = torch.zeros(num_rows, 32)
+        x[:, column] = 1
+        out = linear(x, [pairs], [None], scales=[torch.full((256, 1), 0.5)], impl=impl)
+        half = pairs[:, 0] >> 4 if column % 2 else pairs[:, 0] & 15
+        assert torch.equal(out, (half.float() - 8).expand(num_rows, -1) / 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("num_rows", [1, 3, 9, 64])
+def test_a_row_beside_integers_does_not_see_the_others(
+    impl: str, num_rows: int, stored: str, dtype: str
+) -> None:
+    case = Case(num_rows=num_rows, depth=530, widths=(70,))
+    (x, weights, biases), scales = make_integer_inputs(case, stored, dtype=DTYPES[dtype])
+    check_takes(impl, weights[0])
+    expected = linear(x, weights, biases, scales=scales, impl=impl)
+    for others in (torch.nan, torch.inf, 1e30):
+        x[:-1] = others
+        out = linear(x, weights, biases, scales=scales, impl=impl)
+        assert torch.equal(out[-1], expected[-1])
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("num_rows", [2, 7, 30])
+def test_a_scale_is_that_of_its_row_or_group(impl: str, num_rows: int, stored: str) -> None:
+    case = Case(num_rows=num_rows, depth=384, widths=(37, 50))
+    (x, weights, biases), scales = make_integer_inputs(case, stored)
+    check_takes(impl, weights[0])
+    expected = linear(x, weights, biases, scales=scales, impl=impl)
+    scales[0][5], scales[1][49] = torch.nan, torch.inf
+    out = linear(x, weights, biases, scales=scales, impl=impl)
+    assert out[:, 5].isnan().all()
+    assert not out[:, 86].isfinite().any()
+    clean = [i for i in range(87) if i not in (5, 86)]
+    assert torch.equal(out[:, clean], expected[:, clean])
+
+
 # ---- the op as the compiler sees it ----------------------------------------------------------
 
 
@@ -208,6 +292,16 @@ def test_opcheck_of_fp8(fp8_impl: str, name: str) -> None:
     op = torch.ops.torch_hybrid.linear.default
     utils = FP8_OPCHECKS
     torch.library.opcheck(op, (x.contiguous(), weights, biases), options, test_utils=utils)
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("name", ["five_rows_odd", "prefill"])
+def test_opcheck_of_integers(impl: str, name: str, stored: str) -> None:
+    (x, weights, biases), scales = make_integer_inputs(CASES[name], stored)
+    check_takes(impl, weights[0])
+    options = {"scales": scales, "impl": impl}
+    op = torch.ops.torch_hybrid.linear.default
+    torch.library.opcheck(op, (x.contiguous(), weights, biases), options)
 
 
 def step(impl: str) -> object:
@@ -267,6 +361,29 @@ def fp8_errors() -> list[str]:
     ]
 
 
+def integer_errors() -> list[str]:
+    case = Case(num_rows=6, depth=384, widths=(7, 20))
+    (x, weights, biases), scales = make_integer_inputs(case, "int8")
+    int8 = {"x": x, "weights": weights, "biases": biases, "scales": scales}
+    (x, weights, biases), scales = make_integer_inputs(case, "int4_of_128")
+    int4 = {"x": x, "weights": weights, "biases": biases, "scales": scales}
+    return [
+        failing(**int8 | {"scales": None}),
+        failing(**int8 | {"weights": [int8["weights"][0], weights[1]]}),
+        failing(**int8 | {"weights": [int8["weights"][0], int8["weights"][1][:, :50]]}),
+        failing(**int8 | {"scales": [int8["scales"][0], torch.ones(20, 1)]}),
+        failing(**int4 | {"weights": [weights[0], weights[1][:, :50]]}),
+        failing(**int4 | {"scales": [scales[0], torch.ones(20, 4)]}),
+        failing(**int4 | {"scales": [scales[0].half(), scales[1]]}),
+        failing(
+            x=torch.randn(2, 50),
+            weights=[torch.zeros(3, 25, dtype=torch.uint8)],
+            biases=[None],
+            scales=[torch.ones(3, 2)],
+        ),
+    ]
+
+
 def test_error_texts() -> None:
     weight = torch.randn(7, 50)
     errors = [
@@ -280,6 +397,7 @@ def test_error_texts() -> None:
         failing(biases=[torch.randn(8), None]),
         failing("tpu"),
         *fp8_errors(),
+        *integer_errors(),
     ]
     assert_expected_inline(
         "\n".join(errors),
@@ -293,10 +411,18 @@ weights[1] must have dtype torch.float32, got torch.bfloat16
 weights[0] must be contiguous, got strides [1, 7]
 biases[0] must have shape [7], got [8]
 impl must be one of ['cpp', 'triton_fp8', 'triton', 'torch'], got 'tpu'
-weights[0] must have dtype torch.float8_e4m3fn, got torch.float32
+weights[0] must be 8-bit floats or integers to have scales, got torch.float32
 weights[0] must have dtype torch.float32, got torch.float8_e4m3fn
 scales must have length 2, got 1
 scales[1] must have shape [2, 3], got [3, 2]
 scales[0] must have dtype torch.float32, got torch.bfloat16
-scales[1] must be contiguous, got strides [6, 2]""",
+scales[1] must be contiguous, got strides [6, 2]
+weights[0] must have dtype torch.float32, got torch.int8
+weights[1] must have shape [20, 384], got [20, 192]
+weights[1] must have shape [20, 384], got [20, 50]
+scales[1] must have shape [20], got [20, 1]
+weights[1] must have shape [20, 192], got [20, 50]
+scales[1] must have shape [20, 12] or [20, 6] or [20, 3], got [20, 4]
+scales[0] must have dtype torch.float32, got torch.float16
+scales[0]: a row of 50 numbers of 4 bits has no whole groups of 32, 64 or 128""",
     )

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from tests.ops.contract import assert_within_budget, to_exact
-from tests.ops.linear.cases import CASES, Case, make_fp8_inputs, make_inputs
-from tests.ops.linear.test_contract import assert_fp8_as_exact
+from tests.ops.integers import FORMATS
+from tests.ops.linear.cases import CASES, Case, make_fp8_inputs, make_inputs, make_integer_inputs
+from tests.ops.linear.test_contract import assert_as_exact
 from torch_hybrid.ops.linear import _cpu, linear
 from torch_hybrid.ops.linear.reference import linear_reference
 from torch_hybrid.ops.native import build, compiler_missing
@@ -54,6 +55,21 @@ def test_fp8_is_the_same_in_every_batch_and_with_any_threads(threads: None) -> N
     for dtype in DTYPES.values():
         (x, weights, biases), scales = make_fp8_inputs(case, dtype=dtype)
         for few in ((1, 2, 3, 4), (17, 33, 40)):
+            whole = linear(x[: max(few)], weights, biases, scales=scales, impl="cpp")
+            for count, num_rows in enumerate(few, 1):
+                torch.set_num_threads(count)
+                part = linear(x[:num_rows], weights, biases, scales=scales, impl="cpp")
+                assert torch.equal(bits(part), bits(whole[:num_rows])), num_rows
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+def test_integers_give_the_same_bits_in_every_batch_and_with_any_threads(
+    stored: str, threads: None
+) -> None:
+    case = Case(num_rows=40, depth=300, widths=(500, 40))
+    for dtype in DTYPES.values():
+        (x, weights, biases), scales = make_integer_inputs(case, stored, dtype=dtype)
+        for few in ((1, 2, 3, 4), (5, 6, 8, 9, 16), (17, 33, 40)):
             whole = linear(x[: max(few)], weights, biases, scales=scales, impl="cpp")
             for count, num_rows in enumerate(few, 1):
                 torch.set_num_threads(count)
@@ -136,5 +152,7 @@ def test_a_cpu_with_avx2_alone(monkeypatch: pytest.MonkeyPatch) -> None:
             exact = linear_reference(*to_exact(x), to_exact(*weights), to_exact(*biases))
             reference = linear_reference(x, weights, biases)
             assert_within_budget(linear(x, weights, biases, impl="cpp"), exact, reference)
-            assert_fp8_as_exact("cpp", *make_fp8_inputs(case, dtype=dtype))
+            assert_as_exact("cpp", *make_fp8_inputs(case, dtype=dtype))
+            for stored in FORMATS:
+                assert_as_exact("cpp", *make_integer_inputs(case, stored, dtype=dtype))
     build.load_library.cache_clear()

@@ -10,8 +10,9 @@ import torch
 
 from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget, rows_apart, to_exact
+from tests.ops.integers import FORMATS
 from tests.ops.linear.cases import CASES, Case, make_fp8_inputs, make_inputs
-from tests.ops.linear.test_contract import fp8_expected
+from tests.ops.linear.test_contract import expected_of
 from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
@@ -73,7 +74,7 @@ def assert_fp8_as_exact(case: Case, dtype: torch.dtype, impl: str) -> None:
         impl=impl,
     )
     rounds = impl == "triton_fp8"
-    assert_within_budget(out.cpu(), *fp8_expected((x, weights, biases), scales, rounds=rounds))
+    assert_within_budget(out.cpu(), *expected_of((x, weights, biases), scales, rounds=rounds))
 
 
 @needs_cuda
@@ -121,11 +122,34 @@ def test_compiles_without_spills() -> None:
             label = f"{name}, {num_rows} rows"
             launches = fp8_launches(target, num_rows, *REAL[name]).values()
             rows += [resources_of(launch, target, label) for launch in launches]
+    for stored in ("int8", "int4_of_32", "int4_of_128"):
+        for num_rows in (1, 4, 32, 64, 1000):
+            launches = integer_launches("sm_90", num_rows, *REAL["qkv"], stored).values()
+            label = f"qkv of {stored}, {num_rows} rows"
+            rows += [resources_of(launch, "sm_90", label) for launch in launches]
     for name, num_rows in (("router", 8), ("qkv", 32), ("out_proj", 64)):
         launches = fp8_launches("sm_90", num_rows, *REAL[name], rounds=True).values()
         label = f"{name}, {num_rows} rounded rows"
         rows += [resources_of(launch, "sm_90", label) for launch in launches]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
+
+
+def integer_launches(
+    target: str, num_rows: int, depth: int, widths: tuple[int, ...], stored: str
+) -> dict[str, Launch]:
+    from torch_hybrid.ops.linear import _triton
+
+    group = FORMATS[stored]
+    dtype, width = (torch.int8, depth) if group is None else (torch.uint8, depth // 2)
+    shapes = [(n,) if group is None else (n, depth // group) for n in widths]
+    with launches_on(target) as launches:
+        _triton.linear(
+            torch.empty(num_rows, depth, dtype=torch.bfloat16, device="meta"),
+            [torch.empty(n, width, dtype=dtype, device="meta") for n in widths],
+            [None] * len(widths),
+            scales=[torch.empty(shape, device="meta") for shape in shapes],
+        )
+    return launches
 
 
 def fp8_launches(

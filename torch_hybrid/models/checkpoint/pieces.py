@@ -168,7 +168,9 @@ def _may_be_not_finite(values: Tensor) -> Tensor:
     """Whether floats hold a NaN or infinity, or their sum overflows; read where it is asked for."""
     if values.dtype == torch.float8_e4m3fn:  # of which nothing is infinite, and torch has no sums
         return (_without_sign(values) == _NAN).any()
-    return ~values.sum(dtype=torch.promote_types(values.dtype, torch.float32)).isfinite()
+    # A sum of 16 bits soon overflows; on a CPU one in another dtype is that of a copy.
+    dtype = None if values.device.type == "cpu" else torch.float32
+    return ~values.sum(dtype=dtype).isfinite()
 
 
 def _without_sign(values: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host import weight_memory
 from torch_hybrid.models.checkpoint.block_scales import blocks_of
-from torch_hybrid.models.checkpoint.content import Content, Slice, slices
+from torch_hybrid.models.checkpoint.content import Content, Slice, narrow, slices
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.checkpoint.pieces import Piece, Reader, not_finite, pieces_of
 from torch_hybrid.models.checkpoint.unread import Unread
@@ -81,6 +82,23 @@ def needed_bytes(module: nn.Module) -> int:
         UnsupportedError: as :func:`read_weights`.
     """
     return sum(weight.nbytes for weight in _unread_of(_places(module)))
+
+
+def read_rows(
+    weight: Tensor, first: int, count: int, checkpoint: Checkpoint, device: torch.device
+) -> Tensor:
+    """Rows of an unread weight, at most ``count`` of them, on ``device``.
+
+    Raises:
+        UnsupportedError, ValueError: as ``read_weights`` does.
+    """
+    assert isinstance(weight, Unread)
+    _check_dtypes({weight: weight.content})
+    rows = narrow(weight.content, 0, first, min(count, len(weight) - first))
+    values = torch.empty(rows.shape, dtype=weight.dtype, device=device)
+    pieces = sorted(_pieces(rows, values), key=lambda piece: (piece.file, piece.start))
+    _read_all(pieces, checkpoint, device, label=None)
+    return values
 
 
 def _pieces(content: Content, place: Tensor) -> Iterator[Piece]:
@@ -149,15 +167,14 @@ def _check_dtypes(weights: Mapping[Unread, Content]) -> None:
 
 
 def _read_all(
-    pieces: list[Piece], checkpoint: Checkpoint, device: torch.device, label: str
+    pieces: list[Piece], checkpoint: Checkpoint, device: torch.device, label: str | None
 ) -> None:
-    """Read all pieces in several threads; the first error ends it."""
-    from tqdm import tqdm
-
+    """Read all pieces in several threads, with a bar unless there is no label; the first error ends
+    it."""
     num_bytes = sum(piece.num_bytes for piece in pieces)
     with (
         checkpoint.opened({piece.file for piece in pieces}) as files,
-        tqdm(total=num_bytes, desc=label, unit="B", unit_scale=True, disable=None) as bar,
+        _bar(num_bytes, label) as bar,
         _worker_threads() as threads,
     ):
         todo, stop, lock = iter(pieces), threading.Event(), threading.Lock()
@@ -187,6 +204,14 @@ def _refuse_not_finite(found: Counter[str]) -> None:
     if found := +found:
         counts = ", ".join(f"{name} has {count}" for name, count in sorted(found.items()))
         raise ValueError(f"weight {counts} NaN or infinite values")
+
+
+def _bar(num_bytes: int, label: str | None) -> Any:
+    """Shown on a terminal alone."""
+    from tqdm import tqdm
+
+    disable = None if label else True
+    return tqdm(total=num_bytes, desc=label, unit="B", unit_scale=True, disable=disable)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.latent_attention import LatentPlan
 from torch_hybrid.backends.step import LayerStep, Step
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.integers import dtype_of
 from torch_hybrid.layers.latent_attention import LatentAttention
 from torch_hybrid.layers.lightning_attention import LightningAttention, alibi_slopes
 from torch_hybrid.layers.rotary import Rotary, rotate_pairs
@@ -69,7 +70,7 @@ class Ring25(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights and of the cached latents."""
-        return self.lm_head.weight.dtype
+        return dtype_of(self.lm_head)
 
     @property
     def device(self) -> torch.device:

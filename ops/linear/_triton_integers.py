@@ -1,0 +1,273 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Weights that are integers in Triton: widened in registers, so that x is not rounded.
+
+Of many rows, weights are widened in memory once, and torch multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_hybrid.ops.integers import INT4, group_of
+from torch_hybrid.ops.linear._triton_place import bias_of, place
+from torch_hybrid.ops.linear.by_torch import product_by_torch
+from torch_hybrid.ops.triton.products import dot
+
+# Past it a weight is read so often that widening it in memory is the faster way.
+MAX_ROWS = 64
+# Few rows are multiplied outside the tensor cores.
+_FEW_ROWS = 4
+_WIDE_ROWS, _WIDE_COLUMNS = 32, 128  # of a tile that is widened in memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tile:
+    """Rows of x and of a weight that a program multiplies, ``block_k`` bytes of a row at a time.
+    Decided by shapes alone."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_warps: int = 4
+
+    @classmethod
+    def of(cls, num_rows: int, numbers_in_byte: int) -> Tile:
+        """For that many rows of x."""
+        if num_rows <= _FEW_ROWS:
+            block_m = triton.next_power_of_2(num_rows)
+            return cls(block_m=block_m, block_n=8, block_k=256, num_stages=3)
+        block_m = max(16, triton.next_power_of_2(num_rows))
+        block_k = 128 // numbers_in_byte
+        return cls(block_m=block_m, block_n=64, block_k=block_k, num_stages=4)
+
+
+def integer_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    scales: Sequence[Tensor],
+) -> Tensor:
+    """What ``linear`` returns of weights that are integers."""
+    num_rows, depth = x.shape
+    sizes = tuple(weight.shape[0] for weight in weights)
+    y = x.new_empty(num_rows, sum(sizes))
+    groups = {group_of(weight, scale) for weight, scale in zip(weights, scales, strict=True)}
+    if not _is_ours(x, sizes) or len(groups) > 1:
+        widened = _in_memory(weights, scales, x.dtype)
+        return product_by_torch(x, widened, biases, y)
+    numbers_in_byte = 2 if weights[0].dtype == INT4 else 1
+    tile = Tile.of(num_rows, numbers_in_byte)
+    _integer_linear_kernel[(sum(triton.cdiv(size, tile.block_n) for size in sizes),)](
+        x,
+        tuple(weights),
+        tuple(scales),
+        # In the place of a bias that is not there stands a tensor that is not read.
+        tuple(x if bias is None else bias for bias in biases),
+        y,
+        sizes,
+        num_rows,
+        x.stride(0),
+        y.stride(0),
+        BIASED=sum(1 << i for i, bias in enumerate(biases) if bias is not None),
+        K=depth,
+        GROUP=groups.pop() if numbers_in_byte == 2 else 0,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        enable_fp_fusion=True,
+    )
+    return y
+
+
+def _is_ours(x: Tensor, sizes: Sequence[int]) -> bool:
+    """Whether the kernel is the faster way, by shapes alone."""
+    num_rows, depth = x.shape
+    if num_rows == 0 or depth == 0 or sum(sizes) == 0:
+        return False
+    # More of float32 would have to be multiplied outside the tensor cores.
+    return num_rows <= (_FEW_ROWS if x.dtype == torch.float32 else MAX_ROWS)
+
+
+def _in_memory(
+    weights: Sequence[Tensor], scales: Sequence[Tensor], dtype: torch.dtype
+) -> Sequence[Tensor]:
+    """What the weights are worth, each rounded to ``dtype``."""
+    widened = []
+    for weight, scale in zip(weights, scales, strict=True):
+        num_rows, num_bytes = weight.shape
+        is_int4 = weight.dtype == INT4
+        depth = num_bytes * (1 + is_int4)
+        out = weight.new_empty(num_rows, depth, dtype=dtype)
+        if out.numel() > 0:
+            grid = (triton.cdiv(num_rows, _WIDE_ROWS), triton.cdiv(depth, _WIDE_COLUMNS))
+            _widen_kernel[grid](
+                weight,
+                scale,
+                out,
+                num_rows,
+                K=depth,
+                GROUP=group_of(weight, scale) if is_int4 else 0,
+                BLOCK_N=_WIDE_ROWS,
+                BLOCK_K=_WIDE_COLUMNS,
+                num_warps=4,
+            )
+        widened.append(out)
+    return widened
+
+
+@triton.jit
+def _widen_kernel(
+    weight: tl.tensor,
+    scales: tl.tensor,
+    out: tl.tensor,
+    N: tl.tensor,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,  # 0 where a number has a byte, and a row one scale
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """One program: BLOCK_N rows of BLOCK_K numbers."""
+    row = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    mask = (row < N) & (k < K)
+    if GROUP > 0:
+        byte = tl.load(weight + row * (K // 2) + k // 2, mask=mask, other=0).to(tl.int32)
+        number = ((byte >> (k % 2 * 4)) & 15) - 8
+        scale = tl.load(scales + row * (K // GROUP) + k // GROUP, mask=mask, other=0.0)
+    else:
+        number = tl.load(weight + row * K + k, mask=mask, other=0)
+        scale = tl.load(scales + row, mask=row < N, other=0.0)
+    tl.store(out + row * K + k, (number.to(tl.float32) * scale).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _integer_linear_kernel(
+    x: tl.tensor,
+    weights: tl.tuple,
+    scales: tl.tuple,
+    biases: tl.tuple,
+    y: tl.tensor,
+    sizes: tl.tuple,
+    M: tl.tensor,
+    stride_x: tl.tensor,
+    stride_y: tl.tensor,
+    BIASED: tl.constexpr,  # bit i: weight i has a bias
+    K: tl.constexpr,
+    GROUP: tl.constexpr,  # 0 where a number has a byte, and a row one scale
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """One program: BLOCK_N columns of all rows of y.
+
+    A byte of two numbers meets an even and an odd column of x: there are two products for it.
+    """
+    weight, which, size, column, first_row = place(weights, sizes, BLOCK_N)
+    scale = scales[0]
+    for i in tl.static_range(1, len(sizes)):
+        scale = tl.where(which == i, scales[i], scale)
+    row = first_row + tl.arange(0, BLOCK_N)
+    index_m = tl.arange(0, BLOCK_M)
+    mask_n, mask_m = row < size, index_m < M
+    p_x = x + index_m.to(tl.int64)[:, None] * stride_x
+    row_64 = row.to(tl.int64)
+    if GROUP > 0:
+        acc = _sum_of_halves(
+            weight + row_64[:, None] * (K // 2),
+            scale + row_64[:, None] * (K // GROUP),
+            p_x,
+            mask_n,
+            mask_m,
+            K,
+            GROUP,
+            BLOCK_K,
+            STAGES,
+        )
+    else:
+        acc = _sum(weight + row_64[:, None] * K, p_x, mask_n, mask_m, K, BLOCK_K, STAGES)
+        acc *= tl.load(scale + row, mask=mask_n, other=0.0)[:, None]
+    acc += bias_of(biases, which, row, mask_n, BIASED)[:, None]
+    p_y = y + index_m.to(tl.int64)[None, :] * stride_y + (column + row)[:, None]
+    tl.store(p_y, acc.to(y.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
+
+
+@triton.jit
+def _sum(
+    p_w: tl.tensor,
+    p_x: tl.tensor,
+    mask_n: tl.tensor,
+    mask_m: tl.tensor,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK_N, BLOCK_M] products of numbers of 8 bits and of rows of x, which pointers begin."""
+    BLOCK_N: tl.constexpr = p_w.shape[0]
+    BLOCK_M: tl.constexpr = p_x.shape[0]
+    FEW: tl.constexpr = BLOCK_M < 16
+    if FEW:
+        acc = tl.zeros([BLOCK_N, BLOCK_M, BLOCK_K], dtype=tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        k = first + tl.arange(0, BLOCK_K)[None, :]
+        b_w = tl.load(p_w + k, mask=mask_n[:, None] & (k < K), other=0)
+        b_x = tl.load(p_x + k, mask=mask_m[:, None] & (k < K), other=0.0)
+        if FEW:
+            acc += b_w.to(tl.float32)[:, None, :] * b_x.to(tl.float32)[None, :, :]
+        else:
+            acc = dot(b_w.to(tl.float32).to(b_x.dtype), tl.trans(b_x), acc)
+    if FEW:
+        acc = tl.sum(acc, 2)
+    return acc
+
+
+@triton.jit
+def _sum_of_halves(
+    p_w: tl.tensor,
+    p_scale: tl.tensor,
+    p_x: tl.tensor,
+    mask_n: tl.tensor,
+    mask_m: tl.tensor,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> tl.tensor:
+    """The same of scaled numbers of 4 bits, BLOCK_K bytes of them at a time."""
+    BLOCK_N: tl.constexpr = p_w.shape[0]
+    BLOCK_M: tl.constexpr = p_x.shape[0]
+    FEW: tl.constexpr = BLOCK_M < 16
+    if FEW:
+        acc = tl.zeros([BLOCK_N, BLOCK_M, BLOCK_K], dtype=tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for first in tl.range(0, K // 2, BLOCK_K, num_stages=STAGES):
+        byte = first + tl.arange(0, BLOCK_K)[None, :]
+        mask_w = mask_n[:, None] & (byte < K // 2)
+        b_w = tl.load(p_w + byte, mask=mask_w, other=0).to(tl.int32)
+        b_scale = tl.load(p_scale + byte // (GROUP // 2), mask=mask_w, other=0.0)
+        k = 2 * first + tl.arange(0, 2 * BLOCK_K)[None, :]
+        b_x = tl.load(p_x + k, mask=mask_m[:, None] & (k < K), other=0.0)
+        even, odd = tl.split(tl.reshape(b_x, [BLOCK_M, BLOCK_K, 2]))
+        low = ((b_w & 15) - 8).to(tl.float32) * b_scale
+        high = ((b_w >> 4) - 8).to(tl.float32) * b_scale
+        if FEW:
+            acc += low[:, None, :] * even.to(tl.float32)[None, :, :]
+            acc += high[:, None, :] * odd.to(tl.float32)[None, :, :]
+        else:
+            acc = dot(low.to(b_x.dtype), tl.trans(even), acc)
+            acc = dot(high.to(b_x.dtype), tl.trans(odd), acc)
+    if FEW:
+        acc = tl.sum(acc, 2)
+    return acc

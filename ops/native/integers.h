@@ -1,0 +1,322 @@
+// Weights that are integers of 8 or 4 bits with scales: met by a few rows of x as they lie, or widened
+// a few rows at a time, into memory that stays in a cache while they meet many.
+//
+//   Int8   [N, K] signed bytes, and a scale for each row
+//   Int4   [N, K / 2] bytes: element 2i is the low half of byte i, 2i + 1 the high half, each 8 more
+//          than it is worth; and a scale for each group of 32, 64 or 128 elements of a row
+//
+//   Integers<Q> W{data, scales, K, group};
+//   IntegerRows<Q> x;                      keep one per thread: its memory is reused
+//   x.pack(M, K, row)                      row(i) is a pointer to row i of x, of float or bf16
+//   x.multiply(W, first, N, y, ldy)        y[m * ldy + n] = x W^T for rows [first, first + N) of W,
+//                                          in float
+//   IntegerPieces<Q, C> pieces;            keep one per thread: its memory is reused
+//   pieces.each(W, first, N, M, body)      body(rows, at, n): rows [first + at, first + at + n) of W
+//                                          in C, K apart, for M rows of x
+//
+// x is not rounded: integers are widened to floats in registers. A number of 4 bits picks what it is
+// worth, scaled, from sixteen floats; the scale of a row of 8 bits meets its sum.
+//
+// An element of y is a sum in the order of k, in sixteen lanes: it depends on its row of x and its row
+// of W, never on M, N or the form.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "aligned_floats.h"
+#include "simd.h"
+
+namespace th {
+
+constexpr int INTEGER_STEP = 2 * LANES;  // elements that are widened at a time
+
+struct Widened {
+  f32x16 first, second;
+};
+
+struct Int8 {
+  static constexpr int STEP_BYTES = INTEGER_STEP;
+  static constexpr int BLOCK_STEPS = 4;  // of a loop without tails
+  static constexpr bool SCALES_SUMS = true;
+
+  // In the order of memory: lanes of the first half, then of the second.
+  template <typename T>
+  static TH_INLINE Widened order(const T* x) {
+    return {load(x), load(x + LANES)};
+  }
+  template <typename C>
+  static TH_INLINE void store_in_order(C* to, const Widened& x) {
+    store(to, x.first), store(to + LANES, x.second);
+  }
+  static TH_INLINE Widened worth(const Widened& x, float scale) {
+    return {x.first * scale, x.second * scale};
+  }
+
+  struct Scaled {
+    Scaled() = default;
+    explicit TH_INLINE Scaled(float) {}
+    TH_INLINE Widened widen(const uint8_t* p) const { return {half(p), half(p + LANES)}; }
+    static TH_INLINE f32x16 half(const uint8_t* p) {
+#ifdef __AVX512F__
+      return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#else
+      typedef int8_t i8x16 __attribute__((vector_size(16)));
+      i8x16 numbers;
+      std::memcpy(&numbers, p, sizeof(numbers));
+      return __builtin_convertvector(__builtin_convertvector(numbers, i32x16), f32x16);
+#endif
+    }
+  };
+};
+
+struct Int4 {
+  static constexpr int STEP_BYTES = LANES;
+  static constexpr bool SCALES_SUMS = false;
+
+  // Lanes are bytes: even elements, then odd ones.
+  template <typename T>
+  static TH_INLINE Widened order(const T* x) {
+    const f32x16 a = load(x), b = load(x + LANES);
+    return {every_second<false>(a, b), every_second<true>(a, b)};
+  }
+  template <typename C>
+  static TH_INLINE void store_in_order(C* to, const Widened& x) {
+    store(to, in_turn<false>(x.first, x.second));
+    store(to + LANES, in_turn<true>(x.first, x.second));
+  }
+  static TH_INLINE Widened worth(const Widened& x, float) { return x; }
+
+  // What each of the sixteen numbers is worth in a group.
+  struct Scaled {
+#ifdef __AVX512F__
+    f32x16 worth;
+    Scaled() = default;
+    explicit TH_INLINE Scaled(float scale)
+        : worth(f32x16{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7} * scale) {}
+    TH_INLINE Widened widen(const uint8_t* p) const {
+      const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+      // The lookup reads four bits of each lane.
+      return {(f32x16)_mm512_permutexvar_ps(bytes, (__m512)worth),
+              (f32x16)_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), (__m512)worth)};
+    }
+#else
+    float scale;
+    Scaled() = default;
+    explicit TH_INLINE Scaled(float scale) : scale(scale) {}
+    TH_INLINE Widened widen(const uint8_t* p) const {
+      typedef uint8_t u8x16 __attribute__((vector_size(16)));
+      u8x16 bytes;
+      std::memcpy(&bytes, p, sizeof(bytes));
+      const i32x16 pairs = __builtin_convertvector(bytes, i32x16);
+      return {(__builtin_convertvector(pairs & 15, f32x16) - 8.0f) * scale,
+              (__builtin_convertvector(pairs >> 4, f32x16) - 8.0f) * scale};
+    }
+#endif
+  };
+};
+
+template <typename Q>
+struct Integers {
+  const void* data;
+  const float* scales;
+  int64_t K, group;  // elements of a row that share a scale
+
+  int64_t row_bytes() const { return K * Q::STEP_BYTES / INTEGER_STEP; }
+  int64_t num_groups() const { return Q::SCALES_SUMS ? 1 : K / group; }
+  const uint8_t* row(int64_t n) const {
+    return static_cast<const uint8_t*>(data) + n * row_bytes();
+  }
+  const float* scales_of(int64_t n) const { return scales + n * num_groups(); }
+};
+
+namespace detail {
+
+#ifdef __AVX512F__
+constexpr int INTEGER_GROUP = 8;  // rows of x that meet what is widened at once
+constexpr int integer_streams(int rows) { return rows <= 4 ? 4 : 3; }
+#else
+constexpr int INTEGER_GROUP = 2;
+constexpr int integer_streams(int) { return 2; }
+#endif
+constexpr int64_t INTEGER_LEAD = 2048;  // bytes that are fetched ahead of each stream
+
+// Rows n, n + stride, ... of W, R of them, times G rows of x, in blocks of STEPS with one scale.
+template <typename Q, int STEPS, int R, int G>
+TH_NOINLINE void multiply_integers(const Integers<Q>& W, int64_t n, int64_t stride, const Widened* x,
+                                   float* y, int64_t ldy) {
+  constexpr int LINE_STEPS = 64 / Q::STEP_BYTES, SUMS = (R * G + LANES - 1) / LANES * LANES;
+  const int64_t w_step = stride * W.row_bytes(), s_step = stride * W.num_groups();
+  const uint8_t* w = W.row(n);
+  const float* s = W.scales_of(n);
+  f32x16 acc[SUMS] = {};
+  const auto meet = [&](const Widened& numbers, const Widened* xs, int r) TH_LAMBDA {
+#pragma GCC unroll 8
+    for (int m = 0; m < G; ++m)
+      acc[m * R + r] = fma(numbers.second, xs[m].second, fma(numbers.first, xs[m].first, acc[m * R + r]));
+  };
+  int64_t k = 0;
+  for (; k + STEPS * INTEGER_STEP <= W.K; k += STEPS * INTEGER_STEP) {
+    if (k / INTEGER_STEP % LINE_STEPS == 0)
+      for (int r = 0; r < R; ++r)
+        for (int line = 0; line < std::max(1, STEPS / LINE_STEPS); ++line)
+          __builtin_prefetch(w + r * w_step + line * 64 + INTEGER_LEAD, 0, 2);
+    if constexpr (G <= 4) {  // a row after the other: its scaled numbers are all that is kept of it
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const typename Q::Scaled scaled(Q::SCALES_SUMS ? 1.0f : s[r * s_step]);
+#pragma GCC unroll 4
+        for (int i = 0; i < STEPS; ++i)
+          meet(scaled.widen(w + r * w_step + i * Q::STEP_BYTES), x + i * G, r);
+      }
+    } else {  // all rows at once: a vector of x is loaded once for them
+      for (int i = 0; i < STEPS; ++i) {
+        Widened numbers[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+          numbers[r] = typename Q::Scaled(Q::SCALES_SUMS ? 1.0f : s[r * s_step])
+                           .widen(w + r * w_step + i * Q::STEP_BYTES);
+#pragma GCC unroll 8
+        for (int m = 0; m < G; ++m) {
+          const f32x16 first = held(x[i * G + m].first);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) acc[m * R + r] = fma(numbers[r].first, first, acc[m * R + r]);
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < G; ++m) {
+          const f32x16 second = held(x[i * G + m].second);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; ++r) acc[m * R + r] = fma(numbers[r].second, second, acc[m * R + r]);
+        }
+      }
+    }
+    w += STEPS * Q::STEP_BYTES, x += STEPS * G;
+    if (!Q::SCALES_SUMS) ++s;
+  }
+  if constexpr (Q::SCALES_SUMS)
+    for (; k < W.K; k += INTEGER_STEP, w += INTEGER_STEP, x += G)
+      for (int r = 0; r < R; ++r) {
+        uint8_t last[INTEGER_STEP] = {};
+        std::memcpy(last, w + r * w_step, std::min<int64_t>(INTEGER_STEP, W.K - k));
+        meet(typename Q::Scaled(1.0f).widen(last), x, r);
+      }
+  float sums[SUMS];
+#pragma GCC unroll 2
+  for (int i = 0; i < SUMS; i += LANES)
+    store(sums + i, sum16(reinterpret_cast<f32x16(&)[LANES]>(acc[i])));
+#pragma GCC unroll 8
+  for (int m = 0; m < G; ++m)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+      y[m * ldy + r * stride] = sums[m * R + r] * (Q::SCALES_SUMS ? s[r * s_step] : 1.0f);
+}
+
+// G rows of x, which R streams of W meet, and then what rows are left, one by one.
+template <typename Q, int STEPS, int R, int G>
+void stream_integers(const Integers<Q>& W, int64_t first, int64_t N, const Widened* x, float* y,
+                     int64_t ldy) {
+  const int64_t stream = N / R;
+  for (int64_t n = 0; n < stream; ++n)
+    multiply_integers<Q, STEPS, R, G>(W, first + n, stream, x, y + n, ldy);
+  for (int64_t n = stream * R; n < N; ++n)
+    multiply_integers<Q, STEPS, 1, G>(W, first + n, 1, x, y + n, ldy);
+}
+
+}  // namespace detail
+
+template <typename Q>
+class IntegerRows {
+ public:
+  template <typename Row>
+  void pack(int M, int64_t K, const Row& row) {
+    using namespace detail;
+    M_ = M, steps_ = (K + INTEGER_STEP - 1) / INTEGER_STEP;
+    reserve(M * steps_);
+    for (int i = 0; i < M; ++i) {
+      const int first = i / INTEGER_GROUP * INTEGER_GROUP, rows = std::min(INTEGER_GROUP, M - first);
+      Widened* to = data_ + first * steps_ + (i - first);
+      const auto* x = row(i);
+      int64_t s = 0;
+      for (; (s + 1) * INTEGER_STEP <= K; ++s) to[s * rows] = Q::order(x + s * INTEGER_STEP);
+      if (s == steps_) continue;
+      std::decay_t<decltype(*x)> last[INTEGER_STEP] = {};
+      std::memcpy(last, x + s * INTEGER_STEP, sizeof(*x) * (K - s * INTEGER_STEP));
+      to[s * rows] = Q::order(last);
+    }
+  }
+
+  void multiply(const Integers<Q>& W, int64_t first, int64_t N, float* y, int64_t ldy) const {
+    if (Q::SCALES_SUMS || W.group == 4 * INTEGER_STEP) return run<4>(W, first, N, y, ldy);
+    if (W.group == 2 * INTEGER_STEP) return run<2>(W, first, N, y, ldy);
+    run<1>(W, first, N, y, ldy);
+  }
+
+ private:
+  template <int STEPS>
+  void run(const Integers<Q>& W, int64_t first, int64_t N, float* y, int64_t ldy) const {
+    for (int m = 0; m < M_; m += detail::INTEGER_GROUP)
+      meet<STEPS, detail::INTEGER_GROUP>(std::min(detail::INTEGER_GROUP, M_ - m), W, first, N,
+                                         data_ + m * steps_, y + m * ldy, ldy);
+  }
+
+  template <int STEPS, int G>
+  static void meet(int rows, const Integers<Q>& W, int64_t first, int64_t N, const Widened* x,
+                   float* y, int64_t ldy) {
+    if constexpr (G > 1)
+      if (rows < G) return meet<STEPS, G - 1>(rows, W, first, N, x, y, ldy);
+    detail::stream_integers<Q, STEPS, detail::integer_streams(G), G>(W, first, N, x, y, ldy);
+  }
+
+  void reserve(int64_t count) {
+    constexpr int64_t FLOATS = sizeof(Widened) / sizeof(float);
+    if (count <= capacity_) return;
+    memory_.reset(), memory_.reset(new AlignedFloats(count * FLOATS));
+    data_ = reinterpret_cast<Widened*>(memory_->data()), capacity_ = count;
+  }
+
+  int M_ = 0;
+  int64_t steps_ = 0, capacity_ = 0;
+  std::unique_ptr<AlignedFloats> memory_;
+  Widened* data_ = nullptr;  // groups of rows, each [steps][rows]
+};
+
+template <typename Q, typename C>
+class IntegerPieces {
+ public:
+  template <typename Body>
+  TH_INLINE void each(const Integers<Q>& W, int64_t first, int64_t count, int64_t, const Body& body) {
+    for (int64_t at = 0; at < count; at += ROWS) {
+      const int64_t rows = std::min(ROWS, count - at);
+      memory_.resize(rows * W.K);
+      for (int64_t n = 0; n < rows; ++n) widen(W, first + at + n, memory_.data() + n * W.K);
+      body(memory_.data(), at, rows);
+    }
+  }
+
+ private:
+  static constexpr int64_t ROWS = 48;  // measured
+
+  TH_NOINLINE static void widen(const Integers<Q>& W, int64_t n, C* to) {
+    const uint8_t* w = W.row(n);
+    const float* s = W.scales_of(n);
+    const int64_t width = Q::SCALES_SUMS ? W.K : W.group;
+    for (int64_t first = 0; first < W.K; first += width, ++s) {
+      const typename Q::Scaled scaled(*s);
+      int64_t k = 0;
+      for (; k + INTEGER_STEP <= width; k += INTEGER_STEP, w += Q::STEP_BYTES, to += INTEGER_STEP)
+        Q::store_in_order(to, Q::worth(scaled.widen(w), *s));
+      if (k == width) continue;
+      uint8_t last[INTEGER_STEP] = {};
+      C widened[INTEGER_STEP];
+      std::memcpy(last, w, width - k);
+      Q::store_in_order(widened, Q::worth(scaled.widen(last), *s));
+      std::memcpy(to, widened, sizeof(C) * (width - k));
+    }
+  }
+
+  std::vector<C> memory_;
+};
+
+}  // namespace th

@@ -1,0 +1,221 @@
+"""Weights of a model as integers of 8 or 4 bits with scales, made of what a checkpoint has.
+
+A weight is taken in stretches of its rows, so that of one that is read little is ever held in full
+precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.caches.room import check_room
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.host import trim, weight_memory
+from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.layers.integers import IntegerEmbedding, IntegerLinear
+from torch_hybrid.layers.latent_attention import LatentAttention
+from torch_hybrid.models.checkpoint.files import Checkpoint
+from torch_hybrid.models.checkpoint.read import read_rows
+from torch_hybrid.models.hybrid_model import HybridModel
+from torch_hybrid.models.ring_2_5 import Ring25
+from torch_hybrid.ops.integers import GROUPS, INT4, INT8, in_4_bits, in_8_bits
+from torch_hybrid.ops.stored_weights import WITH_SCALES
+from torch_hybrid.ranks import SummedLinear, SumOverRanks
+
+WEIGHTS = {"int8": INT8, "int4": INT4}
+# What stays as it is, by the names of modules: embeddings, of which a step reads a few rows, and
+# routers, which are small and decide. benchmarks/README.md has what was measured
+# of these and of others.
+KEPT = ("*embed*", "*router*", "*gate")
+# What has 8 bits where others have 4.
+EIGHT_BITS = ("*lm_head", "*k_proj", "*v_proj", "*o_proj", "*out_proj")
+
+_STRETCH_BYTES = 64 << 20
+
+# Rows [first, first + count) of a weight, wherever it is.
+ReadRows = Callable[[Tensor, int, int], Tensor]
+
+
+def quantize(
+    model: HybridModel | Ring25,
+    weights: str,
+    *,
+    group: int = 32,
+    keep: Sequence[str] = KEPT,
+    eight_bits: Sequence[str] = EIGHT_BITS,
+) -> None:
+    """Make integers with scales of the weights of a model in memory, one weight after the other.
+
+    Of 8 bits, a row of a weight has one scale; of 4 bits, each ``group`` numbers of a row have one.
+    Linear layers and experts are changed. Products then read so much less memory; what they
+    multiply with is not rounded.
+
+    Args:
+        model: before a runner is made of it.
+        weights: "int8" or "int4".
+        group: 32, 64 or 128; of 4 bits alone.
+        keep: names of modules that stay as they are, as patterns; by default embeddings and
+            routers. With ``()`` everything is changed.
+        eight_bits: names of modules that have 8 bits where ``weights`` is "int4"; by default the
+            head, the outputs of mixers, and keys and values of attention.
+
+    Raises:
+        ValueError: ``weights`` or ``group`` is none of these, or a group does not divide the rows
+            of a weight.
+        UnsupportedError: the model has such weights, or others with scales, already.
+    """
+    check_weights(weights, group, others=())
+    _refuse_with_scales(model)
+    stored = _Stored(WEIGHTS[weights], group, tuple(keep), tuple(eight_bits))
+    _make_integers(model, stored, lambda weight, first, count: weight[first:][:count])
+    trim()
+
+
+def quantize_unread(
+    model: HybridModel | Ring25,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    weights: str,
+    *,
+    group: int = 32,
+    keep: Sequence[str] = KEPT,
+    eight_bits: Sequence[str] = EIGHT_BITS,
+) -> None:
+    """The same of weights that have not been read, on ``device``; the others stay unread."""
+
+    def read(weight: Tensor, first: int, count: int) -> Tensor:
+        return read_rows(weight, first, count, checkpoint, device)
+
+    _refuse_with_scales(model)
+    stored = _Stored(WEIGHTS[weights], group, tuple(keep), tuple(eight_bits))
+    _make_integers(model, stored, read, device=device)
+
+
+def check_weights(weights: str, group: int, *, others: tuple[str, ...] = ("auto",)) -> None:
+    """Raise ValueError unless such weights can be made, or are one of ``others``."""
+    if weights not in (*others, *WEIGHTS):
+        raise ValueError(f"weights must be one of {[*others, *WEIGHTS]}, got {weights!r}")
+    if group not in GROUPS:
+        raise ValueError(f"group must be 32, 64 or 128, got {group!r}")
+
+
+def _refuse_with_scales(model: nn.Module) -> None:
+    """Raise UnsupportedError where weights have scales already."""
+    for name, module in model.named_modules():
+        for key, weight in module.named_parameters(recurse=False):
+            if weight.dtype in WITH_SCALES:
+                raise UnsupportedError(f"{name}.{key} is quantized already, to {weight.dtype}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """As what each weight is to be stored."""
+
+    dtype: torch.dtype
+    group: int
+    keep: tuple[str, ...]
+    eight_bits: tuple[str, ...]
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """Of the numbers of a module; None where it stays as it is."""
+        if any(fnmatchcase(name, pattern) for pattern in self.keep):
+            return None
+        is_larger = any(fnmatchcase(name, pattern) for pattern in self.eight_bits)
+        return INT8 if is_larger else self.dtype
+
+    def shapes(self, name: str, weight: Tensor) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The shapes and dtypes of the numbers of a weight, and of its scales."""
+        *rows, depth = weight.shape
+        dtype = self.dtype_of(name)
+        if dtype == INT8:
+            return [((*rows, depth), INT8), ((*rows,), torch.float32)]
+        if depth % self.group:
+            raise ValueError(
+                f"{name} has rows of {depth} numbers, which groups of {self.group} do not divide: "
+                "choose another group, or name it in keep or eight_bits"
+            )
+        return [((*rows, depth // 2), INT4), ((*rows, depth // self.group), torch.float32)]
+
+
+def _make_integers(
+    model: nn.Module, stored: _Stored, read: ReadRows, *, device: torch.device | None = None
+) -> None:
+    chosen = list(_chosen(model, stored))
+    shapes = []
+    for name, module in chosen:
+        for weight in _weights_of(module):
+            shapes += stored.shapes(name, weight)
+            device = device or weight.device
+    if device is None:
+        return
+    num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
+    check_room(num_bytes, device, what="the weights", limits="their precision (weights)")
+    memory = iter(weight_memory(shapes, device))
+    parents = _parents_of(model)
+    while chosen:  # each is freed when it is done
+        _, module = chosen.pop(0)
+        pairs = []
+        for weight in _weights_of(module):
+            pairs.append((next(memory), next(memory)))
+            _fill(*pairs[-1], weight, stored.group, read)
+        if isinstance(module, FusedExperts):
+            (gate_up, gate_up_scales), (down, down_scales) = pairs
+            held = (gate_up, down, gate_up_scales, down_scales)
+            module.hold_scales(
+                *(nn.Parameter(tensor, requires_grad=False) for tensor in held),
+                dtype=module.dtype,
+            )
+            continue
+        made = _made(module, *pairs[0])
+        for parent, name in parents[module]:
+            setattr(parent, name, made)
+        del parents[module]
+
+
+def _chosen(model: nn.Module, stored: _Stored) -> Iterator[tuple[str, nn.Module]]:
+    """The modules whose weights become integers, by their names."""
+    taken_apart = {m.kv_b_proj for m in model.modules() if isinstance(m, LatentAttention)}
+    for name, module in model.named_modules():
+        is_taken = type(module) in (nn.Linear, SummedLinear, nn.Embedding, FusedExperts)
+        if is_taken and stored.dtype_of(name) is not None and module not in taken_apart:
+            yield name, module
+
+
+def _weights_of(module: nn.Module) -> tuple[Tensor, ...]:
+    if isinstance(module, FusedExperts):
+        return module.gate_up_proj.detach(), module.down_proj.detach()
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return (weight.detach(),)
+
+
+def _parents_of(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]]:
+    parents: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent._modules.items():
+            if child is not None:
+                parents.setdefault(child, []).append((parent, name))
+    return parents
+
+
+def _fill(numbers: Tensor, scales: Tensor, weight: Tensor, group: int, read: ReadRows) -> None:
+    row_bytes = max(1, weight.nbytes // max(1, len(weight)))
+    count = max(1, _STRETCH_BYTES // row_bytes)
+    for first in range(0, len(weight), count):
+        rows = read(weight, first, count)
+        found = in_8_bits(rows) if numbers.dtype == INT8 else in_4_bits(rows, group)
+        numbers[first:][:count], scales[first:][:count] = found
+
+
+def _made(module: nn.Module, numbers: Tensor, scales: Tensor) -> nn.Module:
+    if isinstance(module, nn.Embedding):
+        return IntegerEmbedding(numbers, scales, dtype=module.weight.dtype)
+    assert isinstance(module, nn.Linear)
+    made = IntegerLinear(numbers, scales, module.bias, dtype=module.weight.dtype)
+    return SumOverRanks(made, module.ranks) if isinstance(module, SummedLinear) else made
