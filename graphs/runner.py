@@ -82,8 +82,7 @@ class Runner:
             than ``max_seqs`` sequences can use. ``explain`` shows the bytes, ``kv_room`` has them.
         page_size: tokens in a page of the KV pool.
         kv_dtype: of kept keys, values and latents. "auto" is the model's; "fp8" (e4m3) takes half
-            of the memory, and of the time that decode takes to read them: each is rounded as it is
-            written.
+            of the memory of 16 bits: each number is rounded as it is written.
         kv_scales: with kv_dtype="fp8", what a kept number is worth, by layer id: of keys and values
             [2, key heads of this rank], of latents [1]; ``th.kv_scales`` measures them. By default
             1, which holds values up to 448.

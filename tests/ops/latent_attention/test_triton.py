@@ -127,8 +127,8 @@ SHAPES = {
     "DeepSeek-V2-Lite decode 64": (64, 64, 16, torch.bfloat16, False),
     "Kimi-Linear 64 tokens each": (8, 512, 32, torch.bfloat16, False),
     "Kimi-Linear decode 512, not split": (512, 512, 32, torch.bfloat16, False),
-    "DeepSeek-V3 decode 64 in 8 bits": (64, 64, 128, torch.bfloat16, True),
-    "DeepSeek-V2-Lite decode 64 in 8 bits": (64, 64, 16, torch.bfloat16, True),
+    "DeepSeek-V3 decode 64, fp8": (64, 64, 128, torch.bfloat16, True),
+    "DeepSeek-V2-Lite decode 64, fp8": (64, 64, 16, torch.bfloat16, True),
 }
 
 

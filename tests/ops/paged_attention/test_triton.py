@@ -215,18 +215,9 @@ SHAPES = {
         False,
     ),
     "3 / 1 heads of 80 decode 1": (1, 1, 3, 1, 80, torch.bfloat16, "window_softcap", False),
-    "Qwen3-Next decode 64 in 8 bits": (64, 64, 16, 2, 256, torch.bfloat16, "plain", True),
-    "32 / 8 heads of 128 extend 2048 in 8 bits": (
-        8,
-        2048,
-        32,
-        8,
-        128,
-        torch.bfloat16,
-        "plain",
-        True,
-    ),
-    "32 / 8 heads of 128 decode 32 in 8 bits": (32, 32, 32, 8, 128, torch.bfloat16, "plain", True),
+    "Qwen3-Next decode 64, fp8": (64, 64, 16, 2, 256, torch.bfloat16, "plain", True),
+    "32 / 8 heads extend 2048, fp8": (8, 2048, 32, 8, 128, torch.bfloat16, "plain", True),
+    "32 / 8 heads decode 32, fp8": (32, 32, 32, 8, 128, torch.bfloat16, "plain", True),
 }
 
 
