@@ -58,7 +58,7 @@ PARTS = {
 # Groups of kernels by what their names contain; the first that fits counts.
 GROUPS = (
     ("generated", ("triton_",)),  # by Inductor, of names that have every op's in them
-    ("experts", ("gate_up", "_down_kernel", "_hidden_kernel", "_out_kernel", "_combine_kernel",
+    ("experts", ("gate_up", "_down_", "_hidden_kernel", "_out_kernel", "_combine_kernel",
                  "_count_kernel", "_add_up", "_place_kernel", "_cut_kernel", "grouped", "moe")),
     ("recurrence", ("_recurrent_kernel", "_prepare_kernel", "_scan_kernel", "_chunk_kernel",
                     "_segment_kernel", "_decay_kernel", "_step_kernel", "delta", "gdn", "ssd",
@@ -66,6 +66,7 @@ GROUPS = (
     ("convolution", ("conv",)),
     ("attention", ("attend", "attention", "_long_kernel", "_write_kernel", "_store_kernel",
                    "_merge_kernel", "fmha", "flash", "cudnn")),
+    ("rounding", ("_round_kernel",)),
     ("routers and sort", ("_route_kernel", "top_k", "topk", "sort", "radix")),
     ("products", ("_linear_kernel", "gemm", "gemv", "nvjet", "cutlass", "cublas", "splitk")),
     ("copies", ("memcpy", "memset")),

@@ -97,14 +97,15 @@ def rounded_experts(
     down_scales: Tensor,
     activation: str,
 ) -> Tensor:
-    """Launcher of ``torch_hybrid::fused_experts`` that rounds tokens to the 8 bits of weights."""
+    """Launcher of ``torch_hybrid::fused_experts`` that rounds tokens, where there are several, to
+    the 8 bits of weights."""
     out = x.new_empty(x.shape)
     if expert_ids.numel() == 0 or down.shape[0] == 0:
         return out.zero_()
     inputs = (x, expert_ids, expert_weights, gate_up, down)
     scales = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
-    if x.shape[0] == 1:  # of more, tensor cores multiply
-        fp8_few_tokens(*inputs, out, **scales, activation=activation, rounds=True)
+    if x.shape[0] == 1:  # of which products take no time: to round it would
+        fp8_few_tokens(*inputs, out, **scales, activation=activation)
         return out
     products: Callable[..., None] = partial(fp8_products, rounds=True)
     if suits_fp8(x, gate_up, down, expert_ids.numel()):

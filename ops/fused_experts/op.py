@@ -77,7 +77,8 @@ def fused_experts(
 
     With scales, a weight is worth its numbers times these, of 8-bit floats, or integers of 8 or 4
     bits, as ``linear`` takes them. Nothing else is rounded, but by the implementation "triton_fp8",
-    of 8-bit floats: tokens and hidden activations, each row's numbers with a scale for 128 columns.
+    of 8-bit floats: tokens and hidden activations, each row's numbers with a scale for 128 columns,
+    where there is more than one token.
 
     Args:
         x: [T, D] float; rows may lie any distance apart, one row is contiguous.

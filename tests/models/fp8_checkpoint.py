@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
-from torch_hybrid.ops.block_scales import BLOCK, DTYPE, LARGEST, dequantized
+from tests.ops.block_scales import in_blocks
+from torch_hybrid.ops.block_scales import BLOCK, dequantized
 
 QUANTIZATION = {
     "quant_method": "fp8",
@@ -26,22 +26,11 @@ QUANTIZATION = {
 }
 # What the published checkpoints leave as it is.
 _KEPT = re.compile(
-    r".*(embed_tokens|lm_head|norm|conv1d|shared_expert_gate|\.gate|in_proj_(ba|a|b)|b_proj"
+    r".*(embed_tokens|lm_head|norm|conv1d|shared_expert_gate|\.gate|in_proj_(ba|a|b)|\.b_proj"
     r"|word_embeddings)\.weight"
 )
 # Widths of whole blocks, where two ranks take half of each, and some that are none.
 SIZES = {"hidden_size": 192, "intermediate_size": 512, "vocab_size": 199}
-
-
-def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers and scales of a weight [N, K], by the largest of each block."""
-    num_rows, depth = weight.shape
-    padded = torch.nn.functional.pad(weight.float(), (0, -depth % BLOCK, 0, -num_rows % BLOCK))
-    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    scales = blocks.abs().amax((1, 3)).clamp(min=1e-6) / LARGEST
-    by_element = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
-    numbers = weight.float() / by_element[:num_rows, :depth]
-    return numbers.to(DTYPE), scales
 
 
 def save(hf_model: Any, folder: Path, *, scale_dtype: torch.dtype = torch.float32) -> Path:
@@ -56,7 +45,7 @@ def save(hf_model: Any, folder: Path, *, scale_dtype: torch.dtype = torch.float3
     weights, worth = load_file(folder / "model.safetensors"), load_file(twin / "model.safetensors")
     for name, weight in list(worth.items()):
         if weight.ndim == 2 and name.endswith(".weight") and not _KEPT.fullmatch(name):
-            numbers, scales = quantize(weight)
+            numbers, scales = in_blocks(weight)
             weights[name], weights[f"{name}_scale_inv"] = numbers, scales.to(scale_dtype)
             worth[name] = dequantized(numbers, scales.to(scale_dtype), torch.float32)
         else:

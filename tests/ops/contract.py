@@ -41,9 +41,19 @@ def assert_within_budget(actual: Tensor, exact: Tensor, reference: Tensor) -> No
     assert error <= budget, f"error {error:.3e} is over the budget {budget:.3e}"
 
 
-def impls_on(device: str, implementations: Mapping[str, Implementation]) -> list[str]:
-    """The implementations that are made for a device: on another there is nothing to skip."""
-    return [name for name, i in implementations.items() if device in i.capability.devices]
+def impls_on(
+    device: str,
+    implementations: Mapping[str, Implementation],
+    features: frozenset[str] | None = None,
+) -> list[str]:
+    """The implementations that are made for a device, and for arguments that want some features: on
+    another, and for others, there is nothing to skip."""
+    return [
+        name
+        for name, i in implementations.items()
+        if device in i.capability.devices
+        and (features is None or not i.capability.features_refused(features))
+    ]
 
 
 def skip_reason(implementation: Implementation, device: str) -> str | None:

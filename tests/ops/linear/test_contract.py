@@ -35,18 +35,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = Case(num_rows=6, depth=50, widths=(7, 20), biased=frozenset({1}))
 
 
-@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
-def any_impl(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS, NO_FEATURES))
+def impl(request: pytest.FixtureRequest) -> str:
     if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
         pytest.skip(reason)
     return request.param
-
-
-@pytest.fixture
-def impl(any_impl: str) -> str:
-    if reasons := IMPLEMENTATIONS[any_impl].capability.features_refused(NO_FEATURES):
-        pytest.skip("; ".join(reasons))
-    return any_impl
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -105,11 +98,11 @@ def test_infinity_and_nan_in_a_weight_stay_in_their_column(impl: str) -> None:
 # ---- weights of 8 bits -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def fp8_impl(any_impl: str) -> str:
-    if reasons := IMPLEMENTATIONS[any_impl].capability.features_refused(FEATURES):
-        pytest.skip("; ".join(reasons))
-    return any_impl
+@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS, FEATURES))
+def fp8_impl(request: pytest.FixtureRequest) -> str:
+    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
+        pytest.skip(reason)
+    return request.param
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
