@@ -123,9 +123,9 @@ def test_compiles_without_spills() -> None:
             launches = fp8_launches(target, num_rows, *REAL[name]).values()
             rows += [resources_of(launch, target, label) for launch in launches]
     for stored in ("int8", "int4_of_32", "int4_of_128"):
-        for num_rows in (1, 4, 32, 64, 1000):
-            launches = integer_launches("sm_90", num_rows, *REAL["qkv"], stored).values()
-            label = f"qkv of {stored}, {num_rows} rows"
+        for name, num_rows in (*(("qkv", n) for n in (1, 4, 32, 64)), ("out_proj", 1000)):
+            launches = integer_launches("sm_90", num_rows, *REAL[name], stored).values()
+            label = f"{name} of {stored}, {num_rows} rows"
             rows += [resources_of(launch, "sm_90", label) for launch in launches]
     for name, num_rows in (("router", 8), ("qkv", 32), ("out_proj", 64)):
         launches = fp8_launches("sm_90", num_rows, *REAL[name], rounds=True).values()
