@@ -142,8 +142,9 @@ def from_pretrained(
             cut(model, ranks_of(ranks), experts)
         hold_block_fp8(model)
         if weights != "auto":
-            chosen = {"group": group, "keep": keep, "eight_bits": eight_bits}
-            quantize_unread(model, checkpoint, device, weights, **chosen)
+            quantize_unread(
+                model, checkpoint, device, weights, group=group, keep=keep, eight_bits=eight_bits
+            )
         num_bytes = needed_bytes(model)
     limits = "their precision (dtype), or share the model among more ranks"
     check_room_together(ranks, num_bytes, device, what="the weights", limits=limits)
