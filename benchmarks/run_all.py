@@ -49,6 +49,7 @@ TRAITS = {
     "fused_experts": _TIMED,
     "gated_delta_rule": _TIMED,
     "gpu": Traits(quick=("--parts", "token_ops", "--only", "router"), needs_cuda=True),
+    "gpu_memory": Traits(quick=("--kv-tokens", "8192"), needs_cuda=True),
     "integers": Traits(quick=("--prompts", "4")),
     "kimi_delta_attention": _TIMED,
     "latent_attention": _TIMED,

@@ -12,6 +12,8 @@ from torch.fx import Graph, Node
 from torch_hybrid.graphs.marks import keep_marks
 from torch_hybrid.graphs.values import value_of
 
+aten = torch.ops.aten
+
 
 def index_rotations(graph: Graph, *, devices: Collection[str] = ("cuda",)) -> None:
     """Write ``rotate_half`` without a ``cat``.
@@ -70,10 +72,11 @@ def _replace(graph: Graph, node: Node, x: Node) -> None:
 
     device, fake_mode = value_of(x).device, value_of(x).fake_mode
     with graph.inserting_before(node):
-        signs = graph.call_function(torch.arange, (-1, 2, 2), {"device": device})
+        made_as = {"dtype": torch.int64, "device": device}
+        signs = graph.call_function(aten.arange.start_step, (-1, 2, 2), made_as)
         keep_marks(signs, node)
         with fake_mode:  # no argument of the call shows it
-            signs.meta["example_value"] = torch.arange(-1, 2, 2, device=device)
+            signs.meta["example_value"] = torch.arange(-1, 2, 2, dtype=torch.int64, device=device)
         swapped = method("flip", method("unflatten", x, -1, (2, -1)), -2)
         rotated = method("mul", swapped, method("unsqueeze", signs, -1))
         flat = method("flatten", rotated, -2)

@@ -556,7 +556,8 @@ class Runner:
                 prefill=self.prefill,
             )
 
-        most = None if model.max_positions is None else self.max_seqs * model.max_positions
+        longest: int | None = getattr(model, "max_positions", None)
+        most = None if longest is None else self.max_seqs * longest
         return choose_kv_tokens(
             table,
             sizes,

@@ -25,13 +25,16 @@ Caches = dict[str, tuple[LayerCache, ...]]
 
 
 class Model(Protocol):
-    """What a runner needs of a model."""
+    """What a runner needs of a model.
+
+    It may also say ``max_positions``, how many tokens a sequence can have: then no pool is sized for
+    more.
+    """
 
     table: LayerTable
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     num_position_axes: int
-    max_positions: int | None  # tokens that a sequence can have, where the checkpoint says so
     ranks: Ranks | None  # those that share it, after ``shard``
 
     @property

@@ -31,10 +31,10 @@ def test_text():
 getitem = getitem(x, (Ellipsis, slice(4, None, None)))
 neg = neg(getitem)
 getitem_1 = getitem(x, (Ellipsis, slice(None, 4, None)))
-arange = arange(-1, 2, 2)
+arange_start_step = arange.start_step(-1, 2, 2)
 unflatten = unflatten(x, -1, (2, -1))
 flip = flip(unflatten, -2)
-unsqueeze = unsqueeze(arange, -1)
+unsqueeze = unsqueeze(arange_start_step, -1)
 mul = mul(flip, unsqueeze)
 flatten = flatten(mul, -2)""",
     )

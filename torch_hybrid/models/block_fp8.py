@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
@@ -98,8 +97,7 @@ def _part(rows: Unread, bias: Tensor | None) -> nn.Linear | BlockFP8Linear:
         numbers, scales = numbers_and_scales(rows)
         return BlockFP8Linear(numbers, scales, bias, dtype=rows.dtype)
     outputs, inputs = rows.shape
-    with torch.device("meta"):
-        plain = nn.Linear(inputs, outputs, bias=bias is not None, dtype=rows.dtype)
+    plain = nn.Linear(inputs, outputs, bias=bias is not None, dtype=rows.dtype, device="meta")
     plain.weight = nn.Parameter(rows, requires_grad=False)
     if bias is not None:
         plain.bias = nn.Parameter(bias, requires_grad=False)
