@@ -27,8 +27,8 @@ Caches = dict[str, tuple[LayerCache, ...]]
 class Model(Protocol):
     """What a runner needs of a model.
 
-    It may also say ``max_positions``, how many tokens a sequence can have: then no pool is sized for
-    more.
+    It may also say ``max_positions``, how many tokens a sequence can have: no pool is then sized
+    for more.
     """
 
     table: LayerTable
