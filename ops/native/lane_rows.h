@@ -111,29 +111,32 @@ constexpr int64_t LANE_BLOCK = 96;
 template <typename T, typename U, int V>
 TH_NOINLINE void multiply_lanes(const float* W, int64_t ldw, const float* x, int64_t vector_stride,
                                 int64_t units, float* C, int64_t ldc, bool add, NextRows ahead) {
-  constexpr int R = LANE_TILE_ROWS;
-  f32x16 acc[R][V] = {};
-  for (int64_t k = 0; k < units;) {  // whole registers
+  constexpr int R = LANE_TILE_ROWS, PARTS = LANES / REGISTER_LANES;  // of a vector
+  Register acc[R][V * PARTS] = {};
+  for (int64_t k = 0; k < units;) {  // a multiple of LANES
     constexpr int64_t UNIT_BYTES = Units<U>::SIZE * sizeof(U);
     if (k * UNIT_BYTES % LINE_BYTES == 0) ahead.fetch(k * UNIT_BYTES);
     for (const int64_t end = k + LANES; k < end; ++k) {
-      f32x16 xs[V];
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) xs[v] = held(load(x + v * vector_stride + k * LANES));
+      Register xs[V * PARTS];
+#pragma GCC unroll 16
+      for (int i = 0; i < V * PARTS; ++i)
+        xs[i] = held(load_register(x + i / PARTS * vector_stride + k * LANES +
+                                   i % PARTS * REGISTER_LANES));
 #pragma GCC unroll 16
       for (int r = 0; r < R; ++r) {
-        const f32x16 w = held(splat(W[r * ldw + k]));
-#pragma GCC unroll 4
-        for (int v = 0; v < V; ++v) acc[r][v] = multiply_add<Units<T>::PAIRS>(w, xs[v], acc[r][v]);
+        const Register w = held(splat_register(W[r * ldw + k]));
+#pragma GCC unroll 16
+        for (int i = 0; i < V * PARTS; ++i)
+          acc[r][i] = multiply_add<Units<T>::PAIRS>(w, xs[i], acc[r][i]);
       }
     }
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
-      float* c = C + r * ldc + v * LANES;
-      store(c, add ? load(c) + acc[r][v] : acc[r][v]);
+#pragma GCC unroll 16
+    for (int i = 0; i < V * PARTS; ++i) {
+      float* c = C + r * ldc + i * REGISTER_LANES;
+      store_register(c, add ? load_register(c) + acc[r][i] : acc[r][i]);
     }
 }
 

@@ -142,11 +142,32 @@ TH_INLINE void store(bf16* p, f32x16 x, int n) {
 // Keeps a loaded vector in its register: GCC may otherwise load it anew in each of its uses.
 template <typename V>
 TH_INLINE V held(V x) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
   __asm__("" : "+v"(x));
+#elif defined(__AVX__)
+  if constexpr (sizeof(V) <= 32) __asm__("" : "+x"(x));
 #endif
   return x;
 }
+
+// As many lanes as one register has. GCC keeps an array of these in registers, where one of f32x16
+// that are several registers each lies in memory.
+#if defined(__AVX512F__)
+constexpr int REGISTER_LANES = 16;
+#elif defined(__AVX__)
+constexpr int REGISTER_LANES = 8;
+#else
+constexpr int REGISTER_LANES = 4;
+#endif
+typedef float Register __attribute__((vector_size(REGISTER_LANES * sizeof(float))));
+
+TH_INLINE Register splat_register(float x) { return x - Register{}; }
+TH_INLINE Register load_register(const float* p) {
+  Register x;
+  std::memcpy(&x, p, sizeof(x));
+  return x;
+}
+TH_INLINE void store_register(float* p, Register x) { std::memcpy(p, &x, sizeof(x)); }
 
 // ---- arithmetic ------------------------------------------------------------------------------
 
@@ -155,13 +176,13 @@ TH_INLINE f32x16 select(i32x16 mask, f32x16 a, f32x16 b) { return mask ? a : b; 
 TH_INLINE f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
 // c + a * b of floats, or, lane by lane, of pairs of bf16 whose two products are summed.
-template <bool PAIRS>
-TH_INLINE f32x16 multiply_add(f32x16 a, f32x16 b, f32x16 c) {
+template <bool PAIRS, typename V>
+TH_INLINE V multiply_add(V a, V b, V c) {
 #ifdef __AVX512BF16__
   if constexpr (PAIRS)
-    return (f32x16)_mm512_dpbf16_ps((__m512)c, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b));
+    return (V)_mm512_dpbf16_ps((__m512)c, bit_cast<__m512bh>(a), bit_cast<__m512bh>(b));
 #endif
-  return fma(a, b, c);
+  return a * b + c;
 }
 
 // Halves are added pairwise: the order of the sum is the same on every instruction set.
