@@ -95,6 +95,7 @@ def test_bfloat16_rounds_like_the_twin(family: str, tmp_path: Path):
     assert_rounds_like(served, rounded, exact, torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_compiled(tmp_path: Path):
     """Layers of one input are one op, those of 8 bits by themselves."""
     twin = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3_next", tmp_path, **_TWO_LAYERS))
