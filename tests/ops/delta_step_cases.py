@@ -6,14 +6,14 @@ heads, K and V head dims, S slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from tests.ops import step_family
 from tests.ops.pages import offsets
-from torch_hybrid.ops.delta_step import StepTensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,11 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
+class Inputs(step_family.Inputs):
     """The tensors of a call, in the op's order, and its options."""
+
+    OPTIONS = ("activation", "scale", "norm_eps", "rule")
+    PER_TOKEN = ("qkv", "z", "b", "a")
 
     qkv: Tensor  # [T, C]
     z: Tensor  # [T, HV V]
@@ -56,31 +59,9 @@ class Inputs:
     norm_eps: float = 1e-6
     rule: dict[str, float | None] = field(default_factory=dict)
 
-    def args(self) -> tuple[Tensor | None, ...]:
-        return tuple(getattr(self, name) for name in TENSORS)
-
     def options(self) -> dict[str, object]:
         shared = {name: getattr(self, name) for name in ("activation", "scale", "norm_eps")}
         return {**shared, **self.rule}
-
-    def copy(self) -> Inputs:
-        """The same inputs with pools of their own."""
-        return replace(self, conv_state=self.conv_state.clone(), state=self.state.clone())
-
-    def exact(self) -> Inputs:
-        """The same values in float64."""
-        tensors = {name: getattr(self, name) for name in TENSORS}
-        floats = {
-            n: x.double() for n, x in tensors.items() if x is not None and x.is_floating_point()
-        }
-        return replace(self, **floats)
-
-    def tokens(self, index: Tensor | slice) -> dict[str, Tensor]:
-        """The per-token tensors at ``index``, by name."""
-        return {name: getattr(self, name)[index] for name in ("qkv", "z", "b", "a")}
-
-
-TENSORS = tuple(each.name for each in fields(StepTensors))
 
 
 def random_inputs(case: Case, dtype: torch.dtype, seed: int, *, by_channel: bool) -> Inputs:

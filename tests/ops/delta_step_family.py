@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from tests.ops import step_family
 from tests.ops.delta_step_cases import Case, Inputs
-from torch_hybrid.ops.capability import Implementation
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Family:
-    """A step: its op, its oracle and its inputs. ``cases`` has one named "mixed".
+class Family(step_family.Family):
+    """A step, and the parts that it is made of.
 
     ``recurrence`` and ``activations`` are the parts that it is made of: the recurrent op, and what
     a layer makes of inputs: the log decays and step sizes, and the norm of outputs gated by z.
     """
 
-    op: Callable[..., Tensor]
-    implementations: Mapping[str, Implementation]
-    reference: Callable[..., Tensor]
     cases: Mapping[str, Case]
     make_inputs: Callable[..., Inputs]
     recurrence: Callable[..., Tensor]
     gates: Callable[[Inputs], tuple[Tensor, Tensor]]
     gated_norm: Callable[[Inputs, Tensor], Tensor]
-
-    def run(self, inputs: Inputs, impl: str) -> Tensor:
-        return self.op(*inputs.args(), **inputs.options(), impl=impl)
-
-    def by_reference(self, inputs: Inputs) -> Tensor:
-        return self.reference(*inputs.args(), **inputs.options())
 
     def by_parts(self, inputs: Inputs, impl: str) -> Tensor:
         """The ops of a convolution and of the recurrence, and between them what a layer does."""
@@ -56,6 +47,3 @@ class Family:
             impl=impl,
         )
         return self.gated_norm(inputs, o).flatten(1)
-
-    def mixed(self, **changes: object) -> Inputs:
-        return self.make_inputs(replace(self.cases["mixed"], **changes))

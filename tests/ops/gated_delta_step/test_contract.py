@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import ClassVar
 
 import expecttest
 import pytest
@@ -21,6 +22,7 @@ from torch_hybrid.ops.gated_delta_step.op import IMPLEMENTATIONS
 
 class TestContract(DeltaStepContract):
     family = FAMILY
+    opchecked: ClassVar = {"mixed": replace(FAMILY.cases["mixed"], has_bias=True)}
 
     @pytest.mark.slow
     def test_no_clone_of_a_pool(self):

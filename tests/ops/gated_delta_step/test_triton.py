@@ -11,9 +11,10 @@ import torch
 
 from tests.devices import needs_cuda
 from tests.ops.delta_step_cases import Case
-from tests.ops.delta_step_triton import check, check_captured, record_launches
+from tests.ops.delta_step_triton import record_launches
 from tests.ops.gated_delta_step.cases import CASES, case
 from tests.ops.gated_delta_step.family import FAMILY
+from tests.ops.step_triton import check, check_captured
 from tests.ops.triton_compile import SHARED_LIMITS, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import ClassVar
 
 import expecttest
 import pytest
@@ -18,6 +19,7 @@ from torch_hybrid.ops.kimi_delta_step import kimi_delta_step
 
 class TestContract(DeltaStepContract):
     family = FAMILY
+    opchecked: ClassVar = {"mixed": replace(FAMILY.cases["mixed"], has_bias=True)}
 
     @pytest.mark.parametrize("bound", [None, -5.0])
     @pytest.mark.parametrize("step", [-200.0, -20.0, -1e-3, 0.0, 30.0, 200.0])

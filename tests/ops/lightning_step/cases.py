@@ -5,12 +5,13 @@ Legend: N sequences, T tokens, H heads, D their dim, R channels of a head that a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from tests.ops import step_family
 from tests.ops.pages import offsets
 from torch_hybrid.layers.lightning_attention import alibi_slopes
 
@@ -32,8 +33,11 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
+class Inputs(step_family.Inputs):
     """The tensors of a call, in the op's order, and its options."""
+
+    OPTIONS = ("activation", "scale", "norm_groups", "norm_eps")
+    PER_TOKEN = ("qkv", "gate", "cos", "sin")
 
     qkv: Tensor  # [T, 3 H D]
     gate: Tensor | None  # [T, H D]
@@ -52,32 +56,11 @@ class Inputs:
     norm_groups: int
     norm_eps: float = 1e-5
 
-    def args(self) -> tuple[Tensor | None, ...]:
-        return tuple(getattr(self, name) for name in TENSORS)
+    @property
+    def out_dtype(self) -> torch.dtype:
+        """What is not gated is as exact as it was summed."""
+        return torch.float32 if self.gate is None else self.qkv.dtype
 
-    def options(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in OPTIONS}
-
-    def copy(self) -> Inputs:
-        """The same inputs with a pool of their own."""
-        return replace(self, state=self.state.clone())
-
-    def exact(self) -> Inputs:
-        """The same values in float64."""
-        tensors = {name: getattr(self, name) for name in TENSORS}
-        floats = {
-            n: x.double() for n, x in tensors.items() if x is not None and x.is_floating_point()
-        }
-        return replace(self, **floats)
-
-    def tokens(self, index: Tensor | slice) -> dict[str, Tensor]:
-        """The per-token tensors at ``index``, by name."""
-        tokens = {name: getattr(self, name) for name in ("qkv", "gate", "cos", "sin")}
-        return {name: x[index] for name, x in tokens.items() if x is not None}
-
-
-OPTIONS = ("activation", "scale", "norm_groups", "norm_eps")
-TENSORS = tuple(field.name for field in fields(Inputs) if field.name not in OPTIONS)
 
 CASES = {
     "one_token": Case(lengths=(1,), num_heads=1, norm_groups=1),

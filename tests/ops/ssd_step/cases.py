@@ -6,12 +6,13 @@ H heads, K and V head dims, S slots.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from tests.ops import step_family
 from tests.ops.pages import offsets
 
 GATES = ("before_norm", "after_norm", "no_norm", "none")
@@ -38,8 +39,11 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
+class Inputs(step_family.Inputs):
     """The tensors of a call, in the op's order, and its options."""
+
+    OPTIONS = ("activation", "dt_min", "dt_max", "norm_before_gate", "norm_groups", "norm_eps")
+    PER_TOKEN = ("xBC", "z", "dt")
 
     xBC: Tensor  # [T, C]
     z: Tensor | None  # [T, H V]
@@ -62,32 +66,6 @@ class Inputs:
     norm_groups: int
     norm_eps: float = 1e-5
 
-    def args(self) -> tuple[Tensor | None, ...]:
-        return tuple(getattr(self, name) for name in TENSORS)
-
-    def options(self) -> dict[str, object]:
-        return {name: getattr(self, name) for name in OPTIONS}
-
-    def copy(self) -> Inputs:
-        """The same inputs with pools of their own."""
-        return replace(self, conv_state=self.conv_state.clone(), state=self.state.clone())
-
-    def exact(self) -> Inputs:
-        """The same values in float64."""
-        tensors = {name: getattr(self, name) for name in TENSORS}
-        floats = {
-            n: x.double() for n, x in tensors.items() if x is not None and x.is_floating_point()
-        }
-        return replace(self, **floats)
-
-    def tokens(self, index: Tensor | slice) -> dict[str, Tensor]:
-        """The per-token tensors at ``index``, by name."""
-        tokens = {name: getattr(self, name) for name in ("xBC", "z", "dt")}
-        return {name: x[index] for name, x in tokens.items() if x is not None}
-
-
-OPTIONS = ("activation", "dt_min", "dt_max", "norm_before_gate", "norm_groups", "norm_eps")
-TENSORS = tuple(field.name for field in fields(Inputs) if field.name not in OPTIONS)
 
 CASES = {
     "one_token": Case(lengths=(1,), num_groups=1, num_heads=1, norm_groups=1),

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.devices import needs_cuda
-from tests.ops.contract import rows_apart
-from tests.ops.ssd_step.cases import CASES, TENSORS, Case, Inputs, make_inputs
-from tests.ops.ssd_step.test_contract import expect, run
+from tests.ops.ssd_step.cases import CASES, Case
+from tests.ops.ssd_step.family import FAMILY
+from tests.ops.step_triton import check, check_captured
 from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
@@ -38,34 +37,12 @@ def test_in_the_interpreter(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_on_a_gpu(case: Case, dtype: torch.dtype):
-    moved = on_device(make_inputs(case, dtype))
-    out = run(moved, "triton")
-    expect(case, dtype).check(out.cpu(), on_device(moved, "cpu"))
+    check(FAMILY, case, dtype)
 
 
 @needs_cuda
 def test_a_captured_graph_serves_other_lengths():
-    """Three sequences of a bucket of five, replayed with other lengths and slots."""
-    captured = on_device(make_inputs(Case(lengths=(1, 1, 1), num_padding_tokens=2)))
-    run(captured, "triton")  # compiles the kernel, which cannot be done while capturing
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(captured, "triton")
-    for lengths in [(1, 0, 1), (0, 1, 0)]:
-        case = Case(lengths=lengths, num_padding_tokens=5 - sum(lengths))
-        expected = expect(case, torch.float32)
-        for name in TENSORS:
-            if getattr(captured, name) is not None:
-                getattr(captured, name).copy_(getattr(expected.inputs, name))
-        graph.replay()
-        expected.check(out.cpu(), on_device(captured, "cpu"))
-
-
-def on_device(inputs: Inputs, device: str = "cuda") -> Inputs:
-    """Copies on a device; rows of tokens still lie apart."""
-    tensors = {name: getattr(inputs, name) for name in TENSORS}
-    moved = {n: x.to(device, copy=True) for n, x in tensors.items() if x is not None}
-    return replace(inputs, **moved | {n: rows_apart(moved[n]) for n in inputs.tokens(slice(None))})
+    check_captured(FAMILY)
 
 
 # (sequences, groups, heads, K, V, groups of the norm or 0, dtype)
