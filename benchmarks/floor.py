@@ -26,8 +26,8 @@ from benchmarks.results import Results, arguments, parse, title
 from benchmarks.timing import best_of
 from torch_hybrid import adapt
 from torch_hybrid.host import zeros
-from torch_hybrid.layers.block_fp8 import BlockFP8Linear
 from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.native import compiler_missing
@@ -180,9 +180,9 @@ def linear_flops(model: HybridModel, rows: Sequence[Row]) -> float:
     flops = 0.0
     for module in model.modules():
         match module:
-            case nn.Linear() | BlockFP8Linear():
+            case nn.Linear() | ScaledLinear():
                 times = len(rows) if module is head else num_tokens
-                flops += 2 * times * module.weight.numel()
+                flops += 2 * times * module.in_features * module.out_features
             case FusedExperts():
                 share = experts_per_token(model) / module.gate_up_proj.shape[0]
                 size = module.gate_up_proj.numel() + module.down_proj.numel()

@@ -29,8 +29,8 @@ from benchmarks.gpu.steps import CONFIG, device_ms, engine_decode_ms, random_pro
 from benchmarks.mixers import Row
 from benchmarks.results import Results, Target
 from torch_hybrid import Engine, HybridModel, Runner
-from torch_hybrid.layers.block_fp8 import BlockFP8Linear
 from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.ops.block_scales import dequantized
 from torch_hybrid.ops.fused_experts import fused_experts
 
@@ -70,9 +70,9 @@ def twin_errors(model: HybridModel) -> Iterator[tuple[str, str, float]]:
 
 
 def _inputs(part: Any, num_rows: int) -> list[Tensor]:
-    depth = part.in_features if isinstance(part, BlockFP8Linear) else part.down_proj.shape[1]
+    depth = part.in_features if isinstance(part, ScaledLinear) else part.down_proj.shape[1]
     x = torch.randn(num_rows, depth, device="cuda", dtype=part.dtype)
-    if isinstance(part, BlockFP8Linear):
+    if isinstance(part, ScaledLinear):
         return [x]
     scores = torch.randn(num_rows, part.down_proj.shape[0], device="cuda")
     weights, ids = scores.softmax(1).topk(CONFIG["num_experts_per_tok"])
@@ -80,8 +80,8 @@ def _inputs(part: Any, num_rows: int) -> list[Tensor]:
 
 
 def _twin(part: Any) -> Callable[..., Tensor]:
-    if isinstance(part, BlockFP8Linear):
-        weight = dequantized(part.weight, part.weight_scale_inv, part.dtype)
+    if isinstance(part, ScaledLinear):
+        weight = dequantized(part.weight, part.scales, part.dtype)
         return lambda x: nn.functional.linear(x, weight)
     assert isinstance(part, FusedExperts)
     gate_up = torch.stack(

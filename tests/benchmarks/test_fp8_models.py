@@ -8,8 +8,8 @@ from transformers import Qwen3NextConfig
 import torch_hybrid as th
 from benchmarks.fp8_models import make_fp8_model
 from benchmarks.gpu.steps import CONFIG
-from torch_hybrid.layers.block_fp8 import BlockFP8Linear
 from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.layers.scaled_linear import ScaledLinear
 
 SMALL = {
     "vocab_size": 99,
@@ -28,7 +28,7 @@ SMALL = {
 
 def test_activations_keep_their_scale_and_weights_are_in_8_bits() -> None:
     model = make_fp8_model(Qwen3NextConfig(**CONFIG | SMALL), torch.device("cpu"))
-    held = [module for module in model.modules() if isinstance(module, BlockFP8Linear)]
+    held = [module for module in model.modules() if isinstance(module, ScaledLinear)]
     # Of each mixer its input and output, or q, k, v and o; and three of each shared expert.
     assert len(held) == 3 * 2 + 4 + 4 * 3
     experts = [module for module in model.modules() if isinstance(module, FusedExperts)]

@@ -14,7 +14,8 @@ from tests.graphs.as_traced import run_as_traced
 from tests.tiny_models import FEWEST_LAYERS, make_hybrid, make_model
 from torch_hybrid.demo.task import checkpoint_path, make_prompts
 from torch_hybrid.layers.fused_experts import FusedExperts
-from torch_hybrid.layers.integers import IntegerEmbedding, IntegerLinear
+from torch_hybrid.layers.integers import IntegerEmbedding
+from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.models import quantize as quantizing
 from torch_hybrid.models.load import adapt, unread
 from torch_hybrid.models.shard import cut
@@ -55,7 +56,7 @@ def widen(model: nn.Module) -> None:
             parent.gate_up_scales = parent.down_scales = None
             parent.choice = th.select(parent.op, parent.implementations, parent.need)
         for name, child in list(parent.named_children()):
-            if isinstance(child, IntegerLinear):
+            if isinstance(child, ScaledLinear):
                 worth = dequantized(child.weight, child.scales, child.dtype)
                 made: nn.Module = nn.Linear(child.in_features, child.out_features, device="meta")
                 made.weight, made.bias = nn.Parameter(worth, requires_grad=False), child.bias
@@ -72,7 +73,7 @@ def test_logits_are_those_of_what_integers_are_worth(family: str, weights: str):
     th.quantize(model, weights, **EVERYTHING)
     logits = logits_of(model)
     widen(model)
-    assert not any(isinstance(m, IntegerLinear) for m in model.modules())
+    assert not any(isinstance(m, ScaledLinear) for m in model.modules())
     torch.testing.assert_close(logits, logits_of(model), rtol=1e-4, atol=1e-4)
 
 
@@ -165,7 +166,7 @@ def test_two_ranks_make_integers_of_their_parts(tmp_path: Path):
     assert torch.equal(own_rows.scales, all_rows.scales[64:])
     summed = part.layers[0].linear_attn.mixer.out_proj
     assert isinstance(summed, SumOverRanks)
-    assert isinstance(summed.part, IntegerLinear)
+    assert isinstance(summed.part, ScaledLinear)
 
 
 def test_numbers_are_the_nearest_and_scales_the_best():

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch_hybrid.backends.gated_delta_rule import STEP, apply_delta_rule
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, whole_impl
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.layers.block_fp8 import columns
 from torch_hybrid.layers.own_dtype import in_own_dtype
+from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ops.gated_delta_step import gated_delta_step
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import DeltaRuleSpec

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, whole_impl
 from torch_hybrid.backends.ssd import LIGHTNING_STEP, apply_ssd
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.layers.block_fp8 import columns
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.rotary import Rotary, rotate_halves
+from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ops.lightning_step import lightning_step
 from torch_hybrid.ranks import Ranks, own_means
 from torch_hybrid.specs import LightningSpec

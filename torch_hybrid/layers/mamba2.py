@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, whole_impl
 from torch_hybrid.backends.ssd import STEP, apply_ssd
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.layers.block_fp8 import columns
 from torch_hybrid.layers.own_dtype import in_own_dtype
+from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ops.ssd_step import ssd_step
 from torch_hybrid.ranks import Ranks, own_means
 from torch_hybrid.specs import Mamba2Spec

@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.layers.block_fp8 import BlockFP8Linear, SideBySide
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.latent_attention import LatentAttention
+from torch_hybrid.layers.scaled_linear import ScaledLinear
+from torch_hybrid.layers.side_by_side import SideBySide
 from torch_hybrid.models.checkpoint.block_scales import (
     has_8_bits,
     numbers_and_scales,
@@ -92,10 +93,10 @@ def _held(linear: nn.Linear) -> nn.Module:
     return SumOverRanks(held, linear.ranks) if isinstance(linear, SummedLinear) else held
 
 
-def _part(rows: Unread, bias: Tensor | None) -> nn.Linear | BlockFP8Linear:
+def _part(rows: Unread, bias: Tensor | None) -> nn.Linear | ScaledLinear:
     if has_8_bits(rows):
         numbers, scales = numbers_and_scales(rows)
-        return BlockFP8Linear(numbers, scales, bias, dtype=rows.dtype)
+        return ScaledLinear(numbers, scales, bias, dtype=rows.dtype)
     outputs, inputs = rows.shape
     plain = nn.Linear(inputs, outputs, bias=bias is not None, dtype=rows.dtype, device="meta")
     plain.weight = nn.Parameter(rows, requires_grad=False)

@@ -18,8 +18,9 @@ from torch_hybrid.caches.room import check_room
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host import trim, weight_memory
 from torch_hybrid.layers.fused_experts import FusedExperts
-from torch_hybrid.layers.integers import IntegerEmbedding, IntegerLinear
+from torch_hybrid.layers.integers import IntegerEmbedding
 from torch_hybrid.layers.latent_attention import LatentAttention
+from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.checkpoint.read import read_rows
 from torch_hybrid.models.hybrid_model import HybridModel
@@ -217,5 +218,5 @@ def _made(module: nn.Module, numbers: Tensor, scales: Tensor) -> nn.Module:
     if isinstance(module, nn.Embedding):
         return IntegerEmbedding(numbers, scales, dtype=module.weight.dtype)
     assert isinstance(module, nn.Linear)
-    made = IntegerLinear(numbers, scales, module.bias, dtype=module.weight.dtype)
+    made = ScaledLinear(numbers, scales, module.bias, dtype=module.weight.dtype)
     return SumOverRanks(made, module.ranks) if isinstance(module, SummedLinear) else made

@@ -22,10 +22,9 @@ from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host import keep_weights
-from torch_hybrid.layers.block_fp8 import BlockFP8Linear
 from torch_hybrid.layers.expert_parallel import ExpertParallel, TokensOfRank
 from torch_hybrid.layers.fused_experts import FusedExperts
-from torch_hybrid.layers.integers import IntegerLinear
+from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.ring_2_5 import Ring25
 from torch_hybrid.ranks import Ranks, RMSNormOverRanks, SumOverRanks, divide
@@ -81,7 +80,7 @@ def check_can_be_cut(model: HybridModel | Ring25, experts: str) -> None:
 
 def _has_scales(module: nn.Module) -> bool:
     is_scaled = isinstance(module, FusedExperts) and module.down_scales is not None
-    return is_scaled or isinstance(module, BlockFP8Linear | IntegerLinear)
+    return is_scaled or isinstance(module, ScaledLinear)
 
 
 def cut(model: HybridModel | Ring25, ranks: Ranks, experts: Experts) -> None:

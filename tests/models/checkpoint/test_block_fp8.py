@@ -25,8 +25,9 @@ from tests.models.oracle import (
 )
 from tests.tiny_models import FEWEST_LAYERS, in_double, make_model
 from torch_hybrid.explain.sections import implementations
-from torch_hybrid.layers.block_fp8 import BlockFP8Linear, SideBySide
 from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.layers.scaled_linear import ScaledLinear
+from torch_hybrid.layers.side_by_side import SideBySide
 from torch_hybrid.models.block_fp8 import hold_block_fp8
 from torch_hybrid.models.checkpoint.read import read_weights
 from torch_hybrid.models.load import unread
@@ -129,7 +130,7 @@ def test_rows_of_whole_blocks_stay_one_weight(tmp_path: Path):
     mixer = model.layers[0].linear_attn.mixer
     wide, narrow = mixer.in_proj.parts
     assert wide.weight.shape == (1536, 192)
-    assert wide.weight_scale_inv.shape == (12, 2)
+    assert wide.scales.shape == (12, 2)
     assert (type(narrow), narrow.weight.shape) == (torch.nn.Linear, (8, 192))
 
 
@@ -145,7 +146,7 @@ def test_a_rank_has_its_part_of_the_twin(family: str, rank: int, tmp_path: Path)
                 parts = [_worth(part) for part in module.parts]
                 expected = theirs.get_submodule(name).weight
                 assert torch.equal(torch.cat(parts), expected), name
-            case BlockFP8Linear() if ".parts." not in name:
+            case ScaledLinear() if ".parts." not in name:
                 name = name.removesuffix(".part")
                 assert torch.equal(_worth(module), theirs.get_submodule(name).weight), name
             case FusedExperts():
@@ -168,8 +169,8 @@ def _cut(folder: Path, rank: int) -> Any:
 
 
 def _worth(linear: Any) -> Tensor:
-    if isinstance(linear, BlockFP8Linear):
-        return dequantized(linear.weight, linear.weight_scale_inv, torch.float32)
+    if isinstance(linear, ScaledLinear):
+        return dequantized(linear.weight, linear.scales, torch.float32)
     return linear.weight
 
 
