@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.devices import needs_cuda
+from tests.ops import flashinfer_one_token
 from tests.ops.delta_rule_cases import Case, Inputs
 from tests.ops.delta_rule_triton import on_device, tensor_fields
+from tests.ops.flashinfer_one_token import check_translated, held, tensors_of
 from tests.ops.flashinfer_source import needs_flashinfer, parameters_of
 from tests.ops.gated_delta_rule.cases import make_inputs
 from tests.ops.recurrent_contract import written_slots
-from tests.ops.step_lengths import step_lengths
 from tests.ops.triton_compile import launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import needs_interpreter
 from tests.ops.triton_resources import assert_all_fit, resources_of
@@ -87,25 +88,13 @@ def documented(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_for(inputs: Inputs) -> Planned:
-    planner = IMPLEMENTATION.load_planner()
-    assert planner is not None
-    slots = {"initial_indices": inputs.initial_indices, "state_indices": inputs.state_indices}
-    lengths = step_lengths(inputs.cu_seqlens, len(inputs.q), **slots)
-    return planner(lengths, head_k_dim=128, num_v_heads=inputs.v.shape[1])
+    return flashinfer_one_token.plan_for(
+        IMPLEMENTATION, inputs, head_k_dim=128, num_v_heads=inputs.v.shape[1]
+    )
 
 
 def given(inputs: Inputs, device: str = "cpu") -> list[Tensor]:
-    planned = plan_for(inputs)
-    return [*(x.to(device) for x in planned.tensors), torch.tensor(planned.values)]
-
-
-def held(inputs: Inputs) -> Inputs:
-    """The same step where every sequence carries on from a slot, and some from another's."""
-    slots = inputs.state_indices.clone()
-    inputs = replace(inputs.copy(), initial_indices=slots)
-    inputs.state.nan_to_num_(0.5)
-    inputs.initial_indices[0] = len(inputs.state) - 1
-    return inputs
+    return tensors_of(plan_for(inputs), device)
 
 
 @needs_interpreter
@@ -126,11 +115,7 @@ def test_translated_by_documentation(place: int, qk_l2norm: bool):
     ours, expected = inputs.copy(), inputs.copy()
     out = IMPLEMENTATION.load()(*ours.args(), **ours.options(), planned=given(inputs))
     exact = gated_delta_rule_reference(*expected.args(), **expected.options())
-    torch.testing.assert_close(out, exact, rtol=2**-9, atol=2**-9)
-    written = written_slots(inputs).long()
-    torch.testing.assert_close(ours.state[written], expected.state[written], rtol=1e-5, atol=1e-5)
-    ours.state[written] = inputs.state[written]
-    assert torch.equal(ours.state.nan_to_num(), inputs.state.nan_to_num())
+    check_translated(out, ours.state, inputs, exact, expected)
 
 
 @needs_flashinfer

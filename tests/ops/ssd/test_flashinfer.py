@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from tests.devices import needs_cuda
+from tests.ops import flashinfer_one_token
+from tests.ops.flashinfer_one_token import check_translated, held, tensors_of
 from tests.ops.flashinfer_source import needs_flashinfer, parameters_of
 from tests.ops.recurrent_contract import written_slots
 from tests.ops.ssd.cases import Case, Inputs, make_inputs
-from tests.ops.step_lengths import step_lengths
 from tests.ops.triton_compile import launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import needs_interpreter
 from tests.ops.triton_resources import assert_all_fit, resources_of
@@ -102,24 +103,11 @@ def documented(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan_for(inputs: Inputs) -> Planned:
-    planner = IMPLEMENTATION.load_planner()
-    assert planner is not None
-    slots = {"initial_indices": inputs.initial_indices, "state_indices": inputs.state_indices}
-    lengths = step_lengths(inputs.cu_seqlens, len(inputs.q), **slots)
-    return planner(lengths, head_k_dim=128, head_v_dim=64)
+    return flashinfer_one_token.plan_for(IMPLEMENTATION, inputs, head_k_dim=128, head_v_dim=64)
 
 
 def given(inputs: Inputs, device: str = "cpu") -> list[Tensor]:
-    planned = plan_for(inputs)
-    return [*(x.to(device) for x in planned.tensors), torch.tensor(planned.values)]
-
-
-def held(inputs: Inputs) -> Inputs:
-    """The same step where every sequence carries on from a slot, and one from another's."""
-    inputs = replace(inputs.copy(), initial_indices=inputs.state_indices.clone())
-    inputs.state.nan_to_num_(0.5)
-    inputs.initial_indices[0] = len(inputs.state) - 1
-    return inputs
+    return tensors_of(plan_for(inputs), device)
 
 
 @needs_interpreter
@@ -139,11 +127,7 @@ def test_translated_by_documentation_in_interpreter(case: Case, place: int):
     ours, expected = inputs.copy(), inputs.copy()
     out = IMPLEMENTATION.load()(*ours.args(), **ours.options(), planned=given(inputs))
     exact = ssd_reference(*expected.args(), **expected.options())
-    torch.testing.assert_close(out, exact, rtol=2**-9, atol=2**-9)
-    written = written_slots(inputs).long()
-    torch.testing.assert_close(ours.state[written], expected.state[written], rtol=1e-5, atol=1e-5)
-    ours.state[written] = inputs.state[written]
-    assert torch.equal(ours.state.nan_to_num(), inputs.state.nan_to_num())
+    check_translated(out, ours.state, inputs, exact, expected)
 
 
 @needs_flashinfer
