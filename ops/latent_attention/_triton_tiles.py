@@ -63,10 +63,8 @@ class Tiles:
         # On Hopper two programs of up to 32 rows share a processor, and each has 64 latents of its
         # own in shared memory: one computes while the other waits. 64 rows fill it with one.
         shares = tensor_cores and hopper and block_q * block_h <= 32
-        few_warps = not (in_pairs and hopper) and (
-            shares or (tensor_cores and block_q * block_h <= 16)
-        )
-        block_kv = 16 if not tensor_cores else 64 if hopper else 32
+        few_warps = shares or (tensor_cores and block_q * block_h <= 16)
+        block_kv = 16 if not tensor_cores else 64 if hopper and not in_pairs else 32
         busy_programs = max(num_seqs, num_tokens // block_q) * triton.cdiv(num_heads, block_h)
         wanted_splits = min(_MAX_SPLITS, PROCESSORS * (1 + shares) // max(1, busy_programs))
         num_splits = max(1, min(wanted_splits, triton.cdiv(max_keys, block_kv)))

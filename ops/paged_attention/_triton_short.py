@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.paged_attention._triton_pairs import attend_to_pairs
 from torch_hybrid.ops.paged_attention._triton_tiles import Tiles
-from torch_hybrid.ops.triton.devices import interpreted
+from torch_hybrid.ops.triton.devices import interpreted, is_hopper
 from torch_hybrid.ops.triton.ragged import first_token_of_block, sequence_of_block
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits, tanh
 
@@ -44,6 +44,8 @@ def attend_short(
         head_dim=head_dim,
         itemsize=q.itemsize,
         max_keys=max_pages * page_size,
+        in_pairs=kv_scales is not None,
+        hopper=is_hopper(kv.device),
     )
     queries_and_keys = (q, kv, cu_seqlens, seq_lens, page_table)
     attend: Callable[..., None] = _attend

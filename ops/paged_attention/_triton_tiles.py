@@ -40,8 +40,14 @@ class Tiles:
         head_dim: int,
         itemsize: int,
         max_keys: int,
+        in_pairs: bool,
+        hopper: bool,
     ) -> Tiles:
-        """Tiles for ``num_tokens`` of ``num_seqs`` sequences of at most ``max_keys`` keys each."""
+        """Tiles for ``num_tokens`` of ``num_seqs`` sequences of at most ``max_keys`` keys each.
+
+        ``in_pairs``: keys and values have 8 bits, so that twice as many fit; four warps hold those
+        of wide heads on Hopper alone.
+        """
         # float32 products run outside the tensor cores, on operands held in registers: larger
         # tiles spill.
         tensor_cores = itemsize == 2
@@ -51,7 +57,9 @@ class Tiles:
         most_rows = 64 if tensor_cores else 16
         block_m = max(16, min(wanted_rows, most_rows), triton.next_power_of_2(group))
         block_q = block_m // group
-        block_kv = (64 if block_m < 64 else 32) if tensor_cores else 16
+        few_rows = tensor_cores and block_m < 64
+        wide = few_rows and in_pairs
+        block_kv = 128 if wide else 64 if few_rows else 32 if tensor_cores else 16
         busy_programs = max(num_seqs, num_tokens // block_q) * num_kv_heads
         wanted_splits = min(_MAX_SPLITS, _TARGET_PROGRAMS // max(1, busy_programs))
         useful_splits = triton.cdiv(max_keys, block_kv)
@@ -63,5 +71,5 @@ class Tiles:
             block_kv=block_kv,
             num_blocks=num_blocks(num_tokens, num_seqs, block_q),
             num_splits=1 << (num_splits.bit_length() - 1),
-            num_warps=4 if block_m <= most_rows else 8,
+            num_warps=8 if block_m > most_rows or (wide and not (hopper and block_d > 128)) else 4,
         )
