@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -121,9 +121,9 @@ def replay_all(batches: list[Inputs]) -> None:
     with torch.cuda.graph(graph):
         out = paged_attention(*static, **options)
     for inputs in batches:
-        for into, field in zip(static, fields(Inputs), strict=True):
-            if field.name != "kv":
-                into.copy_(getattr(inputs, field.name))
-        static[3][:, : inputs.kv.shape[1]] = inputs.kv.cuda()
+        for into, tensor in zip(static, inputs.args(), strict=True):
+            if into is static[3]:
+                into = into[:, : tensor.shape[1]]
+            into.copy_(tensor)
         graph.replay()
         check(inputs, out, static[3][:, : inputs.kv.shape[1]])
