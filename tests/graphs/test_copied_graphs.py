@@ -27,6 +27,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nemotron_h": {
         "layer_types": ["moe", "linear_attention", "mlp", "full_attention", "moe", "mlp"]
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 0},
+    "lfm3": {"layer_types": ["conv", "sliding_attention"] * 2},
     "bamba": {"layer_types": None},
     "falcon_h1": {"layer_types": None},
     "falcon_h1_norm": {"layer_types": None},

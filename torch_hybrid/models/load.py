@@ -27,6 +27,7 @@ from torch_hybrid.models.family import Family
 from torch_hybrid.models.granitemoehybrid import GRANITEMOEHYBRID
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.kimi_linear import KIMI_LINEAR
+from torch_hybrid.models.lfm import LFM2, LFM3
 from torch_hybrid.models.merge_adapters import merge_adapters
 from torch_hybrid.models.minimax import MINIMAX
 from torch_hybrid.models.nemotron_h import NEMOTRON_H
@@ -64,6 +65,8 @@ FAMILIES: dict[str, Family] = {
         FALCON_H1,
         GRANITEMOEHYBRID,
         KIMI_LINEAR,
+        LFM2,
+        LFM3,
         MINIMAX,
         NEMOTRON_H,
         OLMO_HYBRID,
@@ -78,8 +81,6 @@ FAMILIES: dict[str, Family] = {
 NOT_SERVED = {
     "falcon_mamba": "Mamba-1: a decay for each channel and state",
     "jamba": "Mamba-1: a decay for each channel and state",
-    "lfm2": "gated short convolutions without a recurrence",
-    "lfm2_moe": "gated short convolutions without a recurrence",
     "mamba": "Mamba-1: a decay for each channel and state",
     "recurrent_gemma": "real-gated linear recurrent units",
     "rwkv": "RWKV's time mixing",

@@ -149,6 +149,7 @@ class LinearAttentionAdapter(nn.Module):
         *,
         step: LayerStep,
         cache_params: None = None,
+        past_key_values: None = None,
         attention_mask: None = None,
         position_embeddings: object = None,
         use_cache: bool = False,
