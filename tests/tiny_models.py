@@ -226,6 +226,22 @@ def nemotron_h(**options: Any) -> nn.Module:
     return tf.NemotronHForCausalLM(tf.NemotronHConfig(**{**sizes, **options}))
 
 
+def mamba2(**options: Any) -> nn.Module:
+    """With every bias."""
+    sizes = {
+        **NO_SPECIAL_TOKENS,
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_heads": 8,
+        "head_dim": 16,
+        "n_groups": 2,
+        "state_size": 24,
+        "use_bias": True,
+    }
+    return tf.Mamba2ForCausalLM(tf.Mamba2Config(**{**sizes, **options}))
+
+
 def lfm2(**options: Any) -> nn.Module:
     """With every bias."""
     sizes = {
@@ -281,6 +297,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "falcon_h1": falcon_h1,
     "falcon_h1_norm": falcon_h1_norm,
     "nemotron_h": nemotron_h,
+    "mamba2": mamba2,
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
     "lfm3": lfm3,
@@ -298,6 +315,7 @@ FEWEST_LAYERS: dict[str, dict[str, Any]] = {
     "falcon_h1": {"num_hidden_layers": 2},
     "falcon_h1_norm": {"num_hidden_layers": 2},
     "nemotron_h": {"layer_types": ["moe", "linear_attention", "mlp", "full_attention"]},
+    "mamba2": {"num_hidden_layers": 2},
     "lfm2": _CONVOLUTION,
     "lfm2_moe": _CONVOLUTION,
     "lfm3": {

@@ -52,7 +52,8 @@ class Family:
     for every kind of linear attention; full attention, latent attention too, joins as a function
     that transformers lets us register. ``num_position_axes`` is 3 where rotary positions are 3-D
     (mrope). ``logits_scale(config)`` is a factor on the logits. ``experts(module)`` makes ours of
-    the family's experts.
+    the family's experts. ``takes_masks`` says whether the model takes a mask for each type of
+    layer.
     """
 
     model_types: tuple[str, ...]
@@ -61,6 +62,7 @@ class Family:
     num_position_axes: int = 1
     logits_scale: Callable[[Any], float] = lambda config: 1.0
     experts: Callable[[Any], FusedExperts] = _gated_experts
+    takes_masks: bool = True
 
 
 def require(config: Any, name: str, value: object, allowed: Collection[object]) -> None:

@@ -28,6 +28,7 @@ from torch_hybrid.models.granitemoehybrid import GRANITEMOEHYBRID
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.kimi_linear import KIMI_LINEAR
 from torch_hybrid.models.lfm import LFM2, LFM3
+from torch_hybrid.models.mamba2 import MAMBA2
 from torch_hybrid.models.merge_adapters import merge_adapters
 from torch_hybrid.models.minimax import MINIMAX
 from torch_hybrid.models.nemotron_h import NEMOTRON_H
@@ -67,6 +68,7 @@ FAMILIES: dict[str, Family] = {
         KIMI_LINEAR,
         LFM2,
         LFM3,
+        MAMBA2,
         MINIMAX,
         NEMOTRON_H,
         OLMO_HYBRID,
@@ -255,8 +257,8 @@ def adapted(hf_model: Any, model_type: str, table: LayerTable) -> HybridModel:
     register_attention()
     hf_model.set_attn_implementation(ATTENTION_NAME)
     hf_model.eval().requires_grad_(False)
-    _swap_mixers(hf_model.model.layers, family, table)
-    hand_steps(hf_model.model.layers)
+    _swap_mixers(hf_model.base_model.layers, family, table)
+    hand_steps(hf_model.base_model.layers)
     _swap_experts(hf_model, family)
     refuse_as_transformers(hf_model)
     return HybridModel(
@@ -265,6 +267,7 @@ def adapted(hf_model: Any, model_type: str, table: LayerTable) -> HybridModel:
         mixer_names={kind: swap.attribute for kind, swap in family.swaps.items()},
         num_position_axes=family.num_position_axes,
         logits_scale=family.logits_scale(hf_model.config.get_text_config()),
+        takes_masks=family.takes_masks,
     )
 
 
@@ -314,14 +317,15 @@ def table_of(config: Any) -> LayerTable:
 
 def _check_taken_weights(hf_model: Any, family: Family, table: LayerTable) -> None:
     """Look at every module that is about to be swapped, or read by its weights."""
-    for layer_id, layer in enumerate(hf_model.model.layers):
+    layers = f"{hf_model.base_model_prefix}.layers"
+    for layer_id, layer in enumerate(hf_model.base_model.layers):
         for entry in table.layers[layer_id]:
             if entry.kind == "latent_attention":
-                name = f"model.layers.{layer_id}.self_attn.kv_b_proj"
+                name = f"{layers}.{layer_id}.self_attn.kv_b_proj"
                 check_weights_say_all(name, layer.self_attn.kv_b_proj)
             elif entry.kind != "paged_attention":
                 attribute = family.swaps[entry.kind].attribute
-                name = f"model.layers.{layer_id}.{attribute}"
+                name = f"{layers}.{layer_id}.{attribute}"
                 check_weights_say_all(name, getattr(layer, attribute))
     for name, module in hf_model.named_modules():
         if name.endswith(".experts"):
