@@ -56,5 +56,5 @@ def _mixer(module: Any, spec: ShortConvolutionSpec) -> ShortConvolution:
 
 _SWAPS = {"short_convolution": Swap(attribute="conv", make=_mixer)}
 
-LFM2 = Family(model_types=("lfm2", "lfm2_moe"), specs=_lfm2_specs, swaps=_SWAPS)
-LFM3 = Family(model_types=("lfm3",), specs=_lfm3_specs, swaps=_SWAPS)
+LFM2 = Family(model_types=("lfm2", "lfm2_moe", "lfm2_vl"), specs=_lfm2_specs, swaps=_SWAPS)
+LFM3 = Family(model_types=("lfm3", "lfm3_vl"), specs=_lfm3_specs, swaps=_SWAPS)

@@ -23,7 +23,7 @@ from torch_hybrid.models.checkpoint.read import needed_bytes, read_weights
 from torch_hybrid.models.checkpoint.together import Together, check_room_together
 from torch_hybrid.models.deepseek_v3 import DEEPSEEK_V3
 from torch_hybrid.models.falcon_h1 import FALCON_H1
-from torch_hybrid.models.family import Family
+from torch_hybrid.models.family import Family, require
 from torch_hybrid.models.granitemoehybrid import GRANITEMOEHYBRID
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.kimi_linear import KIMI_LINEAR
@@ -84,6 +84,7 @@ NOT_SERVED = {
     "falcon_mamba": "Mamba-1: a decay for each channel and state",
     "jamba": "Mamba-1: a decay for each channel and state",
     "mamba": "Mamba-1: a decay for each channel and state",
+    "nemo_speechlm": "speech to transcribe, of which its text part alone hears nothing",
     "recurrent_gemma": "real-gated linear recurrent units",
     "rwkv": "RWKV's time mixing",
     "xlstm": "matrix memories with exponential gates",
@@ -231,14 +232,14 @@ def adapt(hf_model: Any) -> HybridModel:
     """
     hf_model = merge_adapters(hf_model)
     names = [base.__name__ for base in type(hf_model).__mro__]
-    is_multimodal = any(name.endswith("ForConditionalGeneration") for name in names)
-    if not (is_multimodal or any(name.endswith("ForCausalLM") for name in names)):
+    is_causal = any(name.endswith("ForCausalLM") for name in names)
+    if not is_causal and "GenerationMixin" not in names:
         raise ValueError(
             f"hf_model must be a causal language model of transformers, got {type(hf_model)}"
         )
     model_type = hf_model.config.model_type
     family, table = _family_of(model_type), table_of(hf_model.config)
-    if is_multimodal:
+    if not is_causal:
         _warn_of_dropped(hf_model.config)
         hf_model = _text_part(hf_model)
     if hf_model.config._attn_implementation == ATTENTION_NAME:
@@ -275,6 +276,9 @@ def _text_part(hf_model: Any) -> Any:
     """The language model of a multimodal one, as transformers has it alone; weights are shared."""
     from transformers import AutoModelForCausalLM
 
+    if text := dict(hf_model.named_children()).get("language_model"):
+        text.generation_config = hf_model.generation_config
+        return text
     with torch.device("meta"):
         text = AutoModelForCausalLM.from_config(hf_model.config.get_text_config())
     text.model = hf_model.model.language_model
@@ -285,7 +289,9 @@ def _text_part(hf_model: Any) -> Any:
 
 def _warn_of_dropped(config: Any) -> None:
     """Say that prompts are texts alone, where a checkpoint could see or hear."""
-    dropped = [name.removesuffix("_config") for name in config.sub_configs if name != "text_config"]
+    given = config.to_dict()
+    names = [name for name in config.sub_configs if name != "text_config" and given.get(name)]
+    dropped = [name.removesuffix("_config") for name in names]
     if dropped:
         parts = " and ".join(sorted(dropped))
         warnings.warn(
@@ -312,7 +318,9 @@ def table_of(config: Any) -> LayerTable:
     Raises:
         UnsupportedError: the model type, or a field of the config, is not known here.
     """
-    return LayerTable.from_specs(_family_of(config.model_type).specs(config.get_text_config()))
+    family, text = _family_of(config.model_type), config.get_text_config()
+    require(config, "text_config.model_type", text.model_type, family.model_types)
+    return LayerTable.from_specs(family.specs(text))
 
 
 def _check_taken_weights(hf_model: Any, family: Family, table: LayerTable) -> None:

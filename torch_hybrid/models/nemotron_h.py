@@ -45,7 +45,7 @@ def _mamba2_spec(config: Any) -> Mamba2Spec:
 
 
 NEMOTRON_H = Family(
-    model_types=("nemotron_h",),
+    model_types=("nemotron_h", "nemotron_h_omni"),
     specs=_specs,
     swaps={"mamba2": Swap(attribute="mixer", make=mamba2_from)},
     experts=lambda module: FusedExperts(module.up_proj, module.down_proj, activation="relu2"),
