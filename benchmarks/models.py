@@ -211,6 +211,17 @@ def _minimax(sizes: dict[str, Any]) -> Any:
     return MiniMaxForCausalLM(MiniMaxConfig(**config))
 
 
+def _mamba2(sizes: dict[str, Any]) -> Any:
+    """Mamba2 in every layer, and nothing else."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    names = ["vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings"]
+    own = {name: (_DENSE | {"num_hidden_layers": 24} | sizes)[name] for name in names}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    heads = {"num_heads": own["hidden_size"] * 2 // 64, "n_groups": 1}
+    return Mamba2ForCausalLM(Mamba2Config(**own | tokens | heads))
+
+
 def _lfm2(sizes: dict[str, Any]) -> Any:
     """Gated short convolutions, full attention in every third layer."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
@@ -265,6 +276,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "granitemoehybrid": _granitemoehybrid,
     "falcon_h1": _falcon_h1,
     "nemotron_h": _nemotron_h,
+    "mamba2": _mamba2,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "lfm3": _lfm3,

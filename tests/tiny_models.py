@@ -424,7 +424,7 @@ def router_gaps(model: nn.Module) -> Iterator[list[float]]:
             refused = totals < totals.topk(router.topk_group).values[:, -1:]
             scores = groups.masked_fill(refused[..., None], -math.inf).flatten(1)
         elif len(inputs) == 2:
-            scores = logits.sigmoid() + inputs[1]
+            scores = logits.sigmoid() + (0 if inputs[1] is None else inputs[1])
         else:
             scores = logits.softmax(-1)
         gaps.extend(_gaps(scores, router.top_k))
