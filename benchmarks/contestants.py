@@ -101,11 +101,16 @@ class Transformers:
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=self._cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **{self._cache_name: self._cache},
             ).logits[:, -1]
         return logits
+
+    @property
+    def _cache_name(self) -> str:
+        is_mamba2 = self.model.config.model_type == "mamba2"
+        return "cache_params" if is_mamba2 else "past_key_values"
 
 
 @contextmanager

@@ -84,7 +84,8 @@ def _describe_sizes(writer: Any, config: Any) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    is_lfm2 = config.model_type == "lfm2"
+    writer.add_layer_norm_rms_eps(config.norm_eps if is_lfm2 else config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("none")
 
@@ -92,7 +93,8 @@ def _describe_sizes(writer: Any, config: Any) -> None:
 def _add(writer: Any, name: str, value: Tensor) -> None:
     import gguf
 
-    if value.dtype is torch.bfloat16 and value.ndim > 1 and "conv1d" not in name:
+    is_filter = "conv1d" in name or "conv.conv" in name
+    if value.dtype is torch.bfloat16 and value.ndim > 1 and not is_filter:
         data = value.contiguous().view(torch.int16).numpy().view("uint8")
         writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType.BF16)
     else:
@@ -339,6 +341,17 @@ def _change_granite(name: str, value: Tensor, config: Any) -> Named:
         yield _mamba2(name, value, config)
 
 
+def _describe_lfm2(writer: Any, config: Any) -> None:
+    heads = [0 if kind == "conv" else config.num_key_value_heads for kind in config.layer_types]
+    writer.add_head_count_kv(heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+
+
+def _change_lfm2(name: str, value: Tensor, config: Any) -> Named:
+    yield name, value.squeeze(1) if name.endswith("conv.conv.weight") else value
+
+
 LLAMA_CPP = {
     "qwen3_5": Family(arch="QWEN35", describe=_describe_qwen3_5, change=_change_qwen3_5),
     "falcon_h1": Family(
@@ -359,4 +372,5 @@ LLAMA_CPP = {
     "bailing_hybrid": Family(
         arch="BAILINGMOE3", describe=_describe_bailing, change=_change_bailing, is_tied=False
     ),
+    "lfm2": Family(arch="LFM2", describe=_describe_lfm2, change=_change_lfm2),
 }

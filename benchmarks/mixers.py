@@ -20,6 +20,7 @@ from torch_hybrid.specs import (
     LayerSpec,
     LightningSpec,
     Mamba2Spec,
+    ShortConvolutionSpec,
 )
 
 
@@ -35,16 +36,23 @@ class Row:
         """Tokens that it holds after the step."""
         return self.num_held + self.num_new
 
-    @property
-    def num_pairs(self) -> float:
-        """Pairs of a query and a key that it sees."""
-        return self.num_new * self.num_held + self.num_new * (self.num_new + 1) / 2
+    def num_pairs(self, window: int = 0) -> float:
+        """Pairs of a query and a key that it sees: of all keys before it, or of the last so many,
+        its own included."""
+        growing = min(self.num_new, max(0, window - self.num_held)) if window else self.num_new
+        seen = growing * self.num_held + growing * (growing + 1) / 2
+        return seen + (self.num_new - growing) * window
+
+    def num_read(self, window: int = 0) -> int:
+        """Keys that its queries see together."""
+        return min(self.num_kept, window - 1 + self.num_new) if window else self.num_kept
 
 
 def cache_bytes(spec: LayerSpec, row: Row, dtype: torch.dtype) -> int:
     """Bytes of what a mixer keeps, in a model of one dtype: states read and written, keys and
-    values or latents read once."""
-    times = {"slot": 2, "page": row.num_kept}
+    values or latents that are seen read once."""
+    window = spec.window if isinstance(spec, AttentionSpec) else 0
+    times = {"slot": 2, "page": row.num_read(window)}
     return sum(times[pool.per] * pool.nbytes(dtype) for pool in spec.pools().values())
 
 
@@ -52,9 +60,11 @@ def mixer_flops(spec: LayerSpec, row: Row) -> float:
     """FLOPs of a mixer beside its projections."""
     match spec:
         case AttentionSpec():
-            return 4 * spec.num_q_heads * spec.head_dim * row.num_pairs
+            return 4 * spec.num_q_heads * spec.head_dim * row.num_pairs(spec.window)
         case LatentSpec():
             return _latent_flops(spec, row)
+        case ShortConvolutionSpec():
+            return 2 * spec.conv_width * spec.channels * row.num_new
         case _:
             one_token = row.num_new == 1
             return _token_flops(spec) if one_token else row.num_new * _chunk_flops(spec) / CHUNK
@@ -63,8 +73,8 @@ def mixer_flops(spec: LayerSpec, row: Row) -> float:
 def _latent_flops(spec: LatentSpec, row: Row) -> float:
     """The cheaper of both forms. The projection of the new tokens' latents, or of their queries
     and outputs, is a linear layer of the model; that of the latents held before is not."""
-    absorbed = 2 * (2 * spec.latent_rank + spec.rope_dim) * row.num_pairs
-    expanded = 2 * (spec.qk_dim + spec.v_dim) * row.num_pairs
+    absorbed = 2 * (2 * spec.latent_rank + spec.rope_dim) * row.num_pairs()
+    expanded = 2 * (spec.qk_dim + spec.v_dim) * row.num_pairs()
     expanded += 2 * spec.latent_rank * (spec.nope_dim + spec.v_dim) * row.num_held
     return spec.num_heads * min(absorbed, expanded)
 
@@ -104,3 +114,5 @@ def inner_width(spec: LayerSpec) -> int:
             return 2 * (spec.conv_channels + spec.inner_dim + spec.num_heads)
         case LightningSpec():  # query, key, value, gate, output
             return 5 * spec.channels
+        case ShortConvolutionSpec():  # input, its gate, that of the output, output
+            return 4 * spec.channels

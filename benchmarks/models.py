@@ -211,6 +211,57 @@ def _minimax(sizes: dict[str, Any]) -> Any:
     return MiniMaxForCausalLM(MiniMaxConfig(**config))
 
 
+def _mamba2(sizes: dict[str, Any]) -> Any:
+    """Mamba2 in every layer, and nothing else."""
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    names = ["vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings"]
+    own = {name: (_DENSE | {"num_hidden_layers": 24} | sizes)[name] for name in names}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    heads = {"num_heads": own["hidden_size"] * 2 // 64, "n_groups": 1}
+    return Mamba2ForCausalLM(Mamba2Config(**own | tokens | heads))
+
+
+def _lfm2(sizes: dict[str, Any]) -> Any:
+    """Gated short convolutions, full attention in every third layer."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8}
+    options = {"intermediate_size": 3072, "block_auto_adjust_ff_dim": False}
+    config = _DENSE | heads | options | _convolutions(sizes) | sizes
+    return Lfm2ForCausalLM(Lfm2Config(**config))
+
+
+def _lfm2_moe(sizes: dict[str, Any]) -> Any:
+    """The same with 32 experts, 4 for each token, in all but the first two layers."""
+    from transformers import Lfm2MoeConfig, Lfm2MoeForCausalLM
+
+    heads = {"num_attention_heads": 12, "num_key_value_heads": 4}
+    experts = {
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 192,
+    }
+    config = _DENSE | heads | experts | _convolutions(sizes) | sizes
+    return Lfm2MoeForCausalLM(Lfm2MoeConfig(**config))
+
+
+def _convolutions(sizes: dict[str, Any]) -> dict[str, Any]:
+    kinds = ["conv", "conv", "full_attention"]
+    return {"layer_types": [kinds[i % 3] for i in range((_DENSE | sizes)["num_hidden_layers"])]}
+
+
+def _lfm3(sizes: dict[str, Any]) -> Any:
+    """Convolutions of seven inputs, windows of 256 keys, gated attention, norms on both sides."""
+    from transformers import Lfm3Config, Lfm3ForCausalLM
+
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    config = _DENSE | {"intermediate_size": 3072} | tokens | sizes
+    return Lfm3ForCausalLM(Lfm3Config(**config))
+
+
 FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "qwen3_next": _qwen3_next,
     "qwen3_5": _qwen3_5,
@@ -225,6 +276,10 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "granitemoehybrid": _granitemoehybrid,
     "falcon_h1": _falcon_h1,
     "nemotron_h": _nemotron_h,
+    "mamba2": _mamba2,
+    "lfm2": _lfm2,
+    "lfm2_moe": _lfm2_moe,
+    "lfm3": _lfm3,
 }
 
 

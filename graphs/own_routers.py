@@ -70,9 +70,9 @@ def _router(scores: Node) -> _Router | None:
     if ids is None or ids.args[1] != 1:
         return None
     bias = _bias(choice[0], scores)
-    chosen, weights = ids.args[0], _bare_weights(scores, ids)
+    chosen, bare = ids.args[0], _bare_weights(scores, ids)
     options = _groups(choice if bias is None else choice[1:])
-    if not isinstance(chosen, Node) or weights is None or options is None:
+    if not isinstance(chosen, Node) or not bare or options is None:
         return None
     [logits] = scores.all_input_nodes
     if _name(logits) == "float":
@@ -83,8 +83,8 @@ def _router(scores: Node) -> _Router | None:
         bias=bias,
         chosen=chosen,
         ids=ids,
-        weights=weights,
-        inner=(scores, *choice, weights),
+        weights=bare[-1],
+        inner=(scores, *choice, *bare),
         options=options | {"renormalise": False, "epsilon": 0.0, "scale": 1.0},
     )
     return _with_dtype(_scaled(_renormalised(router)))
@@ -145,16 +145,22 @@ def _bias(first: Node, scores: Node) -> Node | None:
     return None
 
 
-def _bare_weights(scores: Node, ids: Node) -> Node | None:
-    """The scores of the chosen: gathered, or the values of their topk."""
+def _bare_weights(scores: Node, ids: Node) -> list[Node]:
+    """The scores of the chosen: gathered, or the values of their topk; and a cast of them that is
+    none (LFM2)."""
     for node in ids.users:
-        if _name(node) == "gather" and node.args[0] is scores and node.args[2] is ids:
-            return node
+        if _name(node) == "gather":
+            given = dict(zip(("input", "dim", "index"), node.args, strict=False)) | node.kwargs
+            if given["input"] is scores and given["index"] is ids:
+                [*users] = node.users
+                casts = users if len(users) == 1 and _name(users[0]) == "type_as" else []
+                are_none = all(value_of(cast).dtype == value_of(scores).dtype for cast in casts)
+                return [node, *casts] if are_none else [node]
     chosen = ids.args[0]
     assert isinstance(chosen, Node)
     if chosen.args[0] is not scores:
-        return None
-    return next((node for node in chosen.users if node.args[1] == 0), None)
+        return []
+    return [node for node in chosen.users if node.args[1] == 0]
 
 
 def _renormalised(router: _Router) -> _Router:

@@ -55,7 +55,7 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "recurrent_ssd": ssd.RECURRENT_IMPLEMENTATIONS,
         "chunk_ssd": ssd.CHUNK_IMPLEMENTATIONS,
     },
-    "convolution of the recurrent mixers": {"causal_conv1d": causal_conv1d.IMPLEMENTATIONS},
+    "convolution of the mixers, gated or not": {"causal_conv1d": causal_conv1d.IMPLEMENTATIONS},
     "around the mixers": {
         "linear": linear.IMPLEMENTATIONS,
         "fused_experts": fused_experts.IMPLEMENTATIONS,
@@ -72,6 +72,7 @@ NAMES = {
     "kimi_delta_attention": "Kimi delta attention",
     "mamba2": "Mamba2",
     "lightning_attention": "lightning attention",
+    "short_convolution": "gated short convolution",
 }
 SHOWN = {
     "cpp": "C++",

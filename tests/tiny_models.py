@@ -226,6 +226,60 @@ def nemotron_h(**options: Any) -> nn.Module:
     return tf.NemotronHForCausalLM(tf.NemotronHConfig(**{**sizes, **options}))
 
 
+def mamba2(**options: Any) -> nn.Module:
+    """With every bias."""
+    sizes = {
+        **NO_SPECIAL_TOKENS,
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_heads": 8,
+        "head_dim": 16,
+        "n_groups": 2,
+        "state_size": 24,
+        "use_bias": True,
+    }
+    return tf.Mamba2ForCausalLM(tf.Mamba2Config(**{**sizes, **options}))
+
+
+def lfm2(**options: Any) -> nn.Module:
+    """With every bias."""
+    sizes = {
+        **SIZES,
+        **NO_SPECIAL_TOKENS,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "conv_bias": True,
+        "block_multiple_of": 8,
+    }
+    return tf.Lfm2ForCausalLM(tf.Lfm2Config(**{**sizes, **options}))
+
+
+def lfm2_moe(**options: Any) -> nn.Module:
+    sizes = {
+        **SIZES,
+        **NO_SPECIAL_TOKENS,
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
+    }
+    return tf.Lfm2MoeForCausalLM(tf.Lfm2MoeConfig(**{**sizes, **options}))
+
+
+def lfm3(**options: Any) -> nn.Module:
+    """A window that ends inside of pages."""
+    sizes = {
+        **SIZES,
+        **NO_SPECIAL_TOKENS,
+        "layer_types": ["conv", "sliding_attention", "conv", "full_attention"],
+        "head_dim": 32,
+        "sliding_window": 37,
+    }
+    return tf.Lfm3ForCausalLM(tf.Lfm3Config(**{**sizes, **options}))
+
+
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "qwen3_next": qwen3_next,
     "qwen3_next_dense": qwen3_next_dense,
@@ -243,10 +297,15 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "falcon_h1": falcon_h1,
     "falcon_h1_norm": falcon_h1_norm,
     "nemotron_h": nemotron_h,
+    "mamba2": mamba2,
+    "lfm2": lfm2,
+    "lfm2_moe": lfm2_moe,
+    "lfm3": lfm3,
 }
 
 
 _TWO = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+_CONVOLUTION = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
 # Layers of every kind that a family has, and no more of them.
 FEWEST_LAYERS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(BUILDERS, _TWO),
@@ -256,6 +315,13 @@ FEWEST_LAYERS: dict[str, dict[str, Any]] = {
     "falcon_h1": {"num_hidden_layers": 2},
     "falcon_h1_norm": {"num_hidden_layers": 2},
     "nemotron_h": {"layer_types": ["moe", "linear_attention", "mlp", "full_attention"]},
+    "mamba2": {"num_hidden_layers": 2},
+    "lfm2": _CONVOLUTION,
+    "lfm2_moe": _CONVOLUTION,
+    "lfm3": {
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "sliding_attention", "full_attention"],
+    },
 }
 
 
@@ -299,12 +365,12 @@ def randomize(model: nn.Module, seed: int) -> None:
             pass  # below: it takes A_log into account
         elif "norm" in name:
             weight.add_(0.2 * normal(weight))
-        elif "conv" in name:
+        elif "conv" in name and "proj" not in name:
             weight.copy_(0.4 * normal(weight))
         else:
             weight.copy_(normal(weight) * weight.shape[-1] ** -0.5)
     for name, bias in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             bias.copy_(0.1 * normal(bias))
     for layer, A_log in decays.items():
         spread_time_constants(model.get_submodule(layer), A_log, generator)
@@ -348,7 +414,7 @@ def router_gaps(model: nn.Module) -> Iterator[list[float]]:
     """
     gaps: list[float] = []
 
-    def record(router: Any, _inputs: object, outputs: tuple[Tensor, ...]) -> None:
+    def record(router: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
         logits = outputs[0].float()
         if hasattr(router, "num_group"):
             scores = logits.sigmoid() + router.e_score_correction_bias
@@ -357,6 +423,8 @@ def router_gaps(model: nn.Module) -> Iterator[list[float]]:
             gaps.extend(_gaps(totals, router.topk_group))
             refused = totals < totals.topk(router.topk_group).values[:, -1:]
             scores = groups.masked_fill(refused[..., None], -math.inf).flatten(1)
+        elif len(inputs) == 2:
+            scores = logits.sigmoid() + (0 if inputs[1] is None else inputs[1])
         else:
             scores = logits.softmax(-1)
         gaps.extend(_gaps(scores, router.top_k))

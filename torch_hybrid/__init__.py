@@ -30,6 +30,7 @@ from torch_hybrid.specs import (
     LayerTable,
     LightningSpec,
     Mamba2Spec,
+    ShortConvolutionSpec,
 )
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "Runner",
     "Sampling",
     "Sequence",
+    "ShortConvolutionSpec",
     "Step",
     "TokenEvent",
     "TokenLogprob",

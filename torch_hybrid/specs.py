@@ -342,6 +342,25 @@ class LightningSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvolutionSpec:
+    """A gated short convolution: a mixer that keeps its last inputs, and has no recurrence."""
+
+    kind: ClassVar[str] = "short_convolution"
+    family: ClassVar[LayerFamily] = "linear"
+
+    channels: int
+    conv_width: int
+
+    def pools(self) -> dict[str, Pool]:
+        """The last inputs of the convolution, their gates applied."""
+        return {"conv": Pool((self.conv_width - 1, self.channels), per="slot")}
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says."""
+        return replace(self, channels=divide("channels", self.channels, num_ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec:
     """Multi-head latent attention (MLA): keys and values of all heads from one latent row.
 
@@ -511,4 +530,5 @@ register_constant(
     KimiDeltaSpec,
     Mamba2Spec,
     LightningSpec,
+    ShortConvolutionSpec,
 )

@@ -4,11 +4,15 @@
 // A block of a sequence reads the inputs before its first token from the sequence itself, or from
 // the state at the sequence's start. The states are written after all outputs, since a thread may
 // still read what another would overwrite.
+//
+// With gates, an input is the product of two loaded numbers, rounded as the state keeps it. Inputs
+// that are in the state are products already: their gates are ones, as those that are not given.
 #include <omp.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "call.h"
 #include "recurrent_call.h"
@@ -25,13 +29,31 @@ constexpr int TILE_TOKENS = 4;
 constexpr int MAX_WIDTH = 8;
 
 TH_CALL(Call,
-  const void *x, *weight, *bias;  // [T, C], [C, W], [C] or null
+  const void *x, *input_gate, *output_gate;  // [T, C], gates or null
+  const void *weight, *bias;                 // [C, W], [C] or null
   void* conv_state;               // [S, W - 1, C]
   const int32_t *cu_seqlens, *initial_indices, *state_indices;
   void* out;  // [T, C], contiguous
   int64_t num_tokens, num_seqs, num_slots, channels, width, x_stride;
+  int64_t input_gate_stride, output_gate_stride;
   int64_t silu, is_bf16, num_threads;
 );
+
+// As many numbers of one value as a block has channels.
+template <typename T>
+struct Block {
+  T values[MAX_BLOCK_CHANNELS];
+  explicit Block(float value) {
+    std::fill(values, values + MAX_BLOCK_CHANNELS, th::from_float<T>(value));
+  }
+};
+
+// A product as it is kept.
+template <typename T>
+TH_INLINE f32x16 rounded(f32x16 x) {
+  if constexpr (std::is_same_v<T, float>) return x;
+  else return th::widen(th::narrow(x));
+}
 
 template <typename T>
 struct Sequence {
@@ -51,9 +73,22 @@ struct Sequence {
   }
   // A block of the inputs at position t of the sequence, which from -(W - 1) to -1 are its state.
   const T* input(int64_t t, int64_t channel) const {
-    static const T zeros[MAX_BLOCK_CHANNELS] = {};
+    static const Block<T> zeros(0.0f);
     if (t >= 0) return (const T*)call.x + (start + t) * call.x_stride + channel;
-    return initial ? state(initial, t + call.width - 1) + channel : zeros;
+    return initial ? state(initial, t + call.width - 1) + channel : zeros.values;
+  }
+  // What that is multiplied by, and the output there.
+  const T* input_gate(int64_t t, int64_t channel) const {
+    return gate(t < 0 ? nullptr : call.input_gate, t, call.input_gate_stride, channel);
+  }
+  const T* output_gate(int64_t t, int64_t channel) const {
+    return gate(call.output_gate, t, call.output_gate_stride, channel);
+  }
+
+ private:
+  const T* gate(const void* gates, int64_t t, int64_t stride, int64_t channel) const {
+    static const Block<T> ones(1.0f);
+    return gates ? (const T*)gates + (start + t) * stride + channel : ones.values;
   }
 };
 
@@ -72,49 +107,65 @@ struct Filters {
   }
 };
 
-// N tokens in a row on n <= LANES channels, each input loaded once. rows[i] is what the first tap
-// of token i reads, so rows[i + W - 1] are the inputs of the tokens themselves.
+// What N tokens in a row read: rows[i] is for the first tap of token i, so rows[i + W - 1] are the
+// inputs of the tokens themselves.
 template <int W, int N, typename T>
-TH_INLINE void convolve_lanes(const Filters& filters, const T* const* rows, int64_t c, int n,
+struct Rows {
+  const T *inputs[N + W - 1], *input_gates[N + W - 1], *output_gates[N];
+};
+
+// N tokens on n <= LANES channels, each input loaded once.
+template <int W, int N, bool GATED, typename T>
+TH_INLINE void convolve_lanes(const Filters& filters, const Rows<W, N, T>& rows, int64_t c, int n,
                               bool silu, T* out, int64_t out_stride) {
   f32x16 taps[W], x[N + W - 1];
 #pragma GCC unroll 8
   for (int w = 0; w < W; ++w) taps[w] = th::load(filters.taps[w] + c);
 #pragma GCC unroll 16
-  for (int i = 0; i < N + W - 1; ++i) x[i] = th::load(rows[i] + c, n);
+  for (int i = 0; i < N + W - 1; ++i) {
+    x[i] = th::load(rows.inputs[i] + c, n);
+    if constexpr (GATED) x[i] = rounded<T>(x[i] * th::load(rows.input_gates[i] + c, n));
+  }
 #pragma GCC unroll 8
   for (int i = 0; i < N; ++i) {
     f32x16 y = th::load(filters.bias + c);
 #pragma GCC unroll 8
     for (int w = 0; w < W; ++w) y = th::fma(taps[w], x[i + w], y);
-    th::store(out + i * out_stride + c, silu ? th::silu(y) : y, n);
+    if (silu) y = th::silu(y);
+    if constexpr (GATED) y *= th::load(rows.output_gates[i] + c, n);
+    th::store(out + i * out_stride + c, y, n);
   }
 }
 
-template <int W, int N, typename T>
+template <int W, int N, bool GATED, typename T>
 void convolve_rows(const Call& call, const Sequence<T>& seq, int64_t t, int64_t channel,
                    int64_t size, const Filters& filters) {
-  const T* rows[N + W - 1];
-  for (int i = 0; i < N + W - 1; ++i) rows[i] = seq.input(t + i - (W - 1), channel);
+  Rows<W, N, T> rows;
+  for (int i = 0; i < N + W - 1; ++i) {
+    rows.inputs[i] = seq.input(t + i - (W - 1), channel);
+    if constexpr (GATED) rows.input_gates[i] = seq.input_gate(t + i - (W - 1), channel);
+  }
+  if constexpr (GATED)
+    for (int i = 0; i < N; ++i) rows.output_gates[i] = seq.output_gate(t + i, channel);
   T* out = (T*)call.out + (seq.start + t) * call.channels + channel;
   int64_t c = 0;
   for (; c + LANES <= size; c += LANES)
-    convolve_lanes<W, N>(filters, rows, c, LANES, call.silu, out, call.channels);
+    convolve_lanes<W, N, GATED>(filters, rows, c, LANES, call.silu, out, call.channels);
   if (c < size)
-    convolve_lanes<W, N>(filters, rows, c, int(size - c), call.silu, out, call.channels);
+    convolve_lanes<W, N, GATED>(filters, rows, c, int(size - c), call.silu, out, call.channels);
 }
 
-template <int W, typename T>
+template <int W, bool GATED, typename T>
 void convolve(const Call& call, const Sequence<T>& seq, int64_t first, int64_t last,
               int64_t channel, int64_t size, const Filters& filters) {
   int64_t t = first;
   for (; t + TILE_TOKENS <= last; t += TILE_TOKENS)
-    convolve_rows<W, TILE_TOKENS>(call, seq, t, channel, size, filters);
-  for (; t < last; ++t) convolve_rows<W, 1>(call, seq, t, channel, size, filters);
+    convolve_rows<W, TILE_TOKENS, GATED>(call, seq, t, channel, size, filters);
+  for (; t < last; ++t) convolve_rows<W, 1, GATED>(call, seq, t, channel, size, filters);
 }
 
 // Tokens [first, last) of the packed batch on a block of channels, sequence by sequence.
-template <int W, typename T>
+template <int W, bool GATED, typename T>
 void convolve_tokens(const Call& call, int64_t first, int64_t last, int64_t channel, int64_t size,
                      const Filters& filters) {
   const int32_t* ends = call.cu_seqlens + 1;
@@ -127,7 +178,7 @@ void convolve_tokens(const Call& call, int64_t first, int64_t last, int64_t chan
         std::memset((T*)call.out + i * call.channels + channel, 0, size * sizeof(T));
     else {
       const Sequence<T> seq(call, n);
-      convolve<W>(call, seq, t - seq.start, end - seq.start, channel, size, filters);
+      convolve<W, GATED>(call, seq, t - seq.start, end - seq.start, channel, size, filters);
     }
     t = end, ++n;
   }
@@ -135,12 +186,21 @@ void convolve_tokens(const Call& call, int64_t first, int64_t last, int64_t chan
 
 // Moves the last W - 1 inputs of a sequence into its slot. Going up, a short sequence shifts the
 // state that is there: entry i is read from i + length before that one is overwritten.
-template <typename T>
+template <bool GATED, typename T>
 void write_state(const Sequence<T>& seq, int64_t channel, int64_t size) {
   const int64_t past = seq.call.width - 1;
   for (int64_t i = 0; i < past; ++i) {
-    std::memcpy(seq.state(seq.slot, i) + channel, seq.input(seq.length - past + i, channel),
-                size * sizeof(T));
+    const int64_t t = seq.length - past + i;
+    T* kept = seq.state(seq.slot, i) + channel;
+    const T* input = seq.input(t, channel);
+    if constexpr (GATED) {
+      const T* gate = seq.input_gate(t, channel);
+      th::for_lanes(size, [&](int64_t c, int n) TH_LAMBDA {
+        th::store(kept + c, th::load(input + c, n) * th::load(gate + c, n), n);
+      });
+    } else {
+      std::memcpy(kept, input, size * sizeof(T));
+    }
   }
 }
 
@@ -151,7 +211,7 @@ int64_t block_channels(const Call& call, int64_t token_blocks) {
   return std::clamp(whole, MIN_BLOCK_CHANNELS, MAX_BLOCK_CHANNELS);
 }
 
-template <int W, typename T>
+template <int W, bool GATED, typename T>
 void run(const Call& call) {
   const int64_t token_blocks = (call.num_tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
   const int64_t block_size = block_channels(call, token_blocks);
@@ -166,7 +226,7 @@ void run(const Call& call) {
       const int64_t channel = block * block_size;
       const int64_t size = std::min(block_size, call.channels - channel);
       if (block != loaded) filters.load<W, T>(call, channel, size), loaded = block;
-      convolve_tokens<W, T>(call, first, std::min(first + BLOCK_TOKENS, call.num_tokens), channel,
+      convolve_tokens<W, GATED, T>(call, first, std::min(first + BLOCK_TOKENS, call.num_tokens), channel,
                             size, filters);
     }
 #pragma omp for schedule(static)
@@ -174,22 +234,27 @@ void run(const Call& call) {
       const Sequence<T> seq(call, item % call.num_seqs);
       const int64_t channel = item / call.num_seqs * block_size;
       if (seq.slot != 0 && seq.length > 0)
-        write_state(seq, channel, std::min(block_size, call.channels - channel));
+        write_state<GATED>(seq, channel, std::min(block_size, call.channels - channel));
     }
+  }
+}
+
+template <bool GATED, typename T>
+void dispatch(const Call& call) {
+  switch (call.width) {
+    case 2: return run<2, GATED, T>(call);
+    case 3: return run<3, GATED, T>(call);
+    case 4: return run<4, GATED, T>(call);
+    case 5: return run<5, GATED, T>(call);
+    case 6: return run<6, GATED, T>(call);
+    case 7: return run<7, GATED, T>(call);
+    case 8: return run<8, GATED, T>(call);
   }
 }
 
 template <typename T>
 void dispatch(const Call& call) {
-  switch (call.width) {
-    case 2: return run<2, T>(call);
-    case 3: return run<3, T>(call);
-    case 4: return run<4, T>(call);
-    case 5: return run<5, T>(call);
-    case 6: return run<6, T>(call);
-    case 7: return run<7, T>(call);
-    case 8: return run<8, T>(call);
-  }
+  call.input_gate || call.output_gate ? dispatch<true, T>(call) : dispatch<false, T>(call);
 }
 
 }  // namespace conv

@@ -13,8 +13,10 @@ from torch_hybrid.ops.state_bounds import check_state_indices
 _RUN = kernel(
     "causal_conv1d",
     Path(__file__).with_name("_cpu.cpp"),
-    tensors="x weight bias conv_state cu_seqlens initial_indices state_indices out",
-    integers="num_tokens num_seqs num_slots channels width x_stride silu is_bf16 num_threads",
+    tensors="x input_gate output_gate weight bias conv_state cu_seqlens initial_indices "
+    "state_indices out",
+    integers="num_tokens num_seqs num_slots channels width x_stride input_gate_stride "
+    "output_gate_stride silu is_bf16 num_threads",
 )
 
 
@@ -28,12 +30,16 @@ def causal_conv1d(
     state_indices: Tensor,
     *,
     activation: str,
+    input_gate: Tensor | None = None,
+    output_gate: Tensor | None = None,
 ) -> Tensor:
     """Convolve blocks of tokens and channels in parallel, then write the states."""
     num_tokens, channels = x.shape
     out = x.new_empty(x.shape)
     in_range = _RUN(
         x,
+        input_gate,
+        output_gate,
         weight,
         bias,
         conv_state,
@@ -47,6 +53,8 @@ def causal_conv1d(
         channels,
         weight.shape[1],
         x.stride(0),
+        0 if input_gate is None else input_gate.stride(0),
+        0 if output_gate is None else output_gate.stride(0),
         activation == "silu",
         x.dtype is torch.bfloat16,
         torch.get_num_threads(),

@@ -17,12 +17,15 @@ def causal_conv1d(
     state_indices: Tensor,
     *,
     activation: str,
+    input_gate: Tensor | None = None,
+    output_gate: Tensor | None = None,
 ) -> Tensor:
     """Put each sequence behind its state in one long array, in which the taps are plain shifts.
 
     Sequence n begins there at ``cu_seqlens[n] + n * (W - 1)`` with its state, so the row of a
     token and the first row that its window covers differ by W - 1 for every token.
     """
+    x = x if input_gate is None else input_gate * x
     num_tokens, num_seqs, num_past = x.shape[0], state_indices.shape[0], weight.shape[1] - 1
     seq = torch.searchsorted(
         cu_seqlens[1:], torch.arange(num_tokens, device=x.device, dtype=torch.int32), right=True
@@ -44,6 +47,8 @@ def causal_conv1d(
         out += bias.to(work)
     if activation == "silu":
         out = F.silu(out)
+    if output_gate is not None:
+        out *= output_gate.to(work)
 
     is_stored = (state_indices > 0) & (cu_seqlens.diff() > 0)
     last = first + cu_seqlens.diff()

@@ -26,6 +26,8 @@ def causal_conv1d(
     state_indices: Tensor,
     *,
     activation: str,
+    input_gate: Tensor | None = None,
+    output_gate: Tensor | None = None,
 ) -> Tensor:
     """Launcher of ``torch_hybrid::causal_conv1d``."""
     num_tokens, num_channels = x.shape
@@ -40,6 +42,8 @@ def causal_conv1d(
     grid = (num_blocks(num_tokens, num_seqs, block_t), triton.cdiv(num_channels, block_c))
     _conv_kernel[grid](
         x,
+        input_gate,
+        output_gate,
         weight,
         bias,
         conv_state,
@@ -50,6 +54,8 @@ def causal_conv1d(
         num_tokens,
         num_seqs,
         x.stride(0),
+        0 if input_gate is None else input_gate.stride(0),
+        0 if output_gate is None else output_gate.stride(0),
         C=num_channels,
         W=width,
         BLOCK_T=block_t,
@@ -66,6 +72,8 @@ def causal_conv1d(
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
 def _conv_kernel(
     x: tl.tensor,
+    input_gate: tl.tensor | None,
+    output_gate: tl.tensor | None,
     weight: tl.tensor,
     bias: tl.tensor | None,
     conv_state: tl.tensor,
@@ -76,6 +84,8 @@ def _conv_kernel(
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
     stride_x: tl.tensor,
+    stride_input_gate: tl.tensor,
+    stride_output_gate: tl.tensor,
     C: tl.constexpr,
     W: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -87,6 +97,7 @@ def _conv_kernel(
     """One program: a block of tokens of one sequence and a block of channels.
 
     It walks the tokens, of which it fetches ROWS at once, and keeps the inputs of W - 1 of them.
+    An input is what the state keeps: where there is a gate, a rounded product.
     """
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channel < C
@@ -122,15 +133,22 @@ def _conv_kernel(
     for back in tl.static_range(W - 1, 0, -1):
         source = (first_token - back).to(tl.int64)
         p_x = x + source * stride_x + channel
-        b_x = tl.load(p_x, mask=mask_c & (source >= begin), other=0.0)
+        is_here = mask_c & (source >= begin)
+        b_x = tl.load(p_x, mask=is_here, other=0.0)
+        if input_gate is not None:
+            b_x = _product(b_x, input_gate + source * stride_input_gate + channel, is_here)
         is_past = mask_c & (source < begin) & known
         b_past = tl.load(state + (source - begin + W - 1) * C, mask=is_past, other=0.0)
         past = past + (b_x.to(tl.float32) + b_past.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     for start in range(first_token, last, ROWS):
         seen = past
         for place in tl.static_range(ROWS):
-            p_x = x + stride_x * tl.cast(start + place, tl.int64) + channel
-            b_x = tl.load(p_x, mask=mask_c & (start + place < last), other=0.0)
+            token = tl.cast(start + place, tl.int64)
+            is_here = mask_c & (start + place < last)
+            b_x = tl.load(x + stride_x * token + channel, mask=is_here, other=0.0)
+            if input_gate is not None:
+                p_gate = input_gate + stride_input_gate * token + channel
+                b_x = _product(b_x, p_gate, is_here)
             seen = seen + (b_x.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
         for place in tl.static_range(ROWS):
             b_o = b_bias
@@ -138,9 +156,12 @@ def _conv_kernel(
                 b_o += seen[place + tap] * taps[tap]
             if SILU:
                 b_o = b_o / (1.0 + tl.exp(-b_o))
-            p_out = out + tl.cast(start + place, tl.int64) * C + channel
-            b_o = b_o.to(out.dtype.element_ty)
-            tl.store(p_out, b_o, mask=mask_c & (start + place < last))
+            token = tl.cast(start + place, tl.int64)
+            is_here = mask_c & (start + place < last)
+            if output_gate is not None:
+                p_gate = output_gate + stride_output_gate * token + channel
+                b_o *= tl.load(p_gate, mask=is_here, other=0.0).to(tl.float32)
+            tl.store(out + token * C + channel, b_o.to(out.dtype.element_ty), mask=is_here)
         past = seen[ROWS:]  # type: ignore[assignment]
 
     slot = tl.load(state_indices + seq).to(tl.int64)
@@ -156,6 +177,11 @@ def _conv_kernel(
         mask_input = mask_new & (newest >= begin)[:, None]
         p_new = x + newest.to(tl.int64)[:, None] * stride_x + channel[None, :]
         b_input = tl.load(p_new, mask=mask_input, other=0.0)
+        if input_gate is not None:
+            p_gate = (
+                input_gate + newest.to(tl.int64)[:, None] * stride_input_gate + channel[None, :]
+            )
+            b_input = _product(b_input, p_gate, mask_input)
         mask_older = mask_new & ((newest < begin) & known)[:, None]
         p_older = state[None, :] + (index + end - begin)[:, None] * C
         b_older = tl.load(p_older, mask=mask_older, other=0.0)
@@ -163,3 +189,10 @@ def _conv_kernel(
         b_new = tl.where(mask_input, b_input, b_older)
         left = conv_state + slot * (W - 1) * C + channel
         tl.store(left[None, :] + index[:, None] * C, b_new, mask=mask_new)
+
+
+@triton.jit
+def _product(b_x: tl.tensor, p_gate: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Inputs and their gates, as the state keeps what is convolved."""
+    b_gate = tl.load(p_gate, mask=mask, other=0.0)
+    return (b_x.to(tl.float32) * b_gate.to(tl.float32)).to(b_x.dtype)

@@ -49,13 +49,16 @@ def causal_conv1d(
     state_indices: Tensor,
     *,
     activation: str,
+    input_gate: Tensor | None = None,
+    output_gate: Tensor | None = None,
     impl: str,
 ) -> Tensor:
     """Convolve each channel of each sequence with its own short filter over the past.
 
     ``out[t] = act(bias + sum_w weight[:, w] * x[t - W + 1 + w])``, where the inputs before the
     first token of a sequence come from its state. Arithmetic is float32, of float64 tensors
-    float64.
+    float64. With gates, what is convolved and kept is ``input_gate * x``, rounded to x's dtype, and
+    ``out`` is multiplied by ``output_gate``.
 
     Args:
         x: [T, C] inputs, the sequences packed one after the other. Float dtype; rows may lie any
@@ -72,6 +75,7 @@ def causal_conv1d(
         state_indices: [N] int32 slot that receives the state of each sequence, distinct except
             for 0: that state is not stored.
         activation: "none" or "silu".
+        input_gate, output_gate: [T, C] like x, or None. Those of padding tokens are not read.
         impl: a name in IMPLEMENTATIONS.
 
     Returns:
@@ -81,12 +85,19 @@ def causal_conv1d(
         ValueError: a shape, dtype or layout is not as above, or ``activation`` or ``impl`` is
             unknown.
 
-    The short convolution of Mamba (arXiv 2312.00752), Qwen3-Next and most linear attention.
+    The short convolution of Mamba (arXiv 2312.00752), Qwen3-Next and most linear attention; with
+    both gates, that of LFM2.
     """
     check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype)
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
     _check_inputs(x, weight, bias, conv_state, cu_seqlens, initial_indices, state_indices)
+    gates = {"input_gate": input_gate, "output_gate": output_gate}
+    given = {name: gate for name, gate in gates.items() if gate is not None}
+    for name, gate in given.items():
+        check_shapes({name: (gate, x.shape)})
+        check_dtypes({name: (gate, x.dtype)})
+        _check_rows(name, gate)
     out: Tensor = _CAUSAL_CONV1D(
         x,
         weight,
@@ -97,6 +108,7 @@ def causal_conv1d(
         state_indices,
         activation=activation,
         impl=impl,
+        **given,
     )
     return out
 
@@ -137,8 +149,7 @@ def _check_inputs(
             "state_indices": (state_indices, torch.int32),
         }
     )
-    if x.stride(1) != 1 and channels > 1:
-        raise ValueError(f"x must have contiguous rows, got strides {list(x.stride())}")
+    _check_rows("x", x)
     check_contiguous(
         weight=weight,
         bias=bias,
@@ -149,10 +160,15 @@ def _check_inputs(
     )
 
 
+def _check_rows(name: str, x: Tensor) -> None:
+    if x.stride(1) != 1 and x.shape[1] > 1:
+        raise ValueError(f"{name} must have contiguous rows, got strides {list(x.stride())}")
+
+
 _CAUSAL_CONV1D = define_op(
     "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state, "
     "Tensor cu_seqlens, Tensor initial_indices, Tensor state_indices, *, "
-    "str activation, str impl) -> Tensor",
+    "str activation, str impl, Tensor? input_gate=None, Tensor? output_gate=None) -> Tensor",
     like=["x"],
     implementations=IMPLEMENTATIONS,
 )

@@ -17,6 +17,8 @@ def causal_conv1d_reference(
     state_indices: Tensor,
     *,
     activation: str,
+    input_gate: Tensor | None = None,
+    output_gate: Tensor | None = None,
 ) -> Tensor:
     """The oracle of the op: same arguments, any float dtype, ``conv_state`` updated in place.
 
@@ -25,6 +27,7 @@ def causal_conv1d_reference(
     compute = torch.promote_types(x.dtype, torch.float32)
     taps = weight.to(compute).T
     shift = torch.zeros_like(taps[0]) if bias is None else bias.to(compute)
+    x = x if input_gate is None else input_gate * x
 
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     offsets = cu_seqlens.tolist()
@@ -36,7 +39,8 @@ def causal_conv1d_reference(
         for t in range(offsets[n], offsets[n + 1]):
             window = torch.cat([past, x[t : t + 1]])
             y = shift + (window.to(compute) * taps).sum(0)
-            out[t] = F.silu(y) if activation == "silu" else y
+            y = F.silu(y) if activation == "silu" else y
+            out[t] = y if output_gate is None else output_gate[t].to(compute) * y
             past = window[1:]
         if slot:
             conv_state[slot] = past

@@ -34,6 +34,7 @@ from torch_hybrid.specs import (
     LayerTable,
     LightningSpec,
     Mamba2Spec,
+    ShortConvolutionSpec,
 )
 
 FULL = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
@@ -45,6 +46,7 @@ SPECS = [
     KimiDeltaSpec(num_heads=2, head_k_dim=16, head_v_dim=16, conv_width=4),
     Mamba2Spec(num_heads=2, head_dim=16, state_dim=16, num_groups=1, conv_width=4),
     LightningSpec(num_heads=2, head_dim=16),
+    ShortConvolutionSpec(channels=16, conv_width=3),
     LatentSpec(num_heads=2, latent_rank=32, nope_dim=16, rope_dim=16, v_dim=16, scale=0.2),
 ]
 
@@ -176,7 +178,8 @@ def test_a_step_is_cut_where_no_chunk_is():
     for op in (chunk_gated_delta_rule, chunk_kimi_delta_attention, chunk_ssd):
         assert inspect.signature(op).parameters["chunk_size"].default == DEFAULT_CHUNK_SIZE
     sizes = {kind: backend.chunk_size for kind, backend in made.items()}
-    assert sizes == {spec.kind: 0 if spec.family == "full" else 32 for spec in SPECS}
+    without = {"paged_attention", "latent_attention", "short_convolution"}
+    assert sizes == {spec.kind: 0 if spec.kind in without else 32 for spec in SPECS}
     unequal = {str(size): SimpleNamespace(chunk_size=size) for size in (32, 0, 48)}
     assert chunk_grid(unequal) == 96
     assert chunk_grid({}) == 1

@@ -27,7 +27,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nemotron_h": {
         "layer_types": ["moe", "linear_attention", "mlp", "full_attention", "moe", "mlp"]
     },
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 0},
+    "lfm3": {"layer_types": ["conv", "sliding_attention"] * 2},
     "bamba": {"layer_types": None},
+    "mamba2": {"layer_types": None},
     "falcon_h1": {"layer_types": None},
     "falcon_h1_norm": {"layer_types": None},
 }
@@ -39,7 +43,7 @@ def model_of(family: str) -> th.HybridModel:
     options = {name: value for name, value in options.items() if value is not None}
     if family == "nemotron_h":
         return th.adapt(make_model(family, **OPTIONS[family]))
-    if family.startswith(("bamba", "falcon")):
+    if family.startswith(("bamba", "falcon", "mamba")):
         return th.adapt(make_model(family, **options))
     return make_hybrid(family, **options)
 

@@ -31,6 +31,7 @@ CONFIG = SimpleNamespace(
     routed_scaling_factor=2.5,
     n_group=4,
     topk_group=2,
+    use_expert_bias=True,
 )
 # Classes of transformers, by module; and whether the op takes them. Granite's softmax is of the
 # logits of the chosen.
@@ -42,6 +43,7 @@ ROUTERS = {
     "kimi_linear": ("KimiLinearTopkRouter", True),
     "deepseek_v3": ("DeepseekV3TopkRouter", True),
     "nemotron_h": ("NemotronHTopkRouter", True),
+    "lfm2_moe": ("Lfm2MoeTopKRouter", True),
     "granitemoehybrid": ("GraniteMoeHybridTopKRouter", False),
 }
 
@@ -54,6 +56,18 @@ def native_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(op.IMPLEMENTATIONS, "triton", replace(plain, capability=capability))
 
 
+class WithBias(nn.Module):
+    """A router whose layer has the bias."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.router, self.expert_bias = router, nn.Buffer(torch.empty(NUM_EXPERTS))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = self.router(x, self.expert_bias)
+        return outputs
+
+
 def make_router(family: str, **changes: Any) -> nn.Module:
     config = SimpleNamespace(**{**vars(CONFIG), **changes})
     if family == "ring_2_5":
@@ -62,6 +76,8 @@ def make_router(family: str, **changes: Any) -> nn.Module:
         models = pytest.importorskip("transformers").models
         module = getattr(getattr(models, family), f"modeling_{family}")
         router = getattr(module, ROUTERS[family][0])(config)
+    if family == "lfm2_moe":
+        router = WithBias(router)
     generator = torch.Generator().manual_seed(0)
     for weight in (*router.parameters(), *router.buffers()):
         weight.data.normal_(generator=generator)

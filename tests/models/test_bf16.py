@@ -27,6 +27,7 @@ ALL_EXPERTS = {
     "qwen3_5_moe": {**_THREE, "num_experts": 3},
     "granitemoehybrid": {**_THREE, "num_local_experts": 3},
     "minimax": {**_THREE, "num_local_experts": 3},
+    "lfm2_moe": {**_THREE, "num_experts": 3},
     "deepseek_v3": {**_TWO_GROUPS, "n_routed_experts": 4},
     "nemotron_h": {**_TWO_GROUPS, "n_routed_experts": 4},
     "kimi_linear": {**_TWO_GROUPS, "num_local_experts": 4},

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import torch_hybrid as th
 from tests.models.oracle import ask, assert_equal_logits, make_texts, serve, whole
-from tests.tiny_models import LINEAR, MROPE, SIZES, make_model
+from tests.tiny_models import LINEAR, MROPE, SIZES, VOCAB_SIZE, make_model
 from torch_hybrid.models.load import FAMILIES
 from torch_hybrid.models.transformers_hooks import ATTENTION_NAME, register_attention
 
@@ -190,16 +190,45 @@ def test_adapt_refuses_what_is_no_causal_language_model():
         th.adapt(model)
 
 
-def test_text_part_of_a_multimodal_checkpoint(tmp_path: Path):
+def qwen3_5_of_two() -> tuple[Any, str]:
     text = tf.Qwen3_5TextConfig(**{**SIZES, **LINEAR, "head_dim": 64, "rope_parameters": MROPE})
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
-    config = tf.Qwen3_5Config(
-        text_config=text.to_dict(), vision_config={**vision, "out_hidden_size": 64}
+    vision_config = {**vision, "out_hidden_size": 64}
+    config = tf.Qwen3_5Config(text_config=text.to_dict(), vision_config=vision_config)
+    return tf.Qwen3_5ForConditionalGeneration(config), "qwen3_5: {} the vision part"
+
+
+_ONE_LAYER = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+
+
+def lfm2_vl() -> tuple[Any, str]:
+    text = make_model("lfm2").config.to_dict()
+    config = tf.Lfm2VlConfig(text_config=text, vision_config=_ONE_LAYER, projector_hidden_size=32)
+    return tf.Lfm2VlForConditionalGeneration(config), "lfm2_vl: {} the vision part"
+
+
+def lfm3_vl() -> tuple[Any, str]:
+    text, vision = make_model("lfm3").config.to_dict(), {**_ONE_LAYER, "num_key_value_heads": 1}
+    config = tf.Lfm3VlConfig(text_config=text, vision_config=vision, projector_hidden_size=32)
+    return tf.Lfm3VlForConditionalGeneration(config), "lfm3_vl: {} the vision part"
+
+
+def nemotron_h_omni() -> tuple[Any, str]:
+    """Its text part has a head of its own."""
+    sizes = {"vision_hidden_size": 32, "projector_hidden_size": 32}
+    vision = {**_ONE_LAYER, "video_temporal_patch_size": 2, "image_size": 32, "max_img_size": 32}
+    config = tf.NemotronH_Omni_Reasoning_V3_Config(
+        text_config=make_model("nemotron_h").config.to_dict(), vision_config=vision, **sizes
     )
-    hf_model = tf.Qwen3_5ForConditionalGeneration(config).eval()
-    hf_model.save_pretrained(tmp_path)
+    return tf.NemotronH_Omni_Reasoning_V3(config), "nemotron_h_omni: {} the vision part"
+
+
+@pytest.mark.parametrize("make", [qwen3_5_of_two, lfm2_vl, lfm3_vl, nemotron_h_omni])
+def test_text_part_of_a_multimodal_checkpoint(make: Callable[[], Any], tmp_path: Path):
+    hf_model, dropped = make()
+    hf_model.eval().save_pretrained(tmp_path)
     oracle = ask(hf_model, make_texts([40]))
-    dropped = "qwen3_5: the text part alone is served, without the vision part"
+    dropped = dropped.format("the text part alone is served, without")
     for load in (lambda: th.from_pretrained(tmp_path), lambda: th.adapt(hf_model)):
         with pytest.warns(UserWarning, match=dropped) as warned:
             model = load()
@@ -207,7 +236,18 @@ def test_text_part_of_a_multimodal_checkpoint(tmp_path: Path):
         runner = th.Runner(model, **SMALL)
         assert_equal_logits(serve(runner, oracle.texts, whole([40])), oracle)
         assert model.eos_token_ids == ()
-        assert model.vocab_size == text.vocab_size
+        assert model.vocab_size == VOCAB_SIZE
+
+
+def test_text_part_of_another_family(tmp_path: Path):
+    hf_model, _ = lfm2_vl()
+    hf_model.config.text_config = make_model("qwen3").config
+    with pytest.raises(th.UnsupportedError) as caught:
+        th.adapt(hf_model)
+    assert str(caught.value) == (
+        "lfm2_vl: config field text_config.model_type must be one of "
+        "['lfm2', 'lfm2_moe', 'lfm2_vl'], got 'qwen3'"
+    )
 
 
 def test_a_text_model_warns_of_nothing(checkpoint: Path):

@@ -31,10 +31,11 @@ GATES = {
     "bamba": "before_norm",
     "granitemoehybrid": "before_norm",
     "nemotron_h": "before_norm",
+    "mamba2": "before_norm",
     "falcon_h1_norm": "after_norm",
     "falcon_h1": "no_norm",
 }
-ATTRIBUTES = {"nemotron_h": "mixer"}
+ATTRIBUTES = {"nemotron_h": "mixer", "mamba2": "mixer"}
 
 
 def make(family: str, **options: Any) -> Any:
@@ -49,9 +50,9 @@ def spec_of(hf_model: Any) -> th.Mamba2Spec:
 
 def first_mixers(family: str) -> tuple[Any, Mamba2]:
     """The first Mamba2 mixer of transformers, and ours of its weights."""
-    theirs = getattr(make(family).model.layers[0], ATTRIBUTES.get(family, "mamba"))
-    hf_model = make(family)
-    ours = getattr(th.adapt(hf_model).hf_model.model.layers[0], ATTRIBUTES.get(family, "mamba"))
+    attribute = ATTRIBUTES.get(family, "mamba")
+    theirs = getattr(make(family).base_model.layers[0], attribute)
+    ours = getattr(th.adapt(make(family)).layers[0], attribute)
     return theirs, ours.mixer
 
 
@@ -65,12 +66,13 @@ def continued(hf_model: Any, text: list[int], num_held: int) -> Tensor:
     positions = torch.arange(len(text))[None]
     out = hf_model(tokens[:, :num_held], position_ids=positions[:, :num_held], use_cache=True)
     logits = [out.logits[0]]
+    name = "cache_params" if hf_model.config.model_type == "mamba2" else "past_key_values"
     for t in range(num_held, len(text)):
         out = hf_model(
             tokens[:, t : t + 1],
             position_ids=positions[:, t : t + 1],
-            past_key_values=out.past_key_values,
             use_cache=True,
+            **{name: out[name]},
         )
         logits.append(out.logits[0])
     return torch.cat(logits)
@@ -80,6 +82,7 @@ LIMITED = {
     "bamba": {"time_step_limit": (0.01, 0.2)},
     "granitemoehybrid_dense": {"time_step_limit": (0.01, 0.2)},
     "falcon_h1": {"time_step_limit": (0.01, 0.2)},
+    "mamba2": {"time_step_limit": (0.01, 0.2)},
     "nemotron_h": {"time_step_min": 0.01, "layer_types": ["linear_attention", "full_attention"]},
 }
 
@@ -107,6 +110,15 @@ def test_nemotron_takes_its_lower_limit_from_another_field():
     hf_model = make("nemotron_h", time_step_limit=(0.5, 0.6), time_step_min=0.02, time_step_max=0.1)
     spec = spec_of(hf_model)
     assert (spec.dt_min, spec.dt_max) == (0.02, float("inf"))
+
+
+@pytest.mark.parametrize("in_float32", [True, False])
+def test_residuals_of_mamba2_are_float32_where_its_config_says_so(in_float32: bool):
+    model = th.adapt(make("mamba2", residual_in_fp32=in_float32).bfloat16())
+    seen: list[torch.dtype] = []
+    model.layers[1].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    serve(th.Runner(model, **TINY), make_texts([5]), whole([5]))
+    assert seen == [torch.float32 if in_float32 else torch.bfloat16]
 
 
 # ---- gate and norm -----------------------------------------------------------------------------

@@ -173,9 +173,11 @@ def on_hopper() -> Iterator[tuple[str, Call]]:
 
 def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     """Convolution, experts of few tokens and of many, a router's choice, and linear layers."""
-    inputs = conv.make_inputs(conv.Case(channels=37, has_bias=True, **LENGTHS), dtype)
     op = causal_conv1d.causal_conv1d
-    yield op.__name__, partial(run, op, inputs.args(), {"activation": inputs.activation})
+    for name, has_gates in ((op.__name__, False), (f"{op.__name__} with gates", True)):
+        case = conv.Case(channels=37, has_bias=True, has_gates=has_gates, **LENGTHS)
+        inputs = conv.make_inputs(case, dtype)
+        yield name, partial(run, op, inputs.args(), inputs.options())
     for num_tokens in (3, 50):
         case = experts.Case(num_tokens=num_tokens, top_k=3, dim=77, width=45, routing="some_none")
         args = experts.make_inputs(case, dtype=dtype)

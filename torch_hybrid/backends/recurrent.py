@@ -1,4 +1,4 @@
-"""Mixers with a state of fixed size: what a step needs, whatever the recurrence."""
+"""Mixers with a state of fixed size: what a step needs, whatever the recurrence, or without one."""
 
 from __future__ import annotations
 
@@ -114,6 +114,10 @@ class Recurrence:
         return (*parts, chosen) if chosen[1].impl == PARTS else (chosen,)
 
 
+# A mixer whose state is what its convolution keeps.
+SHORT_CONVOLUTION = Recurrence(decode=(CONVOLUTION,), extend=(CONVOLUTION,))
+
+
 def chunked_rule(
     name: str,
     *also: OpChoice,
@@ -218,8 +222,11 @@ def convolve(
     state: Tensor,
     *,
     activation: str,
+    input_gate: Tensor | None = None,
+    output_gate: Tensor | None = None,
 ) -> Tensor:
-    """Causal convolution and activation of x [T, C] -> [T, C]; advances ``state``."""
+    """Causal convolution and activation of x [T, C] -> [T, C], with gates of that shape or without;
+    advances ``state``."""
     return conv.causal_conv1d(
         x,
         weight,
@@ -229,5 +236,7 @@ def convolve(
         plan.initial_indices,
         plan.state_indices,
         activation=activation,
+        input_gate=input_gate,
+        output_gate=output_gate,
         impl=plan.statics.impl("causal_conv1d"),
     )

@@ -13,7 +13,7 @@ from torch_hybrid.backends.kimi_delta_attention import KIMI_DELTA_ATTENTION
 from torch_hybrid.backends.latent_attention import LatentAttentionBackend, LatentPlan
 from torch_hybrid.backends.mode import MODES, Form, Mode
 from torch_hybrid.backends.paged_attention import PagedAttentionBackend, PagedAttentionPlan
-from torch_hybrid.backends.recurrent import RecurrentBackend, RecurrentPlan
+from torch_hybrid.backends.recurrent import SHORT_CONVOLUTION, RecurrentBackend, RecurrentPlan
 from torch_hybrid.backends.select import Backends, Choice
 from torch_hybrid.backends.ssd import LIGHTNING_ATTENTION, MAMBA2
 from torch_hybrid.batch import Batch
@@ -59,6 +59,7 @@ _BACKENDS: dict[str, MakeBackend] = {
     "kimi_delta_attention": partial(RecurrentBackend, KIMI_DELTA_ATTENTION),
     "mamba2": partial(RecurrentBackend, MAMBA2),
     "lightning_attention": partial(RecurrentBackend, LIGHTNING_ATTENTION),
+    "short_convolution": partial(RecurrentBackend, SHORT_CONVOLUTION),
 }
 
 

@@ -6,6 +6,7 @@ from torch_hybrid.layers.latent_attention import LatentAttention
 from torch_hybrid.layers.lightning_attention import LightningAttention
 from torch_hybrid.layers.mamba2 import Mamba2
 from torch_hybrid.layers.paged_attention import PagedAttention
+from torch_hybrid.layers.short_convolution import ShortConvolution
 
 __all__ = [
     "GatedDeltaNet",
@@ -14,4 +15,5 @@ __all__ = [
     "LightningAttention",
     "Mamba2",
     "PagedAttention",
+    "ShortConvolution",
 ]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from torch_hybrid.specs import (
     LatentSpec,
     LayerSpec,
 )
+
+S = TypeVar("S")
 
 # Frequencies that depend on the present length would need a new graph for each length.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -50,7 +52,8 @@ class Family:
     for every kind of linear attention; full attention, latent attention too, joins as a function
     that transformers lets us register. ``num_position_axes`` is 3 where rotary positions are 3-D
     (mrope). ``logits_scale(config)`` is a factor on the logits. ``experts(module)`` makes ours of
-    the family's experts.
+    the family's experts. ``takes_masks`` says whether the model takes a mask for each type of
+    layer.
     """
 
     model_types: tuple[str, ...]
@@ -59,6 +62,7 @@ class Family:
     num_position_axes: int = 1
     logits_scale: Callable[[Any], float] = lambda config: 1.0
     experts: Callable[[Any], FusedExperts] = _gated_experts
+    takes_masks: bool = True
 
 
 def require(config: Any, name: str, value: object, allowed: Collection[object]) -> None:
@@ -86,26 +90,40 @@ def specs_by_layer_type(
     rope = config.rope_parameters or {}
     require(config, "hidden_act", config.hidden_act, ["silu"])
     require(config, "rope_parameters.rope_type", rope.get("rope_type", "default"), ROPE_TYPES)
+    known = attention_specs(config, head_dim=head_dim, scale=scale)
+    if linear is not None:
+        known["linear_attention"] = linear
+    return listed(config, known)
+
+
+def listed(config: Any, known: Mapping[str, S]) -> list[S]:
+    """What is known of each of the config's ``layer_types``."""
+    for layer_type in config.layer_types:
+        require(config, "layer_types", layer_type, known)
+    return [known[layer_type] for layer_type in config.layer_types]
+
+
+def attention_specs(
+    config: Any, *, head_dim: int, scale: float | None = None
+) -> dict[str, LayerSpec]:
+    """The facts of attention by layer type: to all keys, and to those of a window."""
     full = AttentionSpec(
         num_q_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5 if scale is None else scale,
     )
-    known: dict[str, LayerSpec] = {"full_attention": full}
-    if linear is not None:
-        known["linear_attention"] = linear
-    if "sliding_attention" in config.layer_types:
-        known["sliding_attention"] = AttentionSpec(
-            num_q_heads=full.num_q_heads,
-            num_kv_heads=full.num_kv_heads,
-            head_dim=head_dim,
-            scale=full.scale,
-            window=config.sliding_window,
+    if "sliding_attention" not in config.layer_types:
+        return {"full_attention": full}
+    if not config.sliding_window:
+        raise UnsupportedError(
+            f"{config.model_type}: config field sliding_window must be a number of keys where "
+            f"layer_types has sliding_attention, got {config.sliding_window!r}"
         )
-    for layer_type in config.layer_types:
-        require(config, "layer_types", layer_type, known)
-    return [known[layer_type] for layer_type in config.layer_types]
+    return {
+        "full_attention": full,
+        "sliding_attention": replace(full, window=config.sliding_window),
+    }
 
 
 def delta_rule_spec(config: Any, *, norm_eps: float, beta_scale: float = 1.0) -> DeltaRuleSpec:

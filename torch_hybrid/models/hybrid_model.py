@@ -24,6 +24,7 @@ class HybridModel(nn.Module):
         mixer_names: where a decoder layer has its mixers of ours, by kind.
         num_position_axes: 1, or 3 where rotary positions are 3-D (mrope).
         logits_scale: factor on the logits.
+        takes_masks: whether its forward takes a mask for each type of layer.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class HybridModel(nn.Module):
         mixer_names: Mapping[str, str],
         num_position_axes: int = 1,
         logits_scale: float = 1.0,
+        takes_masks: bool = True,
     ) -> None:
         super().__init__()
         self.hf_model = hf_model
@@ -47,7 +49,8 @@ class HybridModel(nn.Module):
         # Tokens that a sequence can have, where the checkpoint says so.
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.eos_token_ids = _eos_token_ids(hf_model)
-        self._no_masks = dict.fromkeys(["full_attention", "linear_attention", "sliding_attention"])
+        types = ["full_attention", "linear_attention", "sliding_attention", "conv"]
+        self._no_masks = dict.fromkeys(types) if takes_masks else None
 
     @property
     def model_type(self) -> str:
@@ -63,13 +66,13 @@ class HybridModel(nn.Module):
     @property
     def layers(self) -> nn.ModuleList:
         """The decoder layers."""
-        layers: nn.ModuleList = self.hf_model.model.layers
+        layers: nn.ModuleList = self.hf_model.base_model.layers
         return layers
 
     @contextmanager
     def first_layers(self, count: int) -> Iterator[None]:
         """Have the first ``count`` layers alone, while a step is traced."""
-        inner = self.hf_model.model
+        inner = self.hf_model.base_model
         whole, inner.layers = inner.layers, inner.layers[:count]
         try:
             yield
@@ -98,7 +101,7 @@ class HybridModel(nn.Module):
         Returns:
             [T, dim] hidden states after the last norm.
         """
-        outputs = self.hf_model.model(
+        outputs = self.hf_model.base_model(
             input_ids=tokens[None],
             position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
             attention_mask=self._no_masks,
@@ -106,7 +109,7 @@ class HybridModel(nn.Module):
             step=step,
         )
         hidden: Tensor = outputs.last_hidden_state[0]
-        return hidden
+        return hidden.to(self.dtype)  # some keep their residuals in float32
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, dim] hidden states to [R, vocab_size] logits."""

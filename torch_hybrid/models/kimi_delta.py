@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.layers.kimi_delta_attention import KimiDeltaAttention
-from torch_hybrid.models.family import require
+from torch_hybrid.models.family import listed, require
 from torch_hybrid.specs import KimiDeltaSpec, LatentSpec, LayerSpec
 
 
@@ -27,10 +27,7 @@ def kimi_delta_specs(
         norm_eps=config.rms_norm_eps,
         gate_lower_bound=gate_lower_bound,
     )
-    known: dict[str, LayerSpec] = {"full_attention": full, "linear_attention": linear}
-    for layer_type in config.layer_types:
-        require(config, "layer_types", layer_type, known)
-    return [known[layer_type] for layer_type in config.layer_types]
+    return listed(config, {"full_attention": full, "linear_attention": linear})
 
 
 def kimi_delta_mixer(

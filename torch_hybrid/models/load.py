@@ -23,10 +23,12 @@ from torch_hybrid.models.checkpoint.read import needed_bytes, read_weights
 from torch_hybrid.models.checkpoint.together import Together, check_room_together
 from torch_hybrid.models.deepseek_v3 import DEEPSEEK_V3
 from torch_hybrid.models.falcon_h1 import FALCON_H1
-from torch_hybrid.models.family import Family
+from torch_hybrid.models.family import Family, require
 from torch_hybrid.models.granitemoehybrid import GRANITEMOEHYBRID
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.kimi_linear import KIMI_LINEAR
+from torch_hybrid.models.lfm import LFM2, LFM3
+from torch_hybrid.models.mamba2 import MAMBA2
 from torch_hybrid.models.merge_adapters import merge_adapters
 from torch_hybrid.models.minimax import MINIMAX
 from torch_hybrid.models.nemotron_h import NEMOTRON_H
@@ -64,6 +66,9 @@ FAMILIES: dict[str, Family] = {
         FALCON_H1,
         GRANITEMOEHYBRID,
         KIMI_LINEAR,
+        LFM2,
+        LFM3,
+        MAMBA2,
         MINIMAX,
         NEMOTRON_H,
         OLMO_HYBRID,
@@ -78,9 +83,8 @@ FAMILIES: dict[str, Family] = {
 NOT_SERVED = {
     "falcon_mamba": "Mamba-1: a decay for each channel and state",
     "jamba": "Mamba-1: a decay for each channel and state",
-    "lfm2": "gated short convolutions without a recurrence",
-    "lfm2_moe": "gated short convolutions without a recurrence",
     "mamba": "Mamba-1: a decay for each channel and state",
+    "nemo_speechlm": "speech to transcribe, of which its text part alone hears nothing",
     "recurrent_gemma": "real-gated linear recurrent units",
     "rwkv": "RWKV's time mixing",
     "xlstm": "matrix memories with exponential gates",
@@ -228,14 +232,14 @@ def adapt(hf_model: Any) -> HybridModel:
     """
     hf_model = merge_adapters(hf_model)
     names = [base.__name__ for base in type(hf_model).__mro__]
-    is_multimodal = any(name.endswith("ForConditionalGeneration") for name in names)
-    if not (is_multimodal or any(name.endswith("ForCausalLM") for name in names)):
+    is_causal = any(name.endswith("ForCausalLM") for name in names)
+    if not is_causal and "GenerationMixin" not in names:
         raise ValueError(
             f"hf_model must be a causal language model of transformers, got {type(hf_model)}"
         )
     model_type = hf_model.config.model_type
     family, table = _family_of(model_type), table_of(hf_model.config)
-    if is_multimodal:
+    if not is_causal:
         _warn_of_dropped(hf_model.config)
         hf_model = _text_part(hf_model)
     if hf_model.config._attn_implementation == ATTENTION_NAME:
@@ -254,8 +258,8 @@ def adapted(hf_model: Any, model_type: str, table: LayerTable) -> HybridModel:
     register_attention()
     hf_model.set_attn_implementation(ATTENTION_NAME)
     hf_model.eval().requires_grad_(False)
-    _swap_mixers(hf_model.model.layers, family, table)
-    hand_steps(hf_model.model.layers)
+    _swap_mixers(hf_model.base_model.layers, family, table)
+    hand_steps(hf_model.base_model.layers)
     _swap_experts(hf_model, family)
     refuse_as_transformers(hf_model)
     return HybridModel(
@@ -264,6 +268,7 @@ def adapted(hf_model: Any, model_type: str, table: LayerTable) -> HybridModel:
         mixer_names={kind: swap.attribute for kind, swap in family.swaps.items()},
         num_position_axes=family.num_position_axes,
         logits_scale=family.logits_scale(hf_model.config.get_text_config()),
+        takes_masks=family.takes_masks,
     )
 
 
@@ -271,6 +276,9 @@ def _text_part(hf_model: Any) -> Any:
     """The language model of a multimodal one, as transformers has it alone; weights are shared."""
     from transformers import AutoModelForCausalLM
 
+    if text := dict(hf_model.named_children()).get("language_model"):
+        text.generation_config = hf_model.generation_config
+        return text
     with torch.device("meta"):
         text = AutoModelForCausalLM.from_config(hf_model.config.get_text_config())
     text.model = hf_model.model.language_model
@@ -281,7 +289,9 @@ def _text_part(hf_model: Any) -> Any:
 
 def _warn_of_dropped(config: Any) -> None:
     """Say that prompts are texts alone, where a checkpoint could see or hear."""
-    dropped = [name.removesuffix("_config") for name in config.sub_configs if name != "text_config"]
+    given = config.to_dict()
+    names = [name for name in config.sub_configs if name != "text_config" and given.get(name)]
+    dropped = [name.removesuffix("_config") for name in names]
     if dropped:
         parts = " and ".join(sorted(dropped))
         warnings.warn(
@@ -308,19 +318,22 @@ def table_of(config: Any) -> LayerTable:
     Raises:
         UnsupportedError: the model type, or a field of the config, is not known here.
     """
-    return LayerTable.from_specs(_family_of(config.model_type).specs(config.get_text_config()))
+    family, text = _family_of(config.model_type), config.get_text_config()
+    require(config, "text_config.model_type", text.model_type, family.model_types)
+    return LayerTable.from_specs(family.specs(text))
 
 
 def _check_taken_weights(hf_model: Any, family: Family, table: LayerTable) -> None:
     """Look at every module that is about to be swapped, or read by its weights."""
-    for layer_id, layer in enumerate(hf_model.model.layers):
+    layers = f"{hf_model.base_model_prefix}.layers"
+    for layer_id, layer in enumerate(hf_model.base_model.layers):
         for entry in table.layers[layer_id]:
             if entry.kind == "latent_attention":
-                name = f"model.layers.{layer_id}.self_attn.kv_b_proj"
+                name = f"{layers}.{layer_id}.self_attn.kv_b_proj"
                 check_weights_say_all(name, layer.self_attn.kv_b_proj)
             elif entry.kind != "paged_attention":
                 attribute = family.swaps[entry.kind].attribute
-                name = f"model.layers.{layer_id}.{attribute}"
+                name = f"{layers}.{layer_id}.{attribute}"
                 check_weights_say_all(name, getattr(layer, attribute))
     for name, module in hf_model.named_modules():
         if name.endswith(".experts"):

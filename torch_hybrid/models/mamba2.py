@@ -1,4 +1,5 @@
-"""What the families with Mamba2 mixers share: their facts, and our mixer with their weights."""
+"""Mamba2 alone, and what the families with such mixers share: their facts, and our mixer with their
+weights."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from torch_hybrid.layers.mamba2 import Mamba2
-from torch_hybrid.models.family import require
+from torch_hybrid.models.family import Family, Swap, require
 from torch_hybrid.specs import Mamba2Spec
 
 
@@ -44,3 +45,30 @@ def mamba2_from(module: Any, spec: Mamba2Spec) -> Mamba2:
     if spec.gate != "no_norm":
         mixer.norm_weight = module.norm.weight
     return mixer
+
+
+def _specs(config: Any) -> list[Mamba2Spec]:
+    require(config, "hidden_act", config.hidden_act, ["silu"])
+    dt_min, dt_max = config.time_step_limit
+    spec = Mamba2Spec(
+        num_heads=config.num_heads,
+        head_dim=config.head_dim,
+        state_dim=config.state_size,
+        num_groups=config.n_groups,
+        conv_width=config.conv_kernel,
+        activation=config.hidden_act,
+        dt_min=dt_min,
+        dt_max=dt_max,
+        gate="before_norm",
+        norm_groups=config.n_groups,
+        norm_eps=config.layer_norm_epsilon,
+    )
+    return [spec] * config.num_hidden_layers
+
+
+MAMBA2 = Family(
+    model_types=("mamba2",),
+    specs=_specs,
+    swaps={"mamba2": Swap(attribute="mixer", make=mamba2_from)},
+    takes_masks=False,
+)

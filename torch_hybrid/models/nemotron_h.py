@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch_hybrid.layers.fused_experts import FusedExperts
-from torch_hybrid.models.family import Family, Swap, require, require_fields
+from torch_hybrid.models.family import Family, Swap, listed, require, require_fields
 from torch_hybrid.models.mamba2 import mamba2_from
 from torch_hybrid.specs import AttentionSpec, LayerSpec, Mamba2Spec
 
@@ -26,9 +26,7 @@ def _specs(config: Any) -> list[LayerSpec | tuple[LayerSpec, ...]]:
         "mlp": (),
         "moe": (),
     }
-    for layer_type in config.layer_types:
-        require(config, "layer_types", layer_type, mixers)
-    return [mixers[layer_type] for layer_type in config.layer_types]
+    return listed(config, mixers)
 
 
 def _mamba2_spec(config: Any) -> Mamba2Spec:
@@ -47,7 +45,7 @@ def _mamba2_spec(config: Any) -> Mamba2Spec:
 
 
 NEMOTRON_H = Family(
-    model_types=("nemotron_h",),
+    model_types=("nemotron_h", "nemotron_h_omni"),
     specs=_specs,
     swaps={"mamba2": Swap(attribute="mixer", make=mamba2_from)},
     experts=lambda module: FusedExperts(module.up_proj, module.down_proj, activation="relu2"),

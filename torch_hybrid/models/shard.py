@@ -107,7 +107,11 @@ def cut(model: HybridModel | Ring25, ranks: Ranks, experts: Experts) -> None:
 
 def _attention_name(children: Mapping[str, nn.Module]) -> str:
     """Which child of a decoder layer is its attention."""
-    return next(name for name in children if "o_proj" in dict(children[name].named_children()))
+    return next(
+        name
+        for name, child in children.items()
+        if {"o_proj", "out_proj"} & {part for part, _ in child.named_children()}
+    )
 
 
 def _shard_attention(module: Any, entry: LayerEntry, ranks: Ranks) -> None:
@@ -169,6 +173,9 @@ def _attention_cuts(spec: AttentionSpec, ranks: Ranks) -> Mapping[str, Cut]:
     def rows(num_heads: int) -> Cut:
         return lambda linear: ranks.rows(linear, [(num_heads, linear.out_features // num_heads)])
 
+    def out(linear: nn.Linear) -> nn.Module:
+        return ranks.summed_columns(linear, spec.num_q_heads)
+
     def norm(num_heads: int) -> Cut:
         """Of each head by itself, or of all heads together (OLMo)."""
 
@@ -187,7 +194,11 @@ def _attention_cuts(spec: AttentionSpec, ranks: Ranks) -> Mapping[str, Cut]:
         "v_proj": rows(spec.num_kv_heads),
         "q_norm": norm(spec.num_q_heads),
         "k_norm": norm(spec.num_kv_heads),
-        "o_proj": lambda linear: ranks.summed_columns(linear, spec.num_q_heads),
+        "q_layernorm": norm(spec.num_q_heads),
+        "k_layernorm": norm(spec.num_kv_heads),
+        "g_proj": rows(spec.num_q_heads),
+        "o_proj": out,
+        "out_proj": out,
     }
 
 
@@ -230,6 +241,9 @@ def _feed_forward_cuts(ranks: Ranks, experts: Experts) -> Mapping[str, Cut]:
         return TokensOfRank(ExpertParallel(module, ranks))
 
     cuts: dict[str, Cut] = {
+        "w1": rows,
+        "w3": rows,
+        "w2": columns,
         "gate_proj": rows,
         "up_proj": rows,
         "down_proj": columns,

@@ -149,8 +149,10 @@ class LinearAttentionAdapter(nn.Module):
         *,
         step: LayerStep,
         cache_params: None = None,
+        past_key_values: None = None,
         attention_mask: None = None,
         position_embeddings: object = None,
+        position_ids: object = None,
         use_cache: bool = False,
     ) -> Tensor:
         """[1, T, dim] -> [1, T, dim], the rows packed as the step's plan says."""

@@ -11,6 +11,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch_hybrid.models.block_fp8 import METHOD, check_block_fp8
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.quantized import refuse_method
 
+# Of the text part of a multimodal model, which may be a causal language model or lack its head.
+_OF_TEXT = re.compile(r"(?:(model\.)language_model\.|language_model\.|(lm_head\.))(.+)")
 _OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 
 
@@ -54,6 +57,8 @@ def make_unread(
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
 
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        config, checkpoint = config.get_text_config(), _text_part(checkpoint)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     is_its_own = isinstance(config, model_class.config_class)  # else that of a multimodal model
     _check_experts(checkpoint)
@@ -82,6 +87,13 @@ def make_unread(
             stacklevel=2,
         )
     return hf_model
+
+
+def _text_part(checkpoint: Checkpoint) -> Checkpoint:
+    """The tensors of a multimodal model's text part, by the names that they have in it alone."""
+    found = ((_OF_TEXT.fullmatch(name), stored) for name, stored in checkpoint.tensors.items())
+    tensors = {"".join(filter(None, match.groups())): stored for match, stored in found if match}
+    return replace(checkpoint, tensors=tensors)
 
 
 def _refusing(model_class: Any, checkpoint: Checkpoint) -> Any:

@@ -6,6 +6,7 @@ Legend: N sequences, T tokens, C channels, W width, S slots.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +21,13 @@ class Case:
     width: int = 4
     has_bias: bool = False
     activation: str = "silu"
+    has_gates: bool = False
     num_padding_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """The tensors of a call, in the op's order, and its activation."""
+    """The tensors of a call, in the op's order, and its options."""
 
     x: Tensor  # [T, C]
     weight: Tensor  # [C, W]
@@ -35,6 +37,8 @@ class Inputs:
     initial_indices: Tensor  # [N]
     state_indices: Tensor  # [N]
     activation: str = "silu"
+    input_gate: Tensor | None = None  # [T, C]
+    output_gate: Tensor | None = None  # [T, C]
 
     def args(self) -> tuple[Tensor | None, ...]:
         return (
@@ -47,19 +51,28 @@ class Inputs:
             self.state_indices,
         )
 
+    def options(self) -> dict[str, Any]:
+        options = {
+            "activation": self.activation,
+            "input_gate": self.input_gate,
+            "output_gate": self.output_gate,
+        }
+        return {name: option for name, option in options.items() if option is not None}
+
+    def tokens(self, index: Any) -> dict[str, Tensor]:
+        """What is given for each token, of some of them."""
+        given = {"x": self.x, "input_gate": self.input_gate, "output_gate": self.output_gate}
+        return {name: tensor[index] for name, tensor in given.items() if tensor is not None}
+
     def copy(self) -> Inputs:
         """The same inputs with a state of their own."""
         return replace(self, conv_state=self.conv_state.clone())
 
     def exact(self) -> Inputs:
         """The same values in float64."""
-        return replace(
-            self,
-            x=self.x.double(),
-            weight=self.weight.double(),
-            bias=None if self.bias is None else self.bias.double(),
-            conv_state=self.conv_state.double(),
-        )
+        names = ["x", "weight", "bias", "conv_state", "input_gate", "output_gate"]
+        given = {name: getattr(self, name) for name in names}
+        return replace(self, **{name: x.double() for name, x in given.items() if x is not None})
 
 
 CASES = {
@@ -72,13 +85,19 @@ CASES = {
     "width_5": Case(lengths=(9, 2), channels=33, width=5),
     "width_6": Case(lengths=(9, 2), channels=15, width=6, has_bias=True),
     "width_7": Case(lengths=(9, 2), channels=17, width=7),
+    "gates": Case(lengths=(5, 0, 1, 70, 3, 2, 64), has_gates=True, num_padding_tokens=3),
+    "gates_of_one_token": Case(lengths=(1,) * 5, width=3, activation="none", has_gates=True),
     "qwen3_next": Case(lengths=(1, 130, 16), channels=8192),
+    "lfm2": Case(lengths=(1, 9), channels=1024, width=3, activation="none", has_gates=True),
+    "lfm3": Case(
+        lengths=(20, 1), channels=2048, width=7, has_bias=True, activation="none", has_gates=True
+    ),
     "bamba": Case(lengths=(2, 70, 1), channels=128 * 64 + 2 * 128, has_bias=True),
 }
 
 
 def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
-    """Random inputs; x is a slice of a wider tensor, as a model's projection gives it.
+    """Random inputs; x and its gates are slices of wider tensors, as a projection gives them.
 
     Slots that no sequence starts from hold NaN: those of new sequences, and the null slot.
     """
@@ -92,15 +111,24 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     conv_state[state_indices[is_new]] = torch.nan
     conv_state[0] = torch.nan
     bias = torch.randn(case.channels, generator=rng).to(dtype)
+    weight = torch.randn(case.channels, case.width, generator=rng).to(dtype)
+    gates = {}
+    if case.has_gates:
+        wide = torch.randn(2, num_tokens, case.channels + 8, generator=rng).to(dtype)
+        gates = {
+            "input_gate": wide[0, :, 8:],
+            "output_gate": wide[1].repeat(1, 2)[:, : case.channels],
+        }
     return Inputs(
         x=projected[:, : case.channels],
-        weight=torch.randn(case.channels, case.width, generator=rng).to(dtype),
+        weight=weight,
         bias=bias if case.has_bias else None,
         conv_state=conv_state,
         cu_seqlens=offsets(case.lengths),
         initial_indices=torch.where(is_new, 0, state_indices).int(),
         state_indices=state_indices.int(),
         activation=case.activation,
+        **gates,
     )
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.models.lfm2 import modeling_lfm2 as lfm2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from tests.ops.causal_conv1d.cases import CASES, Case, Inputs, make_inputs, offsets
@@ -37,6 +38,9 @@ every_impl = pytest.mark.parametrize(
         for name in impls_on(DEVICE, IMPLEMENTATIONS)
         for reason in [skip_reason(IMPLEMENTATIONS[name], DEVICE)]
     ],
+)
+_NO_PROJECTIONS = lfm2.Lfm2Config(
+    hidden_size=CASES["lfm2"].channels, num_hidden_layers=1, layer_types=["conv"]
 )
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 
@@ -65,9 +69,9 @@ def _expect(case: Case, dtype: torch.dtype) -> Expected:
     return Expected(
         inputs=inputs,
         exact=exact,
-        out_exact=causal_conv1d_reference(*exact.args(), activation=case.activation),
+        out_exact=causal_conv1d_reference(*exact.args(), **exact.options()),
         reference=reference,
-        out_reference=causal_conv1d_reference(*reference.args(), activation=case.activation),
+        out_reference=causal_conv1d_reference(*reference.args(), **reference.options()),
     )
 
 
@@ -77,7 +81,7 @@ def _written_slots(inputs: Inputs) -> Tensor:
 
 
 def _run(inputs: Inputs, impl: str) -> Tensor:
-    return causal_conv1d(*inputs.args(), activation=inputs.activation, impl=impl)
+    return causal_conv1d(*inputs.args(), **inputs.options(), impl=impl)
 
 
 @every_impl
@@ -89,14 +93,19 @@ def test_it_is_as_exact_as_the_reference(impl: str, case: Case, dtype: torch.dty
     expected.check(_run(inputs, impl), inputs.conv_state)
 
 
+with_gates = pytest.mark.parametrize("has_gates", [False, True], ids=["plain", "gates"])
+
+
 @every_impl
-def test_segments_are_the_whole(impl: str):
+@with_gates
+def test_segments_are_the_whole(impl: str, has_gates: bool):
     """Cutting a sequence anywhere, also into pieces shorter than the state, changes nothing."""
-    whole = make_inputs(Case(lengths=(150,), width=5, has_bias=True))
+    whole = make_inputs(Case(lengths=(150,), width=5, has_bias=True, has_gates=has_gates))
     segmented = whole.copy()
     outs = []
     for start, end in [(0, 1), (1, 3), (3, 50), (50, 52), (52, 150)]:
-        piece = replace(segmented, x=whole.x[start:end], cu_seqlens=offsets([end - start]))
+        tokens = whole.tokens(slice(start, end))
+        piece = replace(segmented, **tokens, cu_seqlens=offsets([end - start]))
         outs.append(_run(piece, impl))
     torch.testing.assert_close(torch.cat(outs), _run(whole, impl))
     slots = whole.state_indices
@@ -197,10 +206,11 @@ def test_nothing_to_do(impl: str, lengths: tuple[int, ...]):
 
 @every_impl
 def test_opcheck(impl: str):
-    for case in (CASES["mixed"], replace(CASES["mixed"], has_bias=True, activation="none")):
+    bare = replace(CASES["mixed"], has_bias=True, activation="none")
+    for case in (CASES["mixed"], bare, CASES["gates"]):
         inputs = make_inputs(case)
         inputs = replace(inputs, conv_state=inputs.conv_state.nan_to_num())
-        options = {"activation": case.activation, "impl": impl}
+        options = inputs.options() | {"impl": impl}
         torch.library.opcheck(torch.ops.torch_hybrid.causal_conv1d.default, inputs.args(), options)
 
 
@@ -248,6 +258,18 @@ def test_no_clone_of_the_state_pool(impl: str):
             {"initial_indices": torch.zeros(2)},
             "initial_indices must have dtype torch.int32, got torch.float32",
         ),
+        (
+            {"input_gate": torch.zeros(8, 20)},
+            "input_gate must have shape [8, 40], got [8, 20]",
+        ),
+        (
+            {"output_gate": torch.zeros(8, 40).half()},
+            "output_gate must have dtype torch.float32, got torch.float16",
+        ),
+        (
+            {"output_gate": torch.zeros(40, 8).T},
+            "output_gate must have contiguous rows, got strides [1, 8]",
+        ),
         ({"x": torch.zeros(40, 8).T}, "x must have contiguous rows, got strides [1, 8]"),
         (
             {"conv_state": torch.zeros(5, 40, 3).mT},
@@ -276,6 +298,29 @@ def test_reference_agrees_with_conv1d(width: int):
     padded = F.pad(inputs.x.T, (width - 1, 0))
     theirs = F.conv1d(padded, inputs.weight[:, None], inputs.bias, groups=len(padded)).T
     torch.testing.assert_close(out, theirs)
+
+
+@every_impl
+@pytest.mark.parametrize("gate", ["input_gate", "output_gate"])
+def test_one_gate_alone(impl: str, gate: str):
+    """The other is all ones."""
+    inputs = make_inputs(CASES["gates"])
+    one = replace(inputs.copy(), **{gate: None})
+    both = replace(inputs.copy(), **{gate: torch.ones_like(inputs.x)})
+    torch.testing.assert_close(_run(one, impl), _run(both, impl))
+    _assert_same_state(one, both)
+
+
+def test_reference_with_gates_agrees_with_transformers():
+    """A whole mixer between its projections."""
+    inputs = make_inputs(replace(CASES["lfm2"], lengths=(30,)))
+    inputs = replace(inputs, initial_indices=torch.zeros(1, dtype=torch.int32))
+    theirs = lfm2.Lfm2ShortConv(_NO_PROJECTIONS, 0)
+    theirs.in_proj, theirs.out_proj = torch.nn.Identity(), torch.nn.Identity()
+    theirs.conv.weight.data.copy_(inputs.weight[:, None])
+    mixed = torch.cat([inputs.input_gate, inputs.output_gate, inputs.x], dim=1)
+    out = causal_conv1d_reference(*inputs.args(), **inputs.options())
+    torch.testing.assert_close(out, theirs(mixed[None])[0].detach())
 
 
 def test_reference_agrees_with_transformers():
@@ -313,5 +358,7 @@ torch_hybrid::causal_conv1d(Tensor x
   Tensor state_indices
   *
   str activation
-  str impl) -> Tensor""",
+  str impl
+  Tensor? input_gate=None
+  Tensor? output_gate=None) -> Tensor""",
         )

@@ -1,0 +1,99 @@
+"""The gated short convolution of LFM2 and LFM3, as a module of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
+from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.own_dtype import in_own_dtype
+from torch_hybrid.layers.side_by_side import columns
+from torch_hybrid.ranks import Ranks
+from torch_hybrid.specs import ShortConvolutionSpec
+
+
+class ShortConvolution(nn.Module):
+    """Projection, gate, causal convolution, gate, projection.
+
+    One input projection gives ``[input gate | output gate | x]``.
+
+    Args:
+        dim: width of the model.
+        spec: the mixer's facts.
+        bias: whether the projections and the convolution have a bias.
+        dtype, device: of the parameters.
+    """
+
+    conv_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        dim: int,
+        spec: ShortConvolutionSpec,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        channels = spec.channels
+        self.in_proj = nn.Linear(dim, 3 * channels, bias=bias, dtype=dtype, device=device)
+        self.out_proj = nn.Linear(channels, dim, bias=bias, dtype=dtype, device=device)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+        self.conv_weight = parameter(channels, spec.conv_width)
+        self.conv_bias = parameter(channels) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise the convolution as torch does; the projections are."""
+        bound = self.spec.conv_width**-0.5
+        nn.init.uniform_(self.conv_weight, -bound, bound)
+        if self.conv_bias is not None:
+            nn.init.uniform_(self.conv_bias, -bound, bound)
+
+    @in_own_dtype(1)
+    def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
+        """Mix the tokens of a step.
+
+        Args:
+            x: [T, dim], the sequences packed as ``plan`` says.
+            plan: from the backend's ``plan``.
+            cache: this layer's pools. Mutated at the slots that the plan names.
+
+        Returns:
+            [T, dim].
+        """
+        input_gate, output_gate, mixed = columns(self.in_proj, x, [self.spec.channels] * 3)
+        y = convolve(
+            mixed,
+            self.conv_weight,
+            self.conv_bias,
+            plan,
+            cache["conv"],
+            activation="none",
+            input_gate=input_gate,
+            output_gate=output_gate,
+        )
+        out: Tensor = self.out_proj(y)
+        return out
+
+    def shard(self, ranks: Ranks) -> ShortConvolution:
+        """This rank's channels: a layer that keeps their inputs alone, and sums over the ranks.
+
+        Raises:
+            UnsupportedError: the ranks do not divide the channels.
+        """
+        channels = (self.spec.channels, 1)
+        with torch.device("meta"):
+            part = ShortConvolution(self.in_proj.in_features, self.spec.divided(ranks.size))
+        part.in_proj = ranks.rows(self.in_proj, [channels] * 3)
+        part.out_proj = ranks.summed_columns(self.out_proj, self.spec.channels)
+        part.conv_weight = ranks.parameter(self.conv_weight, [channels])
+        if self.conv_bias is not None:
+            part.conv_bias = ranks.parameter(self.conv_bias, [channels])
+        return part
