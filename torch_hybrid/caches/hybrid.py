@@ -219,12 +219,16 @@ class HybridCache:
             return self.pages.num_free + self.pages.num_spare
         return self.states.num_free - self.slots.num_free
 
-    def count_new_pages(self, start: Checkpoint, length: int, num_tokens: int) -> int:
-        """Pages, of those that are free or spare, that a sequence takes to hold ``num_tokens``
-        tokens, if it starts from ``length`` of a checkpoint's."""
+    def num_shared_pages(self, start: Checkpoint, length: int) -> int:
+        """Pages, of those that are free or spare, that a sequence does not take because it starts
+        after so many tokens of a checkpoint. It takes those that are spare, and one for a copy."""
         size = self.page_size
         pages = self._checked(start).pages[: -(-length // size)]
-        return -(-num_tokens // size) - length // size + self.pages.count_spare(pages)
+        return length // size - self.pages.count_spare(pages)
+
+    def is_last_page_spare(self, checkpoint: Checkpoint) -> bool:
+        """Whether nobody holds the last page of a checkpoint firmly."""
+        return self.pages.count_spare(self._checked(checkpoint).pages[-1:]) == 1
 
     def num_freed_by(self, seq: Sequence) -> int:
         """How many pages are free or spare once a sequence is freed, and not before."""
@@ -233,7 +237,7 @@ class HybridCache:
 
     def _free_a_checkpoint(self) -> None:
         """Have a slot for one more checkpoint, by taking back what is spare if need be."""
-        for reclaimer in self.reclaimers:
+        for reclaimer in list(self.reclaimers):
             if not self.num_free_checkpoints:
                 reclaimer.free_checkpoint()
         if not self.num_free_checkpoints:
@@ -349,7 +353,7 @@ class HybridCache:
         """Take back what is spare until ``count`` pages are free, if there is enough of it."""
         if count > self.pages.num_free + self.pages.num_spare:
             return
-        for reclaimer in self.reclaimers:
+        for reclaimer in list(self.reclaimers):
             if count > self.pages.num_free:
                 reclaimer.free_pages(count)
 
