@@ -6,8 +6,8 @@
                where its last message ends, after every N tokens. One is made there, at the end of
                the prompt, and at the end of the answer; none of them takes a copy
     certain    once it got a token, others may start from what it kept: its logits were finite
-    evicted    the checkpoint that saves the fewest tokens for its bytes and the longest time, when
-               another needs its slot, or a sequence its pages
+    evicted    when another one needs its slot, the checkpoint that saves the fewest tokens and was
+               used the longest ago; when a sequence needs pages, the same by its own pages
 
 A model without states starts anywhere in what was run: its checkpoints are pages alone, and are
 made at the ends of prompts and answers.
@@ -60,8 +60,8 @@ class Prefixes:
         self._has_states = runner.cache.table.has_states
         if self._has_states and not runner.max_checkpoints:
             raise ValueError(
-                "a prefix cache of a model with states needs room for them: "
-                "give the runner max_checkpoints of at least 1, got 0"
+                "a prefix cache of states needs room: "
+                "the runner's max_checkpoints must be at least 1, got 0"
             )
         costs = self._cache.costs()
         self._slot_bytes = sum(cost.per_sequence for cost in costs)
@@ -231,7 +231,7 @@ class Prefixes:
         while self._kept and self._cache.pages.num_free < count:
             last = [node for node in self._kept if node.num_kept == 1]
             alone = [node for node in last if self._frees_a_page(node)]
-            self._evict(min(alone or last, key=self._worth))
+            self._evict(min(alone or last, key=self._worth_of_a_page))
 
     def free_checkpoint(self) -> None:
         """As ``Reclaimer``."""
@@ -247,12 +247,13 @@ class Prefixes:
         self._drop(node)
 
     def _worth(self, node: Node) -> float:
-        """Tokens that a checkpoint saves, for its bytes and the starts since it was last used."""
-        before = _depth_before(node)
-        num_bytes = max(1, self._slot_bytes)
-        if node.num_kept == 1:  # its pages are no other's
-            num_bytes += self._page_bytes * (1 + (node.depth - before) // self._runner.page_size)
-        return (node.depth - before) / num_bytes / (1 + self._now - node.last_used)
+        """Tokens that a checkpoint saves, by the starts since it was last used."""
+        return (node.depth - _depth_before(node)) / (1 + self._now - node.last_used)
+
+    def _worth_of_a_page(self, node: Node) -> float:
+        """The same of each of its pages that are no other checkpoint's."""
+        size = self._runner.page_size
+        return self._worth(node) / (1 + node.depth // size - _depth_before(node) // size)
 
     # What is where.
 
