@@ -20,6 +20,7 @@ from torch_hybrid import Engine, PrefixCache, Runner, Sampling, adapt
 
 LATER, SPEEDUP, COST = 1.05, 5.0, 1.02
 EVERY = 1024
+PARTS = ("second turn", "shifted", "shared", "strangers")
 Tokens = list[int]
 
 
@@ -72,7 +73,7 @@ def second_turn(runner: Runner, results: Results, history: int, num_new: int, ro
     )
 
 
-def shifted(runner: Runner, results: Results, history: int, rounds: int) -> None:
+def shifted(runner: Runner, results: Results, history: int) -> None:
     """A history in which one token more stands somewhere."""
     vocab_size = runner.vocab_size
     first = draw(history, vocab_size, 0)
@@ -139,13 +140,14 @@ def strangers(runner: Runner, results: Results, requests: int, num_new: int, rou
 
 
 def main() -> None:
-    """Run the four, print the table."""
+    """Run the parts that are asked for, print the table."""
     parser = arguments("What a prefix cache saves and costs.")
     parser.add_argument("--hidden", type=int, default=256, help="width of the model")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--history", type=int, default=8192, help="tokens of a first turn")
     parser.add_argument("--shared", type=int, default=4096, help="tokens that requests share")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="PART")
     options = parse(parser)
     sizes = {"num_hidden_layers": options.layers, "hidden_size": options.hidden}
     history, length, requests, rounds = options.history, options.shared, 32, options.rounds
@@ -163,10 +165,14 @@ def main() -> None:
     runner = Runner(model, max_seqs=requests, kv_tokens=tokens, max_checkpoints=64)
     runner.warm_up()
     results = Results(title=title(options, "Prefixes"), columns=["", "ms", "tokens kept"])
-    second_turn(runner, results, history, 256, rounds)
-    shifted(runner, results, history, rounds)
-    shared(runner, results, length, requests)
-    strangers(runner, results, requests, 32, rounds)
+    parts = {
+        "second turn": lambda: second_turn(runner, results, history, 256, rounds),
+        "shifted": lambda: shifted(runner, results, history),
+        "shared": lambda: shared(runner, results, length, requests),
+        "strangers": lambda: strangers(runner, results, requests, 32, rounds),
+    }
+    for name in options.parts:
+        parts[name]()
     results.emit(options)
 
 
