@@ -43,7 +43,8 @@ class PageCopies:
     def copy(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy each page ``src[i]`` to the page ``dst[i]``, which is no source and not repeated."""
         sources, targets = (
-            int_tensor(list(ids), torch.int32).to(self._device) for ids in (src, dst)
+            int_tensor(list(ids), torch.int32).to(self._device, non_blocking=True)
+            for ids in (src, dst)
         )
         with torch.inference_mode():
             for dim, pools in self._pools.items():
