@@ -49,9 +49,7 @@ class Batch:
     cu_seqlens: Tensor = _declared(Axis.OFFSETS)  # [N + 1] query offsets
     seq_lens: Tensor = _declared(Axis.LENGTHS)  # [N] total lengths, these tokens included
     page_table: Tensor = _declared(Axis.SEQUENCE)  # [N, max_pages]
-    initial_indices: Tensor = _declared(
-        Axis.STARTS
-    )  # [N] slot of the state before; 0: there is none
+    initial_indices: Tensor = _declared(Axis.STARTS)  # [N] slot of the state before; 0: none
     state_indices: Tensor = _declared(Axis.SEQUENCE)  # [N] slot of the state after
 
     @property

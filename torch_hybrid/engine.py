@@ -59,6 +59,7 @@ class Engine:
             ``max_checkpoints``, keys in pages that no sequence needs. ``close`` gives them back.
 
     Raises:
+        TypeError: ``prefix_cache`` is of another kind.
         UnsupportedError: the runner serves decode steps alone.
         ValueError: ``max_waiting`` or ``run_ahead`` is none of its values, or states are to be kept
             on a runner that has no checkpoints.
@@ -78,6 +79,10 @@ class Engine:
             raise ValueError(f"max_waiting must be at least 1 or None, got {max_waiting}")
         if run_ahead not in get_args(RunAhead):
             raise ValueError(f"run_ahead must be 'auto', 'on' or 'off', got {run_ahead!r}")
+        if not isinstance(prefix_cache, bool | PrefixCache):
+            raise TypeError(
+                f"prefix_cache must be True, False or a th.PrefixCache, got {prefix_cache!r}"
+            )
         if not runner.prefill:
             raise UnsupportedError("an engine prefills prompts, got a runner with prefill=False")
         self.runner = runner

@@ -238,6 +238,8 @@ def test_errors():
         """\
 a prefix cache of states needs room: the runner's max_checkpoints must be at least 1, got 0""",
     )
+    with pytest.raises(TypeError, match="prefix_cache must be True, False or a"):
+        th.Engine(make_runner(), prefix_cache="yes")
     assert_expected_inline(
         message(th.PrefixCache, min_tokens=0), """min_tokens must be at least 1, got 0"""
     )
