@@ -62,6 +62,7 @@ TRAITS = {
     "overlap": Traits(quick=("--layers", "1", "--tokens", "128", "--delays", "0", "--rounds", "1")),
     "paged_attention": _TIMED,
     "prefill": _OF_FAMILIES,
+    "prefix_cache": _OF_STEPS,
     "ragged_attention": _TIMED,
     "serve": _OF_STEPS,
     "side_stream": Traits(quick=("--layers", "2"), has_options=True, needs_cuda=True),

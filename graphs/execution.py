@@ -62,7 +62,7 @@ class Execution:
         self,
         variant: Variant,
         inputs: Inputs,
-        slots: Sequence[int],
+        places: Sequence[int],
         draws: Sequence[Draw | None],
     ) -> Launched:
         """Start a step that samples, whose inputs are on the host.
@@ -70,11 +70,11 @@ class Execution:
         Args:
             variant: of the step.
             inputs: whose tokens may be some that were sampled last; see ``launch``.
-            slots: of the step's sequences.
+            places: of the step's sequences.
             draws: how a token is drawn for each; None: none is.
         """
         kind = DrawKind.of(draws)
-        made = Draws.of(slots, draws, kind, num_logits(inputs))
+        made = Draws.of(places, draws, kind, num_logits(inputs))
         drawn = self._run(variant, StepInputs(inputs=inputs, draws=made), kind)
         self._under_way = Launched(drawn, len(draws))
         return self._under_way
@@ -84,11 +84,16 @@ class Execution:
         if self._under_way is not None:
             self._under_way.result()
 
+    def join(self) -> None:
+        """Let what this thread starts on the device from now on begin after all that was launched,
+        which may be of another thread's stream."""
+        if self._under_way is not None:
+            self._under_way.join(self._device)
+
     def _run(self, variant: Variant, planned: StepInputs, kind: DrawKind | None) -> Tensor:
         """The logits of a step, or with a ``kind`` the tokens drawn of them: those are
         overwritten by the next step."""
-        if self._under_way is not None:
-            self._under_way.join(self._device)  # which may be of another thread's stream
+        self.join()
         static = self._inputs[variant]
         value = static.refresh(planned)
         with self._steps.running(variant) as step:

@@ -29,7 +29,7 @@ class KvRoom:
 
     free: int  # after the weights
     steps: int  # the memory of the largest steps, measured, twice where they are captured
-    states: int  # of all sequences, whatever their length
+    states: int  # of all sequences and checkpoints, whatever their length
     reserve: int
     per_token: int  # in the pools, and in the page tables of steps
     num_tokens: int
@@ -95,7 +95,8 @@ def choose_kv_tokens(
             "give a number"
         )
     costs = [pool_cost(entry.spec, sizes) for entry in table.entries]
-    states = (sizes.num_slots + 1) * sum(cost.per_sequence for cost in costs)
+    num_states = sizes.num_slots + sizes.num_checkpoints + 1
+    states = num_states * sum(cost.per_sequence for cost in costs)
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         reserve = max(int(_RESERVED * total), _LEAST_RESERVED)

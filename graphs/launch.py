@@ -1,17 +1,17 @@
 """Steps that sample, and that the host need not wait for: their tokens stay on the device.
 
-    last     [max_seqs + 1] the token that was sampled last for each sequence, by its slot
-    tokens   of a step: an id, or -s for last[s], which the host has not read yet
-    draws    slots: where last gets each row's token (0: none is drawn); settings: how it is drawn
+    last     [max_seqs + 1] the token that was sampled last for each sequence, by its place
+    tokens   of a step: an id, or -p for last[p], which the host has not read yet
+    draws    places: where last gets each row's token (0: none is drawn); settings: how it is drawn
 
     a launched step, all of it captured:
         tokens = last[-tokens] where tokens < 0
         logits = the compiled step, as ``Runner.extend`` runs it
         drawn = draw_tokens(logits, settings)
-        last[slots] = drawn
+        last[places] = drawn
     then drawn is copied to the host; ``Launched.result`` waits for that
 
-Slot 0 is null here too: padding reads and writes it.
+Place 0 is null: padding reads and writes it.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from torch_hybrid.sampling import Draw, DrawKind, draw_tokens, no_settings, sett
 class Draws:
     """What becomes of the R rows of a step's logits."""
 
-    slots: Tensor  # [R] int64: of the sequence that gets the token; 0: none does
+    places: Tensor  # [R] int64: of the sequence that gets the token; 0: none does
     settings: Tensor  # [5, R] float64; see ``settings_of``
 
     @classmethod
     def nothing(cls, num_rows: int) -> Draws:
         """Of rows of which none is drawn."""
-        slots = torch.zeros(num_rows, dtype=torch.int64, device="cpu")
-        return cls(slots=slots, settings=no_settings(num_rows))
+        places = torch.zeros(num_rows, dtype=torch.int64, device="cpu")
+        return cls(places=places, settings=no_settings(num_rows))
 
     @classmethod
     def of(
         cls,
-        slots: Sequence[int],
+        places: Sequence[int],
         draws: Sequence[Draw | None],
         kind: DrawKind,
         num_rows: int,
     ) -> Draws:
-        """Those that are made, of a kind, for sequences in these slots: None draws nothing."""
-        drawn = [slot * (draw is not None) for slot, draw in zip(slots, draws, strict=True)]
+        """Those that are made, of a kind, for sequences at these places: None draws nothing."""
+        drawn = [place * (draw is not None) for place, draw in zip(places, draws, strict=True)]
         drawn += [0] * (num_rows - len(drawn))
         is_greedy = not kind.draws
         settings = no_settings(num_rows) if is_greedy else settings_of(draws, num_rows)
-        return cls(slots=int_tensor(drawn, torch.int64), settings=settings)
+        return cls(places=int_tensor(drawn, torch.int64), settings=settings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,19 +111,19 @@ class LastTokens:
     """The token that was sampled last for each sequence of a runner, on the device.
 
     Args:
-        max_seqs: slots of the runner.
+        max_seqs: places of the runner.
         device: where steps run.
     """
 
     @torch.inference_mode(mode=False)
     def __init__(self, max_seqs: int, device: torch.device) -> None:
-        self._of_slot = torch.zeros(max_seqs + 1, dtype=torch.int64, device=device)
+        self._of_place = torch.zeros(max_seqs + 1, dtype=torch.int64, device=device)
         self._known: set[int] = set()  # ids of the sequences that have one
 
     def fed(
         self,
         seqs: Sequence[HeldSequence],
-        slots: Sequence[int],
+        places: Sequence[int],
         tokens: Sequence[Sequence[int] | None],
     ) -> list[Sequence[int]]:
         """The tokens of a step as its batch has them: None is the sequence's last one.
@@ -135,7 +135,8 @@ class LastTokens:
         for seq, new in zip(seqs, tokens, strict=True):
             if new is None and seq.id not in known:
                 raise ValueError(f"{seq} has no sampled token: its last step drew none")
-        return [[-slot] if new is None else new for slot, new in zip(slots, tokens, strict=True)]
+        pairs = zip(places, tokens, strict=True)
+        return [[-place] if new is None else new for place, new in pairs]
 
     def note(self, seqs: Sequence[HeldSequence], draws: Sequence[Draw | None]) -> None:
         """A step of these sequences was started."""
@@ -159,12 +160,12 @@ class LastTokens:
             for part in value.inputs.parts:
                 self._fill_in(part.batch.tokens)
             drawn = draw_tokens(step(value.inputs), value.draws.settings, kind)
-            self._of_slot.scatter_(0, value.draws.slots, drawn.clamp(min=0))
+            self._of_place.scatter_(0, value.draws.places, drawn.clamp(min=0))
             return drawn
 
         return launched
 
     def _fill_in(self, tokens: Tensor) -> None:
         """Put the last tokens where they are meant, in the step's own input."""
-        last = self._of_slot.index_select(0, tokens.neg().clamp_(min=0))
+        last = self._of_place.index_select(0, tokens.neg().clamp_(min=0))
         torch.where(tokens < 0, last, tokens, out=tokens)

@@ -181,6 +181,7 @@ class StepPlanner:
             cu_seqlens=_zeros(num_seqs + 1, dtype=torch.int32),
             seq_lens=_zeros(num_seqs, dtype=torch.int32),
             page_table=_zeros(num_seqs, bucket.num_pages, dtype=torch.int32),
+            initial_indices=_zeros(num_seqs, dtype=torch.int32),
             state_indices=_zeros(num_seqs, dtype=torch.int32),
         )
 

@@ -17,6 +17,7 @@ from torch_hybrid.backends.mode import MODES, Mode
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.backends.step import chunk_grid, make_backends
 from torch_hybrid.batch import Batch
+from torch_hybrid.caches.checkpoint import Checkpoint
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.errors import UnsupportedError
@@ -81,6 +82,9 @@ class Runner:
             memory (512 MiB at least); of a host half of what is free, shared by the ranks. No more
             than ``max_seqs`` sequences can use. ``explain`` shows the bytes, ``kv_room`` has them.
         page_size: tokens in a page of the KV pool.
+        max_checkpoints: states that can be kept for other sequences to start from (``checkpoint``,
+            ``Engine(prefix_cache=...)``), each as large as those of a sequence. Checkpoints of a
+            model without states need none.
         kv_dtype: of kept keys, values and latents. "auto" is the model's; "fp8" (e4m3) takes half
             of the memory of 16 bits: each number is rounded as it is written.
         kv_scales: with kv_dtype="fp8", what a kept number is worth, by layer id: of keys and values
@@ -127,6 +131,7 @@ class Runner:
         max_tokens: int = 2048,
         kv_tokens: KvTokens = 65536,
         page_size: int = 16,
+        max_checkpoints: int = 0,
         kv_dtype: KvDtype = "auto",
         kv_scales: Mapping[int, Tensor] | None = None,
         compile: Compile = True,
@@ -148,6 +153,7 @@ class Runner:
         self.lock = RLock()
         self.model = model
         self.max_seqs, self.max_tokens, self.page_size = max_seqs, max_tokens, page_size
+        self.max_checkpoints = max_checkpoints
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
         self.compile, self.prefill = compile, prefill
@@ -168,6 +174,7 @@ class Runner:
                 page_size=page_size,
                 dtype=model.dtype,
                 device=device,
+                max_checkpoints=max_checkpoints,
             )
             if kv_scales is not None:
                 self._cache.set_scales(kv_scales)
@@ -178,6 +185,7 @@ class Runner:
                     "kv_tokens": kv_tokens,
                     "page_size": page_size,
                     "kv_dtype": kv_dtype,
+                    "max_checkpoints": max_checkpoints,
                 }
                 store = StepStore(artefact, model, self._cache.pools, passes, **sizes)
                 if not store.is_open and compile != "background":
@@ -230,8 +238,14 @@ class Runner:
 
     @property
     def free_pages(self) -> int:
-        """How many pages of the KV pool nobody owns."""
-        return self._cache.pages.num_free
+        """How many pages of the KV pool a sequence can have: nobody owns them, or a prefix cache
+        does, which gives them back when they are needed."""
+        return self._cache.pages.num_free + self._cache.pages.num_spare
+
+    @property
+    def free_checkpoints(self) -> int:
+        """How many more states can be kept, before a prefix cache gives up some of its own."""
+        return self._cache.num_free_checkpoints
 
     @property
     def captures(self) -> bool:
@@ -253,16 +267,53 @@ class Runner:
         """Names of the kinds of step that have a graph each."""
         return tuple(variant.name for variant in self._planner.forms)
 
-    def new_sequences(self, count: int) -> list[Sequence]:
-        """Take a state slot for each of ``count`` new, empty sequences.
+    def new_sequences(
+        self, count: int, start: Checkpoint | None = None, length: int | None = None
+    ) -> list[Sequence]:
+        """Take a state slot for each of ``count`` new sequences: empty ones, or forks.
+
+        Args:
+            count: how many.
+            start: a checkpoint, whose tokens they hold from the start. Nothing is copied but its
+                last page, if that is partly filled, when a sequence gets its first tokens.
+            length: only so many of its tokens, at least 1; for models without states.
 
         Raises:
             CapacityError: fewer slots are free.
+            ValueError: ``count`` is negative, ``start`` was released or belongs to another runner,
+                or ``length`` is not one that it can be started at.
         """
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
+        if start is None and length is not None:
+            raise ValueError(f"length is of the tokens of a checkpoint, got {length} and no start")
         with self.lock:
-            return self._cache.allocate(count)
+            return self._cache.allocate(count, start, length)
+
+    def checkpoint(self, seq: Sequence) -> Checkpoint:
+        """Keep what a sequence holds now, states and keys, for others to start from.
+
+        Nothing is copied: the sequence leaves its states to the checkpoint, and stores those of its
+        next step elsewhere. It may go on, or be freed. What was launched counts as done.
+
+        Returns:
+            A handle for ``new_sequences`` and ``release``; it has ``num_tokens``.
+
+        Raises:
+            ValueError: the sequence is empty or broken, was freed, or belongs to another runner.
+            CapacityError: ``max_checkpoints`` are there already.
+        """
+        with self.lock:
+            return self._cache.checkpoint(seq)
+
+    def release(self, checkpoint: Checkpoint) -> None:
+        """Keep a checkpoint no longer; what started from it stays as it is.
+
+        Raises:
+            ValueError: it was released before, or belongs to another runner.
+        """
+        with self.lock:
+            self._cache.release(checkpoint)
 
     def free(self, seqs: Many[Sequence]) -> None:
         """Give back the slots and pages of sequences, all or none.
@@ -367,13 +418,13 @@ class Runner:
             known = iter(token_lists([new for new in tokens if new is not None]))
             given = [None if new is None else next(known) for new in tokens]
             self._check_extend([(0,) if new is None else new for new in given], len(seqs))
-            slots = self._cache.slots_of(seqs)
-            fed = self._last.fed(seqs, slots, given)
+            places = self._cache.places_of(seqs)
+            fed = self._last.fed(seqs, places, given)
             variant, planned = self._plan(seqs, fed, logits="last")
             launched = self._advance(
                 seqs,
                 list(map(len, fed)),
-                lambda: self._execution.launch(variant, planned, slots, draws),
+                lambda: self._execution.launch(variant, planned, places, draws),
             )
             self._last.note(seqs, draws)
             return launched
@@ -417,6 +468,7 @@ class Runner:
             raise UnsupportedError(
                 f"a runner with prefill=False appends one token to each sequence, got {lengths}"
             )
+        self._execution.join()  # pages may be copied
         batch = self._cache.make_batch(
             seqs,
             tokens,
@@ -539,6 +591,7 @@ class Runner:
             num_pages=0,
             page_size=page_size,
             num_slots=self.max_seqs,
+            num_checkpoints=self.max_checkpoints if table.has_states else 0,
             dtype=model.dtype,
             device=self._device,
         )

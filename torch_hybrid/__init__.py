@@ -9,6 +9,7 @@ from torch_hybrid.backends.prefix import PrefixPolicy
 from torch_hybrid.backends.select import Backends, select
 from torch_hybrid.backends.step import Step, make_backends, plan_all
 from torch_hybrid.batch import Batch, make_batch
+from torch_hybrid.caches.checkpoint import Checkpoint
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
 from torch_hybrid.engine import Engine
 from torch_hybrid.errors import CapacityError, UnsupportedError
@@ -20,6 +21,7 @@ from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.load import adapt, from_pretrained
 from torch_hybrid.models.quantize import quantize
 from torch_hybrid.models.shard import shard
+from torch_hybrid.prefix_cache import PrefixCache, PrefixStats
 from torch_hybrid.request import Output, Request, TokenEvent
 from torch_hybrid.sampling import Sampling, TokenLogprob
 from torch_hybrid.specs import (
@@ -32,6 +34,7 @@ from torch_hybrid.specs import (
     Mamba2Spec,
     ShortConvolutionSpec,
 )
+from torch_hybrid.stats import EngineStats
 
 __all__ = [
     "Agreement",
@@ -39,8 +42,10 @@ __all__ = [
     "Backends",
     "Batch",
     "CapacityError",
+    "Checkpoint",
     "DeltaRuleSpec",
     "Engine",
+    "EngineStats",
     "HybridCache",
     "HybridModel",
     "KimiDeltaSpec",
@@ -50,7 +55,9 @@ __all__ = [
     "Mamba2Spec",
     "Mode",
     "Output",
+    "PrefixCache",
     "PrefixPolicy",
+    "PrefixStats",
     "Report",
     "Request",
     "Runner",

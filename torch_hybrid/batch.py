@@ -26,6 +26,7 @@ class Axis(Enum):
     TOKEN = "one entry per token, on the last dimension"
     SEQUENCE = "one row per sequence; a sequence that is cut is in both halves"
     LENGTHS = "as SEQUENCE; in the first half a cut sequence ends at the cut"
+    STARTS = "as SEQUENCE; in the second half a cut sequence starts where the first left its state"
     OFFSETS = "running offsets of tokens; always rebuilt from 0, never sliced"
     CONSTANT = "the same for the whole batch"
 
@@ -48,7 +49,8 @@ class Batch:
     cu_seqlens: Tensor = _declared(Axis.OFFSETS)  # [N + 1] query offsets
     seq_lens: Tensor = _declared(Axis.LENGTHS)  # [N] total lengths, these tokens included
     page_table: Tensor = _declared(Axis.SEQUENCE)  # [N, max_pages]
-    state_indices: Tensor = _declared(Axis.SEQUENCE)  # [N] recurrent slot
+    initial_indices: Tensor = _declared(Axis.STARTS)  # [N] slot of the state before; 0: none
+    state_indices: Tensor = _declared(Axis.SEQUENCE)  # [N] slot of the state after
 
     @property
     def num_tokens(self) -> int:
@@ -96,7 +98,7 @@ def pad_to(batch: Batch, *, num_seqs: int, num_tokens: int) -> Batch:
                 return torch.constant_pad_nd(tensor, (0, more_tokens), value)
             case Axis.OFFSETS:
                 return torch.cat([tensor, tensor[-1:].expand(more_seqs)])
-            case Axis.SEQUENCE | Axis.LENGTHS:
+            case Axis.SEQUENCE | Axis.LENGTHS | Axis.STARTS:
                 last_first = (0, 0) * (tensor.ndim - 1) + (0, more_seqs)
                 return torch.constant_pad_nd(tensor, last_first, value)
             case Axis.CONSTANT:
@@ -134,6 +136,9 @@ def split(batch: Batch, token: int) -> tuple[Batch, Batch]:
                 return tensor[:num_first], tensor[num_done:]
             case Axis.LENGTHS:
                 return tensor[:num_first] - left_out, tensor[num_done:]
+            case Axis.STARTS:
+                left = batch.state_indices[num_done:num_first]
+                return tensor[:num_first], torch.cat([left, tensor[num_first:]])
             case Axis.OFFSETS:
                 first = tensor[: num_first + 1].clamp(max=token)
                 return first, (tensor[num_done:] - token).clamp(min=0)
@@ -153,6 +158,7 @@ def make_batch(
     page_table: Tensor,
     state_indices: Sequence[int],
     page_size: int,
+    initial_indices: Sequence[int] | None = None,
     positions: Tensor | None = None,
     num_position_axes: int = 1,
 ) -> Batch:
@@ -164,6 +170,8 @@ def make_batch(
         page_table: [N, max_pages] int32, each row long enough for prefix and new tokens.
         state_indices: each sequence's recurrent slot.
         page_size: tokens in a page.
+        initial_indices: the slot that each starts from, 0 for zeros; by default its own where it
+            has a prefix.
         positions: [T] or [num_position_axes, T] int64; by default each sequence counts on from
             its prefix, alike on every axis.
         num_position_axes: 1, or 3 for models with 3-D rotary positions.
@@ -190,6 +198,9 @@ def make_batch(
         positions = position.long()
         if num_position_axes > 1:
             positions = positions.expand(num_position_axes, -1)
+    if initial_indices is None:
+        pairs = zip(state_indices, prefix_lens, strict=True)
+        initial_indices = [slot if length else 0 for slot, length in pairs]
     return Batch(
         tokens=joined(tokens),
         positions=positions,
@@ -197,6 +208,7 @@ def make_batch(
         cu_seqlens=cu_seqlens,
         seq_lens=prefix + int_tensor(query_lens, torch.int32),
         page_table=page_table,
+        initial_indices=int_tensor(initial_indices, torch.int32),
         state_indices=int_tensor(state_indices, torch.int32),
     )
 

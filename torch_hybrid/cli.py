@@ -31,6 +31,7 @@ from torch_hybrid.cli_options import (
     compile_steps,
     load_tokenizer,
     model_options,
+    prefix_cache_option,
     sampling_options,
 )
 from torch_hybrid.cli_output import (
@@ -73,6 +74,7 @@ def cli() -> None:
 @click.option("--chat", is_flag=True, help="Prompts are messages of a user, to be answered.")
 @click.option("--system", help="A system message before each of them, with --chat.")
 @sampling_options(max_new_tokens=64)
+@prefix_cache_option(default=0)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each output.")
 def generate(
     options: ModelOptions,
@@ -82,6 +84,7 @@ def generate(
     chat: bool,
     system: str | None,
     chosen: SamplingOptions,
+    prefix_cache: int,
     as_json: bool,
 ) -> None:
     """Continue PROMPTS: one of them streams, several are served together."""
@@ -90,8 +93,8 @@ def generate(
     model = options.load()
     tokenizer = None if ids else load_tokenizer(options.model)
     sampling = chosen.of(model)
-    runner = options.runner(model)
-    with Engine(runner, tokenizer) as engine:
+    runner = options.runner(model, max_checkpoints=prefix_cache)
+    with Engine(runner, tokenizer, prefix_cache=prefix_cache > 0) as engine:
         requests = [engine.submit(prompt, sampling, stream=not as_json) for prompt in parsed]
         compile_ahead(runner)
         if as_json:
@@ -108,7 +111,10 @@ def generate(
 @model_options
 @click.option("--system", help="A system message before the conversation.")
 @sampling_options(max_new_tokens=1024)
-def chat(options: ModelOptions, system: str | None, chosen: SamplingOptions) -> None:
+@prefix_cache_option(default=4)
+def chat(
+    options: ModelOptions, system: str | None, chosen: SamplingOptions, prefix_cache: int
+) -> None:
     """Talk to MODEL by its chat template. /new begins anew, /exit or Ctrl-D ends."""
     chosen.check()
     if options.ranks:
@@ -116,12 +122,13 @@ def chat(options: ModelOptions, system: str | None, chosen: SamplingOptions) -> 
     model = options.load()
     tokenizer = load_tokenizer(options.model, hint="it cannot chat")
     sampling = chosen.of(model)
-    with Engine(options.runner(model), tokenizer) as engine:
+    runner = options.runner(model, max_checkpoints=prefix_cache)
+    with Engine(runner, tokenizer, prefix_cache=prefix_cache > 0) as engine:
         engine.submit(
             [user_message("?")], sampling
         )  # a template that is missing shows before compiling
         engine.close()
-        compile_ahead(engine.runner)
+        compile_ahead(runner)
         converse(engine, sampling, system)
 
 

@@ -124,6 +124,19 @@ def _kv_tokens(given: str) -> KvTokens:
         raise click.BadParameter(f"{given!r} is neither a number nor auto") from error
 
 
+def prefix_cache_option(*, default: int) -> Decorator:
+    """How many states an engine may keep for prompts that begin alike."""
+    return click.option(
+        "--prefix-cache",
+        metavar="STATES",
+        type=click.IntRange(min=0),
+        default=default,
+        show_default=True,
+        help="Keep so many states of prompts and answers, with their keys, for prompts that begin "
+        "alike; 0 keeps nothing.",
+    )
+
+
 def _grouped(kind: type, name: str, options: tuple[Callable[[Command], Command], ...]) -> Decorator:
     """A decorator that gives a command these options as one argument, ``name``: a ``kind``."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from numbers import Real
 from types import TracebackType
@@ -23,10 +23,12 @@ from torch_hybrid.detokenizer import Tokenizer
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.flight import Flight, Rows, launch, may_launch, run
 from torch_hybrid.intake import Intake
+from torch_hybrid.prefix_cache import PrefixCache, Prefixes
 from torch_hybrid.prompts import Prompt, as_prompts
 from torch_hybrid.request import FinishReason, Output, Request, TokenEvent
 from torch_hybrid.sampling import GREEDY, Sampling
-from torch_hybrid.scheduler import Scheduler
+from torch_hybrid.scheduler import Schedule, Scheduler
+from torch_hybrid.stats import EngineStats
 
 if TYPE_CHECKING:
     from torch_hybrid.graphs.runner import Runner
@@ -52,10 +54,15 @@ class Engine:
             for what other company changes (see ``Runner``): a request that ends is in one more
             step, of which it gets nothing. Requests with rules on their logits or log-probabilities
             are waited for. "auto" is on where steps are captured in CUDA graphs.
+        prefix_cache: keep what requests held, for those that begin with the same tokens: they run
+            the rest alone. True is ``PrefixCache()``. States are kept in the runner's
+            ``max_checkpoints``, keys in pages that no sequence needs. ``close`` gives them back.
 
     Raises:
+        TypeError: ``prefix_cache`` is of another kind.
         UnsupportedError: the runner serves decode steps alone.
-        ValueError: ``max_waiting`` or ``run_ahead`` is none of its values.
+        ValueError: ``max_waiting`` or ``run_ahead`` is none of its values, or states are to be kept
+            on a runner that has no checkpoints.
     """
 
     def __init__(
@@ -66,11 +73,16 @@ class Engine:
         *,
         max_waiting: int | None = None,
         run_ahead: RunAhead = "auto",
+        prefix_cache: bool | PrefixCache = False,
     ) -> None:
         if max_waiting is not None and max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1 or None, got {max_waiting}")
         if run_ahead not in get_args(RunAhead):
             raise ValueError(f"run_ahead must be 'auto', 'on' or 'off', got {run_ahead!r}")
+        if not isinstance(prefix_cache, bool | PrefixCache):
+            raise TypeError(
+                f"prefix_cache must be True, False or a th.PrefixCache, got {prefix_cache!r}"
+            )
         if not runner.prefill:
             raise UnsupportedError("an engine prefills prompts, got a runner with prefill=False")
         self.runner = runner
@@ -80,14 +92,22 @@ class Engine:
         )
         self.max_waiting = max_waiting
         self.runs_ahead = run_ahead == "on" or (run_ahead == "auto" and runner.captures)
-        self._intake = Intake(runner, tokenizer, self.eos_token_ids)
+        self._prefixes: Prefixes | None = None
+        if prefix_cache:
+            options = PrefixCache() if prefix_cache is True else prefix_cache
+            self._prefixes = Prefixes(runner, options)
+        self._intake = Intake(
+            runner, tokenizer, self.eos_token_ids, finds_messages=bool(prefix_cache)
+        )
         self._scheduler: Scheduler[Request] = Scheduler(
-            max_tokens=runner.max_tokens, page_size=runner.page_size
+            max_tokens=runner.max_tokens, page_size=runner.page_size, starts=self._prefixes
         )
         self._flights: deque[Flight] = deque()  # the oldest first; between steps at most one
         self._lock = runner.lock
         self._next_deadline = math.inf  # of the requests that have one
         self._late_events: list[TokenEvent] = []  # of ends outside of a batch, for a step to return
+        self._num_steps = self._num_tokens = 0
+        self._seconds = 0.0
 
     @overload
     def generate(
@@ -213,21 +233,40 @@ class Engine:
             CapacityError: sequences held elsewhere leave no room for the oldest request.
         """
         with self._lock:
+            begun = time.monotonic()
             try:
                 self._end_late()
                 events = self._advance()
             except BaseException:
                 self._restart()
                 raise
+            self._seconds += time.monotonic() - begun
             late, self._late_events = self._late_events, []
             return late + events
 
+    def stats(self) -> EngineStats:
+        """What was served so far, what is waiting, and what the prefix cache did."""
+        runner = self.runner
+        with self._lock:
+            return EngineStats(
+                num_running=len(self._scheduler.running),
+                num_waiting=len(self._scheduler.waiting),
+                num_steps=self._num_steps,
+                num_tokens=self._num_tokens,
+                seconds=self._seconds,
+                free_slots=runner.free_slots,
+                free_pages=runner.free_pages,
+                prefix_cache=None if self._prefixes is None else self._prefixes.stats,
+            )
+
     def close(self) -> None:
-        """Cancel everything that is unfinished and free it."""
+        """Cancel everything that is unfinished, and free it and what the prefix cache keeps."""
         with self._lock:
             for request in [*self._scheduler.running, *self._scheduler.waiting]:
                 self.cancel(request)
             self._land_all()
+            if self._prefixes is not None:
+                self._prefixes.clear()
 
     def __enter__(self) -> Engine:
         return self
@@ -256,6 +295,8 @@ class Engine:
                     request.deadline = deadline
             for request in requests:
                 self._scheduler.add(request)
+                if self._prefixes is not None:
+                    self._prefixes.add(request)
 
     def _serve(
         self, requests: list[Request], inbox: deque[TokenEvent], timeout_s: float | None
@@ -300,17 +341,26 @@ class Engine:
             rows = self._prepare()
             if not rows:
                 return []
-            start = launch if self.runs_ahead and may_launch(rows) else run
-            self._flights.append(start(self.runner, rows))
+            self._start(launch if self.runs_ahead and may_launch(rows) else run, rows)
         flight = self._flights[0]
         if flight.was_launched and (rows := self._prepare_ahead()):
-            self._flights.append(launch(self.runner, rows))
+            self._start(launch, rows)
         return self._land(flight)
+
+    def _start(self, start: Callable[[Runner, Rows], Flight], rows: Rows) -> None:
+        """Start a step; what it leaves is kept before the next one starts."""
+        self._flights.append(start(self.runner, rows))
+        self._num_steps += 1
+        if self._prefixes is not None:
+            self._prefixes.run(self._flights[-1].requests)
 
     def _land(self, flight: Flight) -> list[TokenEvent]:
         """Wait for the oldest step under way; free what has ended, but for what the next one
         still uses."""
         events = flight.land()
+        self._num_tokens += sum(event.token is not None for event in events)
+        if self._prefixes is not None:
+            self._prefixes.land(flight.sampled)
         self._retire(flight.ended, landed=flight)
         self._flights.popleft()
         return events
@@ -324,8 +374,8 @@ class Engine:
         """Choose the rows of a step and give each a sequence; free what was preempted."""
         runner, scheduler = self.runner, self._scheduler
         chosen = scheduler.schedule(free_slots=runner.free_slots, free_pages=runner.free_pages)
-        self._free(chosen.preempted)
-        self._admit(chosen.admitted)
+        self._preempt(chosen.preempted)
+        self._admit(chosen)
         if not chosen.rows and (scheduler.running or scheduler.waiting):
             request = [*scheduler.running, *scheduler.waiting][0]
             raise CapacityError(
@@ -344,18 +394,34 @@ class Engine:
         if chosen.preempted or not may_launch(chosen.rows):
             return ()
         scheduler.begin(chosen)
-        self._admit(chosen.admitted)
+        self._admit(chosen)
         return chosen.rows
 
-    def _admit(self, requests: Sequence[Request]) -> None:
+    def _admit(self, chosen: Schedule[Request]) -> None:
+        for request, start in zip(chosen.admitted, chosen.starts, strict=True):
+            if self._prefixes is not None:
+                request.sequence = self._prefixes.begin(request, start)
+            else:
+                (request.sequence,) = self.runner.new_sequences(1)
+
+    def _preempt(self, requests: Sequence[Request]) -> None:
+        """Free requests that wait again; what they held may be kept for them."""
         for request in requests:
-            (request.sequence,) = self.runner.new_sequences(1)
+            if self._prefixes is not None:
+                self._prefixes.leave(request)
+                self._prefixes.wait_again(request)
+        self._free(requests)
 
     def _retire(self, requests: Sequence[Request], *, landed: Flight | None = None) -> None:
         """Forget requests that have ended, and free what no step under way uses of them."""
         flights = [flight for flight in self._flights if flight is not landed]
         under_way = {request for flight in flights for request in flight.requests}
-        self._free([request for request in requests if request not in under_way])
+        done = [request for request in requests if request not in under_way]
+        if self._prefixes is not None:
+            for request in done:
+                self._prefixes.leave(request)
+                self._prefixes.discard(request)
+        self._free(done)
         for request in requests:
             self._scheduler.discard(request)
 
@@ -372,6 +438,8 @@ class Engine:
                 request.expect_nothing()
                 if request.output is not None:
                     self._scheduler.discard(request)
+                if self._prefixes is not None:
+                    self._prefixes.give_up(request)
             self._scheduler.restart()
 
     def _free(self, requests: Sequence[Request]) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from torch_hybrid.request import Request, TokenEvent
-from torch_hybrid.sampling import Draw, sample
+from torch_hybrid.sampling import NOT_FINITE, Draw, sample
 
 if TYPE_CHECKING:
     from torch_hybrid.caches.hybrid import Sequence as HeldSequence
@@ -53,11 +53,12 @@ class Flight:
     def land(self) -> list[TokenEvent]:
         """Wait for the tokens, and give them to the requests that have not ended meanwhile."""
         tokens = self.tokens()
-        return [
-            request.take(token, self.logits, row)
-            for row, (request, token) in enumerate(zip(self.sampled, tokens, strict=True))
-            if request.output is None
-        ]
+        events = []
+        for row, (request, token) in enumerate(zip(self.sampled, tokens, strict=True)):
+            request.is_finite &= token != NOT_FINITE
+            if request.output is None:
+                events.append(request.take(token, self.logits, row))
+        return events
 
     @property
     def ended(self) -> list[Request]:
@@ -92,10 +93,11 @@ def launch(runner: Runner, rows: Rows) -> Flight:
 def run(runner: Runner, rows: Rows) -> Flight:
     """Run a step, and sample by its logits for the requests whose history is complete."""
     logits = _extend(runner, rows)
-    draws = [draw for draw in _draws(rows) if draw is not None]
+    draws = {row: draw for row, draw in enumerate(_draws(rows)) if draw is not None}
     sampled = _hold(rows)
-    logits = logits[: len(sampled)]  # only the last row of a schedule can be incomplete
-    tokens = sample(_ruled(logits, sampled), draws)
+    if len(draws) < len(rows):
+        logits = logits[list(draws)]
+    tokens = sample(_ruled(logits, sampled), list(draws.values()))
     return Flight(requests=_requests(rows), sampled=sampled, tokens=lambda: tokens, logits=logits)
 
 

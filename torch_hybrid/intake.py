@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch_hybrid.detokenizer import Detokenizer, Tokenizer
-from torch_hybrid.prompts import Prompt, prompt_tokens
+from torch_hybrid.prompts import Prompt, message_tokens, prompt_tokens
 from torch_hybrid.request import Request
 from torch_hybrid.sampling import LogitsRules, Numbers, Sampling
 
@@ -20,13 +20,20 @@ class Intake:
         runner: that serves them.
         tokenizer: of texts; None serves tokens alone.
         eos_token_ids: tokens that end every request which does not ignore them.
+        finds_messages: find out where the last message of a conversation ends.
     """
 
     def __init__(
-        self, runner: Runner, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int]
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+        *,
+        finds_messages: bool = False,
     ) -> None:
         self._vocab_size, self._max_seq_len = runner.vocab_size, runner.max_seq_len
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
+        self._finds_messages = finds_messages
 
     def requests(
         self, prompt: Prompt, sampling: Sampling, *, index: int, stream: bool
@@ -47,6 +54,9 @@ class Intake:
             raise TypeError(f"sampling must be a th.Sampling, got {sampling!r}")
         tokens = prompt_tokens(prompt, self._tokenizer)
         self._check(tokens, sampling)
+        message_end = (
+            message_tokens(prompt, tokens, self._tokenizer) if self._finds_messages else None
+        )
         eos = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
         ends = eos.union(sampling.stop_token_ids)
         barred = ends.intersection(range(self._vocab_size))  # a config may name others
@@ -64,6 +74,7 @@ class Intake:
                 rules=LogitsRules.of(sampling, num_prompt=len(tokens), end_token_ids=barred),
                 history=tokens.copy(),
                 num_tokens=len(tokens),
+                message_end=message_end,
             )
             for sample in range(sampling.n)
         ]

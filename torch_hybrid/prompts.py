@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from operator import index as index_of
 from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
@@ -112,6 +113,29 @@ def prompt_tokens(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     return _token_list(prompt)
 
 
+def message_tokens(prompt: Prompt, tokens: list[int], tokenizer: Tokenizer | None) -> int | None:
+    """How many tokens of a conversation its messages have: what follows asks for an answer, and may
+    be written otherwise when the answer is there.
+
+    Args:
+        prompt: that ``prompt_tokens`` took.
+        tokens: what it made of it.
+        tokenizer: the same.
+
+    Returns:
+        None where it is no conversation, or ends with its last message.
+    """
+    if isinstance(prompt, str | Mapping | Array) or not isinstance(prompt[0], Mapping):
+        return None
+    messages = _messages(prompt)
+    if messages[-1]["role"] == "assistant":
+        return None
+    alone = _conversation_tokens(messages, tokenizer, asks=False)
+    equal = takewhile(lambda pair: pair[0] == pair[1], zip(alone, tokens, strict=False))
+    length = sum(1 for _ in equal)
+    return length if 0 < length < len(tokens) else None
+
+
 def _is_part(item: object) -> bool:
     """Whether an item of a list is a part of a prompt, and no prompt itself."""
     if isinstance(item, Mapping):
@@ -161,7 +185,10 @@ def _messages(prompt: Sequence[Any]) -> list[Message]:
     return list(prompt)
 
 
-def _conversation_tokens(messages: list[Message], tokenizer: Tokenizer | None) -> list[int]:
+def _conversation_tokens(
+    messages: list[Message], tokenizer: Tokenizer | None, *, asks: bool = True
+) -> list[int]:
+    """The tokens of messages and, if it ``asks``, of what asks for the next one."""
     from jinja2 import TemplateError
 
     if not isinstance(tokenizer, ChatTokenizer):
@@ -173,7 +200,7 @@ def _conversation_tokens(messages: list[Message], tokenizer: Tokenizer | None) -
     try:
         tokens = tokenizer.apply_chat_template(
             messages,
-            add_generation_prompt=not is_continued,
+            add_generation_prompt=asks and not is_continued,
             continue_final_message=is_continued,
             tokenize=True,
             return_dict=False,

@@ -41,6 +41,7 @@ class Output:
     tokens: list[int]  # generated, a stop token at the end included
     text: str | None  # None without a tokenizer; ends before a stop text or stop token
     finish_reason: FinishReason
+    num_cached_tokens: int = 0  # of the prompt, that were kept and not run again
     error: str | None = None  # set when finish_reason is "error"
     logprobs: list[TokenLogprob] | None = None  # of ``tokens``, where they were asked for
     prompt_logprobs: list[TokenLogprob] | None = None  # of ``prompt[1:]``: nothing precedes the 1st
@@ -61,6 +62,9 @@ class Request(Job):
     rules: LogitsRules | None
     history: list[int]  # prompt and generated tokens, as far as the host knows them
     num_in_flight: int = 0  # tokens that steps under way sample
+    message_end: int | None = None  # tokens of the prompt before what asks for an answer
+    num_cached_tokens: int | None = None  # of the prompt, at its first start
+    is_finite: bool = True  # no step had NaN or infinite logits after its tokens
     deadline: float = math.inf  # by time.monotonic, in seconds
     sequence: HeldSequence | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -203,6 +207,7 @@ class Request(Job):
             tokens=self.tokens,
             text=whole,
             finish_reason=reason,
+            num_cached_tokens=self.num_cached_tokens or 0,
             error=error,
             logprobs=None if sampling.logprobs is None else self.logprobs,
             prompt_logprobs=None if sampling.prompt_logprobs is None else self.prompt_logprobs,

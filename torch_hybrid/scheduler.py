@@ -12,6 +12,9 @@ here.
     for each waiting job, oldest first, while slots and some budget are left:
         pages for its whole history are free: admit it; it passes those that were left waiting
         else leave it waiting; nobody passes it if it was passed often enough
+
+Where prefixes are kept (``Starts``), a job starts from one, which takes fewer tokens and pages; one
+that a running job is about to reach is waited for; and a chunk ends where one is to be kept.
 """
 
 from __future__ import annotations
@@ -20,7 +23,10 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from torch_hybrid.caches.checkpoint import Checkpoint
 
 MAX_PASSES = 16
 
@@ -39,6 +45,40 @@ class Job:
 
 
 JobT = TypeVar("JobT", bound=Job)
+AnyJob = TypeVar("AnyJob", bound=Job, contravariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What an admitted job holds before its first step; nothing by default.
+
+    ``num_pages`` it need not take from the free ones, for what it holds. It can be negative: the
+    last page is copied, and both may count.
+    """
+
+    num_tokens: int = 0
+    num_pages: int = 0
+    checkpoint: Checkpoint | None = None
+
+
+FROM_NOTHING = Start()
+
+
+class Starts(Protocol[AnyJob]):
+    """Knows prefixes that are kept."""
+
+    def start(self, job: AnyJob, admitted: Sequence[AnyJob]) -> Start | None:
+        """What a waiting job starts from; None: it waits for what a running one, or one that was
+        just admitted, is about to reach."""
+        ...
+
+    def limit(self, job: AnyJob, num_held: int, chunk: int) -> int:
+        """How many of a chunk's tokens are run before something is kept: all of them, or fewer."""
+        ...
+
+    def num_freed_by(self, job: AnyJob) -> int:
+        """Pages that preempting a running job frees, at the least."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +86,15 @@ class Schedule(Generic[JobT]):
     """What one step runs, and what comes before it.
 
     The sequences of the preempted are freed, then the admitted get a sequence each, then each row
-    runs so many of its job's missing tokens: all of them, but for the last row, which may be a
-    prompt's chunk.
+    runs so many of its job's missing tokens: all of them, but for prompts' chunks. Without kept
+    prefixes only the last row may be one.
     """
 
     preempted: Sequence[JobT]
     admitted: Sequence[JobT]
     rows: Sequence[tuple[JobT, int]]
     passed: Sequence[tuple[JobT, int]] = ()  # jobs left waiting, and by how many of the admitted
+    starts: Sequence[Start] = ()  # of the admitted
 
 
 class Scheduler(Generic[JobT]):
@@ -63,12 +104,21 @@ class Scheduler(Generic[JobT]):
         max_tokens: the most new tokens in one step.
         page_size: tokens in a page.
         max_passes: how many later jobs may be admitted before one that waits for pages.
+        starts: prefixes that are kept; None: every job starts from nothing.
     """
 
-    def __init__(self, *, max_tokens: int, page_size: int, max_passes: int = MAX_PASSES) -> None:
+    def __init__(
+        self,
+        *,
+        max_tokens: int,
+        page_size: int,
+        max_passes: int = MAX_PASSES,
+        starts: Starts[JobT] | None = None,
+    ) -> None:
         self.max_tokens = max_tokens
         self.page_size = page_size
         self.max_passes = max_passes
+        self._starts = starts
         self.waiting: deque[JobT] = deque()
         self.running: list[JobT] = []
 
@@ -111,11 +161,11 @@ class Scheduler(Generic[JobT]):
         for index, job in enumerate(self.running):
             if index == num_kept or not budget:
                 break
-            chunk = min(job.num_tokens - job.num_held, budget)
+            chunk = self._chunk(job, job.num_held, budget)
             growth = self._growth(job, chunk)
             while growth > free_pages and index + 1 < num_kept:
                 num_kept -= 1
-                free_pages += self._num_pages(self.running[num_kept].num_held)
+                free_pages += self._num_freed_by(self.running[num_kept])
             if growth > free_pages:  # the latest admitted has nobody to take pages from
                 chunk = self._room(job, free_pages)
                 growth = free_pages
@@ -126,7 +176,9 @@ class Scheduler(Generic[JobT]):
         if num_kept < len(self.running):
             return Schedule(self.running[num_kept:], (), rows)
         admitted, passed = self._admissible(free_slots, free_pages, budget)
-        return Schedule((), [job for job, _ in admitted], rows + admitted, passed)
+        rows += [(job, chunk) for job, _, chunk in admitted]
+        starts = [start for _, start, _ in admitted]
+        return Schedule((), [job for job, _, _ in admitted], rows, passed, starts)
 
     def begin(self, chosen: Schedule[JobT]) -> None:
         """Move the jobs between the queues as what was just chosen says.
@@ -137,7 +189,8 @@ class Scheduler(Generic[JobT]):
             job.num_held = 0
             self.waiting.appendleft(job)
         del self.running[len(self.running) - len(chosen.preempted) :]
-        for job in chosen.admitted:
+        for job, start in zip(chosen.admitted, chosen.starts, strict=True):
+            job.num_held = start.num_tokens
             self.running.append(job)
             self.waiting.remove(job)
         for job, num_passes in chosen.passed:
@@ -145,25 +198,45 @@ class Scheduler(Generic[JobT]):
 
     def _admissible(
         self, free_slots: int, free_pages: int, budget: int
-    ) -> tuple[list[tuple[JobT, int]], list[tuple[JobT, int]]]:
-        """Waiting jobs to start while there are slots, tokens and pages for their whole history;
-        and those that they pass, with how many of them do."""
-        rows: list[tuple[JobT, int]] = []
+    ) -> tuple[list[tuple[JobT, Start, int]], list[tuple[JobT, int]]]:
+        """Waiting jobs to start while there are slots, tokens and pages for their whole history,
+        from where, and their tokens; and those that they pass, with how many of them do."""
+        rows: list[tuple[JobT, Start, int]] = []
         left: list[tuple[JobT, int]] = []  # waiting for pages, and how many were admitted before
         for job in islice(self.waiting, free_slots + self.max_passes):
             if not budget or len(rows) == free_slots:
                 break
             if any(j.num_passes + len(rows) - before >= self.max_passes for j, before in left):
                 break
+            start = FROM_NOTHING
+            if self._starts is not None:
+                found = self._starts.start(job, [job for job, _, _ in rows])
+                if found is None:
+                    continue
+                start = found
             reserve = len(self.running) + len(rows)  # a page for each running job to grow into
-            if self._num_pages(job.num_tokens) + reserve > free_pages:
+            needed = self._num_pages(job.num_tokens)
+            if needed - start.num_pages + reserve > free_pages and start.num_pages < 0:
+                start = FROM_NOTHING
+            if needed - start.num_pages + reserve > free_pages:
                 left.append((job, len(rows)))
                 continue
-            chunk = min(job.num_tokens, budget)
-            rows.append((job, chunk))
+            chunk = self._chunk(job, start.num_tokens, budget)
+            rows.append((job, start, chunk))
             budget -= chunk
-            free_pages -= self._num_pages(chunk)
+            free_pages -= self._num_pages(start.num_tokens + chunk) - start.num_pages
         return rows, [(job, len(rows) - before) for job, before in left]
+
+    def _chunk(self, job: JobT, num_held: int, budget: int) -> int:
+        """Tokens of a job that holds so many to run in one step."""
+        chunk = min(job.num_tokens - num_held, budget)
+        return chunk if self._starts is None else self._starts.limit(job, num_held, chunk)
+
+    def _num_freed_by(self, job: JobT) -> int:
+        """Pages that are free when a running job is preempted."""
+        if self._starts is None:
+            return self._num_pages(job.num_held)
+        return self._starts.num_freed_by(job)
 
     def _num_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

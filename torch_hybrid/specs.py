@@ -461,6 +461,12 @@ class LayerTable:
         return tuple(entry for layer in self.layers for entry in layer)
 
     @property
+    def has_states(self) -> bool:
+        """Whether a mixer keeps something of each sequence, whatever its length."""
+        pools = (pool for entry in self.entries for pool in entry.spec.pools().values())
+        return any(pool.per == "slot" for pool in pools)
+
+    @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds in use, in order of first appearance."""
         return tuple(dict.fromkeys(entry.kind for entry in self.entries))

@@ -29,6 +29,7 @@ FAMILIES = {
     "bailing_hybrid": {},
     "falcon_h1": {},
 }
+PROMPT_LENGTHS = [1, 2, 7, 33, 60]
 SIZES = {"max_seqs": 4, "max_tokens": 48, "kv_tokens": 160, "page_size": 8, "compile": False}
 
 
@@ -51,10 +52,11 @@ class Counts:
 class Fuzz:
     """One runner, and rounds of random requests on it."""
 
-    def __init__(self, family: str, seed: int) -> None:
+    def __init__(self, family: str, seed: int, **options: object) -> None:
         self.rng = random.Random(seed)
-        model = th.adapt(make_model(family, **FAMILIES[family]))
-        self.runner = th.Runner(model, **SIZES)
+        model = th.adapt(make_model(family, **FAMILIES.get(family, {})))
+        self.runner = th.Runner(model, **{**SIZES, **options})
+        self.alone = self.runner  # where a request is served by itself
         self.counts = Counts()
         self._calls_left: int | None = None  # until a layer raises
         model.layers[-1].register_forward_pre_hook(self._maybe_raise)
@@ -72,10 +74,7 @@ class Fuzz:
     def _serve(self) -> list[tuple[th.Request, th.Sampling]]:
         """Requests with what they get when nothing goes wrong, each at its end."""
         rng = self.rng
-        engines = [
-            th.Engine(self.runner, run_ahead=rng.choice(["off", "on"]))
-            for _ in range(rng.choice([1, 1, 2]))
-        ]
+        engines = [self.make_engine() for _ in range(rng.choice([1, 1, 2]))]
         held = self.runner.new_sequences(rng.choice([0, 0, 1]))
         to_come = rng.randint(1, 6)
         requests: list[tuple[th.Request, th.Sampling]] = []
@@ -98,9 +97,15 @@ class Fuzz:
         self.runner.free(held)
         return requests
 
+    def make_engine(self) -> th.Engine:
+        return th.Engine(self.runner, run_ahead=self.rng.choice(["off", "on"]))
+
+    def draw_prompt(self) -> list[int]:
+        return [self.rng.randrange(VOCAB_SIZE) for _ in range(self.rng.choice(PROMPT_LENGTHS))]
+
     def _submit(self, engine: th.Engine) -> tuple[th.Request, th.Sampling]:
         rng = self.rng
-        prompt = [rng.randrange(VOCAB_SIZE) for _ in range(rng.choice([1, 2, 7, 33, 60]))]
+        prompt = self.draw_prompt()
         plain = {
             "max_new_tokens": rng.randint(1, 12),
             "temperature": rng.choice([0.0, 0.8]),
@@ -139,12 +144,12 @@ class Fuzz:
 
     def _check(self, requests: list[tuple[th.Request, th.Sampling]]) -> None:
         runner = self.runner
-        assert runner.free_slots == SIZES["max_seqs"], "a slot is lost"
-        assert runner.free_pages == SIZES["kv_tokens"] // SIZES["page_size"], "a page is lost"
+        assert runner.free_slots == runner.max_seqs, "a slot is lost"
+        assert runner.free_pages == runner.cache.num_pages, "a page is lost"
         for request, plain in requests:
             output = request.output
             assert output is not None, "a request has no end"
-            (alone,) = th.Engine(runner).generate(request.prompt, plain)
+            (alone,) = th.Engine(self.alone).generate(request.prompt, plain)
             got, expected = output.tokens, alone.tokens
             cut_short = output.finish_reason in ("cancelled", "timeout", "error")
             assert got == (expected[: len(got)] if cut_short else expected), (output, expected)

@@ -45,11 +45,6 @@ def planned_for(
     return planned[shape_name(sizes)].given
 
 
-def initial_slots(batch: Batch) -> Tensor:
-    """[N] where the states are that sequences carry on from; 0 for those that begin."""
-    return batch.state_indices * (batch.seq_lens > batch.cu_seqlens.diff())
-
-
 def plan_layers(
     planner: Planner | None, batch: Batch, layers: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, PlannedTensors]:
@@ -66,7 +61,7 @@ def plan_layers(
         cu_seqlens=batch.cu_seqlens,
         seq_lens=batch.seq_lens,
         page_table=batch.page_table,
-        initial_indices=initial_slots(batch),
+        initial_indices=batch.initial_indices,
         state_indices=batch.state_indices,
         num_tokens=batch.num_tokens,
     )

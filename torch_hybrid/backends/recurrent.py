@@ -9,12 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
-from torch_hybrid.backends.planned import (
-    PlannedTensors,
-    initial_slots,
-    plan_layers,
-    shape_name,
-)
+from torch_hybrid.backends.planned import PlannedTensors, plan_layers, shape_name
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
@@ -193,7 +188,7 @@ class RecurrentBackend:
         """The plan of one step. Pure: the batch's own tensors, and what is planned with them."""
         return RecurrentPlan(
             cu_seqlens=batch.cu_seqlens,
-            initial_indices=initial_slots(batch),
+            initial_indices=batch.initial_indices,
             state_indices=batch.state_indices,
             planned=plan_layers(self._planners[mode], batch, self._layers[mode]),
             statics=Statics(impls_of(self.choices[mode])),

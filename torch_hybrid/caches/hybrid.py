@@ -13,9 +13,12 @@ from torch.utils import _pytree as pytree
 
 from torch_hybrid.batch import Batch, make_batch
 from torch_hybrid.caches.allocator import Allocator
+from torch_hybrid.caches.checkpoint import Checkpoint, Kept, Reclaimer
+from torch_hybrid.caches.page_copies import PageCopies
 from torch_hybrid.caches.pools import LayerCache, make_pools, pool_cost
 from torch_hybrid.caches.room import byte_count, check_room
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
+from torch_hybrid.errors import CapacityError
 from torch_hybrid.host import int_tensor
 from torch_hybrid.ops.registration import check_shapes
 from torch_hybrid.specs import SCALES, LayerTable
@@ -38,10 +41,12 @@ class Sequence:
 class _Held:
     """What a live sequence has in the pools."""
 
-    slot: int  # of its states
-    row: int  # of the page table
+    place: int  # among the sequences, from 1
+    slot: int  # where its states go
+    start: int  # where they are: its own slot, or that of a checkpoint, from which it goes on
     pages: list[int] = field(default_factory=list)
     length: int = 0
+    has_borrowed: bool = False  # its last page, partly filled: it is copied before it is written
     is_broken: bool = False
 
 
@@ -57,6 +62,8 @@ class HybridCache:
         page_size: tokens in a page.
         dtype: of keys, values and convolution states.
         device: of the pools; the bookkeeping stays on the host.
+        max_checkpoints: slots for the states of checkpoints. Those of a model without states take
+            none, and can be as many as there are pages for.
 
     Raises:
         ValueError: a size is too small to hold anything.
@@ -73,45 +80,79 @@ class HybridCache:
         page_size: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        max_checkpoints: int = 0,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
+        if max_checkpoints < 0:
+            raise ValueError(f"max_checkpoints must not be negative, got {max_checkpoints}")
         self._owner = object()
         self.table = table
+        self._has_states = table.has_states
         self.page_size = page_size
         self.num_pages = -(-kv_tokens // page_size)
         self.sizes = PoolSizes(
             num_pages=self.num_pages,
             page_size=page_size,
             num_slots=max_seqs,
+            num_checkpoints=max_checkpoints if self._has_states else 0,
             dtype=dtype,
             device=torch.device(device),
         )
         self._check_room()
         self.slots = Allocator(max_seqs, unit="sequence slot", limit="max_seqs")
+        self.states = Allocator(
+            max_seqs + self.sizes.num_checkpoints, unit="state slot", limit="max_checkpoints"
+        )
         self.pages = Allocator(self.num_pages, unit="KV page", limit="kv_tokens")
         self.pools: dict[str, tuple[LayerCache, ...]] = {
             kind: tuple(make_pools(entry.spec, self.sizes) for entry in table.of_kind(kind))
             for kind in table.kinds
         }
         self._held: dict[int, _Held] = {}  # by the id of a live sequence
+        self._kept: dict[int, Kept] = {}  # by the id of a live checkpoint
         self._ids = count(1)
-        self._free_rows = list(range(max_seqs))
+        self._copies = PageCopies(table, self.pools, self.sizes.device)
+        self.reclaimers: list[Reclaimer] = []
         # At least two pages wide: a graph that saw a single one would serve no other width.
         width = max(self.num_pages, 2)
         self._page_table = torch.zeros(max_seqs, width, dtype=torch.int32, device="cpu")
 
-    def allocate(self, num_seqs: int) -> list[Sequence]:
-        """Take a slot for each of ``num_seqs`` new, empty sequences.
+    def allocate(
+        self, num_seqs: int, start: Checkpoint | None = None, length: int | None = None
+    ) -> list[Sequence]:
+        """Take a slot for each of ``num_seqs`` new sequences.
+
+        Args:
+            num_seqs: how many.
+            start: what they hold; nothing by default. Its pages are shared, its states read.
+            length: so many tokens of ``start``; by default all, as it must be with states.
 
         Raises:
             CapacityError: fewer slots are free.
+            ValueError: ``start`` is foreign or was released, or is not known at ``length``.
         """
+        kept = None if start is None else self._checked(start, length)
+        places = self.slots.take(num_seqs)
+        slots = self.states.take(num_seqs)
         seqs = []
-        for slot in self.slots.take(num_seqs):
+        for place, slot in zip(places, slots, strict=True):
             seqs.append(Sequence(next(self._ids), self._owner))
-            self._held[seqs[-1].id] = _Held(slot=slot, row=self._free_rows.pop())
+            held = self._held[seqs[-1].id] = _Held(place=place, slot=slot, start=slot)
+            if start is not None and kept is not None:
+                self._start(held, kept, start.num_tokens if length is None else length)
         return seqs
+
+    def _start(self, held: _Held, kept: Kept, length: int) -> None:
+        """Let a new sequence hold the first tokens of a checkpoint."""
+        held.pages = kept.pages[: -(-length // self.page_size)]
+        held.length = length
+        held.has_borrowed = length % self.page_size != 0
+        self.pages.share(held.pages)
+        self._page_row(held)[: len(held.pages)] = int_tensor(held.pages, torch.int32)
+        if kept.slot is not None:
+            self.states.share([kept.slot])
+            held.start = kept.slot
 
     def free(self, seqs: Many[Sequence]) -> None:
         """Give back the slots and pages of ``seqs``; all or none.
@@ -123,9 +164,100 @@ class HybridCache:
         for seq in seqs:
             held = self._held.pop(seq.id)
             self.pages.give_back(held.pages)
-            self.slots.give_back([held.slot])
-            self._page_table[held.row, : len(held.pages)] = 0
-            self._free_rows.append(held.row)
+            self.states.give_back(list({held.slot, held.start}))
+            self.slots.give_back([held.place])
+            self._page_row(held)[: len(held.pages)] = 0
+
+    def checkpoint(self, seq: Sequence, *, spare: bool = False) -> Checkpoint:
+        """Keep what a sequence holds now, without a copy.
+
+        The pages are shared. The checkpoint takes over the sequence's slot: the sequence reads it
+        once more, in its next step, and stores into another one from then on.
+
+        Args:
+            seq: with at least one token.
+            spare: it is one of a reclaimer's, which releases it when pages run out.
+
+        Raises:
+            ValueError: the handle is foreign, was freed, is broken, or holds no token.
+            CapacityError: as many checkpoints have states as there are slots for.
+        """
+        self.check_usable([seq])
+        held = self._held[seq.id]
+        if not held.length:
+            raise ValueError(f"{seq} holds no token, and a checkpoint must have at least 1")
+        slot = None
+        if self._has_states:
+            if held.start == held.slot:
+                self._free_a_checkpoint()
+                (held.slot,) = self.states.take(1)
+            slot = held.start
+            self.states.share([slot])
+        pages = held.pages[: -(-held.length // self.page_size)]
+        self.pages.share(pages, spare=spare)
+        made = Checkpoint(next(self._ids), held.length, self._owner)
+        self._kept[made.id] = Kept(slot=slot, pages=pages, is_spare=spare)
+        return made
+
+    def release(self, checkpoint: Checkpoint) -> None:
+        """Keep a checkpoint no longer; sequences that started from it stay as they are.
+
+        Raises:
+            ValueError: the handle is foreign or was released before.
+        """
+        kept = self._checked(checkpoint)
+        del self._kept[checkpoint.id]
+        self.pages.give_back(kept.pages, spare=kept.is_spare)
+        if kept.slot is not None:
+            self.states.give_back([kept.slot])
+
+    @property
+    def num_free_checkpoints(self) -> int:
+        """How many more checkpoints there are slots for; those of a model without states need
+        none. A slot that was released is taken until the sequences that start from it have."""
+        if not self._has_states:
+            return self.pages.num_free + self.pages.num_spare
+        return self.states.num_free - self.slots.num_free
+
+    def num_shared_pages(self, start: Checkpoint, length: int) -> int:
+        """Pages, of those that are free or spare, that a sequence does not take because it starts
+        after so many tokens of a checkpoint. It takes those that are spare, and one for a copy."""
+        size = self.page_size
+        pages = self._checked(start).pages[: -(-length // size)]
+        return length // size - self.pages.count_spare(pages)
+
+    def is_last_page_spare(self, checkpoint: Checkpoint) -> bool:
+        """Whether nobody holds the last page of a checkpoint firmly."""
+        return self.pages.count_spare(self._checked(checkpoint).pages[-1:]) == 1
+
+    def num_freed_by(self, seq: Sequence) -> int:
+        """How many pages are free or spare once a sequence is freed, and not before."""
+        self.check([seq])
+        return self.pages.count_firm_once(self._held[seq.id].pages)
+
+    def _free_a_checkpoint(self) -> None:
+        """Have a slot for one more checkpoint, by taking back what is spare if need be."""
+        for reclaimer in list(self.reclaimers):
+            if not self.num_free_checkpoints:
+                reclaimer.free_checkpoint()
+        if not self.num_free_checkpoints:
+            raise CapacityError(
+                f"asked for a checkpoint, 0 of {self.sizes.num_checkpoints} are free: release some "
+                f"or raise max_checkpoints"
+            )
+
+    def _checked(self, checkpoint: Checkpoint, length: int | None = None) -> Kept:
+        """What a checkpoint has, if it is live, ours, and known at ``length``."""
+        if checkpoint.owner is not self._owner or checkpoint.id not in self._kept:
+            is_ours = checkpoint.owner is self._owner
+            what = "was released" if is_ours else "belongs to another runner"
+            raise ValueError(f"{checkpoint} {what}")
+        last = checkpoint.num_tokens
+        if length is not None and not 1 <= length <= last:
+            raise ValueError(f"length must be within 1 and {last}, got {length}")
+        if length not in (None, last) and self._has_states:
+            raise ValueError(f"a model with states starts at all {last} tokens, got {length}")
+        return self._kept[checkpoint.id]
 
     def check(self, seqs: Many[Sequence]) -> None:
         """Raise ValueError unless every handle is live, ours, and given once."""
@@ -149,14 +281,14 @@ class HybridCache:
         return self._held[seq.id].length
 
     def slot(self, seq: Sequence) -> int:
-        """Where the states of ``seq`` are in the pools that have slots."""
+        """Where a step leaves the states of ``seq`` in the pools that have slots."""
         self.check([seq])
         return self._held[seq.id].slot
 
-    def slots_of(self, seqs: Many[Sequence]) -> list[int]:
-        """As ``slot``, of distinct sequences."""
+    def places_of(self, seqs: Many[Sequence]) -> list[int]:
+        """Numbers of distinct sequences, 1 to ``max_seqs``, that stay theirs while they live."""
         self.check(seqs)
-        return [self._held[seq.id].slot for seq in seqs]
+        return [self._held[seq.id].place for seq in seqs]
 
     def pages_needed(self, seq: Sequence, num_new: int) -> int:
         """How many more pages ``seq`` needs to hold ``num_new`` more tokens.
@@ -169,10 +301,12 @@ class HybridCache:
 
     def _pages_short(self, held: _Held, num_new: int) -> int:
         total = -(-(held.length + num_new) // self.page_size)
-        return max(0, total - len(held.pages))
+        return max(0, total - len(held.pages)) + (held.has_borrowed and num_new > 0)
 
     def reserve(self, seqs: Many[Sequence], num_new: Many[int]) -> None:
         """Give each sequence the pages that its new tokens need; all or none.
+
+        What reclaimers keep to spare is taken back for it. A last page that is another's is copied.
 
         Raises:
             CapacityError: fewer pages are free.
@@ -180,32 +314,57 @@ class HybridCache:
         owners = [self._held[seq.id] for seq in seqs]
         size = self.page_size
         needed = [
-            0 if held.length + n <= len(held.pages) * size else self._pages_short(held, n)
+            0
+            if held.length + n <= len(held.pages) * size and not held.has_borrowed
+            else self._pages_short(held, n)
             for held, n in zip(owners, num_new, strict=True)
         ]
         if not any(needed):
             return
+        self._free_pages(sum(needed))
         taken = self.pages.take(sum(needed))
+        ends = list(accumulate(needed, initial=0))
+        grown = [
+            (held, taken[start:end], len(held.pages) - held.has_borrowed)
+            for held, (start, end) in zip(owners, pairwise(ends), strict=True)
+            if end > start
+        ]
+        borrowed = [(held.pages[-1], new[0]) for held, new, _ in grown if held.has_borrowed]
         try:
-            ends = list(accumulate(needed, initial=0))
-            grown = [
-                (held, taken[start:end])
-                for held, (start, end) in zip(owners, pairwise(ends), strict=True)
-                if end > start
+            if borrowed:
+                self._copies.copy(*zip(*borrowed, strict=True))
+            tables = [
+                (self._page_row(held)[first : first + len(new)], int_tensor(new, torch.int32))
+                for held, new, first in grown
             ]
-            for held, new in grown:
-                first = len(held.pages)
-                self._page_table[held.row, first : first + len(new)] = int_tensor(new, torch.int32)
-        except BaseException:  # what was written is beyond what the sequences own
+            for row, pages in tables:
+                row.copy_(pages)
+        except BaseException:
+            for held, _, _ in grown:  # the rest of a row is beyond what its sequence owns
+                self._page_row(held)[: len(held.pages)] = int_tensor(held.pages, torch.int32)
             self.pages.give_back(taken)
             raise
-        for held, new in grown:
-            held.pages.extend(new)
+        for held, new, first in grown:
+            held.pages[first:] = new
+            held.has_borrowed = False
+        self.pages.give_back_each([page for page, _ in borrowed])
+
+    def _free_pages(self, count: int) -> None:
+        """Take back what is spare until ``count`` pages are free, if there is enough of it."""
+        if count > self.pages.num_free + self.pages.num_spare:
+            return
+        for reclaimer in list(self.reclaimers):
+            if count > self.pages.num_free:
+                reclaimer.free_pages(count)
 
     def commit(self, seqs: Many[Sequence], num_new: Many[int]) -> None:
         """Count the new tokens as held: the step that wrote them has finished."""
         for seq, n in zip(seqs, num_new, strict=True):
-            self._held[seq.id].length += n
+            held = self._held[seq.id]
+            held.length += n
+            if held.start != held.slot:
+                self.states.give_back([held.start])
+                held.start = held.slot
 
     def mark_broken(self, seqs: Many[Sequence]) -> None:
         """A step was cut off: what these sequences hold is unknown, they can only be freed."""
@@ -240,6 +399,7 @@ class HybridCache:
             tokens,
             prefix_lens=[held.length for held in owners],
             page_table=self._page_rows(owners, table_width),
+            initial_indices=[held.start if held.length else 0 for held in owners],
             state_indices=[held.slot for held in owners],
             page_size=self.page_size,
             positions=positions,
@@ -249,8 +409,12 @@ class HybridCache:
     def _page_rows(self, owners: Many[_Held], width: Callable[[int], int]) -> Tensor:
         """[N, width(most pages that one owns)] int32."""
         used = max(len(held.pages) for held in owners)
-        rows = int_tensor([held.row for held in owners], torch.int64)
+        rows = int_tensor([held.place - 1 for held in owners], torch.int64)
         return self._page_table[:, : width(used)].index_select(0, rows)
+
+    def _page_row(self, held: _Held) -> Tensor:
+        """A sequence's row of the page table, all of it."""
+        return self._page_table[held.place - 1]
 
     def pool_tensors(self) -> list[Tensor]:
         """Every pool tensor, kind by kind."""
@@ -289,7 +453,8 @@ class HybridCache:
     def _check_room(self) -> None:
         """Refuse sizes that do not fit, before anything is allocated."""
         sizes = self.sizes
-        num_slots, num_pages = sizes.num_slots + 1, sizes.num_pages + 1
+        num_slots = sizes.num_slots + sizes.num_checkpoints + 1
+        num_pages = sizes.num_pages + 1
         num_tokens = num_pages * self.page_size
         costs = self.costs()
         tokens = num_tokens * sum(cost.per_token for cost in costs)
@@ -297,12 +462,20 @@ class HybridCache:
         pools = tokens + states + sum(cost.per_layer for cost in costs)
         limits = (
             f"kv_tokens, now {num_tokens - self.page_size}, or max_seqs, now {sizes.num_slots} "
-            f"({byte_count(tokens)} are for tokens, {byte_count(states)} for states of sequences)"
+            f"({byte_count(tokens)} are for tokens, {byte_count(states)} for states of "
+            f"{_holders(sizes)})"
         )
         check_room(pools, sizes.device, what="the pools", limits=limits)
-        tables = num_pages * (4 * num_slots + _LISTED_BYTES)
+        tables = num_pages * (4 * (sizes.num_slots + 1) + _LISTED_BYTES)
         check_room(tables, torch.device("cpu"), what="the page tables", limits=limits)
 
     def costs(self) -> list[PoolCost]:
         """What a token and a sequence take in the pools of each mixer, as ``table.entries``."""
         return [pool_cost(entry.spec, self.sizes) for entry in self.table.entries]
+
+
+def _holders(sizes: PoolSizes) -> str:
+    """Whose states take slots."""
+    if not sizes.num_checkpoints:
+        return "sequences"
+    return f"sequences and of {sizes.num_checkpoints} checkpoints"

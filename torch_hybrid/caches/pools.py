@@ -16,8 +16,8 @@ LayerCache = dict[str, Tensor]  # by the names of the spec's pools
 def make_pools(spec: LayerSpec, sizes: PoolSizes) -> LayerCache:
     """A tensor for each pool of a layer, filled as it says, each with a storage of its own.
 
-    ``[num_slots + 1, *shape]``, ``[num_pages + 1, page_size, *shape]`` or ``shape``, after
-    ``planes`` where there are some. Slot 0 and page 0 are null: no sequence owns them.
+    ``[num_slots + num_checkpoints + 1, *shape]``, ``[num_pages + 1, page_size, *shape]`` or
+    ``shape``, after ``planes`` where there are some. Slot 0 and page 0 are null: nobody owns them.
     """
     return {name: _make_pool(pool, sizes) for name, pool in spec.pools().items()}
 
@@ -37,7 +37,7 @@ def pool_cost(spec: LayerSpec, sizes: PoolSizes) -> PoolCost:
 
 def _shape(pool: Pool, sizes: PoolSizes) -> tuple[int, ...]:
     rows: dict[str, tuple[int, ...]] = {
-        "slot": (sizes.num_slots + 1,),
+        "slot": (sizes.num_slots + sizes.num_checkpoints + 1,),
         "page": (sizes.num_pages + 1, sizes.page_size),
         "layer": (),
     }

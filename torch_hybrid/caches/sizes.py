@@ -13,9 +13,10 @@ class PoolSizes:
 
     num_pages: int
     page_size: int
-    num_slots: int
+    num_slots: int  # of sequences
     dtype: torch.dtype
     device: torch.device
+    num_checkpoints: int = 0  # slots of checkpoints, after those
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

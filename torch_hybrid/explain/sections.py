@@ -164,13 +164,16 @@ def pools(runner: Runner) -> Section:
     pool_bytes = sum(pool.nbytes for pool in runner.cache.pool_tensors())
     # In all with the null page and the null slot, which nobody owns.
     num_tokens, num_slots = runner.max_seq_len + runner.page_size, runner.max_seqs + 1
+    rows = [
+        _cost("token", per_token, runner.max_seq_len, num_tokens),
+        _cost("sequence", per_sequence, runner.max_seqs, num_slots),
+    ]
+    if num_kept := runner.cache.sizes.num_checkpoints:
+        rows.append(_cost("checkpoint", per_sequence, num_kept, num_kept))
     return Section(
         title=f"Pools of {byte_count(pool_bytes)}",
         columns=("", "bytes each", "room for", "in all"),
-        rows=(
-            _cost("token", per_token, runner.max_seq_len, num_tokens),
-            _cost("sequence", per_sequence, runner.max_seqs, num_slots),
-        ),
+        rows=tuple(rows),
     )
 
 

@@ -1,0 +1,370 @@
+"""Which requests start from what others ran, what is kept for that, and what is given up.
+
+    waiting    its tokens are a path of the tree. It starts from the deepest checkpoint on it, or
+               waits while a running request is about to reach a deeper one
+    running    its chunks end where a checkpoint is wanted: where another path parts from its own,
+               where its last message ends, after every N tokens. One is made there, at the end of
+               the prompt, and at the end of the answer; none of them takes a copy
+    certain    once it got a token, others may start from what it kept: its logits were finite
+    evicted    when another one needs its slot, the checkpoint that saves the fewest tokens and was
+               used the longest ago; when a sequence needs pages, the same by its own pages
+
+A model without states starts anywhere in what was run: its checkpoints are pages alone, and are
+made at the ends of prompts and answers.
+
+Every decision follows from the requests and their tokens, in order: ranks that share a model make
+the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch_hybrid.errors import CapacityError
+from torch_hybrid.prefix_cache.options import PrefixCache
+from torch_hybrid.prefix_cache.stats import PrefixStats
+from torch_hybrid.prefix_cache.tree import Node, Tree
+from torch_hybrid.scheduler import FROM_NOTHING, Start
+
+if TYPE_CHECKING:
+    from torch_hybrid.caches.hybrid import Sequence as HeldSequence
+    from torch_hybrid.graphs.runner import Runner
+    from torch_hybrid.request import Request
+
+_TREE_TOKENS = 4  # times the tokens that the runner holds: what was seen and is not kept
+
+
+@dataclass(slots=True)
+class _Use:
+    """What a request of the engine has to do with the tree."""
+
+    node: Node  # where its known tokens end
+    made: list[Node] = field(default_factory=list)  # what it kept and is not certain yet
+
+
+class Prefixes:
+    """The prefixes that an engine keeps on its runner.
+
+    Args:
+        runner: of the engine. What is kept is given back to it when it runs short.
+        options: what is kept.
+
+    Raises:
+        ValueError: the model has states, and the runner no slots to keep any.
+    """
+
+    def __init__(self, runner: Runner, options: PrefixCache) -> None:
+        self._runner, self._cache, self._options = runner, runner.cache, options
+        self._has_states = runner.cache.table.has_states
+        if self._has_states and not runner.max_checkpoints:
+            raise ValueError(
+                "a prefix cache of states needs room: "
+                "the runner's max_checkpoints must be at least 1, got 0"
+            )
+        costs = self._cache.costs()
+        self._slot_bytes = sum(cost.per_sequence for cost in costs)
+        self._page_bytes = runner.page_size * sum(cost.per_token for cost in costs)
+        self._tree = Tree(_TREE_TOKENS * runner.max_seq_len)
+        self._uses: dict[Request, _Use] = {}
+        self._makers: dict[Request, None] = {}  # that started, and got no token yet
+        self._kept: dict[Node, None] = {}  # in the order in which they were made
+        self._now = 0  # counts starts
+        self._num_hits = self._num_hit_tokens = self._num_start_tokens = self._num_evictions = 0
+
+    @property
+    def stats(self) -> PrefixStats:
+        """What was done, and what is held."""
+        states = len(self._kept) * self._slot_bytes
+        return PrefixStats(
+            num_starts=self._now,
+            num_hits=self._num_hits,
+            num_hit_tokens=self._num_hit_tokens,
+            num_start_tokens=self._num_start_tokens,
+            num_checkpoints=len(self._kept),
+            num_bytes=states + self._cache.pages.num_spare * self._page_bytes,
+            num_evictions=self._num_evictions,
+        )
+
+    def clear(self) -> None:
+        """Give up all that is kept."""
+        for node in list(self._kept):
+            self._drop(node)
+
+    # What a request goes through, in this order.
+
+    def add(self, request: Request) -> None:
+        """A request waits: note its path, and where it parts from others."""
+        tokens = request.history
+        node, num_known = self._tree.insert(tokens)
+        node.num_users += 1
+        self._uses[request] = _Use(node)
+        if not self._has_states:
+            return
+        # The last token is always run, for its logits.
+        self._want(tokens, min(num_known, len(tokens) - 1))
+        if request.message_end is not None:
+            self._want(tokens, request.message_end)
+
+    def start(self, job: Request, admitted: Sequence[Request]) -> Start | None:
+        """As ``scheduler.Starts``."""
+        if job.needs_prompt_logits:
+            return FROM_NOTHING
+        found = self._deepest(job)
+        length = 0 if found is None else found[1]
+        expected = max((self._reach(job, maker) for maker in (*self._makers, *admitted)), default=0)
+        if expected - length >= self._options.min_tokens:
+            return None
+        if found is None or length < self._options.min_tokens:
+            return FROM_NOTHING
+        checkpoint = found[0].checkpoint
+        assert checkpoint is not None
+        return Start(length, self._cache.num_shared_pages(checkpoint, length), checkpoint)
+
+    def begin(self, request: Request, start: Start) -> HeldSequence:
+        """A sequence for an admitted request."""
+        length = None if start.checkpoint is None else start.num_tokens
+        (sequence,) = self._runner.new_sequences(1, start=start.checkpoint, length=length)
+        self._now += 1
+        self._num_hits += start.num_tokens > 0
+        self._num_hit_tokens += start.num_tokens
+        self._num_start_tokens += len(request.history)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = start.num_tokens
+        self._makers[request] = None
+        for node in self._uses[request].node.path():
+            if node.depth <= start.num_tokens or not self._has_states:
+                node.last_used = self._now
+        return sequence
+
+    def limit(self, job: Request, num_held: int, chunk: int) -> int:
+        """As ``scheduler.Starts``."""
+        if chunk == 1 or not self._has_states:
+            return chunk
+        end = num_held + chunk
+        if (every := self._options.every) is not None:
+            end = min(end, (num_held // every + 1) * every)
+        due = [node.depth for node in self._due(self._uses[job].node) if node.depth > num_held]
+        return min([*due, end]) - num_held
+
+    def num_freed_by(self, job: Request) -> int:
+        """As ``scheduler.Starts``."""
+        return 0 if job.sequence is None else self._cache.num_freed_by(job.sequence)
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """A step of these was started: keep what they hold after it, where that is wanted.
+
+        What is kept is written before anything that is started later reads it.
+        """
+        for request in requests:
+            if request not in self._makers:
+                continue
+            end, held = self._uses[request].node, request.num_held
+            every = self._options.every
+            if held == end.depth:
+                self._make(end, request)
+            elif self._has_states and held < end.depth:
+                nodes = {node.depth: node for node in self._due(end)}
+                if every is not None and held % every == 0:
+                    nodes.setdefault(held, self._tree.insert(request.history[:held])[0])
+                if held in nodes:
+                    self._make(nodes[held], request)
+
+    def land(self, requests: Sequence[Request]) -> None:
+        """These got a token, or an error instead of one."""
+        for request in requests:
+            if request in self._makers and request.is_finite and not _has_failed(request):
+                del self._makers[request]
+                for node in self._uses[request].made:
+                    self._settle(node, request)
+                self._uses[request].made.clear()
+
+    def leave(self, request: Request) -> None:
+        """A request is about to lose its sequence: it was preempted, or it has ended.
+
+        What it held is kept, if it is certain or the request itself comes back for it.
+        """
+        sequence = request.sequence
+        is_certain = request not in self._makers and not _has_failed(request)
+        if sequence is None or not request.is_finite or not (is_certain or request.output is None):
+            return
+        length = self._runner.length(sequence)
+        if 0 < length <= len(request.history):  # else it ran a token that nobody has seen
+            node, _ = self._tree.insert(request.history[:length])
+            self._make(node, request)
+            if is_certain:
+                self._settle(node, request)
+
+    def wait_again(self, request: Request) -> None:
+        """A request lost its sequence and has not ended: note the path that it has by now."""
+        self._makers.pop(request, None)
+        use = self._uses[request]
+        use.node.num_users -= 1
+        use.node, _ = self._tree.insert(request.history)
+        use.node.num_users += 1
+
+    def give_up(self, request: Request) -> None:
+        """A step raised, and a request lost its sequence: it waits again, or has ended."""
+        if request.output is not None:
+            self.discard(request)
+        elif request in self._uses:
+            self.wait_again(request)
+
+    def discard(self, request: Request) -> None:
+        """A request has ended and keeps no sequence; of one that never came nothing happens."""
+        self._makers.pop(request, None)
+        use = self._uses.pop(request, None)
+        if use is None:
+            return
+        use.node.num_users -= 1
+        for node in use.made:
+            if node.maker is request:
+                self._drop(node)
+        self._tree.forget()
+
+    # What it is asked for when the runner runs short; see ``caches.checkpoint.Reclaimer``.
+
+    def free_pages(self, count: int) -> None:
+        """As ``Reclaimer``. Only what no other checkpoint goes on from frees pages, and what no
+        sequence holds is given up first."""
+        while self._kept and self._cache.pages.num_free < count:
+            last = [node for node in self._kept if node.num_kept == 1]
+            alone = [node for node in last if self._frees_a_page(node)]
+            self._evict(min(alone or last, key=self._worth_of_a_page))
+
+    def free_checkpoint(self) -> None:
+        """As ``Reclaimer``."""
+        while self._kept and not self._cache.num_free_checkpoints:
+            self._evict(min(self._kept, key=self._worth))
+
+    def _frees_a_page(self, node: Node) -> bool:
+        assert node.checkpoint is not None
+        return self._cache.is_last_page_spare(node.checkpoint)
+
+    def _evict(self, node: Node) -> None:
+        self._num_evictions += 1
+        self._drop(node)
+
+    def _worth(self, node: Node) -> float:
+        """Tokens that a checkpoint saves, by the starts since it was last used."""
+        return (node.depth - _depth_before(node)) / (1 + self._now - node.last_used)
+
+    def _worth_of_a_page(self, node: Node) -> float:
+        """The same of each of its pages that are no other checkpoint's."""
+        size = self._runner.page_size
+        return self._worth(node) / (1 + node.depth // size - _depth_before(node) // size)
+
+    # What is where.
+
+    def _want(self, tokens: list[int], depth: int) -> None:
+        """Have a checkpoint after so many tokens, of whoever runs them next."""
+        if depth >= self._options.min_tokens:
+            self._tree.insert(tokens[:depth])[0].is_wanted = True
+
+    def _due(self, end: Node) -> Iterator[Node]:
+        """Places on a path where a checkpoint is wanted and worth it."""
+        for node in end.path():
+            if node.is_wanted and node.checkpoint is None and self._saves_enough(node):
+                yield node
+
+    def _saves_enough(self, node: Node) -> bool:
+        return node.depth - _depth_before(node) >= self._options.min_tokens
+
+    def _deepest(self, request: Request) -> tuple[Node, int] | None:
+        """The place to start a request from, and after how many tokens; one at least is run."""
+        last = len(request.history) - 1
+        for node in self._uses[request].node.path():
+            if not self._has_states:
+                if node.num_kept and (found := _certain(node, request)):
+                    return found, min(node.depth, last)
+            elif node.depth <= last and _is_for(node, request):
+                return node, node.depth
+        return None
+
+    def _reach(self, request: Request, maker: Request) -> int:
+        """Up to where a request could start from what another one is about to keep."""
+        end, last = self._uses[maker].node, len(request.history) - 1
+        if maker is request:
+            return 0
+        own = set(self._uses[request].node.path())
+        common = next((node for node in end.path() if node in own), None)
+        if common is None:
+            return 0
+        if not self._has_states:
+            return min(common.depth, last)
+        depths = (
+            node.depth
+            for node in common.path()
+            if node.depth <= last
+            and (
+                node.maker is maker
+                or (node.depth > maker.num_held and (node.is_wanted or node is end))
+            )
+        )
+        return max(depths, default=0)
+
+    def _make(self, node: Node, request: Request) -> None:
+        """Keep what a request holds, at its place, if nothing is there and it is worth it."""
+        assert request.sequence is not None
+        if node.checkpoint is not None:
+            node.last_used = self._now
+        if node.checkpoint is not None or not self._saves_enough(node):
+            return
+        try:
+            checkpoint = self._cache.checkpoint(request.sequence, spare=True)
+        except CapacityError:  # all of them are held by hand
+            return
+        if not self._kept:
+            self._cache.reclaimers.append(self)
+        node.keep(checkpoint)
+        node.maker, node.last_used = request, self._now
+        self._kept[node] = None
+        self._uses[request].made.append(node)
+
+    def _drop(self, node: Node) -> None:
+        assert node.checkpoint is not None
+        self._cache.release(node.checkpoint)
+        node.keep(None)
+        node.maker = None
+        del self._kept[node]
+        if not self._kept:
+            self._cache.reclaimers.remove(self)
+
+    def _settle(self, node: Node, request: Request) -> None:
+        """Others may start from what a request kept."""
+        if node.maker is not request:  # given up meanwhile
+            return
+        node.maker = None
+        if self._has_states:
+            return
+        # Without states, it serves wherever one before it did.
+        for earlier in list(node.path())[1:]:
+            if earlier.checkpoint is not None:
+                self._drop(earlier)
+
+
+def _has_failed(request: Request) -> bool:
+    return request.output is not None and request.output.finish_reason == "error"
+
+
+def _is_for(node: Node, request: Request) -> bool:
+    """Whether a request may start from what is kept at a place."""
+    return node.checkpoint is not None and node.maker in (None, request)
+
+
+def _certain(node: Node, request: Request) -> Node | None:
+    """A place, here or below, from which a request may start."""
+    below = [node]
+    while below:
+        found = below.pop()
+        if _is_for(found, request):
+            return found
+        below += [child for child in found.children.values() if child.num_kept]
+    return None
+
+
+def _depth_before(node: Node) -> int:
+    """Tokens up to the checkpoint before a place."""
+    before = (each.depth for each in node.path() if each is not node and each.checkpoint)
+    return next(before, 0)

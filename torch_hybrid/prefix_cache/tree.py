@@ -1,0 +1,147 @@
+"""A radix tree over tokens: every sequence that was seen is a path, every place where two part a
+node.
+
+An edge holds as many tokens as no other path parts from. Nodes mark more places than those: where
+a sequence ends, and where something is kept or wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_hybrid.caches.checkpoint import Checkpoint
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A place in the tree: the tokens from the root to here.
+
+    ``maker`` is set as long as it is not certain that what is kept can be used: until whoever ran
+    these tokens got a token of them.
+    """
+
+    parent: Node | None
+    tokens: list[int]  # from the parent to here
+    depth: int  # tokens from the root to here
+    children: dict[int, Node] = field(default_factory=dict)  # by their first token
+    checkpoint: Checkpoint | None = None
+    maker: object | None = None
+    is_wanted: bool = False  # a checkpoint here would have been of use
+    num_users: int = 0  # requests that end here
+    num_kept: int = 0  # checkpoints here and below
+    last_used: int = 0  # by the clock of whoever uses it
+
+    def path(self) -> Iterator[Node]:
+        """From here up to the root, which is left out."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    def keep(self, checkpoint: Checkpoint | None) -> None:
+        """Keep a checkpoint here, or none any more."""
+        change = (checkpoint is not None) - (self.checkpoint is not None)
+        self.checkpoint = checkpoint
+        for node in self.path():
+            node.num_kept += change
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody would miss it as a place of its own."""
+        return self.checkpoint is None and not self.num_users and self.parent is not None
+
+
+class Tree:
+    """All paths, within a number of tokens.
+
+    Args:
+        max_tokens: what is neither kept nor in use is forgotten beyond so many, the oldest first.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.root = Node(None, [], 0)
+        self.num_tokens = 0
+        self._max_tokens = max_tokens
+
+    def insert(self, tokens: list[int]) -> tuple[Node, int]:
+        """The place of these tokens, and how many of them were there before."""
+        node, known = self.root, 0
+        while known < len(tokens):
+            child = node.children.get(tokens[known])
+            if child is None:
+                return self._add(node, tokens[known:]), known
+            common = _num_common(child.tokens, tokens, known)
+            known += common
+            node = child if common == len(child.tokens) else self._split(child, common)
+        return node, known
+
+    def _add(self, parent: Node, tokens: list[int]) -> Node:
+        leaf = Node(parent, tokens, parent.depth + len(tokens), last_used=parent.last_used)
+        parent.children[tokens[0]] = leaf
+        self.num_tokens += len(tokens)
+        return leaf
+
+    def _split(self, node: Node, at: int) -> Node:
+        """A new place within the edge to a node, after so many of its tokens."""
+        assert node.parent is not None
+        upper = Node(
+            node.parent,
+            node.tokens[:at],
+            node.parent.depth + at,
+            {node.tokens[at]: node},
+            num_kept=node.num_kept,
+            last_used=node.last_used,
+        )
+        node.parent.children[node.tokens[0]] = upper
+        node.parent, node.tokens = upper, node.tokens[at:]
+        return upper
+
+    def forget(self) -> None:
+        """Forget what nobody needs, if there is too much of it."""
+        if self.num_tokens <= self._max_tokens:
+            return
+        while self.num_tokens > self._max_tokens * 3 // 4:
+            leaves = [node for node in self._nodes() if not node.children and node.is_free]
+            if not leaves:
+                return
+            for leaf in sorted(leaves, key=lambda node: node.last_used):
+                if self.num_tokens > self._max_tokens * 3 // 4:
+                    self._remove(leaf)
+
+    def _nodes(self) -> Iterator[Node]:
+        below = [*self.root.children.values()]
+        while below:
+            node = below.pop()
+            below += node.children.values()
+            yield node
+
+    def _remove(self, leaf: Node) -> None:
+        """Take a leaf away, and the place that it parted at if no other parts there."""
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[leaf.tokens[0]]
+        self.num_tokens -= len(leaf.tokens)
+        if len(parent.children) == 1 and parent.is_free:
+            (only,) = parent.children.values()
+            assert parent.parent is not None
+            only.tokens = parent.tokens + only.tokens
+            only.parent = parent.parent
+            parent.parent.children[only.tokens[0]] = only
+
+
+def _num_common(edge: list[int], tokens: list[int], start: int) -> int:
+    """How many tokens of an edge are those from ``start`` on; the first one is."""
+    length = min(len(edge), len(tokens) - start)
+    if edge[:length] == tokens[start : start + length]:
+        return length
+    low, high = 1, length  # equal up to low, not up to high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if edge[low:middle] == tokens[start + low : start + middle]:
+            low = middle
+        else:
+            high = middle
+    return low
