@@ -228,15 +228,7 @@ void run(const Call& call) {
 
 template <typename T>
 void dispatch(const Call& call) {
-  switch (call.width) {
-    case 2: return run<2, T>(call);
-    case 3: return run<3, T>(call);
-    case 4: return run<4, T>(call);
-    case 5: return run<5, T>(call);
-    case 6: return run<6, T>(call);
-    case 7: return run<7, T>(call);
-    case 8: return run<8, T>(call);
-  }
+  th::with_width(call.width, [&](auto width) { run<decltype(width)::value, T>(call); });
 }
 
 bool one_token_each(const Call& call) {
