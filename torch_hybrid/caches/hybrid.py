@@ -41,7 +41,9 @@ class _Held:
     slot: int  # of its states
     row: int  # of the page table
     pages: list[int] = field(default_factory=list)
-    length: int = 0
+    length: int = 0  # of what is certain
+    num_drafts: int = 0  # tokens after those that are not
+    num_accepted: int = 0  # of the last certain tokens, those that its states do not hold yet
     is_broken: bool = False
 
 
@@ -57,6 +59,7 @@ class HybridCache:
         page_size: tokens in a page.
         dtype: of keys, values and convolution states.
         device: of the pools; the bookkeeping stays on the host.
+        num_drafts: tokens of a sequence that need not be certain, at most.
 
     Raises:
         ValueError: a size is too small to hold anything.
@@ -73,6 +76,7 @@ class HybridCache:
         page_size: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        num_drafts: int = 0,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
@@ -86,6 +90,7 @@ class HybridCache:
             num_slots=max_seqs,
             dtype=dtype,
             device=torch.device(device),
+            num_drafts=num_drafts,
         )
         self._check_room()
         self.slots = Allocator(max_seqs, unit="sequence slot", limit="max_seqs")
@@ -203,9 +208,49 @@ class HybridCache:
             held.pages.extend(new)
 
     def commit(self, seqs: Many[Sequence], num_new: Many[int]) -> None:
-        """Count the new tokens as held: the step that wrote them has finished."""
+        """Count the new tokens as held: the step that wrote them has finished.
+
+        What was accepted before has been replayed, and other drafts are forgotten.
+        """
         for seq, n in zip(seqs, num_new, strict=True):
-            self._held[seq.id].length += n
+            held = self._held[seq.id]
+            held.length += n
+            held.num_drafts = held.num_accepted = 0
+
+    def commit_drafts(self, seqs: Many[Sequence], num_drafts: Many[int]) -> None:
+        """Count the first new token of each sequence as held, where it has any, and its drafts as
+        not certain; what was accepted before has been replayed.
+
+        Args:
+            seqs: of a step that verified drafts.
+            num_drafts: of each; -1 where it had no new token.
+        """
+        for seq, count in zip(seqs, num_drafts, strict=True):
+            held = self._held[seq.id]
+            held.length += count >= 0
+            held.num_drafts, held.num_accepted = max(count, 0), 0
+
+    def accept(self, seqs: Many[Sequence], counts: Many[int]) -> None:
+        """Count the first drafts of sequences as certain; all or none.
+
+        Raises:
+            ValueError: a sequence has fewer drafts, or a handle is foreign, freed or given twice.
+        """
+        self.check(seqs)
+        owners = [self._held[seq.id] for seq in seqs]
+        for seq, held, count in zip(seqs, owners, counts, strict=True):
+            if not 0 <= count <= held.num_drafts:
+                raise ValueError(
+                    f"accepted must be within 0 and {held.num_drafts}, the drafts of {seq} in its "
+                    f"last step, got {count}"
+                )
+        for held, count in zip(owners, counts, strict=True):
+            held.length += count
+            held.num_drafts, held.num_accepted = 0, count
+
+    def are_replayed(self, seqs: Many[Sequence]) -> bool:
+        """Whether the states of all sequences hold all of their certain tokens."""
+        return not any(self._held[seq.id].num_accepted for seq in seqs)
 
     def mark_broken(self, seqs: Many[Sequence]) -> None:
         """A step was cut off: what these sequences hold is unknown, they can only be freed."""
@@ -220,6 +265,7 @@ class HybridCache:
         positions: Tensor | None = None,
         num_position_axes: int = 1,
         table_width: Callable[[int], int] = lambda used: used,
+        replays: bool = False,
     ) -> Batch:
         """Reserve pages for the new tokens of ``seqs`` and pack them, on the host.
 
@@ -228,6 +274,7 @@ class HybridCache:
             tokens: the new tokens of each.
             positions, num_position_axes: as in ``torch_hybrid.batch.make_batch``.
             table_width: from the most pages that one of them owns to the page table's width.
+            replays: whether the step replays the drafts that were accepted.
 
         Raises:
             ValueError: a handle is foreign, was freed, is given twice, or was broken.
@@ -244,6 +291,7 @@ class HybridCache:
             page_size=self.page_size,
             positions=positions,
             num_position_axes=num_position_axes,
+            accepted=[held.num_accepted for held in owners] if replays else None,
         )
 
     def _page_rows(self, owners: Many[_Held], width: Callable[[int], int]) -> Tensor:

@@ -16,6 +16,7 @@ class PoolSizes:
     num_slots: int
     dtype: torch.dtype
     device: torch.device
+    num_drafts: int = 0  # of a sequence, which are not certain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
