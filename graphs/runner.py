@@ -103,8 +103,8 @@ class Runner:
         backends: implementations to take, by name.
         prefill: with False, every step appends one token to each of its sequences, and nothing is
             chosen, allocated or compiled for others.
-        max_drafts: tokens of a sequence that ``verify`` may take before they are certain; each costs
-            memory beside every state (``explain`` says how much). With 0 there is no such step.
+        max_drafts: tokens of a sequence that ``verify`` may take before they are certain. Each has
+            memory beside every state, which ``explain`` counts. With 0 there is no such step.
         check_batch: called on the host with the batch of each step before it runs; what it raises
             stops the step. ``Agreement(...).check``, where several ranks share the model.
         passes: graph passes over each traced step, in order; see ``graphs.passes``, which has

@@ -31,6 +31,7 @@ from torch_hybrid.specs import (
     LightningSpec,
     Mamba2Spec,
 )
+from torch_hybrid.speculation import Drafter, Ngram, Speculation
 
 __all__ = [
     "Agreement",
@@ -39,6 +40,7 @@ __all__ = [
     "Batch",
     "CapacityError",
     "DeltaRuleSpec",
+    "Drafter",
     "Engine",
     "HybridCache",
     "HybridModel",
@@ -48,6 +50,7 @@ __all__ = [
     "LightningSpec",
     "Mamba2Spec",
     "Mode",
+    "Ngram",
     "Output",
     "PrefixPolicy",
     "Report",
@@ -55,6 +58,7 @@ __all__ = [
     "Runner",
     "Sampling",
     "Sequence",
+    "Speculation",
     "Step",
     "TokenEvent",
     "TokenLogprob",

@@ -27,6 +27,8 @@ from torch_hybrid.prompts import Prompt, as_prompts
 from torch_hybrid.request import FinishReason, Output, Request, TokenEvent
 from torch_hybrid.sampling import GREEDY, Sampling
 from torch_hybrid.scheduler import Scheduler
+from torch_hybrid.speculation import DraftCounts, Speculation, Speculator
+from torch_hybrid.speculation.verified import Verified
 
 if TYPE_CHECKING:
     from torch_hybrid.graphs.runner import Runner
@@ -52,10 +54,14 @@ class Engine:
             for what other company changes (see ``Runner``): a request that ends is in one more
             step, of which it gets nothing. Requests with rules on their logits or log-probabilities
             are waited for. "auto" is on where steps are captured in CUDA graphs.
+        speculate: have tokens drafted, and several of them verified in one step; the runner needs
+            ``max_drafts``. Tokens are the same as without, but for what other company changes.
+            Steps that may have drafts are waited for.
 
     Raises:
         UnsupportedError: the runner serves decode steps alone.
-        ValueError: ``max_waiting`` or ``run_ahead`` is none of its values.
+        ValueError: ``max_waiting`` or ``run_ahead`` is none of its values, or ``speculate`` asks
+            for more drafts than the runner holds.
     """
 
     def __init__(
@@ -66,6 +72,7 @@ class Engine:
         *,
         max_waiting: int | None = None,
         run_ahead: RunAhead = "auto",
+        speculate: Speculation | None = None,
     ) -> None:
         if max_waiting is not None and max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1 or None, got {max_waiting}")
@@ -80,11 +87,13 @@ class Engine:
         )
         self.max_waiting = max_waiting
         self.runs_ahead = run_ahead == "on" or (run_ahead == "auto" and runner.captures)
+        self._speculator = None if speculate is None else Speculator(speculate, runner)
         self._intake = Intake(runner, tokenizer, self.eos_token_ids)
         self._scheduler: Scheduler[Request] = Scheduler(
             max_tokens=runner.max_tokens, page_size=runner.page_size
         )
-        self._flights: deque[Flight] = deque()  # the oldest first; between steps at most one
+        # The oldest first; between steps at most one.
+        self._flights: deque[Flight | Verified] = deque()
         self._lock = runner.lock
         self._next_deadline = math.inf  # of the requests that have one
         self._late_events: list[TokenEvent] = []  # of ends outside of a batch, for a step to return
@@ -198,6 +207,11 @@ class Engine:
             self._end_outside([request], "cancelled")
 
     @property
+    def drafts(self) -> DraftCounts:
+        """What was drafted and accepted so far."""
+        return DraftCounts() if self._speculator is None else self._speculator.counts
+
+    @property
     def has_unfinished(self) -> bool:
         """Whether a step would do anything."""
         scheduler = self._scheduler
@@ -296,18 +310,33 @@ class Engine:
 
     def _advance(self) -> list[TokenEvent]:
         """Run the next batch, unless it is under way; start the one after it; land the first."""
+        began = time.perf_counter()
         if not self._flights:
             rows = self._prepare()
             if not rows:
                 return []
-            start = launch if self.runs_ahead and may_launch(rows) else run
-            self._flights.append(start(self.runner, rows))
+            self._flights.append(self._start(rows))
         flight = self._flights[0]
         if flight.was_launched and (rows := self._prepare_ahead()):
             self._flights.append(launch(self.runner, rows))
-        return self._land(flight)
+        events = self._land(flight)
+        if self._speculator is not None:
+            self._speculator.note(flight, began)
+        return events
 
-    def _land(self, flight: Flight) -> list[TokenEvent]:
+    def _start(self, rows: Rows) -> Flight | Verified:
+        """Start a step: with drafts, ahead of the host, or waited for."""
+        if self._speculator is not None and (verified := self._speculator.start(rows)):
+            return verified
+        return launch(self.runner, rows) if self._may_launch(rows) else run(self.runner, rows)
+
+    def _may_launch(self, rows: Rows) -> bool:
+        """Whether the host need not know what comes of a step to start the next one."""
+        if self._speculator is not None and self._speculator.may_draft(rows):
+            return False
+        return self.runs_ahead and may_launch(rows)
+
+    def _land(self, flight: Flight | Verified) -> list[TokenEvent]:
         """Wait for the oldest step under way; free what has ended, but for what the next one
         still uses."""
         events = flight.land()
@@ -341,7 +370,7 @@ class Engine:
         them: something would be preempted, or a request needs the host."""
         runner, scheduler = self.runner, self._scheduler
         chosen = scheduler.choose(free_slots=runner.free_slots, free_pages=runner.free_pages)
-        if chosen.preempted or not may_launch(chosen.rows):
+        if chosen.preempted or not self._may_launch(chosen.rows):
             return ()
         scheduler.begin(chosen)
         self._admit(chosen.admitted)
@@ -351,13 +380,17 @@ class Engine:
         for request in requests:
             (request.sequence,) = self.runner.new_sequences(1)
 
-    def _retire(self, requests: Sequence[Request], *, landed: Flight | None = None) -> None:
+    def _retire(
+        self, requests: Sequence[Request], *, landed: Flight | Verified | None = None
+    ) -> None:
         """Forget requests that have ended, and free what no step under way uses of them."""
         flights = [flight for flight in self._flights if flight is not landed]
         under_way = {request for flight in flights for request in flight.requests}
         self._free([request for request in requests if request not in under_way])
         for request in requests:
             self._scheduler.discard(request)
+            if self._speculator is not None:
+                self._speculator.forget(request)
 
     def _restart(self) -> None:
         """After an exception: free every sequence; what has not ended waits to be recomputed."""

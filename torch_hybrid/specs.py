@@ -23,8 +23,8 @@ class Pool:
 
     ``shape`` is what a sequence has in it (``per="slot"``), or a token (``per="page"``, of
     ``page_size`` tokens each), or each draft of a sequence (``per="draft"``; there is no such
-    tensor where nothing is drafted), or all of them together (``per="layer"``). ``planes`` of them stand
-    one after the other in one tensor; with 0, it has no such dimension. ``dtype`` None is the
+    tensor where nothing is drafted), or all of them together (``per="layer"``). ``planes`` of them
+    stand one after the other in one tensor; with 0, it has no such dimension. ``dtype`` None is the
     model's. ``fill`` is what a new one holds.
     """
 
@@ -171,8 +171,8 @@ class DeltaRuleSpec:
         return self.num_v_heads, self.head_v_dim, self.head_k_dim
 
     def pools(self) -> dict[str, Pool]:
-        """The convolution's last inputs, the state, and records ``[q | k | v | b | a]`` of drafts, each
-        in a storage of its own."""
+        """The convolution's last inputs, the state, and records ``[q | k | v | b | a]`` of drafts,
+        each in a storage of its own."""
         width = self.conv_channels + 2 * self.num_v_heads
         pools = _conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
         return {**pools, RECORDS: Pool((width,), per="draft")}
@@ -226,8 +226,8 @@ class KimiDeltaSpec:
         return self.num_heads, self.head_v_dim, self.head_k_dim
 
     def pools(self) -> dict[str, Pool]:
-        """The convolution's last inputs, the state, and records ``[q | k | v | b | f]`` of drafts, each
-        in a storage of its own."""
+        """The convolution's last inputs, the state, and records ``[q | k | v | b | f]`` of drafts,
+        each in a storage of its own."""
         width = self.conv_channels + self.num_heads + self.k_channels
         pools = _conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
         return {**pools, RECORDS: Pool((width,), per="draft")}

@@ -184,8 +184,8 @@ def gated_delta_verify(
 
     The accepted records of a sequence are replayed, its first token runs and its states are left;
     further tokens are run and not stored, and leave their inputs as records (``ops.verify``). In
-    native implementations states have the bits that ``gated_delta_step`` leaves after the same tokens,
-    one by one.
+    native implementations states have the bits that ``gated_delta_step`` leaves after the same
+    tokens, one by one.
 
     Args:
         qkv, z, b, a, conv_weight, conv_bias, A_log, dt_bias, norm_weight: as of the step.

@@ -138,8 +138,8 @@ def chunked_rule(
 ) -> Recurrence:
     """A rule of two execution forms: ``recurrent_<name>`` in decode, ``chunk_<name>`` in extend.
 
-    ``also`` are the ops that its layers call beside it, ``whole`` what stands in for all of them, and
-    ``verify`` the same of steps that verify drafts.
+    ``also`` are the ops that its layers call beside it, ``whole`` what stands in for all of them,
+    and ``verify`` the same of steps that verify drafts.
     """
     decode = OpChoice(name=f"recurrent_{name}", implementations=recurrent, sizes=sizes)
     extend = OpChoice(name=f"chunk_{name}", implementations=chunk, sizes=sizes)

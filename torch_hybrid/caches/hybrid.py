@@ -225,28 +225,39 @@ class HybridCache:
             seqs: of a step that verified drafts.
             num_drafts: of each; -1 where it had no new token.
         """
-        for seq, count in zip(seqs, num_drafts, strict=True):
+        for seq, n in zip(seqs, num_drafts, strict=True):
             held = self._held[seq.id]
-            held.length += count >= 0
-            held.num_drafts, held.num_accepted = max(count, 0), 0
+            held.length += n >= 0
+            held.num_drafts, held.num_accepted = max(n, 0), 0
 
     def accept(self, seqs: Many[Sequence], counts: Many[int]) -> None:
-        """Count the first drafts of sequences as certain; all or none.
+        """Count the first drafts of sequences as certain, and give back the pages of the others.
+
+        All or none.
 
         Raises:
             ValueError: a sequence has fewer drafts, or a handle is foreign, freed or given twice.
         """
         self.check(seqs)
         owners = [self._held[seq.id] for seq in seqs]
-        for seq, held, count in zip(seqs, owners, counts, strict=True):
-            if not 0 <= count <= held.num_drafts:
+        for seq, held, n in zip(seqs, owners, counts, strict=True):
+            if not 0 <= n <= held.num_drafts:
                 raise ValueError(
                     f"accepted must be within 0 and {held.num_drafts}, the drafts of {seq} in its "
-                    f"last step, got {count}"
+                    f"last step, got {n}"
                 )
-        for held, count in zip(owners, counts, strict=True):
-            held.length += count
-            held.num_drafts, held.num_accepted = 0, count
+        for held, n in zip(owners, counts, strict=True):
+            held.length += n
+            held.num_drafts, held.num_accepted = 0, n
+            self._give_back_pages(held)
+
+    def _give_back_pages(self, held: _Held) -> None:
+        """Those that only drafts were in."""
+        num_used = -(-held.length // self.page_size)
+        if num_used < len(held.pages):
+            self.pages.give_back(held.pages[num_used:])
+            self._page_table[held.row, num_used : len(held.pages)] = 0
+            del held.pages[num_used:]
 
     def are_replayed(self, seqs: Many[Sequence]) -> bool:
         """Whether the states of all sequences hold all of their certain tokens."""
