@@ -5,8 +5,9 @@ of which is accepted with probability p as long as those before it are,
 
     expected(p, L) = 1 + p + ... + p^L            tokens
 
-The length of a step is the L of most expected tokens per second, 0 included. A request for which
-that is 0 is left alone for a while, twice as long each time, and then tried with one draft.
+The length of a step is the L of most expected tokens per second. Where that is 0, steps are plain for
+a while, twice as long each time, and then one has a draft of each request, to see whether that has
+changed; so has, in steps that have drafts, a request whose own are hardly accepted.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _FADING_OF_ALL = 0.98  # of all requests together
 _PRIOR, _PRIOR_WEIGHT = 0.6, 3.0  # of the first request, in drafts
 _OWN_WEIGHT = 2.0  # of all requests together in the estimate of one, in drafts
 _SLOPE = 0.1  # of a step's time, what a draft adds where nothing was measured
-_FIRST_REST, _LONGEST_REST = 16, 256  # tokens
+_FIRST_REST, _LONGEST_REST = 16, 256  # steps
 
 
 @dataclass(slots=True)
@@ -43,13 +44,41 @@ class Acceptance:
 
 
 @dataclass(slots=True)
+class Rest:
+    """A pause that is followed by one trial, and is twice as long each time that it fails."""
+
+    left: int = 0
+    is_over: bool = False  # and the trial is due
+    _next: int = _FIRST_REST
+
+    def pass_by(self, count: int) -> None:
+        """So many steps, or tokens, later."""
+        self.left = max(0, self.left - count)
+
+    def begin(self) -> None:
+        """Nothing pays now."""
+        self.left, self.is_over = self._next, True
+        self._next = min(2 * self._next, _LONGEST_REST)
+
+    def ends_in_trial(self) -> bool:
+        """Whether a trial is due, which is made now; else another pause begins."""
+        if self.is_over:
+            self.is_over = False
+            return True
+        self.begin()
+        return False
+
+    def reset(self) -> None:
+        """Something pays again."""
+        self.left, self.is_over, self._next = 0, False, _FIRST_REST
+
+
+@dataclass(slots=True)
 class Course:
-    """What is remembered of a request."""
+    """What is remembered of a request; it rests for so many steps that have drafts of others."""
 
     acceptance: Acceptance = field(default_factory=Acceptance)
-    rests_until: int = 0  # tokens of its history
-    rest: int = _FIRST_REST
-    is_probe: bool = False  # its next drafts are tried whatever is expected of them
+    rest: Rest = field(default_factory=Rest)
 
 
 class Pace:
@@ -61,60 +90,63 @@ class Pace:
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
-        self._all = Acceptance()
+        self._all, self._rest = Acceptance(), Rest()
         # By sequences, rounded up to a power of 2, and the longest draft: seconds of a step. The
         # first step of a kind is not among them: it may have been compiled, or captured.
         self._times: dict[tuple[int, int], deque[float]] = {}
 
+    @property
+    def rests(self) -> bool:
+        """Whether no step has drafts for now."""
+        return self._rest.left > 0
+
     def note_step(self, num_seqs: int, length: int, seconds: float) -> None:
         """A step took so long; ``length`` of its longest draft, 0 for plain decoding."""
+        self._rest.pass_by(1)
         key = _size(num_seqs), length
         if key in self._times:
             self._times[key].append(seconds)
         else:
             self._times[key] = deque(maxlen=_KEPT_TIMES)
 
+    def new_course(self) -> Course:
+        """Of a request that comes: what did not pay with others may with it."""
+        self._rest.left = min(self._rest.left, _FIRST_REST)
+        return Course()
+
     def note_drafts(self, course: Course, num_drafts: int, num_accepted: int) -> None:
         """So many drafts of a request were accepted."""
         course.acceptance.note(num_drafts, num_accepted, _FADING)
         self._all.note(num_drafts, num_accepted, _FADING_OF_ALL)
-        if num_accepted:
-            course.rest = _FIRST_REST
 
     def is_measured(self, num_seqs: int) -> bool:
         """Whether a plain step of so many sequences was: else one has to come first."""
         return bool(self._times.get((_size(num_seqs), 0)))
 
-    def lengths(
-        self, courses: Sequence[Course], available: Sequence[int], sizes: Sequence[int]
-    ) -> list[int]:
+    def lengths(self, courses: Sequence[Course], available: Sequence[int]) -> list[int]:
         """How many of its proposed drafts each request of a step tries.
 
         Args:
             courses: of the requests.
-            available: drafts proposed for each.
-            sizes: tokens of each request's history.
+            available: drafts proposed for each, some for at least one.
         """
         rates = [self._rate(course) for course in courses]
         best = self._best_length(rates, available)
-        lengths = []
-        for course, rate, most, size in zip(courses, rates, available, sizes, strict=True):
-            length = min(best, most)
-            if length and expected(rate, length) < self._cost(len(courses), length):
-                length = 0  # others of the step pay for it
-            if not length and most:
-                length = self._rested(course, size)
-            lengths.append(length)
-        return lengths
+        if not best:
+            tries = self._rest.ends_in_trial()
+            return [min(most, int(tries)) for most in available]
+        self._rest.reset()
+        cost = self._cost(len(courses), best)
+        pairs = zip(courses, rates, available, strict=True)
+        return [self._own_length(c, rate, min(best, most), cost) for c, rate, most in pairs]
 
-    def _rested(self, course: Course, size: int) -> int:
-        """One draft of a request that was left alone for long enough; else none."""
-        if course.is_probe:
-            course.is_probe = False
-            return 1
-        course.rests_until, course.is_probe = size + course.rest, True
-        course.rest = min(2 * course.rest, _LONGEST_REST)
-        return 0
+    def _own_length(self, course: Course, rate: float, length: int, cost: float) -> int:
+        """Of a request that other requests of the step would pay for: one draft now and then."""
+        if expected(rate, length) >= 1.0 + (cost - 1.0) * length / self.max_tokens:
+            course.rest.reset()
+            return length
+        course.rest.pass_by(1)
+        return min(length, int(not course.rest.left and course.rest.ends_in_trial()))
 
     def _rate(self, course: Course) -> float:
         return course.acceptance.rate(self._all.rate(_PRIOR, _PRIOR_WEIGHT), _OWN_WEIGHT)

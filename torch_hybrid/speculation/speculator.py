@@ -58,15 +58,17 @@ class Speculator:
 
     def may_draft(self, rows: Rows) -> bool:
         """Whether a step of these rows may get drafts, so that their histories must be known."""
+        if self._pace.rests:
+            return False
         runs_prompt = any(num_new > 1 for _, num_new in rows)
         return not runs_prompt and any(self._most(request) > 0 for request, _ in rows)
 
     def start(self, rows: Rows) -> Verified | None:
         """Run a step with drafts; None where it is to be run without."""
-        if not _is_decode(rows):
+        if not _is_decode(rows) or self._pace.rests:
             return None
         if self._speculation.adapts and not self._pace.is_measured(len(rows)):
-            return None
+            return None  # what drafts cost is not known before a plain step was timed
         drafts = self._drafts([request for request, _ in rows])
         if not any(drafts):
             return None
@@ -109,16 +111,17 @@ class Speculator:
         drafts = [by_request.get(request, []) for request in requests]
         if not self._speculation.adapts or not any(drafts):
             return drafts
-        courses = [self._courses.setdefault(request, Course()) for request in requests]
-        sizes = [len(request.history) for request in requests]
-        lengths = self._pace.lengths(courses, list(map(len, drafts)), sizes)
+        courses = [self._course(request) for request in requests]
+        lengths = self._pace.lengths(courses, list(map(len, drafts)))
         return [own[:length] for own, length in zip(drafts, lengths, strict=True)]
+
+    def _course(self, request: Request) -> Course:
+        if request not in self._courses:
+            self._courses[request] = self._pace.new_course()
+        return self._courses[request]
 
     def _most(self, request: Request) -> int:
         """Drafts that a request can use now: all but the last of its tokens to come."""
-        course = self._courses.get(request)
-        if course is not None and len(request.history) < course.rests_until:
-            return 0
         left = request.sampling.max_new_tokens - len(request.tokens) - 1
         return min(self._speculation.max_tokens, left)
 
