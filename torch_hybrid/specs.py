@@ -288,8 +288,11 @@ class Mamba2Spec:
         return self.num_heads, self.head_dim, self.state_dim
 
     def pools(self) -> dict[str, Pool]:
-        """The convolution's last inputs and the state, each in a storage of its own."""
-        return _conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
+        """The convolution's last inputs, the state, and records ``[x | B | C | dt]`` of drafts,
+        each in a storage of its own."""
+        width = self.conv_channels + self.num_heads
+        pools = _conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
+        return {**pools, RECORDS: Pool((width,), per="draft")}
 
     def divided(self, num_ranks: int) -> Self:
         """As ``LayerSpec`` says."""

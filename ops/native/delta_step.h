@@ -69,6 +69,7 @@ struct Scratch {
 // One sequence's token.
 template <typename T>
 struct Sequence {
+  using Type = T;
   const Call& call;
   int64_t token;
   bool is_live;

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "delta_step.h"
+#include "verify.h"
 
 namespace th::verify {
 
@@ -35,58 +36,40 @@ struct Scratch {
   std::vector<const T*> rows;                     // of the convolution
   std::vector<delta::Token> tokens;
 
-  static int64_t num_tokens(const Call& call) { return 2 * call.num_records + 1; }
   static int64_t num_floats(const Call& call) {
     const int64_t K = call.k_dim, V = call.v_dim;
-    return num_tokens(call) * (6 * K + 2 * V) + BLOCK_ROWS * K;
+    return most_tokens(call) * (6 * K + 2 * V) + BLOCK_ROWS * K;
   }
 
   Scratch(const Call& call, float* memory)
-      : rows(num_tokens(call) + call.width - 1), tokens(num_tokens(call)) {
-    const int64_t K = num_tokens(call) * call.k_dim, V = num_tokens(call) * call.v_dim;
+      : rows(most_tokens(call) + call.width - 1), tokens(most_tokens(call)) {
+    const int64_t K = most_tokens(call) * call.k_dim, V = most_tokens(call) * call.v_dim;
     unit_q = memory, unit_k = unit_q + K, decay = unit_k + K, read = decay + K, ahead = read + K;
     float* rounded = ahead + BLOCK_ROWS * call.k_dim;
     q = (T*)rounded, k = (T*)(rounded + K), v = (T*)(rounded + 2 * K), o = (T*)(rounded + 2 * K + V);
   }
 };
 
-// One sequence: the records that are replayed, and then its new tokens, of which the first is
-// certain. Tokens are counted from the first record.
 template <typename T>
-struct Sequence : step::Sequence<T> {
-  int64_t num_replayed, num_tokens, num_certain;
+struct Sequence : Drafted<step::Sequence<T>> {
+  using Drafted<step::Sequence<T>>::Drafted;
 
-  Sequence(const Call& call, int64_t n)
-      : step::Sequence<T>(call, n),
-        num_replayed(call.accepted[n]),
-        num_tokens(num_replayed + call.cu_seqlens[n + 1] - this->token),
-        num_certain(std::min(num_tokens, num_replayed + 1)) {}
-
-  T* record(int64_t at, int64_t i) const {
-    return (T*)this->call.records + (at * this->call.num_records + i) * this->call.record_width;
-  }
   const T* inputs(int64_t i) const {
-    if (i < num_replayed) return record(this->initial, i);
-    return (const T*)this->call.qkv + place(i) * this->call.qkv_stride;
+    return this->part(i, 0, this->call.qkv, this->call.qkv_stride);
   }
   const T* b(int64_t i) const {
-    if (i < num_replayed) return record(this->initial, i) + this->call.channels;
-    return (const T*)this->call.b + place(i) * this->call.b_stride;
+    return this->part(i, this->call.channels, this->call.b, this->call.b_stride);
   }
   const T* a(int64_t i) const {
-    if (i < num_replayed)
-      return record(this->initial, i) + this->call.channels + this->call.num_v_heads;
-    return (const T*)this->call.a + place(i) * this->call.a_stride;
+    const int64_t first = this->call.channels + this->call.num_v_heads;
+    return this->part(i, first, this->call.a, this->call.a_stride);
   }
   const T* z(int64_t i, int64_t j) const {
-    return (const T*)this->call.z + place(i) * this->call.z_stride + j * this->call.v_dim;
+    return (const T*)this->call.z + this->place(i) * this->call.z_stride + j * this->call.v_dim;
   }
   T* out(int64_t i, int64_t j) const {
-    return (T*)this->call.out + (place(i) * this->call.num_v_heads + j) * this->call.v_dim;
+    return (T*)this->call.out + (this->place(i) * this->call.num_v_heads + j) * this->call.v_dim;
   }
-
- private:
-  int64_t place(int64_t i) const { return this->token + i - num_replayed; }  // of a new token
 };
 
 // Runs all tokens on value head j, whose inputs of the convolution are s.rows.
@@ -115,25 +98,7 @@ void run_head(const Sequence<T>& seq, int64_t j, int64_t channel, Scratch<T>& s,
     Mixer::gated_norm(call, s.o + i * V, seq.z(i, j), seq.out(i, j));
 }
 
-// Leaves what a sequence's next tokens need of `size` channels: the last inputs that are certain,
-// and records of those that are not.
-template <typename T>
-void leave_channels(const Sequence<T>& seq, const T* const* rows, int64_t channel, int64_t size) {
-  const int64_t num_past = seq.call.width - 1;
-  for (int64_t w = 0; w < num_past; ++w) {
-    T* left = seq.past(seq.slot, w) + channel;
-    const T* row = rows[seq.num_certain + w];
-    if (row)
-      std::memmove(left, row + channel, size * sizeof(T));
-    else
-      std::fill(left, left + size, from_float<T>(0.0f));
-  }
-  for (int64_t i = seq.num_certain; i < seq.num_tokens; ++i)
-    std::memcpy(seq.record(seq.slot, i - seq.num_certain) + channel, rows[num_past + i] + channel,
-                size * sizeof(T));
-}
-
-// The same of the gates of value heads from j on.
+// Leaves records of the gates of value heads from j on.
 template <typename T>
 void leave_gates(const Sequence<T>& seq, int64_t j, int64_t num_heads) {
   const Call& call = seq.call;
@@ -192,18 +157,6 @@ void run(const Call& call) {
 template <typename Mixer, typename T>
 void dispatch(const Call& call) {
   with_width(call.width, [&](auto width) { verify::run<Mixer, decltype(width)::value, T>(call); });
-}
-
-// Whether all records that are read and written are there.
-template <typename Call>
-bool records_are_valid(const Call& call) {
-  for (int64_t n = 0; n < call.num_seqs; ++n) {
-    const int64_t num_new = call.cu_seqlens[n + 1] - call.cu_seqlens[n];
-    if (num_new - 1 > call.num_records) return false;
-    if (call.accepted[n] < 0 || call.accepted[n] > call.num_records) return false;
-    if (call.accepted[n] && !call.initial_indices[n]) return false;
-  }
-  return true;
 }
 
 }  // namespace th::verify

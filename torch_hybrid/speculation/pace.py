@@ -5,9 +5,9 @@ of which is accepted with probability p as long as those before it are,
 
     expected(p, L) = 1 + p + ... + p^L            tokens
 
-The length of a step is the L of most expected tokens per second. Where that is 0, steps are plain for
-a while, twice as long each time, and then one has a draft of each request, to see whether that has
-changed; so has, in steps that have drafts, a request whose own are hardly accepted.
+The length of a step is the L of most expected tokens per second. Where that is 0, steps are plain
+for a while, twice as long each time, and then one has a draft of each request, to see whether that
+has changed; so has, in steps that have drafts, a request whose own are hardly accepted.
 """
 
 from __future__ import annotations
