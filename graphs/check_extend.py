@@ -61,6 +61,7 @@ def check_extend(
     max_tokens: int,
     vocab_size: int,
     num_position_axes: int,
+    most_each: int | None = None,
 ) -> None:
     """Raise ValueError unless the arguments are as ``Runner.extend`` says.
 
@@ -69,6 +70,7 @@ def check_extend(
         num_seqs: how many sequences it was given.
         max_tokens: most new tokens in one step.
         vocab_size, num_position_axes: of the model.
+        most_each: new tokens that a sequence may have; None is any number.
     """
     if num_seqs != len(tokens):
         raise ValueError(
@@ -86,6 +88,11 @@ def check_extend(
         raise ValueError(
             f"at most max_tokens = {max_tokens} new tokens fit one step, got "
             f"{sum(lengths)}: extend in chunks"
+        )
+    if most_each is not None and max(lengths) > most_each:
+        raise ValueError(
+            f"a sequence must have one token and at most max_drafts = {most_each - 1} drafts, got "
+            f"{lengths} tokens"
         )
     lowest, highest = _extremes(tokens)
     if lowest < 0 or highest >= vocab_size:

@@ -39,6 +39,15 @@ def check_max_tokens(max_tokens: int, chunk_size: int) -> None:
         )
 
 
+def check_max_drafts(max_drafts: int, max_tokens: int) -> None:
+    """Raise ValueError unless a step holds a token of a sequence and all of its drafts."""
+    if not 0 <= max_drafts < max_tokens:
+        raise ValueError(
+            f"max_drafts must be within 0 and {max_tokens - 1}, one less than max_tokens, "
+            f"got {max_drafts}"
+        )
+
+
 def check_kv_tokens(kv_tokens: KvTokens) -> None:
     """Raise ValueError unless it is a number or "auto"."""
     if isinstance(kv_tokens, str) and kv_tokens != "auto":

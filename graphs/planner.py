@@ -121,7 +121,7 @@ class StepPlanner:
         num_seqs = max(part.num_seqs for part in parts)
         if mode.tokens_per_seq is not None:
             num_seqs = self._decode_seqs(num_seqs)
-            return num_seqs, num_seqs * mode.tokens_per_seq
+            return num_seqs, num_seqs * _longest(parts, mode)
         sizes = self._sizes.tokens if len(parts) == 1 else self._sizes.half_tokens
         num_tokens = max(part.num_tokens for part in parts)
         return round_up(num_seqs, self._sizes.seqs), round_up(num_tokens, sizes)
@@ -165,6 +165,9 @@ class StepPlanner:
         self, variant: Variant, bucket: Bucket, forms: Mapping[str, Form], num_rows: int
     ) -> Inputs:
         batches = [self._null_batch(bucket) for _ in range(1 + variant.in_halves)]
+        if variant.mode.num_drafts:
+            none = _zeros(bucket.num_seqs, dtype=torch.int32)
+            batches = [replace(batch, accepted=none) for batch in batches]
         rows = None
         if variant.mode.tokens_per_seq is None or variant.in_halves:
             rows = _zeros(num_rows, dtype=torch.int64)
@@ -197,6 +200,15 @@ class StepPlanner:
         kinds = list(self._backends)
         for forms in product(*(self._backends[kind].forms(mode) for kind in kinds)):
             yield dict(zip(kinds, forms, strict=True))
+
+
+def _longest(parts: Sequence[Batch], mode: Mode) -> int:
+    """Tokens that each sequence of a mode of fixed lengths is padded to: where drafts are verified,
+    as many as the longest of the step has."""
+    if not mode.num_drafts:
+        return mode.tokens_per_seq or 1
+    lengths = [int(part.cu_seqlens.diff().max()) for part in parts]
+    return max(1, *lengths)
 
 
 def _zeros(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -31,6 +31,7 @@ from torch_hybrid.graphs.check_options import (
     KvTokens,
     check_artefact,
     check_kv_tokens,
+    check_max_drafts,
     check_max_tokens,
     check_types,
     kept_table,
@@ -106,6 +107,8 @@ class Runner:
         backends: implementations to take, by name.
         prefill: with False, every step appends one token to each of its sequences, and nothing is
             chosen, allocated or compiled for others.
+        max_drafts: tokens of a sequence that ``verify`` may take before they are certain. Each has
+            memory beside every state, which ``explain`` counts. With 0 there is no such step.
         check_batch: called on the host with the batch of each step before it runs; what it raises
             stops the step. ``Agreement(...).check``, where several ranks share the model.
         passes: graph passes over each traced step, in order; see ``graphs.passes``, which has
@@ -139,6 +142,7 @@ class Runner:
         two_batch_overlap: Literal["off", "on", "auto"] | OverlapPolicy = "off",
         backends: Backends | None = None,
         prefill: bool = True,
+        max_drafts: int = 0,
         check_batch: Callable[[Batch], None] | None = None,
         passes: Many[Pass] = DEFAULT_PASSES,
         artefact: str | os.PathLike[str] | None = None,
@@ -149,6 +153,7 @@ class Runner:
         self._capture = CapturePolicy.of(cuda_graphs, device, compiles=bool(compile))
         check_artefact(artefact, compiles=bool(compile))
         check_kv_tokens(kv_tokens)
+        check_max_drafts(max_drafts, max_tokens)
         table = kept_table(model.table, kv_dtype)
         self.lock = RLock()
         self.model = model
@@ -156,7 +161,7 @@ class Runner:
         self.max_checkpoints = max_checkpoints
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
-        self.compile, self.prefill = compile, prefill
+        self.compile, self.prefill, self.max_drafts = compile, prefill, max_drafts
         self._check_batch = check_batch
         self._overlap_trials: tuple[Trial, ...] = ()
         with calm(device):
@@ -175,6 +180,7 @@ class Runner:
                 dtype=model.dtype,
                 device=device,
                 max_checkpoints=max_checkpoints,
+                num_drafts=max_drafts,
             )
             if kv_scales is not None:
                 self._cache.set_scales(kv_scales)
@@ -186,12 +192,15 @@ class Runner:
                     "page_size": page_size,
                     "kv_dtype": kv_dtype,
                     "max_checkpoints": max_checkpoints,
+                    "max_drafts": max_drafts,
                 }
                 store = StepStore(artefact, model, self._cache.pools, passes, **sizes)
                 if not store.is_open and compile != "background":
                     check_toolchain(device)
             self.choices = choose(model, wanted, compiles=bool(compile))
             modes = MODES if prefill else (Mode.DECODE,)
+            if max_drafts:
+                modes = (*modes, Mode.verify(max_drafts))
             self.backends = make_backends(table, self._cache.sizes, wanted, modes)
             grid = chunk_grid(self.backends)
             check_max_tokens(max_tokens, grid)
@@ -304,6 +313,7 @@ class Runner:
             CapacityError: ``max_checkpoints`` are there already.
         """
         with self.lock:
+            self.flush([seq])
             return self._cache.checkpoint(seq)
 
     def release(self, checkpoint: Checkpoint) -> None:
@@ -429,6 +439,90 @@ class Runner:
             self._last.note(seqs, draws)
             return launched
 
+    def verify(
+        self,
+        seqs: Many[Sequence],
+        tokens: Many[Many[int]],
+        *,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Append one token to each sequence, try drafts after it, and return logits of all of them.
+
+        A sequence holds its first new token from now on; its drafts only as far as ``accept`` says
+        before its next step, and none of them otherwise. States are those of plain decoding,
+        whatever was tried. Nothing changes if an error is raised before the step runs.
+
+        Args:
+            seqs: N distinct live sequences, at least one.
+            tokens: the new tokens of each, of which the first is certain: one and up to
+                ``max_drafts`` drafts, ``max_tokens`` in all at most.
+            positions: as of ``extend``.
+
+        Returns:
+            [T, vocab_size]: after each token, the sequences one after the other.
+
+        Raises:
+            TypeError: tokens are no integers.
+            ValueError: an argument is not as above.
+            UnsupportedError: the runner has ``max_drafts=0``.
+            CapacityError: the KV pool has too few free pages.
+        """
+        if not self.max_drafts:
+            raise UnsupportedError("a runner with max_drafts=0 verifies no drafts")
+        with self.lock, calm(self._device):
+            given = token_lists(tokens)
+            if not seqs:
+                raise ValueError("verify takes at least one sequence, got none")
+            self._check_extend(given, len(seqs), "all", positions, most_each=1 + self.max_drafts)
+            out = self._verify(seqs, given, positions)
+            self._last.forget(seqs)
+            return out[: sum(map(len, given))]
+
+    def accept(self, seqs: Many[Sequence], counts: Many[int]) -> None:
+        """Count the first drafts of sequences as held, each by its own count; once after a verify.
+
+        Raises:
+            ValueError: a sequence has fewer drafts, was freed, is another runner's or comes twice;
+                or there is not one count for each.
+        """
+        if len(counts) != len(seqs):
+            raise ValueError(f"accept takes a count for each of {len(seqs)}, got {len(counts)}")
+        with self.lock:
+            self._cache.accept(seqs, counts)
+
+    def flush(self, seqs: Many[Sequence]) -> None:
+        """Bring the states of sequences up to their last certain token.
+
+        For those who copy or move states: all other steps do so where they need it.
+        """
+        with self.lock, calm(self._device):
+            self._cache.check_usable(seqs)
+            self._flush(seqs)
+
+    def _flush(self, seqs: Many[Sequence]) -> None:
+        behind = [seq for seq in seqs if not self._cache.are_replayed([seq])]
+        if behind:
+            self._verify(behind, [()] * len(behind))
+
+    def _verify(
+        self,
+        seqs: Many[Sequence],
+        tokens: Many[Many[int]],
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """Run a step that verifies drafts, of sequences that may have no token; logits, padded."""
+        mode, num_drafts = self._verify_mode, [len(new) - 1 for new in tokens]
+        variant, planned = self._plan_step(seqs, tokens, mode, positions=positions)
+        return self._run_step(
+            seqs,
+            lambda: self._execution.logits(variant, planned),
+            lambda: self._cache.commit_drafts(seqs, num_drafts),
+        )
+
+    @property
+    def _verify_mode(self) -> Mode:
+        return Mode.verify(self.max_drafts)
+
     def wait(self) -> None:
         """Wait until the device has done all that was launched."""
         self._execution.wait()
@@ -439,6 +533,7 @@ class Runner:
         num_seqs: int,
         logits: str = "last",
         positions: Tensor | None = None,
+        most_each: int | None = None,
     ) -> None:
         check_extend(
             tokens,
@@ -448,6 +543,7 @@ class Runner:
             max_tokens=self.max_tokens,
             vocab_size=self.vocab_size,
             num_position_axes=self.model.num_position_axes,
+            most_each=most_each,
         )
 
     def _plan(
@@ -468,6 +564,23 @@ class Runner:
             raise UnsupportedError(
                 f"a runner with prefill=False appends one token to each sequence, got {lengths}"
             )
+        if not self._cache.are_replayed(seqs):
+            if mode is Mode.EXTEND:
+                self._flush(seqs)
+            else:  # which replays as it decodes
+                mode = self._verify_mode
+        return self._plan_step(seqs, tokens, mode, logits=logits, positions=positions)
+
+    def _plan_step(
+        self,
+        seqs: Many[Sequence],
+        tokens: Many[Many[int]],
+        mode: Mode,
+        *,
+        logits: Logits = "all",
+        positions: Tensor | None = None,
+    ) -> tuple[Variant, Inputs]:
+        """As ``_plan``, in a mode."""
         self._execution.join()  # pages may be copied
         batch = self._cache.make_batch(
             seqs,
@@ -475,6 +588,7 @@ class Runner:
             positions=positions,
             num_position_axes=self.model.num_position_axes,
             table_width=self._planner.table_width,
+            replays=mode.num_drafts > 0,
         )
         self._check(batch)
         variant, planned = self._planner.plan(batch, mode, logits)
@@ -485,9 +599,15 @@ class Runner:
         self, seqs: Many[Sequence], lengths: Many[int], run: Callable[[], ResultT]
     ) -> ResultT:
         """``run`` a step that gives each sequence so many tokens; cut off, it breaks them."""
+        return self._run_step(seqs, run, lambda: self._cache.commit(seqs, lengths))
+
+    def _run_step(
+        self, seqs: Many[Sequence], run: Callable[[], ResultT], commit: Callable[[], None]
+    ) -> ResultT:
+        """``run`` a step of sequences and count its tokens; cut off, it breaks them."""
         try:
             result = run()
-            self._cache.commit(seqs, lengths)
+            commit()
         except BaseException:
             self._cache.mark_broken(seqs)
             raise
@@ -594,6 +714,7 @@ class Runner:
             num_checkpoints=self.max_checkpoints if table.has_states else 0,
             dtype=model.dtype,
             device=self._device,
+            num_drafts=self.max_drafts,
         )
 
         def make_trial(prefix_rows: int) -> Runner:

@@ -1,13 +1,15 @@
 """One token of each sequence through the mixer of a delta rule, whatever its decay: what the ops of
-such steps are given, what they ask of it, and their form in vectorised torch.
+such steps are given, what they ask of it, and their form in vectorised torch; and the same of steps
+that verify drafts.
 
 Here decays are those of value heads, or of each of their channels of K.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,7 @@ from torch_hybrid.ops.delta_rule import l2_normalize
 from torch_hybrid.ops.ragged_chunks import initial_states, live_sequences, store_states
 from torch_hybrid.ops.recurrence import check_slots, check_tokens
 from torch_hybrid.ops.registration import check_contiguous, check_dtypes, check_shapes
+from torch_hybrid.ops.verify import check_records, verify_by_steps
 
 # As they stand in the ops' schemas.
 SCHEMA = (
@@ -152,3 +155,64 @@ def step_in_torch(
     out = torch.zeros_like(x.z, memory_format=torch.contiguous_format)
     out[token] = gated_norm(o, x.z[token].view_as(o)).flatten(1)
     return out
+
+
+def check_verify(
+    x: StepTensors, records: Tensor, accepted: Tensor, *, activation: str, by_channel: bool
+) -> None:
+    """As ``check_step``, and of what a step that verifies drafts takes beside."""
+    check_step(x, activation=activation, by_channel=by_channel)
+    check_records(
+        records,
+        accepted,
+        num_slots=x.state.shape[0],
+        width=x.qkv.shape[1] + x.b.shape[1] + x.a.shape[1],
+        dtype=x.qkv.dtype,
+        num_seqs=x.state_indices.shape[0],
+    )
+
+
+def verify_by_delta_steps(
+    step: Callable[..., Tensor],
+    *tensors: Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """A step that verifies drafts, by a launcher of the decode step: records are [qkv | b | a]."""
+    *of_step, records, accepted = tensors
+    x = StepTensors(*of_step)  # type: ignore[arg-type]
+    parts = [x.qkv, x.b, x.a]
+    widths = [part.shape[1] for part in parts]
+
+    def advance(
+        rows: Tensor, token: Tensor | None, pools: Sequence[Tensor], offsets: Tensor, own: Tensor
+    ) -> Tensor:
+        qkv, b, a = rows.split(widths, 1)
+        z = x.z.new_zeros(len(rows), x.z.shape[1]) if token is None else x.z[token]
+        conv_state, state = pools
+        given = replace(
+            x,
+            qkv=qkv,
+            z=z,
+            b=b,
+            a=a,
+            conv_state=conv_state,
+            state=state,
+            cu_seqlens=offsets,
+            initial_indices=own,
+            state_indices=own,
+        )
+        return step(*(getattr(given, field.name) for field in fields(given)), **options)
+
+    assert records is not None
+    assert accepted is not None
+    return verify_by_steps(
+        advance,
+        torch.cat(parts, 1),
+        torch.zeros_like(x.z, memory_format=torch.contiguous_format),
+        [x.conv_state, x.state],
+        records,
+        accepted,
+        x.cu_seqlens,
+        x.initial_indices,
+        x.state_indices,
+    )

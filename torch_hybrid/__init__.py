@@ -34,6 +34,7 @@ from torch_hybrid.specs import (
     Mamba2Spec,
     ShortConvolutionSpec,
 )
+from torch_hybrid.speculation import Drafter, Ngram, Speculation
 from torch_hybrid.stats import EngineStats
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "CapacityError",
     "Checkpoint",
     "DeltaRuleSpec",
+    "Drafter",
     "Engine",
     "EngineStats",
     "HybridCache",
@@ -54,6 +56,7 @@ __all__ = [
     "LightningSpec",
     "Mamba2Spec",
     "Mode",
+    "Ngram",
     "Output",
     "PrefixCache",
     "PrefixPolicy",
@@ -64,6 +67,7 @@ __all__ = [
     "Sampling",
     "Sequence",
     "ShortConvolutionSpec",
+    "Speculation",
     "Step",
     "TokenEvent",
     "TokenLogprob",

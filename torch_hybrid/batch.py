@@ -31,8 +31,8 @@ class Axis(Enum):
     CONSTANT = "the same for the whole batch"
 
 
-def _declared(axis: Axis, pad: int = 0) -> Any:
-    return field(metadata={"axis": axis, "pad": pad})
+def _declared(axis: Axis, pad: int = 0, **default: None) -> Any:
+    return field(metadata={"axis": axis, "pad": pad}, **default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +51,8 @@ class Batch:
     page_table: Tensor = _declared(Axis.SEQUENCE)  # [N, max_pages]
     initial_indices: Tensor = _declared(Axis.STARTS)  # [N] slot of the state before; 0: none
     state_indices: Tensor = _declared(Axis.SEQUENCE)  # [N] slot of the state after
+    # [N] records that are replayed first, of drafts that were accepted; None: of none
+    accepted: Tensor | None = _declared(Axis.SEQUENCE, default=None)
 
     @property
     def num_tokens(self) -> int:
@@ -89,9 +91,9 @@ def pad_to(batch: Batch, *, num_seqs: int, num_tokens: int) -> Batch:
     if more_seqs == more_tokens == 0:
         return batch
 
-    def padded(name: str, tensor: Tensor) -> Tensor:
+    def padded(name: str, tensor: Tensor | None) -> Tensor | None:
         axis, value = AXES[name]
-        if not (more_tokens if axis is Axis.TOKEN else more_seqs):
+        if tensor is None or not (more_tokens if axis is Axis.TOKEN else more_seqs):
             return tensor
         match axis:
             case Axis.TOKEN:
@@ -128,7 +130,9 @@ def split(batch: Batch, token: int) -> tuple[Batch, Batch]:
     num_done = min(num_done, num_first)
     left_out = (cu_seqlens[1 : num_first + 1] - token).clamp(min=0)
 
-    def halves(name: str, tensor: Tensor) -> tuple[Tensor, Tensor]:
+    def halves(name: str, tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        if tensor is None:
+            return None, None
         match AXES[name][0]:
             case Axis.TOKEN:
                 return tensor[..., :token], tensor[..., token:]
@@ -161,6 +165,7 @@ def make_batch(
     initial_indices: Sequence[int] | None = None,
     positions: Tensor | None = None,
     num_position_axes: int = 1,
+    accepted: Sequence[int] | None = None,
 ) -> Batch:
     """Pack the new tokens of N sequences into a batch of CPU tensors.
 
@@ -175,6 +180,7 @@ def make_batch(
         positions: [T] or [num_position_axes, T] int64; by default each sequence counts on from
             its prefix, alike on every axis.
         num_position_axes: 1, or 3 for models with 3-D rotary positions.
+        accepted: how many records of each sequence are replayed, in a step that verifies drafts.
     """
     query_lens = [len(new) for new in tokens]
     cu_seqlens = int_tensor(accumulate(query_lens, initial=0), torch.int32)
@@ -210,6 +216,7 @@ def make_batch(
         page_table=page_table,
         initial_indices=int_tensor(initial_indices, torch.int32),
         state_indices=int_tensor(state_indices, torch.int32),
+        accepted=None if accepted is None else int_tensor(accepted, torch.int32),
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from numbers import Real
 from types import TracebackType
@@ -28,6 +28,8 @@ from torch_hybrid.prompts import Prompt, as_prompts
 from torch_hybrid.request import FinishReason, Output, Request, TokenEvent
 from torch_hybrid.sampling import GREEDY, Sampling
 from torch_hybrid.scheduler import Schedule, Scheduler
+from torch_hybrid.speculation import DraftCounts, Speculation, Speculator
+from torch_hybrid.speculation.verified import Verified
 from torch_hybrid.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -57,12 +59,15 @@ class Engine:
         prefix_cache: keep what requests held, for those that begin with the same tokens: they run
             the rest alone. True is ``PrefixCache()``. States are kept in the runner's
             ``max_checkpoints``, keys in pages that no sequence needs. ``close`` gives them back.
+        speculate: have tokens drafted, and several of them verified in one step; the runner needs
+            ``max_drafts``. Tokens are the same as without, but for what other company changes.
+            Steps that may have drafts are waited for.
 
     Raises:
         TypeError: ``prefix_cache`` is of another kind.
         UnsupportedError: the runner serves decode steps alone.
-        ValueError: ``max_waiting`` or ``run_ahead`` is none of its values, or states are to be kept
-            on a runner that has no checkpoints.
+        ValueError: ``max_waiting`` or ``run_ahead`` is none of its values, states are to be kept on
+            a runner that has no checkpoints, or ``speculate`` asks for more drafts than it holds.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class Engine:
         max_waiting: int | None = None,
         run_ahead: RunAhead = "auto",
         prefix_cache: bool | PrefixCache = False,
+        speculate: Speculation | None = None,
     ) -> None:
         if max_waiting is not None and max_waiting < 1:
             raise ValueError(f"max_waiting must be at least 1 or None, got {max_waiting}")
@@ -96,13 +102,15 @@ class Engine:
         if prefix_cache:
             options = PrefixCache() if prefix_cache is True else prefix_cache
             self._prefixes = Prefixes(runner, options)
+        self._speculator = None if speculate is None else Speculator(speculate, runner)
         self._intake = Intake(
             runner, tokenizer, self.eos_token_ids, finds_messages=bool(prefix_cache)
         )
         self._scheduler: Scheduler[Request] = Scheduler(
             max_tokens=runner.max_tokens, page_size=runner.page_size, starts=self._prefixes
         )
-        self._flights: deque[Flight] = deque()  # the oldest first; between steps at most one
+        # The oldest first; between steps at most one.
+        self._flights: deque[Flight | Verified] = deque()
         self._lock = runner.lock
         self._next_deadline = math.inf  # of the requests that have one
         self._late_events: list[TokenEvent] = []  # of ends outside of a batch, for a step to return
@@ -216,6 +224,11 @@ class Engine:
             if request not in self._scheduler:
                 raise ValueError(f"request {request.index} is not one of this engine's")
             self._end_outside([request], "cancelled")
+
+    @property
+    def drafts(self) -> DraftCounts:
+        """What was drafted and accepted so far."""
+        return DraftCounts() if self._speculator is None else self._speculator.counts
 
     @property
     def has_unfinished(self) -> bool:
@@ -337,24 +350,40 @@ class Engine:
 
     def _advance(self) -> list[TokenEvent]:
         """Run the next batch, unless it is under way; start the one after it; land the first."""
+        began = time.perf_counter()
         if not self._flights:
             rows = self._prepare()
             if not rows:
                 return []
-            self._start(launch if self.runs_ahead and may_launch(rows) else run, rows)
+            self._note_start(self._start(rows))
         flight = self._flights[0]
         if flight.was_launched and (rows := self._prepare_ahead()):
-            self._start(launch, rows)
-        return self._land(flight)
+            self._note_start(launch(self.runner, rows))
+        events = self._land(flight)
+        if self._speculator is not None:
+            self._speculator.note(flight, began)
+        return events
 
-    def _start(self, start: Callable[[Runner, Rows], Flight], rows: Rows) -> None:
-        """Start a step; what it leaves is kept before the next one starts."""
-        self._flights.append(start(self.runner, rows))
+    def _start(self, rows: Rows) -> Flight | Verified:
+        """Start a step: with drafts, ahead of the host, or waited for."""
+        if self._speculator is not None and (verified := self._speculator.start(rows)):
+            return verified
+        return launch(self.runner, rows) if self._may_launch(rows) else run(self.runner, rows)
+
+    def _may_launch(self, rows: Rows) -> bool:
+        """Whether the host need not know what comes of a step to start the next one."""
+        if self._speculator is not None and self._speculator.may_draft(rows):
+            return False
+        return self.runs_ahead and may_launch(rows)
+
+    def _note_start(self, flight: Flight | Verified) -> None:
+        """Of a step that was started: what it leaves is kept before the next one starts."""
+        self._flights.append(flight)
         self._num_steps += 1
         if self._prefixes is not None:
-            self._prefixes.run(self._flights[-1].requests)
+            self._prefixes.run(flight.requests)
 
-    def _land(self, flight: Flight) -> list[TokenEvent]:
+    def _land(self, flight: Flight | Verified) -> list[TokenEvent]:
         """Wait for the oldest step under way; free what has ended, but for what the next one
         still uses."""
         events = flight.land()
@@ -391,7 +420,7 @@ class Engine:
         them: something would be preempted, or a request needs the host."""
         runner, scheduler = self.runner, self._scheduler
         chosen = scheduler.choose(free_slots=runner.free_slots, free_pages=runner.free_pages)
-        if chosen.preempted or not may_launch(chosen.rows):
+        if chosen.preempted or not self._may_launch(chosen.rows):
             return ()
         scheduler.begin(chosen)
         self._admit(chosen)
@@ -412,7 +441,9 @@ class Engine:
                 self._prefixes.wait_again(request)
         self._free(requests)
 
-    def _retire(self, requests: Sequence[Request], *, landed: Flight | None = None) -> None:
+    def _retire(
+        self, requests: Sequence[Request], *, landed: Flight | Verified | None = None
+    ) -> None:
         """Forget requests that have ended, and free what no step under way uses of them."""
         flights = [flight for flight in self._flights if flight is not landed]
         under_way = {request for flight in flights for request in flight.requests}
@@ -424,6 +455,8 @@ class Engine:
         self._free(done)
         for request in requests:
             self._scheduler.discard(request)
+            if self._speculator is not None:
+                self._speculator.forget(request)
 
     def _restart(self) -> None:
         """After an exception: free every sequence; what has not ended waits to be recomputed."""

@@ -38,12 +38,14 @@ class Flight:
         sampled: those of them that get a token of it, in the order of their tokens.
         tokens: waits for them.
         logits: [N, vocab_size] that they were drawn from; None of a launched step.
+        is_decode: whether it runs one token of each.
     """
 
     requests: tuple[Request, ...]
     sampled: tuple[Request, ...]
     tokens: Callable[[], list[int]]
     logits: Tensor | None = None
+    is_decode: bool = False
 
     @property
     def was_launched(self) -> bool:
@@ -80,14 +82,16 @@ def launch(runner: Runner, rows: Rows) -> Flight:
     """
     draws = _draws(rows)
     tokens = [request.missing(num_new) for request, num_new in rows]
-    launched = runner.launch(_sequences(rows), tokens, draws)
+    launched = runner.launch(sequences_of(rows), tokens, draws)
     places = [row for row, draw in enumerate(draws) if draw is not None]
 
     def taken() -> list[int]:
         drawn = launched.result()
         return [drawn[row] for row in places]
 
-    return Flight(requests=_requests(rows), sampled=_hold(rows), tokens=taken)
+    return Flight(
+        requests=_requests(rows), sampled=_hold(rows), tokens=taken, is_decode=_is_decode(rows)
+    )
 
 
 def run(runner: Runner, rows: Rows) -> Flight:
@@ -97,8 +101,14 @@ def run(runner: Runner, rows: Rows) -> Flight:
     sampled = _hold(rows)
     if len(draws) < len(rows):
         logits = logits[list(draws)]
-    tokens = sample(_ruled(logits, sampled), list(draws.values()))
-    return Flight(requests=_requests(rows), sampled=sampled, tokens=lambda: tokens, logits=logits)
+    tokens = sample(ruled(logits, sampled), list(draws.values()))
+    return Flight(
+        requests=_requests(rows),
+        sampled=sampled,
+        tokens=lambda: tokens,
+        logits=logits,
+        is_decode=_is_decode(rows),
+    )
 
 
 def _draws(rows: Rows) -> list[Draw | None]:
@@ -119,11 +129,16 @@ def _hold(rows: Rows) -> tuple[Request, ...]:
     return tuple(sampled)
 
 
+def _is_decode(rows: Rows) -> bool:
+    return all(num_new == 1 for _, num_new in rows)
+
+
 def _requests(rows: Rows) -> tuple[Request, ...]:
     return tuple(request for request, _ in rows)
 
 
-def _sequences(rows: Rows) -> list[HeldSequence]:
+def sequences_of(rows: Rows) -> list[HeldSequence]:
+    """The sequences of the requests of a step, which all have one."""
     sequences = [request.sequence for request, _ in rows if request.sequence is not None]
     assert len(sequences) == len(rows)
     return sequences
@@ -131,7 +146,7 @@ def _sequences(rows: Rows) -> list[HeldSequence]:
 
 def _extend(runner: Runner, rows: Rows) -> Tensor:
     """[N, vocab_size] logits after each row's tokens; prompts that ask note their own."""
-    sequences = _sequences(rows)
+    sequences = sequences_of(rows)
     tokens = [request.history[request.num_held :][:num_new] for request, num_new in rows]
     if not any(request.needs_prompt_logits for request, _ in rows):
         return runner.extend(sequences, tokens, logits="last")
@@ -143,7 +158,7 @@ def _extend(runner: Runner, rows: Rows) -> Tensor:
     return logits[last]
 
 
-def _ruled(logits: Tensor, requests: Iterable[Request]) -> Tensor:
+def ruled(logits: Tensor, requests: Iterable[Request]) -> Tensor:
     """[N, vocab_size] logits by each request's own rules."""
     if all(request.rules is None for request in requests):
         return logits

@@ -102,11 +102,11 @@ class Request(Job):
             return None
         return self.history[self.num_held : self.num_held + count]
 
-    def next_draw(self) -> Draw:
-        """How the token after those in flight is drawn."""
+    def next_draw(self, *, ahead: int = 0) -> Draw:
+        """How the token after those in flight is drawn, and after so many more."""
         if self.numbers is None:
             return self.greedy
-        return Draw(self.sampling, self.numbers[self._num_sampled])
+        return Draw(self.sampling, self.numbers[self._num_sampled + ahead])
 
     def expect(self) -> None:
         """A step that samples a token was started. After the last one nothing is missing."""

@@ -22,19 +22,20 @@ class Pool:
     """One tensor that a layer keeps between steps.
 
     ``shape`` is what a sequence has in it (``per="slot"``), or a token (``per="page"``, of
-    ``page_size`` tokens each), or all of them together (``per="layer"``). ``planes`` of them stand
-    one after the other in one tensor; with 0, it has no such dimension. ``dtype`` None is the
+    ``page_size`` tokens each), or each draft of a sequence (``per="draft"``; there is no such
+    tensor where nothing is drafted), or all of them together (``per="layer"``). ``planes`` of them
+    stand one after the other in one tensor; with 0, it has no such dimension. ``dtype`` None is the
     model's. ``fill`` is what a new one holds.
     """
 
     shape: tuple[int, ...]
-    per: Literal["slot", "page", "layer"]
+    per: Literal["slot", "page", "draft", "layer"]
     dtype: torch.dtype | None = None
     planes: int = 0
     fill: float = 0.0
 
     def nbytes(self, model_dtype: torch.dtype) -> int:
-        """Bytes that a sequence, a token or the layer takes."""
+        """Bytes that a sequence, a token, a draft or the layer takes."""
         return math.prod(self.shape) * max(self.planes, 1) * (self.dtype or model_dtype).itemsize
 
 
@@ -76,6 +77,9 @@ def _conv_and_state(width: int, channels: int, state_shape: tuple[int, ...]) -> 
     """The last inputs of a convolution, oldest first, and a recurrent state."""
     conv = Pool((width - 1, channels), per="slot")
     return {"conv": conv, "state": Pool(state_shape, per="slot", dtype=torch.float32)}
+
+
+RECORDS = "records"  # by this name, the inputs of tokens that are not certain; see ``ops.verify``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,8 +171,11 @@ class DeltaRuleSpec:
         return self.num_v_heads, self.head_v_dim, self.head_k_dim
 
     def pools(self) -> dict[str, Pool]:
-        """The convolution's last inputs and the state, each in a storage of its own."""
-        return _conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
+        """The convolution's last inputs, the state, and records ``[q | k | v | b | a]`` of drafts,
+        each in a storage of its own."""
+        width = self.conv_channels + 2 * self.num_v_heads
+        pools = _conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
+        return {**pools, RECORDS: Pool((width,), per="draft")}
 
     def divided(self, num_ranks: int) -> Self:
         """As ``LayerSpec`` says."""
@@ -219,8 +226,11 @@ class KimiDeltaSpec:
         return self.num_heads, self.head_v_dim, self.head_k_dim
 
     def pools(self) -> dict[str, Pool]:
-        """The convolution's last inputs and the state, each in a storage of its own."""
-        return _conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
+        """The convolution's last inputs, the state, and records ``[q | k | v | b | f]`` of drafts,
+        each in a storage of its own."""
+        width = self.conv_channels + self.num_heads + self.k_channels
+        pools = _conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
+        return {**pools, RECORDS: Pool((width,), per="draft")}
 
     def divided(self, num_ranks: int) -> Self:
         """As ``LayerSpec`` says."""
@@ -278,8 +288,11 @@ class Mamba2Spec:
         return self.num_heads, self.head_dim, self.state_dim
 
     def pools(self) -> dict[str, Pool]:
-        """The convolution's last inputs and the state, each in a storage of its own."""
-        return _conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
+        """The convolution's last inputs, the state, and records ``[x | B | C | dt]`` of drafts,
+        each in a storage of its own."""
+        width = self.conv_channels + self.num_heads
+        pools = _conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
+        return {**pools, RECORDS: Pool((width,), per="draft")}
 
     def divided(self, num_ranks: int) -> Self:
         """As ``LayerSpec`` says."""

@@ -4,12 +4,12 @@
 #include <type_traits>
 
 #include "delta_step.h"
+#include "delta_verify.h"
 
 namespace {
 
 using namespace th;
 using step::Call;
-using step::Sequence;
 
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
@@ -35,11 +35,10 @@ void norm_and_gate(const Call& call, const T* o, const T* z, T* out) {
 
 struct GatedDelta {
   template <typename T>
-  static void decay(const Sequence<T>& seq, int64_t j, float* decay) {
-    const Call& call = seq.call;
+  static void decay(const Call& call, const T* a, int64_t j, float* decay) {
     const float rate = std::exp(step::parameter<T>(call.A_log, call.wide_A_log, j));
     const float bias = step::parameter<T>(call.dt_bias, call.wide_dt_bias, j);
-    std::fill(decay, decay + call.k_dim, std::exp(-rate * softplus(to_float(seq.a()[j]) + bias)));
+    std::fill(decay, decay + call.k_dim, std::exp(-rate * softplus(to_float(a[j]) + bias)));
   }
 
   template <typename T>
@@ -51,3 +50,4 @@ struct GatedDelta {
 }  // namespace
 
 TH_EXPORT_DELTA_STEP(GatedDelta, gated_delta_step)
+TH_EXPORT_DELTA_VERIFY(GatedDelta, gated_delta_verify)

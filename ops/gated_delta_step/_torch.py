@@ -1,12 +1,14 @@
-"""The decode step in vectorised torch: for machines without a compiler, and as a baseline."""
+"""Both steps in vectorised torch: for machines without a compiler, and as a baseline."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_hybrid.ops.delta_step import StepTensors, step_in_torch
+from torch_hybrid.ops.delta_step import StepTensors, step_in_torch, verify_by_delta_steps
 
 
 def gated_delta_step(
@@ -30,3 +32,8 @@ def gated_delta_step(
         scale=scale,
         beta_scale=beta_scale,
     )
+
+
+def gated_delta_verify(*tensors: Tensor | None, **options: Any) -> Tensor:
+    """A token of all sequences at a time."""
+    return verify_by_delta_steps(gated_delta_step, *tensors, **options)

@@ -6,14 +6,17 @@ itself takes little, and costs as much again to be called.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import Capability, Implementation
-from torch_hybrid.ops.delta_step import SCHEMA, StepTensors, check_step
+from torch_hybrid.ops.delta_step import SCHEMA, StepTensors, check_step, check_verify
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, define_op
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.verify import SCHEMA as RECORDS
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(
@@ -36,6 +39,16 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),
         launcher="torch_hybrid.ops.gated_delta_step._torch:gated_delta_step",
+    ),
+}
+
+VERIFY_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cpp": replace(
+        IMPLEMENTATIONS["cpp"], launcher="torch_hybrid.ops.gated_delta_step._cpu:gated_delta_verify"
+    ),
+    "torch": replace(
+        IMPLEMENTATIONS["torch"],
+        launcher="torch_hybrid.ops.gated_delta_step._torch:gated_delta_verify",
     ),
 }
 
@@ -143,9 +156,99 @@ def gated_delta_step(
     return out
 
 
+def gated_delta_verify(
+    qkv: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    norm_weight: Tensor,
+    conv_state: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    records: Tensor,
+    accepted: Tensor,
+    *,
+    activation: str,
+    scale: float,
+    beta_scale: float,
+    norm_eps: float,
+    impl: str,
+) -> Tensor:
+    """``gated_delta_step`` of one certain token of each sequence and drafts after it.
+
+    The accepted records of a sequence are replayed, its first token runs and its states are left;
+    further tokens are run and not stored, and leave their inputs as records (``ops.verify``). In
+    native implementations states have the bits that ``gated_delta_step`` leaves after the same
+    tokens, one by one.
+
+    Args:
+        qkv, z, b, a, conv_weight, conv_bias, A_log, dt_bias, norm_weight: as of the step.
+        conv_state, state: as of the step. **Mutated**: slot ``state_indices[n]`` receives what is
+            there after the accepted records and the first token of sequence n.
+        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0: each has D + 1 tokens at
+            most, and the first is certain. Tokens at or past ``cu_seqlens[N]`` are padding.
+        initial_indices, state_indices: as of the step; a sequence's records lie in the slots of its
+            states.
+        records: [S, D, R] a row ``[qkv | b | a]`` of inputs for each draft, in qkv's dtype.
+            **Mutated**: slot ``state_indices[n]`` receives those of the second token on.
+        accepted: [N] int32, 0 to D: the records in slot ``initial_indices[n]`` that are certain.
+        activation, scale, beta_scale, norm_eps: as of the step.
+        impl: a name in VERIFY_IMPLEMENTATIONS.
+
+    Returns:
+        [T, HV V] in qkv's dtype; rows of padding tokens are exactly 0.
+
+    Raises:
+        ValueError: as of the step, and, on a CPU, a count is not as above.
+    """
+    sizes = {"head_k_dim": state.shape[-1], "head_v_dim": state.shape[-2]}
+    check_impl(impl, VERIFY_IMPLEMENTATIONS, qkv.device, sizes, dtype=qkv.dtype)
+    tensors = (
+        qkv,
+        z,
+        b,
+        a,
+        conv_weight,
+        conv_bias,
+        A_log,
+        dt_bias,
+        norm_weight,
+        conv_state,
+        state,
+        cu_seqlens,
+        initial_indices,
+        state_indices,
+    )
+    x = StepTensors(*tensors)
+    check_verify(x, records, accepted, activation=activation, by_channel=False)
+    out: Tensor = _VERIFY(
+        *tensors,
+        records,
+        accepted,
+        activation=activation,
+        scale=scale,
+        beta_scale=beta_scale,
+        norm_eps=norm_eps,
+        impl=impl,
+    )
+    return out
+
+
 _STEP = define_op(
     f"gated_delta_step({SCHEMA}, *, str activation, float scale, float beta_scale, "
     "float norm_eps, str impl) -> Tensor",
     like=["z"],
     implementations=IMPLEMENTATIONS,
+)
+_VERIFY = define_op(
+    f"gated_delta_verify({SCHEMA}, {RECORDS}, *, str activation, float scale, float beta_scale, "
+    "float norm_eps, str impl) -> Tensor",
+    like=["z"],
+    implementations=VERIFY_IMPLEMENTATIONS,
 )

@@ -3,23 +3,22 @@
 #include <cmath>
 
 #include "delta_step.h"
+#include "delta_verify.h"
 
 namespace {
 
 using namespace th;
 using step::Call;
-using step::Sequence;
 
 struct KimiDelta {
   template <typename T>
-  static void decay(const Sequence<T>& seq, int64_t j, float* decay) {
-    const Call& call = seq.call;
+  static void decay(const Call& call, const T* a, int64_t j, float* decay) {
     const int64_t first = j * call.k_dim;
     const f32x16 rate = splat(std::exp(step::parameter<T>(call.A_log, call.wide_A_log, j)));
     const f32x16 bound = splat(float(call.gate_lower_bound));
     for_lanes(call.k_dim, [&](int64_t i, int n) TH_LAMBDA {
       const f32x16 bias = step::parameter<T>(call.dt_bias, call.wide_dt_bias, first + i, n);
-      const f32x16 x = load(seq.a() + first + i, n) + bias;
+      const f32x16 x = load(a + first + i, n) + bias;
       const f32x16 g = call.is_bounded ? bound * sigmoid(rate * x) : -rate * softplus(x);
       store(decay + i, exp(g), n);
     });
@@ -39,3 +38,4 @@ struct KimiDelta {
 }  // namespace
 
 TH_EXPORT_DELTA_STEP(KimiDelta, kimi_delta_step)
+TH_EXPORT_DELTA_VERIFY(KimiDelta, kimi_delta_verify)

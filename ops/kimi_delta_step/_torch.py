@@ -1,12 +1,14 @@
-"""The decode step in vectorised torch: for machines without a compiler, and as a baseline."""
+"""Both steps in vectorised torch: for machines without a compiler, and as a baseline."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_hybrid.ops.delta_step import StepTensors, step_in_torch
+from torch_hybrid.ops.delta_step import StepTensors, step_in_torch, verify_by_delta_steps
 
 
 def kimi_delta_step(
@@ -33,3 +35,8 @@ def kimi_delta_step(
     return step_in_torch(
         x, log_decay=log_decay, gated_norm=gated_norm, activation=activation, scale=scale
     )
+
+
+def kimi_delta_verify(*tensors: Tensor | None, **options: Any) -> Tensor:
+    """A token of all sequences at a time."""
+    return verify_by_delta_steps(kimi_delta_step, *tensors, **options)

@@ -13,6 +13,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include "simd.h"
@@ -20,6 +21,20 @@
 namespace th {
 
 constexpr int MAX_CONV_WIDTH = 8;
+
+// run(std::integral_constant<int, width>), for a width that is known as a call is made.
+template <typename Run>
+void with_width(int64_t width, const Run& run) {
+  switch (width) {
+    case 2: return run(std::integral_constant<int, 2>{});
+    case 3: return run(std::integral_constant<int, 3>{});
+    case 4: return run(std::integral_constant<int, 4>{});
+    case 5: return run(std::integral_constant<int, 5>{});
+    case 6: return run(std::integral_constant<int, 6>{});
+    case 7: return run(std::integral_constant<int, 7>{});
+    case 8: return run(std::integral_constant<int, 8>{});
+  }
+}
 
 // taps[w] = the w-th of each of LANES filters that lie one after the other.
 template <int W, typename T>
@@ -57,26 +72,39 @@ TH_INLINE void load_four_taps(const T* weight, f32x16 (&taps)[4]) {
   taps[3] = every_other<1>(odd[0], odd[1]);
 }
 
-// The convolution of n <= LANES channels from `channel` on, and their inputs moved up by one.
-template <int W, typename T, typename Sequence>
-TH_INLINE void convolve_lanes(const Sequence& seq, int64_t channel, int n, T* out) {
-  const auto& call = seq.call;
-  f32x16 taps[W], x[W];
+// The filters of n <= LANES channels from `channel` on.
+template <int W, typename T, typename Call>
+TH_INLINE void load_filters(const Call& call, int64_t channel, int n, f32x16 (&taps)[W]) {
   const T* weight = (const T*)call.conv_weight + channel * W;
   if constexpr (W == 4) {
     n == LANES ? load_four_taps(weight, taps) : load_taps<W>(weight, n, taps);
   } else {
     load_taps<W>(weight, n, taps);
   }
-#pragma GCC unroll 8
-  for (int w = 0; w < W - 1; ++w)
-    x[w] = seq.initial ? load(seq.past(seq.initial, w) + channel, n) : f32x16{};
-  x[W - 1] = load(seq.inputs() + channel, n);
+}
+
+// What they make of the channels' inputs x, the oldest first.
+template <int W, typename T, typename Call>
+TH_INLINE f32x16 filtered(const Call& call, int64_t channel, int n, const f32x16 (&taps)[W],
+                          const f32x16 (&x)[W]) {
   f32x16 y{};
   if (call.conv_bias) y = load((const T*)call.conv_bias + channel, n);
 #pragma GCC unroll 8
   for (int w = 0; w < W; ++w) y = fma(taps[w], x[w], y);
-  store(out, call.silu ? silu(y) : y, n);
+  return call.silu ? silu(y) : y;
+}
+
+// The convolution of n <= LANES channels from `channel` on, and their inputs moved up by one.
+template <int W, typename T, typename Sequence>
+TH_INLINE void convolve_lanes(const Sequence& seq, int64_t channel, int n, T* out) {
+  const auto& call = seq.call;
+  f32x16 taps[W], x[W];
+  load_filters<W, T>(call, channel, n, taps);
+#pragma GCC unroll 8
+  for (int w = 0; w < W - 1; ++w)
+    x[w] = seq.initial ? load(seq.past(seq.initial, w) + channel, n) : f32x16{};
+  x[W - 1] = load(seq.inputs() + channel, n);
+  store(out, filtered<W, T>(call, channel, n, taps, x), n);
   if (seq.slot)
 #pragma GCC unroll 8
     for (int w = 0; w < W - 1; ++w) store(seq.past(seq.slot, w) + channel, x[w + 1], n);
@@ -86,6 +114,23 @@ template <int W, typename T, typename Sequence>
 TH_NOINLINE void convolve(const Sequence& seq, int64_t channel, int64_t size, T* out) {
   for_lanes(size, [&](int64_t i, int n) TH_LAMBDA {
     convolve_lanes<W>(seq, channel + i, n, out + i);
+  });
+}
+
+// The same of `count` tokens of one sequence, without moving its state: `rows` are the inputs of the
+// W - 1 tokens before them (null: zeros), and their own. Outputs lie `stride` apart.
+template <int W, typename T, typename Call>
+TH_NOINLINE void convolve_tokens(const Call& call, const T* const* rows, int64_t count,
+                                 int64_t channel, int64_t size, T* out, int64_t stride) {
+  for_lanes(size, [&](int64_t i, int n) TH_LAMBDA {
+    f32x16 taps[W], x[W];
+    load_filters<W, T>(call, channel + i, n, taps);
+    for (int64_t t = 0; t < count; ++t) {
+#pragma GCC unroll 8
+      for (int w = 0; w < W; ++w)
+        x[w] = rows[t + w] ? load(rows[t + w] + channel + i, n) : f32x16{};
+      store(out + t * stride + i, filtered<W, T>(call, channel + i, n, taps, x), n);
+    }
   });
 }
 

@@ -8,7 +8,7 @@
 // A mixer says how it decays and how it norms:
 //
 //   struct Mixer {
-//     template <typename T> static void decay(const Sequence<T>&, int64_t j, float* decay);
+//     template <typename T> static void decay(const Call&, const T* a, int64_t j, float* decay);
 //         the decays [K] of value head j
 //     template <typename T> static void gated_norm(const Call&, const T* o, const T* z, T* out);
 //         what the op returns of the rule's output and its gate, all [V]
@@ -38,9 +38,11 @@ TH_CALL(Call,
   const void *conv_weight, *conv_bias, *A_log, *dt_bias, *norm_weight;  // wide: in float32
   void* conv_state;  // [S, W - 1, C]
   float* state;      // [S, HV, V, K]
-  const int32_t *cu_seqlens, *initial_indices, *state_indices;
+  void* records;     // [S, D, R]; null, as accepted, where each sequence has one token
+  const int32_t *cu_seqlens, *initial_indices, *state_indices, *accepted;
   void* out;  // [T, HV V], contiguous
   int64_t num_tokens, num_seqs, num_slots, channels, width, num_v_heads, v_dim, k_dim;
+  int64_t num_records, record_width;  // D, R
   int64_t qkv_stride, z_stride, b_stride, a_stride;  // from token to token
   int64_t silu, is_bf16, wide_A_log, wide_dt_bias, wide_norm, is_bounded, num_threads;
   double scale, beta_scale, gate_lower_bound, norm_eps;
@@ -67,6 +69,7 @@ struct Scratch {
 // One sequence's token.
 template <typename T>
 struct Sequence {
+  using Type = T;
   const Call& call;
   int64_t token;
   bool is_live;
@@ -82,10 +85,7 @@ struct Sequence {
   const T* inputs() const { return (const T*)call.qkv + token * call.qkv_stride; }
   const T* z(int64_t j) const { return (const T*)call.z + token * call.z_stride + j * call.v_dim; }
   const T* a() const { return (const T*)call.a + token * call.a_stride; }
-  float beta(int64_t j) const {
-    const float b = to_float(((const T*)call.b)[token * call.b_stride + j]);
-    return float(call.beta_scale) / (1.0f + std::exp(-b));
-  }
+  const T* b() const { return (const T*)call.b + token * call.b_stride; }
   T* out(int64_t j) const {
     return (T*)call.out + (token * call.num_v_heads + j) * call.v_dim;
   }
@@ -124,6 +124,19 @@ TH_INLINE f32x16 norm_factor(const Call& call, const T* o) {
   return splat(1.0f / std::sqrt(mean + float(call.norm_eps)));
 }
 
+// What a token does to the state of value head j: its gates are made of its inputs a and b, and its
+// decay and what it reads are left in `decay` and `read`.
+template <typename Mixer, typename T>
+delta::Token gated_token(const Call& call, const T* a, const T* b, int64_t j, const float* unit_q,
+                         const float* unit_k, float* decay, float* read) {
+  Mixer::decay(call, a, j, decay);
+  for_lanes(call.k_dim, [&](int64_t i, int n) TH_LAMBDA {
+    store(read + i, load(unit_k + i, n) * load(decay + i, n), n);
+  });
+  const float beta = float(call.beta_scale) / (1.0f + std::exp(-to_float(b[j])));
+  return {decay, unit_q, unit_k, read, beta};
+}
+
 // Asks for what the next item convolves: short pieces of many rows, which the hardware does not see
 // coming, while this one waits for its states.
 template <typename T>
@@ -154,11 +167,8 @@ void run_item(const Sequence<T>& seq, int64_t h, int64_t group, const Scratch<T>
   for (int64_t j = h * group; j < (h + 1) * group; ++j) {
     float* state = seq.open_state(j, spare);
     convolve<W>(seq, 2 * k_size + j * V, V, s.v);
-    Mixer::decay(seq, j, s.decay);
-    for_lanes(K, [&](int64_t i, int n) TH_LAMBDA {
-      store(s.read + i, load(s.unit_k + i, n) * load(s.decay + i, n), n);
-    });
-    const delta::Token token{s.decay, s.unit_q, s.unit_k, s.read, seq.beta(j)};
+    const auto token =
+        gated_token<Mixer>(call, seq.a(), seq.b(), j, s.unit_q, s.unit_k, s.decay, s.read);
     step(K, V, token, s.v, state, s.o);
     Mixer::gated_norm(call, s.o, seq.z(j), seq.out(j));
   }
@@ -188,15 +198,7 @@ void run(const Call& call) {
 
 template <typename Mixer, typename T>
 void dispatch(const Call& call) {
-  switch (call.width) {
-    case 2: return run<Mixer, 2, T>(call);
-    case 3: return run<Mixer, 3, T>(call);
-    case 4: return run<Mixer, 4, T>(call);
-    case 5: return run<Mixer, 5, T>(call);
-    case 6: return run<Mixer, 6, T>(call);
-    case 7: return run<Mixer, 7, T>(call);
-    case 8: return run<Mixer, 8, T>(call);
-  }
+  with_width(call.width, [&](auto width) { step::run<Mixer, decltype(width)::value, T>(call); });
 }
 
 inline bool one_token_each(const Call& call) {

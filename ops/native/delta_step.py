@@ -1,4 +1,5 @@
-"""Calls the C++ library of a delta rule's decode step (delta_step.h): the same for every mixer."""
+"""Calls the C++ library of a delta rule's decode step (delta_step.h) and of steps that verify
+drafts (delta_verify.h): the same for every mixer."""
 
 from __future__ import annotations
 
@@ -11,16 +12,18 @@ from torch import Tensor
 from torch_hybrid.ops.conv_step import check_lengths
 from torch_hybrid.ops.native.call import kernel
 from torch_hybrid.ops.state_bounds import check_state_indices
+from torch_hybrid.ops.verify import check_counts
 
 
 def delta_step_kernel(name: str, source: Path) -> Callable[..., bool]:
-    """The function that TH_EXPORT_DELTA_STEP exports, for ``run_delta_step``."""
+    """A function that TH_EXPORT_DELTA_STEP or TH_EXPORT_DELTA_VERIFY exports."""
     return kernel(
         name,
         source,
         tensors="qkv z b a conv_weight conv_bias A_log dt_bias norm_weight conv_state state "
-        "cu_seqlens initial_indices state_indices out",
+        "records cu_seqlens initial_indices state_indices accepted out",
         integers="num_tokens num_seqs num_slots channels width num_v_heads v_dim k_dim "
+        "num_records record_width "
         "qkv_stride z_stride b_stride a_stride silu is_bf16 wide_A_log wide_dt_bias wide_norm "
         "is_bounded num_threads",
         numbers="scale beta_scale gate_lower_bound norm_eps",
@@ -43,6 +46,8 @@ def run_delta_step(
     cu_seqlens: Tensor,
     initial_indices: Tensor,
     state_indices: Tensor,
+    records: Tensor | None = None,
+    accepted: Tensor | None = None,
     *,
     activation: str,
     scale: float,
@@ -50,7 +55,10 @@ def run_delta_step(
     beta_scale: float = 1.0,
     gate_lower_bound: float | None = None,
 ) -> Tensor:
-    """Run a kernel on the arguments of its op, and the options that it reads."""
+    """Run a kernel on the arguments of its op, and the options that it reads.
+
+    ``records`` and ``accepted`` are those of a step that verifies drafts.
+    """
     num_tokens, channels = qkv.shape
     num_slots, num_v_heads, v_dim, k_dim = state.shape
     out = z.new_empty(z.shape)
@@ -66,9 +74,11 @@ def run_delta_step(
         norm_weight,
         conv_state,
         state,
+        records,
         cu_seqlens,
         initial_indices,
         state_indices,
+        accepted,
         out,
         num_tokens,
         state_indices.shape[0],
@@ -78,6 +88,8 @@ def run_delta_step(
         num_v_heads,
         v_dim,
         k_dim,
+        0 if records is None else records.shape[1],
+        0 if records is None else records.shape[2],
         qkv.stride(0),
         z.stride(0),
         b.stride(0),
@@ -102,5 +114,8 @@ def run_delta_step(
             num_tokens=num_tokens,
             num_slots=num_slots,
         )
-        check_lengths(cu_seqlens)
+        if records is None or accepted is None:
+            check_lengths(cu_seqlens)
+        else:
+            check_counts(records, cu_seqlens, initial_indices, accepted)
     return out

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
 #include "aligned_floats.h"
 #include "call.h"
@@ -18,6 +19,7 @@
 #include "scalar_decay.h"
 #include "simd.h"
 #include "state_panels.h"
+#include "verify.h"
 
 namespace mamba2 {
 
@@ -29,9 +31,11 @@ TH_CALL(Call,
   const void *conv_weight, *conv_bias, *A_log, *dt_bias, *D, *norm_weight;  // wide: in float32
   void* conv_state;  // [S, W - 1, C]
   float* state;      // [S, H, V, K]
-  const int32_t *cu_seqlens, *initial_indices, *state_indices;
+  void* records;     // [S, D, R]; null, as accepted, where each sequence has one token
+  const int32_t *cu_seqlens, *initial_indices, *state_indices, *accepted;
   void* out;  // [T, H V], contiguous
   int64_t num_tokens, num_seqs, num_slots, channels, width, num_v_heads, v_dim, k_dim;
+  int64_t num_records, record_width;              // D, R
   int64_t xBC_stride, z_stride, dt_stride;  // from token to token
   int64_t silu, norm_before_gate, norm_groups, is_bf16;
   int64_t wide_A_log, wide_dt_bias, wide_D, wide_norm, num_threads;
@@ -41,6 +45,7 @@ TH_CALL(Call,
 // One sequence's token, and memory for its channels after their convolution.
 template <typename T>
 struct Sequence {
+  using Type = T;
   const Call& call;
   int64_t token;
   bool is_live;
@@ -58,7 +63,7 @@ struct Sequence {
   int64_t inner() const { return call.num_v_heads * call.v_dim; }
   const T* inputs() const { return (const T*)call.xBC + token * call.xBC_stride; }
   const T* z() const { return (const T*)call.z + token * call.z_stride; }
-  float dt(int64_t h) const { return th::to_float(((const T*)call.dt)[token * call.dt_stride + h]); }
+  const T* dt() const { return (const T*)call.dt + token * call.dt_stride; }
   T* out() const { return (T*)call.out + token * inner(); }
   T* past(int64_t at, int64_t i) const {
     return (T*)call.conv_state + (at * (call.width - 1) + i) * call.channels;
@@ -90,37 +95,51 @@ float parameter(const void* values, bool wide, int64_t h) {
 
 // The step size of head h. A NaN stays one: bounds come second in both comparisons.
 template <typename T>
-float step_size(const Sequence<T>& seq, int64_t h) {
-  const Call& call = seq.call;
-  const float step = softplus(seq.dt(h) + parameter<T>(call.dt_bias, call.wide_dt_bias, h));
+float step_size(const Call& call, T dt, int64_t h) {
+  const float step =
+      softplus(th::to_float(dt) + parameter<T>(call.dt_bias, call.wide_dt_bias, h));
   return std::min(std::max(step, float(call.dt_min)), float(call.dt_max));
+}
+
+template <typename T>
+using Token = th::scalar_decay::Token<T>;
+
+// Head h of a token: of its channels after their convolution, and its inputs of step sizes.
+template <typename T>
+Token<T> token_of(const Call& call, const T* mixed, const T* dt, int64_t h, T* out) {
+  const int64_t K = call.k_dim, V = call.v_dim, inner = call.num_v_heads * V;
+  const int64_t group_size = (call.channels - inner) / 2;
+  const T* B = mixed + inner + h * (group_size / K) / call.num_v_heads * K;
+  const float step = step_size(call, dt[h], h);
+  const float decay = std::exp(step * -std::exp(parameter<T>(call.A_log, call.wide_A_log, h)));
+  const float D = parameter<T>(call.D, call.wide_D, h);
+  return {B + group_size, B, mixed + h * V, decay, step, D, 1.0f, out + h * V};
+}
+
+// The same as rows of the state from r on see it.
+template <typename T>
+Token<T> from_row(Token<T> token, int64_t r) {
+  token.v += r, token.out += r;
+  return token;
 }
 
 // Head h of a token, whose channels have been convolved.
 template <typename T>
 void advance(const Sequence<T>& seq, int64_t h, th::Spare& spare) {
-  const Call& call = seq.call;
-  const int64_t K = call.k_dim, V = call.v_dim, group_size = (call.channels - seq.inner()) / 2;
-  const T* B = seq.mixed + seq.inner() + h * (group_size / K) / call.num_v_heads * K;
-  const float dt = step_size(seq, h);
-  const float decay = std::exp(dt * -std::exp(parameter<T>(call.A_log, call.wide_A_log, h)));
-  const float D = parameter<T>(call.D, call.wide_D, h);
+  const int64_t K = seq.call.k_dim, V = seq.call.v_dim;
+  const Token<T> token = token_of(seq.call, seq.mixed, seq.dt(), h, seq.out());
   const auto step = th::scalar_decay::choose_step<T>(K);
   float* state = seq.open_state(h, spare);
-  for (int64_t r = 0; r < V; r += LANES) {
-    const int64_t at = h * V + r;
-    step({B + group_size, B, seq.mixed + at, decay, dt, D, 1.0f, seq.out() + at}, K,
-         int(std::min<int64_t>(LANES, V - r)), state + r * K);
-  }
+  for (int64_t r = 0; r < V; r += LANES)
+    step(from_row(token, r), K, int(std::min<int64_t>(LANES, V - r)), state + r * K);
 }
 
 // ---- gate and norm ----------------------------------------------------------------------------
 
 // `size` outputs from `channel` on, gated where they are.
 template <typename T>
-void gate(const Sequence<T>& seq, int64_t channel, int64_t size) {
-  T* out = seq.out() + channel;
-  const T* z = seq.z() + channel;
+void gate(const T* z, T* out, int64_t channel, int64_t size) {
+  z += channel, out += channel;
   th::for_lanes(size, [&](int64_t i, int n) TH_LAMBDA {
     th::store(out + i, th::load(out + i, n) * th::silu(th::load(z + i, n)), n);
   });
@@ -128,10 +147,9 @@ void gate(const Sequence<T>& seq, int64_t channel, int64_t size) {
 
 // The same, normed after the gate or before it; `gated` is memory for them.
 template <bool BEFORE_GATE, typename T, typename Weight>
-void gated_norm(const Sequence<T>& seq, const Weight* weight, int64_t channel, int64_t size,
-                float* gated) {
-  T* out = seq.out() + channel;
-  const T* z = seq.z() + channel;
+void gated_norm(const Call& call, const T* z, T* out, const Weight* weight, int64_t channel,
+                int64_t size, float* gated) {
+  z += channel, out += channel;
   f32x16 sum{};
   th::for_lanes(size, [&](int64_t i, int n) TH_LAMBDA {
     const f32x16 o = th::load(out + i, n), gate = th::silu(th::load(z + i, n));
@@ -140,22 +158,21 @@ void gated_norm(const Sequence<T>& seq, const Weight* weight, int64_t channel, i
     sum = th::fma(y, y, sum);
   });
   const float mean = th::sum(sum) / float(size);
-  const f32x16 factor = th::splat(1.0f / std::sqrt(mean + float(seq.call.norm_eps)));
+  const f32x16 factor = th::splat(1.0f / std::sqrt(mean + float(call.norm_eps)));
   th::for_lanes(size, [&](int64_t i, int n) TH_LAMBDA {
     th::store(out + i, th::load(weight + channel + i, n) * (th::load(gated + i, n) * factor), n);
   });
 }
 
-// One group of a token's outputs.
+// One group of a token's outputs, and its gate.
 template <typename T>
-void finish(const Sequence<T>& seq, int64_t group, float* gated) {
-  const Call& call = seq.call;
-  const int64_t size = seq.inner() / call.norm_groups, channel = group * size;
+void finish(const Call& call, const T* z, T* out, int64_t group, float* gated) {
+  const int64_t size = call.num_v_heads * call.v_dim / call.norm_groups, channel = group * size;
   const auto norm = [&](auto* weight) {
-    call.norm_before_gate ? gated_norm<true>(seq, weight, channel, size, gated)
-                          : gated_norm<false>(seq, weight, channel, size, gated);
+    call.norm_before_gate ? gated_norm<true>(call, z, out, weight, channel, size, gated)
+                          : gated_norm<false>(call, z, out, weight, channel, size, gated);
   };
-  if (!call.norm_weight) return gate(seq, channel, size);
+  if (!call.norm_weight) return gate(z, out, channel, size);
   call.wide_norm ? norm((const float*)call.norm_weight) : norm((const T*)call.norm_weight);
 }
 
@@ -174,7 +191,7 @@ void run_whole(const Call& call, T* mixed, float* gated) {
     th::convolve<W>(seq, 0, call.channels, mixed);
     for (int64_t h = 0; h < call.num_v_heads; ++h) advance(seq, h, spare);
     if (call.z)
-      for (int64_t g = 0; g < call.norm_groups; ++g) finish(seq, g, gated);
+      for (int64_t g = 0; g < call.norm_groups; ++g) finish(call, seq.z(), seq.out(), g, gated);
   }
 }
 
@@ -202,7 +219,8 @@ void run_shared(const Call& call, T* mixed, float* gated) {
 #pragma omp for schedule(static)
   for (int64_t item = 0; item < call.num_seqs * call.norm_groups; ++item) {
     const Sequence<T> seq = sequence(item / call.norm_groups);
-    if (seq.is_live) finish(seq, item % call.norm_groups, gated);
+    if (seq.is_live)
+      finish(call, seq.z(), seq.out(), item % call.norm_groups, gated);
   }
 }
 
@@ -228,15 +246,7 @@ void run(const Call& call) {
 
 template <typename T>
 void dispatch(const Call& call) {
-  switch (call.width) {
-    case 2: return run<2, T>(call);
-    case 3: return run<3, T>(call);
-    case 4: return run<4, T>(call);
-    case 5: return run<5, T>(call);
-    case 6: return run<6, T>(call);
-    case 7: return run<7, T>(call);
-    case 8: return run<8, T>(call);
-  }
+  th::with_width(call.width, [&](auto width) { run<decltype(width)::value, T>(call); });
 }
 
 bool one_token_each(const Call& call) {
@@ -245,10 +255,125 @@ bool one_token_each(const Call& call) {
   return true;
 }
 
+// ---- drafts -----------------------------------------------------------------------------------
+
+// One sequence, and memory for the channels of its tokens and for the outputs of replayed ones.
+template <typename T>
+struct Drafted : th::verify::Drafted<Sequence<T>> {
+  T* replayed_out;  // [H V], which nobody reads
+
+  Drafted(const Call& call, int64_t n, T* mixed, T* replayed_out)
+      : th::verify::Drafted<Sequence<T>>(call, n, mixed), replayed_out(replayed_out) {}
+
+  const T* inputs(int64_t i) const {
+    return this->part(i, 0, this->call.xBC, this->call.xBC_stride);
+  }
+  const T* dt(int64_t i) const {
+    return this->part(i, this->call.channels, this->call.dt, this->call.dt_stride);
+  }
+  const T* z(int64_t i) const {
+    return (const T*)this->call.z + this->place(i) * this->call.z_stride;
+  }
+  T* out(int64_t i) const {
+    return this->is_replayed(i) ? replayed_out : (T*)this->call.out + this->place(i) * this->inner();
+  }
+};
+
+// Convolves some channels of all tokens, and leaves what the next ones need of them. `rows` is
+// memory for where they lie.
+template <int W, typename T>
+void convolve_drafted(const Drafted<T>& seq, int64_t channel, int64_t size, const T** rows) {
+  const Call& call = seq.call;
+  for (int64_t w = 0; w < W - 1; ++w) rows[w] = seq.initial ? seq.past(seq.initial, w) : nullptr;
+  for (int64_t i = 0; i < seq.num_tokens; ++i) rows[W - 1 + i] = seq.inputs(i);
+  th::convolve_tokens<W>(call, rows, seq.num_tokens, channel, size, seq.mixed + channel,
+                         call.channels);
+  if (seq.slot) th::verify::leave_channels(seq, rows, channel, size);
+}
+
+// All tokens on head h. A few rows of its state go through all of them, and stay in L1; those of
+// tokens that are not certain are a copy, `ahead`.
+template <typename T>
+void advance_drafted(const Drafted<T>& seq, int64_t h, th::Spare& spare, float* ahead) {
+  const Call& call = seq.call;
+  const int64_t K = call.k_dim, V = call.v_dim;
+  const auto step = th::scalar_decay::choose_step<T>(K);
+  float* state = seq.open_state(h, spare);
+  for (int64_t r = 0; r < V; r += LANES) {
+    const int num_rows = int(std::min<int64_t>(LANES, V - r));
+    float* rows = state + r * K;
+    for (int64_t i = 0; i < seq.num_tokens; ++i) {
+      if (i == seq.num_certain) {
+        std::copy_n(rows, num_rows * K, ahead);
+        rows = ahead;
+      }
+      const T* mixed = seq.mixed + i * call.channels;
+      step(from_row(token_of(call, mixed, seq.dt(i), h, seq.out(i)), r), K, num_rows, rows);
+    }
+  }
+}
+
+// Leaves records of the inputs of step sizes, once all heads have read those that are there.
+template <typename T>
+void leave_steps(const Drafted<T>& seq) {
+  if (!seq.slot) return;
+  for (int64_t i = seq.num_certain; i < seq.num_tokens; ++i)
+    std::copy_n(seq.dt(i), seq.call.num_v_heads,
+                seq.record(seq.slot, i - seq.num_certain) + seq.call.channels);
+}
+
+template <int W, typename T>
+void verify(const Call& call) {
+  const int64_t inner = call.num_v_heads * call.v_dim, most = th::verify::most_tokens(call);
+  const int64_t row = th::round_up(inner, LANES), mixed = most * call.channels;
+  const int64_t blocks = (call.channels + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS;
+  th::AlignedFloats shared(call.num_seqs * mixed);
+#pragma omp parallel num_threads(call.num_threads)
+  {
+    th::AlignedFloats own(2 * row + LANES * call.k_dim);
+    std::vector<const T*> rows(most + W - 1);
+    th::Spare spare;
+    float *gated = own.data(), *ahead = own.data() + 2 * row;
+    const auto sequence = [&](int64_t n) {
+      return Drafted<T>(call, n, (T*)shared.data() + n * mixed, (T*)(own.data() + row));
+    };
+    th::clear_padding<T>(call);
+#pragma omp for schedule(static)
+    for (int64_t item = 0; item < call.num_seqs * blocks; ++item) {
+      const Drafted<T> seq = sequence(item / blocks);
+      const int64_t channel = item % blocks * BLOCK_CHANNELS;
+      const int64_t size = std::min(BLOCK_CHANNELS, call.channels - channel);
+      if (seq.num_tokens > 0) convolve_drafted<W>(seq, channel, size, rows.data());
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t item = 0; item < call.num_seqs * call.num_v_heads; ++item) {
+      const Drafted<T> seq = sequence(item / call.num_v_heads);
+      if (seq.num_tokens > 0) advance_drafted(seq, item % call.num_v_heads, spare, ahead);
+    }
+#pragma omp for schedule(static)
+    for (int64_t n = 0; n < call.num_seqs; ++n) {
+      const Drafted<T> seq = sequence(n);
+      leave_steps(seq);
+      for (int64_t i = seq.num_replayed; call.z && i < seq.num_tokens; ++i)
+        for (int64_t g = 0; g < call.norm_groups; ++g)
+          finish(call, seq.z(i), seq.out(i), g, gated);
+    }
+  }
+}
+
 }  // namespace mamba2
 
 TH_EXPORT_CALL(ssd_step, mamba2::Call) {
   if (!th::indices_are_valid(*call) || !mamba2::one_token_each(*call)) return false;
   call->is_bf16 ? mamba2::dispatch<th::bf16>(*call) : mamba2::dispatch<float>(*call);
+  return true;
+}
+
+TH_EXPORT_CALL(ssd_verify, mamba2::Call) {
+  if (!th::indices_are_valid(*call) || !th::verify::records_are_valid(*call)) return false;
+  th::with_width(call->width, [&](auto width) {
+    constexpr int W = decltype(width)::value;
+    call->is_bf16 ? mamba2::verify<W, th::bf16>(*call) : mamba2::verify<W, float>(*call);
+  });
   return true;
 }

@@ -1,6 +1,8 @@
-"""The decode step in vectorised torch: for machines without a compiler, and as a baseline."""
+"""Both steps in vectorised torch: for machines without a compiler, and as a baseline."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,6 +10,7 @@ from torch.nn import functional as F
 
 from torch_hybrid.ops.conv_step import check_lengths, convolve
 from torch_hybrid.ops.ragged_chunks import initial_states, live_sequences, store_states
+from torch_hybrid.ops.ssd_step.by_steps import verify_by_ssd_steps
 
 
 def ssd_step(
@@ -65,6 +68,11 @@ def ssd_step(
         y = _gated(y, z[token], norm_weight, norm_before_gate, norm_groups, norm_eps)
     out[token] = y
     return out
+
+
+def ssd_verify(*tensors: Tensor | None, **options: Any) -> Tensor:
+    """A token of all sequences at a time."""
+    return verify_by_ssd_steps(ssd_step, *tensors, **options)
 
 
 def _gated(

@@ -6,6 +6,7 @@ each by itself takes little, and costs as much again to be called.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, define_op
 from torch_hybrid.ops.ssd_step.validate import check_inputs, check_options
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.verify import SCHEMA as RECORDS
+from torch_hybrid.ops.verify import check_records
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(
@@ -39,6 +42,13 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),
         launcher="torch_hybrid.ops.ssd_step._torch:ssd_step",
+    ),
+}
+
+VERIFY_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cpp": replace(IMPLEMENTATIONS["cpp"], launcher="torch_hybrid.ops.ssd_step._cpu:ssd_verify"),
+    "torch": replace(
+        IMPLEMENTATIONS["torch"], launcher="torch_hybrid.ops.ssd_step._torch:ssd_verify"
     ),
 }
 
@@ -153,18 +163,126 @@ def ssd_step(
     return out
 
 
+def ssd_verify(
+    xBC: Tensor,
+    z: Tensor | None,
+    dt: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    D: Tensor,
+    norm_weight: Tensor | None,
+    conv_state: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    records: Tensor,
+    accepted: Tensor,
+    *,
+    activation: str,
+    dt_min: float,
+    dt_max: float,
+    norm_before_gate: bool,
+    norm_groups: int,
+    norm_eps: float,
+    impl: str,
+) -> Tensor:
+    """``ssd_step`` of one certain token of each sequence and drafts after it.
+
+    The accepted records of a sequence are replayed, its first token runs and its states are left;
+    further tokens are run and not stored, and leave their inputs as records (``ops.verify``). In
+    native implementations states have the bits that ``ssd_step`` leaves after the same tokens, one
+    by one.
+
+    Args:
+        xBC, z, dt, conv_weight, conv_bias, A_log, dt_bias, D, norm_weight: as of the step.
+        conv_state, state: as of the step. **Mutated**: slot ``state_indices[n]`` receives what is
+            there after the accepted records and the first token of sequence n.
+        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0: each has R + 1 tokens at
+            most, and the first is certain. Tokens at or past ``cu_seqlens[N]`` are padding.
+        initial_indices, state_indices: as of the step; a sequence's records lie in the slots of its
+            states.
+        records: [S, R, H V + 2 G K + H] a row ``[xBC | dt]`` of inputs for each draft, in xBC's
+            dtype. **Mutated**: slot ``state_indices[n]`` receives those of the second token on.
+        accepted: [N] int32, 0 to R: the records in slot ``initial_indices[n]`` that are certain.
+        activation, dt_min, dt_max, norm_before_gate, norm_groups, norm_eps: as of the step.
+        impl: a name in VERIFY_IMPLEMENTATIONS.
+
+    Returns:
+        [T, H V] in xBC's dtype; rows of padding tokens are exactly 0.
+
+    Raises:
+        ValueError: as of the step, and, on a CPU, a count is not as above.
+    """
+    sizes = {"head_k_dim": state.shape[-1]}
+    check_impl(impl, VERIFY_IMPLEMENTATIONS, xBC.device, sizes, dtype=xBC.dtype)
+    tensors = (
+        xBC,
+        z,
+        dt,
+        conv_weight,
+        conv_bias,
+        A_log,
+        dt_bias,
+        D,
+        norm_weight,
+        conv_state,
+        state,
+        cu_seqlens,
+        initial_indices,
+        state_indices,
+    )
+    check_activation(activation)
+    check_inputs(*tensors)
+    width = state.shape[1] * state.shape[2]
+    check_options(dt_min=dt_min, dt_max=dt_max, norm_groups=norm_groups, width=width)
+    check_records(
+        records,
+        accepted,
+        num_slots=state.shape[0],
+        width=xBC.shape[1] + dt.shape[1],
+        dtype=xBC.dtype,
+        num_seqs=state_indices.shape[0],
+    )
+    out: Tensor = _VERIFY(
+        *tensors,
+        records,
+        accepted,
+        activation=activation,
+        dt_min=dt_min,
+        dt_max=dt_max,
+        norm_before_gate=norm_before_gate,
+        norm_groups=norm_groups,
+        norm_eps=norm_eps,
+        impl=impl,
+    )
+    return out
+
+
 def _like_x(xBC: Tensor, *args: Any, **_: Any) -> Tensor:
     """The outputs of all heads, of which ``state`` knows."""
     state: Tensor = args[9]
     return xBC.new_empty(xBC.shape[0], state.shape[1] * state.shape[2])
 
 
-_STEP = define_op(
-    "ssd_step(Tensor xBC, Tensor? z, Tensor dt, Tensor conv_weight, Tensor? conv_bias, "
-    "Tensor A_log, Tensor dt_bias, Tensor D, Tensor? norm_weight, Tensor(a!) conv_state, "
-    "Tensor(b!) state, Tensor cu_seqlens, Tensor initial_indices, Tensor state_indices, *, "
+_TENSORS = (
+    "Tensor xBC, Tensor? z, Tensor dt, Tensor conv_weight, Tensor? conv_bias, Tensor A_log, "
+    "Tensor dt_bias, Tensor D, Tensor? norm_weight, Tensor(a!) conv_state, Tensor(b!) state, "
+    "Tensor cu_seqlens, Tensor initial_indices, Tensor state_indices"
+)
+_OPTIONS = (
     "str activation, float dt_min, float dt_max, bool norm_before_gate, int norm_groups, "
-    "float norm_eps, str impl) -> Tensor",
+    "float norm_eps, str impl"
+)
+_STEP = define_op(
+    f"ssd_step({_TENSORS}, *, {_OPTIONS}) -> Tensor",
     fake=_like_x,
     implementations=IMPLEMENTATIONS,
+)
+_VERIFY = define_op(
+    f"ssd_verify({_TENSORS}, {RECORDS}, *, {_OPTIONS}) -> Tensor",
+    fake=_like_x,
+    implementations=VERIFY_IMPLEMENTATIONS,
 )

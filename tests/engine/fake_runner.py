@@ -23,6 +23,7 @@ class FakeSequence:
     is_broken: bool = False
     last: int | None = None  # sampled by the last launch
     num_launched: int = 0  # steps that use it and were not waited for
+    drafts: tuple[int, ...] = ()  # of the last verify, not accepted
 
 
 @dataclass(eq=False)
@@ -45,10 +46,20 @@ class FakeRunner:
     prefill = True
     captures = False
 
-    def __init__(self, *, max_seqs=8, max_tokens=32, page_size=4, num_pages=32, vocab_size=50):
+    def __init__(
+        self,
+        *,
+        max_seqs=8,
+        max_tokens=32,
+        page_size=4,
+        num_pages=32,
+        vocab_size=50,
+        max_drafts=0,
+    ):
         self.lock = threading.RLock()
         self.max_seqs = max_seqs
         self.max_tokens = max_tokens
+        self.max_drafts = max_drafts
         self.page_size = page_size
         self.vocab_size = vocab_size
         self.eos_token_ids = ()
@@ -103,6 +114,28 @@ class FakeRunner:
         self.launches.append(FakeLaunched(seqs, drawn))
         return self.launches[-1]
 
+    def verify(self, seqs, tokens):
+        """Drafts are tried and taken back, until they are accepted."""
+        assert all(1 <= len(new) <= 1 + self.max_drafts for new in tokens), "too many drafts"
+        before = [(seq.num_tokens, seq.digest) for seq in seqs]
+        rows = self.extend(seqs, tokens, logits="all")
+        for seq, (num_tokens, digest), new in zip(seqs, before, tokens, strict=True):
+            seq.num_tokens, seq.digest = num_tokens, digest
+            self._hold(seq, new[:1])
+            seq.drafts = tuple(new[1:])
+        return rows
+
+    def accept(self, seqs, counts):
+        for seq, count in zip(seqs, counts, strict=True):
+            assert 0 <= count <= len(seq.drafts), "accepted what was not drafted"
+            self._hold(seq, seq.drafts[:count])
+            seq.drafts = ()
+
+    def _hold(self, seq, tokens):
+        seq.num_tokens += len(tokens)
+        for token in tokens:
+            seq.digest = (seq.digest * 131 + token + 7) % MODULUS
+
     def wait(self):
         for launched in self.launches:
             launched.result()
@@ -120,10 +153,9 @@ class FakeRunner:
         self.num_extends += 1
         digests = []
         for seq, new in zip(seqs, tokens, strict=True):
-            seq.is_broken = True
-            seq.num_tokens += len(new)
+            seq.is_broken, seq.drafts = True, ()
             for token in new:
-                seq.digest = (seq.digest * 131 + token + 7) % MODULUS
+                self._hold(seq, [token])
                 digests.append(seq.digest)
         if self.num_extends in self.raise_at:
             raise self.raise_at[self.num_extends]

@@ -29,7 +29,7 @@ def _sizes(spec: DeltaRuleSpec) -> dict[str, int]:
     }
 
 
-STEP = "gated_delta_step"
+STEP, VERIFY = "gated_delta_step", "gated_delta_verify"
 _TIMED = {"head_k_dim": (128,), "head_v_dim": (128,)}
 
 GATED_DELTA_RULE = chunked_rule(
@@ -41,6 +41,7 @@ GATED_DELTA_RULE = chunked_rule(
     whole=OpChoice(
         name=STEP, implementations=or_parts(step.IMPLEMENTATIONS, timed=_TIMED), sizes=_sizes
     ),
+    verify=OpChoice(name=VERIFY, implementations=step.VERIFY_IMPLEMENTATIONS, sizes=_sizes),
 )
 _FORMS = {
     "recurrent_gated_delta_rule": op.recurrent_gated_delta_rule,

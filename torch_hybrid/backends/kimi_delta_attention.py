@@ -26,7 +26,7 @@ def _sizes(spec: KimiDeltaSpec) -> dict[str, int]:
     }
 
 
-STEP = "kimi_delta_step"
+STEP, VERIFY = "kimi_delta_step", "kimi_delta_verify"
 _TIMED = {"head_k_dim": (128,), "head_v_dim": (128,)}
 
 KIMI_DELTA_ATTENTION = chunked_rule(
@@ -38,6 +38,7 @@ KIMI_DELTA_ATTENTION = chunked_rule(
     whole=OpChoice(
         name=STEP, implementations=or_parts(step.IMPLEMENTATIONS, timed=_TIMED), sizes=_sizes
     ),
+    verify=OpChoice(name=VERIFY, implementations=step.VERIFY_IMPLEMENTATIONS, sizes=_sizes),
 )
 _FORMS = {
     "recurrent_kimi_delta_attention": op.recurrent_kimi_delta_attention,

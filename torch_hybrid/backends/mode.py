@@ -10,19 +10,26 @@ from typing import ClassVar
 class Mode:
     """How many new tokens the sequences of a step have.
 
-    ``DECODE``: one for each sequence. ``EXTEND``: any mix of lengths. A step that verifies k
-    drafted tokens of each sequence is a mode of k + 1.
+    ``DECODE``: one for each sequence. ``EXTEND``: any mix of lengths. ``verify(k)``: one for each
+    sequence, and up to k drafts after it, which are not certain.
 
     Attributes:
         name: as it stands in reports.
         tokens_per_seq: of each sequence; None for any mix.
+        num_drafts: how many of those are not certain, at most: sequences may have fewer.
     """
 
     name: str
     tokens_per_seq: int | None
+    num_drafts: int = 0
 
     DECODE: ClassVar[Mode]
     EXTEND: ClassVar[Mode]
+
+    @classmethod
+    def verify(cls, num_drafts: int) -> Mode:
+        """The mode of steps that verify up to so many drafts of each sequence."""
+        return cls(name="verify", tokens_per_seq=1 + num_drafts, num_drafts=num_drafts)
 
 
 Mode.DECODE = Mode(name="decode", tokens_per_seq=1)

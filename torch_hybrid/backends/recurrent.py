@@ -14,6 +14,7 @@ from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.sizes import PoolSizes
+from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.capability import FLOATS_AND_FLOAT64, Capability, Implementation, Need
 from torch_hybrid.ops.causal_conv1d import op as conv
 from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE
@@ -30,6 +31,7 @@ class RecurrentPlan:
     state_indices: Tensor  # [N] slots that receive their states; 0: none does
     planned: dict[str, PlannedTensors]  # by shape of the layers, where the implementation plans
     statics: Statics
+    accepted: Tensor | None = None  # [N] records that are replayed, in a step that verifies drafts
 
 
 register_value(RecurrentPlan)
@@ -83,12 +85,14 @@ class Recurrence:
 
     ``whole`` is all that lies between a layer's projections for one new token of each sequence, as
     one op: it stands in for ``decode``, its parts, where it is able to and none of them was asked
-    for by name.
+    for by name. ``verify`` is the same of one token and drafts after it; None where drafts cannot
+    be replayed.
     """
 
     decode: tuple[OpChoice, ...]  # the recurrence first
     extend: tuple[OpChoice, ...]
     whole: OpChoice | None = None
+    verify: OpChoice | None = None
     chunk_size: int = 0
 
     def ops(self, mode: Mode) -> tuple[OpChoice, ...]:
@@ -98,7 +102,16 @@ class Recurrence:
     def choose(
         self, specs: set[Any], sizes: PoolSizes, backends: Backends, mode: Mode
     ) -> tuple[tuple[OpChoice, Choice], ...]:
-        """The ops of a mode with an implementation of each, the recurrence first."""
+        """The ops of a mode with an implementation of each, the recurrence first.
+
+        Raises:
+            UnsupportedError: none can serve, or a mode has drafts, which cannot be replayed.
+        """
+        if mode.num_drafts:
+            if self.verify is None:
+                kind = next(iter(specs)).kind
+                raise UnsupportedError(f"drafts cannot be replayed by {kind} layers")
+            return ((self.verify, self.verify.choose(specs, sizes, backends, mode)),)
         ops = self.ops(mode)
         parts = tuple((op, op.choose(specs, sizes, backends, mode)) for op in ops)
         if self.whole is None or mode.tokens_per_seq != 1:
@@ -120,10 +133,12 @@ def chunked_rule(
     chunk: Mapping[str, Implementation],
     sizes: Callable[[Any], dict[str, int]],
     whole: OpChoice | None = None,
+    verify: OpChoice | None = None,
 ) -> Recurrence:
     """A rule of two execution forms: ``recurrent_<name>`` in decode, ``chunk_<name>`` in extend.
 
-    ``also`` are the ops that its layers call beside it, ``whole`` what stands in for all of them.
+    ``also`` are the ops that its layers call beside it, ``whole`` what stands in for all of them,
+    and ``verify`` the same of steps that verify drafts.
     """
     decode = OpChoice(name=f"recurrent_{name}", implementations=recurrent, sizes=sizes)
     extend = OpChoice(name=f"chunk_{name}", implementations=chunk, sizes=sizes)
@@ -131,6 +146,7 @@ def chunked_rule(
         decode=(decode, *also),
         extend=(extend, *also),
         whole=whole,
+        verify=verify,
         chunk_size=DEFAULT_CHUNK_SIZE,
     )
 
@@ -192,6 +208,7 @@ class RecurrentBackend:
             state_indices=batch.state_indices,
             planned=plan_layers(self._planners[mode], batch, self._layers[mode]),
             statics=Statics(impls_of(self.choices[mode])),
+            accepted=batch.accepted,
         )
 
 
@@ -203,9 +220,10 @@ def rule_of(
     return forms[name], impl
 
 
-def whole_impl(plan: RecurrentPlan, op: str) -> str | None:
-    """The implementation of an op that the plan runs instead of its parts; None where they run."""
-    impl = dict(plan.statics.impls).get(op, PARTS)
+def whole_impl(plan: RecurrentPlan, *ops: str) -> str | None:
+    """The implementation of the one of some ops that the plan runs instead of its parts; None where
+    those run."""
+    impl = next((impl for op, impl in plan.statics.impls if op in ops), PARTS)
     return None if impl == PARTS else impl
 
 

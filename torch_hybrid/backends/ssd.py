@@ -30,7 +30,7 @@ def _lightning_sizes(spec: LightningSpec) -> dict[str, int]:
     return {"head_k_dim": spec.head_dim, "head_v_dim": spec.head_dim}
 
 
-STEP, LIGHTNING_STEP = "ssd_step", "lightning_step"
+STEP, VERIFY, LIGHTNING_STEP = "ssd_step", "ssd_verify", "lightning_step"
 _TIMED = {"head_k_dim": (128, 256), "head_v_dim": (64,)}
 _TIMED_LIGHTNING = {"head_k_dim": (128,)}
 
@@ -46,6 +46,7 @@ MAMBA2 = _RULE(
     whole=OpChoice(
         name=STEP, implementations=or_parts(step.IMPLEMENTATIONS, timed=_TIMED), sizes=_sizes
     ),
+    verify=OpChoice(name=VERIFY, implementations=step.VERIFY_IMPLEMENTATIONS, sizes=_sizes),
 )
 LIGHTNING_ATTENTION = _RULE(
     "ssd",

@@ -45,7 +45,9 @@ class _Held:
     slot: int  # where its states go
     start: int  # where they are: its own slot, or that of a checkpoint, from which it goes on
     pages: list[int] = field(default_factory=list)
-    length: int = 0
+    length: int = 0  # of what is certain
+    num_drafts: int = 0  # tokens after those that are not
+    num_accepted: int = 0  # of the last certain tokens, those that its states do not hold yet
     has_borrowed: bool = False  # its last page, partly filled: it is copied before it is written
     is_broken: bool = False
 
@@ -64,6 +66,7 @@ class HybridCache:
         device: of the pools; the bookkeeping stays on the host.
         max_checkpoints: slots for the states of checkpoints. Those of a model without states take
             none, and can be as many as there are pages for.
+        num_drafts: tokens of a sequence that need not be certain, at most.
 
     Raises:
         ValueError: a size is too small to hold anything.
@@ -81,6 +84,7 @@ class HybridCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         max_checkpoints: int = 0,
+        num_drafts: int = 0,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
@@ -98,6 +102,7 @@ class HybridCache:
             num_checkpoints=max_checkpoints if self._has_states else 0,
             dtype=dtype,
             device=torch.device(device),
+            num_drafts=num_drafts,
         )
         self._check_room()
         self.slots = Allocator(max_seqs, unit="sequence slot", limit="max_seqs")
@@ -358,13 +363,68 @@ class HybridCache:
                 reclaimer.free_pages(count)
 
     def commit(self, seqs: Many[Sequence], num_new: Many[int]) -> None:
-        """Count the new tokens as held: the step that wrote them has finished."""
+        """Count the new tokens as held: the step that wrote them has finished.
+
+        What was accepted before has been replayed, and other drafts are forgotten.
+        """
         for seq, n in zip(seqs, num_new, strict=True):
             held = self._held[seq.id]
             held.length += n
-            if held.start != held.slot:
-                self.states.give_back([held.start])
-                held.start = held.slot
+            held.num_drafts = held.num_accepted = 0
+            self._leave_start(held)
+
+    def commit_drafts(self, seqs: Many[Sequence], num_drafts: Many[int]) -> None:
+        """Count the first new token of each sequence as held, where it has any, and its drafts as
+        not certain; what was accepted before has been replayed.
+
+        Args:
+            seqs: of a step that verified drafts.
+            num_drafts: of each; -1 where it had no new token.
+        """
+        for seq, n in zip(seqs, num_drafts, strict=True):
+            held = self._held[seq.id]
+            held.length += n >= 0
+            held.num_drafts, held.num_accepted = max(n, 0), 0
+            self._leave_start(held)
+
+    def _leave_start(self, held: _Held) -> None:
+        """Its states are in its own slot now."""
+        if held.start != held.slot:
+            self.states.give_back([held.start])
+            held.start = held.slot
+
+    def accept(self, seqs: Many[Sequence], counts: Many[int]) -> None:
+        """Count the first drafts of sequences as certain, and give back the pages of the others.
+
+        All or none.
+
+        Raises:
+            ValueError: a sequence has fewer drafts, or a handle is foreign, freed or given twice.
+        """
+        self.check(seqs)
+        owners = [self._held[seq.id] for seq in seqs]
+        for seq, held, n in zip(seqs, owners, counts, strict=True):
+            if not 0 <= n <= held.num_drafts:
+                raise ValueError(
+                    f"accepted must be within 0 and {held.num_drafts}, the drafts of {seq} in its "
+                    f"last step, got {n}"
+                )
+        for held, n in zip(owners, counts, strict=True):
+            held.length += n
+            held.num_drafts, held.num_accepted = 0, n
+            self._give_back_pages(held)
+
+    def _give_back_pages(self, held: _Held) -> None:
+        """Those that only drafts were in."""
+        num_used = -(-held.length // self.page_size)
+        if num_used < len(held.pages):
+            self.pages.give_back(held.pages[num_used:])
+            self._page_row(held)[num_used : len(held.pages)] = 0
+            del held.pages[num_used:]
+
+    def are_replayed(self, seqs: Many[Sequence]) -> bool:
+        """Whether the states of all sequences hold all of their certain tokens."""
+        return not any(self._held[seq.id].num_accepted for seq in seqs)
 
     def mark_broken(self, seqs: Many[Sequence]) -> None:
         """A step was cut off: what these sequences hold is unknown, they can only be freed."""
@@ -379,6 +439,7 @@ class HybridCache:
         positions: Tensor | None = None,
         num_position_axes: int = 1,
         table_width: Callable[[int], int] = lambda used: used,
+        replays: bool = False,
     ) -> Batch:
         """Reserve pages for the new tokens of ``seqs`` and pack them, on the host.
 
@@ -387,6 +448,7 @@ class HybridCache:
             tokens: the new tokens of each.
             positions, num_position_axes: as in ``torch_hybrid.batch.make_batch``.
             table_width: from the most pages that one of them owns to the page table's width.
+            replays: whether the step replays the drafts that were accepted.
 
         Raises:
             ValueError: a handle is foreign, was freed, is given twice, or was broken.
@@ -404,6 +466,7 @@ class HybridCache:
             page_size=self.page_size,
             positions=positions,
             num_position_axes=num_position_axes,
+            accepted=[held.num_accepted for held in owners] if replays else None,
         )
 
     def _page_rows(self, owners: Many[_Held], width: Callable[[int], int]) -> Tensor:

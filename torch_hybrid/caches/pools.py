@@ -16,10 +16,14 @@ LayerCache = dict[str, Tensor]  # by the names of the spec's pools
 def make_pools(spec: LayerSpec, sizes: PoolSizes) -> LayerCache:
     """A tensor for each pool of a layer, filled as it says, each with a storage of its own.
 
-    ``[num_slots + num_checkpoints + 1, *shape]``, ``[num_pages + 1, page_size, *shape]`` or
-    ``shape``, after ``planes`` where there are some. Slot 0 and page 0 are null: nobody owns them.
+    ``[num_slots + num_checkpoints + 1, *shape]``, the same with ``num_drafts`` before the shape,
+    ``[num_pages + 1, page_size, *shape]`` or ``shape``, after ``planes`` where there are some. Slot
+    0 and page 0 are null: nobody owns them.
     """
-    return {name: _make_pool(pool, sizes) for name, pool in spec.pools().items()}
+    wanted = {
+        n: pool for n, pool in spec.pools().items() if pool.per != "draft" or sizes.num_drafts
+    }
+    return {name: _make_pool(pool, sizes) for name, pool in wanted.items()}
 
 
 def _make_pool(pool: Pool, sizes: PoolSizes) -> Tensor:
@@ -32,13 +36,19 @@ def pool_cost(spec: LayerSpec, sizes: PoolSizes) -> PoolCost:
     cost: Counter[str] = Counter()
     for pool in spec.pools().values():
         cost[pool.per] += pool.nbytes(sizes.dtype)
-    return PoolCost(per_token=cost["page"], per_sequence=cost["slot"], per_layer=cost["layer"])
+    return PoolCost(
+        per_token=cost["page"],
+        per_sequence=cost["slot"] + sizes.num_drafts * cost["draft"],
+        per_layer=cost["layer"],
+    )
 
 
 def _shape(pool: Pool, sizes: PoolSizes) -> tuple[int, ...]:
+    num_slots = sizes.num_slots + sizes.num_checkpoints + 1
     rows: dict[str, tuple[int, ...]] = {
-        "slot": (sizes.num_slots + sizes.num_checkpoints + 1,),
+        "slot": (num_slots,),
         "page": (sizes.num_pages + 1, sizes.page_size),
+        "draft": (num_slots, sizes.num_drafts),
         "layer": (),
     }
     planes = (pool.planes,) if pool.planes else ()

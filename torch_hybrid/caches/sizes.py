@@ -17,6 +17,7 @@ class PoolSizes:
     dtype: torch.dtype
     device: torch.device
     num_checkpoints: int = 0  # slots of checkpoints, after those
+    num_drafts: int = 0  # of a sequence, which are not certain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.gated_delta_rule import STEP, apply_delta_rule
+from torch_hybrid.backends.gated_delta_rule import STEP, VERIFY, apply_delta_rule
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, whole_impl
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
-from torch_hybrid.ops.gated_delta_step import gated_delta_step
+from torch_hybrid.ops.gated_delta_step import gated_delta_step, gated_delta_verify
 from torch_hybrid.ranks import Ranks
-from torch_hybrid.specs import DeltaRuleSpec
+from torch_hybrid.specs import RECORDS, DeltaRuleSpec
 
 
 class GatedDeltaNet(nn.Module):
@@ -75,7 +77,7 @@ class GatedDeltaNet(nn.Module):
             [T, dim].
         """
         qkv, z, b, a = columns(self.in_proj, x, self._widths)
-        impl = whole_impl(plan, STEP)
+        impl = whole_impl(plan, STEP, VERIFY)
         if impl is None:
             mixed = self._mix_by_parts(qkv, z, b, a, plan, cache)
         else:
@@ -93,9 +95,9 @@ class GatedDeltaNet(nn.Module):
         cache: LayerCache,
         impl: str,
     ) -> Tensor:
-        """One token of each sequence, in one op."""
+        """One token of each sequence, and drafts after it where the plan says so, in one op."""
         spec = self.spec
-        return gated_delta_step(
+        tensors = (
             qkv,
             z,
             b,
@@ -110,12 +112,17 @@ class GatedDeltaNet(nn.Module):
             plan.cu_seqlens,
             plan.initial_indices,
             plan.state_indices,
-            activation=spec.activation,
-            scale=spec.head_k_dim**-0.5,
-            beta_scale=spec.beta_scale,
-            norm_eps=spec.norm_eps,
-            impl=impl,
         )
+        options: dict[str, Any] = {
+            "activation": spec.activation,
+            "scale": spec.head_k_dim**-0.5,
+            "beta_scale": spec.beta_scale,
+            "norm_eps": spec.norm_eps,
+            "impl": impl,
+        }
+        if plan.accepted is None:
+            return gated_delta_step(*tensors, **options)
+        return gated_delta_verify(*tensors, cache[RECORDS], plan.accepted, **options)
 
     def _mix_by_parts(
         self, qkv: Tensor, z: Tensor, b: Tensor, a: Tensor, plan: RecurrentPlan, cache: LayerCache

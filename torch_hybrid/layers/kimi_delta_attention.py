@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.kimi_delta_attention import STEP, apply_kimi_delta
+from torch_hybrid.backends.kimi_delta_attention import STEP, VERIFY, apply_kimi_delta
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, whole_impl
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
-from torch_hybrid.ops.kimi_delta_step import kimi_delta_step
+from torch_hybrid.ops.kimi_delta_step import kimi_delta_step, kimi_delta_verify
 from torch_hybrid.ranks import Ranks
-from torch_hybrid.specs import KimiDeltaSpec
+from torch_hybrid.specs import RECORDS, KimiDeltaSpec
 
 
 class KimiDeltaAttention(nn.Module):
@@ -86,7 +88,7 @@ class KimiDeltaAttention(nn.Module):
         """
         qkv, f, gate, b = columns(self.in_proj, x, self._widths)
         f, gate = self.f_b_proj(f), self.g_b_proj(gate)
-        impl = whole_impl(plan, STEP)
+        impl = whole_impl(plan, STEP, VERIFY)
         if impl is None:
             mixed = self._mix_by_parts(qkv, f, gate, b, plan, cache)
         else:
@@ -104,9 +106,9 @@ class KimiDeltaAttention(nn.Module):
         cache: LayerCache,
         impl: str,
     ) -> Tensor:
-        """One token of each sequence, in one op."""
+        """One token of each sequence, and drafts after it where the plan says so, in one op."""
         spec = self.spec
-        return kimi_delta_step(
+        tensors = (
             qkv,
             gate,
             b,
@@ -121,12 +123,17 @@ class KimiDeltaAttention(nn.Module):
             plan.cu_seqlens,
             plan.initial_indices,
             plan.state_indices,
-            activation=spec.activation,
-            scale=spec.head_k_dim**-0.5,
-            gate_lower_bound=spec.gate_lower_bound,
-            norm_eps=spec.norm_eps,
-            impl=impl,
         )
+        options: dict[str, Any] = {
+            "activation": spec.activation,
+            "scale": spec.head_k_dim**-0.5,
+            "gate_lower_bound": spec.gate_lower_bound,
+            "norm_eps": spec.norm_eps,
+            "impl": impl,
+        }
+        if plan.accepted is None:
+            return kimi_delta_step(*tensors, **options)
+        return kimi_delta_verify(*tensors, cache[RECORDS], plan.accepted, **options)
 
     def _mix_by_parts(
         self,

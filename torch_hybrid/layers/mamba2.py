@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, whole_impl
-from torch_hybrid.backends.ssd import STEP, apply_ssd
+from torch_hybrid.backends.ssd import STEP, VERIFY, apply_ssd
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
-from torch_hybrid.ops.ssd_step import ssd_step
+from torch_hybrid.ops.ssd_step import ssd_step, ssd_verify
 from torch_hybrid.ranks import Ranks, own_means
-from torch_hybrid.specs import Mamba2Spec
+from torch_hybrid.specs import RECORDS, Mamba2Spec
 
 
 class Mamba2(nn.Module):
@@ -90,7 +91,7 @@ class Mamba2(nn.Module):
             [T, dim].
         """
         z, mixed, dt = columns(self.in_proj, x, self._widths)
-        impl = whole_impl(plan, STEP)
+        impl = whole_impl(plan, STEP, VERIFY)
         if impl is None:
             y = self._mix_by_parts(z, mixed, dt, plan, cache)
         else:
@@ -107,10 +108,10 @@ class Mamba2(nn.Module):
         cache: LayerCache,
         impl: str,
     ) -> Tensor:
-        """One token of each sequence, in one op; without its gate and norm where a group's mean is
-        that of several ranks."""
+        """One token of each sequence, and drafts after it where the plan says so, in one op;
+        without its gate and norm where a group's mean is that of several ranks."""
         spec, gated = self.spec, not self._shares_groups
-        y = ssd_step(
+        tensors = (
             mixed,
             z if gated else None,
             dt,
@@ -125,14 +126,20 @@ class Mamba2(nn.Module):
             plan.cu_seqlens,
             plan.initial_indices,
             plan.state_indices,
-            activation=spec.activation,
-            dt_min=spec.dt_min,
-            dt_max=spec.dt_max,
-            norm_before_gate=spec.gate == "after_norm",
-            norm_groups=spec.norm_groups,
-            norm_eps=spec.norm_eps,
-            impl=impl,
         )
+        options: dict[str, Any] = {
+            "activation": spec.activation,
+            "dt_min": spec.dt_min,
+            "dt_max": spec.dt_max,
+            "norm_before_gate": spec.gate == "after_norm",
+            "norm_groups": spec.norm_groups,
+            "norm_eps": spec.norm_eps,
+            "impl": impl,
+        }
+        if plan.accepted is None:
+            y = ssd_step(*tensors, **options)
+        else:
+            y = ssd_verify(*tensors, cache[RECORDS], plan.accepted, **options)
         return y if gated else self._gate(y, z)
 
     def _mix_by_parts(

@@ -311,6 +311,7 @@ class Prefixes:
             node.last_used = self._now
         if node.checkpoint is not None or not self._saves_enough(node):
             return
+        self._runner.flush([request.sequence])
         try:
             checkpoint = self._cache.checkpoint(request.sequence, spare=True)
         except CapacityError:  # all of them are held by hand

@@ -1,0 +1,127 @@
+"""What drafts cost and bring: their memory, a step that verifies four of them, and whole requests.
+
+    python -m benchmarks.speculation [--model NAME] [--dtype NAME]
+
+Steps follow one another as in an engine: all drafts of a step are accepted, so that the next one
+replays as many. Requests are served by an engine whose drafts are never right, against one without
+drafts, by turns.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks.models import make_model
+from benchmarks.results import Results, Target, arguments, parse, title
+from benchmarks.timing import Times, interleave
+from torch_hybrid import Engine, Runner, Sampling, Speculation, adapt
+from torch_hybrid.caches.pools import pool_cost
+from torch_hybrid.caches.sizes import PoolSizes
+from torch_hybrid.request import Request
+from torch_hybrid.specs import DeltaRuleSpec
+
+DRAFTS = 4
+MEMORY, STEP, NEVER_RIGHT = 1.08, 1.6, 1.03
+QWEN3_NEXT = DeltaRuleSpec(
+    num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, conv_width=4
+)
+
+
+class Wrong:
+    """Drafts that are never accepted: the token that came is not what comes next."""
+
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
+        return [[0] * count for count in counts]
+
+    def forget(self, request: Request) -> None:
+        pass
+
+
+def memory() -> float:
+    """What a sequence takes with drafts, over what it takes without, at Qwen3-Next's shapes."""
+
+    def each(num_drafts: int) -> int:
+        sizes = PoolSizes(
+            num_pages=1,
+            page_size=16,
+            num_slots=1,
+            dtype=torch.bfloat16,
+            device=torch.device("cpu"),
+            num_drafts=num_drafts,
+        )
+        return pool_cost(QWEN3_NEXT, sizes).per_sequence
+
+    return each(DRAFTS) / each(0)
+
+
+def steps(runner: Runner, batch: int, rounds: int) -> dict[str, Times]:
+    """A step of one token of each sequence, and one with drafts and as many replayed."""
+    vocab, rng = runner.vocab_size, random.Random(batch)
+    plain, drafted = runner.new_sequences(batch), runner.new_sequences(batch)
+    for seqs in (plain, drafted):
+        for seq in seqs:
+            runner.extend([seq], [[rng.randrange(vocab) for _ in range(200)]])
+    tokens = [rng.randrange(vocab) for _ in range(1 + DRAFTS)]
+
+    def verify() -> None:
+        runner.verify(drafted, [tokens] * batch)
+        runner.accept(drafted, [DRAFTS] * batch)
+
+    contestants = {
+        "plain": lambda: runner.extend(plain, [tokens[:1]] * batch),
+        f"with {DRAFTS} drafts": verify,
+    }
+    times = interleave(contestants, rounds=rounds, warm_up=3)
+    runner.free([*plain, *drafted])
+    return times
+
+
+def requests(runner: Runner, batch: int, rounds: int, num_tokens: int) -> dict[str, Times]:
+    """Requests without drafts, and with drafts that are never right."""
+    rng = random.Random(batch)
+    prompts = [[rng.randrange(1, runner.vocab_size) for _ in range(64)] for _ in range(batch)]
+    # Token 0, which is drafted, never comes.
+    sampling = Sampling(max_new_tokens=num_tokens, ignore_eos=True, logit_bias={0: -1e9})
+    speculating = Engine(runner, speculate=Speculation(Wrong(), max_tokens=DRAFTS))
+    engines = {"without": Engine(runner), "never right": speculating}
+    contestants = {
+        name: lambda engine=engine: list(engine.generate(prompts, sampling))  # type: ignore[misc]
+        for name, engine in engines.items()
+    }
+    times = interleave(contestants, rounds=rounds, warm_up=1)
+    assert speculating.drafts.accepted == 0 < speculating.drafts.drafted
+    return times
+
+
+def main() -> None:
+    options = parse(arguments(__doc__))
+    model = adapt(make_model(options.model, options.torch_dtype, quick=options.quick))
+    runner = Runner(model, max_seqs=16, max_tokens=512, kv_tokens=32768, max_drafts=DRAFTS)
+    results = Results(
+        title=title(options, "Drafts"),
+        columns=("what", "batch", "ms", "drafts: ms", "ratio"),
+    )
+    ratio = memory()
+    results.targets.append(Target(name="memory, Qwen3-Next", measured=ratio, limit=MEMORY))
+    rounds = 5 if options.quick else 40
+    for batch in (1, 8):
+        plain, drafted = steps(runner, batch, rounds).values()
+        ratio = drafted.over(plain)
+        results.add("step", batch, plain.median * 1e3, drafted.median * 1e3, ratio)
+        if batch == 1:
+            results.targets.append(Target(name="step at batch 1", measured=ratio, limit=STEP))
+    for batch in (1, 8):
+        times = requests(runner, batch, 2 if options.quick else 6, 24 if options.quick else 128)
+        without, wrong = times["without"], times["never right"]
+        ratio = wrong.over(without)
+        results.add("requests", batch, without.median * 1e3, wrong.median * 1e3, ratio)
+        name = f"never right, batch {batch}"
+        results.targets.append(Target(name=name, measured=ratio, limit=NEVER_RIGHT))
+    results.emit(options)
+
+
+if __name__ == "__main__":
+    main()

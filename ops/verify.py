@@ -1,0 +1,134 @@
+"""Steps of tokens that are not certain: drafts, of which the step after them says what is accepted.
+
+A slot of a state pool holds the state after the last certain token. Beside it lie records of the
+inputs of up to D tokens after it. A step of such tokens does to each sequence:
+
+    replay its first ``accepted`` records        as decode steps of these tokens would
+    run its first new token, which is certain
+    leave the state, and the last inputs of a convolution, in its slot
+    run its further tokens on what is left, and leave it as it is
+    leave their inputs as its records, from the first on
+
+Nothing is rolled back: what was not certain was not stored. A sequence without new tokens is
+replayed alone, and one with neither is left as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torch_hybrid.ops.registration import check_contiguous, check_dtypes, check_shapes
+
+# What an op of such steps takes beside the tensors of its decode step, as it stands in schemas.
+SCHEMA = "Tensor(c!) records, Tensor accepted"
+
+# Runs a token of each sequence that has one, as a decode step: rows [M, R] of their inputs as a
+# record has them, which tokens of the step they are (None: replayed ones, whose outputs nobody
+# reads), pools, offsets of the sequences in the rows, and their slots. Returns outputs [M, ...].
+Advance = Callable[[Tensor, Tensor | None, Sequence[Tensor], Tensor, Tensor], Tensor]
+
+
+def check_records(
+    records: Tensor,
+    accepted: Tensor,
+    *,
+    num_slots: int,
+    width: int,
+    dtype: torch.dtype,
+    num_seqs: int,
+) -> None:
+    """Raise ValueError unless records are [num_slots, D, width], and are counted by sequence."""
+    if records.ndim != 3:
+        raise ValueError(f"records must have 3 dimensions, got {list(records.shape)}")
+    check_shapes(
+        {
+            "records": (records, (num_slots, records.shape[1], width)),
+            "accepted": (accepted, (num_seqs,)),
+        }
+    )
+    check_dtypes({"records": (records, dtype), "accepted": (accepted, torch.int32)})
+    check_contiguous(records=records, accepted=accepted)
+
+
+def check_counts(
+    records: Tensor, cu_seqlens: Tensor, initial_indices: Tensor, accepted: Tensor
+) -> None:
+    """Raise ValueError unless all counts, on the host, are of records that there are."""
+    most = records.shape[1]
+    lengths, counts = cu_seqlens.diff().tolist(), accepted.tolist()
+    if max(lengths, default=0) > most + 1:
+        raise ValueError(f"a sequence must have at most {most + 1} tokens, got lengths {lengths}")
+    if not all(0 <= count <= most for count in counts):
+        raise ValueError(f"accepted must be within 0 and {most}, got {counts}")
+    for n, (count, initial) in enumerate(zip(counts, initial_indices.tolist(), strict=True)):
+        if count and not initial:
+            raise ValueError(f"sequence {n} starts from the zero state and has no {count} records")
+
+
+def verify_by_steps(
+    advance: Advance,
+    rows: Tensor,
+    out: Tensor,
+    pools: Sequence[Tensor],
+    records: Tensor,
+    accepted: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+) -> Tensor:
+    """A step of tokens that are not certain, as the decode steps that it is made of.
+
+    Args:
+        advance: the decode step.
+        rows: [T, R] the new tokens' inputs, as a record has them.
+        out: [T, ...] zeros, which receive the outputs.
+        pools: [S, ...] each. **Mutated**, as are records.
+        records: [S, D, R].
+        accepted, cu_seqlens, initial_indices, state_indices: [N], [N + 1], [N], [N].
+
+    Returns:
+        ``out``.
+    """
+    check_counts(records, cu_seqlens, initial_indices, accepted)
+    starts, lengths = cu_seqlens[:-1].long(), cu_seqlens.diff()
+    initial, slots = initial_indices.long(), state_indices.long()
+    own = torch.arange(1, len(slots) + 1, dtype=torch.int32, device=slots.device)
+    working = [_of_sequences(pool, initial) for pool in pools]
+
+    def run(is_live: Tensor, given: Tensor, token: Tensor | None) -> Tensor:
+        offsets = F.pad(is_live.cumsum(0), (1, 0)).int()
+        return advance(given, token, working, offsets, own)
+
+    for i in range(int(accepted.max()) if len(accepted) else 0):
+        is_live = accepted > i
+        run(is_live, records[initial[is_live], i], None)
+    for i in range(int(lengths.max()) if len(lengths) else 0):
+        if i == 1:
+            _store(pools, working, slots, (lengths > 0) | (accepted > 0))
+        is_live = lengths > i
+        token = starts[is_live] + i
+        out[token] = run(is_live, rows[token], token)
+        if i:
+            is_kept = slots[is_live] > 0
+            records[slots[is_live][is_kept], i - 1] = rows[token[is_kept]]
+    if not len(lengths) or int(lengths.max()) < 2:
+        _store(pools, working, slots, (lengths > 0) | (accepted > 0))
+    return out
+
+
+def _of_sequences(pool: Tensor, initial: Tensor) -> Tensor:
+    """A pool of what the sequences start from, in slots from 1 on."""
+    started = pool[initial].where((initial > 0).view(-1, *[1] * (pool.ndim - 1)), 0.0)
+    return torch.cat([torch.zeros_like(pool[:1]), started])
+
+
+def _store(
+    pools: Sequence[Tensor], working: Sequence[Tensor], slots: Tensor, has_run: Tensor
+) -> None:
+    is_left = has_run & (slots > 0)
+    for pool, left in zip(pools, working, strict=True):
+        pool[slots[is_left]] = left[1:][is_left]

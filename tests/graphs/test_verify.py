@@ -1,0 +1,240 @@
+"""Drafts in a runner's steps: what is accepted is held, and nothing else is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tiny_models import FEWEST_LAYERS, VOCAB_SIZE, make_hybrid, make_model
+from torch_hybrid.errors import CapacityError, UnsupportedError
+from torch_hybrid.graphs.runner import Runner
+from torch_hybrid.models.load import adapt
+from torch_hybrid.sampling import Draw, Sampling
+
+SIZES = {"max_seqs": 4, "max_tokens": 64, "kv_tokens": 512}
+DRAFTS = 3
+# A family for each kind of mixer that replays, and one without any.
+FAMILIES = ("qwen3_next_dense", "kimi_linear", "falcon_h1", "qwen3")
+
+
+def small(family: str) -> Any:
+    return adapt(make_model(family, **FEWEST_LAYERS[family]))
+
+
+def tokens_of(rng: random.Random, *lengths: int) -> list[list[int]]:
+    return [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in lengths]
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+class Twins:
+    """A runner with drafts, and one that is given what turns out right."""
+
+    def __init__(self, model: Any, *, compile: bool = False, **options: Any) -> None:
+        self.rng = random.Random(0)
+        self.runner = Runner(model, **SIZES, compile=compile, max_drafts=DRAFTS, **options)
+        self.plain = Runner(model, **SIZES, compile=False)
+        prompts = tokens_of(self.rng, 4, 1, 20)
+        self.seqs, self.twins = self.runner.new_sequences(3), self.plain.new_sequences(3)
+        self.runner.extend(self.seqs, prompts)
+        self.plain.extend(self.twins, prompts)
+
+    def verify(self, num_drafts: Sequence[int], counts: Sequence[int]) -> None:
+        new = tokens_of(self.rng, *(1 + n for n in num_drafts))
+        logits = self.runner.verify(self.seqs, new).split([len(x) for x in new])
+        self.runner.accept(self.seqs, counts)
+        kept = [x[: 1 + n] for x, n in zip(new, counts, strict=True)]
+        expected = self.plain.extend(self.twins, kept, logits="all")
+        actual = torch.cat([x[: 1 + n] for x, n in zip(logits, counts, strict=True)])
+        assert relative_error(actual, expected) < 5e-5
+        self.check_lengths()
+
+    def extend(self, *lengths: int) -> None:
+        new = tokens_of(self.rng, *lengths)
+        expected = self.plain.extend(self.twins, new)
+        assert relative_error(self.runner.extend(self.seqs, new), expected) < 5e-5
+        self.check_lengths()
+
+    def check_lengths(self) -> None:
+        assert [self.runner.length(s) for s in self.seqs] == [
+            self.plain.length(s) for s in self.twins
+        ]
+
+
+def go_through(twins: Twins) -> None:
+    """Verifying, decoding and extending in every order, whatever was accepted before."""
+    twins.verify([3, 0, 2], [3, 0, 1])
+    twins.verify([1, 3, 0], [0, 2, 0])
+    twins.extend(1, 1, 1)
+    twins.verify([3, 3, 3], [2, 3, 0])
+    twins.extend(2, 1, 40)
+    twins.verify([3, 1, 1], [3, 1, 1])
+    twins.runner.flush(twins.seqs)
+    twins.runner.flush(twins.seqs)
+    twins.extend(1, 1, 1)
+    twins.extend(1, 1, 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_accepted_is_held(family: str):
+    go_through(Twins(small(family)))
+
+
+def test_padded_steps_on_static_inputs():
+    """As they are captured on a GPU."""
+    go_through(Twins(make_hybrid(), cuda_graphs="on"))
+
+
+@pytest.mark.slow
+def test_compiled_steps():
+    twins = Twins(make_hybrid(), compile=True)
+    go_through(twins)
+    report = twins.runner.report()
+    assert {"decode", "extend", "verify"} == set(report.graphs)
+    assert (report.recompiles, report.graph_breaks, report.pool_clones) == (0, 0, ())
+    ops = report.graphs["verify"].ops
+    assert sum(count for op, count in ops.items() if op.startswith("gated_delta_verify")) == 1
+
+
+def test_states_have_the_bits_of_plain_decoding():
+    """Where products do not depend on their number of rows: of the first layer, eagerly."""
+    model = make_hybrid()
+    runner = Runner(model, **SIZES, compile=False, max_drafts=DRAFTS)
+    rng = random.Random(0)
+    [first, second] = runner.new_sequences(2)
+    [prompt, new, wrong] = tokens_of(rng, 9, 4, 3)
+    runner.extend([first, second], [prompt, prompt])
+    for token in new:
+        runner.extend([first], [[token]])
+    runner.verify([second], [[new[0], *wrong]])
+    runner.accept([second], [0])
+    runner.verify([second], [[*new[1:3], *wrong[:1]]])
+    runner.accept([second], [1])
+    runner.verify([second], [new[3:]])
+    slots = [runner.cache.slot(seq) for seq in (first, second)]
+    [pools] = runner.cache.pools["gated_delta_rule"]
+    for name in ("conv", "state"):
+        one, other = pools[name][slots]
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+
+
+def test_drafts_that_nobody_accepts_are_rejected():
+    model = make_hybrid()
+    runner, plain = (Runner(model, **SIZES, compile=False, max_drafts=n) for n in (DRAFTS, 0))
+    [seq], [twin] = runner.new_sequences(1), plain.new_sequences(1)
+    runner.verify([seq], [[5, 6, 7]])
+    assert runner.length(seq) == 1
+    expected = plain.extend([twin], [[5, 8]])
+    assert relative_error(runner.extend([seq], [[8]]), expected) < 5e-5
+    with pytest.raises(ValueError, match="accepted must be within 0 and 0"):
+        runner.accept([seq], [1])
+
+
+def test_a_launch_after_drafts():
+    """What runs ahead replays too."""
+    model = make_hybrid()
+    runner, plain = (Runner(model, **SIZES, compile=False, max_drafts=n) for n in (DRAFTS, 0))
+    [seq], [twin] = runner.new_sequences(1), plain.new_sequences(1)
+    runner.verify([seq], [[5, 6, 7]])
+    runner.accept([seq], [2])
+    greedy = Draw(Sampling())
+    tokens = runner.launch([seq], [[8]], [greedy]).result()
+    tokens += runner.launch([seq], [None], [greedy]).result()
+    first = int(plain.extend([twin], [[5, 6, 7, 8]]).argmax())
+    assert tokens == [first, int(plain.extend([twin], [[first]]).argmax())]
+
+
+def test_pages_of_drafts_come_back():
+    runner = Runner(make_hybrid(), **SIZES, page_size=2, compile=False, max_drafts=DRAFTS)
+    [seq] = runner.new_sequences(1)
+    before = runner.free_pages
+    runner.verify([seq], [[5, 6, 7, 8]])
+    assert runner.free_pages == before - 2
+    runner.accept([seq], [0])
+    assert runner.free_pages == before - 1
+    runner.verify([seq], [[5, 6, 7, 8]])
+    runner.accept([seq], [3])
+    assert runner.free_pages == before - 3
+    runner.free([seq])
+    assert runner.free_pages == before
+
+
+def test_what_is_refused_changes_nothing():
+    runner = Runner(make_hybrid(), **SIZES, page_size=2, compile=False, max_drafts=DRAFTS)
+    [seq, other] = runner.new_sequences(2)
+    with pytest.raises(ValueError, match="one token and at most max_drafts = 3 drafts, got"):
+        runner.verify([seq], [[1, 2, 3, 4, 5]])
+    with pytest.raises(ValueError, match="every sequence needs at least one new token"):
+        runner.verify([seq], [[]])
+    with pytest.raises(ValueError, match="verify takes at least one sequence"):
+        runner.verify([], [])
+    runner.verify([seq], [[1, 2]])
+    with pytest.raises(ValueError, match="accept takes a count for each of 1, got 2"):
+        runner.accept([seq], [1, 0])
+    with pytest.raises(ValueError, match="accepted must be within 0 and 0, the drafts of"):
+        runner.accept([seq, other], [1, 1])
+    runner.accept([seq], [1])
+    assert (runner.length(seq), runner.length(other)) == (2, 0)
+    with pytest.raises(UnsupportedError, match="max_drafts=0 verifies no drafts"):
+        Runner(make_hybrid(), **SIZES, compile=False).verify([seq], [[1]])
+    with pytest.raises(ValueError, match="max_drafts must be within 0 and 63"):
+        Runner(make_hybrid(), **SIZES, compile=False, max_drafts=64)
+
+
+def test_a_step_that_is_cut_off_breaks_its_sequences(monkeypatch: pytest.MonkeyPatch):
+    model = make_hybrid()
+    runner = Runner(model, **SIZES, compile=False, max_drafts=DRAFTS)
+    [seq] = runner.new_sequences(1)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.layers[-1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        runner.verify([seq], [[1, 2]])
+    handle.remove()
+    with pytest.raises(ValueError, match="did not finish: free it"):
+        runner.verify([seq], [[1, 2]])
+    runner.free([seq])
+
+
+def test_too_few_pages():
+    runner = Runner(
+        make_hybrid(),
+        max_seqs=1,
+        max_tokens=64,
+        kv_tokens=4,
+        page_size=2,
+        compile=False,
+        max_drafts=DRAFTS,
+    )
+    [seq] = runner.new_sequences(1)
+    runner.extend([seq], [[1, 2]])
+    with pytest.raises(CapacityError, match="KV page"):
+        runner.verify([seq], [[1, 2, 3]])
+    runner.verify([seq], [[1, 2]])
+    runner.accept([seq], [1])
+    assert runner.length(seq) == 4
+
+
+def test_bytes_of_records_are_counted():
+    model = make_hybrid()
+    none, some = (
+        Runner(model, **SIZES, compile=False, max_drafts=n).cache.costs() for n in (0, DRAFTS)
+    )
+    [spec] = {entry.spec for entry in model.table.of_kind("gated_delta_rule")}
+    width = spec.conv_channels + 2 * spec.num_v_heads
+    each = [b.per_sequence - a.per_sequence for a, b in zip(none, some, strict=True)]
+    assert sum(each) == DRAFTS * width * 4
+
+
+def test_a_mixer_that_does_not_replay_is_named():
+    with pytest.raises(UnsupportedError, match="drafts cannot be replayed by lightning_attention"):
+        Runner(small("minimax"), **SIZES, compile=False, max_drafts=1)

@@ -1,0 +1,275 @@
+"""What every implementation of a step that verifies drafts is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.contract import assert_within_budget, impls_on, pool_clones, skip_reason
+from tests.ops.pages import offsets
+from tests.ops.step_family import Family
+from torch_hybrid.ops.capability import Implementation
+
+DEVICE = "cpu"
+MOST_DRAFTS = 3
+# Of four sequences, step by step: new tokens, and the drafts among them that turn out right.
+ROUNDS = (
+    ((4, 1, 2, 0), (3, 0, 0, 0)),
+    ((1, 4, 4, 3), (0, 2, 3, 1)),
+    ((0, 2, 3, 1), (0, 1, 1, 0)),
+    ((3, 4, 0, 4), (0, 0, 0, 3)),
+    ((2, 1, 1, 2), (1, 0, 0, 0)),
+)
+
+
+class VerifyContract:
+    """The tests; a family's own class names it.
+
+    Attributes:
+        family: the decode step.
+        verify: the op, which takes ``records`` and ``accepted`` after the step's tensors.
+        implementations: of ``verify``.
+        recorded: the per-token tensors that a record is made of, in its order.
+        by_reference: the definition of ``verify``.
+    """
+
+    family: ClassVar[Family]
+    verify: ClassVar[Callable[..., Tensor]]
+    implementations: ClassVar[Mapping[str, Implementation]]
+    recorded: ClassVar[tuple[str, ...]]
+    by_reference: ClassVar[Callable[..., Tensor]]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        names = impls_on(DEVICE, self.implementations)
+        kinds = {"impl": names, "native_impl": [name for name in names if name != "torch"]}
+        for kind, members in kinds.items():
+            if kind in metafunc.fixturenames:
+                reasons = {n: skip_reason(self.implementations[n], DEVICE) for n in members}
+                metafunc.parametrize(
+                    kind,
+                    [
+                        pytest.param(n, marks=pytest.mark.skipif(why is not None, reason=str(why)))
+                        for n, why in reasons.items()
+                    ],
+                )
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", self.family.cases.values(), ids=self.family.cases)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+    def test_states_have_the_bits_of_plain_decoding(
+        self, native_impl: str, case: Any, dtype: torch.dtype
+    ):
+        """Whatever was drafted, accepted and rejected; and outputs, where tokens are certain."""
+        history = History(self, case, dtype, native_impl)
+        for lengths, right in ROUNDS:
+            history.advance(lengths, right)
+        history.flush()
+        assert history.outputs_differ_by == 0
+        for name, pool in history.inputs.pools().items():
+            assert torch.equal(pool, history.plain.pools()[name]), name
+
+    def test_it_is_what_its_steps_make(self, impl: str, case: Any):
+        """Of one call, with records and without, against the definition in float64."""
+        history = History(self, case, torch.float32, impl)
+        history.advance(*ROUNDS[0])
+        inputs, records = history.inputs.copy(), history.records.clone()
+        given = history.given(ROUNDS[1][0])
+        calls = {}
+        for kind in ("actual", "own", "exact"):
+            own = replace(given, **{n: pool.clone() for n, pool in inputs.pools().items()})
+            kept = records.clone()
+            run: Callable[..., Tensor] = self.by_reference_of
+            if kind == "exact":
+                own, kept = own.exact(), kept.double()
+            elif kind == "actual":
+                run = self.run_of(impl)
+            calls[kind] = run(own, kept, history.accepted), own, kept
+        (out, left, kept), (out_own, left_own, kept_own), (out_exact, left_exact, _) = (
+            calls[kind] for kind in ("actual", "own", "exact")
+        )
+        slots = given.state_indices[given.state_indices > 0]
+        assert_within_budget(out, out_exact, out_own)
+        assert_within_budget(left.state[slots], left_exact.state[slots], left_own.state[slots])
+        torch.testing.assert_close(kept, kept_own, rtol=0, atol=0, equal_nan=True)
+        if "conv_state" in left.pools():
+            assert torch.equal(left.conv_state[slots], left_own.conv_state[slots])
+
+    def test_no_other_slot_changes(self, impl: str):
+        """Canaries in the null slot, those of nobody, and of a sequence that has no tokens."""
+        history = History(self, self.family.cases["mixed"], torch.float32, impl)
+        given = history.given((4, 0, 1, 2))
+        given = replace(given, initial_indices=torch.where(given.initial_indices == 2, 2, 0).int())
+        pools = {**given.pools(), "records": history.records}
+        for pool in pools.values():
+            pool.copy_(torch.arange(pool.numel(), dtype=pool.dtype).view_as(pool))
+        before = {name: pool.clone() for name, pool in pools.items()}
+        accepted = torch.zeros(4, dtype=torch.int32)
+        self.run_of(impl)(given, history.records, accepted)
+        written = given.state_indices[torch.tensor([0, 2, 3])].long()
+        others = torch.ones(len(given.state), dtype=torch.bool)
+        others[written] = False
+        assert others[-1]
+        assert others[0]
+        for name, pool in pools.items():
+            assert torch.equal(pool[others], before[name][others]), name
+        # Of records those of drafts alone: three of the first sequence, one of the last.
+        changed = (history.records != before["records"]).any(2)[written]
+        assert changed.sum(1).tolist() == [3, 0, 1]
+
+    def test_padding_changes_nothing(self, impl: str):
+        """Padding tokens, null sequences and NaN in what nobody reads."""
+        history = History(self, self.family.cases["mixed"], torch.float32, impl)
+        given = history.given((3, 1, 0, 2))
+        padded = replace(
+            given.copy(),
+            **{n: torch.cat([x, x[:2]]) for n, x in given.tokens(slice(None)).items()},
+            cu_seqlens=torch.cat([given.cu_seqlens, given.cu_seqlens[-1:].expand(2)]),
+            initial_indices=torch.nn.functional.pad(given.initial_indices, (0, 2)),
+            state_indices=torch.nn.functional.pad(given.state_indices, (0, 2)),
+        )
+        none = torch.zeros(6, dtype=torch.int32)
+        records, poisoned = history.records, torch.full_like(history.records, torch.nan)
+        out = self.run_of(impl)(given, records, none[:4])
+        out_padded = self.run_of(impl)(padded, poisoned, none)
+        assert torch.equal(out_padded[:6], out)
+        assert torch.equal(out_padded[6:], torch.zeros_like(out_padded[6:]))
+        for name, pool in padded.pools().items():
+            torch.testing.assert_close(pool, given.pools()[name], rtol=0, atol=0, equal_nan=True)
+
+    @pytest.mark.parametrize(
+        ("lengths", "accepted", "message"),
+        [
+            ((5, 1, 1, 1), (0, 0, 0, 0), "a sequence must have at most 4 tokens, got lengths"),
+            ((1, 1, 1, 1), (0, 4, 0, 0), r"accepted must be within 0 and 3, got \[0, 4, 0, 0\]"),
+            ((1, 1, 1, 1), (-1, 0, 0, 0), r"accepted must be within 0 and 3, got \[-1, 0, 0, 0\]"),
+            ((1, 1, 1, 1), (0, 0, 0, 1), "sequence 3 starts from the zero state and has no 1 rec"),
+        ],
+    )
+    def test_counts_that_no_record_has_are_refused(
+        self, impl: str, lengths: Sequence[int], accepted: Sequence[int], message: str
+    ):
+        history = History(self, self.family.cases["mixed"], torch.float32, impl)
+        given = history.given(lengths)
+        given = replace(given, initial_indices=torch.tensor([1, 2, 3, 0], dtype=torch.int32))
+        given = replace(given, state_indices=torch.tensor([1, 2, 3, 4], dtype=torch.int32))
+        before = given.copy()
+        with pytest.raises(ValueError, match=message):
+            self.run_of(impl)(given, history.records, torch.tensor(accepted, dtype=torch.int32))
+        for name, pool in given.pools().items():
+            torch.testing.assert_close(pool, before.pools()[name], equal_nan=True)
+
+    def test_records_of_other_widths_are_refused(self):
+        history = History(self, self.family.cases["mixed"], torch.float32, "torch")
+        given = history.given((1, 1, 1, 1))
+        with pytest.raises(ValueError, match="records must have shape"):
+            self.run_of("torch")(given, history.records[:, :, :-1], history.accepted)
+        with pytest.raises(ValueError, match=r"accepted must have dtype torch\.int32"):
+            self.run_of("torch")(given, history.records, history.accepted.long())
+
+    def test_opcheck(self, impl: str):
+        history = History(self, self.family.cases["mixed"], torch.float32, impl)
+        given = history.given((3, 1, 2, 0))
+        given = replace(given, **{n: pool.nan_to_num() for n, pool in given.pools().items()})
+        overload = getattr(torch.ops.torch_hybrid, self.verify.__name__).default
+        torch.library.opcheck(
+            overload,
+            (*given.args(), history.records, history.accepted),
+            {**given.options(), "impl": impl},
+        )
+
+    @pytest.mark.slow
+    def test_no_clone_of_a_pool(self):
+        impl = impls_on(DEVICE, self.implementations)[0]
+        history = History(self, self.family.cases["mixed"], torch.float32, impl)
+        given = history.given((3, 1, 2, 0))
+        verify, options = type(self).verify, given.options()
+
+        def step(*args: Tensor) -> Tensor:
+            return verify(*args, **options, impl=impl) * 2
+
+        pools = [*given.pools().values(), history.records]
+        assert pool_clones(step, (*given.args(), history.records, history.accepted), pools) == []
+
+    def run_of(self, impl: str) -> Callable[[Any, Tensor, Tensor], Tensor]:
+        """The op, of a call's inputs, records and counts."""
+        verify = type(self).verify
+
+        def run(inputs: Any, records: Tensor, accepted: Tensor) -> Tensor:
+            return verify(*inputs.args(), records, accepted, **inputs.options(), impl=impl)
+
+        return run
+
+    def by_reference_of(self, inputs: Any, records: Tensor, accepted: Tensor) -> Tensor:
+        return type(self).by_reference(*inputs.args(), records, accepted, **inputs.options())
+
+
+class History:
+    """Four sequences that are drafted for, and the same sequences decoded plainly.
+
+    The first two have a state to start from. Each new token is one of a supply, which are random.
+    """
+
+    def __init__(self, contract: VerifyContract, case: Any, dtype: torch.dtype, impl: str) -> None:
+        self.contract, self.impl = contract, impl
+        family = contract.family
+        supply = replace(case, lengths=(1,) * 64, num_padding_tokens=0)
+        self.supply = family.make_inputs(supply, dtype)
+        pools = {n: pool[:6].nan_to_num() for n, pool in self.supply.pools().items()}
+        self.inputs = self.supply.changed(**pools).copy()
+        self.plain = self.inputs.copy()
+        width = sum(getattr(self.supply, name).shape[1] for name in contract.recorded)
+        self.records = torch.full((6, MOST_DRAFTS, width), torch.nan).to(dtype)
+        self.slots = torch.tensor([2, 4, 1, 3], dtype=torch.int32)
+        self.is_new = [False, False, True, True]
+        self.accepted = torch.zeros(4, dtype=torch.int32)
+        self.next_token, self.outputs_differ_by = 0, 0.0
+
+    def given(self, lengths: Sequence[int], first: int | None = None) -> Any:
+        """A call's inputs: so many new tokens of each sequence."""
+        first = self.next_token if first is None else first
+        initial = [0 if new else slot for new, slot in zip(self.is_new, self.slots, strict=True)]
+        return self.inputs.changed(
+            **self.supply.tokens(slice(first, first + sum(lengths))),
+            cu_seqlens=offsets(tuple(lengths)),
+            initial_indices=torch.tensor(initial, dtype=torch.int32),
+            state_indices=self.slots,
+        )
+
+    def advance(self, lengths: Sequence[int], right: Sequence[int]) -> None:
+        """One step, and by plain decoding the tokens of it that turn out right."""
+        first, contract = self.next_token, self.contract
+        self.next_token = (first + sum(lengths)) % 48
+        out = contract.run_of(self.impl)(self.given(lengths, first), self.records, self.accepted)
+        place = first
+        for n, (length, count) in enumerate(zip(lengths, right, strict=True)):
+            for i in range(min(length, 1 + count)):
+                expected = self.decode(n, place + i)
+                differ = (expected - out[place - first + i]).abs().max()
+                self.outputs_differ_by = max(self.outputs_differ_by, float(differ))
+            place += length
+            if length:
+                self.is_new[n] = False
+        self.accepted = torch.tensor(right, dtype=torch.int32)
+
+    def decode(self, n: int, token: int) -> Tensor:
+        """One token of one sequence by the decode step."""
+        slot = self.slots[n : n + 1]
+        given = self.plain.changed(
+            **self.supply.tokens(slice(token, token + 1)),
+            cu_seqlens=offsets((1,)),
+            initial_indices=torch.zeros_like(slot) if self.is_new[n] else slot,
+            state_indices=slot,
+        )
+        out = self.contract.family.run(given, self.impl)
+        self.is_new[n] = False
+        return out[0]
+
+    def flush(self) -> None:
+        """Replay what is certain, with no new tokens."""
+        self.contract.run_of(self.impl)(self.given((0, 0, 0, 0)), self.records, self.accepted)
+        self.accepted = torch.zeros(4, dtype=torch.int32)

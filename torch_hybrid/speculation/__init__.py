@@ -1,0 +1,12 @@
+"""Drafts: tokens that somebody guesses, and that the model verifies several of in one step.
+
+``drafter`` says what proposes them and ``ngram`` is one, ``pace`` decides how many are worth trying
+at a time, ``verified`` takes what a step makes of them, and ``speculator`` is what an engine asks.
+"""
+
+from torch_hybrid.speculation.drafter import Drafter
+from torch_hybrid.speculation.ngram import Ngram
+from torch_hybrid.speculation.parameters import Speculation
+from torch_hybrid.speculation.speculator import DraftCounts, Speculator
+
+__all__ = ["DraftCounts", "Drafter", "Ngram", "Speculation", "Speculator"]

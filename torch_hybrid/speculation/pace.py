@@ -1,0 +1,191 @@
+"""How many drafts are worth trying: from what was accepted, and from what steps took.
+
+A step of n sequences with up to L drafts each takes ``time(n, L)``. It gives a request, each draft
+of which is accepted with probability p as long as those before it are,
+
+    expected(p, L) = 1 + p + ... + p^L            tokens
+
+The length of a step is the L of most expected tokens per second. Where that is 0, steps are plain
+for a while, twice as long each time, and then one has a draft of each request, to see whether that
+has changed; so has, in steps that have drafts, a request whose own are hardly accepted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+_KEPT_TIMES = 9
+_FADING = 0.9  # of what a request's earlier drafts say, at each step
+_FADING_OF_ALL = 0.98  # of all requests together
+_PRIOR, _PRIOR_WEIGHT = 0.6, 3.0  # of the first request, in drafts
+_OWN_WEIGHT = 2.0  # of all requests together in the estimate of one, in drafts
+_SLOPE = 0.1  # of a step's time, what a draft adds where nothing was measured
+_FIRST_REST, _LONGEST_REST = 16, 256  # steps
+
+
+@dataclass(slots=True)
+class Acceptance:
+    """How drafts fared: of those whose predecessors were all accepted, lately."""
+
+    tried: float = 0.0
+    accepted: float = 0.0
+
+    def note(self, num_drafts: int, num_accepted: int, fading: float) -> None:
+        """The drafts of one step."""
+        self.tried = self.tried * fading + min(num_accepted + 1, num_drafts)
+        self.accepted = self.accepted * fading + num_accepted
+
+    def rate(self, prior: float, weight: float) -> float:
+        """The probability of the next, where ``weight`` drafts of ``prior`` came before."""
+        return (self.accepted + weight * prior) / (self.tried + weight)
+
+
+@dataclass(slots=True)
+class Rest:
+    """A pause that is followed by one trial, and is twice as long each time that it fails."""
+
+    left: int = 0
+    is_over: bool = False  # and the trial is due
+    _next: int = _FIRST_REST
+
+    def pass_by(self, count: int) -> None:
+        """So many steps, or tokens, later."""
+        self.left = max(0, self.left - count)
+
+    def begin(self) -> None:
+        """Nothing pays now."""
+        self.left, self.is_over = self._next, True
+        self._next = min(2 * self._next, _LONGEST_REST)
+
+    def ends_in_trial(self) -> bool:
+        """Whether a trial is due, which is made now; else another pause begins."""
+        if self.is_over:
+            self.is_over = False
+            return True
+        self.begin()
+        return False
+
+    def reset(self) -> None:
+        """Something pays again."""
+        self.left, self.is_over, self._next = 0, False, _FIRST_REST
+
+
+@dataclass(slots=True)
+class Course:
+    """What is remembered of a request; it rests for so many steps that have drafts of others."""
+
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    rest: Rest = field(default_factory=Rest)
+
+
+class Pace:
+    """Chooses the length of drafts.
+
+    Args:
+        max_tokens: the longest.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._all, self._rest = Acceptance(), Rest()
+        # By sequences, rounded up to a power of 2, and the longest draft: seconds of a step. The
+        # first step of a kind is not among them: it may have been compiled, or captured.
+        self._times: dict[tuple[int, int], deque[float]] = {}
+
+    @property
+    def rests(self) -> bool:
+        """Whether no step has drafts for now."""
+        return self._rest.left > 0
+
+    def note_step(self, num_seqs: int, length: int, seconds: float) -> None:
+        """A step took so long; ``length`` of its longest draft, 0 for plain decoding."""
+        self._rest.pass_by(1)
+        key = _size(num_seqs), length
+        if key in self._times:
+            self._times[key].append(seconds)
+        else:
+            self._times[key] = deque(maxlen=_KEPT_TIMES)
+
+    def new_course(self) -> Course:
+        """Of a request that comes: what did not pay with others may with it."""
+        self._rest.left = min(self._rest.left, _FIRST_REST)
+        return Course()
+
+    def note_drafts(self, course: Course, num_drafts: int, num_accepted: int) -> None:
+        """So many drafts of a request were accepted."""
+        course.acceptance.note(num_drafts, num_accepted, _FADING)
+        self._all.note(num_drafts, num_accepted, _FADING_OF_ALL)
+
+    def is_measured(self, num_seqs: int) -> bool:
+        """Whether a plain step of so many sequences was: else one has to come first."""
+        return bool(self._times.get((_size(num_seqs), 0)))
+
+    def lengths(self, courses: Sequence[Course], available: Sequence[int]) -> list[int]:
+        """How many of its proposed drafts each request of a step tries.
+
+        Args:
+            courses: of the requests.
+            available: drafts proposed for each, some for at least one.
+        """
+        rates = [self._rate(course) for course in courses]
+        best = self._best_length(rates, available)
+        if not best:
+            tries = self._rest.ends_in_trial()
+            return [min(most, int(tries)) for most in available]
+        self._rest.reset()
+        cost = self._cost(len(courses), best)
+        pairs = zip(courses, rates, available, strict=True)
+        return [self._own_length(c, rate, min(best, most), cost) for c, rate, most in pairs]
+
+    def _own_length(self, course: Course, rate: float, length: int, cost: float) -> int:
+        """Of a request that other requests of the step would pay for: one draft now and then."""
+        if expected(rate, length) >= 1.0 + (cost - 1.0) * length / self.max_tokens:
+            course.rest.reset()
+            return length
+        course.rest.pass_by(1)
+        return min(length, int(not course.rest.left and course.rest.ends_in_trial()))
+
+    def _rate(self, course: Course) -> float:
+        return course.acceptance.rate(self._all.rate(_PRIOR, _PRIOR_WEIGHT), _OWN_WEIGHT)
+
+    def _best_length(self, rates: Sequence[float], available: Sequence[int]) -> int:
+        """The length of most expected tokens per second."""
+        pairs = list(zip(rates, available, strict=True))
+
+        def gain(length: int) -> float:
+            tokens = sum(expected(rate, min(length, most)) for rate, most in pairs)
+            return tokens / self._cost(len(pairs), length)
+
+        return max(range(min(max(available), self.max_tokens) + 1), key=gain)
+
+    def _cost(self, num_seqs: int, length: int) -> float:
+        """The time of a step with drafts of a length, over that of a plain one."""
+        size = _size(num_seqs)
+        plain = self._times.get((size, 0))
+        if not plain or not length:
+            return 1.0 + _SLOPE * length
+        base = median(plain)
+        known = {
+            of: median(times)
+            for (seqs, of), times in self._times.items()
+            if seqs == size and of and times
+        }
+        if length in known:
+            return known[length] / base
+        if not known:
+            return 1.0 + _SLOPE * length
+        nearest = min(known, key=lambda of: abs(of - length))
+        return 1.0 + (known[nearest] / base - 1.0) * length / nearest
+
+
+def expected(rate: float, length: int) -> float:
+    """Tokens that a step of so many drafts gives."""
+    return sum(rate**i for i in range(length + 1))
+
+
+def _size(num_seqs: int) -> int:
+    """Rounded up to a power of 2."""
+    return 1 << (num_seqs - 1).bit_length()

@@ -1,0 +1,148 @@
+"""What an engine asks before a step and tells after it, where it speculates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch_hybrid.flight import Flight, Rows
+from torch_hybrid.request import Request
+from torch_hybrid.speculation.pace import Course, Pace
+from torch_hybrid.speculation.parameters import Speculation
+from torch_hybrid.speculation.verified import Verified, verify
+
+if TYPE_CHECKING:
+    from torch_hybrid.graphs.runner import Runner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftCounts:
+    """What an engine's drafts came to so far."""
+
+    steps: int = 0  # that had drafts
+    drafted: int = 0  # tokens
+    accepted: int = 0
+
+    @property
+    def acceptance(self) -> float:
+        """The share of drafts that were accepted; 0 where none was made."""
+        return self.accepted / max(1, self.drafted)
+
+
+class Speculator:
+    """Drafts for the steps of one engine, as far as that pays.
+
+    Prompts are run without drafts: a step that has a part of one decodes the others plainly.
+
+    Args:
+        speculation: as the engine's caller wants it.
+        runner: that verifies.
+
+    Raises:
+        ValueError: the runner holds fewer drafts.
+    """
+
+    def __init__(self, speculation: Speculation, runner: Runner) -> None:
+        if runner.max_drafts < speculation.max_tokens:
+            raise ValueError(
+                f"speculate with max_tokens={speculation.max_tokens} needs a runner of as many "
+                f"max_drafts, got max_drafts={runner.max_drafts}"
+            )
+        self.counts = DraftCounts()
+        self._runner, self._speculation = runner, speculation
+        self._drafter = speculation.make_drafter()
+        self._pace = Pace(speculation.max_tokens)
+        self._courses: dict[Request, Course] = {}
+
+    def may_draft(self, rows: Rows) -> bool:
+        """Whether a step of these rows may get drafts, so that their histories must be known."""
+        if self._pace.rests:
+            return False
+        runs_prompt = any(num_new > 1 for _, num_new in rows)
+        return not runs_prompt and any(self._most(request) > 0 for request, _ in rows)
+
+    def start(self, rows: Rows) -> Verified | None:
+        """Run a step with drafts; None where it is to be run without."""
+        if not _is_decode(rows) or self._pace.rests:
+            return None
+        if self._speculation.adapts and not self._pace.is_measured(len(rows)):
+            return None  # what drafts cost is not known before a plain step was timed
+        drafts = self._drafts([request for request, _ in rows])
+        if not any(drafts):
+            return None
+        return verify(self._runner, rows, self._within_room(rows, drafts))
+
+    def note(self, flight: Flight | Verified, began: float) -> None:
+        """A step has landed, which began at a ``time.perf_counter``."""
+        seconds = time.perf_counter() - began
+        if isinstance(flight, Flight):
+            if flight.is_decode:
+                self._pace.note_step(len(flight.requests), 0, seconds)
+        else:
+            longest = max(map(len, flight.drafts))
+            self._pace.note_step(len(flight.requests), longest, seconds)
+            self._count(flight)
+
+    def forget(self, request: Request) -> None:
+        """A request has ended."""
+        self._courses.pop(request, None)
+        self._drafter.forget(request)
+
+    def _count(self, flight: Verified) -> None:
+        tried = list(zip(flight.requests, flight.drafts, flight.num_accepted, strict=True))
+        for request, drafts, count in tried:
+            if drafts and request in self._courses:
+                self._pace.note_drafts(self._courses[request], len(drafts), count)
+        self.counts = replace(
+            self.counts,
+            steps=self.counts.steps + 1,
+            drafted=self.counts.drafted + sum(map(len, flight.drafts)),
+            accepted=self.counts.accepted + sum(flight.num_accepted),
+        )
+
+    def _drafts(self, requests: Sequence[Request]) -> list[list[int]]:
+        """As many as are proposed, and pay."""
+        most = [self._most(request) for request in requests]
+        asked = [(r, count) for r, count in zip(requests, most, strict=True) if count > 0]
+        proposed = self._drafter.propose([r for r, _ in asked], [count for _, count in asked])
+        by_request = dict(zip((r for r, _ in asked), proposed, strict=True))
+        drafts = [by_request.get(request, []) for request in requests]
+        if not self._speculation.adapts or not any(drafts):
+            return drafts
+        courses = [self._course(request) for request in requests]
+        lengths = self._pace.lengths(courses, list(map(len, drafts)))
+        return [own[:length] for own, length in zip(drafts, lengths, strict=True)]
+
+    def _course(self, request: Request) -> Course:
+        if request not in self._courses:
+            self._courses[request] = self._pace.new_course()
+        return self._courses[request]
+
+    def _most(self, request: Request) -> int:
+        """Drafts that a request can use now: all but the last of its tokens to come."""
+        left = request.sampling.max_new_tokens - len(request.tokens) - 1
+        return min(self._speculation.max_tokens, left)
+
+    def _within_room(self, rows: Rows, drafts: Sequence[list[int]]) -> list[list[int]]:
+        """Without the drafts that the step has no tokens or the pool no pages for."""
+        runner = self._runner
+        tokens, pages = runner.max_tokens - len(rows), runner.free_pages
+        sequences = [request.sequence for request, _ in rows]
+        pages -= sum(runner.pages_needed(s, 1) for s in sequences if s is not None)
+        fitting = []
+        for sequence, own in zip(sequences, drafts, strict=True):
+            assert sequence is not None
+            own, kept = own[:tokens], runner.pages_needed(sequence, 1)
+            while own and runner.pages_needed(sequence, 1 + len(own)) - kept > pages:
+                own = own[:-1]
+            pages -= runner.pages_needed(sequence, 1 + len(own)) - kept
+            tokens -= len(own)
+            fitting.append(own)
+        return fitting
+
+
+def _is_decode(rows: Rows) -> bool:
+    """Whether each request runs its last token, and no part of a prompt."""
+    return all(num_new == 1 == len(request.history) - request.num_held for request, num_new in rows)
