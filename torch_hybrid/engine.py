@@ -350,7 +350,7 @@ class Engine:
 
     def _advance(self) -> list[TokenEvent]:
         """Run the next batch, unless it is under way; start the one after it; land the first."""
-        began = time.perf_counter()
+        began = time.monotonic()
         if not self._flights:
             rows = self._prepare()
             if not rows:

@@ -1,7 +1,7 @@
 """The engine's fuzz with prefixes that are kept, among prompts that begin alike.
 
 Beside all that goes wrong there: pools too small for what could be kept, checkpoints and forks by
-hand. Every request must have the tokens that it gets from an engine that keeps nothing.
+hand, and drafts, right and wrong ones. Every request must have the tokens that it gets from an engine that keeps nothing.
 
     python -m tests.prefix_cache.fuzz --histories 10000
 """
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import random
+from dataclasses import replace
 
 import torch
 
 import torch_hybrid as th
 from tests.engine.fuzz import SIZES, Fuzz
+from tests.speculation.drafters import Knowing
 from tests.tiny_models import VOCAB_SIZE
 
 FAMILIES = ["qwen3_next", "bailing_hybrid", "falcon_h1", "qwen3"]
@@ -25,12 +27,16 @@ class PrefixFuzz(Fuzz):
 
     def __init__(self, family: str, seed: int) -> None:
         draw = random.Random(seed)
-        sizes = {"max_checkpoints": draw.choice([1, 3, 8]), "kv_tokens": draw.choice([160, 480])}
+        sizes = {
+            "max_checkpoints": draw.choice([1, 3, 8]),
+            "kv_tokens": draw.choice([160, 480]),
+            "max_drafts": draw.choice([0, 3]),
+        }
         super().__init__(family, seed, **sizes)
         self.alone = th.Runner(self.runner.model, **SIZES)
         self.seen: list[list[int]] = []
         self.engines: list[th.Engine] = []
-        self.num_hits = self.num_evictions = 0
+        self.num_hits = self.num_evictions = self.num_accepted = 0
 
     def make_engine(self) -> th.Engine:
         """One of this round, or one of an earlier one with what it keeps."""
@@ -39,14 +45,22 @@ class PrefixFuzz(Fuzz):
             return rng.choice(self.engines)
         least = rng.choice([1, 3, 8])
         every = rng.choice([None, None, 8, 16])
+        knows = Knowing(self._tokens_alone, vocab_size=VOCAB_SIZE, seed=rng.randrange(100))
+        drafts = th.Speculation(knows, max_tokens=3, adapts=False)
         self.engines.append(
             th.Engine(
                 self.runner,
                 run_ahead=rng.choice(["off", "on"]),
                 prefix_cache=th.PrefixCache(min_tokens=least, every=every),
+                speculate=drafts if self.runner.max_drafts and rng.random() < 0.7 else None,
             )
         )
         return self.engines[-1]
+
+    def _tokens_alone(self, request: th.Request) -> list[int]:
+        plain = replace(request.sampling, logits_processor=None)
+        (output,) = th.Engine(self.alone).generate(request.prompt, plain)
+        return output.tokens
 
     def draw_prompt(self) -> list[int]:
         """What was seen, cut anywhere, and something new after it."""
@@ -95,6 +109,7 @@ class PrefixFuzz(Fuzz):
             stats = engine.stats().prefix_cache
             self.num_hits += stats.num_hits
             self.num_evictions += stats.num_evictions
+            self.num_accepted += engine.drafts.accepted
             engine.close()
             assert not engine._prefixes._uses, "a request is not forgotten"
         self.engines.clear()

@@ -75,8 +75,8 @@ class Speculator:
         return verify(self._runner, rows, self._within_room(rows, drafts))
 
     def note(self, flight: Flight | Verified, began: float) -> None:
-        """A step has landed, which began at a ``time.perf_counter``."""
-        seconds = time.perf_counter() - began
+        """A step has landed, which began at a ``time.monotonic``."""
+        seconds = time.monotonic() - began
         if isinstance(flight, Flight):
             if flight.is_decode:
                 self._pace.note_step(len(flight.requests), 0, seconds)

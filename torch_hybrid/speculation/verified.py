@@ -52,6 +52,11 @@ class Verified:
         return False
 
     @property
+    def sampled(self) -> tuple[Request, ...]:
+        """As of a ``Flight``: each gets a token at least."""
+        return self.requests
+
+    @property
     def ended(self) -> list[Request]:
         """Those of its requests that have ended."""
         return [request for request in self.requests if request.output is not None]
