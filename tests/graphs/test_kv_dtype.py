@@ -122,10 +122,9 @@ def test_prompts_in_pieces_give_the_same(model: th.HybridModel) -> None:
 
 @pytest.mark.slow
 def test_compiled_steps_give_the_same(model: th.HybridModel) -> None:
+    """Of the steps of ``run``: other forms of attention to latents differ in what is eager above."""
     runner = make_runner(model, compile=True)
-    runner.warm_up()
-    with torch.compiler.set_stance("fail_on_recompile"):
-        assert_same(run(runner), run(make_runner(model)))
+    assert_same(run(runner), run(make_runner(model)))
     report = runner.report()
     assert (report.pool_clones, report.recompiles, report.graph_breaks) == ((), 0, 0)
 
