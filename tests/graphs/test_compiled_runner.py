@@ -15,6 +15,7 @@ from torch import Tensor
 
 import torch_hybrid as th
 from tests.graphs.as_traced import run_as_traced
+from tests.tiny_models import COMPILED_SIZES as SIZES
 from tests.tiny_models import VOCAB_SIZE, make_hybrid
 from torch_hybrid.explain import sections as explain
 from torch_hybrid.graphs.layers_once import LayerCount, LayersOnce
@@ -24,7 +25,6 @@ from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.sampling import Draw
 
 pytestmark = pytest.mark.slow
-SIZES = {"max_seqs": 12, "max_tokens": 384, "kv_tokens": 1600, "page_size": 16}
 
 
 @pytest.fixture(scope="module")
