@@ -1,6 +1,6 @@
 """Builds the C++ kernels of this package: one translation unit per op family, cached by content.
 
-A kernel has a C interface and includes no torch header, so that it compiles in a second or two.
+A kernel has a C interface and includes no torch header: it compiles in seconds.
 It uses OpenMP, and must share torch's own runtime: two OpenMP runtimes in a process keep two
 thread pools that fight over the same cores. So ``-fopenmp`` is given to the compiler but not to
 the linker, and the ``GOMP_*`` symbols resolve against the library that torch has loaded globally.
