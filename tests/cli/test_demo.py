@@ -63,7 +63,7 @@ def test_the_fastest_run_counts_and_the_first_does_not(monkeypatch):
 
 @pytest.mark.usefixtures("traced_transformers")
 def test_the_command_prints_every_fact(run, folder):
-    """Of steps that are traced whole; ``examples/write_a_pass.py`` compiles those of the demo."""
+    """Of steps that are traced whole; ``examples/write_a_pass.py`` compiles the demo's model."""
     with run_as_traced():
         code, out, _ = run("demo", "--model", folder, "--num-prompts", 4, "--seed", 1)
     assert code == 0

@@ -123,7 +123,7 @@ def test_prompts_in_pieces_give_the_same(model: th.HybridModel) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 def test_compiled_steps_give_the_same(family: str) -> None:
-    """One layer of each that keeps keys: what stands beside it is compiled without 8 bits too."""
+    """Of one layer: a recurrence beside it has no part in how its keys are kept."""
     model = make_hybrid(family, num_hidden_layers=1, layer_types=["full_attention"])
     runner = make_runner(model, compile=True)
     assert_same(run(runner), run(make_runner(model)))
