@@ -348,6 +348,11 @@ def make_hybrid(family: str = "qwen3_next_dense", *, seed: int = 0, **options: A
     return adapt(make_model(family, seed=seed, **{**two_layers, **options}))
 
 
+# Of runners whose steps of such a model Inductor compiles: what it made for one test is there for
+# the others.
+COMPILED_SIZES = {"max_seqs": 12, "max_tokens": 384, "kv_tokens": 1600, "page_size": 16}
+
+
 def randomize(model: nn.Module, seed: int) -> None:
     """Draw every weight so that activations keep their scale and no weight is neutral."""
     generator = torch.Generator().manual_seed(seed)

@@ -1,6 +1,6 @@
 """Builds the C++ kernels of this package: one translation unit per op family, cached by content.
 
-A kernel has a C interface and includes no torch header, so that it compiles in a second or two.
+A kernel has a C interface and includes no torch header: it compiles in seconds.
 It uses OpenMP, and must share torch's own runtime: two OpenMP runtimes in a process keep two
 thread pools that fight over the same cores. So ``-fopenmp`` is given to the compiler but not to
 the linker, and the ``GOMP_*`` symbols resolve against the library that torch has loaded globally.
@@ -15,7 +15,8 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -49,6 +50,7 @@ _INSTRUCTIONS = re.compile(
     re.MULTILINE,
 )
 _OTHER_FOLDER = "set TORCH_HYBRID_CACHE to a writable folder"
+_PATIENCE = 30.0  # seconds, of which a build takes up to twelve
 
 
 class BuildError(RuntimeError):
@@ -96,7 +98,13 @@ def _built(name: str, source: Path) -> Path:
     _check_march(compiler)
     library = cache_folder() / f"{name}-{_content_hash(compiler, source)}.so"
     if not library.exists():
-        _build(compiler, source, library)
+        try:
+            library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with _in_turn(library):
+                if not library.exists():
+                    _build(compiler, source, library)
+        except OSError as error:
+            raise BuildError(f"cannot write {library}: {error}; {_OTHER_FOLDER}") from error
     return library
 
 
@@ -228,18 +236,32 @@ def _hash_of_source(source: Path) -> str:
     return digest.hexdigest()[:20]
 
 
+@contextmanager
+def _in_turn(library: Path) -> Iterator[None]:
+    """Processes that need one library at once (ranks, say) build it once: the others wait.
+
+    Not for ever, since whoever builds may have been stopped, and not where the file system has no
+    locks: ``_build`` needs none.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(library.with_suffix(".lock"), timeout=_PATIENCE)
+    with suppress(Timeout, NotImplementedError):
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def _build(compiler: str, source: Path, library: Path) -> None:
     """Build beside the target and rename, so that processes building at once do not clash."""
-    try:
-        library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            unit, built = Path(folder, "unit.o"), Path(folder, "unit.so")
-            _run([compiler, *_flags(), f"-I{HEADERS}", "-c", str(source), "-o", str(unit)])
-            checked = [flag for flag in _flags() if flag.startswith("-fsanitize=")]
-            _run([compiler, *checked, "-shared", str(unit), "-o", str(built)])
-            built.replace(library)
-    except OSError as error:
-        raise BuildError(f"cannot write {library}: {error}; {_OTHER_FOLDER}") from error
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        unit, built = Path(folder, "unit.o"), Path(folder, "unit.so")
+        _run([compiler, *_flags(), f"-I{HEADERS}", "-c", str(source), "-o", str(unit)])
+        checked = [flag for flag in _flags() if flag.startswith("-fsanitize=")]
+        _run([compiler, *checked, "-shared", str(unit), "-o", str(built)])
+        built.replace(library)
 
 
 def _run(command: list[str]) -> str:

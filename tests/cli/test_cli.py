@@ -2,15 +2,18 @@
 
 import io
 import json
+import os
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import torch_hybrid as th
 from tests.graphs.as_traced import run_as_traced
+from tests.parallel.processes import FORKSERVER
 from torch_hybrid import cli, cli_options
 from torch_hybrid.cli_options import load_tokenizer
 from torch_hybrid.cli_output import print_fact
@@ -70,15 +73,37 @@ def test_generate_keeps_8_bits_where_there_is_room(run, checkpoint):
     assert "'many' is neither a number nor auto" in err
 
 
-@pytest.mark.slow
-def test_processes_of_torchrun_share_a_model(checkpoint, expected):
+def run_as_program(arguments, folder):
+    """What ``torch-hybrid`` does with these arguments; each rank's stdout is a file."""
+    file = os.open(folder / os.environ["RANK"], os.O_WRONLY | os.O_CREAT)
+    os.dup2(file, 1)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.argv = ["torch-hybrid", *arguments]
+    cli.main()
+    sys.stdout.flush()
+
+
+def test_processes_of_torchrun_share_a_model(checkpoint, expected, tmp_path):
+    """Its agent starts them here, in processes with the imports done."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
     arguments = ("generate", checkpoint, *EAGER, "--ranks", "--device", "cpu", "--ids", "5 17 3",
                  "--max-new-tokens", 6, "--ignore-eos")  # fmt: skip
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    command = [*torchrun, "-m", "torch_hybrid.cli", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 0, done.stderr
-    assert [int(word) for word in done.stdout.split()] == expected([5, 17, 3], 6)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id="cli",
+        start_method=FORKSERVER.get_start_method(),
+        monitor_interval=0.1,
+    )
+    with ThreadPoolExecutor(1) as agent:  # in the main thread it would keep this process's signals
+        launched = elastic_launch(config, run_as_program)
+        agent.submit(launched, list(map(str, arguments)), tmp_path).result()
+    assert [int(word) for word in (tmp_path / "0").read_text().split()] == expected([5, 17, 3], 6)
+    assert (tmp_path / "1").read_text() == ""
 
 
 def test_ranks_are_those_of_torchrun(run, checkpoint):

@@ -121,11 +121,12 @@ def test_prompts_in_pieces_give_the_same(model: th.HybridModel) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_steps_give_the_same(model: th.HybridModel) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
+def test_compiled_steps_give_the_same(family: str) -> None:
+    """Of one layer: a recurrence beside it has no part in how its keys are kept."""
+    model = make_hybrid(family, num_hidden_layers=1, layer_types=["full_attention"])
     runner = make_runner(model, compile=True)
-    runner.warm_up()
-    with torch.compiler.set_stance("fail_on_recompile"):
-        assert_same(run(runner), run(make_runner(model)))
+    assert_same(run(runner), run(make_runner(model)))
     report = runner.report()
     assert (report.pool_clones, report.recompiles, report.graph_breaks) == ((), 0, 0)
 

@@ -8,7 +8,7 @@ import torch
 import torch_hybrid as th
 from tests.graphs.as_traced import run_as_traced
 from tests.hostile.test_surroundings import SURROUNDINGS
-from tests.tiny_models import VOCAB_SIZE, make_model
+from tests.tiny_models import COMPILED_SIZES, VOCAB_SIZE, make_hybrid, make_model
 from torch_hybrid.caches.hybrid import HybridCache
 
 SIZES = {"max_seqs": 6, "max_tokens": 64, "kv_tokens": 1024, "page_size": 8}
@@ -28,10 +28,14 @@ def prompts():
     return [torch.randint(VOCAB_SIZE, (n,), generator=generator).tolist() for n in (3, 40, 9, 70)]
 
 
-@pytest.fixture(scope="module")
-def expected(model, prompts):
+def tokens_of(model, prompts):
     engine = th.Engine(th.Runner(model, **SIZES, compile=False))
     return [next(iter(engine.generate(p, th.Sampling(max_new_tokens=NEW)))).tokens for p in prompts]
+
+
+@pytest.fixture(scope="module")
+def expected(model, prompts):
+    return tokens_of(model, prompts)
 
 
 def in_threads(functions):
@@ -143,9 +147,12 @@ def test_by_hand_every_call_waits_for_its_turn(model, prompts):
 
 
 @pytest.mark.slow
-def test_no_surroundings_compile_anything_again(model, prompts, expected):
+def test_no_surroundings_compile_anything_again(prompts):
+    """Experts in such surroundings: ``tests/hostile/test_surroundings.py``."""
+    model = make_hybrid()
+    expected = tokens_of(model, prompts)
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
-        runner = th.Runner(model, **SIZES)
+        runner = th.Runner(model, **COMPILED_SIZES)
         runner.warm_up()
     for name in SURROUNDINGS.keys() - {"deterministic"}:  # which asks for other kernels
         with SURROUNDINGS[name]():

@@ -19,6 +19,7 @@ from tests.models.oracle import (
     ask,
     assert_equal_logits,
     assert_rounds_like,
+    chunked,
     decoded,
     make_texts,
     serve,
@@ -98,17 +99,20 @@ def test_bfloat16_rounds_like_the_twin(family: str, tmp_path: Path):
 
 @pytest.mark.slow
 def test_compiled(tmp_path: Path):
-    """Layers of one input are one op, those of 8 bits by themselves."""
+    """Layers of one input are one op, those of 8 bits by themselves; in decode, whose layers are
+    those of every step."""
     twin = AutoModelForCausalLM.from_pretrained(checkpoint("qwen3_next", tmp_path, **_TWO_LAYERS))
-    oracle = ask(twin, make_texts(LENGTHS))
-    runner = th.Runner(th.from_pretrained(tmp_path, dtype=torch.float32), **SIZES)
-    assert_equal_logits(serve(runner, oracle.texts, list(decoded(LENGTHS, 2))), oracle)
+    lengths = (4, 4)
+    oracle = ask(twin, make_texts(lengths))
+    model = th.from_pretrained(tmp_path, dtype=torch.float32)
+    runner = th.Runner(model, **SIZES, prefill=False)
+    assert_equal_logits(serve(runner, oracle.texts, chunked(lengths, 1)), oracle)
     chosen = {choice.op: choice.impl for choice in runner.choices}
     assert chosen == {"fp8 linear": "cpp", "fp8 fused_experts": "cpp", "linear": "cpp"}
-    for graph in runner.report().graphs.values():
-        # The head; of each layer: the mixer's input (in one of them narrow ones are plain), its
-        # output, routers with the plain gate of a shared expert, that one's input and output.
-        assert graph.ops["linear[cpp]"] == 1 + 5 + 6
+    [graph] = runner.report().graphs.values()
+    # The head; of each layer: the mixer's input (in one of them narrow ones are plain), its
+    # output, routers with the plain gate of a shared expert, that one's input and output.
+    assert graph.ops["linear[cpp]"] == 1 + 5 + 6
 
 
 def test_implementations_by_name(tmp_path: Path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -81,13 +82,7 @@ def make_fp8_inputs(
     case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> tuple[Inputs, dict[str, Tensor]]:
     """The same with weights of 8 bits, and their scales by name."""
-    x, ids, expert_weights, gate_up, down = make_inputs(case, dtype=torch.float32, seed=seed)
-    num_parts = 1 + HAS_GATE[case.activation]
-    gate_up, gate_up_scales = in_blocks(gate_up, num_parts=num_parts)
-    down, down_scales = in_blocks(down)
-    wide = torch.nn.functional.pad(x, (0, 8)).to(dtype)
-    inputs = wide[:, : case.dim], ids, expert_weights.to(dtype), gate_up, down
-    return inputs, {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
+    return _with_stored(case, "fp8", dtype, seed)
 
 
 def make_integer_inputs(
@@ -95,10 +90,29 @@ def make_integer_inputs(
 ) -> tuple[Inputs, dict[str, Tensor]]:
     """The same with integers as weights, ``name`` of ``FORMATS``, whole groups of them."""
     dim, width = whole_groups(case.dim, name), whole_groups(case.width, name)
-    case = replace(case, dim=dim, width=width)
-    x, ids, expert_weights, gate_up, down = make_inputs(case, dtype=torch.float32, seed=seed)
-    gate_up, gate_up_scales = in_integers(gate_up, name)
-    down, down_scales = in_integers(down, name)
+    return _with_stored(replace(case, dim=dim, width=width), name, dtype, seed)
+
+
+def _with_stored(
+    case: Case, stored: str, dtype: torch.dtype, seed: int
+) -> tuple[Inputs, dict[str, Tensor]]:
+    *tensors, gate_up_scales, down_scales = (x.clone() for x in _stored(case, stored, seed))
+    x, ids, expert_weights, gate_up, down = tensors
     wide = torch.nn.functional.pad(x, (0, 8)).to(dtype)
     inputs = wide[:, : case.dim], ids, expert_weights.to(dtype), gate_up, down
     return inputs, {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
+
+
+@lru_cache(maxsize=64)
+def _stored(case: Case, stored: str, seed: int) -> tuple[Tensor, ...]:
+    """Inputs whose weights are stored so, and scales: to round weights takes longer than most of
+    what tests do with them."""
+    x, ids, expert_weights, gate_up, down = make_inputs(case, dtype=torch.float32, seed=seed)
+    if stored == "fp8":
+        num_parts = 1 + HAS_GATE[case.activation]
+        gate_up, gate_up_scales = in_blocks(gate_up, num_parts=num_parts)
+        down, down_scales = in_blocks(down)
+    else:
+        gate_up, gate_up_scales = in_integers(gate_up, stored)
+        down, down_scales = in_integers(down, stored)
+    return x, ids, expert_weights, gate_up, down, gate_up_scales, down_scales

@@ -42,7 +42,7 @@ CONTRACT = """
     triton and not integer and (
         (exact or bfloat16) and (odd_sizes or some_choices or one_expert or no_tokens)
         or blocks_are or does_not_see or int32 or twice or not_read or empty_choices
-        or fp8 and blocks or of_its_block or opcheck and no_gate
+        or fp8 and blocks or of_its_block and 3 or opcheck and no_gate
     )
 """
 # More experts than a launch has blocks, several blocks of an expert, and blocks of many rows.

@@ -8,11 +8,12 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
+from tests.parallel.processes import FORKSERVER
 from torch_hybrid.ops.native import BuildError, build, compiler_missing, load_library
 
 needs_compiler = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
@@ -36,6 +37,10 @@ def forget() -> None:
     compiler_missing.cache_clear()
 
 
+def libraries(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.so"))
+
+
 def answer(source: Path) -> int:
     return load_library("answer", source).answer()
 
@@ -53,7 +58,7 @@ def test_built_once_and_again_when_the_source_changes(cache_folder: Path, tmp_pa
     source = tmp_path / "answer.cpp"
     source.write_text(ANSWER.format(41))
     assert answer(source) == 41
-    (built,) = cache_folder.iterdir()
+    (built,) = libraries(cache_folder)
     stamp = built.stat().st_mtime_ns
     load_library.cache_clear()
     assert answer(source) == 41
@@ -61,7 +66,7 @@ def test_built_once_and_again_when_the_source_changes(cache_folder: Path, tmp_pa
     load_library.cache_clear()
     source.write_text(ANSWER.format(42))
     assert answer(source) == 42
-    assert len(list(cache_folder.iterdir())) == 2
+    assert len(libraries(cache_folder)) == 2
 
 
 @needs_compiler
@@ -74,18 +79,44 @@ def test_a_changed_header_beside_the_source_rebuilds(cache_folder: Path, tmp_pat
         assert answer(source) == value
 
 
+def answer_of_another(folder: Path, compiler: Path, source: Path, result: Connection) -> None:
+    os.environ.update(TORCH_HYBRID_CACHE=str(folder), CXX=str(compiler))
+    result.send(answer(source))
+
+
 @needs_compiler
-def test_processes_may_build_at_once(cache_folder: Path, tmp_path: Path) -> None:
+def test_processes_that_build_at_once_build_once(cache_folder: Path, tmp_path: Path) -> None:
+    compiler, source, runs = (tmp_path / name for name in ("compiler", "answer.cpp", "runs"))
+    source.write_text(ANSWER.format(7))
+    counted = f'case " $* " in *" -c "*) echo built >> {runs};; esac'
+    compiler.write_text(f'#!/bin/sh\n{counted}\nexec {build._find_compiler()} "$@"\n')
+    compiler.chmod(0o755)
+    ours, theirs = FORKSERVER.Pipe(duplex=False)
+    options = (cache_folder, compiler, source, theirs)
+    processes = [FORKSERVER.Process(target=answer_of_another, args=options) for _ in range(3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [ours.recv() for _ in processes] == [7, 7, 7]
+    assert runs.read_text().split() == ["built"]
+
+
+@needs_compiler
+def test_whoever_waits_too_long_builds_too(
+    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever builds may have been stopped."""
+    monkeypatch.setattr(build, "_PATIENCE", 0.1)
     source = tmp_path / "answer.cpp"
     source.write_text(ANSWER.format(7))
-    code = (
-        "from pathlib import Path\nfrom torch_hybrid.ops.native import load_library\n"
-        f"print(load_library('answer', Path({str(source)!r})).answer())"
-    )
-    with ThreadPoolExecutor(3) as threads:
-        outputs = list(threads.map(run_python, [code] * 3))
-    assert outputs == ["7", "7", "7"]
-    assert len(list(cache_folder.iterdir())) == 1
+    assert answer(source) == 7
+    [library] = libraries(cache_folder)
+    library.unlink()
+    load_library.cache_clear()
+    with build._in_turn(library):
+        assert answer(source) == 7
+    assert library.exists()
 
 
 @needs_compiler
@@ -96,7 +127,7 @@ def test_a_source_that_does_not_compile(cache_folder: Path, tmp_path: Path) -> N
         load_library("broken", source)
     assert str(source) in str(error.value)
     assert "-march=native" in str(error.value)
-    assert list(cache_folder.iterdir()) == []
+    assert [path.suffix for path in cache_folder.iterdir()] in ([], [".lock"])
 
 
 @needs_compiler

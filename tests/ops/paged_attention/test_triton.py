@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -34,9 +35,11 @@ from torch_hybrid.ops.paged_attention import paged_attention_with_lse, reference
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/paged_attention -k triton
 CONTRACT = """
     triton and (
-        matches_float64 and (odd or one_head and fp32 or long_decode and fp16 and plain)
+        matches_float64 and (
+            odd and (fp32 or plain) or one_head and fp32 or long_decode and fp16 and plain
+        )
         or (padding or writes or depend) and odd
-        or merges or sequences_empty or out_of_range or 8_bits
+        or merges or sequences_empty or out_of_range or 8_bits and not long
     ) or in_interpreter or by_documentation
 """
 
@@ -99,13 +102,12 @@ def test_paths_in_interpreter(name: str, fp8: bool) -> None:
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "fp8"),
     [
-        *(("prefix_and_rows", options) for options in OPTIONS),
-        *(("pages_of_a_tile", options) for options in ("plain", "window_softcap")),
+        *(("prefix_and_rows", options, False) for options in ("window", "softcap")),
+        *itertools.product(LONG, ("plain", "window_softcap"), (False, True)),
     ],
 )
-@pytest.mark.parametrize("fp8", [False, True])
 def test_long_queries_in_interpreter(
     name: str, options: str, fp8: bool, long_queries: None
 ) -> None:
