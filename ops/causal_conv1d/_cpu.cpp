@@ -31,7 +31,7 @@ constexpr int MAX_WIDTH = 8;
 TH_CALL(Call,
   const void *x, *input_gate, *output_gate;  // [T, C], gates or null
   const void *weight, *bias;                 // [C, W], [C] or null
-  void* conv_state;               // [S, W - 1, C]
+  void* conv_state;                          // [S, W - 1, C]
   const int32_t *cu_seqlens, *initial_indices, *state_indices;
   void* out;  // [T, C], contiguous
   int64_t num_tokens, num_seqs, num_slots, channels, width, x_stride;
@@ -226,8 +226,8 @@ void run(const Call& call) {
       const int64_t channel = block * block_size;
       const int64_t size = std::min(block_size, call.channels - channel);
       if (block != loaded) filters.load<W, T>(call, channel, size), loaded = block;
-      convolve_tokens<W, GATED, T>(call, first, std::min(first + BLOCK_TOKENS, call.num_tokens), channel,
-                            size, filters);
+      const int64_t last = std::min(first + BLOCK_TOKENS, call.num_tokens);
+      convolve_tokens<W, GATED, T>(call, first, last, channel, size, filters);
     }
 #pragma omp for schedule(static)
     for (int64_t item = 0; item < channel_blocks * call.num_seqs; ++item) {

@@ -232,11 +232,13 @@ def test_one_trace_serves_all_batches(impl: str):
 @pytest.mark.slow
 @every_impl
 def test_no_clone_of_the_state_pool(impl: str):
-    def step(*args: Tensor) -> Tensor:
-        return causal_conv1d(*args, activation="silu", impl=impl) * 2
+    def step(before: Tensor, after: Tensor, *args: Tensor) -> Tensor:
+        gates = {"input_gate": before, "output_gate": after}
+        return causal_conv1d(*args, activation="silu", impl=impl, **gates) * 2
 
-    inputs = make_inputs(CASES["mixed"])
-    assert pool_clones(step, inputs.args(), [inputs.conv_state]) == []
+    inputs = make_inputs(CASES["gates"])
+    args = (inputs.input_gate, inputs.output_gate, *inputs.args())
+    assert pool_clones(step, args, [inputs.conv_state]) == []
 
 
 @pytest.mark.parametrize(
