@@ -34,7 +34,7 @@ TH_CALL(Call,
   int64_t num_tokens, num_seqs, num_slots, channels, width, num_v_heads, v_dim, k_dim;
   int64_t xBC_stride, z_stride, dt_stride;  // from token to token
   int64_t silu, norm_before_gate, norm_groups, is_bf16;
-  int64_t wide_A_log, wide_dt_bias, wide_D, wide_norm, num_threads;
+  int64_t wide_A_log, wide_dt_bias, wide_D, wide_norm, state_streams, num_threads;
   double dt_min, dt_max, norm_eps;
 );
 
@@ -107,10 +107,10 @@ void advance(const Sequence<T>& seq, int64_t h, th::Spare& spare) {
   const float D = parameter<T>(call.D, call.wide_D, h);
   const auto step = th::scalar_decay::choose_step<T>(K);
   float* state = seq.open_state(h, spare);
-  for (int64_t r = 0; r < V; r += LANES) {
+  for (int64_t r = 0; r < V; r += th::scalar_decay::MAX_ROWS) {
     const int64_t at = h * V + r;
     step({B + group_size, B, seq.mixed + at, decay, dt, D, 1.0f, seq.out() + at}, K,
-         int(std::min<int64_t>(LANES, V - r)), state + r * K);
+         std::min(th::scalar_decay::MAX_ROWS, V - r), call.state_streams, state + r * K);
   }
 }
 

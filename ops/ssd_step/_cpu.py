@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_lengths
 from torch_hybrid.ops.native.call import kernel
+from torch_hybrid.ops.native.forms import forms
 from torch_hybrid.ops.state_bounds import check_state_indices
 
 _RUN = kernel(
@@ -18,7 +19,7 @@ _RUN = kernel(
     "cu_seqlens initial_indices state_indices out",
     integers="num_tokens num_seqs num_slots channels width num_v_heads v_dim k_dim "
     "xBC_stride z_stride dt_stride silu norm_before_gate norm_groups is_bf16 "
-    "wide_A_log wide_dt_bias wide_D wide_norm num_threads",
+    "wide_A_log wide_dt_bias wide_D wide_norm state_streams num_threads",
     numbers="dt_min dt_max norm_eps",
 )
 
@@ -85,6 +86,7 @@ def ssd_step(
         dt_bias.dtype is torch.float32,
         D.dtype is torch.float32,
         norm_weight is not None and norm_weight.dtype is torch.float32,
+        forms(xBC.dtype).state_streams,
         torch.get_num_threads(),
         dt_min,
         dt_max,
