@@ -127,29 +127,34 @@ TH_NOINLINE void multiply_lanes(const float* W, int64_t ldw, const float* x, int
   constexpr int PARTS = LANES / REGISTER_LANES;  // of a vector
   constexpr int FLOATS = Units<T>::FLOATS;
   Register acc[R][V * PARTS] = {};
-  constexpr int64_t UNIT_BYTES = Units<U>::SIZE * sizeof(U);
-  for (int64_t k = 0; k < units;) {  // a multiple of COUNT
-    const bool fetches = ahead.rows && k * UNIT_BYTES % LINE_BYTES == 0;
-    const char* line = ahead.first + k * UNIT_BYTES;
-    for (int step = 0; step < Units<T>::COUNT; ++step, ++k) {
-      if (fetches && step % (Units<T>::COUNT / FETCHED_ROWS) == 0) {
-        __builtin_prefetch(line, 0, 2);
-        line += ahead.row_bytes;
-      }
-      Register xs[V * PARTS];
+  const auto multiply = [&](int64_t k) TH_LAMBDA {
+    Register xs[V * PARTS];
+#pragma GCC unroll 16
+    for (int i = 0; i < V * PARTS; ++i)
+      xs[i] = held(load_register(x + i / PARTS * vector_stride + k * LANES +
+                                 i % PARTS * REGISTER_LANES));
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const Register w = held(splat_register<FLOATS>(W + r * ldw + k * FLOATS));
 #pragma GCC unroll 16
       for (int i = 0; i < V * PARTS; ++i)
-        xs[i] = held(load_register(x + i / PARTS * vector_stride + k * LANES +
-                                   i % PARTS * REGISTER_LANES));
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const Register w = held(splat_register<FLOATS>(W + r * ldw + k * FLOATS));
-#pragma GCC unroll 16
-        for (int i = 0; i < V * PARTS; ++i)
-          acc[r][i] = multiply_add<Units<T>::PAIRS>(w, xs[i], acc[r][i]);
+        acc[r][i] = multiply_add<Units<T>::PAIRS>(w, xs[i], acc[r][i]);
+    }
+  };
+  constexpr int64_t LINE = LINE_BYTES / (Units<U>::SIZE * sizeof(U));  // units of a row of W
+  int64_t k = 0;
+  if (ahead.rows)
+    while (k < units) {
+      const char* line = ahead.first + k / LINE * LINE_BYTES;
+      for (const int64_t end = std::min(units, k + LINE); k < end; ++k) {
+        if (k % (LINE / FETCHED_ROWS) == 0) {
+          __builtin_prefetch(line, 0, 2);
+          line += ahead.row_bytes;
+        }
+        multiply(k);
       }
     }
-  }
+  for (; k < units; ++k) multiply(k);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 16
