@@ -52,7 +52,7 @@ struct Units {
 
   // A register of units from p on, those past `left` elements 0.
   static TH_INLINE f32x16 load(const T* p, int64_t left) {
-    if constexpr (!PAIRS) return th::load(p, int(std::min<int64_t>(left, LANES)));
+    if constexpr (!PAIRS) return left >= LANES ? th::load(p) : th::load(p, int(left));
     f32x16 units{};
     if (left >= STEP)
       std::memcpy(&units, p, sizeof(units));
@@ -187,8 +187,9 @@ class LaneProduct {
  private:
   static_assert(!AMX || Units<T>::PAIRS, "AMX multiplies pairs of bf16");
   static constexpr int SIZE = Units<T>::SIZE, FLOATS = Units<T>::FLOATS;
-  // Short stretches where five rows come here too (skinny.h), whose errors are held to be small.
-  static constexpr int64_t DEPTH = AMX ? 256 : REGISTER_LANES < LANES ? 128 : 512;
+  // Short stretches of floats where five rows come here too (skinny.h): their errors are to be small.
+  static constexpr bool SHORT = REGISTER_LANES < LANES && sizeof(T) == sizeof(float);
+  static constexpr int64_t DEPTH = AMX ? 256 : SHORT ? 128 : 512;
   static constexpr int64_t PANEL_STRIDE = DEPTH * FLOATS + LANES;
   static constexpr int64_t BLOCK = AMX ? 96 : detail::LANE_BLOCK;  // rows of W whose sums are kept
   static constexpr int64_t LDC = VECTORS * LANES;
