@@ -26,6 +26,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.gated_delta_step._cpu:gated_delta_step",
+        figures="torch_hybrid.ops.native.forms:state_figures",
     ),
     "triton": Implementation(
         capability=Capability(

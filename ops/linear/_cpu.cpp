@@ -38,7 +38,7 @@ struct StoredAs<th::Integers<Q>> {
 // Of weights, what a thread takes at a time: long enough for streams, short enough to balance.
 constexpr int64_t CHUNKS_PER_THREAD = 8;
 constexpr int64_t MAX_CHUNK_BYTES = 512 << 10, MIN_CHUNK_BYTES = 64 << 10;  // for few rows of x
-constexpr int64_t MAX_CHUNK_ROWS = 384, MIN_CHUNK_ROWS = 32;                // for many
+constexpr int64_t MAX_CHUNK_ROWS = 384, MIN_CHUNK_ROWS = 96;                // for many
 constexpr int64_t MAX_PACKED_ROWS = 512;  // of x, transposed at a time: bounds the memory for it
 
 template <typename T, typename W>
@@ -138,11 +138,11 @@ void multiply_packed(const Call& call, const Group* groups, int64_t first, th::L
     static thread_local std::vector<float> sums;
     static thread_local typename th::Meeting<T, W>::Pieces pieces;
     th::with_lane_product<T>([&](auto& product) {
-      constexpr int VECTORS = std::decay_t<decltype(product)>::VECTORS;
+      constexpr int VECTORS = std::decay_t<decltype(product)>::VECTORS, ROWS = th::LaneRows<T>::ROWS;
       const auto multiply = [&](const Chunk<T, W>& chunk, const auto* rows) {
         for (int v = 0; v < x.vectors(); v += VECTORS) {
-          const int64_t at = v * th::LANES;
-          const int64_t count = std::min<int64_t>(VECTORS * th::LANES, x.rows() - at);
+          const int64_t at = v * ROWS;
+          const int64_t count = std::min<int64_t>(VECTORS * ROWS, x.rows() - at);
           sums.resize(count * chunk.rows);
           product.run(x, v, std::min(v + VECTORS, x.vectors()), rows, call.K, chunk.rows,
                       sums.data(), chunk.rows);

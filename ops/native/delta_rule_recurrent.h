@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "delta_rule_call.h"
 
@@ -14,8 +15,8 @@ struct Token {
   float beta;
 };
 
-// How far ahead of its use the state is fetched, to L2, in floats: the hardware's own prefetching
-// stops at each page and while the thread computes.
+// How far ahead of its use a state in one stream is fetched, to L2, in floats: the hardware's own
+// prefetching stops at each page and while the thread computes.
 constexpr int64_t AHEAD = 2048;
 
 // One token on one row of a head's state: decay it, correct it towards v, read it with q.
@@ -37,23 +38,24 @@ TH_INLINE void step_row(int64_t k_dim, const Token& token, const T* v, float* ro
   *out = from_float<T>(th::sum(sum));
 }
 
-// The same on ROWS rows of VECTORS whole vectors, unrolled. So few rows at a time, memory sees one
-// stream in order; with several rows side by side it was measured at half of its rate.
-template <int ROWS, int VECTORS, typename T>
-TH_INLINE void step_rows(const Token& token, const T* v, float* state, T* out) {
+// The same on ROWS rows of VECTORS whole vectors, unrolled; they lie so many rows apart: one, or each
+// in a stream of its own.
+template <int ROWS, int VECTORS, bool IN_STREAMS, typename T>
+TH_INLINE void step_rows(const Token& token, const T* v, float* state, T* out, int64_t apart) {
   f32x16 row[ROWS][VECTORS], sum[ROWS] = {}, u[ROWS];
+  const int64_t stride = apart * VECTORS * LANES;
 #pragma GCC unroll 16
   for (int i = 0; i < VECTORS; ++i) {
     const f32x16 read = load(token.read + i * LANES);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
-      row[r][i] = load(state + (r * VECTORS + i) * LANES);
+      row[r][i] = load(state + r * stride + i * LANES);
       sum[r] = fma(row[r][i], read, sum[r]);
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < ROWS; ++r) {
-    u[r] = splat(token.beta * (to_float(v[r]) - th::sum(sum[r])));
+    u[r] = splat(token.beta * (to_float(v[r * apart]) - th::sum(sum[r])));
     sum[r] = f32x16{};
   }
 #pragma GCC unroll 16
@@ -63,23 +65,34 @@ TH_INLINE void step_rows(const Token& token, const T* v, float* state, T* out) {
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
       const f32x16 s = fma(u[r], k, row[r][i] * decay);
-      __builtin_prefetch(state + (r * VECTORS + i) * LANES + AHEAD, 0, 2);
-      store(state + (r * VECTORS + i) * LANES, s);
+      float* to = state + r * stride + i * LANES;
+      if constexpr (!IN_STREAMS) __builtin_prefetch(to + AHEAD, 0, 2);
+      store(to, s);
       sum[r] = fma(s, q, sum[r]);
     }
   }
 #pragma GCC unroll 4
-  for (int r = 0; r < ROWS; ++r) out[r] = from_float<T>(th::sum(sum[r]));
+  for (int r = 0; r < ROWS; ++r) out[r * apart] = from_float<T>(th::sum(sum[r]));
 }
 
-// One token on a whole head. VECTORS is k_dim / LANES where rows fit in registers, else 0.
+// One token on a whole head, in so many streams: 1, or a multiple of the rows at a time. VECTORS is
+// k_dim / LANES where rows fit in registers, else 0.
 template <int VECTORS, typename T>
-void step_head(int64_t k_dim, int64_t v_dim, const Token& token, const T* v, float* state, T* out) {
+void step_head(int64_t k_dim, int64_t v_dim, int64_t streams, const Token& token, const T* v,
+               float* state, T* out) {
   int64_t i = 0;
   if constexpr (VECTORS > 0) {
     constexpr int ROWS = LANES / VECTORS;
-    for (; i + ROWS <= v_dim; i += ROWS)
-      step_rows<ROWS, VECTORS>(token, v + i, state + i * k_dim, out + i);
+    const auto step = [&](auto in_streams, int64_t r, int64_t apart) TH_LAMBDA {
+      step_rows<ROWS, VECTORS, in_streams>(token, v + r, state + r * k_dim, out + r, apart);
+    };
+    const int64_t length = v_dim / streams;
+    if (streams > 1)
+      for (; i < length; ++i)
+        for (int64_t stream = 0; stream < streams; stream += ROWS)
+          step(std::true_type{}, stream * length + i, length);
+    i *= streams;
+    for (; i + ROWS <= v_dim; i += ROWS) step(std::false_type{}, i, 1);
   }
   for (; i < v_dim; ++i) step_row(k_dim, token, v + i, state + i * k_dim, out + i);
 }
@@ -113,7 +126,7 @@ void run_recurrent(const Sequence<T>& seq, int64_t j, float* state, float* scrat
     for_lanes(k_dim, [&](int64_t i, int n) TH_LAMBDA {
       store(read + i, load(k + i, n) * load(decay + i, n), n);
     });
-    step(k_dim, v_dim, Token{decay, q, k, read, seq.beta(t, j)}, seq.v(t, j), state, seq.out(t, j));
+    step(k_dim, v_dim, 1, Token{decay, q, k, read, seq.beta(t, j)}, seq.v(t, j), state, seq.out(t, j));
   }
 }
 

@@ -44,7 +44,7 @@ TH_CALL(Call,
   int64_t num_tokens, num_seqs, num_slots, channels, width, num_v_heads, v_dim, k_dim;
   int64_t num_records, record_width;  // D, R
   int64_t qkv_stride, z_stride, b_stride, a_stride;  // from token to token
-  int64_t silu, is_bf16, wide_A_log, wide_dt_bias, wide_norm, is_bounded, num_threads;
+  int64_t silu, is_bf16, wide_A_log, wide_dt_bias, wide_norm, is_bounded, state_streams, num_threads;
   double scale, beta_scale, gate_lower_bound, norm_eps;
 );
 
@@ -169,7 +169,7 @@ void run_item(const Sequence<T>& seq, int64_t h, int64_t group, const Scratch<T>
     convolve<W>(seq, 2 * k_size + j * V, V, s.v);
     const auto token =
         gated_token<Mixer>(call, seq.a(), seq.b(), j, s.unit_q, s.unit_k, s.decay, s.read);
-    step(K, V, token, s.v, state, s.o);
+    step(K, V, call.state_streams, token, s.v, state, s.o);
     Mixer::gated_norm(call, s.o, seq.z(j), seq.out(j));
   }
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_lengths
 from torch_hybrid.ops.native.call import kernel
+from torch_hybrid.ops.native.forms import forms
 from torch_hybrid.ops.state_bounds import check_state_indices
 from torch_hybrid.ops.verify import check_counts
 
@@ -25,7 +26,7 @@ def delta_step_kernel(name: str, source: Path) -> Callable[..., bool]:
         integers="num_tokens num_seqs num_slots channels width num_v_heads v_dim k_dim "
         "num_records record_width "
         "qkv_stride z_stride b_stride a_stride silu is_bf16 wide_A_log wide_dt_bias wide_norm "
-        "is_bounded num_threads",
+        "is_bounded state_streams num_threads",
         numbers="scale beta_scale gate_lower_bound norm_eps",
     )
 
@@ -100,6 +101,7 @@ def run_delta_step(
         dt_bias.dtype is torch.float32,
         norm_weight.dtype is torch.float32,
         gate_lower_bound is not None,
+        forms(qkv.dtype).state_streams,
         torch.get_num_threads(),
         scale,
         beta_scale,

@@ -91,7 +91,7 @@ void run_head(const Sequence<T>& seq, int64_t j, int64_t channel, Scratch<T>& s,
         std::memcpy(s.ahead, rows, num_rows * K * sizeof(float));
         rows = s.ahead;
       }
-      step(K, num_rows, s.tokens[i], s.v + i * V + r, rows, s.o + i * V + r);
+      step(K, num_rows, 1, s.tokens[i], s.v + i * V + r, rows, s.o + i * V + r);
     }
   }
   for (int64_t i = seq.num_replayed; i < seq.num_tokens; ++i)

@@ -1,4 +1,4 @@
-// One token of the scalar-decay recurrence: one pass, in address order, over a few rows of a state.
+// One token of the scalar-decay recurrence: one pass over some rows of a state.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace th::scalar_decay {
 
-// One token on one head, seen by LANES rows of its state.
+// One token on one head, from some row of its state on.
 template <typename T>
 struct Token {
   const T *q, *k, *v;
@@ -58,16 +58,34 @@ struct Row<0, T> {
   }
 };
 
-// One token on `n` rows of a head's state, n <= LANES.
+// Calls body(r) for each row r < n: all in turn, or a row of each of `streams` in turn.
+template <typename Body>
+TH_INLINE void for_rows(int64_t n, int64_t streams, Body body) {
+  const int64_t length = (n + streams - 1) / streams;
+  for (int64_t first = 0; first < length; ++first)
+    for (int64_t r = first; r < n; r += length) body(r);
+}
+
+constexpr int64_t MAX_ROWS = 64;
+
+// One token on n <= MAX_ROWS rows of a head's state, in so many streams. No result depends on them.
 template <int VECTORS, typename T>
-void step_rows(const Token<T>& token, int64_t k_dim, int n, float* state) {
-  const f32x16 v = load(token.v, n);
-  float u[LANES];
-  store(u, v * token.dt);
+void step_rows(const Token<T>& token, int64_t k_dim, int64_t n, int64_t streams, float* state) {
+  float u[MAX_ROWS];
+  for_lanes(n, [&](int64_t i, int m) TH_LAMBDA {
+    store(u + i, load(token.v + i, m) * token.dt, m);
+  });
   const Row<VECTORS, T> row(token, k_dim);
-  f32x16 sums[LANES] = {};
-  for (int r = 0; r < n; ++r) sums[r] = row.advance(state + r * k_dim, token.decay, u[r]);
-  store(token.out, fma(v, splat(token.D), sum16(sums)), n);
+  f32x16 sums[MAX_ROWS / LANES][LANES];
+  for_rows(n, streams, [&](int64_t r) TH_LAMBDA {
+    sums[r / LANES][r % LANES] = row.advance(state + r * k_dim, token.decay, u[r]);
+  });
+  for_lanes(n, [&](int64_t i, int m) TH_LAMBDA {
+    f32x16(&products)[LANES] = sums[i / LANES];
+    for (int lane = m; lane < LANES; ++lane) products[lane] = f32x16{};
+    const f32x16 v = load(token.v + i, m);
+    store(token.out + i, fma(v, splat(token.D), sum16(products)), m);
+  });
 }
 
 template <typename T>

@@ -161,7 +161,15 @@ constexpr int REGISTER_LANES = 4;
 #endif
 typedef float Register __attribute__((vector_size(REGISTER_LANES * sizeof(float))));
 
-TH_INLINE Register splat_register(float x) { return x - Register{}; }
+// FLOATS floats from p on, one or two, again and again.
+template <int FLOATS>
+TH_INLINE Register splat_register(const float* p) {
+  if constexpr (FLOATS == 1) return *p - Register{};
+  typedef int64_t Pairs __attribute__((vector_size(sizeof(Register))));
+  int64_t pair;
+  std::memcpy(&pair, p, sizeof(pair));
+  return (Register)(Pairs{} + pair);
+}
 TH_INLINE Register load_register(const float* p) {
   Register x;
   std::memcpy(&x, p, sizeof(x));
@@ -245,18 +253,21 @@ TH_INLINE f32x16 in_turn(f32x16 a, f32x16 b) {
   return in_turn<SECOND>(a, b, std::make_integer_sequence<int, LANES>{});
 }
 
-// Transposes sixteen rows of sixteen: four rounds that swap blocks of 8, 4, 2 and 1 lanes.
-template <int B = LANES / 2>
-TH_INLINE void transpose16(f32x16 (&x)[LANES]) {
+// Transposes N rows of N elements, of LANES / N lanes each, by rounds that swap ever smaller blocks:
+// of sixteen, those of 8, 4, 2 and 1 lanes.
+template <int N, int B = LANES / 2>
+TH_INLINE void transpose(f32x16 (&x)[N]) {
+  constexpr int APART = B * N / LANES;
 #pragma GCC unroll 16
-  for (int i = 0; i < LANES; ++i) {
-    if (i & B) continue;
-    const f32x16 a = x[i], b = x[i + B];
+  for (int i = 0; i < N; ++i) {
+    if (i & APART) continue;
+    const f32x16 a = x[i], b = x[i + APART];
     x[i] = first_blocks<B>(a, b);
-    x[i + B] = second_blocks<B>(a, b);
+    x[i + APART] = second_blocks<B>(a, b);
   }
-  if constexpr (B > 1) transpose16<B / 2>(x);
+  if constexpr (APART > 1) transpose<N, B / 2>(x);
 }
+TH_INLINE void transpose16(f32x16 (&x)[LANES]) { transpose<LANES>(x); }
 
 // Lane i of the result is the sum of x[i], for sixteen vectors at 45 instructions.
 template <int B = LANES / 2>

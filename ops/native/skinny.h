@@ -1,5 +1,5 @@
 // Products of a few rows with a large weight matrix, which must be read from memory once:
-// y[M, N] = x[M, K] W[N, K]^T for M up to sixteen. T is float or bf16; sums are float.
+// y[M, N] = x[M, K] W[N, K]^T for M up to MAX_FEW_ROWS. T is float or bf16; sums are float.
 //
 //   PackedRows<T> x;                     keep one per thread: its memory is reused
 //   x.pack(M, K, x, ldx)                 copies x in the order in which the product reads it;
@@ -12,17 +12,12 @@
 //   each is a long stream of its own, which most CPUs prefetch best. For one or two rows of x,
 //   reading.streams says how many rows of W that are: four; eight, which the hardware alone
 //   prefetches; or one row after the other. CPUs differ in what they like; the result is the same.
-// - More rows of x: with AVX-512, three streams of W meet eight rows of x at once, so that each step
+// - More rows of x, with AVX-512: three streams of W meet eight rows of x at once, so that each step
 //   has work enough to hide what it fetches; up to eight rows more meet them again in L1. Either
 //   every line is fetched into L2, far ahead; or, since prefetchers stop at the end of a page, the
 //   first lines of the next one alone, and the others into L1 when the hardware has them in L2.
-// - On CPUs with fewer registers, they are further passes over a tile of adjacent rows, in stretches
-//   of K that stay in L1, while the tile after the next is prefetched, a part in each step. Otherwise
-//   memory would idle in the passes: the hardware prefetches only what misses, and never past a 4 KB
-//   page.
 //
-// An element of y depends on its row of x and its row of W, and, without AVX-512, on whether x has
-// over four rows.
+// An element of y depends on its row of x and its row of W alone.
 #pragma once
 
 #include <algorithm>
@@ -33,10 +28,16 @@
 
 namespace th {
 
+// With fewer registers than those of AVX-512, lane_rows.h is the faster one from five rows of x on.
+#ifdef __AVX512F__
+constexpr int MAX_FEW_ROWS = 16;
+#else
+constexpr int MAX_FEW_ROWS = 4;
+#endif
+
 namespace detail {
 
-constexpr int TILE = 4;                    // rows of W
-constexpr int64_t STRETCH_BYTES = 2048;    // of K in a pass: tile and group together fit L1
+constexpr int TILE = 4;  // rows of W
 constexpr int64_t NEAR_BYTES = 1024, FAR_BYTES = 4096;
 constexpr int64_t PAGE_BYTES = 4096, PAGE_HEAD_BYTES = 512;
 
@@ -48,17 +49,16 @@ struct Product {
   const typename Lanes<T>::X* x;
   float* y;
   int64_t ldy, column_step;  // between the results of two rows of x, and of two rows of W
-  bool accumulate;
 };
 
-// What a step prefetches: `line` p of step k is at first + p * line_step + k * k_step.
+// What a step prefetches: `line` p of step k is at first + p * line_step + k.
 template <typename T>
 struct Ahead {
   const T* first;
-  int64_t line_step, k_step;
+  int64_t line_step;
 };
 
-// y[m, r] (+)= sum_k x[m, k] W[r, k] for G rows of x; each step prefetches LINES lines, or in turn
+// y[m, r] = sum_k x[m, k] W[r, k] for G rows of x; each step prefetches LINES lines, or in turn
 // the even and the odd ones of them. HELD keeps x in registers: without it, x is loaded again from
 // L1 for each row of W, and this slower pace lets the prefetches keep their lead.
 template <int R, int G, int LINES, bool IN_TURN, bool HELD, typename T>
@@ -72,7 +72,7 @@ TH_INLINE void multiply(Product<T> p, Ahead<T> ahead) {
 #pragma GCC unroll 4
     for (int line = 0; line < LINES; ++line)
       if (!IN_TURN || line % 2 == k / STEP % 2)
-        __builtin_prefetch(ahead.first + line * ahead.line_step + k * ahead.k_step, 0, 1);
+        __builtin_prefetch(ahead.first + line * ahead.line_step + k, 0, 1);
     typename Lanes<T>::X xs[G];
 #pragma GCC unroll 4
     for (int m = 0; m < G; ++m) xs[m] = HELD ? Lanes<T>::hold(x[m]) : x[m];
@@ -93,10 +93,7 @@ TH_INLINE void multiply(Product<T> p, Ahead<T> ahead) {
 #pragma GCC unroll 4
   for (int m = 0; m < G; ++m)
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      float& y = p.y[m * p.ldy + r * p.column_step];
-      y = sums[m * R + r] + (p.accumulate ? y : 0.0f);
-    }
+    for (int r = 0; r < R; ++r) p.y[m * p.ldy + r * p.column_step] = sums[m * R + r];
 }
 
 // Up to four rows of x: W as R streams, N / R rows apart.
@@ -110,12 +107,12 @@ inline void multiply_streams(const PackedRows<T>& x, const T* W, int64_t ldw, in
   for (int64_t n = 0; n < stream; ++n) {
     const T* w = W + n * ldw;
     multiply<R, G, LINES, NEAR, NEAR>(
-        Product<T>{w, stream * ldw, K, x.group(0, G, 0), y + n, ldy, stream, false},
-        Ahead<T>{w + lead, stream * ldw, 1});
+        Product<T>{w, stream * ldw, K, x.group(0, G, 0), y + n, ldy, stream},
+        Ahead<T>{w + lead, stream * ldw});
   }
   for (int64_t n = stream * R; n < N; ++n)
     multiply<1, G, 0, false, true>(
-        Product<T>{W + n * ldw, ldw, K, x.group(0, G, 0), y + n, ldy, 1, false}, Ahead<T>{});
+        Product<T>{W + n * ldw, ldw, K, x.group(0, G, 0), y + n, ldy, 1}, Ahead<T>{});
 }
 
 // One or two rows of x: one row of W after the other. Each sum is in the order of multiply_streams.
@@ -160,14 +157,6 @@ inline void multiply_fewest(const PackedRows<T>& x, const T* W, int64_t ldw, int
   if (reading.streams == 1) return multiply_in_turn<G>(x, W, ldw, N, y, ldy);
   if (reading.streams == 8) return multiply_streams<G, 8>(x, W, ldw, N, y, ldy);
   multiply_streams<G, TILE>(x, W, ldw, N, y, ldy);
-}
-
-template <int R, int LINES, typename T>
-TH_INLINE void multiply_group(int rows, const Product<T>& product, const Ahead<T>& ahead) {
-  if (rows == 4) return multiply<R, 4, LINES, false, true>(product, ahead);
-  if (rows == 3) return multiply<R, 3, LINES, false, true>(product, ahead);
-  if (rows == 2) return multiply<R, 2, LINES, false, true>(product, ahead);
-  multiply<R, 1, LINES, false, true>(product, ahead);
 }
 
 #ifdef __AVX512F__
@@ -227,6 +216,15 @@ TH_NOINLINE void multiply_wide(const PackedRows<T>& x, int first, const T* W, in
   }
 }
 
+// One row of W times up to four rows of x.
+template <typename T>
+TH_INLINE void multiply_group(int rows, const Product<T>& product) {
+  if (rows == 4) return multiply<1, 4, 0, false, true>(product, Ahead<T>{});
+  if (rows == 3) return multiply<1, 3, 0, false, true>(product, Ahead<T>{});
+  if (rows == 2) return multiply<1, 2, 0, false, true>(product, Ahead<T>{});
+  multiply<1, 1, 0, false, true>(product, Ahead<T>{});
+}
+
 // Five to sixteen rows of x: eight meet each vector of W at once, the others while it is in L1.
 // Sums are in the order of multiply_streams.
 template <bool BY_HARDWARE, typename T>
@@ -247,45 +245,11 @@ inline void multiply_wide_streams(const PackedRows<T>& x, const T* W, int64_t ld
   for (int64_t n = stream * WIDE_TILE; n < N; ++n)
     for (int first = 0; first < x.rows(); first += GROUP) {
       const int rows = std::min(GROUP, x.rows() - first);
-      multiply_group<1, 0>(rows,
-                           Product<T>{W + n * ldw, ldw, x.depth(), x.group(first, rows, 0),
-                                      y + first * ldy + n, ldy, 1, false},
-                           Ahead<T>{});
+      multiply_group(rows, Product<T>{W + n * ldw, ldw, x.depth(), x.group(first, rows, 0),
+                                      y + first * ldy + n, ldy, 1});
     }
 }
 #endif
-
-// R adjacent rows of W for any number of rows of x: as many passes over each stretch of K as x has
-// groups. `LINES` lines per step, in as many passes as it takes, prefetch a whole tile.
-template <int R, int LINES, typename T>
-inline void multiply_tile(const PackedRows<T>& x, const T* W, int64_t ldw, float* y, int64_t ldy) {
-  constexpr int GROUP = PackedRows<T>::GROUP;
-  constexpr int64_t STRETCH = STRETCH_BYTES / int64_t(sizeof(T));
-  constexpr int64_t LINE = LINE_BYTES / int64_t(sizeof(T));
-  Ahead<T> ahead{W + 2 * R * ldw, LINE, LINES};
-  for (int64_t k = 0; k == 0 || k < x.depth(); k += STRETCH) {
-    const int64_t depth = std::min(STRETCH, x.depth() - k);
-    for (int first = 0, lines = 0; first < x.rows(); first += GROUP, lines += LINES) {
-      const int rows = std::min(GROUP, x.rows() - first);
-      const Product<T> product{W + k, ldw, depth, x.group(first, rows, k), y + first * ldy,
-                               ldy,   1,   k > 0};
-      if (lines < R) {
-        multiply_group<R, LINES>(rows, product, ahead);
-        ahead.first += LINES * depth;
-      } else {
-        multiply_group<R, 0>(rows, product, ahead);
-      }
-    }
-  }
-}
-
-template <int LINES, typename T>
-inline void multiply_tiles(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N, float* y,
-                           int64_t ldy) {
-  int64_t n = 0;
-  for (; n + TILE <= N; n += TILE) multiply_tile<TILE, LINES>(x, W + n * ldw, ldw, y + n, ldy);
-  for (; n < N; ++n) multiply_tile<1, 1>(x, W + n * ldw, ldw, y + n, ldy);
-}
 
 }  // namespace detail
 
@@ -303,9 +267,6 @@ inline void multiply_rows(const PackedRows<T>& x, const T* W, int64_t ldw, int64
 #ifdef __AVX512F__
   if (reading.by_hardware) return multiply_wide_streams<true>(x, W, ldw, N, y, ldy);
   multiply_wide_streams<false>(x, W, ldw, N, y, ldy);
-#else
-  if (x.rows() <= 3 * PackedRows<T>::GROUP) return multiply_tiles<2>(x, W, ldw, N, y, ldy);
-  multiply_tiles<1>(x, W, ldw, N, y, ldy);
 #endif
 }
 

@@ -20,7 +20,7 @@ void run_recurrent(const Sequence<T>& seq, int64_t h, float* state) {
     for (int64_t t = 0; t < seq.length; ++t) {
       const th::scalar_decay::Token<T> token{seq.q(t, i),  seq.k(t, i), seq.v(t, h) + r,   std::exp(seq.g(t, h)),
                            seq.dt(t, h), seq.D(h),    float(call.scale), seq.out(t, h) + r};
-      step(token, k_dim, int(std::min<int64_t>(LANES, v_dim - r)), state + r * k_dim);
+      step(token, k_dim, std::min<int64_t>(LANES, v_dim - r), 1, state + r * k_dim);
     }
 }
 

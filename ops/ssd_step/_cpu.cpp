@@ -38,7 +38,7 @@ TH_CALL(Call,
   int64_t num_records, record_width;              // D, R
   int64_t xBC_stride, z_stride, dt_stride;  // from token to token
   int64_t silu, norm_before_gate, norm_groups, is_bf16;
-  int64_t wide_A_log, wide_dt_bias, wide_D, wide_norm, num_threads;
+  int64_t wide_A_log, wide_dt_bias, wide_D, wide_norm, state_streams, num_threads;
   double dt_min, dt_max, norm_eps;
 );
 
@@ -130,8 +130,9 @@ void advance(const Sequence<T>& seq, int64_t h, th::Spare& spare) {
   const Token<T> token = token_of(seq.call, seq.mixed, seq.dt(), h, seq.out());
   const auto step = th::scalar_decay::choose_step<T>(K);
   float* state = seq.open_state(h, spare);
-  for (int64_t r = 0; r < V; r += LANES)
-    step(from_row(token, r), K, int(std::min<int64_t>(LANES, V - r)), state + r * K);
+  for (int64_t r = 0; r < V; r += th::scalar_decay::MAX_ROWS)
+    step(from_row(token, r), K, std::min(th::scalar_decay::MAX_ROWS, V - r),
+         seq.call.state_streams, state + r * K);
 }
 
 // ---- gate and norm ----------------------------------------------------------------------------
@@ -308,7 +309,7 @@ void advance_drafted(const Drafted<T>& seq, int64_t h, th::Spare& spare, float* 
         rows = ahead;
       }
       const T* mixed = seq.mixed + i * call.channels;
-      step(from_row(token_of(call, mixed, seq.dt(i), h, seq.out(i)), r), K, num_rows, rows);
+      step(from_row(token_of(call, mixed, seq.dt(i), h, seq.out(i)), r), K, num_rows, 1, rows);
     }
   }
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_lengths
 from torch_hybrid.ops.native.call import kernel
+from torch_hybrid.ops.native.forms import forms
 from torch_hybrid.ops.state_bounds import check_state_indices
 from torch_hybrid.ops.verify import check_counts
 
@@ -23,7 +24,7 @@ def _kernel(name: str) -> Callable[..., bool]:
         "records cu_seqlens initial_indices state_indices accepted out",
         integers="num_tokens num_seqs num_slots channels width num_v_heads v_dim k_dim "
         "num_records record_width xBC_stride z_stride dt_stride silu norm_before_gate norm_groups "
-        "is_bf16 wide_A_log wide_dt_bias wide_D wide_norm num_threads",
+        "is_bf16 wide_A_log wide_dt_bias wide_D wide_norm state_streams num_threads",
         numbers="dt_min dt_max norm_eps",
     )
 
@@ -110,6 +111,7 @@ def _run(
         dt_bias.dtype is torch.float32,
         D.dtype is torch.float32,
         norm_weight is not None and norm_weight.dtype is torch.float32,
+        forms(xBC.dtype).state_streams,
         torch.get_num_threads(),
         dt_min,
         dt_max,

@@ -29,6 +29,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.ssd_step._cpu:ssd_step",
+        figures="torch_hybrid.ops.native.forms:state_figures",
     ),
     "triton": Implementation(
         capability=Capability(

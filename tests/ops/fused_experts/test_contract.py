@@ -87,9 +87,9 @@ def test_equals_transformers(impl: str) -> None:
     experts.gate_up_proj = torch.nn.Parameter(gate_up)
     experts.down_proj = torch.nn.Parameter(down)
     with torch.no_grad():
-        expected = experts(x, ids, expert_weights)
+        expected = experts.double()(x.double(), ids, expert_weights.double())
     out = run((x, ids, expert_weights, gate_up, down), impl)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=1e-6)
 
 
 def test_equals_transformers_without_a_gate(impl: str) -> None:
@@ -99,9 +99,9 @@ def test_equals_transformers_without_a_gate(impl: str) -> None:
     experts = modeling.NemotronHExperts(config)
     experts.up_proj, experts.down_proj = torch.nn.Parameter(up), torch.nn.Parameter(down)
     with torch.no_grad():
-        expected = experts(x, ids, expert_weights)
+        expected = experts.double()(x.double(), ids, expert_weights.double())
     out = run((x, ids, expert_weights, up, down), impl, "relu2")
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=1e-6)
 
 
 def test_empty_choices_give_exact_zeros(impl: str) -> None:

@@ -26,12 +26,15 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OWN = Forms(
     streams=4,
     by_hardware=False,
+    state_streams=1,
     many_by_torch=False,
     in_turn_rate=1.0,
     four_rate=1.0,
     eight_rate=1.0,
     kernel_rate=1.0,
     hardware_rate=1.0,
+    state_rate=1.0,
+    state_streams_rate=1.0,
     ours_rate=1.0,
     torch_rate=1.0,
 )

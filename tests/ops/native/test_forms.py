@@ -11,17 +11,21 @@ from torch_hybrid.backends.select import select
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.linear.op import IMPLEMENTATIONS
 from torch_hybrid.ops.native import build, compiler_missing, forms
+from torch_hybrid.ops.ssd_step import op as ssd_step
 
 pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
 FOUND = forms.Forms(
     streams=1,
     by_hardware=True,
+    state_streams=8,
     many_by_torch=False,
     in_turn_rate=40e9,
     four_rate=29e9,
     eight_rate=31e9,
     kernel_rate=13e9,
     hardware_rate=14.2e9,
+    state_rate=11e9,
+    state_streams_rate=14e9,
     ours_rate=234.4e9,
     torch_rate=98e9,
 )
@@ -93,6 +97,9 @@ def test_a_choice_shows_the_forms(measured: list[torch.dtype]) -> None:
         "many rows: own (own 234 GFLOP/s, torch 98)"
     )
     assert select("linear", IMPLEMENTATIONS, need, "torch").measured == ""
+    assert select("ssd_step", ssd_step.IMPLEMENTATIONS, need).measured == (
+        "states: eight streams (in turn 11 GB/s each way, eight streams 14)"
+    )
 
 
 def test_measures_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,11 +110,14 @@ def test_measures_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {1: found.in_turn_rate, 4: found.four_rate, 8: found.eight_rate}
     assert rates[found.streams] == max(rates.values())
     assert found.by_hardware == (found.hardware_rate > found.kernel_rate)
+    assert (found.state_streams == 8) == (found.state_streams_rate > found.state_rate)
     assert (
         min(
             *rates.values(),
             found.kernel_rate,
             found.hardware_rate,
+            found.state_rate,
+            found.state_streams_rate,
             found.ours_rate,
             found.torch_rate,
         )
