@@ -1,7 +1,8 @@
 """The engine's fuzz with prefixes that are kept, among prompts that begin alike.
 
 Beside all that goes wrong there: pools too small for what could be kept, checkpoints and forks by
-hand, and drafts, right and wrong ones. Every request must have the tokens that it gets from an engine that keeps nothing.
+hand, and drafts, right and wrong ones. Every request must have the tokens that it gets from an
+engine that does nothing of this.
 
     python -m tests.prefix_cache.fuzz --histories 10000
 """
