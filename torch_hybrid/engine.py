@@ -398,11 +398,11 @@ class Engine:
         return chosen.rows
 
     def _admit(self, chosen: Schedule[Request]) -> None:
-        for request, start in zip(chosen.admitted, chosen.starts, strict=True):
-            if self._prefixes is not None:
-                request.sequence = self._prefixes.begin(request, start)
-            else:
-                (request.sequence,) = self.runner.new_sequences(1)
+        if self._prefixes is not None:
+            self._prefixes.begin(chosen.admitted, chosen.starts)
+            return
+        for request in chosen.admitted:
+            (request.sequence,) = self.runner.new_sequences(1)
 
     def _preempt(self, requests: Sequence[Request]) -> None:
         """Free requests that wait again; what they held may be kept for them."""

@@ -212,6 +212,41 @@ def test_a_conversation_is_kept_where_its_last_message_ends():
     assert cached(engine, turn) == [end]
 
 
+@pytest.mark.parametrize("family", ["qwen3_next_dense", "kimi_linear", "qwen3"])
+def test_what_made_room_comes_back_from_the_host(family: str):
+    runner = make_runner(family, max_checkpoints=1, kv_tokens=160)
+    options = th.PrefixCache(min_tokens=LEAST, host_bytes=1 << 20)
+    engine = th.Engine(runner, prefix_cache=options)
+    once = th.Sampling(max_new_tokens=1, temperature=0.0)
+    prompts = [tokens(101), tokens(103, seed=1)]
+    for prompt in prompts:
+        serve(engine, [prompt], once)
+    pair = [[*prompt, 1] for prompt in prompts]
+    plain = serve(th.Engine(make_runner(family)), pair)
+    for turn, right, kept in zip(pair, plain, (101, 103), strict=True):
+        (output,) = serve(engine, [turn])
+        assert (output.tokens, output.num_cached_tokens) == (right.tokens, kept)
+    stats = engine.stats().prefix_cache
+    assert stats.num_returned >= 1
+    assert 0 < stats.num_host_bytes <= options.host_bytes
+    engine.close()
+    assert engine.stats().prefix_cache.num_host_bytes == 0
+
+
+def test_the_host_keeps_within_its_bytes_what_saves_most():
+    engine = th.Engine(
+        make_runner(max_checkpoints=1),
+        prefix_cache=th.PrefixCache(min_tokens=LEAST, host_bytes=150_000),
+    )
+    once = th.Sampling(max_new_tokens=1, temperature=0.0)
+    long = tokens(180)
+    serve(engine, [long], once)
+    for seed in range(1, 6):
+        serve(engine, [tokens(40, seed=seed)], once)
+        assert engine.stats().prefix_cache.num_host_bytes <= 150_000
+    assert cached(engine, [*long, 1]) == [180]
+
+
 def test_stats():
     engine = make_engine()
     serve(engine, [tokens(100)] * 2)
@@ -245,4 +280,7 @@ a prefix cache of states needs room: the runner's max_checkpoints must be at lea
     )
     assert_expected_inline(
         message(th.PrefixCache, every=32), """every must be at least min_tokens, now 64, got 32"""
+    )
+    assert_expected_inline(
+        message(th.PrefixCache, host_bytes=-1), """host_bytes must not be negative, got -1"""
     )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch_hybrid.caches.checkpoint import Checkpoint
+    from torch_hybrid.caches.pool_copies import HostCopy
 
 
 @dataclass(eq=False, slots=True)
@@ -28,6 +29,7 @@ class Node:
     depth: int  # tokens from the root to here
     children: dict[int, Node] = field(default_factory=dict)  # by their first token
     checkpoint: Checkpoint | None = None
+    on_host: HostCopy | None = None  # of one that was here
     maker: object | None = None
     is_wanted: bool = False  # a checkpoint here would have been of use
     num_users: int = 0  # requests that end here
@@ -51,7 +53,8 @@ class Node:
     @property
     def is_free(self) -> bool:
         """Whether nobody would miss it as a place of its own."""
-        return self.checkpoint is None and not self.num_users and self.parent is not None
+        is_empty = self.checkpoint is None and self.on_host is None
+        return is_empty and not self.num_users and self.parent is not None
 
 
 class Tree:
