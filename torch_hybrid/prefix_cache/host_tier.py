@@ -37,7 +37,7 @@ class HostTier:
 
     def keep(self, node: Node, copy: HostCopy) -> None:
         """Keep a copy at a place that has none."""
-        node.on_host = copy
+        node.keep_on_host(copy)
         self._nodes[node] = None
         self.num_bytes += copy.nbytes
 
@@ -45,8 +45,13 @@ class HostTier:
         """Keep no copy at a place any more, if there was one."""
         if node.on_host is not None:
             self.num_bytes -= node.on_host.nbytes
-            node.on_host = None
+            node.keep_on_host(None)
             del self._nodes[node]
+
+    @property
+    def nodes(self) -> list[Node]:
+        """Where copies are."""
+        return list(self._nodes)
 
     def clear(self) -> None:
         """Keep nothing."""

@@ -21,9 +21,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_hybrid.errors import CapacityError
+from torch_hybrid.prefix_cache import file
 from torch_hybrid.prefix_cache.host_tier import HostTier
 from torch_hybrid.prefix_cache.options import PrefixCache
 from torch_hybrid.prefix_cache.stats import PrefixStats
@@ -98,6 +100,36 @@ class Prefixes:
         for node in list(self._kept):
             self._drop(node)
         self._host.clear()
+
+    def save(self, path: Path) -> int:
+        """As ``Engine.save_prefixes``."""
+        prefixes = [
+            (node.all_tokens, self._cache.to_host(node.checkpoint))
+            for node in self._kept
+            if node.checkpoint is not None and node.maker is None
+        ]
+        away = ((node.all_tokens, node.on_host) for node in self._host.nodes)
+        prefixes += [(tokens, copy) for tokens, copy in away if copy is not None]
+        file.save(path, prefixes, self._facts())
+        return len(prefixes)
+
+    def load(self, path: Path) -> int:
+        """As ``Engine.load_prefixes``."""
+        num_kept = 0
+        for tokens, copy in file.load(path, self._facts()):
+            node, _ = self._tree.insert(tokens)
+            is_new = node.checkpoint is None and node.on_host is None
+            if is_new and self._host.make_room(copy.nbytes, self._worth(node)):
+                self._host.keep(node, copy)
+                num_kept += 1
+        return num_kept
+
+    def _facts(self) -> dict[str, str]:
+        """What is kept holds for."""
+        sizes = self._cache.sizes
+        return file.facts_of(
+            self._runner.model, self._cache.table, page_size=sizes.page_size, dtype=sizes.dtype
+        )
 
     # What a request goes through, in this order.
 
@@ -324,8 +356,10 @@ class Prefixes:
                     return found, min(node.depth, last)
             elif node.depth <= last and _is_for(node, request):
                 return node, node.depth
-            if node.depth <= last and node.on_host is not None:
+            if self._has_states and node.depth <= last and node.on_host is not None:
                 return node, node.depth
+            if not self._has_states and node.num_on_host:
+                return _on_host(node), min(node.depth, last)
         return None
 
     def _reach(self, request: Request, maker: Request) -> int:
@@ -417,6 +451,13 @@ def _certain(node: Node, request: Request) -> Node | None:
             return found
         below += [child for child in found.children.values() if child.num_kept]
     return None
+
+
+def _on_host(node: Node) -> Node:
+    """A place, here or below, of which there is a copy on the host."""
+    while node.on_host is None:
+        node = next(child for child in node.children.values() if child.num_on_host)
+    return node
 
 
 def _depth_before(node: Node) -> int:

@@ -34,6 +34,7 @@ class Node:
     is_wanted: bool = False  # a checkpoint here would have been of use
     num_users: int = 0  # requests that end here
     num_kept: int = 0  # checkpoints here and below
+    num_on_host: int = 0  # copies on the host, here and below
     last_used: int = 0  # by the clock of whoever uses it
 
     def path(self) -> Iterator[Node]:
@@ -49,6 +50,18 @@ class Node:
         self.checkpoint = checkpoint
         for node in self.path():
             node.num_kept += change
+
+    def keep_on_host(self, copy: HostCopy | None) -> None:
+        """Keep a copy on the host here, or none any more."""
+        change = (copy is not None) - (self.on_host is not None)
+        self.on_host = copy
+        for node in self.path():
+            node.num_on_host += change
+
+    @property
+    def all_tokens(self) -> list[int]:
+        """From the root to here."""
+        return [token for node in reversed(list(self.path())) for token in node.tokens]
 
     @property
     def is_free(self) -> bool:
@@ -96,6 +109,7 @@ class Tree:
             node.parent.depth + at,
             {node.tokens[at]: node},
             num_kept=node.num_kept,
+            num_on_host=node.num_on_host,
             last_used=node.last_used,
         )
         node.parent.children[node.tokens[0]] = upper
