@@ -44,7 +44,7 @@ class PrefixFuzz(Fuzz):
                 self.runner,
                 run_ahead=rng.choice(["off", "on"]),
                 prefix_cache=th.PrefixCache(
-                    min_tokens=least, every=every, host_bytes=rng.choice([0, 30_000, 300_000])
+                    min_tokens=least, every=every, host_bytes=rng.choice([0, 100_000, 1 << 22])
                 ),
             )
         )
