@@ -352,14 +352,11 @@ class Prefixes:
         last = len(request.history) - 1
         for node in self._uses[request].node.path():
             if not self._has_states:
-                if node.num_kept and (found := _certain(node, request)):
+                found = _certain(node, request) or _on_host(node)
+                if found is not None:
                     return found, min(node.depth, last)
-            elif node.depth <= last and _is_for(node, request):
+            elif node.depth <= last and (_is_for(node, request) or node.on_host is not None):
                 return node, node.depth
-            if self._has_states and node.depth <= last and node.on_host is not None:
-                return node, node.depth
-            if not self._has_states and node.num_on_host:
-                return _on_host(node), min(node.depth, last)
         return None
 
     def _reach(self, request: Request, maker: Request) -> int:
@@ -453,8 +450,10 @@ def _certain(node: Node, request: Request) -> Node | None:
     return None
 
 
-def _on_host(node: Node) -> Node:
+def _on_host(node: Node) -> Node | None:
     """A place, here or below, of which there is a copy on the host."""
+    if not node.num_on_host:
+        return None
     while node.on_host is None:
         node = next(child for child in node.children.values() if child.num_on_host)
     return node
