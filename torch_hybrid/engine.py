@@ -11,11 +11,13 @@ the logits, its text) ends that request alone.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from numbers import Real
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, get_args, overload
 
@@ -272,6 +274,40 @@ class Engine:
                 prefix_cache=None if self._prefixes is None else self._prefixes.stats,
             )
 
+    def save_prefixes(self, path: str | os.PathLike[str]) -> int:
+        """Write what the prefix cache keeps to a file, for ``load_prefixes`` of another process.
+
+        Where ranks share the model, each writes a file of its own.
+
+        Returns:
+            How many prefixes it has.
+
+        Raises:
+            ValueError: the engine keeps none.
+            OSError: the file cannot be written.
+        """
+        with self._lock:
+            return self._prefixes_for("save_prefixes").save(Path(path))
+
+    def load_prefixes(self, path: str | os.PathLike[str]) -> int:
+        """Keep the prefixes of a file on the host, as far as ``PrefixCache.host_bytes`` goes.
+
+        Returns:
+            How many are kept.
+
+        Raises:
+            ValueError: the engine keeps none; or the file is damaged, or of another model, page
+                size or rank. Nothing is kept then.
+            OSError: the file cannot be read.
+        """
+        with self._lock:
+            return self._prefixes_for("load_prefixes").load(Path(path))
+
+    def _prefixes_for(self, what: str) -> Prefixes:
+        if self._prefixes is None:
+            raise ValueError(f"{what} needs an engine with a prefix_cache")
+        return self._prefixes
+
     def close(self) -> None:
         """Cancel everything that is unfinished, and free it and what the prefix cache keeps."""
         with self._lock:
@@ -427,11 +463,11 @@ class Engine:
         return chosen.rows
 
     def _admit(self, chosen: Schedule[Request]) -> None:
-        for request, start in zip(chosen.admitted, chosen.starts, strict=True):
-            if self._prefixes is not None:
-                request.sequence = self._prefixes.begin(request, start)
-            else:
-                (request.sequence,) = self.runner.new_sequences(1)
+        if self._prefixes is not None:
+            self._prefixes.begin(chosen.admitted, chosen.starts)
+            return
+        for request in chosen.admitted:
+            (request.sequence,) = self.runner.new_sequences(1)
 
     def _preempt(self, requests: Sequence[Request]) -> None:
         """Free requests that wait again; what they held may be kept for them."""

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch_hybrid.caches.allocator import Allocator
 from torch_hybrid.caches.checkpoint import Checkpoint
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
+from torch_hybrid.caches.pool_copies import HostCopy
 from torch_hybrid.errors import CapacityError
 from torch_hybrid.specs import AttentionSpec, DeltaRuleSpec, LatentSpec, LayerTable
 
@@ -62,6 +63,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         self.cache.reclaimers.append(self.spare)
         self.live: dict[Sequence, list[int]] = {}
         self.kept: dict[Checkpoint, list[int]] = {}
+        self.on_host: list[tuple[HostCopy, list[int]]] = []
         self.last = 0
 
     def some(self, data: st.DataObject, holders: dict) -> object:
@@ -124,6 +126,26 @@ class CheckpointMachine(RuleBasedStateMachine):
             assert not self.spare.kept
             return
         (self.spare.kept if spare else self.kept)[made] = self.live[seq]
+
+    @precondition(lambda self: self.kept or self.spare.kept)
+    @rule(data=st.data())
+    def copy_to_host(self, data: st.DataObject) -> None:
+        kept = {**self.kept, **self.spare.kept}
+        made = self.some(data, kept)
+        self.on_host = [*self.on_host[-2:], (self.cache.to_host(made), kept[made])]
+
+    @precondition(lambda self: self.on_host)
+    @rule(data=st.data())
+    def bring_back(self, data: st.DataObject) -> None:
+        copy, tokens = data.draw(st.sampled_from(self.on_host))
+        pages = self.cache.pages
+        has_room = -(-len(tokens) // PAGE_SIZE) <= pages.num_free + pages.num_spare
+        try:
+            made = self.cache.from_host(copy)
+        except CapacityError:
+            assert not has_room or not self.spare.kept
+            return
+        self.spare.kept[made] = tokens
 
     @precondition(lambda self: self.kept)
     @rule(data=st.data())

@@ -115,6 +115,21 @@ def test_ranks_are_those_of_torchrun(run, checkpoint):
     assert "use generate" in err
 
 
+def test_generate_keeps_prefixes_where_it_is_asked_to(run, checkpoint):
+    prompt = list(range(3, 103))
+    text = " ".join(map(str, prompt))
+    sizes = ("--eager", "--max-seqs", 1, "--max-tokens", 128, "--kv-tokens", 256)
+    code, out, _ = run("generate", checkpoint, *sizes, "--prefix-cache", 2, "--ids", text, text,
+                       "--max-new-tokens", 3, "--ignore-eos", "--json")  # fmt: skip
+    assert code == 0
+    outputs = [json.loads(line) for line in out.splitlines()]
+    assert outputs[0]["tokens"] == outputs[1]["tokens"]
+    assert [output["num_cached_tokens"] for output in outputs] == [0, 99]
+    code, _, err = run("generate", checkpoint, *EAGER, "--prefix-cache", -1, "--ids", "5")
+    assert code == 2
+    assert "--prefix-cache" in err
+
+
 def test_generate_streams_text(run, checkpoint, expected):
     tokenizer = load_tokenizer(str(checkpoint))
     code, out, _ = run(

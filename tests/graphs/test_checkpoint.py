@@ -24,14 +24,9 @@ FAMILIES = [
 SIZES = {"max_seqs": 5, "max_tokens": 96, "kv_tokens": 320, "page_size": 8}
 
 
-TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
-
-
-def make_runner(
-    family: str = "qwen3_next_dense", *, model: dict[str, object] | None = None, **options: object
-) -> th.Runner:
+def make_runner(family: str = "qwen3_next_dense", **options: object) -> th.Runner:
     given = {**SIZES, "max_checkpoints": 2, "compile": False, **options}
-    return th.Runner(th.adapt(make_model(family, **(model or {}))), **given)
+    return th.Runner(th.adapt(make_model(family)), **given)
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -153,11 +148,10 @@ def test_models_without_states_start_anywhere_and_need_no_slots():
     assert_all_free(runner)
 
 
-@pytest.mark.slow
-def test_compiled_and_in_halves():
+def test_in_halves():
     """The second half of a cut sequence starts where the first left its state."""
-    runner = make_runner(model=TWO_LAYERS, compile=True, two_batch_overlap="on")
-    plain = make_runner(model=TWO_LAYERS)
+    runner = make_runner(two_batch_overlap="on")
+    plain = make_runner()
     outs = []
     for each in (runner, plain):
         (seq,) = each.new_sequences(1)
@@ -166,7 +160,6 @@ def test_compiled_and_in_halves():
         outs.append([each.extend(forks, [tokens(80, seed=3), [4]]), each.extend(forks, [[1], [2]])])
     for own, right in zip(*outs, strict=True):
         torch.testing.assert_close(own, right, atol=1e-4, rtol=1e-4)
-    assert runner.report().recompiles == 0
 
 
 def message(error: type[Exception], call: object, *args: object, **options: object) -> str:

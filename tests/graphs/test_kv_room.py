@@ -84,6 +84,13 @@ def test_the_same_on_all_ranks(model: th.HybridModel, free: Any) -> None:
     assert found.num_tokens == 7 * 16
 
 
+def test_counts_the_states_of_checkpoints(model: th.HybridModel, free: Any) -> None:
+    free(8 * MIB)
+    rooms = [make_runner(model, max_checkpoints=count).kv_room for count in (0, 4)]
+    without, with_four = (room.states for room in rooms if room is not None)
+    assert with_four * 4 == without * 8  # three sequences, the null slot, and four checkpoints
+
+
 def test_errors_say_bytes(model: th.HybridModel, free: Any) -> None:
     free(3 * 16384)
     with pytest.raises(th.CapacityError) as refused:

@@ -37,7 +37,8 @@ class PrefixFuzz(Fuzz):
         self.alone = th.Runner(self.runner.model, **SIZES)
         self.seen: list[list[int]] = []
         self.engines: list[th.Engine] = []
-        self.num_hits = self.num_evictions = self.num_accepted = 0
+        self.num_hits = self.num_evictions = self.num_returned = 0
+        self.num_accepted = 0
 
     def make_engine(self) -> th.Engine:
         """One of this round, or one of an earlier one with what it keeps."""
@@ -52,7 +53,9 @@ class PrefixFuzz(Fuzz):
             th.Engine(
                 self.runner,
                 run_ahead=rng.choice(["off", "on"]),
-                prefix_cache=th.PrefixCache(min_tokens=least, every=every),
+                prefix_cache=th.PrefixCache(
+                    min_tokens=least, every=every, host_bytes=rng.choice([0, 100_000, 1 << 22])
+                ),
                 speculate=drafts if self.runner.max_drafts and rng.random() < 0.7 else None,
             )
         )
@@ -111,6 +114,7 @@ class PrefixFuzz(Fuzz):
             self.num_hits += stats.num_hits
             self.num_evictions += stats.num_evictions
             self.num_accepted += engine.drafts.accepted
+            self.num_returned += stats.num_returned
             engine.close()
             assert not engine._prefixes._uses, "a request is not forgotten"
         self.engines.clear()
@@ -141,7 +145,8 @@ def main() -> None:
         while done < args.histories / len(args.families):
             fuzz = run(family, seed=seed, histories=100)
             done, seed = done + fuzz.counts.requests, seed + 1
-            print(family, seed, fuzz.counts, fuzz.num_hits, "hits", fuzz.num_evictions, "evictions")
+            counts = f"{fuzz.num_hits} hits, {fuzz.num_returned} from the host"
+            print(family, seed, fuzz.counts, counts, fuzz.num_evictions, "evictions", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -212,6 +213,90 @@ def test_a_conversation_is_kept_where_its_last_message_ends():
     assert cached(engine, turn) == [end]
 
 
+@pytest.mark.parametrize("family", ["qwen3_next_dense", "kimi_linear", "qwen3"])
+def test_what_made_room_comes_back_from_the_host(family: str):
+    runner = make_runner(family, max_checkpoints=1, kv_tokens=160)
+    options = th.PrefixCache(min_tokens=LEAST, host_bytes=1 << 20)
+    engine = th.Engine(runner, prefix_cache=options)
+    once = th.Sampling(max_new_tokens=1, temperature=0.0)
+    prompts = [tokens(101), tokens(103, seed=1)]
+    for prompt in prompts:
+        serve(engine, [prompt], once)
+    pair = [[*prompt, 1] for prompt in prompts]
+    plain = serve(th.Engine(make_runner(family)), pair)
+    for turn, right, kept in zip(pair, plain, (101, 103), strict=True):
+        (output,) = serve(engine, [turn])
+        assert (output.tokens, output.num_cached_tokens) == (right.tokens, kept)
+    stats = engine.stats().prefix_cache
+    assert stats.num_returned >= 1
+    assert 0 < stats.num_host_bytes <= options.host_bytes
+    engine.close()
+    assert engine.stats().prefix_cache.num_host_bytes == 0
+
+
+def test_the_host_keeps_within_its_bytes_what_saves_most():
+    engine = th.Engine(
+        make_runner(max_checkpoints=1),
+        prefix_cache=th.PrefixCache(min_tokens=LEAST, host_bytes=150_000),
+    )
+    once = th.Sampling(max_new_tokens=1, temperature=0.0)
+    long = tokens(180)
+    serve(engine, [long], once)
+    for seed in range(1, 6):
+        serve(engine, [tokens(40, seed=seed)], once)
+        assert engine.stats().prefix_cache.num_host_bytes <= 150_000
+    assert cached(engine, [*long, 1]) == [180]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next_dense", "qwen3"])
+def test_prefixes_outlive_their_process(family: str, tmp_path: Path):
+    path, options = tmp_path / "prefixes", th.PrefixCache(min_tokens=LEAST, host_bytes=1 << 20)
+    prompt = tokens(101)
+    with th.Engine(make_runner(family), prefix_cache=options) as engine:
+        serve(engine, [prompt])
+        assert engine.save_prefixes(path) == 1
+    with th.Engine(make_runner(family), prefix_cache=options) as engine:
+        assert engine.load_prefixes(path) == 1
+        turn = [*prompt, 1] if family == "qwen3_next_dense" else [*prompt[:60], 1, 2]
+        assert cached(engine, turn) == [101 if family == "qwen3_next_dense" else 60]
+        assert engine.load_prefixes(path) == 0  # it is there
+    with th.Engine(make_runner(family), prefix_cache=OPTIONS) as engine:
+        assert engine.load_prefixes(path) == 0  # there is no room on the host
+
+
+def test_files_that_are_foreign_or_damaged_are_refused(tmp_path: Path):
+    path = tmp_path / "prefixes"
+    engine = make_engine()
+    serve(engine, [tokens(101)])
+    engine.save_prefixes(path)
+    assert [file.name for file in tmp_path.iterdir()] == ["prefixes"]
+    whole = path.read_bytes()
+
+    def refused(runner: th.Runner, content: bytes = whole) -> str:
+        path.write_bytes(content)
+        other = make_engine(runner)
+        text = message(other.load_prefixes, path)
+        assert other.stats().prefix_cache.num_host_bytes == 0
+        return text.replace(str(path), "FILE")
+
+    assert refused(make_runner(page_size=16)) == "FILE has prefixes of another page_size"
+    stranger = make_runner()
+    with torch.no_grad():
+        stranger.model.hf_model.get_input_embeddings().weight += 1
+    assert refused(stranger) == "FILE has prefixes of another model"
+    assert refused(make_runner("qwen3")) == "FILE has prefixes of another model"
+    flipped = bytearray(whole)
+    flipped[-5] ^= 1
+    damaged = "FILE is damaged: its contents are not those that were written"
+    assert refused(make_runner(), bytes(flipped)) == damaged
+    for content in (whole[: len(whole) // 2], b"", b"no file of safetensors"):
+        assert refused(make_runner(), content).startswith("FILE is damaged, or has no prefixes: ")
+    with pytest.raises(OSError, match="absent"):
+        engine.load_prefixes(tmp_path / "absent")
+    with pytest.raises(ValueError, match="save_prefixes needs an engine with a prefix_cache"):
+        th.Engine(engine.runner).save_prefixes(path)
+
+
 def test_stats():
     engine = make_engine()
     serve(engine, [tokens(100)] * 2)
@@ -245,4 +330,7 @@ a prefix cache of states needs room: the runner's max_checkpoints must be at lea
     )
     assert_expected_inline(
         message(th.PrefixCache, every=32), """every must be at least min_tokens, now 64, got 32"""
+    )
+    assert_expected_inline(
+        message(th.PrefixCache, host_bytes=-1), """host_bytes must not be negative, got -1"""
     )

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch_hybrid.batch import Batch, make_batch
 from torch_hybrid.caches.allocator import Allocator
 from torch_hybrid.caches.checkpoint import Checkpoint, Kept, Reclaimer
-from torch_hybrid.caches.page_copies import PageCopies
+from torch_hybrid.caches.pool_copies import HostCopy, PoolCopies
 from torch_hybrid.caches.pools import LayerCache, make_pools, pool_cost
 from torch_hybrid.caches.room import byte_count, check_room
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
@@ -117,7 +117,7 @@ class HybridCache:
         self._held: dict[int, _Held] = {}  # by the id of a live sequence
         self._kept: dict[int, Kept] = {}  # by the id of a live checkpoint
         self._ids = count(1)
-        self._copies = PageCopies(table, self.pools, self.sizes.device)
+        self._copies = PoolCopies(table, self.pools, self.sizes.device)
         self.reclaimers: list[Reclaimer] = []
         # At least two pages wide: a graph that saw a single one would serve no other width.
         width = max(self.num_pages, 2)
@@ -215,6 +215,34 @@ class HybridCache:
         self.pages.give_back(kept.pages, spare=kept.is_spare)
         if kept.slot is not None:
             self.states.give_back([kept.slot])
+
+    def to_host(self, checkpoint: Checkpoint) -> HostCopy:
+        """Copy what a checkpoint has to memory of the host; it stays as it is.
+
+        Raises:
+            ValueError: the handle is foreign or was released.
+        """
+        kept = self._checked(checkpoint)
+        return self._copies.to_host(kept.slot, kept.pages, checkpoint.num_tokens)
+
+    def from_host(self, copy: HostCopy) -> Checkpoint:
+        """A checkpoint again, to spare, of what was copied from one of this cache.
+
+        Raises:
+            CapacityError: there is no slot for its states, or fewer pages are free than it needs.
+        """
+        count = -(-copy.num_tokens // self.page_size)
+        if self._has_states:
+            self._free_a_checkpoint()
+        self._free_pages(count)
+        pages = self.pages.take(count)
+        slot = self.states.take(1)[0] if self._has_states else None
+        self._copies.from_host(copy, slot, pages)
+        self.pages.share(pages, spare=True)
+        self.pages.give_back(pages)
+        made = Checkpoint(next(self._ids), copy.num_tokens, self._owner)
+        self._kept[made.id] = Kept(slot=slot, pages=pages, is_spare=True)
+        return made
 
     @property
     def num_free_checkpoints(self) -> int:

@@ -7,7 +7,8 @@
                the prompt, and at the end of the answer; none of them takes a copy
     certain    once it got a token, others may start from what it kept: its logits were finite
     evicted    when another one needs its slot, the checkpoint that saves the fewest tokens and was
-               used the longest ago; when a sequence needs pages, the same by its own pages
+               used the longest ago; when a sequence needs pages, the same by its own pages. Within
+               ``host_bytes`` it goes to the host, and comes back when a request starts from it
 
 A model without states starts anywhere in what was run: its checkpoints are pages alone, and are
 made at the ends of prompts and answers.
@@ -20,16 +21,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_hybrid.errors import CapacityError
+from torch_hybrid.prefix_cache import file
+from torch_hybrid.prefix_cache.host_tier import HostTier
 from torch_hybrid.prefix_cache.options import PrefixCache
 from torch_hybrid.prefix_cache.stats import PrefixStats
 from torch_hybrid.prefix_cache.tree import Node, Tree
 from torch_hybrid.scheduler import FROM_NOTHING, Start
 
 if TYPE_CHECKING:
-    from torch_hybrid.caches.hybrid import Sequence as HeldSequence
+    from torch_hybrid.caches.checkpoint import Checkpoint
     from torch_hybrid.graphs.runner import Runner
     from torch_hybrid.request import Request
 
@@ -70,8 +74,10 @@ class Prefixes:
         self._uses: dict[Request, _Use] = {}
         self._makers: dict[Request, None] = {}  # that started, and got no token yet
         self._kept: dict[Node, None] = {}  # in the order in which they were made
+        self._host = HostTier(options.host_bytes, self._worth)
         self._now = 0  # counts starts
         self._num_hits = self._num_hit_tokens = self._num_start_tokens = self._num_evictions = 0
+        self._num_returned = 0
 
     @property
     def stats(self) -> PrefixStats:
@@ -85,12 +91,45 @@ class Prefixes:
             num_checkpoints=len(self._kept),
             num_bytes=states + self._cache.pages.num_spare * self._page_bytes,
             num_evictions=self._num_evictions,
+            num_host_bytes=self._host.num_bytes,
+            num_returned=self._num_returned,
         )
 
     def clear(self) -> None:
         """Give up all that is kept."""
         for node in list(self._kept):
             self._drop(node)
+        self._host.clear()
+
+    def save(self, path: Path) -> int:
+        """As ``Engine.save_prefixes``."""
+        prefixes = [
+            (node.all_tokens, self._cache.to_host(node.checkpoint))
+            for node in self._kept
+            if node.checkpoint is not None and node.maker is None
+        ]
+        away = ((node.all_tokens, node.on_host) for node in self._host.nodes)
+        prefixes += [(tokens, copy) for tokens, copy in away if copy is not None]
+        file.save(path, prefixes, self._facts())
+        return len(prefixes)
+
+    def load(self, path: Path) -> int:
+        """As ``Engine.load_prefixes``."""
+        num_kept = 0
+        for tokens, copy in file.load(path, self._facts()):
+            node, _ = self._tree.insert(tokens)
+            is_new = node.checkpoint is None and node.on_host is None
+            if is_new and self._host.make_room(copy.nbytes, self._worth(node)):
+                self._host.keep(node, copy)
+                num_kept += 1
+        return num_kept
+
+    def _facts(self) -> dict[str, str]:
+        """What is kept holds for."""
+        sizes = self._cache.sizes
+        return file.facts_of(
+            self._runner.model, self._cache.table, page_size=sizes.page_size, dtype=sizes.dtype
+        )
 
     # What a request goes through, in this order.
 
@@ -119,24 +158,54 @@ class Prefixes:
         if found is None or length < self._options.min_tokens:
             return FROM_NOTHING
         checkpoint = found[0].checkpoint
-        assert checkpoint is not None
+        if checkpoint is None:  # all of its pages are taken anew, and the last one is copied
+            size = self._runner.page_size
+            return Start(length, length // size - -(-length // size))
         return Start(length, self._cache.num_shared_pages(checkpoint, length), checkpoint)
 
-    def begin(self, request: Request, start: Start) -> HeldSequence:
-        """A sequence for an admitted request."""
-        length = None if start.checkpoint is None else start.num_tokens
-        (sequence,) = self._runner.new_sequences(1, start=start.checkpoint, length=length)
+    def begin(self, requests: Sequence[Request], starts: Sequence[Start]) -> None:
+        """Give admitted requests a sequence each.
+
+        What comes back from the host may need the room of something else that is kept: it comes
+        last. One that finds no room after all, or has itself made room, starts from nothing.
+        """
+        pairs = list(zip(requests, starts, strict=True))
+        for request, start in sorted(pairs, key=lambda pair: _is_on_host(pair[1])):
+            checkpoint, length = start.checkpoint, start.num_tokens
+            if _is_on_host(start):
+                checkpoint = self._return(request, length)
+                length = request.num_held = 0 if checkpoint is None else length
+            (request.sequence,) = self._runner.new_sequences(
+                1, start=checkpoint, length=None if checkpoint is None else length
+            )
+            self._note_start(request, length)
+
+    def _return(self, request: Request, length: int) -> Checkpoint | None:
+        """A checkpoint that was on the host, if it is still there and has room."""
+        found = self._deepest(request)
+        if found is None or found[1] != length or (copy := found[0].on_host) is None:
+            return None
+        self._host.drop(found[0])
+        try:
+            checkpoint = self._cache.from_host(copy)
+        except CapacityError:  # slots are held by hand, or by sequences that have not started yet
+            return None
+        self._keep(found[0], checkpoint)
+        self._num_returned += 1
+        return checkpoint
+
+    def _note_start(self, request: Request, length: int) -> None:
+        """A request starts after so many of its tokens."""
         self._now += 1
-        self._num_hits += start.num_tokens > 0
-        self._num_hit_tokens += start.num_tokens
+        self._num_hits += length > 0
+        self._num_hit_tokens += length
         self._num_start_tokens += len(request.history)
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = start.num_tokens
+            request.num_cached_tokens = length
         self._makers[request] = None
         for node in self._uses[request].node.path():
-            if node.depth <= start.num_tokens or not self._has_states:
+            if node.depth <= length or not self._has_states:
                 node.last_used = self._now
-        return sequence
 
     def limit(self, job: Request, num_held: int, chunk: int) -> int:
         """As ``scheduler.Starts``."""
@@ -243,7 +312,14 @@ class Prefixes:
         return self._cache.is_last_page_spare(node.checkpoint)
 
     def _evict(self, node: Node) -> None:
+        """Give up what is kept at a place; what is certain may go to the host."""
         self._num_evictions += 1
+        checkpoint = node.checkpoint
+        assert checkpoint is not None
+        num_pages = -(-checkpoint.num_tokens // self._runner.page_size)
+        num_bytes = self._slot_bytes + num_pages * self._page_bytes
+        if node.maker is None and self._host.make_room(num_bytes, self._worth(node)):
+            self._host.keep(node, self._cache.to_host(checkpoint))
         self._drop(node)
 
     def _worth(self, node: Node) -> float:
@@ -276,9 +352,10 @@ class Prefixes:
         last = len(request.history) - 1
         for node in self._uses[request].node.path():
             if not self._has_states:
-                if node.num_kept and (found := _certain(node, request)):
+                found = _certain(node, request) or _on_host(node)
+                if found is not None:
                     return found, min(node.depth, last)
-            elif node.depth <= last and _is_for(node, request):
+            elif node.depth <= last and (_is_for(node, request) or node.on_host is not None):
                 return node, node.depth
         return None
 
@@ -316,12 +393,17 @@ class Prefixes:
             checkpoint = self._cache.checkpoint(request.sequence, spare=True)
         except CapacityError:  # all of them are held by hand
             return
+        self._keep(node, checkpoint)
+        node.maker = request
+        self._uses[request].made.append(node)
+
+    def _keep(self, node: Node, checkpoint: Checkpoint) -> None:
         if not self._kept:
             self._cache.reclaimers.append(self)
+        self._host.drop(node)
         node.keep(checkpoint)
-        node.maker, node.last_used = request, self._now
+        node.last_used = self._now
         self._kept[node] = None
-        self._uses[request].made.append(node)
 
     def _drop(self, node: Node) -> None:
         assert node.checkpoint is not None
@@ -345,6 +427,10 @@ class Prefixes:
                 self._drop(earlier)
 
 
+def _is_on_host(start: Start) -> bool:
+    return start.num_tokens > 0 and start.checkpoint is None
+
+
 def _has_failed(request: Request) -> bool:
     return request.output is not None and request.output.finish_reason == "error"
 
@@ -363,6 +449,15 @@ def _certain(node: Node, request: Request) -> Node | None:
             return found
         below += [child for child in found.children.values() if child.num_kept]
     return None
+
+
+def _on_host(node: Node) -> Node | None:
+    """A place, here or below, of which there is a copy on the host."""
+    if not node.num_on_host:
+        return None
+    while node.on_host is None:
+        node = next(child for child in node.children.values() if child.num_on_host)
+    return node
 
 
 def _depth_before(node: Node) -> int:

@@ -19,3 +19,5 @@ class PrefixStats:
     num_checkpoints: int  # that are kept now
     num_bytes: int  # of states and pages that nobody but the cache holds now
     num_evictions: int
+    num_host_bytes: int  # of what was evicted and is on the host now
+    num_returned: int  # starts from something that was there

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch_hybrid.caches.checkpoint import Checkpoint
+    from torch_hybrid.caches.pool_copies import HostCopy
 
 
 @dataclass(eq=False, slots=True)
@@ -28,10 +29,12 @@ class Node:
     depth: int  # tokens from the root to here
     children: dict[int, Node] = field(default_factory=dict)  # by their first token
     checkpoint: Checkpoint | None = None
+    on_host: HostCopy | None = None  # of one that was here
     maker: object | None = None
     is_wanted: bool = False  # a checkpoint here would have been of use
     num_users: int = 0  # requests that end here
     num_kept: int = 0  # checkpoints here and below
+    num_on_host: int = 0  # copies on the host, here and below
     last_used: int = 0  # by the clock of whoever uses it
 
     def path(self) -> Iterator[Node]:
@@ -48,10 +51,23 @@ class Node:
         for node in self.path():
             node.num_kept += change
 
+    def keep_on_host(self, copy: HostCopy | None) -> None:
+        """Keep a copy on the host here, or none any more."""
+        change = (copy is not None) - (self.on_host is not None)
+        self.on_host = copy
+        for node in self.path():
+            node.num_on_host += change
+
+    @property
+    def all_tokens(self) -> list[int]:
+        """From the root to here."""
+        return [token for node in reversed(list(self.path())) for token in node.tokens]
+
     @property
     def is_free(self) -> bool:
         """Whether nobody would miss it as a place of its own."""
-        return self.checkpoint is None and not self.num_users and self.parent is not None
+        is_empty = self.checkpoint is None and self.on_host is None
+        return is_empty and not self.num_users and self.parent is not None
 
 
 class Tree:
@@ -93,6 +109,7 @@ class Tree:
             node.parent.depth + at,
             {node.tokens[at]: node},
             num_kept=node.num_kept,
+            num_on_host=node.num_on_host,
             last_used=node.last_used,
         )
         node.parent.children[node.tokens[0]] = upper
