@@ -106,7 +106,7 @@ def main() -> None:
     )
     ratio = memory()
     results.targets.append(Target(name="memory, Qwen3-Next", measured=ratio, limit=MEMORY))
-    rounds = 5 if options.quick else 40
+    rounds = 5 if options.quick else 20
     for batch in (1, 8):
         plain, drafted = steps(runner, batch, rounds).values()
         ratio = drafted.over(plain)
@@ -114,7 +114,7 @@ def main() -> None:
         if batch == 1:
             results.targets.append(Target(name="step at batch 1", measured=ratio, limit=STEP))
     for batch in (1, 8):
-        times = requests(runner, batch, 2 if options.quick else 6, 24 if options.quick else 128)
+        times = requests(runner, batch, 2 if options.quick else 3, 24 if options.quick else 128)
         without, wrong = times["without"], times["never right"]
         ratio = wrong.over(without)
         results.add("requests", batch, without.median * 1e3, wrong.median * 1e3, ratio)

@@ -310,7 +310,7 @@ class Engine:
 
     def _advance(self) -> list[TokenEvent]:
         """Run the next batch, unless it is under way; start the one after it; land the first."""
-        began = time.perf_counter()
+        began = time.monotonic()
         if not self._flights:
             rows = self._prepare()
             if not rows:
@@ -321,7 +321,7 @@ class Engine:
             self._flights.append(launch(self.runner, rows))
         events = self._land(flight)
         if self._speculator is not None:
-            self._speculator.note(flight, began)
+            self._speculator.note(flight, time.monotonic() - began)
         return events
 
     def _start(self, rows: Rows) -> Flight | Verified:

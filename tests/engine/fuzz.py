@@ -30,6 +30,7 @@ FAMILIES = {
     "falcon_h1": {},
 }
 SIZES = {"max_seqs": 4, "max_tokens": 48, "kv_tokens": 160, "page_size": 8, "compile": False}
+DRAFTS = 3
 
 
 class Planned(Exception):
@@ -54,7 +55,7 @@ class Fuzz:
     def __init__(self, family: str, seed: int) -> None:
         self.rng = random.Random(seed)
         model = th.adapt(make_model(family, **FAMILIES[family]))
-        self.runner = th.Runner(model, **SIZES)
+        self.runner = th.Runner(model, **SIZES, max_drafts=DRAFTS)
         self.counts = Counts()
         self._calls_left: int | None = None  # until a layer raises
         model.layers[-1].register_forward_pre_hook(self._maybe_raise)
@@ -73,7 +74,11 @@ class Fuzz:
         """Requests with what they get when nothing goes wrong, each at its end."""
         rng = self.rng
         engines = [
-            th.Engine(self.runner, run_ahead=rng.choice(["off", "on"]))
+            th.Engine(
+                self.runner,
+                run_ahead=rng.choice(["off", "on"]),
+                speculate=rng.choice([None, self._speculation()]),
+            )
             for _ in range(rng.choice([1, 1, 2]))
         ]
         held = self.runner.new_sequences(rng.choice([0, 0, 1]))
@@ -97,6 +102,12 @@ class Fuzz:
         self._calls_left = None
         self.runner.free(held)
         return requests
+
+    def _speculation(self) -> th.Speculation:
+        """Runs of one token come again often enough to be drafted."""
+        return th.Speculation(
+            th.Ngram(shortest=1), max_tokens=DRAFTS, adapts=self.rng.random() < 0.5
+        )
 
     def _submit(self, engine: th.Engine) -> tuple[th.Request, th.Sampling]:
         rng = self.rng

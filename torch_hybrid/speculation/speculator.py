@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -74,9 +73,8 @@ class Speculator:
             return None
         return verify(self._runner, rows, self._within_room(rows, drafts))
 
-    def note(self, flight: Flight | Verified, began: float) -> None:
-        """A step has landed, which began at a ``time.perf_counter``."""
-        seconds = time.perf_counter() - began
+    def note(self, flight: Flight | Verified, seconds: float) -> None:
+        """A step has landed, after so long."""
         if isinstance(flight, Flight):
             if flight.is_decode:
                 self._pace.note_step(len(flight.requests), 0, seconds)
