@@ -85,6 +85,19 @@ def test_the_first_step_of_a_kind_is_not_counted():
     assert not pace.is_measured(2)
 
 
+def test_ranks_that_share_a_model_decide_alike():
+    """Whatever their clocks say."""
+    lengths = []
+    for slow in (1.0, 100.0):
+        pace, course = Pace(4, measures=False), Course()
+        assert pace.is_measured(1)
+        for _ in range(5):
+            pace.note_step(1, 4, slow)
+            pace.note_drafts(course, 4, 2)
+        lengths.append(pace.lengths([course], [4]))
+    assert lengths[0] == lengths[1] != [0]
+
+
 def test_expected_tokens():
     assert expected(0.0, 4) == 1.0
     assert expected(1.0, 4) == 5.0

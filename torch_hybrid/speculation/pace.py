@@ -86,10 +86,12 @@ class Pace:
 
     Args:
         max_tokens: the longest.
+        measures: go by what steps took. Ranks that share a model must all decide alike, and their
+            clocks differ: there a draft is taken to add a tenth of a step.
     """
 
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
+    def __init__(self, max_tokens: int, *, measures: bool = True) -> None:
+        self.max_tokens, self._measures = max_tokens, measures
         self._all, self._rest = Acceptance(), Rest()
         # By sequences, rounded up to a power of 2, and the longest draft: seconds of a step. The
         # first step of a kind is not among them: it may have been compiled, or captured.
@@ -103,6 +105,8 @@ class Pace:
     def note_step(self, num_seqs: int, length: int, seconds: float) -> None:
         """A step took so long; ``length`` of its longest draft, 0 for plain decoding."""
         self._rest.pass_by(1)
+        if not self._measures:
+            return
         key = _size(num_seqs), length
         if key in self._times:
             self._times[key].append(seconds)
@@ -121,7 +125,7 @@ class Pace:
 
     def is_measured(self, num_seqs: int) -> bool:
         """Whether a plain step of so many sequences was: else one has to come first."""
-        return bool(self._times.get((_size(num_seqs), 0)))
+        return not self._measures or bool(self._times.get((_size(num_seqs), 0)))
 
     def lengths(self, courses: Sequence[Course], available: Sequence[int]) -> list[int]:
         """How many of its proposed drafts each request of a step tries.

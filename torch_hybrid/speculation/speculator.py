@@ -52,7 +52,9 @@ class Speculator:
         self.counts = DraftCounts()
         self._runner, self._speculation = runner, speculation
         self._drafter = speculation.make_drafter()
-        self._pace = Pace(speculation.max_tokens)
+        ranks = runner.model.ranks
+        is_alone = ranks is None or ranks.size == 1
+        self._pace = Pace(speculation.max_tokens, measures=is_alone)
         self._courses: dict[Request, Course] = {}
 
     def may_draft(self, rows: Rows) -> bool:
