@@ -12,7 +12,7 @@ from torch_hybrid.speculation.pace import Course, Pace, expected
 def trained(cost: float, *, num_seqs: int = 1) -> Pace:
     """A pace for which a draft adds ``cost`` to the time of a step."""
     pace = Pace(4)
-    for _ in range(3):
+    for _ in range(4):
         for length in range(5):
             pace.note_step(num_seqs, length, 1.0 + cost * length)
     return pace
@@ -62,7 +62,7 @@ def test_it_comes_back_to_a_request_that_became_predictable():
 def test_a_batch_pays_for_its_slowest_part():
     """Where drafts of many rows cost much, there are none; alone, the same request has some."""
     pace = trained(0.1)
-    for _ in range(3):
+    for _ in range(4):
         for length in range(5):
             pace.note_step(32, length, 1.0 + 1.0 * length)
     likely, hardly = Course(), Course()
@@ -79,8 +79,9 @@ def test_the_first_step_of_a_kind_is_not_counted():
     """It may have been compiled."""
     pace = Pace(4)
     pace.note_step(1, 0, 60.0)
-    assert not pace.is_measured(1)
-    pace.note_step(1, 0, 1.0)
+    for _ in range(3):
+        assert not pace.is_measured(1)
+        pace.note_step(1, 0, 1.0)
     assert pace.is_measured(1)
     assert not pace.is_measured(2)
 

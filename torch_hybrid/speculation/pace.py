@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-_KEPT_TIMES = 9
+_KEPT_TIMES, _FEWEST_TIMES = 9, 3  # so many say what a step takes, however long one stood still
 _FADING = 0.9  # of what a request's earlier drafts say, at each step
 _FADING_OF_ALL = 0.98  # of all requests together
 _PRIOR, _PRIOR_WEIGHT = 0.6, 3.0  # of the first request, in drafts
@@ -124,8 +124,8 @@ class Pace:
         self._all.note(num_drafts, num_accepted, _FADING_OF_ALL)
 
     def is_measured(self, num_seqs: int) -> bool:
-        """Whether a plain step of so many sequences was: else one has to come first."""
-        return not self._measures or bool(self._times.get((_size(num_seqs), 0)))
+        """Whether plain steps of so many sequences were: else some have to come first."""
+        return not self._measures or self._is_known(_size(num_seqs), 0)
 
     def lengths(self, courses: Sequence[Course], available: Sequence[int]) -> list[int]:
         """How many of its proposed drafts each request of a step tries.
@@ -168,21 +168,15 @@ class Pace:
     def _cost(self, num_seqs: int, length: int) -> float:
         """The time of a step with drafts of a length, over that of a plain one."""
         size = _size(num_seqs)
-        plain = self._times.get((size, 0))
-        if not plain or not length:
+        lengths = [of for of in range(1, self.max_tokens + 1) if self._is_known(size, of)]
+        if not lengths or not self._is_known(size, 0):
             return 1.0 + _SLOPE * length
-        base = median(plain)
-        known = {
-            of: median(times)
-            for (seqs, of), times in self._times.items()
-            if seqs == size and of and times
-        }
-        if length in known:
-            return known[length] / base
-        if not known:
-            return 1.0 + _SLOPE * length
-        nearest = min(known, key=lambda of: abs(of - length))
-        return 1.0 + (known[nearest] / base - 1.0) * length / nearest
+        nearest = min(lengths, key=lambda of: abs(of - length))
+        ratio = median(self._times[size, nearest]) / median(self._times[size, 0])
+        return 1.0 + (ratio - 1.0) * length / nearest
+
+    def _is_known(self, size: int, length: int) -> bool:
+        return len(self._times.get((size, length), ())) >= _FEWEST_TIMES
 
 
 def expected(rate: float, length: int) -> float:

@@ -69,7 +69,7 @@ class Speculator:
         if not _is_decode(rows) or self._pace.rests:
             return None
         if self._speculation.adapts and not self._pace.is_measured(len(rows)):
-            return None  # what drafts cost is not known before a plain step was timed
+            return None  # what drafts cost is not known before plain steps were timed
         drafts = self._drafts([request for request, _ in rows])
         if not any(drafts):
             return None
