@@ -20,7 +20,7 @@ def trained(cost: float, *, num_seqs: int = 1) -> Pace:
 
 def served(pace: Pace, share: float, cost: float, num_tokens: int = 400) -> float:
     """The time of a request of which a share of drafts is right, over that without."""
-    rng, course, size, seconds = random.Random(0), pace.new_course(), 0, 0.0
+    rng, course, size, seconds = random.Random(0), Course(), 0, 0.0
     while size < num_tokens:
         [length] = [0] if pace.rests else pace.lengths([course], [4])
         count = 0

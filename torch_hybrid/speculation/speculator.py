@@ -111,14 +111,9 @@ class Speculator:
         drafts = [by_request.get(request, []) for request in requests]
         if not self._speculation.adapts or not any(drafts):
             return drafts
-        courses = [self._course(request) for request in requests]
+        courses = [self._courses.setdefault(request, Course()) for request in requests]
         lengths = self._pace.lengths(courses, list(map(len, drafts)))
         return [own[:length] for own, length in zip(drafts, lengths, strict=True)]
-
-    def _course(self, request: Request) -> Course:
-        if request not in self._courses:
-            self._courses[request] = self._pace.new_course()
-        return self._courses[request]
 
     def _most(self, request: Request) -> int:
         """Drafts that a request can use now: all but the last of its tokens to come."""
