@@ -66,6 +66,7 @@ TRAITS = {
     "ragged_attention": _TIMED,
     "serve": _OF_STEPS,
     "side_stream": Traits(quick=("--layers", "2"), has_options=True, needs_cuda=True),
+    "speculation": _OF_STEPS,
     "ssd": _TIMED,
     "state_copy": Traits(quick=("--rounds", "1")),
     "whole_model": Traits(quick=("--layers", "4"), needs_cuda=True),

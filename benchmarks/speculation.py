@@ -4,22 +4,24 @@
 
 Steps follow one another as in an engine: all drafts of a step are accepted, so that the next one
 replays as many. Requests are served by an engine whose drafts are never right, against one without
-drafts, by turns.
+drafts, by turns; and by the demo's trained model, with n-grams.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from benchmarks.models import make_model
 from benchmarks.results import Results, Target, arguments, parse, title
 from benchmarks.timing import Times, interleave
-from torch_hybrid import Engine, Runner, Sampling, Speculation, adapt
+from torch_hybrid import Engine, Runner, Sampling, Speculation, adapt, from_pretrained
 from torch_hybrid.caches.pools import pool_cost
 from torch_hybrid.caches.sizes import PoolSizes
+from torch_hybrid.demo.task import checkpoint_path, make_prompts
 from torch_hybrid.request import Request
 from torch_hybrid.specs import DeltaRuleSpec
 
@@ -96,6 +98,27 @@ def requests(runner: Runner, batch: int, rounds: int, num_tokens: int) -> dict[s
     return times
 
 
+def demo(rounds: int, num_tokens: int) -> dict[str, Times]:
+    """The demo's trained model, one request after another: answers go round and round the symbols
+    of their prompt, which n-grams find from the second round on."""
+    model = from_pretrained(str(checkpoint_path()))
+    runner = Runner(model, max_seqs=1, max_tokens=512, kv_tokens=4096, max_drafts=DRAFTS)
+    prompts = [prompt.tokens for prompt in make_prompts(8, seed=0) if len(prompt.tokens) < 120]
+    sampling = Sampling(max_new_tokens=num_tokens, ignore_eos=True)
+    speculate = Speculation("ngram", max_tokens=DRAFTS)
+    engines = {"without": Engine(runner), "n-grams": Engine(runner, speculate=speculate)}
+    served: dict[str, list[list[int]]] = {}
+
+    def serve(name: str) -> None:
+        served[name] = [output.tokens for output in engines[name].generate(prompts, sampling)]
+
+    contestants = {name: partial(serve, name) for name in engines}
+    times = interleave(contestants, rounds=rounds, warm_up=1)
+    assert served["without"] == served["n-grams"]
+    print(f"the demo's drafts: {engines['n-grams'].drafts.acceptance:.0%} accepted")
+    return times
+
+
 def main() -> None:
     options = parse(arguments(__doc__))
     model = adapt(make_model(options.model, options.torch_dtype, quick=options.quick))
@@ -106,7 +129,7 @@ def main() -> None:
     )
     ratio = memory()
     results.targets.append(Target(name="memory, Qwen3-Next", measured=ratio, limit=MEMORY))
-    rounds = 5 if options.quick else 40
+    rounds = 5 if options.quick else 20
     for batch in (1, 8):
         plain, drafted = steps(runner, batch, rounds).values()
         ratio = drafted.over(plain)
@@ -114,12 +137,16 @@ def main() -> None:
         if batch == 1:
             results.targets.append(Target(name="step at batch 1", measured=ratio, limit=STEP))
     for batch in (1, 8):
-        times = requests(runner, batch, 2 if options.quick else 6, 24 if options.quick else 128)
+        times = requests(runner, batch, 2 if options.quick else 3, 24 if options.quick else 128)
         without, wrong = times["without"], times["never right"]
         ratio = wrong.over(without)
         results.add("requests", batch, without.median * 1e3, wrong.median * 1e3, ratio)
         name = f"never right, batch {batch}"
         results.targets.append(Target(name=name, measured=ratio, limit=NEVER_RIGHT))
+    times = demo(2 if options.quick else 5, 64 if options.quick else 256)
+    without, drafted = times["without"], times["n-grams"]
+    ratio = drafted.over(without)
+    results.add("demo, n-grams", 1, without.median * 1e3, drafted.median * 1e3, ratio)
     results.emit(options)
 
 

@@ -55,6 +55,7 @@ def pack(
         page_size=page_size,
         positions=positions,
         num_position_axes=num_position_axes,
+        accepted=[row.slot % 4 for row in rows],
     )
 
 
@@ -73,6 +74,7 @@ def unpack(batch: Batch, num_tokens: int | None = None) -> list[dict[str, object
             "seq_len": int(batch.seq_lens[n]),
             "pages": batch.page_table[n].tolist(),
             "slot": int(batch.state_indices[n]),
+            "accepted": int(batch.accepted[n]),
         }
         for n, (start, end) in enumerate(pairwise(starts))
     ]
@@ -92,6 +94,7 @@ def test_make_batch_equals_a_token_loop(rows: list[Row], size: int):
                 "seq_len": row.prefix_len + len(row.tokens),
                 "pages": list(row.pages),
                 "slot": row.slot,
+                "accepted": row.slot % 4,
             }
         )
     batch = pack(rows, page_size=size)

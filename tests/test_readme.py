@@ -41,15 +41,20 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
     },
     "gated_delta_rule": {
         "gated_delta_step": gated_delta_step.IMPLEMENTATIONS,
+        "gated_delta_verify": gated_delta_step.VERIFY_IMPLEMENTATIONS,
         "recurrent_gated_delta_rule": gated_delta_rule.RECURRENT_IMPLEMENTATIONS,
         "chunk_gated_delta_rule": gated_delta_rule.CHUNK_IMPLEMENTATIONS,
     },
     "kimi_delta_attention": {
         "kimi_delta_step": kimi_delta_step.IMPLEMENTATIONS,
+        "kimi_delta_verify": kimi_delta_step.VERIFY_IMPLEMENTATIONS,
         "recurrent_kimi_delta_attention": kimi_delta_attention.RECURRENT_IMPLEMENTATIONS,
         "chunk_kimi_delta_attention": kimi_delta_attention.CHUNK_IMPLEMENTATIONS,
     },
-    "mamba2": {"ssd_step": ssd_step.IMPLEMENTATIONS},
+    "mamba2": {
+        "ssd_step": ssd_step.IMPLEMENTATIONS,
+        "ssd_verify": ssd_step.VERIFY_IMPLEMENTATIONS,
+    },
     "lightning_attention": {"lightning_step": lightning_step.IMPLEMENTATIONS},
     "mamba2, lightning_attention": {
         "recurrent_ssd": ssd.RECURRENT_IMPLEMENTATIONS,

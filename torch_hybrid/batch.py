@@ -188,7 +188,7 @@ def make_batch(
     num_tokens = sum(query_lens)
     # Of each sequence's row in the flat page table.
     first_entry = torch.arange(len(tokens), dtype=torch.int64, device="cpu") * page_table.shape[1]
-    if num_tokens == len(tokens):  # a decode step: token i belongs to sequence i
+    if query_lens.count(1) == len(tokens):  # a decode step: token i belongs to sequence i
         position = prefix
     elif len(tokens) == 1:
         first = prefix_lens[0]

@@ -397,7 +397,7 @@ class Engine:
             self._note_start(launch(self.runner, rows))
         events = self._land(flight)
         if self._speculator is not None:
-            self._speculator.note(flight, began)
+            self._speculator.note(flight, time.monotonic() - began)
         return events
 
     def _start(self, rows: Rows) -> Flight | Verified:

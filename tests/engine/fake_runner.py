@@ -6,6 +6,7 @@ chunks changes what comes out.
 
 import threading
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 
@@ -45,6 +46,7 @@ class FakeRunner:
 
     prefill = True
     captures = False
+    model = SimpleNamespace(ranks=None)
 
     def __init__(
         self,

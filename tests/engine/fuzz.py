@@ -31,6 +31,7 @@ FAMILIES = {
 }
 PROMPT_LENGTHS = [1, 2, 7, 33, 60]
 SIZES = {"max_seqs": 4, "max_tokens": 48, "kv_tokens": 160, "page_size": 8, "compile": False}
+DRAFTS = 3
 
 
 class Planned(Exception):
@@ -55,7 +56,7 @@ class Fuzz:
     def __init__(self, family: str, seed: int, **options: object) -> None:
         self.rng = random.Random(seed)
         model = th.adapt(make_model(family, **FAMILIES.get(family, {})))
-        self.runner = th.Runner(model, **{**SIZES, **options})
+        self.runner = th.Runner(model, **{**SIZES, "max_drafts": DRAFTS, **options})
         self.alone = self.runner  # where a request is served by itself
         self.counts = Counts()
         self._calls_left: int | None = None  # until a layer raises
@@ -98,7 +99,15 @@ class Fuzz:
         return requests
 
     def make_engine(self) -> th.Engine:
-        return th.Engine(self.runner, run_ahead=self.rng.choice(["off", "on"]))
+        # Runs of one token come again often enough to be drafted.
+        drafts = th.Speculation(
+            th.Ngram(shortest=1), max_tokens=DRAFTS, adapts=self.rng.random() < 0.5
+        )
+        return th.Engine(
+            self.runner,
+            run_ahead=self.rng.choice(["off", "on"]),
+            speculate=self.rng.choice([None, drafts]),
+        )
 
     def draw_prompt(self) -> list[int]:
         return [self.rng.randrange(VOCAB_SIZE) for _ in range(self.rng.choice(PROMPT_LENGTHS))]

@@ -12,7 +12,7 @@ from torch_hybrid.speculation.pace import Course, Pace, expected
 def trained(cost: float, *, num_seqs: int = 1) -> Pace:
     """A pace for which a draft adds ``cost`` to the time of a step."""
     pace = Pace(4)
-    for _ in range(3):
+    for _ in range(4):
         for length in range(5):
             pace.note_step(num_seqs, length, 1.0 + cost * length)
     return pace
@@ -20,7 +20,7 @@ def trained(cost: float, *, num_seqs: int = 1) -> Pace:
 
 def served(pace: Pace, share: float, cost: float, num_tokens: int = 400) -> float:
     """The time of a request of which a share of drafts is right, over that without."""
-    rng, course, size, seconds = random.Random(0), pace.new_course(), 0, 0.0
+    rng, course, size, seconds = random.Random(0), Course(), 0, 0.0
     while size < num_tokens:
         [length] = [0] if pace.rests else pace.lengths([course], [4])
         count = 0
@@ -62,7 +62,7 @@ def test_it_comes_back_to_a_request_that_became_predictable():
 def test_a_batch_pays_for_its_slowest_part():
     """Where drafts of many rows cost much, there are none; alone, the same request has some."""
     pace = trained(0.1)
-    for _ in range(3):
+    for _ in range(4):
         for length in range(5):
             pace.note_step(32, length, 1.0 + 1.0 * length)
     likely, hardly = Course(), Course()
@@ -79,10 +79,24 @@ def test_the_first_step_of_a_kind_is_not_counted():
     """It may have been compiled."""
     pace = Pace(4)
     pace.note_step(1, 0, 60.0)
-    assert not pace.is_measured(1)
-    pace.note_step(1, 0, 1.0)
+    for _ in range(3):
+        assert not pace.is_measured(1)
+        pace.note_step(1, 0, 1.0)
     assert pace.is_measured(1)
     assert not pace.is_measured(2)
+
+
+def test_ranks_that_share_a_model_decide_alike():
+    """Whatever their clocks say."""
+    lengths = []
+    for slow in (1.0, 100.0):
+        pace, course = Pace(4, measures=False), Course()
+        assert pace.is_measured(1)
+        for _ in range(5):
+            pace.note_step(1, 4, slow)
+            pace.note_drafts(course, 4, 2)
+        lengths.append(pace.lengths([course], [4]))
+    assert lengths[0] == lengths[1] != [0]
 
 
 def test_expected_tokens():

@@ -6,8 +6,8 @@ of which is accepted with probability p as long as those before it are,
     expected(p, L) = 1 + p + ... + p^L            tokens
 
 The length of a step is the L of most expected tokens per second. Where that is 0, steps are plain
-for a while, twice as long each time, and then one has a draft of each request, to see whether that
-has changed; so has, in steps that have drafts, a request whose own are hardly accepted.
+for a while, and then one has a draft of each request, to see whether that has changed: so seldom
+that it costs little. So has, in steps with drafts, a request whose own are hardly accepted.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
-_KEPT_TIMES = 9
+_KEPT_TIMES, _FEWEST_TIMES = 9, 3  # the fastest counts: the machine has other work
 _FADING = 0.9  # of what a request's earlier drafts say, at each step
 _FADING_OF_ALL = 0.98  # of all requests together
 _PRIOR, _PRIOR_WEIGHT = 0.6, 3.0  # of the first request, in drafts
 _OWN_WEIGHT = 2.0  # of all requests together in the estimate of one, in drafts
 _SLOPE = 0.1  # of a step's time, what a draft adds where nothing was measured
-_FIRST_REST, _LONGEST_REST = 16, 256  # steps
+_TRIALS = 0.015  # of the time without drafts, what trials may take
+_SHORTEST_REST, _LONGEST_REST = 8, 256  # steps
 
 
 @dataclass(slots=True)
@@ -45,32 +45,25 @@ class Acceptance:
 
 @dataclass(slots=True)
 class Rest:
-    """A pause that is followed by one trial, and is twice as long each time that it fails."""
+    """A pause that is followed by one trial."""
 
     left: int = 0
     is_over: bool = False  # and the trial is due
-    _next: int = _FIRST_REST
 
-    def pass_by(self, count: int) -> None:
-        """So many steps, or tokens, later."""
-        self.left = max(0, self.left - count)
+    def pass_by(self) -> None:
+        """One step later."""
+        self.left = max(0, self.left - 1)
 
-    def begin(self) -> None:
-        """Nothing pays now."""
-        self.left, self.is_over = self._next, True
-        self._next = min(2 * self._next, _LONGEST_REST)
-
-    def ends_in_trial(self) -> bool:
-        """Whether a trial is due, which is made now; else another pause begins."""
-        if self.is_over:
-            self.is_over = False
-            return True
-        self.begin()
-        return False
+    def ends_in_trial(self, steps: int) -> bool:
+        """Whether a trial is due, which is made now; else a pause of so many steps begins."""
+        if not self.is_over:
+            self.left = steps
+        self.is_over = not self.is_over
+        return not self.is_over
 
     def reset(self) -> None:
         """Something pays again."""
-        self.left, self.is_over, self._next = 0, False, _FIRST_REST
+        self.left, self.is_over = 0, False
 
 
 @dataclass(slots=True)
@@ -86,10 +79,12 @@ class Pace:
 
     Args:
         max_tokens: the longest.
+        measures: go by what steps took. Ranks that share a model must all decide alike, and their
+            clocks differ: there a draft is taken to add a tenth of a step.
     """
 
-    def __init__(self, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
+    def __init__(self, max_tokens: int, *, measures: bool = True) -> None:
+        self.max_tokens, self._measures = max_tokens, measures
         self._all, self._rest = Acceptance(), Rest()
         # By sequences, rounded up to a power of 2, and the longest draft: seconds of a step. The
         # first step of a kind is not among them: it may have been compiled, or captured.
@@ -102,17 +97,14 @@ class Pace:
 
     def note_step(self, num_seqs: int, length: int, seconds: float) -> None:
         """A step took so long; ``length`` of its longest draft, 0 for plain decoding."""
-        self._rest.pass_by(1)
+        self._rest.pass_by()
+        if not self._measures:
+            return
         key = _size(num_seqs), length
         if key in self._times:
             self._times[key].append(seconds)
         else:
             self._times[key] = deque(maxlen=_KEPT_TIMES)
-
-    def new_course(self) -> Course:
-        """Of a request that comes: what did not pay with others may with it."""
-        self._rest.left = min(self._rest.left, _FIRST_REST)
-        return Course()
 
     def note_drafts(self, course: Course, num_drafts: int, num_accepted: int) -> None:
         """So many drafts of a request were accepted."""
@@ -120,8 +112,8 @@ class Pace:
         self._all.note(num_drafts, num_accepted, _FADING_OF_ALL)
 
     def is_measured(self, num_seqs: int) -> bool:
-        """Whether a plain step of so many sequences was: else one has to come first."""
-        return bool(self._times.get((_size(num_seqs), 0)))
+        """Whether plain steps of so many sequences were: else some have to come first."""
+        return not self._measures or self._is_known(_size(num_seqs), 0)
 
     def lengths(self, courses: Sequence[Course], available: Sequence[int]) -> list[int]:
         """How many of its proposed drafts each request of a step tries.
@@ -133,7 +125,9 @@ class Pace:
         rates = [self._rate(course) for course in courses]
         best = self._best_length(rates, available)
         if not best:
-            tries = self._rest.ends_in_trial()
+            steps = round((self._cost(len(courses), 1) - 1.0) / _TRIALS)
+            steps = min(max(steps, _SHORTEST_REST), _LONGEST_REST)
+            tries = self._rest.ends_in_trial(steps)
             return [min(most, int(tries)) for most in available]
         self._rest.reset()
         cost = self._cost(len(courses), best)
@@ -145,8 +139,9 @@ class Pace:
         if expected(rate, length) >= 1.0 + (cost - 1.0) * length / self.max_tokens:
             course.rest.reset()
             return length
-        course.rest.pass_by(1)
-        return min(length, int(not course.rest.left and course.rest.ends_in_trial()))
+        course.rest.pass_by()
+        tries = not course.rest.left and course.rest.ends_in_trial(_SHORTEST_REST)
+        return min(length, int(tries))
 
     def _rate(self, course: Course) -> float:
         return course.acceptance.rate(self._all.rate(_PRIOR, _PRIOR_WEIGHT), _OWN_WEIGHT)
@@ -164,21 +159,15 @@ class Pace:
     def _cost(self, num_seqs: int, length: int) -> float:
         """The time of a step with drafts of a length, over that of a plain one."""
         size = _size(num_seqs)
-        plain = self._times.get((size, 0))
-        if not plain or not length:
+        lengths = [of for of in range(1, self.max_tokens + 1) if self._is_known(size, of)]
+        if not lengths or not self._is_known(size, 0):
             return 1.0 + _SLOPE * length
-        base = median(plain)
-        known = {
-            of: median(times)
-            for (seqs, of), times in self._times.items()
-            if seqs == size and of and times
-        }
-        if length in known:
-            return known[length] / base
-        if not known:
-            return 1.0 + _SLOPE * length
-        nearest = min(known, key=lambda of: abs(of - length))
-        return 1.0 + (known[nearest] / base - 1.0) * length / nearest
+        nearest = min(lengths, key=lambda of: abs(of - length))
+        ratio = min(self._times[size, nearest]) / min(self._times[size, 0])
+        return 1.0 + (ratio - 1.0) * length / nearest
+
+    def _is_known(self, size: int, length: int) -> bool:
+        return len(self._times.get((size, length), ())) >= _FEWEST_TIMES
 
 
 def expected(rate: float, length: int) -> float:

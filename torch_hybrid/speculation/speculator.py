@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -53,7 +52,9 @@ class Speculator:
         self.counts = DraftCounts()
         self._runner, self._speculation = runner, speculation
         self._drafter = speculation.make_drafter()
-        self._pace = Pace(speculation.max_tokens)
+        ranks = runner.model.ranks
+        is_alone = ranks is None or ranks.size == 1
+        self._pace = Pace(speculation.max_tokens, measures=is_alone)
         self._courses: dict[Request, Course] = {}
 
     def may_draft(self, rows: Rows) -> bool:
@@ -68,15 +69,14 @@ class Speculator:
         if not _is_decode(rows) or self._pace.rests:
             return None
         if self._speculation.adapts and not self._pace.is_measured(len(rows)):
-            return None  # what drafts cost is not known before a plain step was timed
+            return None  # what drafts cost is not known before plain steps were timed
         drafts = self._drafts([request for request, _ in rows])
         if not any(drafts):
             return None
         return verify(self._runner, rows, self._within_room(rows, drafts))
 
-    def note(self, flight: Flight | Verified, began: float) -> None:
-        """A step has landed, which began at a ``time.monotonic``."""
-        seconds = time.monotonic() - began
+    def note(self, flight: Flight | Verified, seconds: float) -> None:
+        """A step has landed, after so long."""
         if isinstance(flight, Flight):
             if flight.is_decode:
                 self._pace.note_step(len(flight.requests), 0, seconds)
@@ -111,14 +111,9 @@ class Speculator:
         drafts = [by_request.get(request, []) for request in requests]
         if not self._speculation.adapts or not any(drafts):
             return drafts
-        courses = [self._course(request) for request in requests]
+        courses = [self._courses.setdefault(request, Course()) for request in requests]
         lengths = self._pace.lengths(courses, list(map(len, drafts)))
         return [own[:length] for own, length in zip(drafts, lengths, strict=True)]
-
-    def _course(self, request: Request) -> Course:
-        if request not in self._courses:
-            self._courses[request] = self._pace.new_course()
-        return self._courses[request]
 
     def _most(self, request: Request) -> int:
         """Drafts that a request can use now: all but the last of its tokens to come."""
