@@ -54,12 +54,12 @@ class PoolCopies:
         self._states: list[Tensor] = []
         self._pages: dict[int, list[Tensor]] = defaultdict(list)  # by the dimension of their pages
         for entry in table.entries:
+            tensors = pools[entry.kind][entry.index]
             for name, pool in entry.spec.pools().items():
-                tensor = pools[entry.kind][entry.index][name]
                 if pool.per == "slot":
-                    self._states.append(tensor)
+                    self._states.append(tensors[name])
                 elif pool.per == "page":
-                    self._pages[min(pool.planes, 1)].append(tensor.view(torch.uint8))
+                    self._pages[min(pool.planes, 1)].append(tensors[name].view(torch.uint8))
 
     def copy(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Copy each page ``src[i]`` to the page ``dst[i]``, which is no source and not repeated."""
