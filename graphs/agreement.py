@@ -56,7 +56,9 @@ class Agreement:
 def _digests(batch: Batch) -> Tensor:
     """[number of fields] int64: one of each field, by its shape and values."""
 
-    def digest(tensor: Tensor) -> int:
+    def digest(tensor: Tensor | None) -> int:
+        if tensor is None:
+            return 0
         content = hashlib.blake2b(digest_size=7)
         content.update(repr((tensor.shape, tensor.dtype)).encode())
         content.update(tensor.contiguous().numpy().tobytes())
