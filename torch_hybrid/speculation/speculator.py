@@ -62,7 +62,7 @@ class Speculator:
         if self._pace.rests:
             return False
         runs_prompt = any(num_new > 1 for _, num_new in rows)
-        return not runs_prompt and any(self._most(request) > 0 for request, _ in rows)
+        return not runs_prompt and any(self._most(request) for request, _ in rows)
 
     def start(self, rows: Rows) -> Verified | None:
         """Run a step with drafts; None where it is to be run without."""
@@ -70,10 +70,8 @@ class Speculator:
             return None
         if self._speculation.adapts and not self._pace.is_measured(len(rows)):
             return None  # what drafts cost is not known before plain steps were timed
-        drafts = self._drafts([request for request, _ in rows])
-        if not any(drafts):
-            return None
-        return verify(self._runner, rows, self._within_room(rows, drafts))
+        drafts = self._within_room(rows, self._drafts([request for request, _ in rows]))
+        return verify(self._runner, rows, drafts) if any(drafts) else None
 
     def note(self, flight: Flight | Verified, seconds: float) -> None:
         """A step has landed, after so long."""
@@ -105,10 +103,13 @@ class Speculator:
     def _drafts(self, requests: Sequence[Request]) -> list[list[int]]:
         """As many as are proposed, and pay."""
         most = [self._most(request) for request in requests]
-        asked = [(r, count) for r, count in zip(requests, most, strict=True) if count > 0]
+        asked = [(r, count) for r, count in zip(requests, most, strict=True) if count]
         proposed = self._drafter.propose([r for r, _ in asked], [count for _, count in asked])
         by_request = dict(zip((r for r, _ in asked), proposed, strict=True))
-        drafts = [by_request.get(request, []) for request in requests]
+        drafts = [
+            by_request.get(request, [])[:count]
+            for request, count in zip(requests, most, strict=True)
+        ]
         if not self._speculation.adapts or not any(drafts):
             return drafts
         courses = [self._courses.setdefault(request, Course()) for request in requests]
@@ -117,8 +118,9 @@ class Speculator:
 
     def _most(self, request: Request) -> int:
         """Drafts that a request can use now: all but the last of its tokens to come."""
-        left = request.sampling.max_new_tokens - len(request.tokens) - 1
-        return min(self._speculation.max_tokens, left)
+        num_tokens = len(request.history) - len(request.prompt)
+        left = request.sampling.max_new_tokens - num_tokens - 1
+        return max(0, min(self._speculation.max_tokens, left))
 
     def _within_room(self, rows: Rows, drafts: Sequence[list[int]]) -> list[list[int]]:
         """Without the drafts that the step has no tokens or the pool no pages for."""
