@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.integers import INT4, group_of
+from torch_hybrid.ops.integers import INT4, group_of, has_zeros
 from torch_hybrid.ops.linear._triton_place import bias_of, place
 from torch_hybrid.ops.linear.by_torch import product_by_torch
+from torch_hybrid.ops.triton.integers import scale_and_zero
 from torch_hybrid.ops.triton.products import dot
 
 # Past it a weight is read so often that widening it in memory is the faster way.
@@ -58,11 +59,13 @@ def integer_linear(
     num_rows, depth = x.shape
     sizes = tuple(weight.shape[0] for weight in weights)
     y = x.new_empty(num_rows, sum(sizes))
-    groups = {group_of(weight, scale) for weight, scale in zip(weights, scales, strict=True)}
-    if not _is_ours(x, sizes) or len(groups) > 1:
+    pairs = list(zip(weights, scales, strict=True))
+    kinds = {(group_of(*pair), has_zeros(*pair)) for pair in pairs}
+    if not _is_ours(x, sizes) or len(kinds) > 1:
         widened = _in_memory(weights, scales, x.dtype)
         return product_by_torch(x, widened, biases, y)
     numbers_in_byte = 2 if weights[0].dtype == INT4 else 1
+    group, zeros = kinds.pop()
     tile = Tile.of(num_rows, numbers_in_byte)
     _integer_linear_kernel[(sum(triton.cdiv(size, tile.block_n) for size in sizes),)](
         x,
@@ -77,7 +80,8 @@ def integer_linear(
         y.stride(0),
         BIASED=sum(1 << i for i, bias in enumerate(biases) if bias is not None),
         K=depth,
-        GROUP=groups.pop() if numbers_in_byte == 2 else 0,
+        GROUP=group if numbers_in_byte == 2 else 0,
+        ZEROS=zeros,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
@@ -116,6 +120,7 @@ def _in_memory(
                 num_rows,
                 K=depth,
                 GROUP=group_of(weight, scale) if is_int4 else 0,
+                ZEROS=has_zeros(weight, scale),
                 BLOCK_N=_WIDE_ROWS,
                 BLOCK_K=_WIDE_COLUMNS,
                 num_warps=4,
@@ -132,6 +137,7 @@ def _widen_kernel(
     N: tl.tensor,
     K: tl.constexpr,
     GROUP: tl.constexpr,  # 0 where a number has a byte, and a row one scale
+    ZEROS: tl.constexpr,  # whether scales have zero points beside them
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
@@ -141,12 +147,13 @@ def _widen_kernel(
     mask = (row < N) & (k < K)
     if GROUP > 0:
         byte = tl.load(weight + row * (K // 2) + k // 2, mask=mask, other=0).to(tl.int32)
-        number = ((byte >> (k % 2 * 4)) & 15) - 8
-        scale = tl.load(scales + row * (K // GROUP) + k // GROUP, mask=mask, other=0.0)
+        p_scale = scales + (row * (K // GROUP) + k // GROUP) * (1 + ZEROS)
+        scale, zero = scale_and_zero(p_scale, mask, ZEROS)
+        number = ((byte >> (k % 2 * 4)) & 15).to(tl.float32) - zero
     else:
-        number = tl.load(weight + row * K + k, mask=mask, other=0)
+        number = tl.load(weight + row * K + k, mask=mask, other=0).to(tl.float32)
         scale = tl.load(scales + row, mask=row < N, other=0.0)
-    tl.store(out + row * K + k, (number.to(tl.float32) * scale).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * K + k, (number * scale).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -163,6 +170,7 @@ def _integer_linear_kernel(
     BIASED: tl.constexpr,  # bit i: weight i has a bias
     K: tl.constexpr,
     GROUP: tl.constexpr,  # 0 where a number has a byte, and a row one scale
+    ZEROS: tl.constexpr,  # whether scales have zero points beside them
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -184,12 +192,13 @@ def _integer_linear_kernel(
     if GROUP > 0:
         acc = _sum_of_halves(
             weight + row_64[:, None] * (K // 2),
-            scale + row_64[:, None] * (K // GROUP),
+            scale + row_64[:, None] * (K // GROUP * (1 + ZEROS)),
             p_x,
             mask_n,
             mask_m,
             K,
             GROUP,
+            ZEROS,
             BLOCK_K,
             STAGES,
         )
@@ -241,6 +250,7 @@ def _sum_of_halves(
     mask_m: tl.tensor,
     K: tl.constexpr,
     GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> tl.tensor:
@@ -256,12 +266,13 @@ def _sum_of_halves(
         byte = first + tl.arange(0, BLOCK_K)[None, :]
         mask_w = mask_n[:, None] & (byte < K // 2)
         b_w = tl.load(p_w + byte, mask=mask_w, other=0).to(tl.int32)
-        b_scale = tl.load(p_scale + byte // (GROUP // 2), mask=mask_w, other=0.0)
+        p_group = p_scale + byte // (GROUP // 2) * (1 + ZEROS)
+        b_scale, zero = scale_and_zero(p_group, mask_w, ZEROS)
         k = 2 * first + tl.arange(0, 2 * BLOCK_K)[None, :]
         b_x = tl.load(p_x + k, mask=mask_m[:, None] & (k < K), other=0.0)
         even, odd = tl.split(tl.reshape(b_x, [BLOCK_M, BLOCK_K, 2]))
-        low = ((b_w & 15) - 8).to(tl.float32) * b_scale
-        high = ((b_w >> 4) - 8).to(tl.float32) * b_scale
+        low = ((b_w & 15).to(tl.float32) - zero) * b_scale
+        high = ((b_w >> 4).to(tl.float32) - zero) * b_scale
         if FEW:
             acc += low[:, None, :] * even.to(tl.float32)[None, :, :]
             acc += high[:, None, :] * odd.to(tl.float32)[None, :, :]

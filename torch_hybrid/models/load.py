@@ -17,7 +17,6 @@ from torch_hybrid.host import keep_weights, trim
 from torch_hybrid.models.arguments import checked_device, checked_dtype, checked_path
 from torch_hybrid.models.bailing_hybrid import BAILING_HYBRID
 from torch_hybrid.models.bamba import BAMBA
-from torch_hybrid.models.block_fp8 import hold_block_fp8
 from torch_hybrid.models.checkpoint.files import Checkpoint, open_checkpoint
 from torch_hybrid.models.checkpoint.read import needed_bytes, read_weights
 from torch_hybrid.models.checkpoint.together import Together, check_room_together
@@ -42,6 +41,7 @@ from torch_hybrid.models.ring_2_5 import (
     is_ring_2_5,
     make_unread_ring_2_5,
 )
+from torch_hybrid.models.scaled_weights import hold_scales
 from torch_hybrid.models.shard import Experts, check_can_be_cut, cut, ranks_of
 from torch_hybrid.models.taken_weights import check_weights_say_all
 from torch_hybrid.models.transformers_hooks import (
@@ -104,7 +104,8 @@ def from_pretrained(
     """Load a checkpoint of safetensors: into a transformers model whose mixers are ours, or into
     our own module.
 
-    Weights in block-FP8 (``quant_method: fp8``) stay in 8 bits, with their scales.
+    Weights in block-FP8 (``quant_method: fp8``), and integers of compressed-tensors, GPTQ and AWQ,
+    stay as small as they are stored, with their scales.
 
     Names, shapes and dtypes are checked before the first weight is read. Then several threads read
     the weights straight to where they are kept: of a shared model, what this rank keeps of it.
@@ -140,7 +141,7 @@ def from_pretrained(
         if ranks is not None:
             check_can_be_cut(model, experts)
             cut(model, ranks_of(ranks), experts)
-        hold_block_fp8(model)
+        hold_scales(model)
         if weights != "auto":
             quantize_unread(
                 model, checkpoint, device, weights, group=group, keep=keep, eight_bits=eight_bits
@@ -164,12 +165,12 @@ def unread(
         checkpoint = open_checkpoint(_folder_of(path_or_id))
         return checkpoint, make_unread_ring_2_5(checkpoint, sizes, fields, dtype, device)
     config = _transformers_config(path_or_id, fields)
-    is_fp8 = take_quantization(config)
+    made_weights = take_quantization(config)
     table = table_of(config)
     _warn_of_dropped(config)
     checkpoint = open_checkpoint(_folder_of(path_or_id))
-    if is_fp8:
-        checkpoint = checkpoint.with_block_scales()
+    if made_weights is not None:
+        checkpoint = made_weights(checkpoint)
     hf_model = make_unread(checkpoint, config, dtype, device)
     return checkpoint, adapted(hf_model, config.model_type, table)
 

@@ -122,7 +122,7 @@ def test_compiles_without_spills() -> None:
             label = f"{name}, {num_rows} rows"
             launches = fp8_launches(target, num_rows, *REAL[name]).values()
             rows += [resources_of(launch, target, label) for launch in launches]
-    for stored in ("int8", "int4_of_32", "int4_of_128"):
+    for stored in ("int8", "int4_of_32", "int4_of_128", "int4_of_64_with_zeros"):
         for name, num_rows in (*(("qkv", n) for n in (1, 4, 32, 64)), ("out_proj", 1000)):
             launches = integer_launches("sm_90", num_rows, *REAL[name], stored).values()
             label = f"{name} of {stored}, {num_rows} rows"
@@ -141,7 +141,8 @@ def integer_launches(
 
     group = FORMATS[stored]
     dtype, width = (torch.int8, depth) if group is None else (torch.uint8, depth // 2)
-    shapes = [(n,) if group is None else (n, depth // group) for n in widths]
+    pair = (2,) if stored.endswith("zeros") else ()
+    shapes = [(n,) if group is None else (n, depth // group, *pair) for n in widths]
     with launches_on(target) as launches:
         _triton.linear(
             torch.empty(num_rows, depth, dtype=torch.bfloat16, device="meta"),
