@@ -44,7 +44,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "triton": Implementation(
         capability=Capability(
             devices=triton_devices(),
-            features=FEATURES,
+            features=stored_weights.FEATURES,
             cuda_graph=True,
             available=triton_missing,
         ),

@@ -17,19 +17,17 @@ from torch import Tensor
 from torch_hybrid.ops.integers import INT4, group_of, has_zeros
 from torch_hybrid.ops.linear._triton_place import bias_of, place
 from torch_hybrid.ops.linear.by_torch import product_by_torch
-from torch_hybrid.ops.triton.integers import scale_and_zero
+from torch_hybrid.ops.triton.integers import chunk_of, few_products, scale_and_zero, wide_tile
 from torch_hybrid.ops.triton.products import dot
 
 # Past it a weight is read so often that widening it in memory is the faster way.
 MAX_ROWS = 64
-# Few rows are multiplied outside the tensor cores.
-_FEW_ROWS = 4
 _WIDE_ROWS, _WIDE_COLUMNS = 32, 128  # of a tile that is widened in memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Rows of x and of a weight that a program multiplies, ``block_k`` bytes of a row at a time.
+    """Rows of x and of a weight that a program multiplies, ``block_k`` columns at a time.
     Decided by shapes alone."""
 
     block_m: int
@@ -39,14 +37,14 @@ class Tile:
     num_warps: int = 4
 
     @classmethod
-    def of(cls, num_rows: int, numbers_in_byte: int) -> Tile:
-        """For that many rows of x."""
-        if num_rows <= _FEW_ROWS:
-            block_m = triton.next_power_of_2(num_rows)
-            return cls(block_m=block_m, block_n=8, block_k=256, num_stages=3)
+    def of(cls, num_rows: int, *, is_int4: bool) -> Tile:
+        """For that many rows of x; of one, outside the tensor cores."""
+        if num_rows == 1:
+            block_k = 1024 if is_int4 else 512
+            return cls(block_m=1, block_n=4, block_k=block_k, num_stages=1)
         block_m = max(16, triton.next_power_of_2(num_rows))
-        block_k = 128 // numbers_in_byte
-        return cls(block_m=block_m, block_n=64, block_k=block_k, num_stages=4)
+        block_n = 32 if num_rows <= 16 else 64
+        return cls(block_m=block_m, block_n=block_n, block_k=128, num_stages=3)
 
 
 def integer_linear(
@@ -64,9 +62,9 @@ def integer_linear(
     if not _is_ours(x, sizes) or len(kinds) > 1:
         widened = _in_memory(weights, scales, x.dtype)
         return product_by_torch(x, widened, biases, y)
-    numbers_in_byte = 2 if weights[0].dtype == INT4 else 1
+    is_int4 = weights[0].dtype == INT4
     group, zeros = kinds.pop()
-    tile = Tile.of(num_rows, numbers_in_byte)
+    tile = Tile.of(num_rows, is_int4=is_int4)
     _integer_linear_kernel[(sum(triton.cdiv(size, tile.block_n) for size in sizes),)](
         x,
         tuple(weights),
@@ -80,7 +78,7 @@ def integer_linear(
         y.stride(0),
         BIASED=sum(1 << i for i, bias in enumerate(biases) if bias is not None),
         K=depth,
-        GROUP=group if numbers_in_byte == 2 else 0,
+        GROUP=group if is_int4 else 0,
         ZEROS=zeros,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
@@ -98,7 +96,7 @@ def _is_ours(x: Tensor, sizes: Sequence[int]) -> bool:
     if num_rows == 0 or depth == 0 or sum(sizes) == 0:
         return False
     # More of float32 would have to be multiplied outside the tensor cores.
-    return num_rows <= (_FEW_ROWS if x.dtype == torch.float32 else MAX_ROWS)
+    return num_rows <= (1 if x.dtype == torch.float32 else MAX_ROWS)
 
 
 def _in_memory(
@@ -176,10 +174,8 @@ def _integer_linear_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N columns of all rows of y.
-
-    A byte of two numbers meets an even and an odd column of x: there are two products for it.
-    """
+    """One program: BLOCK_N columns of all rows of y."""
+    ONE_ROW: tl.constexpr = BLOCK_M == 1
     weight, which, size, column, first_row = place(weights, sizes, BLOCK_N)
     scale = scales[0]
     for i in tl.static_range(1, len(sizes)):
@@ -187,98 +183,29 @@ def _integer_linear_kernel(
     row = first_row + tl.arange(0, BLOCK_N)
     index_m = tl.arange(0, BLOCK_M)
     mask_n, mask_m = row < size, index_m < M
-    p_x = x + index_m.to(tl.int64)[:, None] * stride_x
-    row_64 = row.to(tl.int64)
+    p_x = x + index_m.to(tl.int64) * stride_x
     if GROUP > 0:
-        acc = _sum_of_halves(
-            weight + row_64[:, None] * (K // 2),
-            scale + row_64[:, None] * (K // GROUP * (1 + ZEROS)),
-            p_x,
-            mask_n,
-            mask_m,
-            K,
-            GROUP,
-            ZEROS,
-            BLOCK_K,
-            STAGES,
-        )
+        p_w = weight + row.to(tl.int64) * (K // 2)
+        p_scale = scale + row.to(tl.int64) * (K // GROUP * (1 + ZEROS))
     else:
-        acc = _sum(weight + row_64[:, None] * K, p_x, mask_n, mask_m, K, BLOCK_K, STAGES)
-        acc *= tl.load(scale + row, mask=mask_n, other=0.0)[:, None]
-    acc += bias_of(biases, which, row, mask_n, BIASED)[:, None]
-    p_y = y + index_m.to(tl.int64)[None, :] * stride_y + (column + row)[:, None]
-    tl.store(p_y, acc.to(y.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
-
-
-@triton.jit
-def _sum(
-    p_w: tl.tensor,
-    p_x: tl.tensor,
-    mask_n: tl.tensor,
-    mask_m: tl.tensor,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> tl.tensor:
-    """[BLOCK_N, BLOCK_M] products of numbers of 8 bits and of rows of x, which pointers begin."""
-    BLOCK_N: tl.constexpr = p_w.shape[0]
-    BLOCK_M: tl.constexpr = p_x.shape[0]
-    FEW: tl.constexpr = BLOCK_M < 16
-    if FEW:
-        acc = tl.zeros([BLOCK_N, BLOCK_M, BLOCK_K], dtype=tl.float32)
+        p_w = weight + row.to(tl.int64) * K
+        p_scale = scale + row
+    if ONE_ROW:
+        acc = tl.zeros([BLOCK_N, BLOCK_K // chunk_of(GROUP), 16], dtype=tl.float32)
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k = first + tl.arange(0, BLOCK_K)[None, :]
-        b_w = tl.load(p_w + k, mask=mask_n[:, None] & (k < K), other=0)
-        b_x = tl.load(p_x + k, mask=mask_m[:, None] & (k < K), other=0.0)
-        if FEW:
-            acc += b_w.to(tl.float32)[:, None, :] * b_x.to(tl.float32)[None, :, :]
+        if ONE_ROW:
+            acc += few_products(p_w, p_scale, x, first, mask_n, K, GROUP, ZEROS, BLOCK_K)
         else:
-            acc = dot(b_w.to(tl.float32).to(b_x.dtype), tl.trans(b_x), acc)
-    if FEW:
-        acc = tl.sum(acc, 2)
-    return acc
-
-
-@triton.jit
-def _sum_of_halves(
-    p_w: tl.tensor,
-    p_scale: tl.tensor,
-    p_x: tl.tensor,
-    mask_n: tl.tensor,
-    mask_m: tl.tensor,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZEROS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> tl.tensor:
-    """The same of scaled numbers of 4 bits, BLOCK_K bytes of them at a time."""
-    BLOCK_N: tl.constexpr = p_w.shape[0]
-    BLOCK_M: tl.constexpr = p_x.shape[0]
-    FEW: tl.constexpr = BLOCK_M < 16
-    if FEW:
-        acc = tl.zeros([BLOCK_N, BLOCK_M, BLOCK_K], dtype=tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    for first in tl.range(0, K // 2, BLOCK_K, num_stages=STAGES):
-        byte = first + tl.arange(0, BLOCK_K)[None, :]
-        mask_w = mask_n[:, None] & (byte < K // 2)
-        b_w = tl.load(p_w + byte, mask=mask_w, other=0).to(tl.int32)
-        p_group = p_scale + byte // (GROUP // 2) * (1 + ZEROS)
-        b_scale, zero = scale_and_zero(p_group, mask_w, ZEROS)
-        k = 2 * first + tl.arange(0, 2 * BLOCK_K)[None, :]
-        b_x = tl.load(p_x + k, mask=mask_m[:, None] & (k < K), other=0.0)
-        even, odd = tl.split(tl.reshape(b_x, [BLOCK_M, BLOCK_K, 2]))
-        low = ((b_w & 15).to(tl.float32) - zero) * b_scale
-        high = ((b_w >> 4).to(tl.float32) - zero) * b_scale
-        if FEW:
-            acc += low[:, None, :] * even.to(tl.float32)[None, :, :]
-            acc += high[:, None, :] * odd.to(tl.float32)[None, :, :]
-        else:
-            acc = dot(low.to(b_x.dtype), tl.trans(even), acc)
-            acc = dot(high.to(b_x.dtype), tl.trans(odd), acc)
-    if FEW:
-        acc = tl.sum(acc, 2)
-    return acc
+            k = first + tl.arange(0, BLOCK_K)[None, :]
+            b_x = tl.load(p_x[:, None] + k, mask=mask_m[:, None] & (k < K), other=0.0)
+            b_w = wide_tile(p_w, p_scale, first, mask_n, K, GROUP, ZEROS, BLOCK_K)
+            acc = dot(b_w.to(b_x.dtype), tl.trans(b_x), acc)
+    if ONE_ROW:
+        acc = tl.sum(tl.sum(acc, 2), 1)[:, None]
+    if GROUP == 0:
+        acc *= tl.load(p_scale, mask=mask_n, other=0.0)[:, None]
+    acc += bias_of(biases, which, row, mask_n, BIASED)[:, None]
+    p_y = y + index_m.to(tl.int64)[None, :] * stride_y + (column + row)[:, None]
+    tl.store(p_y, acc.to(y.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])

@@ -39,7 +39,7 @@ from torch_hybrid.ops.triton.devices import runs_gluon
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/fused_experts -k triton
 CONTRACT = """
-    triton and not integer and (
+    triton and (
         (exact or bfloat16) and (odd_sizes or some_choices or one_expert or no_tokens)
         or blocks_are or does_not_see or int32 or twice or not_read or empty_choices
         or fp8 and blocks or of_its_block or opcheck and no_gate
