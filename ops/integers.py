@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.native import compiler_missing
+from torch_hybrid.ops.native.quantize import quantize
 from torch_hybrid.ops.registration import check_contiguous, check_dtypes, check_shapes
 
 INT8, INT4 = torch.int8, torch.uint8  # in what they are stored
@@ -96,12 +98,19 @@ def in_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
     flat = weight.flatten(0, -2)
     numbers = flat.new_empty(flat.shape, dtype=INT8)
     scales = flat.new_empty(len(flat), dtype=torch.float32)
+    if weight.device.type == "cpu" and compiler_missing() is None:
+        quantize(flat, numbers, scales, 0)
+    else:
+        _fill_8_bits(flat, numbers, scales)
+    return numbers.view(weight.shape), scales.view(weight.shape[:-1])
+
+
+def _fill_8_bits(flat: Tensor, numbers: Tensor, scales: Tensor) -> None:
     for rows in _stretches(flat):
         part = flat[rows].float()
         largest = part.abs().amax(-1) if part.shape[-1] else part.new_zeros(len(part))
         scales[rows] = _not_zero(largest / _LARGEST_INT8)
         numbers[rows] = (part / scales[rows, None]).round_().to(INT8)
-    return numbers.view(weight.shape), scales.view(weight.shape[:-1])
 
 
 def in_4_bits(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -117,14 +126,22 @@ def in_4_bits(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     flat = weight.flatten(0, -2)
     numbers = flat.new_empty((len(flat), depth // 2), dtype=INT4)
     scales = flat.new_empty((len(flat), depth // group), dtype=torch.float32)
+    if weight.device.type == "cpu" and compiler_missing() is None:
+        quantize(flat, numbers, scales, group)
+    else:
+        _fill_4_bits(flat, numbers, scales)
+    leading = weight.shape[:-1]
+    return numbers.view(*leading, depth // 2), scales.view(*leading, depth // group)
+
+
+def _fill_4_bits(flat: Tensor, numbers: Tensor, scales: Tensor) -> None:
+    num_groups = scales.shape[1]
     for rows in _stretches(flat):
-        groups = flat[rows].float().unflatten(-1, (depth // group, group))
+        groups = flat[rows].float().unflatten(-1, (num_groups, -1))
         best = _best_scales(groups)
         stored = _nearest(groups, best).add_(_OFFSET).flatten(-2).to(INT4)
         numbers[rows] = stored[:, ::2] | stored[:, 1::2] << 4
         scales[rows] = best.squeeze(-1)
-    leading = weight.shape[:-1]
-    return numbers.view(*leading, depth // 2), scales.view(*leading, depth // group)
 
 
 def _best_scales(groups: Tensor) -> Tensor:

@@ -30,7 +30,13 @@ from torch_hybrid.models.merge_adapters import merge_adapters
 from torch_hybrid.models.minimax import MINIMAX
 from torch_hybrid.models.nemotron_h import NEMOTRON_H
 from torch_hybrid.models.olmo_hybrid import OLMO_HYBRID
-from torch_hybrid.models.quantize import EIGHT_BITS, KEPT, check_weights, quantize_unread
+from torch_hybrid.models.quantize import (
+    EIGHT_BITS,
+    KEPT,
+    check_weights,
+    plan_integers,
+    quantize_unread,
+)
 from torch_hybrid.models.quantized import refuse_modules
 from torch_hybrid.models.qwen3 import QWEN3
 from torch_hybrid.models.qwen3_5 import QWEN3_5
@@ -142,14 +148,17 @@ def from_pretrained(
             check_can_be_cut(model, experts)
             cut(model, ranks_of(ranks), experts)
         hold_scales(model)
-        if weights != "auto":
-            quantize_unread(
-                model, checkpoint, device, weights, group=group, keep=keep, eight_bits=eight_bits
-            )
-        num_bytes = needed_bytes(model)
+        if weights == "auto":
+            plan, num_bytes = None, needed_bytes(model)
+        else:
+            plan = plan_integers(model, weights, group=group, keep=keep, eight_bits=eight_bits)
+            replaced = [module for _, module in plan.modules]
+            num_bytes = plan.num_bytes + needed_bytes(model, without=replaced)
     limits = "their precision (dtype), or share the model among more ranks"
     check_room_together(ranks, num_bytes, device, what="the weights", limits=limits)
     with Together(ranks):
+        if plan is not None:
+            quantize_unread(model, plan, checkpoint, device, label=label)
         read_weights(model, checkpoint, device, label=label)
     trim()
     return model

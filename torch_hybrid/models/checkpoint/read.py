@@ -78,13 +78,20 @@ def read_weights(
             store[name] = own
 
 
-def needed_bytes(module: nn.Module) -> int:
-    """What the unread weights of ``module`` will take.
+def needed_bytes(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> int:
+    """What the unread weights of ``module`` will take, but those that only parts ``without`` have.
 
     Raises:
         UnsupportedError: as :func:`read_weights`.
     """
-    return sum(weight.nbytes for weight in _unread_of(_places(module)))
+    left_out = {id(store) for part in without for store in (part._parameters, part._buffers)}
+    places = _places(module)
+    unread = _unread_of(places)
+    return sum(
+        weight.nbytes
+        for weight in unread
+        if any(id(store) not in left_out for store, _ in places[weight])
+    )
 
 
 def read_rows(
@@ -189,7 +196,7 @@ def _read_all(
     num_bytes = sum(piece.num_bytes for piece in pieces)
     with (
         checkpoint.opened({piece.file for piece in pieces}) as files,
-        _bar(num_bytes, label) as bar,
+        progress_bar(num_bytes, label) as bar,
         _worker_threads() as threads,
     ):
         todo, stop, lock = iter(pieces), threading.Event(), threading.Lock()
@@ -221,7 +228,7 @@ def _refuse_not_finite(found: Counter[str]) -> None:
         raise ValueError(f"weight {counts} NaN or infinite values")
 
 
-def _bar(num_bytes: int, label: str | None) -> Any:
+def progress_bar(num_bytes: int, label: str | None) -> Any:
     """Shown on a terminal alone."""
     from tqdm import tqdm
 
