@@ -216,11 +216,12 @@ def test_numbers_are_the_nearest_and_scales_the_best():
 def test_integers_of_our_kernel_are_those_of_torch(dtype: torch.dtype):
     weight = torch.randn(7, 384).to(dtype)
     weight[3, 128:256] = 0
-    numbers, scales = in_8_bits(weight)
-    expected = torch.empty_like(numbers), torch.empty_like(scales)
-    _fill_8_bits(weight, *expected)
-    assert torch.equal(numbers, expected[0])
-    assert torch.equal(scales, expected[1])
+    for rows in (weight, weight[:, :77]):
+        numbers, scales = in_8_bits(rows)
+        expected = torch.empty_like(numbers), torch.empty_like(scales)
+        _fill_8_bits(rows, *expected)
+        assert torch.equal(numbers, expected[0])
+        assert torch.equal(scales, expected[1])
     for group in (32, 64, 128):
         made = in_4_bits(weight, group)
         expected = torch.empty_like(made[0]), torch.empty_like(made[1])
@@ -229,9 +230,6 @@ def test_integers_of_our_kernel_are_those_of_torch(dtype: torch.dtype):
             (dequantized(*pair, torch.float32) - weight).square().sum() for pair in (made, expected)
         )
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
-    odd = torch.randn(5, 77).to(dtype)
-    error = (dequantized(*in_8_bits(odd), torch.float32) - odd).abs()
-    assert (error <= odd.abs().amax(1, keepdim=True) / 127 * 0.5001).all()
 
 
 def test_the_demo_still_recalls_with_integers():
