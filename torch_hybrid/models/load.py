@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.host import keep_weights, trim
 from torch_hybrid.models.arguments import checked_device, checked_dtype, checked_path
 from torch_hybrid.models.bailing_hybrid import BAILING_HYBRID
@@ -156,12 +157,24 @@ def from_pretrained(
             num_bytes = plan.num_bytes + needed_bytes(model, without=replaced)
     limits = "their precision (dtype), or share the model among more ranks"
     check_room_together(ranks, num_bytes, device, what="the weights", limits=limits)
-    with Together(ranks):
+    with Together(ranks), _counted_room(device):
         if plan is not None:
             quantize_unread(model, plan, checkpoint, device, label=label)
         read_weights(model, checkpoint, device, label=label)
     trim()
     return model
+
+
+@contextmanager
+def _counted_room(device: torch.device) -> Iterator[None]:
+    """Where there was room when it was counted, and others took it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        told = str(error).partition("\n")[0]
+        raise CapacityError(
+            f"{device.type} had no room left while weights were read: {told}"
+        ) from error
 
 
 def unread(

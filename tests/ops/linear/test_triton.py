@@ -11,7 +11,13 @@ import torch
 from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget, rows_apart, to_exact
 from tests.ops.integers import FORMATS
-from tests.ops.linear.cases import CASES, Case, make_fp8_inputs, make_inputs
+from tests.ops.linear.cases import (
+    CASES,
+    Case,
+    make_fp8_inputs,
+    make_inputs,
+    make_integer_inputs,
+)
 from tests.ops.linear.test_contract import expected_of
 from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_triton
@@ -75,6 +81,22 @@ def assert_fp8_as_exact(case: Case, dtype: torch.dtype, impl: str) -> None:
     )
     rounds = impl == "triton_fp8"
     assert_within_budget(out.cpu(), *expected_of((x, weights, biases), scales, rounds=rounds))
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("name", CASES)
+def test_integers_on_a_gpu(name: str, stored: str, dtype: torch.dtype) -> None:
+    (x, weights, biases), scales = make_integer_inputs(CASES[name], stored, dtype=dtype)
+    out = linear(
+        rows_apart(x.cuda()),
+        [weight.cuda() for weight in weights],
+        [None if bias is None else bias.cuda() for bias in biases],
+        scales=[scale.cuda() for scale in scales],
+        impl="triton",
+    )
+    assert_within_budget(out.cpu(), *expected_of((x, weights, biases), scales))
 
 
 @needs_cuda

@@ -182,14 +182,18 @@ def _bytes(numbers: Stored, scheme: Scheme) -> Stored:
     return replace(numbers, dtype=torch.uint8, shape=(high, 4 * wide))
 
 
-def _values(stored: Stored) -> Tensor:
-    return values_of(Slice.whole(stored), stored.dtype)
+def _values(checkpoint: Checkpoint, stored: Stored) -> Tensor:
+    try:
+        return values_of(Slice.whole(stored), stored.dtype)
+    except OSError as error:
+        told = f"cannot read the weights in {checkpoint.folder}: {error}"
+        raise ValueError(told) from error
 
 
 def _check_symmetric(checkpoint: Checkpoint, zeros: Stored, scheme: Scheme) -> None:
     """Zero points that the config says there are none of must all be 8."""
     eights = torch.tensor(_EIGHTS.get(scheme.layout, 0x88888888)).to(torch.int32)
-    if not (_values(zeros) == eights).all():
+    if not (_values(checkpoint, zeros) == eights).all():
         raise ValueError(
             f"{zeros.name} in {checkpoint.folder} has zero points other than 8, which its config "
             "says are symmetric"
@@ -199,7 +203,7 @@ def _check_symmetric(checkpoint: Checkpoint, zeros: Stored, scheme: Scheme) -> N
 def _check_order(checkpoint: Checkpoint, order: Stored, depth: int, group: int) -> None:
     """Columns must be in the groups that they are stored in."""
     if order.shape != (depth,) or not torch.equal(
-        _values(order).long(), torch.arange(depth) // group
+        _values(checkpoint, order).long(), torch.arange(depth) // group
     ):
         raise ValueError(
             f"{order.name} in {checkpoint.folder} says that columns are in another order than "
