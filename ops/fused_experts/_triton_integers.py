@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_hybrid.ops.fused_experts._triton_activation import activate
 from torch_hybrid.ops.fused_experts._triton_group import num_blocks, rows_of_block
 from torch_hybrid.ops.integers import INT4, depth_of, group_of, has_zeros
-from torch_hybrid.ops.triton.integers import chunk_of, few_products, wide_tile
+from torch_hybrid.ops.triton.integers import chunk_of, few_products, rows_at, wide_tile
 from torch_hybrid.ops.triton.products import dot
 
 _FEW_BLOCK_N = 4  # rows of weights that a program reads side by side, for few tokens
@@ -170,25 +170,6 @@ def integer_products(
 
 
 @triton.jit
-def _rows(
-    weight: tl.tensor,
-    scales: tl.tensor,
-    row: tl.tensor,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    ZEROS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Where rows of a weight begin, and their scales."""
-    if GROUP > 0:
-        p_w = weight + row * (K // 2)
-        p_scale = scales + row * (K // GROUP * (1 + ZEROS))
-    else:
-        p_w = weight + row * K
-        p_scale = scales + row
-    return p_w, p_scale
-
-
-@triton.jit
 def _row_scale(p_scale: tl.tensor, mask: tl.tensor, GROUP: tl.constexpr) -> tl.tensor:
     """What the sums of rows are multiplied by."""
     scale = tl.full(mask.shape, 1.0, dtype=tl.float32)
@@ -224,8 +205,8 @@ def _integer_hidden_kernel(
     mask_n = index_n < I
     p_x = x + (pair // TOP_K).to(tl.int64) * stride_x
     row = expert * ((1 + HAS_GATE) * I) + index_n
-    p_gate, p_gate_scale = _rows(gate_up, scales, row, D, GROUP, ZEROS)
-    p_up, p_up_scale = _rows(gate_up, scales, row + HAS_GATE * I, D, GROUP, ZEROS)
+    p_gate, p_gate_scale = rows_at(gate_up, scales, row, 0, D, GROUP, ZEROS)
+    p_up, p_up_scale = rows_at(gate_up, scales, row + HAS_GATE * I, 0, D, GROUP, ZEROS)
     gate = tl.zeros([BLOCK_N, BLOCK_K // chunk_of(GROUP), 16], dtype=tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_K // chunk_of(GROUP), 16], dtype=tl.float32)
     for first in range(0, D, BLOCK_K):
@@ -265,7 +246,7 @@ def _integer_out_kernel(
         pair = token * TOP_K + step // STEPS
         expert = tl.load(expert_ids + pair).to(tl.int64)
         mask_n = (index_n < D) & (expert < E)
-        p_w, p_scale = _rows(down, scales, expert * D + index_n, I, GROUP, ZEROS)
+        p_w, p_scale = rows_at(down, scales, expert * D + index_n, 0, I, GROUP, ZEROS)
         weight = tl.where(expert < E, tl.load(expert_weights + pair).to(tl.float32), 0.0)
         scale = _row_scale(p_scale, mask_n, GROUP) * weight
         p_x = hidden + pair.to(tl.int64) * I
@@ -287,7 +268,7 @@ def _add_product(acc: tl.tensor, w: tl.tensor, x: tl.tensor) -> tl.tensor:
     if x.dtype == tl.float32:
         acc += dot(w, tl.trans(x), tl.zeros_like(acc))
     else:
-        acc = dot(w.to(x.dtype), tl.trans(x), acc)
+        acc = dot(w, tl.trans(x), acc)
     return acc
 
 
@@ -326,17 +307,19 @@ def _integer_gate_up_kernel(
     mask_n = index_n < I
     p_x = x + (pair // TOP_K * stride_x)[:, None]
     row = expert.to(tl.int64) * ((1 + HAS_GATE) * I) + index_n
-    p_gate, p_gate_scale = _rows(gate_up, scales, row, D, GROUP, ZEROS)
-    p_up, p_up_scale = _rows(gate_up, scales, row + HAS_GATE * I, D, GROUP, ZEROS)
+    p_gate, p_gate_scale = rows_at(gate_up, scales, row, 0, D, GROUP, ZEROS)
+    p_up, p_up_scale = rows_at(gate_up, scales, row + HAS_GATE * I, 0, D, GROUP, ZEROS)
     gate = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     up = gate
     for first in tl.range(0, D, BLOCK_K, num_stages=STAGES):
         k = first + tl.arange(0, BLOCK_K)[None, :]
         b_x = tl.load(p_x + k, mask=mask_m[:, None] & (k < D), other=0.0)
         if HAS_GATE:
-            b_w = wide_tile(p_gate, p_gate_scale, first, mask_n, D, GROUP, ZEROS, BLOCK_K)
+            b_w = wide_tile(
+                p_gate, p_gate_scale, first, mask_n, D, GROUP, ZEROS, BLOCK_K, b_x.dtype
+            )
             gate = _add_product(gate, b_w, b_x)
-        b_w = wide_tile(p_up, p_up_scale, first, mask_n, D, GROUP, ZEROS, BLOCK_K)
+        b_w = wide_tile(p_up, p_up_scale, first, mask_n, D, GROUP, ZEROS, BLOCK_K, b_x.dtype)
         up = _add_product(up, b_w, b_x)
     gate *= _row_scale(p_gate_scale, mask_n, GROUP)[:, None]
     up *= _row_scale(p_up_scale, mask_n, GROUP)[:, None]
@@ -377,12 +360,12 @@ def _integer_down_kernel(
     mask_n = index_n < D
     p_x = hidden + pair[:, None] * I
     row = expert.to(tl.int64) * D + index_n
-    p_w, p_scale = _rows(down, scales, row, I, GROUP, ZEROS)
+    p_w, p_scale = rows_at(down, scales, row, 0, I, GROUP, ZEROS)
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for first in tl.range(0, I, BLOCK_K, num_stages=STAGES):
         k = first + tl.arange(0, BLOCK_K)[None, :]
         b_x = tl.load(p_x + k, mask=mask_m[:, None] & (k < I), other=0.0)
-        b_w = wide_tile(p_w, p_scale, first, mask_n, I, GROUP, ZEROS, BLOCK_K)
+        b_w = wide_tile(p_w, p_scale, first, mask_n, I, GROUP, ZEROS, BLOCK_K, b_x.dtype)
         acc = _add_product(acc, b_w, b_x)
     acc *= _row_scale(p_scale, mask_n, GROUP)[:, None]
     p_out = results + pair[None, :] * D + index_n[:, None]

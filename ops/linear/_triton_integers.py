@@ -17,7 +17,13 @@ from torch import Tensor
 from torch_hybrid.ops.integers import INT4, group_of, has_zeros
 from torch_hybrid.ops.linear._triton_place import bias_of, place
 from torch_hybrid.ops.linear.by_torch import product_by_torch
-from torch_hybrid.ops.triton.integers import chunk_of, few_products, scale_and_zero, wide_tile
+from torch_hybrid.ops.triton.integers import (
+    chunk_of,
+    few_products,
+    rows_at,
+    scale_and_zero,
+    wide_tile,
+)
 from torch_hybrid.ops.triton.products import dot
 
 # Past it a weight is read so often that widening it in memory is the faster way.
@@ -25,25 +31,32 @@ MAX_ROWS = 64
 _WIDE_ROWS, _WIDE_COLUMNS = 32, 128  # of a tile that is widened in memory
 
 
+# Of few columns, programs have few of them, and their warps share the depth.
+_PART_ROWS, _PART_COLUMNS = 32, 4096
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Rows of x and of a weight that a program multiplies, ``block_k`` columns at a time.
-    Decided by shapes alone."""
+    """Rows of x and of a weight that a program multiplies, ``block_k`` columns at a time in each of
+    ``num_parts`` parts side by side. Decided by shapes alone."""
 
     block_m: int
     block_n: int
     block_k: int
     num_stages: int
+    num_parts: int = 1
     num_warps: int = 4
 
     @classmethod
-    def of(cls, num_rows: int, *, is_int4: bool) -> Tile:
-        """For that many rows of x; of one, outside the tensor cores."""
-        if num_rows == 1:
-            block_k = 1024 if is_int4 else 512
-            return cls(block_m=1, block_n=4, block_k=block_k, num_stages=1)
+    def of(cls, num_rows: int, num_columns: int, depth: int, *, is_int4: bool) -> Tile:
+        """For that many rows of x, and columns of all weights' results, of sums so deep."""
+        if num_rows == 1:  # outside the tensor cores
+            block_n = 8 if is_int4 else 4
+            return cls(block_m=1, block_n=block_n, block_k=512, num_stages=1)
         block_m = max(16, triton.next_power_of_2(num_rows))
-        block_n = 32 if num_rows <= 16 else 64
+        if num_rows <= _PART_ROWS and num_columns <= _PART_COLUMNS and depth % 512 == 0:
+            return cls(block_m=block_m, block_n=16, block_k=128, num_stages=3, num_parts=4)
+        block_n = 32 if num_rows <= 16 and not is_int4 else 64
         return cls(block_m=block_m, block_n=block_n, block_k=128, num_stages=3)
 
 
@@ -64,7 +77,7 @@ def integer_linear(
         return product_by_torch(x, widened, biases, y)
     is_int4 = weights[0].dtype == INT4
     group, zeros = kinds.pop()
-    tile = Tile.of(num_rows, is_int4=is_int4)
+    tile = Tile.of(num_rows, sum(sizes), depth, is_int4=is_int4)
     _integer_linear_kernel[(sum(triton.cdiv(size, tile.block_n) for size in sizes),)](
         x,
         tuple(weights),
@@ -83,6 +96,7 @@ def integer_linear(
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
+        PARTS=tile.num_parts,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
@@ -172,6 +186,7 @@ def _integer_linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,  # of the depth, side by side: of few columns
     STAGES: tl.constexpr,
 ) -> None:
     """One program: BLOCK_N columns of all rows of y."""
@@ -183,27 +198,37 @@ def _integer_linear_kernel(
     row = first_row + tl.arange(0, BLOCK_N)
     index_m = tl.arange(0, BLOCK_M)
     mask_n, mask_m = row < size, index_m < M
-    p_x = x + index_m.to(tl.int64) * stride_x
-    if GROUP > 0:
-        p_w = weight + row.to(tl.int64) * (K // 2)
-        p_scale = scale + row.to(tl.int64) * (K // GROUP * (1 + ZEROS))
-    else:
-        p_w = weight + row.to(tl.int64) * K
-        p_scale = scale + row
+    p_w, p_scale = rows_at(weight, scale, row.to(tl.int64), 0, K, GROUP, ZEROS)
     if ONE_ROW:
         acc = tl.zeros([BLOCK_N, BLOCK_K // chunk_of(GROUP), 16], dtype=tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        if ONE_ROW:
+        for first in range(0, K, BLOCK_K):
             acc += few_products(p_w, p_scale, x, first, mask_n, K, GROUP, ZEROS, BLOCK_K)
-        else:
-            k = first + tl.arange(0, BLOCK_K)[None, :]
-            b_x = tl.load(p_x[:, None] + k, mask=mask_m[:, None] & (k < K), other=0.0)
-            b_w = wide_tile(p_w, p_scale, first, mask_n, K, GROUP, ZEROS, BLOCK_K)
-            acc = dot(b_w.to(b_x.dtype), tl.trans(b_x), acc)
-    if ONE_ROW:
         acc = tl.sum(tl.sum(acc, 2), 1)[:, None]
+    elif PARTS == 1:
+        p_x = x + index_m.to(tl.int64)[:, None] * stride_x
+        acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+        for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            k = first + tl.arange(0, BLOCK_K)[None, :]
+            b_x = tl.load(p_x + k, mask=mask_m[:, None] & (k < K), other=0.0)
+            b_w = wide_tile(p_w, p_scale, first, mask_n, K, GROUP, ZEROS, BLOCK_K, b_x.dtype)
+            acc = dot(b_w, tl.trans(b_x), acc)
+    else:
+        DEPTH: tl.constexpr = K // PARTS
+        index = tl.arange(0, PARTS * BLOCK_N)
+        rows, start = first_row + index % BLOCK_N, index // BLOCK_N * DEPTH
+        p_part, p_part_scale = rows_at(weight, scale, rows.to(tl.int64), start, K, GROUP, ZEROS)
+        p_x = x + index_m.to(tl.int64)[None, :, None] * stride_x
+        p_x += (tl.arange(0, PARTS) * DEPTH)[:, None, None]
+        acc = tl.zeros([PARTS, BLOCK_N, BLOCK_M], dtype=tl.float32)
+        for first in tl.range(0, DEPTH, BLOCK_K, num_stages=STAGES):
+            k = first + tl.arange(0, BLOCK_K)[None, None, :]
+            b_x = tl.load(p_x + k, mask=mask_m[None, :, None] & (k < DEPTH), other=0.0)
+            b_w = wide_tile(
+                p_part, p_part_scale, first, rows < size, DEPTH, GROUP, ZEROS, BLOCK_K, b_x.dtype
+            )
+            b_w = tl.reshape(b_w, [PARTS, BLOCK_N, BLOCK_K])
+            acc = dot(b_w, tl.permute(b_x, (0, 2, 1)), acc)
+        acc = tl.sum(acc, 0)
     if GROUP == 0:
         acc *= tl.load(p_scale, mask=mask_n, other=0.0)[:, None]
     acc += bias_of(biases, which, row, mask_n, BIASED)[:, None]
