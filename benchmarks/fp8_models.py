@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid import HybridModel
-from torch_hybrid.models.block_fp8 import hold_block_fp8
 from torch_hybrid.models.checkpoint.content import Stored
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.checkpoint.unread import Unread
 from torch_hybrid.models.load import adapted, table_of
+from torch_hybrid.models.scaled_weights import hold_scales
 from torch_hybrid.models.transformers_weights import make_unread
 from torch_hybrid.ops.block_scales import BLOCK, DTYPE, num_blocks
 
@@ -31,7 +31,7 @@ def make_fp8_model(config: Any, device: torch.device) -> HybridModel:
     checkpoint = random_checkpoint(config)
     family_model = make_unread(checkpoint, config, torch.bfloat16, device)
     model = adapted(family_model, config.model_type, table_of(config))
-    hold_block_fp8(model)
+    hold_scales(model)
     fill_unread(model, device)
     return model
 

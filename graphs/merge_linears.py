@@ -16,6 +16,7 @@ from torch_hybrid.graphs.mutation import storages, written_nodes
 from torch_hybrid.graphs.values import value_of
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.linear.op import linear, native_impl
+from torch_hybrid.ops.stored_weights import group_of, has_zeros
 
 _RESHAPES = ("flatten", "reshape", "view")
 _OP = torch.ops.torch_hybrid.linear.default
@@ -27,18 +28,18 @@ def merge_linears(graph: Graph) -> None:
     Contract: the graph computes the same values. The op streams the weights at memory speed for
     the few rows of a decode step, and the layers of one input are one parallel region, or launch.
     Layers of weights with scales, which are such ops already, become one op by themselves, those of
-    one dtype.
+    one dtype and with the same groups.
     Where the op has no native implementation (no compiler), and for weights that are computed in
     the graph, nothing changes.
 
     for each input, the F.linear nodes that read it or a reshape of its rows, up to where it is
-        written in place; and those of one dtype with scales:
+        written in place; and those with scales that are stored alike:
         before the first: y = linear(input as rows, their weights, their biases)
         each node becomes its columns of y, in the leading shape of what it read
 
     The halves of a step have different inputs: each half's layers stay its own.
     """
-    siblings: dict[tuple[Node, torch.dtype], list[_Linear]] = defaultdict(list)
+    siblings: dict[tuple[Node, _Stored], list[_Linear]] = defaultdict(list)
     groups: list[list[_Linear]] = []
     for node in graph.nodes:
         if written := storages(written_nodes(node)):
@@ -46,9 +47,13 @@ def merge_linears(graph: Graph) -> None:
                 groups.append(siblings.pop(key))
         layer = _linear_of(node)
         if layer is not None and layer.impl is not None:
-            siblings[_rows_of(layer.source), value_of(layer.weight).dtype].append(layer)
+            siblings[_rows_of(layer.source), layer.stored].append(layer)
     for group in [*groups, *siblings.values()]:
         _merge(graph, group)
+
+
+# How a weight is stored: its dtype, how many numbers share a scale, whether there are zero points.
+_Stored = tuple[torch.dtype, int, bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,15 @@ class _Linear:
     weight: Node
     bias: Node | None
     scale: Node | None = None
+
+    @property
+    def stored(self) -> _Stored:
+        """Alike in layers that one launch takes."""
+        weight = value_of(self.weight)
+        if self.scale is None:
+            return weight.dtype, 0, False
+        scale = value_of(self.scale)
+        return weight.dtype, group_of(weight, scale), has_zeros(weight, scale)
 
     @property
     def impl(self) -> str | None:

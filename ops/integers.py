@@ -2,7 +2,8 @@
 
 Of 8 bits, a row has one scale. Of 4 bits, each group of 32, 64 or 128 numbers of a row has one, and
 two numbers share a byte: number 2i is the low half of byte i, 2i + 1 the high half, each stored as
-8 more than it is. Zero is always among the numbers: scales are all that there is.
+8 more than it is. Or a group has a zero point beside its scale: what is stored of a number that is
+worth nothing, in the place of 8.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.native import compiler_missing
+from torch_hybrid.ops.native.quantize import quantize
 from torch_hybrid.ops.registration import check_contiguous, check_dtypes, check_shapes
 
 INT8, INT4 = torch.int8, torch.uint8  # in what they are stored
@@ -33,7 +36,13 @@ def group_of(weight: Tensor, scales: Tensor) -> int:
     """How many numbers of a row share a scale."""
     if weight.dtype == INT8:
         return weight.shape[-1]
-    return depth_of(weight) // scales.shape[-1] if scales.shape[-1] else GROUPS[0]
+    num_groups = scales.shape[weight.ndim - 1]
+    return depth_of(weight) // num_groups if num_groups else GROUPS[0]
+
+
+def has_zeros(weight: Tensor, scales: Tensor) -> bool:
+    """Whether each scale has a zero point beside it."""
+    return weight.dtype == INT4 and scales.ndim > weight.ndim
 
 
 def check_scales(weight: Tensor, scales: Tensor, name: str) -> None:
@@ -48,9 +57,12 @@ def check_scales(weight: Tensor, scales: Tensor, name: str) -> None:
             raise ValueError(
                 f"{name}: a row of {depth} numbers of 4 bits has no whole groups of 32, 64 or 128"
             )
-        if list(scales.shape) not in shapes:
+        given = list(scales.shape)
+        if given not in shapes and given not in [[*shape, 2] for shape in shapes]:
             allowed = " or ".join(map(str, shapes))
-            raise ValueError(f"{name} must have shape {allowed}, got {list(scales.shape)}")
+            raise ValueError(
+                f"{name} must have shape {allowed}, or 2 of each with zero points, got {given}"
+            )
     check_dtypes({name: (scales, torch.float32)})
     check_contiguous(**{name: scales})
 
@@ -60,17 +72,24 @@ def dequantized(weight: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         weight: [..., N, K] int8, or [..., N, K / 2] uint8.
-        scales: [..., N], or [..., N, K / group], float32.
+        scales: [..., N], or [..., N, K / group], or [..., N, K / group, 2] of scales and zero
+            points, float32.
         dtype: of the result.
     """
     compute = torch.promote_types(dtype, torch.float32)
     if weight.dtype == INT8:
         return (weight.to(compute) * scales.to(compute)[..., None]).to(dtype)
-    numbers = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(-2).to(compute) - _OFFSET
-    if scales.shape[-1] == 0:
-        return numbers.to(dtype)
-    groups = numbers.unflatten(-1, (scales.shape[-1], -1))
-    worth: Tensor = (groups * scales.to(compute)[..., None]).flatten(-2).to(dtype)
+    stored = torch.stack((weight & 15, weight >> 4), dim=-1).flatten(-2).to(compute)
+    num_groups = scales.shape[weight.ndim - 1]
+    if num_groups == 0:
+        return stored.to(dtype)
+    groups, scales = stored.unflatten(-1, (num_groups, -1)), scales.to(compute)
+    if scales.ndim > weight.ndim:
+        scales, zeros = scales.split(1, -1)
+        numbers = groups - zeros
+    else:
+        scales, numbers = scales[..., None], groups - _OFFSET
+    worth: Tensor = (numbers * scales).flatten(-2).to(dtype)
     return worth
 
 
@@ -79,12 +98,19 @@ def in_8_bits(weight: Tensor) -> tuple[Tensor, Tensor]:
     flat = weight.flatten(0, -2)
     numbers = flat.new_empty(flat.shape, dtype=INT8)
     scales = flat.new_empty(len(flat), dtype=torch.float32)
+    if weight.device.type == "cpu" and compiler_missing() is None:
+        quantize(flat, numbers, scales, 0)
+    else:
+        _fill_8_bits(flat, numbers, scales)
+    return numbers.view(weight.shape), scales.view(weight.shape[:-1])
+
+
+def _fill_8_bits(flat: Tensor, numbers: Tensor, scales: Tensor) -> None:
     for rows in _stretches(flat):
         part = flat[rows].float()
         largest = part.abs().amax(-1) if part.shape[-1] else part.new_zeros(len(part))
         scales[rows] = _not_zero(largest / _LARGEST_INT8)
         numbers[rows] = (part / scales[rows, None]).round_().to(INT8)
-    return numbers.view(weight.shape), scales.view(weight.shape[:-1])
 
 
 def in_4_bits(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
@@ -100,14 +126,22 @@ def in_4_bits(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
     flat = weight.flatten(0, -2)
     numbers = flat.new_empty((len(flat), depth // 2), dtype=INT4)
     scales = flat.new_empty((len(flat), depth // group), dtype=torch.float32)
+    if weight.device.type == "cpu" and compiler_missing() is None:
+        quantize(flat, numbers, scales, group)
+    else:
+        _fill_4_bits(flat, numbers, scales)
+    leading = weight.shape[:-1]
+    return numbers.view(*leading, depth // 2), scales.view(*leading, depth // group)
+
+
+def _fill_4_bits(flat: Tensor, numbers: Tensor, scales: Tensor) -> None:
+    num_groups = scales.shape[1]
     for rows in _stretches(flat):
-        groups = flat[rows].float().unflatten(-1, (depth // group, group))
+        groups = flat[rows].float().unflatten(-1, (num_groups, -1))
         best = _best_scales(groups)
         stored = _nearest(groups, best).add_(_OFFSET).flatten(-2).to(INT4)
         numbers[rows] = stored[:, ::2] | stored[:, 1::2] << 4
         scales[rows] = best.squeeze(-1)
-    leading = weight.shape[:-1]
-    return numbers.view(*leading, depth // 2), scales.view(*leading, depth // group)
 
 
 def _best_scales(groups: Tensor) -> Tensor:

@@ -41,6 +41,11 @@ def group_of(weight: Tensor, scales: Tensor) -> int:
     return 0 if weight.dtype == block_scales.DTYPE else integers.group_of(weight, scales)
 
 
+def has_zeros(weight: Tensor, scales: Tensor) -> bool:
+    """Whether each scale has a zero point beside it."""
+    return integers.has_zeros(weight, scales)
+
+
 def check_has_scales(name: str, weight: Tensor) -> None:
     """Raise ValueError unless a weight is one of those that have scales."""
     if weight.dtype not in WITH_SCALES:

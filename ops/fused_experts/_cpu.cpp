@@ -13,7 +13,9 @@ TH_CALL(Call,
   void *hidden, *out;
   int64_t num_tokens, top_k, num_experts, dim, width, ldx;  // width: rows of gate, and of up
   int64_t ids_are_int64, weights_are_float, has_gate, streams, by_hardware, is_bf16, num_threads;
-  int64_t format, gate_up_group, down_group;  // how many elements of a row share a scale of integers
+  int64_t format;
+  // Of integers: how many elements of a row share a scale, and whether zero points stand beside these.
+  int64_t gate_up_group, down_group, gate_up_has_zeros, down_has_zeros;
 );
 
 constexpr int ROWS = 64;                         // of one expert's tokens, multiplied at a time
@@ -116,15 +118,16 @@ class Experts {
 
   W gate_up(int64_t n) const {
     return weights(W{}, call_.gate_up, call_.gate_up_scales, n, call_.width, call_.dim,
-                   call_.gate_up_group);
+                   call_.gate_up_group, call_.gate_up_has_zeros);
   }
   W down(int64_t n) const {
-    return weights(W{}, call_.down, call_.down_scales, n, call_.dim, call_.width, call_.down_group);
+    return weights(W{}, call_.down, call_.down_scales, n, call_.dim, call_.width, call_.down_group,
+                   call_.down_has_zeros);
   }
 
   // The n-th of weights [rows, depth] that lie one after the other.
   static W weights(th::Weights<T>, const void* data, const void* scales, int64_t n, int64_t rows,
-                   int64_t depth, int64_t) {
+                   int64_t depth, int64_t, int64_t) {
     const auto blocks = [](int64_t size) { return (size + th::FP8_BLOCK - 1) / th::FP8_BLOCK; };
     if (!scales) return {typed(data) + n * rows * depth, nullptr, depth};
     return {static_cast<const uint8_t*>(data) + n * rows * depth,
@@ -132,9 +135,10 @@ class Experts {
   }
   template <typename Q>
   static W weights(th::Integers<Q>, const void* data, const void* scales, int64_t n, int64_t rows,
-                   int64_t depth, int64_t group) {
-    const th::Integers<Q> all{data, static_cast<const float*>(scales), depth, group};
-    return {all.row(n * rows), all.scales_of(n * rows), depth, group};
+                   int64_t depth, int64_t group, int64_t has_zeros) {
+    th::Integers<Q> all{data, static_cast<const float*>(scales), depth, group, has_zeros != 0};
+    all.data = all.row(n * rows), all.scales = all.scales_of(n * rows);
+    return all;
   }
 
   void add(Scratch<T, W>& s, int64_t p, const float* y, int64_t count) {

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.native.call import kernel
 from torch_hybrid.ops.native.forms import forms
-from torch_hybrid.ops.stored_weights import depth_of, format_of, group_of
+from torch_hybrid.ops.stored_weights import depth_of, format_of, group_of, has_zeros
 
 # Of tokens in one go: it bounds the hidden activations, and their experts' weights are read anew.
 MAX_TOKENS = 2048
@@ -20,7 +20,7 @@ _RUN = kernel(
     tensors="x expert_ids expert_weights gate_up down gate_up_scales down_scales hidden out",
     integers="num_tokens top_k num_experts dim width ldx "
     "ids_are_int64 weights_are_float has_gate streams by_hardware is_bf16 num_threads "
-    "format gate_up_group down_group",
+    "format gate_up_group down_group gate_up_has_zeros down_has_zeros",
 )
 
 
@@ -40,10 +40,10 @@ def fused_experts(
     num_tokens, top_k = expert_ids.shape
     measured = forms(x.dtype)
     num_experts, dim, width = *down.shape[:2], depth_of(down)
-    groups = [
-        0 if scales is None else group_of(weight, scales)
-        for weight, scales in ((gate_up, gate_up_scales), (down, down_scales))
-    ]
+    groups, zeros = [0, 0], [False, False]
+    if gate_up_scales is not None and down_scales is not None:
+        pairs = ((gate_up, gate_up_scales), (down, down_scales))
+        groups, zeros = [group_of(*pair) for pair in pairs], [has_zeros(*pair) for pair in pairs]
     hidden = x.new_empty(min(num_tokens, MAX_TOKENS) * top_k, width)
     for first in range(0, num_tokens, MAX_TOKENS):
         block = slice(first, first + MAX_TOKENS)
@@ -72,5 +72,6 @@ def fused_experts(
             torch.get_num_threads(),
             format_of(down.dtype),
             *groups,
+            *zeros,
         )
     return out

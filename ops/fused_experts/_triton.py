@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops import block_scales
 from torch_hybrid.ops.fused_experts._hopper import (
     fp8_hopper_products,
     hopper_products,
@@ -23,6 +24,10 @@ from torch_hybrid.ops.fused_experts._triton_activation import activate
 from torch_hybrid.ops.fused_experts._triton_few import few_tokens
 from torch_hybrid.ops.fused_experts._triton_fp8 import fp8_few_tokens, fp8_products
 from torch_hybrid.ops.fused_experts._triton_group import group_pairs, num_blocks, rows_of_block
+from torch_hybrid.ops.fused_experts._triton_integers import (
+    integer_few_tokens,
+    integer_products,
+)
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import dot
 
@@ -76,7 +81,9 @@ def fused_experts(
     products: Callable[..., None] = _products
     if gate_up_scales is not None and down_scales is not None:
         scales: dict[str, Any] = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
-        few, products = partial(fp8_few_tokens, **scales), partial(fp8_products, **scales)
+        is_fp8 = down.dtype == block_scales.DTYPE
+        few = partial(fp8_few_tokens if is_fp8 else integer_few_tokens, **scales)
+        products = partial(fp8_products if is_fp8 else integer_products, **scales)
     elif suits(x, gate_up, down, expert_ids.numel()):
         products = hopper_products
     if x.shape[0] <= _FEW_TOKENS:

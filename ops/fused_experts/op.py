@@ -44,7 +44,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "triton": Implementation(
         capability=Capability(
             devices=triton_devices(),
-            features=FEATURES,
+            features=stored_weights.FEATURES,
             cuda_graph=True,
             available=triton_missing,
         ),
@@ -90,9 +90,9 @@ def fused_experts(
         down: [E, D, I] contiguous, in gate_up's dtype.
         gate_up_scales: [E, 2 ceil(I / 128), ceil(D / 128)] float32, contiguous, or half of it
             without a gate: gate and up have blocks each for itself; of int8 [E, 2 I], of uint8
-            [E, 2 I, D / group]; or None.
-        down_scales: [E, ceil(D / 128), ceil(I / 128)], [E, D] or [E, D, I / group] float32,
-            contiguous, where gate_up has scales; else None.
+            [E, 2 I, D / group], or twice as many with zero points; or None.
+        down_scales: [E, ceil(D / 128), ceil(I / 128)], [E, D], [E, D, I / group] or
+            [E, D, I / group, 2] float32, contiguous, where gate_up has scales; else None.
         activation: "silu", of a gate; or "relu2", the square of the positive part, without one.
         impl: a name in IMPLEMENTATIONS.
 

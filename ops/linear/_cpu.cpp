@@ -14,10 +14,11 @@ TH_CALL(Call,
 );
 
 // A weight: [rows, K] as the call's format says; its scales, null where it has none; its bias, [rows]
-// or null; how many elements of a row share a scale, where integers do.
+// or null; how many elements of a row share a scale, where integers do, and whether zero points stand
+// beside scales.
 TH_CALL(Group,
   const void *weight, *scales, *bias;
-  int64_t rows, group;
+  int64_t rows, group, has_zeros;
 );
 
 template <typename W>
@@ -31,7 +32,8 @@ struct StoredAs<th::Weights<T>> {
 template <typename Q>
 struct StoredAs<th::Integers<Q>> {
   static th::Integers<Q> of(const Call& call, const Group& group) {
-    return {group.weight, static_cast<const float*>(group.scales), call.K, group.group};
+    return {group.weight, static_cast<const float*>(group.scales), call.K, group.group,
+            group.has_zeros != 0};
   }
 };
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_hybrid.ops.linear.by_torch import product_by_torch
 from torch_hybrid.ops.native.call import kernel
 from torch_hybrid.ops.native.forms import forms
-from torch_hybrid.ops.stored_weights import format_of, group_of
+from torch_hybrid.ops.stored_weights import format_of, group_of, has_zeros
 
 # Past it, torch's product of one weight after the other may be faster: see ``native/forms.py``.
 MAX_ROWS = 128
@@ -24,7 +24,7 @@ FIELDS = {
     "tensors": "x y",
     "integers": "M K ldx ldy num_weights streams by_hardware format is_bf16 num_threads",
     "row_tensors": "weight scales bias",
-    "row_integers": "rows group",
+    "row_integers": "rows group has_zeros",
 }
 _RUN = kernel("linear", SOURCE, **FIELDS)
 
@@ -45,13 +45,16 @@ def linear(
     if num_rows > MAX_ROWS and by_torch and depth % _TILE_DEPTH == 0:
         return product_by_torch(x, weights, biases, y)
     rows: list[int] = []
-    scale_ptrs = groups = [0] * len(sizes)
+    stored = [(0, 0, False)] * len(sizes)  # pointer, numbers of a group, whether it has zero points
     if scales is not None:
-        scale_ptrs = [scale.data_ptr() for scale in scales]
-        groups = [group_of(weight, scale) for weight, scale in zip(weights, scales, strict=True)]
-    of_weights = zip(weights, scale_ptrs, biases, sizes, groups, strict=True)
-    for weight, scale, bias, size, group in of_weights:
-        rows += (weight.data_ptr(), scale, 0 if bias is None else bias.data_ptr(), size, group)
+        stored = [
+            (scale.data_ptr(), group_of(weight, scale), has_zeros(weight, scale))
+            for weight, scale in zip(weights, scales, strict=True)
+        ]
+    of_weights = zip(weights, biases, sizes, stored, strict=True)
+    for weight, bias, size, (scale_ptr, group, zeros) in of_weights:
+        bias_ptr = 0 if bias is None else bias.data_ptr()
+        rows += (weight.data_ptr(), scale_ptr, bias_ptr, size, group, zeros)
     _RUN(
         x,
         y,

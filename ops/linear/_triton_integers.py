@@ -14,38 +14,50 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.integers import INT4, group_of
+from torch_hybrid.ops.integers import INT4, group_of, has_zeros
 from torch_hybrid.ops.linear._triton_place import bias_of, place
 from torch_hybrid.ops.linear.by_torch import product_by_torch
+from torch_hybrid.ops.triton.integers import (
+    chunk_of,
+    few_products,
+    rows_at,
+    scale_and_zero,
+    wide_tile,
+)
 from torch_hybrid.ops.triton.products import dot
 
 # Past it a weight is read so often that widening it in memory is the faster way.
 MAX_ROWS = 64
-# Few rows are multiplied outside the tensor cores.
-_FEW_ROWS = 4
 _WIDE_ROWS, _WIDE_COLUMNS = 32, 128  # of a tile that is widened in memory
+
+
+# Of few columns, programs have few of them, and their warps share the depth.
+_PART_ROWS, _PART_COLUMNS = 32, 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
-    """Rows of x and of a weight that a program multiplies, ``block_k`` bytes of a row at a time.
-    Decided by shapes alone."""
+    """Rows of x and of a weight that a program multiplies, ``block_k`` columns at a time in each of
+    ``num_parts`` parts side by side. Decided by shapes alone."""
 
     block_m: int
     block_n: int
     block_k: int
     num_stages: int
+    num_parts: int = 1
     num_warps: int = 4
 
     @classmethod
-    def of(cls, num_rows: int, numbers_in_byte: int) -> Tile:
-        """For that many rows of x."""
-        if num_rows <= _FEW_ROWS:
-            block_m = triton.next_power_of_2(num_rows)
-            return cls(block_m=block_m, block_n=8, block_k=256, num_stages=3)
+    def of(cls, num_rows: int, num_columns: int, depth: int, *, is_int4: bool) -> Tile:
+        """For that many rows of x, and columns of all weights' results, of sums so deep."""
+        if num_rows == 1:  # outside the tensor cores
+            block_n = 8 if is_int4 else 4
+            return cls(block_m=1, block_n=block_n, block_k=512, num_stages=1)
         block_m = max(16, triton.next_power_of_2(num_rows))
-        block_k = 128 // numbers_in_byte
-        return cls(block_m=block_m, block_n=64, block_k=block_k, num_stages=4)
+        if num_rows <= _PART_ROWS and num_columns <= _PART_COLUMNS and depth % 512 == 0:
+            return cls(block_m=block_m, block_n=16, block_k=128, num_stages=3, num_parts=4)
+        block_n = 32 if num_rows <= 16 and not is_int4 else 64
+        return cls(block_m=block_m, block_n=block_n, block_k=128, num_stages=3)
 
 
 def integer_linear(
@@ -58,12 +70,14 @@ def integer_linear(
     num_rows, depth = x.shape
     sizes = tuple(weight.shape[0] for weight in weights)
     y = x.new_empty(num_rows, sum(sizes))
-    groups = {group_of(weight, scale) for weight, scale in zip(weights, scales, strict=True)}
-    if not _is_ours(x, sizes) or len(groups) > 1:
+    pairs = list(zip(weights, scales, strict=True))
+    kinds = {(group_of(*pair), has_zeros(*pair)) for pair in pairs}
+    if not _is_ours(x, sizes) or len(kinds) > 1:
         widened = _in_memory(weights, scales, x.dtype)
         return product_by_torch(x, widened, biases, y)
-    numbers_in_byte = 2 if weights[0].dtype == INT4 else 1
-    tile = Tile.of(num_rows, numbers_in_byte)
+    is_int4 = weights[0].dtype == INT4
+    group, zeros = kinds.pop()
+    tile = Tile.of(num_rows, sum(sizes), depth, is_int4=is_int4)
     _integer_linear_kernel[(sum(triton.cdiv(size, tile.block_n) for size in sizes),)](
         x,
         tuple(weights),
@@ -77,10 +91,12 @@ def integer_linear(
         y.stride(0),
         BIASED=sum(1 << i for i, bias in enumerate(biases) if bias is not None),
         K=depth,
-        GROUP=groups.pop() if numbers_in_byte == 2 else 0,
+        GROUP=group if is_int4 else 0,
+        ZEROS=zeros,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
+        PARTS=tile.num_parts,
         STAGES=tile.num_stages,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
@@ -94,7 +110,7 @@ def _is_ours(x: Tensor, sizes: Sequence[int]) -> bool:
     if num_rows == 0 or depth == 0 or sum(sizes) == 0:
         return False
     # More of float32 would have to be multiplied outside the tensor cores.
-    return num_rows <= (_FEW_ROWS if x.dtype == torch.float32 else MAX_ROWS)
+    return num_rows <= (1 if x.dtype == torch.float32 else MAX_ROWS)
 
 
 def _in_memory(
@@ -116,6 +132,7 @@ def _in_memory(
                 num_rows,
                 K=depth,
                 GROUP=group_of(weight, scale) if is_int4 else 0,
+                ZEROS=has_zeros(weight, scale),
                 BLOCK_N=_WIDE_ROWS,
                 BLOCK_K=_WIDE_COLUMNS,
                 num_warps=4,
@@ -132,6 +149,7 @@ def _widen_kernel(
     N: tl.tensor,
     K: tl.constexpr,
     GROUP: tl.constexpr,  # 0 where a number has a byte, and a row one scale
+    ZEROS: tl.constexpr,  # whether scales have zero points beside them
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
@@ -141,12 +159,13 @@ def _widen_kernel(
     mask = (row < N) & (k < K)
     if GROUP > 0:
         byte = tl.load(weight + row * (K // 2) + k // 2, mask=mask, other=0).to(tl.int32)
-        number = ((byte >> (k % 2 * 4)) & 15) - 8
-        scale = tl.load(scales + row * (K // GROUP) + k // GROUP, mask=mask, other=0.0)
+        p_scale = scales + (row * (K // GROUP) + k // GROUP) * (1 + ZEROS)
+        scale, zero = scale_and_zero(p_scale, mask, ZEROS)
+        number = ((byte >> (k % 2 * 4)) & 15).to(tl.float32) - zero
     else:
-        number = tl.load(weight + row * K + k, mask=mask, other=0)
+        number = tl.load(weight + row * K + k, mask=mask, other=0).to(tl.float32)
         scale = tl.load(scales + row, mask=row < N, other=0.0)
-    tl.store(out + row * K + k, (number.to(tl.float32) * scale).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * K + k, (number * scale).to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -163,15 +182,15 @@ def _integer_linear_kernel(
     BIASED: tl.constexpr,  # bit i: weight i has a bias
     K: tl.constexpr,
     GROUP: tl.constexpr,  # 0 where a number has a byte, and a row one scale
+    ZEROS: tl.constexpr,  # whether scales have zero points beside them
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,  # of the depth, side by side: of few columns
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N columns of all rows of y.
-
-    A byte of two numbers meets an even and an odd column of x: there are two products for it.
-    """
+    """One program: BLOCK_N columns of all rows of y."""
+    ONE_ROW: tl.constexpr = BLOCK_M == 1
     weight, which, size, column, first_row = place(weights, sizes, BLOCK_N)
     scale = scales[0]
     for i in tl.static_range(1, len(sizes)):
@@ -179,95 +198,39 @@ def _integer_linear_kernel(
     row = first_row + tl.arange(0, BLOCK_N)
     index_m = tl.arange(0, BLOCK_M)
     mask_n, mask_m = row < size, index_m < M
-    p_x = x + index_m.to(tl.int64)[:, None] * stride_x
-    row_64 = row.to(tl.int64)
-    if GROUP > 0:
-        acc = _sum_of_halves(
-            weight + row_64[:, None] * (K // 2),
-            scale + row_64[:, None] * (K // GROUP),
-            p_x,
-            mask_n,
-            mask_m,
-            K,
-            GROUP,
-            BLOCK_K,
-            STAGES,
-        )
+    p_w, p_scale = rows_at(weight, scale, row.to(tl.int64), 0, K, GROUP, ZEROS)
+    if ONE_ROW:
+        acc = tl.zeros([BLOCK_N, BLOCK_K // chunk_of(GROUP), 16], dtype=tl.float32)
+        for first in range(0, K, BLOCK_K):
+            acc += few_products(p_w, p_scale, x, first, mask_n, K, GROUP, ZEROS, BLOCK_K)
+        acc = tl.sum(tl.sum(acc, 2), 1)[:, None]
+    elif PARTS == 1:
+        p_x = x + index_m.to(tl.int64)[:, None] * stride_x
+        acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+        for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            k = first + tl.arange(0, BLOCK_K)[None, :]
+            b_x = tl.load(p_x + k, mask=mask_m[:, None] & (k < K), other=0.0)
+            b_w = wide_tile(p_w, p_scale, first, mask_n, K, GROUP, ZEROS, BLOCK_K, b_x.dtype)
+            acc = dot(b_w, tl.trans(b_x), acc)
     else:
-        acc = _sum(weight + row_64[:, None] * K, p_x, mask_n, mask_m, K, BLOCK_K, STAGES)
-        acc *= tl.load(scale + row, mask=mask_n, other=0.0)[:, None]
+        DEPTH: tl.constexpr = K // PARTS
+        index = tl.arange(0, PARTS * BLOCK_N)
+        rows, start = first_row + index % BLOCK_N, index // BLOCK_N * DEPTH
+        p_part, p_part_scale = rows_at(weight, scale, rows.to(tl.int64), start, K, GROUP, ZEROS)
+        p_x = x + index_m.to(tl.int64)[None, :, None] * stride_x
+        p_x += (tl.arange(0, PARTS) * DEPTH)[:, None, None]
+        acc = tl.zeros([PARTS, BLOCK_N, BLOCK_M], dtype=tl.float32)
+        for first in tl.range(0, DEPTH, BLOCK_K, num_stages=STAGES):
+            k = first + tl.arange(0, BLOCK_K)[None, None, :]
+            b_x = tl.load(p_x + k, mask=mask_m[None, :, None] & (k < DEPTH), other=0.0)
+            b_w = wide_tile(
+                p_part, p_part_scale, first, rows < size, DEPTH, GROUP, ZEROS, BLOCK_K, b_x.dtype
+            )
+            b_w = tl.reshape(b_w, [PARTS, BLOCK_N, BLOCK_K])
+            acc = dot(b_w, tl.permute(b_x, (0, 2, 1)), acc)
+        acc = tl.sum(acc, 0)
+    if GROUP == 0:
+        acc *= tl.load(p_scale, mask=mask_n, other=0.0)[:, None]
     acc += bias_of(biases, which, row, mask_n, BIASED)[:, None]
     p_y = y + index_m.to(tl.int64)[None, :] * stride_y + (column + row)[:, None]
     tl.store(p_y, acc.to(y.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
-
-
-@triton.jit
-def _sum(
-    p_w: tl.tensor,
-    p_x: tl.tensor,
-    mask_n: tl.tensor,
-    mask_m: tl.tensor,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> tl.tensor:
-    """[BLOCK_N, BLOCK_M] products of numbers of 8 bits and of rows of x, which pointers begin."""
-    BLOCK_N: tl.constexpr = p_w.shape[0]
-    BLOCK_M: tl.constexpr = p_x.shape[0]
-    FEW: tl.constexpr = BLOCK_M < 16
-    if FEW:
-        acc = tl.zeros([BLOCK_N, BLOCK_M, BLOCK_K], dtype=tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-        k = first + tl.arange(0, BLOCK_K)[None, :]
-        b_w = tl.load(p_w + k, mask=mask_n[:, None] & (k < K), other=0)
-        b_x = tl.load(p_x + k, mask=mask_m[:, None] & (k < K), other=0.0)
-        if FEW:
-            acc += b_w.to(tl.float32)[:, None, :] * b_x.to(tl.float32)[None, :, :]
-        else:
-            acc = dot(b_w.to(tl.float32).to(b_x.dtype), tl.trans(b_x), acc)
-    if FEW:
-        acc = tl.sum(acc, 2)
-    return acc
-
-
-@triton.jit
-def _sum_of_halves(
-    p_w: tl.tensor,
-    p_scale: tl.tensor,
-    p_x: tl.tensor,
-    mask_n: tl.tensor,
-    mask_m: tl.tensor,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> tl.tensor:
-    """The same of scaled numbers of 4 bits, BLOCK_K bytes of them at a time."""
-    BLOCK_N: tl.constexpr = p_w.shape[0]
-    BLOCK_M: tl.constexpr = p_x.shape[0]
-    FEW: tl.constexpr = BLOCK_M < 16
-    if FEW:
-        acc = tl.zeros([BLOCK_N, BLOCK_M, BLOCK_K], dtype=tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    for first in tl.range(0, K // 2, BLOCK_K, num_stages=STAGES):
-        byte = first + tl.arange(0, BLOCK_K)[None, :]
-        mask_w = mask_n[:, None] & (byte < K // 2)
-        b_w = tl.load(p_w + byte, mask=mask_w, other=0).to(tl.int32)
-        b_scale = tl.load(p_scale + byte // (GROUP // 2), mask=mask_w, other=0.0)
-        k = 2 * first + tl.arange(0, 2 * BLOCK_K)[None, :]
-        b_x = tl.load(p_x + k, mask=mask_m[:, None] & (k < K), other=0.0)
-        even, odd = tl.split(tl.reshape(b_x, [BLOCK_M, BLOCK_K, 2]))
-        low = ((b_w & 15) - 8).to(tl.float32) * b_scale
-        high = ((b_w >> 4) - 8).to(tl.float32) * b_scale
-        if FEW:
-            acc += low[:, None, :] * even.to(tl.float32)[None, :, :]
-            acc += high[:, None, :] * odd.to(tl.float32)[None, :, :]
-        else:
-            acc = dot(low.to(b_x.dtype), tl.trans(even), acc)
-            acc = dot(high.to(b_x.dtype), tl.trans(odd), acc)
-    if FEW:
-        acc = tl.sum(acc, 2)
-    return acc

@@ -95,7 +95,8 @@ def linear(
     - int8, ``weights[i][n, k] * scales[i][n]``;
     - uint8, of two numbers of 4 bits each: ``(number[n, k] - 8) * scales[i][n, k // group]``,
       where number ``2 k`` is the low half of ``weights[i][n, k]`` and ``2 k + 1`` the high half,
-      and group is 32, 64 or 128.
+      and group is 32, 64 or 128; or, with zero points beside scales,
+      ``(number[n, k] - scales[i][n, k // group, 1]) * scales[i][n, k // group, 0]``.
 
     What x holds is not rounded, but by the implementation "triton_fp8", of 8-bit floats: to such
     too, each row's numbers with a scale for 128 columns, as those checkpoints are meant to be run.
@@ -105,8 +106,8 @@ def linear(
         weights: each [N_i, K], contiguous, in x's dtype; with ``scales`` float8_e4m3fn, int8, or
             uint8 [N_i, K / 2]; at least one.
         biases: as many, each [N_i] in x's dtype, or None.
-        scales: as many, float32, contiguous, each [ceil(N_i / 128), ceil(K / 128)], [N_i] or
-            [N_i, K / group]; or None.
+        scales: as many, float32, contiguous, each [ceil(N_i / 128), ceil(K / 128)], [N_i],
+            [N_i, K / group] or [N_i, K / group, 2]; or None.
         impl: a name in IMPLEMENTATIONS.
 
     Returns:

@@ -3,9 +3,10 @@
 //
 //   Int8   [N, K] signed bytes, and a scale for each row
 //   Int4   [N, K / 2] bytes: element 2i is the low half of byte i, 2i + 1 the high half, each 8 more
-//          than it is worth; and a scale for each group of 32, 64 or 128 elements of a row
+//          than it is worth; and a scale for each group of 32, 64 or 128 elements of a row. Where
+//          groups have zero points, these stand behind the scales, and in the place of 8
 //
-//   Integers<Q> W{data, scales, K, group};
+//   Integers<Q> W{data, scales, K, group, has_zeros};
 //   IntegerRows<Q> x;                      keep one per thread: its memory is reused
 //   x.pack(M, K, row)                      row(i) is a pointer to row i of x, of float or bf16
 //   x.multiply(W, first, N, y, ldy)        y[m * ldy + n] = x W^T for rows [first, first + N) of W,
@@ -57,7 +58,7 @@ struct Int8 {
 
   struct Scaled {
     Scaled() = default;
-    explicit TH_INLINE Scaled(float) {}
+    TH_INLINE Scaled(float, float) {}
     TH_INLINE Widened widen(const uint8_t* p) const { return {half(p), half(p + LANES)}; }
     static TH_INLINE f32x16 half(const uint8_t* p) {
 #ifdef __AVX512F__
@@ -94,8 +95,8 @@ struct Int4 {
 #ifdef __AVX512F__
     f32x16 worth;
     Scaled() = default;
-    explicit TH_INLINE Scaled(float scale)
-        : worth(f32x16{-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7} * scale) {}
+    TH_INLINE Scaled(float scale, float zero)
+        : worth((f32x16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - zero) * scale) {}
     TH_INLINE Widened widen(const uint8_t* p) const {
       const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
       // The lookup reads four bits of each lane.
@@ -103,16 +104,16 @@ struct Int4 {
               (f32x16)_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), (__m512)worth)};
     }
 #else
-    float scale;
+    float scale, zero;
     Scaled() = default;
-    explicit TH_INLINE Scaled(float scale) : scale(scale) {}
+    TH_INLINE Scaled(float scale, float zero) : scale(scale), zero(zero) {}
     TH_INLINE Widened widen(const uint8_t* p) const {
       typedef uint8_t u8x16 __attribute__((vector_size(16)));
       u8x16 bytes;
       std::memcpy(&bytes, p, sizeof(bytes));
       const i32x16 pairs = __builtin_convertvector(bytes, i32x16);
-      return {(__builtin_convertvector(pairs & 15, f32x16) - 8.0f) * scale,
-              (__builtin_convertvector(pairs >> 4, f32x16) - 8.0f) * scale};
+      return {(__builtin_convertvector(pairs & 15, f32x16) - zero) * scale,
+              (__builtin_convertvector(pairs >> 4, f32x16) - zero) * scale};
     }
 #endif
   };
@@ -123,13 +124,27 @@ struct Integers {
   const void* data;
   const float* scales;
   int64_t K, group;  // elements of a row that share a scale
+  bool has_zeros;    // each scale is followed by what the number is that is worth nothing
 
   int64_t row_bytes() const { return K * Q::STEP_BYTES / INTEGER_STEP; }
-  int64_t num_groups() const { return Q::SCALES_SUMS ? 1 : K / group; }
+  int64_t scale_floats() const { return 1 + has_zeros; }
+  int64_t row_scales() const { return Q::SCALES_SUMS ? 1 : K / group * scale_floats(); }
   const uint8_t* row(int64_t n) const {
     return static_cast<const uint8_t*>(data) + n * row_bytes();
   }
-  const float* scales_of(int64_t n) const { return scales + n * num_groups(); }
+  const float* scales_of(int64_t n) const { return scales + n * row_scales(); }
+};
+
+// The zero points of groups beside their scales, or as many eights.
+struct Zeros {
+  template <typename Q>
+  Zeros(const Integers<Q>& W, const float* scales)
+      : at(W.has_zeros ? scales + 1 : &EIGHT), moves(W.has_zeros) {}
+  TH_INLINE float operator[](int64_t scale) const { return at[moves * scale]; }
+
+  static constexpr float EIGHT = 8;
+  const float* at;
+  int64_t moves;
 };
 
 namespace detail {
@@ -148,10 +163,17 @@ template <typename Q, int STEPS, int R, int G>
 TH_NOINLINE void multiply_integers(const Integers<Q>& W, int64_t n, int64_t stride, const Widened* x,
                                    float* y, int64_t ldy) {
   constexpr int LINE_STEPS = 64 / Q::STEP_BYTES, SUMS = (R * G + LANES - 1) / LANES * LANES;
-  const int64_t w_step = stride * W.row_bytes(), s_step = stride * W.num_groups();
+  const int64_t w_step = stride * W.row_bytes(), s_step = stride * W.row_scales();
+  const int64_t s_width = W.scale_floats();
   const uint8_t* w = W.row(n);
   const float* s = W.scales_of(n);
   f32x16 acc[SUMS] = {};
+  const Zeros zeros(W, s);
+  int64_t group = 0;
+  const auto scaled = [&](int r) TH_LAMBDA {
+    const int64_t i = r * s_step + group;
+    return Q::SCALES_SUMS ? typename Q::Scaled() : typename Q::Scaled(s[i], zeros[i]);
+  };
   const auto meet = [&](const Widened& numbers, const Widened* xs, int r) TH_LAMBDA {
 #pragma GCC unroll 8
     for (int m = 0; m < G; ++m)
@@ -166,18 +188,17 @@ TH_NOINLINE void multiply_integers(const Integers<Q>& W, int64_t n, int64_t stri
     if constexpr (G <= 4) {  // a row after the other: its scaled numbers are all that is kept of it
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const typename Q::Scaled scaled(Q::SCALES_SUMS ? 1.0f : s[r * s_step]);
+        const typename Q::Scaled numbers = scaled(r);
 #pragma GCC unroll 4
         for (int i = 0; i < STEPS; ++i)
-          meet(scaled.widen(w + r * w_step + i * Q::STEP_BYTES), x + i * G, r);
+          meet(numbers.widen(w + r * w_step + i * Q::STEP_BYTES), x + i * G, r);
       }
     } else {  // all rows at once: a vector of x is loaded once for them
       for (int i = 0; i < STEPS; ++i) {
         Widened numbers[R];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
-          numbers[r] = typename Q::Scaled(Q::SCALES_SUMS ? 1.0f : s[r * s_step])
-                           .widen(w + r * w_step + i * Q::STEP_BYTES);
+          numbers[r] = scaled(r).widen(w + r * w_step + i * Q::STEP_BYTES);
 #pragma GCC unroll 8
         for (int m = 0; m < G; ++m) {
           const f32x16 first = held(x[i * G + m].first);
@@ -193,14 +214,14 @@ TH_NOINLINE void multiply_integers(const Integers<Q>& W, int64_t n, int64_t stri
       }
     }
     w += STEPS * Q::STEP_BYTES, x += STEPS * G;
-    if (!Q::SCALES_SUMS) ++s;
+    if (!Q::SCALES_SUMS) group += s_width;
   }
   if constexpr (Q::SCALES_SUMS)
     for (; k < W.K; k += INTEGER_STEP, w += INTEGER_STEP, x += G)
       for (int r = 0; r < R; ++r) {
         uint8_t last[INTEGER_STEP] = {};
         std::memcpy(last, w + r * w_step, std::min<int64_t>(INTEGER_STEP, W.K - k));
-        meet(typename Q::Scaled(1.0f).widen(last), x, r);
+        meet(typename Q::Scaled().widen(last), x, r);
       }
   float sums[SUMS];
 #pragma GCC unroll 2
@@ -301,17 +322,18 @@ class IntegerPieces {
   TH_NOINLINE static void widen(const Integers<Q>& W, int64_t n, C* to) {
     const uint8_t* w = W.row(n);
     const float* s = W.scales_of(n);
+    const Zeros zeros(W, s);
     const int64_t width = Q::SCALES_SUMS ? W.K : W.group;
-    for (int64_t first = 0; first < W.K; first += width, ++s) {
-      const typename Q::Scaled scaled(*s);
+    for (int64_t first = 0, i = 0; first < W.K; first += width, i += W.scale_floats()) {
+      const typename Q::Scaled scaled(s[i], zeros[i]);
       int64_t k = 0;
       for (; k + INTEGER_STEP <= width; k += INTEGER_STEP, w += Q::STEP_BYTES, to += INTEGER_STEP)
-        Q::store_in_order(to, Q::worth(scaled.widen(w), *s));
+        Q::store_in_order(to, Q::worth(scaled.widen(w), s[i]));
       if (k == width) continue;
       uint8_t last[INTEGER_STEP] = {};
       C widened[INTEGER_STEP];
       std::memcpy(last, w, width - k);
-      Q::store_in_order(widened, Q::worth(scaled.widen(last), *s));
+      Q::store_in_order(widened, Q::worth(scaled.widen(last), s[i]));
       std::memcpy(to, widened, sizeof(C) * (width - k));
     }
   }

@@ -25,7 +25,7 @@ QUANTIZATION = {
     "modules_to_not_convert": ["lm_head"],
 }
 # What the published checkpoints leave as it is.
-_KEPT = re.compile(
+KEPT = re.compile(
     r".*(embed_tokens|lm_head|norm|conv1d|shared_expert_gate|\.gate|in_proj_(ba|a|b)|\.b_proj"
     r"|word_embeddings)\.weight"
 )
@@ -44,7 +44,7 @@ def save(hf_model: Any, folder: Path, *, scale_dtype: torch.dtype = torch.float3
     hf_model.to(torch.bfloat16).save_pretrained(folder)
     weights, worth = load_file(folder / "model.safetensors"), load_file(twin / "model.safetensors")
     for name, weight in list(worth.items()):
-        if weight.ndim == 2 and name.endswith(".weight") and not _KEPT.fullmatch(name):
+        if weight.ndim == 2 and name.endswith(".weight") and not KEPT.fullmatch(name):
             numbers, scales = in_blocks(weight)
             weights[name], weights[f"{name}_scale_inv"] = numbers, scales.to(scale_dtype)
             worth[name] = dequantized(numbers, scales.to(scale_dtype), torch.float32)

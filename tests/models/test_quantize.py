@@ -12,14 +12,22 @@ from torch import Tensor, nn
 import torch_hybrid as th
 from tests.graphs.as_traced import run_as_traced
 from tests.tiny_models import FEWEST_LAYERS, make_hybrid, make_model
+from torch_hybrid.caches import room
 from torch_hybrid.demo.task import checkpoint_path, make_prompts
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.integers import IntegerEmbedding
 from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.models import quantize as quantizing
 from torch_hybrid.models.load import adapt, unread
+from torch_hybrid.models.quantize import plan_integers
 from torch_hybrid.models.shard import cut
-from torch_hybrid.ops.integers import dequantized, in_4_bits, in_8_bits
+from torch_hybrid.ops.integers import (
+    _fill_4_bits,
+    _fill_8_bits,
+    dequantized,
+    in_4_bits,
+    in_8_bits,
+)
 from torch_hybrid.ranks import Ranks, SumOverRanks
 
 # Whose rows groups of 32 divide.
@@ -144,6 +152,25 @@ def test_a_checkpoint_is_quantized_as_it_is_read(
     assert max(held) <= max(1 << 12, 4 * rows)
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_room_is_asked_for_what_integers_take(
+    weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    make_model("qwen3_5", intermediate_size=512, tie_word_embeddings=False).save_pretrained(
+        tmp_path
+    )
+    model = th.from_pretrained(tmp_path, weights=weights)
+    taken = sum(weight.nbytes for weight in model.parameters())
+    monkeypatch.setattr(room, "free_bytes", lambda device: taken)
+    th.from_pretrained(tmp_path, weights=weights)
+    with pytest.raises(th.CapacityError):
+        th.from_pretrained(tmp_path)
+    monkeypatch.setattr(room, "free_bytes", lambda device: taken - 1)
+    monkeypatch.setattr(quantizing, "read_rows", None)  # nothing is read
+    with pytest.raises(th.CapacityError, match=f"the weights need {taken:,} bytes"):
+        th.from_pretrained(tmp_path, weights=weights)
+
+
 def counting(held: list[int], function: Any) -> Any:
     def run(weight: Tensor, *arguments: int) -> Any:
         held.append(weight.nbytes)
@@ -157,10 +184,10 @@ def test_two_ranks_make_integers_of_their_parts(tmp_path: Path):
     make_model("qwen3_5", intermediate_size=128).save_pretrained(tmp_path)
     device = torch.device("cpu")
     checkpoint, whole = unread(str(tmp_path), "auto", device)
-    quantizing.quantize_unread(whole, checkpoint, device, "int8")
+    quantizing.quantize_unread(whole, plan_integers(whole, "int8"), checkpoint, device)
     checkpoint, part = unread(str(tmp_path), "auto", device)
     cut(part, Ranks(rank=1, size=2, group_name="none"), "tensor")
-    quantizing.quantize_unread(part, checkpoint, device, "int8")
+    quantizing.quantize_unread(part, plan_integers(part, "int8"), checkpoint, device)
     all_rows, own_rows = whole.layers[0].mlp.up_proj, part.layers[0].mlp.part.up_proj
     assert torch.equal(own_rows.weight, all_rows.weight[64:])
     assert torch.equal(own_rows.scales, all_rows.scales[64:])
@@ -183,6 +210,26 @@ def test_numbers_are_the_nearest_and_scales_the_best():
     zeros = torch.zeros(2, 32)
     for made in (in_8_bits(zeros), in_4_bits(zeros, 32)):
         assert torch.equal(dequantized(*made, torch.float32), zeros)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_integers_of_our_kernel_are_those_of_torch(dtype: torch.dtype):
+    weight = torch.randn(7, 384).to(dtype)
+    weight[3, 128:256] = 0
+    for rows in (weight, weight[:, :77]):
+        numbers, scales = in_8_bits(rows)
+        expected = torch.empty_like(numbers), torch.empty_like(scales)
+        _fill_8_bits(rows, *expected)
+        assert torch.equal(numbers, expected[0])
+        assert torch.equal(scales, expected[1])
+    for group in (32, 64, 128):
+        made = in_4_bits(weight, group)
+        expected = torch.empty_like(made[0]), torch.empty_like(made[1])
+        _fill_4_bits(weight, *expected)
+        ours, theirs = (
+            (dequantized(*pair, torch.float32) - weight).square().sum() for pair in (made, expected)
+        )
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=0)
 
 
 def test_the_demo_still_recalls_with_integers():

@@ -188,6 +188,10 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         options = {"activation": case.activation, **scales}
         yield f"{name}, 8-bit weights", partial(run, op, args, options)
         yield f"{name}, in 8 bits", partial(run, op, args, options | {"impl": "triton_fp8"})
+        for stored in ("int8", "int4_of_64_with_zeros"):
+            args, scales = experts.make_integer_inputs(case, stored, dtype=dtype)
+            options = {"activation": case.activation, **scales}
+            yield f"{name}, {stored}", partial(run, op, args, options)
     for num_rows in (3, 9):
         layers = linears.Case(num_rows=num_rows, depth=77, widths=(66, 7), biased=frozenset({1}))
         args = linears.make_inputs(layers, dtype=dtype)
@@ -197,7 +201,7 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         yield name, partial(run, linear.linear, args, {"scales": scales})
         options = {"scales": scales, "impl": "triton_fp8"}
         yield f"linear of {num_rows} rows, in 8 bits", partial(run, linear.linear, args, options)
-    for num_rows, stored in product((3, 9, 70), ("int8", "int4_of_32")):
+    for num_rows, stored in product((1, 9, 70), ("int8", "int4_of_32")):
         layers = linears.Case(num_rows=num_rows, depth=77, widths=(66, 7), biased=frozenset({1}))
         args, scales = linears.make_integer_inputs(layers, stored, dtype=dtype)
         name = f"linear of {num_rows} rows, {stored}"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.models import fp8_checkpoint, ring_checkpoint
+from tests.models import fp8_checkpoint, packed_checkpoint, ring_checkpoint
 from tests.models.checkpoint.test_block_fp8 import OPTIONS
 from tests.parallel import loading
 from tests.parallel.jobs import SEEDS
@@ -45,16 +45,22 @@ def test_logits_are_those_of_one_process(families: list[str], experts: str, tmp_
         assert first[family].digest == second[family].digest, f"{family}: the ranks differ"
 
 
-def test_weights_of_8_bits_are_cut_as_they_lie(tmp_path: Path):
+def test_quantized_weights_are_cut_as_they_lie(tmp_path: Path):
     options = OPTIONS["qwen3_next"] | {"linear_num_value_heads": 8}
-    model = make_model("qwen3_next", **fp8_checkpoint.SIZES, **options)
-    fp8_checkpoint.save(model, tmp_path)
-    fp8_checkpoint.change_config(tmp_path, dtype="float32")
+    folders = {name: tmp_path / name for name in ("fp8", "compressed_with_zeros", "awq")}
+    for name, folder in folders.items():
+        model = make_model("qwen3_next", **fp8_checkpoint.SIZES, **options)
+        if name == "fp8":
+            fp8_checkpoint.save(model, folder)
+        else:
+            packed_checkpoint.save(model, folder, name)
+        fp8_checkpoint.change_config(folder, dtype="float32")
     first, second = results(
-        run_ranks(loading.load_together, 2, {"fp8": tmp_path}, limit_s=300, timeout_s=200)
+        run_ranks(loading.load_together, 2, folders, limit_s=300, timeout_s=200)
     )
-    assert first["fp8"].error < 2e-5
-    assert first["fp8"].digest == second["fp8"].digest
+    for name in folders:
+        assert first[name].error < 2e-5, name
+        assert first[name].digest == second[name].digest, name
 
 
 @pytest.mark.parametrize("broken", [0, 1])

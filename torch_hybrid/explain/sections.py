@@ -11,6 +11,7 @@ import torch
 
 from torch_hybrid.caches.room import byte_count, free_bytes
 from torch_hybrid.caches.sizes import PoolCost
+from torch_hybrid.explain.weights import weights_by_part
 from torch_hybrid.graphs.link import Trial
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.runner import Runner
@@ -28,7 +29,9 @@ class Section:
 
 def explain(runner: Runner) -> list[Section]:
     """Everything there is to know before serving; ``runner.warm_up()`` makes the graphs known."""
-    sections = [layers(runner), implementations(runner), pools(runner), memory(runner)]
+    model = runner.model
+    sections = [layers(runner), weights(model), implementations(runner)]
+    sections += [pools(runner), memory(runner)]
     if runner.compile:
         sections.append(graphs(runner.report()))
     trials = runner.report().overlap_trials
@@ -51,6 +54,27 @@ def layers(runner: Runner) -> Section:
     return Section(
         title=f"{len(runner.cache.table)} layers",
         columns=("layers", "kind", "facts", "per token", "per sequence"),
+        rows=tuple(rows),
+    )
+
+
+def weights(model: Any) -> Section:
+    """What the parts of a model are stored as, the most first."""
+    parts = weights_by_part(model)
+    rows = [
+        (
+            part,
+            _ranges(sorted(stored.layers)) or "-",
+            form,
+            byte_count(stored.num_bytes),
+            byte_count(stored.scale_bytes) if stored.scale_bytes else "-",
+        )
+        for (part, form), stored in sorted(parts.items(), key=lambda item: -item[1].num_bytes)
+    ]
+    total = sum(stored.num_bytes + stored.scale_bytes for stored in parts.values())
+    return Section(
+        title=f"Weights of {byte_count(total)}",
+        columns=("part", "layers", "stored as", "numbers", "scales"),
         rows=tuple(rows),
     )
 

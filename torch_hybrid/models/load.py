@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -12,12 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.host import keep_weights, trim
 from torch_hybrid.models.arguments import checked_device, checked_dtype, checked_path
 from torch_hybrid.models.bailing_hybrid import BAILING_HYBRID
 from torch_hybrid.models.bamba import BAMBA
-from torch_hybrid.models.block_fp8 import hold_block_fp8
 from torch_hybrid.models.checkpoint.files import Checkpoint, open_checkpoint
 from torch_hybrid.models.checkpoint.read import needed_bytes, read_weights
 from torch_hybrid.models.checkpoint.together import Together, check_room_together
@@ -33,7 +33,13 @@ from torch_hybrid.models.merge_adapters import merge_adapters
 from torch_hybrid.models.minimax import MINIMAX
 from torch_hybrid.models.nemotron_h import NEMOTRON_H
 from torch_hybrid.models.olmo_hybrid import OLMO_HYBRID
-from torch_hybrid.models.quantize import EIGHT_BITS, KEPT, check_weights, quantize_unread
+from torch_hybrid.models.quantize import (
+    EIGHT_BITS,
+    KEPT,
+    check_weights,
+    plan_integers,
+    quantize_unread,
+)
 from torch_hybrid.models.quantized import refuse_modules
 from torch_hybrid.models.qwen3 import QWEN3
 from torch_hybrid.models.qwen3_5 import QWEN3_5
@@ -44,6 +50,7 @@ from torch_hybrid.models.ring_2_5 import (
     is_ring_2_5,
     make_unread_ring_2_5,
 )
+from torch_hybrid.models.scaled_weights import hold_scales
 from torch_hybrid.models.shard import Experts, check_can_be_cut, cut, ranks_of
 from torch_hybrid.models.taken_weights import check_weights_say_all
 from torch_hybrid.models.transformers_hooks import (
@@ -108,7 +115,8 @@ def from_pretrained(
     """Load a checkpoint of safetensors: into a transformers model whose mixers are ours, or into
     our own module.
 
-    Weights in block-FP8 (``quant_method: fp8``) stay in 8 bits, with their scales.
+    Weights in block-FP8 (``quant_method: fp8``), and integers of compressed-tensors, GPTQ and AWQ,
+    stay as small as they are stored, with their scales.
 
     Names, shapes and dtypes are checked before the first weight is read. Then several threads read
     the weights straight to where they are kept: of a shared model, what this rank keeps of it.
@@ -144,18 +152,33 @@ def from_pretrained(
         if ranks is not None:
             check_can_be_cut(model, experts)
             cut(model, ranks_of(ranks), experts)
-        hold_block_fp8(model)
-        if weights != "auto":
-            quantize_unread(
-                model, checkpoint, device, weights, group=group, keep=keep, eight_bits=eight_bits
-            )
-        num_bytes = needed_bytes(model)
+        hold_scales(model)
+        if weights == "auto":
+            plan, num_bytes = None, needed_bytes(model)
+        else:
+            plan = plan_integers(model, weights, group=group, keep=keep, eight_bits=eight_bits)
+            replaced = [module for _, module in plan.modules]
+            num_bytes = plan.num_bytes + needed_bytes(model, without=replaced)
     limits = "their precision (dtype), or share the model among more ranks"
     check_room_together(ranks, num_bytes, device, what="the weights", limits=limits)
-    with Together(ranks):
+    with Together(ranks), _counted_room(device):
+        if plan is not None:
+            quantize_unread(model, plan, checkpoint, device, label=label)
         read_weights(model, checkpoint, device, label=label)
     trim()
     return model
+
+
+@contextmanager
+def _counted_room(device: torch.device) -> Iterator[None]:
+    """Where there was room when it was counted, and others took it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        told = str(error).partition("\n")[0]
+        raise CapacityError(
+            f"{device.type} had no room left while weights were read: {told}"
+        ) from error
 
 
 def unread(
@@ -168,12 +191,12 @@ def unread(
         checkpoint = open_checkpoint(_folder_of(path_or_id))
         return checkpoint, make_unread_ring_2_5(checkpoint, sizes, fields, dtype, device)
     config = _transformers_config(path_or_id, fields)
-    is_fp8 = take_quantization(config)
+    made_weights = take_quantization(config)
     table = table_of(config)
     _warn_of_dropped(config)
     checkpoint = open_checkpoint(_folder_of(path_or_id))
-    if is_fp8:
-        checkpoint = checkpoint.with_block_scales()
+    if made_weights is not None:
+        checkpoint = made_weights(checkpoint)
     hf_model = make_unread(checkpoint, config, dtype, device)
     return checkpoint, adapted(hf_model, config.model_type, table)
 

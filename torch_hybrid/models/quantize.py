@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from torch_hybrid.layers.integers import IntegerEmbedding
 from torch_hybrid.layers.latent_attention import LatentAttention
 from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.models.checkpoint.files import Checkpoint
-from torch_hybrid.models.checkpoint.read import read_rows
+from torch_hybrid.models.checkpoint.read import progress_bar, read_rows
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.ring_2_5 import Ring25
 from torch_hybrid.ops.integers import GROUPS, INT4, INT8, in_4_bits, in_8_bits
@@ -72,30 +73,73 @@ def quantize(
         UnsupportedError: the model has such weights, or others with scales, already.
     """
     check_weights(weights, group, others=())
-    _refuse_with_scales(model)
-    stored = _Stored(WEIGHTS[weights], group, tuple(keep), tuple(eight_bits))
-    _make_integers(model, stored, lambda weight, first, count: weight[first:][:count])
+    plan = plan_integers(model, weights, group=group, keep=keep, eight_bits=eight_bits)
+    if plan.modules:
+        device = _weights_of(plan.modules[0][1])[0].device
+        check_room(plan.num_bytes, device, what="the weights", limits="their precision (weights)")
+        _make_integers(model, plan, device, lambda weight, first, count: weight[first:][:count])
     trim()
 
 
-def quantize_unread(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What becomes of a model's weights.
+
+    Attributes:
+        modules: whose weights become integers, by their names.
+        shapes: of the numbers of each of their weights, and of its scales.
+        group: numbers of 4 bits that share a scale.
+    """
+
+    modules: list[tuple[str, nn.Module]]
+    shapes: list[tuple[tuple[int, ...], torch.dtype]]
+    group: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all numbers and scales."""
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self.shapes)
+
+
+def plan_integers(
     model: HybridModel | Ring25,
-    checkpoint: Checkpoint,
-    device: torch.device,
     weights: str,
     *,
     group: int = 32,
     keep: Sequence[str] = KEPT,
     eight_bits: Sequence[str] = EIGHT_BITS,
+) -> Plan:
+    """Which weights of a model become integers, in memory or unread.
+
+    Raises:
+        ValueError, UnsupportedError: as ``quantize``.
+    """
+    _refuse_with_scales(model)
+    stored = _Stored(WEIGHTS[weights], group, tuple(keep), tuple(eight_bits))
+    modules = list(_chosen(model, stored))
+    shapes = [
+        shape
+        for name, module in modules
+        for weight in _weights_of(module)
+        for shape in stored.shapes(name, weight)
+    ]
+    return Plan(modules=modules, shapes=shapes, group=group)
+
+
+def quantize_unread(
+    model: HybridModel | Ring25,
+    plan: Plan,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    *,
+    label: str = "loading",
 ) -> None:
-    """The same of weights that have not been read, on ``device``; the others stay unread."""
+    """Make integers of weights that have not been read, on ``device``; the others stay unread."""
 
     def read(weight: Tensor, first: int, count: int) -> Tensor:
         return read_rows(weight, first, count, checkpoint, device)
 
-    _refuse_with_scales(model)
-    stored = _Stored(WEIGHTS[weights], group, tuple(keep), tuple(eight_bits))
-    _make_integers(model, stored, read, device=device)
+    _make_integers(model, plan, device, read, label=f"{label} to integers")
 
 
 def check_weights(weights: str, group: int, *, others: tuple[str, ...] = ("auto",)) -> None:
@@ -145,38 +189,44 @@ class _Stored:
 
 
 def _make_integers(
-    model: nn.Module, stored: _Stored, read: ReadRows, *, device: torch.device | None = None
+    model: nn.Module,
+    plan: Plan,
+    device: torch.device,
+    read: ReadRows,
+    *,
+    label: str = "to integers",
 ) -> None:
-    chosen = list(_chosen(model, stored))
-    shapes = []
-    for name, module in chosen:
-        for weight in _weights_of(module):
-            shapes += stored.shapes(name, weight)
-            device = device or weight.device
-    if device is None:
-        return
-    num_bytes = sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
-    check_room(num_bytes, device, what="the weights", limits="their precision (weights)")
-    memory = iter(weight_memory(shapes, device))
+    memory = iter(weight_memory(plan.shapes, device))
     parents = _parents_of(model)
-    while chosen:  # each is freed when it is done
-        _, module = chosen.pop(0)
-        pairs = []
-        for weight in _weights_of(module):
-            pairs.append((next(memory), next(memory)))
-            _fill(*pairs[-1], weight, stored.group, read)
-        if isinstance(module, FusedExperts):
-            (gate_up, gate_up_scales), (down, down_scales) = pairs
-            held = (gate_up, down, gate_up_scales, down_scales)
-            module.hold_scales(
-                *(nn.Parameter(tensor, requires_grad=False) for tensor in held),
-                dtype=module.dtype,
-            )
-            continue
-        made = _made(module, *pairs[0])
-        for parent, name in parents[module]:
-            setattr(parent, name, made)
-        del parents[module]
+    todo = list(plan.modules)
+    plan.modules.clear()  # what is held by nothing else is freed when it is done
+    with progress_bar(sum(w.nbytes for _, m in todo for w in _weights_of(m)), label) as bar:
+        while todo:
+            _, module = todo.pop(0)
+            pairs = []
+            for weight in _weights_of(module):
+                pairs.append((next(memory), next(memory)))
+                _fill(*pairs[-1], weight, plan.group, read, bar)
+            _replace(module, pairs, parents)
+
+
+def _replace(
+    module: nn.Module,
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    parents: dict[nn.Module, list[tuple[nn.Module, str]]],
+) -> None:
+    """Put numbers and scales in the place of a module's weights."""
+    if isinstance(module, FusedExperts):
+        (gate_up, gate_up_scales), (down, down_scales) = pairs
+        held = (gate_up, down, gate_up_scales, down_scales)
+        module.hold_scales(
+            *(nn.Parameter(tensor, requires_grad=False) for tensor in held),
+            dtype=module.dtype,
+        )
+        return
+    made = _made(module, *pairs[0])
+    for parent, name in parents.pop(module):
+        setattr(parent, name, made)
 
 
 def _chosen(model: nn.Module, stored: _Stored) -> Iterator[tuple[str, nn.Module]]:
@@ -205,13 +255,16 @@ def _parents_of(model: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str]]
     return parents
 
 
-def _fill(numbers: Tensor, scales: Tensor, weight: Tensor, group: int, read: ReadRows) -> None:
+def _fill(
+    numbers: Tensor, scales: Tensor, weight: Tensor, group: int, read: ReadRows, bar: Any
+) -> None:
     row_bytes = max(1, weight.nbytes // max(1, len(weight)))
     count = max(1, _STRETCH_BYTES // row_bytes)
     for first in range(0, len(weight), count):
         rows = read(weight, first, count)
         found = in_8_bits(rows) if numbers.dtype == INT8 else in_4_bits(rows, group)
         numbers[first:][:count], scales[first:][:count] = found
+        bar.update(rows.nbytes)
 
 
 def _made(module: nn.Module, numbers: Tensor, scales: Tensor) -> nn.Module:

@@ -13,15 +13,14 @@ from torch_hybrid.errors import UnsupportedError
 _INSTEAD = "; weights='int8' or 'int4' makes integers of a checkpoint of floats as it is read"
 # By what configs call them.
 _REASONS = {
-    "awq": "its groups have zero points, and its rows are interleaved",
     "bitsandbytes": "its numbers of 4 bits are picked from a table (NF4)",
-    "compressed-tensors": "its packed weights are not read",
-    "gptq": "its groups have zero points, and may be in another order than the rows (act-order)",
     "hqq": "its groups have zero points",
     "modelopt": "NVFP4 has 4-bit floats with scales of 8 bits for each 16",
     "mxfp4": "it has 4-bit floats with a power of two for each 32",
     "torchao": "it keeps weights in tensors of its own classes",
 }
+# Those of which checkpoints are read: see ``stored_formats.py``.
+_READ = ("awq", "compressed-tensors", "gptq")
 # Libraries whose layers or tensors hold quantized weights, by their packages.
 _PACKAGES = {
     "auto_gptq": "gptq",
@@ -37,7 +36,7 @@ _PACKAGES = {
 def refuse_method(model_type: str, quantization: Mapping[str, Any]) -> None:
     """Raise UnsupportedError for what a config's ``quantization_config`` says."""
     method = quantization.get("quant_method")
-    given = f"{model_type}: quantized checkpoints are not served, got {method!r}"
+    given = f"{model_type}: checkpoints of this quantization are not served, got {method!r}"
     reason = f": {_REASONS[method]}" if method in _REASONS else ""
     raise UnsupportedError(f"{given}{reason}{_INSTEAD}")
 
@@ -61,8 +60,10 @@ def refuse_modules(model: nn.Module) -> None:
             package = type(what).__module__.partition(".")[0]
             if package in _PACKAGES:
                 method = _PACKAGES[package]
+                instead = "th.quantize makes integers of one of floats"
+                if method in _READ:
+                    instead = f"th.from_pretrained reads a checkpoint of {method}"
                 raise UnsupportedError(
-                    f"{name} holds a {package} {type(what).__name__}, and quantized models of "
-                    f"others are not served: {_REASONS[method]}; th.quantize makes integers of one "
-                    "of floats"
+                    f"{name} holds a {package} {type(what).__name__}, and models in memory that "
+                    f"others quantized are not served: {instead}"
                 )

@@ -16,33 +16,28 @@ from typing import Any
 
 import torch
 
-from torch_hybrid.models.block_fp8 import METHOD, check_block_fp8
 from torch_hybrid.models.checkpoint.files import Checkpoint
-from torch_hybrid.models.quantized import refuse_method
+from torch_hybrid.models.stored_formats import AsWeights, as_weights
 
 # Of the text part of a multimodal model, which may be a causal language model or lack its head.
 _OF_TEXT = re.compile(r"(?:(model\.)language_model\.|language_model\.|(lm_head\.))(.+)")
 _OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 
 
-def take_quantization(config: Any) -> bool:
-    """Whether weights have 8 bits with scales of blocks; transformers, which would put layers of
+def take_quantization(config: Any) -> AsWeights | None:
+    """How tensors make weights, where these are quantized; transformers, which would put layers of
     its own in their place, is not told.
 
     Raises:
-        UnsupportedError: the config says that they are quantized otherwise.
+        UnsupportedError: the config says that they are quantized in a way that is not served.
     """
-    is_quantized = False
+    found = None
     for part in (config, config.get_text_config()):
         given = part.to_dict().get("quantization_config")
         if given:
-            method = dict(given).get("quant_method")
-            if method != METHOD:
-                refuse_method(config.model_type, given)
-            check_block_fp8(config.model_type, given)
+            found = as_weights(config.model_type, given)
             del part.quantization_config
-            is_quantized = True
-    return is_quantized
+    return found
 
 
 def make_unread(

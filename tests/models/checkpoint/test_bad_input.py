@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 import torch_hybrid as th
 from tests.models.checkpoint.bytes_read import count_bytes_read
 from tests.tiny_models import make_model
+from torch_hybrid.models.load import _folder_of
 
 INDEX = "model.safetensors.index.json"
 EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
@@ -148,11 +149,8 @@ def test_quantized_weights_without_a_word_in_the_config(
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
-        ("gptq", ": its groups have zero points, and may be in another order than the rows"),
-        ("awq", ": its groups have zero points, and its rows are interleaved"),
         ("bitsandbytes", ": its numbers of 4 bits are picked from a table (NF4)"),
         ("modelopt", ": NVFP4 has 4-bit floats"),
-        ("compressed-tensors", ": its packed weights are not read"),
         ("something_new", "; weights='int8' or 'int4' makes integers"),
     ],
 )
@@ -163,7 +161,7 @@ def test_a_quantized_checkpoint(
     quantized = {"quantization_config": {"quant_method": method}}
     file.write_text(json.dumps(json.loads(file.read_text()) | quantized))
     text = refused_unread(folder, monkeypatch, error=th.UnsupportedError)
-    start = f"qwen3_next: quantized checkpoints are not served, got {method!r}{reason}"
+    start = f"qwen3_next: checkpoints of this quantization are not served, got {method!r}{reason}"
     assert text.startswith(start)
 
 
@@ -240,6 +238,29 @@ def test_no_room(folder: Path, monkeypatch: pytest.MonkeyPatch):
     text = refused_unread(folder, monkeypatch, error=th.CapacityError)
     assert "the weights need" in text
     assert "cpu has 1,000 bytes" in text
+
+
+def test_a_card_that_is_full_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def allocate(*_: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+    monkeypatch.setattr("torch_hybrid.models.checkpoint.read.weight_memory", allocate)
+    with pytest.raises(th.CapacityError) as error:
+        th.from_pretrained(folder)
+    assert str(error.value) == (
+        "cpu had no room left while weights were read: tried to allocate 2 GiB"
+    )
+
+
+def test_a_disk_that_is_full(monkeypatch: pytest.MonkeyPatch, folder: Path):
+    """Weights of a hub id are fetched first."""
+
+    def fetch(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    with pytest.raises(ValueError, match=r"cannot read the weights in some/model: .*No space left"):
+        _folder_of("some/model")
 
 
 @pytest.mark.parametrize("change", ["written to", "replaced", "removed", "truncated"])

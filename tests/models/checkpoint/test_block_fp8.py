@@ -29,9 +29,9 @@ from torch_hybrid.explain.sections import implementations
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.layers.side_by_side import SideBySide
-from torch_hybrid.models.block_fp8 import hold_block_fp8
 from torch_hybrid.models.checkpoint.read import read_weights
 from torch_hybrid.models.load import unread
+from torch_hybrid.models.scaled_weights import hold_scales
 from torch_hybrid.models.shard import cut
 from torch_hybrid.ops.block_scales import dequantized
 from torch_hybrid.ranks import Ranks
@@ -167,7 +167,7 @@ def _cut(folder: Path, rank: int) -> Any:
     cpu = torch.device("cpu")
     opened, model = unread(str(folder), torch.float32, cpu)
     cut(model, Ranks(rank=rank, size=2, group_name="two"), "tensor")
-    hold_block_fp8(model)
+    hold_scales(model)
     read_weights(model, opened, cpu)
     return model
 

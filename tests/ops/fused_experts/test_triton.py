@@ -14,7 +14,14 @@ from torch import Tensor
 
 from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget, rows_apart, to_exact
-from tests.ops.fused_experts.cases import CASES, Case, Inputs, make_fp8_inputs, make_inputs
+from tests.ops.fused_experts.cases import (
+    CASES,
+    Case,
+    Inputs,
+    make_fp8_inputs,
+    make_inputs,
+    make_integer_inputs,
+)
 from tests.ops.fused_experts.test_contract import (
     BLOCKS,
     assert_near,
@@ -22,6 +29,7 @@ from tests.ops.fused_experts.test_contract import (
     exact_of,
     is_rounded,
 )
+from tests.ops.integers import FORMATS
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
@@ -39,7 +47,7 @@ from torch_hybrid.ops.triton.devices import runs_gluon
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/fused_experts -k triton
 CONTRACT = """
-    triton and not integer and (
+    triton and (
         (exact or bfloat16) and (odd_sizes or some_choices or one_expert or no_tokens)
         or blocks_are or does_not_see or int32 or twice or not_read or empty_choices
         or fp8 and blocks or of_its_block and 3 or opcheck and no_gate
@@ -126,6 +134,24 @@ def test_fp8_on_a_gpu(name: str, impl: str, dtype: torch.dtype) -> None:
         expected = fused_experts_reference(*inputs, **scales, **options)
         assert_rounds_alike(out.float(), expected.float())
     elif dtype == torch.float32:
+        reference = fused_experts_reference(*inputs, **scales, activation=case.activation)
+        assert_within_budget(out, exact, reference)
+    else:
+        assert_near(out, exact)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("name", [*CASES, *WIDE])
+def test_integers_on_a_gpu(name: str, stored: str, dtype: torch.dtype) -> None:
+    case = {**CASES, **WIDE}[name]
+    inputs, scales = make_integer_inputs(case, stored, dtype=dtype)
+    moved = {name: scale.cuda() for name, scale in scales.items()}
+    options = {"activation": case.activation, "impl": "triton"}
+    out = fused_experts(*on_device(inputs), **moved, **options).cpu()
+    exact = exact_of(inputs, scales, case.activation)
+    if dtype == torch.float32:
         reference = fused_experts_reference(*inputs, **scales, activation=case.activation)
         assert_within_budget(out, exact, reference)
     else:
@@ -262,9 +288,15 @@ def test_compiles_without_spills() -> None:
         resources_of(launch, "sm_90", "wide 4096, rounded")
         for launch in record_fp8_launches("sm_90", 4096, width=1024, rounds=True).values()
     ]
+    rows += [
+        resources_of(launch, "sm_90", f"Qwen3-Next {num_tokens}, {stored}")
+        for stored in ("int8", "int4_of_32", "int4_of_128", "int4_of_64_with_zeros")
+        for num_tokens in (1, 32, 4096)
+        for launch in record_integer_launches("sm_90", num_tokens, stored).values()
+    ]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
     for row in rows:
-        kernel = row.kernel.removeprefix("hopper_").removeprefix("fp8_")
+        kernel = row.kernel.removeprefix("hopper_").removeprefix("fp8_").removeprefix("integer_")
         multiplies = kernel.startswith(("gate_up", "down"))
         assert (row.products != "-") == (multiplies and "float32" not in row.kernel), row
 
@@ -322,3 +354,36 @@ def record_fp8_launches(
             activation="silu",
         )
     return {name: launch for name, launch in launches.items() if "fp8" in name}
+
+
+def record_integer_launches(target: str, num_tokens: int, stored: str) -> dict[str, Launch]:
+    """The same of Qwen3-Next's experts as integers."""
+    from torch_hybrid.ops.fused_experts import _triton
+
+    group = FORMATS[stored]
+
+    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    def weight(*shape: int) -> tuple[Tensor, Tensor]:
+        *rows, depth = shape
+        if group is None:
+            return empty(*shape, dtype=torch.int8), empty(*rows, dtype=torch.float32)
+        pair = (2,) if stored.endswith("zeros") else ()
+        scales = empty(*rows, depth // group, *pair, dtype=torch.float32)
+        return empty(*rows, depth // 2, dtype=torch.uint8), scales
+
+    gate_up, gate_up_scales = weight(512, 1024, 2048)
+    down, down_scales = weight(512, 2048, 512)
+    with launches_on(target) as launches:
+        _triton.fused_experts(
+            empty(num_tokens, 2048),
+            empty(num_tokens, 10, dtype=torch.int64),
+            empty(num_tokens, 10),
+            gate_up,
+            down,
+            gate_up_scales=gate_up_scales,
+            down_scales=down_scales,
+            activation="silu",
+        )
+    return {name: launch for name, launch in launches.items() if "integer" in name}

@@ -11,7 +11,13 @@ import torch
 from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget, rows_apart, to_exact
 from tests.ops.integers import FORMATS
-from tests.ops.linear.cases import CASES, Case, make_fp8_inputs, make_inputs
+from tests.ops.linear.cases import (
+    CASES,
+    Case,
+    make_fp8_inputs,
+    make_inputs,
+    make_integer_inputs,
+)
 from tests.ops.linear.test_contract import expected_of
 from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_triton
@@ -79,6 +85,22 @@ def assert_fp8_as_exact(case: Case, dtype: torch.dtype, impl: str) -> None:
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("name", CASES)
+def test_integers_on_a_gpu(name: str, stored: str, dtype: torch.dtype) -> None:
+    (x, weights, biases), scales = make_integer_inputs(CASES[name], stored, dtype=dtype)
+    out = linear(
+        rows_apart(x.cuda()),
+        [weight.cuda() for weight in weights],
+        [None if bias is None else bias.cuda() for bias in biases],
+        scales=[scale.cuda() for scale in scales],
+        impl="triton",
+    )
+    assert_within_budget(out.cpu(), *expected_of((x, weights, biases), scales))
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     assert_as_exact(CASES[name], dtype)
@@ -122,7 +144,7 @@ def test_compiles_without_spills() -> None:
             label = f"{name}, {num_rows} rows"
             launches = fp8_launches(target, num_rows, *REAL[name]).values()
             rows += [resources_of(launch, target, label) for launch in launches]
-    for stored in ("int8", "int4_of_32", "int4_of_128"):
+    for stored in ("int8", "int4_of_32", "int4_of_128", "int4_of_64_with_zeros"):
         for name, num_rows in (*(("qkv", n) for n in (1, 4, 32, 64)), ("out_proj", 1000)):
             launches = integer_launches("sm_90", num_rows, *REAL[name], stored).values()
             label = f"{name} of {stored}, {num_rows} rows"
@@ -141,7 +163,8 @@ def integer_launches(
 
     group = FORMATS[stored]
     dtype, width = (torch.int8, depth) if group is None else (torch.uint8, depth // 2)
-    shapes = [(n,) if group is None else (n, depth // group) for n in widths]
+    pair = (2,) if stored.endswith("zeros") else ()
+    shapes = [(n,) if group is None else (n, depth // group, *pair) for n in widths]
     with launches_on(target) as launches:
         _triton.linear(
             torch.empty(num_rows, depth, dtype=torch.bfloat16, device="meta"),

@@ -13,21 +13,17 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.models.checkpoint.content import Content, Joined, Slice, join, name_of, narrow
+from torch_hybrid.models.checkpoint.content import (
+    Content,
+    Joined,
+    Slice,
+    join,
+    leaves,
+    name_of,
+    narrow,
+)
 from torch_hybrid.models.checkpoint.unread import Unread
 from torch_hybrid.ops.block_scales import BLOCK, DTYPE, num_blocks
-
-
-def has_8_bits(weight: Tensor | None) -> bool:
-    """Whether some of a weight is stored in 8 bits, with scales."""
-    return isinstance(weight, Unread) and any(_is_scaled(part) for part in leaves(weight.content))
-
-
-def leaves(content: Content) -> list[Slice]:
-    """The slices of a content."""
-    if isinstance(content, Slice):
-        return [content]
-    return [leaf for part in content.parts for leaf in leaves(part)]
 
 
 def _is_scaled(part: Slice) -> bool:
@@ -50,7 +46,7 @@ def _rows(content: Content) -> list[Content]:
     if isinstance(content, Joined) and content.dim == 0:
         return [rows for part in content.parts for rows in _rows(part)]
     first = leaves(content)[0]
-    return cut_at_block(content, 0, _place(first)[0]) if _is_scaled(first) else [content]
+    return cut_at_block(content, 0, place_of(first)[0]) if _is_scaled(first) else [content]
 
 
 def _follows(before: Content, rows: Content) -> bool:
@@ -121,7 +117,7 @@ def _scales_of(content: Content) -> Content:
             )
         return join([_scales_of(part) for part in content.parts], content.dim)
     _check_scaled(content)
-    row, column = _place(content)
+    row, column = place_of(content)
     for start, size in zip((row, column), content.shape[-2:], strict=True):
         if 0 < -start % BLOCK < size:
             raise UnsupportedError(
@@ -152,7 +148,7 @@ def _blocks(part: Slice, row: int, column: int) -> Content:
     return Slice(stored=scales, where=where, steps=steps)
 
 
-def _place(part: Slice) -> tuple[int, int]:
+def place_of(part: Slice) -> tuple[int, int]:
     """The stored row and column at which a slice [..., n, k] begins.
 
     Raises:
@@ -165,7 +161,7 @@ def _place(part: Slice) -> tuple[int, int]:
         is_leading = dim < len(strides) - 2
         if size > 1 and (stride % expected[dim] if is_leading else stride != expected[dim]):
             raise UnsupportedError(
-                f"{part.stored.name} of 8 bits is taken in another order than its blocks follow"
+                f"{part.stored.name} has scales, and is taken in another order than these follow"
             )
     return divmod(int(part.where.storage_offset()) % (num_rows * depth), depth)
 
@@ -174,7 +170,7 @@ def blocks_of(part: Slice, place: Tensor) -> list[tuple[Slice, Content, Tensor]]
     """A slice of 8 bits in such as have whole blocks of their own: each with its scales, and with
     its place in a tensor of the slice's shape."""
     found = []
-    row, column = _place(part)
+    row, column = place_of(part)
     for rows, place_rows in _cut_both(part, place, -2, row):
         for piece, where in _cut_both(rows, place_rows, -1, column):
             assert isinstance(piece, Slice)

@@ -18,16 +18,18 @@ from pathlib import Path
 import torch
 from torch import Size, Tensor
 
-# What becomes of the values as they are read, in this order: a cast, or a product with a factor of
-# the shape of the slice.
-Step = torch.dtype | Tensor
+# What becomes of the values as they are read, in this order: a cast, a product with a factor of the
+# shape of the slice, or what a function makes of them, in that shape.
+Step = torch.dtype | Tensor | Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
     """A tensor in a file: its values lie from byte ``start``, row-major.
 
-    ``scales`` are those of its blocks of 128 x 128, where its values are numbers of 8 bits.
+    ``scales`` are those of its blocks of 128 x 128, where its values are numbers of 8 bits. What is
+    ``packed`` has the shape of the weight, whose integers lie otherwise, and in tensors of their
+    own.
     """
 
     name: str
@@ -36,6 +38,24 @@ class Stored:
     dtype: torch.dtype
     shape: tuple[int, ...]
     scales: Stored | None = None
+    packed: Packed | None = None
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether its values are worth nothing without scales."""
+        return self.scales is not None or self.packed is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed:
+    """Where the integers of a weight [N, K] are, their scales and zero points: see
+    ``packed_integers.py``."""
+
+    layout: str
+    bits: int
+    numbers: Stored
+    scales: Stored
+    zeros: Stored | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +83,7 @@ class Slice:
 
     def viewed(self, view: Callable[[Tensor], Tensor]) -> Slice:
         """Another view of the same: of the slice, and of the factors on it."""
-        steps = tuple(step if isinstance(step, torch.dtype) else view(step) for step in self.steps)
+        steps = tuple(view(step) if isinstance(step, Tensor) else step for step in self.steps)
         return replace(self, where=view(self.where), steps=steps)
 
 
@@ -177,11 +197,18 @@ def followed_by(content: Content, step: Step) -> Content:
     """The same, with one more thing done to the values; a factor has the shape of ``content``."""
     if isinstance(content, Slice):
         return replace(content, steps=(*content.steps, step))
-    if isinstance(step, torch.dtype):
+    if not isinstance(step, Tensor):
         return Joined(tuple(followed_by(part, step) for part in content.parts), content.dim)
     factors = step.split([part.shape[content.dim] for part in content.parts], content.dim)
     pairs = zip(content.parts, factors, strict=True)
     return Joined(tuple(followed_by(part, factor) for part, factor in pairs), content.dim)
+
+
+def leaves(content: Content) -> list[Slice]:
+    """The slices of a content."""
+    if isinstance(content, Slice):
+        return [content]
+    return [leaf for part in content.parts for leaf in leaves(part)]
 
 
 def slices(content: Content, where: Tensor) -> Iterator[tuple[Slice, Tensor]]:

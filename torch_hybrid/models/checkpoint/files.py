@@ -56,9 +56,7 @@ class Checkpoint:
     ) -> dict[str, Unread]:
         """All tensors, to be read to ``device``; those that have scales are of ``dtype``."""
         return {
-            name: Unread(
-                Slice.whole(stored), stored.dtype if stored.scales is None else dtype, device
-            )
+            name: Unread(Slice.whole(stored), dtype if stored.is_scaled else stored.dtype, device)
             for name, stored in self.tensors.items()
         }
 

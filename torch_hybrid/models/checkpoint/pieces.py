@@ -110,8 +110,10 @@ class Reader:
                 for step in part.steps:
                     if isinstance(step, torch.dtype):
                         values = values.to(step)
-                    else:
+                    elif isinstance(step, Tensor):
                         values = values * step.to(place.device)
+                    else:
+                        values = step(values)
                 place.copy_(values)
             buffer.was_used()
         return _count_not_finite(place) if place.device.type == "cpu" else 0

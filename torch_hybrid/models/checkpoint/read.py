@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host import weight_memory
 from torch_hybrid.models.checkpoint.block_scales import blocks_of
-from torch_hybrid.models.checkpoint.content import Content, Slice, narrow, slices
+from torch_hybrid.models.checkpoint.content import Content, Slice, leaves, narrow, slices
 from torch_hybrid.models.checkpoint.files import Checkpoint
+from torch_hybrid.models.checkpoint.packed_integers import enclosing, numbers_and_scales
 from torch_hybrid.models.checkpoint.pieces import Piece, Reader, not_finite, pieces_of
 from torch_hybrid.models.checkpoint.unread import Unread
-from torch_hybrid.ops.block_scales import dequantized
+from torch_hybrid.ops.stored_weights import dequantized
 
 _NUM_THREADS = min(16, 4 * (os.cpu_count() or 1))  # files may lie on a disk, or beyond a network
 
@@ -52,9 +53,11 @@ def read_weights(
     memory = weight_memory([(weight.shape, weight.dtype) for weight in unread], device)
     widened: list[_Widened] = []
     pieces: list[Piece] = []
-    for content, own in zip(unread.values(), memory, strict=True):
-        for part, place in slices(content, own):
-            if part.stored.scales is None or part.stored.dtype == place.dtype:
+    for weight, own in zip(unread, memory, strict=True):
+        for part, place in slices(weight.content, weight.place_in(own)):
+            if part.stored.packed is not None:
+                widened.append(_Widened.of_integers(part, place))
+            elif part.stored.scales is None or part.stored.dtype == place.dtype:
                 pieces.extend(_pieces(part, place))
             else:
                 widened.extend(_Widened.of(*block) for block in blocks_of(part, place))
@@ -75,13 +78,20 @@ def read_weights(
             store[name] = own
 
 
-def needed_bytes(module: nn.Module) -> int:
-    """What the unread weights of ``module`` will take.
+def needed_bytes(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> int:
+    """What the unread weights of ``module`` will take, but those that only parts ``without`` have.
 
     Raises:
         UnsupportedError: as :func:`read_weights`.
     """
-    return sum(weight.nbytes for weight in _unread_of(_places(module)))
+    left_out = {id(store) for part in without for store in (part._parameters, part._buffers)}
+    places = _places(module)
+    unread = _unread_of(places)
+    return sum(
+        weight.nbytes
+        for weight in unread
+        if any(id(store) not in left_out for store, _ in places[weight])
+    )
 
 
 def read_rows(
@@ -93,7 +103,7 @@ def read_rows(
         UnsupportedError, ValueError: as ``read_weights`` does.
     """
     assert isinstance(weight, Unread)
-    _check_dtypes({weight: weight.content})
+    _check_dtypes([weight])
     rows = narrow(weight.content, 0, first, min(count, len(weight) - first))
     values = torch.empty(rows.shape, dtype=weight.dtype, device=device)
     pieces = sorted(_pieces(rows, values), key=lambda piece: (piece.file, piece.start))
@@ -109,12 +119,13 @@ def _pieces(content: Content, place: Tensor) -> Iterator[Piece]:
 
 @dataclass(frozen=True, slots=True)
 class _Widened:
-    """Numbers of 8 bits and their scales, read to be multiplied where nothing takes both."""
+    """Numbers and their scales, read to be multiplied where nothing takes both."""
 
     place: Tensor
     numbers: Tensor
     scales: Tensor
     pieces: list[Piece]
+    wanted: tuple[slice, ...] = ()  # of what they are worth
 
     @classmethod
     def of(cls, part: Slice, scales: Content, place: Tensor) -> _Widened:
@@ -124,8 +135,19 @@ class _Widened:
         pieces = [*_pieces(bare, numbers), *_pieces(scales, factors)]
         return cls(place, numbers, factors, pieces)
 
+    @classmethod
+    def of_integers(cls, part: Slice, place: Tensor) -> _Widened:
+        outer, wanted = enclosing(part)
+        pieces: list[Piece] = []
+        read = []
+        for weight in numbers_and_scales(Unread(outer, place.dtype, place.device)):
+            read.append(torch.empty(weight.shape, dtype=weight.dtype, device=place.device))
+            pieces.extend(_pieces(weight.content, weight.place_in(read[-1])))
+        return cls(place, *read, pieces, wanted)
+
     def widen(self) -> None:
-        self.place.copy_(dequantized(self.numbers, self.scales, self.place.dtype))
+        worth = dequantized(self.numbers, self.scales, self.place.dtype)
+        self.place.copy_(worth[self.wanted])
 
 
 # Where modules keep a weight: their parameters or buffers, and its name there.
@@ -142,23 +164,23 @@ def _places(module: nn.Module) -> _Places:
     return places
 
 
-def _unread_of(places: _Places) -> dict[Unread, Content]:
+def _unread_of(places: _Places) -> list[Unread]:
     """The weights that are to be read, checked."""
     for weight, where in places.items():
         if weight.is_meta:
             raise NotImplementedError(f"{where[0][1]} is made of values that are not read yet")
-    unread = {weight: weight.content for weight in places if isinstance(weight, Unread)}
+    unread = [weight for weight in places if isinstance(weight, Unread)]
     _check_dtypes(unread)
     return unread
 
 
-def _check_dtypes(weights: Mapping[Unread, Content]) -> None:
+def _check_dtypes(weights: Iterable[Unread]) -> None:
     """Refuse integers and floats of 8 bits where floats are wanted: they are worth nothing without
     scales."""
-    for weight, content in weights.items():
-        for part, _ in slices(content, torch.empty_like(weight, device="meta")):
-            stored = part.stored
-            is_taken = stored.dtype in _FLOATS or stored.scales is not None
+    for weight in weights:
+        for part in leaves(weight.content):
+            stored, made = part.stored, part.steps[-1:]
+            is_taken = stored.dtype in _FLOATS or stored.is_scaled or any(map(callable, made))
             if weight.is_floating_point() and not is_taken:
                 raise UnsupportedError(
                     f"weight {stored.name} is stored as {stored.dtype}: quantized checkpoints are "
@@ -174,7 +196,7 @@ def _read_all(
     num_bytes = sum(piece.num_bytes for piece in pieces)
     with (
         checkpoint.opened({piece.file for piece in pieces}) as files,
-        _bar(num_bytes, label) as bar,
+        progress_bar(num_bytes, label) as bar,
         _worker_threads() as threads,
     ):
         todo, stop, lock = iter(pieces), threading.Event(), threading.Lock()
@@ -206,7 +228,7 @@ def _refuse_not_finite(found: Counter[str]) -> None:
         raise ValueError(f"weight {counts} NaN or infinite values")
 
 
-def _bar(num_bytes: int, label: str | None) -> Any:
+def progress_bar(num_bytes: int, label: str | None) -> Any:
     """Shown on a terminal alone."""
     from tqdm import tqdm
 

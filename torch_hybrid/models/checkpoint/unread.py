@@ -31,20 +31,42 @@ class Unread(Tensor):
         content: what it is made of.
         dtype: of its values once they are read.
         device: where they will be.
+        shape: of the weight, where ``content`` says the same bytes in another one.
+        unit: the dtype of what the content has of these bytes, where it is another than ``dtype``.
     """
 
     content: Content
+    unit: torch.dtype
 
     @staticmethod
     def __new__(
-        cls: type[Unread], content: Content, dtype: torch.dtype, device: torch.device
+        cls: type[Unread],
+        content: Content,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        shape: Sequence[int] | None = None,
+        unit: torch.dtype | None = None,
     ) -> Unread:
         return Tensor._make_wrapper_subclass(  # type: ignore[attr-defined, no-any-return]
-            cls, content.shape, dtype=dtype, device=device
+            cls, shape or content.shape, dtype=dtype, device=device
         )
 
-    def __init__(self, content: Content, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        content: Content,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        shape: Sequence[int] | None = None,
+        unit: torch.dtype | None = None,
+    ) -> None:
         self.content = content
+        self.unit = unit or dtype
+
+    def place_in(self, memory: Tensor) -> Tensor:
+        """Memory of this weight's shape and dtype, as its content has it."""
+        return memory.view(self.unit).view(self.content.shape)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Unread({contents.name_of(self.content)}, {[*self.shape]}, {self.dtype})"
@@ -72,7 +94,7 @@ def _like(x: Tensor, content: Content, dtype: torch.dtype | None = None) -> Unre
 
 
 def _same(x: Unread, **_options: Any) -> Unread:
-    return _like(x, x.content)
+    return Unread(x.content, x.dtype, x.device, shape=x.shape, unit=x.unit)
 
 
 def _reshape(x: Unread, shape: Sequence[int]) -> Unread:

@@ -1,0 +1,192 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Weights that are integers in Triton: widened in registers, a tile of rows and columns at a time.
+
+Kernels are told GROUP, how many numbers of 4 bits share a scale, 0 of 8 bits, of which a row has
+one; and ZEROS, whether scales have zero points beside them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from torch_hybrid.ops.triton.devices import interpreted
+
+# float32 with these bits and a small integer among the lowest is 2^23 and that integer: so a number
+# is widened by two instructions of full rate, where a conversion has a quarter of it.
+_BITS: tl.constexpr = tl.constexpr(0x4B000000)
+_BASE: tl.constexpr = tl.constexpr(float(1 << 23))
+_INTERPRETED: tl.constexpr = tl.constexpr(interpreted())  # whose bfloat16 are no numbers
+# The low and the high numbers of four bytes, each 128 more: bits of bfloat16 with a small integer
+# among the lowest, two to a register.
+_AS_BFLOAT16: tl.constexpr = tl.constexpr(
+    """
+    {
+        .reg .b32 a, b, c, d;
+        prmt.b32 a, $4, 0, 0x4140;
+        prmt.b32 b, $4, 0, 0x4342;
+        shr.u32 c, a, 4;
+        shr.u32 d, b, 4;
+        lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 $2, c, 0x000F000F, 0x43004300, 0xEA;
+        lop3.b32 $3, d, 0x000F000F, 0x43004300, 0xEA;
+    }
+    """
+)
+_CHUNK_BYTES: tl.constexpr = tl.constexpr(16)  # that a thread loads at once
+
+
+@triton.constexpr_function
+def chunk_of(group: int) -> int:
+    """How many numbers a thread loads at once."""
+    return 32 if group else 16
+
+
+@triton.jit
+def scale_and_zero(
+    pointer: tl.tensor, mask: tl.tensor, ZEROS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The scales of groups, and what is stored of numbers that are worth nothing."""
+    scale = tl.load(pointer, mask=mask, other=0.0)
+    if ZEROS:
+        zero = tl.load(pointer + 1, mask=mask, other=0.0)
+    else:
+        zero = tl.full(scale.shape, 8.0, dtype=tl.float32)
+    return scale, zero
+
+
+@triton.jit
+def rows_at(
+    weight: tl.tensor,
+    scales: tl.tensor,
+    row: tl.tensor,
+    first: tl.tensor,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Where column ``first`` of rows of a weight is, and its scale, or that of the row."""
+    if GROUP > 0:
+        p_w = weight + row * (K // 2) + first // 2
+        p_scale = scales + row * (K // GROUP * (1 + ZEROS)) + first // GROUP * (1 + ZEROS)
+    else:
+        p_w = weight + row * K + first
+        p_scale = scales + row
+    return p_w, p_scale
+
+
+@triton.jit
+def _halves(stored: tl.tensor, zero: tl.tensor, ZEROS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The low and the high numbers of bytes, float32, less the zero points of their groups; the
+    high ones 16 times as large, where they lie in a byte."""
+    word = stored.to(tl.int32)
+    low = ((word & 15) | _BITS).to(tl.float32, bitcast=True)
+    high = ((word & 240) | _BITS).to(tl.float32, bitcast=True)
+    if ZEROS:
+        low, high = (low - _BASE) - zero, (high - _BASE) - 16 * zero
+    else:
+        low, high = low - (_BASE + 8), high - (_BASE + 128)
+    return low, high
+
+
+@triton.jit
+def _worth(
+    stored: tl.tensor, scale: tl.tensor, zero: tl.tensor, ZEROS: tl.constexpr, DTYPE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """What the low and the high numbers of bytes are worth."""
+    if tl.bfloat16 == DTYPE and not _INTERPRETED:
+        # Of pairs: a product with a scale in two parts, of which one is small, is rounded once.
+        low, high = tl.inline_asm_elementwise(
+            _AS_BFLOAT16,
+            "=r,=r,=r,=r,r",
+            [stored],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+        if ZEROS:
+            base = (zero + 128.0).to(tl.bfloat16)
+            low, high = low - base, high - base
+        else:
+            low, high = low - 136.0, high - 136.0
+        large = scale.to(tl.bfloat16)
+        small = (scale - large.to(tl.float32)).to(tl.bfloat16)
+        low, high = low * large + low * small, high * large + high * small
+    else:
+        low, high = _halves(stored, zero, ZEROS)
+        low, high = (low * scale).to(DTYPE), (high * (scale / 16)).to(DTYPE)
+    return low, high
+
+
+@triton.jit
+def wide_tile(
+    p_w: tl.tensor,
+    p_scale: tl.tensor,
+    first: tl.tensor,
+    mask_n: tl.tensor,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK_N, BLOCK_K] columns from ``first`` on of rows that begin at p_w [BLOCK_N], in DTYPE:
+    numbers of 4 bits times their scales, of which a row's begin at p_scale; of 8 bits, bare.
+
+    BLOCK_K is a multiple of GROUP.
+    """
+    BLOCK_N: tl.constexpr = p_w.shape[0]
+    if GROUP > 0:
+        group = first // GROUP + tl.arange(0, BLOCK_K // GROUP)
+        mask = mask_n[:, None] & (group < K // GROUP)[None, :]
+        p_group = p_scale[:, None] + group[None, :] * (1 + ZEROS)
+        scale, zero = scale_and_zero(p_group, mask, ZEROS)
+        scale, zero = scale[:, :, None], zero[:, :, None]
+        byte = (group * (GROUP // 2))[:, None] + tl.arange(0, GROUP // 2)[None, :]
+        stored = tl.load(p_w[:, None, None] + byte[None, :, :], mask=mask[:, :, None], other=0)
+        low, high = _worth(stored, scale, zero, ZEROS, DTYPE)
+        tile = tl.reshape(tl.join(low, high), [BLOCK_N, BLOCK_K])
+    else:
+        k = first + tl.arange(0, BLOCK_K)[None, :]
+        tile = tl.load(p_w[:, None] + k, mask=mask_n[:, None] & (k < K), other=0)
+        tile = tile.to(tl.float32).to(DTYPE)
+    return tile
+
+
+@triton.jit
+def few_products(
+    p_w: tl.tensor,
+    p_scale: tl.tensor,
+    p_x: tl.tensor,
+    first: tl.tensor,
+    mask_n: tl.tensor,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK_N, chunks, 16] products of such columns and those of one row of x, which begins at
+    p_x: of each byte, float32, to be summed when there are no more. Outside the tensor cores."""
+    CHUNK: tl.constexpr = chunk_of(GROUP)
+    chunk = first // CHUNK + tl.arange(0, BLOCK_K // CHUNK)
+    byte = (chunk * _CHUNK_BYTES)[:, None] + tl.arange(0, _CHUNK_BYTES)[None, :]
+    p_byte = p_w[:, None, None] + byte[None, :, :]
+    if GROUP > 0:
+        is_there = chunk < K // CHUNK
+        mask = mask_n[:, None] & is_there[None, :]
+        p_group = p_scale[:, None] + (chunk * CHUNK // GROUP)[None, :] * (1 + ZEROS)
+        scale, zero = scale_and_zero(p_group, mask, ZEROS)
+        low, high = _halves(
+            tl.load(p_byte, mask=mask[:, :, None], other=0), zero[:, :, None], ZEROS
+        )
+        p_pair = p_x + (2 * byte)[:, :, None] + tl.arange(0, 2)[None, None, :]
+        pair = tl.load(p_pair, mask=is_there[:, None, None], other=0.0).to(tl.float32)
+        even, odd = tl.split(pair)
+        products = (low * even[None, :, :] + high * (odd / 16)[None, :, :]) * scale[:, :, None]
+    else:
+        stored = tl.load(p_byte, mask=mask_n[:, None, None] & (byte < K)[None, :, :], other=0)
+        bits = ((stored.to(tl.int32) & 255) ^ 128) | _BITS
+        b_x = tl.load(p_x + byte, mask=byte < K, other=0.0).to(tl.float32)
+        products = (bits.to(tl.float32, bitcast=True) - (_BASE + 128)) * b_x[None, :, :]
+    return products

@@ -1,0 +1,93 @@
+"""What a model's weights take: by the part that has them, and as what they are stored."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.layers.integers import IntegerEmbedding
+from torch_hybrid.layers.scaled_linear import ScaledLinear
+from torch_hybrid.ops.integers import INT4
+from torch_hybrid.ops.stored_weights import group_of, has_zeros, name_of
+
+
+@dataclass(slots=True)
+class Stored:
+    """Weights of one part of a model that are stored alike.
+
+    Attributes:
+        layers: that have such.
+        num_bytes: of the weights, without scales.
+        scale_bytes: of the scales, zero points included.
+    """
+
+    layers: set[int] = field(default_factory=set)
+    num_bytes: int = 0
+    scale_bytes: int = 0
+
+
+def weights_by_part(model: Any) -> dict[tuple[str, str], Stored]:
+    """By part (an op of mixers, "experts", "feed-forward", "norms", "embedding", "head") and by
+    format ("bfloat16", "int4 of 32"). A weight that stands in several places counts once."""
+    found: dict[tuple[str, str], Stored] = defaultdict(Stored)
+    seen: set[Tensor] = set()
+    for part, layer_id, module in _parts(model):
+        for form, weight, scales in _weights(module):
+            if weight in seen:
+                continue
+            seen.add(weight)
+            name = "norms" if weight.ndim < 2 and part not in ("embedding", "head") else part
+            stored = found[name, form]
+            stored.num_bytes += weight.nbytes
+            stored.scale_bytes += 0 if scales is None else scales.nbytes
+            if layer_id is not None:
+                stored.layers.add(layer_id)
+    return dict(found)
+
+
+def _parts(model: Any) -> Iterator[tuple[str, int | None, nn.Module]]:
+    """Every module, the part that it is of and its layer: of layers, and then of what is left."""
+    for layer_id, (layer, entries) in enumerate(zip(model.layers, model.table.layers, strict=True)):
+        kinds = {model.mixer_names.get(entry.kind): entry.kind for entry in entries}
+        for name, child in layer.named_children():
+            has_outputs = "o_proj" in dict(child.named_children())
+            kind = kinds.get(name) or (kinds.get(None) if has_outputs else None)
+            for module in child.modules():
+                is_mixture = isinstance(module, FusedExperts)
+                yield kind or ("experts" if is_mixture else "feed-forward"), layer_id, module
+    for module in model.modules():
+        is_table = isinstance(module, nn.Embedding | IntegerEmbedding)
+        is_head = isinstance(module, nn.Linear | ScaledLinear)
+        yield "embedding" if is_table else "head" if is_head else "norms", None, module
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+    """A module's own weights: as what each is stored, and its scales."""
+    own = dict(module.named_parameters(recurse=False))
+    scales: dict[str, Tensor | None] = {}
+    match module:
+        case FusedExperts():
+            scales = {
+                "gate_up_proj": own.pop("gate_up_scales", None),
+                "down_proj": own.pop("down_scales", None),
+            }
+        case ScaledLinear() | IntegerEmbedding():
+            scales = {"weight": own.pop("scales")}
+    for name, weight in own.items():
+        scale = scales.get(name)
+        yield _format_of(weight, scale), weight, scale
+
+
+def _format_of(weight: Tensor, scales: Tensor | None) -> str:
+    if scales is None:
+        return str(weight.dtype).removeprefix("torch.")
+    name = name_of(weight.dtype)
+    if weight.dtype != INT4:
+        return name
+    zeros = " with zero points" if has_zeros(weight, scales) else ""
+    return f"{name} of {group_of(weight, scales)}{zeros}"

@@ -1,0 +1,270 @@
+"""Unread weights that are integers: where their numbers, scales and zero points are stored.
+
+Numbers of a weight [N, K] have 4 bits, eight of them in an int32, or 8; they are stored as so much
+more than they are that none is negative, but those of int8. ``ops/integers.py`` has the layout that
+products take. By layout, with G groups of a row:
+
+                numbers           scales    zero points       made by
+    rows        [N, K / 8]        [N, G]    [N / 8, G]        compressed-tensors, pack-quantized
+    columns     [K / 8, N]        [G, N]    [G, N / 8]        GPTQ
+    columns_v1  the same, and zero points are stored as one less
+    awq         [K, N / 8]        [G, N]    [G, N / 8]        AWQ; eight in an order of its own
+
+Eight numbers along K in an int32, the first in the lowest bits, are what products take four bytes
+for: such are copied as they lie, or transposed. The others are transposed in blocks of 8 x 8.
+
+    as stored                        as it is read                    what becomes of a block
+    [K / 8, 8, N / 8] (awq)          [N / 8, 8, K / 8]                transposed
+    zero points [N / 8, G]           [N / 8, 8, G], 8 times the same  one of eight each
+
+Adapters and ``cut`` see a weight [N, K] of floats. What they leave of it is known by its strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.models.checkpoint.block_scales import place_of
+from torch_hybrid.models.checkpoint.content import (
+    Content,
+    Joined,
+    Packed,
+    Slice,
+    Step,
+    Stored,
+    join,
+    leaves,
+    narrow,
+)
+from torch_hybrid.models.checkpoint.unread import Unread
+from torch_hybrid.ops.integers import GROUPS, INT4, INT8
+
+IN_WORD = 8  # numbers of 4 bits in an int32
+_IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
+# Which of the eight numbers of an int32, from the lowest bits on, is that of each row.
+_ORDERS = {"awq": (0, 4, 1, 5, 2, 6, 3, 7)}
+_BIAS = {"columns_v1": 1}
+
+
+def group_of(stored: Stored) -> int:
+    """How many numbers of a row share one of the scales that products take; 0 of 8 bits.
+
+    A row that has one scale in the file has the same for each of its groups.
+    """
+    packed = stored.packed
+    assert packed is not None
+    depth = stored.shape[1]
+    if packed.bits == 8:
+        return 0
+    num_groups = _scales(packed).shape[1]
+    sizes = GROUPS if num_groups == 1 else (depth // num_groups,)
+    return next((group for group in reversed(sizes) if depth % group == 0), 0)
+
+
+def _scales(packed: Packed) -> Tensor:
+    """Where the scale of a row and of a group is: [N, G] on the meta device."""
+    where = Slice.whole(packed.scales).where
+    return where if packed.layout == "rows" else where.T
+
+
+def _has_whole_rows(part: Slice) -> bool:
+    """Whether its rows are such as have int32 of their own, where a layout has those of 8 rows in
+    one."""
+    packed = part.stored.packed
+    assert packed is not None
+    row, _ = place_of(part)
+    return not _is_blocked(packed) or row % IN_WORD == part.shape[-2] % IN_WORD == 0
+
+
+def _is_blocked(packed: Packed) -> bool:
+    return packed.layout == "awq" or packed.zeros is not None
+
+
+def kind_of(content: Content) -> tuple[object, ...] | None:
+    """What rows have in common that can be one tensor; None of such as are floats, or become."""
+    part = leaves(content)[0]
+    packed = part.stored.packed
+    if packed is None or not all(map(_has_whole_rows, leaves(content))):
+        return None
+    return packed.bits, packed.layout, group_of(part.stored), packed.zeros is None
+
+
+def stretches(content: Content) -> list[Content]:
+    """A weight [N, K] in as few stretches of rows as can each be one tensor: of integers, or of
+    floats."""
+    parts = content.parts if isinstance(content, Joined) and content.dim == 0 else (content,)
+    found: list[Content] = []
+    for rows in parts:
+        if found and kind_of(found[-1]) == kind_of(rows):
+            found[-1] = join([found[-1], rows], 0)
+        else:
+            found.append(rows)
+    return found
+
+
+def numbers_and_scales(weight: Unread) -> tuple[Unread, Unread]:
+    """The numbers of a weight [..., N, K] and their scales, as products take them.
+
+    Raises:
+        UnsupportedError: it is cut within groups, or joined to what is stored otherwise.
+    """
+    parts = leaves(weight.content)
+    kinds = {kind_of(part) for part in parts}
+    first = parts[0].stored
+    if None in kinds or len(kinds) > 1:
+        raise UnsupportedError(
+            f"{first.name} is merged with weights that are stored otherwise, or cut within "
+            f"{IN_WORD} rows that share a word"
+        )
+    assert first.packed is not None
+    *leading, depth = weight.shape
+    numbers = _mapped(weight.content, _numbers, first.packed.layout == "awq")
+    scales = _mapped(weight.content, _scales_of, first.packed.zeros is not None)
+    if first.packed.bits == 8:
+        shape = [*leading, depth]
+        return (
+            Unread(numbers, INT8, weight.device, shape=shape),
+            Unread(scales, torch.float32, weight.device, shape=leading),
+        )
+    shape = [*leading, depth // group_of(first)]
+    return (
+        Unread(numbers, INT4, weight.device, shape=[*leading, depth // 2], unit=torch.int32),
+        Unread(
+            scales,
+            torch.float32,
+            weight.device,
+            shape=shape if first.packed.zeros is None else [*shape, 2],
+        ),
+    )
+
+
+def _mapped(content: Content, part_of: Callable[[Slice], Content], is_blocked: bool) -> Content:
+    """What belongs to each slice, joined as these are; rows of blocks have two dims."""
+    if isinstance(content, Slice):
+        return part_of(content)
+    is_last = content.dim == len(content.shape) - 1
+    parts = [_mapped(part, part_of, is_blocked) for part in content.parts]
+    return join(parts, content.dim + (is_blocked and is_last))
+
+
+def _numbers(part: Slice) -> Content:
+    packed = part.stored.packed
+    assert packed is not None
+    _check_not_multiplied(part)
+    (row, column), (rows, columns) = place_of(part), part.shape[-2:]
+    stored, steps = packed.numbers, ()
+    if packed.bits == 8:
+        steps = () if stored.dtype == INT8 else (_less_128,)
+        where = Slice.whole(stored).where.narrow(0, row, rows).narrow(1, column, columns)
+        return Slice(stored=stored, where=_with_leading(where, part), steps=steps)
+    where = Slice.whole(stored).where
+    if packed.layout == "awq":
+        where = where.unflatten(0, (-1, IN_WORD)).permute(2, 1, 0)
+        row, rows = row // IN_WORD, rows // IN_WORD
+        steps = (_transposed_blocks,)
+    elif packed.layout != "rows":
+        where = where.T
+    where = where.narrow(0, row, rows)
+    where = where.narrow(-1, column // IN_WORD, columns // IN_WORD)
+    return Slice(stored=stored, where=_with_leading(where, part), steps=steps)
+
+
+def _scales_of(part: Slice) -> Content:
+    packed = part.stored.packed
+    assert packed is not None
+    (row, column), (rows, columns) = place_of(part), part.shape[-2:]
+    first, count = 0, 1
+    where = _scales(packed)
+    if group := group_of(part.stored):
+        if column % group or columns % group:
+            raise UnsupportedError(
+                f"{part.stored.name} of 4 bits cannot be cut at {column} and {column + columns}: "
+                f"its scales are those of groups of {group}"
+            )
+        first, count = column // group, columns // group
+        where = where.expand(-1, part.stored.shape[1] // group)
+    where = where.narrow(0, row, rows).narrow(1, first, count)
+    steps: tuple[Step, ...] = (torch.float32,)
+    if packed.zeros is None:
+        return Slice(stored=packed.scales, where=_with_leading(where, part), steps=steps)
+    where = where.unflatten(0, (-1, IN_WORD))[..., None]
+    scales = Slice(stored=packed.scales, where=_with_leading(where, part), steps=steps)
+    where = Slice.whole(packed.zeros).where
+    where = where if packed.layout == "rows" else where.T
+    where = where.narrow(0, row // IN_WORD, rows // IN_WORD)[:, None, :, None]
+    where = where.expand(-1, IN_WORD, part.stored.shape[1] // group, -1).narrow(2, first, count)
+    zeros = Slice(
+        stored=packed.zeros,
+        where=_with_leading(where, part),
+        steps=(partial(_one_of_eight, packed.layout),),
+    )
+    return join([scales, zeros], zeros.where.ndim - 1)
+
+
+def _with_leading(where: Tensor, part: Slice) -> Tensor:
+    """The dims, of one each, that a slice has before rows and columns."""
+    leading = part.shape[:-2]
+    assert leading.numel() == 1
+    return where[(None,) * len(leading)]
+
+
+def _check_not_multiplied(part: Slice) -> None:
+    if any(isinstance(step, Tensor) for step in part.steps):
+        raise UnsupportedError(
+            f"{part.stored.name} is stored as integers, and multiplied by factors that its scales "
+            "of groups cannot take up"
+        )
+
+
+def _less_128(stored: Tensor) -> Tensor:
+    """Numbers of 8 bits that are stored as 128 more than they are."""
+    return (stored ^ 128).view(INT8)
+
+
+def _transposed_blocks(words: Tensor) -> Tensor:
+    """[..., N / 8, 8, K / 8] of eight rows each, in AWQ's order, to words of eight columns each.
+
+    Halves of 4, of 2 and of 1 of the eight words change places with those of the numbers in them.
+    """
+    assert words.shape[-2] == IN_WORD
+    words = words.clone(memory_format=torch.contiguous_format)
+    for width, kept in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
+        low, high = words.unflatten(-2, (-1, 2, width)).unbind(-3)
+        change = ((low >> 4 * width) ^ high) & kept
+        high ^= change
+        low ^= change << 4 * width
+    order = torch.tensor(_ORDERS["awq"], device=words.device)
+    return words.index_select(-2, order)
+
+
+def _one_of_eight(layout: str, words: Tensor) -> Tensor:
+    """[..., 8, G, 1] of the same words eight times to the zero point of each of eight rows."""
+    shifts = 4 * torch.tensor(_ORDERS.get(layout, _IN_ORDER), device=words.device)
+    stored = words >> shifts.to(torch.int32)[:, None, None]
+    return ((stored + _BIAS.get(layout, 0)) & 15).float()
+
+
+def enclosing(part: Slice) -> tuple[Slice, tuple[slice, slice]]:
+    """The least part of a stored weight that has whole groups and words, as a slice [n, k]; and
+    which rows and columns of it a slice [..., n, k] is."""
+    packed = part.stored.packed
+    assert packed is not None
+    _check_not_multiplied(part)
+    (row, column), (rows, columns) = place_of(part), part.shape[-2:]
+    first_row, num_rows = _whole(row, rows, IN_WORD if _is_blocked(packed) else 1)
+    first_column, num_columns = _whole(column, columns, group_of(part.stored) or 1)
+    whole = Slice.whole(part.stored)
+    outer = narrow(narrow(whole, 0, first_row, num_rows), 1, first_column, num_columns)
+    assert isinstance(outer, Slice)
+    row, column = row - first_row, column - first_column
+    return outer, (slice(row, row + rows), slice(column, column + columns))
+
+
+def _whole(start: int, size: int, unit: int) -> tuple[int, int]:
+    first = start // unit * unit
+    return first, -(-(start + size - first) // unit) * unit

@@ -1,0 +1,211 @@
+"""The tensors of a checkpoint whose weights are integers, by names: what belongs to one weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.models.checkpoint.content import Packed, Slice, Stored
+from torch_hybrid.models.checkpoint.files import Checkpoint
+from torch_hybrid.models.checkpoint.packed_integers import IN_WORD, group_of
+from torch_hybrid.models.checkpoint.pieces import values_of
+
+_SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Eight zero points of 8 in a word, as they are stored.
+_EIGHTS = {"columns": 0x88888888, "columns_v1": 0x77777777}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheme:
+    """What a config says of all integers of a checkpoint.
+
+    Attributes:
+        layout: as ``packed_integers.py`` has them.
+        bits: of a number.
+        group: numbers of a row that share a scale; -1 for all of them.
+        has_zeros: whether groups have zero points.
+        words: whether numbers lie in int32; else they are int8.
+    """
+
+    layout: str
+    bits: int = 4
+    group: int = -1
+    has_zeros: bool = False
+    words: bool = True
+
+
+def with_packed_integers(checkpoint: Checkpoint, scheme: Scheme) -> Checkpoint:
+    """The same where weights that are integers are one tensor each, as wide as what they are worth.
+
+    Raises:
+        ValueError: a tensor that belongs to a weight is missing, or of another shape, dtype or
+            order than ``scheme`` has.
+    """
+    tensors = dict(checkpoint.tensors)
+    endings = _ENDINGS[scheme.layout, scheme.words]
+    for name, numbers in checkpoint.tensors.items():
+        if not name.endswith(endings["numbers"]):
+            continue
+        if not scheme.words and numbers.dtype != torch.int8:
+            continue
+        layer = name.removesuffix(endings["numbers"])
+        found = {what: tensors.pop(layer + ending, None) for what, ending in endings.items()}
+        weight = _weight(checkpoint, f"{layer}.weight", scheme, numbers, found)
+        tensors[weight.name] = weight
+    return replace(checkpoint, tensors=tensors)
+
+
+_OF_ROWS = {
+    "scales": ".weight_scale",
+    "zeros": ".weight_zero_point",
+    "shape": ".weight_shape",
+    "order": ".weight_g_idx",
+}
+_OF_COLUMNS = {"numbers": ".qweight", "scales": ".scales", "zeros": ".qzeros", "order": ".g_idx"}
+_ENDINGS = {
+    ("rows", True): {"numbers": ".weight_packed", **_OF_ROWS},
+    ("rows", False): {"numbers": ".weight", **_OF_ROWS},
+    ("columns", True): _OF_COLUMNS,
+    ("columns_v1", True): _OF_COLUMNS,
+    ("awq", True): _OF_COLUMNS,
+}
+
+
+def _weight(
+    checkpoint: Checkpoint,
+    name: str,
+    scheme: Scheme,
+    numbers: Stored,
+    found: Mapping[str, Stored | None],
+) -> Stored:
+    shape = _shape(scheme, numbers)
+    check = partial(_check, checkpoint, name)
+    num_rows, depth = shape
+    num_groups = 1 if scheme.group == -1 else depth // scheme.group
+    check("numbers", numbers, _laid_out(scheme, "numbers", shape), (numbers.dtype,))
+    expected = _laid_out(scheme, "scales", (num_rows, num_groups))
+    scales = check("scales", found["scales"], expected, _SCALE_DTYPES)
+    zeros, has_zeros = found["zeros"], scheme.has_zeros
+    if has_zeros or zeros is not None:
+        expected = _laid_out(scheme, "zeros", (num_rows, num_groups))
+        zeros = check("zero points", zeros, expected, (torch.int32,))
+    if zeros is not None and not has_zeros:
+        _check_symmetric(checkpoint, zeros, scheme)
+        zeros = None
+    if (order := found["order"]) is not None:
+        _check_order(checkpoint, order, depth, depth // num_groups)
+    packed = Packed(
+        layout=scheme.layout,
+        bits=scheme.bits,
+        numbers=_bytes(numbers, scheme),
+        scales=scales,
+        zeros=zeros,
+    )
+    weight = Stored(
+        name=name,
+        file=numbers.file,
+        start=numbers.start,
+        dtype=numbers.dtype,
+        shape=shape,
+        packed=packed,
+    )
+    if scheme.bits == 4 and (depth % num_groups or group_of(weight) == 0):
+        raise ValueError(
+            f"{name} in {checkpoint.folder} has rows of {depth} numbers in groups of "
+            f"{depth / num_groups:g}: groups must be of 32, 64 or 128, or all of a row that these "
+            "divide"
+        )
+    return weight
+
+
+def _shape(scheme: Scheme, numbers: Stored) -> tuple[int, int]:
+    """[N, K] of the weight."""
+    if len(numbers.shape) != 2:
+        raise ValueError(f"{numbers.name} must have 2 dimensions, got {[*numbers.shape]}")
+    high, wide = numbers.shape
+    in_word = 32 // scheme.bits if scheme.words else 1
+    match scheme.layout:
+        case "rows":
+            return high, wide * in_word
+        case "awq":
+            return wide * in_word, high
+        case _:
+            return wide, high * in_word
+
+
+def _laid_out(scheme: Scheme, what: str, shape: tuple[int, int]) -> tuple[int, ...]:
+    """How a tensor [N, K or G] that belongs to a weight is stored."""
+    rows, columns = shape
+    if what == "numbers":
+        in_word = 32 // scheme.bits if scheme.words else 1
+        match scheme.layout:
+            case "rows":
+                return rows, columns // in_word
+            case "awq":
+                return columns, rows // in_word
+            case _:
+                return columns // in_word, rows
+    if what == "zeros":
+        rows = -(-rows // IN_WORD)
+    return (rows, columns) if scheme.layout == "rows" else (columns, rows)
+
+
+def _check(
+    checkpoint: Checkpoint,
+    name: str,
+    what: str,
+    stored: Stored | None,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+) -> Stored:
+    if stored is not None and stored.shape == shape and stored.dtype in dtypes:
+        return stored
+    allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    got = "none"
+    if stored is not None:
+        got = f"{stored.name} {[*stored.shape]} in {str(stored.dtype).removeprefix('torch.')}"
+    raise ValueError(
+        f"{name} in {checkpoint.folder} must have {what} of shape {[*shape]} in {allowed}, got "
+        f"{got}"
+    )
+
+
+def _bytes(numbers: Stored, scheme: Scheme) -> Stored:
+    """Numbers of 8 bits as bytes, where four of them are in an int32."""
+    if scheme.bits == 4 or not scheme.words:
+        return numbers
+    high, wide = numbers.shape
+    return replace(numbers, dtype=torch.uint8, shape=(high, 4 * wide))
+
+
+def _values(checkpoint: Checkpoint, stored: Stored) -> Tensor:
+    try:
+        return values_of(Slice.whole(stored), stored.dtype)
+    except OSError as error:
+        told = f"cannot read the weights in {checkpoint.folder}: {error}"
+        raise ValueError(told) from error
+
+
+def _check_symmetric(checkpoint: Checkpoint, zeros: Stored, scheme: Scheme) -> None:
+    """Zero points that the config says there are none of must all be 8."""
+    eights = torch.tensor(_EIGHTS.get(scheme.layout, 0x88888888)).to(torch.int32)
+    if not (_values(checkpoint, zeros) == eights).all():
+        raise ValueError(
+            f"{zeros.name} in {checkpoint.folder} has zero points other than 8, which its config "
+            "says are symmetric"
+        )
+
+
+def _check_order(checkpoint: Checkpoint, order: Stored, depth: int, group: int) -> None:
+    """Columns must be in the groups that they are stored in."""
+    if order.shape != (depth,) or not torch.equal(
+        _values(checkpoint, order).long(), torch.arange(depth) // group
+    ):
+        raise ValueError(
+            f"{order.name} in {checkpoint.folder} says that columns are in another order than "
+            "their groups (act-order), which is not served"
+        )

@@ -1,0 +1,50 @@
+"""Unread weights that have scales, whatever their format: what is kept of them, and how."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torch_hybrid.models.checkpoint import block_scales, packed_integers
+from torch_hybrid.models.checkpoint.content import Content, leaves
+from torch_hybrid.models.checkpoint.unread import Unread
+
+
+def has_scales(weight: Tensor | None) -> bool:
+    """Whether some of a weight is stored smaller, with scales."""
+    if not isinstance(weight, Unread):
+        return False
+    return any(part.stored.is_scaled for part in leaves(weight.content))
+
+
+def _is_packed(content: Content) -> bool:
+    return any(part.stored.packed is not None for part in leaves(content))
+
+
+def stretches(weight: Unread) -> list[tuple[Unread, bool]]:
+    """A weight [N, K] in as few stretches of rows as can each be one tensor, and whether it is one
+    that keeps scales: the others are floats, or become such as they are read."""
+    content = weight.content
+    is_packed = _is_packed(content)
+    parts = (packed_integers if is_packed else block_scales).stretches(content)
+    found = []
+    for part in parts:
+        rows = Unread(part, weight.dtype, weight.device)
+        keeps = packed_integers.kind_of(part) is not None if is_packed else has_scales(rows)
+        found.append((rows, keeps))
+    return found
+
+
+def numbers_and_scales(weight: Tensor, *, num_parts: int = 1) -> tuple[Unread, Unread]:
+    """The numbers of a weight [..., N, K] and their scales, as products take them.
+
+    Args:
+        weight: unread, all of it with scales of one kind.
+        num_parts: parts of rows that have blocks of 8-bit floats each for itself.
+
+    Raises:
+        UnsupportedError: it is cut, or joined, within what shares a scale.
+    """
+    assert isinstance(weight, Unread)
+    if _is_packed(weight.content):
+        return packed_integers.numbers_and_scales(weight)
+    return block_scales.numbers_and_scales(weight, num_parts=num_parts)
