@@ -22,7 +22,7 @@ using th::f32x16;
 constexpr int64_t MIN_BLOCK_CHANNELS = 256, MAX_BLOCK_CHANNELS = 2048;
 constexpr int64_t BLOCK_TOKENS = 64;
 constexpr int TILE_TOKENS = 4;
-constexpr int MAX_WIDTH = 8;
+constexpr int MAX_WIDTH = 16;
 
 TH_CALL(Call,
   const void *x, *weight, *bias;  // [T, C], [C, W], [C] or null
@@ -78,14 +78,14 @@ template <int W, int N, typename T>
 TH_INLINE void convolve_lanes(const Filters& filters, const T* const* rows, int64_t c, int n,
                               bool silu, T* out, int64_t out_stride) {
   f32x16 taps[W], x[N + W - 1];
-#pragma GCC unroll 8
-  for (int w = 0; w < W; ++w) taps[w] = th::load(filters.taps[w] + c);
 #pragma GCC unroll 16
+  for (int w = 0; w < W; ++w) taps[w] = th::load(filters.taps[w] + c);
+#pragma GCC unroll 32
   for (int i = 0; i < N + W - 1; ++i) x[i] = th::load(rows[i] + c, n);
 #pragma GCC unroll 8
   for (int i = 0; i < N; ++i) {
     f32x16 y = th::load(filters.bias + c);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int w = 0; w < W; ++w) y = th::fma(taps[w], x[i + w], y);
     th::store(out + i * out_stride + c, silu ? th::silu(y) : y, n);
   }
@@ -189,6 +189,14 @@ void dispatch(const Call& call) {
     case 6: return run<6, T>(call);
     case 7: return run<7, T>(call);
     case 8: return run<8, T>(call);
+    case 9: return run<9, T>(call);
+    case 10: return run<10, T>(call);
+    case 11: return run<11, T>(call);
+    case 12: return run<12, T>(call);
+    case 13: return run<13, T>(call);
+    case 14: return run<14, T>(call);
+    case 15: return run<15, T>(call);
+    case 16: return run<16, T>(call);
   }
 }
 

@@ -7,6 +7,7 @@ from collections import Counter
 from torch import Tensor
 
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
+from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host import zeros
 from torch_hybrid.specs import LayerSpec, Pool
 
@@ -16,8 +17,11 @@ LayerCache = dict[str, Tensor]  # by the names of the spec's pools
 def make_pools(spec: LayerSpec, sizes: PoolSizes) -> LayerCache:
     """A tensor for each pool of a layer, filled as it says, each with a storage of its own.
 
-    ``[num_slots + 1, *shape]``, ``[num_pages + 1, page_size, *shape]`` or ``shape``, after
+    ``[num_slots + 1, *shape]``, ``[num_pages + 1, page_size / tokens, *shape]`` or ``shape``, after
     ``planes`` where there are some. Slot 0 and page 0 are null: no sequence owns them.
+
+    Raises:
+        UnsupportedError: tokens that share one do not divide a page.
     """
     return {name: _make_pool(pool, sizes) for name, pool in spec.pools().items()}
 
@@ -36,9 +40,14 @@ def pool_cost(spec: LayerSpec, sizes: PoolSizes) -> PoolCost:
 
 
 def _shape(pool: Pool, sizes: PoolSizes) -> tuple[int, ...]:
+    if sizes.page_size % pool.tokens:
+        raise UnsupportedError(
+            f"page_size must be a multiple of {pool.tokens}, the tokens that share an index key, "
+            f"got {sizes.page_size}"
+        )
     rows: dict[str, tuple[int, ...]] = {
         "slot": (sizes.num_slots + 1,),
-        "page": (sizes.num_pages + 1, sizes.page_size),
+        "page": (sizes.num_pages + 1, sizes.page_size // pool.tokens),
         "layer": (),
     }
     planes = (pool.planes,) if pool.planes else ()

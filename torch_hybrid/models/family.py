@@ -50,7 +50,8 @@ class Family:
     for every kind of linear attention; full attention, latent attention too, joins as a function
     that transformers lets us register. ``num_position_axes`` is 3 where rotary positions are 3-D
     (mrope). ``logits_scale(config)`` is a factor on the logits. ``experts(module)`` makes ours of
-    the family's experts.
+    the family's experts. ``step_names`` are the options of a decoder layer as which it is handed
+    the step: a module that it hands no others finds it in one of those.
     """
 
     model_types: tuple[str, ...]
@@ -59,6 +60,7 @@ class Family:
     num_position_axes: int = 1
     logits_scale: Callable[[Any], float] = lambda config: 1.0
     experts: Callable[[Any], FusedExperts] = _gated_experts
+    step_names: tuple[str, ...] = ("step",)
 
 
 def require(config: Any, name: str, value: object, allowed: Collection[object]) -> None:

@@ -47,7 +47,9 @@ class HybridModel(nn.Module):
         # Tokens that a sequence can have, where the checkpoint says so.
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.eos_token_ids = _eos_token_ids(hf_model)
-        self._no_masks = dict.fromkeys(["full_attention", "linear_attention", "sliding_attention"])
+        self._no_masks = dict.fromkeys(
+            ["full_attention", "linear_attention", "sliding_attention", "indexed_attention"]
+        )
 
     @property
     def model_type(self) -> str:

@@ -72,6 +72,8 @@ CASES = {
     "width_5": Case(lengths=(9, 2), channels=33, width=5),
     "width_6": Case(lengths=(9, 2), channels=15, width=6, has_bias=True),
     "width_7": Case(lengths=(9, 2), channels=17, width=7),
+    "width_10": Case(lengths=(40, 1, 3, 9), width=10),
+    "width_16": Case(lengths=(1, 17, 2, 33), channels=40, width=16, activation="none"),
     "qwen3_next": Case(lengths=(1, 130, 16), channels=8192),
     "bamba": Case(lengths=(2, 70, 1), channels=128 * 64 + 2 * 128, has_bias=True),
 }
