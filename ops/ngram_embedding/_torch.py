@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torch_hybrid.ops.ngram_embedding.bounds import check_indices
+
 
 def ngram_embedding(
     tokens: Tensor,
@@ -21,6 +23,17 @@ def ngram_embedding(
     eos: int,
 ) -> Tensor:
     """Launcher of ``torch_hybrid::ngram_embedding``."""
+    if tokens.device.type == "cpu":
+        check_indices(
+            table,
+            head_sizes,
+            head_offsets,
+            cu_seqlens,
+            initial_indices,
+            state_indices,
+            num_tokens=tokens.shape[0],
+            num_slots=history.shape[0],
+        )
     num_tokens, num_seqs, num_back = tokens.shape[0], state_indices.shape[0], history.shape[1]
     count = torch.arange(num_tokens, device=tokens.device)
     seq = torch.searchsorted(cu_seqlens[1:], count.int(), right=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import (
     check_contiguous,
     check_dtypes,
@@ -19,6 +20,12 @@ from torch_hybrid.ops.registration import (
 _PACKAGE = "torch_hybrid.ops.ngram_embedding"
 
 IMPLEMENTATIONS = {
+    "cpp": Implementation(
+        capability=Capability(
+            devices=frozenset({"cpu"}), dtypes=FLOATS_AND_FLOAT64, available=compiler_missing
+        ),
+        launcher=f"{_PACKAGE}._cpu:ngram_embedding",
+    ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
         launcher=f"{_PACKAGE}._torch:ngram_embedding",

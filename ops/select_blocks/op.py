@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import (
     check_contiguous,
     check_dtypes,
@@ -19,6 +20,15 @@ from torch_hybrid.ops.registration import (
 _PACKAGE = "torch_hybrid.ops.select_blocks"
 
 IMPLEMENTATIONS = {
+    "cpp": Implementation(
+        capability=Capability(
+            devices=frozenset({"cpu"}),
+            dtypes=frozenset({torch.float32, torch.bfloat16}),
+            multiples={"index_dim": 16},
+            available=compiler_missing,
+        ),
+        launcher=f"{_PACKAGE}._cpu:select_blocks",
+    ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
         launcher=f"{_PACKAGE}._torch:select_blocks",
