@@ -15,6 +15,7 @@ from torch_hybrid.ops.registration import (
     check_shapes,
     define_op,
 )
+from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _PACKAGE = "torch_hybrid.ops.block_attention"
 
@@ -27,6 +28,15 @@ IMPLEMENTATIONS = {
             available=compiler_missing,
         ),
         launcher=f"{_PACKAGE}._cpu:block_attention",
+    ),
+    "triton": Implementation(
+        capability=Capability(
+            devices=triton_devices(),
+            limits={"head_dim": 256},
+            cuda_graph=True,
+            available=triton_missing,
+        ),
+        launcher=f"{_PACKAGE}._triton:block_attention",
     ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),

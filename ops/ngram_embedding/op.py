@@ -16,6 +16,7 @@ from torch_hybrid.ops.registration import (
     check_shapes,
     define_op,
 )
+from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _PACKAGE = "torch_hybrid.ops.ngram_embedding"
 
@@ -25,6 +26,10 @@ IMPLEMENTATIONS = {
             devices=frozenset({"cpu"}), dtypes=FLOATS_AND_FLOAT64, available=compiler_missing
         ),
         launcher=f"{_PACKAGE}._cpu:ngram_embedding",
+    ),
+    "triton": Implementation(
+        capability=Capability(devices=triton_devices(), cuda_graph=True, available=triton_missing),
+        launcher=f"{_PACKAGE}._triton:ngram_embedding",
     ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),

@@ -16,6 +16,7 @@ from torch_hybrid.ops.registration import (
     check_shapes,
     define_op,
 )
+from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _PACKAGE = "torch_hybrid.ops.select_blocks"
 
@@ -28,6 +29,15 @@ IMPLEMENTATIONS = {
             available=compiler_missing,
         ),
         launcher=f"{_PACKAGE}._cpu:select_blocks",
+    ),
+    "triton": Implementation(
+        capability=Capability(
+            devices=triton_devices(),
+            limits={"index_dim": 256},
+            cuda_graph=True,
+            available=triton_missing,
+        ),
+        launcher=f"{_PACKAGE}._triton:select_blocks",
     ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),
