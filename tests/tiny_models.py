@@ -82,6 +82,7 @@ def qwen4_exp(**options: Any) -> nn.Module:
         "layer_types": layer_types,
         "head_dim": 64,
         "rope_parameters": MROPE,
+        "output_gate_type": "sigmoid",  # as published
         "hc_count": 3,
         "hc_lowrank": 20,
         "ple_layer_ids": linear,

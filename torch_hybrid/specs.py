@@ -210,7 +210,8 @@ class NgramSpec:
 class DeltaRuleSpec:
     """A gated-delta-rule mixer: causal convolution, recurrence, gated norm.
 
-    ``beta_scale`` is 2 where negative eigenvalues are allowed and 1 elsewhere.
+    ``beta_scale`` is 2 where negative eigenvalues are allowed and 1 elsewhere. ``gate`` is the
+    activation of what the norm's output is multiplied by, "silu" or "sigmoid".
     """
 
     kind: ClassVar[str] = "gated_delta_rule"
@@ -224,8 +225,11 @@ class DeltaRuleSpec:
     activation: str = "silu"
     norm_eps: float = 1e-6
     beta_scale: float = 1.0
+    gate: str = "silu"
 
     def __post_init__(self) -> None:
+        if self.gate not in ("silu", "sigmoid"):
+            raise ValueError(f"gate must be 'silu' or 'sigmoid', got {self.gate!r}")
         if self.num_k_heads < 1 or self.num_v_heads % self.num_k_heads:
             raise ValueError(
                 f"num_v_heads must be a multiple of num_k_heads, "

@@ -60,8 +60,9 @@ def block_attention(
 def _hidden(blocks: Tensor, first: int, num_keys: int, block_size: int) -> Tensor:
     """[t, num_keys]: the keys that queries at ``first``, ``first + 1``, ... do not see."""
     num_queries, num_blocks = blocks.shape[0], num_keys // block_size
-    position = torch.arange(first, first + num_queries, device=blocks.device)[:, None]
-    key = torch.arange(num_keys, device=blocks.device)
+    position = torch.arange(first, first + num_queries, dtype=torch.int64, device=blocks.device)
+    position = position[:, None]
+    key = torch.arange(num_keys, dtype=torch.int64, device=blocks.device)
     chosen = blocks.new_zeros((num_queries, num_blocks + 1), dtype=torch.bool)
     chosen.scatter_(1, blocks.where(blocks >= 0, num_blocks).long(), True)
     chosen[:, num_blocks] = False  # where those that are none were put

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.block_attention.bounds import check_indices
 from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits
@@ -34,6 +35,17 @@ def block_attention(
     num_tokens, num_q_heads, head_dim = q.shape
     _, _, page_size, num_kv_heads, _ = kv.shape
     num_seqs, top_k = page_table.shape[0], blocks.shape[1]
+    if q.device.type == "cpu":
+        check_indices(
+            blocks,
+            cu_seqlens,
+            seq_lens,
+            page_table,
+            slot_mapping,
+            num_pages=kv.shape[1],
+            page_size=page_size,
+            block_size=block_size,
+        )
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_tokens == 0 or num_seqs == 0:
         return out.zero_()
@@ -89,11 +101,11 @@ def block_attention(
         BLOCK_K=triton.next_power_of_2(top_k),
         BLOCK_M=block_m,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_KV=_BLOCK_KV if q.itemsize == 2 else _BLOCK_KV // 2,
+        BLOCK_KV=_BLOCK_KV if q.itemsize == 2 else 16,
         NUM_SPLITS=num_splits,
         # The interpreter holds bfloat16 as integers and multiplies them as such.
         FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
-        num_warps=4,
+        num_warps=4 if q.itemsize == 2 else 8,
         num_stages=2,
         enable_fp_fusion=True,
     )
@@ -204,8 +216,8 @@ def _attend_kernel(
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     keys = kv + kv_head * D
     table = page_table + seq * stride_table
-    # Tiles are counted from 0: with another lower bound the compiler loses sight of the alignment of
-    # what is loaded, and loads element by element.
+    # Tiles are counted from 0: with another lower bound the compiler loses sight of the alignment
+    # of what is loaded, and loads element by element.
     for tile in range(tl.cdiv(last - first, BLOCK_KV)):
         number = first + tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
         is_key = number < last

@@ -27,7 +27,7 @@ def check_indices(
     num_new = cu_seqlens.diff()
     num_tokens = int(cu_seqlens[-1])
     first = torch.repeat_interleave(seq_lens - cu_seqlens[1:], num_new, output_size=num_tokens)
-    seen = (first + torch.arange(num_tokens, dtype=torch.int32) + 1) // block_size
+    seen = (first + torch.arange(num_tokens, dtype=torch.int32, device="cpu") + 1) // block_size
     rows = blocks[:num_tokens]
     wrong = (rows < -1) | (rows >= seen[:, None])
     if bool(wrong.any()):

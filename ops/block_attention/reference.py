@@ -39,7 +39,7 @@ def block_attention(
             visible += range((position + 1) // block_size * block_size, position + 1)
             if not visible:
                 continue
-            at = torch.tensor(visible, device=q.device)
+            at = torch.tensor(visible, dtype=torch.int64, device=q.device)
             shared = kv[:, page_table[n, at // page_size].long(), at % page_size].to(work)
             keys, values = shared.repeat_interleave(group, dim=2)
             logits = scale * torch.einsum("lhd,hd->hl", keys, q[t].to(work))

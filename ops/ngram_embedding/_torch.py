@@ -35,11 +35,13 @@ def ngram_embedding(
             num_slots=history.shape[0],
         )
     num_tokens, num_seqs, num_back = tokens.shape[0], state_indices.shape[0], history.shape[1]
-    count = torch.arange(num_tokens, device=tokens.device)
+    count = torch.arange(num_tokens, dtype=torch.int64, device=tokens.device)
     seq = torch.searchsorted(cu_seqlens[1:], count.int(), right=True)
     place = count + (seq + 1) * num_back
-    first = cu_seqlens[:-1] + torch.arange(num_seqs, device=tokens.device) * num_back
-    before = torch.arange(num_back, device=tokens.device)
+    first = (
+        cu_seqlens[:-1] + torch.arange(num_seqs, dtype=torch.int64, device=tokens.device) * num_back
+    )
+    before = torch.arange(num_back, dtype=torch.int64, device=tokens.device)
     text = tokens.new_full((num_tokens + (num_seqs + 1) * num_back,), eos)
     text[place] = tokens
     begins = (initial_indices == 0)[:, None]

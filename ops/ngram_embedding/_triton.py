@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.ngram_embedding.bounds import check_indices
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 
 
@@ -26,6 +27,17 @@ def ngram_embedding(
     """Launcher of ``torch_hybrid::ngram_embedding``."""
     num_tokens, num_seqs, num_heads = tokens.shape[0], state_indices.shape[0], head_sizes.shape[0]
     num_back, dim = history.shape[1], table.shape[1]
+    if tokens.device.type == "cpu":
+        check_indices(
+            table,
+            head_sizes,
+            head_offsets,
+            cu_seqlens,
+            initial_indices,
+            state_indices,
+            num_tokens=num_tokens,
+            num_slots=history.shape[0],
+        )
     out = tokens.new_empty((num_tokens, num_heads * dim), dtype=table.dtype)
     if num_tokens == 0 or num_seqs == 0:
         return out.zero_()

@@ -44,5 +44,5 @@ def ngram_embedding(
                     out[t, head] = table[starts[head] + hashed % sizes[head]]
     for slot, last in kept.items():
         if slot:
-            history[slot] = torch.tensor(last, device=history.device)
+            history[slot] = torch.tensor(last, dtype=torch.int64, device=history.device)
     return out.flatten(1)

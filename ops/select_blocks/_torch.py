@@ -54,11 +54,11 @@ def select_blocks(
             pages = page_table[n, : -(-num_blocks // page_blocks)].long()
             seen = block_keys[pages].flatten(0, 1)[:num_blocks]
             scores = _scores(q[begin:end], None if weights is None else weights[begin:end], seen)
-            position = torch.arange(first, first + end - begin, device=q.device)
+            position = torch.arange(first, first + end - begin, dtype=torch.int64, device=q.device)
             visible = ((position + 1) // block_size)[:, None]
-            is_hidden = torch.arange(num_blocks, device=q.device) >= visible
+            block = torch.arange(num_blocks, dtype=torch.int64, device=q.device)
             # Hidden ones come after the others, and are then told by their numbers.
-            scores.masked_fill_(is_hidden, -math.inf)
+            scores.masked_fill_(block >= visible, -math.inf)
             best = scores.sort(dim=1, descending=True, stable=True).indices[:, :top_k]
             best = best.masked_fill(best >= visible, num_blocks).sort(dim=1).values
             chosen[begin:end, : best.shape[1]] = best.masked_fill(best == num_blocks, -1).int()

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.page_bounds import check_page_indices
 from torch_hybrid.ops.triton.devices import interpreted
 from torch_hybrid.ops.triton.ragged import (
     first_token_of_block,
@@ -44,6 +45,15 @@ def select_blocks(
     num_seqs, max_pages = page_table.shape
     page_blocks = block_keys.shape[1]
     max_blocks = max_pages * page_blocks
+    if q.device.type == "cpu":
+        check_page_indices(
+            cu_seqlens,
+            seq_lens,
+            page_table,
+            slot_mapping,
+            num_pages=block_keys.shape[0],
+            page_size=page_blocks * block_size,
+        )
     chosen = q.new_empty((num_tokens, top_k), dtype=torch.int32)
     if num_tokens == 0 or num_seqs == 0:
         return chosen.fill_(-1)
@@ -64,9 +74,14 @@ def select_blocks(
     if max_blocks > top_k:
         scores = q.new_empty((num_tokens, max_blocks), dtype=torch.float32)
         heads = triton.next_power_of_2(num_heads)
-        rows = _ROWS if num_tokens > num_seqs else _FEWEST_ROWS
+        # Products of float32 are no tensor core's, and take registers for every element.
+        is_narrow = num_tokens == num_seqs or q.itemsize > 2
+        rows, block_n = (
+            (_FEWEST_ROWS if is_narrow else _ROWS),
+            (_BLOCK_N if q.itemsize == 2 else 16),
+        )
         block_q = max(1, rows // heads)
-        grid = (num_blocks(num_tokens, num_seqs, block_q), triton.cdiv(max_blocks, _BLOCK_N))
+        grid = (num_blocks(num_tokens, num_seqs, block_q), triton.cdiv(max_blocks, block_n))
         _score_kernel[grid](
             q,
             weights,
@@ -88,7 +103,7 @@ def select_blocks(
             BLOCK_Q=block_q,
             BLOCK_H=max(heads, _FEWEST_ROWS) if block_q == 1 else heads,
             BLOCK_D=max(16, block_d),
-            BLOCK_N=_BLOCK_N,
+            BLOCK_N=block_n,
             # The interpreter holds bfloat16 as integers and multiplies them as such.
             FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
             num_warps=4,

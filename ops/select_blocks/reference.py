@@ -38,7 +38,8 @@ def select_blocks(
     for n, length in enumerate(lengths):
         for t in range(offsets[n], offsets[n + 1]):
             position = length - offsets[n + 1] + t
-            block = torch.arange((position + 1) // block_size, device=q.device)
+            count = (position + 1) // block_size
+            block = torch.arange(count, dtype=torch.int64, device=q.device)
             pages = page_table[n, block // page_blocks].long()
             seen = block_keys[pages, block % page_blocks]
             scores = scores_of(q[t], None if weights is None else weights[t], seen)

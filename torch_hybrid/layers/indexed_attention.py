@@ -49,11 +49,11 @@ class IndexedAttention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = q_proj, k_proj, v_proj, o_proj
         self.q_norm, self.k_norm, self.index_proj = q_norm, k_norm, index_proj
         self.index_q_norm, self.index_k_norm = index_q_norm, index_k_norm
-        taps = torch.zeros(spec.conv_channels, spec.conv_width, device="cpu")
+        shape = (spec.conv_channels, spec.conv_width)
+        taps = torch.zeros(shape, dtype=k_proj.weight.dtype, device="cpu")
         taps[: spec.index_dim] = 1 / spec.block_size
         taps[spec.index_dim :, 0] = 1
-        weight = k_proj.weight
-        self.taps = nn.Buffer(taps.to(weight.dtype).to(weight.device), persistent=False)
+        self.taps = nn.Buffer(taps.to(k_proj.weight.device), persistent=False)
 
     @in_own_dtype(1)
     def forward(self, x: Tensor, rotary: Rotary, plan: IndexedPlan, cache: LayerCache) -> Tensor:

@@ -110,7 +110,9 @@ def specs_by_layer_type(
     return [known[layer_type] for layer_type in config.layer_types]
 
 
-def delta_rule_spec(config: Any, *, norm_eps: float, beta_scale: float = 1.0) -> DeltaRuleSpec:
+def delta_rule_spec(
+    config: Any, *, norm_eps: float, beta_scale: float = 1.0, gate: str = "silu"
+) -> DeltaRuleSpec:
     """The facts of the linear layers, whose fields all families name alike."""
     return DeltaRuleSpec(
         num_k_heads=config.linear_num_key_heads,
@@ -121,6 +123,7 @@ def delta_rule_spec(config: Any, *, norm_eps: float, beta_scale: float = 1.0) ->
         activation=config.hidden_act,
         norm_eps=norm_eps,
         beta_scale=beta_scale,
+        gate=gate,
     )
 
 

@@ -25,13 +25,13 @@ from torch_hybrid.specs import IndexedAttentionSpec, LayerSpec, NgramSpec
 
 # Whose reciprocals are exact in any dtype, and which a convolution can hold.
 _BLOCK_SIZES = (2, 4, 8, 16)
-_INDEXER = ("indexer_n_heads", "indexer_head_dim", "indexer_budget")
 
 
 def _specs(config: Any) -> list[LayerSpec | tuple[LayerSpec, ...]]:
     require(config, "hidden_act", config.hidden_act, ["silu"])
-    require(config, "output_gate_type", config.output_gate_type, [None, "silu"])
-    linear = delta_rule_spec(config, norm_eps=config.rms_norm_eps)
+    gate = config.output_gate_type or "silu"
+    require(config, "output_gate_type", gate, ["silu", "sigmoid"])
+    linear = delta_rule_spec(config, norm_eps=config.rms_norm_eps, gate=gate)
     if "indexed_attention" in config.layer_types:
         indexed = _indexed_spec(config)
     if config.ple_layer_ids:
