@@ -27,6 +27,7 @@ from benchmarks.timing import best_of
 from torch_hybrid import adapt
 from torch_hybrid.host import zeros
 from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.layers.ngram_embedding import NgramEmbedding
 from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.ops.linear import linear
@@ -163,7 +164,11 @@ def _weight_bytes(model: HybridModel, num_tokens: int) -> int:
             hit = 1 - (1 - chosen / num_experts) ** num_tokens
         for weight in module.parameters(recurse=False):
             is_lookup = weight is embedding and isinstance(module, nn.Embedding)
-            read += 0 if is_lookup else int(hit * weight.nbytes)
+            if isinstance(module, NgramEmbedding) and weight is module.table:
+                row_bytes = weight.shape[1] * weight.itemsize
+                read += num_tokens * len(module.head_sizes) * row_bytes
+            else:
+                read += 0 if is_lookup else int(hit * weight.nbytes)
     return read
 
 

@@ -15,11 +15,13 @@ from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE as CHUNK
 from torch_hybrid.specs import (
     AttentionSpec,
     DeltaRuleSpec,
+    IndexedAttentionSpec,
     KimiDeltaSpec,
     LatentSpec,
     LayerSpec,
     LightningSpec,
     Mamba2Spec,
+    NgramSpec,
     ShortConvolutionSpec,
 )
 
@@ -53,7 +55,19 @@ def cache_bytes(spec: LayerSpec, row: Row, dtype: torch.dtype) -> int:
     values or latents that are seen read once."""
     window = spec.window if isinstance(spec, AttentionSpec) else 0
     times = {"slot": 2, "page": row.num_read(window)}
-    return sum(times[pool.per] * pool.nbytes(dtype) for pool in spec.pools().values())
+    pools = {name: pool for name, pool in spec.pools().items() if pool.per in times}
+    seen = 0
+    if isinstance(spec, IndexedAttentionSpec):  # a single token sees few of its keys and values
+        num_seen = _num_seen(spec, row.num_kept - 1) if row.num_new == 1 else row.num_kept
+        seen = num_seen * pools.pop("kv").nbytes(dtype)
+    return seen + sum(times[pool.per] * pool.nbytes(dtype) for pool in pools.values())
+
+
+def _num_seen(spec: IndexedAttentionSpec, position: int) -> int:
+    """Keys that a query at a position sees."""
+    complete = (position + 1) // spec.block_size
+    left_out = max(0, complete - spec.top_k) * spec.block_size
+    return position + 1 - left_out
 
 
 def mixer_flops(spec: LayerSpec, row: Row) -> float:
@@ -65,6 +79,16 @@ def mixer_flops(spec: LayerSpec, row: Row) -> float:
             return _latent_flops(spec, row)
         case ShortConvolutionSpec():
             return 2 * spec.conv_width * spec.channels * row.num_new
+        case IndexedAttentionSpec():
+            positions = range(row.num_held, row.num_kept)
+            attended = sum(_num_seen(spec, position) for position in positions)
+            scored = row.num_pairs / spec.block_size
+            return (
+                4 * spec.num_q_heads * spec.head_dim * attended
+                + 2 * spec.num_index_heads * spec.index_dim * scored
+            )
+        case NgramSpec():
+            return 0.0
         case _:
             one_token = row.num_new == 1
             return _token_flops(spec) if one_token else row.num_new * _chunk_flops(spec) / CHUNK
@@ -103,6 +127,11 @@ def inner_width(spec: LayerSpec) -> int:
     match spec:
         case AttentionSpec():  # query, its gate, key, value, output
             return (3 * spec.num_q_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        case IndexedAttentionSpec():  # and the indexer's queries and keys
+            width = (3 * spec.num_q_heads + 2 * spec.num_kv_heads) * spec.head_dim
+            return width + 2 * spec.num_index_heads * spec.index_dim + 2 * spec.conv_channels
+        case NgramSpec():  # keys, the streams, what enters them and its convolution
+            return 4 * spec.channels
         case LatentSpec():  # latent, and expanded: query, key, value, output
             return spec.row_dim + 2 * spec.num_heads * (spec.qk_dim + spec.v_dim)
         case DeltaRuleSpec():  # and the decays and betas

@@ -57,6 +57,40 @@ def _qwen3_next_moe(sizes: dict[str, Any]) -> Any:
     )
 
 
+def _qwen4_exp(sizes: dict[str, Any]) -> Any:
+    """The same experts, in fewer layers; the published indexer, and four residual streams. The
+    table of n-grams is small, as no step reads more than a few of its rows."""
+    from transformers import Qwen4ExpForCausalLM, Qwen4ExpTextConfig
+
+    options = {
+        "num_hidden_layers": 8,
+        "hidden_size": 640,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+        "hc_lowrank": 128,
+        "ple_layer_ids": [1],
+        "ngram_vocab_size_base": 20_000,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 128,
+        "indexer_budget": 2048,
+        "indexer_compress_ratio": 4,
+        "eos_token_id": 1,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 1e7,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [11, 11, 10],
+        },
+    }
+    config = _DENSE | _LINEAR | {"head_dim": 256} | options | sizes
+    config |= {"ple_embed_dim": config["hidden_size"]}
+    del config["intermediate_size"]
+    return Qwen4ExpForCausalLM(Qwen4ExpTextConfig(**config))
+
+
 def _qwen3_5(sizes: dict[str, Any]) -> Any:
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
@@ -267,6 +301,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "qwen3_5": _qwen3_5,
     "olmo_hybrid": _olmo_hybrid,
     "qwen3_next_moe": _qwen3_next_moe,
+    "qwen4_exp": _qwen4_exp,
     "qwen3": _qwen3,
     "deepseek_v3": _deepseek_v3,
     "kimi_linear": _kimi_linear,

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_hybrid.ops.causal_conv1d.op import ACTIVATIONS, MAX_WIDTH, MIN_WIDTH
+from torch_hybrid.ops.causal_conv1d.op import ACTIVATIONS, MIN_WIDTH
+
+MAX_WIDTH = 8  # of filters whose taps stay in registers beside all else that such an op does
 
 
 def check_activation(activation: str) -> None:

@@ -155,11 +155,43 @@ def nothing(*args: Any, **_: Any) -> int:
     return 0
 
 
+def select_blocks(
+    q: Shape,
+    keys: Shape,
+    weights: object,
+    block_keys: Shape,
+    cu_seqlens: Shape,
+    seq_lens: Shape,
+    page_table: Shape,
+    *_: Any,
+    **_options: Any,
+) -> int:
+    """Scores of every query with all blocks of a page table's width."""
+    return 2 * q[0] * q[1] * q[2] * page_table[1] * block_keys[1]
+
+
+def block_attention(
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    kv: Shape,
+    blocks: Shape,
+    *_: Any,
+    block_size: int,
+    **_options: Any,
+) -> int:
+    """Logits and outputs, of every query with as many blocks as it may see."""
+    return 4 * q[0] * q[1] * q[2] * blocks[1] * block_size
+
+
 FORMULAS: dict[str, Callable[..., int]] = {
     "linear": linear,
     "fused_experts": fused_experts,
     "paged_attention": paged_attention,
     "paged_attention_with_lse": paged_attention,
+    "select_blocks": select_blocks,
+    "block_attention": block_attention,
+    "ngram_embedding": nothing,
     "latent_attention": latent_attention,
     "latent_attention_with_lse": latent_attention,
     "store_latents": nothing,

@@ -6,6 +6,7 @@ from pathlib import Path
 from tests.tiny_models import BUILDERS
 from torch_hybrid.models.load import FAMILIES, NOT_SERVED, table_of
 from torch_hybrid.models.ring_2_5.config import ARCHITECTURE as RING_2_5
+from torch_hybrid.ops.block_attention import op as block_attention
 from torch_hybrid.ops.capability import Implementation
 from torch_hybrid.ops.causal_conv1d import op as causal_conv1d
 from torch_hybrid.ops.draw_tokens import op as draw_tokens
@@ -18,9 +19,11 @@ from torch_hybrid.ops.latent_attention import op as latent_attention
 from torch_hybrid.ops.lightning_step import op as lightning_step
 from torch_hybrid.ops.linear import op as linear
 from torch_hybrid.ops.merge_states import op as merge_states
+from torch_hybrid.ops.ngram_embedding import op as ngram_embedding
 from torch_hybrid.ops.paged_attention import op as paged_attention
 from torch_hybrid.ops.ragged_attention import op as ragged_attention
 from torch_hybrid.ops.route import op as route
+from torch_hybrid.ops.select_blocks import op as select_blocks
 from torch_hybrid.ops.ssd import op as ssd
 from torch_hybrid.ops.ssd_step import op as ssd_step
 from torch_hybrid.ops.state_copy import op as state_copy
@@ -39,6 +42,10 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "ragged_attention_with_lse": ragged_attention.IMPLEMENTATIONS,
         "merge_states": merge_states.IMPLEMENTATIONS,
     },
+    "indexed_attention": {
+        "select_blocks": select_blocks.IMPLEMENTATIONS,
+        "block_attention": block_attention.IMPLEMENTATIONS,
+    },
     "gated_delta_rule": {
         "gated_delta_step": gated_delta_step.IMPLEMENTATIONS,
         "gated_delta_verify": gated_delta_step.VERIFY_IMPLEMENTATIONS,
@@ -51,6 +58,7 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "recurrent_kimi_delta_attention": kimi_delta_attention.RECURRENT_IMPLEMENTATIONS,
         "chunk_kimi_delta_attention": kimi_delta_attention.CHUNK_IMPLEMENTATIONS,
     },
+    "ngram_embedding": {"ngram_embedding": ngram_embedding.IMPLEMENTATIONS},
     "mamba2": {
         "ssd_step": ssd_step.IMPLEMENTATIONS,
         "ssd_verify": ssd_step.VERIFY_IMPLEMENTATIONS,
@@ -73,6 +81,8 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
 NAMES = {
     "paged_attention": "full attention (GQA)",
     "latent_attention": "full attention (MLA)",
+    "indexed_attention": "attention to blocks that an indexer picks",
+    "ngram_embedding": "embeddings of n-grams",
     "gated_delta_rule": "gated delta rule",
     "kimi_delta_attention": "Kimi delta attention",
     "mamba2": "Mamba2",

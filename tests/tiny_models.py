@@ -70,6 +70,38 @@ def qwen3_5_moe(**options: Any) -> nn.Module:
     return tf.Qwen3_5MoeForCausalLM(tf.Qwen3_5MoeTextConfig(**sizes))
 
 
+def qwen4_exp(**options: Any) -> nn.Module:
+    """Blocks of 4 tokens, of which 5 are picked; n-grams in two layers, and a token that ends
+    texts in the midst of them."""
+    layer_types = options.get("layer_types", ["linear_attention", "indexed_attention"] * 2)
+    linear = [i for i, layer_type in enumerate(layer_types, 1) if layer_type == "linear_attention"]
+    sizes = {
+        **SIZES,
+        **LINEAR,
+        **EXPERTS,
+        "layer_types": layer_types,
+        "head_dim": 64,
+        "rope_parameters": MROPE,
+        "output_gate_type": "sigmoid",  # as published
+        "hc_count": 3,
+        "hc_lowrank": 20,
+        "ple_layer_ids": linear,
+        "ple_embed_dim": 24,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 200,
+        "split_ngram_parts": 2,
+        "indexer_n_heads": 8,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 48,
+        "indexer_budget": 20,
+        "indexer_compress_ratio": 4,
+        "eos_token_id": 7,
+        "pad_token_id": None,
+    }
+    del sizes["intermediate_size"]
+    return tf.Qwen4ExpForCausalLM(tf.Qwen4ExpTextConfig(**{**sizes, **options}))
+
+
 def olmo_hybrid(**options: Any) -> nn.Module:
     sizes = {**SIZES, **LINEAR, "pad_token_id": 0, "eos_token_id": None, **options}
     return tf.OlmoHybridForCausalLM(tf.OlmoHybridConfig(**sizes))
@@ -285,6 +317,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "qwen3_next_dense": qwen3_next_dense,
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5_moe,
+    "qwen4_exp": qwen4_exp,
     "olmo_hybrid": olmo_hybrid,
     "qwen3": qwen3,
     "deepseek_v3": deepseek_v3,
@@ -439,6 +472,45 @@ def router_gaps(model: nn.Module) -> Iterator[list[float]]:
     yield gaps
     for handle in handles:
         handle.remove()
+
+
+@contextmanager
+def block_gaps(model: nn.Module) -> Iterator[list[float]]:
+    """Collects how near the indexers of a model come to another choice of blocks: the score of the
+    last block taken less that of the first not, for each token."""
+    gaps: list[float] = []
+
+    def record(indexer: Any, inputs: tuple[Any, ...], _output: object) -> None:
+        gaps.extend(_index_gaps(indexer, *inputs[:2]))
+
+    indexers = [module for module in model.modules() if type(module).__name__.endswith("Indexer")]
+    handles = [indexer.register_forward_hook(record) for indexer in indexers]
+    yield gaps
+    for handle in handles:
+        handle.remove()
+
+
+def _index_gaps(indexer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> list[float]:
+    """Of the tokens of one text that have more blocks before them than are picked."""
+    size, dim = indexer.compress_ratio, indexer.index_head_dim
+    q, k = indexer.index_qk_proj(hidden[0]).split([indexer.index_n_heads * dim, dim], dim=-1)
+    num_tokens, num_blocks = len(k), len(k) // size
+    keys = k[: num_blocks * size].unflatten(0, (-1, size)).float().mean(1).to(k.dtype)
+
+    def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b, rest = x.split([cos.shape[-1] // 2] * 2 + [x.shape[-1] - cos.shape[-1]], dim=-1)
+        return torch.cat([torch.cat([a, b], -1) * cos + torch.cat([-b, a], -1) * sin, rest], -1)
+
+    cos, sin = (x[0] for x in rotary)
+    starts = slice(0, num_blocks * size, size)
+    q = rotated(indexer.q_layernorm(q.unflatten(-1, (-1, dim))), cos[:, None], sin[:, None])
+    keys = rotated(indexer.k_layernorm(keys), cos[starts], sin[starts])
+    scores = torch.einsum("thd,nd->htn", q.float(), keys.float()).relu().sum(0) / dim**0.5
+    complete = (torch.arange(num_tokens) + 1) // size
+    found = []
+    for token in torch.nonzero(complete > indexer.block_topk).flatten().tolist():
+        found += _gaps(scores[token, : complete[token]][None], indexer.block_topk)
+    return found
 
 
 def _gaps(scores: Tensor, taken: int) -> list[float]:

@@ -23,9 +23,10 @@ class Pool:
 
     ``shape`` is what a sequence has in it (``per="slot"``), or a token (``per="page"``, of
     ``page_size`` tokens each), or each draft of a sequence (``per="draft"``; there is no such
-    tensor where nothing is drafted), or all of them together (``per="layer"``). ``planes`` of them
-    stand one after the other in one tensor; with 0, it has no such dimension. ``dtype`` None is the
-    model's. ``fill`` is what a new one holds.
+    tensor where nothing is drafted), or all of them together (``per="layer"``). With ``tokens``, so
+    many tokens of a page share one. ``planes`` of them stand one after the other in one tensor;
+    with 0, it has no such dimension. ``dtype`` None is the model's. ``fill`` is what a new one
+    holds.
     """
 
     shape: tuple[int, ...]
@@ -33,10 +34,12 @@ class Pool:
     dtype: torch.dtype | None = None
     planes: int = 0
     fill: float = 0.0
+    tokens: int = 1
 
     def nbytes(self, model_dtype: torch.dtype) -> int:
-        """Bytes that a sequence, a token, a draft or the layer takes."""
-        return math.prod(self.shape) * max(self.planes, 1) * (self.dtype or model_dtype).itemsize
+        """Bytes that a sequence, a token (rounded up), a draft or the layer takes."""
+        numbers = math.prod(self.shape) * max(self.planes, 1)
+        return -(-numbers * (self.dtype or model_dtype).itemsize // self.tokens)
 
 
 class LayerSpec(Protocol):
@@ -125,10 +128,95 @@ class AttentionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedAttentionSpec:
+    """Softmax attention over the blocks of past tokens that an indexer picks for each query.
+
+    A block is ``block_size`` tokens; a query sees ``top_k`` blocks and the tokens after the last
+    that is complete. A block's index key, ``index_dim`` wide, is the mean of its tokens', normed
+    with ``norm_eps`` and rotated in its first ``rope_dim`` dims as at its first token.
+    """
+
+    kind: ClassVar[str] = "indexed_attention"
+    family: ClassVar[LayerFamily] = "full"
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    num_index_heads: int
+    index_dim: int
+    rope_dim: int
+    block_size: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_q_heads must be a multiple of num_kv_heads, "
+                f"got {self.num_q_heads} and {self.num_kv_heads}"
+            )
+
+    @property
+    def conv_width(self) -> int:
+        """Of the convolution that takes the mean over a block."""
+        return self.block_size
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of ``[index key | cosines | sines]`` of a token."""
+        return self.index_dim + self.rope_dim
+
+    def pools(self) -> dict[str, Pool]:
+        """Keys and values, a key for each block, and the last tokens' parts of the next block."""
+        return {
+            "kv": Pool((self.num_kv_heads, self.head_dim), per="page", planes=2),
+            "block_keys": Pool((self.index_dim,), per="page", tokens=self.block_size),
+            "conv": Pool((self.block_size - 1, self.conv_channels), per="slot"),
+        }
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says: some of the heads, and all of the indexer."""
+        return replace(
+            self,
+            num_q_heads=divide("num_q_heads", self.num_q_heads, num_ranks),
+            num_kv_heads=divide_or_repeat("num_kv_heads", self.num_kv_heads, num_ranks),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NgramSpec:
+    """Embeddings of the n-grams up to ``ngram_size`` that end at each token, let in by gates, and a
+    convolution over them, all of it for each of the residual streams.
+
+    ``channels`` is the width of all streams together; of the convolution's ``conv_width`` taps,
+    every ``ngram_size``-th counts, the last one first.
+    """
+
+    kind: ClassVar[str] = "ngram_embedding"
+    family: ClassVar[LayerFamily] = "linear"
+
+    ngram_size: int
+    channels: int
+    conv_width: int
+
+    def pools(self) -> dict[str, Pool]:
+        """The last tokens, and the convolution's last inputs."""
+        return {
+            "tokens": Pool((self.ngram_size - 1,), per="slot", dtype=torch.int64),
+            "conv": Pool((self.conv_width - 1, self.channels), per="slot"),
+        }
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says: all of it on every rank."""
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaRuleSpec:
     """A gated-delta-rule mixer: causal convolution, recurrence, gated norm.
 
-    ``beta_scale`` is 2 where negative eigenvalues are allowed and 1 elsewhere.
+    ``beta_scale`` is 2 where negative eigenvalues are allowed and 1 elsewhere. ``gate`` is the
+    activation of what the norm's output is multiplied by, "silu" or "sigmoid".
     """
 
     kind: ClassVar[str] = "gated_delta_rule"
@@ -142,8 +230,11 @@ class DeltaRuleSpec:
     activation: str = "silu"
     norm_eps: float = 1e-6
     beta_scale: float = 1.0
+    gate: str = "silu"
 
     def __post_init__(self) -> None:
+        if self.gate not in ("silu", "sigmoid"):
+            raise ValueError(f"gate must be 'silu' or 'sigmoid', got {self.gate!r}")
         if self.num_k_heads < 1 or self.num_v_heads % self.num_k_heads:
             raise ValueError(
                 f"num_v_heads must be a multiple of num_k_heads, "
@@ -544,6 +635,8 @@ register_constant(
     LayerTable,
     LayerEntry,
     AttentionSpec,
+    IndexedAttentionSpec,
+    NgramSpec,
     LatentSpec,
     DeltaRuleSpec,
     KimiDeltaSpec,

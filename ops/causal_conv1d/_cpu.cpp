@@ -26,7 +26,7 @@ using th::f32x16;
 constexpr int64_t MIN_BLOCK_CHANNELS = 256, MAX_BLOCK_CHANNELS = 2048;
 constexpr int64_t BLOCK_TOKENS = 64;
 constexpr int TILE_TOKENS = 4;
-constexpr int MAX_WIDTH = 8;
+constexpr int MAX_WIDTH = 16;
 
 TH_CALL(Call,
   const void *x, *input_gate, *output_gate;  // [T, C], gates or null
@@ -119,9 +119,9 @@ template <int W, int N, bool GATED, typename T>
 TH_INLINE void convolve_lanes(const Filters& filters, const Rows<W, N, T>& rows, int64_t c, int n,
                               bool silu, T* out, int64_t out_stride) {
   f32x16 taps[W], x[N + W - 1];
-#pragma GCC unroll 8
-  for (int w = 0; w < W; ++w) taps[w] = th::load(filters.taps[w] + c);
 #pragma GCC unroll 16
+  for (int w = 0; w < W; ++w) taps[w] = th::load(filters.taps[w] + c);
+#pragma GCC unroll 32
   for (int i = 0; i < N + W - 1; ++i) {
     x[i] = th::load(rows.inputs[i] + c, n);
     if constexpr (GATED) x[i] = rounded<T>(x[i] * th::load(rows.input_gates[i] + c, n));
@@ -129,7 +129,7 @@ TH_INLINE void convolve_lanes(const Filters& filters, const Rows<W, N, T>& rows,
 #pragma GCC unroll 8
   for (int i = 0; i < N; ++i) {
     f32x16 y = th::load(filters.bias + c);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int w = 0; w < W; ++w) y = th::fma(taps[w], x[i + w], y);
     if (silu) y = th::silu(y);
     if constexpr (GATED) y *= th::load(rows.output_gates[i] + c, n);
@@ -249,6 +249,14 @@ void dispatch(const Call& call) {
     case 6: return run<6, GATED, T>(call);
     case 7: return run<7, GATED, T>(call);
     case 8: return run<8, GATED, T>(call);
+    case 9: return run<9, GATED, T>(call);
+    case 10: return run<10, GATED, T>(call);
+    case 11: return run<11, GATED, T>(call);
+    case 12: return run<12, GATED, T>(call);
+    case 13: return run<13, GATED, T>(call);
+    case 14: return run<14, GATED, T>(call);
+    case 15: return run<15, GATED, T>(call);
+    case 16: return run<16, GATED, T>(call);
   }
 }
 

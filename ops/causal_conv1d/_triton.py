@@ -36,7 +36,8 @@ def causal_conv1d(
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     tokens_per_seq = triton.cdiv(num_tokens, num_seqs)
-    block_t = min(_MOST_TOKENS, max(_FETCHED, triton.next_power_of_2(tokens_per_seq)))
+    fewest = max(_FETCHED, triton.next_power_of_2(width - 1))
+    block_t = min(_MOST_TOKENS, max(fewest, triton.next_power_of_2(tokens_per_seq)))
     rows = 1 if tokens_per_seq == 1 else _FETCHED
     block_c = min(512 if rows == 1 else 128, triton.next_power_of_2(num_channels))
     grid = (num_blocks(num_tokens, num_seqs, block_t), triton.cdiv(num_channels, block_c))

@@ -17,7 +17,7 @@ from torch_hybrid.ops.registration import (
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 ACTIVATIONS = ("none", "silu")
-MIN_WIDTH, MAX_WIDTH = 2, 8
+MIN_WIDTH, MAX_WIDTH = 2, 16
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(
@@ -63,7 +63,7 @@ def causal_conv1d(
     Args:
         x: [T, C] inputs, the sequences packed one after the other. Float dtype; rows may lie any
             distance apart (a slice of a projection), one row is contiguous.
-        weight: [C, W] filter of each channel, oldest tap first, in x's dtype; W from 2 to 8.
+        weight: [C, W] filter of each channel, oldest tap first, in x's dtype; W from 2 to 16.
         bias: [C] in x's dtype, or None.
         conv_state: [S, W - 1, C] the last inputs of each sequence, oldest first, in x's dtype.
             **Mutated**: slot ``state_indices[n]`` receives the last W - 1 inputs of sequence n,

@@ -36,3 +36,14 @@ def first_token_of_block(
 ) -> tl.tensor:
     """The first token of a block of a sequence that begins at ``begin``; past its end when idle."""
     return begin + (block - begin // BLOCK - seq) * BLOCK
+
+
+@triton.jit
+def sequence_of_token(cu_seqlens: tl.tensor, num_seqs: tl.tensor, token: tl.tensor) -> tl.tensor:
+    """The sequence that a token is of; ``num_seqs`` where it is padding."""
+    before = tl.zeros([256], dtype=tl.int32)
+    for base in range(0, num_seqs, 256):
+        seq = base + tl.arange(0, 256)
+        end = tl.load(cu_seqlens + seq + 1, mask=seq < num_seqs, other=2**31 - 1)
+        before += (end <= token).to(tl.int32)
+    return tl.sum(before, 0)

@@ -38,8 +38,16 @@ from torch_hybrid.models.load import adapt
 
 # Every kind of mixer, alone in its layer and beside another, experts, and layers of feed-forward
 # alone: a schedule sees ops and what they write, and other families have no others.
-FAMILIES = ["bailing_hybrid", "falcon_h1", "lfm2", "minimax", "nemotron_h", "qwen3_next"]
-DECODED = ["bailing_hybrid", "falcon_h1", "qwen3_next"]
+FAMILIES = [
+    "bailing_hybrid",
+    "falcon_h1",
+    "lfm2",
+    "minimax",
+    "nemotron_h",
+    "qwen3_next",
+    "qwen4_exp",
+]
+DECODED = ["bailing_hybrid", "falcon_h1", "qwen3_next", "qwen4_exp"]
 STEPS = [
     *((family, [70, 3]) for family in FAMILIES),
     *((family, [1, 1, 1]) for family in DECODED),

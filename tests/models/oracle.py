@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.tiny_models import VOCAB_SIZE, router_gaps
+from tests.tiny_models import VOCAB_SIZE, block_gaps, router_gaps
 from torch_hybrid.graphs.runner import Runner
 
 PROMPT_LENGTHS = (1, 2, 63, 64, 65, 200)
@@ -42,12 +42,14 @@ def ask(hf_model: Any, texts: list[list[int]], positions: list[Tensor] | None = 
     """One forward of transformers for each text, without any cache."""
     hf_model.set_experts_implementation("eager")  # the only one that takes float64
     logits = []
-    with router_gaps(hf_model) as gaps:
+    with router_gaps(hf_model) as gaps, block_gaps(hf_model) as between_blocks:
         for row, text in enumerate(texts):
             options = {} if positions is None else {"position_ids": positions[row][:, None]}
             logits.append(hf_model(torch.tensor([text]), use_cache=False, **options).logits[0])
     nearest = min(gaps, default=1.0)
     assert nearest > 3e-5, f"routers have a near tie ({nearest:.1e}): take another seed"
+    nearest = min(between_blocks, default=1.0)  # of scores that are sums of some 10 numbers like 1
+    assert nearest > 3e-6, f"indexers have a near tie ({nearest:.1e}): take another seed"
     return Oracle(texts, logits)
 
 

@@ -19,12 +19,13 @@ from tests.models.oracle import (
 from tests.tiny_models import BUILDERS, in_double, make_model
 
 LENGTHS = (2, 3, 65, 200)
-# All experts are taken, so that no router can be tipped over by rounding.
+# All experts, and all blocks, are taken, so that no router can be tipped over by rounding.
 _THREE = {"num_experts_per_tok": 3}
 _TWO_GROUPS = {"n_group": 2, "topk_group": 2, "num_experts_per_tok": 4}
 ALL_EXPERTS = {
     "qwen3_next": {**_THREE, "num_experts": 3},
     "qwen3_5_moe": {**_THREE, "num_experts": 3},
+    "qwen4_exp": {**_THREE, "num_experts": 3, "indexer_budget": 256},
     "granitemoehybrid": {**_THREE, "num_local_experts": 3},
     "minimax": {**_THREE, "num_local_experts": 3},
     "lfm2_moe": {**_THREE, "num_experts": 3},

@@ -33,6 +33,7 @@ SEEDS = {
     "qwen3_next": 2,
     "qwen3_5": 1,
     "qwen3_5_moe": 2,
+    "qwen4_exp": 7,
     "deepseek_v3": 0,
     "kimi_linear": 3,
     "minimax": 2,

@@ -29,7 +29,7 @@ def make_positions(seed: int = 0) -> list[Tensor]:
     return [torch.randint(0, 4, (3, n), generator=generator).cumsum(1) for n in LENGTHS]
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe"])
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_5_moe", "qwen4_exp"])
 def served(request: pytest.FixtureRequest) -> tuple[th.Runner, Oracle]:
     hf_model = make_model(request.param, seed=1)
     oracle = ask(hf_model, make_texts(LENGTHS), make_positions())

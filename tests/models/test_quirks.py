@@ -20,6 +20,7 @@ from tests.tiny_models import make_model, randomize
 from torch_hybrid.layers import GatedDeltaNet, KimiDeltaAttention
 from torch_hybrid.layers.lightning_attention import alibi_slopes, geometric_slopes
 from torch_hybrid.models.kimi_delta import kimi_delta_specs
+from torch_hybrid.models.load import adapt, table_of
 
 LENGTHS = (40, 70)
 
@@ -255,10 +256,12 @@ def test_mixer_that_no_adapter_knows():
         ("bailing_hybrid", "no_kda_lora", False),
         ("bailing_hybrid", "score_function", "softmax"),
         ("minimax", "sliding_window", 8),
+        ("qwen4_exp_text", "indexer_compress_ratio", 5),
+        ("qwen4_exp_text", "hidden_act", "gelu"),
     ],
 )
 def test_config_field_that_is_not_served(tmp_path: Path, family: str, field: str, value: object):
-    make_model(family).save_pretrained(tmp_path)
+    make_model(family.removesuffix("_text")).save_pretrained(tmp_path)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
     with pytest.raises(th.UnsupportedError, match=f"{family}: config field {field} must be one of"):
@@ -275,3 +278,19 @@ def test_latent_rank_that_does_not_match_the_checkpoint(tmp_path: Path, family: 
         th.from_pretrained(tmp_path)
     for rank in (config.kv_lora_rank, 48):
         assert f"[{rank + config.qk_rope_head_dim}, {config.hidden_size}]" in str(caught.value)
+
+
+def test_the_gate_of_qwen4_exp_may_be_silu():
+    assert_served(make_model("qwen4_exp", output_gate_type=None, seed=12))
+
+
+def test_blocks_of_qwen4_exp_lie_in_one_page():
+    model = adapt(make_model("qwen4_exp"))
+    with pytest.raises(th.UnsupportedError, match=r"page_size must be a multiple of 4.*got 6"):
+        th.Runner(model, page_size=6, compile=False)
+
+
+def test_the_convolution_over_n_grams_has_an_end():
+    config = make_model("qwen4_exp", ple_conv_kernel_size=6, ngram_size=4).config
+    with pytest.raises(th.UnsupportedError, match="back over 16 tokens, got 21"):
+        table_of(config)

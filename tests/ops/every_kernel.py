@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from tests.ops import kernels
+from tests.ops.block_attention import cases as blocks
 from tests.ops.causal_conv1d import cases as conv
 from tests.ops.delta_rule_cases import Case as DeltaCase
 from tests.ops.fused_experts import cases as experts
@@ -36,11 +37,14 @@ from tests.ops.kimi_delta_step import cases as kda_step
 from tests.ops.latent_attention import cases as latents
 from tests.ops.lightning_step import cases as lightning_step_cases
 from tests.ops.linear import cases as linears
+from tests.ops.ngram_embedding import cases as ngrams
 from tests.ops.paged_attention import cases as paged
 from tests.ops.ragged_attention import cases as ragged
+from tests.ops.select_blocks import cases as selection
 from tests.ops.ssd import cases as ssd
 from tests.ops.ssd_step import cases as ssd_step_cases
 from torch_hybrid.ops import (
+    block_attention,
     causal_conv1d,
     draw_tokens,
     fused_experts,
@@ -51,9 +55,11 @@ from torch_hybrid.ops import (
     latent_attention,
     lightning_step,
     linear,
+    ngram_embedding,
     paged_attention,
     ragged_attention,
     route,
+    select_blocks,
     ssd_step,
     top_k,
 )
@@ -138,6 +144,21 @@ def attentions(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         options = {"scale": rows.scale, "pool_scale": held.pool_scale}
         op = latent_attention.latent_attention
         yield op.__name__ + kept, partial(run, op, held.args(), options)
+    pages = paged.Case(num_q_heads=6, num_kv_heads=2, head_dim=24, page_size=6, lengths=PAGED)
+    picked = blocks.Case(pages=pages, block_size=3, top_k=4)
+    args = blocks.make_inputs(picked, dtype=dtype, padding=(3, 1)).args()
+    op = block_attention.block_attention
+    yield op.__name__, partial(run, op, args, {"scale": 0.2, "block_size": 3})
+    index = selection.Case(
+        num_heads=3, index_dim=24, block_size=3, top_k=4, page_size=6, lengths=PAGED
+    )
+    args = selection.make_inputs(index, dtype=dtype, padding=(3, 1)).args()
+    op = select_blocks.select_blocks
+    yield op.__name__, partial(run, op, args, {"block_size": 3, "top_k": 4})
+    text = ngrams.Case(dim=5, lengths=(5, 0, 1, 19), num_new=2)
+    args = ngrams.make_inputs(text, dtype=dtype, padding=(3, 1)).args()
+    op = ngram_embedding.ngram_embedding
+    yield op.__name__, partial(run, op, args, {"eos": ngrams.EOS})
     lengths = ((7, 21), (0, 5), (19, 19))
     whole = ragged.Case(num_heads=2, num_k_heads=1, head_dim=24, v_head_dim=16, lengths=lengths)
     args = ragged.make_inputs(whole, dtype=dtype, padding=(3, 2, 1)).args()

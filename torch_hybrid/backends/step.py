@@ -9,9 +9,11 @@ from functools import partial
 from typing import Protocol
 
 from torch_hybrid.backends.gated_delta_rule import GATED_DELTA_RULE
+from torch_hybrid.backends.indexed_attention import IndexedAttentionBackend, IndexedPlan
 from torch_hybrid.backends.kimi_delta_attention import KIMI_DELTA_ATTENTION
 from torch_hybrid.backends.latent_attention import LatentAttentionBackend, LatentPlan
 from torch_hybrid.backends.mode import MODES, Form, Mode
+from torch_hybrid.backends.ngram_embedding import NGRAM_EMBEDDING
 from torch_hybrid.backends.paged_attention import PagedAttentionBackend, PagedAttentionPlan
 from torch_hybrid.backends.recurrent import SHORT_CONVOLUTION, RecurrentBackend, RecurrentPlan
 from torch_hybrid.backends.select import Backends, Choice
@@ -22,7 +24,7 @@ from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LayerEntry, LayerTable
 
-Plan = PagedAttentionPlan | LatentPlan | RecurrentPlan
+Plan = PagedAttentionPlan | LatentPlan | IndexedPlan | RecurrentPlan
 
 
 class Backend(Protocol):
@@ -55,11 +57,13 @@ MakeBackend = Callable[[tuple[LayerEntry, ...], PoolSizes, Backends, Sequence[Mo
 _BACKENDS: dict[str, MakeBackend] = {
     "paged_attention": PagedAttentionBackend,
     "latent_attention": LatentAttentionBackend,
+    "indexed_attention": IndexedAttentionBackend,
     "gated_delta_rule": partial(RecurrentBackend, GATED_DELTA_RULE),
     "kimi_delta_attention": partial(RecurrentBackend, KIMI_DELTA_ATTENTION),
     "mamba2": partial(RecurrentBackend, MAMBA2),
     "lightning_attention": partial(RecurrentBackend, LIGHTNING_ATTENTION),
     "short_convolution": partial(RecurrentBackend, SHORT_CONVOLUTION),
+    "ngram_embedding": partial(RecurrentBackend, NGRAM_EMBEDDING),
 }
 
 

@@ -7,6 +7,7 @@ from collections import Counter
 from torch import Tensor
 
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
+from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host import zeros
 from torch_hybrid.specs import LayerSpec, Pool
 
@@ -17,8 +18,11 @@ def make_pools(spec: LayerSpec, sizes: PoolSizes) -> LayerCache:
     """A tensor for each pool of a layer, filled as it says, each with a storage of its own.
 
     ``[num_slots + num_checkpoints + 1, *shape]``, the same with ``num_drafts`` before the shape,
-    ``[num_pages + 1, page_size, *shape]`` or ``shape``, after ``planes`` where there are some. Slot
-    0 and page 0 are null: nobody owns them.
+    ``[num_pages + 1, page_size / tokens, *shape]`` or ``shape``, after ``planes`` where there are
+    some. Slot 0 and page 0 are null: nobody owns them.
+
+    Raises:
+        UnsupportedError: tokens that share one do not divide a page.
     """
     wanted = {
         n: pool for n, pool in spec.pools().items() if pool.per != "draft" or sizes.num_drafts
@@ -44,10 +48,15 @@ def pool_cost(spec: LayerSpec, sizes: PoolSizes) -> PoolCost:
 
 
 def _shape(pool: Pool, sizes: PoolSizes) -> tuple[int, ...]:
+    if sizes.page_size % pool.tokens:
+        raise UnsupportedError(
+            f"page_size must be a multiple of {pool.tokens}, the tokens that share an index key, "
+            f"got {sizes.page_size}"
+        )
     num_slots = sizes.num_slots + sizes.num_checkpoints + 1
     rows: dict[str, tuple[int, ...]] = {
         "slot": (num_slots,),
-        "page": (sizes.num_pages + 1, sizes.page_size),
+        "page": (sizes.num_pages + 1, sizes.page_size // pool.tokens),
         "draft": (num_slots, sizes.num_drafts),
         "layer": (),
     }

@@ -171,4 +171,5 @@ class GatedDeltaNet(nn.Module):
         o32 = o.float()
         normed = o32 * torch.rsqrt(o32.pow(2).mean(-1, keepdim=True) + self.spec.norm_eps)
         weighted = self.norm_weight * normed.to(o.dtype)
-        return (weighted * F.silu(z.float())).to(o.dtype)
+        gate = F.silu(z.float()) if self.spec.gate == "silu" else z.float().sigmoid()
+        return (weighted * gate).to(o.dtype)

@@ -53,7 +53,8 @@ class Family:
     that transformers lets us register. ``num_position_axes`` is 3 where rotary positions are 3-D
     (mrope). ``logits_scale(config)`` is a factor on the logits. ``experts(module)`` makes ours of
     the family's experts. ``takes_masks`` says whether the model takes a mask for each type of
-    layer.
+    layer. ``step_names`` are the options of a decoder layer as which it is handed the step: a
+    module that it hands no others finds it in one of those.
     """
 
     model_types: tuple[str, ...]
@@ -63,6 +64,7 @@ class Family:
     logits_scale: Callable[[Any], float] = lambda config: 1.0
     experts: Callable[[Any], FusedExperts] = _gated_experts
     takes_masks: bool = True
+    step_names: tuple[str, ...] = ("step",)
 
 
 def require(config: Any, name: str, value: object, allowed: Collection[object]) -> None:
@@ -126,7 +128,9 @@ def attention_specs(
     }
 
 
-def delta_rule_spec(config: Any, *, norm_eps: float, beta_scale: float = 1.0) -> DeltaRuleSpec:
+def delta_rule_spec(
+    config: Any, *, norm_eps: float, beta_scale: float = 1.0, gate: str = "silu"
+) -> DeltaRuleSpec:
     """The facts of the linear layers, whose fields all families name alike."""
     return DeltaRuleSpec(
         num_k_heads=config.linear_num_key_heads,
@@ -137,6 +141,7 @@ def delta_rule_spec(config: Any, *, norm_eps: float, beta_scale: float = 1.0) ->
         activation=config.hidden_act,
         norm_eps=norm_eps,
         beta_scale=beta_scale,
+        gate=gate,
     )
 
 

@@ -49,7 +49,13 @@ class HybridModel(nn.Module):
         # Tokens that a sequence can have, where the checkpoint says so.
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.eos_token_ids = _eos_token_ids(hf_model)
-        types = ["full_attention", "linear_attention", "sliding_attention", "conv"]
+        types = (
+            "full_attention",
+            "linear_attention",
+            "sliding_attention",
+            "indexed_attention",
+            "conv",
+        )
         self._no_masks = dict.fromkeys(types) if takes_masks else None
 
     @property

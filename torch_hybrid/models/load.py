@@ -44,6 +44,7 @@ from torch_hybrid.models.quantized import refuse_modules
 from torch_hybrid.models.qwen3 import QWEN3
 from torch_hybrid.models.qwen3_5 import QWEN3_5
 from torch_hybrid.models.qwen3_next import QWEN3_NEXT
+from torch_hybrid.models.qwen4_exp import QWEN4_EXP
 from torch_hybrid.models.ring_2_5 import (
     Ring25,
     Ring25Config,
@@ -82,6 +83,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3,
         QWEN3_5,
         QWEN3_NEXT,
+        QWEN4_EXP,
     )
     for model_type in family.model_types
 }
@@ -282,7 +284,7 @@ def adapted(hf_model: Any, model_type: str, table: LayerTable) -> HybridModel:
     hf_model.set_attn_implementation(ATTENTION_NAME)
     hf_model.eval().requires_grad_(False)
     _swap_mixers(hf_model.base_model.layers, family, table)
-    hand_steps(hf_model.base_model.layers)
+    hand_steps(hf_model.base_model.layers, family.step_names)
     _swap_experts(hf_model, family)
     refuse_as_transformers(hf_model)
     return HybridModel(

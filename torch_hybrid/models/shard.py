@@ -7,7 +7,8 @@ What is cut, by the names that transformers gives to projections:
     our own mixers    as their ``shard`` says: each of the blocks of a projection on its own
     MLP               gate and up: rows; down: columns
     experts           the same in every expert, or whole experts (``experts="all_to_all"``)
-    embeddings, norms, routers, the head: whole on every rank
+    embeddings (those of n-grams too), norms, routers, the head, what mixes residual streams: whole
+                      on every rank
 
 A layer of feed-forward sums once, at its end: what a shared expert and the others add up to.
 """
@@ -33,6 +34,8 @@ from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerEntry
 M = TypeVar("M", HybridModel, Ring25)
 Experts = Literal["tensor", "all_to_all"]
 Cut = Callable[[Any], nn.Module]  # a module to this rank's part of it
+# Children of a decoder layer that mix the residual streams, which every rank has.
+_WHOLE_CHILDREN = frozenset({"attn_hyper_connection", "mlp_hyper_connection"})
 
 
 def shard(model: M, group: dist.ProcessGroup | None = None, *, experts: Experts = "tensor") -> M:
@@ -101,7 +104,8 @@ def cut(model: HybridModel | Ring25, ranks: Ranks, experts: Experts) -> None:
             else:
                 _shard_attention(rest.pop(_attention_name(rest)), entry, ranks)
         for name, child in rest.items():
-            _shard_feed_forward(layer, name, child, feed_forward, ranks)
+            if name not in _WHOLE_CHILDREN:
+                _shard_feed_forward(layer, name, child, feed_forward, ranks)
     model.table, model.ranks = table, ranks
 
 

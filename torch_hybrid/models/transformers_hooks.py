@@ -38,21 +38,23 @@ class _HandStep:
     """A hook of a decoder layer, which hands on the step as that of this layer."""
 
     layer_id: int
+    names: tuple[str, ...]
 
     def __call__(
         self, _layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         step: Step | None = options.get("step")
-        return args, {**options, "step": _given(step).at(self.layer_id)}
+        return args, {**options, **dict.fromkeys(self.names, _given(step).at(self.layer_id))}
 
 
-def hand_steps(layers: Iterable[nn.Module]) -> None:
+def hand_steps(layers: Iterable[nn.Module], names: tuple[str, ...] = ("step",)) -> None:
     """Let each decoder layer hand the step to its modules by the layer's own id.
 
-    A module that several layers share finds in each of them another plan and cache.
+    A module that several layers share finds in each of them another plan and cache. ``names`` are
+    the options of the layer as which it is handed.
     """
     for layer_id, layer in enumerate(layers):
-        layer.register_forward_pre_hook(_HandStep(layer_id), with_kwargs=True)
+        layer.register_forward_pre_hook(_HandStep(layer_id, names), with_kwargs=True)
 
 
 def refuse_as_transformers(hf_model: Any) -> None:
@@ -148,7 +150,7 @@ class LinearAttentionAdapter(nn.Module):
         hidden_states: Tensor,
         *,
         step: LayerStep,
-        cache_params: None = None,
+        cache_params: object = None,
         past_key_values: None = None,
         attention_mask: None = None,
         position_embeddings: object = None,

@@ -85,6 +85,8 @@ CASES = {
     "width_5": Case(lengths=(9, 2), channels=33, width=5),
     "width_6": Case(lengths=(9, 2), channels=15, width=6, has_bias=True),
     "width_7": Case(lengths=(9, 2), channels=17, width=7),
+    "width_10": Case(lengths=(40, 1, 3, 9), width=10),
+    "width_16": Case(lengths=(1, 17, 2, 33), channels=40, width=16, activation="none"),
     "gates": Case(lengths=(5, 0, 1, 70, 3, 2, 64), has_gates=True, num_padding_tokens=3),
     "gates_of_one_token": Case(lengths=(1,) * 5, width=3, activation="none", has_gates=True),
     "qwen3_next": Case(lengths=(1, 130, 16), channels=8192),

@@ -245,7 +245,7 @@ def test_no_clone_of_the_state_pool(impl: str):
     ("changes", "message"),
     [
         ({"x": torch.zeros(8, 2, 20)}, "x must have 2 dimensions, got [8, 2, 20]"),
-        ({"weight": torch.zeros(40, 9)}, "weight must have width 2 to 8, got 9"),
+        ({"weight": torch.zeros(40, 17)}, "weight must have width 2 to 16, got 17"),
         ({"weight": torch.zeros(32, 4)}, "weight must have shape [40, 4], got [32, 4]"),
         ({"bias": torch.zeros(4)}, "bias must have shape [40], got [4]"),
         (

@@ -1,0 +1,85 @@
+"""Implementation "cpp": the C++ kernel of _cpu.cpp."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.block_attention.bounds import check_indices
+from torch_hybrid.ops.native.call import kernel
+
+_RUN = kernel(
+    "block_attention",
+    Path(__file__).with_name("_cpu.cpp"),
+    tensors="cu_seqlens seq_lens page_table slot_mapping blocks q k v kv out",
+    integers="page_table_row num_tokens num_seqs num_pages page_size max_pages "
+    "q_token q_head k_token k_head v_token v_head "
+    "num_q_heads num_kv_heads head_dim block_size top_k is_bf16 num_threads",
+    numbers="scale",
+)
+
+
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    blocks: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    *,
+    block_size: int,
+    scale: float,
+) -> Tensor:
+    """Launcher of ``torch_hybrid::block_attention``."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    _, num_pages, page_size, num_kv_heads, _ = kv.shape
+    out = q.new_empty(q.shape)
+    in_range = _RUN(
+        cu_seqlens,
+        seq_lens,
+        page_table,
+        slot_mapping,
+        blocks,
+        q,
+        k,
+        v,
+        kv,
+        out,
+        page_table.stride(0),
+        num_tokens,
+        seq_lens.shape[0],
+        num_pages,
+        page_size,
+        page_table.shape[1],
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        num_q_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        blocks.shape[1],
+        q.dtype is torch.bfloat16,
+        torch.get_num_threads(),
+        scale,
+    )
+    if not in_range:
+        check_indices(
+            blocks,
+            cu_seqlens,
+            seq_lens,
+            page_table,
+            slot_mapping,
+            num_pages=num_pages,
+            page_size=page_size,
+            block_size=block_size,
+        )
+    return out

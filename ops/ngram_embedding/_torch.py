@@ -1,0 +1,62 @@
+"""Implementation "torch": each sequence behind its history in one long array."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torch_hybrid.ops.ngram_embedding.bounds import check_indices
+
+
+def ngram_embedding(
+    tokens: Tensor,
+    table: Tensor,
+    multipliers: Tensor,
+    head_sizes: Tensor,
+    head_offsets: Tensor,
+    history: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    *,
+    eos: int,
+) -> Tensor:
+    """Launcher of ``torch_hybrid::ngram_embedding``."""
+    if tokens.device.type == "cpu":
+        check_indices(
+            table,
+            head_sizes,
+            head_offsets,
+            cu_seqlens,
+            initial_indices,
+            state_indices,
+            num_tokens=tokens.shape[0],
+            num_slots=history.shape[0],
+        )
+    num_tokens, num_seqs, num_back = tokens.shape[0], state_indices.shape[0], history.shape[1]
+    count = torch.arange(num_tokens, dtype=torch.int64, device=tokens.device)
+    seq = torch.searchsorted(cu_seqlens[1:], count.int(), right=True)
+    place = count + (seq + 1) * num_back
+    first = (
+        cu_seqlens[:-1] + torch.arange(num_seqs, dtype=torch.int64, device=tokens.device) * num_back
+    )
+    before = torch.arange(num_back, dtype=torch.int64, device=tokens.device)
+    text = tokens.new_full((num_tokens + (num_seqs + 1) * num_back,), eos)
+    text[place] = tokens
+    begins = (initial_indices == 0)[:, None]
+    text[first[:, None] + before] = history[initial_indices].masked_fill(begins, eos)
+
+    hashed, ended = tokens * multipliers[0], torch.zeros_like(tokens, dtype=torch.bool)
+    rows = []
+    for back, sizes in enumerate(head_sizes.view(num_back, -1), start=1):
+        token = text[place - back]
+        ended = ended | (token == eos)
+        hashed = hashed ^ (token.masked_fill(ended, eos) * multipliers[back])
+        rows.append(hashed[:, None] % sizes)
+    out = F.embedding(torch.cat(rows, 1) + head_offsets, table).flatten(1)
+
+    is_stored = (state_indices > 0) & (cu_seqlens.diff() > 0)
+    last = first + cu_seqlens.diff()
+    history[state_indices[is_stored]] = text[last[is_stored][:, None] + before]
+    return out.masked_fill((seq == num_seqs)[:, None], 0.0)

@@ -1,0 +1,158 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Implementation "triton": a program for each token, then one for each sequence's history."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_hybrid.ops.ngram_embedding.bounds import check_indices
+from torch_hybrid.ops.triton.ragged import sequence_of_token
+
+
+def ngram_embedding(
+    tokens: Tensor,
+    table: Tensor,
+    multipliers: Tensor,
+    head_sizes: Tensor,
+    head_offsets: Tensor,
+    history: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    *,
+    eos: int,
+) -> Tensor:
+    """Launcher of ``torch_hybrid::ngram_embedding``."""
+    num_tokens, num_seqs, num_heads = tokens.shape[0], state_indices.shape[0], head_sizes.shape[0]
+    num_back, dim = history.shape[1], table.shape[1]
+    if tokens.device.type == "cpu":
+        check_indices(
+            table,
+            head_sizes,
+            head_offsets,
+            cu_seqlens,
+            initial_indices,
+            state_indices,
+            num_tokens=num_tokens,
+            num_slots=history.shape[0],
+        )
+    out = tokens.new_empty((num_tokens, num_heads * dim), dtype=table.dtype)
+    if num_tokens == 0 or num_seqs == 0:
+        return out.zero_()
+    _look_up_kernel[(num_tokens,)](
+        tokens,
+        table,
+        multipliers,
+        head_sizes,
+        head_offsets,
+        history,
+        cu_seqlens,
+        initial_indices,
+        out,
+        num_seqs,
+        eos,
+        BACK=num_back,
+        HEADS=num_heads,
+        D=dim,
+        BLOCK_H=triton.next_power_of_2(num_heads),
+        BLOCK_D=triton.next_power_of_2(dim),
+        num_warps=4,
+    )
+    _history_kernel[(num_seqs,)](
+        tokens,
+        history,
+        cu_seqlens,
+        initial_indices,
+        state_indices,
+        eos,
+        BACK=num_back,
+        BLOCK=triton.next_power_of_2(num_back),
+        num_warps=1,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_seqs", "eos"])
+def _look_up_kernel(
+    tokens: tl.tensor,
+    table: tl.tensor,
+    multipliers: tl.tensor,
+    head_sizes: tl.tensor,
+    head_offsets: tl.tensor,
+    history: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    out: tl.tensor,
+    num_seqs: tl.tensor,
+    eos: tl.tensor,
+    BACK: tl.constexpr,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program: all heads of one token."""
+    token = tl.program_id(0)
+    head = tl.arange(0, BLOCK_H)
+    index = tl.arange(0, BLOCK_D)[None, :]
+    is_head = head < HEADS
+    mask = is_head[:, None] & (index < D)
+    p_out = out + (token.to(tl.int64) * HEADS + head)[:, None] * D + index
+    seq = sequence_of_token(cu_seqlens, num_seqs, token)
+    if seq >= num_seqs:
+        tl.store(p_out, tl.zeros([BLOCK_H, BLOCK_D], out.dtype.element_ty), mask=mask)
+        return
+    begin = tl.load(cu_seqlens + seq)
+    initial = tl.load(initial_indices + seq).to(tl.int64)
+    hashed = tl.zeros([BLOCK_H], tl.int64) + tl.load(tokens + token) * tl.load(multipliers)
+    ended = token < 0
+    for back in tl.static_range(1, BACK + 1):
+        source = token - back
+        is_new = source >= begin
+        is_old = (source < begin) & (initial != 0)
+        before = tl.load(tokens + source, mask=is_new, other=0)
+        p_old = history + initial * BACK + (source - begin + BACK)
+        before += tl.load(p_old, mask=is_old, other=0)
+        ended = ended | (before == eos) | ((source < begin) & (initial == 0))
+        counts = head >= (back - 1) * (HEADS // BACK)
+        mixed = tl.where(ended, eos, before) * tl.load(multipliers + back)
+        hashed = tl.where(counts, hashed ^ mixed, hashed)
+    size = tl.load(head_sizes + head, mask=is_head, other=1)
+    rest = hashed % size
+    row = tl.load(head_offsets + head, mask=is_head, other=0) + tl.where(
+        rest < 0, rest + size, rest
+    )
+    tl.store(p_out, tl.load(table + row[:, None] * D + index, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["eos"])
+def _history_kernel(
+    tokens: tl.tensor,
+    history: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    eos: tl.tensor,
+    BACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: the last tokens of one sequence."""
+    seq = tl.program_id(0)
+    begin = tl.load(cu_seqlens + seq)
+    end = tl.load(cu_seqlens + seq + 1)
+    slot = tl.load(state_indices + seq).to(tl.int64)
+    if (slot == 0) | (begin == end):
+        return
+    initial = tl.load(initial_indices + seq).to(tl.int64)
+    index = tl.arange(0, BLOCK)
+    is_entry = index < BACK
+    source = end - BACK + index
+    b_new = tl.load(tokens + source, mask=is_entry & (source >= begin), other=0)
+    is_old = is_entry & (source < begin)
+    p_old = history + initial * BACK + (source - begin + BACK)
+    b_old = tl.load(p_old, mask=is_old & (initial != 0), other=0)
+    b_old = tl.where(initial == 0, eos, b_old)
+    tl.debug_barrier()  # all of the old tokens have been read, by whichever thread
+    tl.store(history + slot * BACK + index, tl.where(is_old, b_old, b_new), mask=is_entry)

@@ -1,0 +1,290 @@
+"""The contract of block_attention, held by every implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+from tests.ops.block_attention.cases import CASES, SMALL, Case, Inputs, make_inputs
+from tests.ops.contract import (
+    assert_traces_once,
+    assert_within_budget,
+    impls_on,
+    pool_clones,
+    skip_reason,
+)
+from tests.ops.pages import offsets
+from torch_hybrid.ops.block_attention import block_attention, reference
+from torch_hybrid.ops.block_attention.op import IMPLEMENTATIONS
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
+def impl(request: pytest.FixtureRequest) -> str:
+    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
+        pytest.skip(reason)
+    return request.param
+
+
+def attend(inputs: Inputs, case: Case, impl: str) -> tuple[Tensor, Tensor]:
+    """The output, and the pool afterwards."""
+    args = inputs.args()
+    scale = case.pages.head_dim**-0.5
+    return block_attention(*args, block_size=case.block_size, scale=scale, impl=impl), args[3]
+
+
+@cache
+def expected_of(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The reference in float64 and in ``dtype``."""
+    inputs = make_inputs(case, dtype=dtype)
+    options = {"block_size": case.block_size, "scale": case.pages.head_dim**-0.5}
+    exact = reference.block_attention(*inputs.to(torch.float64).args(), **options)
+    return exact, reference.block_attention(*inputs.args(), **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_matches_float64(impl: str, name: str, dtype: str):
+    if DTYPES[dtype] not in IMPLEMENTATIONS[impl].capability.dtypes:
+        pytest.skip(f"{impl} has no {dtype}")
+    case = CASES[name]
+    out, _ = attend(make_inputs(case, dtype=DTYPES[dtype]), case, impl)
+    assert_within_budget(out, *expected_of(case, DTYPES[dtype]))
+
+
+@pytest.mark.parametrize("seq_len", [1, 3, 4, 65])
+def test_all_blocks_are_dense_attention(impl: str, seq_len: int):
+    paged = replace(SMALL.pages, lengths=((seq_len, seq_len),))
+    case = Case(pages=paged, block_size=4, top_k=20)
+    inputs = make_inputs(case)
+    out, _ = attend(inputs, case, impl)
+    q, k, v = (x.transpose(0, 1)[None] for x in (inputs.pages.q, inputs.pages.k, inputs.pages.v))
+    dense = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(out, dense[0].transpose(0, 1), atol=2e-6, rtol=1e-5)
+
+
+def test_a_query_that_sees_nothing_gets_zeros(impl: str):
+    paged = replace(SMALL.pages, lengths=((1, 24), (2, 8)))
+    inputs = make_inputs(replace(SMALL, pages=paged))
+    out, _ = attend(replace(inputs, blocks=torch.full_like(inputs.blocks, -1)), SMALL, impl)
+    assert torch.equal(out[[0, 2]], torch.zeros_like(out[[0, 2]]))
+    assert (out[1] != 0).any()  # its own token is in no complete block
+
+
+def test_large_logits_do_not_overflow(impl: str):
+    inputs = make_inputs(SMALL)
+    inputs = replace(inputs, pages=replace(inputs.pages, q=inputs.pages.q * 1e4))
+    assert attend(inputs, SMALL, impl)[0].isfinite().all()
+
+
+def part(inputs: Inputs, rows: Tensor, seqs: list[int], counts: list[int]) -> Inputs:
+    """Some sequences alone, whose tokens are ``rows``."""
+    whole = inputs.pages
+    paged = replace(
+        whole,
+        q=whole.q[rows],
+        k=whole.k[rows],
+        v=whole.v[rows],
+        cu_seqlens=offsets(counts),
+        seq_lens=whole.seq_lens[seqs],
+        page_table=whole.page_table[seqs],
+        slot_mapping=whole.slot_mapping[rows],
+    )
+    return Inputs(pages=paged, blocks=inputs.blocks[rows])
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunked_equals_whole(impl: str, chunk: int):
+    case = CASES["long_extend"]
+    case = replace(case, pages=replace(case.pages, lengths=((131, 131),)))
+    whole = make_inputs(case)
+    expected, expected_kv = attend(whole, case, impl)
+    kv, outs = whole.pages.kv, []
+    for begin in range(0, 131, chunk):
+        rows = torch.arange(begin, min(begin + chunk, 131))
+        piece = part(whole, rows, [0], [len(rows)])
+        seq_lens = (rows[-1:] + 1).int()
+        piece = replace(piece, pages=replace(piece.pages, kv=kv, seq_lens=seq_lens))
+        out, kv = attend(piece, case, impl)
+        outs.append(out)
+    torch.testing.assert_close(torch.cat(outs), expected, atol=2e-6, rtol=1e-5)
+    assert torch.equal(kv.view(torch.uint8), expected_kv.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["odd", "more_heads_than_rows"])
+def test_sequences_do_not_depend_on_one_another(impl: str, name: str):
+    case = CASES[name]
+    inputs = make_inputs(case)
+    out, _ = attend(inputs, case, impl)
+    counts = inputs.pages.cu_seqlens.diff().tolist()
+    rows = torch.arange(len(out)).split(counts)
+    for n, count in enumerate(counts):
+        alone, _ = attend(part(inputs, rows[n], [n], [count]), case, impl)
+        assert torch.equal(alone, out[rows[n]])
+
+
+def test_padding_changes_nothing(impl: str):
+    case = CASES["odd"]
+    plain, padded = (make_inputs(case, padding=padding) for padding in ((0, 0), (5, 3)))
+    count = len(plain.pages.q)
+    nothing = torch.full_like(padded.pages.q[count:], torch.nan)
+    rows = {name: getattr(padded.pages, name)[count:] for name in ("k", "v")}
+    rows = {name: torch.cat([getattr(plain.pages, name), x]) for name, x in rows.items()}
+    q = torch.cat([plain.pages.q, nothing])
+    padded = replace(padded, pages=replace(padded.pages, q=q, kv=plain.pages.kv, **rows))
+    out, kv = attend(padded, case, impl)
+    expected, expected_kv = attend(plain, case, impl)
+    assert torch.equal(out[:count], expected)
+    assert torch.equal(out[count:], torch.zeros_like(out[count:]))
+    assert torch.equal(kv.view(torch.uint8), expected_kv.view(torch.uint8))
+
+
+def test_strided_rows(impl: str):
+    case = CASES["qwen4_exp"]
+    inputs = make_inputs(case)
+    paged = inputs.pages
+    gated = torch.cat([paged.q, torch.full_like(paged.q, torch.nan)], 2)[..., :256]
+    wide = torch.cat([paged.k.flatten(1), paged.v.flatten(1)], 1)
+    k, v = (x.unflatten(1, (2, 256)) for x in wide.chunk(2, 1))
+    apart = replace(inputs, pages=replace(paged, q=gated, k=k, v=v))
+    assert torch.equal(attend(apart, case, impl)[0], attend(inputs, case, impl)[0])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_writes_its_rows_and_nothing_else(impl: str, name: str):
+    case = CASES[name]
+    inputs = make_inputs(case, padding=(3, 1), unused=7.0)
+    _, kv = attend(inputs, case, impl)
+    expected, num_tokens = inputs.pages.kv.clone(), int(inputs.pages.cu_seqlens[-1])
+    slots = inputs.pages.slot_mapping[:num_tokens].long()
+    expected.flatten(1, 2)[:, slots] = torch.stack([inputs.pages.k, inputs.pages.v])[:, :num_tokens]
+    assert torch.equal(kv, expected)
+
+
+# ---- the op as the compiler sees it ----------------------------------------------------------
+
+
+def test_schema():
+    schema = str(torch.ops.torch_hybrid.block_attention.default._schema)
+    assert_expected_inline(
+        schema.replace(", ", ",\n"),
+        """\
+torch_hybrid::block_attention(Tensor q,
+Tensor k,
+Tensor v,
+Tensor(a!) kv,
+Tensor blocks,
+Tensor cu_seqlens,
+Tensor seq_lens,
+Tensor page_table,
+Tensor slot_mapping,
+*,
+int block_size,
+float scale,
+str impl) -> Tensor""",
+    )
+
+
+def test_opcheck(impl: str):
+    options = {"block_size": 4, "scale": 0.2, "impl": impl}
+    args = make_inputs(SMALL, unused=0.0).args()
+    torch.library.opcheck(torch.ops.torch_hybrid.block_attention.default, args, options)
+
+
+def layers(impl: str) -> Callable[..., Tensor]:
+    def step(*args: Tensor) -> Tensor:
+        """Two layers on one pool, the second fed by the first."""
+        q, k, *rest = args
+        out = block_attention(q, k, *rest, block_size=4, scale=0.2, impl=impl)
+        return block_attention(out * 2, k + 1, *rest, block_size=4, scale=0.2, impl=impl)
+
+    return step
+
+
+def test_compiles_once(impl: str):
+    first = ((1, 90), (9, 30), (1, 18), (1, 1), (2, 2), (4, 5))
+    others = [((1, 23), (9, 30)), ((1, 9), (1, 7), (1, 8), (1, 2)), ((40, 40), (2, 3)) * 3]
+    batches = [
+        make_inputs(replace(SMALL, pages=replace(SMALL.pages, lengths=lengths))).args()
+        for lengths in (first, *others)
+    ]
+    assert_traces_once(layers(impl), batches)
+
+
+def test_no_pool_clone(impl: str):
+    args = make_inputs(SMALL).args()
+    assert pool_clones(layers(impl), args, [args[3]]) == []
+
+
+# ---- errors ----------------------------------------------------------------------------------
+
+
+def failing(impl: str, **changes: object) -> str:
+    inputs = make_inputs(SMALL)
+    tensors = {name: value for name, value in changes.items() if isinstance(value, Tensor)}
+    options = {name: value for name, value in changes.items() if name not in tensors}
+    options = {"block_size": 4, "scale": 1.0, "impl": impl, **options}
+    blocks = tensors.pop("blocks", inputs.blocks)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
+        block_attention(
+            *Inputs(pages=replace(inputs.pages, **tensors), blocks=blocks).args(), **options
+        )
+    return str(error.value)
+
+
+def test_error_texts():
+    good = make_inputs(SMALL)
+    errors = [
+        failing("torch", q=good.pages.q[0]),
+        failing("torch", k=good.pages.k[:3]),
+        failing("torch", q=good.pages.q[:, :3]),
+        failing("torch", kv=good.pages.kv.double()),
+        failing("torch", blocks=good.blocks.long()),
+        failing("torch", blocks=good.blocks[:4]),
+        failing("torch", block_size=5),
+        failing("torch", scale=0.0),
+        failing("tpu"),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+q must have 3 dimensions, got 2
+k must have shape [11, 2, 32], got [3, 2, 32]
+q heads must be a multiple of the 2 key heads, got 3
+kv must have dtype torch.float32, got torch.float64
+blocks must have dtype torch.int32, got torch.int64
+blocks must have shape [11, 3], got [4, 3]
+block_size must divide the 16 tokens of a page, got 5
+scale must be positive, got 0.0
+impl must be one of ['cpp', 'torch'], got 'tpu'""",
+    )
+
+
+def test_indices_out_of_range(impl: str):
+    good = make_inputs(SMALL)
+    errors = [
+        failing(impl, slot_mapping=good.pages.slot_mapping + 10_000),
+        failing(impl, page_table=good.pages.page_table + 100),
+        failing(impl, seq_lens=good.pages.seq_lens + 1000),
+        failing(impl, cu_seqlens=torch.tensor([0, 1, 10, 12]).int()),
+        failing(impl, blocks=good.blocks + 3),
+        failing(impl, blocks=good.blocks - 1),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+slot_mapping must be in [16, 144), got 10022
+page_table[0] must be in [1, 9), got 105
+seq_lens[0] must be in [1, 64], got 1023
+cu_seqlens must rise from 0 to at most 11, got [0, 1, 10, 12]
+blocks[0] must be in [-1, 5), the blocks that are complete there, got [3, 5, 7]
+blocks[2] must be in [-1, 5), the blocks that are complete there, got [3, -2, -2]""",
+    )

@@ -1,0 +1,95 @@
+"""The Triton kernels: in the interpreter, compiled for GPUs that are not there, and on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.devices import needs_cuda
+from tests.ops.block_attention.cases import CASES, make_inputs
+from tests.ops.contract import assert_within_budget
+from tests.ops.triton_compile import (
+    SHARED_LIMITS,
+    Launch,
+    launches_on,
+    needs_cross_compiler,
+)
+from tests.ops.triton_interpreter import Interpreter, needs_triton
+from tests.ops.triton_resources import assert_all_fit, resources_of
+from torch_hybrid.ops.block_attention import block_attention, reference
+
+# What of the contract the interpreter can do in seconds.
+# The whole of it: TRITON_INTERPRET=1 pytest tests/ops/block_attention -k triton
+CONTRACT = """
+    triton and (
+        float64 and (odd or a_token) or padding or nothing or out_of_range or more_heads and fp16
+    ) and not interpreter and not on_a_gpu and not writes
+"""
+
+
+@needs_triton
+def test_in_the_interpreter(
+    interpreter: Interpreter, record_property: Callable[[str, object], None]
+):
+    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name: str, dtype: torch.dtype):
+    case, inputs = CASES[name], make_inputs(CASES[name], dtype=dtype)
+    options = {"block_size": case.block_size, "scale": case.pages.head_dim**-0.5}
+    exact = reference.block_attention(*inputs.to(torch.float64).args(), **options)
+    args, moved = inputs.args(), [x.cuda() for x in inputs.args()]
+    rounded = reference.block_attention(*args, **options)
+    out = block_attention(*moved, **options, impl="triton").cpu()
+    assert_within_budget(out, exact, rounded)
+    assert torch.equal(moved[3].cpu().view(torch.uint8), args[3].view(torch.uint8))
+
+
+# (sequences, tokens, dtype)
+SHAPES = {
+    "Qwen4-Exp decode 1": (1, 1, torch.bfloat16),
+    "Qwen4-Exp decode 64": (64, 64, torch.bfloat16),
+    "Qwen4-Exp extend 2048": (4, 2048, torch.bfloat16),
+    "Qwen4-Exp decode 64 float32": (64, 64, torch.float32),
+}
+
+
+@needs_cross_compiler
+def test_compiles_without_spills():
+    rows = [
+        resources_of(launch, target, label)
+        for label, shape in SHAPES.items()
+        for target in SHARED_LIMITS
+        for launch in record_launches(target, *shape).values()
+    ]
+    assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
+
+
+def record_launches(
+    target: str, num_seqs: int, num_tokens: int, dtype: torch.dtype
+) -> dict[str, Launch]:
+    from torch_hybrid.ops.block_attention import _triton
+
+    index = torch.empty(num_tokens + 1, dtype=torch.int32, device="meta")
+    q = torch.empty(num_tokens, 24, 256, dtype=dtype, device="meta")
+    with launches_on(target) as launches:
+        _triton.block_attention(
+            q,
+            q[:, :2],
+            q[:, :2],
+            q.new_empty(2, 4096, 16, 2, 256),
+            torch.empty(num_tokens, 512, dtype=torch.int32, device="meta"),
+            index[: num_seqs + 1],
+            index[:num_seqs],
+            torch.empty(num_seqs, 2048, dtype=torch.int32, device="meta"),
+            index[:num_tokens],
+            block_size=4,
+            scale=1 / 16,
+        )
+    return launches

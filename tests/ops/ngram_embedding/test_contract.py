@@ -1,0 +1,210 @@
+"""The contract of ngram_embedding, held by every implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+from transformers import Qwen4ExpTextConfig
+from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextNGramEmbedding
+
+from tests.ops.contract import assert_traces_once, impls_on, pool_clones, skip_reason
+from tests.ops.ngram_embedding.cases import CASES, EOS, Case, Inputs, make_inputs
+from tests.ops.pages import offsets
+from torch_hybrid.ops.ngram_embedding import ngram_embedding, reference
+from torch_hybrid.ops.ngram_embedding.op import IMPLEMENTATIONS
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
+def impl(request: pytest.FixtureRequest) -> str:
+    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
+        pytest.skip(reason)
+    return request.param
+
+
+def look_up(inputs: Inputs, impl: str) -> tuple[Tensor, Tensor]:
+    """The rows, and the history afterwards."""
+    args = inputs.args()
+    return ngram_embedding(*args, eos=EOS, impl=impl), args[5]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_is_the_reference(impl: str, name: str, dtype: str):
+    inputs = make_inputs(CASES[name], dtype=DTYPES[dtype], padding=(3, 2))
+    args = inputs.args()
+    expected = reference.ngram_embedding(*args, eos=EOS)
+    out, history = look_up(inputs, impl)
+    assert torch.equal(out, expected)
+    assert torch.equal(history, args[5])
+
+
+@torch.no_grad()
+def test_the_reference_is_transformers():
+    config = Qwen4ExpTextConfig(
+        vocab_size=50,
+        hidden_size=48,
+        eos_token_id=EOS,
+        ngram_vocab_size_base=200,
+        heads_per_ngram=4,
+    )
+    module = Qwen4ExpTextNGramEmbedding(config, 48, layer_idx=0, ple_layer_index=1)
+    rng = torch.Generator().manual_seed(0)
+    tokens = torch.randint(5, 11, (60,), generator=rng)
+    out = reference.ngram_embedding(
+        tokens,
+        module.ngram_embedding.weight,
+        module.layer_multipliers,
+        module.ngram_heads_vocab_sizes,
+        module.ngram_heads_offsets,
+        torch.zeros(1, 2, dtype=torch.int64),
+        offsets([60]),
+        torch.zeros(1).int(),
+        torch.zeros(1).int(),
+        eos=EOS,
+    )
+    assert torch.equal(out, module(tokens[None], None)[0])
+
+
+def test_segments_are_the_whole(impl: str):
+    """Cutting a text anywhere, also into pieces shorter than the history, changes nothing."""
+    whole = make_inputs(Case(order=5, heads_per_order=2, lengths=(50,), num_new=1))
+    expected, expected_history = look_up(whole, impl)
+    history, outs = whole.history, []
+    for start, end in pairwise([0, 1, 3, 20, 21, 24, 50]):
+        piece = replace(
+            whole,
+            tokens=whole.tokens[start:end],
+            history=history,
+            cu_seqlens=offsets([end - start]),
+            initial_indices=whole.state_indices * (start > 0),
+        )
+        out, history = look_up(piece, impl)
+        outs.append(out)
+    assert torch.equal(torch.cat(outs), expected)
+    assert torch.equal(history, expected_history)
+
+
+def test_texts_do_not_reach_across_their_end(impl: str):
+    """What follows an eos is as at the start of a text; the eos itself still looks back."""
+    inputs = make_inputs(Case(lengths=(12,), num_new=1))
+    text = torch.tensor([5, 6, EOS, 8, 9, 10, 5, EOS, EOS, 6, 5, 8])
+    out, _ = look_up(replace(inputs, tokens=text), impl)
+    for first, end in ((3, 8), (8, 9), (9, 12)):
+        alone = replace(inputs, tokens=text[first:end], cu_seqlens=offsets([end - first]))
+        assert torch.equal(look_up(alone, impl)[0], out[first:end])
+    assert not torch.equal(out[2], out[7])
+
+
+# ---- the op as the compiler sees it ----------------------------------------------------------
+
+
+def test_schema():
+    schema = str(torch.ops.torch_hybrid.ngram_embedding.default._schema)
+    assert_expected_inline(
+        schema.replace(", ", ",\n"),
+        """\
+torch_hybrid::ngram_embedding(Tensor tokens,
+Tensor table,
+Tensor multipliers,
+Tensor head_sizes,
+Tensor head_offsets,
+Tensor(a!) history,
+Tensor cu_seqlens,
+Tensor initial_indices,
+Tensor state_indices,
+*,
+int eos,
+str impl) -> Tensor""",
+    )
+
+
+def test_opcheck(impl: str):
+    args = make_inputs(CASES["mixed"]).args()
+    op = torch.ops.torch_hybrid.ngram_embedding.default
+    torch.library.opcheck(op, args, {"eos": EOS, "impl": impl})
+
+
+def layers(impl: str) -> Callable[..., Tensor]:
+    def step(*args: Tensor) -> Tensor:
+        """Two steps of the same sequences."""
+        first = ngram_embedding(*args, eos=EOS, impl=impl)
+        return first + ngram_embedding(args[0] + 1, *args[1:], eos=EOS, impl=impl)
+
+    return step
+
+
+def test_compiles_once(impl: str):
+    # Sizes that are not tied to one another differ.
+    batches = [
+        make_inputs(Case(lengths=lengths)).args()
+        for lengths in ((1, 90, 9, 3, 18), (1,) * 5 + (2,), (64, 5, 7))
+    ]
+    assert_traces_once(layers(impl), batches)
+
+
+def test_no_pool_clone(impl: str):
+    args = make_inputs(CASES["mixed"]).args()
+    assert pool_clones(layers(impl), args, [args[5]]) == []
+
+
+# ---- errors ----------------------------------------------------------------------------------
+
+
+def failing(impl: str, **changes: Tensor) -> str:
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
+        look_up(replace(make_inputs(CASES["decode"]), **changes), impl)
+    return str(error.value)
+
+
+def test_error_texts():
+    good = make_inputs(CASES["decode"])
+    errors = [
+        failing("torch", table=good.table.long()),
+        failing("torch", head_sizes=good.head_sizes[:3]),
+        failing("torch", head_offsets=good.head_offsets[:3]),
+        failing("torch", multipliers=good.multipliers[:1]),
+        failing("torch", history=good.history[:, :1]),
+        failing("torch", tokens=good.tokens.int()),
+        failing("torch", cu_seqlens=good.cu_seqlens.long()),
+        failing("tpu"),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+table must be [rows, dim] of a float dtype, got torch.int64 [1680, 12]
+heads must be as many for each of the 2 orders of n-grams, at least one of them, got 3
+head_offsets must have shape [16], got [3]
+heads must be as many for each of the 0 orders of n-grams, at least one of them, got 16
+history must have shape [12, 2], got [12, 1]
+tokens must have dtype torch.int64, got torch.int32
+cu_seqlens must have dtype torch.int32, got torch.int64
+impl must be one of ['cpp', 'torch'], got 'tpu'""",
+    )
+
+
+def test_indices_out_of_range(impl: str):
+    good = make_inputs(CASES["decode"])
+    errors = [
+        failing(impl, head_offsets=good.head_offsets + 1),
+        failing(impl, head_sizes=good.head_sizes * 0),
+        failing(impl, cu_seqlens=good.cu_seqlens + 1),
+        failing(impl, state_indices=good.state_indices + 90),
+        failing(impl, initial_indices=good.initial_indices - 90),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+head 15 must have rows within the 1680 of the table, got 109 from 1572 on
+head 0 must have rows within the 1680 of the table, got 0 from 0 on
+cu_seqlens must rise from 0 to at most 9, got [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
+state_indices must be in [0, 12), got 99
+initial_indices must be in [0, 12), got -90""",
+    )

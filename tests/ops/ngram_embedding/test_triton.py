@@ -1,0 +1,88 @@
+"""The Triton kernels: in the interpreter, compiled for GPUs that are not there, and on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.devices import needs_cuda
+from tests.ops.ngram_embedding.cases import CASES, EOS, make_inputs
+from tests.ops.triton_compile import (
+    SHARED_LIMITS,
+    Launch,
+    launches_on,
+    needs_cross_compiler,
+)
+from tests.ops.triton_interpreter import Interpreter, needs_triton
+from tests.ops.triton_resources import assert_all_fit, resources_of
+from torch_hybrid.ops.ngram_embedding import ngram_embedding, reference
+
+# What of the contract the interpreter can do in seconds.
+# The whole of it: TRITON_INTERPRET=1 pytest tests/ops/ngram_embedding -k triton
+CONTRACT = """
+    triton and (reference and (bigrams or five or decode) and not fp16 or across or out_of_range)
+    and not interpreter and not on_a_gpu
+"""
+
+
+@needs_triton
+def test_in_the_interpreter(
+    interpreter: Interpreter, record_property: Callable[[str, object], None]
+):
+    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name: str, dtype: torch.dtype):
+    inputs = make_inputs(CASES[name], dtype=dtype, padding=(3, 2))
+    args, moved = inputs.args(), [x.cuda() for x in inputs.args()]
+    expected = reference.ngram_embedding(*args, eos=EOS)
+    out = ngram_embedding(*moved, eos=EOS, impl="triton").cpu()
+    assert torch.equal(out, expected)
+    assert torch.equal(moved[5].cpu(), args[5])
+
+
+# (sequences, tokens, dtype)
+SHAPES = {
+    "Qwen4-Exp decode 64": (64, 64, torch.bfloat16),
+    "Qwen4-Exp extend 2048": (4, 2048, torch.bfloat16),
+}
+
+
+@needs_cross_compiler
+def test_compiles_without_spills():
+    rows = [
+        resources_of(launch, target, label)
+        for label, shape in SHAPES.items()
+        for target in SHARED_LIMITS
+        for launch in record_launches(target, *shape).values()
+    ]
+    assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
+
+
+def record_launches(
+    target: str, num_seqs: int, num_tokens: int, dtype: torch.dtype
+) -> dict[str, Launch]:
+    from torch_hybrid.ops.ngram_embedding import _triton
+
+    index = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
+    numbers = torch.empty(num_tokens, dtype=torch.int64, device="meta")
+    with launches_on(target) as launches:
+        _triton.ngram_embedding(
+            numbers,
+            torch.empty(1000, 128, dtype=dtype, device="meta"),
+            numbers[:3],
+            numbers[:16],
+            numbers[:16],
+            numbers.new_empty(num_seqs + 1, 2),
+            index,
+            index[1:],
+            index[1:],
+            eos=7,
+        )
+    return launches

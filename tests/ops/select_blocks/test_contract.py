@@ -1,0 +1,235 @@
+"""The contract of select_blocks, held by every implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+from tests.ops.contract import assert_traces_once, impls_on, pool_clones, rows_apart, skip_reason
+from tests.ops.pages import offsets
+from tests.ops.select_blocks.cases import CASES, SMALL, Case, Inputs, make_inputs, picked
+from torch_hybrid.ops.select_blocks import reference, select_blocks
+from torch_hybrid.ops.select_blocks.op import IMPLEMENTATIONS
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
+def impl(request: pytest.FixtureRequest) -> str:
+    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
+        pytest.skip(reason)
+    return request.param
+
+
+def select(inputs: Inputs, case: Case, impl: str) -> tuple[Tensor, Tensor]:
+    """The blocks, and the pool afterwards."""
+    args = inputs.args()
+    chosen = select_blocks(*args, block_size=case.block_size, top_k=case.top_k, impl=impl)
+    return chosen, args[3]
+
+
+@cache
+def expected_of(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    args = make_inputs(case, dtype=dtype).args()
+    chosen = reference.select_blocks(*args, block_size=case.block_size, top_k=case.top_k)
+    return chosen, args[3]
+
+
+def assert_same_bits(a: Tensor, b: Tensor) -> None:
+    assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_is_the_reference(impl: str, name: str, dtype: str):
+    """Scores are whole numbers, so that every tie is one."""
+    if DTYPES[dtype] not in IMPLEMENTATIONS[impl].capability.dtypes:
+        pytest.skip(f"{impl} has no {dtype}")
+    case = CASES[name]
+    expected, expected_pool = expected_of(case, DTYPES[dtype])
+    chosen, pool = select(make_inputs(case, dtype=DTYPES[dtype]), case, impl)
+    assert torch.equal(chosen, expected)
+    assert_same_bits(pool, expected_pool)
+
+
+def test_scores_that_round(impl: str):
+    """Normal numbers, chosen as in float64 wherever the scores lie further apart than rounding."""
+    case = CASES["glm5_next"]
+    generator = torch.Generator().manual_seed(1)
+    inputs = make_inputs(case, unused=0.0)
+    inputs = replace(
+        inputs,
+        **{
+            name: torch.randn(getattr(inputs, name).shape, generator=generator)
+            for name in ("q", "keys", "weights", "block_keys")
+        },
+    )
+    args = [x.double() if x is not None and x.is_floating_point() else x for x in inputs.args()]
+    options = {"block_size": case.block_size, "top_k": case.top_k}
+    exact = reference.select_blocks(*args, **options)
+    assert torch.equal(select(inputs, case, impl)[0], exact)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_chunked_equals_whole(impl: str, chunk: int):
+    case = replace(CASES["long_extend"], lengths=((130, 130),))
+    whole = make_inputs(case)
+    expected, expected_pool = select(whole, case, impl)
+    pool, parts = whole.block_keys, []
+    for begin in range(0, 130, chunk):
+        rows = torch.arange(begin, min(begin + chunk, 130))
+        piece = picked(whole, rows, [0], offsets([len(rows)]))
+        piece = replace(piece, block_keys=pool, seq_lens=(rows[-1:] + 1).int())
+        chosen, pool = select(piece, case, impl)
+        parts.append(chosen)
+    assert torch.equal(torch.cat(parts), expected)
+    assert_same_bits(pool, expected_pool)
+
+
+def test_sequences_do_not_depend_on_one_another(impl: str):
+    case = CASES["odd"]
+    inputs = make_inputs(case)
+    chosen, _ = select(inputs, case, impl)
+    counts = inputs.cu_seqlens.diff().tolist()
+    rows = torch.arange(len(chosen)).split(counts)
+    for n, count in enumerate(counts):
+        alone, _ = select(picked(inputs, rows[n], [n], offsets([count])), case, impl)
+        assert torch.equal(alone, chosen[rows[n]])
+
+
+def test_padding_changes_nothing(impl: str):
+    case = CASES["odd"]
+    plain, padded = (make_inputs(case, padding=padding) for padding in ((0, 0), (5, 3)))
+    count = len(plain.q)
+    padded = replace(
+        padded,
+        q=torch.cat([plain.q, torch.full_like(padded.q[count:], torch.nan)]),
+        keys=torch.cat([plain.keys, padded.keys[count:]]),
+        weights=torch.cat([plain.weights, padded.weights[count:]]),
+        block_keys=plain.block_keys,
+    )
+    chosen, pool = select(padded, case, impl)
+    expected, expected_pool = select(plain, case, impl)
+    assert torch.equal(chosen[:count], expected)
+    assert (chosen[count:] == -1).all()
+    assert_same_bits(pool, expected_pool)
+
+
+def test_rows_may_lie_apart(impl: str):
+    case = CASES["qwen4_exp"]
+    inputs = make_inputs(case)
+    gated = torch.cat([inputs.q, torch.full_like(inputs.q, torch.nan)], 2)[..., :128]
+    apart = replace(inputs, q=gated, keys=rows_apart(inputs.keys))
+    assert torch.equal(select(apart, case, impl)[0], select(inputs, case, impl)[0])
+
+
+# ---- the op as the compiler sees it ----------------------------------------------------------
+
+
+def test_schema():
+    schema = str(torch.ops.torch_hybrid.select_blocks.default._schema)
+    assert_expected_inline(
+        schema.replace(", ", ",\n"),
+        """\
+torch_hybrid::select_blocks(Tensor q,
+Tensor keys,
+Tensor? weights,
+Tensor(a!) block_keys,
+Tensor cu_seqlens,
+Tensor seq_lens,
+Tensor page_table,
+Tensor slot_mapping,
+*,
+int block_size,
+int top_k,
+str impl) -> Tensor""",
+    )
+
+
+def test_opcheck(impl: str):
+    options = {"block_size": 4, "top_k": 3, "impl": impl}
+    args = make_inputs(SMALL, unused=0.0)
+    args = replace(args, keys=args.keys.nan_to_num(1.0)).args()
+    torch.library.opcheck(torch.ops.torch_hybrid.select_blocks.default, args, options)
+
+
+def layers(impl: str) -> Callable[..., Tensor]:
+    def step(*args: Tensor) -> Tensor:
+        """Two layers on one pool."""
+        q, keys, *rest = args
+        first = select_blocks(q, keys, *rest, block_size=4, top_k=3, impl=impl)
+        return first + select_blocks(q + 1, keys, *rest, block_size=4, top_k=3, impl=impl)
+
+    return step
+
+
+def test_compiles_once(impl: str):
+    first = ((1, 90), (9, 30), (1, 18), (1, 1), (2, 2), (4, 5))
+    others = [((1, 23), (9, 30)), ((1, 9), (1, 7), (1, 8), (1, 2)), ((40, 40), (2, 3)) * 3]
+    batches = [make_inputs(replace(SMALL, lengths=n)).args() for n in (first, *others)]
+    assert_traces_once(layers(impl), batches)
+
+
+def test_no_pool_clone(impl: str):
+    args = make_inputs(SMALL).args()
+    assert pool_clones(layers(impl), args, [args[3]]) == []
+
+
+# ---- errors ----------------------------------------------------------------------------------
+
+
+def failing(impl: str, **changes: object) -> str:
+    tensors = {name: value for name, value in changes.items() if isinstance(value, Tensor)}
+    options = {name: value for name, value in changes.items() if name not in tensors}
+    options = {"block_size": 4, "top_k": 3, "impl": impl, **options}
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
+        select_blocks(*replace(make_inputs(SMALL), **tensors).args(), **options)
+    return str(error.value)
+
+
+def test_error_texts():
+    good = make_inputs(SMALL)
+    errors = [
+        failing("torch", q=good.q[0]),
+        failing("torch", keys=good.keys[:3]),
+        failing("torch", keys=good.keys.double()),
+        failing("torch", weights=torch.ones(11, 3)),
+        failing("torch", block_keys=good.block_keys.double()),
+        failing("torch", top_k=0),
+        failing("tpu"),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+q must have 3 dimensions, got 2
+keys must have shape [11, 32], got [3, 32]
+keys must have dtype torch.float32, got torch.float64
+weights must have shape [11, 2], got [11, 3]
+block_keys must have dtype torch.float32, got torch.float64
+block_size and top_k must be at least 1, got 4 and 0
+impl must be one of ['cpp', 'torch'], got 'tpu'""",
+    )
+
+
+def test_indices_out_of_range(impl: str):
+    good = make_inputs(SMALL)
+    errors = [
+        failing(impl, slot_mapping=good.slot_mapping + 10_000),
+        failing(impl, page_table=good.page_table + 100),
+        failing(impl, seq_lens=good.seq_lens + 1000),
+        failing(impl, cu_seqlens=torch.tensor([0, 1, 10, 12]).int()),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+slot_mapping must be in [16, 144), got 10022
+page_table[0] must be in [1, 9), got 105
+seq_lens[0] must be in [1, 64], got 1023
+cu_seqlens must rise from 0 to at most 11, got [0, 1, 10, 12]""",
+    )

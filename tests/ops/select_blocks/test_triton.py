@@ -1,0 +1,96 @@
+"""The Triton kernels: in the interpreter, compiled for GPUs that are not there, and on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.devices import needs_cuda
+from tests.ops.select_blocks.cases import CASES, Inputs, make_inputs
+from tests.ops.triton_compile import (
+    SHARED_LIMITS,
+    Launch,
+    launches_on,
+    needs_cross_compiler,
+)
+from tests.ops.triton_interpreter import Interpreter, needs_triton
+from tests.ops.triton_resources import assert_all_fit, resources_of
+from torch_hybrid.ops.select_blocks import reference, select_blocks
+
+# What of the contract the interpreter can do in seconds.
+# The whole of it: TRITON_INTERPRET=1 pytest tests/ops/select_blocks -k triton
+CONTRACT = """
+    triton and (
+        reference and (odd or a_token) or glm5_next and bf16 or padding or apart and not strided
+        or out_of_range
+    ) and not interpreter and not on_a_gpu
+"""
+
+
+@needs_triton
+def test_in_the_interpreter(
+    interpreter: Interpreter, record_property: Callable[[str, object], None]
+):
+    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_gpu(name: str, dtype: torch.dtype):
+    case, inputs = CASES[name], make_inputs(CASES[name], dtype=dtype)
+    options = {"block_size": case.block_size, "top_k": case.top_k}
+    args, moved = inputs.args(), on_device(inputs)
+    expected = reference.select_blocks(*args, **options)
+    assert torch.equal(select_blocks(*moved, **options, impl="triton").cpu(), expected)
+    assert torch.equal(moved[3].cpu().view(torch.uint8), args[3].view(torch.uint8))
+
+
+def on_device(inputs: Inputs) -> list[Tensor | None]:
+    return [None if x is None else x.cuda() for x in inputs.args()]
+
+
+# (sequences, tokens, tokens that a page table can name, dtype)
+SHAPES = {
+    "Qwen4-Exp decode 64": (64, 64, 32768, torch.bfloat16),
+    "Qwen4-Exp extend 2048": (4, 2048, 32768, torch.bfloat16),
+    "Qwen4-Exp decode 8 float32": (8, 8, 32768, torch.float32),
+}
+
+
+@needs_cross_compiler
+def test_compiles_without_spills():
+    rows = [
+        resources_of(launch, target, label)
+        for label, shape in SHAPES.items()
+        for target in SHARED_LIMITS
+        for launch in record_launches(target, *shape).values()
+    ]
+    assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
+
+
+def record_launches(
+    target: str, num_seqs: int, num_tokens: int, num_kept: int, dtype: torch.dtype
+) -> dict[str, Launch]:
+    from torch_hybrid.ops.select_blocks import _triton
+
+    index = torch.empty(num_tokens + 1, dtype=torch.int32, device="meta")
+    projected = torch.empty(num_tokens, 5, 128, dtype=dtype, device="meta")
+    with launches_on(target) as launches:
+        _triton.select_blocks(
+            projected[:, :4],
+            projected[:, 4],
+            None,
+            projected.new_empty(4096, 4, 128),
+            index[: num_seqs + 1],
+            index[:num_seqs],
+            torch.empty(num_seqs, num_kept // 16, dtype=torch.int32, device="meta"),
+            index[:num_tokens],
+            block_size=4,
+            top_k=512,
+        )
+    return launches

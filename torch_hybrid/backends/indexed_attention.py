@@ -1,0 +1,156 @@
+"""Attention over blocks that an indexer picks: what a step needs, and how a layer runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
+from torch_hybrid.backends.planned import initial_slots
+from torch_hybrid.backends.recurrent import CONVOLUTION
+from torch_hybrid.backends.select import Backends, Choice, impls_of, select
+from torch_hybrid.backends.statics import Statics
+from torch_hybrid.batch import Batch
+from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.caches.sizes import PoolSizes
+from torch_hybrid.ops.block_attention import op as attention
+from torch_hybrid.ops.capability import Implementation, Need
+from torch_hybrid.ops.causal_conv1d.op import causal_conv1d
+from torch_hybrid.ops.select_blocks import op as selection
+from torch_hybrid.pytrees import register_value
+from torch_hybrid.specs import IndexedAttentionSpec, LayerEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedPlan:
+    """Where the N sequences of a step keep their keys, values and parts of blocks."""
+
+    cu_seqlens: Tensor  # [N + 1]
+    seq_lens: Tensor  # [N]
+    page_table: Tensor  # [N, max_pages]
+    slot_mapping: Tensor  # [T]
+    initial_indices: Tensor  # [N] slots that they start from; 0: from nothing
+    state_indices: Tensor  # [N] slots of theirs
+    statics: Statics
+
+
+register_value(IndexedPlan)
+
+
+class IndexedAttentionBackend:
+    """Plans steps for the layers of one model that attend to blocks which an indexer picks."""
+
+    chunk_size = 0
+
+    def __init__(
+        self,
+        entries: tuple[LayerEntry, ...],
+        sizes: PoolSizes,
+        backends: Backends,
+        modes: Sequence[Mode],
+    ) -> None:
+        """Choose implementations for each of ``modes`` that serve every layer in ``entries``."""
+        specs: set[IndexedAttentionSpec] = {entry.spec for entry in entries}  # type: ignore[misc]
+
+        def choose(op: str, impls: Mapping[str, Implementation], mode: Mode) -> Choice:
+            needs = [
+                Need(
+                    device=sizes.device,
+                    dtype=sizes.dtype,
+                    sizes={"head_dim": spec.head_dim, "index_dim": spec.index_dim},
+                )
+                for spec in specs
+            ]
+            return select(op, impls, needs, backends.named(op, backends.full, mode))
+
+        self.choices = {
+            mode: (
+                choose("block_attention", attention.IMPLEMENTATIONS, mode),
+                choose("select_blocks", selection.IMPLEMENTATIONS, mode),
+                CONVOLUTION.choose(set(specs), sizes, backends, mode),
+            )
+            for mode in modes
+        }
+
+    def forms(self, mode: Mode) -> tuple[Form, ...]:
+        """Steps of a mode all run in one form."""
+        return (ONLY_FORM,)
+
+    def form_of(self, batches: Sequence[Batch], mode: Mode) -> Form:
+        """As ``forms`` says."""
+        return ONLY_FORM
+
+    def plan(self, batch: Batch, mode: Mode, form: Form) -> IndexedPlan:
+        """The plan of one step. Pure: the batch's own tensors."""
+        return IndexedPlan(
+            cu_seqlens=batch.cu_seqlens,
+            seq_lens=batch.seq_lens,
+            page_table=batch.page_table,
+            slot_mapping=batch.slot_mapping,
+            initial_indices=initial_slots(batch),
+            state_indices=batch.state_indices,
+            statics=Statics(impls_of(self.choices[mode])),
+        )
+
+
+def over_block(x: Tensor, weight: Tensor, plan: IndexedPlan, cache: LayerCache) -> Tensor:
+    """Sums of each channel of x [T, C], weighed, over the tokens of a block up to each token."""
+    return causal_conv1d(
+        x,
+        weight,
+        None,
+        cache["conv"],
+        plan.cu_seqlens,
+        plan.initial_indices,
+        plan.state_indices,
+        activation="none",
+        impl=plan.statics.impl("causal_conv1d"),
+    )
+
+
+def pick(
+    q: Tensor, keys: Tensor, spec: IndexedAttentionSpec, plan: IndexedPlan, cache: LayerCache
+) -> Tensor:
+    """The blocks [T, top_k] for index queries [T, H, D], after keys [T, D] of blocks that are now
+    complete were written into the layer's pool."""
+    return selection.select_blocks(
+        q,
+        keys,
+        None,
+        cache["block_keys"],
+        plan.cu_seqlens,
+        plan.seq_lens,
+        plan.page_table,
+        plan.slot_mapping,
+        block_size=spec.block_size,
+        top_k=spec.top_k,
+        impl=plan.statics.impl("select_blocks"),
+    )
+
+
+def attend_to_blocks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    spec: IndexedAttentionSpec,
+    plan: IndexedPlan,
+    cache: LayerCache,
+) -> Tensor:
+    """Write k and v [T, Hkv, D] into the layer's pool, attend with q [T, Hq, D] -> [T, Hq, D]."""
+    return attention.block_attention(
+        q,
+        k,
+        v,
+        cache["kv"],
+        blocks,
+        plan.cu_seqlens,
+        plan.seq_lens,
+        plan.page_table,
+        plan.slot_mapping,
+        block_size=spec.block_size,
+        scale=spec.scale,
+        impl=plan.statics.impl("block_attention"),
+    )

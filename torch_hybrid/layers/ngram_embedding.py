@@ -1,0 +1,90 @@
+"""Embeddings of n-grams that enter the residual streams of a layer."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from torch_hybrid.backends.ngram_embedding import look_up
+from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
+from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.own_dtype import in_own_dtype
+from torch_hybrid.ranks import Ranks
+from torch_hybrid.specs import NgramSpec
+
+
+class NgramEmbedding(nn.Module):
+    """Rows of a table by hashes of n-grams, projected to a value, and to a key for each residual
+    stream whose product with the stream says how much of the value enters; then a convolution.
+
+    Args:
+        spec: the mixer's facts.
+        table: [rows, dim], of all heads.
+        multipliers, head_sizes, head_offsets: of the hashes, as ``ngram_embedding`` takes them.
+        eos: the token that ends a text; no n-gram reaches across it.
+        key_proj, value_proj: of the rows of all heads, side by side.
+        key_norm, stream_norm, conv_norm: of each stream by itself, in [..., channels].
+        conv_weight: [channels, conv_width].
+    """
+
+    def __init__(
+        self,
+        spec: NgramSpec,
+        *,
+        table: nn.Parameter,
+        multipliers: Tensor,
+        head_sizes: Tensor,
+        head_offsets: Tensor,
+        eos: int,
+        key_proj: nn.Linear,
+        value_proj: nn.Linear,
+        key_norm: nn.Module,
+        stream_norm: nn.Module,
+        conv_norm: nn.Module,
+        conv_weight: nn.Parameter,
+    ) -> None:
+        super().__init__()
+        self.spec, self.eos = spec, eos
+        self.table, self.conv_weight = table, conv_weight
+        self.multipliers = nn.Buffer(multipliers)
+        self.head_sizes, self.head_offsets = nn.Buffer(head_sizes), nn.Buffer(head_offsets)
+        self.key_proj, self.value_proj = key_proj, value_proj
+        self.key_norm, self.stream_norm, self.conv_norm = key_norm, stream_norm, conv_norm
+
+    @in_own_dtype(1)
+    def forward(
+        self, streams: Tensor, tokens: Tensor, plan: RecurrentPlan, cache: LayerCache
+    ) -> Tensor:
+        """What enters the streams.
+
+        Args:
+            streams: [T, channels], the sequences packed as ``plan`` says.
+            tokens: [T] int64.
+            plan: from the backend's ``plan``.
+            cache: this layer's pools. Mutated at the slots that the plan names.
+
+        Returns:
+            [T, channels].
+        """
+        hashes = self.multipliers, self.head_sizes, self.head_offsets
+        rows = look_up(tokens, self.table, *hashes, self.eos, plan, cache["tokens"])
+        value = self.value_proj(rows)[:, None]
+        width = value.shape[-1]
+        keys = self.key_norm(self.key_proj(rows)) * self.stream_norm(streams)
+        gate = keys.unflatten(-1, (-1, width)).sum(-1, keepdim=True) / math.sqrt(width)
+        gate = gate.abs().clamp_min(1e-6).sqrt() * gate.sign()
+        entering = (gate.sigmoid() * value).flatten(1)
+        mixed = convolve(
+            self.conv_norm(entering),
+            self.conv_weight,
+            None,
+            plan,
+            cache["conv"],
+            activation="silu",
+        )
+        return entering + mixed
+
+    def shard(self, ranks: Ranks) -> NgramEmbedding:
+        """All of it, on every rank: the streams are."""
+        return self
