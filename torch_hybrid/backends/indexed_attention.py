@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
-from torch_hybrid.backends.planned import initial_slots
 from torch_hybrid.backends.recurrent import CONVOLUTION
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
@@ -89,7 +88,7 @@ class IndexedAttentionBackend:
             seq_lens=batch.seq_lens,
             page_table=batch.page_table,
             slot_mapping=batch.slot_mapping,
-            initial_indices=initial_slots(batch),
+            initial_indices=batch.initial_indices,
             state_indices=batch.state_indices,
             statics=Statics(impls_of(self.choices[mode])),
         )
