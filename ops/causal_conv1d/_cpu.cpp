@@ -26,7 +26,7 @@ using th::f32x16;
 constexpr int64_t MIN_BLOCK_CHANNELS = 256, MAX_BLOCK_CHANNELS = 2048;
 constexpr int64_t BLOCK_TOKENS = 64;
 constexpr int TILE_TOKENS = 4;
-constexpr int MAX_WIDTH = 16;
+constexpr int MAX_WIDTH = 16;  // filters of fewer taps may stand at its end
 
 TH_CALL(Call,
   const void *x, *input_gate, *output_gate;  // [T, C], gates or null
@@ -75,7 +75,8 @@ struct Sequence {
   const T* input(int64_t t, int64_t channel) const {
     static const Block<T> zeros(0.0f);
     if (t >= 0) return (const T*)call.x + (start + t) * call.x_stride + channel;
-    return initial ? state(initial, t + call.width - 1) + channel : zeros.values;
+    const int64_t kept = t + call.width - 1;
+    return initial && kept >= 0 ? state(initial, kept) + channel : zeros.values;
   }
   // What that is multiplied by, and the output there.
   const T* input_gate(int64_t t, int64_t channel) const {
@@ -92,16 +93,19 @@ struct Sequence {
   }
 };
 
-// The filters of a block of channels in float32, tap by tap, and their biases.
+// The filters of a block of channels in float32, tap by tap from `first` on, and their biases.
 struct Filters {
   alignas(64) float taps[MAX_WIDTH][MAX_BLOCK_CHANNELS];
   alignas(64) float bias[MAX_BLOCK_CHANNELS];
+  int first;
 
   template <int W, typename T>
   void load(const Call& call, int64_t channel, int64_t size) {
-    const T* weight = (const T*)call.weight + channel * W;
+    const int width = int(call.width);
+    const T* weight = (const T*)call.weight + channel * width;
+    first = W - width;
     for (int64_t c = 0; c < size; ++c)
-      for (int w = 0; w < W; ++w) taps[w][c] = th::to_float(weight[c * W + w]);
+      for (int w = 0; w < width; ++w) taps[first + w][c] = th::to_float(weight[c * width + w]);
     for (int64_t c = 0; c < size; ++c)
       bias[c] = call.bias ? th::to_float(((const T*)call.bias)[channel + c]) : 0.0f;
   }
@@ -118,10 +122,11 @@ struct Rows {
 template <int W, int N, bool GATED, typename T>
 TH_INLINE void convolve_lanes(const Filters& filters, const Rows<W, N, T>& rows, int64_t c, int n,
                               bool silu, T* out, int64_t out_stride) {
+  const int first = W < MAX_WIDTH ? 0 : filters.first;
   f32x16 taps[W], x[N + W - 1];
+#pragma GCC unroll 8
+  for (int w = first; w < W; ++w) taps[w] = th::load(filters.taps[w] + c);
 #pragma GCC unroll 16
-  for (int w = 0; w < W; ++w) taps[w] = th::load(filters.taps[w] + c);
-#pragma GCC unroll 32
   for (int i = 0; i < N + W - 1; ++i) {
     x[i] = th::load(rows.inputs[i] + c, n);
     if constexpr (GATED) x[i] = rounded<T>(x[i] * th::load(rows.input_gates[i] + c, n));
@@ -129,8 +134,8 @@ TH_INLINE void convolve_lanes(const Filters& filters, const Rows<W, N, T>& rows,
 #pragma GCC unroll 8
   for (int i = 0; i < N; ++i) {
     f32x16 y = th::load(filters.bias + c);
-#pragma GCC unroll 16
-    for (int w = 0; w < W; ++w) y = th::fma(taps[w], x[i + w], y);
+#pragma GCC unroll 8
+    for (int w = first; w < W; ++w) y = th::fma(taps[w], x[i + w], y);
     if (silu) y = th::silu(y);
     if constexpr (GATED) y *= th::load(rows.output_gates[i] + c, n);
     th::store(out + i * out_stride + c, y, n);
@@ -239,30 +244,22 @@ void run(const Call& call) {
   }
 }
 
-template <bool GATED, typename T>
-void dispatch(const Call& call) {
-  switch (call.width) {
-    case 2: return run<2, GATED, T>(call);
-    case 3: return run<3, GATED, T>(call);
-    case 4: return run<4, GATED, T>(call);
-    case 5: return run<5, GATED, T>(call);
-    case 6: return run<6, GATED, T>(call);
-    case 7: return run<7, GATED, T>(call);
-    case 8: return run<8, GATED, T>(call);
-    case 9: return run<9, GATED, T>(call);
-    case 10: return run<10, GATED, T>(call);
-    case 11: return run<11, GATED, T>(call);
-    case 12: return run<12, GATED, T>(call);
-    case 13: return run<13, GATED, T>(call);
-    case 14: return run<14, GATED, T>(call);
-    case 15: return run<15, GATED, T>(call);
-    case 16: return run<16, GATED, T>(call);
-  }
-}
-
+// Widths that models have are compiled by themselves.
 template <typename T>
 void dispatch(const Call& call) {
-  call.input_gate || call.output_gate ? dispatch<true, T>(call) : dispatch<false, T>(call);
+  if (call.input_gate || call.output_gate) {
+    switch (call.width) {
+      case 3: return run<3, true, T>(call);
+      case 7: return run<7, true, T>(call);
+      default: return run<MAX_WIDTH, true, T>(call);
+    }
+  }
+  switch (call.width) {
+    case 2: return run<2, false, T>(call);
+    case 3: return run<3, false, T>(call);
+    case 4: return run<4, false, T>(call);
+    default: return run<MAX_WIDTH, false, T>(call);
+  }
 }
 
 }  // namespace conv
