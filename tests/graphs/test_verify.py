@@ -103,8 +103,9 @@ def test_compiled_steps():
     assert sum(count for op, count in ops.items() if op.startswith("gated_delta_verify")) == 1
 
 
-def test_states_have_the_bits_of_plain_decoding():
-    """Where products do not depend on their number of rows: of the first layer, eagerly."""
+def test_states_are_those_of_plain_decoding():
+    """But for rounding: products of several rows have other last bits than those of one. That the
+    mixers themselves have none is in their contract."""
     model = make_hybrid()
     runner = Runner(model, **SIZES, compile=False, max_drafts=DRAFTS)
     rng = random.Random(0)
@@ -188,7 +189,7 @@ def test_what_is_refused_changes_nothing():
         Runner(make_hybrid(), **SIZES, compile=False, max_drafts=64)
 
 
-def test_a_step_that_is_cut_off_breaks_its_sequences(monkeypatch: pytest.MonkeyPatch):
+def test_a_step_that_is_cut_off_breaks_its_sequences():
     model = make_hybrid()
     runner = Runner(model, **SIZES, compile=False, max_drafts=DRAFTS)
     [seq] = runner.new_sequences(1)
