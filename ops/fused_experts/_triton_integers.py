@@ -42,7 +42,7 @@ class Tile:
             return cls(block_m=16, block_n=16, block_k=block_k, num_warps=4, num_stages=2)
         # Most experts have less than twice their share: then one block holds all their pairs.
         rows = triton.next_power_of_2(2 * triton.cdiv(num_pairs, num_experts))
-        block_m = min(max(rows, 16), 128)
+        block_m = min(max(rows, 16), 64)
         return cls(block_m=block_m, block_n=64, block_k=128, num_warps=4, num_stages=3)
 
 
