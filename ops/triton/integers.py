@@ -10,30 +10,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from torch_hybrid.ops.triton.devices import interpreted
-
 # float32 with these bits and a small integer among the lowest is 2^23 and that integer: so a number
 # is widened by two instructions of full rate, where a conversion has a quarter of it.
 _BITS: tl.constexpr = tl.constexpr(0x4B000000)
 _BASE: tl.constexpr = tl.constexpr(float(1 << 23))
-_INTERPRETED: tl.constexpr = tl.constexpr(interpreted())  # whose bfloat16 are no numbers
-# The low and the high numbers of four bytes, each 128 more: bits of bfloat16 with a small integer
-# among the lowest, two to a register.
-_AS_BFLOAT16: tl.constexpr = tl.constexpr(
-    """
-    {
-        .reg .b32 a, b, c, d;
-        prmt.b32 a, $4, 0, 0x4140;
-        prmt.b32 b, $4, 0, 0x4342;
-        shr.u32 c, a, 4;
-        shr.u32 d, b, 4;
-        lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 $2, c, 0x000F000F, 0x43004300, 0xEA;
-        lop3.b32 $3, d, 0x000F000F, 0x43004300, 0xEA;
-    }
-    """
-)
 _CHUNK_BYTES: tl.constexpr = tl.constexpr(16)  # that a thread loads at once
 
 
@@ -91,35 +71,6 @@ def _halves(stored: tl.tensor, zero: tl.tensor, ZEROS: tl.constexpr) -> tuple[tl
 
 
 @triton.jit
-def _worth(
-    stored: tl.tensor, scale: tl.tensor, zero: tl.tensor, ZEROS: tl.constexpr, DTYPE: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
-    """What the low and the high numbers of bytes are worth."""
-    if tl.bfloat16 == DTYPE and not _INTERPRETED:
-        # Of pairs: a product with a scale in two parts, of which one is small, is rounded once.
-        low, high = tl.inline_asm_elementwise(
-            _AS_BFLOAT16,
-            "=r,=r,=r,=r,r",
-            [stored],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=4,
-        )
-        if ZEROS:
-            base = (zero + 128.0).to(tl.bfloat16)
-            low, high = low - base, high - base
-        else:
-            low, high = low - 136.0, high - 136.0
-        large = scale.to(tl.bfloat16)
-        small = (scale - large.to(tl.float32)).to(tl.bfloat16)
-        low, high = low * large + low * small, high * large + high * small
-    else:
-        low, high = _halves(stored, zero, ZEROS)
-        low, high = (low * scale).to(DTYPE), (high * (scale / 16)).to(DTYPE)
-    return low, high
-
-
-@triton.jit
 def wide_tile(
     p_w: tl.tensor,
     p_scale: tl.tensor,
@@ -145,8 +96,9 @@ def wide_tile(
         scale, zero = scale[:, :, None], zero[:, :, None]
         byte = (group * (GROUP // 2))[:, None] + tl.arange(0, GROUP // 2)[None, :]
         stored = tl.load(p_w[:, None, None] + byte[None, :, :], mask=mask[:, :, None], other=0)
-        low, high = _worth(stored, scale, zero, ZEROS, DTYPE)
-        tile = tl.reshape(tl.join(low, high), [BLOCK_N, BLOCK_K])
+        low, high = _halves(stored, zero, ZEROS)
+        tile = tl.join(low * scale, high * (scale / 16)).to(DTYPE)
+        tile = tl.reshape(tile, [BLOCK_N, BLOCK_K])
     else:
         k = first + tl.arange(0, BLOCK_K)[None, :]
         tile = tl.load(p_w[:, None] + k, mask=mask_n[:, None] & (k < K), other=0)

@@ -47,11 +47,12 @@ from torch_hybrid.ops.triton.devices import runs_gluon
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/fused_experts -k triton
 CONTRACT = """
-    triton and (
+    triton and not integer and (
         (exact or bfloat16) and (odd_sizes or some_choices or one_expert or no_tokens)
         or blocks_are or does_not_see or int32 or twice or not_read or empty_choices
         or fp8 and blocks or of_its_block and 3 or opcheck and no_gate
     )
+    or triton and integers and odd_sizes and (int8 or with_zeros) and not no_gate and not opcheck
 """
 # More experts than a launch has blocks, several blocks of an expert, and blocks of many rows.
 WIDE = {
