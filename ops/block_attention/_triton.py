@@ -105,8 +105,8 @@ def block_attention(
         NUM_SPLITS=num_splits,
         # The interpreter holds bfloat16 as integers and multiplies them as such.
         FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
-        num_warps=4 if q.itemsize == 2 else 8,
-        num_stages=2,
+        num_warps=4,
+        num_stages=2 if q.itemsize == 2 else 1,
         enable_fp_fusion=True,
     )
     if num_splits > 1:

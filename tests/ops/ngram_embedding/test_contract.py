@@ -186,7 +186,7 @@ heads must be as many for each of the 0 orders of n-grams, at least one of them,
 history must have shape [12, 2], got [12, 1]
 tokens must have dtype torch.int64, got torch.int32
 cu_seqlens must have dtype torch.int32, got torch.int64
-impl must be one of ['cpp', 'torch'], got 'tpu'""",
+impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'""",
     )
 
 

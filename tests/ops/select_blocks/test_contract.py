@@ -213,7 +213,7 @@ keys must have dtype torch.float32, got torch.float64
 weights must have shape [11, 2], got [11, 3]
 block_keys must have dtype torch.float32, got torch.float64
 block_size and top_k must be at least 1, got 4 and 0
-impl must be one of ['cpp', 'torch'], got 'tpu'""",
+impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'""",
     )
 
 
