@@ -31,8 +31,9 @@ class Axis(Enum):
     CONSTANT = "the same for the whole batch"
 
 
-def _declared(axis: Axis, pad: int = 0, **default: None) -> Any:
-    return field(metadata={"axis": axis, "pad": pad}, **default)
+def _declared(axis: Axis, pad: int = 0, *, may_miss: bool = False) -> Any:
+    metadata = {"axis": axis, "pad": pad}
+    return field(metadata=metadata, default=None) if may_miss else field(metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class Batch:
     initial_indices: Tensor = _declared(Axis.STARTS)  # [N] slot of the state before; 0: none
     state_indices: Tensor = _declared(Axis.SEQUENCE)  # [N] slot of the state after
     # [N] records that are replayed first, of drafts that were accepted; None: of none
-    accepted: Tensor | None = _declared(Axis.SEQUENCE, default=None)
+    accepted: Tensor | None = _declared(Axis.SEQUENCE, may_miss=True)
 
     @property
     def num_tokens(self) -> int:
@@ -91,7 +92,7 @@ def pad_to(batch: Batch, *, num_seqs: int, num_tokens: int) -> Batch:
     if more_seqs == more_tokens == 0:
         return batch
 
-    def padded(name: str, tensor: Tensor | None) -> Tensor | None:
+    def padded(name: str, tensor: Tensor | None) -> Any:
         axis, value = AXES[name]
         if tensor is None or not (more_tokens if axis is Axis.TOKEN else more_seqs):
             return tensor
@@ -130,7 +131,7 @@ def split(batch: Batch, token: int) -> tuple[Batch, Batch]:
     num_done = min(num_done, num_first)
     left_out = (cu_seqlens[1 : num_first + 1] - token).clamp(min=0)
 
-    def halves(name: str, tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def halves(name: str, tensor: Tensor | None) -> tuple[Any, Any]:
         if tensor is None:
             return None, None
         match AXES[name][0]:

@@ -55,7 +55,7 @@ def _stored(weight: Tensor, scales: Tensor) -> dict[str, int | bool]:
 def _few_block(weight: Tensor) -> int:
     """Columns that a program reads at once, for few tokens."""
     num_bytes = min(_FEW_BYTES, max(16, triton.next_power_of_2(weight.shape[-1])))
-    return num_bytes * depth_of(weight) // weight.shape[-1]
+    return int(num_bytes * depth_of(weight) // weight.shape[-1])
 
 
 def integer_few_tokens(

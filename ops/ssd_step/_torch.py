@@ -72,7 +72,7 @@ def ssd_step(
 
 def ssd_verify(*tensors: Tensor | None, **options: Any) -> Tensor:
     """A token of all sequences at a time."""
-    return verify_by_ssd_steps(ssd_step, *tensors, **options)
+    return verify_by_ssd_steps(ssd_step, *tensors, **options)  # type: ignore[arg-type]
 
 
 def _gated(

@@ -83,7 +83,8 @@ class NgramEmbedding(nn.Module):
             cache["conv"],
             activation="silu",
         )
-        return entering + mixed
+        out: Tensor = entering + mixed
+        return out
 
     def shard(self, ranks: Ranks) -> NgramEmbedding:
         """All of it, on every rank: the streams are."""

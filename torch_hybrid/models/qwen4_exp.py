@@ -141,7 +141,8 @@ class _NgramAdapter(LinearAttentionAdapter):
     ) -> Tensor:
         """Streams [1, T, channels] and tokens [1, T] to [1, T, channels]."""
         _, plan, cache = step.mixer(self.kind)
-        return self.mixer(hidden_states[0], tokens[0], plan, cache)[None]
+        out: Tensor = self.mixer(hidden_states[0], tokens[0], plan, cache)
+        return out[None]
 
 
 QWEN4_EXP = Family(

@@ -126,7 +126,8 @@ def _compressed_group(model_type: str, inside: str, group: _Fields, format_: str
         check("strategy", "channel")
         check("symmetric", True)
         return Scheme(layout="rows", bits=8, words=format_ == "pack-quantized")
-    size = weights.get("group_size") if check("strategy", "group", "channel") == "group" else -1
+    by_groups = check("strategy", "group", "channel") == "group"
+    size: Any = weights.get("group_size") if by_groups else -1
     is_symmetric = check("symmetric", True, False, default=True)
     if size != -1:
         check("group_size", 32, 64, 128)

@@ -60,6 +60,6 @@ class _Places:
                 ends[tuple(history[end - length : end])] = end
         self._num_seen = len(history)
         for length, ends in self._ends.items():
-            if len(history) >= length and (end := ends.get(tuple(history[-length:]))):
-                return end
+            if len(history) >= length and (place := ends.get(tuple(history[-length:]))):
+                return place
         return None

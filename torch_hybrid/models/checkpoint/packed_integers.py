@@ -157,7 +157,8 @@ def _numbers(part: Slice) -> Content:
     assert packed is not None
     _check_not_multiplied(part)
     (row, column), (rows, columns) = place_of(part), part.shape[-2:]
-    stored, steps = packed.numbers, ()
+    stored = packed.numbers
+    steps: tuple[Callable[[Tensor], Tensor], ...] = ()
     if packed.bits == 8:
         steps = () if stored.dtype == INT8 else (_less_128,)
         where = Slice.whole(stored).where.narrow(0, row, rows).narrow(1, column, columns)

@@ -61,18 +61,18 @@ def read_weights(
                 pieces.extend(_pieces(part, place))
             else:
                 widened.extend(_Widened.of(*block) for block in blocks_of(part, place))
-    for block in widened:
-        pieces.extend(block.pieces)
+    for found in widened:
+        pieces.extend(found.pieces)
     pieces.sort(key=lambda piece: (piece.file, piece.start))
     _read_all(pieces, checkpoint, device, label)
-    for block in widened:
-        block.widen()
+    for found in widened:
+        found.widen()
     if device.type != "cpu":
         _refuse_not_finite(not_finite(memory, pieces))
     owned: dict[Tensor, Tensor] = dict(zip(unread, memory, strict=True))
-    for weight, where in places.items():
-        own = owned[weight] if weight in owned else weight.detach().to(device)
-        if isinstance(weight, nn.Parameter):
+    for held, where in places.items():
+        own = owned[held] if held in owned else held.detach().to(device)
+        if isinstance(held, nn.Parameter):
             own = nn.Parameter(own, requires_grad=False)
         for store, name in where:
             store[name] = own
@@ -143,7 +143,8 @@ class _Widened:
         for weight in numbers_and_scales(Unread(outer, place.dtype, place.device)):
             read.append(torch.empty(weight.shape, dtype=weight.dtype, device=place.device))
             pieces.extend(_pieces(weight.content, weight.place_in(read[-1])))
-        return cls(place, *read, pieces, wanted)
+        numbers, scales = read
+        return cls(place, numbers, scales, pieces, wanted)
 
     def widen(self) -> None:
         worth = dequantized(self.numbers, self.scales, self.place.dtype)
