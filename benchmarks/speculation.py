@@ -94,7 +94,7 @@ def requests(runner: Runner, batch: int, rounds: int, num_tokens: int) -> dict[s
         for name, engine in engines.items()
     }
     times = interleave(contestants, rounds=rounds, warm_up=1)
-    assert speculating.drafts.accepted == 0 < speculating.drafts.drafted
+    assert speculating.stats().drafts.accepted == 0 < speculating.stats().drafts.drafted
     return times
 
 
@@ -115,7 +115,7 @@ def demo(rounds: int, num_tokens: int) -> dict[str, Times]:
     contestants = {name: partial(serve, name) for name in engines}
     times = interleave(contestants, rounds=rounds, warm_up=1)
     assert served["without"] == served["n-grams"]
-    print(f"the demo's drafts: {engines['n-grams'].drafts.acceptance:.0%} accepted")
+    print(f"the demo's drafts: {engines['n-grams'].stats().drafts.acceptance:.0%} accepted")
     return times
 
 

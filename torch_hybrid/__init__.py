@@ -34,7 +34,7 @@ from torch_hybrid.specs import (
     Mamba2Spec,
     ShortConvolutionSpec,
 )
-from torch_hybrid.speculation import Drafter, Ngram, Speculation
+from torch_hybrid.speculation import DraftCounts, Drafter, Ngram, Speculation
 from torch_hybrid.stats import EngineStats
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "CapacityError",
     "Checkpoint",
     "DeltaRuleSpec",
+    "DraftCounts",
     "Drafter",
     "Engine",
     "EngineStats",

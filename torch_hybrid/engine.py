@@ -228,11 +228,6 @@ class Engine:
             self._end_outside([request], "cancelled")
 
     @property
-    def drafts(self) -> DraftCounts:
-        """What was drafted and accepted so far."""
-        return DraftCounts() if self._speculator is None else self._speculator.counts
-
-    @property
     def has_unfinished(self) -> bool:
         """Whether a step would do anything."""
         scheduler = self._scheduler
@@ -260,7 +255,7 @@ class Engine:
             return late + events
 
     def stats(self) -> EngineStats:
-        """What was served so far, what is waiting, and what the prefix cache did."""
+        """What was served so far, what is waiting, and what the prefix cache and drafts did."""
         runner = self.runner
         with self._lock:
             return EngineStats(
@@ -272,6 +267,7 @@ class Engine:
                 free_slots=runner.free_slots,
                 free_pages=runner.free_pages,
                 prefix_cache=None if self._prefixes is None else self._prefixes.stats,
+                drafts=DraftCounts() if self._speculator is None else self._speculator.counts,
             )
 
     def save_prefixes(self, path: str | os.PathLike[str]) -> int:

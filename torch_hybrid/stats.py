@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch_hybrid.prefix_cache.stats import PrefixStats
+from torch_hybrid.speculation import DraftCounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,7 @@ class EngineStats:
     free_slots: int  # of the runner
     free_pages: int  # of the runner, those included that a prefix cache gives back when needed
     prefix_cache: PrefixStats | None  # None where none is kept
+    drafts: DraftCounts  # zeros where nothing is drafted
 
     @property
     def tokens_per_s(self) -> float:

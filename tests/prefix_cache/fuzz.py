@@ -113,7 +113,7 @@ class PrefixFuzz(Fuzz):
             stats = engine.stats().prefix_cache
             self.num_hits += stats.num_hits
             self.num_evictions += stats.num_evictions
-            self.num_accepted += engine.drafts.accepted
+            self.num_accepted += engine.stats().drafts.accepted
             self.num_returned += stats.num_returned
             engine.close()
             assert not engine._prefixes._uses, "a request is not forgotten"

@@ -57,8 +57,8 @@ def test_tokens_are_those_without(name: str, share: float):
     plain = served(sampling, engine=Engine(FakeRunner()))
     engine = knowing(sampling, share)
     assert served(sampling, engine=engine) == plain
-    assert engine.drafts.drafted > 50
-    assert share == 0.7 or engine.drafts.acceptance == share
+    assert engine.stats().drafts.drafted > 50
+    assert share == 0.7 or engine.stats().drafts.acceptance == share
     if share == 1.0:
         assert engine.runner.num_extends < 24 * len(PROMPTS) / 2
 
@@ -69,14 +69,14 @@ def test_fewer_pages_than_drafts_want():
     plain = served(sampling, engine=Engine(FakeRunner(num_pages=16)))
     engine = knowing(sampling, num_pages=16, max_seqs=3)
     assert served(sampling, engine=engine) == plain
-    assert engine.drafts.accepted > 0
+    assert engine.stats().drafts.accepted > 0
 
 
 def test_a_budget_that_drafts_would_break():
     sampling = Sampling(max_new_tokens=24)
     engine = knowing(sampling, max_tokens=6)
     assert served(sampling, engine=engine) == served(sampling, engine=Engine(FakeRunner()))
-    assert engine.drafts.accepted > 0
+    assert engine.stats().drafts.accepted > 0
 
 
 def test_an_end_inside_of_drafts():
@@ -180,7 +180,7 @@ def test_plain_steps_run_ahead_where_nothing_is_drafted(run_ahead: str):
     runner = FakeRunner(max_drafts=4, num_pages=200)
     engine = Engine(runner, run_ahead=run_ahead, speculate=Speculation(drafter))
     assert served(sampling, engine=engine) == plain
-    assert engine.drafts.accepted < 20
+    assert engine.stats().drafts.accepted < 20
     assert bool(runner.launches) == (run_ahead == "on")
 
 
@@ -225,7 +225,7 @@ def test_tokens_are_distributed_as_without():
         counts[output.tokens[1]] += 1
     observed = counts[kept.indices]
     assert observed.sum() == num_draws
-    assert engine.drafts.accepted == observed[1]
+    assert engine.stats().drafts.accepted == observed[1]
     statistic = float(((observed - expected) ** 2 / expected).sum())
     assert statistic < 24.3  # 7 degrees of freedom: exceeded once in a thousand
 

@@ -33,5 +33,5 @@ def test_tokens_are_those_without(family: str):
     engine = Engine(runner, speculate=Speculation(drafter, max_tokens=3, adapts=False))
     outputs = {output.index: output for output in engine.generate(prompts, samplings)}
     assert outputs == plain
-    assert engine.drafts.accepted > 20
+    assert engine.stats().drafts.accepted > 20
     assert (runner.free_slots, runner.free_pages) == (3, 24)
