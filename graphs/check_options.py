@@ -41,7 +41,7 @@ def check_max_tokens(max_tokens: int, chunk_size: int) -> None:
 
 def check_max_drafts(max_drafts: int, max_tokens: int) -> None:
     """Raise ValueError unless a step holds a token of a sequence and all of its drafts."""
-    if not 0 <= max_drafts < max_tokens:
+    if max_drafts and not 0 <= max_drafts < max_tokens:
         raise ValueError(
             f"max_drafts must be within 0 and {max_tokens - 1}, one less than max_tokens, "
             f"got {max_drafts}"

@@ -28,12 +28,14 @@ from torch_hybrid.ops.ssd import chunk_ssd
 from torch_hybrid.specs import (
     AttentionSpec,
     DeltaRuleSpec,
+    IndexedAttentionSpec,
     KimiDeltaSpec,
     LatentSpec,
     LayerSpec,
     LayerTable,
     LightningSpec,
     Mamba2Spec,
+    NgramSpec,
     ShortConvolutionSpec,
 )
 
@@ -47,6 +49,18 @@ SPECS = [
     Mamba2Spec(num_heads=2, head_dim=16, state_dim=16, num_groups=1, conv_width=4),
     LightningSpec(num_heads=2, head_dim=16),
     ShortConvolutionSpec(channels=16, conv_width=3),
+    NgramSpec(ngram_size=3, channels=16, conv_width=4),
+    IndexedAttentionSpec(
+        num_q_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        scale=0.25,
+        num_index_heads=2,
+        index_dim=16,
+        rope_dim=8,
+        block_size=4,
+        top_k=2,
+    ),
     LatentSpec(num_heads=2, latent_rank=32, nope_dim=16, rope_dim=16, v_dim=16, scale=0.2),
 ]
 
@@ -178,8 +192,8 @@ def test_a_step_is_cut_where_no_chunk_is():
     for op in (chunk_gated_delta_rule, chunk_kimi_delta_attention, chunk_ssd):
         assert inspect.signature(op).parameters["chunk_size"].default == DEFAULT_CHUNK_SIZE
     sizes = {kind: backend.chunk_size for kind, backend in made.items()}
-    without = {"paged_attention", "latent_attention", "short_convolution"}
-    assert sizes == {spec.kind: 0 if spec.kind in without else 32 for spec in SPECS}
+    chunked = {"gated_delta_rule", "kimi_delta_attention", "mamba2", "lightning_attention"}
+    assert sizes == {spec.kind: 32 if spec.kind in chunked else 0 for spec in SPECS}
     unequal = {str(size): SimpleNamespace(chunk_size=size) for size in (32, 0, 48)}
     assert chunk_grid(unequal) == 96
     assert chunk_grid({}) == 1

@@ -83,7 +83,7 @@ def test_routers_with_less(options: dict[str, bool]):
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    ("lfm2", {"conv_L_cache": 9}),
+    ("lfm2", {"conv_L_cache": 17}),
     ("lfm2", {"rope_parameters": DYNAMIC}),
     ("lfm2_moe", {"layer_types": ["conv", "linear_attention", "conv", "full_attention"]}),
     ("lfm3", {"sliding_window": None}),
@@ -103,7 +103,7 @@ def test_refusals(tmp_path: Path):
     assert_expected_inline(
         "\n".join(refusals),
         """\
-lfm2: config field conv_L_cache must be one of ['2', '3', '4', '5', '6', '7', '8'], got 9
+lfm2: config field conv_L_cache must be within 2 and 16, got 17
 lfm2: config field rope_parameters.rope_type must be one of ['default', 'linear', 'llama3', 'yarn'], got 'dynamic'
 lfm2_moe: config field layer_types must be one of ['conv', 'full_attention'], got 'linear_attention'
 lfm3: config field sliding_window must be a number of keys where layer_types has sliding_attention, got None

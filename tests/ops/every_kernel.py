@@ -209,7 +209,7 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         options = {"activation": case.activation, **scales}
         yield f"{name}, 8-bit weights", partial(run, op, args, options)
         yield f"{name}, in 8 bits", partial(run, op, args, options | {"impl": "triton_fp8"})
-        for stored in ("int8", "int4_of_64_with_zeros"):
+        for stored in ("int8", "int4_64_zeros"):
             args, scales = experts.make_integer_inputs(case, stored, dtype=dtype)
             options = {"activation": case.activation, **scales}
             yield f"{name}, {stored}", partial(run, op, args, options)

@@ -13,7 +13,7 @@ FORMATS = {
     "int4_of_32": 32,
     "int4_of_64": 64,
     "int4_of_128": 128,
-    "int4_of_64_with_zeros": 64,
+    "int4_64_zeros": 64,
 }
 
 

@@ -14,6 +14,7 @@ from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
+from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.block_attention import op as attention
 from torch_hybrid.ops.capability import Implementation, Need
 from torch_hybrid.ops.causal_conv1d.op import causal_conv1d
@@ -51,6 +52,9 @@ class IndexedAttentionBackend:
         modes: Sequence[Mode],
     ) -> None:
         """Choose implementations for each of ``modes`` that serve every layer in ``entries``."""
+        if any(mode.num_drafts for mode in modes):
+            kind = IndexedAttentionSpec.kind
+            raise UnsupportedError(f"drafts cannot be replayed by {kind} layers")
         specs: set[IndexedAttentionSpec] = {entry.spec for entry in entries}  # type: ignore[misc]
 
         def choose(op: str, impls: Mapping[str, Implementation], mode: Mode) -> Choice:

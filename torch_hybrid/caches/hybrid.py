@@ -451,8 +451,9 @@ class HybridCache:
             del held.pages[num_used:]
 
     def are_replayed(self, seqs: Many[Sequence]) -> bool:
-        """Whether the states of all sequences hold all of their certain tokens."""
-        return not any(self._held[seq.id].num_accepted for seq in seqs)
+        """Whether the states of all sequences hold all of their certain tokens; unknown ones do."""
+        known = (self._held.get(seq.id) for seq in seqs)
+        return not any(held.num_accepted for held in known if held is not None)
 
     def mark_broken(self, seqs: Many[Sequence]) -> None:
         """A step was cut off: what these sequences hold is unknown, they can only be freed."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.short_convolution import ShortConvolution
 from torch_hybrid.models.family import (
     ROPE_TYPES,
@@ -25,7 +26,11 @@ from torch_hybrid.specs import LayerSpec, ShortConvolutionSpec
 
 
 def _specs(config: Any) -> list[LayerSpec]:
-    require(config, "conv_L_cache", config.conv_L_cache, range(MIN_WIDTH, MAX_WIDTH + 1))
+    if not MIN_WIDTH <= config.conv_L_cache <= MAX_WIDTH:
+        raise UnsupportedError(
+            f"{config.model_type}: config field conv_L_cache must be within {MIN_WIDTH} and "
+            f"{MAX_WIDTH}, got {config.conv_L_cache}"
+        )
     convolution = ShortConvolutionSpec(channels=config.hidden_size, conv_width=config.conv_L_cache)
     attention = attention_specs(config, head_dim=head_dim_of(config))
     return listed(config, {"conv": convolution, **attention})

@@ -52,7 +52,7 @@ CONTRACT = """
         or blocks_are or does_not_see or int32 or twice or not_read or empty_choices
         or fp8 and blocks or of_its_block and 3 or opcheck and no_gate
     )
-    or triton and integers and odd_sizes and (int8 or with_zeros) and not no_gate and not opcheck
+    or triton and integers and odd_sizes and (int8 or int4_64_zeros) and not no_gate and not opcheck
 """
 # More experts than a launch has blocks, several blocks of an expert, and blocks of many rows.
 WIDE = {
@@ -291,7 +291,7 @@ def test_compiles_without_spills() -> None:
     ]
     rows += [
         resources_of(launch, "sm_90", f"Qwen3-Next {num_tokens}, {stored}")
-        for stored in ("int8", "int4_of_32", "int4_of_128", "int4_of_64_with_zeros")
+        for stored in ("int8", "int4_of_32", "int4_of_128", "int4_64_zeros")
         for num_tokens in (1, 32, 4096)
         for launch in record_integer_launches("sm_90", num_tokens, stored).values()
     ]

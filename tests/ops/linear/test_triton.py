@@ -144,7 +144,7 @@ def test_compiles_without_spills() -> None:
             label = f"{name}, {num_rows} rows"
             launches = fp8_launches(target, num_rows, *REAL[name]).values()
             rows += [resources_of(launch, target, label) for launch in launches]
-    for stored in ("int8", "int4_of_32", "int4_of_128", "int4_of_64_with_zeros"):
+    for stored in ("int8", "int4_of_32", "int4_of_128", "int4_64_zeros"):
         for name, num_rows in (*(("qkv", n) for n in (1, 4, 32, 64)), ("out_proj", 1000)):
             launches = integer_launches("sm_90", num_rows, *REAL[name], stored).values()
             label = f"{name} of {stored}, {num_rows} rows"

@@ -239,13 +239,14 @@ def _transposed_blocks(words: Tensor) -> Tensor:
         change = ((low >> 4 * width) ^ high) & kept
         high ^= change
         low ^= change << 4 * width
-    order = torch.tensor(_ORDERS["awq"], device=words.device)
+    order = torch.tensor(_ORDERS["awq"], dtype=torch.int64, device=words.device)
     return words.index_select(-2, order)
 
 
 def _one_of_eight(layout: str, words: Tensor) -> Tensor:
     """[..., 8, G, 1] of the same words eight times to the zero point of each of eight rows."""
-    shifts = 4 * torch.tensor(_ORDERS.get(layout, _IN_ORDER), device=words.device)
+    order = _ORDERS.get(layout, _IN_ORDER)
+    shifts = 4 * torch.tensor(order, dtype=torch.int64, device=words.device)
     stored = words >> shifts.to(torch.int32)[:, None, None]
     return ((stored + _BIAS.get(layout, 0)) & 15).float()
 

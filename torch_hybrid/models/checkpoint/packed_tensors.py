@@ -192,7 +192,8 @@ def _values(checkpoint: Checkpoint, stored: Stored) -> Tensor:
 
 def _check_symmetric(checkpoint: Checkpoint, zeros: Stored, scheme: Scheme) -> None:
     """Zero points that the config says there are none of must all be 8."""
-    eights = torch.tensor(_EIGHTS.get(scheme.layout, 0x88888888)).to(torch.int32)
+    word = _EIGHTS.get(scheme.layout, 0x88888888)
+    eights = torch.tensor(word, dtype=torch.int64, device="cpu").to(torch.int32)
     if not (_values(checkpoint, zeros) == eights).all():
         raise ValueError(
             f"{zeros.name} in {checkpoint.folder} has zero points other than 8, which its config "
@@ -202,9 +203,8 @@ def _check_symmetric(checkpoint: Checkpoint, zeros: Stored, scheme: Scheme) -> N
 
 def _check_order(checkpoint: Checkpoint, order: Stored, depth: int, group: int) -> None:
     """Columns must be in the groups that they are stored in."""
-    if order.shape != (depth,) or not torch.equal(
-        _values(checkpoint, order).long(), torch.arange(depth) // group
-    ):
+    expected = torch.arange(depth, dtype=torch.int64, device="cpu") // group
+    if order.shape != (depth,) or not torch.equal(_values(checkpoint, order).long(), expected):
         raise ValueError(
             f"{order.name} in {checkpoint.folder} says that columns are in another order than "
             "their groups (act-order), which is not served"
