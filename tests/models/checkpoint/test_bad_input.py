@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import torch_hybrid as th
@@ -289,6 +291,7 @@ def test_an_error_of_the_disk_ends_it(folder: Path, monkeypatch: pytest.MonkeyPa
     def read(*_: Any) -> int:
         raise OSError(5, "Input/output error")
 
+    tqdm(total=1, disable=False, leave=False, file=io.StringIO()).close()  # starts its own thread
     threads, running = torch.get_num_threads(), threading.active_count()
     monkeypatch.setattr(os, "preadv", read)
     assert "Input/output error" in refusal(folder)
