@@ -16,6 +16,7 @@ from torch_hybrid.specs import (
     AttentionSpec,
     DeltaRuleSpec,
     IndexedAttentionSpec,
+    IndexedLatentSpec,
     KimiDeltaSpec,
     LatentSpec,
     LayerSpec,
@@ -24,6 +25,8 @@ from torch_hybrid.specs import (
     NgramSpec,
     ShortConvolutionSpec,
 )
+
+Indexed = IndexedAttentionSpec | IndexedLatentSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +60,14 @@ def cache_bytes(spec: LayerSpec, row: Row, dtype: torch.dtype) -> int:
     times = {"slot": 2, "page": row.num_read(window)}
     pools = {name: pool for name, pool in spec.pools().items() if pool.per in times}
     seen = 0
-    if isinstance(spec, IndexedAttentionSpec):  # a single token sees few of its keys and values
+    if isinstance(spec, Indexed):  # of keys and values, or of latents, a single token sees few
         num_seen = _num_seen(spec, row.num_kept - 1) if row.num_new == 1 else row.num_kept
-        seen = num_seen * pools.pop("kv").nbytes(dtype)
+        rows = "kv" if isinstance(spec, IndexedAttentionSpec) else "latents"
+        seen = num_seen * pools.pop(rows).nbytes(dtype)
     return seen + sum(times[pool.per] * pool.nbytes(dtype) for pool in pools.values())
 
 
-def _num_seen(spec: IndexedAttentionSpec, position: int) -> int:
+def _num_seen(spec: Indexed, position: int) -> int:
     """Keys that a query at a position sees."""
     complete = (position + 1) // spec.block_size
     left_out = max(0, complete - spec.top_k) * spec.block_size
@@ -80,18 +84,33 @@ def mixer_flops(spec: LayerSpec, row: Row) -> float:
         case ShortConvolutionSpec():
             return 2 * spec.conv_width * spec.channels * row.num_new
         case IndexedAttentionSpec():
-            positions = range(row.num_held, row.num_kept)
-            attended = sum(_num_seen(spec, position) for position in positions)
-            scored = row.num_pairs / spec.block_size
-            return (
-                4 * spec.num_q_heads * spec.head_dim * attended
-                + 2 * spec.num_index_heads * spec.index_dim * scored
-            )
+            attended = 4 * spec.num_q_heads * spec.head_dim * _num_attended(spec, row)
+            return attended + _index_flops(spec, row)
+        case IndexedLatentSpec():
+            return _indexed_latent_flops(spec, row)
         case NgramSpec():
             return 0.0
         case _:
             one_token = row.num_new == 1
             return _token_flops(spec) if one_token else row.num_new * _chunk_flops(spec) / CHUNK
+
+
+def _num_attended(spec: Indexed, row: Row) -> int:
+    """Pairs of a query and a key that it sees."""
+    return sum(_num_seen(spec, position) for position in range(row.num_held, row.num_kept))
+
+
+def _index_flops(spec: Indexed, row: Row) -> float:
+    """Scores of the blocks before each query."""
+    return 2 * spec.num_index_heads * spec.index_dim * row.num_pairs() / spec.block_size
+
+
+def _indexed_latent_flops(spec: IndexedLatentSpec, row: Row) -> float:
+    """The indexer's, and the cheaper of both forms, as of other latents."""
+    attended, head = _num_attended(spec, row), spec.nope_dim + spec.v_dim
+    absorbed = 4 * spec.latent_rank * attended
+    expanded = 2 * head * attended + 2 * spec.latent_rank * head * row.num_held
+    return spec.num_heads * min(absorbed, expanded) + _index_flops(spec, row)
 
 
 def _latent_flops(spec: LatentSpec, row: Row) -> float:
@@ -130,6 +149,10 @@ def inner_width(spec: LayerSpec) -> int:
         case IndexedAttentionSpec():  # and the indexer's queries and keys
             width = (3 * spec.num_q_heads + 2 * spec.num_kv_heads) * spec.head_dim
             return width + 2 * spec.num_index_heads * spec.index_dim + 2 * spec.conv_channels
+        case IndexedLatentSpec():  # queries and outputs are latents in between
+            width = spec.num_heads * (spec.nope_dim + 2 * spec.latent_rank + spec.v_dim)
+            indexer = (spec.num_index_heads + 3) * spec.index_dim
+            return spec.latent_rank + width + indexer
         case NgramSpec():  # keys, the streams, what enters them and its convolution
             return 4 * spec.channels
         case LatentSpec():  # latent, and expanded: query, key, value, output

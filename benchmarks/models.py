@@ -91,6 +91,38 @@ def _qwen4_exp(sizes: dict[str, Any]) -> Any:
     return Qwen4ExpForCausalLM(Qwen4ExpTextConfig(**config))
 
 
+def _glm5_next(sizes: dict[str, Any]) -> Any:
+    """GLM-5.3: the same experts, the published blocks and streams; its vision part has next to no
+    weights."""
+    from transformers import Glm5NextConfig, Glm5NextForConditionalGeneration
+
+    options = {
+        "num_hidden_layers": 8,
+        "hidden_size": 640,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 128,
+        "num_key_value_heads": 8,
+        "linear_num_heads": 8,
+        "q_lora_rank": 256,
+        "kv_lora_rank": 256,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 0,
+        "v_head_dim": 128,
+        "index_n_heads": 4,
+        "index_head_dim": 128,
+        "pad_token_id": None,
+    }
+    vision = {"depth": 1, "hidden_size": 16, "num_heads": 1, "intermediate_size": 16}
+    vision |= {"projection_intermediate_size": 16}
+    config = Glm5NextConfig(
+        text_config=_DENSE | options | sizes,
+        vision_config=vision | {"out_hidden_size": (options | sizes)["hidden_size"]},
+        tie_word_embeddings=True,
+    )
+    return Glm5NextForConditionalGeneration(config)
+
+
 def _qwen3_5(sizes: dict[str, Any]) -> Any:
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
@@ -302,6 +334,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "olmo_hybrid": _olmo_hybrid,
     "qwen3_next_moe": _qwen3_next_moe,
     "qwen4_exp": _qwen4_exp,
+    "glm5_next": _glm5_next,
     "qwen3": _qwen3,
     "deepseek_v3": _deepseek_v3,
     "kimi_linear": _kimi_linear,

@@ -15,6 +15,7 @@ from torch_hybrid.ops.draw_tokens import op as draw_tokens
 from torch_hybrid.ops.fused_experts import op as fused_experts
 from torch_hybrid.ops.gated_delta_rule import op as gated_delta_rule
 from torch_hybrid.ops.gated_delta_step import op as gated_delta_step
+from torch_hybrid.ops.gated_pooling import op as gated_pooling
 from torch_hybrid.ops.kimi_delta_attention import op as kimi_delta_attention
 from torch_hybrid.ops.kimi_delta_step import op as kimi_delta_step
 from torch_hybrid.ops.latent_attention import op as latent_attention
@@ -44,10 +45,11 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "ragged_attention_with_lse": ragged_attention.IMPLEMENTATIONS,
         "merge_states": merge_states.IMPLEMENTATIONS,
     },
-    "indexed_attention": {
+    "indexed_attention, indexed_latent_attention": {
         "select_blocks": select_blocks.IMPLEMENTATIONS,
         "block_attention": block_attention.IMPLEMENTATIONS,
     },
+    "indexed_latent_attention": {"gated_pooling": gated_pooling.IMPLEMENTATIONS},
     "gated_delta_rule": {
         "gated_delta_step": gated_delta_step.IMPLEMENTATIONS,
         "gated_delta_verify": gated_delta_step.VERIFY_IMPLEMENTATIONS,
@@ -84,6 +86,7 @@ NAMES = {
     "paged_attention": "full attention (GQA)",
     "latent_attention": "full attention (MLA)",
     "indexed_attention": "attention to blocks that an indexer picks",
+    "indexed_latent_attention": "MLA of blocks that an indexer picks",
     "ngram_embedding": "embeddings of n-grams",
     "gated_delta_rule": "gated delta rule",
     "kimi_delta_attention": "Kimi delta attention",

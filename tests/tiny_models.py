@@ -102,6 +102,39 @@ def qwen4_exp(**options: Any) -> nn.Module:
     return tf.Qwen4ExpForCausalLM(tf.Qwen4ExpTextConfig(**{**sizes, **options}))
 
 
+def glm5_next(**options: Any) -> nn.Module:
+    """With a vision part, as published. Blocks of 4 tokens, of which 5 are picked; gates and rows
+    of experts beyond their limit."""
+    count = options.get("num_hidden_layers", 4)
+    sizes = {
+        **SIZES,
+        **NO_SPECIAL_TOKENS,
+        "num_key_value_heads": 4,
+        "layer_types": (["linear_attention", "indexed_attention"] * count)[:count],
+        "mlp_layer_types": (["dense", "sparse"] * count)[:count],
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "swiglu_limit": 0.7,
+        "linear_num_heads": 4,
+        "linear_head_dim": 16,
+        **LATENT,
+        "qk_rope_head_dim": 0,
+        "index_n_heads": 8,
+        "index_head_dim": 48,
+        "index_topk": 20,
+        "index_kpool": 4,
+        "hc_mult": 3,
+        "hc_sinkhorn_iters": 3,
+    }
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+    vision_config = {**vision, "out_hidden_size": 64, "projection_intermediate_size": 32}
+    text_config = {**sizes, **options}
+    return tf.Glm5NextForConditionalGeneration(
+        tf.Glm5NextConfig(text_config=text_config, vision_config=vision_config)
+    )
+
+
 def olmo_hybrid(**options: Any) -> nn.Module:
     sizes = {**SIZES, **LINEAR, "pad_token_id": 0, "eos_token_id": None, **options}
     return tf.OlmoHybridForCausalLM(tf.OlmoHybridConfig(**sizes))
@@ -318,6 +351,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5_moe,
     "qwen4_exp": qwen4_exp,
+    "glm5_next": glm5_next,
     "olmo_hybrid": olmo_hybrid,
     "qwen3": qwen3,
     "deepseek_v3": deepseek_v3,
@@ -422,8 +456,11 @@ def spread_time_constants(module: Any, A_log: Tensor, generator: torch.Generator
     dt_bias = module.dt_bias
     tokens = torch.exp(torch.rand(dt_bias.shape, generator=generator) * math.log(1000))
     rate = A_log.exp().flatten().repeat_interleave(dt_bias.numel() // A_log.numel())
+    lower_bound = getattr(module, "safe_gate_lower_bound", None)
     if getattr(module, "safe_gate", False):
-        dt_bias.copy_(torch.logit(-1 / (tokens * module.lower_bound)) / rate)
+        lower_bound = module.lower_bound
+    if lower_bound is not None:
+        dt_bias.copy_(torch.logit(-1 / (tokens * lower_bound)) / rate)
     else:
         dt_bias.copy_(torch.expm1(1 / (tokens * rate)).log())
 
@@ -480,21 +517,41 @@ def block_gaps(model: nn.Module) -> Iterator[list[float]]:
     last block taken less that of the first not, for each token."""
     gaps: list[float] = []
 
-    def record(indexer: Any, inputs: tuple[Any, ...], _output: object) -> None:
-        gaps.extend(_index_gaps(indexer, *inputs[:2]))
+    def record(indexer: Any, inputs: tuple[Any, ...], named: Any, _output: object) -> None:
+        if named:
+            scores = _pooled_scores(indexer, named["hidden_states"], named["q_resid"])
+            size, taken = indexer.index_kpool, indexer.index_topk // indexer.index_kpool
+        else:
+            scores = _mean_scores(indexer, *inputs[:2])
+            size, taken = indexer.compress_ratio, indexer.block_topk
+        for token in range(taken * size, len(scores)):
+            gaps.extend(_gaps(scores[token, : (token + 1) // size][None], taken))
 
     indexers = [module for module in model.modules() if type(module).__name__.endswith("Indexer")]
-    handles = [indexer.register_forward_hook(record) for indexer in indexers]
+    handles = [indexer.register_forward_hook(record, with_kwargs=True) for indexer in indexers]
     yield gaps
     for handle in handles:
         handle.remove()
 
 
-def _index_gaps(indexer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> list[float]:
-    """Of the tokens of one text that have more blocks before them than are picked."""
+def _pooled_scores(indexer: Any, hidden: Tensor, q_source: Tensor) -> Tensor:
+    """[tokens, blocks] of one text, by GLM-5.3's indexer."""
+    keys = indexer.k_norm(indexer.wk(hidden))
+    gates = hidden @ indexer.index_kpool_compress_gate.T
+    keys, _, _ = indexer.get_pooled_states(
+        torch.cat([keys, gates, torch.ones_like(keys[..., :1])], -1)
+    )
+    q = indexer.wq_b(q_source[0]).unflatten(-1, (indexer.n_heads, -1))
+    similar = torch.einsum("thd,nd->thn", q.float(), keys[0].float()).relu()
+    weights = indexer.weights_proj(hidden[0]).float() / indexer.n_heads**0.5
+    return torch.einsum("th,thn->tn", weights, similar) / indexer.head_dim**0.5
+
+
+def _mean_scores(indexer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """[tokens, blocks] of one text, by Qwen4-Exp's indexer."""
     size, dim = indexer.compress_ratio, indexer.index_head_dim
     q, k = indexer.index_qk_proj(hidden[0]).split([indexer.index_n_heads * dim, dim], dim=-1)
-    num_tokens, num_blocks = len(k), len(k) // size
+    num_blocks = len(k) // size
     keys = k[: num_blocks * size].unflatten(0, (-1, size)).float().mean(1).to(k.dtype)
 
     def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -505,12 +562,7 @@ def _index_gaps(indexer: Any, hidden: Tensor, rotary: tuple[Tensor, Tensor]) -> 
     starts = slice(0, num_blocks * size, size)
     q = rotated(indexer.q_layernorm(q.unflatten(-1, (-1, dim))), cos[:, None], sin[:, None])
     keys = rotated(indexer.k_layernorm(keys), cos[starts], sin[starts])
-    scores = torch.einsum("thd,nd->htn", q.float(), keys.float()).relu().sum(0) / dim**0.5
-    complete = (torch.arange(num_tokens) + 1) // size
-    found = []
-    for token in torch.nonzero(complete > indexer.block_topk).flatten().tolist():
-        found += _gaps(scores[token, : complete[token]][None], indexer.block_topk)
-    return found
+    return torch.einsum("thd,nd->htn", q.float(), keys.float()).relu().sum(0) / dim**0.5
 
 
 def _gaps(scores: Tensor, taken: int) -> list[float]:

@@ -504,6 +504,46 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedLatentSpec:
+    """MLA without rotation, over the blocks of past tokens that an indexer picks for each query.
+
+    A row holds ``latent_rank`` normed latents. A block is ``block_size`` tokens; a query sees
+    ``top_k`` blocks and the tokens after the last that is complete. A block's index key,
+    ``index_dim`` wide, is a mean of its tokens', weighed by gates.
+    """
+
+    kind: ClassVar[str] = "indexed_latent_attention"
+    family: ClassVar[LayerFamily] = "full"
+
+    num_heads: int
+    latent_rank: int
+    nope_dim: int
+    v_dim: int
+    scale: float
+    num_index_heads: int
+    index_dim: int
+    block_size: int
+    top_k: int
+
+    @property
+    def head_dim(self) -> int:
+        """Width of what queries meet: a latent."""
+        return self.latent_rank
+
+    def pools(self) -> dict[str, Pool]:
+        """Latents, a key for each block, and keys and gates of the tokens of the next block."""
+        return {
+            "latents": Pool((self.latent_rank,), per="page"),
+            "block_keys": Pool((self.index_dim,), per="page", tokens=self.block_size),
+            "unpooled": Pool((self.block_size - 1, 2, self.index_dim), per="slot"),
+        }
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says: some of the heads, all of the latents and of the indexer."""
+        return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerEntry:
     """One mixer: its dense index among the mixers of its kind, and its facts."""
 
@@ -638,6 +678,7 @@ register_constant(
     IndexedAttentionSpec,
     NgramSpec,
     LatentSpec,
+    IndexedLatentSpec,
     DeltaRuleSpec,
     KimiDeltaSpec,
     Mamba2Spec,

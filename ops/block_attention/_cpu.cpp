@@ -4,6 +4,8 @@
 // is chosen. Any other query has the heads of a key head for the rows of a tile, and its keys are
 // taken from where they lie. One new token of a sequence is cut into splits of keys, so that it
 // keeps every core busy. A result depends on its sequence alone, never on the other ones of a step.
+//
+// Where there are no values, keys stand for them: latents, which all heads share.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -21,7 +23,7 @@ namespace {
 // Strides in elements.
 TH_CALL(Call,
   const int32_t *cu_seqlens, *seq_lens, *page_table, *slot_mapping, *blocks;
-  const void *q, *k, *v;
+  const void *q, *k, *v;  // v null where keys are the values as well
   void *kv, *out;
   int64_t page_table_row, num_tokens, num_seqs, num_pages, page_size, max_pages;
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;
@@ -29,7 +31,8 @@ TH_CALL(Call,
   double scale;
 );
 
-constexpr int FEW_ROWS = 16;     // of a tile of one token
+// Of a tile of one token: where there are more heads, two registers of them meet a key at once.
+constexpr int FEW_ROWS = 16, MORE_ROWS = 32;
 constexpr int SPLIT_KEYS = 512;  // of one new token
 
 template <typename T>
@@ -37,7 +40,8 @@ struct Problem : OverPages<Call> {
   using OverPages<Call>::OverPages;
 
   int group() const { return int(num_q_heads / num_kv_heads); }
-  int64_t plane() const { return num_pages * page_size * num_kv_heads * head_dim; }
+  // From a key to its value.
+  int64_t plane() const { return v ? num_pages * page_size * num_kv_heads * head_dim : 0; }
   const T* query(int64_t token, int64_t head) const {
     return static_cast<const T*>(q) + token * q_token + head * q_head;
   }
@@ -85,8 +89,9 @@ void write_token(const Problem<T>& p, int64_t token) {
   T* key = static_cast<T*>(p.kv) + p.slot_mapping[token] * p.num_kv_heads * p.head_dim;
   for (int64_t head = 0; head < p.num_kv_heads; ++head, key += p.head_dim) {
     std::copy_n(static_cast<const T*>(p.k) + token * p.k_token + head * p.k_head, p.head_dim, key);
-    std::copy_n(static_cast<const T*>(p.v) + token * p.v_token + head * p.v_head, p.head_dim,
-                key + p.plane());
+    if (p.v)
+      std::copy_n(static_cast<const T*>(p.v) + token * p.v_token + head * p.v_head, p.head_dim,
+                  key + p.plane());
   }
 }
 
@@ -101,7 +106,7 @@ struct Few {
   int n, token, head, first, rows, begin, count, part;
 };
 
-template <typename T>
+template <typename T, int ROWS>
 struct Scratch {
   explicit Scratch(const Call& p)
       : tile(p.head_dim, p.head_dim),
@@ -110,13 +115,13 @@ struct Scratch {
 
   AttentionTile<T, float, MAX_ROWS_PER_TILE> tile;
   DenseBlock<T> dense;
-  AttentionTile<T, T, FEW_ROWS> few;
+  AttentionTile<T, T, ROWS> few;
   KeyBlock<T, T> block;
   std::vector<const T*> keys;
 };
 
-template <typename T>
-void attend_tile(const Problem<T>& p, const Tile& item, Scratch<T>& scratch) {
+template <typename T, int ROWS>
+void attend_tile(const Problem<T>& p, const Tile& item, Scratch<T, ROWS>& scratch) {
   const int group = p.group();
   const auto token_of = [&](int r) { return item.token + (item.begin + r) / group; };
   const auto head_of = [&](int r) { return item.head * group + (item.begin + r) % group; };
@@ -140,14 +145,14 @@ void attend_tile(const Problem<T>& p, const Tile& item, Scratch<T>& scratch) {
 }
 
 // Writes the output, or of a part of the keys what it takes to merge it.
-template <typename T>
-void attend_few(const Problem<T>& p, const Few& item, Scratch<T>& scratch, float* parts,
+template <typename T, int ROWS>
+void attend_few(const Problem<T>& p, const Few& item, Scratch<T, ROWS>& scratch, float* parts,
                 RowState* states) {
   auto& tile = scratch.few;
   auto& block = scratch.block;
   p.seen_rows(item.n, item.token, item.head, scratch.keys);
   const int head = item.head * p.group() + item.first, end = item.begin + item.count;
-  const T* rows[FEW_ROWS];
+  const T* rows[ROWS];
   for (int r = 0; r < item.rows; ++r) rows[r] = p.query(item.token, head + r);
   tile.begin(item.rows, [&](int) { return KeyRange{item.begin, end}; });
   tile.pack(rows, 0, p.head_dim);
@@ -165,24 +170,24 @@ void attend_few(const Problem<T>& p, const Few& item, Scratch<T>& scratch, float
       scale_row(p.output(item.token, head + r), tile.row(r), sum > 0 ? 1.0f / sum : 0.0f,
                 p.head_dim);
     } else {
-      const int64_t at = int64_t(item.part) * FEW_ROWS + r;
+      const int64_t at = int64_t(item.part) * ROWS + r;
       states[at] = tile.state(r);
       std::copy_n(tile.row(r), p.head_dim, parts + at * p.head_dim);
     }
 }
 
 // Joins the parts of some query heads of a token, the first of which is `item`.
-template <typename T>
+template <int ROWS, typename T>
 void merge(const Problem<T>& p, const Few& item, int count, float* parts, const RowState* states) {
   for (int r = 0; r < item.rows; ++r) {
-    const int64_t first = int64_t(item.part) * FEW_ROWS + r;
+    const int64_t first = int64_t(item.part) * ROWS + r;
     RowState all;
-    for (int i = 0; i < count; ++i) all.max = std::max(all.max, states[first + i * FEW_ROWS].max);
+    for (int i = 0; i < count; ++i) all.max = std::max(all.max, states[first + i * ROWS].max);
     float* sum = parts + first * p.head_dim;
     for (int i = 0; i < count; ++i) {
-      const RowState& state = states[first + i * FEW_ROWS];
+      const RowState& state = states[first + i * ROWS];
       const float factor = std::exp(state.max - all.max);
-      const float* part = sum + i * FEW_ROWS * p.head_dim;
+      const float* part = sum + i * ROWS * p.head_dim;
       all.sum += state.sum * factor;
       for (int64_t d = 0; d < p.head_dim; d += LANES)
         store(sum + d, (i ? load(sum + d) : f32x16{}) + load(part + d) * factor);
@@ -207,7 +212,7 @@ void plan_tiles(const Problem<T>& p, int n, int token, int end, Work& work) {
       work.tiles.push_back({n, token, head, i, std::min(step, rows - i)});
 }
 
-template <typename T>
+template <int ROWS, typename T>
 void plan_few(const Problem<T>& p, int n, int token, Work& work) {
   const int group = p.group();
   const int seen = p.num_chosen(token) * int(p.block_size) + p.position(n, token) + 1 -
@@ -215,8 +220,8 @@ void plan_few(const Problem<T>& p, int n, int token, Work& work) {
   const bool is_split = p.num_new(n) == 1 && seen > SPLIT_KEYS;
   const int step = is_split ? SPLIT_KEYS : std::max(seen, 1);
   for (int head = 0; head < p.num_kv_heads; ++head)
-    for (int first = 0; first < group; first += FEW_ROWS) {
-      const int rows = std::min(FEW_ROWS, group - first);
+    for (int first = 0; first < group; first += ROWS) {
+      const int rows = std::min(ROWS, group - first);
       if (is_split) work.runs.push_back(int(work.few.size()));
       for (int i = 0; i < std::max(seen, 1); i += step)
         work.few.push_back({n, token, head, first, rows, i, std::min(step, seen - i),
@@ -224,12 +229,12 @@ void plan_few(const Problem<T>& p, int n, int token, Work& work) {
     }
 }
 
-template <typename T>
+template <int ROWS, typename T>
 Work plan(const Problem<T>& p) {
   Work work;
   for (int n = 0; n < p.num_seqs; ++n) {
     if (p.num_new(n) == 1) {
-      plan_few(p, n, p.cu_seqlens[n], work);
+      plan_few<ROWS>(p, n, p.cu_seqlens[n], work);
       continue;
     }
     for (int token = p.cu_seqlens[n], end; token < p.cu_seqlens[n + 1]; token = end) {
@@ -238,27 +243,25 @@ Work plan(const Problem<T>& p) {
       if (sees_all)
         plan_tiles(p, n, token, end, work);
       else
-        plan_few(p, n, token, work);
+        plan_few<ROWS>(p, n, token, work);
     }
   }
   return work;
 }
 
-template <typename T>
-bool run(const Call& call) {
-  const Problem<T> p(call);
-  if (!p.indices_are_valid() || !p.blocks_are_valid()) return false;
-  const Work work = plan(p);
+template <int ROWS, typename T>
+void run(const Problem<T>& p) {
+  const Work work = plan<ROWS>(p);
   const int num_tiles = int(work.tiles.size()), num_few = int(work.few.size());
   const int num_runs = int(work.runs.size());
-  const int64_t rows = int64_t(work.num_parts) * FEW_ROWS;
+  const int64_t rows = int64_t(work.num_parts) * ROWS;
   const std::unique_ptr<float[]> parts(new float[rows * p.head_dim]);
   const std::unique_ptr<RowState[]> states(new RowState[rows]);
 #pragma omp parallel num_threads(int(p.num_threads))
   {
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < p.num_tokens; ++token) write_token(p, token);
-    Scratch<T> scratch(p);
+    Scratch<T, ROWS> scratch(p);
 #pragma omp for schedule(dynamic) nowait
     for (int i = 0; i < num_tiles; ++i) attend_tile(p, work.tiles[i], scratch);
 #pragma omp for schedule(dynamic)
@@ -269,9 +272,16 @@ bool run(const Call& call) {
       const Few& first = work.few[work.runs[i]];
       int count = 1;
       while (work.runs[i] + count < num_few && work.few[work.runs[i] + count].begin) ++count;
-      merge(p, first, count, parts.get(), states.get());
+      merge<ROWS>(p, first, count, parts.get(), states.get());
     }
   }
+}
+
+template <typename T>
+bool run(const Call& call) {
+  const Problem<T> p(call);
+  if (!p.indices_are_valid() || !p.blocks_are_valid()) return false;
+  p.group() > FEW_ROWS ? run<MORE_ROWS>(p) : run<FEW_ROWS>(p);
   return true;
 }
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.block_attention.bounds import check_indices
+from torch_hybrid.ops.block_attention.heads import by_head
 from torch_hybrid.ops.native.call import kernel
 
 _RUN = kernel(
@@ -24,7 +25,7 @@ _RUN = kernel(
 def block_attention(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     kv: Tensor,
     blocks: Tensor,
     cu_seqlens: Tensor,
@@ -37,6 +38,7 @@ def block_attention(
 ) -> Tensor:
     """Launcher of ``torch_hybrid::block_attention``."""
     num_tokens, num_q_heads, head_dim = q.shape
+    (k, *_), kv = by_head(k, v, kv)
     _, num_pages, page_size, num_kv_heads, _ = kv.shape
     out = q.new_empty(q.shape)
     in_range = _RUN(
@@ -60,8 +62,8 @@ def block_attention(
         q.stride(1),
         k.stride(0),
         k.stride(1),
-        v.stride(0),
-        v.stride(1),
+        0 if v is None else v.stride(0),
+        0 if v is None else v.stride(1),
         num_q_heads,
         num_kv_heads,
         head_dim,

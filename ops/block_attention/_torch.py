@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.block_attention.bounds import check_indices
+from torch_hybrid.ops.block_attention.heads import by_head
 
 # Queries per product: bounds the logits to [Hq, _QUERIES, seq_len].
 _QUERIES = 128
@@ -16,7 +17,7 @@ _QUERIES = 128
 def block_attention(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     kv: Tensor,
     blocks: Tensor,
     cu_seqlens: Tensor,
@@ -28,6 +29,7 @@ def block_attention(
     scale: float,
 ) -> Tensor:
     """Launcher of ``torch_hybrid::block_attention``."""
+    new, kv = by_head(k, v, kv)
     page_size = kv.shape[2]
     if q.device.type == "cpu":
         check_indices(
@@ -42,8 +44,8 @@ def block_attention(
         )
     offsets, lengths = cu_seqlens.tolist(), seq_lens.tolist()
     slots = slot_mapping[: offsets[-1]].long()
-    for plane, new in zip(kv, (k, v), strict=True):
-        plane.view(-1, *new.shape[1:])[slots] = new[: offsets[-1]]
+    for plane, rows in zip(kv, new, strict=True):
+        plane.view(-1, *rows.shape[1:])[slots] = rows[: offsets[-1]]
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for n, length in enumerate(lengths):
         for begin in range(offsets[n], offsets[n + 1], _QUERIES):
@@ -51,9 +53,9 @@ def block_attention(
             first = length - offsets[n + 1] + begin
             num_keys = first + end - begin
             pages = page_table[n, : -(-num_keys // page_size)].long()
-            keys, values = kv[:, pages].flatten(1, 2)[:, :num_keys].transpose(1, 2)
+            seen = kv[:, pages].flatten(1, 2)[:, :num_keys].transpose(1, 2)
             hidden = _hidden(blocks[begin:end], first, num_keys, block_size)
-            out[begin:end] = _attend(q[begin:end], keys, values, hidden, scale)
+            out[begin:end] = _attend(q[begin:end], seen[0], seen[-1], hidden, scale)
     return out
 
 

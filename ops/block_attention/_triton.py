@@ -9,18 +9,20 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.block_attention.bounds import check_indices
+from torch_hybrid.ops.block_attention.heads import by_head
 from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits
 
 _BLOCK_KV = 64
+_WIDE = 256  # heads that are wider leave room for fewer rows and keys
 _SPLIT_KEYS = 256  # that a program has at least, where several share a query
 
 
 def block_attention(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     kv: Tensor,
     blocks: Tensor,
     cu_seqlens: Tensor,
@@ -33,6 +35,7 @@ def block_attention(
 ) -> Tensor:
     """Launcher of ``torch_hybrid::block_attention``."""
     num_tokens, num_q_heads, head_dim = q.shape
+    (k, *_), kv = by_head(k, v, kv)
     _, _, page_size, num_kv_heads, _ = kv.shape
     num_seqs, top_k = page_table.shape[0], blocks.shape[1]
     if q.device.type == "cpu":
@@ -58,8 +61,8 @@ def block_attention(
         num_seqs,
         k.stride(0),
         k.stride(1),
-        v.stride(0),
-        v.stride(1),
+        0 if v is None else v.stride(0),
+        0 if v is None else v.stride(1),
         kv.stride(0),
         HKV=num_kv_heads,
         D=head_dim,
@@ -67,8 +70,11 @@ def block_attention(
         num_warps=4,
     )
     group = num_q_heads // num_kv_heads
-    block_m = max(16, triton.next_power_of_2(group))
-    programs, most_keys = num_tokens * num_kv_heads, (top_k + 1) * block_size
+    is_wide = head_dim > _WIDE
+    most_rows = 64 if not is_wide else 32 if q.itemsize == 2 else 16
+    block_m = min(most_rows, max(16, triton.next_power_of_2(group)))
+    tiles = triton.cdiv(group, block_m)
+    programs, most_keys = num_tokens * num_kv_heads * tiles, (top_k + 1) * block_size
     num_splits = min(
         triton.next_power_of_2(triton.cdiv(2 * PROCESSORS, programs)),
         triton.next_power_of_2(triton.cdiv(most_keys, _SPLIT_KEYS)),
@@ -76,7 +82,7 @@ def block_attention(
     to, lse = out, q.new_empty((num_splits, num_tokens, num_q_heads), dtype=torch.float32)
     if num_splits > 1:
         to = q.new_empty((num_splits, *out.shape), dtype=torch.float32)
-    _attend_kernel[(num_tokens, num_kv_heads, num_splits)](
+    _attend_kernel[(num_tokens, num_kv_heads * tiles, num_splits)](
         q,
         kv,
         blocks,
@@ -101,11 +107,12 @@ def block_attention(
         BLOCK_K=triton.next_power_of_2(top_k),
         BLOCK_M=block_m,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_KV=_BLOCK_KV if q.itemsize == 2 else 16,
+        BLOCK_KV=16 if q.itemsize > 2 else _BLOCK_KV // (1 + is_wide),
         NUM_SPLITS=num_splits,
         # The interpreter holds bfloat16 as integers and multiplies them as such.
         FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
-        num_warps=4,
+        HAS_VALUES=v is not None,
+        num_warps=8 if is_wide else 4,
         num_stages=2 if q.itemsize == 2 else 1,
         enable_fp_fusion=True,
     )
@@ -117,7 +124,7 @@ def block_attention(
 @triton.jit(do_not_specialize=["num_seqs"])
 def _write_kernel(
     k: tl.tensor,
-    v: tl.tensor,
+    v: tl.tensor | None,
     kv: tl.tensor,
     cu_seqlens: tl.tensor,
     slot_mapping: tl.tensor,
@@ -141,9 +148,10 @@ def _write_kernel(
         mask = index < HKV * D
         head = index // D
         p_k = k + token * stride_k_token + head * stride_k_head + index % D
-        p_v = v + token * stride_v_token + head * stride_v_head + index % D
         tl.store(keys + index, tl.load(p_k, mask=mask), mask=mask)
-        tl.store(keys + stride_values + index, tl.load(p_v, mask=mask), mask=mask)
+        if v is not None:
+            p_v = v + token * stride_v_token + head * stride_v_head + index % D
+            tl.store(keys + stride_values + index, tl.load(p_v, mask=mask), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
@@ -175,15 +183,17 @@ def _attend_kernel(
     BLOCK_KV: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
 ) -> None:
-    """One program: the query heads of one key head of one token, and a split of what it sees.
+    """One program: query heads of one key head of one token, and a split of what it sees.
 
     Its keys are numbered: those of its blocks in their order, then those of none.
     """
     token = tl.program_id(0)
-    kv_head = tl.program_id(1)
+    TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    kv_head = tl.program_id(1) // TILES
     split = tl.program_id(2)
-    row = tl.arange(0, BLOCK_M)
+    row = tl.program_id(1) % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
     index_d = tl.arange(0, BLOCK_D)
     mask_d = index_d[None, :] < D
     mask_m = (row < GROUP)[:, None] & mask_d
@@ -232,7 +242,9 @@ def _attend_kernel(
         p_v = keys + stride_values + slot[:, None] * (HKV * D)
         mask = is_key[:, None] & ((index_d[None, :] < D) | (D == BLOCK_D))
         b_k = tl.load(p_k + index_d[None, :], mask=mask, other=0.0)
-        b_v = tl.load(p_v + index_d[None, :], mask=mask, other=0.0)
+        b_v = b_k
+        if HAS_VALUES:
+            b_v = tl.load(p_v + index_d[None, :], mask=mask, other=0.0)
         if FLOAT32_PRODUCTS:
             b_k = b_k.to(tl.float32)
             b_v = b_v.to(tl.float32)

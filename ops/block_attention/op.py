@@ -32,7 +32,7 @@ IMPLEMENTATIONS = {
     "triton": Implementation(
         capability=Capability(
             devices=triton_devices(),
-            limits={"head_dim": 256},
+            limits={"head_dim": 512},
             cuda_graph=True,
             available=triton_missing,
         ),
@@ -48,7 +48,7 @@ IMPLEMENTATIONS = {
 def block_attention(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     kv: Tensor,
     blocks: Tensor,
     cu_seqlens: Tensor,
@@ -72,9 +72,11 @@ def block_attention(
     Args:
         q: [T, Hq, D], float32, bfloat16 or float16; any strides that keep D contiguous.
         k: [T, Hkv, D], as q.
-        v: [T, Hkv, D], as q.
+        v: [T, Hkv, D], as q; or None: keys are the values as well, and all query heads share one,
+            as they do in latent attention without rotation (MLA, absorbed). k is then [T, D].
         kv: [2, P, page_size, Hkv, D], dtype of q, contiguous; keys in ``kv[0]``, values in
-            ``kv[1]``. **Mutated**: the rows that ``slot_mapping`` names.
+            ``kv[1]``; [P, page_size, D] without v. **Mutated**: the rows that ``slot_mapping``
+            names.
         blocks: [T, K] int32, contiguous, the distinct blocks of each query by number, complete at
             its position; -1 after them. As ``select_blocks`` returns them.
         cu_seqlens: [N + 1] int32, offsets of each sequence's new tokens, from 0.
@@ -96,9 +98,10 @@ def block_attention(
     """
     _validate(q, k, v, kv, blocks, cu_seqlens, seq_lens, page_table, slot_mapping)
     check_scale(scale)
-    if block_size < 1 or kv.shape[2] % block_size:
+    page_size = kv.shape[2 if v is not None else 1]
+    if block_size < 1 or page_size % block_size:
         raise ValueError(
-            f"block_size must divide the {kv.shape[2]} tokens of a page, got {block_size}"
+            f"block_size must divide the {page_size} tokens of a page, got {block_size}"
         )
     check_impl(impl, IMPLEMENTATIONS, q.device, {"head_dim": q.shape[-1]}, dtype=q.dtype)
     out: Tensor = _BLOCK_ATTENTION(
@@ -121,7 +124,7 @@ def block_attention(
 def _validate(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     kv: Tensor,
     blocks: Tensor,
     cu_seqlens: Tensor,
@@ -129,18 +132,21 @@ def _validate(
     page_table: Tensor,
     slot_mapping: Tensor,
 ) -> None:
-    ranks = {"q": (q, 3), "kv": (kv, 5), "blocks": (blocks, 2), "page_table": (page_table, 2)}
+    kv_rank = 3 if v is None else 5
+    ranks = {"q": (q, 3), "kv": (kv, kv_rank), "blocks": (blocks, 2), "page_table": (page_table, 2)}
     for name, (tensor, dim) in ranks.items():
         if tensor.dim() != dim:
             raise ValueError(f"{name} must have {dim} dimensions, got {tensor.dim()}")
     num_tokens, num_q_heads, head_dim = q.shape
-    _, num_pages, page_size, num_kv_heads, _ = kv.shape
+    heads = kv.shape[3:-1]  # one that has no dimension, without v
+    num_kv_heads = heads[0] if heads else 1
     num_seqs = page_table.shape[0]
+    planes = () if v is None else (2,)
     check_shapes(
         {
-            "kv": (kv, (2, num_pages, page_size, num_kv_heads, head_dim)),
-            "k": (k, (num_tokens, num_kv_heads, head_dim)),
-            "v": (v, (num_tokens, num_kv_heads, head_dim)),
+            "kv": (kv, (*planes, *kv.shape[len(planes) :][:2], *heads, head_dim)),
+            "k": (k, (num_tokens, *heads, head_dim)),
+            "v": (v, (num_tokens, *heads, head_dim)),
             "blocks": (blocks, (num_tokens, blocks.shape[1])),
             "cu_seqlens": (cu_seqlens, (num_seqs + 1,)),
             "seq_lens": (seq_lens, (num_seqs,)),
@@ -169,13 +175,13 @@ def _validate(
         }
     )
     for name, tensor in (("q", q), ("k", k), ("v", v), ("page_table", page_table)):
-        if tensor.stride(-1) != 1:
+        if tensor is not None and tensor.stride(-1) != 1:
             raise ValueError(f"{name} must have a contiguous last dim, got {tensor.stride()}")
     check_contiguous(kv=kv, **index)
 
 
 _BLOCK_ATTENTION = define_op(
-    "block_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) kv, Tensor blocks, "
+    "block_attention(Tensor q, Tensor k, Tensor? v, Tensor(a!) kv, Tensor blocks, "
     "Tensor cu_seqlens, Tensor seq_lens, Tensor page_table, Tensor slot_mapping, *, "
     "int block_size, float scale, str impl) -> Tensor",
     like=["q"],

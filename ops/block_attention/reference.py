@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.block_attention.heads import by_head
+
 
 def block_attention(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     kv: Tensor,
     blocks: Tensor,
     cu_seqlens: Tensor,
@@ -21,6 +23,7 @@ def block_attention(
     scale: float,
 ) -> Tensor:
     """[T, Hq, D]: see the op."""
+    new, kv = by_head(k, v, kv)
     page_size, num_kv_heads = kv.shape[2:4]
     group = q.shape[1] // num_kv_heads
     work = torch.promote_types(q.dtype, torch.float32)
@@ -29,7 +32,7 @@ def block_attention(
 
     for t in range(offsets[-1]):
         page, offset = divmod(int(slot_mapping[t]), page_size)
-        kv[:, page, offset] = torch.stack([k[t], v[t]])
+        kv[:, page, offset] = torch.stack([rows[t] for rows in new])
 
     for n, length in enumerate(lengths):
         for t in range(offsets[n], offsets[n + 1]):
@@ -41,7 +44,8 @@ def block_attention(
                 continue
             at = torch.tensor(visible, dtype=torch.int64, device=q.device)
             shared = kv[:, page_table[n, at // page_size].long(), at % page_size].to(work)
-            keys, values = shared.repeat_interleave(group, dim=2)
+            shared = shared.repeat_interleave(group, dim=2)
+            keys, values = shared[0], shared[-1]
             logits = scale * torch.einsum("lhd,hd->hl", keys, q[t].to(work))
             out[t] = torch.einsum("hl,lhd->hd", logits.softmax(-1), values).to(q.dtype)
     return out

@@ -16,6 +16,7 @@ TH_CALL(Call,
   int64_t format;
   // Of integers: how many elements of a row share a scale, and whether zero points stand beside these.
   int64_t gate_up_group, down_group, gate_up_has_zeros, down_has_zeros;
+  double limit;  // of gate, and of up in both directions; infinity where there is none
 );
 
 constexpr int ROWS = 64;                         // of one expert's tokens, multiplied at a time
@@ -76,7 +77,8 @@ class Experts {
   }
 
  private:
-  // hidden[pair, i ...] = silu(gate) * up, or relu(up)^2, for all tokens of an expert.
+  // hidden[pair, i ...] = silu(gate) * up, both within the limit, or relu(up)^2, for all tokens of
+  // an expert.
   void hidden_chunk(Scratch<T, W>& s, int64_t expert, int64_t i) {
     const int64_t D = call_.dim, I = call_.width, count = std::min(WIDTH_CHUNK, I - i);
     const int64_t gate = expert * (1 + call_.has_gate), up = gate + call_.has_gate;
@@ -89,9 +91,11 @@ class Experts {
       for (int r = 0; r < rows; ++r)
         for (int64_t j = 0; j < count; j += th::LANES) {
           const int left = int(std::min<int64_t>(th::LANES, count - j));
-          const th::f32x16 u = th::load(&s.up[r * count + j], left);
-          const th::f32x16 a = call_.has_gate ? th::silu(th::load(&s.gate[r * count + j], left))
-                                              : th::max(u, th::f32x16{});
+          th::f32x16 u = th::load(&s.up[r * count + j], left), a = th::max(u, th::f32x16{});
+          if (call_.has_gate) {
+            a = th::silu(at_most(th::load(&s.gate[r * count + j], left)));
+            u = -at_most(-at_most(u));
+          }
           th::store(typed(call_.hidden) + (p + r) * I + i + j, a * u, left);
         }
     });
@@ -114,6 +118,12 @@ class Experts {
         const int left = int(std::min<int64_t>(th::LANES, count - j));
         th::store(typed(call_.out) + t * D + d + j, th::load(&s.sums[t * count + j], left), left);
       }
+  }
+
+  // A NaN stays one.
+  th::f32x16 at_most(th::f32x16 x) const {
+    const th::f32x16 limit = th::splat(float(call_.limit));
+    return th::select(x > limit, limit, x);
   }
 
   W gate_up(int64_t n) const {

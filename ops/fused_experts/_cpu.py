@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ _RUN = kernel(
     integers="num_tokens top_k num_experts dim width ldx "
     "ids_are_int64 weights_are_float has_gate streams by_hardware is_bf16 num_threads "
     "format gate_up_group down_group gate_up_has_zeros down_has_zeros",
+    numbers="limit",
 )
 
 
@@ -34,6 +36,7 @@ def fused_experts(
     gate_up_scales: Tensor | None = None,
     down_scales: Tensor | None = None,
     activation: str,
+    limit: float | None = None,
 ) -> Tensor:
     """See ``torch_hybrid.ops.fused_experts.op.fused_experts``."""
     out = x.new_empty(x.shape)
@@ -73,5 +76,6 @@ def fused_experts(
             format_of(down.dtype),
             *groups,
             *zeros,
+            math.inf if limit is None else limit,
         )
     return out

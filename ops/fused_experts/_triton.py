@@ -71,6 +71,7 @@ def fused_experts(
     gate_up_scales: Tensor | None = None,
     down_scales: Tensor | None = None,
     activation: str,
+    limit: float | None = None,
 ) -> Tensor:
     """Launcher of ``torch_hybrid::fused_experts``."""
     out = x.new_empty(x.shape)
@@ -84,12 +85,12 @@ def fused_experts(
         is_fp8 = down.dtype == block_scales.DTYPE
         few = partial(fp8_few_tokens if is_fp8 else integer_few_tokens, **scales)
         products = partial(fp8_products if is_fp8 else integer_products, **scales)
-    elif suits(x, gate_up, down, expert_ids.numel()):
+    elif limit is None and suits(x, gate_up, down, expert_ids.numel()):
         products = hopper_products
     if x.shape[0] <= _FEW_TOKENS:
-        few(*inputs, out, activation=activation)
+        few(*inputs, out, activation=activation, limit=limit)
     else:
-        _many_tokens(*inputs, out, products, activation=activation)
+        _many_tokens(*inputs, out, products, activation=activation, limit=limit)
     return out
 
 
@@ -103,6 +104,7 @@ def rounded_experts(
     gate_up_scales: Tensor,
     down_scales: Tensor,
     activation: str,
+    limit: float | None = None,
 ) -> Tensor:
     """Launcher of ``torch_hybrid::fused_experts`` that rounds tokens, where there are several, to
     the 8 bits of weights."""
@@ -112,12 +114,13 @@ def rounded_experts(
     inputs = (x, expert_ids, expert_weights, gate_up, down)
     scales = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
     if x.shape[0] == 1:  # of which products take no time: to round it would
-        fp8_few_tokens(*inputs, out, **scales, activation=activation)
+        fp8_few_tokens(*inputs, out, **scales, activation=activation, limit=limit)
         return out
     products: Callable[..., None] = partial(fp8_products, rounds=True)
-    if suits_fp8(x, gate_up, down, expert_ids.numel()):
+    if limit is None and suits_fp8(x, gate_up, down, expert_ids.numel()):
         products = fp8_hopper_products
-    _many_tokens(*inputs, out, partial(products, **scales), activation=activation)
+    products = partial(products, **scales)
+    _many_tokens(*inputs, out, products, activation=activation, limit=limit)
     return out
 
 
@@ -131,6 +134,7 @@ def _many_tokens(
     products: Callable[..., None],
     *,
     activation: str,
+    limit: float | None,
 ) -> None:
     """Fill ``out``: pairs grouped by expert, two products for each, and their weighted sums."""
     num_tokens, top_k = expert_ids.shape
@@ -138,7 +142,9 @@ def _many_tokens(
     num_pairs = num_tokens * top_k
     order, starts = group_pairs(expert_ids, num_experts)
     results = x.new_empty(num_pairs, dim)
-    products(x, order, starts, gate_up, down, results, top_k=top_k, activation=activation)
+    products(
+        x, order, starts, gate_up, down, results, top_k=top_k, activation=activation, limit=limit
+    )
     block = min(1024, triton.next_power_of_2(dim))
     _combine_kernel[(num_tokens, triton.cdiv(dim, block))](
         results,
@@ -164,6 +170,7 @@ def _products(
     *,
     top_k: int,
     activation: str,
+    limit: float | None,
 ) -> None:
     """Fill ``results`` [P, D] with what the experts give for each pair, unweighted."""
     num_experts, dim, width = down.shape
@@ -181,6 +188,7 @@ def _products(
         starts,
         x.stride(0),
         HAS_GATE=has_gate,
+        LIMIT=limit,
         TOP_K=top_k,
         E=num_experts,
         D=dim,
@@ -239,6 +247,7 @@ def _gate_up_kernel(
     starts: tl.tensor,
     stride_x: tl.tensor,
     HAS_GATE: tl.constexpr,
+    LIMIT: tl.constexpr,
     TOP_K: tl.constexpr,
     E: tl.constexpr,
     D: tl.constexpr,
@@ -276,7 +285,7 @@ def _gate_up_kernel(
             b_gate, lost_gate = _add_product(b_gate, lost_gate, b_x, b_w)
         b_w = tl.load(p_w + HAS_GATE * I * D + first, mask=mask_w, other=0.0)
         b_up, lost_up = _add_product(b_up, lost_up, b_x, b_w)
-    b_hidden = activate(b_gate, b_up, HAS_GATE)
+    b_hidden = activate(b_gate, b_up, HAS_GATE, LIMIT)
     p_hidden = hidden + pair[:, None] * I + index_n[None, :]
     tl.store(p_hidden, b_hidden.to(hidden.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
 

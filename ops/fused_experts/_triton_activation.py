@@ -8,9 +8,15 @@ import triton.language as tl
 
 
 @triton.jit
-def activate(gate: tl.tensor, up: tl.tensor, HAS_GATE: tl.constexpr) -> tl.tensor:
-    """``silu(gate) * up``; without a gate, the square of the positive part of ``up``."""
+def activate(
+    gate: tl.tensor, up: tl.tensor, HAS_GATE: tl.constexpr, LIMIT: tl.constexpr
+) -> tl.tensor:
+    """``silu(gate) * up``, both within LIMIT where there is one; without a gate, the square of the
+    positive part of ``up``."""
     if HAS_GATE:
+        if LIMIT is not None:
+            gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         up *= gate / (1 + tl.exp(-gate))
     else:
         up = tl.maximum(up, 0.0)

@@ -67,6 +67,7 @@ def fused_experts(
     gate_up_scales: Tensor | None = None,
     down_scales: Tensor | None = None,
     activation: str,
+    limit: float | None = None,
     impl: str,
 ) -> Tensor:
     """Sum of each token's chosen experts, weighted.
@@ -94,17 +95,19 @@ def fused_experts(
         down_scales: [E, ceil(D / 128), ceil(I / 128)], [E, D], [E, D, I / group] or
             [E, D, I / group, 2] float32, contiguous, where gate_up has scales; else None.
         activation: "silu", of a gate; or "relu2", the square of the positive part, without one.
+        limit: positive, what gates are at most, and the rows of up within ``-limit`` and ``limit``,
+            before the activation; None: they have no bounds. Of a gate alone.
         impl: a name in IMPLEMENTATIONS.
 
     Returns:
         [T, D] in x's dtype. A row depends on its own token alone.
 
     Raises:
-        ValueError: a shape, dtype or layout is not as above, or ``activation`` or ``impl`` is
-            unknown.
+        ValueError: a shape, dtype, layout or limit is not as above, or ``activation`` or ``impl``
+            is unknown.
 
-    The experts of Qwen3-Next, Qwen3.5-MoE and Granite-4-H ("silu") and of Nemotron-H ("relu2"),
-    in transformers' packed layout.
+    The experts of Qwen3-Next, Qwen3.5-MoE and Granite-4-H ("silu"), of GLM-5.3 (with a limit) and
+    of Nemotron-H ("relu2"), in transformers' packed layout.
     """
     scales = {
         name: scale
@@ -118,13 +121,23 @@ def fused_experts(
     check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype, features=features)
     if activation not in HAS_GATE:
         raise ValueError(f"activation must be one of {list(HAS_GATE)}, got {activation!r}")
-    weight_dtype = gate_up.dtype if scales else x.dtype
     has_gate = HAS_GATE[activation]
+    if limit is not None and not (limit > 0 and has_gate):
+        raise ValueError(f"limit must be positive and of a gate, got {limit} and {activation!r}")
+    weight_dtype = gate_up.dtype if scales else x.dtype
     _check_inputs(x, expert_ids, expert_weights, gate_up, down, weight_dtype, has_gate)
     if scales:
         _check_scales(gate_up, down, gate_up_scales, down_scales, has_gate)
     out: Tensor = _FUSED_EXPERTS(
-        x, expert_ids, expert_weights, gate_up, down, **scales, activation=activation, impl=impl
+        x,
+        expert_ids,
+        expert_weights,
+        gate_up,
+        down,
+        **scales,
+        activation=activation,
+        limit=limit,
+        impl=impl,
     )
     return out
 
@@ -186,7 +199,7 @@ def _check_scales(
 _FUSED_EXPERTS = define_op(
     "fused_experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, "
     "Tensor down, *, Tensor? gate_up_scales=None, Tensor? down_scales=None, str activation, "
-    "str impl) -> Tensor",
+    "float? limit=None, str impl) -> Tensor",
     like=["x"],
     implementations=IMPLEMENTATIONS,
 )

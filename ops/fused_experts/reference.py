@@ -20,6 +20,7 @@ def fused_experts_reference(
     gate_up_scales: Tensor | None = None,
     down_scales: Tensor | None = None,
     activation: str,
+    limit: float | None = None,
     rounds: bool = False,
 ) -> Tensor:
     """The oracle of the op: same arguments, any float dtype; with ``rounds``, tokens and hidden
@@ -38,7 +39,7 @@ def fused_experts_reference(
         for j, expert in enumerate(chosen):
             if expert == down.shape[0]:
                 continue
-            hidden = _activate(gate_up[expert].to(compute) @ x[t].to(compute), activation)
+            hidden = _activate(gate_up[expert].to(compute) @ x[t].to(compute), activation, limit)
             if rounds:
                 hidden = rounded(hidden.to(dtype)).to(compute)
             y = down[expert].to(compute) @ hidden
@@ -46,9 +47,11 @@ def fused_experts_reference(
     return out.to(dtype)
 
 
-def _activate(projected: Tensor, activation: str) -> Tensor:
+def _activate(projected: Tensor, activation: str, limit: float | None) -> Tensor:
     """[..., 2 I], gate and up, or [..., I] without a gate, to the hidden activations [..., I]."""
     if activation == "relu2":
         return F.relu(projected).square()
     gate, up = projected.chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return F.silu(gate) * up

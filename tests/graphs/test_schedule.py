@@ -41,6 +41,7 @@ from torch_hybrid.models.load import adapt
 FAMILIES = [
     "bailing_hybrid",
     "falcon_h1",
+    "glm5_next",
     "lfm2",
     "minimax",
     "nemotron_h",

@@ -34,6 +34,7 @@ SEEDS = {
     "qwen3_5": 1,
     "qwen3_5_moe": 2,
     "qwen4_exp": 7,
+    "glm5_next": 0,
     "deepseek_v3": 0,
     "kimi_linear": 3,
     "minimax": 2,

@@ -32,6 +32,7 @@ from tests.ops.delta_rule_cases import Case as DeltaCase
 from tests.ops.fused_experts import cases as experts
 from tests.ops.gated_delta_rule import cases as gdn
 from tests.ops.gated_delta_step import cases as gdn_step
+from tests.ops.gated_pooling import cases as pooling
 from tests.ops.kimi_delta_attention import cases as kda
 from tests.ops.kimi_delta_step import cases as kda_step
 from tests.ops.latent_attention import cases as latents
@@ -50,6 +51,7 @@ from torch_hybrid.ops import (
     fused_experts,
     gated_delta_rule,
     gated_delta_step,
+    gated_pooling,
     kimi_delta_attention,
     kimi_delta_step,
     latent_attention,
@@ -149,6 +151,16 @@ def attentions(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     args = blocks.make_inputs(picked, dtype=dtype, padding=(3, 1)).args()
     op = block_attention.block_attention
     yield op.__name__, partial(run, op, args, {"scale": 0.2, "block_size": 3})
+    latent = blocks.Case(
+        pages=replace(pages, num_kv_heads=1), block_size=3, top_k=4, has_values=False
+    )
+    args = blocks.make_inputs(latent, dtype=dtype, padding=(3, 1)).args()
+    yield f"{op.__name__}, latents", partial(run, op, args, {"scale": 0.2, "block_size": 3})
+    pools = pooling.Case(dim=19, block_size=3, lengths=((5, 5), (0, 4), (1, 6), (19, 23)))
+    inputs = pooling.make_inputs(pools, dtype=dtype, padding=(3, 1))
+    args = replace(inputs, state=inputs.state.nan_to_num(1.0)).args()
+    op = gated_pooling.gated_pooling
+    yield op.__name__, partial(run, op, args, {})
     index = selection.Case(
         num_heads=3, index_dim=24, block_size=3, top_k=4, page_size=6, lengths=PAGED
     )

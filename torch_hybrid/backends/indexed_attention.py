@@ -1,4 +1,5 @@
-"""Attention over blocks that an indexer picks: what a step needs, and how a layer runs it."""
+"""Attention over blocks that an indexer picks, to keys and values or to latents: what a step needs,
+and how a layer runs it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
-from torch_hybrid.backends.recurrent import CONVOLUTION
+from torch_hybrid.backends.recurrent import OpChoice
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
@@ -18,9 +19,12 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.block_attention import op as attention
 from torch_hybrid.ops.capability import Implementation, Need
 from torch_hybrid.ops.causal_conv1d.op import causal_conv1d
+from torch_hybrid.ops.gated_pooling import op as pooling
 from torch_hybrid.ops.select_blocks import op as selection
 from torch_hybrid.pytrees import register_value
-from torch_hybrid.specs import IndexedAttentionSpec, LayerEntry
+from torch_hybrid.specs import IndexedAttentionSpec, IndexedLatentSpec, LayerEntry
+
+AnyIndexedSpec = IndexedAttentionSpec | IndexedLatentSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +42,26 @@ class IndexedPlan:
 
 register_value(IndexedPlan)
 
+# Of the ops that make a block's key of its tokens'; the convolution is another.
+GATED_POOLING = OpChoice(
+    name="gated_pooling",
+    implementations=pooling.IMPLEMENTATIONS,
+    sizes=lambda spec: {"block_size": spec.block_size},
+    preferred=lambda backends: backends.full,
+)
+
 
 class IndexedAttentionBackend:
-    """Plans steps for the layers of one model that attend to blocks which an indexer picks."""
+    """Plans steps for the layers of one model that attend to blocks which an indexer picks.
+
+    ``key_of_block`` is the op that makes a block's key.
+    """
 
     chunk_size = 0
 
     def __init__(
         self,
+        key_of_block: OpChoice,
         entries: tuple[LayerEntry, ...],
         sizes: PoolSizes,
         backends: Backends,
@@ -53,9 +69,8 @@ class IndexedAttentionBackend:
     ) -> None:
         """Choose implementations for each of ``modes`` that serve every layer in ``entries``."""
         if any(mode.num_drafts for mode in modes):
-            kind = IndexedAttentionSpec.kind
-            raise UnsupportedError(f"drafts cannot be replayed by {kind} layers")
-        specs: set[IndexedAttentionSpec] = {entry.spec for entry in entries}  # type: ignore[misc]
+            raise UnsupportedError(f"drafts cannot be replayed by {entries[0].kind} layers")
+        specs: set[AnyIndexedSpec] = {entry.spec for entry in entries}  # type: ignore[misc]
 
         def choose(op: str, impls: Mapping[str, Implementation], mode: Mode) -> Choice:
             needs = [
@@ -72,7 +87,7 @@ class IndexedAttentionBackend:
             mode: (
                 choose("block_attention", attention.IMPLEMENTATIONS, mode),
                 choose("select_blocks", selection.IMPLEMENTATIONS, mode),
-                CONVOLUTION.choose(set(specs), sizes, backends, mode),
+                key_of_block.choose(set(specs), sizes, backends, mode),
             )
             for mode in modes
         }
@@ -113,15 +128,38 @@ def over_block(x: Tensor, weight: Tensor, plan: IndexedPlan, cache: LayerCache) 
     )
 
 
-def pick(
-    q: Tensor, keys: Tensor, spec: IndexedAttentionSpec, plan: IndexedPlan, cache: LayerCache
+def pooled(
+    keys: Tensor, gates: Tensor, bias: Tensor, plan: IndexedPlan, cache: LayerCache
 ) -> Tensor:
-    """The blocks [T, top_k] for index queries [T, H, D], after keys [T, D] of blocks that are now
-    complete were written into the layer's pool."""
+    """Keys [T, D] of the blocks that tokens complete, of the keys and gates [T, D] of tokens."""
+    return pooling.gated_pooling(
+        keys,
+        gates,
+        bias,
+        cache["unpooled"],
+        plan.cu_seqlens,
+        plan.seq_lens,
+        plan.initial_indices,
+        plan.state_indices,
+        impl=plan.statics.impl("gated_pooling"),
+    )
+
+
+def pick(
+    q: Tensor,
+    keys: Tensor,
+    spec: AnyIndexedSpec,
+    plan: IndexedPlan,
+    cache: LayerCache,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """The blocks [T, top_k] for index queries [T, H, D], whose heads have ``weights`` [T, H] or
+    count alike, after keys [T, D] of blocks that are now complete were written into the layer's
+    pool."""
     return selection.select_blocks(
         q,
         keys,
-        None,
+        weights,
         cache["block_keys"],
         plan.cu_seqlens,
         plan.seq_lens,
@@ -136,18 +174,21 @@ def pick(
 def attend_to_blocks(
     q: Tensor,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     blocks: Tensor,
-    spec: IndexedAttentionSpec,
+    spec: AnyIndexedSpec,
     plan: IndexedPlan,
     cache: LayerCache,
 ) -> Tensor:
-    """Write k and v [T, Hkv, D] into the layer's pool, attend with q [T, Hq, D] -> [T, Hq, D]."""
+    """Write k and v [T, Hkv, D] into the layer's pool, attend with q [T, Hq, D] -> [T, Hq, D].
+
+    Without v, k are latents [T, D], which are keys and values of all heads.
+    """
     return attention.block_attention(
         q,
         k,
         v,
-        cache["kv"],
+        cache["latents" if v is None else "kv"],
         blocks,
         plan.cu_seqlens,
         plan.seq_lens,

@@ -9,13 +9,22 @@ from functools import partial
 from typing import Protocol
 
 from torch_hybrid.backends.gated_delta_rule import GATED_DELTA_RULE
-from torch_hybrid.backends.indexed_attention import IndexedAttentionBackend, IndexedPlan
+from torch_hybrid.backends.indexed_attention import (
+    GATED_POOLING,
+    IndexedAttentionBackend,
+    IndexedPlan,
+)
 from torch_hybrid.backends.kimi_delta_attention import KIMI_DELTA_ATTENTION
 from torch_hybrid.backends.latent_attention import LatentAttentionBackend, LatentPlan
 from torch_hybrid.backends.mode import MODES, Form, Mode
 from torch_hybrid.backends.ngram_embedding import NGRAM_EMBEDDING
 from torch_hybrid.backends.paged_attention import PagedAttentionBackend, PagedAttentionPlan
-from torch_hybrid.backends.recurrent import SHORT_CONVOLUTION, RecurrentBackend, RecurrentPlan
+from torch_hybrid.backends.recurrent import (
+    CONVOLUTION,
+    SHORT_CONVOLUTION,
+    RecurrentBackend,
+    RecurrentPlan,
+)
 from torch_hybrid.backends.select import Backends, Choice
 from torch_hybrid.backends.ssd import LIGHTNING_ATTENTION, MAMBA2
 from torch_hybrid.batch import Batch
@@ -57,7 +66,8 @@ MakeBackend = Callable[[tuple[LayerEntry, ...], PoolSizes, Backends, Sequence[Mo
 _BACKENDS: dict[str, MakeBackend] = {
     "paged_attention": PagedAttentionBackend,
     "latent_attention": LatentAttentionBackend,
-    "indexed_attention": IndexedAttentionBackend,
+    "indexed_attention": partial(IndexedAttentionBackend, CONVOLUTION),
+    "indexed_latent_attention": partial(IndexedAttentionBackend, GATED_POOLING),
     "gated_delta_rule": partial(RecurrentBackend, GATED_DELTA_RULE),
     "kimi_delta_attention": partial(RecurrentBackend, KIMI_DELTA_ATTENTION),
     "mamba2": partial(RecurrentBackend, MAMBA2),

@@ -39,6 +39,7 @@ class ExpertParallel(nn.Module):
             own(experts.gate_up_proj),
             own(experts.down_proj),
             activation=experts.activation,
+            limit=experts.limit,
             impl=experts.choice.impl,
         )
 

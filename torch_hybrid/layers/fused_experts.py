@@ -20,6 +20,7 @@ class FusedExperts(nn.Module):
         gate_up_proj: [E, 2 I, dim], gate rows before up rows; [E, I, dim] where there is no gate.
         down_proj: [E, dim, I].
         activation: "silu", of a gate, or "relu2", without one.
+        limit: bound of gate and up before the activation, as ``fused_experts`` takes it.
         impl: an implementation of ``fused_experts``, or "auto": the first that can serve the
             weights as they are now. A runner chooses anew, by its ``Backends``.
 
@@ -36,10 +37,12 @@ class FusedExperts(nn.Module):
         down_proj: nn.Parameter,
         *,
         activation: str = "silu",
+        limit: float | None = None,
         impl: str = "auto",
     ) -> None:
         super().__init__()
-        self.gate_up_proj, self.down_proj, self.activation = gate_up_proj, down_proj, activation
+        self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
+        self.activation, self.limit = activation, limit
         self.gate_up_scales: nn.Parameter | None = None
         self.down_scales: nn.Parameter | None = None
         self._dtype: torch.dtype | None = None  # of tokens, where weights have another
@@ -93,6 +96,7 @@ class FusedExperts(nn.Module):
             gate_up_scales=self.gate_up_scales,
             down_scales=self.down_scales,
             activation=self.activation,
+            limit=self.limit,
             impl=self.choice.impl,
         )
 
@@ -109,5 +113,6 @@ class FusedExperts(nn.Module):
             ranks.parameter(self.gate_up_proj, blocks, dim=1),
             ranks.parameter(self.down_proj, [(width, 1)], dim=2),
             activation=self.activation,
+            limit=self.limit,
             impl=self.choice.impl,
         )

@@ -17,8 +17,14 @@ def kimi_delta_specs(
     config: Any, full: LatentSpec, *, gate_lower_bound: float | None
 ) -> list[LayerSpec]:
     """The facts of each layer, whose fields the families name alike in transformers."""
+    linear = kimi_delta_spec(config, gate_lower_bound=gate_lower_bound)
+    return listed(config, {"full_attention": full, "linear_attention": linear})
+
+
+def kimi_delta_spec(config: Any, *, gate_lower_bound: float | None) -> KimiDeltaSpec:
+    """The same of the linear ones."""
     require(config, "hidden_act", config.hidden_act, ["silu"])
-    linear = KimiDeltaSpec(
+    return KimiDeltaSpec(
         num_heads=config.linear_num_heads,
         head_k_dim=config.linear_head_dim,
         head_v_dim=config.linear_head_dim,
@@ -27,7 +33,6 @@ def kimi_delta_specs(
         norm_eps=config.rms_norm_eps,
         gate_lower_bound=gate_lower_bound,
     )
-    return listed(config, {"full_attention": full, "linear_attention": linear})
 
 
 def kimi_delta_mixer(

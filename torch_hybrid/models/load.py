@@ -24,6 +24,7 @@ from torch_hybrid.models.checkpoint.together import Together, check_room_togethe
 from torch_hybrid.models.deepseek_v3 import DEEPSEEK_V3
 from torch_hybrid.models.falcon_h1 import FALCON_H1
 from torch_hybrid.models.family import Family, require
+from torch_hybrid.models.glm5_next import GLM5_NEXT
 from torch_hybrid.models.granitemoehybrid import GRANITEMOEHYBRID
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.kimi_linear import KIMI_LINEAR
@@ -72,6 +73,7 @@ FAMILIES: dict[str, Family] = {
         BAMBA,
         DEEPSEEK_V3,
         FALCON_H1,
+        GLM5_NEXT,
         GRANITEMOEHYBRID,
         KIMI_LINEAR,
         LFM2,
@@ -199,7 +201,8 @@ def unread(
     checkpoint = open_checkpoint(_folder_of(path_or_id))
     if made_weights is not None:
         checkpoint = made_weights(checkpoint)
-    hf_model = make_unread(checkpoint, config, dtype, device)
+    text_class = _family_of(config.model_type).text_class
+    hf_model = make_unread(checkpoint, config, dtype, device, text_class and text_class())
     return checkpoint, adapted(hf_model, config.model_type, table)
 
 
@@ -266,7 +269,7 @@ def adapt(hf_model: Any) -> HybridModel:
     family, table = _family_of(model_type), table_of(hf_model.config)
     if not is_causal:
         _warn_of_dropped(hf_model.config)
-        hf_model = _text_part(hf_model)
+        hf_model = _text_part(hf_model, family)
     if hf_model.config._attn_implementation == ATTENTION_NAME:
         raise ValueError("hf_model was adapted before")
     refuse_modules(hf_model)
@@ -297,15 +300,19 @@ def adapted(hf_model: Any, model_type: str, table: LayerTable) -> HybridModel:
     )
 
 
-def _text_part(hf_model: Any) -> Any:
+def _text_part(hf_model: Any, family: Family) -> Any:
     """The language model of a multimodal one, as transformers has it alone; weights are shared."""
     from transformers import AutoModelForCausalLM
 
     if text := dict(hf_model.named_children()).get("language_model"):
         text.generation_config = hf_model.generation_config
         return text
+    config = hf_model.config.get_text_config()
     with torch.device("meta"):
-        text = AutoModelForCausalLM.from_config(hf_model.config.get_text_config())
+        if family.text_class is None:
+            text = AutoModelForCausalLM.from_config(config)
+        else:
+            text = family.text_class()(config)
     text.model = hf_model.model.language_model
     text.lm_head = hf_model.lm_head
     text.generation_config = hf_model.generation_config

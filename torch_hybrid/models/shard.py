@@ -36,7 +36,7 @@ M = TypeVar("M", HybridModel, Ring25)
 Experts = Literal["tensor", "all_to_all"]
 Cut = Callable[[Any], nn.Module]  # a module to this rank's part of it
 # Children of a decoder layer that mix the residual streams, which every rank has.
-_WHOLE_CHILDREN = frozenset({"attn_hyper_connection", "mlp_hyper_connection"})
+_WHOLE_CHILDREN = frozenset({"attn_hyper_connection", "mlp_hyper_connection", "attn_hc", "ffn_hc"})
 
 
 def shard(model: M, group: dist.ProcessGroup | None = None, *, experts: Experts = "tensor") -> M:

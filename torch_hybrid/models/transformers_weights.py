@@ -41,11 +41,16 @@ def take_quantization(config: Any) -> AsWeights | None:
 
 
 def make_unread(
-    checkpoint: Checkpoint, config: Any, dtype: torch.dtype | str, device: torch.device
+    checkpoint: Checkpoint,
+    config: Any,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    text_class: Any = None,
 ) -> Any:
     """A causal language model of transformers whose weights are unread.
 
-    Its other buffers are on the host.
+    Its other buffers are on the host. ``text_class`` is that of the text part, where transformers
+    knows none.
 
     Raises:
         ValueError: the checkpoint lacks a weight, or has one of another shape than its config says.
@@ -54,7 +59,7 @@ def make_unread(
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         config, checkpoint = config.get_text_config(), _text_part(checkpoint)
-    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class: Any = text_class or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     is_its_own = isinstance(config, model_class.config_class)  # else that of a multimodal model
     _check_experts(checkpoint)
     with _quiet():

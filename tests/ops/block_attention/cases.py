@@ -12,11 +12,13 @@ from tests.ops.paged_attention import cases as pages
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Heads and lengths, blocks, and how many of them a query sees."""
+    """Heads and lengths, blocks, and how many of them a query sees; whether keys have values beside
+    them, or are latents."""
 
     pages: pages.Case
     block_size: int
     top_k: int
+    has_values: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +27,13 @@ class Inputs:
 
     pages: pages.Inputs
     blocks: Tensor
+    has_values: bool = True
 
-    def args(self) -> tuple[Tensor, ...]:
+    def args(self) -> tuple[Tensor | None, ...]:
         """The positional arguments; the pool is a copy, so that a call leaves the inputs alone."""
         q, k, v, kv, *index = self.pages.args()
+        if not self.has_values:
+            return q, k[:, 0], None, kv[0, :, :, 0].contiguous(), self.blocks, *index
         return q, k, v, kv, self.blocks, *index
 
     def to(self, dtype: torch.dtype) -> Inputs:
@@ -72,6 +77,26 @@ CASES = {
         block_size=1,
         top_k=5,
     ),
+    "glm5_next": Case(
+        pages=pages.Case(
+            num_q_heads=40, num_kv_heads=1, head_dim=512, lengths=((1, 650), (2, 290), (5, 5))
+        ),
+        block_size=16,
+        top_k=16,
+        has_values=False,
+    ),
+    "odd_latents": Case(
+        pages=pages.Case(
+            num_q_heads=19,
+            num_kv_heads=1,
+            head_dim=48,
+            page_size=6,
+            lengths=((13, 37), (0, 0), (1, 11), (2, 2)),
+        ),
+        block_size=3,
+        top_k=2,
+        has_values=False,
+    ),
     "long_extend": Case(pages=pages.CASES["long_extend"], block_size=2, top_k=20),
 }
 SMALL = Case(
@@ -103,4 +128,4 @@ def make_inputs(
                 count = max(1, count // 2)
             drawn = torch.randperm(complete, generator=generator)[:count].sort().values
             blocks[t, :count] = drawn.int()
-    return Inputs(pages=inputs, blocks=blocks)
+    return Inputs(pages=inputs, blocks=blocks, has_values=case.has_values)

@@ -98,7 +98,7 @@ def part(inputs: Inputs, rows: Tensor, seqs: list[int], counts: list[int]) -> In
         page_table=whole.page_table[seqs],
         slot_mapping=whole.slot_mapping[rows],
     )
-    return Inputs(pages=paged, blocks=inputs.blocks[rows])
+    return replace(inputs, pages=paged, blocks=inputs.blocks[rows])
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
@@ -119,7 +119,7 @@ def test_chunked_equals_whole(impl: str, chunk: int):
     assert torch.equal(kv.view(torch.uint8), expected_kv.view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", ["odd", "more_heads_than_rows"])
+@pytest.mark.parametrize("name", ["odd", "more_heads_than_rows", "odd_latents"])
 def test_sequences_do_not_depend_on_one_another(impl: str, name: str):
     case = CASES[name]
     inputs = make_inputs(case)
@@ -163,10 +163,23 @@ def test_writes_its_rows_and_nothing_else(impl: str, name: str):
     case = CASES[name]
     inputs = make_inputs(case, padding=(3, 1), unused=7.0)
     _, kv = attend(inputs, case, impl)
-    expected, num_tokens = inputs.pages.kv.clone(), int(inputs.pages.cu_seqlens[-1])
+    _, k, v, expected, *_ = inputs.args()
+    num_tokens = int(inputs.pages.cu_seqlens[-1])
     slots = inputs.pages.slot_mapping[:num_tokens].long()
-    expected.flatten(1, 2)[:, slots] = torch.stack([inputs.pages.k, inputs.pages.v])[:, :num_tokens]
+    planes = [expected] if v is None else expected
+    for plane, new in zip(planes, [k] if v is None else [k, v], strict=True):
+        plane.flatten(0, 1)[slots] = new[:num_tokens]
     assert torch.equal(kv, expected)
+
+
+def test_latents_are_keys_that_are_their_values(impl: str):
+    case = CASES["odd_latents"]
+    inputs = make_inputs(case)
+    paged = replace(
+        inputs.pages, v=inputs.pages.k, kv=inputs.pages.kv[:1].expand(2, -1, -1, -1, -1)
+    )
+    twice = Inputs(pages=replace(paged, kv=paged.kv.contiguous()), blocks=inputs.blocks)
+    assert torch.equal(attend(inputs, case, impl)[0], attend(twice, case, impl)[0])
 
 
 # ---- the op as the compiler sees it ----------------------------------------------------------
@@ -179,7 +192,7 @@ def test_schema():
         """\
 torch_hybrid::block_attention(Tensor q,
 Tensor k,
-Tensor v,
+Tensor? v,
 Tensor(a!) kv,
 Tensor blocks,
 Tensor cu_seqlens,

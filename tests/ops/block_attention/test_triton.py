@@ -26,6 +26,7 @@ from torch_hybrid.ops.block_attention import block_attention, reference
 CONTRACT = """
     triton and (
         float64 and (odd or a_token) or padding or nothing or out_of_range or more_heads and fp16
+        or keys_that
     ) and not interpreter and not on_a_gpu and not writes
 """
 
@@ -44,7 +45,8 @@ def test_on_a_gpu(name: str, dtype: torch.dtype):
     case, inputs = CASES[name], make_inputs(CASES[name], dtype=dtype)
     options = {"block_size": case.block_size, "scale": case.pages.head_dim**-0.5}
     exact = reference.block_attention(*inputs.to(torch.float64).args(), **options)
-    args, moved = inputs.args(), [x.cuda() for x in inputs.args()]
+    args = inputs.args()
+    moved = [x if x is None else x.cuda() for x in inputs.args()]
     rounded = reference.block_attention(*args, **options)
     out = block_attention(*moved, **options, impl="triton").cpu()
     assert_within_budget(out, exact, rounded)
@@ -58,15 +60,22 @@ SHAPES = {
     "Qwen4-Exp extend 2048": (4, 2048, torch.bfloat16),
     "Qwen4-Exp decode 64 float32": (64, 64, torch.float32),
 }
+LATENT_SHAPES = {
+    "GLM-5.3 decode 1": (1, 1, torch.bfloat16),
+    "GLM-5.3 decode 64": (64, 64, torch.bfloat16),
+    "GLM-5.3 extend 2048": (4, 2048, torch.bfloat16),
+    "GLM-5.3 decode 64 float32": (64, 64, torch.float32),
+}
 
 
 @needs_cross_compiler
 def test_compiles_without_spills():
     rows = [
         resources_of(launch, target, label)
-        for label, shape in SHAPES.items()
+        for shapes, record in ((SHAPES, record_launches), (LATENT_SHAPES, record_latent_launches))
+        for label, shape in shapes.items()
         for target in SHARED_LIMITS
-        for launch in record_launches(target, *shape).values()
+        for launch in record(target, *shape).values()
     ]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
 
@@ -90,6 +99,30 @@ def record_launches(
             torch.empty(num_seqs, 2048, dtype=torch.int32, device="meta"),
             index[:num_tokens],
             block_size=4,
+            scale=1 / 16,
+        )
+    return launches
+
+
+def record_latent_launches(
+    target: str, num_seqs: int, num_tokens: int, dtype: torch.dtype
+) -> dict[str, Launch]:
+    from torch_hybrid.ops.block_attention import _triton
+
+    index = torch.empty(num_tokens + 1, dtype=torch.int32, device="meta")
+    q = torch.empty(num_tokens, 64, 512, dtype=dtype, device="meta")
+    with launches_on(target) as launches:
+        _triton.block_attention(
+            q,
+            q[:, 0],
+            None,
+            q.new_empty(4096, 16, 512),
+            torch.empty(num_tokens, 128, dtype=torch.int32, device="meta"),
+            index[: num_seqs + 1],
+            index[:num_seqs],
+            torch.empty(num_seqs, 2048, dtype=torch.int32, device="meta"),
+            index[:num_tokens],
+            block_size=16,
             scale=1 / 16,
         )
     return launches

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from torch_hybrid.ops.fused_experts.op import HAS_GATE
 class Case:
     """``routing``: "spread" picks k distinct experts per token, "one" sends all to one expert,
     "some_none" leaves out about half of the choices, "none" all of them. Without a gate, as with
-    the activation "relu2", there is one row of ``gate_up`` for each hidden unit."""
+    the activation "relu2", there is one row of ``gate_up`` for each hidden unit. ``limit`` is one
+    that some of the gates and of the rows of up are beyond."""
 
     num_tokens: int
     num_experts: int = 8
@@ -26,6 +28,11 @@ class Case:
     width: int = 32
     routing: str = "spread"
     activation: str = "silu"
+    limit: float | None = None
+
+    def options(self) -> dict[str, Any]:
+        """How the op is told to activate."""
+        return {"activation": self.activation, "limit": self.limit}
 
 
 CASES = {
@@ -41,6 +48,8 @@ CASES = {
         num_tokens=3, num_experts=5, top_k=3, dim=77, width=45, routing="some_none"
     ),
     "no_tokens": Case(num_tokens=0),
+    "limit_odd_sizes": Case(num_tokens=7, num_experts=5, top_k=3, dim=37, width=25, limit=0.5),
+    "limit_of_few_tokens_odd_sizes": Case(num_tokens=2, dim=37, width=25, limit=0.5),
     "no_gate_decode": Case(
         num_tokens=1, num_experts=32, top_k=6, dim=512, width=232, activation="relu2"
     ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ from torch_hybrid.ops.fused_experts.op import FEATURES, IMPLEMENTATIONS
 from torch_hybrid.ops.fused_experts.reference import fused_experts_reference
 from torch_hybrid.ops.stored_weights import dequantized, features_of
 
+SILU = {"activation": "silu"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = Case(num_tokens=5, num_experts=4, dim=24, width=20)
 
@@ -43,18 +46,18 @@ def impl(request: pytest.FixtureRequest) -> str:
 
 
 def run(
-    inputs: tuple[Tensor, ...], impl: str, activation: str = "silu", **scales: Tensor
+    inputs: tuple[Tensor, ...], impl: str, options: Mapping[str, Any] = SILU, **scales: Tensor
 ) -> Tensor:
-    return fused_experts(*inputs, **scales, activation=activation, impl=impl)
+    return fused_experts(*inputs, **scales, **options, impl=impl)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_matches_the_exact_result(impl: str, name: str) -> None:
-    activation = CASES[name].activation
+    options = CASES[name].options()
     inputs = make_inputs(CASES[name])
-    exact = fused_experts_reference(*to_exact(*inputs), activation=activation)
-    reference = fused_experts_reference(*inputs, activation=activation)
-    assert_within_budget(run(inputs, impl, activation), exact, reference)
+    exact = fused_experts_reference(*to_exact(*inputs), **options)
+    reference = fused_experts_reference(*inputs, **options)
+    assert_within_budget(run(inputs, impl, options), exact, reference)
 
 
 def assert_near(actual: Tensor, exact: Tensor) -> None:
@@ -65,10 +68,10 @@ def assert_near(actual: Tensor, exact: Tensor) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_bfloat16(impl: str, name: str) -> None:
-    activation = CASES[name].activation
+    options = CASES[name].options()
     inputs = make_inputs(CASES[name], dtype=torch.bfloat16)
-    exact = fused_experts_reference(*to_exact(*inputs), activation=activation)
-    assert_near(run(inputs, impl, activation), exact)
+    exact = fused_experts_reference(*to_exact(*inputs), **options)
+    assert_near(run(inputs, impl, options), exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -164,10 +167,10 @@ def test_fp8_matches_the_exact_result(fp8_impl: str, name: str) -> None:
     case = {**CASES, "blocks": BLOCKS}[name]
     inputs, scales = make_fp8_inputs(case)
     rounds = is_rounded(fp8_impl, case)
-    options = {"activation": case.activation, "rounds": rounds}
+    options = {**case.options(), "rounds": rounds}
     reference = fused_experts_reference(*inputs, **scales, **options)
-    out = run(inputs, fp8_impl, case.activation, **scales)
-    exact = exact_of(inputs, scales, case.activation, rounds=rounds)
+    out = run(inputs, fp8_impl, case.options(), **scales)
+    exact = exact_of(inputs, scales, case.options(), rounds=rounds)
     if rounds:  # of float32: a hidden activation may lie between two numbers of 8 bits
         assert_near(out, exact)
     else:
@@ -178,29 +181,26 @@ def test_fp8_matches_the_exact_result(fp8_impl: str, name: str) -> None:
 def test_fp8_of_bfloat16_tokens(fp8_impl: str, name: str) -> None:
     case = {**CASES, "blocks": BLOCKS}[name]
     inputs, scales = make_fp8_inputs(case, dtype=torch.bfloat16)
-    out = run(inputs, fp8_impl, case.activation, **scales)
+    out = run(inputs, fp8_impl, case.options(), **scales)
     if is_rounded(fp8_impl, case):  # what is rounded to 8 bits was rounded to bfloat16 before
-        expected = fused_experts_reference(
-            *inputs, **scales, activation=case.activation, rounds=True
-        )
+        expected = fused_experts_reference(*inputs, **scales, **case.options(), rounds=True)
         assert_rounds_alike(out.float(), expected.float())
     else:
-        assert_near(out, exact_of(inputs, scales, case.activation))
+        assert_near(out, exact_of(inputs, scales, case.options()))
 
 
 def exact_of(
     inputs: tuple[Tensor, ...],
     scales: dict[str, Tensor],
-    activation: str,
+    options: Mapping[str, Any],
     *,
     rounds: bool = False,
 ) -> Tensor:
     """The result exactly; with ``rounds`` of tokens and hidden activations in 8 bits."""
     exact_scales = {name: scale.double() for name, scale in scales.items()}
-    options = {"activation": activation, "rounds": rounds}
     x, ids, expert_weights, gate_up, down = inputs
     exact = *to_exact(x, ids, expert_weights), gate_up, down
-    return fused_experts_reference(*exact, **exact_scales, **options)
+    return fused_experts_reference(*exact, **exact_scales, **options, rounds=rounds)
 
 
 def assert_rounds_alike(actual: Tensor, expected: Tensor) -> None:
@@ -241,9 +241,9 @@ def test_integers_are_as_exact_as_what_they_are_worth(impl: str, name: str, stor
     *tokens, gate_up, down = inputs
     gate_up = dequantized(gate_up, scales["gate_up_scales"], torch.float32)
     down = dequantized(down, scales["down_scales"], torch.float32)
-    widened = run((*tokens, gate_up, down), impl, case.activation)
-    out = run(inputs, impl, case.activation, **scales)
-    assert_within_budget(out, exact_of(inputs, scales, case.activation), widened)
+    widened = run((*tokens, gate_up, down), impl, case.options())
+    out = run(inputs, impl, case.options(), **scales)
+    assert_within_budget(out, exact_of(inputs, scales, case.options()), widened)
 
 
 @pytest.mark.parametrize("stored", FORMATS)
@@ -252,8 +252,8 @@ def test_integers_with_bfloat16_tokens(impl: str, name: str, stored: str) -> Non
     case = {**CASES, "blocks": BLOCKS}[name]
     inputs, scales = make_integer_inputs(case, stored, dtype=torch.bfloat16)
     check_takes(impl, inputs[3])
-    out = run(inputs, impl, case.activation, **scales)
-    assert_near(out, exact_of(inputs, scales, case.activation))
+    out = run(inputs, impl, case.options(), **scales)
+    assert_near(out, exact_of(inputs, scales, case.options()))
 
 
 @pytest.mark.parametrize("stored", FORMATS)
@@ -288,6 +288,7 @@ Tensor down,
 Tensor? gate_up_scales=None,
 Tensor? down_scales=None,
 str activation,
+float? limit=None,
 str impl) -> Tensor""",
     )
 
@@ -295,7 +296,7 @@ str impl) -> Tensor""",
 @pytest.mark.parametrize("name", ["odd_sizes", "no_tokens", "no_gate_odd_sizes"])
 def test_opcheck(impl: str, name: str) -> None:
     op = torch.ops.torch_hybrid.fused_experts.default
-    options = {"activation": CASES[name].activation, "impl": impl}
+    options = {**CASES[name].options(), "impl": impl}
     torch.library.opcheck(op, make_inputs(CASES[name]), options)
 
 
@@ -303,7 +304,7 @@ def test_opcheck(impl: str, name: str) -> None:
 def test_opcheck_of_fp8(fp8_impl: str, name: str) -> None:
     inputs, scales = make_fp8_inputs(CASES[name])
     op = torch.ops.torch_hybrid.fused_experts.default
-    options = {**scales, "activation": CASES[name].activation, "impl": fp8_impl}
+    options = {**scales, **CASES[name].options(), "impl": fp8_impl}
     torch.library.opcheck(op, inputs, options, test_utils=FP8_OPCHECKS)
 
 
@@ -313,7 +314,7 @@ def test_opcheck_of_integers(impl: str, name: str, stored: str) -> None:
     inputs, scales = make_integer_inputs(CASES[name], stored)
     check_takes(impl, inputs[3])
     op = torch.ops.torch_hybrid.fused_experts.default
-    options = {**scales, "activation": CASES[name].activation, "impl": impl}
+    options = {**scales, **CASES[name].options(), "impl": impl}
     torch.library.opcheck(op, inputs, options)
 
 
@@ -400,6 +401,8 @@ def test_error_texts() -> None:
         failing(down=torch.zeros(4, 20, 24).mT),
         failing(activation="gelu"),
         failing(activation="relu2"),
+        failing(activation="relu2", limit=1.0),
+        failing(limit=0.0),
         failing("tpu"),
         *fp8_errors(),
         *integer_errors(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ def test_in_the_interpreter(
 def test_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     case = {**CASES, **WIDE}[name]
     inputs = make_inputs(case, dtype=dtype)
-    assert_as_exact(inputs, case.activation, call(on_device(inputs), case.activation))
+    assert_as_exact(inputs, case.options(), call(on_device(inputs), case.options()))
 
 
 @needs_cuda
@@ -127,15 +127,15 @@ def test_fp8_on_a_gpu(name: str, impl: str, dtype: torch.dtype) -> None:
     case = {**CASES, **WIDE, **BLOCKED}[name]
     inputs, scales = make_fp8_inputs(case, dtype=dtype)
     moved = {name: scale.cuda() for name, scale in scales.items()}
-    options = {"activation": case.activation, "impl": impl}
+    options = {**case.options(), "impl": impl}
     out = fused_experts(*on_device(inputs), **moved, **options).cpu()
-    exact = exact_of(inputs, scales, case.activation)
+    exact = exact_of(inputs, scales, case.options())
     if is_rounded(impl, case):
-        options = {"activation": case.activation, "rounds": True}
+        options = {**case.options(), "rounds": True}
         expected = fused_experts_reference(*inputs, **scales, **options)
         assert_rounds_alike(out.float(), expected.float())
     elif dtype == torch.float32:
-        reference = fused_experts_reference(*inputs, **scales, activation=case.activation)
+        reference = fused_experts_reference(*inputs, **scales, **case.options())
         assert_within_budget(out, exact, reference)
     else:
         assert_near(out, exact)
@@ -149,11 +149,11 @@ def test_integers_on_a_gpu(name: str, stored: str, dtype: torch.dtype) -> None:
     case = {**CASES, **WIDE}[name]
     inputs, scales = make_integer_inputs(case, stored, dtype=dtype)
     moved = {name: scale.cuda() for name, scale in scales.items()}
-    options = {"activation": case.activation, "impl": "triton"}
+    options = {**case.options(), "impl": "triton"}
     out = fused_experts(*on_device(inputs), **moved, **options).cpu()
-    exact = exact_of(inputs, scales, case.activation)
+    exact = exact_of(inputs, scales, case.options())
     if dtype == torch.float32:
-        reference = fused_experts_reference(*inputs, **scales, activation=case.activation)
+        reference = fused_experts_reference(*inputs, **scales, **case.options())
         assert_within_budget(out, exact, reference)
     else:
         assert_near(out, exact)
@@ -190,20 +190,20 @@ def test_the_kernels_of_hopper_take_many_pairs(name: str, dtype: torch.dtype) ->
     inputs = on_device(make_inputs(case, dtype=dtype))
     own = _triton.hopper_products
     with mock.patch.object(_triton, "hopper_products", wraps=own) as taken:
-        first, second = (call(inputs, case.activation) for _ in range(2))
+        first, second = (call(inputs, case.options()) for _ in range(2))
     assert taken.call_count == 2
     assert torch.equal(first, second)
 
 
-def call(inputs: Inputs, activation: str) -> Tensor:
-    return fused_experts(*inputs, activation=activation, impl="triton")
+def call(inputs: Inputs, options: Mapping[str, Any]) -> Tensor:
+    return fused_experts(*inputs, **options, impl="triton")
 
 
-def assert_as_exact(inputs: Inputs, activation: str, out: Tensor) -> None:
+def assert_as_exact(inputs: Inputs, options: Mapping[str, Any], out: Tensor) -> None:
     """Within budget in float32; else as near as hidden activations of x's dtype allow."""
-    exact = fused_experts_reference(*to_exact(*inputs), activation=activation)
+    exact = fused_experts_reference(*to_exact(*inputs), **options)
     if out.dtype == torch.float32:
-        reference = fused_experts_reference(*inputs, activation=activation)
+        reference = fused_experts_reference(*inputs, **options)
         assert_within_budget(out.cpu(), exact, reference)
     else:
         assert_near(out.cpu(), exact)

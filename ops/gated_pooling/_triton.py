@@ -1,0 +1,180 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Implementation "triton": a program for each token, then one for what each sequence leaves."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_hybrid.ops.gated_pooling.bounds import check_indices
+from torch_hybrid.ops.triton.ragged import sequence_of_token
+
+
+def gated_pooling(
+    keys: Tensor,
+    gates: Tensor,
+    bias: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+) -> Tensor:
+    """Launcher of ``torch_hybrid::gated_pooling``."""
+    (num_tokens, dim), size = keys.shape, bias.shape[0]
+    num_seqs = state_indices.shape[0]
+    if keys.device.type == "cpu":
+        check_indices(
+            cu_seqlens,
+            seq_lens,
+            initial_indices,
+            state_indices,
+            num_tokens=num_tokens,
+            num_slots=state.shape[0],
+        )
+    out = torch.empty(keys.shape, dtype=keys.dtype, device=keys.device)
+    if num_tokens == 0 or num_seqs == 0:
+        return out.zero_()
+    sizes = {
+        "D": dim,
+        "SIZE": size,
+        "BLOCK": triton.next_power_of_2(size),
+        "BLOCK_D": min(128, triton.next_power_of_2(dim)),
+    }
+    index = (cu_seqlens, seq_lens, initial_indices)
+    _pool_kernel[(num_tokens, triton.cdiv(dim, sizes["BLOCK_D"]))](
+        keys,
+        gates,
+        bias,
+        state,
+        *index,
+        out,
+        num_seqs,
+        keys.stride(0),
+        gates.stride(0),
+        **sizes,
+        num_warps=4,
+    )
+    if size > 1:
+        _state_kernel[(num_seqs, triton.cdiv(dim, sizes["BLOCK_D"]))](
+            keys,
+            gates,
+            state,
+            *index,
+            state_indices,
+            keys.stride(0),
+            gates.stride(0),
+            **sizes,
+            num_warps=4,
+        )
+    return out
+
+
+@triton.jit
+def _rows(
+    new: tl.tensor,
+    stride: tl.tensor,
+    held: tl.tensor,
+    token: tl.tensor,
+    begin: tl.tensor,
+    place: tl.tensor,
+    index_d: tl.tensor,
+    mask: tl.tensor,
+    is_known: tl.tensor,
+    D: tl.constexpr,
+) -> tl.tensor:
+    """[BLOCK, BLOCK_D]: of new tokens, and of those that a slot has by their places in a block."""
+    is_new = (token >= begin)[:, None]
+    p_new = new + token.to(tl.int64)[:, None] * stride + index_d[None, :]
+    p_held = held + place[:, None] * (2 * D) + index_d[None, :]
+    b_new = tl.load(p_new, mask=mask & is_new, other=0.0)
+    return tl.where(is_new, b_new, tl.load(p_held, mask=mask & ~is_new & is_known, other=0.0))
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _pool_kernel(
+    keys: tl.tensor,
+    gates: tl.tensor,
+    bias: tl.tensor,
+    state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    seq_lens: tl.tensor,
+    initial_indices: tl.tensor,
+    out: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_key: tl.tensor,
+    stride_gate: tl.tensor,
+    D: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program: some channels of one token, which pools if it is the last of its block."""
+    token = tl.program_id(0)
+    index_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask_d = index_d < D
+    p_out = out + token.to(tl.int64) * D + index_d
+    seq = sequence_of_token(cu_seqlens, num_seqs, token)
+    position = -1
+    if seq < num_seqs:
+        position = tl.load(seq_lens + seq) - tl.load(cu_seqlens + seq + 1) + token
+    if (position + 1) % SIZE != 0 or position < 0:
+        tl.store(p_out, tl.zeros([BLOCK_D], out.dtype.element_ty), mask=mask_d)
+        return
+    begin = tl.load(cu_seqlens + seq)
+    initial = tl.load(initial_indices + seq).to(tl.int64)
+    held = state + initial * ((SIZE - 1) * 2 * D)
+    place = tl.arange(0, BLOCK)
+    source = token - (SIZE - 1) + place
+    mask = (place < SIZE)[:, None] & mask_d[None, :]
+    b_gate = _rows(
+        gates, stride_gate, held + D, source, begin, place, index_d, mask, initial != 0, D
+    )
+    b_bias = tl.load(bias + place[:, None] * D + index_d[None, :], mask=mask, other=0.0)
+    logits = b_gate.to(tl.float32) + b_bias.to(tl.float32)
+    logits = tl.where((place < SIZE)[:, None], logits, -float("inf"))
+    weights = tl.exp(logits - tl.max(logits, 0)[None, :])
+    b_key = _rows(keys, stride_key, held, source, begin, place, index_d, mask, initial != 0, D)
+    b_out = tl.sum(weights * b_key.to(tl.float32), 0) / tl.sum(weights, 0)
+    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask_d)
+
+
+@triton.jit
+def _state_kernel(
+    keys: tl.tensor,
+    gates: tl.tensor,
+    state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    seq_lens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    stride_key: tl.tensor,
+    stride_gate: tl.tensor,
+    D: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+) -> None:
+    """One program: some channels of the tokens of one sequence that no complete block has."""
+    seq = tl.program_id(0)
+    index_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    begin = tl.load(cu_seqlens + seq)
+    end = tl.load(cu_seqlens + seq + 1)
+    slot = tl.load(state_indices + seq).to(tl.int64)
+    if (slot == 0) | (begin == end):
+        return
+    initial = tl.load(initial_indices + seq).to(tl.int64)
+    left = tl.load(seq_lens + seq) % SIZE
+    held = state + initial * ((SIZE - 1) * 2 * D)
+    place = tl.arange(0, BLOCK)
+    mask = (place < left)[:, None] & (index_d < D)[None, :]
+    source = end - left + place
+    b_key = _rows(keys, stride_key, held, source, begin, place, index_d, mask, initial != 0, D)
+    b_gate = _rows(
+        gates, stride_gate, held + D, source, begin, place, index_d, mask, initial != 0, D
+    )
+    p_state = state + slot * ((SIZE - 1) * 2 * D) + place[:, None] * (2 * D) + index_d[None, :]
+    tl.store(p_state, b_key, mask=mask)
+    tl.store(p_state + D, b_gate, mask=mask)

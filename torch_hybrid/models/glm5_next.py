@@ -1,0 +1,130 @@
+"""GLM-5.3 (transformers' ``glm5_next``): Kimi delta attention of bounded decay, latent attention to
+blocks that an indexer picks, several residual streams, experts of clamped SwiGLU; the text part.
+
+The streams are one tensor, which is all that a layer hands to the next: the model's own modules mix
+them before and after every mixer and every mixture of experts.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.backends.step import LayerStep
+from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.layers.indexed_latent_attention import IndexedLatentAttention
+from torch_hybrid.models.family import Family, Swap, listed, require
+from torch_hybrid.models.kimi_delta import kimi_delta_spec
+from torch_hybrid.models.kimi_linear import KIMI_LINEAR
+from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
+from torch_hybrid.specs import IndexedLatentSpec, LayerSpec
+
+
+def _specs(config: Any) -> list[LayerSpec]:
+    require(config, "qk_rope_head_dim", config.qk_rope_head_dim, [0])
+    always_tail = config.index_kpool_always_select_tail
+    require(config, "index_kpool_always_select_tail", always_tail, [True])
+    # Others take what the layer before them picked.
+    for picks in config.indexer_types:
+        require(config, "indexer_types", picks, ["full"])
+    indexed = IndexedLatentSpec(
+        num_heads=config.num_attention_heads,
+        latent_rank=config.kv_lora_rank,
+        nope_dim=config.qk_nope_head_dim,
+        v_dim=config.v_head_dim,
+        scale=config.qk_nope_head_dim**-0.5,
+        num_index_heads=config.index_n_heads,
+        index_dim=config.index_head_dim,
+        block_size=config.index_kpool,
+        top_k=config.index_topk // config.index_kpool,
+    )
+    linear = kimi_delta_spec(config, gate_lower_bound=config.linear_lower_bound)
+    return listed(config, {"indexed_attention": indexed, "linear_attention": linear})
+
+
+def _indexed_latent_attention(module: Any, spec: IndexedLatentSpec) -> IndexedLatentAttention:
+    indexer = module.indexer
+    with torch.device("meta"):
+        gate_proj = nn.Linear(indexer.hidden_size, spec.index_dim, bias=False)
+    gate_proj.weight = indexer.index_kpool_compress_gate
+    return IndexedLatentAttention(
+        spec,
+        q_a_proj=module.q_a_proj,
+        q_a_norm=module.q_a_layernorm,
+        q_b_proj=module.q_b_proj,
+        kv_a_proj=module.kv_a_proj_with_mqa,
+        kv_a_norm=module.kv_a_layernorm,
+        kv_b_proj=module.kv_b_proj,
+        o_proj=module.o_proj,
+        index_q_proj=indexer.wq_b,
+        index_k_proj=indexer.wk,
+        index_k_norm=indexer.k_norm,
+        index_gate_proj=gate_proj,
+        index_head_proj=indexer.weights_proj,
+        gate_bias=indexer.index_kpool_compress_ape,
+    )
+
+
+class _KimiDeltaAdapter(LinearAttentionAdapter):
+    """The decoder layer hands its mixer the tokens too."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, *, step: LayerStep, **_options: object
+    ) -> Tensor:
+        """[1, T, dim] -> [1, T, dim]."""
+        return super().forward(hidden_states, step=step)
+
+
+class _IndexedLatentAdapter(LinearAttentionAdapter):
+    """Stands where the model has its attention."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, *, step: LayerStep, **_options: object
+    ) -> tuple[Tensor, None, None]:
+        """[1, T, dim] -> [1, T, dim], and neither attention weights nor what was picked."""
+        return super().forward(hidden_states, step=step), None, None
+
+
+def _experts(module: Any) -> FusedExperts:
+    return FusedExperts(module.gate_up_proj, module.down_proj, limit=module.swiglu_limit)
+
+
+@cache
+def _text_class() -> type[nn.Module]:
+    from transformers import GenerationMixin
+    from transformers.models.glm5_next import modeling_glm5_next as theirs
+
+    class Glm5NextForCausalLM(theirs.Glm5NextPreTrainedModel, GenerationMixin):  # type: ignore[misc]
+        """The text model with its head, which transformers has inside of the multimodal alone."""
+
+        __module__ = theirs.__name__  # where transformers looks up what its experts can do
+        _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = theirs.Glm5NextTextModel(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+    return Glm5NextForCausalLM
+
+
+GLM5_NEXT = Family(
+    model_types=("glm5_next", "glm5_next_text"),
+    specs=_specs,
+    swaps={
+        "kimi_delta_attention": Swap(
+            attribute="self_attn",
+            make=KIMI_LINEAR.swaps["kimi_delta_attention"].make,
+            adapter=_KimiDeltaAdapter,
+        ),
+        "indexed_latent_attention": Swap(
+            attribute="self_attn", make=_indexed_latent_attention, adapter=_IndexedLatentAdapter
+        ),
+    },
+    experts=_experts,
+    text_class=_text_class,
+)
