@@ -256,6 +256,26 @@ def _mamba2(sizes: dict[str, Any]) -> Any:
     return Mamba2ForCausalLM(Mamba2Config(**own | tokens | heads))
 
 
+def _zamba2(sizes: dict[str, Any]) -> Any:
+    """Mamba2 in every layer; a block of attention and an MLP before every sixth, of one set of
+    weights."""
+    from transformers import Zamba2Config, Zamba2ForCausalLM
+
+    names = ["vocab_size", "hidden_size", "tie_word_embeddings", "max_position_embeddings"]
+    own = {name: (_DENSE | sizes)[name] for name in names}
+    kinds = [*["linear_attention"] * 5, "hybrid"]
+    num_layers = sizes.get("num_hidden_layers", 18)
+    options = {
+        "num_hidden_layers": num_layers,
+        "layers_block_type": [kinds[(i - num_layers) % 6] for i in range(num_layers)],
+        "num_attention_heads": 16,
+        "n_mamba_heads": own["hidden_size"] * 2 // 64,
+        "use_shared_attention_adapter": True,
+        "use_mem_rope": True,
+    }
+    return Zamba2ForCausalLM(Zamba2Config(**own | options))
+
+
 def _lfm2(sizes: dict[str, Any]) -> Any:
     """Gated short convolutions, full attention in every third layer."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
@@ -312,6 +332,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "falcon_h1": _falcon_h1,
     "nemotron_h": _nemotron_h,
     "mamba2": _mamba2,
+    "zamba2": _zamba2,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "lfm3": _lfm3,

@@ -274,6 +274,26 @@ def mamba2(**options: Any) -> nn.Module:
     return tf.Mamba2ForCausalLM(tf.Mamba2Config(**{**sizes, **options}))
 
 
+def zamba2(**options: Any) -> nn.Module:
+    """Two blocks, one of which two layers share, with adapters of their own; every bias."""
+    sizes = {
+        **NO_SPECIAL_TOKENS,
+        **{name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
+        "layers_block_type": ["linear_attention", *["hybrid"] * 3],
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": True,
+        "adapter_rank": 4,
+        "use_mem_rope": True,
+        "add_bias_linear": True,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 2,
+        "mamba_d_state": 24,
+    }
+    return tf.Zamba2ForCausalLM(tf.Zamba2Config(**{**sizes, **options}))
+
+
 def lfm2(**options: Any) -> nn.Module:
     """With every bias."""
     sizes = {
@@ -331,6 +351,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "falcon_h1_norm": falcon_h1_norm,
     "nemotron_h": nemotron_h,
     "mamba2": mamba2,
+    "zamba2": zamba2,
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
     "lfm3": lfm3,
@@ -349,6 +370,7 @@ FEWEST_LAYERS: dict[str, dict[str, Any]] = {
     "falcon_h1_norm": {"num_hidden_layers": 2},
     "nemotron_h": {"layer_types": ["moe", "linear_attention", "mlp", "full_attention"]},
     "mamba2": {"num_hidden_layers": 2},
+    "zamba2": {"num_hidden_layers": 2, "layers_block_type": ["linear_attention", "hybrid"]},
     "lfm2": _CONVOLUTION,
     "lfm2_moe": _CONVOLUTION,
     "lfm3": {
@@ -405,6 +427,8 @@ def randomize(model: nn.Module, seed: int) -> None:
             weight.add_(0.2 * normal(weight))
         elif "conv" in name and "proj" not in name:
             weight.copy_(0.4 * normal(weight))
+        elif layer.endswith(".linear"):  # of a block without residuals, which magnifies rounding
+            weight.copy_(0.3 * normal(weight) * weight.shape[-1] ** -0.5)
         else:
             weight.copy_(normal(weight) * weight.shape[-1] ** -0.5)
     for name, bias in model.named_buffers():

@@ -38,6 +38,7 @@ SEEDS = {
     "kimi_linear": 3,
     "minimax": 2,
     "granitemoehybrid": 1,
+    "zamba2": 2,
 }
 
 

@@ -58,10 +58,12 @@ from torch_hybrid.models.transformers_hooks import (
     ATTENTION_NAME,
     hand_steps,
     join_latent_attention,
+    path_of,
     refuse_as_transformers,
     register_attention,
 )
 from torch_hybrid.models.transformers_weights import make_unread, take_quantization
+from torch_hybrid.models.zamba2 import ZAMBA2
 from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerTable
 from torch_hybrid.toolchain import make_cache_folder
 
@@ -84,6 +86,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_5,
         QWEN3_NEXT,
         QWEN4_EXP,
+        ZAMBA2,
     )
     for model_type in family.model_types
 }
@@ -98,7 +101,6 @@ NOT_SERVED = {
     "rwkv": "RWKV's time mixing",
     "xlstm": "matrix memories with exponential gates",
     "zamba": "Mamba-1: a decay for each channel and state",
-    "zamba2": "attention blocks that several layers share",
 }
 
 
@@ -283,6 +285,7 @@ def adapted(hf_model: Any, model_type: str, table: LayerTable) -> HybridModel:
     register_attention()
     hf_model.set_attn_implementation(ATTENTION_NAME)
     hf_model.eval().requires_grad_(False)
+    family.prepare(hf_model.base_model.layers)
     _swap_mixers(hf_model.base_model.layers, family, table)
     hand_steps(hf_model.base_model.layers, family.step_names)
     _swap_experts(hf_model, family)
@@ -357,9 +360,8 @@ def _check_taken_weights(hf_model: Any, family: Family, table: LayerTable) -> No
                 name = f"{layers}.{layer_id}.self_attn.kv_b_proj"
                 check_weights_say_all(name, layer.self_attn.kv_b_proj)
             elif entry.kind != "paged_attention":
-                attribute = family.swaps[entry.kind].attribute
-                name = f"{layers}.{layer_id}.{attribute}"
-                check_weights_say_all(name, getattr(layer, attribute))
+                path = path_of(layer, family.swaps[entry.kind].attribute)
+                check_weights_say_all(f"{layers}.{layer_id}.{path}", layer.get_submodule(path))
     for name, module in hf_model.named_modules():
         if name.endswith(".experts"):
             check_weights_say_all(name, module)
@@ -385,10 +387,11 @@ def _swap_mixers(layers: Iterable[Any], family: Family, table: LayerTable) -> No
                     join_latent_attention(layer.self_attn, spec)
                 case spec:
                     swap = family.swaps[entry.kind]
-                    module = getattr(layer, swap.attribute)
+                    path = path_of(layer, swap.attribute)
+                    module = layer.get_submodule(path)
                     if module not in ours:
                         ours[module] = swap.adapter(swap.make(module, spec), entry.kind)
-                    setattr(layer, swap.attribute, ours[module])
+                    layer.set_submodule(path, ours[module])
 
 
 def _swap_experts(hf_model: nn.Module, family: Family) -> None:
