@@ -316,6 +316,18 @@ def _lfm3(sizes: dict[str, Any]) -> Any:
     return Lfm3ForCausalLM(Lfm3Config(**config))
 
 
+def _recurrent_gemma(sizes: dict[str, Any]) -> Any:
+    """Two recurrent layers to each of attention with one head of keys and a window."""
+    from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
+
+    options = {
+        "intermediate_size": 6144,  # of both halves, as this config counts
+        "num_key_value_heads": 1,
+        "attention_window_size": 2048,
+    }
+    return RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**_DENSE | options | sizes))
+
+
 FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "qwen3_next": _qwen3_next,
     "qwen3_5": _qwen3_5,
@@ -336,6 +348,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "lfm3": _lfm3,
+    "recurrent_gemma": _recurrent_gemma,
 }
 
 
@@ -371,6 +384,8 @@ def fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
         weight.uniform_(1, 16, generator=generator).log_()
     elif name.endswith("dt_bias"):
         weight.uniform_(-7, -2, generator=generator)
+    elif name.endswith("recurrent_param"):
+        weight.uniform_(-9, -3, generator=generator)
     elif "norm" in name:
         noise = torch.randn(weight.shape, generator=generator, device=generator.device)
         weight.add_(noise, alpha=0.1)

@@ -332,6 +332,22 @@ def lfm3(**options: Any) -> nn.Module:
     return tf.Lfm3ForCausalLM(tf.Lfm3Config(**{**sizes, **options}))
 
 
+def recurrent_gemma(**options: Any) -> nn.Module:
+    """A recurrence that is wider than the model, a window that ends inside of pages, and a bound
+    that logits come near to."""
+    sizes = {
+        **{name: size for name, size in SIZES.items() if name != "num_key_value_heads"},
+        **NO_SPECIAL_TOKENS,
+        "intermediate_size": 192,
+        "num_key_value_heads": 1,
+        "attention_bias": True,
+        "attention_window_size": 37,
+        "lru_width": 96,
+        "logits_soft_cap": 5.0,
+    }
+    return tf.RecurrentGemmaForCausalLM(tf.RecurrentGemmaConfig(**{**sizes, **options}))
+
+
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "qwen3_next": qwen3_next,
     "qwen3_next_dense": qwen3_next_dense,
@@ -355,6 +371,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
     "lfm3": lfm3,
+    "recurrent_gemma": recurrent_gemma,
 }
 
 
@@ -377,6 +394,7 @@ FEWEST_LAYERS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": ["conv", "sliding_attention", "full_attention"],
     },
+    "recurrent_gemma": {"num_hidden_layers": 2, "block_types": ["recurrent", "attention"]},
 }
 
 
@@ -423,6 +441,9 @@ def randomize(model: nn.Module, seed: int) -> None:
             decays[layer] = weight
         elif kind == "dt_bias":
             pass  # below: it takes A_log into account
+        elif kind == "recurrent_param":  # half an open gate forgets over 1 to 1000 tokens
+            tokens = 1000 ** torch.rand(weight.shape, generator=generator)
+            weight.copy_(torch.expm1(1 / (4 * tokens)).log())
         elif "norm" in name:
             weight.add_(0.2 * normal(weight))
         elif "conv" in name and "proj" not in name:

@@ -25,7 +25,14 @@ from torch_hybrid.explain import sections as explain
 pytestmark = pytest.mark.slow
 LENGTHS = (5, 64, 131)
 # Each op of ours and each form of attention in Inductor's code, beside experts and without.
-BY_INDUCTOR = ("qwen3_5_moe", "qwen4_exp", "kimi_linear", "bailing_hybrid", "falcon_h1_norm")
+BY_INDUCTOR = (
+    "qwen3_5_moe",
+    "qwen4_exp",
+    "kimi_linear",
+    "bailing_hybrid",
+    "falcon_h1_norm",
+    "recurrent_gemma",
+)
 # Of the same ops, around which the code differs: what is traced, copied and rewritten.
 AS_TRACED = (
     "olmo_hybrid",

@@ -16,6 +16,7 @@ from torch_hybrid.backends.mode import MODES, Form, Mode
 from torch_hybrid.backends.ngram_embedding import NGRAM_EMBEDDING
 from torch_hybrid.backends.paged_attention import PagedAttentionBackend, PagedAttentionPlan
 from torch_hybrid.backends.recurrent import SHORT_CONVOLUTION, RecurrentBackend, RecurrentPlan
+from torch_hybrid.backends.rg_lru import RG_LRU
 from torch_hybrid.backends.select import Backends, Choice
 from torch_hybrid.backends.ssd import LIGHTNING_ATTENTION, MAMBA2
 from torch_hybrid.batch import Batch
@@ -63,6 +64,7 @@ _BACKENDS: dict[str, MakeBackend] = {
     "mamba2": partial(RecurrentBackend, MAMBA2),
     "lightning_attention": partial(RecurrentBackend, LIGHTNING_ATTENTION),
     "short_convolution": partial(RecurrentBackend, SHORT_CONVOLUTION),
+    "rg_lru": partial(RecurrentBackend, RG_LRU),
     "ngram_embedding": partial(RecurrentBackend, NGRAM_EMBEDDING),
 }
 

@@ -45,6 +45,7 @@ from torch_hybrid.models.qwen3 import QWEN3
 from torch_hybrid.models.qwen3_5 import QWEN3_5
 from torch_hybrid.models.qwen3_next import QWEN3_NEXT
 from torch_hybrid.models.qwen4_exp import QWEN4_EXP
+from torch_hybrid.models.recurrent_gemma import RECURRENT_GEMMA
 from torch_hybrid.models.ring_2_5 import (
     Ring25,
     Ring25Config,
@@ -86,6 +87,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_5,
         QWEN3_NEXT,
         QWEN4_EXP,
+        RECURRENT_GEMMA,
         ZAMBA2,
     )
     for model_type in family.model_types
@@ -94,13 +96,15 @@ FAMILIES: dict[str, Family] = {
 # Hybrids that transformers has and this package has no op for.
 NOT_SERVED = {
     "falcon_mamba": "Mamba-1: a decay for each channel and state",
+    "inkling": "learned relative biases, and convolutions inside attention",
+    "inkling2": "learned relative biases, and convolutions inside attention",
     "jamba": "Mamba-1: a decay for each channel and state",
     "mamba": "Mamba-1: a decay for each channel and state",
     "nemo_speechlm": "speech to transcribe, of which its text part alone hears nothing",
-    "recurrent_gemma": "real-gated linear recurrent units",
     "rwkv": "RWKV's time mixing",
     "xlstm": "matrix memories with exponential gates",
     "zamba": "Mamba-1: a decay for each channel and state",
+    "zaya": "convolutions of queries and keys, and values of the token before",
 }
 
 
@@ -296,6 +300,7 @@ def adapted(hf_model: Any, model_type: str, table: LayerTable) -> HybridModel:
         mixer_names={kind: swap.attribute for kind, swap in family.swaps.items()},
         num_position_axes=family.num_position_axes,
         logits_scale=family.logits_scale(hf_model.config.get_text_config()),
+        logits_softcap=family.logits_softcap(hf_model.config.get_text_config()),
         takes_masks=family.takes_masks,
     )
 
