@@ -13,7 +13,7 @@ and those of the mixers.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -157,7 +157,7 @@ def step_bytes(model: HybridModel, rows: Sequence[Row]) -> int:
 def _weight_bytes(model: HybridModel, num_tokens: int) -> int:
     embedding = model.hf_model.get_input_embeddings().weight
     read = 0
-    for module in model.modules():
+    for module in called_modules(model):
         hit = 1.0
         if isinstance(module, FusedExperts):
             num_experts, chosen = module.gate_up_proj.shape[0], experts_per_token(model)
@@ -172,6 +172,14 @@ def _weight_bytes(model: HybridModel, num_tokens: int) -> int:
     return read
 
 
+def called_modules(model: HybridModel) -> Iterator[nn.Module]:
+    """Every module of a model; one that several layers share once for each of them."""
+    for layer in model.layers:
+        yield from layer.modules()
+    in_layers = {*model.layers.modules()}
+    yield from (module for module in model.modules() if module not in in_layers)
+
+
 def experts_per_token(model: HybridModel) -> int:
     """How many experts serve one token."""
     chosen: int = model.hf_model.config.get_text_config().num_experts_per_tok
@@ -183,7 +191,7 @@ def linear_flops(model: HybridModel, rows: Sequence[Row]) -> float:
     num_tokens = sum(row.num_new for row in rows)
     head = model.hf_model.get_output_embeddings()
     flops = 0.0
-    for module in model.modules():
+    for module in called_modules(model):
         match module:
             case nn.Linear() | ScaledLinear():
                 times = len(rows) if module is head else num_tokens

@@ -23,6 +23,7 @@ from torch_hybrid.specs import (
     LightningSpec,
     Mamba2Spec,
     NgramSpec,
+    RgLruSpec,
     ShortConvolutionSpec,
 )
 
@@ -81,6 +82,8 @@ def mixer_flops(spec: LayerSpec, row: Row) -> float:
             return 4 * spec.num_q_heads * spec.head_dim * row.num_pairs(spec.window)
         case LatentSpec():
             return _latent_flops(spec, row)
+        case RgLruSpec():  # a head's gates read its own channels
+            return (4 * spec.head_dim + 2 * spec.conv_width) * spec.channels * row.num_new
         case ShortConvolutionSpec():
             return 2 * spec.conv_width * spec.channels * row.num_new
         case IndexedAttentionSpec():
@@ -166,5 +169,7 @@ def inner_width(spec: LayerSpec) -> int:
             return 2 * (spec.conv_channels + spec.inner_dim + spec.num_heads)
         case LightningSpec():  # query, key, value, gate, output
             return 5 * spec.channels
+        case RgLruSpec():  # input, its convolution, two gates, that of the output, output
+            return 6 * spec.channels
         case ShortConvolutionSpec():  # input, its gate, that of the output, output
             return 4 * spec.channels

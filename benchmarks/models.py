@@ -288,6 +288,26 @@ def _mamba2(sizes: dict[str, Any]) -> Any:
     return Mamba2ForCausalLM(Mamba2Config(**own | tokens | heads))
 
 
+def _zamba2(sizes: dict[str, Any]) -> Any:
+    """Mamba2 in every layer; a block of attention and an MLP before every sixth, of one set of
+    weights."""
+    from transformers import Zamba2Config, Zamba2ForCausalLM
+
+    names = ["vocab_size", "hidden_size", "tie_word_embeddings", "max_position_embeddings"]
+    own = {name: (_DENSE | sizes)[name] for name in names}
+    kinds = [*["linear_attention"] * 5, "hybrid"]
+    num_layers = sizes.get("num_hidden_layers", 18)
+    options = {
+        "num_hidden_layers": num_layers,
+        "layers_block_type": [kinds[(i - num_layers) % 6] for i in range(num_layers)],
+        "num_attention_heads": 16,
+        "n_mamba_heads": own["hidden_size"] * 2 // 64,
+        "use_shared_attention_adapter": True,
+        "use_mem_rope": True,
+    }
+    return Zamba2ForCausalLM(Zamba2Config(**own | options))
+
+
 def _lfm2(sizes: dict[str, Any]) -> Any:
     """Gated short convolutions, full attention in every third layer."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
@@ -328,6 +348,18 @@ def _lfm3(sizes: dict[str, Any]) -> Any:
     return Lfm3ForCausalLM(Lfm3Config(**config))
 
 
+def _recurrent_gemma(sizes: dict[str, Any]) -> Any:
+    """Two recurrent layers to each of attention with one head of keys and a window."""
+    from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
+
+    options = {
+        "intermediate_size": 6144,  # of both halves, as this config counts
+        "num_key_value_heads": 1,
+        "attention_window_size": 2048,
+    }
+    return RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**_DENSE | options | sizes))
+
+
 FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "qwen3_next": _qwen3_next,
     "qwen3_5": _qwen3_5,
@@ -345,9 +377,11 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "falcon_h1": _falcon_h1,
     "nemotron_h": _nemotron_h,
     "mamba2": _mamba2,
+    "zamba2": _zamba2,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "lfm3": _lfm3,
+    "recurrent_gemma": _recurrent_gemma,
 }
 
 
@@ -383,6 +417,8 @@ def fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
         weight.uniform_(1, 16, generator=generator).log_()
     elif name.endswith("dt_bias"):
         weight.uniform_(-7, -2, generator=generator)
+    elif name.endswith("recurrent_param"):
+        weight.uniform_(-9, -3, generator=generator)
     elif "norm" in name:
         noise = torch.randn(weight.shape, generator=generator, device=generator.device)
         weight.add_(noise, alpha=0.1)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.ceilings import Peak
 from benchmarks.contestants import failure
-from benchmarks.floor import experts_per_token, step_flops
+from benchmarks.floor import called_modules, experts_per_token, step_flops
 from benchmarks.mixers import Row
 from benchmarks.models import make_model
 from benchmarks.oracle import Oracle
@@ -40,7 +40,7 @@ def products_of(model: HybridModel, num_tokens: int) -> Callable[[], None]:
     """The linear layers of a prefill of one prompt, alone; its last token has logits."""
     head = model.hf_model.get_output_embeddings()
     calls: list[tuple[Tensor, Tensor]] = []
-    for module in model.modules():
+    for module in called_modules(model):
         match module:
             case nn.Linear():
                 rows = 1 if module is head else num_tokens

@@ -213,6 +213,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "ssd_step": ssd_step,
     "ssd_verify": ssd_step,
     "lightning_step": lightning_step,
+    "rg_lru": nothing,
     "state_copy": nothing,
     "draw_tokens": nothing,
     "route": nothing,

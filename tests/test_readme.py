@@ -25,6 +25,7 @@ from torch_hybrid.ops.merge_states import op as merge_states
 from torch_hybrid.ops.ngram_embedding import op as ngram_embedding
 from torch_hybrid.ops.paged_attention import op as paged_attention
 from torch_hybrid.ops.ragged_attention import op as ragged_attention
+from torch_hybrid.ops.rg_lru import op as rg_lru
 from torch_hybrid.ops.route import op as route
 from torch_hybrid.ops.select_blocks import op as select_blocks
 from torch_hybrid.ops.ssd import op as ssd
@@ -72,6 +73,7 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "recurrent_ssd": ssd.RECURRENT_IMPLEMENTATIONS,
         "chunk_ssd": ssd.CHUNK_IMPLEMENTATIONS,
     },
+    "rg_lru": {"rg_lru": rg_lru.IMPLEMENTATIONS},
     "convolution of the mixers, gated or not": {"causal_conv1d": causal_conv1d.IMPLEMENTATIONS},
     "around the mixers": {
         "linear": linear.IMPLEMENTATIONS,
@@ -92,6 +94,7 @@ NAMES = {
     "kimi_delta_attention": "Kimi delta attention",
     "mamba2": "Mamba2",
     "lightning_attention": "lightning attention",
+    "rg_lru": "real-gated linear recurrent units",
     "short_convolution": "gated short convolution",
 }
 SHOWN = {

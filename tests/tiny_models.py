@@ -307,6 +307,26 @@ def mamba2(**options: Any) -> nn.Module:
     return tf.Mamba2ForCausalLM(tf.Mamba2Config(**{**sizes, **options}))
 
 
+def zamba2(**options: Any) -> nn.Module:
+    """Two blocks, one of which two layers share, with adapters of their own; every bias."""
+    sizes = {
+        **NO_SPECIAL_TOKENS,
+        **{name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
+        "layers_block_type": ["linear_attention", *["hybrid"] * 3],
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_mem_blocks": 2,
+        "use_shared_attention_adapter": True,
+        "adapter_rank": 4,
+        "use_mem_rope": True,
+        "add_bias_linear": True,
+        "n_mamba_heads": 8,
+        "mamba_ngroups": 2,
+        "mamba_d_state": 24,
+    }
+    return tf.Zamba2ForCausalLM(tf.Zamba2Config(**{**sizes, **options}))
+
+
 def lfm2(**options: Any) -> nn.Module:
     """With every bias."""
     sizes = {
@@ -345,6 +365,22 @@ def lfm3(**options: Any) -> nn.Module:
     return tf.Lfm3ForCausalLM(tf.Lfm3Config(**{**sizes, **options}))
 
 
+def recurrent_gemma(**options: Any) -> nn.Module:
+    """A recurrence that is wider than the model, a window that ends inside of pages, and a bound
+    that logits come near to."""
+    sizes = {
+        **{name: size for name, size in SIZES.items() if name != "num_key_value_heads"},
+        **NO_SPECIAL_TOKENS,
+        "intermediate_size": 192,
+        "num_key_value_heads": 1,
+        "attention_bias": True,
+        "attention_window_size": 37,
+        "lru_width": 96,
+        "logits_soft_cap": 5.0,
+    }
+    return tf.RecurrentGemmaForCausalLM(tf.RecurrentGemmaConfig(**{**sizes, **options}))
+
+
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "qwen3_next": qwen3_next,
     "qwen3_next_dense": qwen3_next_dense,
@@ -365,9 +401,11 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "falcon_h1_norm": falcon_h1_norm,
     "nemotron_h": nemotron_h,
     "mamba2": mamba2,
+    "zamba2": zamba2,
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
     "lfm3": lfm3,
+    "recurrent_gemma": recurrent_gemma,
 }
 
 
@@ -383,12 +421,14 @@ FEWEST_LAYERS: dict[str, dict[str, Any]] = {
     "falcon_h1_norm": {"num_hidden_layers": 2},
     "nemotron_h": {"layer_types": ["moe", "linear_attention", "mlp", "full_attention"]},
     "mamba2": {"num_hidden_layers": 2},
+    "zamba2": {"num_hidden_layers": 2, "layers_block_type": ["linear_attention", "hybrid"]},
     "lfm2": _CONVOLUTION,
     "lfm2_moe": _CONVOLUTION,
     "lfm3": {
         "num_hidden_layers": 3,
         "layer_types": ["conv", "sliding_attention", "full_attention"],
     },
+    "recurrent_gemma": {"num_hidden_layers": 2, "block_types": ["recurrent", "attention"]},
 }
 
 
@@ -435,10 +475,15 @@ def randomize(model: nn.Module, seed: int) -> None:
             decays[layer] = weight
         elif kind == "dt_bias":
             pass  # below: it takes A_log into account
+        elif kind == "recurrent_param":  # half an open gate forgets over 1 to 1000 tokens
+            tokens = 1000 ** torch.rand(weight.shape, generator=generator)
+            weight.copy_(torch.expm1(1 / (4 * tokens)).log())
         elif "norm" in name:
             weight.add_(0.2 * normal(weight))
         elif "conv" in name and "proj" not in name:
             weight.copy_(0.4 * normal(weight))
+        elif layer.endswith(".linear"):  # of a block without residuals, which magnifies rounding
+            weight.copy_(0.3 * normal(weight) * weight.shape[-1] ** -0.5)
         else:
             weight.copy_(normal(weight) * weight.shape[-1] ** -0.5)
     for name, bias in model.named_buffers():

@@ -32,6 +32,7 @@ from torch_hybrid.specs import (
     LayerTable,
     LightningSpec,
     Mamba2Spec,
+    RgLruSpec,
     ShortConvolutionSpec,
 )
 from torch_hybrid.speculation import DraftCounts, Drafter, Ngram, Speculation
@@ -64,6 +65,7 @@ __all__ = [
     "PrefixStats",
     "Report",
     "Request",
+    "RgLruSpec",
     "Runner",
     "Sampling",
     "Sequence",

@@ -219,9 +219,9 @@ class SumOverRanks(nn.Module):
         super().__init__()
         self.part, self.ranks = part, ranks
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *others: object) -> Tensor:
         """[..., dim] -> [..., dim], the same bits on every rank."""
-        return self.ranks.sum(self.part(x))
+        return self.ranks.sum(self.part(x, *others))
 
 
 class RMSNormOverRanks(nn.Module):

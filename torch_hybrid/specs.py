@@ -465,6 +465,34 @@ class ShortConvolutionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RgLruSpec:
+    """A mixer of real-gated linear recurrent units: convolution, recurrence, gate.
+
+    The recurrence's gates read the channels of their own head.
+    """
+
+    kind: ClassVar[str] = "rg_lru"
+    family: ClassVar[LayerFamily] = "linear"
+
+    num_heads: int
+    head_dim: int
+    conv_width: int
+
+    @property
+    def channels(self) -> int:
+        """Width of the convolution, of the state and of the output gate."""
+        return self.num_heads * self.head_dim
+
+    def pools(self) -> dict[str, Pool]:
+        """The convolution's last inputs, and a state of one number per channel."""
+        return _conv_and_state(self.conv_width, self.channels, (self.channels,))
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says."""
+        return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec:
     """Multi-head latent attention (MLA): keys and values of all heads from one latent row.
 
@@ -684,4 +712,5 @@ register_constant(
     Mamba2Spec,
     LightningSpec,
     ShortConvolutionSpec,
+    RgLruSpec,
 )

@@ -36,6 +36,7 @@ from torch_hybrid.specs import (
     LightningSpec,
     Mamba2Spec,
     NgramSpec,
+    RgLruSpec,
     ShortConvolutionSpec,
 )
 
@@ -49,6 +50,7 @@ SPECS = [
     Mamba2Spec(num_heads=2, head_dim=16, state_dim=16, num_groups=1, conv_width=4),
     LightningSpec(num_heads=2, head_dim=16),
     ShortConvolutionSpec(channels=16, conv_width=3),
+    RgLruSpec(num_heads=2, head_dim=8, conv_width=4),
     NgramSpec(ngram_size=3, channels=16, conv_width=4),
     IndexedAttentionSpec(
         num_q_heads=4,

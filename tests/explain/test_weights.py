@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import torch_hybrid as th
-from tests.tiny_models import make_hybrid
+from tests.tiny_models import make_hybrid, make_model
 from torch_hybrid.explain.sections import weights
 from torch_hybrid.explain.weights import weights_by_part
 
@@ -30,6 +30,22 @@ def test_every_byte_is_of_one_part(family: str, stored: str):
     assert kinds <= {part for part, _ in parts}
     experts = {form for part, form in parts if part == "experts"}
     assert experts == {"float32" if stored == "float32" else "int4 of 32"}
+
+
+def test_a_block_that_layers_share_counts_once():
+    model = th.adapt(make_model("zamba2"))
+    parts = weights_by_part(model)
+    assert sum(part.num_bytes for part in parts.values()) == sum(
+        weight.nbytes for weight in model.parameters()
+    )
+    block = model.layers[1].shared_transformer
+    own = sum(w.nbytes for w in block.self_attn.parameters() if w.ndim > 1)
+    adapters = sum(
+        w.nbytes for name, w in model.layers[3].named_parameters() if "self_attn.linear_" in name
+    )
+    assert parts["paged_attention", "float32"].num_bytes == 2 * own + adapters
+    assert parts["paged_attention", "float32"].layers == {1, 2, 3}
+    assert parts["mamba2", "float32"].layers == {0, 1, 2, 3}
 
 
 def test_the_table():

@@ -30,12 +30,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 0},
     "lfm3": {"layer_types": ["conv", "sliding_attention"] * 2},
+    "recurrent_gemma": {"layer_types": None, "block_types": ["recurrent", "attention"]},
     "bamba": {"layer_types": None},
     "mamba2": {"layer_types": None},
+    "zamba2": {"layer_types": None, "layers_block_type": ["linear_attention", *["hybrid"] * 3]},
     "falcon_h1": {"layer_types": None},
     "falcon_h1_norm": {"layer_types": None},
 }
-FAMILIES = ["qwen3_next"]  # the others: python -m tests.graphs.test_copied_graphs
+FAMILIES = ["qwen3_next", "zamba2"]  # the others: python -m tests.graphs.test_copied_graphs
 
 
 def model_of(family: str) -> th.HybridModel:
@@ -43,7 +45,7 @@ def model_of(family: str) -> th.HybridModel:
     options = {name: value for name, value in options.items() if value is not None}
     if family == "nemotron_h":
         return th.adapt(make_model(family, **OPTIONS[family]))
-    if family.startswith(("bamba", "falcon", "mamba")):
+    if family.startswith(("bamba", "falcon", "mamba", "zamba")):
         return th.adapt(make_model(family, **options))
     return make_hybrid(family, **options)
 

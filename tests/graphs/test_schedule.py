@@ -47,8 +47,9 @@ FAMILIES = [
     "nemotron_h",
     "qwen3_next",
     "qwen4_exp",
+    "recurrent_gemma",
 ]
-DECODED = ["bailing_hybrid", "falcon_h1", "qwen3_next", "qwen4_exp"]
+DECODED = ["bailing_hybrid", "falcon_h1", "qwen3_next", "qwen4_exp", "recurrent_gemma"]
 STEPS = [
     *((family, [70, 3]) for family in FAMILIES),
     *((family, [1, 1, 1]) for family in DECODED),

@@ -15,6 +15,7 @@ from torch_hybrid.ops.gated_delta_step import gated_delta_step
 from torch_hybrid.ops.kimi_delta_attention import chunk_kimi_delta_attention
 from torch_hybrid.ops.kimi_delta_step import kimi_delta_step
 from torch_hybrid.ops.native import compiler_missing
+from torch_hybrid.ops.rg_lru import rg_lru
 from torch_hybrid.ops.ssd import chunk_ssd, recurrent_ssd
 from torch_hybrid.ops.ssd_step import ssd_step
 
@@ -38,6 +39,11 @@ def scalar_decay(op: Callable[..., Tensor], index: tuple[Tensor, ...]) -> Tensor
 def convolution(index: tuple[Tensor, ...]) -> Tensor:
     x, state = torch.randn(NUM_TOKENS, DIM), torch.zeros(NUM_SLOTS, 3, DIM)
     return causal_conv1d(x, torch.randn(DIM, 4), None, state, *index, activation="silu", impl="cpp")
+
+
+def vector_state(index: tuple[Tensor, ...]) -> Tensor:
+    x, gates = torch.randn(NUM_TOKENS, DIM), torch.randn(NUM_TOKENS, 1, 2 * DIM)
+    return rg_lru(x, gates, -torch.ones(DIM), torch.zeros(NUM_SLOTS, DIM), *index, impl="cpp")
 
 
 def step(op: Callable[..., Tensor], index: tuple[Tensor, ...], a: Tensor, **rule: Any) -> Tensor:
@@ -73,6 +79,7 @@ OPS: dict[str, Callable[[tuple[Tensor, ...]], Tensor]] = {
     "recurrent ssd": lambda index: scalar_decay(recurrent_ssd, index),
     "chunk ssd": lambda index: scalar_decay(chunk_ssd, index),
     "convolution": convolution,
+    "rg_lru": vector_state,
     "gated delta step": lambda index: step(
         gated_delta_step, index, torch.zeros(NUM_TOKENS, 1), beta_scale=1.0
     ),

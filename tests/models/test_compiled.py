@@ -32,9 +32,19 @@ BY_INDUCTOR = (
     "kimi_linear",
     "bailing_hybrid",
     "falcon_h1_norm",
+    "recurrent_gemma",
 )
 # Of the same ops, around which the code differs: what is traced, copied and rewritten.
-AS_TRACED = ("olmo_hybrid", "minimax", "bamba", "granitemoehybrid", "nemotron_h", "mamba2", "lfm3")
+AS_TRACED = (
+    "olmo_hybrid",
+    "minimax",
+    "bamba",
+    "granitemoehybrid",
+    "nemotron_h",
+    "mamba2",
+    "zamba2",
+    "lfm3",
+)
 SEEDS = {"granitemoehybrid": 0}  # without a near tie of routers; 2 for the others
 # Latents are expanded, in one pass or in chunks; in Kimi Linear they are attended to as they are.
 EXPANDED = th.Backends(prefix=th.PrefixPolicy(token_budget=96, absorbed="never"))

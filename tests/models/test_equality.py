@@ -39,6 +39,7 @@ SEEDS = {
     "kimi_linear": 3,
     "minimax": 2,
     "granitemoehybrid": 1,
+    "zamba2": 2,
 }
 
 

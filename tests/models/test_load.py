@@ -60,9 +60,9 @@ def test_unknown_model_type(checkpoint: Path):
 
 
 def test_a_hybrid_without_an_op_says_why(checkpoint: Path):
-    edit_config(checkpoint, model_type="zamba2", text_config=None)
+    edit_config(checkpoint, model_type="xlstm", text_config=None)
     assert refusal(checkpoint, th.UnsupportedError) == (
-        "model type 'zamba2' is not supported: it has attention blocks that several layers share"
+        "model type 'xlstm' is not supported: it has matrix memories with exponential gates"
     )
 
 

@@ -32,6 +32,7 @@ GATES = {
     "granitemoehybrid": "before_norm",
     "nemotron_h": "before_norm",
     "mamba2": "before_norm",
+    "zamba2": "before_norm",
     "falcon_h1_norm": "after_norm",
     "falcon_h1": "no_norm",
 }
@@ -84,6 +85,7 @@ LIMITED = {
     "falcon_h1": {"time_step_limit": (0.01, 0.2)},
     "mamba2": {"time_step_limit": (0.01, 0.2)},
     "nemotron_h": {"time_step_min": 0.01, "layer_types": ["linear_attention", "full_attention"]},
+    "zamba2": {"time_step_min": 0.01},
 }
 
 
@@ -102,7 +104,7 @@ def test_step_sizes_are_clamped_in_decode_too(family: str):
 @pytest.mark.parametrize("family", GATES)
 def test_limits_that_configs_leave_open(family: str):
     spec = spec_of(make(family))
-    lowest = 0.001 if family == "nemotron_h" else 0.0
+    lowest = 0.001 if family in ("nemotron_h", "zamba2") else 0.0
     assert (spec.dt_min, spec.dt_max) == (lowest, float("inf"))
 
 

@@ -41,6 +41,7 @@ from tests.ops.linear import cases as linears
 from tests.ops.ngram_embedding import cases as ngrams
 from tests.ops.paged_attention import cases as paged
 from tests.ops.ragged_attention import cases as ragged
+from tests.ops.rg_lru import cases as rg_lru_cases
 from tests.ops.select_blocks import cases as selection
 from tests.ops.ssd import cases as ssd
 from tests.ops.ssd_step import cases as ssd_step_cases
@@ -60,6 +61,7 @@ from torch_hybrid.ops import (
     ngram_embedding,
     paged_attention,
     ragged_attention,
+    rg_lru,
     route,
     select_blocks,
     ssd_step,
@@ -126,6 +128,8 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         op = lightning_step.lightning_step
         name = op.__name__ if gated else f"{op.__name__} without a gate"
         yield name, partial(run, op, inputs.args(), inputs.options())
+    unit = rg_lru_cases.make_inputs(rg_lru_cases.Case(head_dim=19, **LENGTHS), dtype)
+    yield "rg_lru", partial(run, rg_lru.rg_lru, unit.args(), {})
     long = ssd.Case(lengths=(150, 0, 33), num_groups=1, num_heads=1, num_padding_tokens=2)
     inputs = ssd.make_inputs(long, dtype)
     options = inputs.options() | {"chunk_size": 16}

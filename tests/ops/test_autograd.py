@@ -13,7 +13,12 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import torch_hybrid as th
-from tests.layers import test_kimi_delta_attention, test_lightning_attention, test_mamba2
+from tests.layers import (
+    test_kimi_delta_attention,
+    test_lightning_attention,
+    test_mamba2,
+    test_rg_lru,
+)
 from torch_hybrid.backends.mode import MODES
 from torch_hybrid.layers import GatedDeltaNet, LatentAttention
 from torch_hybrid.layers.fused_experts import FusedExperts
@@ -98,6 +103,7 @@ def layers() -> Iterator[tuple[str, Mix]]:
         "kimi_delta_attention": test_kimi_delta_attention.make("low rank"),
         "ssd": test_mamba2.make(test_mamba2.SPEC),
         "lightning": test_lightning_attention.make(test_lightning_attention.PLAIN),
+        "rg_lru": test_rg_lru.make(),
     }
     for name, layer in made.items():
         for mode in MODES:

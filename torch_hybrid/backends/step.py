@@ -25,6 +25,7 @@ from torch_hybrid.backends.recurrent import (
     RecurrentBackend,
     RecurrentPlan,
 )
+from torch_hybrid.backends.rg_lru import RG_LRU
 from torch_hybrid.backends.select import Backends, Choice
 from torch_hybrid.backends.ssd import LIGHTNING_ATTENTION, MAMBA2
 from torch_hybrid.batch import Batch
@@ -73,6 +74,7 @@ _BACKENDS: dict[str, MakeBackend] = {
     "mamba2": partial(RecurrentBackend, MAMBA2),
     "lightning_attention": partial(RecurrentBackend, LIGHTNING_ATTENTION),
     "short_convolution": partial(RecurrentBackend, SHORT_CONVOLUTION),
+    "rg_lru": partial(RecurrentBackend, RG_LRU),
     "ngram_embedding": partial(RecurrentBackend, NGRAM_EMBEDDING),
 }
 

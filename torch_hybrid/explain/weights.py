@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,16 +54,24 @@ def _parts(model: Any) -> Iterator[tuple[str, int | None, nn.Module]]:
     """Every module, the part that it is of and its layer: of layers, and then of what is left."""
     for layer_id, (layer, entries) in enumerate(zip(model.layers, model.table.layers, strict=True)):
         kinds = {model.mixer_names.get(entry.kind): entry.kind for entry in entries}
-        for name, child in layer.named_children():
-            has_outputs = "o_proj" in dict(child.named_children())
-            kind = kinds.get(name) or (kinds.get(None) if has_outputs else None)
-            for module in child.modules():
-                is_mixture = isinstance(module, FusedExperts)
-                yield kind or ("experts" if is_mixture else "feed-forward"), layer_id, module
+        for kind, module in _within(layer, kinds):
+            is_mixture = isinstance(module, FusedExperts)
+            yield kind or ("experts" if is_mixture else "feed-forward"), layer_id, module
     for module in model.modules():
         is_table = isinstance(module, nn.Embedding | IntegerEmbedding)
         is_head = isinstance(module, nn.Linear | ScaledLinear)
         yield "embedding" if is_table else "head" if is_head else "norms", None, module
+
+
+def _within(
+    module: nn.Module, kinds: Mapping[str | None, str], kind: str | None = None
+) -> Iterator[tuple[str | None, nn.Module]]:
+    """What stands in a module, and the kind of mixer that each is of, if any."""
+    for name, child in module.named_children():
+        has_outputs = "o_proj" in dict(child.named_children())
+        own = kind or kinds.get(name) or (kinds.get(None) if has_outputs else None)
+        yield own, child
+        yield from _within(child, kinds, own)
 
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, Tensor, Tensor | None]]:

@@ -6,6 +6,7 @@ from torch_hybrid.layers.latent_attention import LatentAttention
 from torch_hybrid.layers.lightning_attention import LightningAttention
 from torch_hybrid.layers.mamba2 import Mamba2
 from torch_hybrid.layers.paged_attention import PagedAttention
+from torch_hybrid.layers.rg_lru import RgLru
 from torch_hybrid.layers.short_convolution import ShortConvolution
 
 __all__ = [
@@ -15,5 +16,6 @@ __all__ = [
     "LightningAttention",
     "Mamba2",
     "PagedAttention",
+    "RgLru",
     "ShortConvolution",
 ]

@@ -36,7 +36,8 @@ class Swap:
     """Where a decoder layer has its mixer of one kind, and how ours is made of it.
 
     ``make(module, spec)`` takes the family's module, whose weights ours keeps. ``adapter`` wraps
-    it in the interface that the decoder layer calls.
+    it in the interface that the decoder layer calls. ``attribute`` is of the layer, or else of one
+    of its children.
     """
 
     attribute: str
@@ -51,11 +52,13 @@ class Family:
     ``specs(config)`` gives the mixers of each layer, from the text config. ``swaps`` has an entry
     for every kind of linear attention; full attention, latent attention too, joins as a function
     that transformers lets us register. ``num_position_axes`` is 3 where rotary positions are 3-D
-    (mrope). ``logits_scale(config)`` is a factor on the logits. ``experts(module)`` makes ours of
-    the family's experts. ``takes_masks`` says whether the model takes a mask for each type of
-    layer. ``step_names`` are the options of a decoder layer as which it is handed the step: a
-    module that it hands no others finds it in one of those. ``text_class()`` is the class of the
-    text part with a head, where transformers has that inside of a multimodal model alone.
+    (mrope). ``logits_scale(config)`` is a factor on the logits, ``logits_softcap(config)`` their
+    bound (0: none). ``experts(module)`` makes ours of the family's experts. ``takes_masks`` says
+    whether the model takes a mask for each type of layer. ``step_names`` are the options of a
+    decoder layer as which it is handed the step: a module that it hands no others finds it in one
+    of those. ``prepare(layers)`` changes what else is to be changed in the decoder layers, before
+    mixers are swapped. ``text_class()`` is the class of the text part with a head, where
+    transformers has that inside of a multimodal model alone.
     """
 
     model_types: tuple[str, ...]
@@ -63,10 +66,12 @@ class Family:
     swaps: Mapping[str, Swap] = field(default_factory=dict)
     num_position_axes: int = 1
     logits_scale: Callable[[Any], float] = lambda config: 1.0
+    logits_softcap: Callable[[Any], float] = lambda config: 0.0
     experts: Callable[[Any], FusedExperts] = _gated_experts
     takes_masks: bool = True
     step_names: tuple[str, ...] = ("step",)
     text_class: Callable[[], Any] | None = None
+    prepare: Callable[[Sequence[Any]], None] = lambda layers: None
 
 
 def require(config: Any, name: str, value: object, allowed: Collection[object]) -> None:

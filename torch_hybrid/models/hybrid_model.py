@@ -24,6 +24,7 @@ class HybridModel(nn.Module):
         mixer_names: where a decoder layer has its mixers of ours, by kind.
         num_position_axes: 1, or 3 where rotary positions are 3-D (mrope).
         logits_scale: factor on the logits.
+        logits_softcap: ``softcap * tanh(logits / softcap)`` bounds them; 0: no bound.
         takes_masks: whether its forward takes a mask for each type of layer.
     """
 
@@ -35,6 +36,7 @@ class HybridModel(nn.Module):
         mixer_names: Mapping[str, str],
         num_position_axes: int = 1,
         logits_scale: float = 1.0,
+        logits_softcap: float = 0.0,
         takes_masks: bool = True,
     ) -> None:
         super().__init__()
@@ -43,6 +45,7 @@ class HybridModel(nn.Module):
         self.mixer_names = mixer_names
         self.num_position_axes = num_position_axes
         self.logits_scale = logits_scale
+        self.logits_softcap = logits_softcap
         self.ranks: Ranks | None = None  # those that share the model, after ``shard``
         config = hf_model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
@@ -137,7 +140,11 @@ class HybridModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, dim] hidden states to [R, vocab_size] logits."""
         logits: Tensor = self.head(hidden)
-        return logits if self.logits_scale == 1.0 else logits * self.logits_scale
+        if self.logits_scale != 1.0:
+            logits = logits * self.logits_scale
+        if self.logits_softcap:
+            logits = self.logits_softcap * torch.tanh(logits / self.logits_softcap)
+        return logits
 
 
 def _eos_token_ids(hf_model: Any) -> tuple[int, ...]:

@@ -46,6 +46,7 @@ from torch_hybrid.models.qwen3 import QWEN3
 from torch_hybrid.models.qwen3_5 import QWEN3_5
 from torch_hybrid.models.qwen3_next import QWEN3_NEXT
 from torch_hybrid.models.qwen4_exp import QWEN4_EXP
+from torch_hybrid.models.recurrent_gemma import RECURRENT_GEMMA
 from torch_hybrid.models.ring_2_5 import (
     Ring25,
     Ring25Config,
@@ -59,10 +60,12 @@ from torch_hybrid.models.transformers_hooks import (
     ATTENTION_NAME,
     hand_steps,
     join_latent_attention,
+    path_of,
     refuse_as_transformers,
     register_attention,
 )
 from torch_hybrid.models.transformers_weights import make_unread, take_quantization
+from torch_hybrid.models.zamba2 import ZAMBA2
 from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerTable
 from torch_hybrid.toolchain import make_cache_folder
 
@@ -86,6 +89,8 @@ FAMILIES: dict[str, Family] = {
         QWEN3_5,
         QWEN3_NEXT,
         QWEN4_EXP,
+        RECURRENT_GEMMA,
+        ZAMBA2,
     )
     for model_type in family.model_types
 }
@@ -93,14 +98,15 @@ FAMILIES: dict[str, Family] = {
 # Hybrids that transformers has and this package has no op for.
 NOT_SERVED = {
     "falcon_mamba": "Mamba-1: a decay for each channel and state",
+    "inkling": "learned relative biases, and convolutions inside attention",
+    "inkling2": "learned relative biases, and convolutions inside attention",
     "jamba": "Mamba-1: a decay for each channel and state",
     "mamba": "Mamba-1: a decay for each channel and state",
     "nemo_speechlm": "speech to transcribe, of which its text part alone hears nothing",
-    "recurrent_gemma": "real-gated linear recurrent units",
     "rwkv": "RWKV's time mixing",
     "xlstm": "matrix memories with exponential gates",
     "zamba": "Mamba-1: a decay for each channel and state",
-    "zamba2": "attention blocks that several layers share",
+    "zaya": "convolutions of queries and keys, and values of the token before",
 }
 
 
@@ -286,6 +292,7 @@ def adapted(hf_model: Any, model_type: str, table: LayerTable) -> HybridModel:
     register_attention()
     hf_model.set_attn_implementation(ATTENTION_NAME)
     hf_model.eval().requires_grad_(False)
+    family.prepare(hf_model.base_model.layers)
     _swap_mixers(hf_model.base_model.layers, family, table)
     hand_steps(hf_model.base_model.layers, family.step_names)
     _swap_experts(hf_model, family)
@@ -296,6 +303,7 @@ def adapted(hf_model: Any, model_type: str, table: LayerTable) -> HybridModel:
         mixer_names={kind: swap.attribute for kind, swap in family.swaps.items()},
         num_position_axes=family.num_position_axes,
         logits_scale=family.logits_scale(hf_model.config.get_text_config()),
+        logits_softcap=family.logits_softcap(hf_model.config.get_text_config()),
         takes_masks=family.takes_masks,
     )
 
@@ -364,9 +372,8 @@ def _check_taken_weights(hf_model: Any, family: Family, table: LayerTable) -> No
                 name = f"{layers}.{layer_id}.self_attn.kv_b_proj"
                 check_weights_say_all(name, layer.self_attn.kv_b_proj)
             elif entry.kind != "paged_attention":
-                attribute = family.swaps[entry.kind].attribute
-                name = f"{layers}.{layer_id}.{attribute}"
-                check_weights_say_all(name, getattr(layer, attribute))
+                path = path_of(layer, family.swaps[entry.kind].attribute)
+                check_weights_say_all(f"{layers}.{layer_id}.{path}", layer.get_submodule(path))
     for name, module in hf_model.named_modules():
         if name.endswith(".experts"):
             check_weights_say_all(name, module)
@@ -392,10 +399,11 @@ def _swap_mixers(layers: Iterable[Any], family: Family, table: LayerTable) -> No
                     join_latent_attention(layer.self_attn, spec)
                 case spec:
                     swap = family.swaps[entry.kind]
-                    module = getattr(layer, swap.attribute)
+                    path = path_of(layer, swap.attribute)
+                    module = layer.get_submodule(path)
                     if module not in ours:
                         ours[module] = swap.adapter(swap.make(module, spec), entry.kind)
-                    setattr(layer, swap.attribute, ours[module])
+                    layer.set_submodule(path, ours[module])
 
 
 def _swap_experts(hf_model: nn.Module, family: Family) -> None:

@@ -7,15 +7,18 @@ What is cut, by the names that transformers gives to projections:
     our own mixers    as their ``shard`` says: each of the blocks of a projection on its own
     MLP               gate and up: rows; down: columns
     experts           the same in every expert, or whole experts (``experts="all_to_all"``)
+    low-rank adapters their second factor, as the rows of what they adapt
     embedding, head   a stretch of the vocabulary; whole where the ranks do not divide it
-    norms, routers, embeddings of n-grams, what mixes residual streams: whole on every rank
+    norms, routers, embeddings of n-grams, what mixes residual streams or carries a block's output
+                      into another: whole on every rank
 
-A layer of feed-forward sums once, at its end: what a shared expert and the others add up to.
+A layer of feed-forward sums once, at its end: what a shared expert and the others add up to. Linear
+layers that blocks of several decoder layers share are cut once, and stay shared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 import torch.distributed as dist
@@ -35,8 +38,15 @@ from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerEntry
 M = TypeVar("M", HybridModel, Ring25)
 Experts = Literal["tensor", "all_to_all"]
 Cut = Callable[[Any], nn.Module]  # a module to this rank's part of it
-# Children of a decoder layer that mix the residual streams, which every rank has.
-_WHOLE_CHILDREN = frozenset({"attn_hyper_connection", "mlp_hyper_connection", "attn_hc", "ffn_hc"})
+Done = dict[nn.Module, nn.Module]  # what became of each: several layers may share one
+Part = tuple[nn.Module, str]  # a module, and the name of a child
+# Children of a decoder layer that mix the residual streams, or carry the output of a block that
+# layers share to the next mixer: every rank has them.
+_WHOLE_CHILDREN = frozenset(
+    {"attn_hyper_connection", "mlp_hyper_connection", "attn_hc", "ffn_hc", "linear"}
+)
+# Those that have mixers and MLPs of the layer.
+_HOLDERS = frozenset({"mamba_decoder", "shared_transformer"})
 
 
 def shard(model: M, group: dist.ProcessGroup | None = None, *, experts: Experts = "tensor") -> M:
@@ -94,19 +104,22 @@ def cut(model: HybridModel | Ring25, ranks: Ranks, experts: Experts) -> None:
         UnsupportedError: as ``shard`` does.
     """
     table = model.table.divided(ranks.size)  # refuses before anything is changed
-    feed_forward = _feed_forward_cuts(ranks, experts)
+    done: Done = {}
+    feed_forward = _feed_forward_cuts(ranks, experts, done)
     for layer, entries in zip(model.layers, model.table.layers, strict=True):
-        rest = dict(layer.named_children())
+        parts = list(_parts(layer))
         for entry in entries:
+            part = _mixer_of(parts, model.mixer_names.get(entry.kind))
+            parts.remove(part)
+            holder, name = part
+            mixer: Any = holder.get_submodule(name)
             if entry.kind in model.mixer_names:
-                name = model.mixer_names[entry.kind]
-                mixer: Any = rest.pop(name)
-                setattr(layer, name, mixer.shard(ranks))
+                setattr(holder, name, mixer.shard(ranks))
             else:
-                _shard_attention(rest.pop(_attention_name(rest)), entry, ranks)
-        for name, child in rest.items():
+                _shard_attention(mixer, entry, ranks, done)
+        for holder, name in parts:
             if name not in _WHOLE_CHILDREN:
-                _shard_feed_forward(layer, name, child, feed_forward, ranks)
+                _shard_feed_forward(holder, name, feed_forward, ranks, done)
     _shard_vocabulary(model, ranks)
     model.table, model.ranks = table, ranks
 
@@ -132,29 +145,41 @@ def _shard_vocabulary(model: HybridModel | Ring25, ranks: Ranks) -> None:
     )
 
 
-def _attention_name(children: Mapping[str, nn.Module]) -> str:
-    """Which child of a decoder layer is its attention."""
+def _parts(layer: nn.Module) -> Iterator[Part]:
+    """The children of a decoder layer, and those of what holds some."""
+    for name, child in layer.named_children():
+        if name in _HOLDERS:
+            yield from _parts(child)
+        else:
+            yield layer, name
+
+
+def _mixer_of(parts: list[Part], attribute: str | None) -> Part:
+    """The mixer of this name, or attention."""
+    if attribute is not None:
+        return next(part for part in parts if part[1] == attribute)
     return next(
-        name
-        for name, child in children.items()
-        if {"o_proj", "out_proj"} & {part for part, _ in child.named_children()}
+        (holder, name)
+        for holder, name in parts
+        if {"o_proj", "out_proj"} & holder.get_submodule(name)._modules.keys()
     )
 
 
-def _shard_attention(module: Any, entry: LayerEntry, ranks: Ranks) -> None:
+def _shard_attention(module: Any, entry: LayerEntry, ranks: Ranks, done: Done) -> None:
     match entry.spec:
         case AttentionSpec() as spec:
-            _cut_children(module, _attention_cuts(spec, ranks))
+            _cut_children(module, _attention_cuts(spec, ranks), done)
         case LatentSpec() as latent:
-            _cut_children(module, _latent_cuts(module, latent, ranks))
+            _cut_children(module, _latent_cuts(module, latent, ranks), done)
 
 
 def _shard_feed_forward(
-    layer: nn.Module, name: str, child: nn.Module, cuts: Mapping[str, Cut], ranks: Ranks
+    layer: nn.Module, name: str, cuts: Mapping[str, Cut], ranks: Ranks, done: Done
 ) -> None:
     """Cut one child of a decoder layer that is no mixer; norms stay whole."""
+    child = layer.get_submodule(name)
     if any(part in cuts for part, _ in child.named_children()):
-        _cut_children(child, cuts)
+        _cut_children(child, cuts, done)
         setattr(layer, name, SumOverRanks(child, ranks))
     elif any(weight.ndim > 1 for weight in child.parameters()):
         raise UnsupportedError(
@@ -175,7 +200,7 @@ def ranks_of(group: dist.ProcessGroup | None) -> Ranks:
     return Ranks(rank=dist.get_rank(group), size=group.size(), group_name=group.group_name)
 
 
-def _cut_children(module: nn.Module, cuts: Mapping[str, Cut]) -> None:
+def _cut_children(module: nn.Module, cuts: Mapping[str, Cut], done: Done) -> None:
     """Put this rank's part in the place of each child.
 
     Raises:
@@ -185,7 +210,9 @@ def _cut_children(module: nn.Module, cuts: Mapping[str, Cut]) -> None:
         if not list(child.parameters()):
             continue
         if name in cuts:
-            setattr(module, name, cuts[name](child))
+            if child not in done:
+                done[child] = cuts[name](child)
+            setattr(module, name, done[child])
         else:
             raise UnsupportedError(
                 f"cannot shard {type(module).__name__}: nothing is known of its {name!r}"
@@ -194,6 +221,17 @@ def _cut_children(module: nn.Module, cuts: Mapping[str, Cut]) -> None:
 
 def _whole(module: nn.Module) -> nn.Module:
     return module
+
+
+def _in_adapters(rows: Cut) -> Cut:
+    """Low-rank adapters beside a layer of which ``rows`` keeps some."""
+
+    def cut(adapters: Any) -> nn.Module:
+        for adapter in adapters:
+            adapter[1] = rows(adapter[1])
+        return adapters
+
+    return cut
 
 
 def _attention_cuts(spec: AttentionSpec, ranks: Ranks) -> Mapping[str, Cut]:
@@ -226,6 +264,9 @@ def _attention_cuts(spec: AttentionSpec, ranks: Ranks) -> Mapping[str, Cut]:
         "g_proj": rows(spec.num_q_heads),
         "o_proj": out,
         "out_proj": out,
+        "linear_q_adapter_list": _in_adapters(rows(spec.num_q_heads)),
+        "linear_k_adapter_list": _in_adapters(rows(spec.num_kv_heads)),
+        "linear_v_adapter_list": _in_adapters(rows(spec.num_kv_heads)),
     }
 
 
@@ -249,7 +290,7 @@ def _latent_cuts(module: Any, spec: LatentSpec, ranks: Ranks) -> Mapping[str, Cu
     }
 
 
-def _feed_forward_cuts(ranks: Ranks, experts: Experts) -> Mapping[str, Cut]:
+def _feed_forward_cuts(ranks: Ranks, experts: Experts, done: Done) -> Mapping[str, Cut]:
     """Of MLPs and of mixtures of experts. What each rank computes is to be summed."""
 
     def rows(linear: nn.Linear, num_blocks: int = 1) -> nn.Module:
@@ -261,11 +302,14 @@ def _feed_forward_cuts(ranks: Ranks, experts: Experts) -> Mapping[str, Cut]:
         return ranks.columns(linear, linear.in_features)
 
     def inside(module: nn.Module) -> nn.Module:
-        _cut_children(module, cuts)
+        _cut_children(module, cuts, done)
         return module
 
     def whole_experts(module: Any) -> nn.Module:
         return TokensOfRank(ExpertParallel(module, ranks))
+
+    def gate_and_up(linear: nn.Linear) -> nn.Module:
+        return rows(linear, num_blocks=2)
 
     cuts: dict[str, Cut] = {
         "w1": rows,
@@ -274,8 +318,9 @@ def _feed_forward_cuts(ranks: Ranks, experts: Experts) -> Mapping[str, Cut]:
         "gate_proj": rows,
         "up_proj": rows,
         "down_proj": columns,
-        "gate_up_proj": lambda linear: rows(linear, num_blocks=2),
-        "input_linear": lambda linear: rows(linear, num_blocks=2),
+        "gate_up_proj": gate_and_up,
+        "gate_up_proj_adapter_list": _in_adapters(gate_and_up),
+        "input_linear": gate_and_up,
         "output_linear": columns,
         "experts": whole_experts if experts == "all_to_all" else lambda own: own.shard(ranks),
         "shared_expert": inside,

@@ -18,11 +18,16 @@ def check_weights_say_all(name: str, module: nn.Module) -> None:
         UnsupportedError: names the part and what it is.
     """
     for path, part in module.named_modules(prefix=name):
-        if (what := _what_else(part)) is not None:
+        if (what := _what_else(part) or _other_weight(part)) is not None:
             raise UnsupportedError(
                 f"{path} {what}: its weights are taken into a layer of ours, and that would be "
                 "lost. Merge or remove it before the model is adapted"
             )
+
+
+def weights_say_all(module: nn.Module) -> bool:
+    """Whether a module computes what its class and weights say, which may be unread."""
+    return all(_what_else(part) is None for part in module.modules())
 
 
 def _what_else(part: nn.Module) -> str | None:
@@ -38,6 +43,10 @@ def _what_else(part: nn.Module) -> str | None:
             return "has another forward than its class"
     if part._forward_hooks or part._forward_pre_hooks:
         return "has forward hooks"
+    return None
+
+
+def _other_weight(part: nn.Module) -> str | None:
     for key, weight in part.named_parameters(recurse=False):
         if type(weight) not in (nn.Parameter, Tensor):
             return f"has a {key} of type {type(weight).__name__}"

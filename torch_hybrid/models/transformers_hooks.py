@@ -57,6 +57,14 @@ def hand_steps(layers: Iterable[nn.Module], names: tuple[str, ...] = ("step",)) 
         layer.register_forward_pre_hook(_HandStep(layer_id, names), with_kwargs=True)
 
 
+def path_of(layer: nn.Module, attribute: str) -> str:
+    """Where a decoder layer, or else one of its children, has a mixer of this name."""
+    if attribute in layer._modules:
+        return attribute
+    holders = (name for name, child in layer.named_children() if attribute in child._modules)
+    return f"{next(holders)}.{attribute}"
+
+
 def refuse_as_transformers(hf_model: Any) -> None:
     """Make the model's own ``generate`` and ``save_pretrained`` say what to use instead."""
     hf_model.generate = _refused_generate

@@ -118,6 +118,10 @@ def _refusing(model_class: Any, checkpoint: Checkpoint) -> Any:
                     )
             return model_class._finalize_model_loading(model, load_config, found)
 
+        @staticmethod
+        def _adjust_bias(layer: object, weight: object) -> None:
+            """The bias of a layer with a tied weight is as long as that, and may be unread."""
+
     # By these transformers knows which names a checkpoint may have.
     Refusing.__name__, Refusing.__module__ = model_class.__name__, model_class.__module__
     return Refusing

@@ -1,0 +1,91 @@
+"""The Triton kernel: in the interpreter, compiled for GPUs that are not there, and on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.devices import needs_cuda
+from tests.ops.rg_lru.cases import CASES, Case, Inputs
+from tests.ops.rg_lru.test_contract import expect
+from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
+from tests.ops.triton_interpreter import Interpreter, needs_triton
+from tests.ops.triton_resources import assert_all_fit, resources_of
+from torch_hybrid.ops.rg_lru import rg_lru
+
+# What of the contract the interpreter can do in seconds.
+# The whole of it: TRITON_INTERPRET=1 pytest tests/ops/rg_lru -k triton
+CONTRACT = """
+    triton and (exact and not recurrentgemma or nearly_one or segments or first_token or not_stored
+    or nothing_to_do) and not on_a_gpu and not interpreter
+"""
+
+
+@needs_triton
+def test_in_the_interpreter(
+    interpreter: Interpreter, record_property: Callable[[str, object], None]
+):
+    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_on_a_gpu(case: Case, dtype: torch.dtype):
+    expected = expect(case, dtype)
+    moved = on_device(expected.inputs)
+    out = rg_lru(*moved.args(), impl="triton")
+    expected.check(out.cpu(), moved.state.cpu())
+
+
+def on_device(inputs: Inputs) -> Inputs:
+    """Copies on the GPU; the heads of gates still lie apart."""
+    moved = {f.name: getattr(inputs, f.name).to("cuda") for f in fields(inputs)}
+    return replace(inputs, **moved)
+
+
+# (sequences, tokens, heads, head dim, dtype)
+SHAPES = {
+    "RecurrentGemma-2B decode 64": (64, 64, 10, 256, torch.bfloat16),
+    "RecurrentGemma-2B extend 8192": (4, 8192, 10, 256, torch.bfloat16),
+    "RecurrentGemma-9B extend 8192 float32": (4, 8192, 16, 256, torch.float32),
+}
+
+
+@needs_cross_compiler
+def test_compiles_without_spills() -> None:
+    rows = [
+        resources_of(launch, target, label)
+        for label, shape in SHAPES.items()
+        for target in SHARED_LIMITS
+        for launch in record_launches(target, *shape).values()
+    ]
+    assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
+
+
+def record_launches(
+    target: str, num_seqs: int, num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype
+) -> dict[str, Launch]:
+    """What the launcher launches for x that is a slice of a projection."""
+    from torch_hybrid.ops.rg_lru import _triton
+
+    channels = num_heads * head_dim
+    projected = torch.empty(num_tokens, 2 * channels, dtype=dtype, device="meta")
+    gates = projected.new_empty(num_heads, num_tokens, 2 * head_dim)
+    log_a = torch.empty(channels, device="meta")
+    indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
+    with launches_on(target) as launches:
+        _triton.rg_lru(
+            projected[:, :channels],
+            gates.transpose(0, 1),
+            log_a,
+            log_a.new_empty(num_seqs + 1, channels),
+            indices,
+            indices[1:],
+            indices[1:],
+        )
+    return launches

@@ -1,0 +1,108 @@
+"""The recurrent block of Griffin (RecurrentGemma), as a module of its own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
+from torch_hybrid.backends.rg_lru import apply_rg_lru
+from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.own_dtype import in_own_dtype
+from torch_hybrid.layers.side_by_side import columns
+from torch_hybrid.ranks import Ranks
+from torch_hybrid.specs import RgLruSpec
+
+_SHARPNESS = 8.0  # c in a = exp(-c r softplus(a_param))
+
+
+class RgLru(nn.Module):
+    """Projection, causal convolution, real-gated linear recurrent unit, gate, projection.
+
+    One input projection gives ``[x | y]``; the output is that of the recurrence over x, multiplied
+    by GELU(y). A head's gates are a projection of its own channels, ``[input | recurrent]``.
+
+    Args:
+        dim: width of the model.
+        spec: the mixer's facts.
+        dtype, device: of the parameters.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        spec: RgLruSpec,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        heads, width, channels = spec.num_heads, spec.head_dim, spec.channels
+        self.in_proj = nn.Linear(dim, 2 * channels, dtype=dtype, device=device)
+        self.out_proj = nn.Linear(channels, dim, dtype=dtype, device=device)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+        self.conv_weight = parameter(channels, spec.conv_width)
+        self.conv_bias = parameter(channels)
+        self.gate_weight = parameter(heads, width, 2 * width)
+        self.gate_bias = parameter(heads, 2 * width)
+        self.a_param = parameter(channels)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise as the published models do: an open gate decays by 0.9 to 0.999."""
+        bound = self.spec.conv_width**-0.5
+        nn.init.uniform_(self.conv_weight, -bound, bound)
+        nn.init.uniform_(self.conv_bias, -bound, bound)
+        nn.init.normal_(self.gate_weight, std=self.spec.head_dim**-0.5)
+        nn.init.zeros_(self.gate_bias)
+        with torch.no_grad():
+            decay = torch.empty_like(self.a_param).uniform_(0.9, 0.999)
+            self.a_param.copy_(torch.expm1(-decay.log() / _SHARPNESS).log())
+
+    @in_own_dtype(1)
+    def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
+        """Mix the tokens of a step.
+
+        Args:
+            x: [T, dim], the sequences packed as ``plan`` says.
+            plan: from the backend's ``plan``.
+            cache: this layer's pools. Mutated at the slots that the plan names.
+
+        Returns:
+            [T, dim].
+        """
+        spec = self.spec
+        mixed, y = columns(self.in_proj, x, [spec.channels] * 2)
+        mixed = convolve(
+            mixed, self.conv_weight, self.conv_bias, plan, cache["conv"], activation="none"
+        )
+        heads = mixed.view(-1, spec.num_heads, spec.head_dim).transpose(0, 1)
+        gates = torch.baddbmm(self.gate_bias[:, None], heads, self.gate_weight).transpose(0, 1)
+        log_a = -_SHARPNESS * F.softplus(self.a_param.float())
+        h = apply_rg_lru(mixed, gates, log_a, plan, cache["state"])
+        out: Tensor = self.out_proj(h * F.gelu(y, approximate="tanh"))
+        return out
+
+    def shard(self, ranks: Ranks) -> RgLru:
+        """This rank's heads: a layer that keeps their states alone, and sums over the ranks.
+
+        Raises:
+            UnsupportedError: the ranks do not divide the heads.
+        """
+        spec = self.spec
+        with torch.device("meta"):
+            part = RgLru(self.in_proj.in_features, spec.divided(ranks.size))
+        head, channels = (spec.num_heads, 1), (spec.num_heads, spec.head_dim)
+        part.in_proj = ranks.rows(self.in_proj, [channels] * 2)
+        part.out_proj = ranks.summed_columns(self.out_proj, spec.num_heads)
+        part.conv_weight = ranks.parameter(self.conv_weight, [channels])
+        part.conv_bias = ranks.parameter(self.conv_bias, [channels])
+        part.gate_weight = ranks.parameter(self.gate_weight, [head])
+        part.gate_bias = ranks.parameter(self.gate_bias, [head])
+        part.a_param = ranks.parameter(self.a_param, [channels])
+        return part

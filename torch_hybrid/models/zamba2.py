@@ -1,0 +1,85 @@
+"""Zamba2: Mamba2 in every layer, in some behind a block of attention and an MLP that layers share.
+
+Each call of a block has keys and values of its own, low-rank adapters of its own, and takes the
+embedding beside the hidden state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from torch_hybrid.models.family import ROPE_TYPES, Family, Swap, listed, require, require_fields
+from torch_hybrid.models.mamba2 import mamba2_from
+from torch_hybrid.models.taken_weights import weights_say_all
+from torch_hybrid.specs import AttentionSpec, LayerSpec, Mamba2Spec
+
+NORM_EPS = 1e-5  # of the gated norm: fixed by the model, whatever config.rms_norm_eps says
+_ADAPTERS = (
+    "linear_q_adapter_list",
+    "linear_k_adapter_list",
+    "linear_v_adapter_list",
+    "gate_up_proj_adapter_list",
+)
+
+
+def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
+    rope_type = (config.rope_parameters or {}).get("rope_type", "default")
+    require(config, "rope_parameters.rope_type", rope_type, ROPE_TYPES)
+    require_fields(config, use_conv_bias=True)
+    if config.use_shared_attention_adapter:  # as wide for keys as for queries
+        num_heads = config.num_attention_heads
+        require(config, "num_key_value_heads", config.num_key_value_heads, [num_heads])
+    attention = AttentionSpec(
+        num_q_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.attention_head_dim,
+        scale=(config.attention_head_dim / 2) ** -0.5,
+    )
+    linear = Mamba2Spec(
+        num_heads=config.n_mamba_heads,
+        head_dim=config.mamba_headdim,
+        state_dim=config.mamba_d_state,
+        num_groups=config.mamba_ngroups,
+        conv_width=config.mamba_d_conv,
+        dt_min=config.time_step_min,  # there is no upper limit
+        gate="before_norm",
+        norm_groups=config.mamba_ngroups,
+        norm_eps=NORM_EPS,
+    )
+    mixers: dict[str, tuple[LayerSpec, ...]] = {
+        "linear_attention": (linear,),
+        "hybrid": (attention, linear),
+    }
+    return listed(config, mixers)
+
+
+def _share_blocks(layers: Sequence[Any]) -> None:
+    """Leave each layer its own adapters alone, of those of all layers that it looks its own up in
+    by its number; and make the modules one whose weights are, and say all.
+
+    What becomes of the weights, integers or a rank's part of them, is shared as well then.
+    """
+    ours: dict[tuple[Any, ...], nn.Module] = {}
+    found = (layer._modules.get("shared_transformer") for layer in layers)
+    blocks: list[Any] = [block for block in found if block is not None]
+    for index, block in enumerate(blocks):
+        block.block_id = None  # with it, layers that are alike would seem not to be
+        for part in (block.self_attn, block.feed_forward):
+            part.block_id = None
+            part.layer_dic = dict.fromkeys(range(len(layers)), 0)
+            for name, child in list(part.named_children()):
+                if name in _ADAPTERS:
+                    setattr(part, name, nn.ModuleList([child[index]]))
+                elif (weights := tuple(child.parameters())) and weights_say_all(child):
+                    setattr(part, name, ours.setdefault(weights, child))
+
+
+ZAMBA2 = Family(
+    model_types=("zamba2",),
+    specs=_specs,
+    swaps={"mamba2": Swap(attribute="mamba", make=mamba2_from)},
+    prepare=_share_blocks,
+)
