@@ -32,6 +32,7 @@ from torch_hybrid.specs import (
     LayerTable,
     LightningSpec,
     Mamba2Spec,
+    MambaSpec,
     ShortConvolutionSpec,
 )
 from torch_hybrid.speculation import DraftCounts, Drafter, Ngram, Speculation
@@ -56,6 +57,7 @@ __all__ = [
     "LayerTable",
     "LightningSpec",
     "Mamba2Spec",
+    "MambaSpec",
     "Mode",
     "Ngram",
     "Output",

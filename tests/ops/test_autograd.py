@@ -13,7 +13,12 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import torch_hybrid as th
-from tests.layers import test_kimi_delta_attention, test_lightning_attention, test_mamba2
+from tests.layers import (
+    test_kimi_delta_attention,
+    test_lightning_attention,
+    test_mamba,
+    test_mamba2,
+)
 from torch_hybrid.backends.mode import MODES
 from torch_hybrid.layers import GatedDeltaNet, LatentAttention
 from torch_hybrid.layers.fused_experts import FusedExperts
@@ -97,6 +102,7 @@ def layers() -> Iterator[tuple[str, Mix]]:
         "gated_delta_rule": GatedDeltaNet(DIM, DELTA),
         "kimi_delta_attention": test_kimi_delta_attention.make("low rank"),
         "ssd": test_mamba2.make(test_mamba2.SPEC),
+        "selective_scan": test_mamba.make(test_mamba.SPEC),
         "lightning": test_lightning_attention.make(test_lightning_attention.PLAIN),
     }
     for name, layer in made.items():

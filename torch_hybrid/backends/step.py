@@ -17,6 +17,7 @@ from torch_hybrid.backends.ngram_embedding import NGRAM_EMBEDDING
 from torch_hybrid.backends.paged_attention import PagedAttentionBackend, PagedAttentionPlan
 from torch_hybrid.backends.recurrent import SHORT_CONVOLUTION, RecurrentBackend, RecurrentPlan
 from torch_hybrid.backends.select import Backends, Choice
+from torch_hybrid.backends.selective_scan import MAMBA
 from torch_hybrid.backends.ssd import LIGHTNING_ATTENTION, MAMBA2
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
@@ -61,6 +62,7 @@ _BACKENDS: dict[str, MakeBackend] = {
     "gated_delta_rule": partial(RecurrentBackend, GATED_DELTA_RULE),
     "kimi_delta_attention": partial(RecurrentBackend, KIMI_DELTA_ATTENTION),
     "mamba2": partial(RecurrentBackend, MAMBA2),
+    "mamba": partial(RecurrentBackend, MAMBA),
     "lightning_attention": partial(RecurrentBackend, LIGHTNING_ATTENTION),
     "short_convolution": partial(RecurrentBackend, SHORT_CONVOLUTION),
     "ngram_embedding": partial(RecurrentBackend, NGRAM_EMBEDDING),
