@@ -41,13 +41,14 @@ from torch_hybrid.models.load import adapt
 FAMILIES = [
     "bailing_hybrid",
     "falcon_h1",
+    "jamba",
     "lfm2",
     "minimax",
     "nemotron_h",
     "qwen3_next",
     "qwen4_exp",
 ]
-DECODED = ["bailing_hybrid", "falcon_h1", "qwen3_next", "qwen4_exp"]
+DECODED = ["bailing_hybrid", "falcon_h1", "jamba", "qwen3_next", "qwen4_exp"]
 STEPS = [
     *((family, [70, 3]) for family in FAMILIES),
     *((family, [1, 1, 1]) for family in DECODED),

@@ -28,6 +28,7 @@ ALL_EXPERTS = {
     "qwen4_exp": {**_THREE, "num_experts": 3, "indexer_budget": 256},
     "granitemoehybrid": {**_THREE, "num_local_experts": 3},
     "minimax": {**_THREE, "num_local_experts": 3},
+    "jamba": {**_THREE, "num_experts": 3},
     "lfm2_moe": {**_THREE, "num_experts": 3},
     "deepseek_v3": {**_TWO_GROUPS, "n_routed_experts": 4},
     "nemotron_h": {**_TWO_GROUPS, "n_routed_experts": 4},

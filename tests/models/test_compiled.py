@@ -25,9 +25,25 @@ from torch_hybrid.explain import sections as explain
 pytestmark = pytest.mark.slow
 LENGTHS = (5, 64, 131)
 # Each op of ours and each form of attention in Inductor's code, beside experts and without.
-BY_INDUCTOR = ("qwen3_5_moe", "qwen4_exp", "kimi_linear", "bailing_hybrid", "falcon_h1_norm")
+BY_INDUCTOR = (
+    "qwen3_5_moe",
+    "qwen4_exp",
+    "kimi_linear",
+    "bailing_hybrid",
+    "falcon_h1_norm",
+    "jamba",
+)
 # Of the same ops, around which the code differs: what is traced, copied and rewritten.
-AS_TRACED = ("olmo_hybrid", "minimax", "bamba", "granitemoehybrid", "nemotron_h", "mamba2", "lfm3")
+AS_TRACED = (
+    "olmo_hybrid",
+    "minimax",
+    "bamba",
+    "granitemoehybrid",
+    "nemotron_h",
+    "mamba2",
+    "lfm3",
+    "mamba",
+)
 SEEDS = {"granitemoehybrid": 0}  # without a near tie of routers; 2 for the others
 # Latents are expanded, in one pass or in chunks; in Kimi Linear they are attended to as they are.
 EXPANDED = th.Backends(prefix=th.PrefixPolicy(token_budget=96, absorbed="never"))

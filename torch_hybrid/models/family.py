@@ -54,7 +54,8 @@ class Family:
     (mrope). ``logits_scale(config)`` is a factor on the logits. ``experts(module)`` makes ours of
     the family's experts. ``takes_masks`` says whether the model takes a mask for each type of
     layer. ``step_names`` are the options of a decoder layer as which it is handed the step: a
-    module that it hands no others finds it in one of those.
+    module that it hands no others finds it in one of those. ``given_as`` is the option of the model
+    as which it hands the step to its layers.
     """
 
     model_types: tuple[str, ...]
@@ -65,6 +66,7 @@ class Family:
     experts: Callable[[Any], FusedExperts] = _gated_experts
     takes_masks: bool = True
     step_names: tuple[str, ...] = ("step",)
+    given_as: str = "step"
 
 
 def require(config: Any, name: str, value: object, allowed: Collection[object]) -> None:

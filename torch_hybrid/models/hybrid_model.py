@@ -25,6 +25,7 @@ class HybridModel(nn.Module):
         num_position_axes: 1, or 3 where rotary positions are 3-D (mrope).
         logits_scale: factor on the logits.
         takes_masks: whether its forward takes a mask for each type of layer.
+        step_name: the option of its forward as which it is given the step.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class HybridModel(nn.Module):
         num_position_axes: int = 1,
         logits_scale: float = 1.0,
         takes_masks: bool = True,
+        step_name: str = "step",
     ) -> None:
         super().__init__()
         self.hf_model = hf_model
@@ -57,6 +59,7 @@ class HybridModel(nn.Module):
             "conv",
         )
         self._no_masks = dict.fromkeys(types) if takes_masks else None
+        self._step_name = step_name
 
     @property
     def model_type(self) -> str:
@@ -110,9 +113,8 @@ class HybridModel(nn.Module):
         outputs = self.hf_model.base_model(
             input_ids=tokens[None],
             position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
-            attention_mask=self._no_masks,
             use_cache=False,
-            step=step,
+            **{"attention_mask": self._no_masks, self._step_name: step},
         )
         hidden: Tensor = outputs.last_hidden_state[0]
         return hidden.to(self.dtype)  # some keep their residuals in float32

@@ -26,8 +26,10 @@ from torch_hybrid.models.falcon_h1 import FALCON_H1
 from torch_hybrid.models.family import Family, require
 from torch_hybrid.models.granitemoehybrid import GRANITEMOEHYBRID
 from torch_hybrid.models.hybrid_model import HybridModel
+from torch_hybrid.models.jamba import JAMBA
 from torch_hybrid.models.kimi_linear import KIMI_LINEAR
 from torch_hybrid.models.lfm import LFM2, LFM3
+from torch_hybrid.models.mamba import MAMBA
 from torch_hybrid.models.mamba2 import MAMBA2
 from torch_hybrid.models.merge_adapters import merge_adapters
 from torch_hybrid.models.minimax import MINIMAX
@@ -73,9 +75,11 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_V3,
         FALCON_H1,
         GRANITEMOEHYBRID,
+        JAMBA,
         KIMI_LINEAR,
         LFM2,
         LFM3,
+        MAMBA,
         MAMBA2,
         MINIMAX,
         NEMOTRON_H,
@@ -90,14 +94,11 @@ FAMILIES: dict[str, Family] = {
 
 # Hybrids that transformers has and this package has no op for.
 NOT_SERVED = {
-    "falcon_mamba": "Mamba-1: a decay for each channel and state",
-    "jamba": "Mamba-1: a decay for each channel and state",
-    "mamba": "Mamba-1: a decay for each channel and state",
     "nemo_speechlm": "speech to transcribe, of which its text part alone hears nothing",
     "recurrent_gemma": "real-gated linear recurrent units",
     "rwkv": "RWKV's time mixing",
     "xlstm": "matrix memories with exponential gates",
-    "zamba": "Mamba-1: a decay for each channel and state",
+    "zamba": "attention blocks that several layers share",
     "zamba2": "attention blocks that several layers share",
 }
 
@@ -284,7 +285,7 @@ def adapted(hf_model: Any, model_type: str, table: LayerTable) -> HybridModel:
     hf_model.set_attn_implementation(ATTENTION_NAME)
     hf_model.eval().requires_grad_(False)
     _swap_mixers(hf_model.base_model.layers, family, table)
-    hand_steps(hf_model.base_model.layers, family.step_names)
+    hand_steps(hf_model.base_model.layers, family.step_names, family.given_as)
     _swap_experts(hf_model, family)
     refuse_as_transformers(hf_model)
     return HybridModel(
@@ -294,6 +295,7 @@ def adapted(hf_model: Any, model_type: str, table: LayerTable) -> HybridModel:
         num_position_axes=family.num_position_axes,
         logits_scale=family.logits_scale(hf_model.config.get_text_config()),
         takes_masks=family.takes_masks,
+        step_name=family.given_as,
     )
 
 
