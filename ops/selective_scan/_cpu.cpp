@@ -2,7 +2,7 @@
 //
 // The channels' states lie one after the other, N floats each, as in the pool, so that a step reads
 // and writes them in address order; they and their rates stay in L1 from token to token. Lanes are
-// states of one channel: sixteen channels at a time, whose products with C are then summed together.
+// states of one channel; the products of sixteen channels with C are then summed together.
 #include <omp.h>
 
 #include <algorithm>
@@ -33,6 +33,7 @@ TH_CALL(Call,
 
 // Channels that a thread takes at once: of 16 states each, they and their rates are 8 KiB.
 constexpr int64_t BLOCK_CHANNELS = 64;
+constexpr int64_t AHEAD = 2;  // tokens whose rows are asked for before their turn
 
 // 2^x within 1e-7 relative for x <= 0, not below 2^-126. NaN stays.
 TH_INLINE f32x16 power_of_2(f32x16 x) {
@@ -72,6 +73,7 @@ struct Block {
   const T* row(const void* rows, int64_t stride, int64_t t) const {
     return (const T*)rows + (start + t) * stride;
   }
+  T* out(int64_t t) const { return (T*)call.out + (start + t) * call.channels + channel; }
   float* state(int64_t at) const {
     return call.state + (at * call.channels + channel) * call.state_dim;
   }
@@ -111,26 +113,22 @@ TH_INLINE f32x16 advance(const float* step, const float* u, const float* rates, 
   f32x16 products[LANES];
   if constexpr (N == LANES) {
     const f32x16 b = th::load(B), c = th::load(C);
-    const auto one = [&](int i) TH_LAMBDA {
+#pragma GCC unroll 4
+    for (int i = 0; i < count; ++i) {
       float* s = state + i * LANES;
       const f32x16 decay = power_of_2(th::load(rates + i * LANES) * step[i]);
       const f32x16 advanced = th::fma(b, th::splat(u[i]), th::load(s) * decay);
       th::store(s, advanced);
       products[i] = advanced * c;
-    };
-    if (count == LANES) {
-#pragma GCC unroll 4
-      for (int i = 0; i < LANES; ++i) one(i);
-      return th::sum16(products);
     }
-    for (int i = 0; i < count; ++i) one(i);
   } else {
     for (int i = 0; i < count; ++i) {
       f32x16 sum{};
       th::for_lanes(state_dim, [&](int64_t k, int n) TH_LAMBDA {
         float* s = state + i * state_dim + k;
         const f32x16 decay = power_of_2(th::load(rates + i * state_dim + k, n) * step[i]);
-        const f32x16 advanced = th::fma(th::load(B + k, n), th::splat(u[i]), th::load(s, n) * decay);
+        const f32x16 kept = th::load(s, n) * decay;
+        const f32x16 advanced = th::fma(th::load(B + k, n), th::splat(u[i]), kept);
         th::store(s, advanced, n);
         sum = th::fma(advanced, th::load(C + k, n), sum);
       });
@@ -139,6 +137,12 @@ TH_INLINE f32x16 advance(const float* step, const float* u, const float* rates, 
   }
   for (int i = count; i < LANES; ++i) products[i] = f32x16{};
   return th::sum16(products);
+}
+
+// Rows of tokens lie too far apart for a processor to foresee the next one.
+template <typename T>
+TH_INLINE void prefetch(const T* row, int64_t size) {
+  for (int64_t i = 0; i < size; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + i);
 }
 
 // All tokens of a block, whose channels are all of one group.
@@ -153,7 +157,12 @@ void walk(const Block<T>& block, const float* rates, float* state) {
     const T* z = call.z ? block.row(call.z, call.z_stride, t) + block.channel : nullptr;
     const T* B = block.row(call.B, call.B_stride, t) + group;
     const T* C = block.row(call.C, call.C_stride, t) + group;
-    T* out = (T*)call.out + (block.start + t) * call.channels + block.channel;
+    T* out = block.out(t);
+    const int64_t next = std::min(t + AHEAD, block.length - 1);
+    prefetch(block.row(call.x, call.x_stride, next) + block.channel, block.size);
+    prefetch(block.row(call.dt, call.dt_stride, next) + block.channel, block.size);
+    if (z) prefetch(block.row(call.z, call.z_stride, next) + block.channel, block.size);
+    prefetch(block.out(next), block.size);
     th::for_lanes(block.size, [&](int64_t c, int n) TH_LAMBDA {
       float step[LANES], u[LANES];
       const f32x16 inputs = th::load(x + c, n), steps = th::softplus(th::load(dt + c, n));
