@@ -119,14 +119,13 @@ class Mamba(nn.Module):
         """
         channels = (self.spec.channels, 1)
         with torch.device("meta"):
-            part = Mamba(self.in_proj.in_features, self.spec.divided(ranks.size))
+            part = Mamba(self.in_proj.in_features, self.spec.divided(ranks.size), conv_bias=False)
         part.in_proj = ranks.rows(self.in_proj, [channels] * 2)
         part.x_proj = ranks.summed_columns(self.x_proj, self.spec.channels)
         part.dt_proj = ranks.rows(self.dt_proj, [channels])
         part.out_proj = ranks.summed_columns(self.out_proj, self.spec.channels)
         part.dt_norm, part.B_norm, part.C_norm = self.dt_norm, self.B_norm, self.C_norm
         part.conv_weight = ranks.parameter(self.conv_weight, [channels])
-        part.conv_bias = None
         if self.conv_bias is not None:
             part.conv_bias = ranks.parameter(self.conv_bias, [channels])
         part.A_log = ranks.parameter(self.A_log, [channels])
