@@ -126,16 +126,16 @@ def on_device(inputs: Inputs, device: str) -> Inputs:
     return replace(inputs, **moved)
 
 
-# (sequences, tokens, channels, dtype), all of 16 states
-DECODE = {
-    "Mamba-130M decode 64": (64, 64, 1536, torch.bfloat16),
-    "Falcon-Mamba decode 64": (64, 64, 8192, torch.bfloat16),
-    "Falcon-Mamba decode 64 float32": (64, 64, 8192, torch.float32),
-}
-EXTEND = {
-    "Mamba-130M": (16, 8192, 1536, torch.bfloat16),
-    "Falcon-Mamba": (16, 8192, 8192, torch.bfloat16),
-    "Falcon-Mamba float32": (16, 8192, 8192, torch.float32),
+# (sequences, tokens, dtype), of 8192 channels with 16 states
+SHAPES = {
+    "recurrent": {
+        "Falcon-Mamba decode 64": (64, 64, torch.bfloat16),
+        "Falcon-Mamba decode 64 float32": (64, 64, torch.float32),
+    },
+    "chunk": {
+        "Falcon-Mamba": (16, 8192, torch.bfloat16),
+        "Falcon-Mamba float32": (16, 8192, torch.float32),
+    },
 }
 
 
@@ -143,7 +143,7 @@ EXTEND = {
 def test_compiles_without_spills() -> None:
     rows = [
         resources_of(launch, target, label)
-        for form, shapes in (("recurrent", DECODE), ("chunk", EXTEND))
+        for form, shapes in SHAPES.items()
         for label, shape in shapes.items()
         for target in SHARED_LIMITS
         for launch in record_launches(target, form, *shape).values()
@@ -152,35 +152,29 @@ def test_compiles_without_spills() -> None:
 
 
 def record_launches(
-    target: str,
-    form: str,
-    num_seqs: int,
-    num_tokens: int,
-    channels: int,
-    dtype: torch.dtype,
+    target: str, form: str, num_seqs: int, num_tokens: int, dtype: torch.dtype
 ) -> dict[str, Launch]:
     """What the launcher launches for x and z that are slices of one projection, as B and C are."""
     from torch_hybrid.ops.selective_scan import _triton
 
-    xz = torch.empty(num_tokens, 2 * channels, dtype=dtype, device="meta")
-    selecting = torch.empty(num_tokens, channels // 32 + 32, dtype=dtype, device="meta")
-    B, C = selecting[:, None, -32:].chunk(2, 2)
-    parameters = torch.empty(channels, 17, dtype=dtype, device="meta")
+    channels, state_dim, rank = 8192, 16, 256
+    x, z = torch.empty(num_tokens, 2 * channels, dtype=dtype, device="meta").chunk(2, 1)
+    selecting = x.new_empty(num_tokens, 1, rank + 2 * state_dim)
+    _, B, C = selecting.split([rank, state_dim, state_dim], 2)
     indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
     with launches_on(target) as launches:
-        options = {"chunk_size": 32} if form == "chunk" else {}
         getattr(_triton, f"{form}_selective_scan")(
-            xz[:, :channels],
-            xz.new_empty(num_tokens, channels),
+            x,
+            x.new_empty(x.shape),
             B,
             C,
-            xz[:, channels:],
-            parameters[:, :16].contiguous(),
-            parameters[:, 16].contiguous(),
-            torch.empty(num_seqs + 1, channels, 16, device="meta"),
+            z,
+            x.new_empty(channels, state_dim),
+            x.new_empty(channels),
+            torch.empty(num_seqs + 1, channels, state_dim, device="meta"),
             indices,
             indices[1:],
             indices[1:],
-            **options,
+            **({"chunk_size": 32} if form == "chunk" else {}),
         )
     return launches
