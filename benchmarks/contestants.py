@@ -109,8 +109,8 @@ class Transformers:
 
     @property
     def _cache_name(self) -> str:
-        is_mamba2 = self.model.config.model_type == "mamba2"
-        return "cache_params" if is_mamba2 else "past_key_values"
+        is_mamba = self.model.config.model_type in ("mamba", "falcon_mamba", "mamba2")
+        return "cache_params" if is_mamba else "past_key_values"
 
 
 @contextmanager

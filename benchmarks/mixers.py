@@ -22,6 +22,7 @@ from torch_hybrid.specs import (
     LayerSpec,
     LightningSpec,
     Mamba2Spec,
+    MambaSpec,
     NgramSpec,
     RgLruSpec,
     ShortConvolutionSpec,
@@ -93,6 +94,8 @@ def mixer_flops(spec: LayerSpec, row: Row) -> float:
             return _indexed_latent_flops(spec, row)
         case NgramSpec():
             return 0.0
+        case MambaSpec():  # decay, update and read each state; exponentials count nothing
+            return 5 * spec.channels * spec.state_dim * row.num_new
         case _:
             one_token = row.num_new == 1
             return _token_flops(spec) if one_token else row.num_new * _chunk_flops(spec) / CHUNK
@@ -167,6 +170,8 @@ def inner_width(spec: LayerSpec) -> int:
             return width + spec.k_channels + spec.num_heads
         case Mamba2Spec():  # and the steps and decays
             return 2 * (spec.conv_channels + spec.inner_dim + spec.num_heads)
+        case MambaSpec():  # x before and after its convolution, gate, steps, output
+            return 5 * spec.channels + spec.dt_rank + 2 * spec.state_dim
         case LightningSpec():  # query, key, value, gate, output
             return 5 * spec.channels
         case RgLruSpec():  # input, its convolution, two gates, that of the output, output

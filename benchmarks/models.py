@@ -308,6 +308,39 @@ def _zamba2(sizes: dict[str, Any]) -> Any:
     return Zamba2ForCausalLM(Zamba2Config(**own | options))
 
 
+def _mamba(sizes: dict[str, Any]) -> Any:
+    """Mamba in every layer, and nothing else."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    return MambaForCausalLM(MambaConfig(**_mamba_sizes(sizes)))
+
+
+def _falcon_mamba(sizes: dict[str, Any]) -> Any:
+    """The same with norms of what selects."""
+    from transformers import FalconMambaConfig, FalconMambaForCausalLM
+
+    return FalconMambaForCausalLM(FalconMambaConfig(**_mamba_sizes(sizes)))
+
+
+def _mamba_sizes(sizes: dict[str, Any]) -> dict[str, Any]:
+    names = ["vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings"]
+    own = {name: (_DENSE | {"num_hidden_layers": 24} | sizes)[name] for name in names}
+    return own | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+
+
+def _jamba(sizes: dict[str, Any]) -> Any:
+    """Mamba, full attention in every fourth layer, 8 experts, 2 for each token, in every other."""
+    from transformers import JambaConfig, JambaForCausalLM
+
+    options = {
+        "intermediate_size": 640,
+        "num_experts": 8,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 3,
+    }
+    return JambaForCausalLM(JambaConfig(**_DENSE | options | sizes))
+
+
 def _lfm2(sizes: dict[str, Any]) -> Any:
     """Gated short convolutions, full attention in every third layer."""
     from transformers import Lfm2Config, Lfm2ForCausalLM
@@ -378,6 +411,9 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "nemotron_h": _nemotron_h,
     "mamba2": _mamba2,
     "zamba2": _zamba2,
+    "mamba": _mamba,
+    "falcon_mamba": _falcon_mamba,
+    "jamba": _jamba,
     "lfm2": _lfm2,
     "lfm2_moe": _lfm2_moe,
     "lfm3": _lfm3,
@@ -415,7 +451,7 @@ def fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
     """Random values for a weight of that name, on the generator's device."""
     if name.endswith("A_log"):
         weight.uniform_(1, 16, generator=generator).log_()
-    elif name.endswith("dt_bias"):
+    elif name.endswith(("dt_bias", "dt_proj.bias")):
         weight.uniform_(-7, -2, generator=generator)
     elif name.endswith("recurrent_param"):
         weight.uniform_(-9, -3, generator=generator)

@@ -65,6 +65,7 @@ TRAITS = {
     "prefix_cache": _OF_STEPS,
     "ragged_attention": _TIMED,
     "rg_lru": _TIMED,
+    "selective_scan": _TIMED,
     "serve": _OF_STEPS,
     "side_stream": Traits(quick=("--layers", "2"), has_options=True, needs_cuda=True),
     "speculation": _OF_STEPS,

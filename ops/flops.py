@@ -150,6 +150,20 @@ def lightning_step(
     return 4 * qkv[0] * state[1] * state[2] * state[3]
 
 
+def selective_scan(
+    x: Shape,
+    dt: object,
+    B: object,
+    C: object,
+    z: object,
+    A_log: Shape,
+    *args: Any,
+    **_: Any,
+) -> int:
+    """A token writes the states of every channel, and reads them."""
+    return 4 * x[0] * A_log[0] * A_log[1]
+
+
 def nothing(*args: Any, **_: Any) -> int:
     """No product."""
     return 0
@@ -214,6 +228,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "ssd_verify": ssd_step,
     "lightning_step": lightning_step,
     "rg_lru": nothing,
+    "recurrent_selective_scan": selective_scan,
+    "chunk_selective_scan": selective_scan,
     "state_copy": nothing,
     "draw_tokens": nothing,
     "route": nothing,

@@ -53,12 +53,13 @@ def live_sequences(cu_seqlens: Tensor, initial_indices: Tensor, state_indices: T
 
 
 def initial_states(state: Tensor, seqs: Sequences) -> Tensor:
-    """[N, H, V, K] copies of the states that ``seqs`` start from."""
-    return state[seqs.initial].where((seqs.initial > 0)[:, None, None, None], 0.0)
+    """[N, ...] copies of the states that ``seqs`` start from."""
+    is_there = (seqs.initial > 0).view(-1, *[1] * (state.ndim - 1))
+    return state[seqs.initial].where(is_there, 0.0)
 
 
 def store_states(state: Tensor, seqs: Sequences, S: Tensor) -> None:
-    """Leave the states ``S [N, H, V, K]`` in the slots of ``seqs``."""
+    """Leave the states ``S [N, ...]`` in the slots of ``seqs``."""
     is_stored = seqs.slots > 0
     if bool(is_stored.all()):
         state[seqs.slots] = S

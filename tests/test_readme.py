@@ -28,6 +28,7 @@ from torch_hybrid.ops.ragged_attention import op as ragged_attention
 from torch_hybrid.ops.rg_lru import op as rg_lru
 from torch_hybrid.ops.route import op as route
 from torch_hybrid.ops.select_blocks import op as select_blocks
+from torch_hybrid.ops.selective_scan import op as selective_scan
 from torch_hybrid.ops.ssd import op as ssd
 from torch_hybrid.ops.ssd_step import op as ssd_step
 from torch_hybrid.ops.state_copy import op as state_copy
@@ -68,6 +69,10 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "ssd_step": ssd_step.IMPLEMENTATIONS,
         "ssd_verify": ssd_step.VERIFY_IMPLEMENTATIONS,
     },
+    "mamba": {
+        "recurrent_selective_scan": selective_scan.RECURRENT_IMPLEMENTATIONS,
+        "chunk_selective_scan": selective_scan.CHUNK_IMPLEMENTATIONS,
+    },
     "lightning_attention": {"lightning_step": lightning_step.IMPLEMENTATIONS},
     "mamba2, lightning_attention": {
         "recurrent_ssd": ssd.RECURRENT_IMPLEMENTATIONS,
@@ -92,6 +97,7 @@ NAMES = {
     "ngram_embedding": "embeddings of n-grams",
     "gated_delta_rule": "gated delta rule",
     "kimi_delta_attention": "Kimi delta attention",
+    "mamba": "Mamba",
     "mamba2": "Mamba2",
     "lightning_attention": "lightning attention",
     "rg_lru": "real-gated linear recurrent units",

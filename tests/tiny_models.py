@@ -327,6 +327,46 @@ def zamba2(**options: Any) -> nn.Module:
     return tf.Zamba2ForCausalLM(tf.Zamba2Config(**{**sizes, **options}))
 
 
+def mamba(**options: Any) -> nn.Module:
+    """With every bias, and states that are no vector."""
+    sizes = {
+        **NO_SPECIAL_TOKENS,
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "state_size": 12,
+        "use_bias": True,
+    }
+    return tf.MambaForCausalLM(tf.MambaConfig(**{**sizes, **options}))
+
+
+def falcon_mamba(**options: Any) -> nn.Module:
+    sizes = {
+        **NO_SPECIAL_TOKENS,
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "time_step_rank": 10,
+        "mixer_rms_eps": 1e-3,
+    }
+    return tf.FalconMambaForCausalLM(tf.FalconMambaConfig(**{**sizes, **options}))
+
+
+def jamba(**options: Any) -> nn.Module:
+    """Attention in the second layer of four, experts in the first and the third."""
+    sizes = {
+        **SIZES,
+        **NO_SPECIAL_TOKENS,
+        "attn_layer_period": 4,
+        "attn_layer_offset": 1,
+        "expert_layer_offset": 0,
+        "num_experts": 5,
+        "mamba_proj_bias": True,
+        "rms_norm_eps": 1e-3,
+    }
+    return tf.JambaForCausalLM(tf.JambaConfig(**{**sizes, **options}))
+
+
 def lfm2(**options: Any) -> nn.Module:
     """With every bias."""
     sizes = {
@@ -402,6 +442,9 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "nemotron_h": nemotron_h,
     "mamba2": mamba2,
     "zamba2": zamba2,
+    "mamba": mamba,
+    "falcon_mamba": falcon_mamba,
+    "jamba": jamba,
     "lfm2": lfm2,
     "lfm2_moe": lfm2_moe,
     "lfm3": lfm3,
@@ -422,6 +465,9 @@ FEWEST_LAYERS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layer_types": ["moe", "linear_attention", "mlp", "full_attention"]},
     "mamba2": {"num_hidden_layers": 2},
     "zamba2": {"num_hidden_layers": 2, "layers_block_type": ["linear_attention", "hybrid"]},
+    "mamba": {"num_hidden_layers": 2},
+    "falcon_mamba": {"num_hidden_layers": 2},
+    "jamba": {"num_hidden_layers": 2},
     "lfm2": _CONVOLUTION,
     "lfm2_moe": _CONVOLUTION,
     "lfm3": {
@@ -498,7 +544,10 @@ def spread_time_constants(module: Any, A_log: Tensor, generator: torch.Generator
 
     Time constants are log-uniform.
     """
-    dt_bias = module.dt_bias
+    if isinstance(getattr(module, "dt_proj", None), nn.Linear):  # of the slowest state of a channel
+        dt_bias, A_log = module.dt_proj.bias, A_log.amin(1)
+    else:
+        dt_bias = module.dt_bias
     tokens = torch.exp(torch.rand(dt_bias.shape, generator=generator) * math.log(1000))
     rate = A_log.exp().flatten().repeat_interleave(dt_bias.numel() // A_log.numel())
     lower_bound = getattr(module, "safe_gate_lower_bound", None)

@@ -32,6 +32,7 @@ from torch_hybrid.specs import (
     LayerTable,
     LightningSpec,
     Mamba2Spec,
+    MambaSpec,
     RgLruSpec,
     ShortConvolutionSpec,
 )
@@ -57,6 +58,7 @@ __all__ = [
     "LayerTable",
     "LightningSpec",
     "Mamba2Spec",
+    "MambaSpec",
     "Mode",
     "Ngram",
     "Output",

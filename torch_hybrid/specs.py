@@ -396,6 +396,33 @@ class Mamba2Spec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MambaSpec:
+    """A Mamba mixer, of the first kind: convolution, selective scan, gate.
+
+    ``dt_rank`` is the width of what step sizes are projected from. It, B and C are normed where
+    ``norm_eps`` is set.
+    """
+
+    kind: ClassVar[str] = "mamba"
+    family: ClassVar[LayerFamily] = "linear"
+
+    channels: int
+    state_dim: int
+    dt_rank: int
+    conv_width: int
+    activation: str = "silu"
+    norm_eps: float | None = None
+
+    def pools(self) -> dict[str, Pool]:
+        """The convolution's last inputs and the state, each in a storage of its own."""
+        return _conv_and_state(self.conv_width, self.channels, (self.channels, self.state_dim))
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says."""
+        return replace(self, channels=divide("channels", self.channels, num_ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LightningSpec:
     """A lightning-attention mixer: linear attention with one fixed decay for each head, gated norm.
 
@@ -710,6 +737,7 @@ register_constant(
     DeltaRuleSpec,
     KimiDeltaSpec,
     Mamba2Spec,
+    MambaSpec,
     LightningSpec,
     ShortConvolutionSpec,
     RgLruSpec,

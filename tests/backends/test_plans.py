@@ -24,6 +24,7 @@ from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule
 from torch_hybrid.ops.kimi_delta_attention import chunk_kimi_delta_attention
 from torch_hybrid.ops.paged_attention import op as paged_op
 from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE
+from torch_hybrid.ops.selective_scan import chunk_selective_scan
 from torch_hybrid.ops.ssd import chunk_ssd
 from torch_hybrid.specs import (
     AttentionSpec,
@@ -35,6 +36,7 @@ from torch_hybrid.specs import (
     LayerTable,
     LightningSpec,
     Mamba2Spec,
+    MambaSpec,
     NgramSpec,
     RgLruSpec,
     ShortConvolutionSpec,
@@ -48,6 +50,7 @@ SPECS = [
     LINEAR,
     KimiDeltaSpec(num_heads=2, head_k_dim=16, head_v_dim=16, conv_width=4),
     Mamba2Spec(num_heads=2, head_dim=16, state_dim=16, num_groups=1, conv_width=4),
+    MambaSpec(channels=16, state_dim=8, dt_rank=2, conv_width=4),
     LightningSpec(num_heads=2, head_dim=16),
     ShortConvolutionSpec(channels=16, conv_width=3),
     RgLruSpec(num_heads=2, head_dim=8, conv_width=4),
@@ -191,10 +194,11 @@ def test_every_kind_of_layer_has_a_backend():
 def test_a_step_is_cut_where_no_chunk_is():
     made = make_backends(LayerTable.from_specs(SPECS), make_cache().sizes)
     assert chunk_grid(made) == DEFAULT_CHUNK_SIZE
-    for op in (chunk_gated_delta_rule, chunk_kimi_delta_attention, chunk_ssd):
+    for op in (chunk_gated_delta_rule, chunk_kimi_delta_attention, chunk_ssd, chunk_selective_scan):
         assert inspect.signature(op).parameters["chunk_size"].default == DEFAULT_CHUNK_SIZE
     sizes = {kind: backend.chunk_size for kind, backend in made.items()}
-    chunked = {"gated_delta_rule", "kimi_delta_attention", "mamba2", "lightning_attention"}
+    rules = {"gated_delta_rule", "kimi_delta_attention"}
+    chunked = rules | {"mamba", "mamba2", "lightning_attention"}
     assert sizes == {spec.kind: 32 if spec.kind in chunked else 0 for spec in SPECS}
     unequal = {str(size): SimpleNamespace(chunk_size=size) for size in (32, 0, 48)}
     assert chunk_grid(unequal) == 96

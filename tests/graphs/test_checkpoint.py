@@ -18,6 +18,7 @@ FAMILIES = [
     "bailing_hybrid",
     "minimax",
     "falcon_h1",
+    "jamba",
     "deepseek_v3",
     "qwen3",
 ]

@@ -34,6 +34,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"layer_types": None},
     "mamba2": {"layer_types": None},
     "zamba2": {"layer_types": None, "layers_block_type": ["linear_attention", *["hybrid"] * 3]},
+    "mamba": {"layer_types": None},
+    "falcon_mamba": {"layer_types": None},
+    "jamba": {"layer_types": None, "attn_layer_period": 2},
     "falcon_h1": {"layer_types": None},
     "falcon_h1_norm": {"layer_types": None},
 }
@@ -45,7 +48,7 @@ def model_of(family: str) -> th.HybridModel:
     options = {name: value for name, value in options.items() if value is not None}
     if family == "nemotron_h":
         return th.adapt(make_model(family, **OPTIONS[family]))
-    if family.startswith(("bamba", "falcon", "mamba", "zamba")):
+    if family.startswith(("bamba", "falcon", "jamba", "mamba", "zamba")):
         return th.adapt(make_model(family, **options))
     return make_hybrid(family, **options)
 

@@ -16,6 +16,7 @@ from torch_hybrid.ops.kimi_delta_attention import chunk_kimi_delta_attention
 from torch_hybrid.ops.kimi_delta_step import kimi_delta_step
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.rg_lru import rg_lru
+from torch_hybrid.ops.selective_scan import chunk_selective_scan, recurrent_selective_scan
 from torch_hybrid.ops.ssd import chunk_ssd, recurrent_ssd
 from torch_hybrid.ops.ssd_step import ssd_step
 
@@ -34,6 +35,13 @@ def scalar_decay(op: Callable[..., Tensor], index: tuple[Tensor, ...]) -> Tensor
     q, g = torch.randn(NUM_TOKENS, 1, DIM), torch.zeros(NUM_TOKENS, 1)
     state = torch.zeros(NUM_SLOTS, 1, DIM, DIM)
     return op(q, q, q, g, None, None, state, *index, scale=1.0, impl="cpp")
+
+
+def scan(op: Callable[..., Tensor], index: tuple[Tensor, ...]) -> Tensor:
+    x, B = torch.randn(NUM_TOKENS, DIM), torch.randn(NUM_TOKENS, 1, DIM)
+    parameters = (torch.zeros(DIM, DIM), torch.zeros(DIM))
+    state = torch.zeros(NUM_SLOTS, DIM, DIM)
+    return op(x, x, B, B, None, *parameters, state, *index, impl="cpp")
 
 
 def convolution(index: tuple[Tensor, ...]) -> Tensor:
@@ -78,6 +86,8 @@ OPS: dict[str, Callable[[tuple[Tensor, ...]], Tensor]] = {
     ),
     "recurrent ssd": lambda index: scalar_decay(recurrent_ssd, index),
     "chunk ssd": lambda index: scalar_decay(chunk_ssd, index),
+    "recurrent selective scan": lambda index: scan(recurrent_selective_scan, index),
+    "chunk selective scan": lambda index: scan(chunk_selective_scan, index),
     "convolution": convolution,
     "rg_lru": vector_state,
     "gated delta step": lambda index: step(

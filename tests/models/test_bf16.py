@@ -29,6 +29,7 @@ ALL_EXPERTS = {
     "glm5_next": {**_THREE, "n_routed_experts": 3, "index_topk": 256},
     "granitemoehybrid": {**_THREE, "num_local_experts": 3},
     "minimax": {**_THREE, "num_local_experts": 3},
+    "jamba": {**_THREE, "num_experts": 3},
     "lfm2_moe": {**_THREE, "num_experts": 3},
     "deepseek_v3": {**_TWO_GROUPS, "n_routed_experts": 4},
     "nemotron_h": {**_TWO_GROUPS, "n_routed_experts": 4},

@@ -32,6 +32,7 @@ BY_INDUCTOR = (
     "kimi_linear",
     "bailing_hybrid",
     "falcon_h1_norm",
+    "jamba",
     "recurrent_gemma",
 )
 # Of the same ops, around which the code differs: what is traced, copied and rewritten.
@@ -44,6 +45,7 @@ AS_TRACED = (
     "mamba2",
     "zamba2",
     "lfm3",
+    "mamba",
 )
 SEEDS = {"granitemoehybrid": 0}  # without a near tie of routers; 2 for the others
 # Latents are expanded, in one pass or in chunks; in Kimi Linear they are attended to as they are.

@@ -43,6 +43,7 @@ from tests.ops.paged_attention import cases as paged
 from tests.ops.ragged_attention import cases as ragged
 from tests.ops.rg_lru import cases as rg_lru_cases
 from tests.ops.select_blocks import cases as selection
+from tests.ops.selective_scan import cases as scans
 from tests.ops.ssd import cases as ssd
 from tests.ops.ssd_step import cases as ssd_step_cases
 from torch_hybrid.ops import (
@@ -64,6 +65,7 @@ from torch_hybrid.ops import (
     rg_lru,
     route,
     select_blocks,
+    selective_scan,
     ssd_step,
     top_k,
 )
@@ -102,6 +104,7 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         ("gated_delta_rule", gated_delta_rule, gdn.make_inputs(delta, dtype)),
         ("kimi_delta_attention", kimi_delta_attention,
          kda.make_inputs(kda.case(5, 0, 1, 19, num_padding_tokens=3, **ODD), dtype)),
+        ("selective_scan", selective_scan, scans.make_inputs(scans.Case(**LENGTHS), dtype)),
         ("ssd", ssd_ops, ssd.make_inputs(ssd.Case(num_groups=1, num_heads=2, **LENGTHS), dtype)),
     ):  # fmt: skip
         for form, options in (("recurrent", {}), ("chunk", {"chunk_size": 16})):
@@ -134,6 +137,9 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     inputs = ssd.make_inputs(long, dtype)
     options = inputs.options() | {"chunk_size": 16}
     yield "chunk_ssd in segments", partial(run, ssd_ops.chunk_ssd, inputs.args(), options)
+    inputs = scans.make_inputs(scans.Case(lengths=(150, 0, 33), num_padding_tokens=2), dtype)
+    op = selective_scan.chunk_selective_scan
+    yield f"{op.__name__} in segments", partial(run, op, inputs.args(), {})
 
 
 def attentions(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
@@ -329,6 +335,7 @@ def forced(*, dry: bool) -> ExitStack:
     from torch_hybrid.ops.fused_experts import _hopper
     from torch_hybrid.ops.latent_attention import _triton_hopper, _triton_tiles
     from torch_hybrid.ops.paged_attention import _triton_long
+    from torch_hybrid.ops.selective_scan import _triton as _triton_scan
     from torch_hybrid.ops.ssd import _triton_chunk
     from torch_hybrid.ops.triton import hopper_attention
 
@@ -340,6 +347,7 @@ def forced(*, dry: bool) -> ExitStack:
     stack.enter_context(mock.patch.object(_triton_long, "PROCESSORS", 1))
     stack.enter_context(mock.patch.object(_triton_long, "is_hopper", return_value=True))
     stack.enter_context(mock.patch.object(_triton_chunk, "_segment", _segment))
+    stack.enter_context(mock.patch.object(_triton_scan, "_segment", partial(_segment, chunk=32)))
     return stack
 
 

@@ -16,6 +16,7 @@ import torch_hybrid as th
 from tests.layers import (
     test_kimi_delta_attention,
     test_lightning_attention,
+    test_mamba,
     test_mamba2,
     test_rg_lru,
 )
@@ -102,6 +103,7 @@ def layers() -> Iterator[tuple[str, Mix]]:
         "gated_delta_rule": GatedDeltaNet(DIM, DELTA),
         "kimi_delta_attention": test_kimi_delta_attention.make("low rank"),
         "ssd": test_mamba2.make(test_mamba2.SPEC),
+        "selective_scan": test_mamba.make(test_mamba.SPEC),
         "lightning": test_lightning_attention.make(test_lightning_attention.PLAIN),
         "rg_lru": test_rg_lru.make(),
     }

@@ -39,6 +39,8 @@ COUNTS = {
     "ssd, decode": {
         "ssd_step": 2 * MAMBA2.conv_channels * MAMBA2.conv_width + 4 * 6 * 8 * 12,
     },
+    "selective_scan, extend": {"chunk_selective_scan": 4 * T * 40 * 16},
+    "selective_scan, decode": {"recurrent_selective_scan": 4 * 40 * 16},
     "lightning, extend": {"chunk_ssd": 4 * T * 6 * 12 * 12},
     "paged_attention": {"paged_attention": 4 * T * 2 * 16 * WIDTH_OF_PAGES},
     "latent_attention, absorbed": {"latent_attention": 2 * T * 2 * WIDTH_OF_PAGES * (48 + 32)},

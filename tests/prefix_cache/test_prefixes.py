@@ -51,7 +51,9 @@ def cached(engine: th.Engine, *prompts: object) -> list[int]:
     return [output.num_cached_tokens for output in outputs]
 
 
-@pytest.mark.parametrize("family", ["qwen3_next_dense", "qwen3_5", "bailing_hybrid", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next_dense", "qwen3_5", "bailing_hybrid", "jamba", "qwen3"]
+)
 @pytest.mark.parametrize("run_ahead", ["off", "on"])
 def test_requests_that_come_together_run_what_they_share_once(family: str, run_ahead: str):
     engine = make_engine(make_runner(family), run_ahead=run_ahead)

@@ -27,6 +27,7 @@ from torch_hybrid.backends.recurrent import (
 )
 from torch_hybrid.backends.rg_lru import RG_LRU
 from torch_hybrid.backends.select import Backends, Choice
+from torch_hybrid.backends.selective_scan import MAMBA
 from torch_hybrid.backends.ssd import LIGHTNING_ATTENTION, MAMBA2
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
@@ -72,6 +73,7 @@ _BACKENDS: dict[str, MakeBackend] = {
     "gated_delta_rule": partial(RecurrentBackend, GATED_DELTA_RULE),
     "kimi_delta_attention": partial(RecurrentBackend, KIMI_DELTA_ATTENTION),
     "mamba2": partial(RecurrentBackend, MAMBA2),
+    "mamba": partial(RecurrentBackend, MAMBA),
     "lightning_attention": partial(RecurrentBackend, LIGHTNING_ATTENTION),
     "short_convolution": partial(RecurrentBackend, SHORT_CONVOLUTION),
     "rg_lru": partial(RecurrentBackend, RG_LRU),

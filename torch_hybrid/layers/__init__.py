@@ -4,6 +4,7 @@ from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
 from torch_hybrid.layers.kimi_delta_attention import KimiDeltaAttention
 from torch_hybrid.layers.latent_attention import LatentAttention
 from torch_hybrid.layers.lightning_attention import LightningAttention
+from torch_hybrid.layers.mamba import Mamba
 from torch_hybrid.layers.mamba2 import Mamba2
 from torch_hybrid.layers.paged_attention import PagedAttention
 from torch_hybrid.layers.rg_lru import RgLru
@@ -14,6 +15,7 @@ __all__ = [
     "KimiDeltaAttention",
     "LatentAttention",
     "LightningAttention",
+    "Mamba",
     "Mamba2",
     "PagedAttention",
     "RgLru",

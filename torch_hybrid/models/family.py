@@ -58,7 +58,8 @@ class Family:
     decoder layer as which it is handed the step: a module that it hands no others finds it in one
     of those. ``prepare(layers)`` changes what else is to be changed in the decoder layers, before
     mixers are swapped. ``text_class()`` is the class of the text part with a head, where
-    transformers has that inside of a multimodal model alone.
+    transformers has that inside of a multimodal model alone. ``given_as`` is the option of the
+    model as which it hands the step to its layers.
     """
 
     model_types: tuple[str, ...]
@@ -72,6 +73,7 @@ class Family:
     step_names: tuple[str, ...] = ("step",)
     text_class: Callable[[], Any] | None = None
     prepare: Callable[[Sequence[Any]], None] = lambda layers: None
+    given_as: str = "step"
 
 
 def require(config: Any, name: str, value: object, allowed: Collection[object]) -> None:

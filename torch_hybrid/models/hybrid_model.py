@@ -26,6 +26,7 @@ class HybridModel(nn.Module):
         logits_scale: factor on the logits.
         logits_softcap: ``softcap * tanh(logits / softcap)`` bounds them; 0: no bound.
         takes_masks: whether its forward takes a mask for each type of layer.
+        step_name: the option of its forward as which it is given the step.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class HybridModel(nn.Module):
         logits_scale: float = 1.0,
         logits_softcap: float = 0.0,
         takes_masks: bool = True,
+        step_name: str = "step",
     ) -> None:
         super().__init__()
         self.hf_model = hf_model
@@ -60,6 +62,7 @@ class HybridModel(nn.Module):
             "conv",
         )
         self._no_masks = dict.fromkeys(types) if takes_masks else None
+        self._step_name = step_name
 
     @property
     def model_type(self) -> str:
@@ -130,9 +133,8 @@ class HybridModel(nn.Module):
         outputs = self.hf_model.base_model(
             input_ids=tokens[None],
             position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
-            attention_mask=self._no_masks,
             use_cache=False,
-            step=step,
+            **{"attention_mask": self._no_masks, self._step_name: step},
         )
         hidden: Tensor = outputs.last_hidden_state[0]
         return hidden.to(self.dtype)  # some keep their residuals in float32

@@ -27,8 +27,10 @@ from torch_hybrid.models.family import Family, require
 from torch_hybrid.models.glm5_next import GLM5_NEXT
 from torch_hybrid.models.granitemoehybrid import GRANITEMOEHYBRID
 from torch_hybrid.models.hybrid_model import HybridModel
+from torch_hybrid.models.jamba import JAMBA
 from torch_hybrid.models.kimi_linear import KIMI_LINEAR
 from torch_hybrid.models.lfm import LFM2, LFM3
+from torch_hybrid.models.mamba import MAMBA
 from torch_hybrid.models.mamba2 import MAMBA2
 from torch_hybrid.models.merge_adapters import merge_adapters
 from torch_hybrid.models.minimax import MINIMAX
@@ -78,9 +80,11 @@ FAMILIES: dict[str, Family] = {
         FALCON_H1,
         GLM5_NEXT,
         GRANITEMOEHYBRID,
+        JAMBA,
         KIMI_LINEAR,
         LFM2,
         LFM3,
+        MAMBA,
         MAMBA2,
         MINIMAX,
         NEMOTRON_H,
@@ -97,15 +101,12 @@ FAMILIES: dict[str, Family] = {
 
 # Hybrids that transformers has and this package has no op for.
 NOT_SERVED = {
-    "falcon_mamba": "Mamba-1: a decay for each channel and state",
     "inkling": "learned relative biases, and convolutions inside attention",
     "inkling2": "learned relative biases, and convolutions inside attention",
-    "jamba": "Mamba-1: a decay for each channel and state",
-    "mamba": "Mamba-1: a decay for each channel and state",
     "nemo_speechlm": "speech to transcribe, of which its text part alone hears nothing",
     "rwkv": "RWKV's time mixing",
     "xlstm": "matrix memories with exponential gates",
-    "zamba": "Mamba-1: a decay for each channel and state",
+    "zamba": "Mamba of several heads, and a block that layers share",
     "zaya": "convolutions of queries and keys, and values of the token before",
 }
 
@@ -294,7 +295,7 @@ def adapted(hf_model: Any, model_type: str, table: LayerTable) -> HybridModel:
     hf_model.eval().requires_grad_(False)
     family.prepare(hf_model.base_model.layers)
     _swap_mixers(hf_model.base_model.layers, family, table)
-    hand_steps(hf_model.base_model.layers, family.step_names)
+    hand_steps(hf_model.base_model.layers, family.step_names, family.given_as)
     _swap_experts(hf_model, family)
     refuse_as_transformers(hf_model)
     return HybridModel(
@@ -305,6 +306,7 @@ def adapted(hf_model: Any, model_type: str, table: LayerTable) -> HybridModel:
         logits_scale=family.logits_scale(hf_model.config.get_text_config()),
         logits_softcap=family.logits_softcap(hf_model.config.get_text_config()),
         takes_masks=family.takes_masks,
+        step_name=family.given_as,
     )
 
 

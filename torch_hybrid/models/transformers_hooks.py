@@ -39,22 +39,25 @@ class _HandStep:
 
     layer_id: int
     names: tuple[str, ...]
+    given_as: str
 
     def __call__(
         self, _layer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        step: Step | None = options.get("step")
+        step: Step | None = options.get(self.given_as)
         return args, {**options, **dict.fromkeys(self.names, _given(step).at(self.layer_id))}
 
 
-def hand_steps(layers: Iterable[nn.Module], names: tuple[str, ...] = ("step",)) -> None:
+def hand_steps(
+    layers: Iterable[nn.Module], names: tuple[str, ...] = ("step",), given_as: str = "step"
+) -> None:
     """Let each decoder layer hand the step to its modules by the layer's own id.
 
     A module that several layers share finds in each of them another plan and cache. ``names`` are
-    the options of the layer as which it is handed.
+    the options of the layer as which it is handed, ``given_as`` that as which the model gives it.
     """
     for layer_id, layer in enumerate(layers):
-        layer.register_forward_pre_hook(_HandStep(layer_id, names), with_kwargs=True)
+        layer.register_forward_pre_hook(_HandStep(layer_id, names, given_as), with_kwargs=True)
 
 
 def path_of(layer: nn.Module, attribute: str) -> str:

@@ -1,0 +1,107 @@
+"""Both execution forms in vectorised torch: for machines without a compiler, and as a baseline."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from torch_hybrid.ops.ragged_chunks import (
+    chunk_table,
+    initial_states,
+    live_sequences,
+    store_states,
+)
+
+
+def recurrent_selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    C: Tensor,
+    z: Tensor | None,
+    A_log: Tensor,
+    D: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+) -> Tensor:
+    """Step all sequences together, the longest first, so that those left are a leading slice."""
+    seqs = live_sequences(cu_seqlens, initial_indices, state_indices)
+    S, A = initial_states(state, seqs), -A_log.float().exp()
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    for i in range(seqs.max_length):
+        num_left = int((seqs.lengths > i).sum())
+        token = seqs.starts[:num_left] + i
+        x_t, step = x[token].float(), F.softplus(dt[token].float())
+        _advance(S[:num_left], x_t, step, _of_channels(B, token, x), A)
+        y = _read(S[:num_left], _of_channels(C, token, x)) + D.float() * x_t
+        out[token] = (y if z is None else y * F.silu(z[token].float())).to(out.dtype)
+    store_states(state, seqs, S)
+    return out
+
+
+def chunk_selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    B: Tensor,
+    C: Tensor,
+    z: Tensor | None,
+    A_log: Tensor,
+    D: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    *,
+    chunk_size: int,
+) -> Tensor:
+    """Walk all chunks side by side from zero states, then the states from chunk to chunk, then all
+    chunks again for what those have in their outputs."""
+    seqs = live_sequences(cu_seqlens, initial_indices, state_indices)
+    S, A = initial_states(state, seqs), -A_log.float().exp()
+    chunks = chunk_table(seqs, chunk_size)
+    # Rows past the end of a sequence have steps of 0: they change no state.
+    steps = F.softplus(dt[chunks.token].float()) * chunks.is_real[..., None]
+
+    def read(states: Tensor, i: int) -> Tensor:
+        return _read(states, _of_channels(C, chunks.token[:, i], x))
+
+    x_c = x[chunks.token].float()
+    y = D.float() * x_c
+    own = x_c.new_zeros(len(chunks.token), *S.shape[1:])
+    for i in range(chunk_size):
+        _advance(own, x_c[:, i], steps[:, i], _of_channels(B, chunks.token[:, i], x), A)
+        y[:, i] += read(own, i)
+
+    since_start = steps.cumsum(1)
+    starts = torch.empty_like(own)
+    for chunk in range(-(-seqs.max_length // chunk_size)):
+        num_left = int((seqs.lengths > chunk * chunk_size).sum())
+        c = chunks.first[:num_left] + chunk
+        starts[c] = S[:num_left]
+        S[:num_left].mul_((since_start[c, -1][..., None] * A).exp()).add_(own[c])
+    for i in range(chunk_size):
+        y[:, i] += read(starts * (since_start[:, i][..., None] * A).exp(), i)
+    store_states(state, seqs, S)
+
+    if z is not None:
+        y *= F.silu(z[chunks.token].float())
+    out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    out[chunks.token[chunks.is_real]] = y[chunks.is_real].to(out.dtype)
+    return out
+
+
+def _of_channels(rows: Tensor, token: Tensor, x: Tensor) -> Tensor:
+    """Rows [T, G, N] of some tokens, each group's repeated for its channels."""
+    return rows[token].float().repeat_interleave(x.shape[1] // rows.shape[1], 1)
+
+
+def _advance(S: Tensor, x: Tensor, step: Tensor, B: Tensor, A: Tensor) -> None:
+    """One token of each of the states S [M, channels, N], in place."""
+    S.mul_((step[..., None] * A).exp()).addcmul_((step * x)[..., None], B)
+
+
+def _read(S: Tensor, C: Tensor) -> Tensor:
+    return (S * C).sum(-1)

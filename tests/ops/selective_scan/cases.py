@@ -1,0 +1,134 @@
+"""Inputs of the selective scan: shapes of real models and odd small ones.
+
+Legend: T tokens, G groups of B and C, N states of a channel, S slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from tests.ops.pages import offsets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Lengths of the sequences, and the shape of one layer."""
+
+    lengths: tuple[int, ...]
+    channels: int = 48
+    num_groups: int = 1
+    state_dim: int = 16
+    is_gated: bool = True
+    num_padding_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """The tensors of a call, in the op's order."""
+
+    x: Tensor  # [T, channels]
+    dt: Tensor  # [T, channels]
+    B: Tensor  # [T, G, N]
+    C: Tensor  # [T, G, N]
+    z: Tensor | None  # [T, channels]
+    A_log: Tensor  # [channels, N]
+    D: Tensor  # [channels]
+    state: Tensor  # [S, channels, N]
+    cu_seqlens: Tensor
+    initial_indices: Tensor
+    state_indices: Tensor
+
+    @property
+    def q(self) -> Tensor:
+        """What lies in rows apart, as the contract of recurrences calls it."""
+        return self.x
+
+    @property
+    def v(self) -> Tensor:
+        """What the outputs are like."""
+        return self.x
+
+    def args(self) -> tuple[Tensor | None, ...]:
+        return (
+            self.x,
+            self.dt,
+            self.B,
+            self.C,
+            self.z,
+            self.A_log,
+            self.D,
+            self.state,
+            self.cu_seqlens,
+            self.initial_indices,
+            self.state_indices,
+        )
+
+    def options(self) -> dict[str, float | bool]:
+        return {}
+
+    def copy(self) -> Inputs:
+        """The same inputs with a state of their own."""
+        return replace(self, state=self.state.clone())
+
+    def exact(self) -> Inputs:
+        """The same values in float64."""
+        floats = {name: x.double() for name, x in self.tokens(slice(None)).items()}
+        parameters = {"A_log": self.A_log.double(), "D": self.D.double()}
+        return replace(self, state=self.state.double(), **parameters, **floats)
+
+    def tokens(self, index: Tensor | slice) -> dict[str, Tensor]:
+        """The per-token tensors at ``index``."""
+        names = ("x", "dt", "B", "C") if self.z is None else ("x", "dt", "B", "C", "z")
+        return {name: getattr(self, name)[index] for name in names}
+
+
+CASES = {
+    "one_token": Case(lengths=(1,), channels=16),
+    "decode": Case(lengths=(1,) * 5, channels=80),
+    "mixed": Case(lengths=(5, 0, 1, 70, 33, 2, 64), num_padding_tokens=3),
+    "not_gated": Case(lengths=(3, 17), is_gated=False),
+    "groups": Case(lengths=(3, 37), channels=96, num_groups=3),
+    "odd_sizes": Case(lengths=(3, 37, 16), channels=38, num_groups=2, state_dim=7),
+    "many_states": Case(lengths=(1, 35), channels=20, state_dim=40),
+    "mamba": Case(lengths=(40, 1), channels=1536),
+}
+
+
+def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
+    """Random inputs with decays of 1 to some 1000 tokens; some tokens forget all.
+
+    x and z are slices of one tensor and so are B and C, as a model's projections give them. Slots
+    that no sequence starts from hold NaN: those of new sequences, and the null slot.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    num_seqs, num_slots = len(case.lengths), len(case.lengths) + 3
+    num_tokens = sum(case.lengths) + case.num_padding_tokens
+    xz = torch.randn(num_tokens, 2 * case.channels, generator=rng).to(dtype)
+    x, z = xz.split(case.channels, dim=1)
+    BC = torch.randn(num_tokens, 2, case.num_groups, case.state_dim, generator=rng).to(dtype)
+    dt = torch.linspace(-7.0, 2.0, case.channels).expand(num_tokens, -1)
+    dt = dt + torch.randn(num_tokens, case.channels, generator=rng)
+    dt[torch.rand(num_tokens, generator=rng) < 0.05] = 20.0
+    state = torch.randn(num_slots, case.channels, case.state_dim, generator=rng)
+    state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
+    is_new = torch.arange(num_seqs) % 3 == 1
+    state[state_indices[is_new]] = torch.nan
+    state[0] = torch.nan
+    A_log = torch.arange(1, case.state_dim + 1).log().expand(case.channels, -1)
+    A_log = A_log + 0.3 * torch.randn(A_log.shape, generator=rng)
+    return Inputs(
+        x=x,
+        dt=dt.to(dtype),
+        B=BC[:, 0],
+        C=BC[:, 1],
+        z=z if case.is_gated else None,
+        A_log=A_log.to(dtype),
+        D=torch.randn(case.channels, generator=rng).to(dtype),
+        state=state,
+        cu_seqlens=offsets(case.lengths),
+        initial_indices=torch.where(is_new, 0, state_indices).int(),
+        state_indices=state_indices.int(),
+    )

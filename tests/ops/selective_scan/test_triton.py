@@ -1,0 +1,180 @@
+"""The Triton kernels: in the interpreter, compiled for GPUs that are not there, and on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.devices import needs_cuda
+from tests.ops.recurrent_contract import Expected, assert_same_bits, written_slots
+from tests.ops.selective_scan.cases import CASES, Case, Inputs, make_inputs
+from tests.ops.triton_compile import (
+    SHARED_LIMITS,
+    Launch,
+    launches_on,
+    needs_cross_compiler,
+)
+from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
+from tests.ops.triton_resources import assert_all_fit, resources_of
+from torch_hybrid.ops.selective_scan import chunk_selective_scan, recurrent_selective_scan
+from torch_hybrid.ops.selective_scan.reference import selective_scan_reference
+
+# What of the contract the interpreter can do in seconds.
+# The whole of it: TRITON_INTERPRET=1 pytest tests/ops/selective_scan -k triton
+CONTRACT = """
+    recurrent-triton and (
+        exact and (one_token or decode or odd_sizes or many_states or not_gated)
+        or padding_changes or no_other_slot or nothing_to_do
+    ) or chunk32-triton and nothing_to_do or in_interpreter
+"""
+# Of several segments of 32 tokens, of one, of none; the second begins within one of the first's.
+SEGMENTS = Case(lengths=(85, 32, 0, 33, 1), channels=38, num_groups=2, num_padding_tokens=3)
+FORMS = {"recurrent": recurrent_selective_scan, "chunk": chunk_selective_scan}
+Op = Callable[..., Tensor]
+
+
+@needs_triton
+def test_in_the_interpreter(
+    interpreter: Interpreter, record_property: Callable[[str, object], None]
+):
+    interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+
+
+@needs_cuda
+@pytest.mark.parametrize("op", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_on_a_gpu(case: Case, dtype: torch.dtype, op: Op):
+    check("cuda", op, make_inputs(case, dtype))
+
+
+@needs_cuda
+@pytest.mark.parametrize("op", FORMS.values(), ids=FORMS)
+def test_a_captured_graph_serves_other_lengths(op: Op):
+    """Three sequences of a bucket of 1100 tokens, replayed with other lengths and slots."""
+    captured = on_device(make_inputs(Case(lengths=(1, 900, 1), num_padding_tokens=198)), "cuda")
+    call(op, captured)  # compiles the kernels, which cannot be done while capturing
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call(op, captured)
+    for seed, lengths in enumerate([(600, 0, 450), (64, 65, 63)], 1):
+        case = Case(lengths=lengths, num_padding_tokens=1100 - sum(lengths))
+        other = make_inputs(case, seed=seed)
+        for name in tensor_fields(captured):
+            getattr(captured, name).copy_(getattr(other, name))
+        graph.replay()
+        assert_as_exact(other, out.cpu(), captured.state.cpu())
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_segments_in_interpreter(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
+    check_segments(monkeypatch, "cpu", dtype)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_segments_on_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
+    check_segments(monkeypatch, "cuda", dtype)
+
+
+def check_segments(monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype):
+    """Sequences in segments of 32 tokens are as exact as whole ones, also from other slots."""
+    from torch_hybrid.ops.selective_scan import _triton
+
+    monkeypatch.setattr(_triton, "_segment", lambda *_: 32)
+    inputs = make_inputs(SEGMENTS, dtype)
+    check(device, chunk_selective_scan, inputs)
+    starts = inputs.initial_indices.clone()
+    starts[:] = len(inputs.state) - 1  # which nobody writes
+    check(device, chunk_selective_scan, replace(inputs, initial_indices=starts))
+
+
+def check(device: str, op: Op, inputs: Inputs) -> None:
+    """The kernel on ``device`` is as exact as the reference and touches no other slot."""
+    moved = on_device(inputs, device)
+    out = call(op, moved)
+    assert_as_exact(inputs, out.cpu(), moved.state.cpu())
+
+
+def call(op: Op, inputs: Inputs) -> Tensor:
+    return op(*inputs.args(), impl="triton")
+
+
+def assert_as_exact(inputs: Inputs, out: Tensor, state: Tensor) -> None:
+    Expected.of(selective_scan_reference, inputs).check(out, state)
+    is_other = torch.ones(len(state), dtype=torch.bool)
+    is_other[written_slots(inputs).long()] = False
+    assert_same_bits(state[is_other], inputs.state[is_other])
+
+
+def tensor_fields(inputs: Inputs) -> list[str]:
+    return [f.name for f in fields(inputs) if isinstance(getattr(inputs, f.name), Tensor)]
+
+
+def on_device(inputs: Inputs, device: str) -> Inputs:
+    """Copies on ``device``; x and z stay slices of one tensor, whose rows lie apart."""
+    moved = {name: getattr(inputs, name).to(device) for name in tensor_fields(inputs)}
+    moved["state"] = moved["state"].clone()
+    if "z" in moved:
+        moved["x"], moved["z"] = torch.cat([moved["x"], moved["z"]], 1).chunk(2, 1)
+    return replace(inputs, **moved)
+
+
+# (sequences, tokens, dtype), of 8192 channels with 16 states
+SHAPES = {
+    "recurrent": {
+        "Falcon-Mamba decode 64": (64, 64, torch.bfloat16),
+        "Falcon-Mamba decode 64 float32": (64, 64, torch.float32),
+    },
+    "chunk": {
+        "Falcon-Mamba": (16, 8192, torch.bfloat16),
+        "Falcon-Mamba float32": (16, 8192, torch.float32),
+    },
+}
+
+
+@needs_cross_compiler
+def test_compiles_without_spills() -> None:
+    rows = [
+        resources_of(launch, target, label)
+        for form, shapes in SHAPES.items()
+        for label, shape in shapes.items()
+        for target in SHARED_LIMITS
+        for launch in record_launches(target, form, *shape).values()
+    ]
+    assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
+
+
+def record_launches(
+    target: str, form: str, num_seqs: int, num_tokens: int, dtype: torch.dtype
+) -> dict[str, Launch]:
+    """What the launcher launches for x and z that are slices of one projection, as B and C are."""
+    from torch_hybrid.ops.selective_scan import _triton
+
+    channels, state_dim, rank = 8192, 16, 256
+    x, z = torch.empty(num_tokens, 2 * channels, dtype=dtype, device="meta").chunk(2, 1)
+    selecting = x.new_empty(num_tokens, 1, rank + 2 * state_dim)
+    _, B, C = selecting.split([rank, state_dim, state_dim], 2)
+    indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
+    with launches_on(target) as launches:
+        getattr(_triton, f"{form}_selective_scan")(
+            x,
+            x.new_empty(x.shape),
+            B,
+            C,
+            z,
+            x.new_empty(channels, state_dim),
+            x.new_empty(channels),
+            torch.empty(num_seqs + 1, channels, state_dim, device="meta"),
+            indices,
+            indices[1:],
+            indices[1:],
+            **({"chunk_size": 32} if form == "chunk" else {}),
+        )
+    return launches

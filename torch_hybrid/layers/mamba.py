@@ -1,0 +1,133 @@
+"""The Mamba mixer of Mamba, Falcon-Mamba and Jamba, as a module of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
+from torch_hybrid.backends.selective_scan import apply_selective_scan
+from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.own_dtype import in_own_dtype
+from torch_hybrid.layers.side_by_side import columns
+from torch_hybrid.ranks import Ranks
+from torch_hybrid.specs import MambaSpec
+
+
+class Mamba(nn.Module):
+    """Projection, causal convolution, projections to what selects, scan and gate, projection.
+
+    One input projection gives ``[x | z]``; of x after its convolution, another gives
+    ``[dt | B | C]``, and of that dt a third the step sizes of all channels.
+
+    Args:
+        dim: width of the model.
+        spec: the mixer's facts.
+        bias: whether the input and output projections have a bias.
+        conv_bias: whether the convolution has one.
+        dtype, device: of the parameters.
+    """
+
+    conv_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        dim: int,
+        spec: MambaSpec,
+        *,
+        bias: bool = False,
+        conv_bias: bool = True,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+
+        def linear(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=bias, dtype=dtype, device=device)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+        def norm(width: int) -> nn.Module:
+            if spec.norm_eps is None:
+                return nn.Identity()
+            return nn.RMSNorm(width, eps=spec.norm_eps, dtype=dtype, device=device)
+
+        self._widths = [spec.dt_rank, spec.state_dim, spec.state_dim]
+        self.in_proj = linear(dim, 2 * spec.channels, bias=bias)
+        self.x_proj = linear(spec.channels, sum(self._widths), bias=False)
+        self.dt_proj = linear(spec.dt_rank, spec.channels, bias=True)
+        self.out_proj = linear(spec.channels, dim, bias=bias)
+        self.dt_norm, self.B_norm, self.C_norm = map(norm, self._widths)
+        self.conv_weight = parameter(spec.channels, spec.conv_width)
+        self.conv_bias = parameter(spec.channels) if conv_bias else None
+        self.A_log = parameter(spec.channels, spec.state_dim)
+        self.D = parameter(spec.channels)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise as the published models do: steps of 0.001 to 0.1, decay rates of 1 to N."""
+        bound = self.spec.conv_width**-0.5
+        nn.init.uniform_(self.conv_weight, -bound, bound)
+        if self.conv_bias is not None:
+            nn.init.uniform_(self.conv_bias, -bound, bound)
+        nn.init.uniform_(self.dt_proj.bias, -7.0, -2.0)
+        with torch.no_grad():
+            rates = torch.arange(1, self.spec.state_dim + 1, dtype=torch.float32)
+            self.A_log.copy_(rates.log().expand_as(self.A_log))
+        nn.init.ones_(self.D)
+
+    @in_own_dtype(1)
+    def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
+        """Mix the tokens of a step.
+
+        Args:
+            x: [T, dim], the sequences packed as ``plan`` says.
+            plan: from the backend's ``plan``.
+            cache: this layer's pools. Mutated at the slots that the plan names.
+
+        Returns:
+            [T, dim].
+        """
+        spec = self.spec
+        mixed, z = columns(self.in_proj, x, [spec.channels] * 2)
+        mixed = convolve(
+            mixed, self.conv_weight, self.conv_bias, plan, cache["conv"], activation=spec.activation
+        )
+        dt, B, C = columns(self.x_proj, mixed, self._widths)
+        y = apply_selective_scan(
+            mixed,
+            self.dt_proj(self.dt_norm(dt)),
+            self.B_norm(B),
+            self.C_norm(C),
+            z,
+            self.A_log,
+            self.D,
+            plan,
+            cache["state"],
+        )
+        out: Tensor = self.out_proj(y)
+        return out
+
+    def shard(self, ranks: Ranks) -> Mamba:
+        """This rank's channels: a layer that keeps their states alone, and sums over the ranks
+        twice: what selects, in which all channels have a part, and what it returns.
+
+        Raises:
+            UnsupportedError: the ranks do not divide the channels.
+        """
+        channels = (self.spec.channels, 1)
+        with torch.device("meta"):
+            part = Mamba(self.in_proj.in_features, self.spec.divided(ranks.size), conv_bias=False)
+        part.in_proj = ranks.rows(self.in_proj, [channels] * 2)
+        part.x_proj = ranks.summed_columns(self.x_proj, self.spec.channels)
+        part.dt_proj = ranks.rows(self.dt_proj, [channels])
+        part.out_proj = ranks.summed_columns(self.out_proj, self.spec.channels)
+        part.dt_norm, part.B_norm, part.C_norm = self.dt_norm, self.B_norm, self.C_norm
+        part.conv_weight = ranks.parameter(self.conv_weight, [channels])
+        if self.conv_bias is not None:
+            part.conv_bias = ranks.parameter(self.conv_bias, [channels])
+        part.A_log = ranks.parameter(self.A_log, [channels])
+        part.D = ranks.parameter(self.D, [channels])
+        return part

@@ -1,0 +1,71 @@
+"""Mamba and Falcon-Mamba, and the mixer that they share with Jamba."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.backends.step import LayerStep
+from torch_hybrid.layers.mamba import Mamba
+from torch_hybrid.models.family import Family, Swap, require
+from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
+from torch_hybrid.specs import MambaSpec
+
+
+def mamba_from(module: Any, spec: MambaSpec) -> Mamba:
+    """Our mixer with the weights of a transformers module, which all families name alike."""
+    with torch.device("meta"):
+        mixer = Mamba(module.in_proj.in_features, spec, conv_bias=False)
+    mixer.in_proj, mixer.out_proj = module.in_proj, module.out_proj
+    mixer.x_proj, mixer.dt_proj = module.x_proj, module.dt_proj
+    conv = module.conv1d
+    mixer.conv_weight = nn.Parameter(conv.weight.squeeze(1), requires_grad=False)
+    mixer.conv_bias = conv.bias
+    mixer.A_log, mixer.D = module.A_log, module.D
+    return mixer
+
+
+class MaskedMambaAdapter(LinearAttentionAdapter):
+    """The same where a decoder layer hands its mixer nothing but a mask: that is the step."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, *, attention_mask: LayerStep, cache_params: None = None
+    ) -> Tensor:
+        """[1, T, dim] -> [1, T, dim], the rows packed as the step's plan says."""
+        return super().forward(hidden_states, step=attention_mask)
+
+
+def _specs(config: Any) -> list[MambaSpec]:
+    require(config, "hidden_act", config.hidden_act, ["silu"])
+    spec = MambaSpec(
+        channels=config.intermediate_size,
+        state_dim=config.state_size,
+        dt_rank=int(config.time_step_rank),
+        conv_width=config.conv_kernel,
+        activation=config.hidden_act,
+        norm_eps=config.mixer_rms_eps if config.model_type == "falcon_mamba" else None,
+    )
+    return [spec] * config.num_hidden_layers
+
+
+def _mixer(module: Any, spec: MambaSpec) -> Mamba:
+    mixer = mamba_from(module, spec)
+    if spec.norm_eps is not None:
+        # Falcon-Mamba's norms have no weights.
+        mixer.dt_norm, mixer.B_norm, mixer.C_norm = (
+            nn.RMSNorm(width, eps=spec.norm_eps, elementwise_affine=False)
+            for width in (spec.dt_rank, spec.state_dim, spec.state_dim)
+        )
+    return mixer
+
+
+MAMBA = Family(
+    model_types=("mamba", "falcon_mamba"),
+    specs=_specs,
+    swaps={"mamba": Swap(attribute="mixer", make=_mixer, adapter=MaskedMambaAdapter)},
+    takes_masks=False,
+    step_names=("attention_mask",),
+    given_as="attention_mask",
+)
