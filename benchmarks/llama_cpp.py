@@ -187,9 +187,9 @@ class Match:
         self.agree("prefill", logits, theirs(self.compared))
         runs = {"ours": partial(ours, self.ours), "llama.cpp": partial(theirs, self.llama)}
         runs |= {name: partial(ours, other) for name, other in self.others.items()}
-        times = interleave(runs | {"floor": self.peak}, rounds=rounds)
-        share = step_flops(self.model, [Row(len(prompt), 0)]) / self.peak.flops
-        return times, Times(tuple(share * seconds for seconds in times.pop("floor").runs))
+        floor = partial(self.peak, step_flops(self.model, [Row(len(prompt), 0)]))
+        times = interleave(runs | {"floor": floor}, rounds=rounds)
+        return times, times.pop("floor")
 
     def decode(self, prompts: Tokens, rounds: int) -> tuple[dict[str, Times], Times]:
         """A token for each of these sequences, and its floor."""
@@ -205,13 +205,11 @@ class Match:
         rows = [Row(1, len(prompt)) for prompt in prompts]
         floors = {
             "read": partial(self.read, step_bytes(self.model, rows)),
-            "multiply": self.peak,
+            "multiply": partial(self.peak, step_flops(self.model, rows)),
         }
         times = interleave(runs | floors, rounds=rounds)
-        reads, multiplies = times.pop("read"), times.pop("multiply")
-        share = step_flops(self.model, rows) / self.peak.flops
-        turns = zip(reads.runs, multiplies.runs, strict=True)
-        return times, Times(tuple(max(read, share * seconds) for read, seconds in turns))
+        turns = zip(times.pop("read").runs, times.pop("multiply").runs, strict=True)
+        return times, Times(tuple(map(max, turns)))
 
     def serve(self, prompts: Tokens, num_new: int, rounds: int) -> tuple[dict[str, Times], str]:
         """Requests at once, and how many tokens are the same."""

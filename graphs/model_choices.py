@@ -74,7 +74,8 @@ def start_builds(choices: Sequence[Choice], backends: Mapping[str, Backend]) -> 
     """Have the kernels of what a model and its backends go by built, should the cache lack them."""
     of_backends = (each for backend in backends.values() for each in backend.choices.values())
     chosen = {(each.op.split()[-1], each.impl) for each in chain(choices, *of_backends)}
-    build_ahead(REGISTERED[op][impl] for op, impl in chosen)
+    # Some choices stand for several others, and are of no op.
+    build_ahead(REGISTERED[op][impl] for op, impl in chosen if impl in REGISTERED.get(op, ()))
 
 
 def passes_for(

@@ -231,6 +231,22 @@ def test_instructions_that_this_cpu_lacks_are_named_and_never_run(
 
 
 @needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64-v2 and v3 are of x86")
+def test_machines_that_share_a_cache_have_libraries_of_their_own(
+    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second has AVX2, the first, which comes back, has not."""
+    source = tmp_path / "answer.cpp"
+    of_machine = "\n#ifdef __AVX2__\n#define VALUE 2\n#else\n#define VALUE 1\n#endif\n"
+    source.write_text(of_machine + ANSWER.format("VALUE"))
+    for march, value in (("x86-64-v2", 1), ("x86-64-v3", 2), ("x86-64-v2", 1)):
+        monkeypatch.setenv(build.MARCH, march)
+        load_library.cache_clear()
+        assert answer(source) == value
+    assert len(libraries(cache_folder)) == 2
+
+
+@needs_compiler
 def test_one_openmp_runtime_in_the_process() -> None:
     code = """
 import torch
