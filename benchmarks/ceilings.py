@@ -64,14 +64,19 @@ class Peak:
         self.kind = max(rates, key=rates.__getitem__)
         self.flops = self()
 
-    def __call__(self) -> float:
-        """FLOPs of the multiply-adds that it does."""
-        return self._of(self.kind)
+    def __call__(self, flops: float = 0.0) -> float:
+        """FLOPs of the multiply-adds that it does: of some milliseconds, or at least ``flops``.
 
-    def _of(self, kind: str) -> float:
+        As many as what it is the floor of: a CPU that has multiplied for long is clocked lower than
+        one that begins.
+        """
+        rounds = round(_ROUNDS * flops / self.flops) if flops else _ROUNDS
+        return self._of(self.kind, max(rounds, 1))
+
+    def _of(self, kind: str, rounds: int) -> float:
         number, threads = _NUMBERS[kind], torch.get_num_threads()
-        flops: float = self._run(number, _ROUNDS, threads, self._seen)
+        flops: float = self._run(number, rounds, threads, self._seen)
         return flops
 
     def _rate(self, kind: str) -> float:
-        return self._of(kind) / best_of(lambda: self._of(kind), rounds=3)
+        return self._of(kind, _ROUNDS) / best_of(lambda: self._of(kind, _ROUNDS), rounds=3)

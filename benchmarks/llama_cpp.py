@@ -18,6 +18,9 @@ Q4_K_M by its own program, and ours as they were take turns with both.
     decode 1, 8, 32  of sequences of 128 to 512 tokens
     prefill 512      of one prompt
     serving          of 16 requests at once: prompts of 16 to 512 tokens, 32 new ones each, greedy
+
+Decode takes turns with a read of the bytes that a step must move, and prefill with its
+multiply-adds, which are the floors (``benchmarks.floor``).
 """
 
 from __future__ import annotations
@@ -35,9 +38,13 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
+from benchmarks.ceilings import Peak
 from benchmarks.contestants import Ours
+from benchmarks.decode import NUM_CHECKED
+from benchmarks.floor import Read, step_bytes, step_flops
 from benchmarks.llama_cpp_contestant import LlamaCpp, quantized_gguf
 from benchmarks.llama_cpp_weights import LLAMA_CPP, write_gguf
+from benchmarks.mixers import Row
 from benchmarks.models import make_model
 from benchmarks.oracle import Oracle
 from benchmarks.results import Results, arguments, parse, title
@@ -54,6 +61,7 @@ DIFFERENCE = {torch.float32: 2e-3, torch.bfloat16: 6e-2}
 DIFFERENCE_OF_INTEGERS = {"int8": 0.3, "int4": 1.2}
 NUM_NEW = 32
 STEP_TOKENS = 1024  # of a step of serving
+PARTS = ("decode", "prefill", "serving")
 
 
 def missing() -> str:
@@ -123,8 +131,11 @@ class Match:
             self.others[f"ours, {options.dtype}"] = Ours(plain)
             quantize(model, options.weights)
             path = quantized_gguf(path, options.weights)
+        self.model = model
         self.runner = Runner(model, **sizes)
         self.ours = Ours(self.runner)
+        self.read = Read(model.parameters())
+        self.peak = Peak(options.torch_dtype)
         llama = partial(
             LlamaCpp,
             path,
@@ -153,8 +164,8 @@ class Match:
                 f"{self.allowed:.0e} is allowed: no figures"
             )
 
-    def prefill(self, prompt: list[int], rounds: int) -> dict[str, Times]:
-        """One prompt, whole."""
+    def prefill(self, prompt: list[int], rounds: int) -> tuple[dict[str, Times], Times]:
+        """One prompt, whole, and its floor."""
 
         def ours(contestant: Ours) -> Tensor:
             seqs = contestant.runner.new_sequences(1)
@@ -176,17 +187,29 @@ class Match:
         self.agree("prefill", logits, theirs(self.compared))
         runs = {"ours": partial(ours, self.ours), "llama.cpp": partial(theirs, self.llama)}
         runs |= {name: partial(ours, other) for name, other in self.others.items()}
-        return interleave(runs, rounds=rounds)
+        floor = partial(self.peak, step_flops(self.model, [Row(len(prompt), 0)]))
+        times = interleave(runs | {"floor": floor}, rounds=rounds)
+        return times, times.pop("floor")
 
-    def decode(self, prompts: Tokens, rounds: int) -> dict[str, Times]:
-        """A token for each of these sequences."""
+    def decode(self, prompts: Tokens, rounds: int) -> tuple[dict[str, Times], Times]:
+        """A token for each of these sequences, and its floor."""
         tokens = [1] * len(prompts)
-        for contestant in {self.ours, self.llama, self.compared, *self.others.values()}:
+        for contestant in {self.ours, self.llama, *self.others.values()}:
             contestant.start(prompts)
-        self.agree(f"decode {len(prompts)}", self.ours.step(tokens), self.compared.step(tokens))
+        if self.compared is not self.llama:
+            self.compared.start(prompts[:NUM_CHECKED])
+        logits, theirs = self.ours.step(tokens), self.compared.step(tokens[:NUM_CHECKED])
+        self.agree(f"decode {len(prompts)}", logits[:NUM_CHECKED], theirs)
         contestants = {"ours": self.ours, "llama.cpp": self.llama, **self.others}
         runs = {name: partial(each.step, tokens) for name, each in contestants.items()}
-        return interleave(runs, rounds=rounds)
+        rows = [Row(1, len(prompt)) for prompt in prompts]
+        floors = {
+            "read": partial(self.read, step_bytes(self.model, rows)),
+            "multiply": partial(self.peak, step_flops(self.model, rows)),
+        }
+        times = interleave(runs | floors, rounds=rounds)
+        turns = zip(times.pop("read").runs, times.pop("multiply").runs, strict=True)
+        return times, Times(tuple(map(max, turns)))
 
     def serve(self, prompts: Tokens, num_new: int, rounds: int) -> tuple[dict[str, Times], str]:
         """Requests at once, and how many tokens are the same."""
@@ -206,9 +229,10 @@ def _prompts(count: int, vocab_size: int, longest: int) -> Tokens:
     return [[draw.randrange(vocab_size) for _ in range(length)] for length in lengths]
 
 
-def _add(results: Results, what: str, times: dict[str, Times]) -> None:
+def _add(results: Results, what: str, times: dict[str, Times], floor: Times | None = None) -> None:
     ours, theirs, *others = times.values()
-    figures = [ours.best * 1e3, theirs.best * 1e3, ours.over(theirs)]
+    over_floor = "" if floor is None else ours.over(floor)
+    figures: list[object] = [ours.best * 1e3, theirs.best * 1e3, ours.over(theirs), over_floor]
     for other in others:
         figures += [other.best * 1e3, ours.over(other)]
     results.add(what, *figures)
@@ -219,6 +243,7 @@ def main() -> None:
     parser = arguments("Ours beside llama.cpp.")
     parser.set_defaults(model="qwen3_5")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--parts", nargs="+", default=PARTS, choices=PARTS)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--weights", choices=["auto", "int8", "int4"], default="auto")
     options = parse(parser)
@@ -236,18 +261,19 @@ def main() -> None:
     beside = [] if options.weights == "auto" else beside
     results = Results(
         title=title(options, "Beside llama.cpp"),
-        columns=["", "ours ms", "llama.cpp ms", "ours over llama.cpp", *beside],
+        columns=["", "ours ms", "llama.cpp ms", "ours over llama.cpp", "over its floor", *beside],
     )
     with TemporaryDirectory() as folder:
         match = Match(options, Path(folder, "model.gguf"), max_seqs=max_seqs, max_len=max_len)
         vocab_size = match.runner.vocab_size
-        for batch in options.batches:
-            times = match.decode(_prompts(batch, vocab_size, longest), rounds)
-            _add(results, f"decode {batch}", times)
-        [prompt] = _prompts(1, vocab_size, longest)
-        prompt = (prompt * 4)[:longest]
-        _add(results, f"prefill {longest}", match.prefill(prompt, rounds))
-        if options.weights == "auto":
+        for batch in options.batches if "decode" in options.parts else []:
+            times, floor = match.decode(_prompts(batch, vocab_size, longest), rounds)
+            _add(results, f"decode {batch}", times, floor)
+        if "prefill" in options.parts:
+            [prompt] = _prompts(1, vocab_size, longest)
+            prompt = (prompt * 4)[:longest]
+            _add(results, f"prefill {longest}", *match.prefill(prompt, rounds))
+        if "serving" in options.parts and options.weights == "auto":
             prompts = make_prompts(count, vocab_size, longest=longest)
             times, note = match.serve(prompts, num_new, min(rounds, 3))
             _add(results, f"serving {count} requests", times)

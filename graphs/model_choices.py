@@ -5,16 +5,20 @@ What has weights with scales is of a kind of its own: "fp8 linear", "int4 fused_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from torch import nn
 
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import Backends, Choice, Chooses, impls_of, select
+from torch_hybrid.backends.step import Backend
 from torch_hybrid.graphs.passes import Pass, without
 from torch_hybrid.graphs.step import Model
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.linear import op as linear
+from torch_hybrid.ops.native.ahead import build_ahead
+from torch_hybrid.ops.registration import REGISTERED
 
 
 def choosers_of(model: Model) -> list[Chooses]:
@@ -64,6 +68,14 @@ def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, .
         need = Need(device=model.device, dtype=model.dtype)
         choices.append(select("linear", linear.IMPLEMENTATIONS, need, preferred["linear"]))
     return tuple(choices)
+
+
+def start_builds(choices: Sequence[Choice], backends: Mapping[str, Backend]) -> None:
+    """Have the kernels of what a model and its backends go by built, should the cache lack them."""
+    of_backends = (each for backend in backends.values() for each in backend.choices.values())
+    chosen = {(each.op.split()[-1], each.impl) for each in chain(choices, *of_backends)}
+    # Some choices stand for several others, and are of no op.
+    build_ahead(REGISTERED[op][impl] for op, impl in chosen if impl in REGISTERED.get(op, ()))
 
 
 def passes_for(

@@ -40,7 +40,7 @@ from torch_hybrid.graphs.execution import Execution
 from torch_hybrid.graphs.kv_room import KvRoom, choose_kv_tokens
 from torch_hybrid.graphs.launch import LastTokens, Launched
 from torch_hybrid.graphs.link import SMALLEST, Trial, Work, policy_of, try_halves
-from torch_hybrid.graphs.model_choices import choose, passes_for
+from torch_hybrid.graphs.model_choices import choose, passes_for, start_builds
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
 from torch_hybrid.graphs.planner import Logits, StepPlanner
 from torch_hybrid.graphs.report import Report
@@ -202,6 +202,7 @@ class Runner:
             if max_drafts:
                 modes = (*modes, Mode.verify(max_drafts))
             self.backends = make_backends(table, self._cache.sizes, wanted, modes)
+            start_builds(self.choices, self.backends)
             grid = chunk_grid(self.backends)
             check_max_tokens(max_tokens, grid)
             check_cuttable(self.overlap, max_seqs=max_seqs, max_tokens=max_tokens, chunk_size=grid)

@@ -31,6 +31,11 @@ def format_of(dtype: torch.dtype) -> int:
     return 1 + WITH_SCALES.index(dtype) if dtype in WITH_SCALES else 0
 
 
+def are_integers(dtype: torch.dtype) -> bool:
+    """Whether weights of a dtype are integers of 8 or 4 bits."""
+    return dtype in (integers.INT8, integers.INT4)
+
+
 def depth_of(weight: Tensor) -> int:
     """Numbers of a row."""
     return integers.depth_of(weight)

@@ -10,19 +10,21 @@ from torch import Tensor
 
 from torch_hybrid.ops.native.call import kernel
 from torch_hybrid.ops.native.forms import forms
-from torch_hybrid.ops.stored_weights import depth_of, format_of, group_of, has_zeros
+from torch_hybrid.ops.stored_weights import are_integers, depth_of, format_of, group_of, has_zeros
 
 # Of tokens in one go: it bounds the hidden activations, and their experts' weights are read anew.
 MAX_TOKENS = 2048
 
-_RUN = kernel(
-    "fused_experts",
-    Path(__file__).with_name("_cpu.cpp"),
-    tensors="x expert_ids expert_weights gate_up down gate_up_scales down_scales hidden out",
-    integers="num_tokens top_k num_experts dim width ldx "
+_FIELDS = {
+    "tensors": "x expert_ids expert_weights gate_up down gate_up_scales down_scales hidden out",
+    "integers": "num_tokens top_k num_experts dim width ldx "
     "ids_are_int64 weights_are_float has_gate streams by_hardware is_bf16 num_threads "
     "format gate_up_group down_group gate_up_has_zeros down_has_zeros",
-    numbers="limit",
+    "numbers": "limit",
+}
+_RUN = kernel("fused_experts", Path(__file__).with_name("_cpu.cpp"), **_FIELDS)
+_RUN_INTEGERS = kernel(
+    "experts_of_integers", Path(__file__).with_name("_cpu_integers.cpp"), **_FIELDS
 )
 
 
@@ -48,9 +50,10 @@ def fused_experts(
         pairs = ((gate_up, gate_up_scales), (down, down_scales))
         groups, zeros = [group_of(*pair) for pair in pairs], [has_zeros(*pair) for pair in pairs]
     hidden = x.new_empty(min(num_tokens, MAX_TOKENS) * top_k, width)
+    run = _RUN_INTEGERS if are_integers(down.dtype) else _RUN
     for first in range(0, num_tokens, MAX_TOKENS):
         block = slice(first, first + MAX_TOKENS)
-        _RUN(
+        run(
             x[block],
             expert_ids[block],
             expert_weights[block],

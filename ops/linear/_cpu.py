@@ -1,4 +1,4 @@
-"""The products of ``_cpu.cpp``, and torch's own for many rows where it is the faster one."""
+"""The products of ``products.h``, and torch's own for many rows where it is the faster one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_hybrid.ops.linear.by_torch import product_by_torch
 from torch_hybrid.ops.native.call import kernel
 from torch_hybrid.ops.native.forms import forms
-from torch_hybrid.ops.stored_weights import format_of, group_of, has_zeros
+from torch_hybrid.ops.stored_weights import are_integers, format_of, group_of, has_zeros
 
 # Past it, torch's product of one weight after the other may be faster: see ``native/forms.py``.
 MAX_ROWS = 128
@@ -20,6 +20,7 @@ MAX_ROWS = 128
 _TILE_DEPTH = 32
 
 SOURCE = Path(__file__).with_name("_cpu.cpp")
+INTEGERS = Path(__file__).with_name("_cpu_integers.cpp")
 FIELDS = {
     "tensors": "x y",
     "integers": "M K ldx ldy num_weights streams by_hardware format is_bf16 num_threads",
@@ -27,6 +28,7 @@ FIELDS = {
     "row_integers": "rows group has_zeros",
 }
 _RUN = kernel("linear", SOURCE, **FIELDS)
+_RUN_INTEGERS = kernel("linear_of_integers", INTEGERS, **FIELDS)
 
 
 def linear(
@@ -55,7 +57,8 @@ def linear(
     for weight, bias, size, (scale_ptr, group, zeros) in of_weights:
         bias_ptr = 0 if bias is None else bias.data_ptr()
         rows += (weight.data_ptr(), scale_ptr, bias_ptr, size, group, zeros)
-    _RUN(
+    run = _RUN_INTEGERS if are_integers(weights[0].dtype) else _RUN
+    run(
         x,
         y,
         num_rows,

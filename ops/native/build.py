@@ -71,13 +71,23 @@ def load_library(name: str, source: Path) -> ctypes.CDLL:
     Raises:
         BuildError: there is no compiler, it failed, or the result does not load.
     """
-    library = _brought(name, source) or _built(name, source)
+    library = library_of(name, source)
     try:
         loaded = ctypes.CDLL(str(library))
     except OSError as error:
         raise BuildError(f"{library} does not load: {error}") from error
     _LOADED[key_of_source(name, source)] = library
     return loaded
+
+
+def library_of(name: str, source: Path) -> Path:
+    """The file that ``load_library`` loads: one that came from elsewhere, or built unless the cache
+    has it.
+
+    Raises:
+        BuildError: there is no compiler, or it failed.
+    """
+    return _brought(name, source) or _built(name, source)
 
 
 def _brought(name: str, source: Path) -> Path | None:

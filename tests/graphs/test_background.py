@@ -287,16 +287,20 @@ def test_a_fork_ends_with_its_parent_however_that_ends(around: str):
 
 def test_a_fork_has_compiling_threads_of_its_own():
     """Those that this process has compiled with are not there."""
-    with torch._inductor.config.patch(compile_threads=2):
-        AsyncCompile.submit(int).result()  # starts one, which then waits for more to do
 
-        def work() -> Iterator[object]:
-            be_alone()
-            yield AsyncCompile.submit(int).result(timeout=60)
+    def submit() -> object:
+        with torch._inductor.config.patch(compile_threads=2):  # where there is one core, too
+            return AsyncCompile.submit(int).result(timeout=60)
 
-        child = forked.Forked(work)
-        assert child.receive() == 0
-        child.close()
+    submit()  # starts one, which then waits for more to do
+
+    def work() -> Iterator[object]:
+        be_alone()
+        yield submit()
+
+    child = forked.Forked(work)
+    assert child.receive() == 0
+    child.close()
 
 
 def test_a_fork_can_use_the_threads_of_torch():

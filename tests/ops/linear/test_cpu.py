@@ -149,6 +149,8 @@ def test_a_cpu_with_avx2_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "__AVX512F__" not in build._target(compiler)
     build.load_library.cache_clear()
     monkeypatch.setattr(_cpu, "_RUN", kernel("linear", _cpu.SOURCE, **_cpu.FIELDS))
+    of_integers = kernel("linear_of_integers", _cpu.INTEGERS, **_cpu.FIELDS)
+    monkeypatch.setattr(_cpu, "_RUN_INTEGERS", of_integers)
     for case in CASES.values():
         for dtype in DTYPES.values():
             x, weights, biases = make_inputs(case, dtype=dtype)

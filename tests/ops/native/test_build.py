@@ -7,14 +7,18 @@ import os
 import platform
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from tests.parallel.processes import FORKSERVER
+from torch_hybrid.ops.capability import Capability, Implementation
 from torch_hybrid.ops.native import BuildError, build, compiler_missing, load_library
+from torch_hybrid.ops.native.ahead import build_ahead
 
 needs_compiler = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
 ANSWER = 'extern "C" __attribute__((visibility("default"))) int answer() {{ return {}; }}\n'
@@ -79,6 +83,13 @@ def test_a_changed_header_beside_the_source_rebuilds(cache_folder: Path, tmp_pat
         assert answer(source) == value
 
 
+def counting(compiler: Path, runs: Path) -> None:
+    """A compiler that notes in ``runs`` each time that it compiles."""
+    counted = f'case " $* " in *" -c "*) echo built >> {runs};; esac'
+    compiler.write_text(f'#!/bin/sh\n{counted}\nexec {build._find_compiler()} "$@"\n')
+    compiler.chmod(0o755)
+
+
 def answer_of_another(folder: Path, compiler: Path, source: Path, result: Connection) -> None:
     os.environ.update(TORCH_HYBRID_CACHE=str(folder), CXX=str(compiler))
     result.send(answer(source))
@@ -88,9 +99,7 @@ def answer_of_another(folder: Path, compiler: Path, source: Path, result: Connec
 def test_processes_that_build_at_once_build_once(cache_folder: Path, tmp_path: Path) -> None:
     compiler, source, runs = (tmp_path / name for name in ("compiler", "answer.cpp", "runs"))
     source.write_text(ANSWER.format(7))
-    counted = f'case " $* " in *" -c "*) echo built >> {runs};; esac'
-    compiler.write_text(f'#!/bin/sh\n{counted}\nexec {build._find_compiler()} "$@"\n')
-    compiler.chmod(0o755)
+    counting(compiler, runs)
     ours, theirs = FORKSERVER.Pipe(duplex=False)
     options = (cache_folder, compiler, source, theirs)
     processes = [FORKSERVER.Process(target=answer_of_another, args=options) for _ in range(3)]
@@ -100,6 +109,35 @@ def test_processes_that_build_at_once_build_once(cache_folder: Path, tmp_path: P
         process.join()
     assert [ours.recv() for _ in processes] == [7, 7, 7]
     assert runs.read_text().split() == ["built"]
+
+
+@needs_compiler
+def test_what_was_chosen_is_built_ahead(
+    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once each, beside who asks; and what does not compile is told to who calls it."""
+    compiler, runs = tmp_path / "compiler", tmp_path / "runs"
+    counting(compiler, runs)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.syspath_prepend(tmp_path)
+    codes = {"ahead_one": ANSWER.format(1), "ahead_two": ANSWER.format(2), "ahead_bad": "int f("}
+    for name, code in codes.items():
+        (tmp_path / f"{name}.cpp").write_text(code)
+        (tmp_path / f"{name}.py").write_text("")
+    of_torch = Implementation(capability=Capability(devices=frozenset()), launcher="json:loads")
+    chosen = [replace(of_torch, launcher=f"{name}:run") for name in codes]
+    for _ in range(2):
+        build_ahead([of_torch, *chosen])
+    for thread in threading.enumerate():
+        if thread.name == "build-ahead":
+            thread.join()
+    assert runs.read_text().split() == ["built"] * 3
+    assert len(libraries(cache_folder)) == 2
+    for value, name in enumerate(("ahead_one", "ahead_two"), start=1):
+        assert load_library(tmp_path.name, tmp_path / f"{name}.cpp").answer() == value
+    assert runs.read_text().split() == ["built"] * 3
+    with pytest.raises(BuildError, match=r"ahead_bad.cpp"):
+        load_library(tmp_path.name, tmp_path / "ahead_bad.cpp")
 
 
 @needs_compiler
@@ -190,6 +228,22 @@ def test_instructions_that_this_cpu_lacks_are_named_and_never_run(
     monkeypatch.setenv(build.MARCH, "x86-64-v3")
     lacking = "TORCH_HYBRID_MARCH=x86-64-v3 has what this CPU lacks: AVX2 FMA"
     assert compiler_missing() == f"the C++ compiler cannot build kernels: {lacking}"
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="x86-64-v2 and v3 are of x86")
+def test_machines_that_share_a_cache_have_libraries_of_their_own(
+    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second has AVX2, the first, which comes back, has not."""
+    source = tmp_path / "answer.cpp"
+    of_machine = "\n#ifdef __AVX2__\n#define VALUE 2\n#else\n#define VALUE 1\n#endif\n"
+    source.write_text(of_machine + ANSWER.format("VALUE"))
+    for march, value in (("x86-64-v2", 1), ("x86-64-v3", 2), ("x86-64-v2", 1)):
+        monkeypatch.setenv(build.MARCH, march)
+        load_library.cache_clear()
+        assert answer(source) == value
+    assert len(libraries(cache_folder)) == 2
 
 
 @needs_compiler

@@ -1,0 +1,17 @@
+// The experts of a mixture, with weights that are integers: see README.md.
+#include "experts.h"
+
+namespace {
+
+template <typename T>
+void run(const experts::Call& call) {
+  call.format == th::INT8 ? experts::Experts<T, th::Integers<th::Int8>>(call).run()
+                          : experts::Experts<T, th::Integers<th::Int4>>(call).run();
+}
+
+}  // namespace
+
+TH_EXPORT_CALL(experts_of_integers, experts::Call) {
+  call->is_bf16 ? run<th::bf16>(*call) : run<float>(*call);
+  return true;
+}
