@@ -1,7 +1,9 @@
-"""README's table of what runs is made from the code. `python -m tests.test_readme` rewrites it."""
+"""Tables of what runs, made from the code: `python -m tests.test_readme` rewrites them."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+
+import pytest
 
 from tests.tiny_models import BUILDERS
 from torch_hybrid.models.load import FAMILIES, NOT_SERVED, table_of
@@ -29,7 +31,7 @@ from torch_hybrid.ops.ssd_step import op as ssd_step
 from torch_hybrid.ops.state_copy import op as state_copy
 from torch_hybrid.ops.top_k import op as top_k
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- generated: tests/test_readme.py -->\n", "<!-- end generated -->"
 
 # Ops by the kind of layer that calls them, in order.
@@ -101,14 +103,21 @@ SHOWN = {
 }
 
 
-def generated() -> str:
-    """Two tables: models with their mixers or why not, and ops with their implementations."""
+def models_table() -> str:
+    """Model types with their mixers, and those that are refused, with why."""
     lines = ["| model types | mixers | positions |", "|---|---|---|"]
     lines += sorted(_model_rows())
+    refused = []
     for reason in sorted(set(NOT_SERVED.values())):
         types = ", ".join(name for name, why in NOT_SERVED.items() if why == reason)
-        lines.append(f"| {types} | not served ({reason}) | |")
-    lines += ["", "| mixer | op | on a CPU | on a CUDA GPU |", "|---|---|---|---|"]
+        refused.append(f"{types} ({reason})")
+    lines += ["", f"Not served: {'; '.join(refused)}."]
+    return "\n".join(lines) + "\n"
+
+
+def ops_table() -> str:
+    """Ops by the mixers that call them, with their implementations."""
+    lines = ["| mixer | op | on a CPU | on a CUDA GPU |", "|---|---|---|---|"]
     for kinds, ops in OPS.items():
         mixer = ", ".join(NAMES.get(kind, kind) for kind in kinds.split(", "))
         for op, implementations in ops.items():
@@ -116,6 +125,9 @@ def generated() -> str:
             lines.append(f"| {mixer} | `{op}` | {cells[0]} | {cells[1]} |")
             mixer = ""
     return "\n".join(lines) + "\n"
+
+
+GENERATED = {"README.md": models_table, "ops/README.md": ops_table}
 
 
 def _model_rows() -> Iterator[str]:
@@ -149,12 +161,14 @@ def _on(implementations: Mapping[str, Implementation], device: str) -> str:
     )
 
 
-def test_the_table_is_what_the_code_says():
-    shown = README.read_text().split(BEGIN)[1].split(END)[0]
-    assert shown == generated()
+@pytest.mark.parametrize("path", GENERATED)
+def test_tables_are_what_the_code_says(path):
+    shown = (ROOT / path).read_text().split(BEGIN)[1].split(END)[0]
+    assert shown == GENERATED[path]()
 
 
 if __name__ == "__main__":
-    text = README.read_text()
-    before, rest = text.split(BEGIN)
-    README.write_text(before + BEGIN + generated() + END + rest.split(END)[1])
+    for path, table in GENERATED.items():
+        text = (ROOT / path).read_text()
+        before, rest = text.split(BEGIN)
+        (ROOT / path).write_text(before + BEGIN + table() + END + rest.split(END)[1])

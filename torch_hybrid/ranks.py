@@ -141,6 +141,14 @@ class Ranks:
         received: Tensor = torch.ops._c10d_functional.wait_tensor(started)
         return received
 
+    def gather(self, part: Tensor) -> Tensor:
+        """The ranks' parts side by side, on each: [N, n] to [N, R * n] for R ranks."""
+        started = torch.ops._c10d_functional.all_gather_into_tensor(
+            part.contiguous(), self.size, self.group_name
+        )
+        parts: Tensor = torch.ops._c10d_functional.wait_tensor(started)
+        return parts.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1)
+
     def mean_of_groups(self, means: Tensor, num_groups: int) -> Tensor:
         """The mean over each group of channels, of which this rank has a part.
 

@@ -22,12 +22,13 @@ from tests.tiny_models import make_model
 from torch_hybrid.models.shard import Experts
 
 LENGTHS = (5, 64, 73)
+VOCAB_SIZE = 200  # which the ranks divide
 # Prompts, chunks beside single tokens, and decode.
 STEPS: list[Step] = [{0: 2, 1: 60, 2: 33}, {0: 1, 2: 37}, {0: 1, 1: 1, 2: 1}, {0: 1, 1: 3, 2: 2}]
 SIZES = {"max_seqs": 4, "max_tokens": 128, "kv_tokens": 256}
 HYBRID = ("linear_attention", "full_attention")
 # Weights without a near tie of routers, nor a token whose logits magnify rounding a hundredfold.
-SEEDS = {"qwen3_next_dense": 1, "qwen3_5": 1}
+SEEDS = {"qwen3_next_dense": 1, "qwen3_5": 2}
 # Heads that four ranks can share.
 OPTIONS = {"kimi_linear": {"linear_num_heads": 4}}
 
@@ -45,7 +46,7 @@ class Shared:
 def make(family: str, **options: Any) -> Any:
     if family == "ring_2_5":
         return make_ring()
-    options = {**OPTIONS.get(family, {}), **options}
+    options = {"vocab_size": VOCAB_SIZE, **OPTIONS.get(family, {}), **options}
     return th.adapt(make_model(family, seed=SEEDS.get(family, 0), **options))
 
 
@@ -105,6 +106,21 @@ class CompiledJob:
 
 def share_compiled(jobs: list[CompiledJob]) -> list[Shared]:
     return [job.run() for job in jobs]
+
+
+def vocabularies(cases: list[tuple[int, bool]]) -> list[set[int]]:
+    """Rows of the embedding and the head that a rank has, by number of tokens and whether tied."""
+    return [_vocabulary(*case) for case in cases]
+
+
+def _vocabulary(vocab_size: int, is_tied: bool) -> set[int]:
+    sizes = {"vocab_size": vocab_size, "tie_word_embeddings": is_tied}
+    served = share("qwen3", False, **sizes)
+    assert served.error is None or served.error < 2e-5
+    model = th.shard(make("qwen3", **sizes))
+    weights = [next(part.parameters()) for part in (model.embedding, model.head)]
+    assert (weights[0] is weights[1]) == is_tied
+    return {len(weight) for weight in weights}
 
 
 def rounding(family: str) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.models import fp8_checkpoint, packed_checkpoint, ring_checkpoint
 from tests.models.checkpoint.test_block_fp8 import OPTIONS
 from tests.parallel import loading
-from tests.parallel.jobs import SEEDS
+from tests.parallel.jobs import SEEDS, VOCAB_SIZE
 from tests.parallel.processes import results, run_ranks
 from tests.tiny_models import BUILDERS, make_model
 
@@ -27,7 +27,8 @@ def save(family: str, folder: Path) -> Path:
         config = {**ring_checkpoint.CONFIG, **heads}
         ring_checkpoint.save(folder, config, ring_checkpoint.make_weights(config, seed=0))
     else:
-        make_model(family, seed=SEEDS.get(family, 0)).save_pretrained(folder)
+        model = make_model(family, seed=SEEDS.get(family, 0), vocab_size=VOCAB_SIZE)
+        model.save_pretrained(folder)
     return folder
 
 

@@ -78,6 +78,12 @@ def test_states_are_cut_block_by_block(num_ranks: int):
             torch.testing.assert_close(own_state, heads, rtol=1e-4, atol=1e-5)
 
 
+def test_vocabulary_is_cut_where_the_ranks_divide_it():
+    cases = {(200, False): 100, (200, True): 100, (201, True): 201}
+    for found in results(run_ranks(jobs.vocabularies, 2, list(cases))):
+        assert found == [{rows} for rows in cases.values()]
+
+
 @pytest.mark.parametrize("family", ["bamba", "qwen3"])
 def test_bfloat16_rounds_as_one_process_does(family: str):
     for alone, shared in results(run_ranks(jobs.rounding, 2, family)):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.layers.scaled_linear import ScaledLinear
+from torch_hybrid.layers.vocabulary import EmbeddingOverRanks, HeadOverRanks
 from torch_hybrid.ops.integers import dequantized
 
 
@@ -32,6 +33,8 @@ def dtype_of(layer: nn.Module) -> torch.dtype:
     """What a linear layer, or an embedding, gives."""
     if isinstance(layer, ScaledLinear | IntegerEmbedding):
         return layer.dtype
+    if isinstance(layer, EmbeddingOverRanks | HeadOverRanks):
+        return dtype_of(layer.part)
     weight = layer.weight
     assert isinstance(weight, Tensor)
     return weight.dtype

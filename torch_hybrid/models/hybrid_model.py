@@ -95,9 +95,26 @@ class HybridModel(nn.Module):
             inner.layers = whole
 
     @property
+    def embedding(self) -> nn.Module:
+        """Tokens to vectors."""
+        embedding: nn.Module = self.hf_model.get_input_embeddings()
+        return embedding
+
+    @property
+    def head(self) -> nn.Module:
+        """Hidden states to the vocabulary."""
+        head: nn.Module = self.hf_model.lm_head
+        return head
+
+    def replace_vocabulary(self, embedding: nn.Module, head: nn.Module) -> None:
+        """Put others in the place of ``embedding`` and ``head``."""
+        self.hf_model.set_input_embeddings(embedding)
+        self.hf_model.lm_head = head
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the weights, and of keys, values and convolution states."""
-        return dtype_of(self.hf_model.get_input_embeddings())
+        return dtype_of(self.embedding)
 
     @property
     def device(self) -> torch.device:
@@ -128,7 +145,7 @@ class HybridModel(nn.Module):
         """
         inputs = {"input_ids": tokens[None]}
         if embeds is not None and embed_rows is not None:
-            own = self.hf_model.get_input_embeddings()(tokens)
+            own = self.embedding(tokens)
             is_given = (embed_rows > 0)[:, None]
             hidden = torch.where(is_given, F.embedding(embed_rows, embeds), own)
             inputs = {
@@ -147,7 +164,7 @@ class HybridModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, dim] hidden states to [R, vocab_size] logits."""
-        logits: Tensor = self.hf_model.lm_head(hidden)
+        logits: Tensor = self.head(hidden)
         return logits if self.logits_scale == 1.0 else logits * self.logits_scale
 
 

@@ -232,7 +232,8 @@ def _replace(
 def _chosen(model: nn.Module, stored: _Stored) -> Iterator[tuple[str, nn.Module]]:
     """The modules whose weights become integers, by their names."""
     taken_apart = {m.kv_b_proj for m in model.modules() if isinstance(m, LatentAttention)}
-    for name, module in model.named_modules():
+    for path, module in model.named_modules():
+        name = path.removesuffix(".part")  # of a stretch of the vocabulary that a rank has
         is_taken = type(module) in (nn.Linear, SummedLinear, nn.Embedding, FusedExperts)
         if is_taken and stored.dtype_of(name) is not None and module not in taken_apart:
             yield name, module

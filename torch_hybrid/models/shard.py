@@ -7,8 +7,8 @@ What is cut, by the names that transformers gives to projections:
     our own mixers    as their ``shard`` says: each of the blocks of a projection on its own
     MLP               gate and up: rows; down: columns
     experts           the same in every expert, or whole experts (``experts="all_to_all"``)
-    embeddings (those of n-grams too), norms, routers, the head, what mixes residual streams: whole
-                      on every rank
+    embedding, head   a stretch of the vocabulary; whole where the ranks do not divide it
+    norms, routers, embeddings of n-grams, what mixes residual streams: whole on every rank
 
 A layer of feed-forward sums once, at its end: what a shared expert and the others add up to.
 """
@@ -26,6 +26,7 @@ from torch_hybrid.host import keep_weights
 from torch_hybrid.layers.expert_parallel import ExpertParallel, TokensOfRank
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.scaled_linear import ScaledLinear
+from torch_hybrid.layers.vocabulary import EmbeddingOverRanks, HeadOverRanks
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.ring_2_5 import Ring25
 from torch_hybrid.ranks import Ranks, RMSNormOverRanks, SumOverRanks, divide
@@ -106,7 +107,29 @@ def cut(model: HybridModel | Ring25, ranks: Ranks, experts: Experts) -> None:
         for name, child in rest.items():
             if name not in _WHOLE_CHILDREN:
                 _shard_feed_forward(layer, name, child, feed_forward, ranks)
+    _shard_vocabulary(model, ranks)
     model.table, model.ranks = table, ranks
+
+
+def _shard_vocabulary(model: HybridModel | Ring25, ranks: Ranks) -> None:
+    """Cut the embedding and the head, which may be one weight, unless they are more than that."""
+    embedding, head = model.embedding, model.head
+    if type(embedding) is not nn.Embedding or type(head) is not nn.Linear:
+        return
+    if {embedding.num_embeddings, head.out_features} != {model.vocab_size}:
+        return
+    if model.vocab_size % ranks.size:
+        return
+    is_tied = head.weight is embedding.weight
+    own_head = ranks.rows(head, [(model.vocab_size, 1)])
+    weight = own_head.weight
+    if not is_tied:
+        weight = ranks.parameter(embedding.weight, [(model.vocab_size, 1)])
+    own_embedding = nn.Embedding(*weight.shape, dtype=weight.dtype, device="meta")
+    own_embedding.weight = weight
+    model.replace_vocabulary(
+        EmbeddingOverRanks(own_embedding, len(weight), ranks), HeadOverRanks(own_head, ranks)
+    )
 
 
 def _attention_name(children: Mapping[str, nn.Module]) -> str:

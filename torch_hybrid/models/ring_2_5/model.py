@@ -57,15 +57,29 @@ class Ring25(nn.Module):
         eos = generation_config.get("eos_token_id", config.eos_token_id)
         self.eos_token_ids = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
         shape = config.vocab_size, config.hidden_size
-        self.word_embeddings = nn.Embedding(*shape, dtype=dtype, device="meta")
+        self.word_embeddings: nn.Module = nn.Embedding(*shape, dtype=dtype, device="meta")
         self.layers = nn.ModuleList(
             Ring25Layer(config, layer_id, dtype) for layer_id in range(config.num_hidden_layers)
         )
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype, device="meta")
-        self.lm_head = linear(config.hidden_size, config.vocab_size, dtype)
+        self.lm_head: nn.Module = linear(config.hidden_size, config.vocab_size, dtype)
         self.rotary = nn.ModuleDict(
             {kind: RotaryTable(spec) for kind, spec in config.rotary_specs.items()}
         )
+
+    @property
+    def embedding(self) -> nn.Module:
+        """Tokens to vectors."""
+        return self.word_embeddings
+
+    @property
+    def head(self) -> nn.Module:
+        """Hidden states to the vocabulary."""
+        return self.lm_head
+
+    def replace_vocabulary(self, embedding: nn.Module, head: nn.Module) -> None:
+        """Put others in the place of ``embedding`` and ``head``."""
+        self.word_embeddings, self.lm_head = embedding, head
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,7 +89,7 @@ class Ring25(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the weights are."""
-        return self.lm_head.weight.device
+        return next(self.lm_head.parameters()).device
 
     @contextmanager
     def first_layers(self, count: int) -> Iterator[None]:
