@@ -35,6 +35,7 @@ class StepPlanner:
         overlap: which steps are cut in halves.
         chunk_grid: a cut inside a sequence is at a multiple of so many tokens.
         modes: of the steps that are planned.
+        takes_embeds: whether steps that extend are given rows in the place of embeddings.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class StepPlanner:
         overlap: OverlapPolicy,
         chunk_grid: int,
         modes: Sequence[Mode] = MODES,
+        takes_embeds: bool = False,
     ) -> None:
+        self._takes_embeds = takes_embeds
         self._backends, self._overlap, self._grid = backends, overlap, chunk_grid
         self._num_position_axes, self._sizes = num_position_axes, sizes
         self.forms = {
@@ -168,6 +171,9 @@ class StepPlanner:
         if variant.mode.num_drafts:
             none = _zeros(bucket.num_seqs, dtype=torch.int32)
             batches = [replace(batch, accepted=none) for batch in batches]
+        if self._takes_embeds and variant.mode is Mode.EXTEND:
+            none = _zeros(bucket.num_tokens, dtype=torch.int32)
+            batches = [replace(batch, embed_rows=none) for batch in batches]
         rows = None
         if variant.mode.tokens_per_seq is None or variant.in_halves:
             rows = _zeros(num_rows, dtype=torch.int64)

@@ -36,6 +36,7 @@ from torch_hybrid.graphs.check_options import (
     check_types,
     kept_table,
 )
+from torch_hybrid.graphs.embeds import Embeds, GivenRows
 from torch_hybrid.graphs.execution import Execution
 from torch_hybrid.graphs.kv_room import KvRoom, choose_kv_tokens
 from torch_hybrid.graphs.launch import LastTokens, Launched
@@ -109,6 +110,8 @@ class Runner:
             chosen, allocated or compiled for others.
         max_drafts: tokens of a sequence that ``verify`` may take before they are certain. Each has
             memory beside every state, which ``explain`` counts. With 0 there is no such step.
+        takes_embeds: whether steps take rows in the place of tokens' own embeddings (``extend``);
+            None: where the model has a tower that makes such (``from_pretrained(vision=True)``).
         check_batch: called on the host with the batch of each step before it runs; what it raises
             stops the step. ``Agreement(...).check``, where several ranks share the model.
         passes: graph passes over each traced step, in order; see ``graphs.passes``, which has
@@ -143,6 +146,7 @@ class Runner:
         backends: Backends | None = None,
         prefill: bool = True,
         max_drafts: int = 0,
+        takes_embeds: bool | None = None,
         check_batch: Callable[[Batch], None] | None = None,
         passes: Many[Pass] = DEFAULT_PASSES,
         artefact: str | os.PathLike[str] | None = None,
@@ -170,7 +174,7 @@ class Runner:
             wanted = backends or Backends()
             self._kv_room: KvRoom | None = None
             if kv_tokens == "auto":
-                self._kv_room = self._choose_kv_tokens(table, kv_dtype, wanted)
+                self._kv_room = self._choose_kv_tokens(table, kv_dtype, wanted, takes_embeds)
                 kv_tokens = self._kv_room.num_tokens
             self._cache = HybridCache(
                 table,
@@ -184,6 +188,8 @@ class Runner:
             )
             if kv_scales is not None:
                 self._cache.set_scales(kv_scales)
+            self._given = GivenRows.of(model, max_tokens, takes_embeds)
+            given = {} if self._given is None else self._given.caches
             store = None
             if compile:
                 sizes = {
@@ -193,8 +199,10 @@ class Runner:
                     "kv_dtype": kv_dtype,
                     "max_checkpoints": max_checkpoints,
                     "max_drafts": max_drafts,
+                    "embeds": max_tokens if given else 0,
                 }
-                store = StepStore(artefact, model, self._cache.pools, passes, **sizes)
+                caches = {**self._cache.pools, **given}
+                store = StepStore(artefact, model, caches, passes, **sizes)
                 if not store.is_open and compile != "background":
                     check_toolchain(device)
             self.choices = choose(model, wanted, compiles=bool(compile))
@@ -213,6 +221,7 @@ class Runner:
                 overlap=self.overlap,
                 chunk_grid=grid,
                 modes=modes,
+                takes_embeds=self.takes_embeds,
             )
             make_steps = partial(
                 Steps,
@@ -220,6 +229,7 @@ class Runner:
                 planner=self._planner,
                 passes=passes_for(self.choices, passes, modes),
                 choices=self.choices,
+                given=given,
             )
             self._beside: StepsBeside | None = None
             if compile == "background" and store is not None:
@@ -266,6 +276,11 @@ class Runner:
     def cache(self) -> HybridCache:
         """The pools, and who owns what in them."""
         return self._cache
+
+    @property
+    def takes_embeds(self) -> bool:
+        """Whether steps take rows in the place of tokens' own embeddings."""
+        return self._given is not None
 
     @property
     def kv_room(self) -> KvRoom | None:
@@ -351,6 +366,7 @@ class Runner:
         *,
         logits: Logits = "last",
         positions: Tensor | None = None,
+        embeds: Embeds | None = None,
     ) -> Tensor:
         """Append new tokens to sequences, in one step, and return logits.
 
@@ -366,6 +382,8 @@ class Runner:
             logits: "last" for those after each sequence's last token, "all" for every token.
             positions: [3, T] int64 rotary positions of the packed tokens, for models with 3-D
                 positions; by default all three axes count each sequence on.
+            embeds: rows in the place of some tokens' own embeddings, those of an image for example;
+                what their ids are is then no matter but to embeddings of n-grams.
 
         Returns:
             [N, vocab_size] in the order of ``seqs``, or [T, vocab_size] for "all".
@@ -373,11 +391,13 @@ class Runner:
         Raises:
             TypeError: tokens are no integers.
             ValueError: an argument is not as above.
-            UnsupportedError: several new tokens for a sequence of a runner without prefill.
+            UnsupportedError: several new tokens for a sequence of a runner without prefill, or
+                ``embeds`` for one that takes none.
             CapacityError: the KV pool has too few free pages.
         """
         with self.lock, calm(self._device):
-            return self._extend(seqs, token_lists(tokens), logits=logits, positions=positions)
+            packed = token_lists(tokens)
+            return self._extend(seqs, packed, logits=logits, positions=positions, embeds=embeds)
 
     def _extend(
         self,
@@ -386,15 +406,18 @@ class Runner:
         *,
         logits: Logits,
         positions: Tensor | None,
+        embeds: Embeds | None,
     ) -> Tensor:
         lengths = [len(new) for new in tokens]
-        self._check_extend(tokens, len(seqs), logits, positions)
+        self._check_extend(tokens, len(seqs), logits, positions, embeds=embeds)
         if not seqs:
             idle, planned = self._planner.plan_idle()
             self._check(planned.parts[0].batch)
             self._compile(idle)
             return self._execution.logits(idle, planned)[:0]
-        variant, planned = self._plan(seqs, tokens, logits=logits, positions=positions)
+        variant, planned = self._plan(
+            seqs, tokens, logits=logits, positions=positions, embeds=embeds
+        )
         out = self._advance(seqs, lengths, lambda: self._execution.logits(variant, planned))
         self._last.forget(seqs)
         return out[: sum(lengths) if logits == "all" else len(seqs)]
@@ -404,6 +427,9 @@ class Runner:
         seqs: Many[Sequence],
         tokens: Many[Many[int] | None],
         draws: Many[Draw | None],
+        *,
+        positions: Tensor | None = None,
+        embeds: Embeds | None = None,
     ) -> Launched:
         """Start a step that also samples, and do not wait for it.
 
@@ -415,6 +441,7 @@ class Runner:
             tokens: the new tokens of each, as for ``extend``; None is one token, that which the
                 last launch sampled for the sequence.
             draws: how each sequence's next token is drawn; None draws none.
+            positions, embeds: as of ``extend``.
 
         Raises:
             TypeError, ValueError, UnsupportedError, CapacityError: as ``extend``; ValueError also
@@ -428,10 +455,13 @@ class Runner:
         with self.lock, calm(self._device):
             known = iter(token_lists([new for new in tokens if new is not None]))
             given = [None if new is None else next(known) for new in tokens]
-            self._check_extend([(0,) if new is None else new for new in given], len(seqs))
+            known_tokens = [(0,) if new is None else new for new in given]
+            self._check_extend(known_tokens, len(seqs), positions=positions, embeds=embeds)
             places = self._cache.places_of(seqs)
             fed = self._last.fed(seqs, places, given)
-            variant, planned = self._plan(seqs, fed, logits="last")
+            variant, planned = self._plan(
+                seqs, fed, logits="last", positions=positions, embeds=embeds
+            )
             launched = self._advance(
                 seqs,
                 list(map(len, fed)),
@@ -535,6 +565,7 @@ class Runner:
         logits: str = "last",
         positions: Tensor | None = None,
         most_each: int | None = None,
+        embeds: Embeds | None = None,
     ) -> None:
         check_extend(
             tokens,
@@ -546,6 +577,14 @@ class Runner:
             num_position_axes=self.model.num_position_axes,
             most_each=most_each,
         )
+        if embeds is None:
+            return
+        if self._given is None or not self.prefill:
+            raise UnsupportedError(
+                f"embeds need a runner with takes_embeds=True and prefill=True, got "
+                f"takes_embeds={self.takes_embeds} and prefill={self.prefill}"
+            )
+        self._given.check(embeds, sum(map(len, tokens)))
 
     def _plan(
         self,
@@ -554,13 +593,15 @@ class Runner:
         *,
         logits: Logits,
         positions: Tensor | None = None,
+        embeds: Embeds | None = None,
     ) -> tuple[Variant, Inputs]:
         """A step's variant, compiled by now, and its inputs; the pages of its tokens are taken.
 
         Where it raises, no state has changed.
         """
         lengths = [len(new) for new in tokens]
-        mode = Mode.DECODE if max(lengths) == 1 else Mode.EXTEND
+        is_decode = max(lengths) == 1 and embeds is None  # whose graph looks no rows up
+        mode = Mode.DECODE if is_decode else Mode.EXTEND
         if mode is Mode.EXTEND and not self.prefill:
             raise UnsupportedError(
                 f"a runner with prefill=False appends one token to each sequence, got {lengths}"
@@ -570,7 +611,9 @@ class Runner:
                 self._flush(seqs)
             else:  # which replays as it decodes
                 mode = self._verify_mode
-        return self._plan_step(seqs, tokens, mode, logits=logits, positions=positions)
+        return self._plan_step(
+            seqs, tokens, mode, logits=logits, positions=positions, embeds=embeds
+        )
 
     def _plan_step(
         self,
@@ -580,9 +623,13 @@ class Runner:
         *,
         logits: Logits = "all",
         positions: Tensor | None = None,
+        embeds: Embeds | None = None,
     ) -> tuple[Variant, Inputs]:
         """As ``_plan``, in a mode."""
         self._execution.join()  # pages may be copied
+        places = None
+        if self._given is not None and mode is Mode.EXTEND:
+            places = () if embeds is None else embeds.places
         batch = self._cache.make_batch(
             seqs,
             tokens,
@@ -590,10 +637,13 @@ class Runner:
             num_position_axes=self.model.num_position_axes,
             table_width=self._planner.table_width,
             replays=mode.num_drafts > 0,
+            embed_places=places,
         )
         self._check(batch)
         variant, planned = self._planner.plan(batch, mode, logits)
         self._compile(variant)
+        if self._given is not None and embeds is not None:
+            self._given.write(embeds)
         return variant, planned
 
     def _advance(
@@ -705,7 +755,9 @@ class Runner:
         )
         return policy_of(self._overlap_trials)
 
-    def _choose_kv_tokens(self, table: LayerTable, kv_dtype: KvDtype, backends: Backends) -> KvRoom:
+    def _choose_kv_tokens(
+        self, table: LayerTable, kv_dtype: KvDtype, backends: Backends, takes_embeds: bool | None
+    ) -> KvRoom:
         """What there is room for, by uncompiled steps of the largest sizes."""
         model, page_size = self.model, self.page_size
         sizes = PoolSizes(
@@ -729,6 +781,7 @@ class Runner:
                 compile=False,
                 backends=backends,
                 prefill=self.prefill,
+                takes_embeds=takes_embeds,
             )
 
         longest: int | None = getattr(model, "max_positions", None)

@@ -22,13 +22,17 @@ from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable
 
 Caches = dict[str, tuple[LayerCache, ...]]
+GIVEN = "given"  # beside the kinds of layers: rows that stand for embeddings
 
 
 class Model(Protocol):
     """What a runner needs of a model.
 
     It may also say ``max_positions``, how many tokens a sequence can have: no pool is then sized
-    for more.
+    for more. One that says ``embed_dim`` takes rows of that width in the place of tokens' own
+    embeddings: its forward then has ``embeds`` [rows, dim] and ``embed_rows`` [T], which of them
+    each token takes, 0 where it takes none. ``vision`` is the tower that they come from, if it has
+    one.
     """
 
     table: LayerTable
@@ -43,7 +47,15 @@ class Model(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def __call__(self, tokens: Tensor, positions: Tensor, step: Step) -> Tensor: ...
+    def __call__(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        step: Step,
+        *,
+        embeds: Tensor | None = None,
+        embed_rows: Tensor | None = None,
+    ) -> Tensor: ...
 
     def logits(self, hidden: Tensor) -> Tensor: ...
 
@@ -117,7 +129,13 @@ def make_step(model: Model) -> StepFunction:
     def step(inputs: Inputs, caches: Caches) -> Tensor:
         def run(part: Part) -> Tensor:
             layers = Step(plans=part.plans, caches=caches, table=model.table)
-            return model(part.batch.tokens, part.batch.positions, layers)
+            batch = part.batch
+            if batch.embed_rows is None:
+                return model(batch.tokens, batch.positions, layers)
+            rows = caches[GIVEN][0]["rows"]
+            return model(
+                batch.tokens, batch.positions, layers, embeds=rows, embed_rows=batch.embed_rows
+            )
 
         if len(inputs.parts) == 1:
             hidden = run(inputs.parts[0])

@@ -10,6 +10,7 @@ from threading import RLock
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import Choice
@@ -23,7 +24,15 @@ from torch_hybrid.graphs.model_choices import choices_of
 from torch_hybrid.graphs.model_use import ModelUse
 from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.planner import StepPlanner
-from torch_hybrid.graphs.step import Inputs, Model, StepFunction, Variant, make_step, map_tensors
+from torch_hybrid.graphs.step import (
+    Caches,
+    Inputs,
+    Model,
+    StepFunction,
+    Variant,
+    make_step,
+    map_tensors,
+)
 from torch_hybrid.toolchain import named_failures
 
 _COMPILING = RLock()  # runners of several threads compile one after another
@@ -58,6 +67,7 @@ class Steps:
         planner: makes what steps are traced with.
         passes: over the graphs of each mode.
         choices: beside those of the backends: of experts, and of linear layers.
+        given: what steps read beside the pools of their layers.
         store: where compiled steps may be; None compiles nothing, and runs the model as it is.
     """
 
@@ -69,13 +79,14 @@ class Steps:
         *,
         passes: Mapping[Mode, Sequence[Pass]],
         choices: Sequence[Choice],
+        given: Caches,
         store: StepStore | None,
     ) -> None:
         self._model, self._choices = model, choices
         self._module_choices = choices_of(model, choices)
         self.layers = LayersOnce(model, cache.pools)
         self._use = ModelUse.of(model)
-        self._caches, self._planner, self._store = cache.pools, planner, store
+        self._caches, self._planner, self._store = {**cache.pools, **given}, planner, store
         self._log = CompileLog()
         self._place: dict[str, int] = {}  # by variant's name, of its graph in the log
         self._breaks_before = _count_graph_breaks()
@@ -83,8 +94,8 @@ class Steps:
         self.of: dict[Variant, StepFunction] = dict.fromkeys(planner.forms, step)
         if store is None:
             return
-        for pool in pools:
-            torch._dynamo.mark_static(pool)
+        for tensor in pytree.tree_leaves(self._caches):
+            torch._dynamo.mark_static(tensor)
         small = {id(scales) for scales in cache.scales.values()}
         pool_sizes = {pool.numel() for pool in pools if id(pool) not in small}
         backends = {

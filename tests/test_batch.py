@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 import torch
@@ -47,6 +47,7 @@ def pack(
     positions: object = None,
     page_size: int = PAGE_SIZE,
 ) -> Batch:
+    packed = [token for row in rows for token in row.tokens]
     return make_batch(
         [row.tokens for row in rows],
         prefix_lens=[row.prefix_len for row in rows],
@@ -56,6 +57,7 @@ def pack(
         positions=positions,
         num_position_axes=num_position_axes,
         accepted=[row.slot % 4 for row in rows],
+        embed_places=[place for place, token in enumerate(packed) if token % 2],
     )
 
 
@@ -75,6 +77,7 @@ def unpack(batch: Batch, num_tokens: int | None = None) -> list[dict[str, object
             "pages": batch.page_table[n].tolist(),
             "slot": int(batch.state_indices[n]),
             "accepted": int(batch.accepted[n]),
+            "embed_rows": batch.embed_rows[start:end].tolist(),
         }
         for n, (start, end) in enumerate(pairwise(starts))
     ]
@@ -83,6 +86,7 @@ def unpack(batch: Batch, num_tokens: int | None = None) -> list[dict[str, object
 @given(rows(), st.sampled_from([PAGE_SIZE, 5]))
 def test_make_batch_equals_a_token_loop(rows: list[Row], size: int):
     expected = []
+    numbers = count(1)
     for row in rows:
         positions = [row.prefix_len + i for i in range(len(row.tokens))]
         slots = [row.pages[p // size] * size + p % size for p in positions]
@@ -95,6 +99,7 @@ def test_make_batch_equals_a_token_loop(rows: list[Row], size: int):
                 "pages": list(row.pages),
                 "slot": row.slot,
                 "accepted": row.slot % 4,
+                "embed_rows": [next(numbers) if token % 2 else 0 for token in row.tokens],
             }
         )
     batch = pack(rows, page_size=size)
@@ -147,6 +152,7 @@ def take(row: dict[str, object], span: slice, num_later: int) -> dict[str, objec
         "tokens": row["tokens"][span],
         "positions": [axis[span] for axis in positions] if nested else positions[span],
         "slot_mapping": row["slot_mapping"][span],
+        "embed_rows": row["embed_rows"][span],
         "seq_len": row["seq_len"] - num_later,
     }
 

@@ -15,6 +15,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 PRINTED = {
     "add_an_implementation": "einsum agrees with torch",
     "capture_your_own_loop": "buckets 4, 2, 8",
+    "describe_an_image": "the tokens are those of transformers",
     "export_decode_step": "packaged, without a compiler, against eager",
     "overlap_two_processes": "of the time in flight was hidden",
     "own_module": "one piece, eager, against two pieces, compiled",

@@ -52,3 +52,34 @@ def metaspace():
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=model, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     )
+
+
+VISION_MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+VISION_TEMPLATE = """{%- for message in messages -%}
+<|{{ message.role }}|>
+{%- if message.content is string -%}{{ message.content }}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == "image" -%}<|vision_start|><|image_pad|><|vision_end|>
+{%- else -%}{{ part.text }}{%- endif -%}
+{%- endfor -%}
+{%- endif -%}<end>
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
+
+
+def image_processor(patch: int):
+    """The processor of Qwen's models for small images, without its part for videos, which wants
+    torchvision."""
+    pytest.importorskip("PIL", reason="Pillow is missing")
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    class ImagesAlone(transformers.Qwen3VLProcessor):
+        def __init__(self, image_processor, tokenizer, chat_template=None):
+            super().__init__(image_processor, tokenizer, chat_template=chat_template)
+
+    tokenizer = byte_level(VISION_TEMPLATE)
+    tokenizer.add_special_tokens({"additional_special_tokens": VISION_MARKS})
+    pixels = {"shortest_edge": 4 * patch**2, "longest_edge": 64 * patch**2}
+    cutter = Qwen2VLImageProcessorPil(size=pixels, patch_size=patch, merge_size=2)
+    return ImagesAlone(cutter, tokenizer, VISION_TEMPLATE)

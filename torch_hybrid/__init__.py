@@ -14,6 +14,7 @@ from torch_hybrid.caches.hybrid import HybridCache, Sequence
 from torch_hybrid.engine import Engine
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.agreement import Agreement
+from torch_hybrid.graphs.embeds import Embeds
 from torch_hybrid.graphs.kv_scales import kv_scales
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.runner import Runner
@@ -49,6 +50,7 @@ __all__ = [
     "DeltaRuleSpec",
     "DraftCounts",
     "Drafter",
+    "Embeds",
     "Engine",
     "EngineStats",
     "HybridCache",

@@ -54,6 +54,8 @@ class Batch:
     state_indices: Tensor = _declared(Axis.SEQUENCE)  # [N] slot of the state after
     # [N] records that are replayed first, of drafts that were accepted; None: of none
     accepted: Tensor | None = _declared(Axis.SEQUENCE, may_miss=True)
+    # [T] which given row stands for the token's embedding, from 1; 0: none. None: of no token
+    embed_rows: Tensor | None = _declared(Axis.TOKEN, may_miss=True)
 
     @property
     def num_tokens(self) -> int:
@@ -167,6 +169,7 @@ def make_batch(
     positions: Tensor | None = None,
     num_position_axes: int = 1,
     accepted: Sequence[int] | None = None,
+    embed_places: Sequence[int] | None = None,
 ) -> Batch:
     """Pack the new tokens of N sequences into a batch of CPU tensors.
 
@@ -182,6 +185,8 @@ def make_batch(
             its prefix, alike on every axis.
         num_position_axes: 1, or 3 for models with 3-D rotary positions.
         accepted: how many records of each sequence are replayed, in a step that verifies drafts.
+        embed_places: which of the packed tokens have a given row for an embedding, the first of
+            them the first row; None in a step that is given none.
     """
     query_lens = [len(new) for new in tokens]
     cu_seqlens = int_tensor(accumulate(query_lens, initial=0), torch.int32)
@@ -218,7 +223,17 @@ def make_batch(
         initial_indices=int_tensor(initial_indices, torch.int32),
         state_indices=int_tensor(state_indices, torch.int32),
         accepted=None if accepted is None else int_tensor(accepted, torch.int32),
+        embed_rows=None if embed_places is None else _numbered(embed_places, num_tokens),
     )
+
+
+def _numbered(places: Sequence[int], num_tokens: int) -> Tensor:
+    """[num_tokens] int32: 1, 2 and so on at these places, and 0 elsewhere."""
+    rows = torch.zeros(num_tokens, dtype=torch.int32, device="cpu")
+    if places:
+        count = torch.arange(1, 1 + len(places), dtype=torch.int32, device="cpu")
+        rows[int_tensor(places, torch.int64)] = count
+    return rows
 
 
 def _divided(positions: Tensor, page_size: int) -> Tensor:

@@ -29,6 +29,7 @@ from torch_hybrid.cli_options import (
     SamplingOptions,
     compile_ahead,
     compile_steps,
+    load_processor,
     load_tokenizer,
     model_options,
     prefix_cache_option,
@@ -73,6 +74,13 @@ def cli() -> None:
 @click.option("--ids", is_flag=True, help="Prompts are token ids, as in '5 17 3'.")
 @click.option("--chat", is_flag=True, help="Prompts are messages of a user, to be answered.")
 @click.option("--system", help="A system message before each of them, with --chat.")
+@click.option(
+    "--image",
+    "images",
+    type=click.Path(exists=True, dir_okay=False),
+    multiple=True,
+    help="An image that each prompt is about, as with --chat; several can be given.",
+)
 @sampling_options(max_new_tokens=64)
 @prefix_cache_option(default=0)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each output.")
@@ -83,18 +91,21 @@ def generate(
     ids: bool,
     chat: bool,
     system: str | None,
+    images: tuple[str, ...],
     chosen: SamplingOptions,
     prefix_cache: int,
     as_json: bool,
 ) -> None:
     """Continue PROMPTS: one of them streams, several are served together."""
-    parsed = read_prompts(prompts, prompt_file, ids=ids, chat=chat, system=system)
+    parsed = read_prompts(prompts, prompt_file, ids=ids, chat=chat, system=system, images=images)
     chosen.check()
-    model = options.load()
-    tokenizer = None if ids else load_tokenizer(options.model)
+    processor = load_processor(options.model) if images else None
+    model = options.load(vision=bool(images))
+    tokenizer = None if ids or images else load_tokenizer(options.model)
     sampling = chosen.of(model)
     runner = options.runner(model, max_checkpoints=prefix_cache)
-    with Engine(runner, tokenizer, prefix_cache=prefix_cache > 0) as engine:
+    keeps = prefix_cache > 0
+    with Engine(runner, tokenizer, prefix_cache=keeps, processor=processor) as engine:
         requests = [engine.submit(prompt, sampling, stream=not as_json) for prompt in parsed]
         compile_ahead(runner)
         if as_json:

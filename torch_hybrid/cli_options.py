@@ -52,12 +52,12 @@ class ModelOptions:
     linear: str
     artefact: str | None
 
-    def load(self) -> HybridModel | Ring25:
+    def load(self, *, vision: bool = False) -> HybridModel | Ring25:
         """The checkpoint, with a bar for as long as its weights are read."""
         if not self.ranks:
-            return load_model(self.model, self.dtype, self.device, self.weights)
+            return load_model(self.model, self.dtype, self.device, self.weights, vision=vision)
         group, device = join_ranks(self.device)
-        return load_model(self.model, self.dtype, device, self.weights, group)
+        return load_model(self.model, self.dtype, device, self.weights, group, vision=vision)
 
     def runner(self, model: HybridModel | Ring25, **options: Any) -> Runner:
         """A runner of these sizes; uncompiled where it is asked for or cannot be otherwise."""
@@ -255,13 +255,17 @@ def load_model(
     device: str = "cpu",
     weights: str = "auto",
     ranks: dist.ProcessGroup | None = None,
+    *,
+    vision: bool = False,
 ) -> HybridModel | Ring25:
     """A checkpoint, or this rank's part of it, with a bar for as long as its weights are read."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     _quiet_transformers()
     path = os.path.expanduser(path_or_id)
-    return from_pretrained(path, dtype=dtype, device=device, ranks=ranks, weights=weights)
+    return from_pretrained(
+        path, dtype=dtype, device=device, ranks=ranks, weights=weights, vision=vision
+    )
 
 
 def load_tokenizer(path_or_id: str, hint: str = "give prompts as token ids with --ids") -> Any:
@@ -280,6 +284,28 @@ def load_tokenizer(path_or_id: str, hint: str = "give prompts as token ids with 
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ValueError(missing)  # without its files it is made all the same, and knows no text
     return tokenizer
+
+
+def load_processor(path_or_id: str) -> Any:
+    """The checkpoint's processor of images.
+
+    Raises:
+        ValueError: it has none, or what that needs is not installed.
+    """
+    from transformers import AutoProcessor, ProcessorMixin
+
+    missing = f"{path_or_id} has no processor of images that transformers can make"
+    try:
+        processor = AutoProcessor.from_pretrained(os.path.expanduser(path_or_id))
+    except ImportError as error:
+        raise ValueError(
+            f"images need Pillow and torchvision: pip install 'torch-hybrid[vision]' ({error})"
+        ) from error
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{missing}: {' '.join(str(error).split())}") from error
+    if not isinstance(processor, ProcessorMixin):
+        raise ValueError(missing)
+    return processor
 
 
 def compile_ahead(runner: Runner) -> None:

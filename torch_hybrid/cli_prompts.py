@@ -9,7 +9,13 @@ from torch_hybrid.prompts import Message, Prompt
 
 
 def read_prompts(
-    texts: Sequence[str], file: Path | None, *, ids: bool, chat: bool, system: str | None
+    texts: Sequence[str],
+    file: Path | None,
+    *,
+    ids: bool,
+    chat: bool,
+    system: str | None,
+    images: Sequence[str] = (),
 ) -> list[Prompt]:
     """The prompts of a command.
 
@@ -19,12 +25,16 @@ def read_prompts(
         ids: they are token ids.
         chat: they are messages of a user.
         system: a message before each of those.
+        images: files that each prompt, then a message of a user, is about.
 
     Raises:
         ValueError: there are none, they cannot be read, or the options do not go together.
     """
     if ids and chat:
         raise ValueError("--ids and --chat say different things of the prompts: give one")
+    if ids and images:
+        raise ValueError("--image is for prompts of text, and --ids has token ids: give one")
+    chat = chat or bool(images)
     if system is not None and not chat:
         raise ValueError("--system is for --chat")
     texts = [*texts, *(_read_lines(file) if file else [])]
@@ -33,13 +43,16 @@ def read_prompts(
     if ids:
         return [_parse_ids(text) for text in texts]
     if chat:
-        return [[*system_message(system), user_message(text)] for text in texts]
+        return [[*system_message(system), user_message(text, images)] for text in texts]
     return list(texts)
 
 
-def user_message(text: str) -> Message:
-    """What a user says."""
-    return {"role": "user", "content": text}
+def user_message(text: str, images: Sequence[str] = ()) -> Message:
+    """What a user says, of images in these files."""
+    if not images:
+        return {"role": "user", "content": text}
+    parts = [{"type": "image", "image": image} for image in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
 def system_message(text: str | None) -> list[Message]:

@@ -26,7 +26,7 @@ from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.flight import Flight, Rows, launch, may_launch, run
 from torch_hybrid.intake import Intake
 from torch_hybrid.prefix_cache import PrefixCache, Prefixes
-from torch_hybrid.prompts import Prompt, as_prompts
+from torch_hybrid.prompts import Processor, Prompt, as_prompts
 from torch_hybrid.request import FinishReason, Output, Request, TokenEvent
 from torch_hybrid.sampling import GREEDY, Sampling
 from torch_hybrid.scheduler import Schedule, Scheduler
@@ -61,6 +61,9 @@ class Engine:
         prefix_cache: keep what requests held, for those that begin with the same tokens: they run
             the rest alone. True is ``PrefixCache()``. States are kept in the runner's
             ``max_checkpoints``, keys in pages that no sequence needs. ``close`` gives them back.
+        processor: the checkpoint's, of transformers: it makes tokens and pixels of conversations,
+            whose messages may then have images, for a model that was loaded with ``vision=True``.
+            Its tokenizer is taken where no other is given.
         speculate: have tokens drafted, and several of them verified in one step; the runner needs
             ``max_drafts``. Tokens are the same as without, but for what other company changes.
             Steps that may have drafts are waited for.
@@ -81,6 +84,7 @@ class Engine:
         max_waiting: int | None = None,
         run_ahead: RunAhead = "auto",
         prefix_cache: bool | PrefixCache = False,
+        processor: Processor | None = None,
         speculate: Speculation | None = None,
     ) -> None:
         if max_waiting is not None and max_waiting < 1:
@@ -93,6 +97,8 @@ class Engine:
             )
         if not runner.prefill:
             raise UnsupportedError("an engine prefills prompts, got a runner with prefill=False")
+        if tokenizer is None and processor is not None:
+            tokenizer = processor.tokenizer
         self.runner = runner
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(
@@ -106,7 +112,11 @@ class Engine:
             self._prefixes = Prefixes(runner, options)
         self._speculator = None if speculate is None else Speculator(speculate, runner)
         self._intake = Intake(
-            runner, tokenizer, self.eos_token_ids, finds_messages=bool(prefix_cache)
+            runner,
+            tokenizer,
+            self.eos_token_ids,
+            processor=processor,
+            finds_messages=bool(prefix_cache),
         )
         self._scheduler: Scheduler[Request] = Scheduler(
             max_tokens=runner.max_tokens, page_size=runner.page_size, starts=self._prefixes
@@ -154,7 +164,9 @@ class Engine:
         Args:
             prompts: one prompt or several: token lists or 1-D integer tensors; texts and
                 conversations (lists of messages) when the engine has a tokenizer; or what a
-                tokenizer returned for them.
+                tokenizer returned for them. With a processor, parts of messages may be images
+                (``{"type": "image", "image": ...}``: of Pillow, or a path); what a processor
+                returned is a prompt too.
             sampling: for all prompts, or one for each.
             stream: yield an event for each token instead; a request's last one has its output.
             timeout_s: a request that has not ended after so many seconds ends with what it has;
@@ -445,7 +457,7 @@ class Engine:
                 f"{runner.free_slots} slots and {runner.free_pages} pages are free, and the "
                 f"others are held outside of the engine"
             )
-        return chosen.rows
+        return self._with_images(chosen.rows)
 
     def _prepare_ahead(self) -> Rows:
         """The rows of the step after one whose tokens are not known; none where it must wait for
@@ -456,7 +468,22 @@ class Engine:
             return ()
         scheduler.begin(chosen)
         self._admit(chosen)
-        return chosen.rows
+        return self._with_images(chosen.rows)
+
+    def _with_images(self, rows: Rows) -> Rows:
+        """The rows of a step, when their images have been seen; what a tower raises ends its
+        request alone."""
+        if all(request.images is None for request, _ in rows):
+            return rows
+        kept = []
+        for request, num_new in rows:
+            error = request.load_images(num_new)
+            if error is None:
+                kept.append((request, num_new))
+            else:
+                self._late_events.append(request.end("error", error=error))
+                self._retire([request])
+        return kept
 
     def _admit(self, chosen: Schedule[Request]) -> None:
         if self._prefixes is not None:

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from torch_hybrid.graphs.embeds import Embeds
 from torch_hybrid.request import Request, TokenEvent
 from torch_hybrid.sampling import NOT_FINITE, Draw, sample
 
@@ -82,7 +84,9 @@ def launch(runner: Runner, rows: Rows) -> Flight:
     """
     draws = _draws(rows)
     tokens = [request.missing(num_new) for request, num_new in rows]
-    launched = runner.launch(sequences_of(rows), tokens, draws)
+    launched = runner.launch(
+        sequences_of(rows), tokens, draws, positions=positions_of(rows), embeds=_embeds_of(rows)
+    )
     places = [row for row, draw in enumerate(draws) if draw is not None]
 
     def taken() -> list[int]:
@@ -123,6 +127,8 @@ def _hold(rows: Rows) -> tuple[Request, ...]:
     """Count the tokens that a step runs as held, and those that it samples as expected."""
     for request, num_new in rows:
         request.num_held += num_new
+        if request.images is not None:
+            request.images.passed(request.sample, request.num_held)
     sampled = [request for request, _ in rows if request.num_held == request.num_tokens]
     for request in sampled:
         request.expect()
@@ -144,13 +150,45 @@ def sequences_of(rows: Rows) -> list[HeldSequence]:
     return sequences
 
 
+def positions_of(rows: Rows) -> Tensor | None:
+    """[3, T] rotary positions of the tokens of a step; None where each is its token's number."""
+    if all(request.images is None for request, _ in rows):
+        return None
+    spans = [(request.images, request.num_held, num_new) for request, num_new in rows]
+    given = [images and images.positions(first, count) for images, first, count in spans]
+    if all(own is None for own in given):
+        return None
+    counted = (
+        torch.arange(first, first + count, device="cpu").expand(3, -1) for _, first, count in spans
+    )
+    pairs = zip(given, counted, strict=True)
+    return torch.cat([plain if own is None else own for own, plain in pairs], dim=1)
+
+
+def _embeds_of(rows: Rows) -> Embeds | None:
+    """What the images of a step's requests show to its tokens; they have been loaded."""
+    if all(request.images is None for request, _ in rows):
+        return None
+    found: list[Tensor] = []
+    places: list[int] = []
+    start = 0
+    for request, num_new in rows:
+        if request.images is not None and request.images.are_needed(request.num_held, num_new):
+            own, at = request.images.rows(request.num_held, num_new)
+            found.append(own)
+            places += [start + place for place in at]
+        start += num_new
+    return Embeds(rows=torch.cat(found), places=places) if found else None
+
+
 def _extend(runner: Runner, rows: Rows) -> Tensor:
     """[N, vocab_size] logits after each row's tokens; prompts that ask note their own."""
     sequences = sequences_of(rows)
     tokens = [request.history[request.num_held :][:num_new] for request, num_new in rows]
+    positions, embeds = positions_of(rows), _embeds_of(rows)
     if not any(request.needs_prompt_logits for request, _ in rows):
-        return runner.extend(sequences, tokens, logits="last")
-    logits = runner.extend(sequences, tokens, logits="all")
+        return runner.extend(sequences, tokens, logits="last", positions=positions, embeds=embeds)
+    logits = runner.extend(sequences, tokens, logits="all", positions=positions, embeds=embeds)
     each = logits.split([num_new for _, num_new in rows])
     for (request, _), own in zip(rows, each, strict=True):
         request.note_prompt(own, first=request.num_held)

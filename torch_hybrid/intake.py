@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from torch_hybrid.detokenizer import Detokenizer, Tokenizer
-from torch_hybrid.prompts import Prompt, message_tokens, prompt_tokens
+from torch_hybrid.images import Images
+from torch_hybrid.prompts import (
+    Processor,
+    Prompt,
+    has_images,
+    is_conversation,
+    message_tokens,
+    process,
+    processed_message_tokens,
+    prompt_tokens,
+    with_images,
+)
 from torch_hybrid.request import Request
 from torch_hybrid.sampling import LogitsRules, Numbers, Sampling
 
 if TYPE_CHECKING:
     from torch_hybrid.graphs.runner import Runner
+    from torch_hybrid.models.tower import Tower
 
 
 class Intake:
@@ -20,6 +35,7 @@ class Intake:
         runner: that serves them.
         tokenizer: of texts; None serves tokens alone.
         eos_token_ids: tokens that end every request which does not ignore them.
+        processor: of conversations, with images or without; None serves texts alone.
         finds_messages: find out where the last message of a conversation ends.
     """
 
@@ -29,8 +45,13 @@ class Intake:
         tokenizer: Tokenizer | None,
         eos_token_ids: frozenset[int],
         *,
+        processor: Processor | None = None,
         finds_messages: bool = False,
     ) -> None:
+        self._tower: Tower | None = None
+        if runner.takes_embeds:
+            self._tower = getattr(runner.model, "vision", None)
+        self._processor = processor
         self._vocab_size, self._max_seq_len = runner.vocab_size, runner.max_seq_len
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         self._finds_messages = finds_messages
@@ -52,11 +73,12 @@ class Intake:
         """
         if not isinstance(sampling, Sampling):
             raise TypeError(f"sampling must be a th.Sampling, got {sampling!r}")
-        tokens = prompt_tokens(prompt, self._tokenizer)
+        tokens, inputs = self._encoded(prompt)
         self._check(tokens, sampling)
-        message_end = (
-            message_tokens(prompt, tokens, self._tokenizer) if self._finds_messages else None
-        )
+        message_end = self._message_end(prompt, tokens) if self._finds_messages else None
+        images = None
+        if self._tower is not None and inputs:
+            images = Images(self._tower, tokens, inputs, sampling.n)
         eos = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
         ends = eos.union(sampling.stop_token_ids)
         barred = ends.intersection(range(self._vocab_size))  # a config may name others
@@ -75,9 +97,34 @@ class Intake:
                 history=tokens.copy(),
                 num_tokens=len(tokens),
                 message_end=message_end,
+                images=images,
             )
             for sample in range(sampling.n)
         ]
+
+    def _encoded(self, prompt: Prompt) -> tuple[list[int], Mapping[str, Tensor]]:
+        """The tokens of a prompt, and what it has beside them."""
+        sees = has_images(prompt)
+        if sees and self._tower is None:
+            raise ValueError(
+                "a prompt has images, and the model no tower: a multimodal checkpoint keeps its "
+                "own with th.from_pretrained(path, vision=True)"
+            )
+        if is_conversation(prompt) and self._processor is not None:
+            prompt = process(prompt, self._processor)
+        elif sees and not isinstance(prompt, Mapping):
+            raise ValueError(
+                "images in a conversation need the checkpoint's processor: th.Engine(runner, "
+                "processor=transformers.AutoProcessor.from_pretrained(path))"
+            )
+        if sees and self._tower is not None and isinstance(prompt, Mapping):
+            return with_images(prompt, self._tower.input_names)
+        return prompt_tokens(prompt, self._tokenizer), {}
+
+    def _message_end(self, prompt: Prompt, tokens: list[int]) -> int | None:
+        if self._processor is not None and is_conversation(prompt):
+            return processed_message_tokens(prompt, tokens, self._processor)
+        return None if has_images(prompt) else message_tokens(prompt, tokens, self._tokenizer)
 
     def _check(self, tokens: list[int], sampling: Sampling) -> None:
         last = self._vocab_size - 1

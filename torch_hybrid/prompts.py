@@ -11,6 +11,9 @@ from itertools import takewhile
 from operator import index as index_of
 from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
+import torch
+from torch import Tensor
+
 from torch_hybrid.detokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -19,8 +22,10 @@ EXPECTED = (
     "a text, a list of token ids, a 1-D tensor or array of integers, a conversation (a list of "
     'dicts with "role" and "content"), or what a tokenizer returns for one of these'
 )
-# What a processor of images or sounds adds beside the tokens. Without it they would mean nothing.
-_OTHER_INPUTS = ("pixel_values", "input_features", "input_values", "inputs_embeds")
+# What a processor adds beside the tokens of images, videos and sounds. Without it they would mean
+# nothing.
+_OF_IMAGES = ("pixel_values", "pixel_values_videos")
+_OTHER_INPUTS = ("input_features", "input_values", "inputs_embeds")
 
 
 @runtime_checkable
@@ -48,6 +53,14 @@ class ChatTokenizer(Tokenizer, Protocol):
     def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any: ...
 
 
+class Processor(Protocol):
+    """What makes tokens and pixels of a conversation with images; those of transformers do."""
+
+    tokenizer: Any
+
+    def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any: ...
+
+
 Prompt = str | Sequence[int] | Array | Sequence[Message] | Mapping[str, Any]
 
 
@@ -65,7 +78,7 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Mapping):
-        return list(_encoded_rows(prompts))
+        return [prompts] if has_images(prompts) else list(_encoded_rows(prompts))
     if isinstance(prompts, Array):
         if prompts.ndim not in (1, 2):
             raise ValueError(f"prompts must be a 1-D or 2-D array, got {_shown(prompts)}")
@@ -111,6 +124,102 @@ def prompt_tokens(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     if any(isinstance(item, Mapping) for item in prompt):
         return _conversation_tokens(_messages(prompt), tokenizer)
     return _token_list(prompt)
+
+
+def is_conversation(prompt: Prompt) -> bool:
+    """Whether a prompt is one: a list of messages."""
+    if isinstance(prompt, str | bytes | Mapping | Array) or not isinstance(prompt, Sequence):
+        return False
+    return any(isinstance(item, Mapping) for item in prompt)
+
+
+def has_images(prompt: Prompt) -> bool:
+    """Whether there are images or videos in a prompt: in the messages of a conversation, or beside
+    the tokens, as a processor returns them."""
+    if isinstance(prompt, Mapping):
+        return not set(_OF_IMAGES).isdisjoint(prompt)
+    return is_conversation(prompt) and any(
+        isinstance(part, Mapping) and part.get("type") in ("image", "video")
+        for message in prompt
+        if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
+        for part in message["content"]
+    )
+
+
+def with_images(
+    encoded: Mapping[str, Any], input_names: Sequence[str]
+) -> tuple[list[int], dict[str, Tensor]]:
+    """The tokens of what a processor returned for one prompt, and what it has beside them.
+
+    Args:
+        encoded: by name.
+        input_names: of what a tower takes.
+
+    Raises:
+        TypeError: tokens are no integers.
+        ValueError: it is of several prompts, or has what is no numbers.
+    """
+    rows = _encoded_rows({name: x for name, x in encoded.items() if name not in _OF_IMAGES})
+    if len(rows) != 1:
+        raise ValueError(f"images belong to one prompt, got {len(rows)} rows of input_ids")
+    inputs = {name: _as_tensor(name, encoded[name]) for name in input_names if name in encoded}
+    if unknown := [name for name in _OF_IMAGES if name in encoded and name not in inputs]:
+        raise ValueError(f"the model's tower takes {[*input_names]}, got {unknown}")
+    return _token_list(rows[0]), inputs
+
+
+def process(conversation: Prompt, processor: Processor) -> Mapping[str, Any]:
+    """What a processor returns for a conversation, whose last message is to be answered or, if it
+    is the assistant's, continued.
+
+    Raises:
+        TypeError, ValueError: it is no conversation, or one that the processor refuses.
+    """
+    encoded = _templated(_messages(conversation), processor, tokenize=True)  # type: ignore[arg-type]
+    assert isinstance(encoded, Mapping)
+    return encoded
+
+
+def processed_message_tokens(
+    conversation: Prompt, tokens: list[int], processor: Processor
+) -> int | None:
+    """As ``message_tokens``, of what a processor made."""
+    messages = _messages(conversation)  # type: ignore[arg-type]
+    if messages[-1]["role"] == "assistant":
+        return None
+    asked, alone = (_templated(messages, processor, asks=asks) for asks in (True, False))
+    if not asked.startswith(alone):
+        return None
+    rest = processor.tokenizer(asked[len(alone) :], add_special_tokens=False)["input_ids"]
+    length = len(tokens) - len(rest)
+    return length if 0 < length < len(tokens) and tokens[length:] == rest else None
+
+
+def _templated(
+    messages: list[Message], processor: Processor, *, asks: bool = True, tokenize: bool = False
+) -> Any:
+    """A conversation as text, or as tokens and pixels."""
+    from jinja2 import TemplateError
+
+    is_continued = messages[-1]["role"] == "assistant"
+    options = {"return_dict": True, "return_tensors": "pt"} if tokenize else {}
+    try:
+        return processor.apply_chat_template(
+            [dict(message) for message in messages],  # it writes into them
+            add_generation_prompt=asks and not is_continued,
+            continue_final_message=is_continued,
+            tokenize=tokenize,
+            **options,
+        )
+    except (ImportError, OSError, ValueError, TypeError, LookupError, TemplateError) as error:
+        raise ValueError(f"the processor refuses the conversation: {error}") from error
+
+
+def _as_tensor(name: str, value: Any) -> Tensor:
+    try:
+        return torch.as_tensor(value, device="cpu")
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name} of a prompt must be numbers, got {_shown(value)}") from error
 
 
 def message_tokens(prompt: Prompt, tokens: list[int], tokenizer: Tokenizer | None) -> int | None:
@@ -217,7 +326,7 @@ def _encoded_rows(encoded: Mapping[str, Any]) -> list[Sequence[Any]]:
         raise TypeError(
             f'a dict as a prompt must have "input_ids", got {sorted(map(str, encoded))}{hint}'
         )
-    if others := sorted(set(encoded).intersection(_OTHER_INPUTS)):
+    if others := sorted(set(encoded).intersection(_OF_IMAGES + _OTHER_INPUTS)):
         raise ValueError(f"a prompt must be of tokens alone, got {others} beside input_ids")
     rows = _rows(encoded["input_ids"], "input_ids")
     mask = encoded.get("attention_mask")

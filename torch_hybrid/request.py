@@ -27,6 +27,7 @@ from torch_hybrid.scheduler import Job
 
 if TYPE_CHECKING:
     from torch_hybrid.caches.hybrid import Sequence as HeldSequence
+    from torch_hybrid.images import Images
 
 FinishReason = Literal["length", "stop", "cancelled", "timeout", "error"]
 
@@ -66,6 +67,7 @@ class Request(Job):
     num_cached_tokens: int | None = None  # of the prompt, at its first start
     is_finite: bool = True  # no step had NaN or infinite logits after its tokens
     deadline: float = math.inf  # by time.monotonic, in seconds
+    images: Images | None = None  # of the prompt, shared by its samples
     sequence: HeldSequence | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -83,6 +85,13 @@ class Request(Job):
         return self.history[len(self.prompt) :]
 
     @property
+    def path(self) -> list[int]:
+        """The history as a prefix cache knows it: images by what they show."""
+        if self.images is None:
+            return self.history
+        return self.images.path + self.history[len(self.prompt) :]
+
+    @property
     def needs_prompt_logits(self) -> bool:
         """Whether logits of prompt tokens are still to be looked at."""
         asked = self.sampling.prompt_logprobs is not None
@@ -95,6 +104,16 @@ class Request(Job):
         if self.rules is not None or sampling.logprobs is not None:
             return True
         return sampling.prompt_logprobs is not None and self.needs_prompt_logits
+
+    def load_images(self, count: int) -> str | None:
+        """Have what the next ``count`` tokens show; why that cannot be had, if so."""
+        if self.images is None or not self.images.are_needed(self.num_held, count):
+            return None
+        try:
+            self.images.load()
+        except Exception as error:  # of a tower, by what a caller's processor returned
+            return _told("the tower", error)
+        return None
 
     def missing(self, count: int) -> list[int] | None:
         """The next ``count`` tokens to run; None for one that a step under way samples."""

@@ -14,6 +14,9 @@ import torch
 import torch_hybrid as th
 from tests.graphs.as_traced import run_as_traced
 from tests.parallel.processes import FORKSERVER
+from tests.tiny_models import FEWEST_LAYERS
+from tests.tiny_tokenizers import image_processor
+from tests.tiny_vision import PATCH, make_vision_model
 from torch_hybrid import cli, cli_options
 from torch_hybrid.cli_options import load_tokenizer
 from torch_hybrid.cli_output import print_fact
@@ -446,3 +449,55 @@ def test_a_reader_that_leaves_is_no_error(piped, chat_checkpoint, monkeypatch):
     options = ("a", "b", "--max-new-tokens", 2, "--json")
     code, read = piped("utf-8", "generate", chat_checkpoint, *EAGER, *options, has_left=True)
     assert (code, read) == (141, b"")
+
+
+@pytest.fixture(scope="module")
+def vision_checkpoint(tmp_path_factory):
+    """A random Qwen3.5 with its tower, and the processor that an installation would make for it."""
+    processor = image_processor(PATCH)
+    ids = processor.tokenizer.convert_tokens_to_ids
+    options = {"vocab_size": len(processor.tokenizer), **FEWEST_LAYERS["qwen3_5"]}
+    model = make_vision_model("qwen3_5", **options)
+    model.config.image_token_id = ids("<|image_pad|>")
+    model.config.video_token_id = ids("<|video_pad|>")
+    folder = tmp_path_factory.mktemp("vision")
+    model.save_pretrained(folder)
+    return folder, processor
+
+
+def test_generate_about_an_image(run, vision_checkpoint, monkeypatch, tmp_path):
+    from PIL import Image
+
+    folder, processor = vision_checkpoint
+    image = tmp_path / "image.png"
+    Image.new("RGB", (24, 16), (200, 30, 90)).save(image)
+    monkeypatch.setattr(cli, "load_processor", lambda _: processor)
+    options = (*EAGER, "--ignore-eos", "--max-new-tokens", 6, "--json")
+    code, out, _ = run("generate", folder, *options, "--image", image, "the quick fox")
+    assert code == 0
+    talk = [{"type": "image", "image": str(image)}, {"type": "text", "text": "the quick fox"}]
+    runner = th.Runner(
+        th.from_pretrained(folder, vision=True),
+        max_seqs=1,
+        max_tokens=64,
+        kv_tokens=256,
+        compile=False,
+    )
+    (output,) = Engine(runner, processor=processor).generate(
+        [{"role": "user", "content": talk}], th.Sampling(max_new_tokens=6, ignore_eos=True)
+    )
+    assert json.loads(out)["tokens"] == output.tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--image", "not_there.png", "what?"), "'not_there.png' does not exist"),
+        (("--image", __file__, "--ids", "5"), "--image is for prompts of text, and --ids has"),
+        (("--image", __file__, "what?"), "has no processor of images that transformers can make"),
+    ],
+)
+def test_images_that_cannot_be(run, checkpoint, arguments, message):
+    code, _, err = run("generate", checkpoint, *EAGER, *arguments)
+    assert code == 2
+    assert message in " ".join(err.split())

@@ -46,6 +46,7 @@ class FakeRunner:
 
     prefill = True
     captures = False
+    takes_embeds = False
     model = SimpleNamespace(ranks=None)
 
     def __init__(
@@ -96,13 +97,14 @@ class FakeRunner:
     def length(self, seq):
         return seq.num_tokens
 
-    def extend(self, seqs, tokens, *, logits="last"):
+    def extend(self, seqs, tokens, *, logits="last", positions=None, embeds=None):
+        assert positions is embeds is None, "no request has images"
         assert not any(seq.num_launched for seq in seqs), "the step before was not waited for"
         for seq in seqs:
             seq.last = None
         return self._run(seqs, tokens, logits=logits)
 
-    def launch(self, seqs, tokens, draws):
+    def launch(self, seqs, tokens, draws, *, positions=None, embeds=None):
         """Tokens are there at once; what is checked is that nobody uses them before ``result``."""
         assert len([x for x in self.launches if not x.is_waited_for]) <= 1, "too far ahead"
         fed = [[seq.last] if new is None else new for seq, new in zip(seqs, tokens, strict=True)]
@@ -116,7 +118,7 @@ class FakeRunner:
         self.launches.append(FakeLaunched(seqs, drawn))
         return self.launches[-1]
 
-    def verify(self, seqs, tokens):
+    def verify(self, seqs, tokens, *, positions=None):
         """Drafts are tried and taken back, until they are accepted."""
         assert all(1 <= len(new) <= 1 + self.max_drafts for new in tokens), "too many drafts"
         before = [(seq.num_tokens, seq.digest) for seq in seqs]

@@ -469,13 +469,14 @@ class HybridCache:
         num_position_axes: int = 1,
         table_width: Callable[[int], int] = lambda used: used,
         replays: bool = False,
+        embed_places: Many[int] | None = None,
     ) -> Batch:
         """Reserve pages for the new tokens of ``seqs`` and pack them, on the host.
 
         Args:
             seqs: N live sequences.
             tokens: the new tokens of each.
-            positions, num_position_axes: as in ``torch_hybrid.batch.make_batch``.
+            positions, num_position_axes, embed_places: as in ``torch_hybrid.batch.make_batch``.
             table_width: from the most pages that one of them owns to the page table's width.
             replays: whether the step replays the drafts that were accepted.
 
@@ -496,6 +497,7 @@ class HybridCache:
             positions=positions,
             num_position_axes=num_position_axes,
             accepted=[held.num_accepted for held in owners] if replays else None,
+            embed_places=embed_places,
         )
 
     def _page_rows(self, owners: Many[_Held], width: Callable[[int], int]) -> Tensor:

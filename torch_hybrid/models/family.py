@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
+from torch_hybrid.models.tower import Modality
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.specs import (
     AttentionSpec,
@@ -59,7 +60,9 @@ class Family:
     of those. ``prepare(layers)`` changes what else is to be changed in the decoder layers, before
     mixers are swapped. ``text_class()`` is the class of the text part with a head, where
     transformers has that inside of a multimodal model alone. ``given_as`` is the option of the
-    model as which it hands the step to its layers.
+    model as which it hands the step to its layers. ``token_names`` are options of the model as
+    which it is handed tokens where it is handed embeddings. ``vision`` is what its tower takes, if
+    it has one.
     """
 
     model_types: tuple[str, ...]
@@ -74,6 +77,8 @@ class Family:
     text_class: Callable[[], Any] | None = None
     prepare: Callable[[Sequence[Any]], None] = lambda layers: None
     given_as: str = "step"
+    token_names: tuple[str, ...] = ()
+    vision: tuple[Modality, ...] = ()
 
 
 def require(config: Any, name: str, value: object, allowed: Collection[object]) -> None:

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_hybrid.backends.step import Step
 from torch_hybrid.layers.integers import dtype_of
+from torch_hybrid.models.tower import Tower
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable
 
@@ -27,6 +29,8 @@ class HybridModel(nn.Module):
         logits_softcap: ``softcap * tanh(logits / softcap)`` bounds them; 0: no bound.
         takes_masks: whether its forward takes a mask for each type of layer.
         step_name: the option of its forward as which it is given the step.
+        token_names: options of its forward that are handed tokens where it is handed embeddings.
+        vision: the tower that makes embeddings of images, if it is kept.
     """
 
     def __init__(
@@ -40,6 +44,8 @@ class HybridModel(nn.Module):
         logits_softcap: float = 0.0,
         takes_masks: bool = True,
         step_name: str = "step",
+        token_names: tuple[str, ...] = (),
+        vision: Tower | None = None,
     ) -> None:
         super().__init__()
         self.hf_model = hf_model
@@ -48,9 +54,12 @@ class HybridModel(nn.Module):
         self.num_position_axes = num_position_axes
         self.logits_scale = logits_scale
         self.logits_softcap = logits_softcap
+        self.token_names = token_names
+        self.vision = vision
         self.ranks: Ranks | None = None  # those that share the model, after ``shard``
         config = hf_model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
+        self.embed_dim: int = config.hidden_size
         # Tokens that a sequence can have, where the checkpoint says so.
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
         self.eos_token_ids = _eos_token_ids(hf_model)
@@ -119,25 +128,44 @@ class HybridModel(nn.Module):
         device: torch.device = self.hf_model.device
         return device
 
-    def forward(self, tokens: Tensor, positions: Tensor, step: Step) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        step: Step,
+        *,
+        embeds: Tensor | None = None,
+        embed_rows: Tensor | None = None,
+    ) -> Tensor:
         """Run the layers over the packed tokens of a step.
 
         Args:
             tokens: [T] int64.
             positions: [T] int64, or [3, T] where positions are 3-D.
             step: plans, caches and table. The caches are mutated as the plans say.
+            embeds: [rows, dim] of which some stand for tokens' own embeddings; None: none does.
+            embed_rows: [T] int32, which of them does for each token; 0: its own.
 
         Returns:
             [T, dim] hidden states after the last norm.
         """
+        inputs = {"input_ids": tokens[None]}
+        if embeds is not None and embed_rows is not None:
+            own = self.embedding(tokens)
+            is_given = (embed_rows > 0)[:, None]
+            hidden = torch.where(is_given, F.embedding(embed_rows, embeds), own)
+            inputs = {
+                "inputs_embeds": hidden[None],
+                **dict.fromkeys(self.token_names, tokens[None]),
+            }
         outputs = self.hf_model.base_model(
-            input_ids=tokens[None],
+            **inputs,
             position_ids=positions[None] if positions.ndim == 1 else positions[:, None],
             use_cache=False,
             **{"attention_mask": self._no_masks, self._step_name: step},
         )
-        hidden: Tensor = outputs.last_hidden_state[0]
-        return hidden.to(self.dtype)  # some keep their residuals in float32
+        last: Tensor = outputs.last_hidden_state[0]
+        return last.to(self.dtype)  # some keep their residuals in float32
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, dim] hidden states to [R, vocab_size] logits."""

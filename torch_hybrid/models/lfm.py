@@ -21,6 +21,7 @@ from torch_hybrid.models.family import (
     listed,
     require,
 )
+from torch_hybrid.models.tower import IMAGES_AND_VIDEOS, TILES
 from torch_hybrid.ops.causal_conv1d.op import MAX_WIDTH, MIN_WIDTH
 from torch_hybrid.specs import LayerSpec, ShortConvolutionSpec
 
@@ -61,5 +62,9 @@ def _mixer(module: Any, spec: ShortConvolutionSpec) -> ShortConvolution:
 
 _SWAPS = {"short_convolution": Swap(attribute="conv", make=_mixer)}
 
-LFM2 = Family(model_types=("lfm2", "lfm2_moe", "lfm2_vl"), specs=_lfm2_specs, swaps=_SWAPS)
-LFM3 = Family(model_types=("lfm3", "lfm3_vl"), specs=_lfm3_specs, swaps=_SWAPS)
+LFM2 = Family(
+    model_types=("lfm2", "lfm2_moe", "lfm2_vl"), specs=_lfm2_specs, swaps=_SWAPS, vision=TILES
+)
+LFM3 = Family(
+    model_types=("lfm3", "lfm3_vl"), specs=_lfm3_specs, swaps=_SWAPS, vision=IMAGES_AND_VIDEOS
+)

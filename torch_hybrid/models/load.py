@@ -58,6 +58,7 @@ from torch_hybrid.models.ring_2_5 import (
 from torch_hybrid.models.scaled_weights import hold_scales
 from torch_hybrid.models.shard import Experts, check_can_be_cut, cut, ranks_of
 from torch_hybrid.models.taken_weights import check_weights_say_all
+from torch_hybrid.models.tower import Tower
 from torch_hybrid.models.transformers_hooks import (
     ATTENTION_NAME,
     hand_steps,
@@ -122,6 +123,7 @@ def from_pretrained(
     eight_bits: Sequence[str] = EIGHT_BITS,
     ranks: dist.ProcessGroup | None = None,
     experts: Experts = "tensor",
+    vision: bool = False,
 ) -> HybridModel | Ring25:
     """Load a checkpoint of safetensors: into a transformers model whose mixers are ours, or into
     our own module.
@@ -143,11 +145,14 @@ def from_pretrained(
             than 4; see ``quantize``.
         ranks: the processes that share the model, as by ``shard``; each of them makes this call.
         experts: how they share a mixture of experts; see ``shard``.
+        vision: keep the tower of a multimodal checkpoint, as transformers has it, for images in
+            prompts; every rank has all of it. Without, the text part alone is loaded.
 
     Raises:
         TypeError: ``path_or_id`` is neither a text nor a path.
         UnsupportedError: the model type, a field of its config, the device or the dtype of stored
-            weights is not known here; or the ranks do not divide heads or widths.
+            weights is not known here; the ranks do not divide heads or widths; or ``vision`` is
+            asked of a model without a tower that is served.
         CapacityError: the device has no room for the weights.
         ValueError: ``weights`` or ``group`` is not known, or a group does not divide the rows of a
             weight; the checkpoint is missing, incomplete, unreadable or was changed meanwhile, or
@@ -159,7 +164,7 @@ def from_pretrained(
         dtype, device = checked_dtype(dtype), checked_device(device)
         make_cache_folder()
         check_weights(weights, group)
-        checkpoint, model = unread(path_or_id, dtype, device)
+        checkpoint, model = unread(path_or_id, dtype, device, vision=vision)
         if ranks is not None:
             check_can_be_cut(model, experts)
             cut(model, ranks_of(ranks), experts)
@@ -193,24 +198,34 @@ def _counted_room(device: torch.device) -> Iterator[None]:
 
 
 def unread(
-    path_or_id: str, dtype: torch.dtype | str, device: torch.device
+    path_or_id: str, dtype: torch.dtype | str, device: torch.device, *, vision: bool = False
 ) -> tuple[Checkpoint, HybridModel | Ring25]:
     """A checkpoint by its headers, and a model of its weights, of which none is read."""
     fields = _read_config(path_or_id)
     if is_ring_2_5(fields):
+        if vision:
+            raise UnsupportedError(_no_tower(fields["model_type"]))
         sizes = Ring25Config.from_dict(fields)
         checkpoint = open_checkpoint(_folder_of(path_or_id))
         return checkpoint, make_unread_ring_2_5(checkpoint, sizes, fields, dtype, device)
     config = _transformers_config(path_or_id, fields)
     made_weights = take_quantization(config)
     table = table_of(config)
-    _warn_of_dropped(config)
+    if vision:
+        _check_has_tower(config)
+    else:
+        _warn_of_dropped(config)
     checkpoint = open_checkpoint(_folder_of(path_or_id))
     if made_weights is not None:
         checkpoint = made_weights(checkpoint)
-    text_class = _family_of(config.model_type).text_class
-    hf_model = make_unread(checkpoint, config, dtype, device, text_class and text_class())
-    return checkpoint, adapted(hf_model, config.model_type, table)
+    text_class = None if vision else _family_of(config.model_type).text_class
+    hf_model = make_unread(
+        checkpoint, config, dtype, device, text_class and text_class(), vision=vision
+    )
+    tower = None
+    if vision:
+        hf_model, tower = _text_and_tower(hf_model)
+    return checkpoint, adapted(hf_model, config.model_type, table, tower)
 
 
 def _read_config(path_or_id: str | Path) -> dict[str, Any]:
@@ -254,15 +269,16 @@ def _folder_of(path_or_id: str) -> Path:
         raise ValueError(f"cannot read the weights in {path_or_id}: {error}") from error
 
 
-def adapt(hf_model: Any) -> HybridModel:
+def adapt(hf_model: Any, *, vision: bool = False) -> HybridModel:
     """Swap the mixers of a transformers model in memory. The model is taken over and changed.
 
     Adapters of peft, in a PeftModel or in a transformers model, are merged into its weights. Of a
-    multimodal model, the text part is taken.
+    multimodal model, the text part is taken; with ``vision``, its tower too.
 
     Raises:
         UnsupportedError: the model type, or a field of its config, is not known here; an adapter
-            cannot be merged; or a module whose weights are taken is quantized, wrapped or hooked.
+            cannot be merged; a module whose weights are taken is quantized, wrapped or hooked; or
+            ``vision`` is asked of a model without a tower that is served.
         ValueError: it is no causal language model, was adapted before, or has NaN weights.
     """
     hf_model = merge_adapters(hf_model)
@@ -274,7 +290,12 @@ def adapt(hf_model: Any) -> HybridModel:
         )
     model_type = hf_model.config.model_type
     family, table = _family_of(model_type), table_of(hf_model.config)
-    if not is_causal:
+    tower = None
+    if vision:
+        _check_has_tower(hf_model.config)
+        hf_model, tower = _text_and_tower(hf_model)
+        _check_finite(tower)
+    elif not is_causal:
         _warn_of_dropped(hf_model.config)
         hf_model = _text_part(hf_model, family)
     if hf_model.config._attn_implementation == ATTENTION_NAME:
@@ -282,12 +303,14 @@ def adapt(hf_model: Any) -> HybridModel:
     refuse_modules(hf_model)
     _check_taken_weights(hf_model, family, table)
     _check_finite(hf_model)
-    model = adapted(hf_model, model_type, table)
+    model = adapted(hf_model, model_type, table, tower)
     keep_weights(model)
     return model
 
 
-def adapted(hf_model: Any, model_type: str, table: LayerTable) -> HybridModel:
+def adapted(
+    hf_model: Any, model_type: str, table: LayerTable, tower: Tower | None = None
+) -> HybridModel:
     """The same of a model that is known to be one, and whose weights may be unread."""
     family = _family_of(model_type)
     register_attention()
@@ -307,6 +330,8 @@ def adapted(hf_model: Any, model_type: str, table: LayerTable) -> HybridModel:
         logits_softcap=family.logits_softcap(hf_model.config.get_text_config()),
         takes_masks=family.takes_masks,
         step_name=family.given_as,
+        token_names=family.token_names,
+        vision=tower,
     )
 
 
@@ -318,6 +343,8 @@ def _text_part(hf_model: Any, family: Family) -> Any:
         text.generation_config = hf_model.generation_config
         return text
     config = hf_model.config.get_text_config()
+    if "language_model" not in dict(hf_model.model.named_children()):
+        raise ValueError("hf_model was adapted before")
     with torch.device("meta"):
         if family.text_class is None:
             text = AutoModelForCausalLM.from_config(config)
@@ -327,6 +354,34 @@ def _text_part(hf_model: Any, family: Family) -> Any:
     text.lm_head = hf_model.lm_head
     text.generation_config = hf_model.generation_config
     return text
+
+
+def _check_has_tower(config: Any) -> None:
+    """Refuse to keep the tower of a model that has none, or one of which nothing is known."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    has_tower = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if not (has_tower and _family_of(config.model_type).vision):
+        raise UnsupportedError(_no_tower(config.model_type))
+
+
+def _no_tower(model_type: str) -> str:
+    seeing = sorted(name for name, family in FAMILIES.items() if family.vision)
+    return (
+        f"model type {model_type!r} has no tower that is served: vision=True is for the multimodal "
+        f"ones of {seeing}"
+    )
+
+
+def _text_and_tower(hf_model: Any) -> tuple[Any, Tower]:
+    """The language model of a multimodal one, and the rest of it."""
+    family = _family_of(hf_model.config.model_type)
+    text = _text_part(hf_model, family)
+    rest = hf_model.model
+    del rest.language_model
+    rest.eval().requires_grad_(False)
+    tower = Tower(rest, family.vision, has_positions=family.num_position_axes == 3)
+    return text, tower
 
 
 def _warn_of_dropped(config: Any) -> None:

@@ -31,10 +31,10 @@ from torch_hybrid.ops.stored_weights import WITH_SCALES
 from torch_hybrid.ranks import SummedLinear, SumOverRanks
 
 WEIGHTS = {"int8": INT8, "int4": INT4}
-# What stays as it is, by the names of modules: embeddings, of which a step reads a few rows, and
-# routers, which are small and decide. benchmarks/README.md has what was measured
-# of these and of others.
-KEPT = ("*embed*", "*router*", "*gate")
+# What stays as it is, by the names of modules: embeddings, of which a step reads a few rows,
+# routers, which are small and decide, and a tower, which is transformers' own.
+# benchmarks/README.md has what was measured of these and of others.
+KEPT = ("*embed*", "*router*", "*gate", "vision.*")
 # What has 8 bits where others have 4.
 EIGHT_BITS = ("*lm_head", "*k_proj", "*v_proj", "*o_proj", "*out_proj")
 
@@ -62,8 +62,8 @@ def quantize(
         model: before a runner is made of it.
         weights: "int8" or "int4".
         group: 32, 64 or 128; of 4 bits alone.
-        keep: names of modules that stay as they are, as patterns; by default embeddings and
-            routers. With ``()`` everything is changed.
+        keep: names of modules that stay as they are, as patterns; by default embeddings, routers
+            and a tower. With ``()`` everything is changed.
         eight_bits: names of modules that have 8 bits where ``weights`` is "int4"; by default the
             head, the outputs of mixers, and keys and values of attention.
 

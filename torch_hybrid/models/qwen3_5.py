@@ -1,4 +1,4 @@
-"""Qwen3.5, dense and mixture of experts: the text part, with 3-D rotary positions."""
+"""Qwen3.5, dense and mixture of experts: 3-D rotary positions, images and videos."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch_hybrid.models.family import (
     mixer_from,
     weights_of,
 )
+from torch_hybrid.models.tower import IMAGES_AND_VIDEOS
 from torch_hybrid.specs import DeltaRuleSpec
 
 
@@ -25,4 +26,5 @@ QWEN3_5 = Family(
     specs=gated_delta_rule_specs,
     swaps={"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)},
     num_position_axes=3,
+    vision=IMAGES_AND_VIDEOS,
 )

@@ -1,5 +1,5 @@
 """Qwen4-Exp: gated delta rule, attention to blocks that an indexer picks, several residual streams,
-and embeddings of n-grams that enter them; the text part.
+and embeddings of n-grams that enter them; images and videos.
 
 The streams stand side by side in one tensor, which is all that a layer hands to the next: the
 model's own modules mix them before and after every mixer and every mixture of experts.
@@ -19,6 +19,7 @@ from torch_hybrid.layers.ngram_embedding import NgramEmbedding
 from torch_hybrid.layers.rotary import Rotary
 from torch_hybrid.models.family import ROPE_TYPES, Family, Swap, delta_rule_spec, require
 from torch_hybrid.models.qwen3_5 import QWEN3_5
+from torch_hybrid.models.tower import IMAGES_AND_VIDEOS
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.ops.causal_conv1d.op import MAX_WIDTH
 from torch_hybrid.specs import IndexedAttentionSpec, LayerSpec, NgramSpec
@@ -157,4 +158,6 @@ QWEN4_EXP = Family(
     },
     num_position_axes=3,
     step_names=("step", "past_key_values"),
+    token_names=("ple_input_ids",),
+    vision=IMAGES_AND_VIDEOS,
 )

@@ -46,8 +46,11 @@ def make_unread(
     dtype: torch.dtype | str,
     device: torch.device,
     text_class: Any = None,
+    *,
+    vision: bool = False,
 ) -> Any:
-    """A causal language model of transformers whose weights are unread.
+    """A causal language model of transformers whose weights are unread; with ``vision``, the whole
+    of a multimodal one.
 
     Its other buffers are on the host. ``text_class`` is that of the text part, where transformers
     knows none.
@@ -55,11 +58,16 @@ def make_unread(
     Raises:
         ValueError: the checkpoint lacks a weight, or has one of another shape than its config says.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
+    from transformers import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        GenerationConfig,
+    )
 
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if vision else MODEL_FOR_CAUSAL_LM_MAPPING
+    if type(config) not in classes:
         config, checkpoint = config.get_text_config(), _text_part(checkpoint)
-    model_class: Any = text_class or MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class: Any = text_class or classes[type(config)]
     is_its_own = isinstance(config, model_class.config_class)  # else that of a multimodal model
     _check_experts(checkpoint)
     with _quiet():

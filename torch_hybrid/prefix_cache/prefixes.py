@@ -135,7 +135,7 @@ class Prefixes:
 
     def add(self, request: Request) -> None:
         """A request waits: note its path, and where it parts from others."""
-        tokens = request.history
+        tokens = request.path
         node, num_known = self._tree.insert(tokens)
         node.num_users += 1
         self._uses[request] = _Use(node)
@@ -236,7 +236,7 @@ class Prefixes:
             elif self._has_states and held < end.depth:
                 nodes = {node.depth: node for node in self._due(end)}
                 if every is not None and held % every == 0:
-                    nodes.setdefault(held, self._tree.insert(request.history[:held])[0])
+                    nodes.setdefault(held, self._tree.insert(request.path[:held])[0])
                 if held in nodes:
                     self._make(nodes[held], request)
 
@@ -260,7 +260,7 @@ class Prefixes:
             return
         length = self._runner.length(sequence)
         if 0 < length <= len(request.history):  # else it ran a token that nobody has seen
-            node, _ = self._tree.insert(request.history[:length])
+            node, _ = self._tree.insert(request.path[:length])
             self._make(node, request)
             if is_certain:
                 self._settle(node, request)
@@ -270,7 +270,7 @@ class Prefixes:
         self._makers.pop(request, None)
         use = self._uses[request]
         use.node.num_users -= 1
-        use.node, _ = self._tree.insert(request.history)
+        use.node, _ = self._tree.insert(request.path)
         use.node.num_users += 1
 
     def give_up(self, request: Request) -> None:

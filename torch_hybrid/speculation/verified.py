@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from torch_hybrid.flight import Rows, ruled, sequences_of
+from torch_hybrid.flight import Rows, positions_of, ruled, sequences_of
 from torch_hybrid.request import Request, TokenEvent
 from torch_hybrid.sampling import NOT_FINITE, sample
 
@@ -110,5 +110,8 @@ def verify(runner: Runner, rows: Rows, drafts: Sequence[Sequence[int]]) -> Verif
         request.history[request.num_held :] + list(own)
         for (request, _), own in zip(rows, drafts, strict=True)
     ]
-    logits = runner.verify(sequences_of(rows), tokens)
+    positions = positions_of(
+        [(request, len(new)) for (request, _), new in zip(rows, tokens, strict=True)]
+    )
+    logits = runner.verify(sequences_of(rows), tokens, positions=positions)
     return Verified(runner=runner, requests=tuple(r for r, _ in rows), drafts=drafts, logits=logits)
