@@ -226,8 +226,9 @@ def _whole(module: nn.Module) -> nn.Module:
 def _in_adapters(rows: Cut) -> Cut:
     """Low-rank adapters beside a layer of which ``rows`` keeps some."""
 
-    def cut(adapters: Any) -> nn.Module:
+    def cut(adapters: nn.ModuleList) -> nn.Module:
         for adapter in adapters:
+            assert isinstance(adapter, nn.Sequential)
             adapter[1] = rows(adapter[1])
         return adapters
 
