@@ -418,7 +418,7 @@ down must have dtype torch.float32, got torch.bfloat16
 down must be contiguous, got strides [480, 1, 24]
 activation must be one of ['silu', 'relu2'], got 'gelu'
 gate_up must have shape [4, 20, 24], got [4, 40, 24]
-impl must be one of ['cpp', 'triton_fp8', 'triton', 'torch'], got 'tpu'
+impl must be one of ['cpp', 'cpp_invariant', 'triton_fp8', 'triton', 'torch'], got 'tpu'
 gate_up_scales must be given where the other scales are, got None
 gate_up must have dtype torch.float32, got torch.float8_e4m3fn
 down must have dtype torch.float8_e4m3fn, got torch.float32
