@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import torch_hybrid as th
-from tests.tiny_models import BUILDERS, VOCAB_SIZE, make_model
+from tests.tiny_models import BUILDERS, FEWEST_LAYERS, VOCAB_SIZE, make_model
 
 LENGTH = 75  # more than a chunk of a recurrence, a block of keys, a stretch of tokens
 CUTS = [1, 32, 2, 33, 7]
@@ -18,7 +18,7 @@ CUTS = [1, 32, 2, 33, 7]
 
 def make_runner(family: str, dtype: torch.dtype = torch.float32, **options: object) -> th.Runner:
     sizes = {"max_seqs": 5, "max_tokens": 192, "kv_tokens": 640, "page_size": 8, "compile": False}
-    model = th.adapt(make_model(family).to(dtype))
+    model = th.adapt(make_model(family, **FEWEST_LAYERS[family]).to(dtype))
     return th.Runner(model, **{**sizes, "batch_invariant": True, **options})
 
 
@@ -61,3 +61,23 @@ def test_any_cut_in_any_company_has_the_same_bits(family: str, dtype: torch.dtyp
     assert torch.equal(in_pieces(runner, prompt, CUTS), whole)
     assert torch.equal(in_pieces(runner, prompt[:9], [1] * 9), whole[:9])
     assert torch.equal(among_others(runner, prompt, CUTS), whole)
+
+
+def test_compiled_steps_too():
+    """With experts, a shared one among them, whose gate is one number of a token."""
+    runner = make_runner("qwen3_next", compile=True)
+    prompt = tokens(LENGTH)
+    whole = in_pieces(runner, prompt, [LENGTH])
+    assert torch.equal(in_pieces(runner, prompt, CUTS), whole)
+    assert torch.equal(in_pieces(runner, prompt[:9], [1] * 9), whole[:9])
+    assert torch.equal(among_others(runner, prompt, CUTS), whole)
+    called = {op for ops in runner.report().ops.values() for op in ops}
+    assert "linear[cpp_invariant]" in called
+    assert "gated_delta_step[cpp]" in called
+
+
+def test_what_depends_on_the_batch_is_refused_by_name():
+    with pytest.raises(th.UnsupportedError, match=r"torch: it has no batch_invariant"):
+        make_runner("qwen3", backends=th.Backends(full="torch"))
+    with pytest.raises(ValueError, match="needs compile=True or False, got 'background'"):
+        make_runner("qwen3", compile="background")
