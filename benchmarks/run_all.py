@@ -40,6 +40,7 @@ _OF_FAMILIES = Traits(quick=("--quick",), has_options=True, for_each=True)
 _TIMED = Traits(quick=("--seconds", "0.01"))
 
 TRAITS = {
+    "batch_invariant": _OF_STEPS,
     "causal_conv1d": _TIMED,
     "compile_time": _OF_STEPS,
     "cuda_graphs": _OF_STEPS_ON_CUDA,

@@ -30,6 +30,15 @@ def check_artefact(artefact: str | os.PathLike[str] | None, *, compiles: bool) -
         raise ValueError("an artefact has compiled steps, got compile=False")
 
 
+def check_invariant(batch_invariant: bool, compile: bool | str) -> None:
+    """Raise ValueError if bits would change as steps are exchanged by compiled ones."""
+    if batch_invariant and compile == "background":
+        raise ValueError(
+            "batch_invariant=True needs compile=True or False, got 'background': bits would change "
+            "as compiled steps take the place of others"
+        )
+
+
 def check_max_tokens(max_tokens: int, chunk_size: int) -> None:
     """Raise ValueError unless a step holds a chunk of the layers that prefill in chunks."""
     if max_tokens < chunk_size:

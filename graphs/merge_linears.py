@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch_hybrid.graphs.marks import keep_marks
 from torch_hybrid.graphs.mutation import storages, written_nodes
 from torch_hybrid.graphs.values import value_of
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.capability import NO_FEATURES, Need
 from torch_hybrid.ops.linear.op import linear, native_impl
 from torch_hybrid.ops.stored_weights import group_of, has_zeros
 
@@ -22,7 +22,7 @@ _RESHAPES = ("flatten", "reshape", "view")
 _OP = torch.ops.torch_hybrid.linear.default
 
 
-def merge_linears(graph: Graph) -> None:
+def merge_linears(graph: Graph, *, features: frozenset[str] = NO_FEATURES) -> None:
     """Give the linear layers that read one input to a single ``linear`` op.
 
     Contract: the graph computes the same values. The op streams the weights at memory speed for
@@ -30,7 +30,7 @@ def merge_linears(graph: Graph) -> None:
     Layers of weights with scales, which are such ops already, become one op by themselves, those of
     one dtype and with the same groups.
     Where the op has no native implementation (no compiler), and for weights that are computed in
-    the graph, nothing changes.
+    the graph, nothing changes. ``features`` are those that the implementation must have.
 
     for each input, the F.linear nodes that read it or a reshape of its rows, up to where it is
         written in place; and those with scales that are stored alike:
@@ -45,7 +45,7 @@ def merge_linears(graph: Graph) -> None:
         if written := storages(written_nodes(node)):
             for key in [key for key in siblings if storages([key[0]]) & written]:
                 groups.append(siblings.pop(key))
-        layer = _linear_of(node)
+        layer = _linear_of(node, features)
         if layer is not None and layer.impl is not None:
             siblings[_rows_of(layer.source), layer.stored].append(layer)
     for group in [*groups, *siblings.values()]:
@@ -65,6 +65,7 @@ class _Linear:
     weight: Node
     bias: Node | None
     scale: Node | None = None
+    features: frozenset[str] = NO_FEATURES
 
     @property
     def stored(self) -> _Stored:
@@ -89,12 +90,14 @@ class _Linear:
             and all(p.op in ("placeholder", "get_attr") for p in parameters)
             and all(value_of(p).is_contiguous() for p in parameters)
         )
-        return native_impl(Need(device=x.device, dtype=x.dtype)) if is_taken else None
+        need = Need(device=x.device, dtype=x.dtype, features=self.features)
+        return native_impl(need) if is_taken else None
 
 
-def _linear_of(node: Node) -> _Linear | None:
+def _linear_of(node: Node, features: frozenset[str]) -> _Linear | None:
     if node.target is F.linear:
-        return _Linear(node, *_operands(*node.args, **node.kwargs))  # type: ignore[arg-type]
+        operands = _operands(*node.args, **node.kwargs)  # type: ignore[arg-type]
+        return _Linear(node, *operands, features=features)
     scales: Any = node.kwargs.get("scales")
     if node.target is _OP and scales is not None:
         given: Any = node.args

@@ -6,6 +6,8 @@ What has weights with scales is of a kind of its own: "fp8 linear", "int4 fused_
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 from torch import nn
@@ -13,9 +15,11 @@ from torch import nn
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import Backends, Choice, Chooses, impls_of, select
 from torch_hybrid.backends.step import Backend
+from torch_hybrid.graphs.merge_linears import merge_linears
 from torch_hybrid.graphs.passes import Pass, without
+from torch_hybrid.graphs.row_products import row_products
 from torch_hybrid.graphs.step import Model
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.capability import BATCH_INVARIANT, Need
 from torch_hybrid.ops.linear import op as linear
 from torch_hybrid.ops.native.ahead import build_ahead
 from torch_hybrid.ops.registration import REGISTERED
@@ -42,7 +46,7 @@ def set_choices(model: Model, choices: Sequence[Choice]) -> None:
 
 def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, ...]:
     """Who computes all experts of a model and its linear layers with scales, if it has some, and
-    the other linear layers of its steps, if they are compiled.
+    the other linear layers of its steps, if they are compiled or may not be torch's.
 
     Raises:
         ValueError: a name is of no implementation.
@@ -59,13 +63,13 @@ def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, .
         select(
             kind,
             group[0].implementations,
-            [module.need for module in group],
+            [_with(module.need, wanted) for module in group],
             wanted.named(kind, preferred[group[0].op]),
         )
         for kind, group in modules.items()
     ]
-    if compiles:
-        need = Need(device=model.device, dtype=model.dtype)
+    if compiles or wanted.batch_invariant:
+        need = _with(Need(device=model.device, dtype=model.dtype), wanted)
         choices.append(select("linear", linear.IMPLEMENTATIONS, need, preferred["linear"]))
     return tuple(choices)
 
@@ -78,15 +82,31 @@ def start_builds(choices: Sequence[Choice], backends: Mapping[str, Backend]) -> 
     build_ahead(REGISTERED[op][impl] for op, impl in chosen if impl in REGISTERED.get(op, ()))
 
 
+def _with(need: Need, wanted: Backends) -> Need:
+    """The same, with what every implementation must be able to do."""
+    return replace(need, features=need.features | wanted.features)
+
+
 def passes_for(
-    choices: Sequence[Choice], passes: Sequence[Pass], modes: Sequence[Mode]
+    choices: Sequence[Choice],
+    passes: Sequence[Pass],
+    modes: Sequence[Mode],
+    *,
+    batch_invariant: bool = False,
 ) -> dict[Mode, Sequence[Pass]]:
     """``passes`` for the steps of each mode: linear layers are merged where that was chosen.
+    Where rows are to be computed by themselves, no product is left to torch.
 
     On a GPU, where steps have few rows: torch's products of many are slower into the columns of one
     result, which may begin anywhere.
     """
     impls = dict(impls_of(choices))
+    if batch_invariant:
+        merge = Pass("merge_linears", partial(merge_linears, features=frozenset({BATCH_INVARIANT})))
+        kept = [merge if each.name == "merge_linears" else each for each in passes]
+        own = Pass("row_products", partial(row_products, impl=impls["linear"]))
+        place = kept.index(merge) + 1 if merge in kept else 0
+        return dict.fromkeys(modes, (*kept[:place], own, *kept[place:]))
 
     def merges(mode: Mode) -> bool:
         impl = impls.get("linear", "torch")

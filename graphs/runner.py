@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Literal, TypeVar
 from weakref import finalize
 
+import torch
 from torch import Tensor
 
 from torch_hybrid.backends.mode import MODES, Mode
@@ -30,6 +32,7 @@ from torch_hybrid.graphs.check_options import (
     KvDtype,
     KvTokens,
     check_artefact,
+    check_invariant,
     check_kv_tokens,
     check_max_drafts,
     check_max_tokens,
@@ -45,7 +48,7 @@ from torch_hybrid.graphs.model_choices import choose, passes_for, start_builds
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
 from torch_hybrid.graphs.planner import Logits, StepPlanner
 from torch_hybrid.graphs.report import Report
-from torch_hybrid.graphs.step import Inputs, Model, Variant
+from torch_hybrid.graphs.step import Inputs, Model, UpdatableModel, Variant
 from torch_hybrid.graphs.steps import Steps
 from torch_hybrid.graphs.surroundings import calm
 from torch_hybrid.graphs.two_batch import (
@@ -72,7 +75,8 @@ class Runner:
 
     The logits of a sequence depend on its own tokens alone, but for rounding: products and splits
     are chosen by the size of the batch, and chunks begin where a prompt was cut, so that the last
-    bits may differ with the company. Greedy tokens then differ only where two logits are as close.
+    bits may differ with the company, unless the runner is ``batch_invariant``. Greedy tokens then
+    differ only where two logits are as close.
 
     Args:
         model: from ``from_pretrained`` or ``adapt``.
@@ -112,6 +116,9 @@ class Runner:
             memory beside every state, which ``explain`` counts. With 0 there is no such step.
         takes_embeds: whether steps take rows in the place of tokens' own embeddings (``extend``);
             None: where the model has a tower that makes such (``from_pretrained(vision=True)``).
+        batch_invariant: logits after a token have the same bits whatever else is in the batch,
+            however the tokens before it came: in one step or in many, from a checkpoint, drafted or
+            not. Implementations that cannot say so of themselves are refused.
         check_batch: called on the host with the batch of each step before it runs; what it raises
             stops the step. ``Agreement(...).check``, where several ranks share the model.
         passes: graph passes over each traced step, in order; see ``graphs.passes``, which has
@@ -147,6 +154,7 @@ class Runner:
         prefill: bool = True,
         max_drafts: int = 0,
         takes_embeds: bool | None = None,
+        batch_invariant: bool = False,
         check_batch: Callable[[Batch], None] | None = None,
         passes: Many[Pass] = DEFAULT_PASSES,
         artefact: str | os.PathLike[str] | None = None,
@@ -154,6 +162,7 @@ class Runner:
         check_types(model, backends)
         device = self._device = model.device  # to find it takes a walk through the model
         check_compile(compile, model)
+        check_invariant(batch_invariant, compile)
         self._capture = CapturePolicy.of(cuda_graphs, device, compiles=bool(compile))
         check_artefact(artefact, compiles=bool(compile))
         check_kv_tokens(kv_tokens)
@@ -172,6 +181,9 @@ class Runner:
             measured = partial(self._measure_overlap, backends)
             self.overlap = overlap_policy(two_batch_overlap, measured)
             wanted = backends or Backends()
+            if batch_invariant:
+                wanted = replace(wanted, batch_invariant=True)
+            self.batch_invariant = wanted.batch_invariant
             self._kv_room: KvRoom | None = None
             if kv_tokens == "auto":
                 self._kv_room = self._choose_kv_tokens(table, kv_dtype, wanted, takes_embeds)
@@ -200,6 +212,7 @@ class Runner:
                     "max_checkpoints": max_checkpoints,
                     "max_drafts": max_drafts,
                     "embeds": max_tokens if given else 0,
+                    "batch_invariant": self.batch_invariant,
                 }
                 caches = {**self._cache.pools, **given}
                 store = StepStore(artefact, model, caches, passes, **sizes)
@@ -227,9 +240,12 @@ class Runner:
                 Steps,
                 cache=self._cache,
                 planner=self._planner,
-                passes=passes_for(self.choices, passes, modes),
+                passes=passes_for(
+                    self.choices, passes, modes, batch_invariant=self.batch_invariant
+                ),
                 choices=self.choices,
                 given=given,
+                by_row=self.batch_invariant,
             )
             self._beside: StepsBeside | None = None
             if compile == "background" and store is not None:
@@ -688,6 +704,42 @@ class Runner:
             if len(self._steps.graphs) > num_before:
                 trim()
                 self._steps.save_if_new()
+
+    def update_weights(
+        self,
+        weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
+        *,
+        partial: bool = False,
+    ) -> None:
+        """Write new weights in the place of the model's, by the names of its checkpoint.
+
+        Nothing is compiled or captured anew. Shapes and dtypes are the checkpoint's, and what
+        became of a tensor when it was read becomes of the new one: it is merged, sorted or cut for
+        this rank (each rank is given all of it). What prefix caches keep is dropped.
+
+        Of a mapping or a list everything is checked before the first weight is written. Of an
+        iterator each weight is checked when it comes, and written at once: an error then leaves
+        those before it new and the others old, and says how many; call it again with all of them.
+
+        Args:
+            weights: names and values, on any device; all that the model was made of.
+            partial: leave those that do not come as they are.
+
+        Raises:
+            UnsupportedError: the model was not read from a checkpoint as it is, or is quantized.
+            ValueError: sequences or checkpoints are held, whose states are of the old weights; a
+                name is unknown or comes twice, a shape or dtype is another, values are not finite,
+                or some are missing.
+        """
+        if not isinstance(self.model, UpdatableModel):
+            raise UnsupportedError(f"{type(self.model).__name__} takes no new weights")
+        with self.lock, calm(self._device), torch.inference_mode():
+            self._cache.check_nothing_held()
+            write = self.model.new_weights(weights, partial=partial)
+            self._execution.wait()
+            for reclaimer in self._cache.reclaimers:
+                reclaimer.clear()
+            write()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the compiled steps to a file for ``Runner(..., artefact=path)`` of other processes.

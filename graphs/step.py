@@ -3,7 +3,7 @@ that is traced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
@@ -72,6 +72,18 @@ class LayeredModel(Model, Protocol):
     def layers(self) -> Sequence[nn.Module]: ...
 
     def first_layers(self, count: int) -> AbstractContextManager[None]: ...
+
+
+@runtime_checkable
+class UpdatableModel(Model, Protocol):
+    """A model that was read from a checkpoint, and takes new weights by the names of that.
+
+    ``new_weights`` checks what can be known before, and returns what writes them.
+    """
+
+    def new_weights(
+        self, weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]], *, partial: bool
+    ) -> Callable[[], None]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_hybrid.backends.mode import Mode
-from torch_hybrid.backends.select import Choice
+from torch_hybrid.backends.select import Choice, impls_of
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.artefact.store import StepStore
@@ -24,6 +24,7 @@ from torch_hybrid.graphs.model_choices import choices_of
 from torch_hybrid.graphs.model_use import ModelUse
 from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.planner import StepPlanner
+from torch_hybrid.graphs.row_products import in_rows
 from torch_hybrid.graphs.step import (
     Caches,
     Inputs,
@@ -68,6 +69,7 @@ class Steps:
         passes: over the graphs of each mode.
         choices: beside those of the backends: of experts, and of linear layers.
         given: what steps read beside the pools of their layers.
+        by_row: whether rows are computed by themselves; in graphs the passes see to it.
         store: where compiled steps may be; None compiles nothing, and runs the model as it is.
     """
 
@@ -81,6 +83,7 @@ class Steps:
         choices: Sequence[Choice],
         given: Caches,
         store: StepStore | None,
+        by_row: bool = False,
     ) -> None:
         self._model, self._choices = model, choices
         self._module_choices = choices_of(model, choices)
@@ -91,8 +94,9 @@ class Steps:
         self._place: dict[str, int] = {}  # by variant's name, of its graph in the log
         self._breaks_before = _count_graph_breaks()
         step, pools = make_step(model), cache.pool_tensors()
-        self.of: dict[Variant, StepFunction] = dict.fromkeys(planner.forms, step)
         if store is None:
+            own = in_rows(step, dict(impls_of(choices))["linear"]) if by_row else step
+            self.of: dict[Variant, StepFunction] = dict.fromkeys(planner.forms, own)
             return
         for tensor in pytree.tree_leaves(self._caches):
             torch._dynamo.mark_static(tensor)

@@ -15,6 +15,9 @@ from torch_hybrid.ops.planning import Planner
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
 FLOATS_AND_FLOAT64 = FLOATS | {torch.float64}
 NO_FEATURES: frozenset[str] = frozenset()
+# Each row of a result has an order of additions of its own: it has the same bits whatever other
+# rows a call has, and however a sequence's tokens are cut into calls.
+BATCH_INVARIANT = "batch_invariant"
 
 
 def always_available() -> str | None:

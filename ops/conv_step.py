@@ -1,4 +1,4 @@
-"""One token of each sequence through a convolution, as the first part of an op that does more."""
+"""Tokens of sequences through a convolution, as the first part of an op that does more."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from torch.nn import functional as F
 
 from torch_hybrid.ops.causal_conv1d.op import ACTIVATIONS, MIN_WIDTH
 
+# Of steps: several tokens of a sequence in one call, by the arithmetic of one after the other.
+EXTEND = frozenset({"extend"})
 MAX_WIDTH = 8  # of filters whose taps stay in registers beside all else that such an op does
 
 
@@ -29,6 +31,16 @@ def check_lengths(cu_seqlens: Tensor) -> None:
     lengths = cu_seqlens.diff().tolist()
     if any(length > 1 for length in lengths):
         raise ValueError(f"each sequence must have one token or none, got lengths {lengths}")
+
+
+def check_have_slots(cu_seqlens: Tensor, state_indices: Tensor) -> None:
+    """Raise ValueError for a sequence on the host of several tokens whose states are not stored."""
+    has_several = cu_seqlens.diff() > 1
+    if bool((has_several & (state_indices == 0)).any()):
+        raise ValueError(
+            f"a sequence of several tokens must have a slot in state_indices, got 0 for lengths "
+            f"{cu_seqlens.diff()[state_indices == 0].tolist()}"
+        )
 
 
 def convolve(window: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:

@@ -24,6 +24,11 @@ def linear(x: Shape, weights: Sequence[Shape], biases: object, **_: Any) -> int:
     return 2 * x[0] * x[1] * sum(weight[0] for weight in weights)
 
 
+def head_linear(x: Shape, weight: Shape, **_: Any) -> int:
+    """One product for each head."""
+    return 2 * x[0] * x[1] * x[2] * weight[1]
+
+
 def fused_experts(
     x: Shape, expert_ids: Shape, expert_weights: Shape, up: Shape, down: Shape, **_: Any
 ) -> int:
@@ -200,6 +205,7 @@ def block_attention(
 
 FORMULAS: dict[str, Callable[..., int]] = {
     "linear": linear,
+    "head_linear": head_linear,
     "fused_experts": fused_experts,
     "paged_attention": paged_attention,
     "paged_attention_with_lse": paged_attention,

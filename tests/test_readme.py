@@ -16,6 +16,7 @@ from torch_hybrid.ops.fused_experts import op as fused_experts
 from torch_hybrid.ops.gated_delta_rule import op as gated_delta_rule
 from torch_hybrid.ops.gated_delta_step import op as gated_delta_step
 from torch_hybrid.ops.gated_pooling import op as gated_pooling
+from torch_hybrid.ops.head_linear import op as head_linear
 from torch_hybrid.ops.kimi_delta_attention import op as kimi_delta_attention
 from torch_hybrid.ops.kimi_delta_step import op as kimi_delta_step
 from torch_hybrid.ops.latent_attention import op as latent_attention
@@ -46,6 +47,7 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "gather_latents": latent_attention.GATHER_IMPLEMENTATIONS,
         "ragged_attention_with_lse": ragged_attention.IMPLEMENTATIONS,
         "merge_states": merge_states.IMPLEMENTATIONS,
+        "head_linear": head_linear.IMPLEMENTATIONS,
     },
     "indexed_attention, indexed_latent_attention": {
         "select_blocks": select_blocks.IMPLEMENTATIONS,
@@ -105,6 +107,7 @@ NAMES = {
 }
 SHOWN = {
     "cpp": "C++",
+    "cpp_invariant": "C++ (batch-invariant)",
     "cudnn": "cuDNN",
     "triton_fp8": "Triton in 8 bits",
     "triton": "Triton",

@@ -3,7 +3,8 @@
 // Consecutive queries that see all that is before them share tiles of attention.h, as where nothing
 // is chosen. Any other query has the heads of a key head for the rows of a tile, and its keys are
 // taken from where they lie. One new token of a sequence is cut into splits of keys, so that it
-// keeps every core busy. A result depends on its sequence alone, never on the other ones of a step.
+// keeps every core busy. A result depends on its sequence alone, never on the other ones of a step;
+// where the call is invariant nothing is split, and it depends on no other new token either.
 //
 // Where there are no values, keys stand for them: latents, which all heads share.
 #include <algorithm>
@@ -27,7 +28,8 @@ TH_CALL(Call,
   void *kv, *out;
   int64_t page_table_row, num_tokens, num_seqs, num_pages, page_size, max_pages;
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;
-  int64_t num_q_heads, num_kv_heads, head_dim, block_size, top_k, is_bf16, num_threads;
+  int64_t num_q_heads, num_kv_heads, head_dim, block_size, top_k, is_bf16, is_invariant;
+  int64_t num_threads;
   double scale;
 );
 
@@ -217,7 +219,7 @@ void plan_few(const Problem<T>& p, int n, int token, Work& work) {
   const int group = p.group();
   const int seen = p.num_chosen(token) * int(p.block_size) + p.position(n, token) + 1 -
                    p.complete(n, token) * int(p.block_size);
-  const bool is_split = p.num_new(n) == 1 && seen > SPLIT_KEYS;
+  const bool is_split = !p.is_invariant && p.num_new(n) == 1 && seen > SPLIT_KEYS;
   const int step = is_split ? SPLIT_KEYS : std::max(seen, 1);
   for (int head = 0; head < p.num_kv_heads; ++head)
     for (int first = 0; first < group; first += ROWS) {

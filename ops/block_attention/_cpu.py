@@ -17,7 +17,7 @@ _RUN = kernel(
     tensors="cu_seqlens seq_lens page_table slot_mapping blocks q k v kv out",
     integers="page_table_row num_tokens num_seqs num_pages page_size max_pages "
     "q_token q_head k_token k_head v_token v_head "
-    "num_q_heads num_kv_heads head_dim block_size top_k is_bf16 num_threads",
+    "num_q_heads num_kv_heads head_dim block_size top_k is_bf16 is_invariant num_threads",
     numbers="scale",
 )
 
@@ -35,6 +35,7 @@ def block_attention(
     *,
     block_size: int,
     scale: float,
+    is_invariant: bool = False,
 ) -> Tensor:
     """Launcher of ``torch_hybrid::block_attention``."""
     num_tokens, num_q_heads, head_dim = q.shape
@@ -70,6 +71,7 @@ def block_attention(
         block_size,
         blocks.shape[1],
         q.dtype is torch.bfloat16,
+        is_invariant,
         torch.get_num_threads(),
         scale,
     )

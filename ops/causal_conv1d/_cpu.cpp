@@ -118,6 +118,16 @@ struct Rows {
   const T *inputs[N + W - 1], *input_gates[N + W - 1], *output_gates[N];
 };
 
+// a * b + c, rounded once. Of a plain expression the compiler makes this of some tokens of a tile, and
+// two roundings of others: a token would have other bits in a call of its own.
+TH_INLINE f32x16 fused(f32x16 a, f32x16 b, f32x16 c) {
+#ifdef __AVX512F__
+  return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+  return th::fma(a, b, c);
+#endif
+}
+
 // N tokens on n <= LANES channels, each input loaded once.
 template <int W, int N, bool GATED, typename T>
 TH_INLINE void convolve_lanes(const Filters& filters, const Rows<W, N, T>& rows, int64_t c, int n,
@@ -135,7 +145,7 @@ TH_INLINE void convolve_lanes(const Filters& filters, const Rows<W, N, T>& rows,
   for (int i = 0; i < N; ++i) {
     f32x16 y = th::load(filters.bias + c);
 #pragma GCC unroll 8
-    for (int w = first; w < W; ++w) y = th::fma(taps[w], x[i + w], y);
+    for (int w = first; w < W; ++w) y = fused(taps[w], x[i + w], y);
     if (silu) y = th::silu(y);
     if constexpr (GATED) y *= th::load(rows.output_gates[i] + c, n);
     th::store(out + i * out_stride + c, y, n);

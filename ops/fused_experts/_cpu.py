@@ -18,7 +18,7 @@ MAX_TOKENS = 2048
 _FIELDS = {
     "tensors": "x expert_ids expert_weights gate_up down gate_up_scales down_scales hidden out",
     "integers": "num_tokens top_k num_experts dim width ldx "
-    "ids_are_int64 weights_are_float has_gate streams by_hardware is_bf16 num_threads "
+    "ids_are_int64 weights_are_float has_gate streams by_hardware is_bf16 is_invariant num_threads "
     "format gate_up_group down_group gate_up_has_zeros down_has_zeros",
     "numbers": "limit",
 }
@@ -41,6 +41,41 @@ def fused_experts(
     limit: float | None = None,
 ) -> Tensor:
     """See ``torch_hybrid.ops.fused_experts.op.fused_experts``."""
+    given = (x, expert_ids, expert_weights, gate_up, down, gate_up_scales, down_scales)
+    return _fused_experts(*given, activation, limit, is_invariant=False)
+
+
+def invariant_experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    gate_up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
+    activation: str,
+    limit: float | None = None,
+) -> Tensor:
+    """The same, however few tokens an expert has by the product of many: a token has the bits that
+    it has alone."""
+    given = (x, expert_ids, expert_weights, gate_up, down, gate_up_scales, down_scales)
+    return _fused_experts(*given, activation, limit, is_invariant=True)
+
+
+def _fused_experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_scales: Tensor | None,
+    down_scales: Tensor | None,
+    activation: str,
+    limit: float | None,
+    *,
+    is_invariant: bool,
+) -> Tensor:
     out = x.new_empty(x.shape)
     num_tokens, top_k = expert_ids.shape
     measured = forms(x.dtype)
@@ -75,6 +110,7 @@ def fused_experts(
             measured.streams,
             measured.by_hardware,
             x.dtype is torch.bfloat16,
+            is_invariant,
             torch.get_num_threads(),
             format_of(down.dtype),
             *groups,

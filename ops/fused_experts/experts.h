@@ -17,7 +17,8 @@ TH_CALL(Call,
   const void *gate_up_scales, *down_scales;  // null where weights have none
   void *hidden, *out;
   int64_t num_tokens, top_k, num_experts, dim, width, ldx;  // width: rows of gate, and of up
-  int64_t ids_are_int64, weights_are_float, has_gate, streams, by_hardware, is_bf16, num_threads;
+  int64_t ids_are_int64, weights_are_float, has_gate, streams, by_hardware, is_bf16, is_invariant;
+  int64_t num_threads;
   int64_t format;
   // Of integers: how many elements of a row share a scale, and whether zero points stand beside these.
   int64_t gate_up_group, down_group, gate_up_has_zeros, down_has_zeros;
@@ -89,7 +90,7 @@ class Experts {
     const int64_t gate = expert * (1 + call_.has_gate), up = gate + call_.has_gate;
     s.gate.resize(ROWS * count), s.up.resize(ROWS * count);
     for_blocks(expert, [&](int64_t p, int rows) {
-      s.rows.pack(rows, D, [&](int r) { return token_row(p + r); });
+      s.rows.pack(rows, D, [&](int r) { return token_row(p + r); }, call_.is_invariant);
       if (call_.has_gate)
         s.rows.multiply(gate_up(gate), i, count, s.gate.data(), count, reading_);
       s.rows.multiply(gate_up(up), i, count, s.up.data(), count, reading_);
@@ -114,7 +115,8 @@ class Experts {
     s.up.resize(ROWS * count);
     for (int64_t expert : routing_.experts)
       for_blocks(expert, [&](int64_t p, int rows) {
-        s.rows.pack(rows, I, [&](int r) { return typed(call_.hidden) + (p + r) * I; });
+        s.rows.pack(rows, I, [&](int r) { return typed(call_.hidden) + (p + r) * I; },
+                    call_.is_invariant);
         s.rows.multiply(down(expert), d, count, s.up.data(), count, reading_);
         for (int r = 0; r < rows; ++r) add(s, p + r, &s.up[r * count], count);
       });

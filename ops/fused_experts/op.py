@@ -6,7 +6,12 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops import block_scales, stored_weights
-from torch_hybrid.ops.capability import NO_FEATURES, Capability, Implementation
+from torch_hybrid.ops.capability import (
+    BATCH_INVARIANT,
+    NO_FEATURES,
+    Capability,
+    Implementation,
+)
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
 from torch_hybrid.ops.triton.devices import (
@@ -30,6 +35,15 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         ),
         launcher="torch_hybrid.ops.fused_experts._cpu:fused_experts",
         figures="torch_hybrid.ops.native.forms:figures",
+    ),
+    "cpp_invariant": Implementation(
+        capability=Capability(
+            devices=frozenset({"cpu"}),
+            dtypes=frozenset({torch.float32, torch.bfloat16}),
+            features=stored_weights.FEATURES | {BATCH_INVARIANT},
+            available=compiler_missing,
+        ),
+        launcher="torch_hybrid.ops.fused_experts._cpu:invariant_experts",
     ),
     "triton_fp8": Implementation(
         capability=Capability(

@@ -7,11 +7,12 @@ meant for decode; ``chunk_gated_delta_rule`` turns each chunk into matrix produc
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.capability import BATCH_INVARIANT, Capability, Implementation
 from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.gated_delta_rule.validate import check_inputs
 from torch_hybrid.ops.native import compiler_missing
@@ -33,7 +34,8 @@ RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = with_flashinfer(
     "recurrent_gated_delta_rule",
     {
         "cpp": Implementation(
-            capability=_CPP_CAPABILITY, launcher=f"{_CPU}:recurrent_gated_delta_rule"
+            capability=replace(_CPP_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
+            launcher=f"{_CPU}:recurrent_gated_delta_rule",
         ),
         "triton": Implementation(
             capability=Capability(

@@ -11,7 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.capability import BATCH_INVARIANT, Capability, Implementation
+from torch_hybrid.ops.conv_step import EXTEND
 from torch_hybrid.ops.delta_step import SCHEMA, StepTensors, check_step, check_verify
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, define_op
@@ -23,6 +24,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         capability=Capability(
             devices=frozenset({"cpu"}),
             dtypes=frozenset({torch.float32, torch.bfloat16}),
+            features=EXTEND | {BATCH_INVARIANT},
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.kimi_delta_step._cpu:kimi_delta_step",
@@ -108,7 +110,9 @@ def kimi_delta_step(
         state: [S, H, V, K] float32 pool. **Mutated**: slot ``state_indices[n]`` receives the
             state after the token of sequence n. No other slot of either pool is written.
         cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0: each has one token, or
-            none, which leaves its slot as it is. Tokens at or past ``cu_seqlens[N]`` are padding.
+            none, which leaves its slot as it is. Implementations with the feature "extend" take
+            several, of sequences that have a slot: as so many calls would, bit by bit. Tokens at or
+            past ``cu_seqlens[N]`` are padding.
         initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
             zero state. Several may start from one slot, which no other one may then write.
         state_indices: [N] int32 slot that receives the state of each sequence, distinct except
@@ -125,8 +129,8 @@ def kimi_delta_step(
 
     Raises:
         ValueError: a shape, dtype or layout is not as above, an option is unknown, or, where
-            reading them is free (on a CPU), an index is out of range or a sequence has more than
-            one token.
+            reading them is free (on a CPU), an index is out of range or a sequence has more tokens
+            than the implementation takes.
 
     The mixer of "Kimi Linear" (arXiv 2510.26692), and that of Ling-3, whose decays are bounded.
     """

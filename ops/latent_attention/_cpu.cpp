@@ -3,7 +3,8 @@
 // The rows of a tile are (token, head) pairs, token by token: all of them share the latents, so a
 // block of these is read from memory once for a whole tile. Tiles of a short query are cut along
 // the keys as well, into splits that merge_splits joins, so that one long sequence keeps every core
-// busy. The cut depends on that sequence alone, and so do the bits of its result.
+// busy. The cut depends on that sequence alone, and so do the bits of its result; where the call is
+// invariant, keys are cut where they are in any tile, and those bits depend on no other token of it.
 #include <memory>
 #include <vector>
 
@@ -19,6 +20,7 @@ namespace {
 constexpr int ROWS_PER_TILE = 64;  // of 576 floats: what a tile needs fills half of L2
 constexpr int KEYS_PER_SPLIT = 256;    // at least
 constexpr int SPLITS_PER_SEQUENCE = 16;  // over all of its tiles, which bounds their results
+constexpr int INVARIANT_KEYS = 1024;     // of a split, where calls are invariant
 
 template <typename T>
 using Scratch = AttentionTile<T, T, ROWS_PER_TILE>;
@@ -32,7 +34,7 @@ TH_CALL(Call,
   float* lse;
   int64_t page_table_row, num_tokens, num_seqs, num_pages, page_size, max_pages;
   int64_t q_latent_token, q_latent_head, q_rope_token, q_rope_head, latent_token, k_rope_token;
-  int64_t num_heads, rank, rope_dim, is_bf16, num_threads;
+  int64_t num_heads, rank, rope_dim, is_bf16, is_invariant, num_threads;
   double scale;
 );
 
@@ -84,7 +86,7 @@ void plan_sequence(const Problem<T, Kept>& p, int n, Work& work) {
   for (int i = num_tiles - 1; i >= 0; --i) {  // the last rows see most, and go first
     const int row = i * ROWS_PER_TILE, rows = std::min(ROWS_PER_TILE, num_rows - row);
     const int num_keys = p.num_visible(n, row + rows - 1);
-    const int keys = keys_per_split(num_keys, num_tiles);
+    const int keys = p.is_invariant ? INVARIANT_KEYS : keys_per_split(num_keys, num_tiles);
     const int num_splits = (num_keys + keys - 1) / keys;
     for (int s = 0; s < num_splits; ++s)
       work.splits.push_back(

@@ -20,7 +20,7 @@ _ATTEND = kernel(
     "q_latent q_rope latent k_rope pool out lse",
     integers="page_table_row num_tokens num_seqs num_pages page_size max_pages "
     "q_latent_token q_latent_head q_rope_token q_rope_head latent_token k_rope_token "
-    "num_heads rank rope_dim is_bf16 num_threads",
+    "num_heads rank rope_dim is_bf16 is_invariant num_threads",
     numbers="scale",
 )
 _STORE = kernel(
@@ -51,6 +51,7 @@ def latent_attention_with_lse(
     *,
     scale: float,
     pool_scale: Tensor | None = None,
+    is_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``torch_hybrid::latent_attention_with_lse``, and of the op without."""
     num_tokens, num_heads, rank = q_latent.shape
@@ -86,6 +87,7 @@ def latent_attention_with_lse(
         rank,
         q_rope.shape[2],
         q_latent.dtype is torch.bfloat16,
+        is_invariant,
         torch.get_num_threads(),
         scale,
     )

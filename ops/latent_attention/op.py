@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -10,7 +11,12 @@ from torch import Tensor
 
 from torch_hybrid.ops import fp8_kv
 from torch_hybrid.ops.autograd import define_made_of
-from torch_hybrid.ops.capability import FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.capability import (
+    BATCH_INVARIANT,
+    FLOATS_AND_FLOAT64,
+    Capability,
+    Implementation,
+)
 from torch_hybrid.ops.flashinfer.library import (
     BLACKWELL,
     HOPPER,
@@ -54,6 +60,10 @@ def _attention(function: str) -> dict[str, Implementation]:
     plain = Capability(devices=_CPU_AND_CUDA, dtypes=FLOATS_AND_FLOAT64, features=_OWN_FEATURES)
     own = {
         "cpp": Implementation(capability=cpp, launcher=f"{_PACKAGE}._cpu:{function}"),
+        "cpp_invariant": Implementation(
+            capability=replace(cpp, features=cpp.features | {BATCH_INVARIANT}),
+            launcher=f"{_PACKAGE}._cpu_invariant:{function}",
+        ),
         "triton": Implementation(capability=triton, launcher=f"{_PACKAGE}._triton:{function}"),
         "torch": Implementation(capability=plain, launcher=f"{_PACKAGE}._torch:{function}"),
     }

@@ -23,7 +23,8 @@ SOURCE = Path(__file__).with_name("_cpu.cpp")
 INTEGERS = Path(__file__).with_name("_cpu_integers.cpp")
 FIELDS = {
     "tensors": "x y",
-    "integers": "M K ldx ldy num_weights streams by_hardware format is_bf16 num_threads",
+    "integers": "M K ldx ldy num_weights streams by_hardware format is_bf16 is_invariant "
+    "num_threads",
     "row_tensors": "weight scales bias",
     "row_integers": "rows group has_zeros",
 }
@@ -39,11 +40,33 @@ def linear(
     scales: Sequence[Tensor] | None = None,
 ) -> Tensor:
     """See ``torch_hybrid.ops.linear.op.linear``."""
+    return _linear(x, weights, biases, scales, is_invariant=False)
+
+
+def invariant_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    scales: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """The same, any number of rows by the product of many: a row has the bits that it has alone."""
+    return _linear(x, weights, biases, scales, is_invariant=True)
+
+
+def _linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    scales: Sequence[Tensor] | None,
+    *,
+    is_invariant: bool,
+) -> Tensor:
     num_rows, depth = x.shape
     sizes = [weight.shape[0] for weight in weights]
     y = x.new_empty(num_rows, sum(sizes))
     measured = forms(x.dtype)
-    by_torch = scales is None and measured.many_by_torch
+    by_torch = scales is None and measured.many_by_torch and not is_invariant
     if num_rows > MAX_ROWS and by_torch and depth % _TILE_DEPTH == 0:
         return product_by_torch(x, weights, biases, y)
     rows: list[int] = []
@@ -70,6 +93,7 @@ def linear(
         measured.by_hardware,
         format_of(weights[0].dtype),
         x.dtype is torch.bfloat16,
+        is_invariant,
         torch.get_num_threads(),
         *rows,
     )

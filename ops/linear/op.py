@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_hybrid.ops import block_scales, stored_weights
 from torch_hybrid.ops.capability import (
+    BATCH_INVARIANT,
     FLOATS_AND_FLOAT64,
     NO_FEATURES,
     Capability,
@@ -35,6 +36,15 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         ),
         launcher="torch_hybrid.ops.linear._cpu:linear",
         figures="torch_hybrid.ops.native.forms:figures",
+    ),
+    "cpp_invariant": Implementation(
+        capability=Capability(
+            devices=frozenset({"cpu"}),
+            dtypes=frozenset({torch.float32, torch.bfloat16}),
+            features=stored_weights.FEATURES | {BATCH_INVARIANT},
+            available=compiler_missing,
+        ),
+        launcher="torch_hybrid.ops.linear._cpu:invariant_linear",
     ),
     "triton_fp8": Implementation(
         capability=Capability(
@@ -66,7 +76,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     ),
 }
 
-_NATIVE = ("cpp", "triton")  # made for few rows
+_NATIVE = ("cpp", "cpp_invariant", "triton")  # made for few rows
 
 
 def native_impl(need: Need) -> str | None:

@@ -15,7 +15,8 @@ namespace products {
 TH_CALL(Call,
   const void* x;  // [M, K] in the op's dtype
   void* y;        // [M, rows of all weights]
-  int64_t M, K, ldx, ldy, num_weights, streams, by_hardware, format, is_bf16, num_threads;
+  int64_t M, K, ldx, ldy, num_weights, streams, by_hardware, format, is_bf16, is_invariant;
+  int64_t num_threads;
 );
 
 // A weight: [rows, K] as the call's format says; its scales, null where it has none; its bias, [rows]
@@ -170,7 +171,8 @@ void multiply_packed(const Call& call, const Group* groups, int64_t first, th::L
 
 template <typename T, typename W>
 void multiply(const Call& call, const Group* groups) {
-  if (th::Meeting<T, W>::is_few(call.M)) return multiply_few<T, W>(call, groups);
+  if (!call.is_invariant && th::Meeting<T, W>::is_few(call.M))
+    return multiply_few<T, W>(call, groups);
   static thread_local th::LaneRows<T> x;
   for (int64_t first = 0; first < call.M; first += MAX_PACKED_ROWS) {
     x.resize(std::min(MAX_PACKED_ROWS, call.M - first), call.K);

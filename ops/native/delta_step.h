@@ -13,7 +13,8 @@
 //     template <typename T> static void gated_norm(const Call&, const T* o, const T* z, T* out);
 //         what the op returns of the rule's output and its gate, all [V]
 //   };
-//   TH_EXPORT_DELTA_STEP(Mixer, name)
+//
+// which delta_verify.h exports.
 #pragma once
 
 #include <omp.h>
@@ -208,11 +209,3 @@ inline bool one_token_each(const Call& call) {
 }
 
 }  // namespace th::step
-
-#define TH_EXPORT_DELTA_STEP(Mixer, name)                                               \
-  TH_EXPORT_CALL(name, th::step::Call) {                                                \
-    if (!th::indices_are_valid(*call) || !th::step::one_token_each(*call)) return false; \
-    call->is_bf16 ? th::step::dispatch<Mixer, th::bf16>(*call)                          \
-                  : th::step::dispatch<Mixer, float>(*call);                            \
-    return true;                                                                        \
-  }

@@ -1,11 +1,12 @@
-// Tokens that are not certain through the mixer of a delta rule: a sequence's records are replayed,
-// its first new token runs, and its state is left; further tokens run on a copy of a few rows of it,
-// and leave their inputs as records.
+// Several tokens of a sequence through the mixer of a delta rule, in stretches; or tokens of which
+// some are not certain: a sequence's records are replayed, its first new token runs, and its state is
+// left; further tokens run on a copy of a few rows of it, and leave their inputs as records.
 //
 // A record is a row [qkv | b | a] of a token's inputs. Each token is convolved, gated and advanced by
 // the functions of delta_step.h, and rows of a state do not depend on each other, so that a state
 // has the bits that as many decode steps leave.
 //
+//   TH_EXPORT_DELTA_STEP(Mixer, name)       one token of each sequence by delta_step.h, else these
 //   TH_EXPORT_DELTA_VERIFY(Mixer, name)
 #pragma once
 
@@ -146,11 +147,12 @@ void run(const Call& call) {
     Spare spare;
     clear_padding<T>(call);
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < call.num_seqs * num_k_heads; ++item) {
-      const Sequence<T> seq(call, item / num_k_heads);
-      if (seq.num_tokens > 0)
-        verify::run_item<Mixer, W>(seq, item % num_k_heads, group, scratch, spare);
-    }
+    for (int64_t item = 0; item < call.num_seqs * num_k_heads; ++item)
+      each_stretch(call, [&](auto stretch) {
+        const Sequence<T> seq(call, item / num_k_heads, stretch);
+        if (seq.num_tokens > 0)
+          verify::run_item<Mixer, W>(seq, item % num_k_heads, group, scratch, spare);
+      });
   }
 }
 
@@ -160,6 +162,18 @@ void dispatch(const Call& call) {
 }
 
 }  // namespace th::verify
+
+#define TH_EXPORT_DELTA_STEP(Mixer, name)                                                     \
+  TH_EXPORT_CALL(name, th::step::Call) {                                                       \
+    if (!th::indices_are_valid(*call) || !th::verify::slots_are_valid(*call)) return false;    \
+    const auto run = [&](auto type) {                                                          \
+      using T = decltype(type);                                                                \
+      th::step::one_token_each(*call) ? th::step::dispatch<Mixer, T>(*call)                    \
+                                      : th::verify::dispatch<Mixer, T>(*call);                 \
+    };                                                                                         \
+    call->is_bf16 ? run(th::bf16{}) : run(0.0f);                                               \
+    return true;                                                                               \
+  }
 
 #define TH_EXPORT_DELTA_VERIFY(Mixer, name)                                                    \
   TH_EXPORT_CALL(name, th::step::Call) {                                                       \

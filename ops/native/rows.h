@@ -3,7 +3,8 @@
 //   few_rows<T>()                    up to which number rows are few
 //   with_lane_product<T>(body)       body(product), with this thread's LaneProduct, the best there is
 //   Rows<T, W> x;                    keep one per thread: its memory is reused
-//   x.pack(M, K, row)                row(i) is a pointer to row i
+//   x.pack(M, K, row, as_many)       row(i) is a pointer to row i; as_many: by lane_rows.h, however
+//                                    few they are, so that a row has the bits that it has alone
 //   x.multiply(weight, first, N, y, ldy, reading)
 //                                    y[m * ldy + n] = x W^T for rows [first, first + N) of the
 //                                    weight, in float
@@ -95,8 +96,8 @@ template <typename T, typename W>
 class Rows {
  public:
   template <typename Row>
-  void pack(int M, int64_t K, const Row& row) {
-    is_few_ = Meeting<T, W>::is_few(M);
+  void pack(int M, int64_t K, const Row& row, bool as_many = false) {
+    is_few_ = !as_many && Meeting<T, W>::is_few(M);
     if (is_few_) return few_.pack(M, K, row);
     many_.resize(M, K);
     for (int v = 0; v < many_.vectors(); ++v) many_.pack(v, row);

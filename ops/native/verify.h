@@ -1,7 +1,9 @@
-// How kernels of steps that verify drafts find their way: a sequence's records are replayed, its
-// first new token runs and its states are left, and further tokens run on a copy of them.
+// How kernels of steps of several tokens find their way. Where drafts are verified, a sequence's
+// records are replayed, its first new token runs and its states are left, and further tokens run on
+// a copy of them. Where there are none (records and accepted are null) all tokens are certain, and
+// run in stretches of a few: decode steps one after the other, by the same arithmetic.
 //
-// A Call has, besides the fields of its decode step, where records and accepted are null:
+// A Call has, besides the fields of its decode step:
 //
 //   void* records;                           [S, D, R] in the op's dtype
 //   const int32_t* accepted;                 [N]
@@ -18,6 +20,11 @@
 
 namespace th::verify {
 
+// Tokens that are all certain, and that go through rows of a state together.
+constexpr int64_t MAX_STRETCH = 32;
+
+struct DraftsToo {};
+
 // A sequence's records that are replayed, and then its new tokens, of which the first is certain.
 // Tokens are counted from the first record.
 template <typename Step>
@@ -25,8 +32,19 @@ struct Drafted : Step {
   using T = typename Step::Type;
   int64_t num_replayed, num_tokens, num_certain;
 
+  // Tokens [first, first + MAX_STRETCH) of a sequence without drafts, or as many as there are.
   template <typename Call, typename... More>
-  Drafted(const Call& call, int64_t n, More... more)
+  Drafted(const Call& call, int64_t n, int64_t first, More... more)
+      : Step(call, n, more...),
+        num_replayed(0),
+        num_tokens(std::clamp<int64_t>(call.cu_seqlens[n + 1] - this->token - first, 0, MAX_STRETCH)),
+        num_certain(num_tokens) {
+    this->token += first;
+    if (first) this->initial = this->slot;
+  }
+
+  template <typename Call, typename... More>
+  Drafted(const Call& call, int64_t n, DraftsToo, More... more)
       : Step(call, n, more...),
         num_replayed(call.accepted[n]),
         num_tokens(num_replayed + call.cu_seqlens[n + 1] - call.cu_seqlens[n]),
@@ -48,7 +66,7 @@ struct Drafted : Step {
 // The most tokens that a sequence has, replayed ones included.
 template <typename Call>
 int64_t most_tokens(const Call& call) {
-  return 2 * call.num_records + 1;
+  return call.accepted ? 2 * call.num_records + 1 : MAX_STRETCH;
 }
 
 // Leaves what a sequence's next tokens need of `size` channels: the last inputs that are certain,
@@ -69,6 +87,26 @@ void leave_channels(const Sequence& seq, const typename Sequence::T* const* rows
   for (int64_t i = seq.num_certain; i < seq.num_tokens; ++i)
     std::memcpy(seq.record(seq.slot, i - seq.num_certain) + channel, rows[num_past + i] + channel,
                 size * sizeof(T));
+}
+
+// run(stretch) for each of the stretches that the tokens of the longest sequence take: where its
+// first token is, or DraftsToo for all tokens of steps that verify drafts.
+template <typename Call, typename Run>
+void each_stretch(const Call& call, const Run& run) {
+  if (call.accepted) return run(DraftsToo{});
+  int64_t longest = 0;
+  for (int64_t n = 0; n < call.num_seqs; ++n)
+    longest = std::max<int64_t>(longest, call.cu_seqlens[n + 1] - call.cu_seqlens[n]);
+  for (int64_t first = 0; first < longest; first += MAX_STRETCH) run(first);
+}
+
+// Whether sequences of several tokens, without drafts, have a slot where states pass from one stretch
+// to the next.
+template <typename Call>
+bool slots_are_valid(const Call& call) {
+  for (int64_t n = 0; n < call.num_seqs; ++n)
+    if (call.cu_seqlens[n + 1] - call.cu_seqlens[n] > 1 && !call.state_indices[n]) return false;
+  return true;
 }
 
 // Whether all records that are read and written are there.

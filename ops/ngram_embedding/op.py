@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.capability import (
+    BATCH_INVARIANT,
+    FLOATS_AND_FLOAT64,
+    Capability,
+    Implementation,
+)
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import (
     check_contiguous,
@@ -23,7 +28,10 @@ _PACKAGE = "torch_hybrid.ops.ngram_embedding"
 IMPLEMENTATIONS = {
     "cpp": Implementation(
         capability=Capability(
-            devices=frozenset({"cpu"}), dtypes=FLOATS_AND_FLOAT64, available=compiler_missing
+            devices=frozenset({"cpu"}),
+            dtypes=FLOATS_AND_FLOAT64,
+            features=frozenset({BATCH_INVARIANT}),
+            available=compiler_missing,
         ),
         launcher=f"{_PACKAGE}._cpu:ngram_embedding",
     ),

@@ -38,14 +38,15 @@ Work plan(const Problem<T, Kept>& p) {
   const int heads = heads_per_split(p);
   for (int n = 0; n < p.num_seqs; ++n) {
     const int num_new = p.num_new(n), length = p.seq_lens[n];
-    for (int head = 0; head < p.num_kv_heads && num_new == 1; head += heads) {
+    const bool is_split = num_new == 1 && !p.is_invariant;
+    for (int head = 0; head < p.num_kv_heads && is_split; head += heads) {
       work.runs.push_back(int(work.splits.size()));
       const int num_heads = std::min(heads, int(p.num_kv_heads) - head);
       const int first = p.first_key(length - 1), keys = keys_per_split(length - first);
       for (int i = first; i < length; i += keys)
         work.splits.push_back({n, head, num_heads, i, std::min(keys, length - i)});
     }
-    const int rows = num_new > 1 ? num_new * p.group() : 0, step = rows_per_tile(rows);
+    const int rows = is_split ? 0 : num_new * p.group(), step = rows_per_tile(rows);
     for (int i = (rows - 1) / step * step; i >= 0 && rows; i -= step)
       for (int head = 0; head < p.num_kv_heads; ++head)
         work.tiles.push_back({n, head, i, std::min(step, rows - i)});

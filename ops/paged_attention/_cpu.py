@@ -16,7 +16,7 @@ _RUN = kernel(
     tensors="cu_seqlens seq_lens page_table slot_mapping kv_scales q k v kv out lse",
     integers="page_table_row num_tokens num_seqs num_pages page_size max_pages "
     "q_token q_head k_token k_head v_token v_head "
-    "num_q_heads num_kv_heads head_dim window is_bf16 num_threads",
+    "num_q_heads num_kv_heads head_dim window is_bf16 is_invariant num_threads",
     numbers="scale softcap",
 )
 
@@ -35,6 +35,7 @@ def paged_attention_with_lse(
     window: int,
     softcap: float,
     kv_scales: Tensor | None = None,
+    is_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``torch_hybrid::paged_attention_with_lse``, and of the op without."""
     num_tokens, num_q_heads, head_dim = q.shape
@@ -70,6 +71,7 @@ def paged_attention_with_lse(
         head_dim,
         window,
         q.dtype is torch.bfloat16,
+        is_invariant,
         torch.get_num_threads(),
         scale,
         softcap,

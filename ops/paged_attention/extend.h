@@ -2,7 +2,8 @@
 //
 // A tile holds the rows (token, query head) of consecutive tokens that share a key head, so keys
 // are copied from their pages once for all of them. Blocks that no row of the tile sees are
-// skipped; a row's result depends on its tile and sequence alone.
+// skipped; a row's result depends on its tile and sequence alone, and where the call is invariant on
+// its sequence alone.
 #pragma once
 
 #include "attention.h"
@@ -47,9 +48,15 @@ void attend_tile(const Problem<T, Kept>& p, const Tile& tile, TileScratch<T>& sc
   scratch.tile.begin(tile.count, [&](int r) { return visible_keys(p, tile, r); });
   scratch.tile.pack(rows, 0, p.head_dim);
   const int end = visible_keys(p, tile, tile.count - 1).end;
-  for (int begin = visible_keys(p, tile, 0).begin; begin < end; begin += KEYS_PER_BLOCK) {
+  const int first = visible_keys(p, tile, 0).begin;
+  // Blocks of all tiles begin alike where the call is invariant: keys before the first are unseen.
+  int begin = p.is_invariant ? first - first % KEYS_PER_BLOCK : first;
+  for (; begin < end; begin += KEYS_PER_BLOCK) {
     const Kept* keys[2 * KEYS_PER_BLOCK];  // those of the block, and those to be fetched
-    p.key_rows(tile.n, tile.head, begin, std::min(2 * KEYS_PER_BLOCK, end - begin), keys);
+    const int unseen = std::max(0, first - begin);
+    const int count = std::min(2 * KEYS_PER_BLOCK, end - begin) - unseen;
+    p.key_rows(tile.n, tile.head, begin + unseen, count, keys + unseen);
+    std::fill_n(keys, unseen, keys[unseen]);
     const auto& block = scratch.block.load(
         begin, end, [&](int i) { return keys[i - begin]; },
         [&](int i) { return keys[i - begin] + p.plane(); });

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops import fp8_kv
-from torch_hybrid.ops.capability import FLOATS, FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.capability import (
+    BATCH_INVARIANT,
+    FLOATS,
+    FLOATS_AND_FLOAT64,
+    Capability,
+    Implementation,
+)
 from torch_hybrid.ops.cudnn_attention import cudnn_missing
 from torch_hybrid.ops.flashinfer.library import (
     BLACKWELL,
@@ -44,6 +50,16 @@ _BACKENDS = {
             dtypes=frozenset({torch.float32, torch.bfloat16}),
             multiples={"head_dim": 16},
             features=_OWN_FEATURES,
+            available=compiler_missing,
+        ),
+    ),
+    "cpp_invariant": (
+        "_cpu_invariant",
+        Capability(
+            devices=frozenset({"cpu"}),
+            dtypes=frozenset({torch.float32, torch.bfloat16}),
+            multiples={"head_dim": 16},
+            features=_OWN_FEATURES | {BATCH_INVARIANT},
             available=compiler_missing,
         ),
     ),

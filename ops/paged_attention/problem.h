@@ -22,7 +22,7 @@ TH_CALL(Call,
   float* lse;
   int64_t page_table_row, num_tokens, num_seqs, num_pages, page_size, max_pages;
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;
-  int64_t num_q_heads, num_kv_heads, head_dim, window, is_bf16, num_threads;
+  int64_t num_q_heads, num_kv_heads, head_dim, window, is_bf16, is_invariant, num_threads;
   double scale, softcap;
 );
 

@@ -7,7 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.capability import (
+    BATCH_INVARIANT,
+    FLOATS_AND_FLOAT64,
+    Capability,
+    Implementation,
+)
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import (
     check_contiguous,
@@ -26,6 +31,7 @@ IMPLEMENTATIONS = {
             devices=frozenset({"cpu"}),
             dtypes=frozenset({torch.float32, torch.bfloat16}),
             multiples={"index_dim": 16},
+            features=frozenset({BATCH_INVARIANT}),
             available=compiler_missing,
         ),
         launcher=f"{_PACKAGE}._cpu:select_blocks",

@@ -8,11 +8,12 @@ attention, which differ in their arguments alone; see README.md.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.capability import BATCH_INVARIANT, Capability, Implementation
 from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.recurrence import (
@@ -42,7 +43,10 @@ _CPP_CAPABILITY = Capability(
 RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = with_flashinfer(
     "recurrent_ssd",
     {
-        "cpp": Implementation(capability=_CPP_CAPABILITY, launcher=f"{_CPU}:recurrent_ssd"),
+        "cpp": Implementation(
+            capability=replace(_CPP_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
+            launcher=f"{_CPU}:recurrent_ssd",
+        ),
         "triton": Implementation(
             capability=Capability(
                 devices=triton_devices(),

@@ -256,15 +256,16 @@ bool one_token_each(const Call& call) {
   return true;
 }
 
-// ---- drafts -----------------------------------------------------------------------------------
+// ---- several tokens, and drafts ---------------------------------------------------------------
 
 // One sequence, and memory for the channels of its tokens and for the outputs of replayed ones.
 template <typename T>
 struct Drafted : th::verify::Drafted<Sequence<T>> {
   T* replayed_out;  // [H V], which nobody reads
 
-  Drafted(const Call& call, int64_t n, T* mixed, T* replayed_out)
-      : th::verify::Drafted<Sequence<T>>(call, n, mixed), replayed_out(replayed_out) {}
+  template <typename Stretch>
+  Drafted(const Call& call, int64_t n, Stretch stretch, T* mixed, T* replayed_out)
+      : th::verify::Drafted<Sequence<T>>(call, n, stretch, mixed), replayed_out(replayed_out) {}
 
   const T* inputs(int64_t i) const {
     return this->part(i, 0, this->call.xBC, this->call.xBC_stride);
@@ -324,7 +325,7 @@ void leave_steps(const Drafted<T>& seq) {
 }
 
 template <int W, typename T>
-void verify(const Call& call) {
+void run_several(const Call& call) {
   const int64_t inner = call.num_v_heads * call.v_dim, most = th::verify::most_tokens(call);
   const int64_t row = th::round_up(inner, LANES), mixed = most * call.channels;
   const int64_t blocks = (call.channels + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS;
@@ -335,46 +336,54 @@ void verify(const Call& call) {
     std::vector<const T*> rows(most + W - 1);
     th::Spare spare;
     float *gated = own.data(), *ahead = own.data() + 2 * row;
-    const auto sequence = [&](int64_t n) {
-      return Drafted<T>(call, n, (T*)shared.data() + n * mixed, (T*)(own.data() + row));
-    };
     th::clear_padding<T>(call);
+    th::verify::each_stretch(call, [&](auto stretch) {
+      const auto sequence = [&](int64_t n) {
+        return Drafted<T>(call, n, stretch, (T*)shared.data() + n * mixed, (T*)(own.data() + row));
+      };
 #pragma omp for schedule(static)
-    for (int64_t item = 0; item < call.num_seqs * blocks; ++item) {
-      const Drafted<T> seq = sequence(item / blocks);
-      const int64_t channel = item % blocks * BLOCK_CHANNELS;
-      const int64_t size = std::min(BLOCK_CHANNELS, call.channels - channel);
-      if (seq.num_tokens > 0) convolve_drafted<W>(seq, channel, size, rows.data());
-    }
+      for (int64_t item = 0; item < call.num_seqs * blocks; ++item) {
+        const Drafted<T> seq = sequence(item / blocks);
+        const int64_t channel = item % blocks * BLOCK_CHANNELS;
+        const int64_t size = std::min(BLOCK_CHANNELS, call.channels - channel);
+        if (seq.num_tokens > 0) convolve_drafted<W>(seq, channel, size, rows.data());
+      }
 #pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < call.num_seqs * call.num_v_heads; ++item) {
-      const Drafted<T> seq = sequence(item / call.num_v_heads);
-      if (seq.num_tokens > 0) advance_drafted(seq, item % call.num_v_heads, spare, ahead);
-    }
+      for (int64_t item = 0; item < call.num_seqs * call.num_v_heads; ++item) {
+        const Drafted<T> seq = sequence(item / call.num_v_heads);
+        if (seq.num_tokens > 0) advance_drafted(seq, item % call.num_v_heads, spare, ahead);
+      }
 #pragma omp for schedule(static)
-    for (int64_t n = 0; n < call.num_seqs; ++n) {
-      const Drafted<T> seq = sequence(n);
-      leave_steps(seq);
-      for (int64_t i = seq.num_replayed; call.z && i < seq.num_tokens; ++i)
+      for (int64_t item = 0; item < call.num_seqs * most; ++item) {
+        const Drafted<T> seq = sequence(item / most);
+        const int64_t i = item % most;
+        if (i == 0) leave_steps(seq);
+        if (!call.z || i < seq.num_replayed || i >= seq.num_tokens) continue;
         for (int64_t g = 0; g < call.norm_groups; ++g)
           finish(call, seq.z(i), seq.out(i), g, gated);
-    }
+      }
+    });
   }
+}
+
+bool dispatch_several(const Call& call) {
+  th::with_width(call.width, [&](auto width) {
+    constexpr int W = decltype(width)::value;
+    call.is_bf16 ? run_several<W, th::bf16>(call) : run_several<W, float>(call);
+  });
+  return true;
 }
 
 }  // namespace mamba2
 
 TH_EXPORT_CALL(ssd_step, mamba2::Call) {
-  if (!th::indices_are_valid(*call) || !mamba2::one_token_each(*call)) return false;
+  if (!th::indices_are_valid(*call) || !th::verify::slots_are_valid(*call)) return false;
+  if (!mamba2::one_token_each(*call)) return mamba2::dispatch_several(*call);
   call->is_bf16 ? mamba2::dispatch<th::bf16>(*call) : mamba2::dispatch<float>(*call);
   return true;
 }
 
 TH_EXPORT_CALL(ssd_verify, mamba2::Call) {
   if (!th::indices_are_valid(*call) || !th::verify::records_are_valid(*call)) return false;
-  th::with_width(call->width, [&](auto width) {
-    constexpr int W = decltype(width)::value;
-    call->is_bf16 ? mamba2::verify<W, th::bf16>(*call) : mamba2::verify<W, float>(*call);
-  });
-  return true;
+  return mamba2::dispatch_several(*call);
 }

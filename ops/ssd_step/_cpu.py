@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.conv_step import check_lengths
+from torch_hybrid.ops.conv_step import check_have_slots
 from torch_hybrid.ops.native.call import kernel
 from torch_hybrid.ops.native.forms import forms
 from torch_hybrid.ops.state_bounds import check_state_indices
@@ -126,7 +126,7 @@ def _run(
             num_slots=num_slots,
         )
         if records is None or accepted is None:
-            check_lengths(cu_seqlens)
+            check_have_slots(cu_seqlens, state_indices)
         else:
             check_counts(records, cu_seqlens, initial_indices, accepted)
     return out

@@ -20,6 +20,7 @@ from tests.ops.contract import (
 )
 from tests.ops.pages import offsets
 from tests.ops.step_family import Family, Inputs
+from torch_hybrid.ops.conv_step import EXTEND
 
 DEVICE = "cpu"
 
@@ -76,7 +77,9 @@ class StepContract:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         names = impls_on(DEVICE, self.family.implementations)
+        takes = {n: self.family.implementations[n].capability.features for n in names}
         kinds = {
+            "extend_impl": [name for name in names if takes[name] >= EXTEND],
             "impl": names,
             "host_impl": [name for name in names if name != "triton"],  # they read offsets
             "native_impl": ["cpp"],
@@ -203,10 +206,38 @@ class StepContract:
 
     def test_sequences_of_several_tokens_are_refused(self, host_impl: str):
         inputs = self.family.mixed(lengths=(1, 2), num_padding_tokens=0)
+        told = r"must have one token or none, got lengths \[1, 2\]"
+        if self.family.implementations[host_impl].capability.features >= EXTEND:
+            inputs = replace(inputs, state_indices=inputs.state_indices * 0)
+            told = r"must have a slot in state_indices, got 0 for lengths \[1, 2\]"
         before = inputs.copy()
-        with pytest.raises(ValueError, match=r"must have one token or none, got lengths \[1, 2\]"):
+        with pytest.raises(ValueError, match=told):
             self.family.run(inputs, host_impl)
         assert_same_pools(inputs, before)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+    def test_several_tokens_are_steps_one_after_the_other(
+        self, extend_impl: str, case: Any, dtype: torch.dtype
+    ):
+        """Bit by bit, of sequences that are longer than what a thread takes at once."""
+        lengths = torch.tensor([1, 37, 0, 3])
+        inputs = self.family.make_inputs(replace(case, lengths=tuple(lengths.tolist())), dtype)
+        one_by_one, outs = inputs.copy(), []
+        starts = inputs.cu_seqlens[:-1].long()
+        out = self.family.run(inputs, extend_impl)
+        for step in range(int(lengths.max())):
+            rows = (starts + step)[lengths > step]
+            slots = one_by_one.state_indices
+            now = replace(
+                one_by_one,
+                **one_by_one.tokens(rows),
+                cu_seqlens=offsets((lengths > step).int().tolist()),
+                initial_indices=slots if step else one_by_one.initial_indices,
+            )
+            outs.append((rows, self.family.run(now, extend_impl)))
+        for rows, own in outs:
+            assert torch.equal(out[rows], own)
+        assert_same_pools(inputs, one_by_one)
 
     def test_opcheck(self, impl: str, opchecked: Any):
         inputs = self.family.make_inputs(opchecked)

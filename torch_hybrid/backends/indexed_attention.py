@@ -78,6 +78,7 @@ class IndexedAttentionBackend:
                     device=sizes.device,
                     dtype=sizes.dtype,
                     sizes={"head_dim": spec.head_dim, "index_dim": spec.index_dim},
+                    features=backends.features,
                 )
                 for spec in specs
             ]

@@ -39,6 +39,8 @@ from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.ops import fp8_kv
 from torch_hybrid.ops.capability import NO_FEATURES, Implementation, Need
+from torch_hybrid.ops.head_linear.op import IMPLEMENTATIONS as HEAD_IMPLEMENTATIONS
+from torch_hybrid.ops.head_linear.op import head_linear
 from torch_hybrid.ops.latent_attention import op as latent_op
 from torch_hybrid.ops.merge_states import op as merge_op
 from torch_hybrid.ops.planning import Planner
@@ -70,6 +72,8 @@ register_value(LatentPlan)
 _ABSORBED_OPS: Mapping[str, Mapping[str, Implementation]] = {
     "latent_attention": latent_op.IMPLEMENTATIONS,
 }
+# Torch's batched product stands for it, but where that is not able to.
+_HEAD_OPS: Mapping[str, Mapping[str, Implementation]] = {"head_linear": HEAD_IMPLEMENTATIONS}
 _ROW_OPS: Mapping[str, Mapping[str, Implementation]] = {
     "store_latents": latent_op.STORE_IMPLEMENTATIONS,
     "gather_latents": latent_op.GATHER_IMPLEMENTATIONS,
@@ -99,6 +103,8 @@ class LatentAttentionBackend:
         """
         self._specs: list[LatentSpec] = [entry.spec for entry in entries]  # type: ignore[misc]
         self._sizes, self._policy = sizes, backends.prefix
+        if backends.batch_invariant:  # by lengths, other forms would be taken
+            self._policy = replace(self._policy, absorbed="always")
         budget = self._policy.token_budget
         if budget is not None and budget < sizes.page_size:
             raise ValueError(
@@ -110,7 +116,7 @@ class LatentAttentionBackend:
                 device=sizes.device,
                 dtype=sizes.dtype,
                 sizes={**_sizes(spec), "page_size": sizes.page_size},
-                features=fp8_kv.features_of(spec.kv_dtype),
+                features=fp8_kv.features_of(spec.kv_dtype) | backends.features,
             )
             for spec in set(self._specs)
         ]
@@ -134,6 +140,9 @@ class LatentAttentionBackend:
         extend = frozenset[str]() if mode.tokens_per_seq == 1 else latent_op.EXTEND
         absorbed = [replace(need, features=need.features | extend) for need in needs]
         choices = choose(_ABSORBED_OPS, absorbed)
+        if backends.batch_invariant:
+            own = [replace(need, sizes={}, features=backends.features) for need in needs]
+            choices += choose(_HEAD_OPS, own)
         if self._forms[mode] != (_ABSORBED,):
             choices += choose(_ROW_OPS, needs)
             choices += choose(
@@ -234,7 +243,7 @@ class Work:
 
 def _planners(choices: Sequence[Choice]) -> dict[str, Planner | None]:
     """Of the ops that may plan, by name, of those that were chosen."""
-    ops = {**_ABSORBED_OPS, **_ROW_OPS, **_EXPANDED_OPS}
+    ops = {**_ABSORBED_OPS, **_HEAD_OPS, **_ROW_OPS, **_EXPANDED_OPS}
     return {choice.op: ops[choice.op][choice.impl].load_planner() for choice in choices}
 
 
@@ -269,6 +278,14 @@ def _facts(spec: LatentSpec, sizes: PoolSizes) -> dict[str, Any]:
         "dtype": sizes.dtype,
         "device": sizes.device,
     }
+
+
+def by_head(x: Tensor, weight: Tensor, plan: LatentPlan) -> Tensor:
+    """Each head of x [T, H, K] by its own weight, of [H, N, K] -> [T, H, N]."""
+    impls = dict(plan.statics.impls)
+    if "head_linear" in impls:
+        return head_linear(x, weight, impl=impls["head_linear"])
+    return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
 
 
 def attend_absorbed(

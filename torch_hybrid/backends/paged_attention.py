@@ -81,6 +81,7 @@ class PagedAttentionBackend:
                     "page_size": sizes.page_size,
                 },
                 features=features
+                | backends.features
                 | ({"sliding_window"} if spec.window else set())
                 | ({"softcap"} if spec.softcap else set())
                 | fp8_kv.features_of(spec.kv_dtype),

@@ -23,6 +23,7 @@ from torch_hybrid.ops.capability import (
     Need,
 )
 from torch_hybrid.ops.causal_conv1d import op as conv
+from torch_hybrid.ops.conv_step import EXTEND
 from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LayerEntry
@@ -65,7 +66,7 @@ class OpChoice:
                 device=sizes.device,
                 dtype=sizes.dtype,
                 sizes=self.sizes(spec),
-                features=self.features(spec),
+                features=self.features(spec) | backends.features,
             )
             for spec in specs
         ]
@@ -131,6 +132,8 @@ class Recurrence:
                 kind = next(iter(specs)).kind
                 raise UnsupportedError(f"drafts cannot be replayed by {kind} layers")
             return ((self.verify, self.verify.choose(specs, sizes, backends, mode)),)
+        if backends.batch_invariant:
+            return self._choose_invariant(specs, sizes, backends)
         ops = self.ops(mode)
         parts = tuple((op, op.choose(specs, sizes, backends, mode)) for op in ops)
         if self.whole is None or mode.tokens_per_seq != 1:
@@ -139,6 +142,33 @@ class Recurrence:
         whole = replace(self.whole, preferred=lambda _: PARTS if are_asked_for else "auto")
         chosen = whole, whole.choose(specs, sizes, backends, mode)
         return (*parts, chosen) if chosen[1].impl == PARTS else (chosen,)
+
+    def _choose_invariant(
+        self, specs: set[Any], sizes: PoolSizes, backends: Backends
+    ) -> tuple[tuple[OpChoice, Choice], ...]:
+        """What steps of any lengths call, where a token is to have the same bits in all of them:
+        the same ops, which run one token after the other. One that takes several, if it can serve,
+        or its parts."""
+
+        def parts() -> tuple[tuple[OpChoice, Choice], ...]:
+            return tuple((op, op.choose(specs, sizes, backends, Mode.DECODE)) for op in self.decode)
+
+        if self.whole is None:
+            return parts()
+        known, features = self.whole.implementations, self.whole.features
+        whole = replace(
+            self.whole,
+            implementations={name: each for name, each in known.items() if name != PARTS},
+            features=lambda spec: features(spec) | EXTEND,
+            preferred=self.decode[0].preferred,
+        )
+        try:
+            return ((whole, whole.choose(specs, sizes, backends, Mode.DECODE)),)
+        except UnsupportedError as refusal:
+            try:
+                return parts()
+            except UnsupportedError:
+                raise refusal from None
 
 
 # A mixer whose state is what its convolution keeps.
@@ -200,7 +230,7 @@ class RecurrentBackend:
         modes: Sequence[Mode],
     ) -> None:
         """Choose an implementation for each of ``modes`` that serves every layer in ``entries``."""
-        self.chunk_size = recurrence.chunk_size
+        self.chunk_size = 0 if backends.batch_invariant else recurrence.chunk_size
         specs: set[Any] = {entry.spec for entry in entries}
         chosen = {mode: recurrence.choose(specs, sizes, backends, mode) for mode in modes}
         self.choices = {mode: tuple(each for _, each in pairs) for mode, pairs in chosen.items()}

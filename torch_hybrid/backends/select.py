@@ -11,7 +11,7 @@ from torch_hybrid.backends.measured import fastest
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.prefix import PrefixPolicy
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.ops.capability import Implementation, Need
+from torch_hybrid.ops.capability import BATCH_INVARIANT, NO_FEATURES, Implementation, Need
 from torch_hybrid.ops.registration import REGISTERED
 
 
@@ -27,7 +27,8 @@ class Backends:
     names one for an op by the op's own name, before those: "latent_attention", or "decode
     latent_attention" in decode steps alone, "fp8 linear" where weights have 8 bits. A name that
     cannot serve is an error, never replaced by another. ``prefix`` says how MLA layers reach what a
-    sequence holds already.
+    sequence holds already. ``batch_invariant`` takes none whose rows depend on one another; see
+    ``Runner``, which sets it.
     """
 
     full: str = "auto"
@@ -37,6 +38,12 @@ class Backends:
     products: str = "auto"
     ops: Mapping[str, str] = field(default_factory=dict)
     prefix: PrefixPolicy = PrefixPolicy()
+    batch_invariant: bool = False
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What every implementation must be able to do."""
+        return frozenset({BATCH_INVARIANT}) if self.batch_invariant else NO_FEATURES
 
     def __post_init__(self) -> None:
         if unknown := {name for name in self.ops if name.split()[-1] not in REGISTERED}:

@@ -32,6 +32,10 @@ class Reclaimer(Protocol):
         """Release checkpoints until ``count`` pages are free, or none of them is left."""
         ...
 
+    def clear(self) -> None:
+        """Release all of them."""
+        ...
+
     def free_checkpoint(self) -> None:
         """Release checkpoints until one more can be made, or none of them is left."""
         ...

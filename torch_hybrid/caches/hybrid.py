@@ -301,6 +301,15 @@ class HybridCache:
         if len({seq.id for seq in seqs}) != len(seqs):
             raise ValueError("a sequence is given twice in one call")
 
+    def check_nothing_held(self) -> None:
+        """Raise ValueError if there are sequences, or checkpoints that nobody would give back."""
+        kept = sum(not kept.is_spare for kept in self._kept.values())
+        if self._held or kept:
+            raise ValueError(
+                f"{len(self._held)} sequences and {kept} checkpoints are held, with states of the "
+                f"weights as they are: free and release them first"
+            )
+
     def check_usable(self, seqs: Many[Sequence]) -> None:
         """As ``check``, and no sequence was broken by a step that did not finish."""
         self.check(seqs)

@@ -6,7 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.latent_attention import LatentPlan, attend_absorbed, attend_expanded
+from torch_hybrid.backends.latent_attention import (
+    LatentPlan,
+    attend_absorbed,
+    attend_expanded,
+    by_head,
+)
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.ranks import Ranks
@@ -60,9 +65,9 @@ class LatentAttention(nn.Module):
         q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
         w_uk, w_uv = self._weights()
         # [T, H, nope] to [T, H, rank] and back, head by head.
-        q_latent = torch.bmm(q_nope.transpose(0, 1), w_uk).transpose(0, 1)
+        q_latent = by_head(q_nope, w_uk.transpose(1, 2), plan)
         out = attend_absorbed(q_latent, q_rope, latent, k_rope, spec, plan, cache)
-        return torch.bmm(out.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
+        return by_head(out, w_uv, plan)
 
     def shard(self, ranks: Ranks) -> LatentAttention:
         """This rank's heads, over all of the latents.

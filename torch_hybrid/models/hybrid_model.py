@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.step import Step
 from torch_hybrid.layers.integers import dtype_of
+from torch_hybrid.models.checkpoint.update import Origins, Weights, checked_update
 from torch_hybrid.models.tower import Tower
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable
@@ -57,6 +58,7 @@ class HybridModel(nn.Module):
         self.token_names = token_names
         self.vision = vision
         self.ranks: Ranks | None = None  # those that share the model, after ``shard``
+        self.origins: Origins | None = None  # of weights that were read from a checkpoint
         config = hf_model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self.embed_dim: int = config.hidden_size
@@ -72,6 +74,10 @@ class HybridModel(nn.Module):
         )
         self._no_masks = dict.fromkeys(types) if takes_masks else None
         self._step_name = step_name
+
+    def new_weights(self, weights: Weights, *, partial: bool) -> Callable[[], None]:
+        """What writes new weights in the place of those that were read; see ``checked_update``."""
+        return checked_update(self, self.origins, weights, partial=partial)
 
     @property
     def model_type(self) -> str:

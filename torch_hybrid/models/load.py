@@ -180,7 +180,8 @@ def from_pretrained(
     with Together(ranks), _counted_room(device):
         if plan is not None:
             quantize_unread(model, plan, checkpoint, device, label=label)
-        read_weights(model, checkpoint, device, label=label)
+        origins = read_weights(model, checkpoint, device, label=label)
+        model.origins = origins if plan is None else None
     trim()
     return model
 

@@ -277,7 +277,7 @@ blocks must have dtype torch.int32, got torch.int64
 blocks must have shape [11, 3], got [4, 3]
 block_size must divide the 16 tokens of a page, got 5
 scale must be positive, got 0.0
-impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'""",
+impl must be one of ['cpp', 'cpp_invariant', 'triton', 'torch'], got 'tpu'""",
     )
 
 

@@ -423,7 +423,7 @@ activation must be one of ['silu', 'relu2'], got 'gelu'
 gate_up must have shape [4, 20, 24], got [4, 40, 24]
 limit must be positive and of a gate, got 1.0 and 'relu2'
 limit must be positive and of a gate, got 0.0 and 'silu'
-impl must be one of ['cpp', 'triton_fp8', 'triton', 'torch'], got 'tpu'
+impl must be one of ['cpp', 'cpp_invariant', 'triton_fp8', 'triton', 'torch'], got 'tpu'
 gate_up_scales must be given where the other scales are, got None
 gate_up must have dtype torch.float32, got torch.float8_e4m3fn
 down must have dtype torch.float8_e4m3fn, got torch.float32

@@ -410,7 +410,7 @@ weights[1] must have shape [20, 50], got [20, 49]
 weights[1] must have dtype torch.float32, got torch.bfloat16
 weights[0] must be contiguous, got strides [1, 7]
 biases[0] must have shape [7], got [8]
-impl must be one of ['cpp', 'triton_fp8', 'triton', 'torch'], got 'tpu'
+impl must be one of ['cpp', 'cpp_invariant', 'triton_fp8', 'triton', 'torch'], got 'tpu'
 weights[0] must be 8-bit floats or integers to have scales, got torch.float32
 weights[0] must have dtype torch.float32, got torch.float8_e4m3fn
 scales must have length 2, got 1

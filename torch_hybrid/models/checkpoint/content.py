@@ -86,6 +86,17 @@ class Slice:
         steps = tuple(view(step) if isinstance(step, Tensor) else step for step in self.steps)
         return replace(self, where=view(self.where), steps=steps)
 
+    def made_of(self, values: Tensor) -> Tensor:
+        """What becomes of values of the slice's shape."""
+        for step in self.steps:
+            if isinstance(step, torch.dtype):
+                values = values.to(step)
+            elif isinstance(step, Tensor):
+                values = values * step.to(values.device)
+            else:
+                values = step(values)
+        return values
+
 
 @dataclass(frozen=True, slots=True)
 class Joined:

@@ -107,14 +107,7 @@ class Reader:
                 raw = raw.to(place.device, non_blocking=True)
                 values = raw.view(part.stored.dtype)
                 values = values.as_strided(part.where.shape, part.where.stride())
-                for step in part.steps:
-                    if isinstance(step, torch.dtype):
-                        values = values.to(step)
-                    elif isinstance(step, Tensor):
-                        values = values * step.to(place.device)
-                    else:
-                        values = step(values)
-                place.copy_(values)
+                place.copy_(part.made_of(values))
             buffer.was_used()
         return _count_not_finite(place) if place.device.type == "cpu" else 0
 

@@ -25,6 +25,7 @@ from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.checkpoint.packed_integers import enclosing, numbers_and_scales
 from torch_hybrid.models.checkpoint.pieces import Piece, Reader, not_finite, pieces_of
 from torch_hybrid.models.checkpoint.unread import Unread
+from torch_hybrid.models.checkpoint.update import Origin, Origins
 from torch_hybrid.ops.stored_weights import dequantized
 
 _NUM_THREADS = min(16, 4 * (os.cpu_count() or 1))  # files may lie on a disk, or beyond a network
@@ -34,7 +35,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def read_weights(
     module: nn.Module, checkpoint: Checkpoint, device: torch.device, *, label: str = "loading"
-) -> None:
+) -> Origins:
     """Read every unread parameter and buffer of ``module``, and move the others to ``device``.
 
     Args:
@@ -42,6 +43,9 @@ def read_weights(
         checkpoint: that they are of.
         device: where they go.
         label: of the progress bar, which is shown on a terminal.
+
+    Returns:
+        What each weight was made of.
 
     Raises:
         UnsupportedError: the values of a weight are stored as no floats of 16 bits or more.
@@ -76,6 +80,7 @@ def read_weights(
             own = nn.Parameter(own, requires_grad=False)
         for store, name in where:
             store[name] = own
+    return Origins([Origin(weight.content, weight.unit, *places[weight][0]) for weight in unread])
 
 
 def needed_bytes(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> int:

@@ -6,7 +6,7 @@ a mixture of experts in the others. Weights are on the meta device until they ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
@@ -21,6 +21,7 @@ from torch_hybrid.layers.integers import dtype_of
 from torch_hybrid.layers.latent_attention import LatentAttention
 from torch_hybrid.layers.lightning_attention import LightningAttention, alibi_slopes
 from torch_hybrid.layers.rotary import Rotary, rotate_pairs
+from torch_hybrid.models.checkpoint.update import Origins, Weights, checked_update
 from torch_hybrid.models.ring_2_5.config import Ring25Config
 from torch_hybrid.models.ring_2_5.moe import MLP, MixtureOfExperts, linear
 from torch_hybrid.models.ring_2_5.rotary import RotaryTable
@@ -52,6 +53,7 @@ class Ring25(nn.Module):
         super().__init__()
         self.config, self.table = config, config.table()
         self.ranks: Ranks | None = None  # those that share the model, after ``shard``
+        self.origins: Origins | None = None  # of weights that were read from a checkpoint
         self.vocab_size, self.generation_config = config.vocab_size, generation_config
         self.max_positions = config.max_position_embeddings
         eos = generation_config.get("eos_token_id", config.eos_token_id)
@@ -66,6 +68,10 @@ class Ring25(nn.Module):
         self.rotary = nn.ModuleDict(
             {kind: RotaryTable(spec) for kind, spec in config.rotary_specs.items()}
         )
+
+    def new_weights(self, weights: Weights, *, partial: bool) -> Callable[[], None]:
+        """What writes new weights in the place of those that were read; see ``checked_update``."""
+        return checked_update(self, self.origins, weights, partial=partial)
 
     @property
     def embedding(self) -> nn.Module:

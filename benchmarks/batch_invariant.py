@@ -1,0 +1,96 @@
+"""What it costs that each row has the bits that it has alone: decode steps, and prefill.
+
+    python -m benchmarks.batch_invariant [--model NAME] [--dtype NAME]
+
+The same compiled steps of two runners on one model, by turns. Before that the logits of a prompt
+are compared: alone and whole, and cut in the company of others.
+"""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from benchmarks.models import make_model
+from benchmarks.results import Results, arguments, parse, title
+from benchmarks.timing import Times, interleave
+from torch_hybrid import Runner, adapt
+
+BATCHES = (1, 8, 32)
+
+
+def draw(length: int, vocab_size: int, seed: int) -> list[int]:
+    """Tokens that no other seed has."""
+    rng = random.Random(seed)
+    return [rng.randrange(vocab_size) for _ in range(length)]
+
+
+def check(runner: Runner) -> None:
+    """Raise unless a prompt has the same bits whole, and cut among others."""
+    prompt = draw(150, runner.vocab_size, 1)
+    alone, cut, other = runner.new_sequences(3)
+    whole = runner.extend([alone], [prompt])
+    runner.extend([other, cut], [draw(70, runner.vocab_size, 2), prompt[:83]])
+    pieces = runner.extend([cut, other], [prompt[83:], [5]])
+    runner.free([alone, cut, other])
+    if not torch.equal(pieces[:1], whole):
+        raise AssertionError("a prompt that was cut among others has other bits")
+
+
+def decode(runners: dict[str, Runner], batch: int, context: int, rounds: int) -> dict[str, Times]:
+    """Steps of one token of so many sequences."""
+    steps = {}
+    held = {name: runner.new_sequences(batch) for name, runner in runners.items()}
+    for name, runner in runners.items():
+        for n, seq in enumerate(held[name]):
+            runner.extend([seq], [draw(context, runner.vocab_size, n)])
+        seqs = held[name]
+        steps[name] = lambda runner=runner, seqs=seqs: runner.extend(seqs, [[7]] * len(seqs))
+    times = interleave(steps, rounds=rounds, warm_up=3)
+    for name, runner in runners.items():
+        runner.free(held[name])
+    return times
+
+
+def prefill(runners: dict[str, Runner], length: int, rounds: int) -> dict[str, Times]:
+    """A prompt of so many tokens in one step."""
+
+    def run(runner: Runner) -> None:
+        (seq,) = runner.new_sequences(1)
+        runner.extend([seq], [draw(length, runner.vocab_size, 3)])
+        runner.free([seq])
+
+    steps = {name: lambda runner=runner: run(runner) for name, runner in runners.items()}
+    return interleave(steps, rounds=rounds, warm_up=1)
+
+
+def add(results: Results, label: str, times: dict[str, Times]) -> None:
+    ratio = times["invariant"].over(times["plain"])
+    milliseconds = [1000 * times[name].median for name in ("plain", "invariant")]
+    results.add(label, *milliseconds, ratio)
+
+
+def main() -> None:
+    options = parse(arguments(__doc__))
+    model = adapt(make_model(options.model, options.torch_dtype, quick=options.quick))
+    sizes = {"max_seqs": max(BATCHES), "max_tokens": 1024, "kv_tokens": 32768}
+    runners = {
+        "plain": Runner(model, **sizes),
+        "invariant": Runner(model, **sizes, batch_invariant=True),
+    }
+    check(runners["invariant"])
+    results = Results(
+        title=title(options, "Batch-invariant steps"),
+        columns=("step", "plain: ms", "invariant: ms", "ratio"),
+    )
+    rounds, context = (3, 60) if options.quick else (15, 500)
+    for batch in BATCHES:
+        add(results, f"decode, batch {batch}", decode(runners, batch, context, rounds))
+    for length in (64, 1024):
+        add(results, f"prefill of {length}", prefill(runners, length, max(3, rounds // 3)))
+    results.emit(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""head_linear: public function, validation, schema and the list of implementations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.ops.capability import (
+    BATCH_INVARIANT,
+    FLOATS_AND_FLOAT64,
+    Capability,
+    Implementation,
+)
+from torch_hybrid.ops.native import compiler_missing
+from torch_hybrid.ops.registration import check_dtypes, check_impl, check_shapes, define_op
+
+IMPLEMENTATIONS = {
+    "cpp": Implementation(
+        capability=Capability(
+            devices=frozenset({"cpu"}),
+            dtypes=frozenset({torch.float32, torch.bfloat16}),
+            features=frozenset({BATCH_INVARIANT}),
+            available=compiler_missing,
+        ),
+        launcher="torch_hybrid.ops.head_linear._cpu:head_linear",
+    ),
+    "torch": Implementation(
+        capability=Capability(
+            devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64, cuda_graph=True
+        ),
+        launcher="torch_hybrid.ops.head_linear._torch:head_linear",
+    ),
+}
+
+
+def head_linear(x: Tensor, weight: Tensor, *, impl: str) -> Tensor:
+    """Multiply each head of each token by the head's own weight matrix.
+
+    ``out[t, h] = weight[h] @ x[t, h]``. Sums are float32, of float64 tensors float64.
+
+    Args:
+        x: [T, H, K] float; tokens and heads may lie any distance apart, one head is contiguous.
+        weight: [H, N, K] in x's dtype, or a transposed view of [H, K, N]: one of its last two dims
+            is contiguous.
+        impl: a name in IMPLEMENTATIONS.
+
+    Returns:
+        [T, H, N] in x's dtype. With "cpp" a token's have the bits that they have alone.
+
+    Raises:
+        ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown.
+
+    The projections to and from latents of MLA's absorbed form (arXiv 2405.04434).
+    """
+    check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype)
+    for name, tensor in (("x", x), ("weight", weight)):
+        if tensor.ndim != 3:
+            raise ValueError(f"{name} must have 3 dimensions, got {list(tensor.shape)}")
+    check_shapes({"weight": (weight, (x.shape[1], weight.shape[1], x.shape[2]))})
+    check_dtypes({"weight": (weight, x.dtype)})
+    if x.stride(2) != 1 and x.shape[2] > 1:
+        raise ValueError(f"x must have contiguous heads, got strides {list(x.stride())}")
+    if 1 not in weight.stride()[1:]:
+        raise ValueError(
+            f"weight must have contiguous rows or columns, got strides {list(weight.stride())}"
+        )
+    out: Tensor = _HEAD_LINEAR(x, weight, impl=impl)
+    return out
+
+
+def _fake(x: Tensor, weight: Tensor, **_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[1], weight.shape[1])
+
+
+_HEAD_LINEAR = define_op(
+    "head_linear(Tensor x, Tensor weight, *, str impl) -> Tensor",
+    fake=_fake,
+    implementations=IMPLEMENTATIONS,
+)

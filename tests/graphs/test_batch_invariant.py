@@ -1,0 +1,83 @@
+"""Logits of a batch-invariant runner have the same bits however their tokens came to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+import torch_hybrid as th
+from tests.tiny_models import BUILDERS, FEWEST_LAYERS, VOCAB_SIZE, make_model
+
+LENGTH = 75  # more than a chunk of a recurrence, a block of keys, a stretch of tokens
+CUTS = [1, 32, 2, 33, 7]
+
+
+def make_runner(family: str, dtype: torch.dtype = torch.float32, **options: object) -> th.Runner:
+    sizes = {"max_seqs": 5, "max_tokens": 192, "kv_tokens": 640, "page_size": 8, "compile": False}
+    model = th.adapt(make_model(family, **FEWEST_LAYERS[family]).to(dtype))
+    return th.Runner(model, **{**sizes, "batch_invariant": True, **options})
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCAB_SIZE, (count,), generator=generator).tolist()
+
+
+def in_pieces(runner: th.Runner, prompt: list[int], cuts: Sequence[int]) -> Tensor:
+    """The logits after each token of a prompt that comes in pieces."""
+    (seq,) = runner.new_sequences(1)
+    ends = [sum(cuts[:i]) for i in range(len(cuts) + 1)]
+    assert ends[-1] == len(prompt)
+    pieces = [prompt[a:b] for a, b in pairwise(ends)]
+    logits = [runner.extend([seq], [piece], logits="all") for piece in pieces]
+    runner.free([seq])
+    return torch.cat(logits)
+
+
+def among_others(runner: th.Runner, prompt: list[int], cuts: Sequence[int]) -> Tensor:
+    """The same, while other sequences come, decode and go."""
+    (seq, *others) = runner.new_sequences(4)
+    logits, first = [], 0
+    for step, size in enumerate(cuts):
+        lengths = [(5 * step + 11 * i) % 29 + 1 for i in range(len(others))]
+        pieces = [tokens(length, seed=length) for length in lengths]
+        given = [pieces[0], prompt[first : first + size], *pieces[1:]]
+        out = runner.extend([others[0], seq, *others[1:]], given, logits="all")
+        logits.append(out[lengths[0] :][:size])
+        first += size
+    runner.free([seq, *others])
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", BUILDERS)
+def test_any_cut_in_any_company_has_the_same_bits(family: str, dtype: torch.dtype):
+    runner, prompt = make_runner(family, dtype), tokens(LENGTH)
+    whole = in_pieces(runner, prompt, [LENGTH])
+    assert torch.equal(in_pieces(runner, prompt, CUTS), whole)
+    assert torch.equal(in_pieces(runner, prompt[:9], [1] * 9), whole[:9])
+    assert torch.equal(among_others(runner, prompt, CUTS), whole)
+
+
+def test_compiled_steps_too():
+    """With experts, a shared one among them, whose gate is one number of a token."""
+    runner = make_runner("qwen3_next", compile=True)
+    prompt = tokens(LENGTH)
+    whole = in_pieces(runner, prompt, [LENGTH])
+    assert torch.equal(in_pieces(runner, prompt, CUTS), whole)
+    assert torch.equal(in_pieces(runner, prompt[:9], [1] * 9), whole[:9])
+    assert torch.equal(among_others(runner, prompt, CUTS), whole)
+    called = {op for ops in runner.report().ops.values() for op in ops}
+    assert "linear[cpp_invariant]" in called
+    assert "gated_delta_step[cpp]" in called
+
+
+def test_what_depends_on_the_batch_is_refused_by_name():
+    with pytest.raises(th.UnsupportedError, match=r"torch: it has no batch_invariant"):
+        make_runner("qwen3", backends=th.Backends(full="torch"))
+    with pytest.raises(ValueError, match="needs compile=True or False, got 'background'"):
+        make_runner("qwen3", compile="background")

@@ -1,0 +1,169 @@
+"""New weights in the place of old ones: as a model that was loaded with them, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+import torch_hybrid as th
+from tests.models import ring_checkpoint
+from tests.parallel.processes import results, run_ranks
+from tests.tiny_models import FEWEST_LAYERS, VOCAB_SIZE, make_model
+
+SIZES = {"max_seqs": 2, "max_tokens": 64, "kv_tokens": 160, "compile": False}
+PROMPT = [(7 * i) % VOCAB_SIZE for i in range(30)]
+Weights = dict[str, Tensor]
+
+
+def save(folder: Path, family: str, seed: int) -> Path:
+    """A checkpoint of a tiny model."""
+    if family == "ring_2_5":
+        folder.mkdir()
+        config = ring_checkpoint.CONFIG
+        ring_checkpoint.save(folder, config, ring_checkpoint.make_weights(config, seed))
+        return folder
+    make_model(family, seed=seed, **FEWEST_LAYERS[family]).save_pretrained(folder)
+    return folder
+
+
+def weights_of(folder: Path) -> Weights:
+    weights: Weights = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        weights |= load_file(file)
+    return weights
+
+
+def logits(runner: th.Runner) -> Tensor:
+    """After a prompt, cut once."""
+    (seq,) = runner.new_sequences(1)
+    runner.extend([seq], [PROMPT[:20]])
+    out = runner.extend([seq], [PROMPT[20:]], logits="all")
+    runner.free([seq])
+    return out
+
+
+@pytest.mark.parametrize("family", [*FEWEST_LAYERS, "ring_2_5"])
+def test_new_weights_are_those_of_a_model_that_is_loaded_with_them(family: str, tmp_path: Path):
+    old, new = save(tmp_path / "old", family, 0), save(tmp_path / "new", family, 1)
+    runner = th.Runner(th.from_pretrained(old), **SIZES)
+    before, expected = logits(runner), logits(th.Runner(th.from_pretrained(new), **SIZES))
+    assert not torch.equal(before, expected)
+    made_of = weights_of(new)
+    if family == "ring_2_5":  # the draft layer is not read
+        made_of = {name: x for name, x in made_of.items() if "model.layers.5." not in name}
+    runner.update_weights(iter(made_of.items()))
+    assert torch.equal(logits(runner), expected)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return tuple(save(folder / str(seed), "qwen3_next", seed) for seed in (0, 1))  # type: ignore[return-value]
+
+
+def on_a_rank(old: Path, new: Path) -> bool:
+    """Whether this rank's logits are those of its share of the new weights."""
+    runner = th.Runner(th.from_pretrained(old, ranks=dist.group.WORLD), **SIZES)
+    runner.update_weights(weights_of(new))
+    loaded = th.Runner(th.from_pretrained(new, ranks=dist.group.WORLD), **SIZES)
+    return torch.equal(logits(runner), logits(loaded))
+
+
+def test_each_rank_takes_its_share(folders: tuple[Path, Path]):
+    assert results(run_ranks(on_a_rank, 2, *folders)) == [True, True]
+
+
+REFUSALS = [
+    ({"lm_head.weight": torch.zeros(3, 64)}, r"lm_head.weight must have shape \[199, 64\], got"),
+    (
+        {"lm_head.weight": torch.zeros(VOCAB_SIZE, 64).bfloat16()},
+        "lm_head.weight must have dtype torch.float32, got torch.bfloat16",
+    ),
+    ({"lm_head.wait": torch.zeros(3)}, "'lm_head.wait' is none that the model was made of"),
+    ({"lm_head.weight": torch.full((VOCAB_SIZE, 64), torch.nan)}, "has 12736 NaN or infinite"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "told"), REFUSALS, ids=["shape", "dtype", "name", "NaN"])
+def test_what_is_refused_changes_nothing(folders: tuple[Path, Path], wrong: Weights, told: str):
+    runner = th.Runner(th.from_pretrained(folders[0]), **SIZES)
+    before = logits(runner)
+    with pytest.raises(ValueError, match=told):
+        runner.update_weights(weights_of(folders[1]) | wrong)
+    assert torch.equal(logits(runner), before)
+
+
+def test_some_weights_are_asked_for(folders: tuple[Path, Path]):
+    runner = th.Runner(th.from_pretrained(folders[0]), **SIZES)
+    before, weights = logits(runner), weights_of(folders[1])
+    some = {"model.norm.weight": weights["model.norm.weight"]}
+    with pytest.raises(ValueError, match=r"weights are missing, lm_head.weight, .*partial=True"):
+        runner.update_weights(some)
+    with pytest.raises(ValueError, match=r"weight model.norm.weight comes twice"):
+        runner.update_weights([*some.items(), *some.items()])
+    assert torch.equal(logits(runner), before)
+    runner.update_weights(some, partial=True)
+    assert not torch.equal(logits(runner), before)
+
+
+def test_an_iterator_that_fails_says_what_is_in(folders: tuple[Path, Path]):
+    runner = th.Runner(th.from_pretrained(folders[0]), **SIZES)
+    expected = logits(th.Runner(th.from_pretrained(folders[1]), **SIZES))
+    weights = weights_of(folders[1])
+
+    def broken() -> Iterator[tuple[str, Tensor]]:
+        yield from list(weights.items())[:3]
+        raise ConnectionError("the trainer is gone")
+
+    with pytest.raises(ConnectionError) as caught:
+        runner.update_weights(broken())
+    assert caught.value.__notes__ == ["3 weights are new by now, and the others as they were"]
+    with pytest.raises(ValueError, match="are missing") as missing:
+        runner.update_weights(iter(list(weights.items())[:5]))
+    assert missing.value.__notes__ == ["5 weights are new by now, and the others as they were"]
+    runner.update_weights(weights)
+    assert torch.equal(logits(runner), expected)
+
+
+def test_what_is_held_is_of_the_old_weights(folders: tuple[Path, Path]):
+    runner = th.Runner(th.from_pretrained(folders[0]), **SIZES, max_checkpoints=2)
+    (seq,) = runner.new_sequences(1)
+    runner.extend([seq], [PROMPT])
+    handle = runner.checkpoint(seq)
+    weights = weights_of(folders[1])
+    with pytest.raises(ValueError, match="1 sequences and 1 checkpoints are held"):
+        runner.update_weights(weights)
+    runner.free([seq])
+    runner.release(handle)
+    engine = th.Engine(runner, prefix_cache=th.PrefixCache(min_tokens=8))
+    greedy = th.Sampling(max_new_tokens=4, ignore_eos=True)
+    (first,) = engine.generate([PROMPT], greedy)
+    runner.update_weights(weights)
+    (second,) = engine.generate([PROMPT], greedy)
+    assert second.num_cached_tokens == 0
+    fresh = th.Engine(th.Runner(th.from_pretrained(folders[1]), **SIZES))
+    (expected,) = fresh.generate([PROMPT], greedy)
+    assert second.tokens == expected.tokens != first.tokens
+    (third,) = engine.generate([PROMPT], greedy)
+    assert third.num_cached_tokens > 0
+    assert third.tokens == expected.tokens
+
+
+def test_models_that_take_none(folders: tuple[Path, Path]):
+    weights = weights_of(folders[1])
+    adapted = th.Runner(th.adapt(make_model("qwen3_next")), **SIZES)
+    with pytest.raises(th.UnsupportedError, match=r"must come from th\.from_pretrained"):
+        adapted.update_weights(weights)
+    smaller = th.Runner(th.from_pretrained(folders[0], weights="int8"), **SIZES)
+    with pytest.raises(th.UnsupportedError, match="with weights='auto'"):
+        smaller.update_weights(weights)
+    model = th.from_pretrained(folders[0])
+    th.quantize(model, "int8")
+    with pytest.raises(th.UnsupportedError, match="sharded or quantized in memory"):
+        th.Runner(model, **SIZES).update_weights(weights)

@@ -1,0 +1,88 @@
+"""The contract of head_linear, held by every implementation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+from tests.ops.contract import assert_traces_once, impls_on, skip_reason
+from torch_hybrid.ops.head_linear import head_linear, reference
+from torch_hybrid.ops.head_linear.op import IMPLEMENTATIONS
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
+def impl(request: pytest.FixtureRequest) -> str:
+    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
+        pytest.skip(reason)
+    return request.param
+
+
+def inputs(num_tokens: int, *, is_transposed: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Heads of a slice, and weights of sizes that fill no vector."""
+    generator = torch.Generator().manual_seed(num_tokens)
+    x = torch.randn(num_tokens, 3, 300, generator=generator)[:, :, 20:290]
+    if is_transposed:
+        weight = torch.randn(3, 270, 37, generator=generator).to(dtype).transpose(1, 2)
+    else:
+        weight = torch.randn(3, 37, 270, generator=generator).to(dtype)
+    return x.to(dtype), weight
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("num_tokens", [0, 1, 9, 130])
+def test_matches_float64(impl: str, num_tokens: int, is_transposed: bool, dtype: str) -> None:
+    x, weight = inputs(num_tokens, is_transposed=is_transposed, dtype=DTYPES[dtype])
+    expected = reference.head_linear(x.double(), weight.double())
+    out = head_linear(x, weight, impl=impl)
+    assert out.dtype == x.dtype
+    rounding = torch.finfo(x.dtype).eps * 270**0.5
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=4 * rounding)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_token_has_the_bits_that_it_has_alone(is_transposed: bool, dtype: str) -> None:
+    if reason := skip_reason(IMPLEMENTATIONS["cpp"], "cpu"):
+        pytest.skip(reason)
+    x, weight = inputs(70, is_transposed=is_transposed, dtype=DTYPES[dtype])
+    whole = head_linear(x, weight, impl="cpp")
+    for token in (0, 1, 63, 64, 69):
+        assert torch.equal(head_linear(x[token:][:1], weight, impl="cpp")[0], whole[token])
+
+
+def test_traces_once(impl: str) -> None:
+    def project(x: Tensor, weight: Tensor) -> Tensor:
+        return head_linear(x, weight, impl=impl)
+
+    sizes = (5, 9, 2)
+    assert_traces_once(
+        project, [inputs(n, is_transposed=False, dtype=torch.float32) for n in sizes]
+    )
+
+
+def test_schema_is_pinned() -> None:
+    schema = torch.ops.torch_hybrid.head_linear.default._schema
+    assert_expected_inline(
+        str(schema),
+        """torch_hybrid::head_linear(Tensor x, Tensor weight, *, str impl) -> Tensor""",
+    )
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "told"),
+    [
+        (torch.zeros(2, 3), torch.zeros(3, 5, 4), "x must have 3 dimensions"),
+        (torch.zeros(2, 3, 4), torch.zeros(2, 5, 4), r"weight must have shape \[3, 5, 4\]"),
+        (torch.zeros(2, 3, 4), torch.zeros(3, 5, 4).bfloat16(), "weight must have dtype"),
+        (torch.zeros(2, 3, 8)[..., ::2], torch.zeros(3, 5, 4), "x must have contiguous heads"),
+        (torch.zeros(2, 3, 4), torch.zeros(3, 10, 8)[:, ::2, ::2], "contiguous rows or columns"),
+    ],
+)
+def test_refusals(x: Tensor, weight: Tensor, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        head_linear(x, weight, impl="torch")

@@ -1,0 +1,165 @@
+"""New values for weights that were read from a checkpoint, by the names that it has for them.
+
+What each weight is made of is known since it was read (``content.py``): a stored tensor's parts go
+to the same places through the same casts and factors, those of merged projections, of stacked
+experts and of this rank's share alike.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.models.checkpoint.content import Content, Slice, Stored, leaves, slices
+
+Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a weight was made of as it was read, and where a module keeps it.
+
+    ``unit`` is the dtype of what the content has of its bytes.
+    """
+
+    content: Content
+    unit: torch.dtype
+    store: Mapping[str, Tensor | None]
+    name: str
+
+    @property
+    def weight(self) -> Tensor | None:
+        """As it is now."""
+        return self.store.get(self.name)
+
+    def places(self) -> Iterator[tuple[Slice, Tensor]]:
+        """Each slice of stored tensors, and the part of the weight that it fills."""
+        assert self.weight is not None
+        return slices(self.content, self.weight.detach().view(self.unit).view(self.content.shape))
+
+
+class Origins:
+    """Of all weights of a model that were read from a checkpoint."""
+
+    def __init__(self, origins: Sequence[Origin]) -> None:
+        self._stored: dict[str, Stored] = {}
+        self._of: dict[str, list[Origin]] = defaultdict(list)  # by the name of a stored tensor
+        for origin in origins:
+            stored = {leaf.stored.name: leaf.stored for leaf in leaves(origin.content)}
+            self._stored |= stored
+            for name in stored:
+                self._of[name].append(origin)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise UnsupportedError unless all weights are where they were read, without scales."""
+        modules = list(model.modules())
+        own = {id(x) for m in modules for x in (*m._parameters.values(), *m._buffers.values())}
+        for name, origins in self._of.items():
+            if self._stored[name].is_scaled:
+                raise UnsupportedError(
+                    f"weight {name} is stored with scales: quantized models take no new weights"
+                )
+            if any(id(origin.weight) not in own for origin in origins):
+                raise UnsupportedError(
+                    f"weight {name} is not where it was read: a model that was sharded or "
+                    f"quantized in memory takes no new weights"
+                )
+
+    def check(self, name: str, values: Tensor) -> None:
+        """Raise ValueError unless ``values`` are finite, and as the checkpoint has this weight."""
+        stored = self._stored.get(name)
+        if stored is None:
+            raise ValueError(f"weight {name!r} is none that the model was made of")
+        if tuple(values.shape) != stored.shape:
+            raise ValueError(
+                f"weight {name} must have shape {[*stored.shape]}, got {[*values.shape]}"
+            )
+        if values.dtype != stored.dtype:
+            raise ValueError(f"weight {name} must have dtype {stored.dtype}, got {values.dtype}")
+        if values.is_floating_point() and not bool(values.isfinite().all()):
+            count = int((~values.isfinite()).sum())
+            raise ValueError(f"weight {name} has {count} NaN or infinite values")
+
+    def check_complete(self, names: Collection[str]) -> None:
+        """Raise ValueError unless there are values for all weights."""
+        if missing := sorted(self._stored.keys() - set(names)):
+            listed = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
+            raise ValueError(
+                f"{len(missing)} of {len(self._stored)} weights are missing, {listed}: "
+                f"partial=True leaves them as they are"
+            )
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Put values that were checked where they belong."""
+        values = values.detach().contiguous()
+        for origin in self._of[name]:
+            for part, place in origin.places():
+                if part.stored.name == name and place.numel():
+                    where = part.where
+                    own = values.as_strided(where.shape, where.stride(), where.storage_offset())
+                    place.copy_(part.made_of(own.to(place.device)))
+
+
+def checked_update(
+    model: nn.Module, origins: Origins | None, weights: Weights, *, partial: bool
+) -> Callable[[], None]:
+    """What writes new weights, after all that can be known before is checked.
+
+    Args:
+        model: whose weights are written.
+        origins: of them; None where none were read as they are.
+        weights: values by the names of the checkpoint. Of a mapping or a sequence everything is
+            checked here; of an iterator each when it comes.
+        partial: whether some may be missing.
+
+    Raises:
+        UnsupportedError: the model has no weights that can be written by these names.
+        ValueError: a name is unknown or comes twice, a shape or dtype is not the checkpoint's, some
+            values are not finite, or some weights are missing.
+    """
+    if origins is None:
+        raise UnsupportedError(
+            "new weights are written by the names of a checkpoint: the model must come from "
+            "th.from_pretrained, with weights='auto'"
+        )
+    origins.check_model(model)
+    if not isinstance(weights, Mapping | Sequence):
+        return lambda: _write(origins, weights, partial=partial)
+    given = list(weights.items() if isinstance(weights, Mapping) else weights)
+    seen: set[str] = set()
+    for name, values in given:
+        _check(origins, name, values, seen)
+    if not partial:
+        origins.check_complete(seen)
+
+    def write() -> None:
+        for name, values in given:
+            origins.write(name, values)
+
+    return write
+
+
+def _check(origins: Origins, name: str, values: Tensor, seen: set[str]) -> None:
+    if name in seen:
+        raise ValueError(f"weight {name} comes twice")
+    origins.check(name, values)
+    seen.add(name)
+
+
+def _write(origins: Origins, weights: Iterable[tuple[str, Tensor]], *, partial: bool) -> None:
+    """Check and write one after the other; an error notes what is in by then."""
+    seen: set[str] = set()
+    try:
+        for name, values in weights:
+            _check(origins, name, values, seen)
+            origins.write(name, values)
+        if not partial:
+            origins.check_complete(seen)
+    except BaseException as error:
+        error.add_note(f"{len(seen)} weights are new by now, and the others as they were")
+        raise
