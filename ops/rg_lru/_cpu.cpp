@@ -32,18 +32,20 @@ TH_CALL(Call,
 );
 
 TH_INLINE f32x16 sqrt(f32x16 x) {
-  f32x16 root;
-  for (int i = 0; i < LANES; ++i) root[i] = __builtin_sqrtf(x[i]);
-  return root;
+  alignas(64) float lanes[LANES];
+  th::store(lanes, x);
+  for (float& lane : lanes) lane = __builtin_sqrtf(lane);
+  return th::load(lanes);
 }
 
-// 1 - e^x for x <= 0. Near 0, where the difference has no digits left, by its series.
-TH_INLINE f32x16 one_minus_exp(f32x16 x) {
+// 1 - a^2 of a = e^(x / 2) for x <= 0. Near 0, where the difference has no digits left, by the series
+// of e^x.
+TH_INLINE f32x16 one_minus_square(f32x16 a, f32x16 x) {
   f32x16 series = th::splat(1.0f);
 #pragma GCC unroll 7
   for (int divisor = 8; divisor > 1; --divisor)
     series = th::fma(x * (1.0f / float(divisor)), series, th::splat(1.0f));
-  return x > -0.5f ? -x * series : 1.0f - th::exp(x);
+  return x > -0.5f ? -x * series : 1.0f - a * a;
 }
 
 // VECTORS * LANES channels of a head, or n of one vector, through the tokens of a sequence.
@@ -68,9 +70,10 @@ void walk(const Call& call, int64_t seq, int64_t head, int64_t first, int n) {
       const T* gate = gates + first + v * LANES;
       const f32x16 input_gate = th::sigmoid(th::load(gate, n));
       const f32x16 log_decay = th::sigmoid(th::load(gate + call.head_dim, n)) * log_a[v];
-      const f32x16 scale = is_first ? th::splat(1.0f) : sqrt(one_minus_exp(2.0f * log_decay));
-      const f32x16 added = scale * input_gate * th::load(x + v * LANES, n);
-      h[v] = th::fma(th::exp(log_decay), h[v], added);
+      const f32x16 decay = th::exp(log_decay);
+      const f32x16 scale = sqrt(one_minus_square(decay, 2.0f * log_decay));
+      const f32x16 added = input_gate * th::load(x + v * LANES, n);
+      h[v] = th::fma(decay, h[v], is_first ? added : scale * added);
       th::store(out + v * LANES, h[v], n);
     }
   }

@@ -46,7 +46,7 @@ def rg_lru(
         D=num_channels // gates.shape[1],
         ROWS=1 if num_tokens <= num_seqs else _FETCHED,
         BLOCK_C=block_c,
-        num_warps=max(1, block_c // 64),
+        num_warps=max(1, block_c // 32),
         enable_fp_fusion=True,
     )
     return out
@@ -112,19 +112,21 @@ def _rg_lru_kernel(
             token = tl.cast(start + place, tl.int64)
             is_here = start + place < end
             b_log_decay = tl.sigmoid(fetched_recurrent[place]) * b_log_a
-            b_scale = tl.sqrt(_one_minus_exp(2.0 * b_log_decay))
+            b_decay = tl.exp(b_log_decay)
+            b_scale = tl.sqrt(_one_minus_square(b_decay, 2.0 * b_log_decay))
             b_scale = tl.where((start + place == begin) & (not known), 1.0, b_scale)
             b_added = b_scale * tl.sigmoid(fetched_input[place]) * fetched_x[place]
-            b_h = tl.where(is_here, tl.exp(b_log_decay) * b_h + b_added, b_h)
+            b_h = tl.where(is_here, b_decay * b_h + b_added, b_h)
             p_out = out + token * C + channel
             tl.store(p_out, b_h.to(out.dtype.element_ty), mask=mask_c & is_here)
     tl.store(state + slot * C + channel, b_h, mask=mask_c & (slot != 0))
 
 
 @triton.jit
-def _one_minus_exp(x: tl.tensor) -> tl.tensor:
-    """1 - e^x for x <= 0. Near 0, where the difference has no digits left, by its series."""
-    series = 1.0 + x * 0.125
+def _one_minus_square(a: tl.tensor, x: tl.tensor) -> tl.tensor:
+    """1 - a^2 of a = e^(x / 2) for x <= 0. Near 0, where the difference has no digits left, by the
+    series of e^x."""
+    series = 1.0 + x * (1.0 / 8)
     for divisor in tl.static_range(7, 1, -1):
-        series = 1.0 + x * series / divisor
-    return tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))
+        series = 1.0 + x * series * (1.0 / divisor)
+    return tl.where(x > -0.5, -x * series, 1.0 - a * a)
