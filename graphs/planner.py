@@ -172,8 +172,8 @@ class StepPlanner:
             none = _zeros(bucket.num_seqs, dtype=torch.int32)
             batches = [replace(batch, accepted=none) for batch in batches]
         if self._takes_embeds and variant.mode is Mode.EXTEND:
-            none = _zeros(bucket.num_tokens, dtype=torch.int32)
-            batches = [replace(batch, embed_rows=none) for batch in batches]
+            size = bucket.num_tokens
+            batches = [replace(b, embed_rows=_zeros(size, dtype=torch.int32)) for b in batches]
         rows = None
         if variant.mode.tokens_per_seq is None or variant.in_halves:
             rows = _zeros(num_rows, dtype=torch.int64)

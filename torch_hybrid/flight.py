@@ -155,7 +155,9 @@ def positions_of(rows: Rows) -> Tensor | None:
     if all(request.images is None for request, _ in rows):
         return None
     spans = [(request.images, request.num_held, num_new) for request, num_new in rows]
-    given = [images and images.positions(first, count) for images, first, count in spans]
+    given = [
+        None if images is None else images.positions(first, count) for images, first, count in spans
+    ]
     if all(own is None for own in given):
         return None
     counted = (

@@ -9,7 +9,7 @@ import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from operator import index as index_of
-from typing import Any, Protocol, SupportsIndex, runtime_checkable
+from typing import Any, Protocol, SupportsIndex, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -126,7 +126,7 @@ def prompt_tokens(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     return _token_list(prompt)
 
 
-def is_conversation(prompt: Prompt) -> bool:
+def is_conversation(prompt: Prompt) -> TypeGuard[Sequence[Any]]:
     """Whether a prompt is one: a list of messages."""
     if isinstance(prompt, str | bytes | Mapping | Array) or not isinstance(prompt, Sequence):
         return False
@@ -168,23 +168,23 @@ def with_images(
     return _token_list(rows[0]), inputs
 
 
-def process(conversation: Prompt, processor: Processor) -> Mapping[str, Any]:
+def process(conversation: Sequence[Any], processor: Processor) -> Mapping[str, Any]:
     """What a processor returns for a conversation, whose last message is to be answered or, if it
     is the assistant's, continued.
 
     Raises:
         TypeError, ValueError: it is no conversation, or one that the processor refuses.
     """
-    encoded = _templated(_messages(conversation), processor, tokenize=True)  # type: ignore[arg-type]
+    encoded = _templated(_messages(conversation), processor, tokenize=True)
     assert isinstance(encoded, Mapping)
     return encoded
 
 
 def processed_message_tokens(
-    conversation: Prompt, tokens: list[int], processor: Processor
+    conversation: Sequence[Any], tokens: list[int], processor: Processor
 ) -> int | None:
     """As ``message_tokens``, of what a processor made."""
-    messages = _messages(conversation)  # type: ignore[arg-type]
+    messages = _messages(conversation)
     if messages[-1]["role"] == "assistant":
         return None
     asked, alone = (_templated(messages, processor, asks=asks) for asks in (True, False))
