@@ -125,7 +125,7 @@ class _ByRow(TorchFunctionMode):
         name = _name(func)
         if name in _PRODUCTS:
             _check_product(name, [x for x in args if isinstance(x, Tensor)])
-        elif name.removesuffix("_") in _ELEMENTWISE and args[0].is_floating_point():
+        elif name.removesuffix("_") in _ELEMENTWISE and args and args[0].is_floating_point():
             return _in_vectors(func, *args, is_in_place=name.endswith("_"), **kwargs)
         return func(*args, **kwargs)
 
