@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.capability import (
+    BATCH_INVARIANT,
+    FLOATS_AND_FLOAT64,
+    Capability,
+    Implementation,
+)
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.recurrence import check_slots, check_tokens
 from torch_hybrid.ops.registration import (
@@ -22,6 +27,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         capability=Capability(
             devices=frozenset({"cpu"}),
             dtypes=frozenset({torch.float32, torch.bfloat16}),
+            features=frozenset({BATCH_INVARIANT}),
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.rg_lru._cpu:rg_lru",

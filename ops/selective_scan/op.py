@@ -8,10 +8,12 @@ and the one that takes its outputs, the op is all that a mixer does.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.capability import BATCH_INVARIANT, Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.recurrence import (
     DEFAULT_CHUNK_SIZE,
@@ -45,7 +47,10 @@ _TRITON_CAPABILITY = Capability(
 _TORCH_CAPABILITY = Capability(devices=frozenset({"cpu", "cuda"}))
 
 RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(capability=_CPP_CAPABILITY, launcher=f"{_CPU}:recurrent_selective_scan"),
+    "cpp": Implementation(
+        capability=replace(_CPP_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
+        launcher=f"{_CPU}:recurrent_selective_scan",
+    ),
     "triton": Implementation(
         capability=_TRITON_CAPABILITY, launcher=f"{_TRITON}:recurrent_selective_scan"
     ),
