@@ -192,6 +192,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "select_blocks": select_blocks,
     "block_attention": block_attention,
     "ngram_embedding": nothing,
+    "previous_rows": nothing,
     "latent_attention": latent_attention,
     "latent_attention_with_lse": latent_attention,
     "store_latents": nothing,
