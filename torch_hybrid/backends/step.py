@@ -15,6 +15,7 @@ from torch_hybrid.backends.latent_attention import LatentAttentionBackend, Laten
 from torch_hybrid.backends.mode import MODES, Form, Mode
 from torch_hybrid.backends.ngram_embedding import NGRAM_EMBEDDING
 from torch_hybrid.backends.paged_attention import PagedAttentionBackend, PagedAttentionPlan
+from torch_hybrid.backends.previous_hidden import PREVIOUS_HIDDEN
 from torch_hybrid.backends.recurrent import SHORT_CONVOLUTION, RecurrentBackend, RecurrentPlan
 from torch_hybrid.backends.select import Backends, Choice
 from torch_hybrid.backends.ssd import LIGHTNING_ATTENTION, MAMBA2
@@ -64,6 +65,7 @@ _BACKENDS: dict[str, MakeBackend] = {
     "lightning_attention": partial(RecurrentBackend, LIGHTNING_ATTENTION),
     "short_convolution": partial(RecurrentBackend, SHORT_CONVOLUTION),
     "ngram_embedding": partial(RecurrentBackend, NGRAM_EMBEDDING),
+    "previous_hidden": partial(RecurrentBackend, PREVIOUS_HIDDEN),
 }
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
+from torch_hybrid.models.mtp import MtpLayout
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.specs import (
     AttentionSpec,
@@ -54,7 +55,8 @@ class Family:
     (mrope). ``logits_scale(config)`` is a factor on the logits. ``experts(module)`` makes ours of
     the family's experts. ``takes_masks`` says whether the model takes a mask for each type of
     layer. ``step_names`` are the options of a decoder layer as which it is handed the step: a
-    module that it hands no others finds it in one of those.
+    module that it hands no others finds it in one of those. ``mtp`` says where its checkpoints have
+    a head that predicts further tokens.
     """
 
     model_types: tuple[str, ...]
@@ -65,6 +67,7 @@ class Family:
     experts: Callable[[Any], FusedExperts] = _gated_experts
     takes_masks: bool = True
     step_names: tuple[str, ...] = ("step",)
+    mtp: MtpLayout | None = None
 
 
 def require(config: Any, name: str, value: object, allowed: Collection[object]) -> None:

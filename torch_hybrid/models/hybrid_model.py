@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.step import Step
 from torch_hybrid.layers.integers import dtype_of
+from torch_hybrid.models.mtp import MtpHead
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable
 
@@ -25,6 +26,7 @@ class HybridModel(nn.Module):
         num_position_axes: 1, or 3 where rotary positions are 3-D (mrope).
         logits_scale: factor on the logits.
         takes_masks: whether its forward takes a mask for each type of layer.
+        mtp: a head that predicts further tokens, whose layers follow the model's in the table.
     """
 
     def __init__(
@@ -36,9 +38,11 @@ class HybridModel(nn.Module):
         num_position_axes: int = 1,
         logits_scale: float = 1.0,
         takes_masks: bool = True,
+        mtp: MtpHead | None = None,
     ) -> None:
         super().__init__()
         self.hf_model = hf_model
+        self.mtp = mtp
         self.table = table
         self.mixer_names = mixer_names
         self.num_position_axes = num_position_axes
@@ -74,6 +78,16 @@ class HybridModel(nn.Module):
         """The decoder layers."""
         layers: nn.ModuleList = self.hf_model.base_model.layers
         return layers
+
+    @property
+    def all_layers(self) -> list[nn.Module]:
+        """The decoder layers, and those of the head: as the table has them."""
+        return [*self.layers, *([] if self.mtp is None else self.mtp.layers)]
+
+    @property
+    def drafting(self) -> frozenset[str]:
+        """The kinds of mixers of the head; none where there is no head."""
+        return frozenset() if self.mtp is None else self.mtp.kinds
 
     @contextmanager
     def first_layers(self, count: int) -> Iterator[None]:
@@ -115,7 +129,48 @@ class HybridModel(nn.Module):
             step=step,
         )
         hidden: Tensor = outputs.last_hidden_state[0]
-        return hidden.to(self.dtype)  # some keep their residuals in float32
+        hidden = hidden.to(self.dtype)  # some keep their residuals in float32
+        if self.mtp is not None:
+            # For what the head keeps of each token. A compiler drops what follows from its layers.
+            self._head(self.mtp, tokens, self.mtp.before(hidden, step), positions, step)
+        return hidden
+
+    def draft(self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, step: Step) -> Tensor:
+        """What the head expects after one token of each sequence, as hidden states for ``logits``.
+
+        Args:
+            tokens: [N] int64.
+            hidden: [N, dim] of the tokens before them, as this returned it; None where the model
+                ran those.
+            positions: [N] int64, or [3, N].
+            step: with the plans of ``drafting``.
+
+        Returns:
+            [N, dim].
+        """
+        assert self.mtp is not None
+        if hidden is None:
+            width = self.hf_model.config.get_text_config().hidden_size
+            rows = torch.zeros(len(tokens), width, dtype=self.dtype, device=tokens.device)
+            hidden = self.mtp.before(rows, step)
+        return self._head(self.mtp, tokens, hidden, positions, step)
+
+    def _head(
+        self, head: MtpHead, tokens: Tensor, hidden: Tensor, positions: Tensor, step: Step
+    ) -> Tensor:
+        """[T, dim] of the head, from the hidden states of the tokens before."""
+        embedded = self.hf_model.get_input_embeddings()(tokens)
+        position_ids = positions[None] if positions.ndim == 1 else positions[:, None]
+        rotary = getattr(self.hf_model.base_model, "rotary_emb", None)
+        rotations = None if rotary is None else rotary(embedded[None], position_ids)
+        return head(
+            embedded,
+            hidden,
+            step,
+            position_embeddings=rotations,
+            position_ids=position_ids,
+            attention_mask=None,
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, dim] hidden states to [R, vocab_size] logits."""

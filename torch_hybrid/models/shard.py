@@ -29,7 +29,7 @@ from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.ring_2_5 import Ring25
 from torch_hybrid.ranks import Ranks, RMSNormOverRanks, SumOverRanks, divide
-from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerEntry
+from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerEntry, PreviousHiddenSpec
 
 M = TypeVar("M", HybridModel, Ring25)
 Experts = Literal["tensor", "all_to_all"]
@@ -76,7 +76,7 @@ def check_can_be_cut(model: HybridModel | Ring25, experts: str) -> None:
             "cannot shard weights with scales in memory: from_pretrained(path, ranks=group) cuts "
             "them as it reads them"
         )
-    parts = [part for layer in model.layers for part in layer.children()]
+    parts = [part for layer in model.all_layers for part in layer.children()]
     if len(set(parts)) != len(parts):
         raise UnsupportedError("cannot shard a model of which several layers share a module")
 
@@ -94,9 +94,11 @@ def cut(model: HybridModel | Ring25, ranks: Ranks, experts: Experts) -> None:
     """
     table = model.table.divided(ranks.size)  # refuses before anything is changed
     feed_forward = _feed_forward_cuts(ranks, experts)
-    for layer, entries in zip(model.layers, model.table.layers, strict=True):
+    for layer, entries in zip(model.all_layers, model.table.layers, strict=True):
         rest = dict(layer.named_children())
         for entry in entries:
+            if entry.kind == PreviousHiddenSpec.kind:
+                continue  # no module of the layer
             if entry.kind in model.mixer_names:
                 name = model.mixer_names[entry.kind]
                 mixer: Any = rest.pop(name)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from torch_hybrid.models.checkpoint.files import Checkpoint
+from torch_hybrid.models.mtp import MtpLayout, add_parts, with_head
 from torch_hybrid.models.stored_formats import AsWeights, as_weights
 
 # Of the text part of a multimodal model, which may be a causal language model or lack its head.
@@ -41,25 +42,35 @@ def take_quantization(config: Any) -> AsWeights | None:
 
 
 def make_unread(
-    checkpoint: Checkpoint, config: Any, dtype: torch.dtype | str, device: torch.device
+    checkpoint: Checkpoint,
+    config: Any,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    mtp: MtpLayout | None = None,
 ) -> Any:
     """A causal language model of transformers whose weights are unread.
 
-    Its other buffers are on the host.
+    Its other buffers are on the host. With ``mtp``, the config is ``lengthened``, and the modules
+    around the head's layers are the model's ``mtp``.
 
     Raises:
         ValueError: the checkpoint lacks a weight, or has one of another shape than its config says.
     """
+    given = checkpoint
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         config, checkpoint = config.get_text_config(), _text_part(checkpoint)
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    if mtp is not None:
+        checkpoint = with_head(checkpoint, given, config.get_text_config(), mtp)
     is_its_own = isinstance(config, model_class.config_class)  # else that of a multimodal model
     _check_experts(checkpoint)
     with _quiet():
         try:
-            hf_model, info = _refusing(model_class, checkpoint).from_pretrained(
+            hf_model, info = _refusing(
+                model_class, checkpoint, has_head=mtp is not None
+            ).from_pretrained(
                 None,
                 config=config if is_its_own else config.get_text_config(),
                 dtype=dtype,
@@ -91,11 +102,16 @@ def _text_part(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=tensors)
 
 
-def _refusing(model_class: Any, checkpoint: Checkpoint) -> Any:
+def _refusing(model_class: Any, checkpoint: Checkpoint, *, has_head: bool) -> Any:
     """The class, whose loader raises where a weight is missing or of another shape than its config
     says, before it makes all of those."""
 
     class Refusing(model_class):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if has_head:
+                add_parts(self)
+
         @staticmethod
         def _finalize_model_loading(model: Any, load_config: Any, found: Any) -> Any:
             ignored = model._keys_to_ignore_on_load_missing or ()

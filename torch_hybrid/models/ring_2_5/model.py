@@ -77,6 +77,11 @@ class Ring25(nn.Module):
         """Where the weights are."""
         return self.lm_head.weight.device
 
+    @property
+    def all_layers(self) -> list[nn.Module]:
+        """The decoder layers, as the table has them."""
+        return list(self.layers)
+
     @contextmanager
     def first_layers(self, count: int) -> Iterator[None]:
         """Have the first ``count`` layers alone, while a step is traced."""
