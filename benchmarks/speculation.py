@@ -4,7 +4,8 @@
 
 Steps follow one another as in an engine: all drafts of a step are accepted, so that the next one
 replays as many. Requests are served by an engine whose drafts are never right, against one without
-drafts, by turns; and by the demo's trained model, with n-grams.
+drafts, by turns; and by the demo's trained model, with n-grams and with its head: also with a head
+that drafts, and is never right.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.demo.task import checkpoint_path, make_prompts
 from torch_hybrid.request import Request
 from torch_hybrid.specs import DeltaRuleSpec
+from torch_hybrid.speculation.head import Head
 
 DRAFTS = 4
-MEMORY, STEP, NEVER_RIGHT = 1.08, 1.6, 1.03
+MEMORY, STEP, NEVER_RIGHT, HEAD = 1.08, 1.6, 1.03, 1 / 1.8
 QWEN3_NEXT = DeltaRuleSpec(
     num_k_heads=16, num_v_heads=32, head_k_dim=128, head_v_dim=128, conv_width=4
 )
@@ -98,15 +100,35 @@ def requests(runner: Runner, batch: int, rounds: int, num_tokens: int) -> dict[s
     return times
 
 
+class WrongHead(Wrong):
+    """A head that is asked for its drafts, and token 0 in their place, which the task does not
+    have."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._head = Head(runner)
+
+    def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
+        self._head.propose(requests, counts)
+        return super().propose(requests, counts)
+
+
 def demo(rounds: int, num_tokens: int) -> dict[str, Times]:
     """The demo's trained model, one request after another: answers go round and round the symbols
-    of their prompt, which n-grams find from the second round on."""
-    model = from_pretrained(str(checkpoint_path()))
-    runner = Runner(model, max_seqs=1, max_tokens=512, kv_tokens=4096, max_drafts=DRAFTS)
+    of their prompt, which n-grams find from the second round on. Its head is in no step of the
+    runner that has no drafts of it."""
+    sizes = {"max_seqs": 1, "max_tokens": 512, "kv_tokens": 4096, "max_drafts": DRAFTS}
+    runner = Runner(from_pretrained(str(checkpoint_path())), **sizes)
+    with_head = Runner(from_pretrained(str(checkpoint_path()), mtp=True), **sizes)
     prompts = [prompt.tokens for prompt in make_prompts(8, seed=0) if len(prompt.tokens) < 120]
     sampling = Sampling(max_new_tokens=num_tokens, ignore_eos=True)
-    speculate = Speculation("ngram", max_tokens=DRAFTS)
-    engines = {"without": Engine(runner), "n-grams": Engine(runner, speculate=speculate)}
+    engines = {
+        "without": Engine(runner),
+        "n-grams": Engine(runner, speculate=Speculation("ngram", max_tokens=DRAFTS)),
+        "its head": Engine(with_head, speculate=Speculation("mtp", max_tokens=DRAFTS)),
+        "a head that is never right": Engine(
+            with_head, speculate=Speculation(WrongHead(with_head), max_tokens=DRAFTS)
+        ),
+    }
     served: dict[str, list[list[int]]] = {}
 
     def serve(name: str) -> None:
@@ -114,8 +136,9 @@ def demo(rounds: int, num_tokens: int) -> dict[str, Times]:
 
     contestants = {name: partial(serve, name) for name in engines}
     times = interleave(contestants, rounds=rounds, warm_up=1)
-    assert served["without"] == served["n-grams"]
-    print(f"the demo's drafts: {engines['n-grams'].stats().drafts.acceptance:.0%} accepted")
+    for name in list(engines)[1:]:
+        assert served["without"] == served[name]
+        print(f"the demo's drafts, {name}: {engines[name].stats().drafts.acceptance:.0%} accepted")
     return times
 
 
@@ -144,9 +167,12 @@ def main() -> None:
         name = f"never right, batch {batch}"
         results.targets.append(Target(name=name, measured=ratio, limit=NEVER_RIGHT))
     times = demo(2 if options.quick else 5, 64 if options.quick else 256)
-    without, drafted = times["without"], times["n-grams"]
-    ratio = drafted.over(without)
-    results.add("demo, n-grams", 1, without.median * 1e3, drafted.median * 1e3, ratio)
+    without = times.pop("without")
+    for name, drafted in times.items():
+        ratio = drafted.over(without)
+        results.add(f"demo, {name}", 1, without.median * 1e3, drafted.median * 1e3, ratio)
+        if limit := {"its head": HEAD, "a head that is never right": NEVER_RIGHT}.get(name):
+            results.targets.append(Target(name=f"demo, {name}", measured=ratio, limit=limit))
     results.emit(options)
 
 

@@ -1,29 +1,42 @@
-"""How was the demo's checkpoint made? Train the recall model from scratch on one CPU thread.
+"""How was the demo's checkpoint made? Train the recall model from scratch on one CPU thread, and
+then a head that predicts further tokens (MTP), while the model stays as it is.
 
     python examples/train_recall.py --out build/recall
+    python examples/train_recall.py --out build/recall --model PATH    the head alone
 
-The defaults are those of the checkpoint that ships with the package, which took 16 minutes of a
+The defaults are those of the checkpoint that ships with the package, which took HEADTIME of a
 shared core. Fixed seeds and a single thread make a second run on the same kind of processor print
 the same losses. The task is described in ``torch_hybrid/demo/task.py``.
 
 The number of writes grows with what the model can do: over short prompts it finds the circuit that
 matches a query with a key, over long ones it only has to make the match sharper. Trained on long
 prompts from the start, it stays at guessing one of the values it has seen.
+
+The head begins as the model's last layer, which matches queries with keys already, behind the
+linear map that comes nearest to what the layers before it give. From there it is trained as it
+drafts: its first step reads the model's hidden states, each further one those of the step before
+it, and all of them the keys of the first.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
-from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+from transformers import DynamicCache, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextGatedDeltaNet,
+    Qwen3NextRMSNorm,
+)
 
 from torch_hybrid.demo.task import RECALL, make_bindings, make_prompts
 
@@ -33,6 +46,7 @@ CHAINS = 8  # queries with their answers after the writes of a training row
 CHAIN_LEN = 8
 CHUNK_SIZE = 16  # of the delta rule: the least work for rows of this length
 WARMUP_STEPS = 50
+DRAFTS = 2  # that the head is trained to make, one from another; further ones are alike
 
 
 def make_config() -> Qwen3NextConfig:
@@ -179,6 +193,120 @@ def train(steps: int, tokens: int, lr: float, seed: int) -> Qwen3NextForCausalLM
     return model.eval()
 
 
+class Head(nn.Module):
+    """A head that predicts further tokens, its weights by the names that checkpoints have.
+
+    It begins with the last layer and the last norm of a model, and with the linear map that comes
+    nearest to what that layer is given for some ``tokens``.
+    """
+
+    def __init__(self, model: Qwen3NextForCausalLM, tokens: Tensor) -> None:
+        super().__init__()
+        config = model.config
+        dim, eps = config.hidden_size, config.rms_norm_eps
+        self.fc = nn.Linear(2 * dim, dim, bias=False)
+        self.pre_fc_norm_embedding = Qwen3NextRMSNorm(dim, eps)
+        self.pre_fc_norm_hidden = Qwen3NextRMSNorm(dim, eps)
+        layer = copy.deepcopy(model.model.layers[LAYER_TYPES.index("full_attention")])
+        layer.self_attn.layer_idx = 0  # in a cache of its own
+        self.layers = nn.ModuleList([layer])
+        self.norm = copy.deepcopy(model.model.norm)
+        with torch.no_grad():
+            states = model.model(
+                tokens, use_cache=False, chunk_size=CHUNK_SIZE, output_hidden_states=True
+            )
+            embedded, *_, given = states.hidden_states[:-1]
+            both = self.both(embedded, states.last_hidden_state)
+            mapped = torch.linalg.lstsq(both.flatten(0, 1), given.flatten(0, 1)).solution
+            self.fc.weight.copy_(mapped.T)
+        self.requires_grad_()
+
+    def both(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+        """[B, T, 2 * dim] of each token, and of the hidden state of the token before it."""
+        before = F.pad(hidden[:, :-1], (0, 0, 1, 0))
+        return torch.cat(
+            [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(before)], -1
+        )
+
+    def forward(self, embedded: Tensor, hidden: Tensor, **options: Any) -> Tensor:
+        """[B, T, dim]: what follows each token."""
+        out = self.layers[0](self.fc(self.both(embedded, hidden)), **options)
+        return self.norm(out)
+
+
+def drafted_hidden(model: Qwen3NextForCausalLM, head: Head, tokens: Tensor) -> list[Tensor]:
+    """[B, T, dim] of each step of the head, which has made as many drafts before each token.
+
+    Step d at token t sees the first step's keys of the tokens that were certain then, up to t - d,
+    and those of the steps that led to it.
+    """
+    with torch.no_grad():
+        output = model.model(tokens, use_cache=False, chunk_size=CHUNK_SIZE)
+        embedded = model.model.embed_tokens(tokens)
+        positions = torch.arange(tokens.shape[1])[None]
+        rotations = model.model.rotary_emb(embedded, positions)
+    hidden, cache, steps = output.last_hidden_state, DynamicCache(), []
+    place = torch.arange(tokens.shape[1])
+    behind = place[:, None] - place
+    for ahead in range(DRAFTS):
+        seen = [behind >= ahead, *(behind == ahead - back for back in range(1, ahead + 1))]
+        mask = torch.zeros(1, 1, len(place), len(place) * len(seen))
+        mask.masked_fill_(~torch.cat(seen, 1), -math.inf)
+        mask[..., :ahead, :] = 0.0  # nothing leads to these: they are not looked at
+        hidden = head(
+            embedded,
+            hidden,
+            position_embeddings=rotations,
+            attention_mask=mask,
+            past_key_values=cache,
+        )
+        steps.append(hidden)
+    return steps
+
+
+def train_head(model: Qwen3NextForCausalLM, steps: int, tokens: int, lr: float, seed: int) -> Head:
+    """Train a head for a model, and print how many of its drafts are right at each depth."""
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
+    model.requires_grad_(False)
+    head = Head(model, make_rows(rng, RECALL.max_writes // 2, 8 * tokens)[0])
+    print(f"{sum(p.numel() for p in head.parameters()):,} parameters of the head")
+    optimizer = make_optimizer(head, lr)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_scale(step, steps))
+    curriculum = Curriculum(rng)
+    curriculum.limit = RECALL.max_writes  # from the start: the circuit is there
+    right = np.zeros(DRAFTS)
+    start = time.perf_counter()
+    for step in range(1, steps + 1):
+        rows, labels = make_rows(rng, curriculum.num_writes(), tokens)
+        labelled, losses = labels[:, 1:] != IGNORED, []
+        for depth, hidden in enumerate(drafted_hidden(model, head, rows[:, :-1])):
+            logits, targets = model.lm_head(hidden[labelled]), labels[:, 1:][labelled]
+            losses.append(F.cross_entropy(logits, targets))
+            share = (logits.argmax(-1) == targets).float().mean().item()
+            right[depth] += (share - right[depth]) * max(0.05, 1 / step)
+        torch.stack(losses).mean().backward()
+        nn.utils.clip_grad_norm_(head.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if step % 50 == 0 or step == steps:
+            print(
+                f"step {step:5d}  {time.perf_counter() - start:5.0f} s  "
+                f"drafts that are right {np.array2string(right, precision=3)}",
+                flush=True,
+            )
+    return head
+
+
+def save(model: Qwen3NextForCausalLM, head: Head, path: Path) -> None:
+    """Write a checkpoint whose head stands beside the model, where transformers leaves it alone."""
+    model.save_pretrained(path)
+    file = path / "model.safetensors"
+    weights = load_file(file) | {f"mtp.{name}": w for name, w in head.state_dict().items()}
+    save_file(weights, file, {"format": "pt"})
+
+
 @torch.no_grad()
 def exact_answers(model: Qwen3NextForCausalLM, num: int, seed: int) -> float:
     """The part of ``num`` fresh prompts that greedy generation answers without an error."""
@@ -198,16 +326,24 @@ def exact_answers(model: Qwen3NextForCausalLM, num: int, seed: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the demo's recall model from scratch.")
     parser.add_argument("--out", type=Path, default=Path("build/recall"), help="checkpoint folder")
+    parser.add_argument("--model", type=Path, help="a checkpoint that gets another head")
     parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--head-steps", type=int, default=300)
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--head-tokens", type=int, default=1024, help="of a step of the head")
+    parser.add_argument("--head-lr", type=float, default=2e-3)
     parser.add_argument("--lr", type=float, default=6e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fresh", type=int, default=256, help="prompts of the final check")
     args = parser.parse_args()
 
     torch.set_num_threads(1)  # the order of every sum is part of what is reproduced
-    model = train(args.steps, args.tokens, args.lr, args.seed)
-    model.save_pretrained(args.out)
+    if args.model is None:
+        model = train(args.steps, args.tokens, args.lr, args.seed)
+    else:
+        model = Qwen3NextForCausalLM.from_pretrained(args.model).eval()
+    head = train_head(model, args.head_steps, args.head_tokens, args.head_lr, args.seed)
+    save(model, head, args.out)
     print(f"saved to {args.out}")
     if args.fresh:
         accuracy = exact_answers(model, args.fresh, seed=args.seed + 1)

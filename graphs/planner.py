@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Literal
@@ -36,6 +36,7 @@ class StepPlanner:
         chunk_grid: a cut inside a sequence is at a multiple of so many tokens.
         modes: of the steps that are planned.
         takes_embeds: whether steps that extend are given rows in the place of embeddings.
+        drafting: the kinds of layers that the model's head has; all that its steps need.
     """
 
     def __init__(
@@ -48,9 +49,11 @@ class StepPlanner:
         chunk_grid: int,
         modes: Sequence[Mode] = MODES,
         takes_embeds: bool = False,
+        drafting: Collection[str] = (),
     ) -> None:
         self._takes_embeds = takes_embeds
         self._backends, self._overlap, self._grid = backends, overlap, chunk_grid
+        self._drafting = {kind: backend for kind, backend in backends.items() if kind in drafting}
         self._num_position_axes, self._sizes = num_position_axes, sizes
         self.forms = {
             Variant.of(mode, forms, in_halves=in_halves): forms
@@ -83,13 +86,22 @@ class StepPlanner:
             rows = self._wanted(batch, mode, logits)
             if len(parts) == 2:
                 rows = rows_in_halves(rows, cut, num_tokens)
-        forms = {
-            kind: self._padded(kind, mode, form)
-            for kind, form in forms_of(self._backends, parts, mode).items()
-        }
+        forms = self._forms_of_step(parts, mode)
         padded = [pad_to(part, num_seqs=num_seqs, num_tokens=num_tokens) for part in parts]
         variant = Variant.of(mode, forms, in_halves=len(parts) == 2)
         return variant, self._inputs(padded, mode, forms, rows)
+
+    def plan_drafts(self, batches: Sequence[Batch]) -> tuple[Variant, Inputs]:
+        """Steps of the model's head, one after the other: their variant and inputs.
+
+        Args:
+            batches: one token of each sequence, each batch a token further than that before it.
+        """
+        mode, num_seqs = Mode.draft(len(batches)), self._decode_seqs(batches[0].num_seqs)
+        forms = self._forms_of_step(batches, mode)
+        padded = [pad_to(batch, num_seqs=num_seqs, num_tokens=num_seqs) for batch in batches]
+        variant = Variant.of(mode, forms, in_halves=False)
+        return variant, self._inputs(padded, mode, forms, None)
 
     def plan_idle(self) -> tuple[Variant, Inputs]:
         """A decode step of no sequences: all padding, so that it reads and writes no state."""
@@ -129,6 +141,15 @@ class StepPlanner:
         num_tokens = max(part.num_tokens for part in parts)
         return round_up(num_seqs, self._sizes.seqs), round_up(num_tokens, sizes)
 
+    def _backends_of(self, mode: Mode) -> Mapping[str, Backend]:
+        """Of the layers that a step of a mode runs."""
+        return self._drafting if mode.num_chained else self._backends
+
+    def _forms_of_step(self, batches: Sequence[Batch], mode: Mode) -> dict[str, Form]:
+        """The form of each kind of layer for a step of these batches, padded."""
+        found = forms_of(self._backends_of(mode), batches, mode.planned_as)
+        return {kind: self._padded(kind, mode.planned_as, form) for kind, form in found.items()}
+
     def _decode_seqs(self, num_seqs: int) -> int:
         """Sequences that a step of as many tokens for each is padded to."""
         num_seqs = max(num_seqs, 1)
@@ -161,23 +182,28 @@ class StepPlanner:
         forms: Mapping[str, Form],
         rows: Tensor | None,
     ) -> Inputs:
-        parts = [Part(batch=b, plans=plan_all(self._backends, b, mode, forms)) for b in batches]
+        backends = self._backends_of(mode)
+        parts = [
+            Part(batch=b, plans=plan_all(backends, b, mode.planned_as, forms)) for b in batches
+        ]
         return Inputs(parts=tuple(parts), rows=rows)
 
     def _null_inputs(
         self, variant: Variant, bucket: Bucket, forms: Mapping[str, Form], num_rows: int
     ) -> Inputs:
-        batches = [self._null_batch(bucket) for _ in range(1 + variant.in_halves)]
-        if variant.mode.num_drafts:
-            none = _zeros(bucket.num_seqs, dtype=torch.int32)
-            batches = [replace(batch, accepted=none) for batch in batches]
-        if self._takes_embeds and variant.mode is Mode.EXTEND:
+        mode = variant.mode
+        count = mode.num_chained or 1 + variant.in_halves
+        batches = [self._null_batch(bucket) for _ in range(count)]
+        if mode.num_drafts or mode.num_chained:
+            num_seqs = bucket.num_seqs
+            batches = [replace(b, accepted=_zeros(num_seqs, dtype=torch.int32)) for b in batches]
+        if self._takes_embeds and mode is Mode.EXTEND:
             size = bucket.num_tokens
             batches = [replace(b, embed_rows=_zeros(size, dtype=torch.int32)) for b in batches]
         rows = None
-        if variant.mode.tokens_per_seq is None or variant.in_halves:
+        if mode.tokens_per_seq is None or variant.in_halves:
             rows = _zeros(num_rows, dtype=torch.int64)
-        return self._inputs(batches, variant.mode, forms, rows)
+        return self._inputs(batches, mode, forms, rows)
 
     def _null_batch(self, bucket: Bucket) -> Batch:
         """Empty sequences and padding tokens."""
@@ -203,9 +229,9 @@ class StepPlanner:
 
     def _forms_of(self, mode: Mode) -> Iterator[dict[str, Form]]:
         """Every combination of forms that steps of a mode may take, each at its largest."""
-        kinds = list(self._backends)
-        for forms in product(*(self._backends[kind].forms(mode) for kind in kinds)):
-            yield dict(zip(kinds, forms, strict=True))
+        backends = self._backends_of(mode)
+        for forms in product(*(backend.forms(mode.planned_as) for backend in backends.values())):
+            yield dict(zip(backends, forms, strict=True))
 
 
 def _longest(parts: Sequence[Batch], mode: Mode) -> int:

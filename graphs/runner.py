@@ -48,7 +48,7 @@ from torch_hybrid.graphs.model_choices import choose, passes_for, start_builds
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
 from torch_hybrid.graphs.planner import Logits, StepPlanner
 from torch_hybrid.graphs.report import Report
-from torch_hybrid.graphs.step import Inputs, Model, UpdatableModel, Variant
+from torch_hybrid.graphs.step import Inputs, Model, UpdatableModel, Variant, kinds_of_head
 from torch_hybrid.graphs.steps import Steps
 from torch_hybrid.graphs.surroundings import calm
 from torch_hybrid.graphs.two_batch import (
@@ -224,6 +224,10 @@ class Runner:
                 modes = (*modes, Mode.verify(max_drafts))
             self.backends = make_backends(table, self._cache.sizes, wanted, modes)
             start_builds(self.choices, self.backends)
+            drafting = kinds_of_head(model) if max_drafts else frozenset()
+            self.has_head = bool(drafting)
+            if drafting:
+                modes = (*modes, Mode.draft(max_drafts))
             grid = chunk_grid(self.backends)
             check_max_tokens(max_tokens, grid)
             check_cuttable(self.overlap, max_seqs=max_seqs, max_tokens=max_tokens, chunk_size=grid)
@@ -235,6 +239,7 @@ class Runner:
                 chunk_grid=grid,
                 modes=modes,
                 takes_embeds=self.takes_embeds,
+                drafting=drafting,
             )
             make_steps = partial(
                 Steps,
@@ -524,6 +529,57 @@ class Runner:
             out = self._verify(seqs, given, positions)
             self._last.forget(seqs)
             return out[: sum(map(len, given))]
+
+    def draft(self, seqs: Many[Sequence], tokens: Many[int], counts: Many[int]) -> list[list[int]]:
+        """What the head of a model expects to follow, for ``verify`` to try.
+
+        No sequence holds anything else afterwards.
+
+        Args:
+            seqs: N distinct live sequences, at least one.
+            tokens: of each, the one after those that it holds.
+            counts: how many tokens after that one are wanted, 1 to ``max_drafts``.
+
+        Returns:
+            So many tokens for each sequence.
+
+        Raises:
+            TypeError: tokens are no integers.
+            ValueError: an argument is not as above.
+            UnsupportedError: the model has no head, or the runner ``max_drafts=0``.
+            CapacityError: the KV pool has too few free pages for as many tokens.
+        """
+        if not self.has_head:
+            raise UnsupportedError(
+                "drafts of its own need a model from from_pretrained(path, mtp=True) on a runner "
+                "with max_drafts"
+            )
+        if not seqs or not len(seqs) == len(tokens) == len(counts):
+            raise ValueError(
+                f"draft takes a token and a count for each of at least one sequence, got "
+                f"{len(seqs)} sequences, {len(tokens)} tokens and {len(counts)} counts"
+            )
+        if not all(1 <= count <= self.max_drafts for count in counts):
+            raise ValueError(f"counts must be within 1 and {self.max_drafts}, got {list(counts)}")
+        with self.lock, calm(self._device):
+            given = token_lists([[token] for token in tokens])
+            self._check_extend(given, len(seqs))
+            self._execution.join()  # pages may be copied
+            batches = self._cache.make_draft_batches(
+                seqs,
+                [token for (token,) in given],
+                counts,
+                num_batches=self.max_drafts,
+                num_position_axes=self.model.num_position_axes,
+                table_width=self._planner.table_width,
+            )
+            try:
+                variant, planned = self._planner.plan_drafts(batches)
+                self._compile(variant)
+                drafted = self._execution.logits(variant, planned).T.tolist()
+            finally:
+                self._cache.give_back_drafts(seqs)
+            return [own[:count] for own, count in zip(drafted, counts, strict=False)]
 
     def accept(self, seqs: Many[Sequence], counts: Many[int]) -> None:
         """Count the first drafts of sequences as held, each by its own count; once after a verify.

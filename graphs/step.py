@@ -131,6 +131,22 @@ class Variant:
         return ", ".join([self.mode.name, *forms, *["in halves"] * self.in_halves])
 
 
+@runtime_checkable
+class DraftingModel(Model, Protocol):
+    """A model with a head that predicts further tokens, by layers of its own.
+
+    The layers stand in the model's ``table`` after those of the model, and keep what they keep of a
+    token in every step of the model. ``drafting`` has their kinds; none where there is no head.
+    """
+
+    @property
+    def drafting(self) -> frozenset[str]: ...
+
+    def draft(
+        self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, step: Step
+    ) -> Tensor: ...
+
+
 InputsT = TypeVar("InputsT")
 StepFunction = Callable[[Inputs, Caches], Tensor]
 
@@ -162,6 +178,28 @@ def make_step(model: Model) -> StepFunction:
         return model.logits(hidden)
 
     return step
+
+
+def make_draft_step(model: DraftingModel) -> StepFunction:
+    """The function that is traced of the model's head: each part on the tokens that the one before
+    it gives; returns those of all parts, [parts, N]."""
+
+    def step(inputs: Inputs, caches: Caches) -> Tensor:
+        tokens, hidden = inputs.parts[0].batch.tokens, None
+        drafted = []
+        for part in inputs.parts:
+            layers = Step(plans=part.plans, caches=caches, table=model.table)
+            hidden = model.draft(tokens, hidden, part.batch.positions, layers)
+            tokens = model.logits(hidden).argmax(-1)
+            drafted.append(tokens)
+        return torch.stack(drafted)
+
+    return step
+
+
+def kinds_of_head(model: Model) -> frozenset[str]:
+    """The kinds of the layers of a model's head; none where it has no head."""
+    return model.drafting if isinstance(model, DraftingModel) else frozenset()
 
 
 def map_tensors(action: Callable[[Tensor], Tensor], inputs: InputsT) -> InputsT:

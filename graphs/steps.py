@@ -27,10 +27,12 @@ from torch_hybrid.graphs.planner import StepPlanner
 from torch_hybrid.graphs.row_products import in_rows
 from torch_hybrid.graphs.step import (
     Caches,
+    DraftingModel,
     Inputs,
     Model,
     StepFunction,
     Variant,
+    make_draft_step,
     make_step,
     map_tensors,
 )
@@ -93,20 +95,31 @@ class Steps:
         self._log = CompileLog()
         self._place: dict[str, int] = {}  # by variant's name, of its graph in the log
         self._breaks_before = _count_graph_breaks()
-        step, pools = make_step(model), cache.pool_tensors()
+        pools = cache.pool_tensors()
+        self.of: dict[Variant, StepFunction] = {
+            variant: _step_of(model, variant) for variant in planner.forms
+        }
         if store is None:
-            own = in_rows(step, dict(impls_of(choices))["linear"]) if by_row else step
-            self.of: dict[Variant, StepFunction] = dict.fromkeys(planner.forms, own)
+            if by_row:
+                impl = dict(impls_of(choices))["linear"]
+                self.of = {variant: in_rows(step, impl) for variant, step in self.of.items()}
             return
         for tensor in pytree.tree_leaves(self._caches):
             torch._dynamo.mark_static(tensor)
         small = {id(scales) for scales in cache.scales.values()}
         pool_sizes = {pool.numel() for pool in pools if id(pool) not in small}
         backends = {
-            mode: StepBackend(self._log, pool_sizes=pool_sizes, layers=self.layers, passes=own)
+            mode: StepBackend(
+                self._log,
+                pool_sizes=pool_sizes,
+                layers=None if mode.num_chained else self.layers,
+                passes=own,
+            )
             for mode, own in passes.items()
         }
-        self.of = {variant: compile_step(step, backends[variant.mode]) for variant in planner.forms}
+        self.of = {
+            variant: compile_step(step, backends[variant.mode]) for variant, step in self.of.items()
+        }
 
     @property
     def graphs(self) -> dict[str, GraphRecord]:
@@ -147,7 +160,7 @@ class Steps:
         place = len(self._log.graphs)
         found = self._store.find(variant.name, inputs, self._choices)
         if found is None:
-            self._trace(step, inputs)
+            self._trace(step, inputs, variant.mode)
         else:
             step.graphs.append(found[0])
             self._log.graphs.append(found[1])
@@ -178,7 +191,7 @@ class Steps:
         assert self._store is not None
         self._store.save(path, steps, self._choices)
 
-    def _trace(self, step: CompiledStep, inputs: Inputs) -> None:
+    def _trace(self, step: CompiledStep, inputs: Inputs, mode: Mode) -> None:
         """Trace and compile a step for inputs of all sizes."""
         for part in inputs.parts:
             if part.batch.positions.ndim == 2:
@@ -195,7 +208,17 @@ class Steps:
             settings,
             named_failures(),
         ):
-            self.layers.trace(lambda: step.trace(inputs, self._caches))
+            if mode.num_chained:  # none of the layers that are traced once
+                step.trace(inputs, self._caches)
+            else:
+                self.layers.trace(lambda: step.trace(inputs, self._caches))
+
+
+def _step_of(model: Model, variant: Variant) -> StepFunction:
+    if not variant.mode.num_chained:
+        return make_step(model)
+    assert isinstance(model, DraftingModel)
+    return make_draft_step(model)
 
 
 def _count_graph_breaks() -> int:

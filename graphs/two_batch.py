@@ -21,7 +21,8 @@ class OverlapPolicy:
     """Which steps are cut: those of at least so many sequences or tokens. None cuts no step.
 
     A step that is cut although it is too small for two halves runs with an empty one, which is
-    right and slow: every half reads all weights. Steps that verify drafts are never cut.
+    right and slow: every half reads all weights. Steps that verify drafts, or make them, are never
+    cut.
     """
 
     min_decode_seqs: int | None = None
@@ -38,6 +39,8 @@ class OverlapPolicy:
         return self._smallest(mode) == 0
 
     def _smallest(self, mode: Mode) -> int | None:
+        if mode.num_chained:
+            return None
         if mode.num_drafts:  # a sequence that is cut would replay what was accepted twice
             return None
         return self.min_extend_tokens if mode.tokens_per_seq is None else self.min_decode_seqs

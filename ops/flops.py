@@ -213,6 +213,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "block_attention": block_attention,
     "ngram_embedding": nothing,
     "gated_pooling": nothing,
+    "previous_rows": nothing,
     "latent_attention": latent_attention,
     "latent_attention_with_lse": latent_attention,
     "store_latents": nothing,

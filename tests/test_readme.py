@@ -25,6 +25,7 @@ from torch_hybrid.ops.linear import op as linear
 from torch_hybrid.ops.merge_states import op as merge_states
 from torch_hybrid.ops.ngram_embedding import op as ngram_embedding
 from torch_hybrid.ops.paged_attention import op as paged_attention
+from torch_hybrid.ops.previous_rows import op as previous_rows
 from torch_hybrid.ops.ragged_attention import op as ragged_attention
 from torch_hybrid.ops.rg_lru import op as rg_lru
 from torch_hybrid.ops.route import op as route
@@ -67,6 +68,7 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "chunk_kimi_delta_attention": kimi_delta_attention.CHUNK_IMPLEMENTATIONS,
     },
     "ngram_embedding": {"ngram_embedding": ngram_embedding.IMPLEMENTATIONS},
+    "previous_hidden": {"previous_rows": previous_rows.IMPLEMENTATIONS},
     "mamba2": {
         "ssd_step": ssd_step.IMPLEMENTATIONS,
         "ssd_verify": ssd_step.VERIFY_IMPLEMENTATIONS,
@@ -97,6 +99,7 @@ NAMES = {
     "indexed_attention": "attention to blocks that an indexer picks",
     "indexed_latent_attention": "MLA of blocks that an indexer picks",
     "ngram_embedding": "embeddings of n-grams",
+    "previous_hidden": "heads that predict further tokens",
     "gated_delta_rule": "gated delta rule",
     "kimi_delta_attention": "Kimi delta attention",
     "mamba": "Mamba",

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 try:
     import click
@@ -34,6 +34,7 @@ from torch_hybrid.cli_options import (
     model_options,
     prefix_cache_option,
     sampling_options,
+    speculate_option,
 )
 from torch_hybrid.cli_output import (
     accept_any_text,
@@ -56,6 +57,10 @@ from torch_hybrid.graphs.passes import DEFAULT_PASSES, with_text
 from torch_hybrid.graphs.passes import without as passes_without
 from torch_hybrid.host import tune_allocator
 from torch_hybrid.ops.native import BuildError
+
+if TYPE_CHECKING:
+    from torch_hybrid.models.hybrid_model import HybridModel
+    from torch_hybrid.models.ring_2_5 import Ring25
 
 
 @click.group()
@@ -83,6 +88,7 @@ def cli() -> None:
 )
 @sampling_options(max_new_tokens=64)
 @prefix_cache_option(default=0)
+@speculate_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each output.")
 def generate(
     options: ModelOptions,
@@ -94,20 +100,19 @@ def generate(
     images: tuple[str, ...],
     chosen: SamplingOptions,
     prefix_cache: int,
+    speculate: str | None,
     as_json: bool,
 ) -> None:
     """Continue PROMPTS: one of them streams, several are served together."""
     parsed = read_prompts(prompts, prompt_file, ids=ids, chat=chat, system=system, images=images)
     chosen.check()
     processor = load_processor(options.model) if images else None
-    model = options.load(vision=bool(images))
+    model = options.load(vision=bool(images), mtp=speculate == "mtp")
     tokenizer = None if ids or images else load_tokenizer(options.model)
     sampling = chosen.of(model)
-    runner = options.runner(model, max_checkpoints=prefix_cache)
-    keeps = prefix_cache > 0
-    with Engine(runner, tokenizer, prefix_cache=keeps, processor=processor) as engine:
+    with _engine(options, model, tokenizer, prefix_cache, speculate, processor) as engine:
         requests = [engine.submit(prompt, sampling, stream=not as_json) for prompt in parsed]
-        compile_ahead(runner)
+        compile_ahead(engine.runner)
         if as_json:
             print_json(engine, requests)
         elif len(requests) == 1:
@@ -123,24 +128,49 @@ def generate(
 @click.option("--system", help="A system message before the conversation.")
 @sampling_options(max_new_tokens=1024)
 @prefix_cache_option(default=4)
+@speculate_option
 def chat(
-    options: ModelOptions, system: str | None, chosen: SamplingOptions, prefix_cache: int
+    options: ModelOptions,
+    system: str | None,
+    chosen: SamplingOptions,
+    prefix_cache: int,
+    speculate: str | None,
 ) -> None:
     """Talk to MODEL by its chat template. /new begins anew, /exit or Ctrl-D ends."""
     chosen.check()
     if options.ranks:
         raise ValueError("chat has one terminal, and --ranks several processes: use generate")
-    model = options.load()
+    model = options.load(mtp=speculate == "mtp")
     tokenizer = load_tokenizer(options.model, hint="it cannot chat")
     sampling = chosen.of(model)
-    runner = options.runner(model, max_checkpoints=prefix_cache)
-    with Engine(runner, tokenizer, prefix_cache=prefix_cache > 0) as engine:
+    with _engine(options, model, tokenizer, prefix_cache, speculate) as engine:
         engine.submit(
             [user_message("?")], sampling
         )  # a template that is missing shows before compiling
         engine.close()
-        compile_ahead(runner)
+        compile_ahead(engine.runner)
         converse(engine, sampling, system)
+
+
+def _engine(
+    options: ModelOptions,
+    model: HybridModel | Ring25,
+    tokenizer: Any,
+    prefix_cache: int,
+    speculate: str | None,
+    processor: Any = None,
+) -> Engine:
+    """An engine of these options, which keeps so many prefixes and drafts as it is told."""
+    speculation = options.speculation(speculate)
+    max_drafts = 0 if speculation is None else speculation.max_tokens
+    runner = options.runner(model, max_checkpoints=prefix_cache, max_drafts=max_drafts)
+    return Engine(
+        runner,
+        tokenizer,
+        prefix_cache=prefix_cache > 0,
+        speculate=speculation,
+        processor=processor,
+    )
 
 
 @cli.command(short_help="Serve a tiny trained hybrid and check it against transformers.")

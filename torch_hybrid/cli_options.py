@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,6 +22,7 @@ from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.models.load import from_pretrained
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.sampling import Sampling
+from torch_hybrid.speculation import Speculation
 from torch_hybrid.toolchain import missing_tools
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
 SEED = click.IntRange(0, 2**64 - 1)
+DRAFTS = 4  # tokens that are drafted at a time, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +54,24 @@ class ModelOptions:
     linear: str
     artefact: str | None
 
-    def load(self, *, vision: bool = False) -> HybridModel | Ring25:
-        """The checkpoint, with a bar for as long as its weights are read."""
+    def load(self, *, vision: bool = False, mtp: bool = False) -> HybridModel | Ring25:
+        """The checkpoint, with its tower or its MTP head if asked for, and a bar for as long as it
+        is read."""
+        parts = {"vision": vision, "mtp": mtp}
         if not self.ranks:
-            return load_model(self.model, self.dtype, self.device, self.weights, vision=vision)
+            return load_model(self.model, self.dtype, self.device, self.weights, **parts)
         group, device = join_ranks(self.device)
-        return load_model(self.model, self.dtype, device, self.weights, group, vision=vision)
+        return load_model(self.model, self.dtype, device, self.weights, group, **parts)
+
+    def speculation(self, drafter: str | None) -> Speculation | None:
+        """How an engine drafts: by n-grams, the model's head, or the checkpoint at a path."""
+        if drafter is None:
+            return None
+        if drafter in ("ngram", "mtp"):
+            return Speculation(drafter, max_tokens=DRAFTS)  # type: ignore[arg-type]
+        smaller = replace(self, model=drafter, max_seqs=2 * self.max_seqs, artefact=None)
+        model = smaller.load()
+        return Speculation(smaller.runner(model, max_checkpoints=self.max_seqs), max_tokens=DRAFTS)
 
     def runner(self, model: HybridModel | Ring25, **options: Any) -> Runner:
         """A runner of these sizes; uncompiled where it is asked for or cannot be otherwise."""
@@ -135,6 +149,14 @@ def prefix_cache_option(*, default: int) -> Decorator:
         help="Keep so many states of prompts and answers, with their keys, for prompts that begin "
         "alike; 0 keeps nothing.",
     )
+
+
+speculate_option = click.option(
+    "--speculate",
+    metavar="ngram|mtp|PATH",
+    help="Draft tokens, and verify several in one step: those that followed the same tokens "
+    "before, those of the checkpoint's own MTP head, or those of a smaller model at PATH.",
+)
 
 
 def _grouped(kind: type, name: str, options: tuple[Callable[[Command], Command], ...]) -> Decorator:
@@ -257,6 +279,7 @@ def load_model(
     ranks: dist.ProcessGroup | None = None,
     *,
     vision: bool = False,
+    mtp: bool = False,
 ) -> HybridModel | Ring25:
     """A checkpoint, or this rank's part of it, with a bar for as long as its weights are read."""
     if device == "auto":
@@ -264,7 +287,7 @@ def load_model(
     _quiet_transformers()
     path = os.path.expanduser(path_or_id)
     return from_pretrained(
-        path, dtype=dtype, device=device, ranks=ranks, weights=weights, vision=vision
+        path, dtype=dtype, device=device, ranks=ranks, weights=weights, vision=vision, mtp=mtp
     )
 
 

@@ -492,6 +492,26 @@ class ShortConvolutionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PreviousHiddenSpec:
+    """What a head that predicts further tokens has beside each token: the model's hidden state of
+    the token before it, ``channels`` wide."""
+
+    kind: ClassVar[str] = "previous_hidden"
+    family: ClassVar[LayerFamily] = "linear"
+
+    channels: int
+
+    def pools(self) -> dict[str, Pool]:
+        """The hidden state of the last certain token, and of each draft after it."""
+        row = (self.channels,)
+        return {"last": Pool(row, per="slot"), RECORDS: Pool(row, per="draft")}
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says: all of it on every rank."""
+        return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RgLruSpec:
     """A mixer of real-gated linear recurrent units: convolution, recurrence, gate.
 
@@ -617,7 +637,8 @@ class LayerTable:
 
     Most layers have one mixer; one of a model that has attention and a recurrence side by side
     has two, of different kinds, and one of feed-forward alone has none. The table is resolved
-    while tracing. Every model has its own table, a draft model too, with ids from 0.
+    while tracing. Every model has its own table, a draft model too, with ids from 0; the layers of
+    a model's head that drafts come after the model's own, with pools of their own.
 
     Raises:
         ValueError: the dense indices of a kind are not 0, 1, 2, ... in some order, or a layer has
@@ -741,4 +762,5 @@ register_constant(
     LightningSpec,
     ShortConvolutionSpec,
     RgLruSpec,
+    PreviousHiddenSpec,
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import torch_hybrid as th
 from torch_hybrid.demo.task import (
     RECALL,
     Recall,
@@ -148,6 +149,7 @@ def test_training_script_writes_a_checkpoint_that_loads(tmp_path, monkeypatch, c
     transformers = pytest.importorskip("transformers")
     out = tmp_path / "recall"
     arguments = ["--out", str(out), "--steps", "2", "--tokens", "200", "--fresh", "1"]
+    arguments += ["--head-steps", "2", "--head-tokens", "200"]
     monkeypatch.setattr("sys.argv", ["train_recall.py", *arguments])
     num_threads = torch.get_num_threads()
     try:
@@ -158,3 +160,17 @@ def test_training_script_writes_a_checkpoint_that_loads(tmp_path, monkeypatch, c
     trained = transformers.AutoConfig.from_pretrained(out).to_diff_dict()
     assert trained == transformers.AutoConfig.from_pretrained(checkpoint_path()).to_diff_dict()
     transformers.AutoModelForCausalLM.from_pretrained(out)
+    assert th.from_pretrained(out, mtp=True).mtp is not None
+
+
+def test_the_head_knows_what_comes():
+    """Most of its drafts are right, and the answers those without drafts."""
+    model = th.from_pretrained(checkpoint_path(), mtp=True)
+    prompts = [prompt for prompt in make_prompts(12, seed=5) if len(prompt.tokens) < 120]
+    sizes = {"max_seqs": len(prompts), "max_tokens": 512, "kv_tokens": 4096, "compile": False}
+    speculate = th.Speculation("mtp", max_tokens=4, adapts=False)
+    engine = th.Engine(th.Runner(model, **sizes, max_drafts=4), speculate=speculate)
+    outputs = engine.generate([p.tokens for p in prompts], th.Sampling(max_new_tokens=8))
+    tokens = {output.index: output.tokens for output in outputs}
+    assert [tokens[i] for i in range(len(prompts))] == [prompt.answer for prompt in prompts]
+    assert engine.stats().drafts.acceptance > 0.4

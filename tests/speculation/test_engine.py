@@ -235,9 +235,9 @@ def test_what_an_engine_refuses():
         Engine(FakeRunner(max_drafts=2), speculate=Speculation(max_tokens=3))
     with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
         Speculation(max_tokens=0)
-    with pytest.raises(ValueError, match="drafter must be 'ngram' or a Drafter, got 'mtp'"):
-        Speculation("mtp")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="drafter must be 'ngram' or a Drafter, got 7"):
+    with pytest.raises(ValueError, match=r"'mtp'.*, a Runner or a Drafter, got 'eagle'"):
+        Speculation("eagle")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"'mtp'.*, a Runner or a Drafter, got 7"):
         Speculation(7)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="shortest must be within 1 and longest = 4, got 5"):
         Ngram(shortest=5)

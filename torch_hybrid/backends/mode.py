@@ -11,17 +11,20 @@ class Mode:
     """How many new tokens the sequences of a step have.
 
     ``DECODE``: one for each sequence. ``EXTEND``: any mix of lengths. ``verify(k)``: one for each
-    sequence, and up to k drafts after it, which are not certain.
+    sequence, and up to k drafts after it, which are not certain. ``draft(k)``: k steps of the
+    model's head, one after the other, each of one token for each sequence.
 
     Attributes:
         name: as it stands in reports.
         tokens_per_seq: of each sequence; None for any mix.
         num_drafts: how many of those are not certain, at most: sequences may have fewer.
+        num_chained: steps of the model's head; 0 where the model itself runs.
     """
 
     name: str
     tokens_per_seq: int | None
     num_drafts: int = 0
+    num_chained: int = 0
 
     DECODE: ClassVar[Mode]
     EXTEND: ClassVar[Mode]
@@ -30,6 +33,16 @@ class Mode:
     def verify(cls, num_drafts: int) -> Mode:
         """The mode of steps that verify up to so many drafts of each sequence."""
         return cls(name="verify", tokens_per_seq=1 + num_drafts, num_drafts=num_drafts)
+
+    @classmethod
+    def draft(cls, num_chained: int) -> Mode:
+        """The mode of so many steps of the model's head, each after the one before it."""
+        return cls(name="draft", tokens_per_seq=1, num_chained=num_chained)
+
+    @property
+    def planned_as(self) -> Mode:
+        """The mode that layers are planned in: a step of the head is one of decoding."""
+        return Mode.DECODE if self.num_chained else self
 
 
 Mode.DECODE = Mode(name="decode", tokens_per_seq=1)

@@ -509,6 +509,59 @@ class HybridCache:
             embed_places=embed_places,
         )
 
+    def make_draft_batches(
+        self,
+        seqs: Many[Sequence],
+        tokens: Many[int],
+        counts: Many[int],
+        *,
+        num_batches: int,
+        num_position_axes: int = 1,
+        table_width: Callable[[int], int] = lambda used: used,
+    ) -> list[Batch]:
+        """Reserve pages for drafts of ``seqs``, and pack the steps of a head that makes them.
+
+        Each batch has one token of each sequence, a place further than that before it; those after
+        the first are for the head to fill in. No state is stored.
+
+        Args:
+            seqs: N live sequences.
+            tokens: of each, the one after those that it holds.
+            counts: steps that each sequence has pages for, at least 1: those after them run again
+                at the last place, to no effect.
+            num_batches: how many steps.
+            num_position_axes, table_width: as for ``make_batch``.
+
+        Raises:
+            ValueError, CapacityError: as ``make_batch`` does.
+        """
+        self.check_usable(seqs)
+        self.reserve(seqs, counts)
+        owners = [self._held[seq.id] for seq in seqs]
+        page_table = self._page_rows(owners, table_width)
+        return [
+            make_batch(
+                [(token,) for token in tokens],
+                prefix_lens=[
+                    held.length + min(ahead, count - 1)
+                    for held, count in zip(owners, counts, strict=True)
+                ],
+                page_table=page_table,
+                initial_indices=[held.start if held.length else 0 for held in owners],
+                state_indices=[0] * len(owners),
+                page_size=self.page_size,
+                num_position_axes=num_position_axes,
+                accepted=[held.num_accepted for held in owners],
+            )
+            for ahead in range(num_batches)
+        ]
+
+    def give_back_drafts(self, seqs: Many[Sequence]) -> None:
+        """Forget the drafts of sequences, and give back the pages that only those were in."""
+        for seq in seqs:
+            self._held[seq.id].num_drafts = 0
+            self._give_back_pages(self._held[seq.id])
+
     def _page_rows(self, owners: Many[_Held], width: Callable[[int], int]) -> Tensor:
         """[N, width(most pages that one owns)] int32."""
         used = max(len(held.pages) for held in owners)

@@ -15,7 +15,7 @@ from torch_hybrid.explain.weights import weights_by_part
 from torch_hybrid.graphs.link import Trial
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.runner import Runner
-from torch_hybrid.specs import LayerEntry, LayerSpec, LayerTable
+from torch_hybrid.specs import LayerEntry, LayerSpec, LayerTable, PreviousHiddenSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +235,8 @@ def pattern(table: LayerTable) -> str:
     letters = {"full": "F", "linear": "L"}
 
     def letter(layer: Sequence[LayerEntry]) -> str:
-        found = {letters[entry.spec.family] for entry in layer}
+        mixers = [entry for entry in layer if entry.kind != PreviousHiddenSpec.kind]
+        found = {letters[entry.spec.family] for entry in mixers}
         return "B" if len(found) > 1 else found.pop() if found else "-"
 
     return "".join(map(letter, table.layers))

@@ -52,7 +52,8 @@ def weights_by_part(model: Any) -> dict[tuple[str, str], Stored]:
 
 def _parts(model: Any) -> Iterator[tuple[str, int | None, nn.Module]]:
     """Every module, the part that it is of and its layer: of layers, and then of what is left."""
-    for layer_id, (layer, entries) in enumerate(zip(model.layers, model.table.layers, strict=True)):
+    layers = zip(model.all_layers, model.table.layers, strict=True)
+    for layer_id, (layer, entries) in enumerate(layers):
         kinds = {model.mixer_names.get(entry.kind): entry.kind for entry in entries}
         for kind, module in _within(layer, kinds):
             is_mixture = isinstance(module, FusedExperts)

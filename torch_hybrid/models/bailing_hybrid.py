@@ -7,6 +7,7 @@ from typing import Any
 from torch_hybrid.layers.kimi_delta_attention import KimiDeltaAttention
 from torch_hybrid.models.family import Family, Swap, latent_spec, require_fields, weights_of
 from torch_hybrid.models.kimi_delta import kimi_delta_mixer, kimi_delta_specs
+from torch_hybrid.models.mtp import next_layer
 from torch_hybrid.specs import KimiDeltaSpec, LayerSpec
 
 
@@ -40,4 +41,5 @@ BAILING_HYBRID = Family(
     model_types=("bailing_hybrid",),
     specs=_specs,
     swaps={"kimi_delta_attention": Swap(attribute="self_attn", make=_mixer)},
+    mtp=next_layer(norm="final_layernorm"),
 )

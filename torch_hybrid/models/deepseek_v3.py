@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch_hybrid.models.family import Family, latent_spec, require
+from torch_hybrid.models.mtp import next_layer
 from torch_hybrid.specs import LayerSpec
 
 
@@ -13,4 +14,6 @@ def _specs(config: Any) -> list[LayerSpec]:
     return [latent_spec(config, config.rope_parameters or {})] * config.num_hidden_layers
 
 
-DEEPSEEK_V3 = Family(model_types=("deepseek_v3",), specs=_specs)
+DEEPSEEK_V3 = Family(
+    model_types=("deepseek_v3",), specs=_specs, mtp=next_layer(norm="shared_head.norm")
+)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
+from torch_hybrid.models.mtp import MtpLayout
 from torch_hybrid.models.tower import Modality
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.specs import (
@@ -62,7 +63,7 @@ class Family:
     transformers has that inside of a multimodal model alone. ``given_as`` is the option of the
     model as which it hands the step to its layers. ``token_names`` are options of the model as
     which it is handed tokens where it is handed embeddings. ``vision`` is what its tower takes, if
-    it has one.
+    it has one. ``mtp`` says where its checkpoints have a head that predicts further tokens.
     """
 
     model_types: tuple[str, ...]
@@ -79,6 +80,7 @@ class Family:
     given_as: str = "step"
     token_names: tuple[str, ...] = ()
     vision: tuple[Modality, ...] = ()
+    mtp: MtpLayout | None = None
 
 
 def require(config: Any, name: str, value: object, allowed: Collection[object]) -> None:

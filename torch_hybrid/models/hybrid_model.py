@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.step import Step
 from torch_hybrid.layers.integers import dtype_of
 from torch_hybrid.models.checkpoint.update import Origins, Weights, checked_update
+from torch_hybrid.models.mtp import MtpHead
 from torch_hybrid.models.tower import Tower
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable
@@ -32,6 +33,7 @@ class HybridModel(nn.Module):
         step_name: the option of its forward as which it is given the step.
         token_names: options of its forward that are handed tokens where it is handed embeddings.
         vision: the tower that makes embeddings of images, if it is kept.
+        mtp: a head that predicts further tokens, whose layers follow the model's in the table.
     """
 
     def __init__(
@@ -47,9 +49,11 @@ class HybridModel(nn.Module):
         step_name: str = "step",
         token_names: tuple[str, ...] = (),
         vision: Tower | None = None,
+        mtp: MtpHead | None = None,
     ) -> None:
         super().__init__()
         self.hf_model = hf_model
+        self.mtp = mtp
         self.table = table
         self.mixer_names = mixer_names
         self.num_position_axes = num_position_axes
@@ -95,6 +99,16 @@ class HybridModel(nn.Module):
         """The decoder layers."""
         layers: nn.ModuleList = self.hf_model.base_model.layers
         return layers
+
+    @property
+    def all_layers(self) -> list[nn.Module]:
+        """The decoder layers, and those of the head: as the table has them."""
+        return [*self.layers, *([] if self.mtp is None else self.mtp.layers)]
+
+    @property
+    def drafting(self) -> frozenset[str]:
+        """The kinds of mixers of the head; none where there is no head."""
+        return frozenset() if self.mtp is None else self.mtp.kinds
 
     @contextmanager
     def first_layers(self, count: int) -> Iterator[None]:
@@ -170,8 +184,49 @@ class HybridModel(nn.Module):
             use_cache=False,
             **{"attention_mask": self._no_masks, self._step_name: step},
         )
-        last: Tensor = outputs.last_hidden_state[0]
-        return last.to(self.dtype)  # some keep their residuals in float32
+        hidden: Tensor = outputs.last_hidden_state[0]
+        hidden = hidden.to(self.dtype)  # some keep their residuals in float32
+        if self.mtp is not None:
+            # For what the head keeps of each token. A compiler drops what follows from its layers.
+            self._head(self.mtp, tokens, self.mtp.before(hidden, step), positions, step)
+        return hidden
+
+    def draft(self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, step: Step) -> Tensor:
+        """What the head expects after one token of each sequence, as hidden states for ``logits``.
+
+        Args:
+            tokens: [N] int64.
+            hidden: [N, dim] of the tokens before them, as this returned it; None where the model
+                ran those.
+            positions: [N] int64, or [3, N].
+            step: with the plans of ``drafting``.
+
+        Returns:
+            [N, dim].
+        """
+        assert self.mtp is not None
+        if hidden is None:
+            width = self.hf_model.config.get_text_config().hidden_size
+            rows = torch.zeros(len(tokens), width, dtype=self.dtype, device=tokens.device)
+            hidden = self.mtp.before(rows, step)
+        return self._head(self.mtp, tokens, hidden, positions, step)
+
+    def _head(
+        self, head: MtpHead, tokens: Tensor, hidden: Tensor, positions: Tensor, step: Step
+    ) -> Tensor:
+        """[T, dim] of the head, from the hidden states of the tokens before."""
+        embedded = self.hf_model.get_input_embeddings()(tokens)
+        position_ids = positions[None] if positions.ndim == 1 else positions[:, None]
+        rotary = getattr(self.hf_model.base_model, "rotary_emb", None)
+        rotations = None if rotary is None else rotary(embedded[None], position_ids)
+        return head(
+            embedded,
+            hidden,
+            step,
+            position_embeddings=rotations,
+            position_ids=position_ids,
+            attention_mask=None,
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, dim] hidden states to [R, vocab_size] logits."""

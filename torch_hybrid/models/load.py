@@ -34,6 +34,7 @@ from torch_hybrid.models.mamba import MAMBA
 from torch_hybrid.models.mamba2 import MAMBA2
 from torch_hybrid.models.merge_adapters import merge_adapters
 from torch_hybrid.models.minimax import MINIMAX
+from torch_hybrid.models.mtp import lengthened, take_head, with_previous_hidden
 from torch_hybrid.models.nemotron_h import NEMOTRON_H
 from torch_hybrid.models.olmo_hybrid import OLMO_HYBRID
 from torch_hybrid.models.quantize import (
@@ -121,6 +122,7 @@ def from_pretrained(
     group: int = 32,
     keep: Sequence[str] = KEPT,
     eight_bits: Sequence[str] = EIGHT_BITS,
+    mtp: bool = False,
     ranks: dist.ProcessGroup | None = None,
     experts: Experts = "tensor",
     vision: bool = False,
@@ -143,6 +145,8 @@ def from_pretrained(
         group: of integers of 4 bits; see ``quantize``.
         keep, eight_bits: names of modules whose weights stay as they are, or have 8 bits rather
             than 4; see ``quantize``.
+        mtp: read the checkpoint's head that predicts further tokens too, which then drafts for the
+            model: ``Speculation("mtp")``. Of several heads, the first.
         ranks: the processes that share the model, as by ``shard``; each of them makes this call.
         experts: how they share a mixture of experts; see ``shard``.
         vision: keep the tower of a multimodal checkpoint, as transformers has it, for images in
@@ -151,12 +155,13 @@ def from_pretrained(
     Raises:
         TypeError: ``path_or_id`` is neither a text nor a path.
         UnsupportedError: the model type, a field of its config, the device or the dtype of stored
-            weights is not known here; the ranks do not divide heads or widths; or ``vision`` is
-            asked of a model without a tower that is served.
+            weights is not known here; the ranks do not divide heads or widths; ``vision`` is asked
+            of a model without a tower that is served, ``mtp`` of one without a known head, or both
+            of one.
         CapacityError: the device has no room for the weights.
         ValueError: ``weights`` or ``group`` is not known, or a group does not divide the rows of a
-            weight; the checkpoint is missing, incomplete, unreadable or was changed meanwhile, or
-            has NaN weights; or another rank could not load it.
+            weight; the checkpoint is missing, incomplete, unreadable or was changed meanwhile, has
+            NaN weights, or no head where one is asked for; or another rank could not load it.
     """
     label = "loading" if ranks is None else f"loading, rank {dist.get_rank(ranks)}"
     with Together(ranks):
@@ -164,7 +169,7 @@ def from_pretrained(
         dtype, device = checked_dtype(dtype), checked_device(device)
         make_cache_folder()
         check_weights(weights, group)
-        checkpoint, model = unread(path_or_id, dtype, device, vision=vision)
+        checkpoint, model = unread(path_or_id, dtype, device, vision=vision, mtp=mtp)
         if ranks is not None:
             check_can_be_cut(model, experts)
             cut(model, ranks_of(ranks), experts)
@@ -199,18 +204,30 @@ def _counted_room(device: torch.device) -> Iterator[None]:
 
 
 def unread(
-    path_or_id: str, dtype: torch.dtype | str, device: torch.device, *, vision: bool = False
+    path_or_id: str,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    *,
+    vision: bool = False,
+    mtp: bool = False,
 ) -> tuple[Checkpoint, HybridModel | Ring25]:
     """A checkpoint by its headers, and a model of its weights, of which none is read."""
+    if vision and mtp:
+        raise UnsupportedError("a model that is given images cannot have its MTP head: load either")
     fields = _read_config(path_or_id)
     if is_ring_2_5(fields):
         if vision:
             raise UnsupportedError(_no_tower(fields["model_type"]))
+        if mtp:
+            raise UnsupportedError("Ring-2.5 has no MTP head that is known here")
         sizes = Ring25Config.from_dict(fields)
         checkpoint = open_checkpoint(_folder_of(path_or_id))
         return checkpoint, make_unread_ring_2_5(checkpoint, sizes, fields, dtype, device)
     config = _transformers_config(path_or_id, fields)
     made_weights = take_quantization(config)
+    layout, num_head = _family_of(config.model_type).mtp if mtp else None, 0
+    if mtp:
+        config, num_head = lengthened(config, layout)
     table = table_of(config)
     if vision:
         _check_has_tower(config)
@@ -221,12 +238,12 @@ def unread(
         checkpoint = made_weights(checkpoint)
     text_class = None if vision else _family_of(config.model_type).text_class
     hf_model = make_unread(
-        checkpoint, config, dtype, device, text_class and text_class(), vision=vision
+        checkpoint, config, dtype, device, text_class and text_class(), vision=vision, mtp=layout
     )
     tower = None
     if vision:
         hf_model, tower = _text_and_tower(hf_model)
-    return checkpoint, adapted(hf_model, config.model_type, table, tower)
+    return checkpoint, adapted(hf_model, config.model_type, table, tower, num_head)
 
 
 def _read_config(path_or_id: str | Path) -> dict[str, Any]:
@@ -310,9 +327,14 @@ def adapt(hf_model: Any, *, vision: bool = False) -> HybridModel:
 
 
 def adapted(
-    hf_model: Any, model_type: str, table: LayerTable, tower: Tower | None = None
+    hf_model: Any,
+    model_type: str,
+    table: LayerTable,
+    tower: Tower | None = None,
+    num_head: int = 0,
 ) -> HybridModel:
-    """The same of a model that is known to be one, and whose weights may be unread."""
+    """The same of a model that is known to be one, and whose weights may be unread; its last
+    ``num_head`` layers are those of its head."""
     family = _family_of(model_type)
     register_attention()
     hf_model.set_attn_implementation(ATTENTION_NAME)
@@ -322,6 +344,11 @@ def adapted(
     hand_steps(hf_model.base_model.layers, family.step_names, family.given_as)
     _swap_experts(hf_model, family)
     refuse_as_transformers(hf_model)
+    head = None
+    if num_head:
+        dim = hf_model.config.get_text_config().hidden_size
+        table = with_previous_hidden(table, num_head, dim)
+        head = take_head(hf_model, table, num_head)
     return HybridModel(
         hf_model,
         table,
@@ -333,6 +360,7 @@ def adapted(
         step_name=family.given_as,
         token_names=family.token_names,
         vision=tower,
+        mtp=head,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.models.family import Family, Swap, listed, require, require_fields
 from torch_hybrid.models.mamba2 import mamba2_from
+from torch_hybrid.models.mtp import MtpLayout
 from torch_hybrid.specs import AttentionSpec, LayerSpec, Mamba2Spec
 
 
@@ -29,6 +30,14 @@ def _specs(config: Any) -> list[LayerSpec | tuple[LayerSpec, ...]]:
     return listed(config, mixers)
 
 
+def _head_types(config: Any) -> list[str]:
+    types: list[str] = config.mtp_layers_block_type
+    require(config, "mtp_layers_block_type[0]", types[0], ["full_attention"])
+    for layer_type in types[1:]:
+        require(config, "mtp_layers_block_type", layer_type, ["full_attention", "mlp", "moe"])
+    return types
+
+
 def _mamba2_spec(config: Any) -> Mamba2Spec:
     return Mamba2Spec(
         num_heads=config.mamba_num_heads,
@@ -49,4 +58,13 @@ NEMOTRON_H = Family(
     specs=_specs,
     swaps={"mamba2": Swap(attribute="mixer", make=mamba2_from)},
     experts=lambda module: FusedExperts(module.up_proj, module.down_proj, activation="relu2"),
+    mtp=MtpLayout(
+        layers="mtp.layers.{}",
+        numbered_on=False,
+        fc="mtp.layers.{first}.eh_proj",
+        embedding_norm="mtp.layers.{first}.enorm",
+        hidden_norm="mtp.layers.{first}.hnorm",
+        norm="mtp.layers.{last}.final_layernorm",
+        layer_types=_head_types,
+    ),
 )

@@ -12,6 +12,7 @@ from torch_hybrid.models.family import (
     mixer_from,
     weights_of,
 )
+from torch_hybrid.models.mtp import MTP_OF_QWEN
 from torch_hybrid.models.tower import IMAGES_AND_VIDEOS
 from torch_hybrid.specs import DeltaRuleSpec
 
@@ -27,4 +28,5 @@ QWEN3_5 = Family(
     swaps={"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)},
     num_position_axes=3,
     vision=IMAGES_AND_VIDEOS,
+    mtp=MTP_OF_QWEN,
 )

@@ -12,6 +12,7 @@ from torch_hybrid.models.family import (
     mixer_from,
     weights_of,
 )
+from torch_hybrid.models.mtp import MTP_OF_QWEN
 from torch_hybrid.specs import DeltaRuleSpec
 
 
@@ -35,4 +36,5 @@ QWEN3_NEXT = Family(
     model_types=("qwen3_next",),
     specs=gated_delta_rule_specs,
     swaps={"gated_delta_rule": Swap(attribute="linear_attn", make=_mixer)},
+    mtp=MTP_OF_QWEN,
 )

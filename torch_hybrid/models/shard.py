@@ -33,7 +33,7 @@ from torch_hybrid.layers.vocabulary import EmbeddingOverRanks, HeadOverRanks
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.ring_2_5 import Ring25
 from torch_hybrid.ranks import Ranks, RMSNormOverRanks, SumOverRanks, divide
-from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerEntry
+from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerEntry, PreviousHiddenSpec
 
 M = TypeVar("M", HybridModel, Ring25)
 Experts = Literal["tensor", "all_to_all"]
@@ -87,7 +87,7 @@ def check_can_be_cut(model: HybridModel | Ring25, experts: str) -> None:
             "cannot shard weights with scales in memory: from_pretrained(path, ranks=group) cuts "
             "them as it reads them"
         )
-    parts = [part for layer in model.layers for part in layer.children()]
+    parts = [part for layer in model.all_layers for part in layer.children()]
     if len(set(parts)) != len(parts):
         raise UnsupportedError("cannot shard a model of which several layers share a module")
 
@@ -106,9 +106,11 @@ def cut(model: HybridModel | Ring25, ranks: Ranks, experts: Experts) -> None:
     table = model.table.divided(ranks.size)  # refuses before anything is changed
     done: Done = {}
     feed_forward = _feed_forward_cuts(ranks, experts, done)
-    for layer, entries in zip(model.layers, model.table.layers, strict=True):
+    for layer, entries in zip(model.all_layers, model.table.layers, strict=True):
         parts = list(_parts(layer))
         for entry in entries:
+            if entry.kind == PreviousHiddenSpec.kind:
+                continue  # no module of the layer
             part = _mixer_of(parts, model.mixer_names.get(entry.kind))
             parts.remove(part)
             holder, name = part

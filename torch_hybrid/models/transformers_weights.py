@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from torch_hybrid.models.checkpoint.files import Checkpoint
+from torch_hybrid.models.mtp import MtpLayout, add_parts, with_head
 from torch_hybrid.models.stored_formats import AsWeights, as_weights
 
 # Of the text part of a multimodal model, which may be a causal language model or lack its head.
@@ -48,12 +49,14 @@ def make_unread(
     text_class: Any = None,
     *,
     vision: bool = False,
+    mtp: MtpLayout | None = None,
 ) -> Any:
     """A causal language model of transformers whose weights are unread; with ``vision``, the whole
     of a multimodal one.
 
     Its other buffers are on the host. ``text_class`` is that of the text part, where transformers
-    knows none.
+    knows none. With ``mtp``, the config is ``lengthened``, and the modules around the head's layers
+    are the model's ``mtp``.
 
     Raises:
         ValueError: the checkpoint lacks a weight, or has one of another shape than its config says.
@@ -64,15 +67,20 @@ def make_unread(
         GenerationConfig,
     )
 
+    given = checkpoint
     classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if vision else MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in classes:
         config, checkpoint = config.get_text_config(), _text_part(checkpoint)
     model_class: Any = text_class or classes[type(config)]
+    if mtp is not None:
+        checkpoint = with_head(checkpoint, given, config.get_text_config(), mtp)
     is_its_own = isinstance(config, model_class.config_class)  # else that of a multimodal model
     _check_experts(checkpoint)
     with _quiet():
         try:
-            hf_model, info = _refusing(model_class, checkpoint).from_pretrained(
+            hf_model, info = _refusing(
+                model_class, checkpoint, has_head=mtp is not None
+            ).from_pretrained(
                 None,
                 config=config if is_its_own else config.get_text_config(),
                 dtype=dtype,
@@ -104,11 +112,16 @@ def _text_part(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors=tensors)
 
 
-def _refusing(model_class: Any, checkpoint: Checkpoint) -> Any:
+def _refusing(model_class: Any, checkpoint: Checkpoint, *, has_head: bool) -> Any:
     """The class, whose loader raises where a weight is missing or of another shape than its config
     says, before it makes all of those."""
 
     class Refusing(model_class):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if has_head:
+                add_parts(self)
+
         @staticmethod
         def _finalize_model_loading(model: Any, load_config: Any, found: Any) -> Any:
             ignored = model._keys_to_ignore_on_load_missing or ()

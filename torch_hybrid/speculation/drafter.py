@@ -1,4 +1,4 @@
-"""What proposes drafts: an n-gram lookup, or whatever has these two methods."""
+"""What proposes drafts: an n-gram lookup, a model, or whatever has these two methods."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch_hybrid.request import Request
 class Drafter(Protocol):
     """Guesses how histories go on. A wrong guess costs time and changes no token.
 
-    It keeps what it likes of a request, by its identity. It may be asked of any request at any
-    time; histories only grow.
+    It keeps what it likes of a request, by its identity. It is asked of requests whose last token
+    alone was not run; histories only grow.
     """
 
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from torch_hybrid.speculation.drafter import Drafter
+from torch_hybrid.speculation.head import Head
 from torch_hybrid.speculation.ngram import Ngram
+from torch_hybrid.speculation.smaller_model import SmallerModel
+
+if TYPE_CHECKING:
+    from torch_hybrid.graphs.runner import Runner
+
+_NAMES = ("ngram", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +21,10 @@ class Speculation:
     """Who drafts, and how much.
 
     Args:
-        drafter: "ngram" looks the last tokens up in the prompt and the output; or an object with
-            the methods of a ``Drafter``.
+        drafter: "ngram" looks the last tokens up in the prompt and the output; "mtp" asks the
+            model's own head, of ``from_pretrained(path, mtp=True)``; another runner, of a smaller
+            model of the same vocabulary, goes on greedily; or an object with the methods of a
+            ``Drafter``.
         max_tokens: the most drafts of a request in one step; the runner's ``max_drafts`` must hold
             them.
         adapts: try fewer drafts, down to none, where measured acceptance and step times say that
@@ -26,7 +35,7 @@ class Speculation:
         ValueError: a value is out of its range.
     """
 
-    drafter: Literal["ngram"] | Drafter = "ngram"
+    drafter: Literal["ngram", "mtp"] | Runner | Drafter = "ngram"
     max_tokens: int = 4
     adapts: bool = True
 
@@ -34,11 +43,32 @@ class Speculation:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
         if isinstance(self.drafter, str):
-            if self.drafter != "ngram":
-                raise ValueError(f"drafter must be 'ngram' or a Drafter, got {self.drafter!r}")
-        elif not isinstance(self.drafter, Drafter):
-            raise TypeError(f"drafter must be 'ngram' or a Drafter, got {self.drafter!r}")
+            if self.drafter not in _NAMES:
+                raise ValueError(f"{_EXPECTED}, got {self.drafter!r}")
+        elif not isinstance(self.drafter, Drafter) and not _is_runner(self.drafter):
+            raise TypeError(f"{_EXPECTED}, got {self.drafter!r}")
 
-    def make_drafter(self) -> Drafter:
-        """The drafter of one engine."""
-        return Ngram() if isinstance(self.drafter, str) else self.drafter
+    def make_drafter(self, runner: Runner) -> Drafter:
+        """The drafter of one engine.
+
+        Raises:
+            ValueError: it cannot draft for what ``runner`` has.
+        """
+        match self.drafter:
+            case "ngram":
+                return Ngram()
+            case "mtp":
+                return Head(runner)
+            case Drafter() as drafter:
+                return drafter
+            case other:
+                return SmallerModel(other, runner)
+
+
+_EXPECTED = f"drafter must be one of {_NAMES}, a Runner or a Drafter"
+
+
+def _is_runner(drafter: object) -> bool:
+    from torch_hybrid.graphs.runner import Runner  # which knows of engines' requests
+
+    return isinstance(drafter, Runner)

@@ -40,7 +40,7 @@ class Speculator:
         runner: that verifies.
 
     Raises:
-        ValueError: the runner holds fewer drafts.
+        ValueError: the runner holds fewer drafts, or the drafter cannot draft for its model.
     """
 
     def __init__(self, speculation: Speculation, runner: Runner) -> None:
@@ -51,7 +51,7 @@ class Speculator:
             )
         self.counts = DraftCounts()
         self._runner, self._speculation = runner, speculation
-        self._drafter = speculation.make_drafter()
+        self._drafter = speculation.make_drafter(runner)
         ranks = runner.model.ranks
         is_alone = ranks is None or ranks.size == 1
         self._pace = Pace(speculation.max_tokens, measures=is_alone)
@@ -70,7 +70,7 @@ class Speculator:
             return None
         if self._speculation.adapts and not self._pace.is_measured(len(rows)):
             return None  # what drafts cost is not known before plain steps were timed
-        drafts = self._within_room(rows, self._drafts([request for request, _ in rows]))
+        drafts = self._drafts([request for request, _ in rows], self._room(rows))
         return verify(self._runner, rows, drafts) if any(drafts) else None
 
     def note(self, flight: Flight | Verified, seconds: float) -> None:
@@ -100,9 +100,8 @@ class Speculator:
             accepted=self.counts.accepted + sum(flight.num_accepted),
         )
 
-    def _drafts(self, requests: Sequence[Request]) -> list[list[int]]:
+    def _drafts(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         """As many as are proposed, and pay."""
-        most = [self._most(request) for request in requests]
         asked = [(r, count) for r, count in zip(requests, most, strict=True) if count]
         proposed = self._drafter.propose([r for r, _ in asked], [count for _, count in asked])
         by_request = dict(zip((r for r, _ in asked), proposed, strict=True))
@@ -122,21 +121,21 @@ class Speculator:
         left = request.sampling.max_new_tokens - num_tokens - 1
         return max(0, min(self._speculation.max_tokens, left))
 
-    def _within_room(self, rows: Rows, drafts: Sequence[list[int]]) -> list[list[int]]:
-        """Without the drafts that the step has no tokens or the pool no pages for."""
+    def _room(self, rows: Rows) -> list[int]:
+        """Drafts that each request can use, and that the step has tokens and the pool pages for."""
         runner = self._runner
         tokens, pages = runner.max_tokens - len(rows), runner.free_pages
         sequences = [request.sequence for request, _ in rows]
         pages -= sum(runner.pages_needed(s, 1) for s in sequences if s is not None)
         fitting = []
-        for sequence, own in zip(sequences, drafts, strict=True):
+        for (request, _), sequence in zip(rows, sequences, strict=True):
             assert sequence is not None
-            own, kept = own[:tokens], runner.pages_needed(sequence, 1)
-            while own and runner.pages_needed(sequence, 1 + len(own)) - kept > pages:
-                own = own[:-1]
-            pages -= runner.pages_needed(sequence, 1 + len(own)) - kept
-            tokens -= len(own)
-            fitting.append(own)
+            count, kept = min(self._most(request), tokens), runner.pages_needed(sequence, 1)
+            while count and runner.pages_needed(sequence, 1 + count) - kept > pages:
+                count -= 1
+            pages -= runner.pages_needed(sequence, 1 + count) - kept
+            tokens -= count
+            fitting.append(count)
         return fitting
 
 

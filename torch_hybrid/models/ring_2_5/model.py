@@ -97,6 +97,11 @@ class Ring25(nn.Module):
         """Where the weights are."""
         return next(self.lm_head.parameters()).device
 
+    @property
+    def all_layers(self) -> list[nn.Module]:
+        """The decoder layers, as the table has them."""
+        return list(self.layers)
+
     @contextmanager
     def first_layers(self, count: int) -> Iterator[None]:
         """Have the first ``count`` layers alone, while a step is traced."""

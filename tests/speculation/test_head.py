@@ -1,0 +1,209 @@
+"""Drafts of a model's own head: those of the head in plain PyTorch, whatever was run before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torch_hybrid as th
+from tests.models.mtp_checkpoint import LAYOUTS, Oracle, make_checkpoint
+from tests.tiny_models import VOCAB_SIZE, make_hybrid
+
+SIZES: dict[str, Any] = {"max_seqs": 4, "max_tokens": 48, "kv_tokens": 512, "page_size": 8}
+DRAFTS = 3
+DENSE = "qwen3_next_dense"
+
+
+def loaded(family: str, folder: Path, **options: Any) -> tuple[Oracle, th.Runner]:
+    oracle = make_checkpoint(family, folder)
+    model = th.from_pretrained(folder, mtp=True)
+    sizes = {**SIZES, "compile": False, "max_drafts": DRAFTS, **options}
+    return oracle, th.Runner(model, **sizes)
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, th.HybridModel]:
+    folder = tmp_path_factory.mktemp("dense")
+    return make_checkpoint(DENSE, folder), th.from_pretrained(folder, mtp=True)
+
+
+def some_tokens(rng: random.Random, *lengths: int) -> list[list[int]]:
+    return [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in lengths]
+
+
+class Histories:
+    """Sequences with the tokens that they hold, whose drafts are compared."""
+
+    def __init__(self, oracle: Oracle, runner: th.Runner) -> None:
+        self.oracle, self.runner, self.rng = oracle, runner, random.Random(0)
+        self.seqs: list[th.Sequence] = []
+        self.held: list[list[int]] = []
+
+    def begin(self, *lengths: int) -> None:
+        prompts = some_tokens(self.rng, *lengths)
+        self.seqs = self.runner.new_sequences(len(prompts))
+        self.held = [[] for _ in prompts]
+        self.extend(prompts)
+
+    def extend(self, tokens: Sequence[Sequence[int]]) -> None:
+        self.runner.extend(self.seqs, tokens)
+        for held, new in zip(self.held, tokens, strict=True):
+            held += new
+
+    def verify(self, num_drafts: Sequence[int], counts: Sequence[int]) -> None:
+        new = some_tokens(self.rng, *(1 + n for n in num_drafts))
+        self.runner.verify(self.seqs, new)
+        self.runner.accept(self.seqs, counts)
+        for held, tokens, count in zip(self.held, new, counts, strict=True):
+            held += tokens[: 1 + count]
+
+    def check(self, *counts: int, copied_pages: int = 0) -> None:
+        next_tokens = [tokens[0] for tokens in some_tokens(self.rng, *[1] * len(self.seqs))]
+        lengths = [self.runner.length(seq) for seq in self.seqs]
+        free_pages = self.runner.free_pages
+        drafts = self.runner.draft(self.seqs, next_tokens, counts)
+        assert drafts == [
+            self.oracle.drafts([*held, token], count)
+            for held, token, count in zip(self.held, next_tokens, counts, strict=True)
+        ]
+        assert [self.runner.length(seq) for seq in self.seqs] == lengths
+        assert self.runner.free_pages == free_pages - copied_pages
+
+
+@pytest.mark.parametrize("family", LAYOUTS)
+def test_drafts_are_those_of_the_head(family: str, tmp_path: Path):
+    """After prompts, in chunks too, decoding, and drafts of which some were accepted."""
+    histories = Histories(*loaded(family, tmp_path))
+    histories.begin(9, 1, 30)
+    histories.check(3, 1, 2)
+    histories.extend(some_tokens(histories.rng, 1, 1, 1))
+    histories.verify([3, 0, 2], [2, 0, 0])
+    histories.check(3, 3, 3)
+    histories.check(1, 2, 3)
+    histories.verify([3, 3, 1], [3, 1, 1])
+    histories.extend(some_tokens(histories.rng, 4, 1, 20))
+    histories.check(3, 3, 1)
+    histories.verify([1, 2, 3], [0, 2, 1])
+    histories.extend(some_tokens(histories.rng, 1, 1, 1))
+    histories.check(2, 2, 2)
+
+
+def test_forks_and_checkpoints(dense: tuple[Oracle, th.HybridModel]):
+    """A fork goes on from the hidden state of its checkpoint, after drafts were accepted too."""
+    oracle, model = dense
+    runner = th.Runner(model, **SIZES, compile=False, max_drafts=DRAFTS, max_checkpoints=2)
+    histories = Histories(oracle, runner)
+    histories.begin(11)
+    histories.verify([3], [2])
+    checkpoint = runner.checkpoint(histories.seqs[0])
+    histories.seqs += runner.new_sequences(2, start=checkpoint)
+    histories.held += [list(histories.held[0]) for _ in range(2)]
+    histories.check(3, 3, 3, copied_pages=2)
+    histories.extend(some_tokens(histories.rng, 1, 5, 1))
+    runner.release(checkpoint)
+    histories.check(3, 2, 3)
+
+
+def test_two_batch_overlap(dense: tuple[Oracle, th.HybridModel]):
+    """The second half of a sequence that is cut reads the hidden state of the first."""
+    oracle, model = dense
+    options = {"two_batch_overlap": "on", "cuda_graphs": "on", "max_tokens": 128}
+    sizes = {**SIZES, **options, "compile": False, "max_drafts": DRAFTS}
+    histories = Histories(oracle, th.Runner(model, **sizes))
+    histories.begin(100)
+    histories.check(3)
+    histories.extend(some_tokens(histories.rng, 1))
+    histories.check(3)
+
+
+@pytest.mark.slow
+def test_compiled_steps(dense: tuple[Oracle, th.HybridModel]):
+    """One more graph, without the model's layers, and nothing of the head's that only drafts
+    need in the others."""
+    oracle, model = dense
+    runner = th.Runner(model, **SIZES, max_drafts=DRAFTS)
+    histories = Histories(oracle, runner)
+    histories.begin(9, 1, 30)
+    histories.check(3, 1, 2)
+    histories.extend(some_tokens(histories.rng, 1, 1, 1))
+    histories.verify([3, 0, 2], [2, 0, 0])
+    histories.check(3, 3, 3)
+    report = runner.report()
+    assert {"decode", "extend", "verify", "draft"} == set(report.graphs)
+    assert (report.recompiles, report.graph_breaks, report.pool_clones) == (0, 0, ())
+    calls = {name: sum(n for op, n in graph.ops.items() if op.startswith("previous_rows"))
+             for name, graph in report.graphs.items()}  # fmt: skip
+    assert calls == {"decode": 1, "extend": 1, "verify": 1, "draft": 1}
+    linears = {name: sum(n for op, n in graph.ops.items() if op.startswith("linear"))
+               for name, graph in report.graphs.items()}  # fmt: skip
+    assert linears["draft"] >= DRAFTS * 5
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_an_engine_whatever_happens(
+    prefix_cache: bool, dense: tuple[Oracle, th.HybridModel], monkeypatch: pytest.MonkeyPatch
+):
+    """Prompts in chunks, requests that wait and are preempted, prefixes that are kept: each draft
+    is that of the head alone, and the tokens are those without drafts."""
+    oracle, model = dense
+    rng = random.Random(0)
+    start = some_tokens(rng, 20)[0]
+    prompts = [start + own for own in some_tokens(rng, 5, 30, 1, 17, 9, 5)]
+    samplings = [
+        th.Sampling(max_new_tokens=6 + i, temperature=(i % 2) * 0.8, top_k=20, seed=i)
+        for i in range(len(prompts))
+    ]
+    sizes = {**SIZES, "compile": False, "kv_tokens": 480 if prefix_cache else 160, "max_seqs": 3}
+    plain = {o.index: o for o in th.Engine(th.Runner(model, **sizes)).generate(prompts, samplings)}
+    runner = th.Runner(model, **sizes, max_drafts=DRAFTS, max_checkpoints=4)
+    speculate = th.Speculation("mtp", max_tokens=DRAFTS, adapts=False)
+    prefixes = th.PrefixCache(min_tokens=8) if prefix_cache else False
+    engine = th.Engine(runner, speculate=speculate, prefix_cache=prefixes)
+    draft, compared = runner.draft, []
+
+    def checked(seqs: Any, tokens: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+        drafts = draft(seqs, tokens, counts)
+        histories = {r.sequence: r.history for r in engine._scheduler.running}
+        for seq, own, count in zip(seqs, drafts, counts, strict=True):
+            assert own == oracle.drafts(histories[seq], count)
+            compared.append(len(own))
+        return drafts
+
+    monkeypatch.setattr(runner, "draft", checked)
+    outputs = {output.index: output for output in engine.generate(prompts, samplings)}
+    assert {i: o.tokens for i, o in outputs.items()} == {i: o.tokens for i, o in plain.items()}
+    assert len(compared) > 30
+    if prefix_cache:
+        longer = [[*o.prompt, *o.tokens, 3] for o in outputs.values()]
+        assert len(list(engine.generate(longer, th.Sampling(max_new_tokens=5)))) == len(longer)
+        assert engine.stats().prefix_cache.num_hits > 0
+    engine.close()
+    assert (runner.free_slots, runner.free_pages) == (3, sizes["kv_tokens"] // 8)
+
+
+def test_what_is_refused(dense: tuple[Oracle, th.HybridModel], tmp_path: Path):
+    _, model = dense
+    runner = th.Runner(model, **SIZES, compile=False, max_drafts=DRAFTS)
+    [seq] = runner.new_sequences(1)
+    with pytest.raises(ValueError, match=r"counts must be within 1 and 3, got \[4\]"):
+        runner.draft([seq], [1], [4])
+    with pytest.raises(ValueError, match="a token and a count for each of at least one sequence"):
+        runner.draft([seq], [1], [])
+    with pytest.raises(ValueError, match="token"):
+        runner.draft([seq], [VOCAB_SIZE], [1])
+    without = th.Runner(model, **SIZES, compile=False)
+    with pytest.raises(th.UnsupportedError, match=r"from_pretrained\(path, mtp=True\) on a runner"):
+        without.draft(without.new_sequences(1), [1], [1])
+    headless = th.Runner(make_hybrid(), **SIZES, compile=False, max_drafts=DRAFTS)
+    with pytest.raises(ValueError, match=r"needs a model with its head: from_pretrained\(path, mt"):
+        th.Engine(headless, speculate=th.Speculation("mtp", max_tokens=DRAFTS))
+    pages = th.Runner(model, **{**SIZES, "kv_tokens": 8}, compile=False, max_drafts=DRAFTS)
+    [seq] = pages.new_sequences(1)
+    pages.extend([seq], [[1] * 7])
+    with pytest.raises(th.CapacityError):
+        pages.draft([seq], [1], [3])
+    assert len(pages.draft([seq], [1], [1])[0]) == 1

@@ -1,0 +1,241 @@
+"""Heads that predict further tokens (MTP): where checkpoints have them, and how they are run.
+
+    hidden'_t = norm(layers(fc([norm(embed(x_t)) | norm(hidden_{t-1})])))
+    x_{t+1}   = argmax(lm_head(hidden'_t)),  and so on from hidden'_t
+
+``hidden`` is the model's own, after its last norm; embedding and lm_head are the model's. Before
+the first token, where heads were not trained, there is no hidden state: it is zero. The head's
+layers are decoder layers of the model's family, and follow the model's in its table. transformers
+reads their weights as if the model had so many layers more; what is around them is read beside
+those.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.backends.previous_hidden import previous_hidden
+from torch_hybrid.backends.step import Step
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.models.checkpoint.content import Stored
+from torch_hybrid.models.checkpoint.files import Checkpoint
+from torch_hybrid.specs import LayerTable, PreviousHiddenSpec
+
+_PARTS = ("fc", "embedding_norm", "hidden_norm", "norm")  # of an ``MtpHead`` and of a layout
+_FIELDS = ("num_hidden_layers", "layer_types", "mlp_layer_types")  # that say what layers there are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MtpLayout:
+    """Where the checkpoints of a family have a head. In names, ``{first}`` and ``{last}`` stand for
+    the numbers of its first and last layer.
+
+    Attributes:
+        layers: what the names of a layer's weights begin with; ``{}`` is its number.
+        numbered_on: whether those numbers follow the model's own; else they begin at 0.
+        fc, embedding_norm, hidden_norm, norm: modules around the layers.
+        shared: what the head has of the model's: it is not read twice.
+        layer_types: of its layers, from the text config.
+    """
+
+    layers: str
+    numbered_on: bool
+    fc: str
+    embedding_norm: str
+    hidden_norm: str
+    norm: str
+    shared: tuple[str, ...] = ()
+    layer_types: Callable[[Any], list[str]] = lambda config: ["full_attention"]
+
+
+# What several families have alike: ``mtp.*`` of the Qwens, and a layer after the model's own.
+MTP_OF_QWEN = MtpLayout(
+    layers="mtp.layers.{}",
+    numbered_on=False,
+    fc="mtp.fc",
+    embedding_norm="mtp.pre_fc_norm_embedding",
+    hidden_norm="mtp.pre_fc_norm_hidden",
+    norm="mtp.norm",
+)
+
+
+def next_layer(norm: str) -> MtpLayout:
+    """The layout of a head that stands as one more layer, with its last norm at ``norm`` of it."""
+    return MtpLayout(
+        layers="model.layers.{}",
+        numbered_on=True,
+        fc="model.layers.{first}.eh_proj",
+        embedding_norm="model.layers.{first}.enorm",
+        hidden_norm="model.layers.{first}.hnorm",
+        norm=f"model.layers.{{first}}.{norm}",
+        shared=("model.layers.{first}.embed_tokens", "model.layers.{first}.shared_head.head"),
+    )
+
+
+class MtpHead(nn.Module):
+    """A head and its layers, without the embedding and the output that are the model's.
+
+    Args:
+        fc: from ``[embedding | hidden]`` to hidden.
+        embedding_norm, hidden_norm: before it.
+        layers: decoder layers of transformers, which were handed their steps.
+        norm: after them.
+        first_layer: number of the first in the model's table.
+        kinds: of their mixers.
+    """
+
+    def __init__(
+        self,
+        *,
+        fc: nn.Module,
+        embedding_norm: nn.Module,
+        hidden_norm: nn.Module,
+        layers: nn.ModuleList,
+        norm: nn.Module,
+        first_layer: int,
+        kinds: frozenset[str],
+    ) -> None:
+        super().__init__()
+        self.fc, self.embedding_norm, self.hidden_norm = fc, embedding_norm, hidden_norm
+        self.layers, self.norm = layers, norm
+        self.first_layer, self.kinds = first_layer, kinds
+
+    def forward(self, embedded: Tensor, hidden: Tensor, step: Step, **options: Any) -> Tensor:
+        """What follows each token, as hidden states.
+
+        Args:
+            embedded: [T, dim] of the tokens.
+            hidden: [T, dim] of the token before each, of the model or of the head.
+            step: whose caches hold the head's past; mutated as its plans say.
+            options: of the decoder layers.
+
+        Returns:
+            [T, dim].
+        """
+        both = torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], dim=-1)
+        out = self.fc(both)[None]
+        for layer in self.layers:
+            out = layer(out, step=step, **options)
+        result: Tensor = self.norm(out)[0]
+        return result.to(hidden.dtype)
+
+    def before(self, hidden: Tensor, step: Step) -> Tensor:
+        """[T, dim] of the token before each; what is kept of ``hidden`` is of the last tokens."""
+        _, plan, cache = step.layer(self.first_layer, PreviousHiddenSpec.kind)
+        return previous_hidden(hidden, plan, cache)  # type: ignore[arg-type]
+
+
+def lengthened(config: Any, layout: MtpLayout | None) -> tuple[Any, int]:
+    """A copy of a config that counts the layers of the head too, and how many those are.
+
+    Raises:
+        UnsupportedError: no head of this model type is known here.
+    """
+    if layout is None:
+        raise UnsupportedError(
+            f"model type {config.model_type!r} has no MTP head that is known here"
+        )
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    types = layout.layer_types(text)
+    num_layers = text.num_hidden_layers
+    if text.to_dict().get("mlp_layer_types"):
+        text.mlp_layer_types = [*text.mlp_layer_types, *["sparse"] * len(types)]
+    if getattr(text, "layer_types", None):
+        text.layer_types = [*text.layer_types, *types]
+    if text.num_hidden_layers == num_layers:  # where it does not follow from the types
+        text.num_hidden_layers = num_layers + len(types)
+    return config, len(types)
+
+
+def with_previous_hidden(table: LayerTable, num_head: int, channels: int) -> LayerTable:
+    """The table of a model whose last ``num_head`` layers are those of its head."""
+    specs = [tuple(entry.spec for entry in layer) for layer in table.layers]
+    first = len(specs) - num_head
+    specs[first] = (PreviousHiddenSpec(channels=channels), *specs[first])
+    return LayerTable.from_specs(specs)
+
+
+def with_head(
+    checkpoint: Checkpoint, given: Checkpoint, config: Any, layout: MtpLayout
+) -> Checkpoint:
+    """A checkpoint by whose names transformers finds the head: its layers after the model's, the
+    rest in ``mtp``.
+
+    Args:
+        checkpoint: of the model.
+        given: the same by the names in its files.
+        config: the text config, lengthened.
+        layout: of the family.
+
+    Raises:
+        ValueError: it has no head.
+    """
+    num_head = len(layout.layer_types(config))
+    num_layers = config.num_hidden_layers - num_head
+    first = num_layers if layout.numbered_on else 0
+    where = {"first": first, "last": first + num_head - 1}
+    names = {getattr(layout, part).format(**where): f"mtp.{part}" for part in _PARTS}
+    names |= {name.format(**where): "" for name in layout.shared}
+    layers = {
+        layout.layers.format(first + i): f"model.layers.{num_layers + i}" for i in range(num_head)
+    }
+    found = dict(_renamed(given.tensors, {**names, **layers}))
+    if "mtp.fc.weight" not in found:
+        raise ValueError(
+            f"the checkpoint {given.folder} has no MTP head: there is no tensor "
+            f"{layout.fc.format(**where)}.weight"
+        )
+    kept = {name: stored for name, stored in checkpoint.tensors.items() if not _is_of(name, layers)}
+    return replace(checkpoint, tensors={**kept, **found})
+
+
+def _renamed(tensors: Mapping[str, Stored], names: Mapping[str, str]) -> Mapping[str, Stored]:
+    """Those tensors whose names begin with one of ``names``, the longest of them, by another."""
+    found = {}
+    for name, stored in tensors.items():
+        old = max((old for old in names if name.startswith(f"{old}.")), key=len, default=None)
+        if old is not None and names[old]:
+            found[names[old] + name.removeprefix(old)] = stored
+    return found
+
+
+def _is_of(name: str, prefixes: Mapping[str, str]) -> bool:
+    return any(name.startswith(f"{prefix}.") for prefix in prefixes)
+
+
+def add_parts(hf_model: Any) -> None:
+    """Give a model of transformers the modules around its head's layers, for weights to be read."""
+    base, dim = hf_model.base_model, hf_model.config.hidden_size
+    last_norm = getattr(base, "norm", None) or base.norm_f
+    parts = {name: copy.deepcopy(last_norm) for name in _PARTS if name != "fc"}
+    hf_model.mtp = nn.ModuleDict({"fc": nn.Linear(2 * dim, dim, bias=False), **parts})
+
+
+def take_head(hf_model: Any, table: LayerTable, num_head: int) -> MtpHead:
+    """Take the head out of a model of transformers, which then has its own layers alone.
+
+    Args:
+        hf_model: whose last ``num_head`` layers and ``mtp`` are the head's; it is changed.
+        table: of all of them.
+        num_head: how many.
+    """
+    base, config = hf_model.base_model, hf_model.config
+    first = len(base.layers) - num_head
+    layers, base.layers = base.layers[first:], base.layers[:first]
+    parts = hf_model.mtp
+    del hf_model.mtp
+    for name in _FIELDS[1:]:
+        if getattr(config, name, None):
+            setattr(config, name, getattr(config, name)[:first])
+    if config.num_hidden_layers != first:
+        config.num_hidden_layers = first
+    kinds = frozenset(entry.kind for layer in table.layers[first:] for entry in layer)
+    named = {name: parts[name] for name in _PARTS}
+    return MtpHead(**named, layers=layers, first_layer=first, kinds=kinds)
