@@ -147,7 +147,8 @@ class Ranks:
             part.contiguous(), self.size, self.group_name
         )
         parts: Tensor = torch.ops._c10d_functional.wait_tensor(started)
-        return parts.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1)
+        side_by_side: Tensor = parts.unflatten(0, (self.size, -1)).transpose(0, 1).flatten(1)
+        return side_by_side
 
     def mean_of_groups(self, means: Tensor, num_groups: int) -> Tensor:
         """The mean over each group of channels, of which this rank has a part.

@@ -128,7 +128,8 @@ def cut(model: HybridModel | Ring25, ranks: Ranks, experts: Experts) -> None:
 
 def _shard_vocabulary(model: HybridModel | Ring25, ranks: Ranks) -> None:
     """Cut the embedding and the head, which may be one weight, unless they are more than that."""
-    embedding, head = model.embedding, model.head
+    embedding: Any = model.embedding
+    head: Any = model.head
     if type(embedding) is not nn.Embedding or type(head) is not nn.Linear:
         return
     if {embedding.num_embeddings, head.out_features} != {model.vocab_size}:
