@@ -153,7 +153,7 @@ def test_adapt_keeps_the_tower():
     runner = th.Runner(th.adapt(hf_model, vision=True), **SMALL)
     assert_equal_logits(serve(runner, [prompt], whole([len(prompt.tokens)])), oracle)
     with pytest.raises(ValueError, match="hf_model was adapted before"):
-        th.adapt(hf_model)
+        th.adapt(hf_model, vision=True)
 
 
 def test_integers_leave_the_tower_as_it_is(tmp_path: Path):
