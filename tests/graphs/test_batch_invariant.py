@@ -14,7 +14,7 @@ from tests.tiny_models import BUILDERS, FEWEST_LAYERS, VOCAB_SIZE, make_model
 
 LENGTH = 75  # more than a chunk of a recurrence, a block of keys, a stretch of tokens
 CUTS = [1, 32, 2, 33, 7]
-IN_BF16 = ("qwen3_next", "falcon_h1", "bailing_hybrid", "lfm3")  # every mixer but lightning's
+IN_BF16 = ("qwen3_next", "falcon_h1", "bailing_hybrid", "lfm3")  # of different mixers
 
 
 def make_runner(family: str, dtype: torch.dtype = torch.float32, **options: object) -> th.Runner:
