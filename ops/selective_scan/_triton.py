@@ -41,7 +41,8 @@ class Inputs:
     def programs(self) -> int:
         """For all channels of a sequence, or of a segment of it."""
         num_groups = self.B.shape[1]
-        return num_groups * triton.cdiv(self.x.shape[1] // num_groups, self.tile.block_v)
+        blocks: int = triton.cdiv(self.x.shape[1] // num_groups, self.tile.block_v)
+        return num_groups * blocks
 
     def constants(self) -> dict[str, Any]:
         num_groups, state_dim = self.B.shape[1:]
