@@ -36,6 +36,7 @@ from torch_hybrid.specs import (
     LightningSpec,
     Mamba2Spec,
     NgramSpec,
+    PreviousHiddenSpec,
     ShortConvolutionSpec,
 )
 
@@ -50,6 +51,7 @@ SPECS = [
     LightningSpec(num_heads=2, head_dim=16),
     ShortConvolutionSpec(channels=16, conv_width=3),
     NgramSpec(ngram_size=3, channels=16, conv_width=4),
+    PreviousHiddenSpec(channels=16),
     IndexedAttentionSpec(
         num_q_heads=4,
         num_kv_heads=2,
