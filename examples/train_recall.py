@@ -4,9 +4,9 @@ then a head that predicts further tokens (MTP), while the model stays as it is.
     python examples/train_recall.py --out build/recall
     python examples/train_recall.py --out build/recall --model PATH    the head alone
 
-The defaults are those of the checkpoint that ships with the package, which took HEADTIME of a
-shared core. Fixed seeds and a single thread make a second run on the same kind of processor print
-the same losses. The task is described in ``torch_hybrid/demo/task.py``.
+The defaults are those of the checkpoint that ships with the package, which took 16 minutes of a
+shared core, and the head two. Fixed seeds and a single thread make a second run on the same kind
+of processor print the same losses. The task is described in ``torch_hybrid/demo/task.py``.
 
 The number of writes grows with what the model can do: over short prompts it finds the circuit that
 matches a query with a key, over long ones it only has to make the match sharper. Trained on long

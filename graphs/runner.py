@@ -574,6 +574,7 @@ class Runner:
                 table_width=self._planner.table_width,
             )
             try:
+                self._check(batches[0])
                 variant, planned = self._planner.plan_drafts(batches)
                 self._compile(variant)
                 drafted = self._execution.logits(variant, planned).T.tolist()

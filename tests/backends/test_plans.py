@@ -39,6 +39,7 @@ from torch_hybrid.specs import (
     MambaSpec,
     NgramSpec,
     RgLruSpec,
+    PreviousHiddenSpec,
     ShortConvolutionSpec,
 )
 
@@ -55,6 +56,7 @@ SPECS = [
     ShortConvolutionSpec(channels=16, conv_width=3),
     RgLruSpec(num_heads=2, head_dim=8, conv_width=4),
     NgramSpec(ngram_size=3, channels=16, conv_width=4),
+    PreviousHiddenSpec(channels=16),
     IndexedAttentionSpec(
         num_q_heads=4,
         num_kv_heads=2,

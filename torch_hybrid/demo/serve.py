@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,11 @@ import torch
 from torch_hybrid.demo.task import RecallPrompt
 from torch_hybrid.engine import Engine
 from torch_hybrid.graphs.runner import Runner
-from torch_hybrid.graphs.step import Model, kinds_of_head
-from torch_hybrid.models.checkpoint.files import open_checkpoint
+from torch_hybrid.graphs.step import Model
 from torch_hybrid.sampling import Sampling
-from torch_hybrid.speculation import Speculation
 
 Tokens = list[list[int]]
 PAGE_SIZE = 16
-DRAFTS = 4  # of the model's head in one step, at most
-ALONE, ALONE_TOKENS = 6, 64  # prompts that are served one by one, and tokens after each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,31 +34,16 @@ class Recalled:
     num_whole: int  # prompts without a wrong token
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drafted:
-    """Prompts served one after the other, with drafts of the model's head and without."""
-
-    acceptance: float  # the share of drafts that were right
-    speedup: float  # in tokens per second
-    is_equal: bool  # whether the tokens are the same
-
-
-def has_head(path: Path) -> bool:
-    """Whether a checkpoint has a head that predicts further tokens."""
-    return any(name.startswith("mtp.") for name in open_checkpoint(path).tensors)
-
-
 def make_runner(model: Model, prompts: Sequence[RecallPrompt], *, compile: bool = True) -> Runner:
     """A runner with room for all prompts; they are prefilled in chunks beside the first decodes."""
     longest = max(len(prompt.tokens) + len(prompt.answer) for prompt in prompts)
-    kv_tokens = len(prompts) * (longest + PAGE_SIZE) + ALONE_TOKENS
+    kv_tokens = len(prompts) * (longest + PAGE_SIZE)
     return Runner(
         model,
         max_seqs=len(prompts),
         max_tokens=1024,
         kv_tokens=kv_tokens,
         page_size=PAGE_SIZE,
-        max_drafts=DRAFTS if kinds_of_head(model) else 0,
         compile=compile,
     )
 
@@ -76,30 +56,6 @@ def serve(runner: Runner, prompts: Sequence[RecallPrompt]) -> Tokens:
         for output in engine.generate([prompt.tokens for prompt in prompts], samplings):
             served[output.index] = output.tokens
     return served
-
-
-def serve_alone(runner: Runner, prompts: Sequence[RecallPrompt], *, rounds: int) -> Drafted:
-    """Serve some of the prompts one after the other, with drafts and without, by turns."""
-    engines = {
-        "with": Engine(runner, speculate=Speculation("mtp", max_tokens=DRAFTS)),
-        "without": Engine(runner),
-    }
-    sampling = Sampling(max_new_tokens=ALONE_TOKENS, ignore_eos=True)
-    tokens: dict[str, Tokens] = {}
-
-    def run(name: str) -> None:
-        tokens[name] = [
-            output.tokens
-            for prompt in prompts[:ALONE]
-            for output in engines[name].generate(prompt.tokens, sampling)
-        ]
-
-    seconds = fastest({name: partial(run, name) for name in engines}, rounds=rounds)
-    return Drafted(
-        acceptance=engines["with"].stats().drafts.acceptance,
-        speedup=seconds["without"] / seconds["with"],
-        is_equal=tokens["with"] == tokens["without"],
-    )
 
 
 def load_transformers(path: Path) -> Any:

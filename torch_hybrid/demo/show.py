@@ -29,7 +29,7 @@ def show(num_prompts: int, seed: int | None, model: Path | None) -> None:
     """
     path = model or checkpoint_path()
     prompts = make_prompts(num_prompts, random.randrange(2**32) if seed is None else seed)
-    loaded = load_model(str(path), mtp=serve.has_head(path))
+    loaded = load_model(str(path))
     print_model("torch-hybrid demo: recall of what a prompt binds", loaded)
     runner = serve.make_runner(loaded, prompts, compile=can_compile(loaded.device))
     compile_steps(runner)
@@ -43,10 +43,6 @@ def show(num_prompts: int, seed: int | None, model: Path | None) -> None:
     contestants = _contestants(runner, theirs, prompts)
     with progress(f"timing {', '.join(contestants)}"):
         seconds = serve.fastest(contestants, rounds=ROUNDS)
-    drafted = None
-    if runner.has_head:
-        with progress("serving one by one, with drafts and without"):
-            drafted = serve.serve_alone(runner, prompts, rounds=ROUNDS)
     recalled = serve.compare(prompts, served, alone)
     lengths = [len(prompt.tokens) for prompt in prompts]
     out.print(
@@ -56,9 +52,6 @@ def show(num_prompts: int, seed: int | None, model: Path | None) -> None:
     _print_recalled(recalled, num_prompts)
     _print_report(runner)
     _print_speed(seconds, recalled.num_tokens)
-    if drafted is not None:
-        _print_drafted(drafted)
-    out.print()
 
 
 def _contestants(
@@ -114,14 +107,4 @@ def _print_speed(seconds: Mapping[str, float], num_tokens: int) -> None:
     print_fact("speed", better, good=ratio >= 1)
     for name, duration in seconds.items():
         out.print(f"{'':18}{num_tokens / duration:8,.0f} tokens/s  {duration:7.3f} s  {name}")
-
-
-def _print_drafted(drafted: serve.Drafted) -> None:
-    same = "the same" if drafted.is_equal else "not the same"
-    print_fact(
-        "drafts",
-        f"{drafted.speedup:.1f} times the tokens per second of one prompt at a time: "
-        f"{drafted.acceptance:.0%} of the drafts of the model's head are right, "
-        f"and the tokens {same}",
-        good=drafted.is_equal and drafted.speedup >= 1,
-    )
+    out.print()

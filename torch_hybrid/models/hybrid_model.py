@@ -219,7 +219,7 @@ class HybridModel(nn.Module):
         position_ids = positions[None] if positions.ndim == 1 else positions[:, None]
         rotary = getattr(self.hf_model.base_model, "rotary_emb", None)
         rotations = None if rotary is None else rotary(embedded[None], position_ids)
-        return head(
+        out: Tensor = head(
             embedded,
             hidden,
             step,
@@ -227,6 +227,7 @@ class HybridModel(nn.Module):
             position_ids=position_ids,
             attention_mask=None,
         )
+        return out
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, dim] hidden states to [R, vocab_size] logits."""
