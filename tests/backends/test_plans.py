@@ -38,8 +38,8 @@ from torch_hybrid.specs import (
     Mamba2Spec,
     MambaSpec,
     NgramSpec,
-    RgLruSpec,
     PreviousHiddenSpec,
+    RgLruSpec,
     ShortConvolutionSpec,
 )
 
