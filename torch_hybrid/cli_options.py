@@ -57,11 +57,10 @@ class ModelOptions:
     def load(self, *, vision: bool = False, mtp: bool = False) -> HybridModel | Ring25:
         """The checkpoint, with its tower or its MTP head if asked for, and a bar for as long as it
         is read."""
-        parts = {"vision": vision, "mtp": mtp}
-        if not self.ranks:
-            return load_model(self.model, self.dtype, self.device, self.weights, **parts)
-        group, device = join_ranks(self.device)
-        return load_model(self.model, self.dtype, device, self.weights, group, **parts)
+        group, device = join_ranks(self.device) if self.ranks else (None, self.device)
+        return load_model(
+            self.model, self.dtype, device, self.weights, group, vision=vision, mtp=mtp
+        )
 
     def speculation(self, drafter: str | None) -> Speculation | None:
         """How an engine drafts: by n-grams, the model's head, or the checkpoint at a path."""

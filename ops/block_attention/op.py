@@ -189,9 +189,9 @@ def _validate(
             **{name: (tensor, torch.int32) for name, tensor in index.items()},
         }
     )
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("page_table", page_table)):
-        if tensor is not None and tensor.stride(-1) != 1:
-            raise ValueError(f"{name} must have a contiguous last dim, got {tensor.stride()}")
+    for name, given in (("q", q), ("k", k), ("v", v), ("page_table", page_table)):
+        if given is not None and given.stride(-1) != 1:
+            raise ValueError(f"{name} must have a contiguous last dim, got {given.stride()}")
     check_contiguous(kv=kv, **index)
 
 

@@ -173,9 +173,9 @@ class HybridModel(nn.Module):
         if embeds is not None and embed_rows is not None:
             own = self.embedding(tokens)
             is_given = (embed_rows > 0)[:, None]
-            hidden = torch.where(is_given, F.embedding(embed_rows, embeds), own)
+            embedded = torch.where(is_given, F.embedding(embed_rows, embeds), own)
             inputs = {
-                "inputs_embeds": hidden[None],
+                "inputs_embeds": embedded[None],
                 **dict.fromkeys(self.token_names, tokens[None]),
             }
         outputs = self.hf_model.base_model(

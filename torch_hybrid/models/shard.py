@@ -141,10 +141,11 @@ def _shard_vocabulary(model: HybridModel | Ring25, ranks: Ranks) -> None:
     weight = own_head.weight
     if not is_tied:
         weight = ranks.parameter(embedding.weight, [(model.vocab_size, 1)])
-    own_embedding = nn.Embedding(*weight.shape, dtype=weight.dtype, device="meta")
+    num_rows, width = weight.shape
+    own_embedding = nn.Embedding(num_rows, width, dtype=weight.dtype, device="meta")
     own_embedding.weight = weight
     model.replace_vocabulary(
-        EmbeddingOverRanks(own_embedding, len(weight), ranks), HeadOverRanks(own_head, ranks)
+        EmbeddingOverRanks(own_embedding, num_rows, ranks), HeadOverRanks(own_head, ranks)
     )
 
 
