@@ -122,8 +122,7 @@ def test_two_batch_overlap(dense: tuple[Oracle, th.HybridModel]):
 
 @pytest.mark.slow
 def test_compiled_steps(dense: tuple[Oracle, th.HybridModel]):
-    """One more graph, without the model's layers, and nothing of the head's that only drafts
-    need in the others."""
+    """One more graph, of the head alone; in the others the head is there once."""
     oracle, model = dense
     runner = th.Runner(model, **SIZES, max_drafts=DRAFTS)
     histories = Histories(oracle, runner)

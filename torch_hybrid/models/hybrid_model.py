@@ -187,7 +187,7 @@ class HybridModel(nn.Module):
         hidden: Tensor = outputs.last_hidden_state[0]
         hidden = hidden.to(self.dtype)  # some keep their residuals in float32
         if self.mtp is not None:
-            # For what the head keeps of each token. A compiler drops what follows from its layers.
+            # For what the head keeps of each token: what it gives is of use to drafts alone.
             self._head(self.mtp, tokens, self.mtp.before(hidden, step), positions, step)
         return hidden
 
