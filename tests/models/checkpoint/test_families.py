@@ -10,7 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+)
 
 import torch_hybrid as th
 from tests.models import ring_checkpoint
@@ -40,7 +45,11 @@ def theirs_cut(folder: Path, rank: int, experts: Experts = "tensor", **options: 
 
 
 def load_with_transformers(folder: Path, dtype: Any = "auto") -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    config = AutoConfig.from_pretrained(folder)
+    # GLM-5.3 is there as a multimodal model alone.
+    is_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    auto = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+    return auto.from_pretrained(folder, dtype=dtype)
 
 
 def tensors_of(model: Any) -> dict[str, Tensor]:
