@@ -456,7 +456,7 @@ def fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
     elif name.endswith("recurrent_param"):
         weight.uniform_(-9, -3, generator=generator)
     elif name.endswith(".linear.weight"):  # of a block without residuals, which magnifies rounding
-        weight.normal_(std=0.3 * weight.shape[-1] ** -0.5, generator=generator)
+        weight.normal_(std=0.1 * weight.shape[-1] ** -0.5, generator=generator)
     elif "norm" in name:
         noise = torch.randn(weight.shape, generator=generator, device=generator.device)
         weight.add_(noise, alpha=0.1)
