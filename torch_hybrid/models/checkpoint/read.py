@@ -80,7 +80,8 @@ def read_weights(
             own = nn.Parameter(own, requires_grad=False)
         for store, name in where:
             store[name] = own
-    return Origins([Origin(weight.content, weight.unit, *places[weight][0]) for weight in unread])
+    origins = [Origin(weight.content, weight.unit, *places[weight][0]) for weight in unread]
+    return Origins(origins, checkpoint.tensors)
 
 
 def needed_bytes(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> int:

@@ -44,10 +44,16 @@ class Origin:
 
 
 class Origins:
-    """Of all weights of a model that were read from a checkpoint."""
+    """Of all weights of a model that were read from a checkpoint.
 
-    def __init__(self, origins: Sequence[Origin]) -> None:
-        self._stored: dict[str, Stored] = {}
+    Args:
+        origins: one for each weight.
+        known: all tensors of the checkpoint, by name: those of which the model has nothing are
+            taken for granted, and written nowhere.
+    """
+
+    def __init__(self, origins: Sequence[Origin], known: Mapping[str, Stored]) -> None:
+        self._stored = dict(known)
         self._of: dict[str, list[Origin]] = defaultdict(list)  # by the name of a stored tensor
         for origin in origins:
             stored = {leaf.stored.name: leaf.stored for leaf in leaves(origin.content)}
@@ -74,7 +80,9 @@ class Origins:
         """Raise ValueError unless ``values`` are finite, and as the checkpoint has this weight."""
         stored = self._stored.get(name)
         if stored is None:
-            raise ValueError(f"weight {name!r} is none that the model was made of")
+            raise ValueError(
+                f"weight {name!r} is none of the checkpoint that the model was read from"
+            )
         if tuple(values.shape) != stored.shape:
             raise ValueError(
                 f"weight {name} must have shape {[*stored.shape]}, got {[*values.shape]}"
@@ -86,18 +94,18 @@ class Origins:
             raise ValueError(f"weight {name} has {count} NaN or infinite values")
 
     def check_complete(self, names: Collection[str]) -> None:
-        """Raise ValueError unless there are values for all weights."""
-        if missing := sorted(self._stored.keys() - set(names)):
+        """Raise ValueError unless there are values for all that the model was made of."""
+        if missing := sorted(self._of.keys() - set(names)):
             listed = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
             raise ValueError(
-                f"{len(missing)} of {len(self._stored)} weights are missing, {listed}: "
+                f"{len(missing)} of {len(self._of)} weights are missing, {listed}: "
                 f"partial=True leaves them as they are"
             )
 
     def write(self, name: str, values: Tensor) -> None:
         """Put values that were checked where they belong."""
         values = values.detach().contiguous()
-        for origin in self._of[name]:
+        for origin in self._of.get(name, ()):
             for part, place in origin.places():
                 if part.stored.name == name and place.numel():
                     where = part.where
