@@ -8,8 +8,8 @@ graph for each bucket; on a CPU the same lines call the step, so that all of it 
 import torch
 from torch import Tensor
 
-from torch_hybrid.graphs.cuda_graph import CapturedSteps
-from torch_hybrid.graphs.static_inputs import StaticInputs
+from torch_hybrid.graphs.capturing.cuda_graph import CapturedSteps
+from torch_hybrid.graphs.capturing.static_inputs import StaticInputs
 from torch_hybrid.ops.gated_delta_rule import recurrent_gated_delta_rule
 
 HEADS, DIM, SLOTS = 2, 16, 9

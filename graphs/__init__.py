@@ -40,6 +40,9 @@ The life of a step, and where each part of it stands:
 host has not read) and after it (the draw) is captured with it. The tokens are waited for when they
 are asked for.
 
+The folders: ``compiling`` from a traced step to one that runs, ``passes`` over its graph,
+``capturing`` of it, ``artefact`` for it in a file; what is here leads a step through them.
+
 ``model_use`` keeps threads apart that run and trace one model, ``surroundings`` keeps a caller's
 modes and defaults out, ``model_choices`` are those that no backend makes, ``signature`` tells
 modules of one kind, and ``report`` has all that was compiled.

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_hybrid.graphs.background import StepsBeside
-from torch_hybrid.graphs.capture_policy import CapturePolicy
-from torch_hybrid.graphs.launch import Draws, LastTokens, Launched, StepInputs, num_logits
+from torch_hybrid.graphs.capturing.capture_policy import CapturePolicy
+from torch_hybrid.graphs.capturing.launch import Draws, LastTokens, Launched, StepInputs, num_logits
+from torch_hybrid.graphs.capturing.static_inputs import StaticInputs
+from torch_hybrid.graphs.compiling.background import StepsBeside
 from torch_hybrid.graphs.planner import StepPlanner
-from torch_hybrid.graphs.static_inputs import StaticInputs
 from torch_hybrid.graphs.step import Inputs, Variant
 from torch_hybrid.graphs.steps import Steps
 from torch_hybrid.sampling import Draw, DrawKind

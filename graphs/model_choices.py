@@ -15,9 +15,9 @@ from torch import nn
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import Backends, Choice, Chooses, impls_of, select
 from torch_hybrid.backends.step import Backend
-from torch_hybrid.graphs.merge_linears import merge_linears
 from torch_hybrid.graphs.passes import Pass, without
-from torch_hybrid.graphs.row_products import row_products
+from torch_hybrid.graphs.passes.merge_linears import merge_linears
+from torch_hybrid.graphs.passes.row_products import row_products
 from torch_hybrid.graphs.step import Model
 from torch_hybrid.ops.capability import BATCH_INVARIANT, Need
 from torch_hybrid.ops.linear import op as linear

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch_hybrid.graphs.background import Switches
-from torch_hybrid.graphs.clone_check import PoolClone
-from torch_hybrid.graphs.compile import GraphRecord
+from torch_hybrid.graphs.compiling.background import Switches
+from torch_hybrid.graphs.compiling.clone_check import PoolClone
+from torch_hybrid.graphs.compiling.compile import GraphRecord
 from torch_hybrid.graphs.link import Trial
 from torch_hybrid.graphs.two_batch import OverlapPolicy
 

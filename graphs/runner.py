@@ -24,9 +24,9 @@ from torch_hybrid.caches.hybrid import HybridCache, Sequence
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.artefact.store import StepStore
-from torch_hybrid.graphs.background import Compile, StepsBeside, check_compile
 from torch_hybrid.graphs.buckets import StepSizes
-from torch_hybrid.graphs.capture_policy import CapturePolicy, CudaGraphs
+from torch_hybrid.graphs.capturing.capture_policy import CapturePolicy, CudaGraphs
+from torch_hybrid.graphs.capturing.launch import LastTokens, Launched
 from torch_hybrid.graphs.check_extend import check_extend, token_lists
 from torch_hybrid.graphs.check_options import (
     KvDtype,
@@ -39,10 +39,11 @@ from torch_hybrid.graphs.check_options import (
     check_types,
     kept_table,
 )
+from torch_hybrid.graphs.compiling.background import Compile, StepsBeside, check_compile
+from torch_hybrid.graphs.compiling.surroundings import calm
 from torch_hybrid.graphs.embeds import Embeds, GivenRows
 from torch_hybrid.graphs.execution import Execution
 from torch_hybrid.graphs.kv_room import KvRoom, choose_kv_tokens
-from torch_hybrid.graphs.launch import LastTokens, Launched
 from torch_hybrid.graphs.link import SMALLEST, Trial, Work, policy_of, try_halves
 from torch_hybrid.graphs.model_choices import choose, passes_for, start_builds
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
@@ -50,7 +51,6 @@ from torch_hybrid.graphs.planner import Logits, StepPlanner
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.step import Inputs, Model, UpdatableModel, Variant, kinds_of_head
 from torch_hybrid.graphs.steps import Steps
-from torch_hybrid.graphs.surroundings import calm
 from torch_hybrid.graphs.two_batch import (
     NEVER_CUT,
     OverlapPolicy,

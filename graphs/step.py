@@ -16,7 +16,7 @@ from torch_hybrid.backends.mode import Form, Mode
 from torch_hybrid.backends.step import Plan, Step
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.graphs.marks import in_half
+from torch_hybrid.graphs.passes.marks import in_half
 from torch_hybrid.pytrees import OnHost, register_value
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable

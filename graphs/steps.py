@@ -17,14 +17,14 @@ from torch_hybrid.backends.select import Choice, impls_of
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.artefact.store import StepStore
-from torch_hybrid.graphs.compile import CompileLog, GraphRecord, StepBackend, compile_step
-from torch_hybrid.graphs.compiled_step import CompiledStep
-from torch_hybrid.graphs.layers_once import LayersOnce
+from torch_hybrid.graphs.compiling.compile import CompileLog, GraphRecord, StepBackend, compile_step
+from torch_hybrid.graphs.compiling.compiled_step import CompiledStep
+from torch_hybrid.graphs.compiling.layers_once import LayersOnce
 from torch_hybrid.graphs.model_choices import choices_of
 from torch_hybrid.graphs.model_use import ModelUse
 from torch_hybrid.graphs.passes import Pass
+from torch_hybrid.graphs.passes.row_products import in_rows
 from torch_hybrid.graphs.planner import StepPlanner
-from torch_hybrid.graphs.row_products import in_rows
 from torch_hybrid.graphs.step import (
     Caches,
     DraftingModel,

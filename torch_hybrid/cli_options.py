@@ -16,8 +16,8 @@ from torch_hybrid.backends.select import Backends
 from torch_hybrid.cli_output import note, progress
 from torch_hybrid.cli_ranks import join_ranks
 from torch_hybrid.graphs.agreement import Agreement
-from torch_hybrid.graphs.background import Compile
 from torch_hybrid.graphs.check_options import KvDtype, KvTokens
+from torch_hybrid.graphs.compiling.background import Compile
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.models.load import from_pretrained
 from torch_hybrid.ops.native import compiler_missing

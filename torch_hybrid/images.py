@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torch_hybrid.graphs.surroundings import calm
+from torch_hybrid.graphs.compiling.surroundings import calm
 
 if TYPE_CHECKING:
     from torch_hybrid.models.tower import Inputs, Tower

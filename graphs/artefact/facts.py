@@ -19,8 +19,8 @@ from torch import nn
 import torch_hybrid
 import torch_hybrid.graphs
 import torch_hybrid.ops
+from torch_hybrid.graphs.compiling.signature import fact, signature
 from torch_hybrid.graphs.passes import Pass
-from torch_hybrid.graphs.signature import fact, signature
 from torch_hybrid.graphs.step import Model
 
 _CODE = {".py", ".cpp", ".h"}

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.artefact.regions import dump_region, load_region
-from torch_hybrid.graphs.compile import GraphRecord
-from torch_hybrid.graphs.compile_region import CompiledRegion
-from torch_hybrid.graphs.compiled_step import Arguments, CompiledGraph
-from torch_hybrid.graphs.regions import link
-from torch_hybrid.graphs.signature import own_tensors
+from torch_hybrid.graphs.compiling.compile import GraphRecord
+from torch_hybrid.graphs.compiling.compile_region import CompiledRegion
+from torch_hybrid.graphs.compiling.compiled_step import Arguments, CompiledGraph
+from torch_hybrid.graphs.compiling.regions import link
+from torch_hybrid.graphs.compiling.signature import own_tensors
 from torch_hybrid.graphs.step import Caches, Model
 from torch_hybrid.ops.native.build import bring_libraries, loaded_libraries, unpack_library
 

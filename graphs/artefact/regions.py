@@ -16,7 +16,7 @@ from threading import Lock
 from typing import Any
 
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.graphs.compile_region import CompiledRegion
+from torch_hybrid.graphs.compiling.compile_region import CompiledRegion
 
 _LOADING = Lock()
 

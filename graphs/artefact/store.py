@@ -17,8 +17,8 @@ from torch_hybrid.graphs.artefact.file import (
     named_tensors,
     save,
 )
-from torch_hybrid.graphs.compile import GraphRecord
-from torch_hybrid.graphs.compiled_step import CompiledGraph, constants_of
+from torch_hybrid.graphs.compiling.compile import GraphRecord
+from torch_hybrid.graphs.compiling.compiled_step import CompiledGraph, constants_of
 from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.step import Caches, Inputs, Model
 

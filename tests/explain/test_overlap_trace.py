@@ -7,7 +7,7 @@ from typing import Any
 from expecttest import assert_expected_inline
 
 from torch_hybrid.explain.overlap_trace import add_halves, half_events
-from torch_hybrid.graphs.schedule import Stage
+from torch_hybrid.graphs.passes.schedule import Stage
 
 SCHEDULE = (
     Stage(0, 0, ("linear", "all_reduce")),

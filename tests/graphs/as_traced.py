@@ -10,8 +10,8 @@ from unittest import mock
 from torch import Tensor
 from torch.fx import GraphModule
 
-from torch_hybrid.graphs.compile import StepBackend
-from torch_hybrid.graphs.compiled_step import CompiledGraph, arguments_of
+from torch_hybrid.graphs.compiling.compile import StepBackend
+from torch_hybrid.graphs.compiling.compiled_step import CompiledGraph, arguments_of
 
 
 def run_as_traced() -> AbstractContextManager[Any]:

@@ -15,11 +15,10 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.tiny_models import VOCAB_SIZE, make_hybrid
 from torch_hybrid.backends.mode import MODES, Mode
-from torch_hybrid.graphs import keep_order
-from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, without
+from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, keep_order, without
+from torch_hybrid.graphs.passes.schedule import Stage
+from torch_hybrid.graphs.passes.side_stream import mixers_on_side_stream
 from torch_hybrid.graphs.runner import Runner
-from torch_hybrid.graphs.schedule import Stage
-from torch_hybrid.graphs.side_stream import mixers_on_side_stream
 from torch_hybrid.ops.capability import Implementation
 
 pytestmark = pytest.mark.slow

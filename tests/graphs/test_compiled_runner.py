@@ -18,7 +18,7 @@ from tests.graphs.as_traced import run_as_traced
 from tests.tiny_models import COMPILED_SIZES as SIZES
 from tests.tiny_models import VOCAB_SIZE, make_hybrid
 from torch_hybrid.explain import sections as explain
-from torch_hybrid.graphs.layers_once import LayerCount, LayersOnce
+from torch_hybrid.graphs.compiling.layers_once import LayerCount, LayersOnce
 from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.ops.native import compiler_missing

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
 from torch_hybrid.backends.mode import Mode
-from torch_hybrid.graphs.marks import in_half
+from torch_hybrid.graphs.passes.marks import in_half
+from torch_hybrid.graphs.passes.values import value_of
 from torch_hybrid.graphs.runner import Runner
-from torch_hybrid.graphs.values import value_of
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
 

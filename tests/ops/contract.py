@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_hybrid.graphs.clone_check import PoolClone, find_pool_clones
+from torch_hybrid.graphs.compiling.clone_check import PoolClone, find_pool_clones
 from torch_hybrid.ops.capability import Implementation
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch_hybrid.graphs.schedule import Stage
+from torch_hybrid.graphs.passes.schedule import Stage
 
 Event = dict[str, Any]
 

@@ -1,0 +1,1 @@
+"""Steps as CUDA graphs: inputs at fixed addresses, what is captured when, and replays."""

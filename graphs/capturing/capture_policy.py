@@ -1,0 +1,120 @@
+"""Which steps of a runner are captured in CUDA graphs, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.graphs.capturing.cuda_graph import CapturedSteps, why_not_capturable
+from torch_hybrid.graphs.capturing.launch import StepInputs
+from torch_hybrid.graphs.capturing.static_inputs import StaticInputs
+from torch_hybrid.graphs.step import Inputs, Variant, map_tensors
+from torch_hybrid.sampling import DrawKind
+
+CudaGraphs = Literal["auto", "on", "off"]
+
+
+class CapturePolicy:
+    """Captures each bucket of a runner's steps when it first comes, where their ops allow it.
+
+    Args:
+        device: of the model; on a CPU a replay calls the step.
+        must: refuse steps that cannot be captured, instead of noting why.
+    """
+
+    def __init__(self, device: torch.device, *, must: bool) -> None:
+        self._device, self._must = device, must
+        self._steps = CapturedSteps(device)
+        self._refused: dict[str, tuple[str, ...]] = {}  # name of a variant to the reasons
+
+    @classmethod
+    def of(
+        cls, cuda_graphs: CudaGraphs, device: torch.device, *, compiles: bool
+    ) -> CapturePolicy | None:
+        """The policy of a runner's ``cuda_graphs``; None where nothing is captured.
+
+        Raises:
+            ValueError: ``cuda_graphs`` is none of its values.
+            UnsupportedError: steps that are not compiled would have to be captured.
+        """
+        if cuda_graphs not in ("auto", "on", "off"):
+            raise ValueError(f"cuda_graphs must be 'auto', 'on' or 'off', got {cuda_graphs!r}")
+        must, is_cuda = cuda_graphs == "on", device.type == "cuda"
+        if must and is_cuda and not compiles:
+            raise UnsupportedError("cuda_graphs='on' captures compiled steps, got compile=False")
+        may = must or (cuda_graphs == "auto" and is_cuda and compiles)
+        return cls(device, must=must) if may else None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The buckets that were captured, in order."""
+        return self._steps.names
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory that capturing took."""
+        return self._steps.nbytes
+
+    @property
+    def refused(self) -> Mapping[str, tuple[str, ...]]:
+        """Why variants are not captured, by name."""
+        return dict(self._refused)
+
+    def check(self, variant: Variant, calls: Iterable[str]) -> None:
+        """Note why a compiled variant, of these ``op[implementation]``, cannot be captured.
+
+        Raises:
+            UnsupportedError: it must be.
+        """
+        reasons = why_not_capturable(calls) if self._device.type == "cuda" else ()
+        if reasons and self._must:
+            listed = "\n".join(f"  {reason}" for reason in reasons)
+            raise UnsupportedError(
+                f"{variant.name} steps cannot be captured in a CUDA graph:\n{listed}"
+            )
+        if reasons:
+            self._refused[variant.name] = reasons
+
+    def run(
+        self,
+        variant: Variant,
+        step: Callable[[StepInputs], Tensor],
+        static: StaticInputs,
+        value: StepInputs,
+        planned: StepInputs,
+        kind: DrawKind | None = None,
+    ) -> Tensor:
+        """Run a step from its captured graph, made now if this bucket has none.
+
+        Args:
+            variant: of the step.
+            step: to capture, and to call where it cannot be.
+            static: where its inputs lie.
+            value: that ``static`` holds now.
+            planned: the same on the host.
+            kind: of the tokens that it draws, which the next replay overwrites; None where it
+                returns logits.
+        """
+        if variant.name in self._refused:
+            return step(value)
+        # The captured step holds its value: no other gets that id.
+        key = (variant, kind, id(value), static.host_values(planned))
+        if key not in self._steps:
+            static.refresh(map_tensors(torch.zeros_like, planned))
+            name = _bucket_name(variant, value.inputs) + (f", {kind}" if kind else "")
+            self._steps.capture(key, lambda: step(value), name=name)
+            static.refresh(planned)
+        result = self._steps.replay(key)
+        return result.clone() if kind is None else result
+
+
+def _bucket_name(variant: Variant, inputs: Inputs) -> str:
+    """As it stands in reports: "extend: 128 tokens, 8 sequences of 64 pages"."""
+    batch = inputs.parts[0].batch
+    tokens = f"{batch.num_tokens} tokens, " if variant.mode.tokens_per_seq is None else ""
+    seqs = "1 sequence" if batch.num_seqs == 1 else f"{batch.num_seqs} sequences"
+    return f"{variant.name}: {tokens}{seqs} of {batch.page_table.shape[1]} pages"

@@ -1,0 +1,213 @@
+"""Compile a step into one graph, and keep what is known of that graph.
+
+Dynamo traces the step with the first layers (``fullgraph``: a graph break is an error), the others
+are put in as copies of those, the passes run on the whole graph, and Inductor compiles each
+distinct region of the result. Guards are kept on the step's own inputs alone: weights and pools
+belong to the runner, which never replaces them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule
+
+from torch_hybrid.graphs.compiling.clone_check import PoolClone, find_pool_clones
+from torch_hybrid.graphs.compiling.compile_region import compile_region
+from torch_hybrid.graphs.compiling.compiled_step import CompiledGraph, CompiledStep, arguments_of
+from torch_hybrid.graphs.compiling.instantiate import drop_dead_checks, own_copy
+from torch_hybrid.graphs.compiling.layers_once import LayerCount, LayersOnce
+from torch_hybrid.graphs.compiling.regions import link, plan_regions, step_text
+from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, PassRecord, apply_passes
+from torch_hybrid.graphs.passes.schedule import (
+    Stage,
+    is_collective_start,
+    opaque_ops,
+    read_schedule,
+)
+from torch_hybrid.ops.side_stream import JOIN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphRecord:
+    """One compiled graph: what is in it, what it cost, and whether it copies a pool.
+
+    One that ``is_loaded`` was compiled by another process, which is what it tells of.
+    """
+
+    num_nodes: int
+    layers: LayerCount
+    regions: tuple[int, ...]  # how often each compiled region is called
+    ops: Counter[str]  # "op[impl]" to number of calls
+    passes: tuple[PassRecord, ...]
+    schedule: tuple[Stage, ...]  # empty for a step that is not in halves
+    pool_clones: tuple[PoolClone, ...]
+    seconds: float
+    is_loaded: bool = False
+
+
+@dataclass(slots=True)
+class CompileLog:
+    """All graphs that were compiled for one runner, in order."""
+
+    graphs: list[GraphRecord] = field(default_factory=list)
+
+
+class StepBackend:
+    """Compiles traced graphs: the layers that were not traced, the passes, then Inductor, with a
+    record of each graph.
+
+    Args:
+        log: where records go.
+        pool_sizes: numbers of elements of the state pools, to find copies of them.
+        layers: completes the graphs of its model.
+        passes: run in order on the whole graph.
+    """
+
+    def __init__(
+        self,
+        log: CompileLog,
+        *,
+        pool_sizes: Collection[int],
+        layers: LayersOnce | None = None,
+        passes: Sequence[Pass] = DEFAULT_PASSES,
+    ) -> None:
+        self._log = log
+        self._pool_sizes = pool_sizes
+        self._layers = layers
+        self._passes = passes
+
+    def compile(self, module: GraphModule) -> CompiledGraph:
+        """Compile one traced graph."""
+        start = time.perf_counter()
+        module = own_copy(module)
+        drop_dead_checks(module.graph)
+        added, layers = self._complete(module)
+        records = apply_passes(module, self._passes)
+        num_nodes, schedule = len(module.graph.nodes), read_schedule(module.graph)
+        compiled = self._compile(module, schedule, added)
+        sources = [source for region in compiled.regions for source in region.sources]
+        clones = [c for code in sources for c in find_pool_clones(code, self._pool_sizes)]
+        self._log.graphs.append(
+            GraphRecord(
+                num_nodes=num_nodes,
+                layers=layers,
+                regions=compiled.counts,
+                ops=compiled.ops,
+                passes=tuple(records),
+                schedule=schedule,
+                pool_clones=tuple(clones),
+                seconds=time.perf_counter() - start,
+            )
+        )
+        return compiled
+
+    def _complete(self, module: GraphModule) -> tuple[list[Tensor], LayerCount]:
+        if self._layers is None:
+            return [], LayerCount(traced=0, copied=0)
+        return self._layers.complete(module)
+
+    def _compile(
+        self, module: GraphModule, schedule: Sequence[Stage], added: Sequence[Tensor]
+    ) -> CompiledGraph:
+        """Compile each distinct region of a graph; ``added`` are the tensors of its last
+        placeholders, which whoever calls the step does not know."""
+        planned = opaque_ops(module.graph)
+        plan = plan_regions(module.graph)
+        with (
+            torch._functorch.config.patch(_ALWAYS_INDUCTOR),
+            torch._inductor.config.patch(_options_of_ranks(module.graph)),
+            _inductor_options(schedule, planned),
+        ):
+            compiled = [compile_region(region, module) for region in plan.distinct]
+        in_turn = [compiled[number] for number in plan.numbers]
+        if schedule:
+            _check_order([source for region in in_turn for source in region.sources], planned)
+        text = step_text(module.graph, plan)
+        return CompiledGraph(
+            text=text,
+            regions=tuple(compiled),
+            counts=plan.counts,
+            ops=sum((region.ops for region in in_turn), Counter()),
+            arguments=arguments_of(module.graph, added),
+            call=link(text, [region.call for region in compiled]),
+        )
+
+
+# A hit in autograd's cache would skip Inductor, and with it the code to look at.
+_ALWAYS_INDUCTOR = {"enable_autograd_cache": False}
+
+
+def _options_of_ranks(graph: Graph) -> dict[str, bool]:
+    """With collectives, how sums are cut up is not chosen by timing: ranks would choose
+    differently, and what each computes for itself must have the same bits on all."""
+    return {"deterministic": True} if any(map(is_collective_start, graph.nodes)) else {}
+
+
+def _inductor_options(
+    schedule: Sequence[Stage], planned: Sequence[str]
+) -> AbstractContextManager[Any]:
+    """Inductor's own order for a plain step, and the graph's where a pass has set one."""
+    if not schedule and JOIN not in planned:
+        return nullcontext()
+    from torch_hybrid.graphs.passes.keep_order import keep_order
+
+    options: AbstractContextManager[None] = keep_order(planned)
+    return options
+
+
+def _check_order(sources: Sequence[str], planned: Sequence[str]) -> None:
+    from torch_hybrid.graphs.passes.keep_order import check_order
+
+    check_order("\n".join(sources), planned)
+
+
+def _with_own_code(function: Any) -> FunctionType:
+    """A copy of ``function`` that shares no compiled graph with functions of the same source.
+
+    Dynamo keeps graphs on the code object, which all closures made by one ``def`` share. Without
+    guards on what they close over, one would run the graph of another.
+    """
+    code = function.__code__.replace()
+    return FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+
+
+def compile_step(step: Callable[..., Tensor], backend: StepBackend) -> CompiledStep:
+    """Compile ``step(inputs, caches)`` for all sizes of its inputs.
+
+    ``inputs`` is guarded: other sizes or other constants in it are another graph. ``caches`` and
+    all that ``step`` closes over are not: they must stay the same objects.
+    """
+
+    def is_guarded(entry: Any) -> bool:
+        name = entry.name.removeprefix("L['").replace("']", "", 1)
+        return not entry.name or name.startswith("inputs") or entry.guard_type == "SHAPE_ENV"
+
+    def guard_filter(entries: Sequence[Any]) -> list[bool]:
+        return [is_guarded(entry) for entry in entries]
+
+    graphs: list[CompiledGraph] = []
+
+    def compile_graph(module: GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+        graph = backend.compile(module)
+        graphs.append(graph)
+        return graph.call_of_traced
+
+    trace = torch.compile(
+        _with_own_code(step),
+        backend=compile_graph,
+        fullgraph=True,
+        dynamic=True,
+        options={"guard_filter_fn": guard_filter},
+    )
+    return CompiledStep(trace, graphs)

@@ -1,0 +1,84 @@
+"""A graph pass: rotary embeddings read the halves that they swap where they are."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from torch_hybrid.graphs.passes.marks import keep_marks
+from torch_hybrid.graphs.passes.values import value_of
+
+aten = torch.ops.aten
+
+
+def index_rotations(graph: Graph, *, devices: Collection[str] = ("cuda",)) -> None:
+    """Write ``rotate_half`` without a ``cat``.
+
+    Contract: the graph computes the same values. Inductor's kernels for GPUs read each part of a
+    ``cat`` under a mask, number by number; halves in reverse order are only another index.
+
+    for each cat of -x[..., n:] and x[..., :n], n half of x's last dim:
+        x as two rows of n, in reverse order, times -1 and 1; in x's shape
+
+    Args:
+        graph: of a step.
+        devices: types of the devices where it is done. A CPU takes as long either way.
+    """
+    for node in list(graph.nodes):
+        x = _rotated(node)
+        if x is not None and value_of(x).device.type in devices:
+            _replace(graph, node, x)
+
+
+def _rotated(node: Node) -> Node | None:
+    """The x of which a node is ``rotate_half``, if it is one."""
+    if node.target is not torch.cat:
+        return None
+    parts, dim = _operands(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    if isinstance(parts, Node) or len(parts) != 2 or dim not in (-1, value_of(node).ndim - 1):
+        return None
+    negated, lower = parts
+    if negated.target is not operator.neg:
+        return None
+    [upper] = negated.all_input_nodes
+    if not upper.target is lower.target is operator.getitem or upper.args[0] is not lower.args[0]:
+        return None
+    x = lower.args[0]
+    assert isinstance(x, Node)
+    size = value_of(node).shape[-1]
+    if not isinstance(size, int) or value_of(x).shape[-1] != size:
+        return None
+    half = size // 2
+    halves = (..., slice(half, None, None)), (..., slice(None, half, None))
+    return x if (upper.args[1], lower.args[1]) == halves else None
+
+
+def _operands(
+    tensors: Sequence[Node] | Node, dim: int = 0, **_: object
+) -> tuple[Sequence[Node] | Node, int]:
+    """The arguments of ``cat`` that matter, whether passed by position or by name."""
+    return tensors, dim
+
+
+def _replace(graph: Graph, node: Node, x: Node) -> None:
+    def method(name: str, *args: Any) -> Node:
+        made = graph.call_method(name, args)
+        keep_marks(made, node)
+        return made
+
+    device, fake_mode = value_of(x).device, value_of(x).fake_mode
+    with graph.inserting_before(node):
+        made_as = {"dtype": torch.int64, "device": device}
+        signs = graph.call_function(aten.arange.start_step, (-1, 2, 2), made_as)
+        keep_marks(signs, node)
+        with fake_mode:  # no argument of the call shows it
+            signs.meta["example_value"] = torch.arange(-1, 2, 2, dtype=torch.int64, device=device)
+        swapped = method("flip", method("unflatten", x, -1, (2, -1)), -2)
+        rotated = method("mul", swapped, method("unsqueeze", signs, -1))
+        flat = method("flatten", rotated, -2)
+    node.replace_all_uses_with(flat)
+    graph.erase_node(node)

@@ -1,0 +1,167 @@
+"""A graph pass: the linear layers that read one input become one op."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, Node
+
+from torch_hybrid.graphs.passes.marks import keep_marks
+from torch_hybrid.graphs.passes.mutation import storages, written_nodes
+from torch_hybrid.graphs.passes.values import value_of
+from torch_hybrid.ops.capability import NO_FEATURES, Need
+from torch_hybrid.ops.linear.op import linear, native_impl
+from torch_hybrid.ops.stored_weights import group_of, has_zeros
+
+_RESHAPES = ("flatten", "reshape", "view")
+_OP = torch.ops.torch_hybrid.linear.default
+
+
+def merge_linears(graph: Graph, *, features: frozenset[str] = NO_FEATURES) -> None:
+    """Give the linear layers that read one input to a single ``linear`` op.
+
+    Contract: the graph computes the same values. The op streams the weights at memory speed for
+    the few rows of a decode step, and the layers of one input are one parallel region, or launch.
+    Layers of weights with scales, which are such ops already, become one op by themselves, those of
+    one dtype and with the same groups.
+    Where the op has no native implementation (no compiler), and for weights that are computed in
+    the graph, nothing changes. ``features`` are those that the implementation must have.
+
+    for each input, the F.linear nodes that read it or a reshape of its rows, up to where it is
+        written in place; and those with scales that are stored alike:
+        before the first: y = linear(input as rows, their weights, their biases)
+        each node becomes its columns of y, in the leading shape of what it read
+
+    The halves of a step have different inputs: each half's layers stay its own.
+    """
+    siblings: dict[tuple[Node, _Stored], list[_Linear]] = defaultdict(list)
+    groups: list[list[_Linear]] = []
+    for node in graph.nodes:
+        if written := storages(written_nodes(node)):
+            for key in [key for key in siblings if storages([key[0]]) & written]:
+                groups.append(siblings.pop(key))
+        layer = _linear_of(node, features)
+        if layer is not None and layer.impl is not None:
+            siblings[_rows_of(layer.source), layer.stored].append(layer)
+    for group in [*groups, *siblings.values()]:
+        _merge(graph, group)
+
+
+# How a weight is stored: its dtype, how many numbers share a scale, whether there are zero points.
+_Stored = tuple[torch.dtype, int, bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Linear:
+    """A call of ``F.linear`` in a graph, or of the op with a weight that has scales."""
+
+    node: Node
+    source: Node
+    weight: Node
+    bias: Node | None
+    scale: Node | None = None
+    features: frozenset[str] = NO_FEATURES
+
+    @property
+    def stored(self) -> _Stored:
+        """Alike in layers that one launch takes."""
+        weight = value_of(self.weight)
+        if self.scale is None:
+            return weight.dtype, 0, False
+        scale = value_of(self.scale)
+        return weight.dtype, group_of(weight, scale), has_zeros(weight, scale)
+
+    @property
+    def impl(self) -> str | None:
+        """What of the op takes it, if any: rows of a plain input, weights that are there from the
+        start."""
+        if self.scale is not None:
+            return str(self.node.kwargs["impl"])
+        x = value_of(self.source)
+        parameters = [self.weight] if self.bias is None else [self.weight, self.bias]
+        is_taken = (
+            x.ndim >= 2
+            and x.stride(-1) == 1
+            and all(p.op in ("placeholder", "get_attr") for p in parameters)
+            and all(value_of(p).is_contiguous() for p in parameters)
+        )
+        need = Need(device=x.device, dtype=x.dtype, features=self.features)
+        return native_impl(need) if is_taken else None
+
+
+def _linear_of(node: Node, features: frozenset[str]) -> _Linear | None:
+    if node.target is F.linear:
+        operands = _operands(*node.args, **node.kwargs)  # type: ignore[arg-type]
+        return _Linear(node, *operands, features=features)
+    scales: Any = node.kwargs.get("scales")
+    if node.target is _OP and scales is not None:
+        given: Any = node.args
+        source, [weight], [bias] = given
+        return _Linear(node, source, weight, bias, *scales)
+    return None
+
+
+def _operands(
+    input: Node, weight: Node, bias: Node | None = None
+) -> tuple[Node, Node, Node | None]:
+    """The arguments of ``F.linear``, whether passed by position or by name."""
+    return input, weight, bias
+
+
+def _rows_of(source: Node) -> Node:
+    """What ``source`` is another shape of, with the same rows."""
+    while source.op == "call_method" and source.target in _RESHAPES:
+        whole = source.all_input_nodes[0]
+        x, reshaped = value_of(whole), value_of(source)
+        if x.ndim < 2 or x.shape[-1] != reshaped.shape[-1] or x.dtype != reshaped.dtype:
+            break
+        source = whole
+    return source
+
+
+def _merge(graph: Graph, layers: Sequence[_Linear]) -> None:
+    first_node = layers[0].node
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    options: dict[str, Any] = {"impl": layers[0].impl}
+    if layers[0].scale is not None:
+        if len(layers) == 1:
+            return
+        options["scales"] = [layer.scale for layer in layers]
+
+    def method(at: Node, name: str, *args: Any) -> Node:
+        node = graph.call_method(name, args)
+        keep_marks(node, at)
+        return node
+
+    with graph.inserting_before(first_node):
+        rows = _rows_of(_source(first_node))
+        if value_of(rows).ndim != 2:
+            rows = method(first_node, "reshape", rows, -1, method(first_node, "size", rows, -1))
+        merged = graph.call_function(linear, (rows, weights, biases), options)
+        keep_marks(merged, first_node)
+    first = 0
+    for node in (layer.node for layer in layers):
+        width = value_of(node).shape[-1]
+        with graph.inserting_before(node):
+            source = _source(node)
+            columns = method(node, "narrow", merged, 1, first, width)
+            num_dims = value_of(source).ndim
+            if num_dims != 2:
+                leading = [method(node, "size", source, i) for i in range(num_dims - 1)]
+                columns = method(node, "unflatten", columns, 0, leading)
+        node.replace_all_uses_with(columns)
+        first += width
+    for layer in reversed(layers):
+        graph.erase_node(layer.node)
+
+
+def _source(node: Node) -> Node:
+    """What a linear layer reads now: columns stand where a layer was merged."""
+    source = node.args[0] if node.args else node.kwargs["input"]
+    assert isinstance(source, Node)
+    return source

@@ -1,0 +1,254 @@
+"""A graph pass: what a router does between its logits and its experts' weights becomes one op."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from torch_hybrid.graphs.passes.marks import keep_marks
+from torch_hybrid.graphs.passes.values import value_of
+from torch_hybrid.ops.capability import FLOATS, Need
+from torch_hybrid.ops.route.op import IMPLEMENTATIONS, ROUTE
+
+# How models write the choice, from scores to expert ids: by all experts, and by those of the best
+# groups (DeepSeek-V3 and its kin in transformers; Ring-2.5).
+_BY_ALL = ("topk", "getitem")
+_BY_GROUPS = tuple(
+    (*spelling.split(), *_BY_ALL)
+    for spelling in (
+        "view topk getitem sum topk getitem zeros_like scatter_ unsqueeze expand reshape bool "
+        "invert masked_fill",
+        "unflatten topk getitem sum topk getitem getitem zeros_like scatter getitem "
+        "invert masked_fill flatten",
+    )
+)
+
+
+def own_routers(graph: Graph) -> None:
+    """Give each router to the op ``route``: its scores, choice, renormalisation and scale.
+
+    Contract: the graph chooses the same experts, of equal ones the first; weights are the same but
+    for rounding. On a GPU the op is one launch, where two to seven kernels stood around ``topk``.
+    Where the op has no native implementation (a CPU), or a router is written in another way,
+    nothing changes.
+
+    for each softmax or sigmoid of logits whose scores go into a topk, plainly or by best groups:
+        find the weights: the scores of the k best, divided by their sum, scaled, of a dtype
+        weights, ids = route(logits, bias, k, ...)
+    """
+    for node in list(graph.nodes):
+        if (router := _router(node)) is not None and _is_served(router):
+            _replace(graph, router)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Router:
+    """Nodes of a router, and what the op is told."""
+
+    logits: Node
+    bias: Node | None
+    chosen: Node  # the last topk
+    ids: Node
+    weights: Node
+    inner: tuple[Node, ...]  # all that the op takes the place of, in order
+    options: dict[str, Any]  # of the op, k among them
+
+
+def _router(scores: Node) -> _Router | None:
+    """The router whose scores a node is, if it is one."""
+    score = {"softmax": "softmax", "sigmoid": "sigmoid"}.get(_name(scores))
+    if score is None or not _is_float_scores(scores):
+        return None
+    choice = _choice(scores)
+    ids = next((node for node in reversed(choice) if _name(node) == "getitem"), None)
+    if ids is None or ids.args[1] != 1:
+        return None
+    bias = _bias(choice[0], scores)
+    chosen, bare = ids.args[0], _bare_weights(scores, ids)
+    options = _groups(choice if bias is None else choice[1:])
+    if not isinstance(chosen, Node) or not bare or options is None:
+        return None
+    [logits] = scores.all_input_nodes
+    if _name(logits) == "float":
+        [logits] = logits.all_input_nodes
+    options |= {"k": _k(chosen), "score": score}
+    router = _Router(
+        logits=logits,
+        bias=bias,
+        chosen=chosen,
+        ids=ids,
+        weights=bare[-1],
+        inner=(scores, *choice, *bare),
+        options=options | {"renormalise": False, "epsilon": 0.0, "scale": 1.0},
+    )
+    return _with_dtype(_scaled(_renormalised(router)))
+
+
+def _groups(choice: Sequence[Node]) -> dict[str, Any] | None:
+    """How many groups there are, and how many are chosen from; None where it is another choice."""
+    names = tuple(map(_name, choice))
+    ranks = [_k(node) for node in choice if _name(node) == "topk"]
+    if names == _BY_ALL and None not in ranks:
+        return {"num_groups": 1, "num_best_groups": 1}
+    if names in _BY_GROUPS and None not in ranks and ranks[0] == 2:
+        return {"num_groups": value_of(choice[0]).shape[1], "num_best_groups": ranks[1]}
+    return None
+
+
+def _is_float_scores(scores: Node) -> bool:
+    """[T, E] float32, over the last dim."""
+    value = value_of(scores)
+    if not isinstance(value, Tensor) or value.dim() != 2 or value.dtype != torch.float32:
+        return False
+    dim = scores.kwargs.get("dim", scores.args[1] if len(scores.args) > 1 else None)
+    return _name(scores) == "sigmoid" or dim in (-1, 1)
+
+
+def _choice(scores: Node) -> list[Node]:
+    """What follows of the scores, in order, up to the ids that are chosen."""
+    reached, found = {scores}, list[Node]()
+    node = scores
+    while (node := node.next).op != "output":
+        if reached.isdisjoint(node.all_input_nodes):
+            continue  # of something else, the other half of the step perhaps
+        if _is_behind(node, found):
+            break
+        reached.add(node)
+        found.append(node)
+    if _is_plain(found):  # whose values are the weights
+        return [node for node in found if _name(node) != "getitem" or node.args[1] == 1]
+    return found
+
+
+def _is_behind(node: Node, found: Sequence[Node]) -> bool:
+    """Whether a node reads what was chosen."""
+    if not {"topk", "getitem"} <= set(map(_name, found)):
+        return False
+    return _name(node) == "gather" or (_is_plain(found) and _name(node) != "getitem")
+
+
+def _is_plain(found: Sequence[Node]) -> bool:
+    """Whether the first thing done with the scores is the choice."""
+    return bool(found) and _name(found[0]) == "topk"
+
+
+def _bias(first: Node, scores: Node) -> Node | None:
+    """What is added to the scores for the choice."""
+    if _name(first) == "add" and first.args[0] is scores and isinstance(first.args[1], Node):
+        return first.args[1]
+    return None
+
+
+def _bare_weights(scores: Node, ids: Node) -> list[Node]:
+    """The scores of the chosen: gathered, or the values of their topk; and a cast of them that is
+    none (LFM2)."""
+    for node in ids.users:
+        if _name(node) == "gather":
+            given = dict(zip(("input", "dim", "index"), node.args, strict=False)) | node.kwargs
+            if given["input"] is scores and given["index"] is ids:
+                [*users] = node.users
+                casts = users if len(users) == 1 and _name(users[0]) == "type_as" else []
+                are_none = all(value_of(cast).dtype == value_of(scores).dtype for cast in casts)
+                return [node, *casts] if are_none else [node]
+    chosen = ids.args[0]
+    assert isinstance(chosen, Node)
+    if chosen.args[0] is not scores:
+        return []
+    return [node for node in chosen.users if node.args[1] == 0]
+
+
+def _renormalised(router: _Router) -> _Router:
+    """The same with the division by the sum, where there is one."""
+    weights = router.weights
+    total = next((node for node in weights.users if _name(node) == "sum"), None)
+    if total is None or len(weights.users) != 2 or len(total.users) != 1:
+        return router
+    if value_of(total).shape[1:] != torch.Size([1]):
+        return router
+    divisor, epsilon = total, 0.0
+    [user] = total.users
+    if _name(user) == "add" and isinstance(user.args[1], float) and len(user.users) == 1:
+        divisor, epsilon = user, user.args[1]
+    [quotient] = divisor.users
+    if _name(quotient) not in ("truediv", "itruediv") or quotient.args != (weights, divisor):
+        return router
+    inner = tuple(dict.fromkeys((*router.inner, total, divisor, quotient)))
+    options = router.options | {"renormalise": True, "epsilon": epsilon}
+    return replace(router, weights=quotient, inner=inner, options=options)
+
+
+def _scaled(router: _Router) -> _Router:
+    """The same with the factor, where there is one."""
+    [*users] = router.weights.users
+    if len(users) != 1 or _name(users[0]) != "mul" or not isinstance(users[0].args[1], float | int):
+        return router
+    options = router.options | {"scale": float(users[0].args[1])}
+    return replace(router, weights=users[0], inner=(*router.inner, users[0]), options=options)
+
+
+def _with_dtype(router: _Router) -> _Router:
+    """The same with the dtype to which the weights alone are taken."""
+    [*users] = router.weights.users
+    dtype = users[0].args[1:] if len(users) == 1 and _name(users[0]) == "to" else ()
+    if len(dtype) != 1 or dtype[0] not in FLOATS:
+        return replace(router, options=router.options | {"dtype": torch.float32})
+    options = router.options | {"dtype": dtype[0]}
+    return replace(router, weights=users[0], inner=(*router.inner, users[0]), options=options)
+
+
+def _is_served(router: _Router) -> bool:
+    """Whether the native implementation serves it, and nothing else needs what is within."""
+    within = {*router.inner, router.ids}
+    is_open = any(
+        not within.issuperset(node.users)
+        for node in router.inner
+        if node not in (router.ids, router.weights)
+    )
+    logits = value_of(router.logits)
+    bias = None if router.bias is None else value_of(router.bias)
+    if is_open or not isinstance(logits.shape[-1], int):
+        return False
+    if bias is not None and (bias.dtype != torch.float32 or bias.shape != logits.shape[-1:]):
+        return False
+    options = router.options
+    sizes = {"num_experts": logits.shape[-1], "k": options["k"]}
+    sizes["num_groups"] = options["num_groups"]
+    need = Need(device=logits.device, dtype=logits.dtype, sizes=sizes)
+    return not IMPLEMENTATIONS["triton"].capability.why_not(need)
+
+
+def _replace(graph: Graph, router: _Router) -> None:
+    options = {**router.options, "impl": "triton"}
+    with graph.inserting_before(router.chosen):
+        routed = graph.call_function(ROUTE, (router.logits, router.bias, options.pop("k")), options)
+        weights = graph.call_function(operator.getitem, (routed, 0))
+        ids = graph.call_function(operator.getitem, (routed, 1))
+    for node in (routed, weights, ids):
+        keep_marks(node, router.chosen)
+    router.weights.replace_all_uses_with(weights)
+    router.ids.replace_all_uses_with(ids)
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for node in sorted(router.inner, key=place.__getitem__, reverse=True):
+        graph.erase_node(node)
+
+
+def _k(node: Node) -> int | None:
+    """Of a topk of the largest along the last dim; None of another."""
+    options = dict(zip(("k", "dim", "largest", "sorted"), node.args[1:], strict=False))
+    options |= node.kwargs
+    k, dim = options.get("k"), options.get("dim", -1)
+    is_last = dim in (-1, value_of(node)[0].dim() - 1) and options.get("largest", True)
+    return k if isinstance(k, int) and is_last else None
+
+
+def _name(node: Node) -> str:
+    """Of a function or method."""
+    if node.op == "call_method":
+        return str(node.target)
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""

@@ -1,0 +1,51 @@
+"""A graph pass: the k best of short rows, as routers choose experts, become one op."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from torch_hybrid.graphs.passes.values import value_of
+from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.top_k.op import IMPLEMENTATIONS, TOP_K
+
+
+def own_top_k(graph: Graph) -> None:
+    """Give each ``topk`` of rows of up to 1024 elements to the op ``top_k``.
+
+    Contract: the graph computes the same values; of equal elements the first are taken, where
+    torch leaves open which. On a GPU the op is one launch, where ``torch.topk`` takes up to twenty
+    and sorts. Where the op has no native implementation (a CPU), nothing changes.
+
+    for each topk of the largest along the last dim, its k a number:
+        values, places = top_k(x, k)
+    """
+    for node in graph.nodes:
+        if (wanted := _operands(node)) is not None:
+            x, k = wanted
+            node.op, node.target = "call_function", TOP_K
+            node.args, node.kwargs = (x, k), {"impl": "triton"}
+            del node.meta["example_value"]
+
+
+def _operands(node: Node) -> tuple[Node, int] | None:
+    """The rows and the k of a call that the op can take the place of."""
+    if node.target is not torch.topk and (node.op, node.target) != ("call_method", "topk"):
+        return None
+    x, k, dim, largest = _arguments(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    rows = value_of(x)
+    if not isinstance(rows, Tensor) or not isinstance(k, int) or not largest:
+        return None
+    if rows.dim() == 0 or dim not in (-1, rows.dim() - 1) or not isinstance(rows.shape[-1], int):
+        return None
+    sizes = {"num_columns": rows.shape[-1], "k": k}
+    need = Need(device=rows.device, dtype=rows.dtype, sizes=sizes)
+    return None if IMPLEMENTATIONS["triton"].capability.why_not(need) else (x, k)
+
+
+def _arguments(
+    input: Node, k: object, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Node, object, int, bool]:
+    """Those of ``topk`` that matter, whether passed by position or by name."""
+    return input, k, dim, largest

@@ -1,0 +1,161 @@
+"""Steps of which each row has the bits that it has alone: what takes the place of torch's own
+products, whose order of additions depends on how many rows there are.
+
+In a graph that is a pass; where the model runs as it is, torch's functions are met as it calls them
+(``in_rows``). There functions of single elements differ too, by where these lie: the last ones of a
+tensor, and of each thread's share, are computed one by one, and the others by vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.overrides import TorchFunctionMode
+
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.graphs.passes.marks import keep_marks
+from torch_hybrid.graphs.passes.values import value_of
+from torch_hybrid.ops.linear.op import linear
+
+# Of whole tensors: their rows would depend on one another.
+_PRODUCTS = {
+    *("addbmm", "addmm", "addmv", "baddbmm", "bilinear", "bmm", "chain_matmul", "einsum", "matmul"),
+    *("__matmul__", "__rmatmul__", "mm", "mv", "scaled_dot_product_attention", "tensordot"),
+    *("conv1d", "conv2d", "conv3d"),
+}
+# Of single elements, by functions that vectors compute otherwise than one number.
+_ELEMENTWISE = {
+    *("cos", "elu", "erf", "exp", "exp2", "expm1", "gelu", "log", "log1p", "log2", "logsigmoid"),
+    *("mish", "sigmoid", "silu", "sin", "softplus", "tanh"),
+}
+_VECTOR = 64  # elements that any loop of vectors takes at once
+_STRETCH = 16384  # elements that torch gives to no second thread
+
+
+def row_products(graph: Graph, *, impl: str) -> None:
+    """Give each ``F.linear`` of a graph to the op ``linear``.
+
+    Contract: the graph computes the same values, up to rounding, and of a product each row by
+    itself.
+
+    for each F.linear:
+        linear(input as rows, [weight], [bias])
+    any other product of whole tensors is refused
+    """
+    for node in graph.nodes:
+        if node.target is F.linear:
+            _replace(graph, node, impl)
+        elif node.op in ("call_function", "call_method"):
+            name = node.target if isinstance(node.target, str) else _name(node.target)
+            if name in _PRODUCTS:
+                operands = [value_of(each) for each in node.all_input_nodes]
+                _check_product(name, [x for x in operands if isinstance(x, Tensor)])
+
+
+def _replace(graph: Graph, node: Node, impl: str) -> None:
+    """The op in the place of one F.linear."""
+
+    def method(name: str, *args: Any) -> Node:
+        made = graph.call_method(name, args)
+        keep_marks(made, node)
+        return made
+
+    x, weight, bias = _operands(*node.args, **node.kwargs)  # type: ignore[arg-type]
+    leading = value_of(x).ndim - 1
+    with graph.inserting_before(node):
+        rows = x
+        if value_of(x).stride(-1) != 1:
+            rows = method("contiguous", rows)
+        if leading != 1:
+            rows = method("reshape", rows, -1, method("size", rows, -1))
+        if not value_of(weight).is_contiguous():
+            weight = method("contiguous", weight)
+        product = graph.call_function(linear, (rows, [weight], [bias]), {"impl": impl})
+        keep_marks(product, node)
+        if leading != 1:
+            sizes = [method("size", x, i) for i in range(leading)]
+            product = method("unflatten", product, 0, sizes)
+    node.replace_all_uses_with(product)
+    graph.erase_node(node)
+
+
+def _operands(
+    input: Node, weight: Node, bias: Node | None = None
+) -> tuple[Node, Node, Node | None]:
+    """The arguments of ``F.linear``, whether passed by position or by name."""
+    return input, weight, bias
+
+
+def in_rows(step: Callable[..., Tensor], impl: str) -> Callable[..., Tensor]:
+    """A step of a model that runs as it is, with each row computed by itself."""
+
+    def stepped(*inputs: Any) -> Tensor:
+        with _ByRow(impl):
+            return step(*inputs)
+
+    return stepped
+
+
+class _ByRow(TorchFunctionMode):
+    """Torch's functions as a model calls them, with each row computed by itself.
+
+    Args:
+        impl: an implementation of ``linear``.
+    """
+
+    def __init__(self, impl: str) -> None:
+        super().__init__()
+        self._impl = impl
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Collection[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            return self._linear(*args, **kwargs)
+        name = _name(func)
+        if name in _PRODUCTS:
+            _check_product(name, [x for x in args if isinstance(x, Tensor)])
+        elif name.removesuffix("_") in _ELEMENTWISE and args and args[0].is_floating_point():
+            return _in_vectors(func, *args, is_in_place=name.endswith("_"), **kwargs)
+        return func(*args, **kwargs)
+
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        rows = input.reshape(-1, input.shape[-1])
+        if rows.stride(-1) != 1:
+            rows = rows.contiguous()
+        out = linear(rows, [weight.contiguous()], [bias], impl=self._impl)
+        return out.view(*input.shape[:-1], weight.shape[0])
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", "")
+
+
+def _check_product(name: str, operands: Sequence[Tensor]) -> None:
+    """Refuse a product whose elements are sums."""
+    is_plain = len(operands) == 2 and name in ("matmul", "__matmul__", "mm", "bmm")
+    if is_plain and operands[0].shape[-1] == 1:
+        return
+    raise UnsupportedError(
+        f"batch_invariant: the model calls {name}, whose order of additions depends on the batch"
+    )
+
+
+def _in_vectors(
+    func: Callable[..., Tensor], x: Tensor, *args: Any, is_in_place: bool, **kwargs: Any
+) -> Tensor:
+    """A function of each element of x, all of them by whole vectors, in one thread's stretches."""
+    padded = F.pad(x.reshape(-1), (0, -x.numel() % _VECTOR), value=1.0)
+    pieces = [func(piece, *args, **kwargs) for piece in padded.split(_STRETCH)]
+    out = torch.cat(pieces)[: x.numel()].view(x.shape)
+    return x.copy_(out) if is_in_place else out

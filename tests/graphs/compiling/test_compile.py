@@ -1,0 +1,171 @@
+"""Compiled steps: one graph for all sizes, never another step's, and a record of what is in it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torch_hybrid.graphs.compiling.compile import CompileLog, StepBackend, compile_step
+from torch_hybrid.graphs.passes import DEFAULT_PASSES
+from torch_hybrid.ops.causal_conv1d import causal_conv1d
+
+WIDTH = 8
+
+
+@dataclass(frozen=True)
+class Statics:
+    scale: int
+
+
+@dataclass(frozen=True)
+class Inputs:
+    x: Tensor
+    statics: Statics
+
+
+pytree.register_constant(Statics)
+pytree.register_dataclass(Inputs)
+
+
+def compiled(
+    step: Callable[[Inputs, Any], Tensor], pool_sizes: set[int] | None = None
+) -> tuple[Callable[[Inputs, Any], Tensor], CompileLog]:
+    log = CompileLog()
+    return compile_step(step, StepBackend(log, pool_sizes=pool_sizes or set())), log
+
+
+def inputs(num_tokens: int, scale: int = 2) -> Inputs:
+    return Inputs(torch.randn(num_tokens, WIDTH), Statics(scale))
+
+
+def make_step(*, squared: bool) -> Callable[[Inputs, Tensor], Tensor]:
+    def step(inputs: Inputs, caches: Tensor) -> Tensor:
+        y = inputs.x * inputs.statics.scale + caches
+        return y * y if squared else y
+
+    return step
+
+
+def test_a_graph_serves_all_sizes_and_its_own_constants():
+    step = make_step(squared=False)
+    run, log = compiled(step)
+    caches = torch.randn(WIDTH)
+    run(inputs(5), caches)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for num_tokens in (2, 3, 16, 17, 300):
+            given = inputs(num_tokens)
+            assert torch.equal(run(given, caches), step(given, caches))
+    given = inputs(5, scale=3)
+    assert torch.equal(run(given, caches), step(given, caches))
+    assert len(log.graphs) == 2
+
+
+def test_a_step_whose_sizes_fit_runs_without_dynamo():
+    def step(inputs: Inputs, caches: Tensor) -> Tensor:
+        return inputs.x + caches if inputs.x.shape[0] < 10 else inputs.x - caches
+
+    run, log = compiled(step)
+    traced: list[int] = []
+    of_dynamo = run._trace
+    run._trace = lambda given, caches: (traced.append(len(given.x)), of_dynamo(given, caches))[1]
+    caches = torch.randn(WIDTH)
+    for num_tokens in (5, 7, 12, 300, 9, 10):
+        given = inputs(num_tokens)
+        for _ in range(2):
+            assert torch.equal(run(given, caches), step(given, caches))
+    assert traced == [5, 12]
+    assert len(log.graphs) == 2
+
+
+def test_sizes_that_were_equal_when_traced_must_stay_so():
+    def step(inputs: tuple[Tensor, Tensor], caches: Tensor) -> Tensor:
+        return torch.cat([x + caches for x in inputs])
+
+    run, log = compiled(step)
+    caches = torch.randn(WIDTH)
+    for lengths in ((5, 5), (7, 7), (5, 6), (9, 9), (9, 4)):
+        given = tuple(torch.randn(n, WIDTH) for n in lengths)
+        assert torch.equal(run(given, caches), step(given, caches))
+    assert len(log.graphs) == 2
+
+
+def test_an_argument_that_dynamo_alone_finds_is_read_at_every_call():
+    class Holder:
+        offset = 3
+
+    def step(inputs: Inputs, caches: Tensor) -> Tensor:
+        return inputs.x + holder.offset * caches
+
+    holder = Holder()
+    run, _ = compiled(step)
+    caches, given = torch.randn(WIDTH), inputs(5)
+    torch._dynamo.mark_static(caches)  # as pools are: of others, torch 2.11 passes the sizes too
+    for holder.offset in (3, 4, 5, 6):
+        assert torch.equal(run(given, caches), step(given, caches))
+    [graph] = run.graphs
+    assert graph.arguments.unknown == (
+        "L['holder'].offset is no tensor, and no part of the step's inputs"
+    )
+
+
+def test_steps_of_one_def_do_not_share_graphs():
+    """As the steps of one runner do: they have one backend, and close over different values."""
+    backend = StepBackend(CompileLog(), pool_sizes=())
+    first, second = make_step(squared=False), make_step(squared=True)
+    run_first, run_second = compile_step(first, backend), compile_step(second, backend)
+    given, caches = inputs(5), torch.randn(WIDTH)
+    for _ in range(2):
+        assert torch.equal(run_first(given, caches), first(given, caches))
+        assert (run_second(given, caches) - second(given, caches)).abs().max() < 1e-4
+
+
+def conv_step(inputs: Inputs, caches: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    weight, state, index = caches
+    cu_seqlens = torch.stack([index[0] * 0, index[0] * 0 + inputs.x.shape[0]])
+    options = {"activation": "silu", "impl": "torch"}
+    y = causal_conv1d(inputs.x, weight, None, state, cu_seqlens, index * 0, index, **options)
+    return causal_conv1d(y, weight, None, state, cu_seqlens, index, index, **options)
+
+
+def test_the_record_of_a_graph():
+    caches = torch.randn(WIDTH, 4), torch.zeros(64, 3, WIDTH), torch.ones(1, dtype=torch.int32)
+    run, log = compiled(conv_step, {caches[1].numel()})
+    run(inputs(5), caches)
+    [record] = log.graphs
+    assert record.ops == Counter({"causal_conv1d[torch]": 2})
+    assert record.pool_clones == ()
+    assert record.seconds > 0
+    assert record.num_nodes >= 2
+    assert [r.name for r in record.passes] == [p.name for p in DEFAULT_PASSES]
+    assert record.schedule == ()
+
+
+def test_a_clone_is_in_the_record():
+    def step(inputs: Inputs, caches: Tensor) -> Tensor:
+        before = caches.clone()
+        caches.add_(inputs.x.sum())
+        return before
+
+    run, log = compiled(step, {999 * WIDTH})
+    pool = torch.zeros(999, WIDTH)
+    torch._dynamo.mark_static(pool)
+    run(inputs(5), pool)
+    [record] = log.graphs
+    assert len(record.pool_clones) == 1
+
+
+def test_a_graph_break_is_an_error():
+    def step(inputs: Inputs, caches: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return inputs.x + caches
+
+    run, _ = compiled(step)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        run(inputs(5), torch.zeros(WIDTH))
