@@ -215,7 +215,9 @@ def add_parts(hf_model: Any) -> None:
     base, dim = hf_model.base_model, hf_model.config.hidden_size
     last_norm = getattr(base, "norm", None) or base.norm_f
     parts = {name: copy.deepcopy(last_norm) for name in _PARTS if name != "fc"}
-    hf_model.mtp = nn.ModuleDict({"fc": nn.Linear(2 * dim, dim, bias=False), **parts})
+    like = last_norm.weight
+    fc = nn.Linear(2 * dim, dim, bias=False, device=like.device, dtype=like.dtype)
+    hf_model.mtp = nn.ModuleDict({"fc": fc, **parts})
 
 
 def take_head(hf_model: Any, table: LayerTable, num_head: int) -> MtpHead:
