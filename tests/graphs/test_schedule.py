@@ -48,7 +48,7 @@ FAMILIES = [
     "qwen3_next",
     "qwen4_exp",
 ]
-DECODED = ["bailing_hybrid", "falcon_h1", "qwen3_next", "qwen4_exp"]
+DECODED = ["bailing_hybrid", "falcon_h1", "glm5_next", "qwen3_next", "qwen4_exp"]
 STEPS = [
     *((family, [70, 3]) for family in FAMILIES),
     *((family, [1, 1, 1]) for family in DECODED),
