@@ -17,7 +17,6 @@ from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.capability import (
     FLOATS_AND_FLOAT64,
-    NO_FEATURES,
     Capability,
     Implementation,
     Need,
@@ -48,26 +47,18 @@ class OpChoice:
     """An op that a layer calls, of which an implementation is to be chosen.
 
     ``sizes`` gives, from a layer's facts, the sizes that an implementation may limit, and that its
-    planner is told; ``features`` what it must be able to do; ``preferred`` the name that a user
-    gave for such ops.
+    planner is told; ``preferred`` the name that a user gave for such ops.
     """
 
     name: str
     implementations: Mapping[str, Implementation]
     sizes: Callable[[Any], dict[str, int]]
     preferred: Callable[[Backends], str] = lambda backends: backends.linear
-    features: Callable[[Any], frozenset[str]] = lambda spec: NO_FEATURES
 
     def choose(self, specs: set[Any], sizes: PoolSizes, backends: Backends, mode: Mode) -> Choice:
         """An implementation that serves all ``specs`` in steps of a mode."""
         needs = [
-            Need(
-                device=sizes.device,
-                dtype=sizes.dtype,
-                sizes=self.sizes(spec),
-                features=self.features(spec),
-            )
-            for spec in specs
+            Need(device=sizes.device, dtype=sizes.dtype, sizes=self.sizes(spec)) for spec in specs
         ]
         preferred = self.asked_for(backends, mode)
         return select(self.name, self.implementations, needs, preferred)
@@ -79,12 +70,10 @@ class OpChoice:
 
 # Named like an implementation of the op that stands in for them: they are chosen like one.
 PARTS = "parts"
-SIGMOID_GATE = "sigmoid_gate"
 _PARTS = Implementation(
     capability=Capability(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=FLOATS_AND_FLOAT64,
-        features=frozenset({SIGMOID_GATE}),
     ),
     launcher="",
 )
