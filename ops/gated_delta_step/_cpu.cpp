@@ -1,4 +1,4 @@
-// The gated delta rule's decode step: one decay for a head, and a norm gated by silu.
+// The gated delta rule's decode step: one decay for a head, and a norm gated by silu or a sigmoid.
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
@@ -19,7 +19,7 @@ TH_INLINE f32x16 rounded(f32x16 x) {
   else return widen(narrow(x));
 }
 
-// out = weight * (o / rms(o)) * silu(z): the weight is applied to what is rounded, and the product
+// out = weight * (o / rms(o)) * gate(z): the weight is applied to what is rounded, and the product
 // rounded where both are in the op's dtype.
 template <bool WIDE, typename T>
 void norm_and_gate(const Call& call, const T* o, const T* z, T* out) {
@@ -29,7 +29,8 @@ void norm_and_gate(const Call& call, const T* o, const T* z, T* out) {
     const f32x16 normed = rounded<T>(load(o + i, n) * factor);
     const f32x16 product = load(weight + i, n) * normed;
     const f32x16 weighted = WIDE ? product : rounded<T>(product);
-    store(out + i, weighted * silu(load(z + i, n)), n);
+    const f32x16 gate = load(z + i, n);
+    store(out + i, weighted * (call.sigmoid_gate ? sigmoid(gate) : silu(gate)), n);
   });
 }
 

@@ -12,7 +12,12 @@ from torch_hybrid.ops.delta_step import StepTensors, step_in_torch, verify_by_de
 
 
 def gated_delta_step(
-    *tensors: Tensor | None, activation: str, scale: float, beta_scale: float, norm_eps: float
+    *tensors: Tensor | None,
+    activation: str,
+    scale: float,
+    beta_scale: float,
+    norm_eps: float,
+    gate: str = "silu",
 ) -> Tensor:
     """All sequences that have a token together."""
     x = StepTensors(*tensors)  # type: ignore[arg-type]
@@ -22,7 +27,8 @@ def gated_delta_step(
 
     def gated_norm(o: Tensor, z: Tensor) -> Tensor:
         normed = o.float() * torch.rsqrt(o.float().square().mean(-1, keepdim=True) + norm_eps)
-        return (x.norm_weight * normed.to(o.dtype) * F.silu(z.float())).to(z.dtype)
+        factor = F.silu(z.float()) if gate == "silu" else z.float().sigmoid()
+        return (x.norm_weight * normed.to(o.dtype) * factor).to(z.dtype)
 
     return step_in_torch(
         x,

@@ -14,11 +14,19 @@ from torch_hybrid.ops.triton.state import zero_rows
 
 
 def gated_delta_step(
-    *tensors: Tensor | None, activation: str, scale: float, beta_scale: float, norm_eps: float
+    *tensors: Tensor | None,
+    activation: str,
+    scale: float,
+    beta_scale: float,
+    norm_eps: float,
+    gate: str = "silu",
 ) -> Tensor:
     """Launcher of ``torch_hybrid::gated_delta_step``."""
     numbers = (scale, beta_scale, norm_eps)
-    return launch_step(_step_kernel, *tensors, numbers=numbers, activation=activation)
+    constants = {"SIGMOID_GATE": gate == "sigmoid"}
+    return launch_step(
+        _step_kernel, *tensors, numbers=numbers, activation=activation, constants=constants
+    )
 
 
 @triton.jit
@@ -29,6 +37,7 @@ def _gated_norm(
     norm_eps: tl.tensor,
     V: tl.constexpr,
     dtype: tl.constexpr,
+    SIGMOID: tl.constexpr,
 ) -> tl.tensor:
     """o over its root mean square, rounded, then weighted, rounded, then gated."""
     b_o = b_o.to(dtype).to(tl.float32)
@@ -37,7 +46,9 @@ def _gated_norm(
     if b_w.dtype == dtype:
         b_o = b_o.to(dtype).to(tl.float32)
     b_z = b_z.to(tl.float32)
-    return b_o * b_z / (1.0 + tl.exp(-b_z))
+    if not SIGMOID:
+        b_o *= b_z
+    return b_o / (1.0 + tl.exp(-b_z))
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
@@ -75,6 +86,7 @@ def _step_kernel(
     BLOCK_V: tl.constexpr,
     HALVINGS: tl.constexpr,
     SILU: tl.constexpr,
+    SIGMOID_GATE: tl.constexpr,
 ) -> None:
     """One program: a key head of one sequence and its value heads, one after the other.
 
@@ -155,7 +167,7 @@ def _step_kernel(
                 mask_s = mask_v[:, None] & (piece * LANES + lane < K)[None, :]
                 tl.store(p_left + piece * LANES, b_s, mask=mask_s & kept)
             b_o = tl.sum(read, 1)
-            b_o = _gated_norm(b_o, b_w, b_z, norm_eps, V, out.dtype.element_ty)
+            b_o = _gated_norm(b_o, b_w, b_z, norm_eps, V, out.dtype.element_ty, SIGMOID_GATE)
             p_out = out + (token * HV + head) * V + index_v
             tl.store(p_out, b_o.to(out.dtype.element_ty), mask=mask_v)
             tl.debug_barrier()  # all threads of this program have read what is left anew here

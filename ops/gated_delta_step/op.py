@@ -19,6 +19,8 @@ from torch_hybrid.ops.registration import check_impl, define_op
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 from torch_hybrid.ops.verify import SCHEMA as RECORDS
 
+GATES = ("silu", "sigmoid")
+
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(
         capability=Capability(
@@ -76,6 +78,7 @@ def gated_delta_step(
     scale: float,
     beta_scale: float,
     norm_eps: float,
+    gate: str = "silu",
     impl: str,
 ) -> Tensor:
     """Convolve, gate, advance the states by one token, and norm what is read from them.
@@ -85,7 +88,7 @@ def gated_delta_step(
         decay = exp(-exp(A_log) softplus(a + dt_bias))               of each value head
         u = beta_scale sigmoid(b) (v - decay S k);  S = decay S + u k^T
         o = scale S q, rounded to the dtype
-        out = norm_weight (o / rms(o)) silu(z)                       of each value head
+        out = norm_weight (o / rms(o)) gate(z)                       of each value head
 
     It is what ``causal_conv1d``, the gates, ``recurrent_gated_delta_rule`` and the norm of a layer
     compute one after the other, with the same roundings between them; value head ``j`` reads key
@@ -119,6 +122,7 @@ def gated_delta_step(
         scale: factor on q, usually ``K ** -0.5``.
         beta_scale: of the step size; 2 where negative eigenvalues are allowed, else 1.
         norm_eps: added to the mean square of o.
+        gate: the activation of the output's gate, "silu" or "sigmoid".
         impl: a name in IMPLEMENTATIONS.
 
     Returns:
@@ -129,7 +133,8 @@ def gated_delta_step(
             reading them is free (on a CPU), an index is out of range or a sequence has more tokens
             than the implementation takes.
 
-    The mixer of "Gated Delta Networks" (arXiv 2412.06464), as in Qwen3-Next.
+    The mixer of "Gated Delta Networks" (arXiv 2412.06464), as in Qwen3-Next; with a sigmoid, as in
+    Qwen4-Exp.
     """
     sizes = {"head_k_dim": state.shape[-1], "head_v_dim": state.shape[-2]}
     check_impl(impl, IMPLEMENTATIONS, qkv.device, sizes, dtype=qkv.dtype)
@@ -149,6 +154,7 @@ def gated_delta_step(
         initial_indices,
         state_indices,
     )
+    _check_gate(gate)
     check_step(StepTensors(*tensors), activation=activation, by_channel=False)
     out: Tensor = _STEP(
         *tensors,
@@ -156,6 +162,7 @@ def gated_delta_step(
         scale=scale,
         beta_scale=beta_scale,
         norm_eps=norm_eps,
+        gate=gate,
         impl=impl,
     )
     return out
@@ -183,6 +190,7 @@ def gated_delta_verify(
     scale: float,
     beta_scale: float,
     norm_eps: float,
+    gate: str = "silu",
     impl: str,
 ) -> Tensor:
     """``gated_delta_step`` of one certain token of each sequence and drafts after it.
@@ -203,7 +211,7 @@ def gated_delta_verify(
         records: [S, D, R] a row ``[qkv | b | a]`` of inputs for each draft, in qkv's dtype.
             **Mutated**: slot ``state_indices[n]`` receives those of the second token on.
         accepted: [N] int32, 0 to D: the records in slot ``initial_indices[n]`` that are certain.
-        activation, scale, beta_scale, norm_eps: as of the step.
+        activation, scale, beta_scale, norm_eps, gate: as of the step.
         impl: a name in VERIFY_IMPLEMENTATIONS.
 
     Returns:
@@ -231,6 +239,7 @@ def gated_delta_verify(
         state_indices,
     )
     x = StepTensors(*tensors)
+    _check_gate(gate)
     check_verify(x, records, accepted, activation=activation, by_channel=False)
     out: Tensor = _VERIFY(
         *tensors,
@@ -240,20 +249,26 @@ def gated_delta_verify(
         scale=scale,
         beta_scale=beta_scale,
         norm_eps=norm_eps,
+        gate=gate,
         impl=impl,
     )
     return out
 
 
+def _check_gate(gate: str) -> None:
+    if gate not in GATES:
+        raise ValueError(f"gate must be one of {list(GATES)}, got {gate!r}")
+
+
 _STEP = define_op(
     f"gated_delta_step({SCHEMA}, *, str activation, float scale, float beta_scale, "
-    "float norm_eps, str impl) -> Tensor",
+    "float norm_eps, str gate, str impl) -> Tensor",
     like=["z"],
     implementations=IMPLEMENTATIONS,
 )
 _VERIFY = define_op(
     f"gated_delta_verify({SCHEMA}, {RECORDS}, *, str activation, float scale, float beta_scale, "
-    "float norm_eps, str impl) -> Tensor",
+    "float norm_eps, str gate, str impl) -> Tensor",
     like=["z"],
     implementations=VERIFY_IMPLEMENTATIONS,
 )

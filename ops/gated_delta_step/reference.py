@@ -10,7 +10,12 @@ from torch_hybrid.ops.delta_step import StepTensors
 
 
 def gated_delta_step_reference(
-    *tensors: Tensor | None, activation: str, scale: float, beta_scale: float, norm_eps: float
+    *tensors: Tensor | None,
+    activation: str,
+    scale: float,
+    beta_scale: float,
+    norm_eps: float,
+    gate: str = "silu",
 ) -> Tensor:
     """The oracle of the op: same arguments, any float dtype, both pools updated in place.
 
@@ -47,7 +52,8 @@ def gated_delta_step_reference(
 
         normed = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + norm_eps)
         weighted = x.norm_weight * normed.to(dtype)
-        out[t] = (weighted * F.silu(x.z[t].to(work)).view_as(weighted)).to(dtype).flatten()
+        z = x.z[t].to(work).view_as(weighted)
+        out[t] = (weighted * (F.silu(z) if gate == "silu" else z.sigmoid())).to(dtype).flatten()
         if slot:
             x.conv_state[slot], x.state[slot] = window[1:], S
     return out

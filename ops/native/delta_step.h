@@ -45,7 +45,8 @@ TH_CALL(Call,
   int64_t num_tokens, num_seqs, num_slots, channels, width, num_v_heads, v_dim, k_dim;
   int64_t num_records, record_width;  // D, R
   int64_t qkv_stride, z_stride, b_stride, a_stride;  // from token to token
-  int64_t silu, is_bf16, wide_A_log, wide_dt_bias, wide_norm, is_bounded, state_streams, num_threads;
+  int64_t silu, is_bf16, wide_A_log, wide_dt_bias, wide_norm, is_bounded;
+  int64_t sigmoid_gate, state_streams, num_threads;
   double scale, beta_scale, gate_lower_bound, norm_eps;
 );
 

@@ -26,7 +26,7 @@ def delta_step_kernel(name: str, source: Path) -> Callable[..., bool]:
         integers="num_tokens num_seqs num_slots channels width num_v_heads v_dim k_dim "
         "num_records record_width "
         "qkv_stride z_stride b_stride a_stride silu is_bf16 wide_A_log wide_dt_bias wide_norm "
-        "is_bounded state_streams num_threads",
+        "is_bounded sigmoid_gate state_streams num_threads",
         numbers="scale beta_scale gate_lower_bound norm_eps",
     )
 
@@ -55,6 +55,7 @@ def run_delta_step(
     norm_eps: float,
     beta_scale: float = 1.0,
     gate_lower_bound: float | None = None,
+    gate: str = "sigmoid",
 ) -> Tensor:
     """Run a kernel on the arguments of its op, and the options that it reads.
 
@@ -101,6 +102,7 @@ def run_delta_step(
         dt_bias.dtype is torch.float32,
         norm_weight.dtype is torch.float32,
         gate_lower_bound is not None,
+        gate == "sigmoid",
         forms(qkv.dtype).state_streams,
         torch.get_num_threads(),
         scale,

@@ -8,6 +8,8 @@ itself: with P pieces, element e of what is read along K (q, k) is of piece ``e 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +26,11 @@ _STATE_TILE = 4096
 
 
 def launch_step(
-    kernel: Any, *tensors: Tensor | None, numbers: tuple[float | None, ...], activation: str
+    kernel: Any,
+    *tensors: Tensor | None,
+    numbers: tuple[float | None, ...],
+    activation: str,
+    constants: Mapping[str, bool] = MappingProxyType({}),
 ) -> Tensor:
     """Launch a program for each key head of a sequence.
 
@@ -33,6 +39,7 @@ def launch_step(
             tokens and of sequences, strides from token to token, and the constants named below.
         tensors, activation: as of the op.
         numbers: options of the op that the kernel reads.
+        constants: others that it is compiled for.
     """
     x = StepTensors(*tensors)  # type: ignore[arg-type]
     _, num_v_heads, head_dim_v, head_dim_k = x.state.shape
@@ -62,6 +69,7 @@ def launch_step(
         BLOCK_V=block_v,
         HALVINGS=(block_k // PIECE_COLUMNS).bit_length() - 1,
         SILU=activation == "silu",
+        **constants,
         num_warps=max(1, block_k * block_v // _STATE_TILE),
         enable_fp_fusion=True,
     )

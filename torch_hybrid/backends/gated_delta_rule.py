@@ -9,7 +9,6 @@ from torch import Tensor
 from torch_hybrid.backends.planned import planned_for
 from torch_hybrid.backends.recurrent import (
     CONVOLUTION,
-    SIGMOID_GATE,
     OpChoice,
     RecurrentPlan,
     chunked_rule,
@@ -30,10 +29,6 @@ def _sizes(spec: DeltaRuleSpec) -> dict[str, int]:
     }
 
 
-def _features(spec: DeltaRuleSpec) -> frozenset[str]:
-    return frozenset({SIGMOID_GATE} if spec.gate == "sigmoid" else ())
-
-
 STEP, VERIFY = "gated_delta_step", "gated_delta_verify"
 _TIMED = {"head_k_dim": (128,), "head_v_dim": (128,)}
 
@@ -47,7 +42,6 @@ GATED_DELTA_RULE = chunked_rule(
         name=STEP,
         implementations=or_parts(step.IMPLEMENTATIONS, timed=_TIMED),
         sizes=_sizes,
-        features=_features,
     ),
     verify=OpChoice(name=VERIFY, implementations=step.VERIFY_IMPLEMENTATIONS, sizes=_sizes),
 )

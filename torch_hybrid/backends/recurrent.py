@@ -49,15 +49,15 @@ class OpChoice:
     """An op that a layer calls, of which an implementation is to be chosen.
 
     ``sizes`` gives, from a layer's facts, the sizes that an implementation may limit, and that its
-    planner is told; ``features`` what it must be able to do; ``preferred`` the name that a user
-    gave for such ops.
+    planner is told; ``features`` is what else it must be able to do, ``preferred`` the name that a
+    user gave for such ops.
     """
 
     name: str
     implementations: Mapping[str, Implementation]
     sizes: Callable[[Any], dict[str, int]]
+    features: frozenset[str] = NO_FEATURES
     preferred: Callable[[Backends], str] = lambda backends: backends.linear
-    features: Callable[[Any], frozenset[str]] = lambda spec: NO_FEATURES
 
     def choose(self, specs: set[Any], sizes: PoolSizes, backends: Backends, mode: Mode) -> Choice:
         """An implementation that serves all ``specs`` in steps of a mode."""
@@ -66,7 +66,7 @@ class OpChoice:
                 device=sizes.device,
                 dtype=sizes.dtype,
                 sizes=self.sizes(spec),
-                features=self.features(spec) | backends.features,
+                features=self.features | backends.features,
             )
             for spec in specs
         ]
@@ -80,12 +80,10 @@ class OpChoice:
 
 # Named like an implementation of the op that stands in for them: they are chosen like one.
 PARTS = "parts"
-SIGMOID_GATE = "sigmoid_gate"
 _PARTS = Implementation(
     capability=Capability(
         devices=frozenset({"cpu", "cuda"}),
         dtypes=FLOATS_AND_FLOAT64,
-        features=frozenset({SIGMOID_GATE}),
     ),
     launcher="",
 )
@@ -155,11 +153,11 @@ class Recurrence:
 
         if self.whole is None:
             return parts()
-        known, features = self.whole.implementations, self.whole.features
+        known = self.whole.implementations
         whole = replace(
             self.whole,
             implementations={name: each for name, each in known.items() if name != PARTS},
-            features=lambda spec: features(spec) | EXTEND,
+            features=EXTEND,
             preferred=self.decode[0].preferred,
         )
         try:

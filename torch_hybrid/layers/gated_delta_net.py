@@ -118,6 +118,7 @@ class GatedDeltaNet(nn.Module):
             "scale": spec.head_k_dim**-0.5,
             "beta_scale": spec.beta_scale,
             "norm_eps": spec.norm_eps,
+            "gate": spec.gate,
             "impl": impl,
         }
         if plan.accepted is None:

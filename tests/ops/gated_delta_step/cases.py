@@ -17,6 +17,12 @@ CASES = {
     "odd_dims": case(lengths=(1, 1, 1), num_v_heads=2, k_dim=19, v_dim=27, activation="none"),
     "wide_parameters": case(lengths=(1, 1), k_dim=64, width=8, has_bias=True, wide=True),
     "qwen3_next": case(lengths=(1,) * 8, k_dim=128, v_dim=128),
+    "qwen4_exp": Case(
+        lengths=(1, 1),
+        k_dim=32,
+        v_dim=40,
+        options=(("beta_scale", 1.0), ("gate", "sigmoid")),
+    ),
     "olmo_hybrid": Case(
         lengths=(1, 1),
         num_k_heads=1,

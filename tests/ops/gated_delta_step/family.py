@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -21,7 +22,8 @@ def gates(x: Inputs) -> tuple[Tensor, Tensor]:
 
 def gated_norm(x: Inputs, o: Tensor) -> Tensor:
     normed = F.rms_norm(o.float(), (o.shape[-1],), eps=x.norm_eps).to(o.dtype)
-    return (x.norm_weight * normed * F.silu(x.z.float()).view_as(o)).to(o.dtype)
+    activate = torch.sigmoid if x.rule.get("gate") == "sigmoid" else F.silu
+    return (x.norm_weight * normed * activate(x.z.float()).view_as(o)).to(o.dtype)
 
 
 FAMILY = Family(
