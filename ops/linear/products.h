@@ -175,7 +175,7 @@ void multiply(const Call& call, const Group* groups) {
     return multiply_few<T, W>(call, groups);
   static thread_local th::LaneRows<T> x;
   for (int64_t first = 0; first < call.M; first += MAX_PACKED_ROWS) {
-    x.resize(std::min(MAX_PACKED_ROWS, call.M - first), call.K);
+    x.resize(std::min(MAX_PACKED_ROWS, call.M - first), call.K, call.is_invariant);
     multiply_packed<T, W>(call, groups, first, x);
   }
 }

@@ -2,8 +2,9 @@
 // are float.
 //
 //   LaneRows<T> x;                       keeps its memory for the next product
-//   x.resize(M, K)                       then x.pack(v, row) for each v < x.vectors(), by any
-//                                        thread; row(i) is a pointer to row i of x
+//   x.resize(M, K, few)                  then x.pack(v, row) for each v < x.vectors(), by any
+//                                        thread; row(i) is a pointer to row i of x; few: whether
+//                                        rows may be so few that errors are to be small
 //   LaneProduct<T> product;              keep one per thread: its memory is reused
 //   product.run(x, first, last, W, ldw, N, y, ldy)
 //                                        y[m * ldy + n] in float, for the rows of x in vectors
@@ -22,8 +23,8 @@
 // 4), and a CPU has hardly more than one load of 64 bytes for two multiply-adds.
 //
 // An element of y is two sums in the order of k, of even and of odd elements (one of pairs of bf16),
-// in stretches of DEPTH units, which are then added: it depends on its row of x and its row of W,
-// never on M, N, the vectors asked for or the tiles.
+// in stretches of DEPTH units (SHORT_DEPTH of rows that may be few), which are then added: it depends
+// on its row of x and its row of W, never on M, N, the vectors asked for or the tiles.
 #pragma once
 
 #include <algorithm>
@@ -68,8 +69,8 @@ class LaneRows {
  public:
   static constexpr int ROWS = Units<T>::COUNT;  // of a vector
 
-  void resize(int64_t M, int64_t K) {
-    rows_ = M, depth_ = K, units_ = Units<T>::count(K);
+  void resize(int64_t M, int64_t K, bool few = false) {
+    rows_ = M, depth_ = K, units_ = Units<T>::count(K), may_be_few_ = few;
     const int64_t floats = vectors() * units_ * LANES;
     if (floats <= capacity_) return;
     memory_.reset(), memory_.reset(new AlignedFloats(floats)), capacity_ = floats;
@@ -95,6 +96,7 @@ class LaneRows {
   int64_t rows() const { return rows_; }
   int64_t depth() const { return depth_; }
   int64_t units() const { return units_; }
+  bool may_be_few() const { return may_be_few_; }
   int vectors() const { return int((rows_ + ROWS - 1) / ROWS); }
   // Of vector v, from a unit on; the vectors are units() * LANES floats apart.
   const float* at(int v, int64_t unit) const {
@@ -103,6 +105,7 @@ class LaneRows {
 
  private:
   int64_t rows_ = 0, depth_ = 0, units_ = 0, capacity_ = 0;
+  bool may_be_few_ = false;
   std::unique_ptr<AlignedFloats> memory_;  // [vectors][units][ROWS] units
 };
 
@@ -189,7 +192,7 @@ class LaneProduct {
   static constexpr int SIZE = Units<T>::SIZE, FLOATS = Units<T>::FLOATS;
   // Short stretches of floats where five rows come here too (skinny.h): their errors are to be small.
   static constexpr bool SHORT = REGISTER_LANES < LANES && sizeof(T) == sizeof(float);
-  static constexpr int64_t DEPTH = AMX ? 256 : SHORT ? 128 : 512;
+  static constexpr int64_t SHORT_DEPTH = 128, DEPTH = AMX ? 256 : SHORT ? SHORT_DEPTH : 512;
   static constexpr int64_t PANEL_STRIDE = DEPTH * FLOATS + LANES;
   static constexpr int64_t BLOCK = AMX ? 96 : detail::LANE_BLOCK;  // rows of W whose sums are kept
   static constexpr int64_t LDC = VECTORS * LANES;
@@ -229,8 +232,9 @@ class LaneProduct {
                 int64_t ldw, int rows, float* C) {
     // Rows of W are read as they lie where they are rows of units, which begin at floats.
     const bool in_units = SIZE * sizeof(U) == FLOATS * sizeof(float) && ldw * FLOATS % SIZE == 0;
-    for (int64_t k = first; k < last; k += DEPTH) {
-      const int64_t units = std::min(DEPTH, last - k), next = k + DEPTH;
+    const int64_t depth = !AMX && x.may_be_few() ? SHORT_DEPTH : DEPTH;
+    for (int64_t k = first; k < last; k += depth) {
+      const int64_t units = std::min(depth, last - k), next = k + depth;
       const U* from = W + k * SIZE;
       const U* ahead = next < last ? W + next * SIZE : W + ROWS * ldw + first * SIZE;
       if (in_units && (k + units) * SIZE <= x.depth() && rows == ROWS) {

@@ -99,7 +99,7 @@ class Rows {
   void pack(int M, int64_t K, const Row& row, bool as_many = false) {
     is_few_ = !as_many && Meeting<T, W>::is_few(M);
     if (is_few_) return few_.pack(M, K, row);
-    many_.resize(M, K);
+    many_.resize(M, K, as_many);
     for (int v = 0; v < many_.vectors(); ++v) many_.pack(v, row);
   }
 

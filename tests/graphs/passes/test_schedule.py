@@ -50,7 +50,15 @@ FAMILIES = [
     "qwen4_exp",
     "recurrent_gemma",
 ]
-DECODED = ["bailing_hybrid", "falcon_h1", "jamba", "qwen3_next", "qwen4_exp", "recurrent_gemma"]
+DECODED = [
+    "bailing_hybrid",
+    "falcon_h1",
+    "glm5_next",
+    "jamba",
+    "qwen3_next",
+    "qwen4_exp",
+    "recurrent_gemma",
+]
 STEPS = [
     *((family, [70, 3]) for family in FAMILIES),
     *((family, [1, 1, 1]) for family in DECODED),

@@ -103,7 +103,7 @@ def test_equals_transformers_without_a_gate(impl: str) -> None:
     experts.up_proj, experts.down_proj = torch.nn.Parameter(up), torch.nn.Parameter(down)
     with torch.no_grad():
         expected = experts.double()(x.double(), ids, expert_weights.double())
-    out = run((x, ids, expert_weights, up, down), impl, "relu2")
+    out = run((x, ids, expert_weights, up, down), impl, {"activation": "relu2"})
     torch.testing.assert_close(out, expected.float(), rtol=1e-5, atol=1e-6)
 
 
