@@ -130,7 +130,7 @@ def rounding(family: str) -> tuple[float, float]:
         return _logits(th.Runner(model, **SIZES, compile=False), STEPS).float()
 
     def rounded() -> th.HybridModel:
-        return th.adapt(make_model(family).bfloat16())
+        return th.adapt(make_model(family, vocab_size=VOCAB_SIZE).bfloat16())
 
     exact = serve_with(make(family))
     served = serve_with(rounded()), serve_with(th.shard(rounded()))
