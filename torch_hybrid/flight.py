@@ -161,7 +161,8 @@ def positions_of(rows: Rows) -> Tensor | None:
     if all(own is None for own in given):
         return None
     counted = (
-        torch.arange(first, first + count, device="cpu").expand(3, -1) for _, first, count in spans
+        torch.arange(first, first + count, dtype=torch.int64, device="cpu").expand(3, -1)
+        for _, first, count in spans
     )
     pairs = zip(given, counted, strict=True)
     return torch.cat([plain if own is None else own for own, plain in pairs], dim=1)

@@ -98,7 +98,8 @@ class Images:
         if self._positions is None:
             return None
         known = self._positions[:, first : first + count]
-        later = torch.arange(first + known.shape[1], first + count, device="cpu") + self._delta
+        after = range(first + known.shape[1], first + count)
+        later = torch.tensor(after, dtype=torch.int64, device="cpu") + self._delta
         return torch.cat([known, later.expand(3, -1)], dim=1)
 
     def _span(self, first: int, count: int) -> tuple[int, int]:

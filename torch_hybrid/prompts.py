@@ -216,8 +216,11 @@ def _templated(
 
 
 def _as_tensor(name: str, value: Any) -> Tensor:
+    import numpy as np
+
     try:
-        return torch.as_tensor(value, device="cpu")
+        given = value if isinstance(value, Tensor) else torch.from_numpy(np.asarray(value))
+        return given.cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"{name} of a prompt must be numbers, got {_shown(value)}") from error
 

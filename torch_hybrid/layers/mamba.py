@@ -74,7 +74,8 @@ class Mamba(nn.Module):
             nn.init.uniform_(self.conv_bias, -bound, bound)
         nn.init.uniform_(self.dt_proj.bias, -7.0, -2.0)
         with torch.no_grad():
-            rates = torch.arange(1, self.spec.state_dim + 1, dtype=torch.float32)
+            places = range(1, self.spec.state_dim + 1)
+            rates = torch.tensor(places, dtype=torch.float32, device=self.A_log.device)
             self.A_log.copy_(rates.log().expand_as(self.A_log))
         nn.init.ones_(self.D)
 

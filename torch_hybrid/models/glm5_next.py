@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.step import LayerStep
@@ -47,9 +46,10 @@ def _specs(config: Any) -> list[LayerSpec]:
 
 def _indexed_latent_attention(module: Any, spec: IndexedLatentSpec) -> IndexedLatentAttention:
     indexer = module.indexer
-    with torch.device("meta"):
-        gate_proj = nn.Linear(indexer.hidden_size, spec.index_dim, bias=False)
-    gate_proj.weight = indexer.index_kpool_compress_gate
+    gate = indexer.index_kpool_compress_gate
+    sizes = indexer.hidden_size, spec.index_dim
+    gate_proj = nn.Linear(*sizes, bias=False, device="meta", dtype=gate.dtype)
+    gate_proj.weight = gate
     return IndexedLatentAttention(
         spec,
         q_a_proj=module.q_a_proj,
@@ -106,7 +106,9 @@ def _text_class() -> type[nn.Module]:
         def __init__(self, config: Any) -> None:
             super().__init__(config)
             self.model = theirs.Glm5NextTextModel(config)
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            like = self.model.embed_tokens.weight
+            sizes = config.hidden_size, config.vocab_size
+            self.lm_head = nn.Linear(*sizes, bias=False, device=like.device, dtype=like.dtype)
             self.post_init()
 
     return Glm5NextForCausalLM

@@ -55,7 +55,13 @@ def _mixer(module: Any, spec: MambaSpec) -> Mamba:
     if spec.norm_eps is not None:
         # Falcon-Mamba's norms have no weights.
         mixer.dt_norm, mixer.B_norm, mixer.C_norm = (
-            nn.RMSNorm(width, eps=spec.norm_eps, elementwise_affine=False)
+            nn.RMSNorm(
+                width,
+                eps=spec.norm_eps,
+                elementwise_affine=False,
+                device="meta",
+                dtype=torch.float32,
+            )
             for width in (spec.dt_rank, spec.state_dim, spec.state_dim)
         )
     return mixer

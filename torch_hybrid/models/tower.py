@@ -137,7 +137,7 @@ class Tower(nn.Module):
     def rows(self, tokens: Sequence[int], inputs: Inputs) -> Tensor:
         """[K, dim] a row for each of the ``places`` of a prompt, on the model's device."""
         places = self.places(tokens, inputs)
-        ids = torch.tensor([tokens[place] for place in places], device="cpu")
+        ids = torch.tensor([tokens[place] for place in places], dtype=torch.int64, device="cpu")
         found: list[tuple[Tensor, Tensor]] = []
         for modality in self._given(inputs):
             taken = [self._moved(inputs[name]) for name in modality.inputs]
@@ -154,7 +154,7 @@ class Tower(nn.Module):
     def positions(self, tokens: Sequence[int], inputs: Inputs) -> tuple[Tensor, int]:
         """[3, tokens] rotary positions of a prompt, as transformers counts them, and by how much
         those of later tokens are more than their number."""
-        ids = torch.tensor([[*tokens]], device="cpu")
+        ids = torch.tensor([[*tokens]], dtype=torch.int64, device="cpu")
         kinds = torch.zeros_like(ids)
         sizes = {}
         for number, modality in enumerate(self.modalities, start=1):
