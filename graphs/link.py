@@ -57,15 +57,21 @@ class Work:
         )
 
 
+# What gathers logits, after the halves are one again.
+_AFTER_THE_HALVES = "all_gather_into_tensor"
+
+
 class _Messages(TorchDispatchMode):
-    """Notes how many elements each collective of a step sends."""
+    """Notes how many elements each collective within the halves of a step sends."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.elements: list[int] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "_c10d_functional" and "wait" not in func.__name__:
+        name = func.__name__
+        is_sent = func.namespace == "_c10d_functional" and "wait" not in name
+        if is_sent and not name.startswith(_AFTER_THE_HALVES):
             self.elements.append(args[0].numel())
         return func(*args, **(kwargs or {}))
 

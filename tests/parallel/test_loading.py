@@ -102,7 +102,7 @@ def test_a_width_that_the_ranks_do_not_divide(tmp_path: Path):
 
 def test_ranks_of_one_host_share_its_memory(tmp_path: Path):
     folder = save("qwen3_next_dense", tmp_path / "model")
-    size = (folder / "model.safetensors").stat().st_size
+    size = (folder / "model.safetensors").stat().st_size * 3 // 4
     texts = results(run_ranks(loading.load_with_room_for_one, 2, folder, "shared"))
     for text in texts:
         assert text.startswith("the weights need ")
