@@ -23,7 +23,7 @@
 // 4), and a CPU has hardly more than one load of 64 bytes for two multiply-adds.
 //
 // An element of y is two sums in the order of k, of even and of odd elements (one of pairs of bf16),
-// in stretches of DEPTH units (SHORT_DEPTH of rows that may be few), which are then added: it depends
+// in stretches of DEPTH units (FEW_DEPTH of rows that may be few), which are then added: it depends
 // on its row of x and its row of W, never on M, N, the vectors asked for or the tiles.
 #pragma once
 
@@ -192,7 +192,7 @@ class LaneProduct {
   static constexpr int SIZE = Units<T>::SIZE, FLOATS = Units<T>::FLOATS;
   // Short stretches of floats where five rows come here too (skinny.h): their errors are to be small.
   static constexpr bool SHORT = REGISTER_LANES < LANES && sizeof(T) == sizeof(float);
-  static constexpr int64_t SHORT_DEPTH = 128, DEPTH = AMX ? 256 : SHORT ? SHORT_DEPTH : 512;
+  static constexpr int64_t DEPTH = AMX ? 256 : SHORT ? 128 : 512, FEW_DEPTH = 64;
   static constexpr int64_t PANEL_STRIDE = DEPTH * FLOATS + LANES;
   static constexpr int64_t BLOCK = AMX ? 96 : detail::LANE_BLOCK;  // rows of W whose sums are kept
   static constexpr int64_t LDC = VECTORS * LANES;
@@ -232,7 +232,7 @@ class LaneProduct {
                 int64_t ldw, int rows, float* C) {
     // Rows of W are read as they lie where they are rows of units, which begin at floats.
     const bool in_units = SIZE * sizeof(U) == FLOATS * sizeof(float) && ldw * FLOATS % SIZE == 0;
-    const int64_t depth = !AMX && x.may_be_few() ? SHORT_DEPTH : DEPTH;
+    const int64_t depth = !AMX && x.may_be_few() ? FEW_DEPTH : DEPTH;
     for (int64_t k = first; k < last; k += depth) {
       const int64_t units = std::min(depth, last - k), next = k + depth;
       const U* from = W + k * SIZE;
