@@ -262,13 +262,13 @@ def _check_gate(gate: str) -> None:
 
 _STEP = define_op(
     f"gated_delta_step({SCHEMA}, *, str activation, float scale, float beta_scale, "
-    "float norm_eps, str gate, str impl) -> Tensor",
+    "float norm_eps, str gate='silu', str impl) -> Tensor",
     like=["z"],
     implementations=IMPLEMENTATIONS,
 )
 _VERIFY = define_op(
     f"gated_delta_verify({SCHEMA}, {RECORDS}, *, str activation, float scale, float beta_scale, "
-    "float norm_eps, str gate, str impl) -> Tensor",
+    "float norm_eps, str gate='silu', str impl) -> Tensor",
     like=["z"],
     implementations=VERIFY_IMPLEMENTATIONS,
 )

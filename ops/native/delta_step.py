@@ -55,7 +55,7 @@ def run_delta_step(
     norm_eps: float,
     beta_scale: float = 1.0,
     gate_lower_bound: float | None = None,
-    gate: str = "sigmoid",
+    gate: str = "silu",
 ) -> Tensor:
     """Run a kernel on the arguments of its op, and the options that it reads.
 

@@ -72,7 +72,7 @@ class LaneRows {
   void resize(int64_t M, int64_t K, bool few = false) {
     rows_ = M, depth_ = K, units_ = Units<T>::count(K), may_be_few_ = few;
     const int64_t floats = vectors() * units_ * LANES;
-    if (floats <= capacity_) return;
+    if (memory_ && floats <= capacity_) return;
     memory_.reset(), memory_.reset(new AlignedFloats(floats)), capacity_ = floats;
   }
 

@@ -104,6 +104,6 @@ torch_hybrid::gated_delta_step(Tensor qkv
   float scale
   float beta_scale
   float norm_eps
-  str gate
+  str gate="silu"
   str impl) -> Tensor""",
         )
