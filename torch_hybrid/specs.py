@@ -85,6 +85,13 @@ def _conv_and_state(width: int, channels: int, state_shape: tuple[int, ...]) -> 
 RECORDS = "records"  # by this name, the inputs of tokens that are not certain; see ``ops.verify``
 
 
+def _check_groups(num_q_heads: int, num_kv_heads: int) -> None:
+    if num_kv_heads < 1 or num_q_heads % num_kv_heads:
+        raise ValueError(
+            f"num_q_heads must be a multiple of num_kv_heads, got {num_q_heads} and {num_kv_heads}"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Full softmax attention over a paged KV pool.
@@ -106,11 +113,7 @@ class AttentionSpec:
     kv_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_q_heads must be a multiple of num_kv_heads, "
-                f"got {self.num_q_heads} and {self.num_kv_heads}"
-            )
+        _check_groups(self.num_q_heads, self.num_kv_heads)
 
     def pools(self) -> dict[str, Pool]:
         """Keys and values, in one tensor: an op may mutate one argument per storage in place."""
@@ -150,11 +153,7 @@ class IndexedAttentionSpec:
     top_k: int
 
     def __post_init__(self) -> None:
-        if self.num_kv_heads < 1 or self.num_q_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_q_heads must be a multiple of num_kv_heads, "
-                f"got {self.num_q_heads} and {self.num_kv_heads}"
-            )
+        _check_groups(self.num_q_heads, self.num_kv_heads)
 
     @property
     def conv_width(self) -> int:

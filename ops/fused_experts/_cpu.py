@@ -39,43 +39,9 @@ def fused_experts(
     down_scales: Tensor | None = None,
     activation: str,
     limit: float | None = None,
+    is_invariant: bool = False,
 ) -> Tensor:
     """See ``torch_hybrid.ops.fused_experts.op.fused_experts``."""
-    given = (x, expert_ids, expert_weights, gate_up, down, gate_up_scales, down_scales)
-    return _fused_experts(*given, activation, limit, is_invariant=False)
-
-
-def invariant_experts(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    *,
-    gate_up_scales: Tensor | None = None,
-    down_scales: Tensor | None = None,
-    activation: str,
-    limit: float | None = None,
-) -> Tensor:
-    """The same, however few tokens an expert has by the product of many: a token has the bits that
-    it has alone."""
-    given = (x, expert_ids, expert_weights, gate_up, down, gate_up_scales, down_scales)
-    return _fused_experts(*given, activation, limit, is_invariant=True)
-
-
-def _fused_experts(
-    x: Tensor,
-    expert_ids: Tensor,
-    expert_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_scales: Tensor | None,
-    down_scales: Tensor | None,
-    activation: str,
-    limit: float | None,
-    *,
-    is_invariant: bool,
-) -> Tensor:
     out = x.new_empty(x.shape)
     num_tokens, top_k = expert_ids.shape
     measured = forms(x.dtype)

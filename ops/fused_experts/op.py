@@ -43,7 +43,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             features=stored_weights.FEATURES | {BATCH_INVARIANT},
             available=compiler_missing,
         ),
-        launcher="torch_hybrid.ops.fused_experts._cpu:invariant_experts",
+        launcher="torch_hybrid.ops.fused_experts._cpu_invariant:fused_experts",
     ),
     "triton_fp8": Implementation(
         capability=Capability(

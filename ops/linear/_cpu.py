@@ -38,30 +38,9 @@ def linear(
     biases: Sequence[Tensor | None],
     *,
     scales: Sequence[Tensor] | None = None,
+    is_invariant: bool = False,
 ) -> Tensor:
     """See ``torch_hybrid.ops.linear.op.linear``."""
-    return _linear(x, weights, biases, scales, is_invariant=False)
-
-
-def invariant_linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    *,
-    scales: Sequence[Tensor] | None = None,
-) -> Tensor:
-    """The same, any number of rows by the product of many: a row has the bits that it has alone."""
-    return _linear(x, weights, biases, scales, is_invariant=True)
-
-
-def _linear(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    scales: Sequence[Tensor] | None,
-    *,
-    is_invariant: bool,
-) -> Tensor:
     num_rows, depth = x.shape
     sizes = [weight.shape[0] for weight in weights]
     y = x.new_empty(num_rows, sum(sizes))

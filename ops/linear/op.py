@@ -44,7 +44,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             features=stored_weights.FEATURES | {BATCH_INVARIANT},
             available=compiler_missing,
         ),
-        launcher="torch_hybrid.ops.linear._cpu:invariant_linear",
+        launcher="torch_hybrid.ops.linear._cpu_invariant:linear",
     ),
     "triton_fp8": Implementation(
         capability=Capability(

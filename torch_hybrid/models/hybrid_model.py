@@ -215,7 +215,7 @@ class HybridModel(nn.Module):
         self, head: MtpHead, tokens: Tensor, hidden: Tensor, positions: Tensor, step: Step
     ) -> Tensor:
         """[T, dim] of the head, from the hidden states of the tokens before."""
-        embedded = self.hf_model.get_input_embeddings()(tokens)
+        embedded = self.embedding(tokens)
         position_ids = positions[None] if positions.ndim == 1 else positions[:, None]
         rotary = getattr(self.hf_model.base_model, "rotary_emb", None)
         rotations = None if rotary is None else rotary(embedded[None], position_ids)
