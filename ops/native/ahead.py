@@ -37,8 +37,11 @@ def build_ahead(implementations: Iterable[Implementation]) -> None:
 
 
 def _sources_of(implementation: Implementation) -> Iterable[Path]:
-    """The C++ files beside its launcher, and beside what measures its forms."""
+    """The C++ files beside its launcher, and beside what measures its forms, whose names begin
+    theirs: ``_cpu_invariant`` calls what ``_cpu.cpp`` has."""
     for function in filter(None, (implementation.launcher, implementation.figures)):
         spec = find_spec(function.partition(":")[0])
-        if spec and spec.origin and (source := Path(spec.origin).with_suffix(".cpp")).is_file():
-            yield source
+        if spec and spec.origin:
+            module = Path(spec.origin)
+            sources = module.parent.glob("*.cpp")
+            yield from (source for source in sources if module.stem.startswith(source.stem))

@@ -44,6 +44,12 @@ def test_matches_float64(impl: str, num_tokens: int, is_transposed: bool, dtype:
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=4 * rounding)
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_opcheck(impl: str, is_transposed: bool) -> None:
+    given = inputs(9, is_transposed=is_transposed, dtype=torch.float32)
+    torch.library.opcheck(torch.ops.torch_hybrid.head_linear.default, given, {"impl": impl})
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_a_token_has_the_bits_that_it_has_alone(is_transposed: bool, dtype: str) -> None:

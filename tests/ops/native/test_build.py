@@ -121,11 +121,16 @@ def test_what_was_chosen_is_built_ahead(
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.syspath_prepend(tmp_path)
     codes = {"ahead_one": ANSWER.format(1), "ahead_two": ANSWER.format(2), "ahead_bad": "int f("}
-    for name, code in codes.items():
+    modules = [
+        "ahead_one",
+        "ahead_two_invariant",
+        "ahead_bad",
+    ]  # names that begin with the sources'
+    for (name, code), module in zip(codes.items(), modules, strict=True):
         (tmp_path / f"{name}.cpp").write_text(code)
-        (tmp_path / f"{name}.py").write_text("")
+        (tmp_path / f"{module}.py").write_text("")
     of_torch = Implementation(capability=Capability(devices=frozenset()), launcher="json:loads")
-    chosen = [replace(of_torch, launcher=f"{name}:run") for name in codes]
+    chosen = [replace(of_torch, launcher=f"{module}:run") for module in modules]
     for _ in range(2):
         build_ahead([of_torch, *chosen])
     for thread in threading.enumerate():
