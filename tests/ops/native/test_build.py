@@ -121,11 +121,7 @@ def test_what_was_chosen_is_built_ahead(
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.syspath_prepend(tmp_path)
     codes = {"ahead_one": ANSWER.format(1), "ahead_two": ANSWER.format(2), "ahead_bad": "int f("}
-    modules = [
-        "ahead_one",
-        "ahead_two_invariant",
-        "ahead_bad",
-    ]  # names that begin with the sources'
+    modules = ["ahead_one", "ahead_two_invariant", "ahead_bad"]
     for (name, code), module in zip(codes.items(), modules, strict=True):
         (tmp_path / f"{name}.cpp").write_text(code)
         (tmp_path / f"{module}.py").write_text("")
