@@ -54,6 +54,11 @@ def test_a_bad_row_is_reported_and_leaves_the_others_alone(bad, temperature):
     assert got == [expected[0], NOT_FINITE, expected[2]]
 
 
+def test_a_step_that_draws_for_no_row_draws_nothing_on_any_device():
+    assert sample(torch.empty(0, 7, device="cpu"), []) == []
+    assert sample(torch.empty(0, 7, device="meta"), []) == []
+
+
 def test_a_row_barred_as_a_whole_is_not_finite():
     assert sample(torch.full((1, 9), -math.inf), draws_of([Sampling()])) == [NOT_FINITE]
 

@@ -88,6 +88,8 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     """
     if logits.device.type == "cpu":
         return sample_on_host(logits, draws)
+    if not draws:  # a step of prompts that go on
+        return []
     settings = settings_of(draws, len(draws)).to(logits.device)
     tokens: list[int] = draw_tokens(logits, settings, DrawKind.of(draws)).tolist()
     return tokens
