@@ -27,7 +27,7 @@ bool uses_amx() {
 // Measured, see ops/linear/README.md.
 template <typename T>
 int few_rows() {
-  return uses_amx<T>() ? 8 : MAX_FEW_ROWS;
+  return uses_amx<T>() ? 4 : MAX_FEW_ROWS;
 }
 
 template <typename T, typename Body>
