@@ -80,7 +80,13 @@ def assert_fp8_as_exact(case: Case, dtype: torch.dtype, impl: str) -> None:
         impl=impl,
     )
     rounds = impl == "triton_fp8"
-    assert_within_budget(out.cpu(), *expected_of((x, weights, biases), scales, rounds=rounds))
+    exact, reference = expected_of((x, weights, biases), scales, rounds=rounds)
+    if rounds and dtype == torch.float32:
+        # Tensor cores sum products of 8 bits in fewer bits than a float has.
+        error = (out.cpu().double() - exact).abs().max()
+        assert error <= 2**-11 * exact.abs().max()
+    else:
+        assert_within_budget(out.cpu(), exact, reference)
 
 
 @needs_cuda
