@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_map_only
 
 from torch_hybrid.models.checkpoint import content as contents
 from torch_hybrid.models.checkpoint.content import Content
-from torch_hybrid.models.checkpoint.pieces import values_of
+from torch_hybrid.models.checkpoint.pieces import read_content, reader_of
 
 aten = torch.ops.aten
 
-_COMPARED = 16 << 20  # bytes of either weight at once
+_COMPARED = 512 << 10  # bytes of either weight at once
 
 
 class Unread(Tensor):
@@ -165,13 +165,17 @@ def _equal(x: Unread, y: Unread) -> bool:
     """The one question that is answered by reading: whether weights that may be tied are alike."""
     if x.shape != y.shape:
         return False
-    num_rows = max(1, _COMPARED * len(x) // max(1, x.nbytes))  # few: both are never held whole
-
-    def rows(z: Unread, first: int) -> Tensor:
-        count = min(num_rows, len(z) - first)
-        return values_of(contents.narrow(z.content, 0, first, count), z.dtype)
-
-    return all(torch.equal(rows(x, i), rows(y, i)) for i in range(0, len(x), num_rows))
+    num_rows = max(1, _COMPARED * len(x) // max(1, x.nbytes))  # few: they stay in the cache
+    with reader_of(x.content, y.content) as reader:
+        values = [torch.empty(num_rows, *z.shape[1:], dtype=z.dtype, device="cpu") for z in (x, y)]
+        for first in range(0, len(x), num_rows):
+            count = min(num_rows, len(x) - first)
+            for z, place in zip((x, y), values, strict=True):
+                rows = contents.narrow(z.content, 0, first, count)
+                read_content(reader, rows, place[:count])
+            if not torch.equal(values[0][:count], values[1][:count]):
+                return False
+    return True
 
 
 _OPS: dict[Any, Callable[..., Any]] = {
