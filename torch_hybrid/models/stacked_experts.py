@@ -27,17 +27,21 @@ _OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 
 
 class _Stacked(MergeModulelist):  # type: ignore[misc]
-    """What merges experts, where they come merged."""
+    """What merges experts, where those of one kind may come merged."""
 
     def convert(self, input_dict: dict[str, list[Tensor]], *args: Any, **options: Any) -> Any:
-        stacks = {pattern: tensors[0] for pattern, tensors in input_dict.items()}
-        return super().convert(stacks, *args, **options)
+        given = {
+            pattern: tensors[0] if len(tensors) == 1 else tensors
+            for pattern, tensors in input_dict.items()
+        }
+        return super().convert(given, *args, **options)
 
 
 def stack_experts(
     tensors: Mapping[str, Tensor], mapping: Sequence[WeightConverter | WeightRenaming]
 ) -> dict[str, Tensor]:
-    """Tensors of a checkpoint, with those of experts stacked that a converter would stack first.
+    """Tensors of a checkpoint, with those of experts stacked that a converter would stack first,
+    where they have one dtype.
 
     Args:
         tensors: by name.
@@ -60,7 +64,8 @@ def stack_experts(
     for of_kind in names.values():
         experts = [of_kind[expert] for expert in sorted(of_kind)]
         _, pattern = rename_source_key(experts[0], renamings, converters)
-        if converter := merging.get(pattern):
+        converter = merging.get(pattern)
+        if converter and len({tensors[name].dtype for name in experts}) == 1:
             dim = converter.operations[0].dim
             stacked[experts[0]] = torch.stack([stacked.pop(name) for name in experts], dim)
             converter.operations[0] = _Stacked(dim)
