@@ -40,6 +40,7 @@ import torch.distributed as dist
 import torch_hybrid as th
 from benchmarks.models import FAMILIES
 from benchmarks.results import Results, Target, arguments, parse, title
+from torch_hybrid.host import zeros
 
 # Over 2 GB in bfloat16; experts, which a checkpoint has one by one, or none.
 LARGE = {
@@ -102,8 +103,8 @@ def _cpu_seconds() -> float:
 
 
 def take_and_free(num_bytes: int) -> None:
-    """Have the kernel hold so much free memory itself."""
-    torch.empty(num_bytes, dtype=torch.uint8).fill_(1)
+    """Have the kernel hold so much free memory itself, in pages of any size."""
+    zeros([num_bytes], dtype=torch.uint8, device=torch.device("cpu")).fill_(1)
 
 
 def make_checkpoint(family: str, folder: Path, *, quick: bool) -> int:

@@ -162,18 +162,23 @@ def _zeros_like(x: Unread, *, dtype: torch.dtype | None = None, **_options: Any)
 
 
 def _equal(x: Unread, y: Unread) -> bool:
-    """The one question that is answered by reading: whether weights that may be tied are alike."""
-    if x.shape != y.shape:
+    """The one question that is answered by reading: whether weights that may be tied have the same
+    bits."""
+    if x.shape != y.shape or x.dtype != y.dtype:
         return False
-    num_rows = max(1, _COMPARED * len(x) // max(1, x.nbytes))  # few: they stay in the cache
+    if not x.numel():
+        return True
+    row_bytes = x.nbytes // len(x)
+    num_rows = max(1, _COMPARED // row_bytes)  # few: they stay in the cache
+    # Bytes of Python's own: torch would wake its threads to compare each of these.
+    memory = [bytearray(num_rows * row_bytes) for _ in range(2)]
+    values = [torch.frombuffer(own, dtype=x.dtype).view(num_rows, *x.shape[1:]) for own in memory]
     with reader_of(x.content, y.content) as reader:
-        values = [torch.empty(num_rows, *z.shape[1:], dtype=z.dtype, device="cpu") for z in (x, y)]
         for first in range(0, len(x), num_rows):
             count = min(num_rows, len(x) - first)
             for z, place in zip((x, y), values, strict=True):
-                rows = contents.narrow(z.content, 0, first, count)
-                read_content(reader, rows, place[:count])
-            if not torch.equal(values[0][:count], values[1][:count]):
+                read_content(reader, contents.narrow(z.content, 0, first, count), place[:count])
+            if memory[0] != memory[1]:
                 return False
     return True
 
