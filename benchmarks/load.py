@@ -40,6 +40,7 @@ import torch.distributed as dist
 import torch_hybrid as th
 from benchmarks.models import FAMILIES
 from benchmarks.results import Results, Target, arguments, parse, title
+from torch_hybrid.host import zeros
 
 # Over 2 GB in bfloat16; experts, which a checkpoint has one by one, or none.
 LARGE = {
@@ -101,6 +102,11 @@ def _cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
+def take_and_free(num_bytes: int) -> None:
+    """Have the kernel hold so much free memory itself, in pages of any size."""
+    zeros([num_bytes], dtype=torch.uint8, device=torch.device("cpu")).fill_(1)
+
+
 def make_checkpoint(family: str, folder: Path, *, quick: bool) -> int:
     """Write random weights in several files; returns their bytes."""
     with torch.device("meta"):
@@ -112,6 +118,10 @@ def make_checkpoint(family: str, folder: Path, *, quick: bool) -> int:
         for part in flat.split(noise.numel()):
             part.copy_(noise[: part.numel()])
     model.save_pretrained(folder, max_shard_size="100KB" if quick else "500MB")
+    return _bytes_of(folder)
+
+
+def _bytes_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
@@ -140,6 +150,8 @@ def _child(loader: str, folder: Path) -> None:
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
+    take_and_free(3 * _bytes_of(folder) // 2)
+    if "RANK" in os.environ:
         dist.barrier()
     with watched() as usage:
         model = LOADERS[loader](folder)

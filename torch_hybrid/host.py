@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import math
 import mmap
 import platform
@@ -47,7 +46,6 @@ def trim() -> None:
     Malloc keeps it otherwise, all the more where ``tune_allocator`` was called. Nothing happens
     without glibc.
     """
-    gc.collect()
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
@@ -22,7 +21,6 @@ from torch_hybrid.models.stored_formats import AsWeights, as_weights
 
 # Of the text part of a multimodal model, which may be a causal language model or lack its head.
 _OF_TEXT = re.compile(r"(?:(model\.)language_model\.|language_model\.|(lm_head\.))(.+)")
-_OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 
 
 def take_quantization(config: Any) -> AsWeights | None:
@@ -67,6 +65,8 @@ def make_unread(
         GenerationConfig,
     )
 
+    from torch_hybrid.models.stacked_experts import check_experts
+
     given = checkpoint
     classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if vision else MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in classes:
@@ -75,7 +75,7 @@ def make_unread(
     if mtp is not None:
         checkpoint = with_head(checkpoint, given, config.get_text_config(), mtp)
     is_its_own = isinstance(config, model_class.config_class)  # else that of a multimodal model
-    _check_experts(checkpoint)
+    check_experts(checkpoint)
     with _quiet():
         try:
             hf_model, info = _refusing(
@@ -113,14 +113,22 @@ def _text_part(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _refusing(model_class: Any, checkpoint: Checkpoint, *, has_head: bool) -> Any:
-    """The class, whose loader raises where a weight is missing or of another shape than its config
-    says, before it makes all of those."""
+    """The class, whose loader is given experts as stacks, and raises where a weight is missing or
+    of another shape than its config says, before it makes all of those."""
+    from torch_hybrid.models.stacked_experts import stack_experts
 
     class Refusing(model_class):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
             if has_head:
                 add_parts(self)
+
+        @staticmethod
+        def _load_pretrained_model(
+            model: Any, tensors: Any, files: Any, load_config: Any, *options: Any
+        ) -> Any:
+            tensors = stack_experts(tensors, load_config.weight_mapping)
+            return model_class._load_pretrained_model(model, tensors, files, load_config, *options)
 
         @staticmethod
         def _finalize_model_loading(model: Any, load_config: Any, found: Any) -> Any:
@@ -154,29 +162,6 @@ def _dtype_of(config: Any, dtype: torch.dtype | str) -> torch.dtype:
         return dtype
     given: torch.dtype | None = config.dtype or config.get_text_config().dtype
     return given or torch.bfloat16
-
-
-def _check_experts(checkpoint: Checkpoint) -> None:
-    """Name the tensors of experts that are missing beside others, or of another shape than those:
-    joined to one weight they would have no names."""
-    shapes: Mapping[tuple[str, str], dict[int, tuple[int, ...]]] = defaultdict(dict)
-    counts: Mapping[str, set[int]] = defaultdict(set)
-    for name, stored in checkpoint.tensors.items():
-        if found := _OF_EXPERT.fullmatch(name):
-            mixture, expert, weight = found.groups()
-            shapes[mixture, weight][int(expert)] = stored.shape
-            counts[mixture].add(int(expert))
-    for (mixture, weight), given in shapes.items():
-        if missing := counts[mixture] - given.keys():
-            names = [f"{mixture}.{expert}.{weight}" for expert in sorted(missing)]
-            raise ValueError(f"the checkpoint {checkpoint.folder} has missing keys: {names}")
-        first = next(iter(given.values()))
-        if others := {expert: shape for expert, shape in given.items() if shape != first}:
-            names = [f"{mixture}.{expert}.{weight} {[*shape]}" for expert, shape in others.items()]
-            raise ValueError(
-                f"the checkpoint {checkpoint.folder} has mismatched keys: {names}, "
-                f"where the other experts have {[*first]}"
-            )
 
 
 @contextmanager

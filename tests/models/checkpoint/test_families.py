@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    core_model_loading,
 )
 
 import torch_hybrid as th
@@ -88,6 +91,20 @@ def test_whole_experts(family: str, tmp_path: Path):
     for rank in range(2):
         ours = cut_and_read(tmp_path, rank, "all_to_all")
         assert_same_bits(ours, theirs_cut(tmp_path, rank, "all_to_all"))
+
+
+def test_experts_by_their_numbers(tmp_path: Path):
+    """The tenth follows the ninth, and names are looked up once for all experts."""
+    make_model("qwen3_next", num_experts=12).save_pretrained(tmp_path)
+    assert_same_bits(th.from_pretrained(tmp_path), th.adapt(load_with_transformers(tmp_path)))
+    num_kinds = len({name for name in names_of(tmp_path) if ".experts.0." in name})
+    with mock.patch.object(core_model_loading, "deepcopy", wraps=deepcopy) as copied:
+        th.from_pretrained(tmp_path)
+    assert copied.call_count <= num_kinds
+
+
+def names_of(folder: Path) -> list[str]:
+    return list(load_file(folder / "model.safetensors"))
 
 
 def test_ring(tmp_path: Path):

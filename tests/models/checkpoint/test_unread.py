@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +100,67 @@ def test_read_as_made_in_memory(
     read_weights(module, checkpoint, CPU)
     assert type(module.weight) is nn.Parameter
     assert torch.equal(module.weight, expected)
+
+
+def assert_all_read(folder: Path, weights: Weights, dtype: torch.dtype | None = None) -> None:
+    """As one model, whose floats are of this dtype."""
+
+    def cast(weight: Tensor) -> Tensor:
+        return weight.to(dtype or weight.dtype) if weight.is_floating_point() else weight
+
+    checkpoint = open_checkpoint(folder)
+    module = nn.Module()
+    for name, weight in checkpoint.unread(CPU).items():
+        module.register_buffer(name, cast(weight))
+    read_weights(module, checkpoint, CPU)
+    for name, weight in module.named_buffers():
+        assert torch.equal(weight, cast(weights[name])), name
+
+
+def test_what_follows_in_a_file_is_read_at_once(
+    stored: tuple[Path, Weights], monkeypatch: pytest.MonkeyPatch
+):
+    calls, preadv = [], os.preadv
+
+    def counted(descriptor: int, buffers: Any, offset: int) -> int:
+        calls.append(len(buffers))
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", counted)
+    assert_all_read(*stored)
+    assert calls == [len(stored[1])]
+    calls.clear()
+    monkeypatch.setattr("torch_hybrid.models.checkpoint.pieces.PIECE_BYTES", 500)
+    assert_all_read(*stored)
+    assert sorted(calls) == [1, 3]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+def test_a_file_that_gives_few_bytes_at_a_time(
+    stored: tuple[Path, Weights], dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+):
+    preadv = os.preadv
+
+    def few(descriptor: int, buffers: Any, offset: int) -> int:
+        return preadv(descriptor, [buffers[0][:7]], offset)
+
+    monkeypatch.setattr(os, "preadv", few)
+    assert_all_read(*stored, dtype)
+
+
+def test_values_behind_an_odd_number_of_bytes(tmp_path: Path):
+    weights = {"a": torch.tensor([1, 2, 3], dtype=torch.int8), "b": torch.randn(5)}
+    header = json.dumps(
+        {
+            "a": {"dtype": "I8", "shape": [3], "data_offsets": [0, 3]},
+            "b": {"dtype": "F32", "shape": [5], "data_offsets": [3, 23]},
+        }
+    ).encode()
+    raw = b"".join(weight.numpy().tobytes() for weight in weights.values())
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + raw)
+    assert_all_read(tmp_path, weights)
+    assert_all_read(tmp_path, weights, torch.float64)
 
 
 def test_a_weight_in_two_places_stays_one(stored: tuple[Path, Weights]):

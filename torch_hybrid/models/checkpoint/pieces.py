@@ -1,7 +1,8 @@
 """The bytes of slices: in pieces that are read at once, each to its place.
 
-A piece that lies in one run, is of the dtype that its place has, and goes to the host is read into
-that memory; any other passes through a buffer.
+Pieces that follow one another in a file are read by one call. A piece that lies in one run, is of
+the dtype that its place has, and goes to the host is read into that memory; any other passes
+through a buffer.
 """
 
 from __future__ import annotations
@@ -9,61 +10,71 @@ from __future__ import annotations
 import ctypes
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.models.checkpoint.content import Content, Slice, slices
+from torch_hybrid.models.checkpoint.content import Content, Slice, leaves, slices
 
 PIECE_BYTES = 4 << 20  # of a file, that a thread reads at once
 LONG_RUN_BYTES = 64 << 10  # rows so far apart are read one by one, where little of them is kept
+_MOST_AT_ONCE = 256  # pieces; the kernel takes 1024
 _NAN = 0x7F  # of float8_e4m3fn, without its sign
 _NUM_BUFFERS = 2  # of a thread on its way to a GPU: one is filled while the other is copied
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A slice, of at most ``PIECE_BYTES`` from its first value to its last, and where it goes."""
+    """A slice, of at most ``PIECE_BYTES`` from its first value to its last, and where it goes.
+
+    Attributes:
+        start: its first byte in the file.
+        num_bytes: from its first value to its last.
+        is_plain: whether its bytes are those of the weight, one after the other.
+    """
 
     part: Slice
     place: Tensor
+    start: int
+    num_bytes: int
+    is_plain: bool
+
+    @classmethod
+    def of(cls, part: Slice, place: Tensor) -> Piece:
+        """How a slice is read."""
+        stored, where = part.stored, part.where
+        is_one_run = where.is_contiguous() and place.is_contiguous()
+        steps = zip(where.shape, where.stride(), strict=True)
+        num_values = 1 + sum((size - 1) * stride for size, stride in steps)
+        return cls(
+            part=part,
+            place=place,
+            start=stored.start + int(where.storage_offset()) * where.itemsize,
+            num_bytes=num_values * where.itemsize,
+            is_plain=is_one_run and not part.steps and stored.dtype == place.dtype,
+        )
 
     @property
     def file(self) -> Path:
         return self.part.stored.file
 
-    @property
-    def start(self) -> int:
-        """Its first byte in the file."""
-        stored, where = self.part.stored, self.part.where
-        return stored.start + int(where.storage_offset()) * stored.dtype.itemsize
-
-    @property
-    def num_bytes(self) -> int:
-        """From its first value to its last."""
-        where = self.part.where
-        steps = zip(where.shape, where.stride(), strict=True)
-        return (1 + sum((size - 1) * stride for size, stride in steps)) * where.itemsize
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether its bytes are those of the weight, one after the other."""
-        part, place = self.part, self.place
-        is_one_run = part.where.is_contiguous() and place.is_contiguous()
-        is_same = not part.steps and part.stored.dtype == place.dtype
-        return is_one_run and is_same
-
 
 def pieces_of(part: Slice, place: Tensor) -> Iterator[Piece]:
     """A slice cut along its longest strides, until a thread can read each part of it at once."""
-    piece = Piece(part, place)
-    num_kept = place.numel() * part.stored.dtype.itemsize
+    if not place.numel():
+        return
+    piece, itemsize = Piece.of(part, place), part.where.itemsize
+    if piece.is_plain and piece.num_bytes <= PIECE_BYTES:
+        yield piece
+        return
     strides = [s * (n > 1) for n, s in zip(place.shape, part.where.stride(), strict=True)]
-    row_bytes = max(strides, default=0) * part.stored.dtype.itemsize
-    has_gaps = 3 * num_kept < 2 * piece.num_bytes and row_bytes >= LONG_RUN_BYTES
+    row_bytes = max(strides, default=0) * itemsize
+    is_sparse = 3 * place.numel() * itemsize < 2 * piece.num_bytes
+    has_gaps = is_sparse and row_bytes >= LONG_RUN_BYTES
     if piece.num_bytes <= PIECE_BYTES and not has_gaps:
         yield piece
         return
@@ -75,6 +86,23 @@ def pieces_of(part: Slice, place: Tensor) -> Iterator[Piece]:
         yield from pieces_of(rows, place.narrow(dim, first, count))
 
 
+def stretches_of(pieces: Iterable[Piece]) -> list[list[Piece]]:
+    """Pieces in the order of the files; those that are read at once together, of at most
+    ``PIECE_BYTES``."""
+    found: list[list[Piece]] = []
+    file, end, num_bytes = Path(), 0, 0
+    for piece in sorted(pieces, key=lambda piece: (str(piece.file), piece.start)):
+        num_bytes += piece.num_bytes
+        follows = found and piece.start == end and piece.file == file
+        if follows and num_bytes <= PIECE_BYTES and len(found[-1]) < _MOST_AT_ONCE:
+            found[-1].append(piece)
+        else:
+            found.append([piece])
+            num_bytes = piece.num_bytes
+        file, end = piece.file, piece.start + piece.num_bytes
+    return found
+
+
 class Reader:
     """One thread's way to the files, with buffers for what cannot be read in place.
 
@@ -84,51 +112,62 @@ class Reader:
 
     def __init__(self, files: Mapping[Path, int], device: torch.device) -> None:
         self._files, self._device = files, device
+        self._is_host = device.type == "cpu"
         self._buffers: list[_Buffer] = []
         self._turn = 0
 
-    def read(self, piece: Piece) -> int:
-        """Read a piece to its place.
+    def read(self, stretch: Sequence[Piece]) -> None:
+        """Read pieces that follow one another in a file, each to its place."""
+        if self._is_host and all(piece.is_plain for piece in stretch):
+            self._fill([piece.place for piece in stretch], stretch)
+            return
+        buffer = self._next_buffer()
+        sizes = [piece.num_bytes for piece in stretch]
+        raw = buffer.memory[: sum(sizes)].split(sizes)
+        self._fill(raw, stretch)
+        for piece, values in zip(stretch, raw, strict=True):
+            self._put(piece, values)
+        buffer.was_used()
 
-        Returns:
-            How many of its values are NaN or infinite; 0 on a GPU, which is asked once for a weight
-            (``not_finite``).
-        """
+    def _put(self, piece: Piece, raw: Tensor) -> None:
+        """Bytes of the host to where a piece belongs, as what becomes of them."""
         part, place = piece.part, piece.place
-        if piece.is_plain and place.device.type == "cpu":
-            self._fill(place, piece)
-        else:
-            buffer = self._next_buffer()
-            raw = buffer.memory[: piece.num_bytes]
-            self._fill(raw, piece)
-            if piece.is_plain:
-                place.view(-1).view(torch.uint8).copy_(raw, non_blocking=True)
-            else:
-                raw = raw.to(place.device, non_blocking=True)
-                values = raw.view(part.stored.dtype)
-                values = values.as_strided(part.where.shape, part.where.stride())
-                place.copy_(part.made_of(values))
-            buffer.was_used()
-        return _count_not_finite(place) if place.device.type == "cpu" else 0
+        if piece.is_plain:
+            place.view(-1).view(torch.uint8).copy_(raw, non_blocking=True)
+            return
+        raw = raw.to(place.device, non_blocking=True)
+        if raw.storage_offset() % part.where.itemsize:  # behind values of fewer bytes
+            raw = raw.clone()
+        values = raw.view(part.stored.dtype)
+        values = values.as_strided(part.where.shape, part.where.stride(), values.storage_offset())
+        place.copy_(part.made_of(values))
 
     def _next_buffer(self) -> _Buffer:
         """That which was used longest ago, when it is free."""
-        if len(self._buffers) < (1 if self._device.type == "cpu" else _NUM_BUFFERS):
+        if len(self._buffers) < (1 if self._is_host else _NUM_BUFFERS):
             self._buffers.append(_Buffer(self._device))
         self._turn += 1
         buffer = self._buffers[self._turn % len(self._buffers)]
         buffer.wait()
         return buffer
 
-    def _fill(self, memory: Tensor, piece: Piece) -> None:
-        """Read the bytes of a piece to memory of the host."""
-        target = memoryview((ctypes.c_char * piece.num_bytes).from_address(memory.data_ptr()))
-        num_read = 0
-        while num_read < piece.num_bytes:
-            count = os.preadv(self._files[piece.file], [target[num_read:]], piece.start + num_read)
+    def _fill(self, memory: Sequence[Tensor], stretch: Sequence[Piece]) -> None:
+        """Read the bytes of each piece to memory of the host."""
+        targets = [
+            memoryview((ctypes.c_char * piece.num_bytes).from_address(target.data_ptr()))
+            for target, piece in zip(memory, stretch, strict=True)
+        ]
+        descriptor, first = self._files[stretch[0].file], stretch[0].start
+        while targets:
+            count = os.preadv(descriptor, targets, first)
             if count == 0:
-                raise OSError(f"{piece.file.name} ends within {piece.part.stored.name}")
-            num_read += count
+                part = stretch[-len(targets)].part
+                raise OSError(f"{part.stored.file.name} ends within {part.stored.name}")
+            first += count
+            while targets and count >= len(targets[0]):
+                count -= len(targets.pop(0))
+            if count:
+                targets[0] = targets[0][count:]
 
 
 class _Buffer:
@@ -151,7 +190,8 @@ class _Buffer:
             self._copied.synchronize()
 
 
-def _count_not_finite(values: Tensor) -> int:
+def count_not_finite(values: Tensor) -> int:
+    """How many values are NaN or infinite."""
     if not values.is_floating_point() or not _may_be_not_finite(values):
         return 0
     if values.dtype == torch.float8_e4m3fn:
@@ -183,22 +223,33 @@ def not_finite(weights: Sequence[Tensor], pieces: Sequence[Piece]) -> Counter[st
     found: Counter[str] = Counter()
     if doubts and torch.stack(doubts).any():
         for piece in pieces:
-            found[piece.part.stored.name] += _count_not_finite(piece.place)
+            found[piece.part.stored.name] += count_not_finite(piece.place)
     return found
+
+
+@contextmanager
+def reader_of(*contents: Content) -> Iterator[Reader]:
+    """Reads some contents to the host, now."""
+    files: dict[Path, int] = {}
+    try:
+        for file in {part.stored.file for content in contents for part in leaves(content)}:
+            files[file] = os.open(file, os.O_RDONLY)
+        yield Reader(files, torch.device("cpu"))
+    finally:
+        for descriptor in files.values():
+            os.close(descriptor)
+
+
+def read_content(reader: Reader, content: Content, place: Tensor) -> None:
+    """All of a content to a tensor of its shape."""
+    for part, where in slices(content, place):
+        for piece in pieces_of(part, where):
+            reader.read([piece])
 
 
 def values_of(content: Content, dtype: torch.dtype) -> Tensor:
     """What a content is, read now, on the host."""
     values = torch.empty(content.shape, dtype=dtype, device="cpu")
-    files: dict[Path, int] = {}
-    try:
-        reader = Reader(files, values.device)
-        for part, place in slices(content, values):
-            if part.stored.file not in files:
-                files[part.stored.file] = os.open(part.stored.file, os.O_RDONLY)
-            for piece in pieces_of(part, place):
-                reader.read(piece)
-    finally:
-        for descriptor in files.values():
-            os.close(descriptor)
+    with reader_of(content) as reader:
+        read_content(reader, content, values)
     return values

@@ -23,7 +23,14 @@ from torch_hybrid.models.checkpoint.block_scales import blocks_of
 from torch_hybrid.models.checkpoint.content import Content, Slice, leaves, narrow, slices
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.checkpoint.packed_integers import enclosing, numbers_and_scales
-from torch_hybrid.models.checkpoint.pieces import Piece, Reader, not_finite, pieces_of
+from torch_hybrid.models.checkpoint.pieces import (
+    Piece,
+    Reader,
+    count_not_finite,
+    not_finite,
+    pieces_of,
+    stretches_of,
+)
 from torch_hybrid.models.checkpoint.unread import Unread
 from torch_hybrid.models.checkpoint.update import Origin, Origins
 from torch_hybrid.ops.stored_weights import dequantized
@@ -67,7 +74,6 @@ def read_weights(
                 widened.extend(_Widened.of(*block) for block in blocks_of(part, place))
     for found in widened:
         pieces.extend(found.pieces)
-    pieces.sort(key=lambda piece: (piece.file, piece.start))
     _read_all(pieces, checkpoint, device, label)
     for found in widened:
         found.widen()
@@ -112,15 +118,13 @@ def read_rows(
     _check_dtypes([weight])
     rows = narrow(weight.content, 0, first, min(count, len(weight) - first))
     values = torch.empty(rows.shape, dtype=weight.dtype, device=device)
-    pieces = sorted(_pieces(rows, values), key=lambda piece: (piece.file, piece.start))
-    _read_all(pieces, checkpoint, device, label=None)
+    _read_all(list(_pieces(rows, values)), checkpoint, device, label=None)
     return values
 
 
 def _pieces(content: Content, place: Tensor) -> Iterator[Piece]:
     for part, where in slices(content, place):
-        if where.numel():
-            yield from pieces_of(part, where)
+        yield from pieces_of(part, where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,18 +210,21 @@ def _read_all(
         progress_bar(num_bytes, label) as bar,
         _worker_threads() as threads,
     ):
-        todo, stop, lock = iter(pieces), threading.Event(), threading.Lock()
+        todo, stop, lock = iter(stretches_of(pieces)), threading.Event(), threading.Lock()
 
         def work() -> Counter[str]:
             """How many values of each stored tensor are NaN or infinite."""
             torch.set_num_threads(1)  # else each copy starts as many as there are cores
             reader, found = Reader(files, device), Counter[str]()
-            for piece in todo:  # of all threads: each takes the next
+            for stretch in todo:  # of all threads: each takes the next
                 if stop.is_set():
                     break
-                found[piece.part.stored.name] += reader.read(piece)
+                reader.read(stretch)
+                if device.type == "cpu":  # while it is in the cache
+                    for piece in stretch:
+                        found[piece.part.stored.name] += count_not_finite(piece.place)
                 with lock:
-                    bar.update(piece.num_bytes)
+                    bar.update(sum(piece.num_bytes for piece in stretch))
             return found
 
         try:

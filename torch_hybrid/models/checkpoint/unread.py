@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_map_only
 
 from torch_hybrid.models.checkpoint import content as contents
 from torch_hybrid.models.checkpoint.content import Content
-from torch_hybrid.models.checkpoint.pieces import values_of
+from torch_hybrid.models.checkpoint.pieces import read_content, reader_of
 
 aten = torch.ops.aten
 
-_COMPARED = 16 << 20  # bytes of either weight at once
+_COMPARED = 512 << 10  # bytes of either weight at once
 
 
 class Unread(Tensor):
@@ -162,16 +162,25 @@ def _zeros_like(x: Unread, *, dtype: torch.dtype | None = None, **_options: Any)
 
 
 def _equal(x: Unread, y: Unread) -> bool:
-    """The one question that is answered by reading: whether weights that may be tied are alike."""
-    if x.shape != y.shape:
+    """The one question that is answered by reading: whether weights that may be tied have the same
+    bits."""
+    if x.shape != y.shape or x.dtype != y.dtype:
         return False
-    num_rows = max(1, _COMPARED * len(x) // max(1, x.nbytes))  # few: both are never held whole
-
-    def rows(z: Unread, first: int) -> Tensor:
-        count = min(num_rows, len(z) - first)
-        return values_of(contents.narrow(z.content, 0, first, count), z.dtype)
-
-    return all(torch.equal(rows(x, i), rows(y, i)) for i in range(0, len(x), num_rows))
+    if not x.numel():
+        return True
+    row_bytes = x.nbytes // len(x)
+    num_rows = max(1, _COMPARED // row_bytes)  # few: they stay in the cache
+    # Bytes of Python's own: torch would wake its threads to compare each of these.
+    memory = [bytearray(num_rows * row_bytes) for _ in range(2)]
+    values = [torch.frombuffer(own, dtype=x.dtype).view(num_rows, *x.shape[1:]) for own in memory]
+    with reader_of(x.content, y.content) as reader:
+        for first in range(0, len(x), num_rows):
+            count = min(num_rows, len(x) - first)
+            for z, place in zip((x, y), values, strict=True):
+                read_content(reader, contents.narrow(z.content, 0, first, count), place[:count])
+            if memory[0] != memory[1]:
+                return False
+    return True
 
 
 _OPS: dict[Any, Callable[..., Any]] = {

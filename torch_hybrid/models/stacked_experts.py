@@ -1,0 +1,95 @@
+"""Experts that a checkpoint has one by one, stacked before transformers' loader sees them.
+
+It looks up every name, and copies a converter for it: with a tensor for each expert that takes as
+long as to read their bytes. Names of experts differ by a number alone, so a stack of all of them is
+handed on under the first one's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import (
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+
+from torch_hybrid.models.checkpoint.files import Checkpoint
+
+_OF_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
+
+
+class _Stacked(MergeModulelist):  # type: ignore[misc]
+    """What merges experts, where those of one kind may come merged."""
+
+    def convert(self, input_dict: dict[str, list[Tensor]], *args: Any, **options: Any) -> Any:
+        given = {
+            pattern: tensors[0] if len(tensors) == 1 else tensors
+            for pattern, tensors in input_dict.items()
+        }
+        return super().convert(given, *args, **options)
+
+
+def stack_experts(
+    tensors: Mapping[str, Tensor], mapping: Sequence[WeightConverter | WeightRenaming]
+) -> dict[str, Tensor]:
+    """Tensors of a checkpoint, with those of experts stacked that a converter would stack first,
+    where they have one dtype.
+
+    Args:
+        tensors: by name.
+        mapping: how they get to a model, for this one alone: converters are told what they get.
+    """
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    merging = {
+        pattern: converter
+        for converter in converters
+        if type(converter.operations[0]) is MergeModulelist
+        for pattern in converter.source_patterns
+    }
+    names: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    for name in tensors:
+        if found := _OF_EXPERT.fullmatch(name):
+            mixture, expert, weight = found.groups()
+            names[mixture, weight][int(expert)] = name
+    stacked = dict(tensors)
+    for of_kind in names.values():
+        experts = [of_kind[expert] for expert in sorted(of_kind)]
+        _, pattern = rename_source_key(experts[0], renamings, converters)
+        converter = merging.get(pattern)
+        if converter and len({tensors[name].dtype for name in experts}) == 1:
+            dim = converter.operations[0].dim
+            stacked[experts[0]] = torch.stack([stacked.pop(name) for name in experts], dim)
+            converter.operations[0] = _Stacked(dim)
+    return stacked
+
+
+def check_experts(checkpoint: Checkpoint) -> None:
+    """Name the tensors of experts that are missing beside others, or of another shape than those:
+    joined to one weight they would have no names."""
+    shapes: Mapping[tuple[str, str], dict[int, tuple[int, ...]]] = defaultdict(dict)
+    counts: Mapping[str, set[int]] = defaultdict(set)
+    for name, stored in checkpoint.tensors.items():
+        if found := _OF_EXPERT.fullmatch(name):
+            mixture, expert, weight = found.groups()
+            shapes[mixture, weight][int(expert)] = stored.shape
+            counts[mixture].add(int(expert))
+    for (mixture, weight), given in shapes.items():
+        if missing := counts[mixture] - given.keys():
+            names = [f"{mixture}.{expert}.{weight}" for expert in sorted(missing)]
+            raise ValueError(f"the checkpoint {checkpoint.folder} has missing keys: {names}")
+        first = next(iter(given.values()))
+        if others := {expert: shape for expert, shape in given.items() if shape != first}:
+            names = [f"{mixture}.{expert}.{weight} {[*shape]}" for expert, shape in others.items()]
+            raise ValueError(
+                f"the checkpoint {checkpoint.folder} has mismatched keys: {names}, "
+                f"where the other experts have {[*first]}"
+            )
