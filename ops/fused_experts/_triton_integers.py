@@ -16,6 +16,7 @@ from torch import Tensor
 from torch_hybrid.ops.fused_experts._triton_activation import activate
 from torch_hybrid.ops.fused_experts._triton_group import num_blocks, rows_of_block
 from torch_hybrid.ops.integers import INT4, depth_of, group_of, has_zeros
+from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.integers import chunk_of, few_products, rows_at, wide_tile
 from torch_hybrid.ops.triton.products import dot
 
@@ -35,21 +36,29 @@ class Tile:
     num_stages: int
 
     @classmethod
-    def of(cls, num_pairs: int, num_experts: int, dtype: torch.dtype, *, is_int4: bool) -> Tile:
-        """For so many pairs of tokens of that dtype."""
-        if dtype == torch.float32:  # outside the tensor cores, on operands in registers
-            block_k = 128 if is_int4 else 32
+    def of(cls, num_pairs: int, num_experts: int, like: Tensor, *, group: int) -> Tile:
+        """For so many pairs of tokens like these, and groups of so many numbers."""
+        if like.dtype == torch.float32:  # outside the tensor cores, on operands in registers
+            block_k = 128 if group else 32
             return cls(block_m=16, block_n=16, block_k=block_k, num_warps=4, num_stages=2)
+        share = triton.cdiv(num_pairs, num_experts)
+        # Where tensor cores read memory, sums of 128 pairs fit registers: weights are widened once.
+        if share > 64 and is_hopper(like.device):
+            block_n, num_warps = (64, 4) if group == 128 else (128, 8)
+            return cls(block_m=128, block_n=block_n, block_k=128, num_warps=num_warps, num_stages=3)
         # Most experts have less than twice their share: then one block holds all their pairs.
-        rows = triton.next_power_of_2(2 * triton.cdiv(num_pairs, num_experts))
-        block_m = min(max(rows, 16), 64)
+        block_m = min(max(triton.next_power_of_2(2 * share), 16), 64)
         return cls(block_m=block_m, block_n=64, block_k=128, num_warps=4, num_stages=3)
+
+
+def _group(weight: Tensor, scales: Tensor) -> int:
+    """How many numbers share a scale, 0 where a row has one."""
+    return group_of(weight, scales) if weight.dtype == INT4 else 0
 
 
 def _stored(weight: Tensor, scales: Tensor) -> dict[str, int | bool]:
     """How kernels read a weight."""
-    group = group_of(weight, scales) if weight.dtype == INT4 else 0
-    return {"GROUP": group, "ZEROS": has_zeros(weight, scales)}
+    return {"GROUP": _group(weight, scales), "ZEROS": has_zeros(weight, scales)}
 
 
 def _few_block(weight: Tensor) -> int:
@@ -131,7 +140,7 @@ def integer_products(
     num_experts, dim, width = *down.shape[:2], depth_of(down)
     num_pairs = results.shape[0]
     hidden = x.new_empty(num_pairs, width)
-    tile = Tile.of(num_pairs, num_experts, x.dtype, is_int4=down.dtype == INT4)
+    tile = Tile.of(num_pairs, num_experts, x, group=_group(down, down_scales))
     blocks = num_blocks(num_pairs, num_experts, tile.block_m)
     sizes = {
         "E": num_experts,
