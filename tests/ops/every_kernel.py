@@ -350,8 +350,8 @@ def forced(*, dry: bool) -> ExitStack:
     stack.enter_context(mock.patch.object(_triton_long, "PROCESSORS", 1))
     stack.enter_context(mock.patch.object(_triton_long, "is_hopper", return_value=True))
     stack.enter_context(mock.patch.object(_triton_chunk, "_segment", _segment))
-    stack.enter_context(mock.patch.object(_triton_rg_lru, "_SEGMENT", 32))
-    stack.enter_context(mock.patch.object(_triton_scan, "_segment", partial(_segment, chunk=32)))
+    for module in (_triton_rg_lru, _triton_scan):
+        stack.enter_context(mock.patch.object(module, "_SEGMENT", 32))
     return stack
 
 
