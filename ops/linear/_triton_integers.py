@@ -54,8 +54,8 @@ class Tile:
         few_columns = num_columns <= _FEW_COLUMNS
         if num_rows == 1:  # outside the tensor cores
             if is_int4 and not few_columns:
-                return cls(block_m=1, block_n=16, block_k=256, num_stages=1)
-            return cls(block_m=1, block_n=8 if is_int4 else 4, block_k=512, num_stages=1)
+                return cls(block_m=1, block_n=16, block_k=256, num_stages=1, num_warps=8)
+            return cls(block_m=1, block_n=4, block_k=512, num_stages=1)
         block_m = max(16, triton.next_power_of_2(num_rows))
         if (few_columns or (is_int4 and num_rows <= 16)) and depth % 512 == 0:
             block_m = min(block_m, _PART_ROWS)
