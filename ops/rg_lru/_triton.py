@@ -21,9 +21,9 @@ from torch_hybrid.ops.triton.ragged import (
     sequence_of_block,
 )
 
-_FETCHED = 8  # tokens of a sequence that are fetched at once
+_FETCHED = 4  # tokens of a sequence that are fetched at once
 _MOST_CHANNELS = 128
-_SEGMENT = 128  # tokens
+_SEGMENT = 64  # tokens
 _FEWEST_SEGMENTS = 4  # of as many tokens as there are; with fewer a second launch costs more
 
 
