@@ -25,7 +25,8 @@ from torch_hybrid.ops.triton.ragged import (
 )
 from torch_hybrid.ops.triton.state import zero_rows
 
-_STATES = 512  # that one warp keeps in registers
+_STATES = 1024  # that one warp keeps in registers; half as many where there were too few warps
+_FEWEST_WARPS = 64  # of all channels of a sequence
 _FETCHED = 4  # tokens of a sequence that are fetched at once
 _SEGMENT = 128  # tokens
 _FEWEST_SEGMENTS = 4  # of as many tokens as there are; with fewer two more launches cost more
@@ -60,11 +61,13 @@ class Inputs:
         num_groups, state_dim = self.B.shape[1:]
         channels = self.x.shape[1] // num_groups
         block_n = triton.next_power_of_2(state_dim)
+        is_wide = self.x.shape[1] * block_n >= _FEWEST_WARPS * _STATES
+        states = _STATES if is_wide else _STATES // 2
         return {
             "G": num_groups,
             "CHANNELS": channels,
             "N": state_dim,
-            "BLOCK_C": min(triton.next_power_of_2(channels), max(1, _STATES // block_n)),
+            "BLOCK_C": min(triton.next_power_of_2(channels), max(1, states // block_n)),
             "BLOCK_N": block_n,
         }
 
