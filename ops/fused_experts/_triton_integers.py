@@ -16,6 +16,7 @@ from torch import Tensor
 from torch_hybrid.ops.fused_experts._triton_activation import activate
 from torch_hybrid.ops.fused_experts._triton_group import num_blocks, rows_of_block
 from torch_hybrid.ops.integers import INT4, depth_of, group_of, has_zeros
+from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.integers import chunk_of, few_products, rows_at, wide_tile
 from torch_hybrid.ops.triton.products import dot
 
@@ -35,21 +36,28 @@ class Tile:
     num_stages: int
 
     @classmethod
-    def of(cls, num_pairs: int, num_experts: int, dtype: torch.dtype, *, is_int4: bool) -> Tile:
-        """For so many pairs of tokens of that dtype."""
-        if dtype == torch.float32:  # outside the tensor cores, on operands in registers
-            block_k = 128 if is_int4 else 32
-            return cls(block_m=16, block_n=16, block_k=block_k, num_warps=4, num_stages=2)
+    def of(cls, num_pairs: int, num_experts: int, like: Tensor, *, group: int) -> Tile:
+        """For so many pairs of tokens like these, and groups of so many numbers."""
+        if like.dtype == torch.float32:  # outside the tensor cores, on operands in registers
+            return cls(block_m=16, block_n=16, block_k=group or 32, num_warps=4, num_stages=2)
+        share = triton.cdiv(num_pairs, num_experts)
+        # Where tensor cores read memory, sums of 128 pairs fit registers: weights are widened once.
+        if share > 64 and is_hopper(like.device):
+            block_n, num_warps = (64, 4) if group == 128 else (128, 8)
+            return cls(block_m=128, block_n=block_n, block_k=128, num_warps=num_warps, num_stages=3)
         # Most experts have less than twice their share: then one block holds all their pairs.
-        rows = triton.next_power_of_2(2 * triton.cdiv(num_pairs, num_experts))
-        block_m = min(max(rows, 16), 64)
+        block_m = min(max(triton.next_power_of_2(2 * share), 16), 64)
         return cls(block_m=block_m, block_n=64, block_k=128, num_warps=4, num_stages=3)
+
+
+def _group(weight: Tensor, scales: Tensor) -> int:
+    """How many numbers share a scale, 0 where a row has one."""
+    return group_of(weight, scales) if weight.dtype == INT4 else 0
 
 
 def _stored(weight: Tensor, scales: Tensor) -> dict[str, int | bool]:
     """How kernels read a weight."""
-    group = group_of(weight, scales) if weight.dtype == INT4 else 0
-    return {"GROUP": group, "ZEROS": has_zeros(weight, scales)}
+    return {"GROUP": _group(weight, scales), "ZEROS": has_zeros(weight, scales)}
 
 
 def _few_block(weight: Tensor) -> int:
@@ -131,7 +139,7 @@ def integer_products(
     num_experts, dim, width = *down.shape[:2], depth_of(down)
     num_pairs = results.shape[0]
     hidden = x.new_empty(num_pairs, width)
-    tile = Tile.of(num_pairs, num_experts, x.dtype, is_int4=down.dtype == INT4)
+    tile = Tile.of(num_pairs, num_experts, x, group=_group(down, down_scales))
     blocks = num_blocks(num_pairs, num_experts, tile.block_m)
     sizes = {
         "E": num_experts,
@@ -265,16 +273,19 @@ def _integer_out_kernel(
 
 
 @triton.jit
-def _add_product(acc: tl.tensor, w: tl.tensor, x: tl.tensor) -> tl.tensor:
-    """``acc`` and the products of rows of a wide tile and of x.
-
-    Sums of float32 are of one tile each, so that roundings do not add up over a row.
-    """
+def _add_product(
+    acc: tl.tensor, lost: tl.tensor, w: tl.tensor, x: tl.tensor
+) -> tuple[tl.tensor, tl.tensor]:
+    """``acc`` and the products of rows of a wide tile and of x, and what float32 sums lose to
+    rounding, which the next one makes up for."""
     if x.dtype == tl.float32:
-        acc += dot(w, tl.trans(x), tl.zeros_like(acc))
+        part = dot(w, tl.trans(x), tl.zeros_like(acc)) - lost
+        total = acc + part
+        lost = (total - acc) - part
+        acc = total
     else:
         acc = dot(w, tl.trans(x), acc)
-    return acc
+    return acc, lost
 
 
 @triton.jit
@@ -316,7 +327,7 @@ def _integer_gate_up_kernel(
     p_gate, p_gate_scale = rows_at(gate_up, scales, row, 0, D, GROUP, ZEROS)
     p_up, p_up_scale = rows_at(gate_up, scales, row + HAS_GATE * I, 0, D, GROUP, ZEROS)
     gate = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    up = gate
+    lost_gate, up, lost_up = gate, gate, gate
     for first in tl.range(0, D, BLOCK_K, num_stages=STAGES):
         k = first + tl.arange(0, BLOCK_K)[None, :]
         b_x = tl.load(p_x + k, mask=mask_m[:, None] & (k < D), other=0.0)
@@ -324,9 +335,9 @@ def _integer_gate_up_kernel(
             b_w = wide_tile(
                 p_gate, p_gate_scale, first, mask_n, D, GROUP, ZEROS, BLOCK_K, b_x.dtype
             )
-            gate = _add_product(gate, b_w, b_x)
+            gate, lost_gate = _add_product(gate, lost_gate, b_w, b_x)
         b_w = wide_tile(p_up, p_up_scale, first, mask_n, D, GROUP, ZEROS, BLOCK_K, b_x.dtype)
-        up = _add_product(up, b_w, b_x)
+        up, lost_up = _add_product(up, lost_up, b_w, b_x)
     gate *= _row_scale(p_gate_scale, mask_n, GROUP)[:, None]
     up *= _row_scale(p_up_scale, mask_n, GROUP)[:, None]
     b_hidden = activate(gate, up, HAS_GATE, LIMIT)
@@ -368,11 +379,12 @@ def _integer_down_kernel(
     row = expert.to(tl.int64) * D + index_n
     p_w, p_scale = rows_at(down, scales, row, 0, I, GROUP, ZEROS)
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    lost = acc
     for first in tl.range(0, I, BLOCK_K, num_stages=STAGES):
         k = first + tl.arange(0, BLOCK_K)[None, :]
         b_x = tl.load(p_x + k, mask=mask_m[:, None] & (k < I), other=0.0)
         b_w = wide_tile(p_w, p_scale, first, mask_n, I, GROUP, ZEROS, BLOCK_K, b_x.dtype)
-        acc = _add_product(acc, b_w, b_x)
+        acc, lost = _add_product(acc, lost, b_w, b_x)
     acc *= _row_scale(p_scale, mask_n, GROUP)[:, None]
     p_out = results + pair[None, :] * D + index_n[:, None]
     tl.store(p_out, acc.to(results.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])

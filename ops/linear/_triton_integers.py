@@ -30,9 +30,10 @@ from torch_hybrid.ops.triton.products import dot
 MAX_ROWS = 64
 _WIDE_ROWS, _WIDE_COLUMNS = 32, 128  # of a tile that is widened in memory
 
-
-# Of few columns, programs have few of them, and their warps share the depth.
-_PART_ROWS, _PART_COLUMNS = 32, 4096
+# Of few columns there are few programs: the warps of one share the depth, and 16 columns are enough
+# for it. Numbers of 4 bits take so long to widen that they are better shared whatever the columns.
+_FEW_COLUMNS = 4096
+_PART_ROWS = 32  # that a program multiplies so at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +51,14 @@ class Tile:
     @classmethod
     def of(cls, num_rows: int, num_columns: int, depth: int, *, is_int4: bool) -> Tile:
         """For that many rows of x, and columns of all weights' results, of sums so deep."""
+        few_columns = num_columns <= _FEW_COLUMNS
         if num_rows == 1:  # outside the tensor cores
-            block_n = 8 if is_int4 else 4
-            return cls(block_m=1, block_n=block_n, block_k=512, num_stages=1)
+            if is_int4 and not few_columns:
+                return cls(block_m=1, block_n=16, block_k=256, num_stages=1, num_warps=8)
+            return cls(block_m=1, block_n=4, block_k=512, num_stages=1)
         block_m = max(16, triton.next_power_of_2(num_rows))
-        if num_rows <= _PART_ROWS and num_columns <= _PART_COLUMNS and depth % 512 == 0:
+        if (few_columns or (is_int4 and num_rows <= 16)) and depth % 512 == 0:
+            block_m = min(block_m, _PART_ROWS)
             return cls(block_m=block_m, block_n=16, block_k=128, num_stages=3, num_parts=4)
         block_n = 32 if num_rows <= 16 and not is_int4 else 64
         return cls(block_m=block_m, block_n=block_n, block_k=128, num_stages=3)
@@ -78,7 +82,8 @@ def integer_linear(
     is_int4 = weights[0].dtype == INT4
     group, zeros = kinds.pop()
     tile = Tile.of(num_rows, sum(sizes), depth, is_int4=is_int4)
-    _integer_linear_kernel[(sum(triton.cdiv(size, tile.block_n) for size in sizes),)](
+    columns = sum(triton.cdiv(size, tile.block_n) for size in sizes)
+    _integer_linear_kernel[(columns, triton.cdiv(num_rows, tile.block_m))](
         x,
         tuple(weights),
         tuple(scales),
@@ -189,7 +194,7 @@ def _integer_linear_kernel(
     PARTS: tl.constexpr,  # of the depth, side by side: of few columns
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N columns of all rows of y."""
+    """One program: BLOCK_N columns of BLOCK_M rows of y, of all unless there are parts."""
     ONE_ROW: tl.constexpr = BLOCK_M == 1
     weight, which, size, column, first_row = place(weights, sizes, BLOCK_N)
     scale = scales[0]
@@ -197,6 +202,8 @@ def _integer_linear_kernel(
         scale = tl.where(which == i, scales[i], scale)
     row = first_row + tl.arange(0, BLOCK_N)
     index_m = tl.arange(0, BLOCK_M)
+    if PARTS > 1:
+        index_m += tl.program_id(1) * BLOCK_M
     mask_n, mask_m = row < size, index_m < M
     p_w, p_scale = rows_at(weight, scale, row.to(tl.int64), 0, K, GROUP, ZEROS)
     if ONE_ROW:

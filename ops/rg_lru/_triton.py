@@ -1,5 +1,10 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Implementation "triton": one launch for any mix of decode and extend."""
+"""Implementation "triton": a program walks the tokens of some channels, their states in registers.
+
+Where there are many tokens, sequences are cut in segments. A launch walks the first of each, and
+all others but the last from nothing, for the states that they leave; a second one walks all but the
+first from where the one before it ended.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_FETCHED = 8  # tokens of a sequence that are fetched at once
+from torch_hybrid.ops.triton.decays import LOG2_E, exp2_of_decay
+from torch_hybrid.ops.triton.ragged import (
+    fetch_rows,
+    first_token_of_block,
+    num_blocks,
+    sequence_of_block,
+)
+
+_FETCHED = 4  # tokens of a sequence that are fetched at once
 _MOST_CHANNELS = 128
+_SEGMENT = 64  # tokens
+_FEWEST_SEGMENTS = 4  # of as many tokens as there are; with fewer a second launch costs more
 
 
 def rg_lru(
@@ -26,33 +41,46 @@ def rg_lru(
     num_seqs = state_indices.shape[0]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     block_c = min(_MOST_CHANNELS, triton.next_power_of_2(num_channels))
-    # One program more for each block of channels, for padding.
-    grid = (num_seqs + 1, triton.cdiv(num_channels, block_c))
-    _rg_lru_kernel[grid](
-        x,
-        gates,
-        log_a,
-        state,
-        cu_seqlens,
-        initial_indices,
-        state_indices,
-        out,
-        num_tokens,
-        num_seqs,
-        x.stride(0),
-        gates.stride(0),
-        gates.stride(1),
-        C=num_channels,
-        D=num_channels // gates.shape[1],
-        ROWS=1 if num_tokens <= num_seqs else _FETCHED,
-        BLOCK_C=block_c,
-        num_warps=max(1, block_c // 32),
-        enable_fp_fusion=True,
-    )
+    is_decode = num_tokens <= num_seqs
+    # How many sequences there are does not count: in a captured graph most of them may be empty.
+    segment = 0 if is_decode or num_tokens < _FEWEST_SEGMENTS * _SEGMENT else _SEGMENT
+    num_walks, ends, decays = num_seqs, None, None
+    if segment:
+        num_walks = num_blocks(num_tokens, num_seqs, segment)
+        ends, decays = state.new_empty(2, num_tokens // segment, num_channels)
+    for is_carried in (False, True) if segment else (False,):
+        # One program more for each block of channels, for padding.
+        grid = (num_walks + (not is_carried), triton.cdiv(num_channels, block_c))
+        _rg_lru_kernel[grid](
+            x,
+            gates,
+            log_a,
+            state,
+            cu_seqlens,
+            initial_indices,
+            state_indices,
+            ends,
+            decays,
+            out,
+            num_tokens,
+            num_seqs,
+            num_walks,
+            x.stride(0),
+            gates.stride(0),
+            gates.stride(1),
+            C=num_channels,
+            D=num_channels // gates.shape[1],
+            SEGMENT=segment,
+            CARRIED=is_carried,
+            ROWS=1 if is_decode else _FETCHED,
+            BLOCK_C=block_c,
+            num_warps=max(1, block_c // 32),
+            enable_fp_fusion=True,
+        )
     return out
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "num_walks"])
 def _rg_lru_kernel(
     x: tl.tensor,
     gates: tl.tensor,
@@ -61,65 +89,93 @@ def _rg_lru_kernel(
     cu_seqlens: tl.tensor,
     initial_indices: tl.tensor,
     state_indices: tl.tensor,
+    ends: tl.tensor | None,  # states that segments leave, by their first tokens
+    decays: tl.tensor | None,  # logarithms of theirs, likewise
     out: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
+    num_walks: tl.tensor,
     stride_x: tl.tensor,
     stride_gates: tl.tensor,
     stride_gates_head: tl.tensor,
     C: tl.constexpr,
     D: tl.constexpr,
+    SEGMENT: tl.constexpr,  # tokens; 0 where sequences are walked whole
+    CARRIED: tl.constexpr,  # whether segments are walked that begin where another ended
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> None:
-    """One program: a sequence and a block of channels.
+    """One program: a sequence, or a segment of it, and a block of channels.
 
     It walks the tokens, of which it fetches ROWS at once, the state in registers.
     """
-    seq = tl.program_id(0)
+    walk = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channel < C
-    if seq == num_seqs:
+    if walk == num_walks:
         zeros = tl.zeros([BLOCK_C], dtype=out.dtype.element_ty)
         for token in range(tl.load(cu_seqlens + num_seqs), num_tokens):
             tl.store(out + tl.cast(token, tl.int64) * C + channel, zeros, mask=mask_c)
         return
+    seq = walk
+    if SEGMENT > 0:
+        seq = sequence_of_block(cu_seqlens, num_seqs, walk, SEGMENT)
     begin = tl.load(cu_seqlens + seq)
     end = tl.load(cu_seqlens + seq + 1)
-    if begin == end:
+    first, last = begin, end
+    if SEGMENT > 0:
+        first = first_token_of_block(begin, seq, walk, SEGMENT)
+        last = tl.minimum(first + SEGMENT, end)
+    if first >= end:
         return
-    initial = tl.load(initial_indices + seq).to(tl.int64)
+    is_first = first == begin
+    if CARRIED:
+        if is_first:
+            return
+    elif (not is_first) & (last == end):
+        return
     slot = tl.load(state_indices + seq).to(tl.int64)
-    known = initial != 0
-    p_gate = gates + (channel // D).to(tl.int64) * stride_gates_head + channel % D
     b_log_a = tl.load(log_a + channel, mask=mask_c, other=0.0)
-    b_h = tl.load(state + initial * C + channel, mask=mask_c & known, other=0.0)
-    for start in range(begin, end, ROWS):
-        fetched_x = ()
-        fetched_input = ()
-        fetched_recurrent = ()
+    if CARRIED:
+        is_new = False
+        b_h = tl.zeros([BLOCK_C], dtype=tl.float32)
+        stop = first // SEGMENT
+        for start in range(stop - (first - begin) // SEGMENT, stop, ROWS):
+            rows_decay = fetch_rows(decays + channel, start, stop, C, mask_c, ROWS)
+            rows_end = fetch_rows(ends + channel, start, stop, C, mask_c, ROWS)
+            for place in tl.static_range(ROWS):
+                b_h = exp2_of_decay(rows_decay[place] * LOG2_E) * b_h + rows_end[place]
+    else:
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        is_known = (initial != 0) & is_first
+        is_new = is_first & (initial == 0)
+        b_h = tl.load(state + initial * C + channel, mask=mask_c & is_known, other=0.0)
+    b_log_decays = tl.zeros([BLOCK_C], dtype=tl.float32)
+    p_gate = gates + (channel // D).to(tl.int64) * stride_gates_head + channel % D
+    for start in range(first, last, ROWS):
+        rows_x = fetch_rows(x + channel, start, last, stride_x, mask_c, ROWS)
+        rows_input = fetch_rows(p_gate, start, last, stride_gates, mask_c, ROWS)
+        rows_recurrent = fetch_rows(p_gate + D, start, last, stride_gates, mask_c, ROWS)
         for place in tl.static_range(ROWS):
-            token = tl.cast(start + place, tl.int64)
-            mask = mask_c & (start + place < end)
-            p_input = p_gate + token * stride_gates
-            b_x = tl.load(x + token * stride_x + channel, mask=mask, other=0.0)
-            b_input = tl.load(p_input, mask=mask, other=0.0)
-            b_recurrent = tl.load(p_input + D, mask=mask, other=0.0)
-            fetched_x = fetched_x + (b_x.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-            fetched_input = fetched_input + (b_input.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-            fetched_recurrent = fetched_recurrent + (b_recurrent.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-        for place in tl.static_range(ROWS):
-            token = tl.cast(start + place, tl.int64)
-            is_here = start + place < end
-            b_log_decay = tl.sigmoid(fetched_recurrent[place]) * b_log_a
-            b_decay = tl.exp(b_log_decay)
+            is_there = start + place < last
+            b_log_decay = b_log_a / (1.0 + tl.exp(-rows_recurrent[place].to(tl.float32)))
+            b_decay = exp2_of_decay(b_log_decay * LOG2_E)
             b_scale = tl.sqrt(_one_minus_square(b_decay, 2.0 * b_log_decay))
-            b_scale = tl.where((start + place == begin) & (not known), 1.0, b_scale)
-            b_added = b_scale * tl.sigmoid(fetched_input[place]) * fetched_x[place]
-            b_h = tl.where(is_here, b_decay * b_h + b_added, b_h)
-            p_out = out + token * C + channel
-            tl.store(p_out, b_h.to(out.dtype.element_ty), mask=mask_c & is_here)
-    tl.store(state + slot * C + channel, b_h, mask=mask_c & (slot != 0))
+            b_scale = tl.where((start + place == begin) & is_new, 1.0, b_scale)
+            b_added = b_scale * rows_x[place].to(tl.float32)
+            b_added /= 1.0 + tl.exp(-rows_input[place].to(tl.float32))
+            b_h = tl.where(is_there, b_decay * b_h + b_added, b_h)
+            b_log_decays += b_log_decay
+            p_out = out + tl.cast(start + place, tl.int64) * C + channel
+            if not CARRIED:
+                is_there &= is_first
+            tl.store(p_out, b_h.to(out.dtype.element_ty), mask=mask_c & is_there)
+    if last == end:
+        tl.store(state + slot * C + channel, b_h, mask=mask_c & (slot != 0))
+    if SEGMENT > 0 and not CARRIED:
+        left = (first // SEGMENT).to(tl.int64) * C + channel
+        tl.store(ends + left, b_h, mask=mask_c & (last < end))
+        tl.store(decays + left, b_log_decays, mask=mask_c & (last < end))
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="untyped-decorator"
 """Implementation "triton": a program walks the tokens of some channels, their states in registers.
 
-Where channels are too few to fill a GPU, the chunk form cuts sequences in segments: a launch walks
-each but the last for the states that it leaves, and then each is walked from where the one before
-it ended. A state decays over a segment by its rate times the sum of its channel's steps.
+The chunk form cuts sequences in segments: one launch walks each but the last from nothing for what
+it leaves, another goes from segment to segment for what each starts from, and then all are walked
+from there. A state decays over a segment by its rate times the sum of its channel's steps.
 """
 
 from __future__ import annotations
@@ -16,55 +16,74 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.triton.decays import LOG2_E, softplus
-from torch_hybrid.ops.triton.devices import PROCESSORS
-from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
-from torch_hybrid.ops.triton.state import Tile, zero_rows
+from torch_hybrid.ops.triton.decays import LOG2_E, exp2_of_decay, softplus
+from torch_hybrid.ops.triton.ragged import (
+    fetch_rows,
+    first_token_of_block,
+    num_blocks,
+    sequence_of_block,
+)
+from torch_hybrid.ops.triton.state import zero_rows
 
-_WARPS = 16 * PROCESSORS  # that segments are made for
-_FEWEST_SEGMENTS = 4  # of as many tokens as there are; with fewer the first launch costs more
-_SHORTEST_SEGMENT = 128  # tokens
+_STATES = 1024  # that one warp keeps in registers; half as many where there were too few warps
+_FEWEST_WARPS = 64  # of all channels of a sequence
+_FETCHED = 4  # tokens of a sequence that are fetched at once
+_SEGMENT = 128  # tokens
+_FEWEST_SEGMENTS = 4  # of as many tokens as there are; with fewer two more launches cost more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """What both launches read of the T tokens, and how the channels are dealt out to programs."""
+    """What all launches read of the T tokens, and how the channels are dealt out to programs."""
 
     x: Tensor  # [T, channels]
     dt: Tensor  # [T, channels]
     B: Tensor  # [T, G, N]
     A_log: Tensor  # [channels, N]
+    state: Tensor
     cu_seqlens: Tensor
-    tile: Tile
+    initial_indices: Tensor
+    segment: int  # tokens; 0 where sequences are walked whole
 
     @property
     def programs(self) -> int:
         """For all channels of a sequence, or of a segment of it."""
-        num_groups = self.B.shape[1]
-        blocks: int = triton.cdiv(self.x.shape[1] // num_groups, self.tile.block_v)
-        return num_groups * blocks
+        sizes = self.sizes()
+        blocks: int = triton.cdiv(sizes["CHANNELS"], sizes["BLOCK_C"])
+        return sizes["G"] * blocks
 
-    def constants(self) -> dict[str, Any]:
+    @property
+    def segments(self) -> int:
+        """That any sequences of as many tokens may be cut in."""
+        return num_blocks(len(self.x), len(self.initial_indices), self.segment)
+
+    def sizes(self) -> dict[str, int]:
         num_groups, state_dim = self.B.shape[1:]
+        channels = self.x.shape[1] // num_groups
+        block_n = triton.next_power_of_2(state_dim)
+        is_wide = self.x.shape[1] * block_n >= _FEWEST_WARPS * _STATES
+        states = _STATES if is_wide else _STATES // 2
         return {
             "G": num_groups,
-            "CHANNELS": self.x.shape[1] // num_groups,
+            "CHANNELS": channels,
             "N": state_dim,
-            "BLOCK_C": self.tile.block_v,
-            "BLOCK_N": self.tile.block_k,
-            "num_warps": 1,
-            "enable_fp_fusion": True,
+            "BLOCK_C": min(triton.next_power_of_2(channels), max(1, states // block_n)),
+            "BLOCK_N": block_n,
         }
+
+    def constants(self) -> dict[str, Any]:
+        launched = {"SEGMENT": self.segment, "num_warps": 1, "enable_fp_fusion": True}
+        return {**self.sizes(), **launched}
 
 
 def recurrent_selective_scan(*tensors: Any) -> Tensor:
     """Launcher of ``torch_hybrid::recurrent_selective_scan``."""
-    return _scan(*tensors, in_segments=False)
+    return _scan(*tensors, is_chunked=False)
 
 
 def chunk_selective_scan(*tensors: Any, chunk_size: int) -> Tensor:
-    """Launcher of ``torch_hybrid::chunk_selective_scan``; the parts are those of ``_segment``."""
-    return _scan(*tensors, in_segments=True)
+    """Launcher of ``torch_hybrid::chunk_selective_scan``; its parts are segments."""
+    return _scan(*tensors, is_chunked=True)
 
 
 def _scan(
@@ -80,22 +99,26 @@ def _scan(
     initial_indices: Tensor,
     state_indices: Tensor,
     *,
-    in_segments: bool,
+    is_chunked: bool,
 ) -> Tensor:
-    num_tokens, channels = x.shape
-    num_groups, state_dim = B.shape[1:]
+    num_tokens = len(x)
     num_seqs = state_indices.shape[0]
     if num_seqs == 0:
         return torch.zeros_like(x, memory_format=torch.contiguous_format)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    tile = Tile.of(channels // num_groups, state_dim)
-    inputs = Inputs(x=x, dt=dt, B=B, A_log=A_log, cu_seqlens=cu_seqlens, tile=tile)
-    segment = _segment(num_tokens, inputs.programs) if in_segments else 0
-    starts = ends = steps = None
-    num_walks = num_seqs
-    if segment:
-        num_walks = num_blocks(num_tokens, num_seqs, segment)
-        starts, ends, steps = _walk_segments(inputs, state, initial_indices, segment)
+    inputs = Inputs(
+        x=x,
+        dt=dt,
+        B=B,
+        A_log=A_log,
+        state=state,
+        cu_seqlens=cu_seqlens,
+        initial_indices=initial_indices,
+        # The number of sequences does not count: in a captured graph most of them may be empty.
+        segment=_SEGMENT if is_chunked and num_tokens >= _FEWEST_SEGMENTS * _SEGMENT else 0,
+    )
+    starts, ends = _walk_segments(inputs) if inputs.segment else (None, None)
+    num_walks = inputs.segments if inputs.segment else num_seqs
     _scan_kernel[(inputs.programs * num_walks,)](
         x,
         dt,
@@ -110,9 +133,7 @@ def _scan(
         state_indices,
         starts,
         ends,
-        steps,
         out,
-        segment,
         num_tokens,
         num_seqs,
         x.stride(0),
@@ -120,53 +141,50 @@ def _scan(
         B.stride(0),
         C.stride(0),
         0 if z is None else z.stride(0),
+        ROWS=_FETCHED if is_chunked else 1,
         **inputs.constants(),
     )
     return out
 
 
-def _segment(num_tokens: int, programs: int) -> int:
-    """Tokens of a segment; 0 where sequences are walked whole.
-
-    The number of sequences does not count: in a captured graph most of them may be empty.
-    """
-    wanted = min(_WARPS // programs, num_tokens // _SHORTEST_SEGMENT)
-    return triton.cdiv(num_tokens, wanted) if wanted >= _FEWEST_SEGMENTS else 0
-
-
-def _walk_segments(
-    inputs: Inputs, state: Tensor, initial_indices: Tensor, segment: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """For every segment that is not the last of its sequence, by its first token: what it starts
-    from where it is the first, what it leaves, and the sums of its steps."""
+def _walk_segments(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """What a sequence of several segments starts from, by the first token of its first one; and the
+    states after each that is not its last, by that segment's first token."""
     num_tokens, channels = inputs.x.shape
-    num_seqs = initial_indices.shape[0]
-    num_kept = num_tokens // segment + 1
-    starts, ends = state.new_empty(2, num_kept, *state.shape[1:])
-    steps = state.new_empty(num_kept, channels)
-    num_walks = num_blocks(num_tokens, num_seqs, segment)
-    _segment_kernel[(inputs.programs * num_walks,)](
+    num_seqs = len(inputs.initial_indices)
+    num_kept = num_tokens // inputs.segment
+    starts, ends = inputs.state.new_empty(2, num_kept, *inputs.state.shape[1:])
+    steps = inputs.state.new_empty(num_kept, channels)
+    _segment_kernel[(inputs.programs * inputs.segments,)](
         inputs.x,
         inputs.dt,
         inputs.B,
         inputs.A_log,
-        state,
         inputs.cu_seqlens,
-        initial_indices,
-        starts,
         ends,
         steps,
-        segment,
         num_seqs,
         inputs.x.stride(0),
         inputs.dt.stride(0),
         inputs.B.stride(0),
+        ROWS=_FETCHED,
         **inputs.constants(),
     )
-    return starts, ends, steps
+    _carry_kernel[(inputs.programs * num_seqs,)](
+        inputs.A_log,
+        inputs.state,
+        inputs.cu_seqlens,
+        inputs.initial_indices,
+        starts,
+        ends,
+        steps,
+        ROWS=_FETCHED,
+        **inputs.constants(),
+    )
+    return starts, ends
 
 
-@triton.jit(do_not_specialize=["segment", "num_tokens", "num_seqs"])
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
 def _scan_kernel(
     x: tl.tensor,
     dt: tl.tensor,
@@ -181,9 +199,7 @@ def _scan_kernel(
     state_indices: tl.tensor,
     starts: tl.tensor | None,
     ends: tl.tensor | None,
-    steps: tl.tensor | None,
     out: tl.tensor,
-    segment: tl.tensor,
     num_tokens: tl.tensor,
     num_seqs: tl.tensor,
     stride_x: tl.tensor,
@@ -196,14 +212,19 @@ def _scan_kernel(
     N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    ROWS: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_C channels of a group (of CHANNELS) of one sequence, or of a segment."""
+    """One program: BLOCK_C channels of a group (of CHANNELS) of one sequence, or of a segment.
+
+    It walks the tokens, of which it fetches ROWS at once.
+    """
     BLOCKS: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
     pid = tl.program_id(0)
     walk = pid // (BLOCKS * G)
     seq = walk
-    if ends is not None:
-        seq = sequence_of_block(cu_seqlens, num_seqs, walk, segment)
+    if SEGMENT > 0:
+        seq = sequence_of_block(cu_seqlens, num_seqs, walk, SEGMENT)
     group = pid // BLOCKS % G
     index_c = pid % BLOCKS * BLOCK_C + tl.arange(0, BLOCK_C)
     index_n = tl.arange(0, BLOCK_N)
@@ -216,54 +237,45 @@ def _scan_kernel(
     begin = tl.load(cu_seqlens + seq)
     end = tl.load(cu_seqlens + seq + 1)
     first, last = begin, end
-    if ends is not None:
-        first = first_token_of_block(begin, seq, walk, segment)
-        last = tl.minimum(first + segment, end)
+    if SEGMENT > 0:
+        first = first_token_of_block(begin, seq, walk, SEGMENT)
+        last = tl.minimum(first + SEGMENT, end)
     if first < end:
         rate = tl.exp(tl.load(A_log + tile_s, mask=mask_s, other=0.0).to(tl.float32)) * -LOG2_E
         skip = tl.load(D + channel, mask=mask_c, other=0.0).to(tl.float32)
         initial = tl.load(initial_indices + seq).to(tl.int64)
         slot = tl.load(state_indices + seq).to(tl.int64)
-        p_s = state + initial * (G * CHANNELS * N) + tile_s
-        b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
-        if ends is not None:
-            if end - begin > segment:
-                # A copy: the last segment may have written the slot by now.
-                p_start = starts + (begin // segment).to(tl.int64) * (G * CHANNELS * N) + tile_s
-                b_s = tl.load(p_start, mask=mask_s, other=0.0)
-            for before in range(begin, first, segment):
-                kept = (before // segment).to(tl.int64) * (G * CHANNELS)
-                total = tl.load(steps + kept + channel, mask=mask_c, other=0.0)
-                b_e = tl.load(ends + kept * N + tile_s, mask=mask_s, other=0.0)
-                b_s = b_s * tl.exp2(rate * total[:, None]) + b_e
+        p_start = state + initial * (G * CHANNELS * N)
+        is_known = initial != 0
+        if SEGMENT > 0:
+            # Copies, also of what the first starts from: the last may have written the slot by now.
+            is_cut = end - begin > SEGMENT
+            p_kept = tl.where(first == begin, starts, ends - G * CHANNELS * N)
+            p_kept += (first // SEGMENT).to(tl.int64) * (G * CHANNELS * N)
+            p_start = tl.where(is_cut, p_kept, p_start)
+            is_known |= is_cut
+        b_s = tl.load(p_start + tile_s, mask=mask_s & is_known, other=0.0)
 
-        # Pointers advance token by token: offsets from the base of a pool or of a long batch do
-        # not fit 32 bits.
-        token = first.to(tl.int64)
-        p_x = x + token * stride_x + channel
-        p_dt = dt + token * stride_dt + channel
-        p_b = B + token * stride_b + group * N + index_n
-        p_c = C + token * stride_c + group * N + index_n
-        p_out = out + token * (G * CHANNELS) + channel
-        if z is not None:
-            p_z = z + token * stride_z + channel
-        for _ in range(first, last):
-            b_x = tl.load(p_x, mask=mask_c, other=0.0).to(tl.float32)
-            step = softplus(tl.load(p_dt, mask=mask_c, other=0.0).to(tl.float32))
-            b_b = tl.load(p_b, mask=mask_n, other=0.0).to(tl.float32)
-            b_c = tl.load(p_c, mask=mask_n, other=0.0).to(tl.float32)
-            b_s = b_s * tl.exp2(rate * step[:, None]) + (step * b_x)[:, None] * b_b[None, :]
-            b_y = tl.sum(b_s * b_c[None, :], 1) + skip * b_x
+        p_b = B + group * N + index_n
+        p_c = C + group * N + index_n
+        for start in range(first, last, ROWS):
+            rows_x = fetch_rows(x + channel, start, last, stride_x, mask_c, ROWS)
+            rows_dt = fetch_rows(dt + channel, start, last, stride_dt, mask_c, ROWS)
+            rows_b = fetch_rows(p_b, start, last, stride_b, mask_n, ROWS)
+            rows_c = fetch_rows(p_c, start, last, stride_c, mask_n, ROWS)
             if z is not None:
-                b_z = tl.load(p_z, mask=mask_c, other=0.0).to(tl.float32)
-                b_y *= b_z / (1.0 + tl.exp(-b_z))
-                p_z += stride_z
-            tl.store(p_out, b_y.to(out.dtype.element_ty), mask=mask_c)
-            p_x += stride_x
-            p_dt += stride_dt
-            p_b += stride_b
-            p_c += stride_c
-            p_out += G * CHANNELS
+                rows_z = fetch_rows(z + channel, start, last, stride_z, mask_c, ROWS)
+            for place in tl.static_range(ROWS):
+                is_there = start + place < last
+                b_x = rows_x[place].to(tl.float32)
+                step = tl.where(is_there, softplus(rows_dt[place].to(tl.float32)), 0.0)
+                b_s = _after(b_s, rate, step, b_x, rows_b[place].to(tl.float32))
+                b_y = tl.sum(b_s * rows_c[place].to(tl.float32)[None, :], 1) + skip * b_x
+                if z is not None:
+                    b_z = rows_z[place].to(tl.float32)
+                    b_y *= b_z / (1.0 + tl.exp(-b_z))
+                p_out = out + tl.cast(start + place, tl.int64) * (G * CHANNELS) + channel
+                tl.store(p_out, b_y.to(out.dtype.element_ty), mask=mask_c & is_there)
         if (slot != 0) & (last == end):
             tl.store(state + slot * (G * CHANNELS * N) + tile_s, b_s, mask=mask_s)
 
@@ -273,19 +285,15 @@ def _scan_kernel(
         zero_rows(out, padding, num_tokens, num_seqs, group, index_c, mask_c, G, CHANNELS)
 
 
-@triton.jit(do_not_specialize=["segment", "num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs"])
 def _segment_kernel(
     x: tl.tensor,
     dt: tl.tensor,
     B: tl.tensor,
     A_log: tl.tensor,
-    state: tl.tensor,
     cu_seqlens: tl.tensor,
-    initial_indices: tl.tensor,
-    starts: tl.tensor,
     ends: tl.tensor,
     steps: tl.tensor,
-    segment: tl.tensor,
     num_seqs: tl.tensor,
     stride_x: tl.tensor,
     stride_dt: tl.tensor,
@@ -295,19 +303,20 @@ def _segment_kernel(
     N: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    ROWS: tl.constexpr,
 ) -> None:
-    """One program: what one segment, which is not the last of its sequence, leaves in zero states.
-
-    The first of a sequence copies what that starts from, for those who read it later.
-    """
+    """One program: what one segment, which is not the last of its sequence, leaves in zero states,
+    and the sums of its steps."""
     BLOCKS: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
     pid = tl.program_id(0)
     walk = pid // (BLOCKS * G)
-    seq = sequence_of_block(cu_seqlens, num_seqs, walk, segment)
+    seq = sequence_of_block(cu_seqlens, num_seqs, walk, SEGMENT)
     begin = tl.load(cu_seqlens + seq)
     end = tl.load(cu_seqlens + seq + 1)
-    first = first_token_of_block(begin, seq, walk, segment)
-    if first + segment >= end:
+    first = first_token_of_block(begin, seq, walk, SEGMENT)
+    last = first + SEGMENT
+    if last >= end:
         return
 
     group = pid // BLOCKS % G
@@ -318,28 +327,78 @@ def _segment_kernel(
     mask_s = mask_c[:, None] & mask_n[None, :]
     channel = group * CHANNELS + index_c
     tile_s = channel[:, None] * N + index_n[None, :]
-    kept = (first // segment).to(tl.int64) * (G * CHANNELS)
-    if first == begin:
-        initial = tl.load(initial_indices + seq).to(tl.int64)
-        p_s = state + initial * (G * CHANNELS * N) + tile_s
-        b_start = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
-        tl.store(starts + kept * N + tile_s, b_start, mask=mask_s)
-
     rate = tl.exp(tl.load(A_log + tile_s, mask=mask_s, other=0.0).to(tl.float32)) * -LOG2_E
     b_s = tl.zeros([BLOCK_C, BLOCK_N], dtype=tl.float32)
     total = tl.zeros([BLOCK_C], dtype=tl.float32)
-    token = first.to(tl.int64)
-    p_x = x + token * stride_x + channel
-    p_dt = dt + token * stride_dt + channel
-    p_b = B + token * stride_b + group * N + index_n
-    for _ in range(segment):
-        b_x = tl.load(p_x, mask=mask_c, other=0.0).to(tl.float32)
-        step = softplus(tl.load(p_dt, mask=mask_c, other=0.0).to(tl.float32))
-        b_b = tl.load(p_b, mask=mask_n, other=0.0).to(tl.float32)
-        b_s = b_s * tl.exp2(rate * step[:, None]) + (step * b_x)[:, None] * b_b[None, :]
-        total += step
-        p_x += stride_x
-        p_dt += stride_dt
-        p_b += stride_b
+    for start in range(first, last, ROWS):
+        rows_x = fetch_rows(x + channel, start, last, stride_x, mask_c, ROWS)
+        rows_dt = fetch_rows(dt + channel, start, last, stride_dt, mask_c, ROWS)
+        rows_b = fetch_rows(B + group * N + index_n, start, last, stride_b, mask_n, ROWS)
+        for place in tl.static_range(ROWS):
+            step = softplus(rows_dt[place].to(tl.float32))
+            b_x = rows_x[place].to(tl.float32)
+            b_s = _after(b_s, rate, step, b_x, rows_b[place].to(tl.float32))
+            total += step
+    kept = (first // SEGMENT).to(tl.int64) * (G * CHANNELS)
     tl.store(ends + kept * N + tile_s, b_s, mask=mask_s)
     tl.store(steps + kept + channel, total, mask=mask_c)
+
+
+@triton.jit
+def _carry_kernel(
+    A_log: tl.tensor,
+    state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    starts: tl.tensor,
+    ends: tl.tensor,
+    steps: tl.tensor,
+    G: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """One program: BLOCK_C channels of one sequence of several segments.
+
+    It copies what the sequence starts from, and puts what a segment leaves in the place of what it
+    leaves in zero states.
+    """
+    BLOCKS: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
+    pid = tl.program_id(0)
+    seq = pid // (BLOCKS * G)
+    begin = tl.load(cu_seqlens + seq)
+    end = tl.load(cu_seqlens + seq + 1)
+    if begin + SEGMENT >= end:
+        return
+
+    index_c = pid % BLOCKS * BLOCK_C + tl.arange(0, BLOCK_C)
+    index_n = tl.arange(0, BLOCK_N)
+    mask_c = index_c < CHANNELS
+    mask_s = mask_c[:, None] & (index_n < N)[None, :]
+    channel = pid // BLOCKS % G * CHANNELS + index_c
+    tile_s = channel[:, None] * N + index_n[None, :]
+    rate = tl.exp(tl.load(A_log + tile_s, mask=mask_s, other=0.0).to(tl.float32)) * -LOG2_E
+    initial = tl.load(initial_indices + seq).to(tl.int64)
+    p_s = state + initial * (G * CHANNELS * N) + tile_s
+    b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
+    first = begin // SEGMENT
+    last = first + (end - begin - 1) // SEGMENT
+    tl.store(starts + first.to(tl.int64) * (G * CHANNELS * N) + tile_s, b_s, mask=mask_s)
+    for start in range(first, last, ROWS):
+        rows_step = fetch_rows(steps + channel, start, last, G * CHANNELS, mask_c, ROWS)
+        rows_end = fetch_rows(ends + tile_s, start, last, G * CHANNELS * N, mask_s, ROWS)
+        for place in tl.static_range(ROWS):
+            b_s = b_s * exp2_of_decay(rate * rows_step[place][:, None]) + rows_end[place]
+            p_end = ends + tl.cast(start + place, tl.int64) * (G * CHANNELS * N) + tile_s
+            tl.store(p_end, b_s, mask=mask_s & (start + place < last))
+
+
+@triton.jit
+def _after(
+    b_s: tl.tensor, rate: tl.tensor, step: tl.tensor, b_x: tl.tensor, b_b: tl.tensor
+) -> tl.tensor:
+    """States after a token, of which the steps are 0 where there is none."""
+    return b_s * exp2_of_decay(rate * step[:, None]) + (step * b_x)[:, None] * b_b[None, :]

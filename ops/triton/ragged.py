@@ -47,3 +47,24 @@ def sequence_of_token(cu_seqlens: tl.tensor, num_seqs: tl.tensor, token: tl.tens
         end = tl.load(cu_seqlens + seq + 1, mask=seq < num_seqs, other=2**31 - 1)
         before += (end <= token).to(tl.int32)
     return tl.sum(before, 0)
+
+
+@triton.jit
+def fetch_rows(
+    pointer: tl.tensor,
+    first: tl.tensor,
+    last: tl.tensor,
+    stride: tl.tensor,
+    mask: tl.tensor,
+    ROWS: tl.constexpr,
+) -> tl.tuple:
+    """ROWS rows from ``first`` on, a stride apart; zeros from ``last`` on.
+
+    They are on their way together, where one after the other each would be waited for.
+    """
+    rows = ()
+    begin = pointer + tl.cast(first, tl.int64) * stride
+    for place in tl.static_range(ROWS):
+        row = tl.load(begin + place * stride, mask=mask & (first + place < last), other=0.0)
+        rows = rows + (row,)  # type: ignore[assignment]  # noqa: RUF005
+    return rows

@@ -133,11 +133,13 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         yield name, partial(run, op, inputs.args(), inputs.options())
     unit = rg_lru_cases.make_inputs(rg_lru_cases.Case(head_dim=19, **LENGTHS), dtype)
     yield "rg_lru", partial(run, rg_lru.rg_lru, unit.args(), {})
-    long = ssd.Case(lengths=(150, 0, 33), num_groups=1, num_heads=1, num_padding_tokens=2)
-    inputs = ssd.make_inputs(long, dtype)
+    lengths = {"lengths": (150, 0, 33), "num_padding_tokens": 2}
+    unit = rg_lru_cases.make_inputs(rg_lru_cases.Case(**lengths), dtype)
+    yield "rg_lru in segments", partial(run, rg_lru.rg_lru, unit.args(), {})
+    inputs = ssd.make_inputs(ssd.Case(num_groups=1, num_heads=1, **lengths), dtype)
     options = inputs.options() | {"chunk_size": 16}
     yield "chunk_ssd in segments", partial(run, ssd_ops.chunk_ssd, inputs.args(), options)
-    inputs = scans.make_inputs(scans.Case(lengths=(150, 0, 33), num_padding_tokens=2), dtype)
+    inputs = scans.make_inputs(scans.Case(**lengths), dtype)
     op = selective_scan.chunk_selective_scan
     yield f"{op.__name__} in segments", partial(run, op, inputs.args(), {})
 
@@ -335,6 +337,7 @@ def forced(*, dry: bool) -> ExitStack:
     from torch_hybrid.ops.fused_experts import _hopper
     from torch_hybrid.ops.latent_attention import _triton_hopper, _triton_tiles
     from torch_hybrid.ops.paged_attention import _triton_long
+    from torch_hybrid.ops.rg_lru import _triton as _triton_rg_lru
     from torch_hybrid.ops.selective_scan import _triton as _triton_scan
     from torch_hybrid.ops.ssd import _triton_chunk
     from torch_hybrid.ops.triton import hopper_attention
@@ -347,7 +350,8 @@ def forced(*, dry: bool) -> ExitStack:
     stack.enter_context(mock.patch.object(_triton_long, "PROCESSORS", 1))
     stack.enter_context(mock.patch.object(_triton_long, "is_hopper", return_value=True))
     stack.enter_context(mock.patch.object(_triton_chunk, "_segment", _segment))
-    stack.enter_context(mock.patch.object(_triton_scan, "_segment", partial(_segment, chunk=32)))
+    for module in (_triton_rg_lru, _triton_scan):
+        stack.enter_context(mock.patch.object(module, "_SEGMENT", 32))
     return stack
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,7 @@ from tests.ops.triton_compile import (
     Launch,
     launches_on,
     needs_cross_compiler,
+    simplified_ir,
 )
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
@@ -357,13 +359,24 @@ def record_fp8_launches(
     return {name: launch for name, launch in launches.items() if "fp8" in name}
 
 
-def record_integer_launches(target: str, num_tokens: int, stored: str) -> dict[str, Launch]:
+@needs_cross_compiler
+def test_float32_sums_beside_integers_are_of_one_tile_each() -> None:
+    """What simplifies IR makes no long sum of them, whose roundings would add up."""
+    for launch in record_integer_launches("sm_90", 64, "int8", torch.float32).values():
+        begun = re.findall(r"tt\.dot %\S+, %\S+, (%\w+)", simplified_ir(launch, "sm_90"))
+        assert begun
+        assert all(name.startswith("%cst") for name in begun)
+
+
+def record_integer_launches(
+    target: str, num_tokens: int, stored: str, x_dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Launch]:
     """The same of Qwen3-Next's experts as integers."""
     from torch_hybrid.ops.fused_experts import _triton
 
     group = FORMATS[stored]
 
-    def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    def empty(*shape: int, dtype: torch.dtype = x_dtype) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
     def weight(*shape: int) -> tuple[Tensor, Tensor]:

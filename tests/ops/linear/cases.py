@@ -31,6 +31,7 @@ CASES = {
     "thirteen_rows": Case(num_rows=13, depth=2100, widths=(66, 7), biased=frozenset({0, 1})),
     "one_by_one": Case(num_rows=1, depth=1, widths=(1,), biased=frozenset({0})),
     "most_rows": Case(num_rows=64, depth=96, widths=(40, 9), biased=frozenset({1})),
+    "most_rows_in_parts": Case(num_rows=41, depth=512, widths=(40, 9), biased=frozenset({1})),
     "prefill": Case(num_rows=130, depth=256, widths=(96, 32), biased=frozenset({0})),
     "many_deep": Case(num_rows=53, depth=1120, widths=(97, 3), biased=frozenset({0})),
     "several_stretches": Case(num_rows=530, depth=96, widths=(100,), biased=frozenset({0})),

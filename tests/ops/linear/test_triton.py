@@ -155,6 +155,8 @@ def test_compiles_without_spills() -> None:
             launches = integer_launches("sm_90", num_rows, *REAL[name], stored).values()
             label = f"{name} of {stored}, {num_rows} rows"
             rows += [resources_of(launch, "sm_90", label) for launch in launches]
+    launches = integer_launches("sm_90", 64, *REAL["out_proj"], "int8").values()
+    rows += [resources_of(launch, "sm_90", "out_proj of int8, 64 rows") for launch in launches]
     for name, num_rows in (("router", 8), ("qkv", 32), ("out_proj", 64)):
         launches = fp8_launches("sm_90", num_rows, *REAL[name], rounds=True).values()
         label = f"{name}, {num_rows} rounded rows"

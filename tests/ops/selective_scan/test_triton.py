@@ -32,8 +32,8 @@ CONTRACT = """
         or padding_changes or no_other_slot or nothing_to_do
     ) or chunk32-triton and nothing_to_do or in_interpreter
 """
-# Of several segments of 32 tokens, of one, of none; the second begins within one of the first's.
-SEGMENTS = Case(lengths=(85, 32, 0, 33, 1), channels=38, num_groups=2, num_padding_tokens=3)
+# Of several segments of 8 tokens, of one, of none; the second begins within one of the first's.
+SEGMENTS = Case(lengths=(21, 8, 0, 9, 1), channels=38, num_groups=2, num_padding_tokens=3)
 FORMS = {"recurrent": recurrent_selective_scan, "chunk": chunk_selective_scan}
 Op = Callable[..., Tensor]
 
@@ -84,10 +84,10 @@ def test_segments_on_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
 
 
 def check_segments(monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype):
-    """Sequences in segments of 32 tokens are as exact as whole ones, also from other slots."""
+    """Sequences in segments are as exact as whole ones, also from other slots."""
     from torch_hybrid.ops.selective_scan import _triton
 
-    monkeypatch.setattr(_triton, "_segment", lambda *_: 32)
+    monkeypatch.setattr(_triton, "_SEGMENT", 8)
     inputs = make_inputs(SEGMENTS, dtype)
     check(device, chunk_selective_scan, inputs)
     starts = inputs.initial_indices.clone()
