@@ -19,7 +19,7 @@ from torch_hybrid.sampling import Draw, Sampling
 SIZES = {"max_seqs": 4, "max_tokens": 64, "kv_tokens": 512}
 DRAFTS = 3
 # A family for each kind of mixer that replays, and one without any.
-FAMILIES = ("qwen3_next_dense", "kimi_linear", "falcon_h1", "qwen3")
+FAMILIES = ("qwen3_next_dense", "kimi_linear", "falcon_h1", "minimax", "qwen3")
 
 
 def small(family: str) -> Any:
@@ -236,6 +236,10 @@ def test_bytes_of_records_are_counted():
     assert sum(each) == DRAFTS * width * 4
 
 
-def test_a_mixer_that_does_not_replay_is_named():
-    with pytest.raises(UnsupportedError, match="drafts cannot be replayed by lightning_attention"):
-        Runner(small("minimax"), **SIZES, compile=False, max_drafts=1)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("mamba", "mamba"), ("recurrent_gemma", "rg_lru"), ("lfm2", "short_convolution")],
+)
+def test_a_mixer_that_does_not_replay_is_named(family: str, kind: str):
+    with pytest.raises(UnsupportedError, match=f"drafts cannot be replayed by {kind} layers"):
+        Runner(small(family), **SIZES, compile=False, max_drafts=1)
