@@ -234,6 +234,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "ssd_step": ssd_step,
     "ssd_verify": ssd_step,
     "lightning_step": lightning_step,
+    "lightning_verify": lightning_step,
     "rg_lru": nothing,
     "recurrent_selective_scan": selective_scan,
     "chunk_selective_scan": selective_scan,

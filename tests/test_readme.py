@@ -77,7 +77,10 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "recurrent_selective_scan": selective_scan.RECURRENT_IMPLEMENTATIONS,
         "chunk_selective_scan": selective_scan.CHUNK_IMPLEMENTATIONS,
     },
-    "lightning_attention": {"lightning_step": lightning_step.IMPLEMENTATIONS},
+    "lightning_attention": {
+        "lightning_step": lightning_step.IMPLEMENTATIONS,
+        "lightning_verify": lightning_step.VERIFY_IMPLEMENTATIONS,
+    },
     "mamba2, lightning_attention": {
         "recurrent_ssd": ssd.RECURRENT_IMPLEMENTATIONS,
         "chunk_ssd": ssd.CHUNK_IMPLEMENTATIONS,

@@ -459,8 +459,11 @@ class LightningSpec:
         return self.num_heads, self.head_dim, self.head_dim
 
     def pools(self) -> dict[str, Pool]:
-        """The state; there is no convolution to keep."""
-        return {"state": Pool(self.state_shape, per="slot", dtype=torch.float32)}
+        """The state, and k and v as it takes them of tokens that are not certain."""
+        return {
+            "state": Pool(self.state_shape, per="slot", dtype=torch.float32),
+            RECORDS: Pool((2 * self.channels,), per="draft", dtype=torch.float32),
+        }
 
     def divided(self, num_ranks: int) -> Self:
         """As ``LayerSpec`` says."""

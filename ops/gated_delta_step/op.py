@@ -51,6 +51,10 @@ VERIFY_IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": replace(
         IMPLEMENTATIONS["cpp"], launcher="torch_hybrid.ops.gated_delta_step._cpu:gated_delta_verify"
     ),
+    "triton": replace(
+        IMPLEMENTATIONS["triton"],
+        launcher="torch_hybrid.ops.gated_delta_step._triton:gated_delta_verify",
+    ),
     "torch": replace(
         IMPLEMENTATIONS["torch"],
         launcher="torch_hybrid.ops.gated_delta_step._torch:gated_delta_verify",

@@ -49,6 +49,10 @@ VERIFY_IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": replace(
         IMPLEMENTATIONS["cpp"], launcher="torch_hybrid.ops.kimi_delta_step._cpu:kimi_delta_verify"
     ),
+    "triton": replace(
+        IMPLEMENTATIONS["triton"],
+        launcher="torch_hybrid.ops.kimi_delta_step._triton:kimi_delta_verify",
+    ),
     "torch": replace(
         IMPLEMENTATIONS["torch"],
         launcher="torch_hybrid.ops.kimi_delta_step._torch:kimi_delta_verify",

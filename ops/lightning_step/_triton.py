@@ -1,7 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Implementation "triton": the states block by block, then the norm and the gate.
+"""Implementation "triton" of both steps: the states block by block, then the norm and the gate.
 
-Two launches, of which the second begins while the first ends, where a GPU can; see README.md.
+Two launches, of which the second begins while the first ends, where a GPU can; and one before them
+where drafts are verified. See README.md.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_hybrid.ops.triton.devices import launches_early
 from torch_hybrid.ops.triton.state import Tile, zero_rows
+
+_ROUNDED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def lightning_step(
@@ -72,7 +75,91 @@ def lightning_step(
         NORMED=gate is not None,
         EARLY=early,
         num_warps=1,
-        enable_fp_fusion=True,
+        enable_fp_fusion=False,
+    )
+    if gate is None or norm_weight is None:
+        return o
+    return _normed(o, gate, norm_weight, cu_seqlens, norm_eps, norm_groups, early)
+
+
+def lightning_verify(
+    qkv: Tensor,
+    gate: Tensor | None,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    slopes: Tensor,
+    norm_weight: Tensor | None,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    records: Tensor,
+    accepted: Tensor,
+    *,
+    activation: str,
+    scale: float,
+    norm_groups: int,
+    norm_eps: float,
+) -> Tensor:
+    """Launcher of ``torch_hybrid::lightning_verify``."""
+    num_tokens, num_seqs = qkv.shape[0], state_indices.shape[0]
+    _, num_heads, dim, _ = state.shape
+    num_drafts = records.shape[1]
+    o = qkv.new_empty(num_tokens, num_heads * dim, dtype=torch.float32)
+    if num_seqs == 0:
+        return o.zero_() if gate is None else o.new_zeros(o.shape, dtype=qkv.dtype)
+    early = launches_early(qkv.device)
+    index = (cu_seqlens, initial_indices, state_indices, accepted)
+    tile = Tile.of(dim, dim)
+    # Rows [q | k | v] of new tokens, and after them of each sequence's records, which have no q.
+    prepared = o.new_empty(num_tokens + num_seqs * num_drafts, 3 * num_heads * dim)
+    _prepare_kernel[(num_seqs * num_heads,)](
+        qkv,
+        q_norm_weight,
+        k_norm_weight,
+        cos,
+        sin,
+        *index,
+        records,
+        prepared,
+        scale,
+        norm_eps,
+        num_tokens,
+        qkv.stride(0),
+        0 if cos is None else cos.stride(0),
+        0 if sin is None else sin.stride(0),
+        H=num_heads,
+        D=dim,
+        HALF=0 if cos is None else cos.shape[1],
+        DRAFTS=num_drafts,
+        BLOCK=tile.block_k,
+        SILU=activation == "silu",
+        EARLY=early,
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
+    num_blocks = triton.cdiv(dim, tile.block_v)
+    _verify_kernel[(num_blocks * num_heads * num_seqs,)](
+        prepared,
+        slopes,
+        state,
+        *index,
+        o,
+        num_tokens,
+        num_seqs,
+        H=num_heads,
+        D=dim,
+        DRAFTS=num_drafts,
+        BLOCK_K=tile.block_k,
+        BLOCK_V=tile.block_v,
+        DTYPE=_ROUNDED[qkv.dtype] if q_norm_weight is None else tl.float32,
+        NORMED=gate is not None,
+        EARLY=early,
+        num_warps=1,
+        enable_fp_fusion=False,
+        launch_pdl=early,
     )
     if gate is None or norm_weight is None:
         return o
@@ -113,27 +200,35 @@ def _normed(
 
 
 @triton.jit
-def _prepared(
-    row: tl.tensor,
-    partner: tl.tensor,
-    weight: tl.tensor | None,
-    partner_weight: tl.tensor | None,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    eps: tl.tensor,
-    D: tl.constexpr,
-    HALF: tl.constexpr,
-) -> tl.tensor:
-    """A head's q or k, normed and rotated; ``partner`` has the channel that each turns with, and
-    ``sin`` its sign."""
-    if weight is not None:
-        inverse = tl.rsqrt(tl.sum(row * row, 0) / D + eps)
-        row = weight * (row * inverse)
+def _row(p_row: tl.tensor, index: tl.tensor, mask: tl.tensor, HALF: tl.constexpr) -> tl.tuple:
+    """A head's q or k, and by channel the one that each is rotated with."""
+    b_x = tl.load(p_row + index, mask=mask, other=0.0)
+    other = b_x
     if HALF > 0:
-        if weight is not None:
-            partner = partner_weight * (partner * inverse)
-        row = row * cos + partner * sin
-    return row
+        partner = tl.where(index < HALF, index + HALF, index - HALF)
+        other = tl.load(p_row + partner, mask=index < 2 * HALF, other=0.0)
+    return b_x, other
+
+
+@triton.jit
+def _angles(
+    cos: tl.tensor | None,
+    sin: tl.tensor | None,
+    token: tl.tensor,
+    stride_cos: tl.tensor,
+    stride_sin: tl.tensor,
+    index: tl.tensor,
+    HALF: tl.constexpr,
+) -> tl.tuple:
+    """What a head's channels and those that they are rotated with are multiplied by."""
+    b_cos = tl.full(index.shape, 1.0, tl.float32)
+    b_sin = tl.zeros(index.shape, tl.float32)
+    if HALF > 0:
+        turns, angle = index < 2 * HALF, index % HALF
+        b_cos = tl.load(cos + token * stride_cos + angle, mask=turns, other=1.0)
+        b_sin = tl.load(sin + token * stride_sin + angle, mask=turns, other=0.0)
+        b_sin = tl.where(index < HALF, -b_sin, b_sin)
+    return b_cos, b_sin
 
 
 @triton.jit
@@ -143,6 +238,44 @@ def _activated(x: tl.tensor, SILU: tl.constexpr) -> tl.tensor:
     if SILU:
         wide = (wide / (1.0 + tl.exp(-wide))).to(x.dtype).to(tl.float32)
     return wide
+
+
+# A state is to have the same bits whichever kernel advanced it: nothing is fused in these but what
+# is written as ``fma``, as the compiler would choose by what stands beside.
+@triton.jit
+def _prepared(
+    row: tl.tuple,
+    weight: tl.tuple,
+    angles: tl.tuple,
+    eps: tl.tensor,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    NORM: tl.constexpr,
+    SILU: tl.constexpr,
+) -> tl.tensor:
+    """A head's q or k, activated, normed with its weights and rotated."""
+    b_x, other = _activated(row[0], SILU), _activated(row[1], SILU)
+    inverse = 1.0
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(b_x * b_x, 0) / D + eps)
+        b_x = weight[0].to(tl.float32) * (b_x * inverse)
+    if HALF > 0:
+        if NORM:
+            other = weight[1].to(tl.float32) * (other * inverse)
+        b_x = tl.fma(b_x, angles[0], other * angles[1])
+    return b_x
+
+
+@triton.jit
+def _next_state(b_s: tl.tensor, b_k: tl.tensor, b_v: tl.tensor, decay: tl.tensor) -> tl.tensor:
+    """Rows of a head's state after one token."""
+    return tl.fma(b_v[:, None], b_k[None, :], b_s * decay)
+
+
+@triton.jit
+def _decay(slope: tl.tensor) -> tl.tensor:
+    """Of a head at every token: what a GPU's own exponential is off by would add up."""
+    return tl.exp(-slope.to(tl.float64)).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
@@ -196,43 +329,173 @@ def _step_kernel(
         token = begin.to(tl.int64)
         p_q = qkv + token * stride_qkv + head * D
         p_k, p_v = p_q + H * D, p_q + 2 * H * D
-        b_q = tl.load(p_q + index, mask=mask, other=0.0)
-        b_k = tl.load(p_k + index, mask=mask, other=0.0)
+        x_q, x_k = _row(p_q, index, mask, HALF), _row(p_k, index, mask, HALF)
         b_v = tl.load(p_v + index_v, mask=mask_v, other=0.0)
-        # The same at every token: what a GPU's own exponential is off by would add up.
-        decay = tl.exp(-tl.load(slopes + head).to(tl.float64)).to(tl.float32)
-        other_q, other_k, b_cos, b_sin = b_q, b_k, 1.0, 0.0
-        w_q, w_k, other_w_q, other_w_k = None, None, None, None
+        decay = _decay(tl.load(slopes + head))
+        w_q, w_k = x_q, x_k
         if q_norm_weight is not None:
-            w_q = tl.load(q_norm_weight + index, mask=mask, other=0.0).to(tl.float32)
-            w_k = tl.load(k_norm_weight + index, mask=mask, other=0.0).to(tl.float32)
-        if HALF > 0:
-            turns, angle = index < 2 * HALF, index % HALF
-            partner = tl.where(index < HALF, index + HALF, index - HALF)
-            other_q = tl.load(p_q + partner, mask=turns, other=0.0)
-            other_k = tl.load(p_k + partner, mask=turns, other=0.0)
-            b_cos = tl.load(cos + token * stride_cos + angle, mask=turns, other=1.0)
-            b_sin = tl.load(sin + token * stride_sin + angle, mask=turns, other=0.0)
-            b_sin = tl.where(index < HALF, -b_sin, b_sin)
-            if q_norm_weight is not None:
-                other_w_q = tl.load(q_norm_weight + partner, mask=turns, other=0.0).to(tl.float32)
-                other_w_k = tl.load(k_norm_weight + partner, mask=turns, other=0.0).to(tl.float32)
+            w_q = _row(q_norm_weight, index, mask, HALF)
+            w_k = _row(k_norm_weight, index, mask, HALF)
+        angles = _angles(cos, sin, token, stride_cos, stride_sin, index, HALF)
         tile = head * D * D + index_v[:, None] * D + index[None, :]
         mask_s = mask_v[:, None] & mask[None, :]
         p_s = state + initial * H * D * D + tile
         b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
 
-        b_q, other_q = _activated(b_q, SILU), _activated(other_q, SILU)
-        b_k, other_k = _activated(b_k, SILU), _activated(other_k, SILU)
-        b_q = _prepared(b_q, other_q, w_q, other_w_q, b_cos, b_sin, eps, D, HALF) * scale
-        b_k = _prepared(b_k, other_k, w_k, other_w_k, b_cos, b_sin, eps, D, HALF)
-        b_s = b_s * decay + _activated(b_v, SILU)[:, None] * b_k[None, :]
+        normed: tl.constexpr = q_norm_weight is not None
+        b_q = _prepared(x_q, w_q, angles, eps, D, HALF, normed, SILU) * scale
+        b_k = _prepared(x_k, w_k, angles, eps, D, HALF, normed, SILU)
+        b_s = _next_state(b_s, b_k, _activated(b_v, SILU), decay)
         b_o = tl.sum(b_s * b_q[None, :], 1)
         if q_norm_weight is None:
             b_o = b_o.to(qkv.dtype.element_ty)
         tl.store(o + token * H * D + head * D + index_v, b_o.to(tl.float32), mask=mask_v)
         tl.store(state + slot * H * D * D + tile, b_s, mask=mask_s & (slot != 0))
 
+    if not NORMED:
+        # The rows past the last sequence are dealt out to the sequences in turn.
+        padding = tl.load(cu_seqlens + num_seqs) + seq
+        zero_rows(o, padding, num_tokens, num_seqs, head, index_v, mask_v, H, D)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _prepare_kernel(
+    qkv: tl.tensor,
+    q_norm_weight: tl.tensor | None,
+    k_norm_weight: tl.tensor | None,
+    cos: tl.tensor | None,
+    sin: tl.tensor | None,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    accepted: tl.tensor,
+    records: tl.tensor,
+    prepared: tl.tensor,
+    scale: tl.tensor,
+    eps: tl.tensor,
+    num_tokens: tl.tensor,
+    stride_qkv: tl.tensor,
+    stride_cos: tl.tensor,
+    stride_sin: tl.tensor,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One program: a head's q, k and v of all tokens of one sequence, which it alone reads and
+    writes in records. Accepted ones are copied before drafts take their places."""
+    if EARLY:
+        gdc_launch_dependents()
+    seq = tl.program_id(0) // H
+    head = tl.program_id(0) % H
+    index = tl.arange(0, BLOCK)
+    mask = index < D
+    width: tl.constexpr = H * D
+    begin = tl.load(cu_seqlens + seq)
+    num_new = tl.load(cu_seqlens + seq + 1) - begin
+    initial = tl.load(initial_indices + seq).to(tl.int64)
+    slot = tl.load(state_indices + seq).to(tl.int64)
+    p_record = records + initial * DRAFTS * 2 * width + head * D + index
+    p_before = prepared + (num_tokens.to(tl.int64) + seq * DRAFTS) * 3 * width + head * D + index
+    for i in range(tl.load(accepted + seq)):
+        for part in tl.static_range(2):
+            b_x = tl.load(p_record + (2 * i + part) * width, mask=mask)
+            tl.store(p_before + (3 * i + 1 + part) * width, b_x, mask=mask)
+    tl.debug_barrier()  # all threads of this program have read what is left anew here
+    for i in range(num_new):
+        token = begin.to(tl.int64) + i
+        p_q = qkv + token * stride_qkv + head * D
+        p_k = p_q + width
+        x_q, x_k = _row(p_q, index, mask, HALF), _row(p_k, index, mask, HALF)
+        b_v = _activated(tl.load(p_k + width + index, mask=mask, other=0.0), SILU)
+        w_q, w_k = x_q, x_k
+        if q_norm_weight is not None:
+            w_q = _row(q_norm_weight, index, mask, HALF)
+            w_k = _row(k_norm_weight, index, mask, HALF)
+        angles = _angles(cos, sin, token, stride_cos, stride_sin, index, HALF)
+        normed: tl.constexpr = q_norm_weight is not None
+        b_q = _prepared(x_q, w_q, angles, eps, D, HALF, normed, SILU) * scale
+        b_k = _prepared(x_k, w_k, angles, eps, D, HALF, normed, SILU)
+        p_row = prepared + token * 3 * width + head * D + index
+        tl.store(p_row, b_q, mask=mask)
+        tl.store(p_row + width, b_k, mask=mask)
+        tl.store(p_row + 2 * width, b_v, mask=mask)
+        is_draft = mask & (i > 0) & (slot != 0)
+        p_draft = records + (slot * DRAFTS + i - 1) * 2 * width + head * D + index
+        tl.store(p_draft, b_k, mask=is_draft)
+        tl.store(p_draft + width, b_v, mask=is_draft)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+def _verify_kernel(
+    prepared: tl.tensor,
+    slopes: tl.tensor,
+    state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    accepted: tl.tensor,
+    o: tl.tensor,
+    num_tokens: tl.tensor,
+    num_seqs: tl.tensor,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    DTYPE: tl.constexpr,
+    NORMED: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One program: BLOCK_V rows of the state of one head of one sequence, which go through the
+    accepted records and the new tokens in registers, and are stored after the first of these."""
+    if EARLY:
+        gdc_launch_dependents()
+    blocks: tl.constexpr = (D + BLOCK_V - 1) // BLOCK_V
+    width: tl.constexpr = H * D
+    pid = tl.program_id(0)
+    seq = pid // (blocks * H)
+    head = pid // blocks % H
+    index = tl.arange(0, BLOCK_K)
+    index_v = pid % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask, mask_v = index < D, index_v < D
+
+    begin = tl.load(cu_seqlens + seq)
+    num_new = tl.load(cu_seqlens + seq + 1) - begin
+    num_replayed = tl.load(accepted + seq)
+    if num_new + num_replayed > 0:
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        slot = tl.load(state_indices + seq).to(tl.int64)
+        token = begin.to(tl.int64)
+        last_certain = num_replayed + tl.minimum(num_new, 1) - 1
+        decay = _decay(tl.load(slopes + head))
+        tile = head * D * D + index_v[:, None] * D + index[None, :]
+        mask_s = mask_v[:, None] & mask[None, :]
+        b_s = tl.load(state + initial * H * D * D + tile, mask=mask_s & (initial != 0), other=0.0)
+        p_before = prepared + (num_tokens.to(tl.int64) + seq * DRAFTS) * 3 * width + head * D
+        p_new = prepared + token * 3 * width + head * D
+
+        if EARLY:
+            gdc_wait()
+        for i in range(num_replayed + num_new):
+            is_new = i >= num_replayed
+            place = i - num_replayed
+            p_q = tl.where(is_new, p_new + place * 3 * width, p_before + i * 3 * width)
+            b_k = tl.load(p_q + width + index, mask=mask, other=0.0)
+            b_v = tl.load(p_q + 2 * width + index_v, mask=mask_v, other=0.0)
+            b_s = _next_state(b_s, b_k, b_v, decay)
+            if i == last_certain:
+                tl.store(state + slot * H * D * D + tile, b_s, mask=mask_s & (slot != 0))
+            if is_new:
+                b_q = tl.load(p_q + index, mask=mask, other=0.0)
+                b_o = tl.sum(b_s * b_q[None, :], 1).to(DTYPE).to(tl.float32)
+                tl.store(o + (token + place) * width + head * D + index_v, b_o, mask=mask_v)
+
+    if EARLY:
+        gdc_wait()
     if not NORMED:
         # The rows past the last sequence are dealt out to the sequences in turn.
         padding = tl.load(cu_seqlens + num_seqs) + seq

@@ -6,18 +6,32 @@ op: each by itself takes little, and costs as much again to be called.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import Capability, Implementation
-from torch_hybrid.ops.conv_step import check_activation
+from torch_hybrid.ops.capability import BATCH_INVARIANT, Capability, Implementation
+from torch_hybrid.ops.conv_step import EXTEND, check_activation
 from torch_hybrid.ops.lightning_step.validate import check_inputs
+from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, define_op
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.verify import SCHEMA as RECORDS
+from torch_hybrid.ops.verify import check_records
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cpp": Implementation(
+        capability=Capability(
+            devices=frozenset({"cpu"}),
+            dtypes=frozenset({torch.float32, torch.bfloat16}),
+            features=EXTEND | {BATCH_INVARIANT},
+            available=compiler_missing,
+        ),
+        launcher="torch_hybrid.ops.lightning_step._cpu:lightning_step",
+        figures="torch_hybrid.ops.native.forms:state_figures",
+    ),
     "triton": Implementation(
         capability=Capability(
             devices=triton_devices(),
@@ -30,6 +44,19 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),
         launcher="torch_hybrid.ops.lightning_step._torch:lightning_step",
+    ),
+}
+
+VERIFY_IMPLEMENTATIONS: dict[str, Implementation] = {
+    "cpp": replace(
+        IMPLEMENTATIONS["cpp"], launcher="torch_hybrid.ops.lightning_step._cpu:lightning_verify"
+    ),
+    "triton": replace(
+        IMPLEMENTATIONS["triton"],
+        launcher="torch_hybrid.ops.lightning_step._triton:lightning_verify",
+    ),
+    "torch": replace(
+        IMPLEMENTATIONS["torch"], launcher="torch_hybrid.ops.lightning_step._torch:lightning_verify"
     ),
 }
 
@@ -79,7 +106,9 @@ def lightning_step(
         state: [S, H, D, D] float32 pool. **Mutated**: slot ``state_indices[n]`` receives the
             state after the token of sequence n; no other slot is written.
         cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0: each has one token, or
-            none, which leaves its slot as it is. Tokens at or past ``cu_seqlens[N]`` are padding.
+            none, which leaves its slot as it is. Implementations with the feature "extend" take
+            several, of sequences that have a slot: as so many calls would, bit by bit. Tokens at or
+            past ``cu_seqlens[N]`` are padding.
         initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
             zero state. Several may start from one slot, which no other one may then write.
         state_indices: [N] int32 slot that receives the state of each sequence, distinct except
@@ -95,7 +124,8 @@ def lightning_step(
 
     Raises:
         ValueError: a shape, dtype or layout is not as above, an option is unknown, or, where
-            reading them is free (on a CPU), a sequence has more than one token.
+            reading them is free (on a CPU), an index is out of range or a sequence has more tokens
+            than the implementation takes.
 
     The mixer of MiniMax-01 (arXiv 2501.08313) and of Ring-2.5, in decode.
     """
@@ -128,16 +158,113 @@ def lightning_step(
     return out
 
 
+def lightning_verify(
+    qkv: Tensor,
+    gate: Tensor | None,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    slopes: Tensor,
+    norm_weight: Tensor | None,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    records: Tensor,
+    accepted: Tensor,
+    *,
+    activation: str,
+    scale: float,
+    norm_groups: int,
+    norm_eps: float,
+    impl: str,
+) -> Tensor:
+    """``lightning_step`` of one certain token of each sequence and drafts after it.
+
+    The accepted records of a sequence are replayed, its first token runs and its state is left;
+    further tokens are run and not stored, and leave records (``ops.verify``). In native
+    implementations states have the bits that ``lightning_step`` leaves after the same tokens, one
+    by one.
+
+    Args:
+        qkv, gate, q_norm_weight, k_norm_weight, cos, sin, slopes, norm_weight: as of the step.
+        state: as of the step. **Mutated**: slot ``state_indices[n]`` receives what is there after
+            the accepted records and the first token of sequence n.
+        cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0: each has M + 1 tokens at
+            most, and the first is certain. Tokens at or past ``cu_seqlens[N]`` are padding.
+        initial_indices, state_indices: as of the step; a sequence's records lie in the slots of its
+            states.
+        records: [S, M, 2 H D] float32, a row ``[k | v]`` for each draft: as the recurrence takes
+            them, normed and rotated. **Mutated**: slot ``state_indices[n]`` receives those of the
+            second token on.
+        accepted: [N] int32, 0 to M: the records in slot ``initial_indices[n]`` that are certain.
+        activation, scale, norm_groups, norm_eps: as of the step.
+        impl: a name in VERIFY_IMPLEMENTATIONS.
+
+    Returns:
+        [T, H D] in qkv's dtype, without a gate in float32; rows of padding tokens are exactly 0.
+
+    Raises:
+        ValueError: as of the step, and, on a CPU, a count is not as above.
+    """
+    sizes = {"head_k_dim": state.shape[-1]}
+    check_impl(impl, VERIFY_IMPLEMENTATIONS, qkv.device, sizes, dtype=qkv.dtype)
+    tensors = (
+        qkv,
+        gate,
+        q_norm_weight,
+        k_norm_weight,
+        cos,
+        sin,
+        slopes,
+        norm_weight,
+        state,
+        cu_seqlens,
+        initial_indices,
+        state_indices,
+    )
+    check_activation(activation)
+    check_inputs(*tensors, norm_groups=norm_groups)
+    check_records(
+        records,
+        accepted,
+        num_slots=state.shape[0],
+        width=2 * state.shape[1] * state.shape[2],
+        dtype=torch.float32,
+        num_seqs=state_indices.shape[0],
+    )
+    out: Tensor = _VERIFY(
+        *tensors,
+        records,
+        accepted,
+        activation=activation,
+        scale=scale,
+        norm_groups=norm_groups,
+        norm_eps=norm_eps,
+        impl=impl,
+    )
+    return out
+
+
 def _outputs(qkv: Tensor, gate: Tensor | None, *_: Any, **__: Any) -> Tensor:
     dtype = torch.float32 if gate is None else qkv.dtype
     return qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3, dtype=dtype)
 
 
+_TENSORS = (
+    "Tensor qkv, Tensor? gate, Tensor? q_norm_weight, Tensor? k_norm_weight, Tensor? cos, "
+    "Tensor? sin, Tensor slopes, Tensor? norm_weight, Tensor(a!) state, Tensor cu_seqlens, "
+    "Tensor initial_indices, Tensor state_indices"
+)
+_OPTIONS = "str activation, float scale, int norm_groups, float norm_eps, str impl"
 _STEP = define_op(
-    "lightning_step(Tensor qkv, Tensor? gate, Tensor? q_norm_weight, Tensor? k_norm_weight, "
-    "Tensor? cos, Tensor? sin, Tensor slopes, Tensor? norm_weight, Tensor(a!) state, "
-    "Tensor cu_seqlens, Tensor initial_indices, Tensor state_indices, *, str activation, "
-    "float scale, int norm_groups, float norm_eps, str impl) -> Tensor",
+    f"lightning_step({_TENSORS}, *, {_OPTIONS}) -> Tensor",
     fake=_outputs,
     implementations=IMPLEMENTATIONS,
+)
+_VERIFY = define_op(
+    f"lightning_verify({_TENSORS}, {RECORDS}, *, {_OPTIONS}) -> Tensor",
+    fake=_outputs,
+    implementations=VERIFY_IMPLEMENTATIONS,
 )

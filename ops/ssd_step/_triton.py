@@ -1,5 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Implementation "triton": a convolution, the states block by block, and what is normed.
+"""Implementation "triton" of both steps: a convolution, the states block by block, and what is
+normed.
 
 Three launches, each of which begins while the one before it ends, where a GPU can; see README.md.
 """
@@ -12,7 +13,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from torch_hybrid.ops.triton.conv_step import convolve, last_inputs, leave_inputs, taps
+from torch_hybrid.ops.triton.conv_step import (
+    convolve,
+    last_inputs,
+    leave_channels,
+    leave_inputs,
+    taps,
+)
 from torch_hybrid.ops.triton.decays import exp, softplus
 from torch_hybrid.ops.triton.devices import launches_early
 from torch_hybrid.ops.triton.state import Tile, zero_rows
@@ -54,6 +61,101 @@ def ssd_step(
     gate = z if norm_weight is None else None
     bounds = (dt_min, dt_max)
     out = _advance(mixed, gate, dt, A_log, dt_bias, D, state, *index, *bounds, early)
+    if norm_weight is not None:
+        assert z is not None
+        _norm(out, z, norm_weight, cu_seqlens, norm_eps, norm_groups, norm_before_gate, early)
+    return out
+
+
+def ssd_verify(
+    xBC: Tensor,
+    z: Tensor | None,
+    dt: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    D: Tensor,
+    norm_weight: Tensor | None,
+    conv_state: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    records: Tensor,
+    accepted: Tensor,
+    *,
+    activation: str,
+    dt_min: float,
+    dt_max: float,
+    norm_before_gate: bool,
+    norm_groups: int,
+    norm_eps: float,
+) -> Tensor:
+    """Launcher of ``torch_hybrid::ssd_verify``."""
+    num_tokens, num_seqs = xBC.shape[0], state_indices.shape[0]
+    _, num_heads, head_dim_v, head_dim_k = state.shape
+    inner = num_heads * head_dim_v
+    if num_seqs == 0:
+        return xBC.new_zeros(num_tokens, inner)
+    early = launches_early(xBC.device)
+    index = (cu_seqlens, initial_indices, state_indices, accepted)
+    _, num_drafts, width = records.shape
+    num_channels, conv_width = conv_weight.shape
+    blocks = triton.cdiv(num_channels, _BLOCK_CHANNELS) + triton.cdiv(num_heads, _BLOCK_CHANNELS)
+    # Inputs of the recurrence: of new tokens, and after them of each sequence's records.
+    mixed = xBC.new_empty(num_tokens + num_seqs * num_drafts, width)
+    _verify_conv_kernel[(blocks * num_seqs,)](
+        xBC,
+        dt,
+        conv_weight,
+        conv_bias,
+        conv_state,
+        *index,
+        records,
+        mixed,
+        num_tokens,
+        xBC.stride(0),
+        dt.stride(0),
+        C=num_channels,
+        H=num_heads,
+        W=conv_width,
+        DRAFTS=num_drafts,
+        BLOCK=_BLOCK_CHANNELS,
+        SILU=activation == "silu",
+        EARLY=early,
+        num_warps=2,
+    )
+    gate = z if norm_weight is None else None
+    out = xBC.new_empty(num_tokens, inner)
+    tile = Tile.of(head_dim_v, head_dim_k)
+    num_blocks = triton.cdiv(head_dim_v, tile.block_v)
+    _verify_kernel[(num_blocks * num_heads * num_seqs,)](
+        mixed,
+        gate,
+        A_log,
+        dt_bias,
+        D,
+        state,
+        *index,
+        out,
+        dt_min,
+        dt_max,
+        num_tokens,
+        num_seqs,
+        0 if gate is None else gate.stride(0),
+        G=(num_channels - inner) // (2 * head_dim_k),
+        H=num_heads,
+        K=head_dim_k,
+        V=head_dim_v,
+        DRAFTS=num_drafts,
+        BLOCK_K=tile.block_k,
+        BLOCK_V=tile.block_v,
+        EARLY=early,
+        num_warps=1,
+        enable_fp_fusion=False,
+        launch_pdl=early,
+    )
     if norm_weight is not None:
         assert z is not None
         _norm(out, z, norm_weight, cu_seqlens, norm_eps, norm_groups, norm_before_gate, early)
@@ -144,7 +246,7 @@ def _advance(
         BLOCK_V=tile.block_v,
         EARLY=early,
         num_warps=1,
-        enable_fp_fusion=True,
+        enable_fp_fusion=False,
         launch_pdl=early,
     )
     return out
@@ -223,6 +325,38 @@ def _conv_kernel(
         leave_inputs(p_new, past[1:] + (b_x,), mask & (slot != 0), C, W)  # noqa: RUF005
 
 
+@triton.jit
+def _step_size(x_dt: tl.tensor, dt_min: tl.tensor, dt_max: tl.tensor) -> tl.tensor:
+    """The step of a head's token, of what stands before its activation."""
+    return tl.clamp(softplus(x_dt), dt_min, dt_max, tl.PropagateNan.ALL)
+
+
+# A state is to have the same bits whichever kernel advanced it: nothing is fused in these but what
+# is written as ``fma``, as the compiler would choose by what stands beside.
+@triton.jit
+def _next_state(
+    b_s: tl.tensor, b_x: tl.tensor, b_b: tl.tensor, step: tl.tensor, decay: tl.tensor
+) -> tl.tensor:
+    """Rows of a head's state after one token."""
+    return tl.fma((b_x * step)[:, None], b_b[None, :], b_s * decay)
+
+
+@triton.jit
+def _read(
+    b_s: tl.tensor,
+    b_x: tl.tensor,
+    b_c: tl.tensor,
+    skip: tl.tensor,
+    b_z: tl.tensor | None,
+    dtype: tl.constexpr,
+) -> tl.tensor:
+    """What is read from rows of a head's state, rounded, and gated if there is a gate."""
+    b_o = tl.fma(b_x, skip, tl.sum(b_s * b_c[None, :], 1)).to(dtype)
+    if b_z is not None:
+        b_o = (b_o.to(tl.float32) * b_z / (1.0 + tl.exp(-b_z))).to(dtype)
+    return b_o
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
 def _step_kernel(
     mixed: tl.tensor,
@@ -280,12 +414,13 @@ def _step_kernel(
         x_dt += tl.load(dt_bias + head).to(tl.float32)
         rate = tl.load(A_log + head).to(tl.float32)
         skip = tl.load(D + head).to(tl.float32)
+        b_z = None
         if z is not None:
             b_z = tl.load(z + token * stride_z + channel_x, mask=mask_v, other=0.0).to(tl.float32)
         tile_s = head * V * K + index_v[:, None] * K + index_k[None, :]
         p_s = state + initial * H * V * K + tile_s
         b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
-        step = tl.clamp(softplus(x_dt), dt_min, dt_max, tl.PropagateNan.ALL)
+        step = _step_size(x_dt, dt_min, dt_max)
         decay = exp(-exp(rate) * step)
 
         if EARLY:
@@ -294,14 +429,193 @@ def _step_kernel(
         b_x = tl.load(p_x + channel_x, mask=mask_v, other=0.0).to(tl.float32)
         b_b = tl.load(p_x + channel_b, mask=mask_k, other=0.0).to(tl.float32)
         b_c = tl.load(p_x + G * K + channel_b, mask=mask_k, other=0.0).to(tl.float32)
-        b_u = b_x * step
-        b_s = b_s * decay + b_u[:, None] * b_b[None, :]
-        b_o = tl.sum(b_s * b_c[None, :], 1) + skip * b_x
+        b_s = _next_state(b_s, b_x, b_b, step, decay)
         tl.store(state + slot * H * V * K + tile_s, b_s, mask=mask_s & (slot != 0))
-        b_o = b_o.to(out.dtype.element_ty)
-        if z is not None:
-            b_o = (b_o.to(tl.float32) * b_z / (1.0 + tl.exp(-b_z))).to(out.dtype.element_ty)
+        b_o = _read(b_s, b_x, b_c, skip, b_z, out.dtype.element_ty)
         tl.store(out + token * H * V + channel_x, b_o, mask=mask_v)
+
+    if EARLY:
+        gdc_wait()
+    # The rows past the last sequence are dealt out to the sequences in turn.
+    padding = tl.load(cu_seqlens + num_seqs) + seq
+    zero_rows(out, padding, num_tokens, num_seqs, head, index_v, mask_v, H, V)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _verify_conv_kernel(
+    xBC: tl.tensor,
+    dt: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor | None,
+    conv_state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    accepted: tl.tensor,
+    records: tl.tensor,
+    mixed: tl.tensor,
+    num_tokens: tl.tensor,
+    stride_x: tl.tensor,
+    stride_dt: tl.tensor,
+    C: tl.constexpr,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One program: BLOCK channels of all tokens of one sequence, or steps of so many heads.
+
+    It alone reads and writes them in the convolution's state and in records. Steps are only
+    copied: programs of a head's rows read them when its records may be others.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    R: tl.constexpr = C + H
+    of_channels: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    blocks: tl.constexpr = of_channels + (H + BLOCK - 1) // BLOCK
+    seq = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    begin = tl.load(cu_seqlens + seq)
+    num_new = tl.load(cu_seqlens + seq + 1) - begin
+    num_replayed = tl.load(accepted + seq)
+    initial = tl.load(initial_indices + seq).to(tl.int64)
+    slot = tl.load(state_indices + seq).to(tl.int64)
+    token = begin.to(tl.int64)
+    p_replayed = records + initial * DRAFTS * R
+    p_drafts = records + slot * DRAFTS * R
+    p_mixed = mixed + token * R
+    p_before = mixed + (num_tokens.to(tl.int64) + seq * DRAFTS) * R
+    if block < of_channels:
+        channel = block * BLOCK + tl.arange(0, BLOCK)
+        mask = channel < C
+        known = initial != 0
+        p_old = conv_state + initial * (W - 1) * C + channel
+        p_x = xBC + token * stride_x + channel
+        tap = taps(weight, bias, channel, mask, W)
+        past = last_inputs(p_old, mask & known, C, W)
+        for i in range(num_replayed + num_new):
+            is_new = i >= num_replayed
+            place = i - num_replayed
+            p_i = tl.where(is_new, p_x + place * stride_x, p_replayed + i * R + channel)
+            b_x = tl.load(p_i, mask=mask, other=0.0)
+            b_y = convolve(past, b_x, tap, W, SILU).to(mixed.dtype.element_ty)
+            p_y = tl.where(is_new, p_mixed + place * R, p_before + i * R)
+            tl.store(p_y + channel, b_y, mask=mask)
+            past = past[1:] + (b_x,)  # noqa: RUF005
+        if (slot != 0) & (num_new + num_replayed > 0):
+            leave_channels(
+                p_old,
+                p_replayed + channel,
+                p_x,
+                conv_state + slot * (W - 1) * C + channel,
+                p_drafts + channel,
+                known,
+                num_replayed,
+                num_new,
+                stride_x,
+                mask,
+                C,
+                R,
+                W,
+            )
+    else:
+        head = (block - of_channels) * BLOCK + tl.arange(0, BLOCK)
+        mask = head < H
+        for i in range(num_replayed):
+            b_dt = tl.load(p_replayed + i * R + C + head, mask=mask)
+            tl.store(p_before + i * R + C + head, b_dt, mask=mask)
+        tl.debug_barrier()  # all threads of this program have read what is left anew here
+        for i in range(num_new):
+            b_dt = tl.load(dt + (token + i) * stride_dt + head, mask=mask)
+            tl.store(p_mixed + i * R + C + head, b_dt, mask=mask)
+            is_draft = (i > 0) & (slot != 0)
+            tl.store(p_drafts + (i - 1) * R + C + head, b_dt, mask=mask & is_draft)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+def _verify_kernel(
+    mixed: tl.tensor,
+    z: tl.tensor | None,
+    A_log: tl.tensor,
+    dt_bias: tl.tensor,
+    D: tl.tensor,
+    state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    accepted: tl.tensor,
+    out: tl.tensor,
+    dt_min: tl.tensor,
+    dt_max: tl.tensor,
+    num_tokens: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_z: tl.tensor,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One program: BLOCK_V rows of the state of one head of one sequence, which go through the
+    accepted records and the new tokens in registers, and are stored after the first of these."""
+    if EARLY:
+        gdc_launch_dependents()
+    R: tl.constexpr = H * V + 2 * G * K + H
+    blocks: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    pid = tl.program_id(0)
+    seq = pid // (blocks * H)
+    head = pid // blocks % H
+    index_k = tl.arange(0, BLOCK_K)
+    index_v = pid % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
+    mask_k = index_k < K
+    mask_v = index_v < V
+    mask_s = mask_v[:, None] & mask_k[None, :]
+
+    begin = tl.load(cu_seqlens + seq)
+    num_new = tl.load(cu_seqlens + seq + 1) - begin
+    num_replayed = tl.load(accepted + seq)
+    if num_new + num_replayed > 0:
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        slot = tl.load(state_indices + seq).to(tl.int64)
+        token = begin.to(tl.int64)
+        last_certain = num_replayed + tl.minimum(num_new, 1) - 1
+        channel_x = head * V + index_v
+        channel_b = H * V + head // (H // G) * K + index_k
+        bias = tl.load(dt_bias + head).to(tl.float32)
+        rate = tl.load(A_log + head).to(tl.float32)
+        skip = tl.load(D + head).to(tl.float32)
+        tile_s = head * V * K + index_v[:, None] * K + index_k[None, :]
+        p_s = state + initial * H * V * K + tile_s
+        b_s = tl.load(p_s, mask=mask_s & (initial != 0), other=0.0)
+        p_mixed = mixed + token * R
+        p_before = mixed + (num_tokens.to(tl.int64) + seq * DRAFTS) * R
+
+        if EARLY:
+            gdc_wait()
+        for i in range(num_replayed + num_new):
+            is_new = i >= num_replayed
+            place = i - num_replayed
+            p_x = tl.where(is_new, p_mixed + place * R, p_before + i * R)
+            b_x = tl.load(p_x + channel_x, mask=mask_v, other=0.0).to(tl.float32)
+            b_b = tl.load(p_x + channel_b, mask=mask_k, other=0.0).to(tl.float32)
+            x_dt = tl.load(p_x + R - H + head).to(tl.float32) + bias
+            step = _step_size(x_dt, dt_min, dt_max)
+            b_s = _next_state(b_s, b_x, b_b, step, exp(-exp(rate) * step))
+            if i == last_certain:
+                tl.store(state + slot * H * V * K + tile_s, b_s, mask=mask_s & (slot != 0))
+            if is_new:
+                b_c = tl.load(p_x + G * K + channel_b, mask=mask_k, other=0.0).to(tl.float32)
+                b_z = None
+                if z is not None:
+                    p_z = z + (token + place) * stride_z + channel_x
+                    b_z = tl.load(p_z, mask=mask_v, other=0.0).to(tl.float32)
+                b_o = _read(b_s, b_x, b_c, skip, b_z, out.dtype.element_ty)
+                tl.store(out + (token + place) * H * V + channel_x, b_o, mask=mask_v)
 
     if EARLY:
         gdc_wait()

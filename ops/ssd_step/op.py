@@ -49,6 +49,9 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 
 VERIFY_IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": replace(IMPLEMENTATIONS["cpp"], launcher="torch_hybrid.ops.ssd_step._cpu:ssd_verify"),
+    "triton": replace(
+        IMPLEMENTATIONS["triton"], launcher="torch_hybrid.ops.ssd_step._triton:ssd_verify"
+    ),
     "torch": replace(
         IMPLEMENTATIONS["torch"], launcher="torch_hybrid.ops.ssd_step._torch:ssd_verify"
     ),

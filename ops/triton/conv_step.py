@@ -1,6 +1,8 @@
 # mypy: disable-error-code="untyped-decorator"
 """The causal convolution of one token: a channel's last inputs, its filter, and its result.
 
+And what a step that verifies drafts leaves of a sequence's inputs.
+
 The inputs before the token are a state ``[S, W - 1, C]``, oldest first, which moves up by one in
 place. Who stores a channel's must know that all who read them have.
 """
@@ -56,8 +58,44 @@ def convolve(
     """The convolution and activation of one token, rounded to the dtype of its input."""
     b_y = taps[W].to(tl.float32)
     for tap in tl.static_range(W - 1):
-        b_y += past[tap].to(tl.float32) * taps[tap].to(tl.float32)
-    b_y += b_x.to(tl.float32) * taps[W - 1].to(tl.float32)
+        b_y = tl.fma(past[tap].to(tl.float32), taps[tap].to(tl.float32), b_y)
+    b_y = tl.fma(b_x.to(tl.float32), taps[W - 1].to(tl.float32), b_y)
     if SILU:
         b_y = b_y / (1.0 + tl.exp(-b_y))
     return b_y.to(b_x.dtype).to(tl.float32)
+
+
+@triton.jit
+def leave_channels(
+    p_old: tl.tensor,
+    p_replayed: tl.tensor,
+    p_new: tl.tensor,
+    p_left: tl.tensor,
+    p_drafts: tl.tensor,
+    known: tl.tensor,
+    num_replayed: tl.tensor,
+    num_new: tl.tensor,
+    stride_new: tl.tensor,
+    mask: tl.tensor,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+) -> None:
+    """Leave a sequence's last certain inputs, and records of its drafts.
+
+    Its inputs were, one after the other, the state at ``p_old`` (zeros unless ``known``), the first
+    records at ``p_replayed``, rows R apart, and the tokens at ``p_new``, of which the first is
+    certain. This program alone reads and writes the channels.
+    """
+    first = num_replayed + tl.minimum(num_new, 1) - (W - 1)
+    rows = ()
+    for row in tl.static_range(W - 1):
+        i = first + row
+        p_row = tl.where(i < num_replayed, p_replayed + i * R, p_new)
+        p_row = tl.where(i < 0, p_old + (W - 1 + i) * C, p_row)
+        b_x = tl.load(p_row, mask=mask & (known | (i >= 0)), other=0.0)
+        rows = rows + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
+    tl.debug_barrier()  # all threads of this program have read what is left anew here
+    leave_inputs(p_left, rows, mask, C, W)
+    for i in range(1, num_new):
+        tl.store(p_drafts + (i - 1) * R, tl.load(p_new + i * stride_new, mask=mask), mask=mask)

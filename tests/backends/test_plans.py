@@ -312,11 +312,10 @@ def test_a_whole_step_of_mamba2_stands_in_for_its_parts(impl: str):
     assert {c.op for c in made.choices[Mode.EXTEND]} == {"chunk_ssd", "causal_conv1d"}
 
 
-@pytest.mark.parametrize("impl", ["torch", "parts"])
+@pytest.mark.parametrize("impl", ["cpp", "torch", "parts"])
 def test_a_whole_step_of_lightning_stands_in_for_its_parts(impl: str):
-    """The parts are what a CPU runs of itself."""
     table = LayerTable.from_specs([LightningSpec(num_heads=2, head_dim=16)])
-    named = Backends(ops={"lightning_step": "torch"} if impl == "torch" else {})
+    named = Backends(ops={"lightning_step": impl} if impl != "cpp" else {})
     made = make_backends(table, make_cache(table).sizes, named)["lightning_attention"]
     decode = {choice.op: choice.impl for choice in made.choices[Mode.DECODE]}
     assert decode.pop("lightning_step") == impl

@@ -4,26 +4,43 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import torch_hybrid as th
+from tests.devices import needs_cuda
+from tests.models import ring_checkpoint
+from tests.models.ring_checkpoint import CONFIG
+from tests.ops.triton_interpreter import needs_triton
 from tests.tiny_models import FEWEST_LAYERS, VOCAB_SIZE, make_hybrid, make_model
 from torch_hybrid.errors import CapacityError, UnsupportedError
+from torch_hybrid.graphs.capturing.cuda_graph import why_not_capturable
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.models.load import adapt
+from torch_hybrid.ops.capability import Implementation, Need
+from torch_hybrid.ops.gated_delta_step import op as gated_delta_step
+from torch_hybrid.ops.kimi_delta_step import op as kimi_delta_step
+from torch_hybrid.ops.lightning_step import op as lightning_step
+from torch_hybrid.ops.ssd_step import op as ssd_step
 from torch_hybrid.sampling import Draw, Sampling
 
 SIZES = {"max_seqs": 4, "max_tokens": 64, "kv_tokens": 512}
 DRAFTS = 3
-# A family for each kind of mixer that replays, and one without any.
-FAMILIES = ("qwen3_next_dense", "kimi_linear", "falcon_h1", "qwen3")
+# A family for each kind of mixer that replays, one without any, and one that transformers lacks.
+FAMILIES = ("qwen3_next_dense", "kimi_linear", "falcon_h1", "minimax", "qwen3", "ring_2_5")
 
 
-def small(family: str) -> Any:
-    return adapt(make_model(family, **FEWEST_LAYERS[family]))
+def small(family: str, device: str = "cpu") -> Any:
+    if family == "ring_2_5":
+        with TemporaryDirectory() as folder:
+            ring_checkpoint.save(Path(folder), CONFIG, ring_checkpoint.make_weights(CONFIG, seed=0))
+            return th.from_pretrained(folder, device=device)
+    return adapt(make_model(family, **FEWEST_LAYERS[family]).to(device))
 
 
 def tokens_of(rng: random.Random, *lengths: int) -> list[list[int]]:
@@ -101,6 +118,39 @@ def test_compiled_steps():
     assert (report.recompiles, report.graph_breaks, report.pool_clones) == (0, 0, ())
     ops = report.graphs["verify"].ops
     assert sum(count for op, count in ops.items() if op.startswith("gated_delta_verify")) == 1
+
+
+@needs_cuda
+@pytest.mark.parametrize("family", FAMILIES)
+def test_captured_on_a_gpu(family: str):
+    """Whole, in a CUDA graph, whatever was accepted."""
+    torch._dynamo.reset()
+    twins = Twins(small(family, "cuda"), compile=True)
+    go_through(twins)
+    report = twins.runner.report()
+    assert report.not_captured == {}
+    assert any(name.startswith("verify") for name in report.captured_graphs)
+    assert (report.recompiles, report.graph_breaks, report.pool_clones) == (0, 0, ())
+
+
+SIZES_OF_HEADS = {"head_k_dim": 128, "head_v_dim": 128, "num_v_heads": 32}
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("op", "implementations"),
+    [
+        ("gated_delta_verify", gated_delta_step.VERIFY_IMPLEMENTATIONS),
+        ("kimi_delta_verify", kimi_delta_step.VERIFY_IMPLEMENTATIONS),
+        ("ssd_verify", ssd_step.VERIFY_IMPLEMENTATIONS),
+        ("lightning_verify", lightning_step.VERIFY_IMPLEMENTATIONS),
+    ],
+)
+def test_what_a_gpu_takes_can_be_captured(op: str, implementations: dict[str, Implementation]):
+    need = Need(device=torch.device("cuda"), dtype=torch.bfloat16, sizes=SIZES_OF_HEADS)
+    choice = th.select(op, implementations, need, "auto")
+    assert choice.impl == "triton"
+    assert why_not_capturable([f"{op}[{choice.impl}]"]) == ()
 
 
 def test_states_are_those_of_plain_decoding():
@@ -236,6 +286,10 @@ def test_bytes_of_records_are_counted():
     assert sum(each) == DRAFTS * width * 4
 
 
-def test_a_mixer_that_does_not_replay_is_named():
-    with pytest.raises(UnsupportedError, match="drafts cannot be replayed by lightning_attention"):
-        Runner(small("minimax"), **SIZES, compile=False, max_drafts=1)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [("mamba", "mamba"), ("recurrent_gemma", "rg_lru"), ("lfm2", "short_convolution")],
+)
+def test_a_mixer_that_does_not_replay_is_named(family: str, kind: str):
+    with pytest.raises(UnsupportedError, match=f"drafts cannot be replayed by {kind} layers"):
+        Runner(small(family), **SIZES, compile=False, max_drafts=1)

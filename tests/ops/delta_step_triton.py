@@ -1,4 +1,4 @@
-"""What the Triton kernels of delta rules' decode steps are launched with."""
+"""What the Triton kernels of delta rules' steps are launched with, those that verify drafts too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.ops.triton_compile import Launch, launches_on
 def record_launches(
     family: Family, target: str, case: Case, dtype: torch.dtype
 ) -> dict[str, Launch]:
-    """What the launcher launches for inputs of a case, on tensors without memory."""
+    """What the launchers launch for inputs of a case, on tensors without memory."""
     name = family.op.__name__
     launcher = importlib.import_module(f"torch_hybrid.ops.{name}._triton")
     inputs = family.make_inputs(case, dtype)
@@ -24,6 +24,11 @@ def record_launches(
         for each, x in inputs.tensors().items()
         if x is not None
     }
+    args = replace(inputs, **laid_out_alike).args()
+    width = sum(laid_out_alike[each].shape[1] for each in ("qkv", "b", "a"))
+    records = laid_out_alike["qkv"].new_empty(len(inputs.state), 3, width)
+    verify = getattr(launcher, name.replace("_step", "_verify"))
     with launches_on(target) as launches:
-        getattr(launcher, name)(*replace(inputs, **laid_out_alike).args(), **inputs.options())
+        getattr(launcher, name)(*args, **inputs.options())
+        verify(*args, records, laid_out_alike["state_indices"], **inputs.options())
     return launches

@@ -81,6 +81,7 @@ from torch_hybrid.ops.triton.padding import set_padding
 LENGTHS = {"lengths": (5, 0, 1, 19), "num_padding_tokens": 3}
 ODD = {"k_dim": 19, "v_dim": 27}
 PAGED = ((1, 70), (13, 37), (0, 5), (3, 3))
+DRAFTED = (3, 0, 1, 0)  # new tokens of steps that verify drafts
 DTYPES = (torch.float32, torch.bfloat16)
 
 Call = Callable[[str], Any]  # with a device
@@ -97,6 +98,14 @@ def run(op: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any], 
     return op(*moved(args, device), **{"impl": "triton", **options})
 
 
+def with_records(inputs: Any, width: int, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """A decode step's inputs as those of a step that verifies drafts, of which some are accepted:
+    arguments and options."""
+    records = torch.randn(len(inputs.state), 2, width).to(dtype)
+    accepted = torch.tensor([2, 0, 0, 1], dtype=torch.int32)
+    return (*inputs.args(), records, accepted), inputs.options()
+
+
 def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     """Both forms of each rule, and the segments of long sequences."""
     delta = DeltaCase(num_k_heads=1, num_v_heads=2, **LENGTHS, **ODD)
@@ -111,18 +120,26 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             op = getattr(module, f"{form}_{name}")
             yield op.__name__, partial(run, op, inputs.args(), inputs.options() | options)
     odd = {"num_padding_tokens": 3, "has_bias": True, **ODD}
-    for op, inputs in (
-        (gated_delta_step.gated_delta_step,
-         gdn_step.make_inputs(gdn_step.case(lengths=(1, 0, 1), **odd), dtype)),
-        (kimi_delta_step.kimi_delta_step,
-         kda_step.make_inputs(kda_step.case(1, 0, 1, **odd), dtype)),
+    gdn_one = gdn_step.case(lengths=(1, 0, 1), **odd)
+    for op, verify, make_inputs, step in (
+        (gated_delta_step.gated_delta_step, gated_delta_step.gated_delta_verify,
+         gdn_step.make_inputs, gdn_one),
+        (kimi_delta_step.kimi_delta_step, kimi_delta_step.kimi_delta_verify,
+         kda_step.make_inputs, kda_step.case(1, 0, 1, **odd)),
     ):  # fmt: skip
+        inputs = make_inputs(step, dtype)
         yield op.__name__, partial(run, op, inputs.args(), inputs.options())
+        inputs = make_inputs(replace(step, lengths=DRAFTED), dtype)
+        width = sum(x.shape[1] for x in (inputs.qkv, inputs.b, inputs.a))
+        yield verify.__name__, partial(run, verify, *with_records(inputs, width, dtype))
     for gate in ("before_norm", "no_norm"):
         mamba2 = ssd_step_cases.Case(lengths=(1, 0, 1), num_padding_tokens=3, gate=gate, **ODD)
         inputs = ssd_step_cases.make_inputs(mamba2, dtype)
-        op = ssd_step.ssd_step
+        op, verify = ssd_step.ssd_step, ssd_step.ssd_verify
         yield f"{op.__name__}, {gate}", partial(run, op, inputs.args(), inputs.options())
+        inputs = ssd_step_cases.make_inputs(replace(mamba2, lengths=DRAFTED), dtype)
+        given = with_records(inputs, inputs.xBC.shape[1] + inputs.dt.shape[1], dtype)
+        yield f"{verify.__name__}, {gate}", partial(run, verify, *given)
     for gated in (True, False):
         mixer = lightning_step_cases.Case(
             lengths=(1, 0, 1), num_padding_tokens=3, gated=gated, dim=27, rotary_dim=6
@@ -131,6 +148,10 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         op = lightning_step.lightning_step
         name = op.__name__ if gated else f"{op.__name__} without a gate"
         yield name, partial(run, op, inputs.args(), inputs.options())
+        inputs = lightning_step_cases.make_inputs(replace(mixer, lengths=DRAFTED), dtype)
+        verify, width = lightning_step.lightning_verify, 2 * mixer.num_heads * mixer.dim
+        given = with_records(inputs, width, torch.float32)
+        yield name.replace("step", "verify"), partial(run, verify, *given)
     unit = rg_lru_cases.make_inputs(rg_lru_cases.Case(head_dim=19, **LENGTHS), dtype)
     yield "rg_lru", partial(run, rg_lru.rg_lru, unit.args(), {})
     lengths = {"lengths": (150, 0, 33), "num_padding_tokens": 2}

@@ -168,6 +168,18 @@ def compile_launch(launch: Launch, target: str, label: str) -> Resources:
     )
 
 
+def orders_of_sums(launch: Launch, target: str) -> list[str]:
+    """How what the recorded launch sums is spread over threads, which says in what order it is
+    added: the operands of its reductions, in Triton's own words."""
+    import triton
+
+    source, options = _source(launch)
+    text = triton.compile(source, target=_gpu(target), options=options).asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    operands = re.findall(r'"tt.reduce".*?\}\) : \((.*?)\) ->', text, re.DOTALL)
+    return sorted(re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), x) for x in operands)
+
+
 def machine_code(launch: Launch, target: str) -> str:
     """The instructions that the recorded launch is compiled to for ``target``."""
     import triton

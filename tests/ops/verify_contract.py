@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget, impls_on, pool_clones, skip_reason
 from tests.ops.pages import offsets
 from tests.ops.step_family import Family
+from tests.ops.step_triton import on_device
 from torch_hybrid.ops.capability import Implementation
 
 DEVICE = "cpu"
@@ -35,6 +38,7 @@ class VerifyContract:
         verify: the op, which takes ``records`` and ``accepted`` after the step's tensors.
         implementations: of ``verify``.
         recorded: the per-token tensors that a record is made of, in its order.
+        records_are_inputs: and nothing else, so that each implementation leaves the same.
         by_reference: the definition of ``verify``.
     """
 
@@ -42,11 +46,16 @@ class VerifyContract:
     verify: ClassVar[Callable[..., Tensor]]
     implementations: ClassVar[Mapping[str, Implementation]]
     recorded: ClassVar[tuple[str, ...]]
+    records_are_inputs: ClassVar[bool] = True
     by_reference: ClassVar[Callable[..., Tensor]]
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         names = impls_on(DEVICE, self.implementations)
-        kinds = {"impl": names, "native_impl": [name for name in names if name != "torch"]}
+        kinds = {
+            "impl": names,
+            "native_impl": [name for name in names if name != "torch"],
+            "host_impl": [name for name in names if name != "triton"],  # they read counts
+        }
         for kind, members in kinds.items():
             if kind in metafunc.fixturenames:
                 reasons = {n: skip_reason(self.implementations[n], DEVICE) for n in members}
@@ -65,13 +74,18 @@ class VerifyContract:
         self, native_impl: str, case: Any, dtype: torch.dtype
     ):
         """Whatever was drafted, accepted and rejected; and outputs, where tokens are certain."""
-        history = History(self, case, dtype, native_impl)
-        for lengths, right in ROUNDS:
-            history.advance(lengths, right)
-        history.flush()
-        assert history.outputs_differ_by == 0
-        for name, pool in history.inputs.pools().items():
-            assert torch.equal(pool, history.plain.pools()[name]), name
+        History(self, case, dtype, native_impl).check()
+
+    @needs_cuda
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_states_have_the_bits_of_plain_decoding_on_a_gpu(self, case: Any, dtype: torch.dtype):
+        History(self, case, dtype, "triton", "cuda").check()
+
+    @needs_cuda
+    def test_a_captured_graph_serves_other_counts_on_a_gpu(self):
+        history = History(self, self.family.cases["mixed"], torch.float32, "triton", "cuda")
+        history.verify = Captured(history)
+        history.check()
 
     def test_it_is_what_its_steps_make(self, impl: str, case: Any):
         """Of one call, with records and without, against the definition in float64."""
@@ -89,13 +103,18 @@ class VerifyContract:
             elif kind == "actual":
                 run = self.run_of(impl)
             calls[kind] = run(own, kept, history.accepted), own, kept
-        (out, left, kept), (out_own, left_own, kept_own), (out_exact, left_exact, _) = (
+        (out, left, kept), (out_own, left_own, kept_own), (out_exact, left_exact, kept_exact) = (
             calls[kind] for kind in ("actual", "own", "exact")
         )
         slots = given.state_indices[given.state_indices > 0]
         assert_within_budget(out, out_exact, out_own)
         assert_within_budget(left.state[slots], left_exact.state[slots], left_own.state[slots])
-        torch.testing.assert_close(kept, kept_own, rtol=0, atol=0, equal_nan=True)
+        if self.records_are_inputs:
+            torch.testing.assert_close(kept, kept_own, rtol=0, atol=0, equal_nan=True)
+        else:
+            is_record = ~kept_own.isnan()
+            assert torch.equal(~kept.isnan(), is_record)
+            assert_within_budget(kept[is_record], kept_exact[is_record], kept_own[is_record])
         if "conv_state" in left.pools():
             assert torch.equal(left.conv_state[slots], left_own.conv_state[slots])
 
@@ -151,15 +170,17 @@ class VerifyContract:
         ],
     )
     def test_counts_that_no_record_has_are_refused(
-        self, impl: str, lengths: Sequence[int], accepted: Sequence[int], message: str
+        self, host_impl: str, lengths: Sequence[int], accepted: Sequence[int], message: str
     ):
-        history = History(self, self.family.cases["mixed"], torch.float32, impl)
+        history = History(self, self.family.cases["mixed"], torch.float32, host_impl)
         given = history.given(lengths)
         given = replace(given, initial_indices=torch.tensor([1, 2, 3, 0], dtype=torch.int32))
         given = replace(given, state_indices=torch.tensor([1, 2, 3, 4], dtype=torch.int32))
         before = given.copy()
         with pytest.raises(ValueError, match=message):
-            self.run_of(impl)(given, history.records, torch.tensor(accepted, dtype=torch.int32))
+            self.run_of(host_impl)(
+                given, history.records, torch.tensor(accepted, dtype=torch.int32)
+            )
         for name, pool in given.pools().items():
             torch.testing.assert_close(pool, before.pools()[name], equal_nan=True)
 
@@ -195,6 +216,12 @@ class VerifyContract:
         pools = [*given.pools().values(), history.records]
         assert pool_clones(step, (*given.args(), history.records, history.accepted), pools) == []
 
+    def empty_records(self, inputs: Any) -> Tensor:
+        """Of as many slots as there are states; NaN."""
+        width = sum(getattr(inputs, name).shape[1] for name in self.recorded)
+        first = getattr(inputs, self.recorded[0])
+        return first.new_full((len(inputs.state), MOST_DRAFTS, width), torch.nan)
+
     def run_of(self, impl: str) -> Callable[[Any, Tensor, Tensor], Tensor]:
         """The op, of a call's inputs, records and counts."""
         verify = type(self).verify
@@ -214,19 +241,26 @@ class History:
     The first two have a state to start from. Each new token is one of a supply, which are random.
     """
 
-    def __init__(self, contract: VerifyContract, case: Any, dtype: torch.dtype, impl: str) -> None:
-        self.contract, self.impl = contract, impl
+    def __init__(
+        self,
+        contract: VerifyContract,
+        case: Any,
+        dtype: torch.dtype,
+        impl: str,
+        device: str = DEVICE,
+    ) -> None:
+        self.contract, self.impl, self.device = contract, impl, device
+        self.verify = contract.run_of(impl)
         family = contract.family
         supply = replace(case, lengths=(1,) * 64, num_padding_tokens=0)
-        self.supply = family.make_inputs(supply, dtype)
+        self.supply = on_device(family.make_inputs(supply, dtype), device)
         pools = {n: pool[:6].nan_to_num() for n, pool in self.supply.pools().items()}
         self.inputs = self.supply.changed(**pools).copy()
         self.plain = self.inputs.copy()
-        width = sum(getattr(self.supply, name).shape[1] for name in contract.recorded)
-        self.records = torch.full((6, MOST_DRAFTS, width), torch.nan).to(dtype)
-        self.slots = torch.tensor([2, 4, 1, 3], dtype=torch.int32)
+        self.records = contract.empty_records(self.inputs)
+        self.slots = self.int32([2, 4, 1, 3])
         self.is_new = [False, False, True, True]
-        self.accepted = torch.zeros(4, dtype=torch.int32)
+        self.accepted = self.int32([0] * 4)
         self.next_token, self.outputs_differ_by = 0, 0.0
 
     def given(self, lengths: Sequence[int], first: int | None = None) -> Any:
@@ -235,16 +269,28 @@ class History:
         initial = [0 if new else slot for new, slot in zip(self.is_new, self.slots, strict=True)]
         return self.inputs.changed(
             **self.supply.tokens(slice(first, first + sum(lengths))),
-            cu_seqlens=offsets(tuple(lengths)),
-            initial_indices=torch.tensor(initial, dtype=torch.int32),
+            cu_seqlens=offsets(tuple(lengths)).to(self.device),
+            initial_indices=self.int32(initial),
             state_indices=self.slots,
         )
 
+    def int32(self, values: Sequence[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def check(self) -> None:
+        """States and certain outputs have the bits of plain decoding after all rounds."""
+        for lengths, right in ROUNDS:
+            self.advance(lengths, right)
+        self.flush()
+        assert self.outputs_differ_by == 0
+        for name, pool in self.inputs.pools().items():
+            assert torch.equal(pool, self.plain.pools()[name]), name
+
     def advance(self, lengths: Sequence[int], right: Sequence[int]) -> None:
         """One step, and by plain decoding the tokens of it that turn out right."""
-        first, contract = self.next_token, self.contract
+        first = self.next_token
         self.next_token = (first + sum(lengths)) % 48
-        out = contract.run_of(self.impl)(self.given(lengths, first), self.records, self.accepted)
+        out = self.verify(self.given(lengths, first), self.records, self.accepted)
         place = first
         for n, (length, count) in enumerate(zip(lengths, right, strict=True)):
             for i in range(min(length, 1 + count)):
@@ -254,14 +300,14 @@ class History:
             place += length
             if length:
                 self.is_new[n] = False
-        self.accepted = torch.tensor(right, dtype=torch.int32)
+        self.accepted = self.int32(right)
 
     def decode(self, n: int, token: int) -> Tensor:
         """One token of one sequence by the decode step."""
         slot = self.slots[n : n + 1]
         given = self.plain.changed(
             **self.supply.tokens(slice(token, token + 1)),
-            cu_seqlens=offsets((1,)),
+            cu_seqlens=offsets((1,)).to(self.device),
             initial_indices=torch.zeros_like(slot) if self.is_new[n] else slot,
             state_indices=slot,
         )
@@ -271,5 +317,36 @@ class History:
 
     def flush(self) -> None:
         """Replay what is certain, with no new tokens."""
-        self.contract.run_of(self.impl)(self.given((0, 0, 0, 0)), self.records, self.accepted)
-        self.accepted = torch.zeros(4, dtype=torch.int32)
+        self.verify(self.given((0, 0, 0, 0)), self.records, self.accepted)
+        self.accepted = self.int32([0] * 4)
+
+
+class Captured:
+    """The op on a history's pools in a CUDA graph: as many tokens as there may be, of which calls
+    fill the first."""
+
+    def __init__(self, history: History) -> None:
+        most = 4 * (1 + MOST_DRAFTS)
+        supply = history.supply.tokens(slice(0, most)).items()
+        nothing = history.given((0, 0, 0, 0))
+        self.inputs = nothing.changed(
+            **{name: x.clone() for name, x in supply},
+            initial_indices=torch.zeros_like(nothing.initial_indices),
+            state_indices=nothing.state_indices.clone(),
+        )
+        self.accepted = torch.zeros_like(history.accepted)
+
+        run = partial(history.verify, self.inputs, history.records, self.accepted)
+        run()  # compiles the kernels, which cannot be done while capturing
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.out = run()
+
+    def __call__(self, inputs: Any, records: Tensor, accepted: Tensor) -> Tensor:
+        for name, x in inputs.tokens(slice(None)).items():
+            getattr(self.inputs, name)[: len(x)] = x
+        for name in ("cu_seqlens", "initial_indices", "state_indices"):
+            getattr(self.inputs, name).copy_(getattr(inputs, name))
+        self.accepted.copy_(accepted)
+        self.graph.replay()
+        return self.out.clone()

@@ -17,7 +17,9 @@ from torch_hybrid.speculation import Speculation
 SIZES = {"max_seqs": 3, "max_tokens": 48, "kv_tokens": 192, "page_size": 8, "compile": False}
 
 
-@pytest.mark.parametrize("family", ["qwen3_next_dense", "bailing_hybrid", "falcon_h1", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_next_dense", "bailing_hybrid", "falcon_h1", "minimax", "qwen3"]
+)
 def test_tokens_are_those_without(family: str):
     """Prompts in chunks beside drafts, requests that wait and are preempted, greedy and drawn."""
     model = adapt(make_model(family, **FEWEST_LAYERS[family]))

@@ -30,7 +30,8 @@ def _lightning_sizes(spec: LightningSpec) -> dict[str, int]:
     return {"head_k_dim": spec.head_dim, "head_v_dim": spec.head_dim}
 
 
-STEP, VERIFY, LIGHTNING_STEP = "ssd_step", "ssd_verify", "lightning_step"
+STEP, VERIFY = "ssd_step", "ssd_verify"
+LIGHTNING_STEP, LIGHTNING_VERIFY = "lightning_step", "lightning_verify"
 _TIMED = {"head_k_dim": (128, 256), "head_v_dim": (64,)}
 _TIMED_LIGHTNING = {"head_k_dim": (128,)}
 
@@ -54,6 +55,11 @@ LIGHTNING_ATTENTION = _RULE(
     whole=OpChoice(
         name=LIGHTNING_STEP,
         implementations=or_parts(lightning_step.IMPLEMENTATIONS, timed=_TIMED_LIGHTNING),
+        sizes=_lightning_sizes,
+    ),
+    verify=OpChoice(
+        name=LIGHTNING_VERIFY,
+        implementations=lightning_step.VERIFY_IMPLEMENTATIONS,
         sizes=_lightning_sizes,
     ),
 )

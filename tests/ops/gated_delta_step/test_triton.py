@@ -15,7 +15,7 @@ from tests.ops.delta_step_triton import record_launches
 from tests.ops.gated_delta_step.cases import CASES, case
 from tests.ops.gated_delta_step.family import FAMILY
 from tests.ops.step_triton import check, check_captured
-from tests.ops.triton_compile import SHARED_LIMITS, needs_cross_compiler
+from tests.ops.triton_compile import SHARED_LIMITS, needs_cross_compiler, orders_of_sums
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 
@@ -24,7 +24,8 @@ from tests.ops.triton_resources import assert_all_fit, resources_of
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/gated_delta_step -k triton
 CONTRACT = """
     triton and (exact and fp32 and not qwen3_next or padding or another_slot or no_other_slot
-    or nothing_to_do) and not on_a_gpu and not interpreter
+    or nothing_to_do or bits and fp32 and mixed)
+    and not on_a_gpu and not interpreter
 """
 
 
@@ -68,3 +69,13 @@ def test_compiles_without_spills() -> None:
         for launch in record_launches(FAMILY, target, shape, dtype).values()
     ]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
+
+
+@needs_cross_compiler
+def test_both_steps_sum_in_one_order() -> None:
+    """As they must, to leave the same bits; nothing is fused but what both write so."""
+    launches = record_launches(FAMILY, "sm_90", QWEN3_NEXT, torch.bfloat16)
+    step, verify = (launches[name] for name in ("_step_kernel", "_verify_kernel"))
+    assert orders_of_sums(step, "sm_90") == orders_of_sums(verify, "sm_90") != []
+    assert not step.kwargs["enable_fp_fusion"]
+    assert not verify.kwargs["enable_fp_fusion"]

@@ -12,7 +12,13 @@ from tests.devices import needs_cuda
 from tests.ops.lightning_step.cases import CASES, Case
 from tests.ops.lightning_step.family import FAMILY
 from tests.ops.step_triton import check, check_captured
-from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
+from tests.ops.triton_compile import (
+    SHARED_LIMITS,
+    Launch,
+    launches_on,
+    needs_cross_compiler,
+    orders_of_sums,
+)
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 
@@ -21,7 +27,7 @@ from tests.ops.triton_resources import assert_all_fit, resources_of
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/lightning_step -k triton
 CONTRACT = """
     triton and (exact and fp32 and (mixed or odd_dims or rotated or ungated)
-    or padding or another_slot or no_other_slot or nothing_to_do)
+    or padding or another_slot or no_other_slot or nothing_to_do or bits and fp32 and mixed)
     and not on_a_gpu and not interpreter
 """
 
@@ -63,6 +69,16 @@ def test_compiles_without_spills() -> None:
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
 
 
+@needs_cross_compiler
+def test_both_steps_sum_in_one_order() -> None:
+    """As they must, to leave the same bits; nothing is fused but what both write so."""
+    launches = record_launches("sm_90", *SHAPES["Ling decode 64"])
+    step, *parts = (launches[f"_{name}_kernel"] for name in ("step", "prepare", "verify"))
+    verified = [order for part in parts for order in orders_of_sums(part, "sm_90")]
+    assert orders_of_sums(step, "sm_90") == sorted(verified) != []
+    assert not any(launch.kwargs["enable_fp_fusion"] for launch in (step, *parts))
+
+
 def record_launches(
     target: str,
     num_seqs: int,
@@ -72,7 +88,7 @@ def record_launches(
     norm_groups: int,
     dtype: torch.dtype,
 ) -> dict[str, Launch]:
-    """What the launcher launches for slices of a projection."""
+    """What the launchers launch for slices of a projection."""
     from torch_hybrid.ops.lightning_step import _triton
 
     width, is_ring = num_heads * dim, rotary_dim is not None
@@ -82,23 +98,29 @@ def record_launches(
     angles = empty(num_seqs, (rotary_dim or 0) // 2, dtype=torch.float32) if is_ring else None
     weight = empty(dim) if is_ring else None
     indices = empty(num_seqs + 1, dtype=torch.int32)
+    tensors = (
+        qkv,
+        gate,
+        weight,
+        weight,
+        angles,
+        angles,
+        empty(num_heads, dtype=torch.float32),
+        empty(width),
+        empty(num_seqs + 1, num_heads, dim, dim, dtype=torch.float32),
+        indices,
+        indices[1:],
+        indices[1:],
+    )
+    options = {
+        "activation": "none" if is_ring else "silu",
+        "scale": 1.0,
+        "norm_groups": norm_groups,
+        "norm_eps": 1e-5,
+    }
+    records = empty(num_seqs + 1, 3, 2 * width, dtype=torch.float32)
+    with launches_on(target) as verified:
+        _triton.lightning_verify(*tensors, records, indices[1:], **options)
     with launches_on(target) as launches:
-        _triton.lightning_step(
-            qkv,
-            gate,
-            weight,
-            weight,
-            angles,
-            angles,
-            empty(num_heads, dtype=torch.float32),
-            empty(width),
-            empty(num_seqs + 1, num_heads, dim, dim, dtype=torch.float32),
-            indices,
-            indices[1:],
-            indices[1:],
-            activation="none" if is_ring else "silu",
-            scale=1.0,
-            norm_groups=norm_groups,
-            norm_eps=1e-5,
-        )
-    return launches
+        _triton.lightning_step(*tensors, **options)
+    return verified | launches

@@ -12,7 +12,13 @@ from tests.devices import needs_cuda
 from tests.ops.ssd_step.cases import CASES, Case
 from tests.ops.ssd_step.family import FAMILY
 from tests.ops.step_triton import check, check_captured
-from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
+from tests.ops.triton_compile import (
+    SHARED_LIMITS,
+    Launch,
+    launches_on,
+    needs_cross_compiler,
+    orders_of_sums,
+)
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 
@@ -21,7 +27,7 @@ from tests.ops.triton_resources import assert_all_fit, resources_of
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/ssd_step -k triton
 CONTRACT = """
     triton and (exact and fp32 and (mixed or norm_before_gate or odd_dims or bounded_steps)
-    or padding or another_slot or no_other_slot or nothing_to_do)
+    or padding or another_slot or no_other_slot or nothing_to_do or bits and fp32 and mixed)
     and not on_a_gpu and not interpreter
 """
 
@@ -63,6 +69,16 @@ def test_compiles_without_spills() -> None:
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
 
 
+@needs_cross_compiler
+def test_both_steps_sum_in_one_order() -> None:
+    """As they must, to leave the same bits; nothing is fused but what both write so."""
+    launches = record_launches("sm_90", *SHAPES["Nemotron-H decode 64"])
+    step, verify = (launches[name] for name in ("_step_kernel", "_verify_kernel"))
+    assert orders_of_sums(step, "sm_90") == orders_of_sums(verify, "sm_90") != []
+    assert not step.kwargs["enable_fp_fusion"]
+    assert not verify.kwargs["enable_fp_fusion"]
+
+
 def record_launches(
     target: str,
     num_seqs: int,
@@ -73,7 +89,7 @@ def record_launches(
     norm_groups: int,
     dtype: torch.dtype,
 ) -> dict[str, Launch]:
-    """What the launcher launches for slices of a projection."""
+    """What the launchers launch for slices of a projection."""
     from torch_hybrid.ops.ssd_step import _triton
 
     inner = num_heads * v_dim
@@ -83,27 +99,33 @@ def record_launches(
     z, xBC, dt = projected.split(widths, 1)
     empty = projected.new_empty
     indices = empty(num_seqs + 1, dtype=torch.int32)
+    tensors = (
+        xBC,
+        z,
+        dt,
+        empty(channels, 4),
+        empty(channels),
+        empty(num_heads),
+        empty(num_heads),
+        empty(num_heads),
+        empty(inner) if norm_groups else None,
+        empty(num_seqs + 1, 3, channels),
+        empty(num_seqs + 1, num_heads, v_dim, k_dim, dtype=torch.float32),
+        indices,
+        indices[1:],
+        indices[1:],
+    )
+    options = {
+        "activation": "silu",
+        "dt_min": 0.0,
+        "dt_max": float("inf"),
+        "norm_before_gate": False,
+        "norm_groups": norm_groups or 1,
+        "norm_eps": 1e-5,
+    }
+    records = empty(num_seqs + 1, 3, channels + num_heads)
+    with launches_on(target) as verified:
+        _triton.ssd_verify(*tensors, records, indices[1:], **options)
     with launches_on(target) as launches:
-        _triton.ssd_step(
-            xBC,
-            z,
-            dt,
-            empty(channels, 4),
-            empty(channels),
-            empty(num_heads),
-            empty(num_heads),
-            empty(num_heads),
-            empty(inner) if norm_groups else None,
-            empty(num_seqs + 1, 3, channels),
-            empty(num_seqs + 1, num_heads, v_dim, k_dim, dtype=torch.float32),
-            indices,
-            indices[1:],
-            indices[1:],
-            activation="silu",
-            dt_min=0.0,
-            dt_max=float("inf"),
-            norm_before_gate=False,
-            norm_groups=norm_groups or 1,
-            norm_eps=1e-5,
-        )
-    return launches
+        _triton.ssd_step(*tensors, **options)
+    return verified | launches
