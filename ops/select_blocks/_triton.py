@@ -21,6 +21,7 @@ from torch_hybrid.ops.triton.ragged import (
 _ROWS = 64  # queries and heads that a program scores together, where there are as many
 _FEWEST_ROWS = 16  # that a product takes
 _TILE = 64  # blocks; a row of ranks has whole tiles
+_SCORED_TILES = 4  # of a program, where there are many
 
 
 def select_blocks(
@@ -81,7 +82,9 @@ def select_blocks(
         rows = _FEWEST_ROWS if is_narrow else _ROWS
         block_n = _TILE if q.itemsize == 2 else 16
         block_q = max(1, rows // heads)
-        grid = (num_blocks(num_tokens, num_seqs, block_q), row_tiles * (_TILE // block_n))
+        # Where there are many programs, one that has found its queries scores several tiles.
+        tiles = 1 if num_tokens == num_seqs else _SCORED_TILES
+        grid = (num_blocks(num_tokens, num_seqs, block_q), triton.cdiv(row_tiles, tiles))
         _score_kernel[grid](
             q,
             weights,
@@ -104,6 +107,7 @@ def select_blocks(
             BLOCK_H=max(heads, _FEWEST_ROWS) if block_q == 1 else heads,
             BLOCK_D=max(16, block_d),
             BLOCK_N=block_n,
+            MOST_BLOCKS=tiles * _TILE,
             TILE=_TILE,
             # The interpreter holds bfloat16 as integers and multiplies them as such.
             FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
@@ -183,11 +187,12 @@ def _score_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MOST_BLOCKS: tl.constexpr,
     TILE: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_Q queries of a sequence with all their heads, and BLOCK_N blocks.
+    """One program: BLOCK_Q queries of a sequence with all their heads, and blocks, BLOCK_N at once.
 
     Every program waits for the keys that are written, also one without a query: what comes after
     this launch then comes after that one too.
@@ -201,7 +206,7 @@ def _score_kernel(
     last = tl.minimum(first + BLOCK_Q, end) - 1
     ahead = tl.load(seq_lens + seq) - end  # of a token's number, to its position
     complete = (ahead + last + 1) // BLOCK_SIZE
-    first_block = tl.program_id(1) * BLOCK_N
+    first_block = tl.program_id(1) * MOST_BLOCKS
     # The last tile that is read of a row has a rank in every place.
     end_block = tl.cdiv(complete, TILE) * TILE
     if EARLY:
@@ -220,26 +225,30 @@ def _score_kernel(
     b_q = tl.load(
         p_q[:, None] + index_d[None, :], mask=is_row[:, None] & mask_d[None, :], other=0.0
     )
-
-    block = first_block + tl.arange(0, BLOCK_N)
-    is_block = block < complete
-    page = tl.load(page_table + seq * stride_table + block // PAGE_BLOCKS, mask=is_block, other=0)
-    place = page.to(tl.int64) * PAGE_BLOCKS + block % PAGE_BLOCKS
-    p_key = block_keys + place[:, None] * D + index_d[None, :]
-    b_key = tl.load(p_key, mask=is_block[:, None] & mask_d[None, :], other=0.0)
-    if FLOAT32_PRODUCTS:
-        b_q = b_q.to(tl.float32)
-        b_key = b_key.to(tl.float32)
-    products = tl.dot(b_q, tl.trans(b_key), out_dtype=tl.float32, input_precision="ieee")
-    similar = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if weights is not None:
-        similar *= tl.load(weights + token * H + head, mask=is_row, other=0.0)[:, None]
-    total = tl.sum(tl.reshape(similar, [BLOCK_Q, BLOCK_H, BLOCK_N]), 1)
+        b_weight = tl.load(weights + token * H + head, mask=is_row, other=0.0)
     query = first + tl.arange(0, BLOCK_Q)
     seen = (ahead + query + 1) // BLOCK_SIZE
-    rank = tl.where(block[None, :] < seen[:, None], _rank_of(total), 0)
-    p_rank = ranks + query.to(tl.int64)[:, None] * (row_tiles * TILE) + block[None, :]
-    tl.store(p_rank, rank, mask=(query <= last)[:, None])
+    p_rank = ranks + query.to(tl.int64)[:, None] * (row_tiles * TILE)
+    if FLOAT32_PRODUCTS:
+        b_q = b_q.to(tl.float32)
+    for i in range(tl.cdiv(tl.minimum(MOST_BLOCKS, end_block - first_block), BLOCK_N)):
+        block = first_block + i * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_block = block < complete
+        p_page = page_table + seq * stride_table + block // PAGE_BLOCKS
+        page = tl.load(p_page, mask=is_block, other=0)
+        place = page.to(tl.int64) * PAGE_BLOCKS + block % PAGE_BLOCKS
+        p_key = block_keys + place[:, None] * D + index_d[None, :]
+        b_key = tl.load(p_key, mask=is_block[:, None] & mask_d[None, :], other=0.0)
+        if FLOAT32_PRODUCTS:
+            b_key = b_key.to(tl.float32)
+        products = tl.dot(b_q, tl.trans(b_key), out_dtype=tl.float32, input_precision="ieee")
+        similar = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if weights is not None:
+            similar *= b_weight[:, None]
+        total = tl.sum(tl.reshape(similar, [BLOCK_Q, BLOCK_H, BLOCK_N]), 1)
+        rank = tl.where(block[None, :] < seen[:, None], _rank_of(total), 0)
+        tl.store(p_rank + block[None, :], rank, mask=(query <= last)[:, None])
 
 
 @triton.jit
