@@ -48,14 +48,21 @@ def attend_whole(
         kv: [planes, P, page_size, Hkv, D], which has the new rows.
         is_whole: [T] int32, whether a query is one of them.
     """
-    index = (cu_seqlens, seq_lens, page_table)
     hopper = None if v is None else HopperTiles.of(q, k, v, kv)
     if hopper is not None:
         assert v is not None
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        pages = (kv, seq_lens, page_table)
-        options = {"scale": scale, "tiles": hopper, "pages": pages, "wanted": is_whole}
-        attend_rows(q, k, v, cu_seqlens, out, lse, **options)
+        attend_rows(
+            q,
+            k,
+            v,
+            cu_seqlens,
+            out,
+            q.new_empty(q.shape[:2], dtype=torch.float32),
+            scale=scale,
+            tiles=hopper,
+            pages=(kv, seq_lens, page_table),
+            wanted=is_whole,
+        )
         return
     num_tokens, num_q_heads, head_dim = q.shape
     planes, _, page_size, num_kv_heads, _ = kv.shape
@@ -66,7 +73,9 @@ def attend_whole(
     _whole_kernel[(num_blocks(num_tokens, num_seqs, block_q), num_kv_heads)](
         q,
         kv,
-        *index,
+        cu_seqlens,
+        seq_lens,
+        page_table,
         is_whole,
         out,
         log2_scale(scale),
