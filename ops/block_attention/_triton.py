@@ -132,7 +132,7 @@ def block_attention(
         launch_pdl=early,
     )
     if tiles.num_splits > 1:
-        merge_splits(to, lse, cu_seqlens, out, torch.empty_like(lse[0]))
+        merge_splits(to, lse, cu_seqlens, out, torch.empty_like(lse[0]), early=early)
     return out
 
 
