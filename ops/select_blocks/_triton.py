@@ -129,7 +129,7 @@ def select_blocks(
         BLOCK_SIZE=block_size,
         TOP_K=top_k,
         BLOCK_K=triton.next_power_of_2(top_k),
-        BLOCK=min(4096 if few else 2048, triton.next_power_of_2(row_tiles * _TILE)),
+        BLOCK=min(2048 if few else 1024, triton.next_power_of_2(row_tiles * _TILE)),
         TILE=_TILE,
         EARLY=early,
         num_warps=16 if few else 4,
