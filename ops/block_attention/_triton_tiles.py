@@ -44,17 +44,16 @@ class Tiles:
         block_kv = 16 if not tensor_cores else 64 if fills or not is_wide else 32
         block_d = max(16, triton.next_power_of_2(head_dim))
 
+        # Programs of so many rows run one after another on a processor, others at least in pairs.
         programs = num_tokens * num_kv_heads * triton.cdiv(group, block_m)
-        wanted = triton.next_power_of_2(triton.cdiv(2 * PROCESSORS, programs))
-        if fills:  # one after another: no more than there are processors
-            wanted = 1 << (max(1, PROCESSORS // programs).bit_length() - 1)
-        useful = triton.next_power_of_2(triton.cdiv(most_keys, _SPLIT_KEYS))
+        wanted = PROCESSORS * (1 if fills else 2) // programs
+        splits = max(1, min(wanted, triton.cdiv(most_keys, _SPLIT_KEYS)))
         return cls(
             block_m=block_m,
             block_d=block_d,
             block_part=64 if fills else block_d,
             block_kv=block_kv,
-            num_splits=min(wanted, useful),
+            num_splits=1 << (splits.bit_length() - 1),
             num_warps=8 if is_wide else 4,
             num_stages=2 if tensor_cores else 1,
         )

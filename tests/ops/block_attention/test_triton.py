@@ -64,7 +64,7 @@ SHAPES = {
 LATENT_SHAPES = {
     "GLM-5.3 decode 1": (1, 1, torch.bfloat16, 64),
     "GLM-5.3 decode 64": (64, 64, torch.bfloat16, 64),
-    "GLM-5.3 decode 64, half of the heads": (64, 64, torch.bfloat16, 32),
+    "GLM-5.3 decode 64, 32 heads": (64, 64, torch.bfloat16, 32),
     "GLM-5.3 extend 2048": (4, 2048, torch.bfloat16, 64),
     "GLM-5.3 decode 64 float32": (64, 64, torch.float32, 64),
 }
