@@ -35,6 +35,7 @@ from benchmarks.gpu import (
     latents,
     lightning_steps,
     mamba2_steps,
+    sparse,
     state_spaces,
     token_ops,
 )
@@ -51,6 +52,7 @@ OPS: Mapping[str, Callable[[], Iterator[Case]]] = {
     "lightning_steps": lightning_steps.cases,
     "attention": attention.cases,
     "latents": latents.cases,
+    "sparse": sparse.cases,
     "token_ops": token_ops.cases,
 }
 

@@ -7,16 +7,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from torch_hybrid.ops.block_attention._triton_tiles import Tiles
+from torch_hybrid.ops.block_attention._triton_whole import attend_whole, rows_of_tile
 from torch_hybrid.ops.block_attention.bounds import check_indices
 from torch_hybrid.ops.block_attention.heads import by_head
-from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted
+from torch_hybrid.ops.triton.devices import interpreted, launches_early
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits
-
-_BLOCK_KV = 64
-_WIDE = 256  # heads that are wider leave room for fewer rows and keys
-_SPLIT_KEYS = 256  # that a program has at least, where several share a query
 
 
 def block_attention(
@@ -52,12 +51,27 @@ def block_attention(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if num_tokens == 0 or num_seqs == 0:
         return out.zero_()
+    tiles = Tiles.of(
+        q,
+        num_kv_heads=num_kv_heads,
+        most_keys=(top_k + 1) * block_size,
+        has_values=v is not None,
+    )
+    # Several new tokens of a sequence that see all before them share keys, if they share tiles.
+    rows = rows_of_tile(q, num_kv_heads=num_kv_heads)
+    is_whole = None
+    if num_tokens > num_seqs and tiles.num_splits == 1 and rows is not None:
+        is_whole = q.new_empty(num_tokens, dtype=torch.int32)
+    early = launches_early(q.device)
     _write_kernel[(num_tokens,)](
         k,
         v,
         kv,
+        blocks,
         cu_seqlens,
+        seq_lens,
         slot_mapping,
+        is_whole,
         num_seqs,
         k.stride(0),
         k.stride(1),
@@ -66,29 +80,27 @@ def block_attention(
         kv.stride(0),
         HKV=num_kv_heads,
         D=head_dim,
+        BLOCK_SIZE=block_size,
+        TOP_K=top_k,
         BLOCK=min(1024, triton.next_power_of_2(num_kv_heads * head_dim)),
+        EARLY=early,
         num_warps=4,
     )
+    index = (cu_seqlens, seq_lens, page_table)
+    if is_whole is not None:
+        assert rows is not None
+        attend_whole(q, k, v, kv, *index, is_whole, out, scale=scale, block_m=rows)
+    to, lse = out, q.new_empty((tiles.num_splits, *q.shape[:2]), dtype=torch.float32)
+    if tiles.num_splits > 1:
+        to = q.new_empty((tiles.num_splits, *out.shape), dtype=torch.float32)
     group = num_q_heads // num_kv_heads
-    is_wide = head_dim > _WIDE
-    most_rows = 64 if not is_wide else 32 if q.itemsize == 2 else 16
-    block_m = min(most_rows, max(16, triton.next_power_of_2(group)))
-    tiles = triton.cdiv(group, block_m)
-    programs, most_keys = num_tokens * num_kv_heads * tiles, (top_k + 1) * block_size
-    num_splits = min(
-        triton.next_power_of_2(triton.cdiv(2 * PROCESSORS, programs)),
-        triton.next_power_of_2(triton.cdiv(most_keys, _SPLIT_KEYS)),
-    )
-    to, lse = out, q.new_empty((num_splits, num_tokens, num_q_heads), dtype=torch.float32)
-    if num_splits > 1:
-        to = q.new_empty((num_splits, *out.shape), dtype=torch.float32)
-    _attend_kernel[(num_tokens, num_kv_heads * tiles, num_splits)](
+    row_tiles = triton.cdiv(group, tiles.block_m)
+    _attend_kernel[(num_tokens, num_kv_heads * row_tiles, tiles.num_splits)](
         q,
         kv,
         blocks,
-        cu_seqlens,
-        seq_lens,
-        page_table,
+        *index,
+        is_whole,
         to,
         lse,
         log2_scale(scale),
@@ -105,19 +117,22 @@ def block_attention(
         BLOCK_SIZE=block_size,
         TOP_K=top_k,
         BLOCK_K=triton.next_power_of_2(top_k),
-        BLOCK_M=block_m,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        BLOCK_KV=16 if q.itemsize > 2 else _BLOCK_KV // (1 + is_wide),
-        NUM_SPLITS=num_splits,
+        BLOCK_M=tiles.block_m,
+        BLOCK_D=tiles.block_d,
+        BLOCK_PART=tiles.block_part,
+        BLOCK_KV=tiles.block_kv,
+        NUM_SPLITS=tiles.num_splits,
         # The interpreter holds bfloat16 as integers and multiplies them as such.
         FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
         HAS_VALUES=v is not None,
-        num_warps=8 if is_wide else 4,
-        num_stages=2 if q.itemsize == 2 else 1,
+        EARLY=early,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
         enable_fp_fusion=True,
+        launch_pdl=early,
     )
-    if num_splits > 1:
-        merge_splits(to, lse, cu_seqlens, out, torch.empty_like(lse[0]))
+    if tiles.num_splits > 1:
+        merge_splits(to, lse, cu_seqlens, out, torch.empty_like(lse[0]), early=early)
     return out
 
 
@@ -126,8 +141,11 @@ def _write_kernel(
     k: tl.tensor,
     v: tl.tensor | None,
     kv: tl.tensor,
+    blocks: tl.tensor,
     cu_seqlens: tl.tensor,
+    seq_lens: tl.tensor,
     slot_mapping: tl.tensor,
+    is_whole: tl.tensor | None,
     num_seqs: tl.tensor,
     stride_k_token: tl.tensor,
     stride_k_head: tl.tensor,
@@ -136,10 +154,28 @@ def _write_kernel(
     stride_values: tl.tensor,
     HKV: tl.constexpr,
     D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
-    """One program: the key and value of one token."""
+    """One program: the key and value of one token, and whether its query sees all before it and has
+    others of its sequence beside it."""
+    if EARLY:
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
+    if is_whole is not None:
+        seq = sequence_of_token(cu_seqlens, num_seqs, token)
+        whole = tl.cast(0, tl.int32)
+        if seq < num_seqs:
+            end = tl.load(cu_seqlens + seq + 1)
+            complete = (tl.load(seq_lens + seq) - end + token + 1) // BLOCK_SIZE
+            # Names come first: a query sees all blocks if it names so many.
+            may_name = (complete > 0) & (complete <= TOP_K)
+            name = tl.load(blocks + token * TOP_K + complete - 1, mask=may_name, other=0)
+            is_one_of_many = end - tl.load(cu_seqlens + seq) > 1
+            whole = ((complete <= TOP_K) & (name >= 0) & is_one_of_many).to(tl.int32)
+        tl.store(is_whole + token, whole)
     if token >= tl.load(cu_seqlens + num_seqs):
         return
     keys = kv + tl.load(slot_mapping + token).to(tl.int64) * HKV * D
@@ -162,6 +198,7 @@ def _attend_kernel(
     cu_seqlens: tl.tensor,
     seq_lens: tl.tensor,
     page_table: tl.tensor,
+    is_whole: tl.tensor | None,
     out: tl.tensor,
     lse: tl.tensor,
     scale_log2: tl.tensor,
@@ -180,31 +217,42 @@ def _attend_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_PART: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
     HAS_VALUES: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program: query heads of one key head of one token, and a split of what it sees.
 
-    Its keys are numbered: those of its blocks in their order, then those of none.
+    Its keys are numbered: those of its blocks in their order, then those of none. Every program
+    waits for the rows that are written, also one without a token: what comes after this launch then
+    comes after that one too.
     """
+    if EARLY:
+        gdc_launch_dependents()
     token = tl.program_id(0)
     TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
+    PARTS: tl.constexpr = BLOCK_D // BLOCK_PART
     kv_head = tl.program_id(1) // TILES
     split = tl.program_id(2)
     row = tl.program_id(1) % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
-    index_d = tl.arange(0, BLOCK_D)
-    mask_d = index_d[None, :] < D
-    mask_m = (row < GROUP)[:, None] & mask_d
+    is_row = (row < GROUP)[:, None]
+    index_part = tl.arange(0, BLOCK_PART)[None, :]
     head = kv_head * GROUP + row
     own = (split.to(tl.int64) * num_tokens + token) * HKV * GROUP + head
-    p_out = out + own[:, None] * D + index_d[None, :]
+    p_out = out + own[:, None] * D
 
     seq = sequence_of_token(cu_seqlens, num_seqs, token)
     if seq >= num_seqs:
+        if EARLY:
+            gdc_wait()
         if NUM_SPLITS == 1:  # the merge of several knows what padding is
-            tl.store(p_out, tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty), mask=mask_m)
+            zeros = tl.zeros([BLOCK_M, BLOCK_PART], out.dtype.element_ty)
+            for part in tl.static_range(PARTS):
+                index = part * BLOCK_PART + index_part
+                tl.store(p_out + index, zeros, mask=is_row & (index < D))
         return
     position = tl.load(seq_lens + seq) - tl.load(cu_seqlens + seq + 1) + token
     chosen = blocks + token.to(tl.int64) * TOP_K
@@ -216,12 +264,21 @@ def _attend_kernel(
     per_split = tl.cdiv(tl.cdiv(num_keys, NUM_SPLITS), BLOCK_KV) * BLOCK_KV
     first = split * per_split
     last = tl.minimum(first + per_split, num_keys)
+    if EARLY:
+        gdc_wait()
+    if is_whole is not None:  # noqa: SIM102  (only the outer one is known to the compiler)
+        if tl.load(is_whole + token) > 0:  # done, by ``attend_whole``
+            return
 
-    p_q = q + token.to(tl.int64) * stride_q_token + head * stride_q_head
-    b_q = tl.load(p_q[:, None] + index_d[None, :], mask=mask_m, other=0.0)
-    if FLOAT32_PRODUCTS:
-        b_q = b_q.to(tl.float32)
-    b_o = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    p_q = (q + token.to(tl.int64) * stride_q_token + head * stride_q_head)[:, None]
+    b_q, b_o = (), ()
+    for part in tl.static_range(PARTS):
+        index = part * BLOCK_PART + index_part
+        b_q_part = tl.load(p_q + index, mask=is_row & (index < D), other=0.0)
+        if FLOAT32_PRODUCTS:
+            b_q_part = b_q_part.to(tl.float32)
+        b_q = b_q + (b_q_part,)  # type: ignore[assignment]  # noqa: RUF005  (Triton has no unpacking)
+        b_o = b_o + (tl.zeros([BLOCK_M, BLOCK_PART], dtype=tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     peak = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     keys = kv + kv_head * D
@@ -230,31 +287,41 @@ def _attend_kernel(
     # of what is loaded, and loads element by element.
     for tile in range(tl.cdiv(last - first, BLOCK_KV)):
         number = first + tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
-        is_key = number < last
-        is_chosen = is_key & (number < in_blocks)
-        block = tl.load(chosen + number // BLOCK_SIZE, mask=is_chosen, other=0)
-        key = tl.where(
-            is_chosen, block * BLOCK_SIZE + number % BLOCK_SIZE, tail + number - in_blocks
-        )
-        page = tl.load(table + key // PAGE_SIZE, mask=is_key, other=0)
+        # Past the last key, that one again, which is hidden: no row needs a mask.
+        held = tl.minimum(number, last - 1)
+        is_chosen = held < in_blocks
+        block = tl.load(chosen + held // BLOCK_SIZE, mask=is_chosen, other=0)
+        key = tl.where(is_chosen, block * BLOCK_SIZE + held % BLOCK_SIZE, tail + held - in_blocks)
+        page = tl.load(table + key // PAGE_SIZE)
         slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
         p_k = keys + slot[:, None] * (HKV * D)
-        p_v = keys + stride_values + slot[:, None] * (HKV * D)
-        mask = is_key[:, None] & ((index_d[None, :] < D) | (D == BLOCK_D))
-        b_k = tl.load(p_k + index_d[None, :], mask=mask, other=0.0)
-        b_v = b_k
-        if HAS_VALUES:
-            b_v = tl.load(p_v + index_d[None, :], mask=mask, other=0.0)
-        if FLOAT32_PRODUCTS:
-            b_k = b_k.to(tl.float32)
-            b_v = b_v.to(tl.float32)
-        products = tl.dot(b_q, tl.trans(b_k), out_dtype=tl.float32, input_precision="ieee")
-        products = tl.where(is_key[None, :], products, -float("inf"))
+        products = tl.zeros([BLOCK_M, BLOCK_KV], dtype=tl.float32)
+        b_v = ()
+        for part in tl.static_range(PARTS):
+            index = part * BLOCK_PART + index_part
+            mask = (index < D) | (D == BLOCK_D)
+            b_k_part = tl.load(p_k + index, mask=mask, other=0.0)
+            b_v_part = b_k_part
+            if HAS_VALUES:
+                b_v_part = tl.load(p_k + stride_values + index, mask=mask, other=0.0)
+            if FLOAT32_PRODUCTS:
+                b_k_part = b_k_part.to(tl.float32)
+                b_v_part = b_v_part.to(tl.float32)
+            products = tl.dot(b_q[part], tl.trans(b_k_part), products, input_precision="ieee")
+            b_v = b_v + (b_v_part,)  # type: ignore[assignment]  # noqa: RUF005
+        products = tl.where((number < last)[None, :], products, -float("inf"))
         b_p, rescale, peak, total = advance(products, scale_log2, peak, total)
-        b_o *= rescale[:, None]
-        b_o = tl.dot(b_p.to(b_v.dtype), b_v, b_o, input_precision="ieee")
+        b_sum = ()
+        for part in tl.static_range(PARTS):
+            b_o_part = b_o[part] * rescale[:, None]
+            b_o_part = tl.dot(b_p.to(b_v[part].dtype), b_v[part], b_o_part, input_precision="ieee")
+            b_sum = b_sum + (b_o_part,)  # type: ignore[assignment]  # noqa: RUF005
+        b_o = b_sum
 
     total, b_lse = finish(peak, total)
-    tl.store(p_out, (b_o / total[:, None]).to(out.dtype.element_ty), mask=mask_m)
+    for part in tl.static_range(PARTS):
+        index = part * BLOCK_PART + index_part
+        b_part = (b_o[part] / total[:, None]).to(out.dtype.element_ty)
+        tl.store(p_out + index, b_part, mask=is_row & (index < D))
     if NUM_SPLITS > 1:
         tl.store(lse + own, b_lse, mask=row < GROUP)

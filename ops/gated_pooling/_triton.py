@@ -7,8 +7,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_hybrid.ops.gated_pooling.bounds import check_indices
+from torch_hybrid.ops.triton.devices import launches_early
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 
 
@@ -42,6 +44,7 @@ def gated_pooling(
         "SIZE": size,
         "BLOCK": triton.next_power_of_2(size),
         "BLOCK_D": min(128, triton.next_power_of_2(dim)),
+        "EARLY": launches_early(keys.device),
     }
     index = (cu_seqlens, seq_lens, initial_indices)
     _pool_kernel[(num_tokens, triton.cdiv(dim, sizes["BLOCK_D"]))](
@@ -68,6 +71,7 @@ def gated_pooling(
             gates.stride(0),
             **sizes,
             num_warps=4,
+            launch_pdl=sizes["EARLY"],
         )
     return out
 
@@ -110,8 +114,11 @@ def _pool_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program: some channels of one token, which pools if it is the last of its block."""
+    if EARLY:
+        gdc_launch_dependents()
     token = tl.program_id(0)
     index_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_d = index_d < D
@@ -156,17 +163,20 @@ def _state_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
-    """One program: some channels of the tokens of one sequence that no complete block has."""
+    """One program: some channels of the tokens of one sequence that no complete block has.
+
+    They are read before the pooling has ended, and written once it has read the slot.
+    """
     seq = tl.program_id(0)
     index_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     begin = tl.load(cu_seqlens + seq)
     end = tl.load(cu_seqlens + seq + 1)
     slot = tl.load(state_indices + seq).to(tl.int64)
-    if (slot == 0) | (begin == end):
-        return
     initial = tl.load(initial_indices + seq).to(tl.int64)
     left = tl.load(seq_lens + seq) % SIZE
+    left = tl.where((slot != 0) & (begin < end), left, 0)
     held = state + initial * ((SIZE - 1) * 2 * D)
     place = tl.arange(0, BLOCK)
     mask = (place < left)[:, None] & (index_d < D)[None, :]
@@ -175,6 +185,8 @@ def _state_kernel(
     b_gate = _rows(
         gates, stride_gate, held + D, source, begin, place, index_d, mask, initial != 0, D
     )
+    if EARLY:
+        gdc_wait()
     p_state = state + slot * ((SIZE - 1) * 2 * D) + place[:, None] * (2 * D) + index_d[None, :]
     tl.store(p_state, b_key, mask=mask)
     tl.store(p_state + D, b_gate, mask=mask)

@@ -7,9 +7,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_hybrid.ops.page_bounds import check_page_indices
-from torch_hybrid.ops.triton.devices import interpreted
+from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, launches_early
 from torch_hybrid.ops.triton.ragged import (
     first_token_of_block,
     num_blocks,
@@ -19,8 +20,8 @@ from torch_hybrid.ops.triton.ragged import (
 
 _ROWS = 64  # queries and heads that a program scores together, where there are as many
 _FEWEST_ROWS = 16  # that a product takes
-_BLOCK_N = 64
-_DIGIT: tl.constexpr = tl.constexpr(8)  # bits of a score that a pass decides on
+_TILE = 64  # blocks; a row of ranks has whole tiles
+_SCORED_TILES = 4  # of a program, where there are many
 
 
 def select_blocks(
@@ -38,8 +39,8 @@ def select_blocks(
 ) -> Tensor:
     """Launcher of ``torch_hybrid::select_blocks``.
 
-    Scores of all blocks that a row of the page table can name are kept between two launches:
-    ``4 * T * max_pages * page_size / block_size`` bytes.
+    Ranks of all blocks that a row of the page table can name are kept between two launches:
+    ``4 * T * max_pages * page_size / block_size`` bytes, up to a tile.
     """
     num_tokens, num_heads, index_dim = q.shape
     num_seqs, max_pages = page_table.shape
@@ -57,6 +58,7 @@ def select_blocks(
     chosen = q.new_empty((num_tokens, top_k), dtype=torch.int32)
     if num_tokens == 0 or num_seqs == 0:
         return chosen.fill_(-1)
+    early = launches_early(q.device)
     block_d = triton.next_power_of_2(index_dim)
     _write_kernel[(num_tokens,)](
         keys,
@@ -68,20 +70,21 @@ def select_blocks(
         D=index_dim,
         BLOCK_SIZE=block_size,
         BLOCK_D=block_d,
+        EARLY=early,
         num_warps=1,
     )
-    scores = None
+    ranks, row_tiles = None, triton.cdiv(max_blocks, _TILE)
     if max_blocks > top_k:
-        scores = q.new_empty((num_tokens, max_blocks), dtype=torch.float32)
+        ranks = q.new_empty((num_tokens, row_tiles * _TILE), dtype=torch.int32)
         heads = triton.next_power_of_2(num_heads)
         # Products of float32 are no tensor core's, and take registers for every element.
         is_narrow = num_tokens == num_seqs or q.itemsize > 2
-        rows, block_n = (
-            (_FEWEST_ROWS if is_narrow else _ROWS),
-            (_BLOCK_N if q.itemsize == 2 else 16),
-        )
+        rows = _FEWEST_ROWS if is_narrow else _ROWS
+        block_n = _TILE if q.itemsize == 2 else 16
         block_q = max(1, rows // heads)
-        grid = (num_blocks(num_tokens, num_seqs, block_q), triton.cdiv(max_blocks, block_n))
+        # Where there are many programs, one that has found its queries scores several tiles.
+        tiles = 1 if num_tokens == num_seqs else _SCORED_TILES
+        grid = (num_blocks(num_tokens, num_seqs, block_q), triton.cdiv(row_tiles, tiles))
         _score_kernel[grid](
             q,
             weights,
@@ -89,9 +92,9 @@ def select_blocks(
             cu_seqlens,
             seq_lens,
             page_table,
-            scores,
+            ranks,
             num_seqs,
-            max_blocks,
+            row_tiles,
             q.stride(0),
             q.stride(1),
             page_table.stride(0),
@@ -104,24 +107,33 @@ def select_blocks(
             BLOCK_H=max(heads, _FEWEST_ROWS) if block_q == 1 else heads,
             BLOCK_D=max(16, block_d),
             BLOCK_N=block_n,
+            MOST_BLOCKS=tiles * _TILE,
+            TILE=_TILE,
             # The interpreter holds bfloat16 as integers and multiplies them as such.
             FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
+            EARLY=early,
             num_warps=4,
             num_stages=2,
             enable_fp_fusion=True,
+            launch_pdl=early,
         )
+    # One query has a processor to itself; many share it, and wait for one another's sums.
+    few = num_tokens <= PROCESSORS
     _take_kernel[(num_tokens,)](
-        scores,
+        ranks,
         cu_seqlens,
         seq_lens,
         chosen,
         num_seqs,
-        max_blocks,
+        row_tiles,
         BLOCK_SIZE=block_size,
         TOP_K=top_k,
         BLOCK_K=triton.next_power_of_2(top_k),
-        BLOCK=min(2048, triton.next_power_of_2(max_blocks)),
-        num_warps=4,
+        BLOCK=min(2048 if few else 1024, triton.next_power_of_2(row_tiles * _TILE)),
+        TILE=_TILE,
+        EARLY=early,
+        num_warps=16 if few else 4,
+        launch_pdl=early,
     )
     return chosen
 
@@ -137,8 +149,11 @@ def _write_kernel(
     D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program: one token, which writes a key if it is the last of its block."""
+    if EARLY:
+        gdc_launch_dependents()
     token = tl.program_id(0)
     slot = tl.load(slot_mapping + token)
     is_last = slot % BLOCK_SIZE == BLOCK_SIZE - 1
@@ -149,7 +164,7 @@ def _write_kernel(
         tl.store(block_keys + row * D + index, b_key, mask=index < D)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "max_blocks"])
+@triton.jit(do_not_specialize=["num_seqs", "row_tiles"])
 def _score_kernel(
     q: tl.tensor,
     weights: tl.tensor | None,
@@ -157,9 +172,9 @@ def _score_kernel(
     cu_seqlens: tl.tensor,
     seq_lens: tl.tensor,
     page_table: tl.tensor,
-    scores: tl.tensor,
+    ranks: tl.tensor,
     num_seqs: tl.tensor,
-    max_blocks: tl.tensor,
+    row_tiles: tl.tensor,
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
     stride_table: tl.tensor,
@@ -172,20 +187,32 @@ def _score_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    MOST_BLOCKS: tl.constexpr,
+    TILE: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_Q queries of a sequence with all their heads, and BLOCK_N blocks."""
+    """One program: BLOCK_Q queries of a sequence with all their heads, and blocks, BLOCK_N at once.
+
+    Every program waits for the keys that are written, also one without a query: what comes after
+    this launch then comes after that one too.
+    """
+    if EARLY:
+        gdc_launch_dependents()
     seq = sequence_of_block(cu_seqlens, num_seqs, tl.program_id(0), BLOCK_Q)
     begin = tl.load(cu_seqlens + seq)
     end = tl.load(cu_seqlens + seq + 1)
     first = first_token_of_block(begin, seq, tl.program_id(0), BLOCK_Q)
-    if first >= end:
-        return
     last = tl.minimum(first + BLOCK_Q, end) - 1
-    complete = (tl.load(seq_lens + seq) - end + last + 1) // BLOCK_SIZE
-    first_block = tl.program_id(1) * BLOCK_N
+    ahead = tl.load(seq_lens + seq) - end  # of a token's number, to its position
+    complete = (ahead + last + 1) // BLOCK_SIZE
+    first_block = tl.program_id(1) * MOST_BLOCKS
+    # The last tile that is read of a row has a rank in every place.
+    end_block = tl.cdiv(complete, TILE) * TILE
+    if EARLY:
+        gdc_wait()
     # Queries that can take all of their blocks need no scores.
-    if (first_block >= complete) | (complete <= TOP_K):
+    if (first >= end) | (first_block >= end_block) | (complete <= TOP_K):
         return
 
     row = tl.arange(0, BLOCK_Q * BLOCK_H)
@@ -198,57 +225,67 @@ def _score_kernel(
     b_q = tl.load(
         p_q[:, None] + index_d[None, :], mask=is_row[:, None] & mask_d[None, :], other=0.0
     )
-
-    block = first_block + tl.arange(0, BLOCK_N)
-    is_block = block < complete
-    page = tl.load(page_table + seq * stride_table + block // PAGE_BLOCKS, mask=is_block, other=0)
-    place = page.to(tl.int64) * PAGE_BLOCKS + block % PAGE_BLOCKS
-    p_key = block_keys + place[:, None] * D + index_d[None, :]
-    b_key = tl.load(p_key, mask=is_block[:, None] & mask_d[None, :], other=0.0)
+    if weights is not None:
+        b_weight = tl.load(weights + token * H + head, mask=is_row, other=0.0)
+    query = first + tl.arange(0, BLOCK_Q)
+    seen = (ahead + query + 1) // BLOCK_SIZE
+    p_rank = ranks + query.to(tl.int64)[:, None] * (row_tiles * TILE)
     if FLOAT32_PRODUCTS:
         b_q = b_q.to(tl.float32)
-        b_key = b_key.to(tl.float32)
-    products = tl.dot(b_q, tl.trans(b_key), out_dtype=tl.float32, input_precision="ieee")
-    similar = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    if weights is not None:
-        similar *= tl.load(weights + token * H + head, mask=is_row, other=0.0)[:, None]
-    total = tl.sum(tl.reshape(similar, [BLOCK_Q, BLOCK_H, BLOCK_N]), 1)
-    total = tl.where(total == total, total, -float("inf"))
-    total = tl.where(total == 0.0, 0.0, total)  # of one sign, as its bits are compared
-
-    query = (first + tl.arange(0, BLOCK_Q)).to(tl.int64)
-    p_score = scores + query[:, None] * max_blocks + block[None, :]
-    tl.store(p_score, total, mask=(query <= last)[:, None] & is_block[None, :])
+    for i in range(tl.cdiv(tl.minimum(MOST_BLOCKS, end_block - first_block), BLOCK_N)):
+        block = first_block + i * BLOCK_N + tl.arange(0, BLOCK_N)
+        is_block = block < complete
+        p_page = page_table + seq * stride_table + block // PAGE_BLOCKS
+        page = tl.load(p_page, mask=is_block, other=0)
+        place = page.to(tl.int64) * PAGE_BLOCKS + block % PAGE_BLOCKS
+        p_key = block_keys + place[:, None] * D + index_d[None, :]
+        b_key = tl.load(p_key, mask=is_block[:, None] & mask_d[None, :], other=0.0)
+        if FLOAT32_PRODUCTS:
+            b_key = b_key.to(tl.float32)
+        products = tl.dot(b_q, tl.trans(b_key), out_dtype=tl.float32, input_precision="ieee")
+        similar = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if weights is not None:
+            similar *= b_weight[:, None]
+        total = tl.sum(tl.reshape(similar, [BLOCK_Q, BLOCK_H, BLOCK_N]), 1)
+        rank = tl.where(block[None, :] < seen[:, None], _rank_of(total), 0)
+        tl.store(p_rank + block[None, :], rank, mask=(query <= last)[:, None])
 
 
 @triton.jit
-def _keys_of(
-    scores: tl.tensor, block: tl.tensor, complete: tl.tensor
-) -> tuple[tl.tensor, tl.tensor]:
-    """Integers whose order is that of scores, from 0 on in 64 bits; and whether they are some."""
-    is_block = block < complete
-    b_score = tl.load(scores + block, mask=is_block, other=0.0)
-    bits = b_score.to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 0x80000000, is_block
+def _rank_of(score: tl.tensor) -> tl.tensor:
+    """32 bits whose order, without a sign, is that of scores; none has 0."""
+    score = tl.where(score == score, score, -float("inf"))
+    score = tl.where(score == 0.0, 0.0, score)  # of one sign
+    bits = score.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) | -(2**31))
 
 
-@triton.jit(do_not_specialize=["num_seqs", "max_blocks"])
+@triton.jit
+def _load_ranks(row: tl.tensor, block: tl.tensor, end: tl.tensor) -> tl.tensor:
+    """Of blocks from a tile's first on; 0 from ``end`` on, where a tile ends."""
+    return tl.load(row + block, mask=block < end, other=0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "row_tiles"])
 def _take_kernel(
-    scores: tl.tensor | None,
+    ranks: tl.tensor | None,
     cu_seqlens: tl.tensor,
     seq_lens: tl.tensor,
     chosen: tl.tensor,
     num_seqs: tl.tensor,
-    max_blocks: tl.tensor,
+    row_tiles: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program: one query.
 
-    The score of the last block that is taken is found digit by digit, by counting how many scores
-    have each; then blocks are taken in their order: all above it, and the first of those at it.
+    The rank of the last block that is taken is found from its highest bits on, by counting how many
+    blocks reach each of four ranks, until exactly TOP_K reach one; then blocks are taken in their
+    order: all above the last rank, and the first of those at it.
     """
     token = tl.program_id(0)
     seq = sequence_of_token(cu_seqlens, num_seqs, token)
@@ -256,36 +293,51 @@ def _take_kernel(
     if seq < num_seqs:
         end = tl.load(cu_seqlens + seq + 1)
         complete = (tl.load(seq_lens + seq) - end + token + 1) // BLOCK_SIZE
+    if EARLY:
+        gdc_wait()
     own = chosen + token.to(tl.int64) * TOP_K
-    if (complete <= TOP_K) | (scores is None):
+    if (complete <= TOP_K) | (ranks is None):
         index = tl.arange(0, BLOCK_K)
         tl.store(own + index, tl.where(index < complete, index, -1), mask=index < TOP_K)
         return
-    if scores is not None:
-        own_scores = scores + token.to(tl.int64) * max_blocks
-        left = tl.cast(TOP_K, tl.int32)
-        least = tl.cast(0, tl.int64)
-        digits = tl.arange(0, 2 * 2**_DIGIT)  # the upper half counts what is no candidate
-        for shift in tl.static_range(32 - _DIGIT, -1, -_DIGIT):
-            counts = tl.zeros([2 * 2**_DIGIT], dtype=tl.int32)
-            for base in range(0, complete, BLOCK):
-                key, is_block = _keys_of(own_scores, base + tl.arange(0, BLOCK), complete)
-                is_candidate = is_block & ((key >> (shift + _DIGIT)) == (least >> (shift + _DIGIT)))
-                b_digit = ((key >> shift) & (2**_DIGIT - 1)).to(tl.int32)
-                counts += tl.histogram(tl.where(is_candidate, b_digit, 2**_DIGIT), 2 * 2**_DIGIT)
-            counts = tl.where(digits < 2**_DIGIT, counts, 0)
-            from_here = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
-            digit = tl.max(tl.where((from_here >= left) & (digits < 2**_DIGIT), digits, 0), 0)
-            left -= tl.sum(tl.where(digits > digit, counts, 0), 0)
-            least += digit.to(tl.int64) << shift
-        num_taken = tl.cast(0, tl.int32)
-        for base in range(0, complete, BLOCK):
-            block = base + tl.arange(0, BLOCK)
-            key, is_block = _keys_of(own_scores, block, complete)
-            is_equal = is_block & (key == least)
-            rank = tl.cumsum(is_equal.to(tl.int32), 0)
-            is_taken = (is_block & (key > least)) | (is_equal & (rank <= left))
-            place = num_taken + tl.cumsum(is_taken.to(tl.int32), 0) - 1
+    if ranks is not None:
+        row = ranks + token.to(tl.int64) * (row_tiles * TILE)
+        index = tl.arange(0, BLOCK)
+        end_block = tl.cdiv(complete, TILE) * TILE
+        digits = tl.arange(0, 4)
+        last = tl.cast(0, tl.uint32)  # the highest rank that TOP_K are known to reach
+        num_reach = complete
+        num_above = tl.cast(0, tl.int32)  # that reach the lowest rank that fewer are known to
+        shift = tl.cast(30, tl.int32)
+        while (num_reach > TOP_K) & (shift >= 0):
+            asked = last + (digits.to(tl.uint32) << shift)
+            reach = tl.zeros([4, BLOCK], dtype=tl.int32)
+            for base in range(0, end_block, BLOCK):
+                rank = _load_ranks(row, base + index[None, :], end_block)
+                reach += (rank >= asked[:, None]).to(tl.int32)
+            counts = tl.sum(reach, 1)
+            digit = tl.max(tl.where(counts >= TOP_K, digits, 0), 0)
+            last += digit.to(tl.uint32) << shift
+            num_reach = tl.sum(tl.where(digits == digit, counts, 0), 0)
+            num_above = tl.maximum(num_above, tl.max(tl.where(counts < TOP_K, counts, 0), 0))
+            shift -= 2
+        left = TOP_K - num_above
+        if num_reach == TOP_K:
+            last, left = last - 1, 0
+
+        num_before = tl.cast(0, tl.int32)
+        num_equal = tl.cast(0, tl.int32)
+        for base in range(0, end_block, BLOCK):
+            block = base + index
+            rank = _load_ranks(row, block, end_block)
+            is_above, is_equal = rank > last, rank == last
+            # Both are counted at once: 16 bits have room for a block's.
+            both = is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16)
+            before = tl.cumsum(both, 0) - both
+            equal_before = num_equal + (before >> 16)
+            is_taken = is_above | (is_equal & (equal_before < left))
+            place = num_before + (before & 0xFFFF) + tl.minimum(equal_before, left)
             tl.store(own + place, block, mask=is_taken)
-            left -= tl.sum(is_equal.to(tl.int32), 0)
-            num_taken += tl.sum(is_taken.to(tl.int32), 0)
+            both = tl.sum(both, 0)
+            num_before += both & 0xFFFF
+            num_equal += both >> 16

@@ -78,6 +78,7 @@ def attend_rows(
     causal: bool = True,
     cu_seqlens_k: Tensor | None = None,
     pages: tuple[Tensor, Tensor, Tensor] | None = None,
+    wanted: Tensor | None = None,
 ) -> None:
     """Attend to the rows of ``k`` and ``v``, and to what earlier steps left in pages.
 
@@ -89,6 +90,7 @@ def attend_rows(
         cu_seqlens, cu_seqlens_k: [N + 1], where sequences begin in q, and in k without pages.
         out, lse: [T, H, V] and float32 [T, H], contiguous, written.
         pages: (kv [2, P, page, HK, D], seq_lens [N], page_table [N, pages]).
+        wanted: [T] int32; a block of tokens none of which has a 1 is left alone.
     """
     from torch_hybrid.ops.triton.hopper_kernel import hopper_attend_kernel  # where there is Gluon
 
@@ -114,6 +116,7 @@ def attend_rows(
         cu_seqlens_k,
         seq_lens,
         page_table,
+        wanted,
         out,
         lse,
         log2_scale(scale),

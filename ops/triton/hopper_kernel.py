@@ -33,6 +33,7 @@ def hopper_attend_kernel(
     cu_seqlens_k: gl.tensor,
     seq_lens: gl.tensor,
     page_table: gl.tensor,
+    wanted: gl.tensor,
     out: gl.tensor,
     lse: gl.tensor,
     scale_log2: gl.tensor,
@@ -63,7 +64,8 @@ def hopper_attend_kernel(
     """One program: a block of tokens, the query heads of one key head.
 
     A key is counted by its position in the sequence, wherever it lies: in pages of PAGE_SIZE, if
-    that is not 0, those of earlier steps.
+    that is not 0, those of earlier steps. A block of tokens none of which is ``wanted`` is left
+    alone, if there is such a choice.
     """
     GROUP: gl.constexpr = H // HK
     M: gl.constexpr = 64
@@ -76,7 +78,13 @@ def hopper_attend_kernel(
     begin = gl.load(cu_seqlens + seq)
     end = gl.load(cu_seqlens + seq + 1)
     first_token = begin + (block - begin // BLOCK_Q - seq) * BLOCK_Q
-    if first_token < end:
+    is_block = first_token < end
+    if wanted is not None:
+        token = first_token + gl.arange(0, 2 * M, gl.BlockedLayout([1], [32], [4], [0]))
+        is_token = token < gl.minimum(first_token + BLOCK_Q, end)
+        b_wanted = gl.load(wanted + token, mask=is_token, other=0)
+        is_block = is_block & (gl.max(b_wanted, 0) > 0)
+    if is_block:
         queries = (q, stride_q_token, stride_q_head, head_k * GROUP, first_token, end)
         q_first = copy_queries(queries, 0, GROUP, BLOCK_Q, M, D, REST)
         q_second = copy_queries(queries, M, GROUP, BLOCK_Q, M, D, REST)

@@ -8,6 +8,7 @@ import math
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 _LN_2: tl.constexpr = tl.constexpr(math.log(2))
 
@@ -57,7 +58,13 @@ def tanh(x: tl.tensor) -> tl.tensor:
 
 
 def merge_splits(
-    partial_out: Tensor, partial_lse: Tensor, cu_seqlens: Tensor, out: Tensor, lse: Tensor
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    cu_seqlens: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    early: bool = False,
 ) -> None:
     """Weigh the splits of each row by their share of the softmax; padding rows become (0, -inf).
 
@@ -68,6 +75,7 @@ def merge_splits(
         cu_seqlens: [N + 1] int32; tokens from ``cu_seqlens[N]`` on are padding.
         out: [T, H, D], written.
         lse: [T, H] float32, written.
+        early: the launch that writes the splits lets this one begin before it ends.
     """
     num_tokens, num_heads, head_dim = out.shape
     num_splits = partial_out.shape[0]
@@ -86,8 +94,10 @@ def merge_splits(
         BLOCK_D=block_d,
         NUM_SPLITS=num_splits,
         BLOCK_SPLITS=block_splits,
+        EARLY=early,
         num_warps=4,
         enable_fp_fusion=True,
+        **({"launch_pdl": True} if early else {}),
     )
 
 
@@ -105,8 +115,11 @@ def _merge_kernel(
     BLOCK_D: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
     """One program: BLOCK_D elements of one head of one token."""
+    if EARLY:
+        gdc_wait()
     token = tl.program_id(0)
     row = token.to(tl.int64) * H + tl.program_id(1)
     index_d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)

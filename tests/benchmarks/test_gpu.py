@@ -26,6 +26,7 @@ from benchmarks.gpu import (
     lightning_steps,
     mamba2_steps,
     report,
+    sparse,
     state_spaces,
     steps,
     token_ops,
@@ -185,9 +186,15 @@ TINY = {
     "lightning step": lightning_steps._case("tiny", TINY_MIXER, 3),
     "lightning": state_spaces._case("lightning", "tiny", (2, 2, 16, 16), 2, 5),
 }
+SMALL_MODEL = dataclasses.replace(sparse.QWEN4_EXP, top_k=4, num_q_heads=4, head_dim=16)
+SMALL_LATENTS = dataclasses.replace(sparse.GLM_5_3, top_k=2, num_q_heads=4, head_dim=16)
 OTHER_INPUTS = {
     "paged": (partial(attention.Paged.make, (4, 2, 16), 2, 40, 3), attention.call),
     "latents": (partial(latents.Latents.make, 2, 2, 128, 3), latents.call),
+    "sparse select": (partial(sparse.Selected.make, sparse.QWEN4_EXP, 1, 2100, 2), sparse.select),
+    "sparse attend": (partial(sparse.Attended.make, SMALL_MODEL, 2, 70, 3), sparse.attend),
+    "sparse latents": (partial(sparse.Attended.make, SMALL_LATENTS, 2, 70, 3), sparse.attend),
+    "sparse pool": (partial(sparse.Pooled.make, sparse.GLM_5_3, 2, 70, 40), sparse.pool),
     "expanded": (partial(latents.Expanded.make, 2, 2, 5), latents.call_expanded),
     "convolution": (partial(token_ops.Convolution.make, 8, 2, 3), token_ops.call_conv),
     "router": (partial(token_ops.Router.make, 8, 2, 3), token_ops.call_router),
@@ -209,7 +216,7 @@ def test_inputs_fit_their_op(name: str) -> None:
     make, reference = INPUTS[name]
     inputs = make().another()
     assert inputs.num_bytes > 0
-    without = ("recurrent", "step", "norm", "convolution", "router", "draw")
+    without = ("recurrent", "step", "norm", "convolution", "router", "draw", "pool")
     assert (inputs.flops > 0) == (name.split()[-1] not in without)
     out = reference(inputs)
     assert out.isfinite().all()

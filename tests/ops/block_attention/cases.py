@@ -97,6 +97,13 @@ CASES = {
         top_k=2,
         has_values=False,
     ),
+    "qwen4_exp_extend": Case(
+        pages=pages.Case(
+            num_q_heads=24, num_kv_heads=2, head_dim=256, lengths=((130, 130), (9, 200), (1, 40))
+        ),
+        block_size=4,
+        top_k=14,
+    ),
     "long_extend": Case(pages=pages.CASES["long_extend"], block_size=2, top_k=20),
 }
 SMALL = Case(

@@ -60,11 +60,13 @@ SHAPES = {
     "Qwen4-Exp extend 2048": (4, 2048, torch.bfloat16),
     "Qwen4-Exp decode 64 float32": (64, 64, torch.float32),
 }
+# (sequences, tokens, dtype, heads)
 LATENT_SHAPES = {
-    "GLM-5.3 decode 1": (1, 1, torch.bfloat16),
-    "GLM-5.3 decode 64": (64, 64, torch.bfloat16),
-    "GLM-5.3 extend 2048": (4, 2048, torch.bfloat16),
-    "GLM-5.3 decode 64 float32": (64, 64, torch.float32),
+    "GLM-5.3 decode 1": (1, 1, torch.bfloat16, 64),
+    "GLM-5.3 decode 64": (64, 64, torch.bfloat16, 64),
+    "GLM-5.3 decode 64, 32 heads": (64, 64, torch.bfloat16, 32),
+    "GLM-5.3 extend 2048": (4, 2048, torch.bfloat16, 64),
+    "GLM-5.3 decode 64 float32": (64, 64, torch.float32, 64),
 }
 
 
@@ -105,12 +107,12 @@ def record_launches(
 
 
 def record_latent_launches(
-    target: str, num_seqs: int, num_tokens: int, dtype: torch.dtype
+    target: str, num_seqs: int, num_tokens: int, dtype: torch.dtype, num_heads: int
 ) -> dict[str, Launch]:
     from torch_hybrid.ops.block_attention import _triton
 
     index = torch.empty(num_tokens + 1, dtype=torch.int32, device="meta")
-    q = torch.empty(num_tokens, 64, 512, dtype=dtype, device="meta")
+    q = torch.empty(num_tokens, num_heads, 512, dtype=dtype, device="meta")
     with launches_on(target) as launches:
         _triton.block_attention(
             q,

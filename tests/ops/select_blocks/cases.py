@@ -71,6 +71,9 @@ CASES = {
     "a_token_a_block": Case(
         num_heads=1, index_dim=16, block_size=1, top_k=5, page_size=1, lengths=((7, 7), (1, 30))
     ),
+    "many_blocks": Case(
+        num_heads=1, index_dim=16, block_size=1, top_k=70, lengths=((1, 4500), (1, 60))
+    ),
     "long_extend": Case(num_heads=2, index_dim=64, block_size=2, top_k=9, lengths=((150, 290),)),
 }
 SMALL = Case(num_heads=2, index_dim=32, block_size=4, top_k=3, lengths=((1, 23), (9, 30), (1, 1)))

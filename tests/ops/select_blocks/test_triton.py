@@ -25,8 +25,8 @@ from torch_hybrid.ops.select_blocks import reference, select_blocks
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/select_blocks -k triton
 CONTRACT = """
     triton and (
-        reference and (odd or a_token) or glm5_next and bf16 or padding or apart and not strided
-        or out_of_range
+        reference and (odd or a_token or many_blocks and bf16) or glm5_next and bf16 or padding
+        or apart and not strided or out_of_range
     ) and not interpreter and not on_a_gpu
 """
 
