@@ -73,7 +73,7 @@ def lightning_verify(
 ) -> Tensor:
     """A token of all sequences at a time."""
     cu_seqlens, initial_indices, state_indices, records, accepted = index_and_records
-    token = torch.arange(int(cu_seqlens[-1]), device=qkv.device)
+    token = torch.arange(int(cu_seqlens[-1]), dtype=torch.int64, device=qkv.device)
     q, k, v = _prepared(
         qkv, q_norm_weight, k_norm_weight, cos, sin, token, state.shape[-1], activation, norm_eps
     )

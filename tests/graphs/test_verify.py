@@ -15,7 +15,6 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.devices import needs_cuda
 from tests.models import ring_checkpoint
-from tests.models.ring_checkpoint import CONFIG
 from tests.ops.triton_interpreter import needs_triton
 from tests.tiny_models import FEWEST_LAYERS, VOCAB_SIZE, make_hybrid, make_model
 from torch_hybrid.errors import CapacityError, UnsupportedError
@@ -38,7 +37,8 @@ FAMILIES = ("qwen3_next_dense", "kimi_linear", "falcon_h1", "minimax", "qwen3", 
 def small(family: str, device: str = "cpu") -> Any:
     if family == "ring_2_5":
         with TemporaryDirectory() as folder:
-            ring_checkpoint.save(Path(folder), CONFIG, ring_checkpoint.make_weights(CONFIG, seed=0))
+            config = ring_checkpoint.CONFIG
+            ring_checkpoint.save(Path(folder), config, ring_checkpoint.make_weights(config, seed=0))
             return th.from_pretrained(folder, device=device)
     return adapt(make_model(family, **FEWEST_LAYERS[family]).to(device))
 
