@@ -207,9 +207,11 @@ def _integer_linear_kernel(
     mask_n, mask_m = row < size, index_m < M
     p_w, p_scale = rows_at(weight, scale, row.to(tl.int64), 0, K, GROUP, ZEROS)
     if ONE_ROW:
-        acc = tl.zeros([BLOCK_N, BLOCK_K // chunk_of(GROUP), 16], dtype=tl.float32)
+        SUMMED: tl.constexpr = x.dtype.element_ty == tl.float32
+        SUMS: tl.constexpr = 1 if SUMMED else 16
+        acc = tl.zeros([BLOCK_N, BLOCK_K // chunk_of(GROUP), SUMS], dtype=tl.float32)
         for first in range(0, K, BLOCK_K):
-            acc += few_products(p_w, p_scale, x, first, mask_n, K, GROUP, ZEROS, BLOCK_K)
+            acc += few_products(p_w, p_scale, x, first, mask_n, K, GROUP, ZEROS, BLOCK_K, SUMMED)
         acc = tl.sum(tl.sum(acc, 2), 1)[:, None]
     elif PARTS == 1:
         p_x = x + index_m.to(tl.int64)[:, None] * stride_x

@@ -25,10 +25,10 @@ from torch_hybrid.ops.triton.ragged import (
 )
 from torch_hybrid.ops.triton.state import zero_rows
 
-_STATES = 1024  # that one warp keeps in registers; half as many where there were too few warps
-_FEWEST_WARPS = 64  # of all channels of a sequence
-_FETCHED = 4  # tokens of a sequence that are fetched at once
+_STATES = 1024  # that one warp keeps in registers
 _SEGMENT = 128  # tokens
+_FEWEST_WARPS = 64  # of all channels of a sequence: with fewer, half as many states and tokens
+_FETCHED = 4  # tokens of a sequence that are fetched at once
 _FEWEST_SEGMENTS = 4  # of as many tokens as there are; with fewer two more launches cost more
 
 
@@ -43,7 +43,23 @@ class Inputs:
     state: Tensor
     cu_seqlens: Tensor
     initial_indices: Tensor
-    segment: int  # tokens; 0 where sequences are walked whole
+    is_chunked: bool
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether channels are enough warps."""
+        states = self.x.shape[1] * triton.next_power_of_2(self.B.shape[2])
+        return bool(states >= _FEWEST_WARPS * _STATES)
+
+    @property
+    def segment(self) -> int:
+        """Tokens of a segment; 0 where sequences are walked whole.
+
+        The number of sequences does not count: in a captured graph most of them may be empty.
+        """
+        segment = _SEGMENT if self.is_wide else _SEGMENT // 2
+        is_cut = self.is_chunked and len(self.x) >= _FEWEST_SEGMENTS * segment
+        return segment if is_cut else 0
 
     @property
     def programs(self) -> int:
@@ -61,8 +77,7 @@ class Inputs:
         num_groups, state_dim = self.B.shape[1:]
         channels = self.x.shape[1] // num_groups
         block_n = triton.next_power_of_2(state_dim)
-        is_wide = self.x.shape[1] * block_n >= _FEWEST_WARPS * _STATES
-        states = _STATES if is_wide else _STATES // 2
+        states = _STATES if self.is_wide else _STATES // 2
         return {
             "G": num_groups,
             "CHANNELS": channels,
@@ -114,8 +129,7 @@ def _scan(
         state=state,
         cu_seqlens=cu_seqlens,
         initial_indices=initial_indices,
-        # The number of sequences does not count: in a captured graph most of them may be empty.
-        segment=_SEGMENT if is_chunked and num_tokens >= _FEWEST_SEGMENTS * _SEGMENT else 0,
+        is_chunked=is_chunked,
     )
     starts, ends = _walk_segments(inputs) if inputs.segment else (None, None)
     num_walks = inputs.segments if inputs.segment else num_seqs

@@ -117,9 +117,13 @@ def few_products(
     GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SUMMED: tl.constexpr = False,
 ) -> tl.tensor:
     """[BLOCK_N, chunks, 16] products of such columns and those of one row of x, which begins at
-    p_x: of each byte, float32, to be summed when there are no more. Outside the tensor cores."""
+    p_x: of each byte, float32, to be summed when there are no more. Outside the tensor cores.
+
+    SUMMED: [BLOCK_N, chunks, 1] sums of those, of which each is scaled once: fewer roundings.
+    """
     CHUNK: tl.constexpr = chunk_of(GROUP)
     chunk = first // CHUNK + tl.arange(0, BLOCK_K // CHUNK)
     byte = (chunk * _CHUNK_BYTES)[:, None] + tl.arange(0, _CHUNK_BYTES)[None, :]
@@ -135,10 +139,15 @@ def few_products(
         p_pair = p_x + (2 * byte)[:, :, None] + tl.arange(0, 2)[None, None, :]
         pair = tl.load(p_pair, mask=is_there[:, None, None], other=0.0).to(tl.float32)
         even, odd = tl.split(pair)
-        products = (low * even[None, :, :] + high * (odd / 16)[None, :, :]) * scale[:, :, None]
+        products = low * even[None, :, :] + high * (odd / 16)[None, :, :]
+        if SUMMED:
+            products = tl.sum(products, 2, keep_dims=True)
+        products *= scale[:, :, None]
     else:
         stored = tl.load(p_byte, mask=mask_n[:, None, None] & (byte < K)[None, :, :], other=0)
         bits = ((stored.to(tl.int32) & 255) ^ 128) | _BITS
         b_x = tl.load(p_x + byte, mask=byte < K, other=0.0).to(tl.float32)
         products = (bits.to(tl.float32, bitcast=True) - (_BASE + 128)) * b_x[None, :, :]
+        if SUMMED:
+            products = tl.sum(products, 2, keep_dims=True)
     return products
