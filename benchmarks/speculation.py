@@ -1,15 +1,16 @@
 """What drafts cost and bring: their memory, a step that verifies four of them, and whole requests.
 
-    python -m benchmarks.speculation [--model NAME] [--dtype NAME]
+    python -m benchmarks.speculation [--model NAME] [--dtype NAME] [--demo]
 
 Steps follow one another as in an engine: all drafts of a step are accepted, so that the next one
 replays as many. Requests are served by an engine whose drafts are never right, against one without
-drafts, by turns; and by the demo's trained model, with n-grams and with its head: also with a head
-that drafts, and is never right.
+drafts, by turns; and by the demo's trained model (by that alone with --demo), with n-grams and with
+its head: also with a head that drafts, and is never right.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -22,6 +23,7 @@ from benchmarks.timing import Times, interleave
 from torch_hybrid import Engine, Runner, Sampling, Speculation, adapt, from_pretrained
 from torch_hybrid.caches.pools import pool_cost
 from torch_hybrid.caches.sizes import PoolSizes
+from torch_hybrid.demo.serve import DRAFTS as HEAD_DRAFTS
 from torch_hybrid.demo.task import checkpoint_path, make_prompts
 from torch_hybrid.request import Request
 from torch_hybrid.specs import DeltaRuleSpec
@@ -118,15 +120,21 @@ def demo(rounds: int, num_tokens: int) -> dict[str, Times]:
     runner that has no drafts of it."""
     sizes = {"max_seqs": 1, "max_tokens": 512, "kv_tokens": 4096, "max_drafts": DRAFTS}
     runner = Runner(from_pretrained(str(checkpoint_path())), **sizes)
-    with_head = Runner(from_pretrained(str(checkpoint_path()), mtp=True), **sizes)
+    model = from_pretrained(str(checkpoint_path()), mtp=True)
+    with_head = Runner(model, **sizes | {"max_drafts": HEAD_DRAFTS})
     prompts = [prompt.tokens for prompt in make_prompts(8, seed=0) if len(prompt.tokens) < 120]
     sampling = Sampling(max_new_tokens=num_tokens, ignore_eos=True)
     engines = {
         "without": Engine(runner),
         "n-grams": Engine(runner, speculate=Speculation("ngram", max_tokens=DRAFTS)),
-        "its head": Engine(with_head, speculate=Speculation("mtp", max_tokens=DRAFTS)),
+        "its head": Engine(
+            with_head, speculate=Speculation("mtp", max_tokens=HEAD_DRAFTS, adapts=False)
+        ),
+        "its head, as far as it pays": Engine(
+            with_head, speculate=Speculation("mtp", max_tokens=HEAD_DRAFTS)
+        ),
         "a head that is never right": Engine(
-            with_head, speculate=Speculation(WrongHead(with_head), max_tokens=DRAFTS)
+            with_head, speculate=Speculation(WrongHead(with_head), max_tokens=HEAD_DRAFTS)
         ),
     }
     served: dict[str, list[list[int]]] = {}
@@ -142,14 +150,10 @@ def demo(rounds: int, num_tokens: int) -> dict[str, Times]:
     return times
 
 
-def main() -> None:
-    options = parse(arguments(__doc__))
+def of_the_model(options: argparse.Namespace, results: Results) -> None:
+    """Memory, steps and requests of a model of random weights."""
     model = adapt(make_model(options.model, options.torch_dtype, quick=options.quick))
     runner = Runner(model, max_seqs=16, max_tokens=512, kv_tokens=32768, max_drafts=DRAFTS)
-    results = Results(
-        title=title(options, "Drafts"),
-        columns=("what", "batch", "ms", "drafts: ms", "ratio"),
-    )
     ratio = memory()
     results.targets.append(Target(name="memory, Qwen3-Next", measured=ratio, limit=MEMORY))
     rounds = 5 if options.quick else 20
@@ -166,6 +170,18 @@ def main() -> None:
         results.add("requests", batch, without.median * 1e3, wrong.median * 1e3, ratio)
         name = f"never right, batch {batch}"
         results.targets.append(Target(name=name, measured=ratio, limit=NEVER_RIGHT))
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--demo", action="store_true", help="the demo's model alone")
+    options = parse(parser)
+    results = Results(
+        title=title(options, "Drafts"),
+        columns=("what", "batch", "ms", "drafts: ms", "ratio"),
+    )
+    if not options.demo:
+        of_the_model(options, results)
     times = demo(2 if options.quick else 5, 64 if options.quick else 256)
     without = times.pop("without")
     for name, drafted in times.items():

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops import fp8_kv
-from torch_hybrid.specs import LayerTable
+from torch_hybrid.specs import KEPT_HIDDEN, LayerTable
 
 KvDtype = Literal["auto", "fp8"]
 KvTokens = int | Literal["auto"]
@@ -54,6 +54,16 @@ def check_max_drafts(max_drafts: int, max_tokens: int) -> None:
         raise ValueError(
             f"max_drafts must be within 0 and {max_tokens - 1}, one less than max_tokens, "
             f"got {max_drafts}"
+        )
+
+
+def check_head_drafts(max_drafts: int) -> None:
+    """Raise ValueError unless hidden states are kept of as many drafts, of the token before them
+    and of the one before that."""
+    if max_drafts > KEPT_HIDDEN - 2:
+        raise ValueError(
+            f"max_drafts must be at most {KEPT_HIDDEN - 2} for a model with a head, got "
+            f"{max_drafts}"
         )
 
 

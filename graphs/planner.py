@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_hybrid.backends.mode import MODES, Form, Mode
 from torch_hybrid.backends.step import Backend, forms_of, plan_all
-from torch_hybrid.batch import Batch, pad_to, split
+from torch_hybrid.batch import Batch, chained, pad_to, split
 from torch_hybrid.graphs.buckets import Bucket, StepSizes, round_up
 from torch_hybrid.graphs.step import Inputs, Part, Variant
 from torch_hybrid.graphs.two_batch import OverlapPolicy, plan_split, rows_in_halves
@@ -55,6 +55,7 @@ class StepPlanner:
         self._backends, self._overlap, self._grid = backends, overlap, chunk_grid
         self._drafting = {kind: backend for kind, backend in backends.items() if kind in drafting}
         self._num_position_axes, self._sizes = num_position_axes, sizes
+        self._verifying = next((mode for mode in modes if mode.num_drafts), Mode.DECODE)
         self.forms = {
             Variant.of(mode, forms, in_halves=in_halves): forms
             for mode in modes
@@ -91,15 +92,22 @@ class StepPlanner:
         variant = Variant.of(mode, forms, in_halves=len(parts) == 2)
         return variant, self._inputs(padded, mode, forms, rows)
 
-    def plan_drafts(self, batches: Sequence[Batch]) -> tuple[Variant, Inputs]:
+    def plan_drafts(
+        self, batch: Batch, further: Mapping[str, Sequence[Sequence[int]]]
+    ) -> tuple[Variant, Inputs]:
         """Steps of the model's head, one after the other: their variant and inputs.
 
         Args:
-            batches: one token of each sequence, each batch a token further than that before it.
+            batch: the tokens that it is to read in the first of them.
+            further: the steps after that, as for ``chained``.
         """
-        mode, num_seqs = Mode.draft(len(batches)), self._decode_seqs(batches[0].num_seqs)
-        forms = self._forms_of_step(batches, mode)
-        padded = [pad_to(batch, num_seqs=num_seqs, num_tokens=num_seqs) for batch in batches]
+        mode = Mode.draft(1 + len(further["slots"]))
+        forms = self._forms_of_step([batch], mode)
+        num_seqs, num_tokens = self._decode_seqs(batch.num_seqs), batch.num_tokens
+        if self._sizes.decode_seqs is not None:
+            num_tokens = round_up(num_tokens, self._sizes.tokens)
+        first = pad_to(batch, num_seqs=num_seqs, num_tokens=num_tokens)
+        padded = [first, *chained(first, **further)]
         variant = Variant.of(mode, forms, in_halves=False)
         return variant, self._inputs(padded, mode, forms, None)
 
@@ -111,7 +119,8 @@ class StepPlanner:
     def largest(self, variant: Variant) -> Inputs:
         """An all-padding step of a variant whose every leaf is as large as it ever gets."""
         num_seqs = self._sizes.seqs[-1]
-        if (each := variant.mode.tokens_per_seq) is not None:
+        each = variant.mode.tokens_per_seq
+        if each is not None and not variant.mode.num_chained:
             num_tokens = num_rows = num_seqs * each
         else:
             sizes = self._sizes.half_tokens if variant.in_halves else self._sizes.tokens
@@ -127,7 +136,7 @@ class StepPlanner:
         }
         bucket = _TRACED_MIX
         if (each := variant.mode.tokens_per_seq) is not None:
-            tokens = _TRACED_SEQS * each
+            tokens = _TRACED_SEQS * (each + variant.mode.num_chained)
             bucket = Bucket(num_seqs=_TRACED_SEQS, num_tokens=tokens, num_pages=_TRACED_PAGES)
         return self._null_inputs(variant, bucket, forms, _TRACED_ROWS)
 
@@ -145,10 +154,18 @@ class StepPlanner:
         """Of the layers that a step of a mode runs."""
         return self._drafting if mode.num_chained else self._backends
 
+    def _planned_as(self, mode: Mode, part: int = 0) -> Mode:
+        """The mode that layers of a part of a step are planned in: a step of the head is one of
+        decoding, the first of them one of several tokens of each sequence."""
+        if not mode.num_chained:
+            return mode
+        return Mode.DECODE if part else self._verifying
+
     def _forms_of_step(self, batches: Sequence[Batch], mode: Mode) -> dict[str, Form]:
         """The form of each kind of layer for a step of these batches, padded."""
-        found = forms_of(self._backends_of(mode), batches, mode.planned_as)
-        return {kind: self._padded(kind, mode.planned_as, form) for kind, form in found.items()}
+        planned_as = self._planned_as(mode)
+        found = forms_of(self._backends_of(mode), batches, planned_as)
+        return {kind: self._padded(kind, planned_as, form) for kind, form in found.items()}
 
     def _decode_seqs(self, num_seqs: int) -> int:
         """Sequences that a step of as many tokens for each is padded to."""
@@ -184,7 +201,8 @@ class StepPlanner:
     ) -> Inputs:
         backends = self._backends_of(mode)
         parts = [
-            Part(batch=b, plans=plan_all(backends, b, mode.planned_as, forms)) for b in batches
+            Part(batch=batch, plans=plan_all(backends, batch, self._planned_as(mode, i), forms))
+            for i, batch in enumerate(batches)
         ]
         return Inputs(parts=tuple(parts), rows=rows)
 
@@ -192,9 +210,11 @@ class StepPlanner:
         self, variant: Variant, bucket: Bucket, forms: Mapping[str, Form], num_rows: int
     ) -> Inputs:
         mode = variant.mode
-        count = mode.num_chained or 1 + variant.in_halves
-        batches = [self._null_batch(bucket) for _ in range(count)]
-        if mode.num_drafts or mode.num_chained:
+        batches = [self._null_batch(bucket) for _ in range(1 + variant.in_halves)]
+        if mode.num_chained:
+            nobody: list[list[int]] = [[]] * (mode.num_chained - 1)
+            batches += chained(batches[0], positions=nobody, slots=nobody, seq_lens=nobody)
+        if mode.num_drafts:
             num_seqs = bucket.num_seqs
             batches = [replace(b, accepted=_zeros(num_seqs, dtype=torch.int32)) for b in batches]
         if self._takes_embeds and mode is Mode.EXTEND:
@@ -230,7 +250,8 @@ class StepPlanner:
     def _forms_of(self, mode: Mode) -> Iterator[dict[str, Form]]:
         """Every combination of forms that steps of a mode may take, each at its largest."""
         backends = self._backends_of(mode)
-        for forms in product(*(backend.forms(mode.planned_as) for backend in backends.values())):
+        planned_as = self._planned_as(mode)
+        for forms in product(*(backend.forms(planned_as) for backend in backends.values())):
             yield dict(zip(backends, forms, strict=True))
 
 

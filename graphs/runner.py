@@ -32,6 +32,7 @@ from torch_hybrid.graphs.check_options import (
     KvDtype,
     KvTokens,
     check_artefact,
+    check_head_drafts,
     check_invariant,
     check_kv_tokens,
     check_max_drafts,
@@ -59,7 +60,7 @@ from torch_hybrid.graphs.two_batch import (
 )
 from torch_hybrid.host import trim
 from torch_hybrid.sampling import Draw
-from torch_hybrid.specs import LayerTable
+from torch_hybrid.specs import KEPT_HIDDEN, LayerTable
 from torch_hybrid.toolchain import check_toolchain
 
 ResultT = TypeVar("ResultT")
@@ -227,7 +228,10 @@ class Runner:
             drafting = kinds_of_head(model) if max_drafts else frozenset()
             self.has_head = bool(drafting)
             if drafting:
-                modes = (*modes, Mode.draft(max_drafts))
+                check_head_drafts(max_drafts)
+            self._most_unread = min(KEPT_HIDDEN - 1, max_tokens)  # by the head, of a sequence
+            if drafting:
+                modes = (*modes, *(Mode.draft(count) for count in sorted({1, max_drafts})))
             grid = chunk_grid(self.backends)
             check_max_tokens(max_tokens, grid)
             check_cuttable(self.overlap, max_seqs=max_seqs, max_tokens=max_tokens, chunk_size=grid)
@@ -439,7 +443,9 @@ class Runner:
         variant, planned = self._plan(
             seqs, tokens, logits=logits, positions=positions, embeds=embeds
         )
-        out = self._advance(seqs, lengths, lambda: self._execution.logits(variant, planned))
+        out = self._advance(
+            seqs, lengths, variant, lambda: self._execution.logits(variant, planned)
+        )
         self._last.forget(seqs)
         return out[: sum(lengths) if logits == "all" else len(seqs)]
 
@@ -486,6 +492,7 @@ class Runner:
             launched = self._advance(
                 seqs,
                 list(map(len, fed)),
+                variant,
                 lambda: self._execution.launch(variant, planned, places, draws),
             )
             self._last.note(seqs, draws)
@@ -564,23 +571,56 @@ class Runner:
         with self.lock, calm(self._device):
             given = token_lists([[token] for token in tokens])
             self._check_extend(given, len(seqs))
-            self._execution.join()  # pages may be copied
-            batches = self._cache.make_draft_batches(
-                seqs,
-                [token for (token,) in given],
-                counts,
-                num_batches=self.max_drafts,
-                num_position_axes=self.model.num_position_axes,
-                table_width=self._planner.table_width,
-            )
-            try:
-                self._check(batches[0])
-                variant, planned = self._planner.plan_drafts(batches)
-                self._compile(variant)
-                drafted = self._execution.logits(variant, planned).T.tolist()
-            finally:
-                self._cache.give_back_drafts(seqs)
+            if len(seqs) + sum(map(self._cache.num_unread, seqs)) > self.max_tokens:
+                self._read(seqs)
+            drafted = self._draft(seqs, given, counts).T.tolist()
             return [own[:count] for own, count in zip(drafted, counts, strict=False)]
+
+    def _draft(self, seqs: Many[Sequence], tokens: Many[Many[int]], counts: Many[int]) -> Tensor:
+        """[1 or max_drafts, N] of the head, padded; it reads what it has not read of sequences, and
+        the tokens after those. Without ``counts`` that is all."""
+        self._execution.join()  # pages may be copied
+        batch = self._cache.make_draft_batch(
+            seqs,
+            tokens,
+            counts or [0] * len(seqs),
+            num_position_axes=self.model.num_position_axes,
+            table_width=self._planner.table_width,
+        )
+        try:
+            self._check(batch)
+            num_further = self.max_drafts - 1 if max(counts, default=1) > 1 else 0
+            further = self._cache.places_after(seqs if counts else (), counts, num_further)
+            variant, planned = self._planner.plan_drafts(batch, further)
+            self._compile(variant)
+            drafted = self._execution.logits(variant, planned)
+        finally:
+            self._cache.give_back_drafts(seqs)
+        self._cache.note_read(seqs)
+        return drafted
+
+    def _read(self, seqs: Many[Sequence]) -> None:
+        """Have the head read what it has not read of sequences."""
+        if not self.has_head:
+            return
+        group: list[Sequence] = []
+        room = self.max_tokens
+        for seq in [seq for seq in seqs if self._cache.num_unread(seq)]:
+            if self._cache.num_unread(seq) > room:
+                self._draft(group, [()] * len(group), ())
+                group, room = [], self.max_tokens
+            group.append(seq)
+            room -= self._cache.num_unread(seq)
+        if group:
+            self._draft(group, [()] * len(group), ())
+
+    def _keep_room(self, seqs: Many[Sequence], num_new: Many[int]) -> None:
+        """Have the head read what the new tokens of sequences would write over unread."""
+        if not self.has_head:
+            return
+        unread = map(self._cache.num_unread, seqs)
+        if any(own + new > self._most_unread for own, new in zip(unread, num_new, strict=True)):
+            self._read(seqs)
 
     def accept(self, seqs: Many[Sequence], counts: Many[int]) -> None:
         """Count the first drafts of sequences as held, each by its own count; once after a verify.
@@ -595,7 +635,7 @@ class Runner:
             self._cache.accept(seqs, counts)
 
     def flush(self, seqs: Many[Sequence]) -> None:
-        """Bring the states of sequences up to their last certain token.
+        """Bring the states of sequences up to their last certain token, and what a head has read.
 
         For those who copy or move states: all other steps do so where they need it.
         """
@@ -607,6 +647,7 @@ class Runner:
         behind = [seq for seq in seqs if not self._cache.are_replayed([seq])]
         if behind:
             self._verify(behind, [()] * len(behind))
+        self._read(seqs)
 
     def _verify(
         self,
@@ -679,11 +720,10 @@ class Runner:
             raise UnsupportedError(
                 f"a runner with prefill=False appends one token to each sequence, got {lengths}"
             )
-        if not self._cache.are_replayed(seqs):
-            if mode is Mode.EXTEND:
-                self._flush(seqs)
-            else:  # which replays as it decodes
-                mode = self._verify_mode
+        if mode is Mode.EXTEND:
+            self._flush(seqs)
+        elif not self._cache.are_replayed(seqs):  # a step that replays as it decodes
+            mode = self._verify_mode
         return self._plan_step(
             seqs, tokens, mode, logits=logits, positions=positions, embeds=embeds
         )
@@ -699,6 +739,8 @@ class Runner:
         embeds: Embeds | None = None,
     ) -> tuple[Variant, Inputs]:
         """As ``_plan``, in a mode."""
+        if mode is not Mode.EXTEND:
+            self._keep_room(seqs, [len(new) for new in tokens])
         self._execution.join()  # pages may be copied
         places = None
         if self._given is not None and mode is Mode.EXTEND:
@@ -720,10 +762,17 @@ class Runner:
         return variant, planned
 
     def _advance(
-        self, seqs: Many[Sequence], lengths: Many[int], run: Callable[[], ResultT]
+        self,
+        seqs: Many[Sequence],
+        lengths: Many[int],
+        variant: Variant,
+        run: Callable[[], ResultT],
     ) -> ResultT:
         """``run`` a step that gives each sequence so many tokens; cut off, it breaks them."""
-        return self._run_step(seqs, run, lambda: self._cache.commit(seqs, lengths))
+        are_read = variant.mode is Mode.EXTEND
+        return self._run_step(
+            seqs, run, lambda: self._cache.commit(seqs, lengths, are_read=are_read)
+        )
 
     def _run_step(
         self, seqs: Many[Sequence], run: Callable[[], ResultT], commit: Callable[[], None]

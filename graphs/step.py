@@ -135,8 +135,9 @@ class Variant:
 class DraftingModel(Model, Protocol):
     """A model with a head that predicts further tokens, by layers of its own.
 
-    The layers stand in the model's ``table`` after those of the model, and keep what they keep of a
-    token in every step of the model. ``drafting`` has their kinds; none where there is no head.
+    The layers stand in the model's ``table`` after those of the model. They read prompts in the
+    model's own steps, and the tokens that come after, in ``draft``. ``drafting`` has their kinds;
+    none where there is no head.
     """
 
     @property
@@ -181,15 +182,20 @@ def make_step(model: Model) -> StepFunction:
 
 
 def make_draft_step(model: DraftingModel) -> StepFunction:
-    """The function that is traced of the model's head: each part on the tokens that the one before
-    it gives; returns those of all parts, [parts, N]."""
+    """The function that is traced of the model's head: the first part on the tokens that it has not
+    read, each further one on those that the one before it gives; returns those of all parts,
+    [parts, N]."""
 
     def step(inputs: Inputs, caches: Caches) -> Tensor:
         tokens, hidden = inputs.parts[0].batch.tokens, None
         drafted = []
         for part in inputs.parts:
             layers = Step(plans=part.plans, caches=caches, table=model.table)
-            hidden = model.draft(tokens, hidden, part.batch.positions, layers)
+            if not drafted:
+                last = part.batch.cu_seqlens[1:] - 1
+                hidden = model.draft(tokens, None, part.batch.positions, layers)[last]
+            else:
+                hidden = model.draft(tokens, hidden, part.batch.positions, layers)
             tokens = model.logits(hidden).argmax(-1)
             drafted.append(tokens)
         return torch.stack(drafted)

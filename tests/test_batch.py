@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 import torch_hybrid.batch
-from torch_hybrid.batch import AXES, Axis, Batch, make_batch, pad_to, split
+from torch_hybrid.batch import AXES, Axis, Batch, chained, make_batch, pad_to, split
 
 PAGE_SIZE = 4
 
@@ -219,6 +219,47 @@ def test_padding_is_null(rows: list[Row], more_seqs: int, more_tokens: int, axes
         assert row["pages"] == [0] * 5
     for name in ("tokens", "positions", "slot_mapping"):
         assert not getattr(padded, name)[..., batch.num_tokens :].any(), name
+
+
+@pytest.mark.parametrize("axes", [1, 3])
+@pytest.mark.parametrize("size", [PAGE_SIZE, 5])
+def test_steps_that_follow_a_batch(size: int, axes: int):
+    """Each is what one token more of each sequence makes, as far as the sequence goes on."""
+    tables = torch.tensor([[3, 7, 2, 9], [5, 1, 8, 0], [4, 6, 0, 0]]).int()
+
+    def batch_of(lengths: list[int], new: list[int]) -> Batch:
+        return make_batch(
+            [[0] * n for n in new],
+            prefix_lens=lengths,
+            page_table=tables,
+            initial_indices=[2, 1, 3],
+            state_indices=[0, 0, 0],
+            page_size=size,
+            num_position_axes=axes,
+        )
+
+    first = pad_to(batch_of([0, 7, 3], [9, 1, 4]), num_seqs=5, num_tokens=20)
+    numbers = [[9, 8, 7], [10, 8, 7], [11, 8, 7]]
+    slots = [
+        [int(table[n // size]) * size + n % size for table, n in zip(tables, row, strict=True)]
+        for row in numbers
+    ]
+    lengths = [[n + 1 for n in row] for row in numbers]
+    steps = chained(first, positions=numbers, slots=slots, seq_lens=lengths)
+    assert len(steps) == 3
+    for held, step in zip(numbers, steps, strict=True):
+        expected = pad_to(batch_of(held, [1, 1, 1]), num_seqs=5, num_tokens=5)
+        for name in AXES:
+            ours, theirs = getattr(step, name), getattr(expected, name)
+            assert (ours is theirs is None) or ours.equal(theirs), name
+            assert ours is None or ours.dtype is theirs.dtype
+    assert all(len({id(getattr(step, name)) for step in steps}) == 1 for name in SHARED)
+    none: list[list[int]] = [[], []]
+    nobody = chained(first, positions=none, slots=none, seq_lens=none)
+    assert [step.cu_seqlens.tolist() for step in nobody] == [[0] * 6] * 2
+
+
+SHARED = ("tokens", "cu_seqlens", "page_table", "initial_indices", "state_indices")
 
 
 def test_bucket_too_small():

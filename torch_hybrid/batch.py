@@ -7,10 +7,10 @@ in either: a field without one fails when this module is imported.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
@@ -77,6 +77,8 @@ def _axes() -> dict[str, tuple[Axis, int]]:
 
 AXES = _axes()
 register_value(Batch)
+
+KEPT = -1  # in the place of a token that the model has run: its head finds what was kept of it
 
 
 def pad_to(batch: Batch, *, num_seqs: int, num_tokens: int) -> Batch:
@@ -225,6 +227,46 @@ def make_batch(
         accepted=None if accepted is None else int_tensor(accepted, torch.int32),
         embed_rows=None if embed_places is None else _numbered(embed_places, num_tokens),
     )
+
+
+def chained(
+    batch: Batch,
+    *,
+    positions: Sequence[Sequence[int]],
+    slots: Sequence[Sequence[int]],
+    seq_lens: Sequence[Sequence[int]],
+) -> list[Batch]:
+    """Steps of one token of each sequence that follow a batch, whose tokens are filled in later.
+
+    What the steps have alike is one tensor. All else is given for each step, of the first M
+    sequences; those after them are padding.
+
+    Args:
+        batch: of N sequences, padding included.
+        positions: of the tokens.
+        slots: where their keys go.
+        seq_lens: with each token.
+    """
+    num_seqs, num_going = batch.num_seqs, max(map(len, slots), default=0)
+    padding, axes = [0] * (num_seqs - num_going), batch.positions.shape[:-1]
+
+    def rows(values: Sequence[Sequence[int]], dtype: torch.dtype) -> Iterable[Tensor]:
+        packed = int_tensor(chain.from_iterable((*row, *padding) for row in values), dtype)
+        return packed.view(len(values), num_seqs).unbind()
+
+    tokens = torch.zeros(num_seqs, dtype=torch.int64, device="cpu")
+    counted = [*range(num_going), *[num_going] * (1 + len(padding))]
+    first = replace(batch, tokens=tokens, cu_seqlens=int_tensor(counted, torch.int32))
+    each = rows(positions, torch.int64), rows(slots, torch.int32), rows(seq_lens, torch.int32)
+    return [
+        replace(
+            first,
+            positions=position.expand(*axes, -1) if axes else position,
+            slot_mapping=mapping,
+            seq_lens=lengths,
+        )
+        for position, mapping, lengths in zip(*each, strict=True)
+    ]
 
 
 def _numbered(places: Sequence[int], num_tokens: int) -> Tensor:

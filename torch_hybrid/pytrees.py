@@ -7,7 +7,9 @@ part of it, so they are in that text, as JSON.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,13 +17,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 _CLASSES: dict[str, type] = {}  # that may be within a constant
-_FIELDS: dict[type, tuple[str, ...]] = {}  # of values, the last first
+_FIELDS: dict[type, Callable[[Any], tuple[Any, ...]]] = {}  # of values, the last first
 
 
 def register_value(cls: type) -> None:
     """Make a dataclass a pytree: its fields are its children, by name."""
     pytree.register_dataclass(cls, serialized_type_name=_name(cls))
-    _FIELDS[cls] = tuple(field.name for field in reversed(fields(cls)))
+    names = [field.name for field in reversed(fields(cls))]
+    get = attrgetter(*names)  # of one field it gives no tuple
+    _FIELDS[cls] = get if len(names) > 1 else lambda value: (get(value),)
     torch.serialization.add_safe_globals([cls])  # an exported program has example inputs
 
 
@@ -95,9 +99,9 @@ def tensors_of(value: Any) -> tuple[list[Tensor], list[object]]:
         if isinstance(node, Tensor):
             tensors.append(node)
             structure.append(Tensor)
-        elif (names := _FIELDS.get(type(node))) is not None:
+        elif (fields_of := _FIELDS.get(type(node))) is not None:
             structure.append(type(node))
-            rest.extend([getattr(node, name) for name in names])
+            rest.extend(fields_of(node))
         elif isinstance(node, tuple | list):
             structure.append((type(node), len(node)))
             rest.extend(reversed(node))

@@ -82,6 +82,7 @@ def _conv_and_state(width: int, channels: int, state_shape: tuple[int, ...]) -> 
     return {"conv": conv, "state": Pool(state_shape, per="slot", dtype=torch.float32)}
 
 
+KEPT_HIDDEN = 128  # last tokens whose hidden states are kept for a head that drafts
 RECORDS = "records"  # by this name, the inputs of tokens that are not certain; see ``ops.verify``
 
 
@@ -495,7 +496,7 @@ class ShortConvolutionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreviousHiddenSpec:
-    """What a head that predicts further tokens has beside each token: the model's hidden state of
+    """What a head that predicts further tokens reads: each token beside the model's hidden state of
     the token before it, ``channels`` wide."""
 
     kind: ClassVar[str] = "previous_hidden"
@@ -504,9 +505,11 @@ class PreviousHiddenSpec:
     channels: int
 
     def pools(self) -> dict[str, Pool]:
-        """The hidden state of the last certain token, and of each draft after it."""
-        row = (self.channels,)
-        return {"last": Pool(row, per="slot"), RECORDS: Pool(row, per="draft")}
+        """The last tokens and their hidden states: the head reads them when it is to draft."""
+        return {
+            "hidden": Pool((KEPT_HIDDEN, self.channels), per="slot"),
+            "tokens": Pool((KEPT_HIDDEN,), per="slot", dtype=torch.int64),
+        }
 
     def divided(self, num_ranks: int) -> Self:
         """As ``LayerSpec`` says: all of it on every rank."""

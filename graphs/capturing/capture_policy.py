@@ -115,6 +115,7 @@ class CapturePolicy:
 def _bucket_name(variant: Variant, inputs: Inputs) -> str:
     """As it stands in reports: "extend: 128 tokens, 8 sequences of 64 pages"."""
     batch = inputs.parts[0].batch
-    tokens = f"{batch.num_tokens} tokens, " if variant.mode.tokens_per_seq is None else ""
+    has_any_lengths = variant.mode.tokens_per_seq is None or variant.mode.num_chained
+    tokens = f"{batch.num_tokens} tokens, " if has_any_lengths else ""
     seqs = "1 sequence" if batch.num_seqs == 1 else f"{batch.num_seqs} sequences"
     return f"{variant.name}: {tokens}{seqs} of {batch.page_table.shape[1]} pages"

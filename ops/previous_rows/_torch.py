@@ -10,56 +10,54 @@ from torch_hybrid.ops.previous_rows.bounds import check_indices
 
 def previous_rows(
     x: Tensor,
-    last: Tensor,
-    records: Tensor | None,
+    tokens: Tensor,
+    kept: Tensor,
+    kept_tokens: Tensor,
     cu_seqlens: Tensor,
+    seq_lens: Tensor,
     initial_indices: Tensor,
     state_indices: Tensor,
-    accepted: Tensor | None,
 ) -> Tensor:
     """Launcher of ``torch_hybrid::previous_rows``."""
+    num_tokens, num_seqs, num_kept = x.shape[0], state_indices.shape[0], kept.shape[1]
     if x.device.type == "cpu":
-        check_indices(last, records, cu_seqlens, initial_indices, state_indices, accepted, len(x))
-    num_tokens, num_seqs = x.shape[0], state_indices.shape[0]
-    before = last[initial_indices]
-    if records is not None and accepted is not None and records.shape[1]:
-        record = records[initial_indices, (accepted - 1).clamp(min=0)]
-        before = torch.where((accepted > 0)[:, None], record, before)
-    before = before.masked_fill((initial_indices == 0)[:, None], 0.0)
+        check_indices(kept, cu_seqlens, seq_lens, initial_indices, state_indices, num_tokens)
+    if not num_seqs:
+        return torch.zeros_like(x)
+    past = seq_lens - cu_seqlens.diff()
+    last = (past - 1).clamp(min=0) % num_kept
+    goes_on = (initial_indices > 0) & (past > 0)
+    before, token_before = kept[initial_indices, last], kept_tokens[initial_indices, last]
+    moves = goes_on & (state_indices != initial_indices)
+    _keep(kept, kept_tokens, state_indices, last, before, token_before, moves)
+    if not num_tokens:
+        return torch.empty_like(x)
 
     count = torch.arange(num_tokens, dtype=torch.int32, device=x.device)
     seq = torch.searchsorted(cu_seqlens[1:], count, right=True)
-    own = seq.clamp(max=max(num_seqs - 1, 0))
+    own, is_padding = seq.clamp(max=num_seqs - 1), seq == num_seqs
+    place = (past[own] + count - cu_seqlens[own]) % num_kept
+    # Of tokens that share a place, the last.
+    is_kept = ~is_padding & (count >= cu_seqlens[own + 1] - num_kept)
+    _keep(kept, kept_tokens, state_indices[own], place, x, tokens, is_kept)
+
+    before = before.masked_fill(~goes_on[:, None], 0.0)
     out = x[(count - 1).clamp(min=0)]
-    if num_seqs:
-        out = torch.where((count == cu_seqlens[own])[:, None], before[own], out)
-    out = out.masked_fill((seq == num_seqs)[:, None], 0.0)
-    if num_seqs:
-        rows = x if num_tokens else x.new_zeros(1, x.shape[1])  # none of which anybody is given
-        _store(rows, before, last, records, cu_seqlens, state_indices, accepted)
-    return out
+    out = torch.where((count == cu_seqlens[own])[:, None], before[own], out)
+    return out.masked_fill(is_padding[:, None], 0.0)
 
 
-def _store(
-    x: Tensor,
-    before: Tensor,
-    last: Tensor,
-    records: Tensor | None,
-    cu_seqlens: Tensor,
-    state_indices: Tensor,
-    accepted: Tensor | None,
+def _keep(
+    kept: Tensor,
+    kept_tokens: Tensor,
+    slots: Tensor,
+    places: Tensor,
+    rows: Tensor,
+    tokens: Tensor,
+    are_kept: Tensor,
 ) -> None:
-    """Leave what the next step reads; slot 0 keeps what it has."""
-    first, lengths = cu_seqlens[:-1], cu_seqlens.diff()
-    most = len(x) - 1
-    at = first if accepted is not None else cu_seqlens[1:] - 1
-    row = torch.where((lengths > 0)[:, None], x[at.clamp(0, most)], before)
-    has_any = lengths > 0 if accepted is None else (lengths > 0) | (accepted > 0)
-    is_stored = ((state_indices > 0) & has_any)[:, None]
-    last[state_indices] = torch.where(is_stored, row, last[state_indices])
-    if accepted is None or records is None:
-        return
-    place = torch.arange(records.shape[1], dtype=torch.int32, device=x.device)
-    is_draft = (place < lengths[:, None] - 1) & (state_indices > 0)[:, None]
-    rows = x[(first[:, None] + 1 + place).clamp(0, most)]
-    records[state_indices] = torch.where(is_draft[..., None], rows, records[state_indices])
+    """Store those rows and tokens that are kept; slot 0 keeps what it has."""
+    are_kept = are_kept & (slots > 0)
+    at = torch.where(are_kept, slots, 0), torch.where(are_kept, places, 0)
+    kept[at] = torch.where(are_kept[:, None], rows, kept[0, 0])
+    kept_tokens[at] = torch.where(are_kept, tokens, kept_tokens[0, 0])

@@ -5,26 +5,26 @@ from __future__ import annotations
 from torch import Tensor
 
 from torch_hybrid.ops.state_bounds import check_state_indices
-from torch_hybrid.ops.verify import check_counts
 
 
 def check_indices(
-    last: Tensor,
-    records: Tensor | None,
+    kept: Tensor,
     cu_seqlens: Tensor,
+    seq_lens: Tensor,
     initial_indices: Tensor,
     state_indices: Tensor,
-    accepted: Tensor | None,
     num_tokens: int,
 ) -> None:
     """Raise ValueError unless all sequences are among the tokens, their slots in the pool, and
-    their counts those of records that there are."""
+    their lengths those of their new tokens at least."""
     check_state_indices(
         cu_seqlens,
         initial_indices,
         state_indices,
         num_tokens=num_tokens,
-        num_slots=len(last),
+        num_slots=len(kept),
     )
-    if records is not None and accepted is not None:
-        check_counts(records, cu_seqlens, initial_indices, accepted)
+    lengths = cu_seqlens.diff().tolist()
+    for n, (total, new) in enumerate(zip(seq_lens.tolist(), lengths, strict=True)):
+        if total < new:
+            raise ValueError(f"seq_lens must be at least {new} for sequence {n}, got {total}")

@@ -16,7 +16,6 @@ from torch_hybrid.ops.registration import (
     check_shapes,
     define_op,
 )
-from torch_hybrid.ops.verify import check_records
 
 _PACKAGE = "torch_hybrid.ops.previous_rows"
 
@@ -38,33 +37,33 @@ IMPLEMENTATIONS = {
 
 def previous_rows(
     x: Tensor,
-    last: Tensor,
-    records: Tensor | None,
+    tokens: Tensor,
+    kept: Tensor,
+    kept_tokens: Tensor,
     cu_seqlens: Tensor,
+    seq_lens: Tensor,
     initial_indices: Tensor,
     state_indices: Tensor,
-    accepted: Tensor | None,
     *,
     impl: str,
 ) -> Tensor:
-    """The row before each token's: of the token before it, or what its sequence's slot kept.
+    """The row before each token's, of this step or of one before; keeps the last rows and tokens.
 
-    With ``accepted``, only the first new token of a sequence is certain: its row goes to ``last``,
-    those after it to ``records``, and the step after it says how many of them count.
+    A slot keeps R of each: those of the sequence's token p at p modulo R, until the token at p + R
+    comes. So tokens that turn out not to count are rolled back by the sequence's length alone.
 
     Args:
         x: [T, D] float dtype, a row for each new token of N sequences, packed.
-        last: [S, D] in the dtype of x, by slot the row of the last certain token. **Mutated**: slot
-            ``state_indices[i]`` receives that of sequence i.
-        records: [S, K, D] in the dtype of x, by slot those of up to K tokens after it; needed with
-            ``accepted``. **Mutated** there, at the slots that ``last`` is.
+        tokens: [T] int64, the tokens themselves.
+        kept: [S, R, D] in the dtype of x, by slot. **Mutated** at ``state_indices``.
+        kept_tokens: [S, R] int64, by slot. **Mutated** there too.
         cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0. Tokens from
-            ``cu_seqlens[N]`` on are padding. A sequence without tokens keeps what it has; with
-            accepted records, the last of those becomes its ``last``.
+            ``cu_seqlens[N]`` on are padding.
+        seq_lens: [N] int32 total lengths, the new tokens included.
         initial_indices: [N] int32 slot that each sequence goes on from; 0: it begins, after zeros.
         state_indices: [N] int32 slot that keeps a sequence's rows, distinct except for 0: those are
-            not stored.
-        accepted: [N] int32, records that count: sequence i goes on from the last of those.
+            not kept. Where it is another than the initial one, the row before the new ones is
+            copied to it, also for a sequence without new tokens.
         impl: name in IMPLEMENTATIONS.
 
     Returns:
@@ -73,51 +72,53 @@ def previous_rows(
     Raises:
         ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown.
     """
-    _validate(x, last, records, cu_seqlens, initial_indices, state_indices, accepted)
+    pools, index = (kept, kept_tokens), (cu_seqlens, seq_lens, initial_indices, state_indices)
+    _validate(x, tokens, *pools, *index)
     check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype)
-    out: Tensor = _PREVIOUS_ROWS(
-        x, last, records, cu_seqlens, initial_indices, state_indices, accepted, impl=impl
-    )
+    out: Tensor = _PREVIOUS_ROWS(x, tokens, *pools, *index, impl=impl)
     return out
 
 
 def _validate(
     x: Tensor,
-    last: Tensor,
-    records: Tensor | None,
+    tokens: Tensor,
+    kept: Tensor,
+    kept_tokens: Tensor,
     cu_seqlens: Tensor,
+    seq_lens: Tensor,
     initial_indices: Tensor,
     state_indices: Tensor,
-    accepted: Tensor | None,
 ) -> None:
     if x.ndim != 2 or not x.is_floating_point():
         raise ValueError(f"x must be [T, D] of a float dtype, got {x.dtype} {list(x.shape)}")
-    num_seqs, num_slots, width = state_indices.shape[0], last.shape[0], x.shape[1]
+    if kept.ndim != 3:
+        raise ValueError(f"kept must be [S, R, D], got {list(kept.shape)}")
+    num_seqs, (num_slots, num_kept, _) = state_indices.shape[0], kept.shape
     check_shapes(
         {
-            "last": (last, (num_slots, width)),
+            "tokens": (tokens, (x.shape[0],)),
+            "kept": (kept, (num_slots, num_kept, x.shape[1])),
+            "kept_tokens": (kept_tokens, (num_slots, num_kept)),
             "cu_seqlens": (cu_seqlens, (num_seqs + 1,)),
+            "seq_lens": (seq_lens, (num_seqs,)),
             "initial_indices": (initial_indices, (num_seqs,)),
         }
     )
     index = {
         "cu_seqlens": cu_seqlens,
+        "seq_lens": seq_lens,
         "initial_indices": initial_indices,
         "state_indices": state_indices,
     }
-    check_dtypes({"last": (last, x.dtype), **{name: (i, torch.int32) for name, i in index.items()}})
-    check_contiguous(x=x, last=last, **index)
-    if accepted is not None:
-        if records is None:
-            raise ValueError("accepted counts records, and there are none")
-        check_records(
-            records,
-            accepted,
-            num_slots=num_slots,
-            width=width,
-            dtype=x.dtype,
-            num_seqs=num_seqs,
-        )
+    ids = {"tokens": tokens, "kept_tokens": kept_tokens}
+    check_dtypes(
+        {
+            "kept": (kept, x.dtype),
+            **{name: (i, torch.int64) for name, i in ids.items()},
+            **{name: (i, torch.int32) for name, i in index.items()},
+        }
+    )
+    check_contiguous(x=x, kept=kept, **ids, **index)
 
 
 def _fake(x: Tensor, *_args: Any, **_options: Any) -> Tensor:
@@ -125,8 +126,9 @@ def _fake(x: Tensor, *_args: Any, **_options: Any) -> Tensor:
 
 
 _PREVIOUS_ROWS = define_op(
-    "previous_rows(Tensor x, Tensor(a!) last, Tensor(b!)? records, Tensor cu_seqlens, "
-    "Tensor initial_indices, Tensor state_indices, Tensor? accepted, *, str impl) -> Tensor",
+    "previous_rows(Tensor x, Tensor tokens, Tensor(a!) kept, Tensor(b!) kept_tokens, "
+    "Tensor cu_seqlens, Tensor seq_lens, Tensor initial_indices, Tensor state_indices, "
+    "*, str impl) -> Tensor",
     fake=_fake,
     implementations=IMPLEMENTATIONS,
 )

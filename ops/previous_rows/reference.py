@@ -9,39 +9,30 @@ from torch import Tensor
 
 def previous_rows(
     x: Tensor,
-    last: Tensor,
-    records: Tensor | None,
+    tokens: Tensor,
+    kept: Tensor,
+    kept_tokens: Tensor,
     cu_seqlens: Tensor,
+    seq_lens: Tensor,
     initial_indices: Tensor,
     state_indices: Tensor,
-    accepted: Tensor | None,
 ) -> Tensor:
     """[T, D]: see the op."""
-    out = x.new_zeros(x.shape)
-    counts = [0] * len(state_indices) if accepted is None else accepted.tolist()
-    kept = []
+    out, num_kept = x.new_zeros(x.shape), kept.shape[1]
     for n, (first, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        initial, count = int(initial_indices[n]), counts[n]
-        before = x.new_zeros(x.shape[1])
-        if initial:
-            before = last[initial].clone()
-            if count and records is not None:
-                before = records[initial, count - 1].clone()
-        own = x[first:end]
-        if len(own):
-            out[first] = before
-            out[first + 1 : end] = own[:-1]
-        kept.append((int(state_indices[n]), count, before, own))
-    for slot, count, before, own in kept:
+        initial, slot = int(initial_indices[n]), int(state_indices[n])
+        past = int(seq_lens[n]) - (end - first)
+        last = (past - 1) % num_kept
+        goes_on = initial > 0 and past > 0
+        if end > first:
+            out[first] = kept[initial, last] if goes_on else 0.0
+            out[first + 1 : end] = x[first : end - 1]
         if not slot:
             continue
-        if accepted is None:
-            if len(own):
-                last[slot] = own[-1]
-            continue
-        assert records is not None
-        if len(own) or count:
-            last[slot] = own[0] if len(own) else before
-        if len(own) > 1:
-            records[slot, : len(own) - 1] = own[1:]
+        if goes_on:
+            kept[slot, last] = kept[initial, last]
+            kept_tokens[slot, last] = kept_tokens[initial, last]
+        for t in range(first, end):
+            place = (past + t - first) % num_kept
+            kept[slot, place], kept_tokens[slot, place] = x[t], tokens[t]
     return out

@@ -11,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from torch_hybrid.batch import KEPT
 from torch_hybrid.caches.allocator import Allocator
 from torch_hybrid.caches.hybrid import HybridCache, Sequence
 from torch_hybrid.errors import CapacityError
@@ -275,3 +276,28 @@ def test_handles_are_values():
     seq = make_cache().allocate(1)[0]
     assert replace(seq) == seq
     assert len({seq, replace(seq)}) == 1
+
+
+def test_what_a_head_reads_is_at_the_positions_after_an_image():
+    """Tokens that it has not read, and those that it drafts, go on where an image left off."""
+    cache = make_cache()
+    seqs = cache.allocate(2)
+    image = torch.tensor([[0, 1, 1, 1, 1, 2, 0, 1]] * 3)  # of four tokens at two positions
+    image[1, 1:5], image[2, 1:5] = torch.tensor([[1, 1, 2, 2], [1, 2, 1, 2]])
+    image[:, 5] = 3
+    cache.make_batch(seqs, [[5] * 6, [5] * 2], positions=image, num_position_axes=3)
+    cache.commit(seqs, [6, 2], are_read=True)
+    cache.make_batch(seqs[:1], [[7]], num_position_axes=3)
+    cache.commit(seqs[:1], [1])
+    batch = cache.make_draft_batch(seqs, [[8], [9]], [3, 1], num_position_axes=3)
+    assert batch.tokens.tolist() == [KEPT, 8, 9]
+    assert batch.positions.tolist() == [[4, 5, 2]] * 3
+    assert batch.seq_lens.tolist() == [8, 3]
+    after = cache.places_after(seqs, [3, 1], 2)
+    assert after["positions"] == [[6, 2], [7, 2]]
+    assert after["seq_lens"] == [[9, 3], [10, 3]]
+    own, other = (page_row(cache, seq) for seq in seqs)
+    assert after["slots"] == [
+        [own[2] * PAGE_SIZE, other[0] * PAGE_SIZE + 2],
+        [own[2] * PAGE_SIZE + 1, other[0] * PAGE_SIZE + 2],
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,12 +92,35 @@ def test_drafts_are_those_of_the_head(family: str, tmp_path: Path):
     histories.check(2, 2, 2)
 
 
+def test_tokens_that_come_one_by_one_are_read_together(
+    dense: tuple[Oracle, th.HybridModel], monkeypatch: pytest.MonkeyPatch
+):
+    """The head runs when there is something to draft, or no room to keep more; a step of it is no
+    larger than the runner's."""
+    oracle, model = dense
+    runner = th.Runner(model, **SIZES, compile=False, max_drafts=DRAFTS)
+    histories, calls = Histories(oracle, runner), []
+    draft = runner._draft
+    monkeypatch.setattr(runner, "_draft", lambda *args: calls.append(len(args[0])) or draft(*args))
+    histories.begin(9, 1, 30)
+    for _ in range(2 * SIZES["max_tokens"] + 3):
+        histories.extend(some_tokens(histories.rng, 1, 1, 1))
+    assert calls == 2 * [1, 1, 1]
+    histories.check(3, 2, 3)
+    assert calls == 2 * [1, 1, 1] + [3]
+    for _ in range(20):
+        histories.extend(some_tokens(histories.rng, 1, 1, 1))
+    histories.check(3, 2, 3)
+    assert calls == 2 * [1, 1, 1] + [3, 2, 1, 3]
+
+
 def test_forks_and_checkpoints(dense: tuple[Oracle, th.HybridModel]):
     """A fork goes on from the hidden state of its checkpoint, after drafts were accepted too."""
     oracle, model = dense
     runner = th.Runner(model, **SIZES, compile=False, max_drafts=DRAFTS, max_checkpoints=2)
     histories = Histories(oracle, runner)
     histories.begin(11)
+    histories.extend(some_tokens(histories.rng, 1))
     histories.verify([3], [2])
     checkpoint = runner.checkpoint(histories.seqs[0])
     histories.seqs += runner.new_sequences(2, start=checkpoint)
@@ -122,7 +145,7 @@ def test_two_batch_overlap(dense: tuple[Oracle, th.HybridModel]):
 
 @pytest.mark.slow
 def test_compiled_steps(dense: tuple[Oracle, th.HybridModel]):
-    """One more graph, of the head alone; in the others the head is there once."""
+    """One more graph, of the head alone; steps of one token keep their rows and run none of it."""
     oracle, model = dense
     runner = th.Runner(model, **SIZES, max_drafts=DRAFTS)
     histories = Histories(oracle, runner)
@@ -131,15 +154,21 @@ def test_compiled_steps(dense: tuple[Oracle, th.HybridModel]):
     histories.extend(some_tokens(histories.rng, 1, 1, 1))
     histories.verify([3, 0, 2], [2, 0, 0])
     histories.check(3, 3, 3)
+    histories.check(1, 1, 1)
     report = runner.report()
-    assert {"decode", "extend", "verify", "draft"} == set(report.graphs)
+    assert {"decode", "extend", "verify", "draft of 1", "draft of 3"} == set(report.graphs)
     assert (report.recompiles, report.graph_breaks, report.pool_clones) == (0, 0, ())
-    calls = {name: sum(n for op, n in graph.ops.items() if op.startswith("previous_rows"))
-             for name, graph in report.graphs.items()}  # fmt: skip
-    assert calls == {"decode": 1, "extend": 1, "verify": 1, "draft": 1}
-    linears = {name: sum(n for op, n in graph.ops.items() if op.startswith("linear"))
-               for name, graph in report.graphs.items()}  # fmt: skip
-    assert linears["draft"] >= DRAFTS * 5
+    calls = {name: _count(graph.ops, "previous_rows") for name, graph in report.graphs.items()}
+    assert calls == dict.fromkeys(("decode", "extend", "verify"), 1) | dict.fromkeys(
+        ("draft of 1", "draft of 3"), 0
+    )
+    linears = {name: _count(graph.ops, "linear") for name, graph in report.graphs.items()}
+    assert linears["decode"] == linears["verify"] < linears["extend"]
+    assert linears["draft of 3"] == 3 * linears["draft of 1"] >= 3 * 5
+
+
+def _count(ops: Mapping[str, int], name: str) -> int:
+    return sum(n for op, n in ops.items() if op.startswith(name))
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
@@ -160,8 +189,10 @@ def test_an_engine_whatever_happens(
     plain = {o.index: o for o in th.Engine(th.Runner(model, **sizes)).generate(prompts, samplings)}
     runner = th.Runner(model, **sizes, max_drafts=DRAFTS, max_checkpoints=4)
     speculate = th.Speculation("mtp", max_tokens=DRAFTS, adapts=False)
-    prefixes = th.PrefixCache(min_tokens=8) if prefix_cache else False
-    engine = th.Engine(runner, speculate=speculate, prefix_cache=prefixes)
+    options: dict[str, Any] = {"run_ahead": "on"}  # steps with prompts are not waited for
+    if prefix_cache:
+        options = {"prefix_cache": th.PrefixCache(min_tokens=8)}
+    engine = th.Engine(runner, speculate=speculate, **options)
     draft, compared = runner.draft, []
 
     def checked(seqs: Any, tokens: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
@@ -194,6 +225,8 @@ def test_what_is_refused(dense: tuple[Oracle, th.HybridModel], tmp_path: Path):
         runner.draft([seq], [1], [])
     with pytest.raises(ValueError, match="token"):
         runner.draft([seq], [VOCAB_SIZE], [1])
+    with pytest.raises(ValueError, match="max_drafts must be at most 126 for a model with a head"):
+        th.Runner(model, **{**SIZES, "max_tokens": 200}, compile=False, max_drafts=127)
     without = th.Runner(model, **SIZES, compile=False)
     with pytest.raises(th.UnsupportedError, match=r"from_pretrained\(path, mtp=True\) on a runner"):
         without.draft(without.new_sequences(1), [1], [1])

@@ -59,6 +59,39 @@ def test_it_comes_back_to_a_request_that_became_predictable():
     assert served(pace, 1.0, 0.15) < 0.6
 
 
+def test_it_comes_back_after_a_slow_spell():
+    """Where one draft never pays, and four do: drafts of a head cost something by themselves."""
+    pace, course = Pace(4), Course()
+    for _ in range(4):
+        pace.note_step(1, 0, 1.0)
+        pace.note_step(1, 4, 9.0)
+        pace.note_drafts(course, 4, 4)
+    lengths = []
+    for _ in range(2000):
+        length = 0 if pace.rests else pace.lengths([course], [pace.most([course])])[0]
+        if length:
+            pace.note_drafts(course, length, length)
+        pace.note_step(1, length, 2.5 + 0.1 * length if length else 1.0)
+        lengths.append(length)
+    assert 0 < lengths.index(4) < 600
+    assert set(lengths[-500:]) == {4}
+
+
+def test_drafts_that_are_made_at_once_are_all_tried():
+    """Three take as long as eight: from what three took, eight are known to pay."""
+
+    def next_length(drafts_at_once: bool) -> int:
+        pace, course = Pace(8, drafts_at_once=drafts_at_once), Course()
+        for _ in range(4):
+            pace.note_step(1, 0, 1.0)
+            pace.note_step(1, 3, 4.2)
+            pace.note_drafts(course, 3, 3)
+        return pace.lengths([course], [8])[0]
+
+    assert next_length(drafts_at_once=True) == 8
+    assert next_length(drafts_at_once=False) == 0
+
+
 def test_a_batch_pays_for_its_slowest_part():
     """Where drafts of many rows cost much, there are none; alone, the same request has some."""
     pace = trained(0.1)

@@ -12,7 +12,8 @@ class Mode:
 
     ``DECODE``: one for each sequence. ``EXTEND``: any mix of lengths. ``verify(k)``: one for each
     sequence, and up to k drafts after it, which are not certain. ``draft(k)``: k steps of the
-    model's head, one after the other, each of one token for each sequence.
+    model's head, one after the other, each of one token for each sequence, the first one also of
+    tokens before it.
 
     Attributes:
         name: as it stands in reports.
@@ -37,12 +38,7 @@ class Mode:
     @classmethod
     def draft(cls, num_chained: int) -> Mode:
         """The mode of so many steps of the model's head, each after the one before it."""
-        return cls(name="draft", tokens_per_seq=1, num_chained=num_chained)
-
-    @property
-    def planned_as(self) -> Mode:
-        """The mode that layers are planned in: a step of the head is one of decoding."""
-        return Mode.DECODE if self.num_chained else self
+        return cls(name=f"draft of {num_chained}", tokens_per_seq=1, num_chained=num_chained)
 
 
 Mode.DECODE = Mode(name="decode", tokens_per_seq=1)

@@ -57,6 +57,7 @@ class PagedAttentionBackend:
     ) -> None:
         """Choose an implementation for each of ``modes`` that serves every layer in ``entries``."""
         self.choices = {mode: (self._choose(entries, sizes, backends, mode),) for mode in modes}
+        self._statics = {mode: Statics(impls_of(each)) for mode, each in self.choices.items()}
         self._planners = {
             mode: IMPLEMENTATIONS[choice.impl].load_planner()
             for mode, (choice,) in self.choices.items()
@@ -107,7 +108,7 @@ class PagedAttentionBackend:
             page_table=batch.page_table,
             slot_mapping=batch.slot_mapping,
             planned=plan_layers(self._planners[mode], batch, self._layers),
-            statics=Statics(impls_of(self.choices[mode])),
+            statics=self._statics[mode],
         )
 
 

@@ -232,6 +232,7 @@ class RecurrentBackend:
         specs: set[Any] = {entry.spec for entry in entries}
         chosen = {mode: recurrence.choose(specs, sizes, backends, mode) for mode in modes}
         self.choices = {mode: tuple(each for _, each in pairs) for mode, pairs in chosen.items()}
+        self._statics = {mode: Statics(impls_of(each)) for mode, each in self.choices.items()}
         self._planners, self._layers = {}, {}
         for mode, ((op, choice), *_) in chosen.items():
             self._planners[mode] = op.implementations[choice.impl].load_planner()
@@ -254,7 +255,7 @@ class RecurrentBackend:
             initial_indices=batch.initial_indices,
             state_indices=batch.state_indices,
             planned=plan_layers(self._planners[mode], batch, self._layers[mode]),
-            statics=Statics(impls_of(self.choices[mode])),
+            statics=self._statics[mode],
             accepted=batch.accepted,
         )
 

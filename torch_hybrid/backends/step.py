@@ -19,7 +19,7 @@ from torch_hybrid.backends.latent_attention import LatentAttentionBackend, Laten
 from torch_hybrid.backends.mode import MODES, Form, Mode
 from torch_hybrid.backends.ngram_embedding import NGRAM_EMBEDDING
 from torch_hybrid.backends.paged_attention import PagedAttentionBackend, PagedAttentionPlan
-from torch_hybrid.backends.previous_hidden import PREVIOUS_HIDDEN
+from torch_hybrid.backends.previous_hidden import PreviousHiddenBackend, PreviousHiddenPlan
 from torch_hybrid.backends.recurrent import (
     CONVOLUTION,
     SHORT_CONVOLUTION,
@@ -36,7 +36,7 @@ from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LayerEntry, LayerTable
 
-Plan = PagedAttentionPlan | LatentPlan | IndexedPlan | RecurrentPlan
+Plan = PagedAttentionPlan | LatentPlan | IndexedPlan | RecurrentPlan | PreviousHiddenPlan
 
 
 class Backend(Protocol):
@@ -79,7 +79,7 @@ _BACKENDS: dict[str, MakeBackend] = {
     "short_convolution": partial(RecurrentBackend, SHORT_CONVOLUTION),
     "rg_lru": partial(RecurrentBackend, RG_LRU),
     "ngram_embedding": partial(RecurrentBackend, NGRAM_EMBEDDING),
-    "previous_hidden": partial(RecurrentBackend, PREVIOUS_HIDDEN),
+    "previous_hidden": PreviousHiddenBackend,
 }
 
 

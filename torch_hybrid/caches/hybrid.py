@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from itertools import accumulate, count, pairwise
+from itertools import accumulate, chain, count, pairwise
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_hybrid.batch import Batch, make_batch
+from torch_hybrid.batch import KEPT, Batch, make_batch
 from torch_hybrid.caches.allocator import Allocator
 from torch_hybrid.caches.checkpoint import Checkpoint, Kept, Reclaimer
 from torch_hybrid.caches.pool_copies import HostCopy, PoolCopies
@@ -48,7 +48,9 @@ class _Held:
     length: int = 0  # of what is certain
     num_drafts: int = 0  # tokens after those that are not
     num_accepted: int = 0  # of the last certain tokens, those that its states do not hold yet
+    num_unread: int = 0  # of the last certain tokens, those that the model's head has not read
     has_borrowed: bool = False  # its last page, partly filled: it is copied before it is written
+    shift: int = 0  # from the number of a token to its rotary position, after images
     is_broken: bool = False
 
 
@@ -399,14 +401,16 @@ class HybridCache:
             if count > self.pages.num_free:
                 reclaimer.free_pages(count)
 
-    def commit(self, seqs: Many[Sequence], num_new: Many[int]) -> None:
+    def commit(self, seqs: Many[Sequence], num_new: Many[int], *, are_read: bool = False) -> None:
         """Count the new tokens as held: the step that wrote them has finished.
 
-        What was accepted before has been replayed, and other drafts are forgotten.
+        What was accepted before has been replayed, and other drafts are forgotten. ``are_read``
+        says that the model's head has read the new tokens.
         """
         for seq, n in zip(seqs, num_new, strict=True):
             held = self._held[seq.id]
             held.length += n
+            held.num_unread += 0 if are_read else n
             held.num_drafts = held.num_accepted = 0
             self._leave_start(held)
 
@@ -421,6 +425,7 @@ class HybridCache:
         for seq, n in zip(seqs, num_drafts, strict=True):
             held = self._held[seq.id]
             held.length += n >= 0
+            held.num_unread += n >= 0
             held.num_drafts, held.num_accepted = max(n, 0), 0
             self._leave_start(held)
 
@@ -448,6 +453,7 @@ class HybridCache:
                 )
         for held, n in zip(owners, counts, strict=True):
             held.length += n
+            held.num_unread += n
             held.num_drafts, held.num_accepted = 0, n
             self._give_back_pages(held)
 
@@ -496,6 +502,8 @@ class HybridCache:
         self.check_usable(seqs)
         self.reserve(seqs, [len(new) for new in tokens])
         owners = [self._held[seq.id] for seq in seqs]
+        if positions is not None:
+            _note_shifts(owners, list(map(len, tokens)), positions)
         return make_batch(
             tokens,
             prefix_lens=[held.length for held in owners],
@@ -509,27 +517,24 @@ class HybridCache:
             embed_places=embed_places,
         )
 
-    def make_draft_batches(
+    def make_draft_batch(
         self,
         seqs: Many[Sequence],
-        tokens: Many[int],
+        tokens: Many[Many[int]],
         counts: Many[int],
         *,
-        num_batches: int,
         num_position_axes: int = 1,
         table_width: Callable[[int], int] = lambda used: used,
-    ) -> list[Batch]:
-        """Reserve pages for drafts of ``seqs``, and pack the steps of a head that makes them.
+    ) -> Batch:
+        """Pack what the model's head is to read of ``seqs``, and reserve pages for its drafts.
 
-        Each batch has one token of each sequence, a place further than that before it; those after
-        the first are for the head to fill in. No state is stored.
+        It is each sequence's last tokens, as far as the head has not read them (``KEPT``), and
+        those after them. No state is stored.
 
         Args:
             seqs: N live sequences.
-            tokens: of each, the one after those that it holds.
-            counts: steps that each sequence has pages for, at least 1: those after them run again
-                at the last place, to no effect.
-            num_batches: how many steps.
+            tokens: after those that each holds, one or none.
+            counts: tokens of each, those included, that there are to be pages for.
             num_position_axes, table_width: as for ``make_batch``.
 
         Raises:
@@ -538,23 +543,61 @@ class HybridCache:
         self.check_usable(seqs)
         self.reserve(seqs, counts)
         owners = [self._held[seq.id] for seq in seqs]
-        page_table = self._page_rows(owners, table_width)
-        return [
-            make_batch(
-                [(token,) for token in tokens],
-                prefix_lens=[
-                    held.length + min(ahead, count - 1)
-                    for held, count in zip(owners, counts, strict=True)
-                ],
-                page_table=page_table,
-                initial_indices=[held.start if held.length else 0 for held in owners],
-                state_indices=[0] * len(owners),
-                page_size=self.page_size,
-                num_position_axes=num_position_axes,
-                accepted=[held.num_accepted for held in owners],
-            )
-            for ahead in range(num_batches)
+        read = [[KEPT] * held.num_unread + [*n] for held, n in zip(owners, tokens, strict=True)]
+        prefix_lens = [held.length - held.num_unread for held in owners]
+        positions = None
+        if any(held.shift for held in owners):
+            starts = [length + held.shift for length, held in zip(prefix_lens, owners, strict=True)]
+            spans = (range(x, x + len(own)) for x, own in zip(starts, read, strict=True))
+            positions = int_tensor(chain.from_iterable(spans), torch.int64)
+            positions = positions.expand(num_position_axes, -1)
+        return make_batch(
+            read,
+            prefix_lens=prefix_lens,
+            positions=positions,
+            page_table=self._page_rows(owners, table_width),
+            initial_indices=[held.start if held.length else 0 for held in owners],
+            state_indices=[0] * len(owners),
+            page_size=self.page_size,
+            num_position_axes=num_position_axes,
+        )
+
+    def places_after(
+        self, seqs: Many[Sequence], counts: Many[int], num_steps: int
+    ) -> dict[str, list[list[int]]]:
+        """Of steps of one token of each sequence, after one that it does not hold: the positions of
+        the tokens, the slots of their keys, and the lengths with them.
+
+        Args:
+            seqs: N live sequences; none: nobody takes part.
+            counts: tokens of each that there are pages for, at least 1, the first included. In
+                steps after those it is at the last of them again.
+            num_steps: how many.
+        """
+        owners, size = [self._held[seq.id] for seq in seqs], self.page_size
+        numbers = [
+            [held.length + min(ahead, n - 1) for held, n in zip(owners, counts, strict=True)]
+            for ahead in range(1, 1 + num_steps)
         ]
+
+        def each(of: Callable[[_Held, int], int]) -> list[list[int]]:
+            return [list(map(of, owners, row)) for row in numbers]
+
+        return {
+            "positions": each(lambda held, number: number + held.shift),
+            "slots": each(lambda held, n: held.pages[n // size] * size + n % size),
+            "seq_lens": each(lambda held, number: number + 1),
+        }
+
+    def num_unread(self, seq: Sequence) -> int:
+        """How many of a sequence's last tokens the model's head has not read; 0 of unknown ones."""
+        held = self._held.get(seq.id)
+        return 0 if held is None else held.num_unread
+
+    def note_read(self, seqs: Many[Sequence]) -> None:
+        """The model's head has read all tokens of sequences."""
+        for seq in seqs:
+            self._held[seq.id].num_unread = 0
 
     def give_back_drafts(self, seqs: Many[Sequence]) -> None:
         """Forget the drafts of sequences, and give back the pages that only those were in."""
@@ -628,6 +671,14 @@ class HybridCache:
     def costs(self) -> list[PoolCost]:
         """What a token and a sequence take in the pools of each mixer, as ``table.entries``."""
         return [pool_cost(entry.spec, self.sizes) for entry in self.table.entries]
+
+
+def _note_shifts(owners: Many[_Held], num_new: Many[int], positions: Tensor) -> None:
+    """How far the tokens after those of a step are from where they would be without images."""
+    furthest = positions.reshape(-1, positions.shape[-1]).amax(0)
+    for held, n, end in zip(owners, num_new, accumulate(num_new), strict=True):
+        if n:
+            held.shift = int(furthest[end - n : end].max()) + 1 - (held.length + n)
 
 
 def _holders(sizes: PoolSizes) -> str:

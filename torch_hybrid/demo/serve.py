@@ -9,19 +9,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torch_hybrid.demo.task import RecallPrompt
+from torch_hybrid.demo.task import RECALL, RecallPrompt
 from torch_hybrid.engine import Engine
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.graphs.step import Model
+from torch_hybrid.models.checkpoint.files import open_checkpoint
 from torch_hybrid.sampling import Sampling
+from torch_hybrid.speculation import Speculation
 
 Tokens = list[list[int]]
 PAGE_SIZE = 16
+DRAFTS = 8  # of the model's head in one step, at most
+ALONE, ALONE_TOKENS = 6, 64  # prompts that are served one by one, and tokens after each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +39,25 @@ class Recalled:
     num_whole: int  # prompts without a wrong token
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafted:
+    """Prompts served one after the other, without drafts and with those of the model's head."""
+
+    num_tokens: int
+    seconds: dict[str, float]
+    acceptance: float  # the share of drafts that were right
+    is_equal: bool  # whether the tokens are the same
+
+
+def has_head(path: Path) -> bool:
+    """Whether a checkpoint has a head that predicts further tokens."""
+    return any(name.startswith("mtp.") for name in open_checkpoint(path).tensors)
+
+
 def make_runner(model: Model, prompts: Sequence[RecallPrompt], *, compile: bool = True) -> Runner:
     """A runner with room for all prompts; they are prefilled in chunks beside the first decodes."""
     longest = max(len(prompt.tokens) + len(prompt.answer) for prompt in prompts)
-    kv_tokens = len(prompts) * (longest + PAGE_SIZE)
+    kv_tokens = len(prompts) * (longest + PAGE_SIZE) + ALONE_TOKENS
     return Runner(
         model,
         max_seqs=len(prompts),
@@ -56,6 +76,51 @@ def serve(runner: Runner, prompts: Sequence[RecallPrompt]) -> Tokens:
         for output in engine.generate([prompt.tokens for prompt in prompts], samplings):
             served[output.index] = output.tokens
     return served
+
+
+def make_drafting_runner(model: Model, *, compile: bool = True) -> Runner:
+    """A runner of a model with its head, for one prompt at a time."""
+    return Runner(
+        model,
+        max_seqs=1,
+        max_tokens=512,
+        kv_tokens=RECALL.prompt_len(RECALL.max_writes) + ALONE_TOKENS + PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        max_drafts=DRAFTS,
+        compile=compile,
+    )
+
+
+def serve_alone(
+    plain: Runner, drafting: Runner, prompts: Sequence[RecallPrompt], *, rounds: int
+) -> Drafted:
+    """Serve some of the prompts one after the other, without drafts and with them, by turns.
+
+    Answers go on round the symbols of their prompt.
+    """
+    speculate = Speculation("mtp", max_tokens=DRAFTS, adapts=False)  # few are wrong
+    engines = {
+        "one by one": Engine(plain),
+        "one by one, with drafts": Engine(drafting, speculate=speculate),
+    }
+    sampling = Sampling(max_new_tokens=ALONE_TOKENS, ignore_eos=True)
+    tokens: dict[str, Tokens] = {}
+
+    def run(name: str) -> None:
+        tokens[name] = [
+            output.tokens
+            for prompt in prompts[:ALONE]
+            for output in engines[name].generate(prompt.tokens, sampling)
+        ]
+
+    seconds = fastest({name: partial(run, name) for name in engines}, rounds=rounds)
+    without, drafted = tokens.values()
+    return Drafted(
+        num_tokens=sum(map(len, without)),
+        seconds=seconds,
+        acceptance=engines["one by one, with drafts"].stats().drafts.acceptance,
+        is_equal=without == drafted,
+    )
 
 
 def load_transformers(path: Path) -> Any:

@@ -43,6 +43,7 @@ def show(num_prompts: int, seed: int | None, model: Path | None) -> None:
     contestants = _contestants(runner, theirs, prompts)
     with progress(f"timing {', '.join(contestants)}"):
         seconds = serve.fastest(contestants, rounds=ROUNDS)
+    drafted = _served_alone(runner, path, prompts) if serve.has_head(path) else None
     recalled = serve.compare(prompts, served, alone)
     lengths = [len(prompt.tokens) for prompt in prompts]
     out.print(
@@ -52,6 +53,18 @@ def show(num_prompts: int, seed: int | None, model: Path | None) -> None:
     _print_recalled(recalled, num_prompts)
     _print_report(runner)
     _print_speed(seconds, recalled.num_tokens)
+    if drafted is not None:
+        _print_drafted(drafted)
+    out.print()
+
+
+def _served_alone(runner: Runner, path: Path, prompts: list[RecallPrompt]) -> serve.Drafted:
+    """The first prompts again, one after the other, also with drafts of the model's head."""
+    model = load_model(str(path), mtp=True)
+    drafting = serve.make_drafting_runner(model, compile=bool(runner.compile))
+    compile_steps(drafting)
+    with progress("serving one by one, with drafts and without"):
+        return serve.serve_alone(runner, drafting, prompts, rounds=ROUNDS)
 
 
 def _contestants(
@@ -105,6 +118,22 @@ def _print_speed(seconds: Mapping[str, float], num_tokens: int) -> None:
     ratio = min(theirs) / ours
     better = f"{ratio:.1f} times transformers at its better, on {torch.get_num_threads()} threads"
     print_fact("speed", better, good=ratio >= 1)
+    _print_rates(seconds, num_tokens)
+
+
+def _print_drafted(drafted: serve.Drafted) -> None:
+    without, with_drafts = drafted.seconds.values()
+    speedup = without / with_drafts
+    same = "the same" if drafted.is_equal else "not the same"
+    print_fact(
+        "drafts",
+        f"{speedup:.1f} times the speed without, one prompt at a time: {drafted.acceptance:.0%} of "
+        f"what the model's head drafts is right, and the tokens are {same}",
+        good=drafted.is_equal and speedup >= 1,
+    )
+    _print_rates(drafted.seconds, drafted.num_tokens)
+
+
+def _print_rates(seconds: Mapping[str, float], num_tokens: int) -> None:
     for name, duration in seconds.items():
         out.print(f"{'':18}{num_tokens / duration:8,.0f} tokens/s  {duration:7.3f} s  {name}")
-    out.print()

@@ -187,28 +187,27 @@ class HybridModel(nn.Module):
         hidden: Tensor = outputs.last_hidden_state[0]
         hidden = hidden.to(self.dtype)  # some keep their residuals in float32
         if self.mtp is not None:
-            # For what the head keeps of each token: what it gives is of use to drafts alone.
-            self._head(self.mtp, tokens, self.mtp.before(hidden, step), positions, step)
+            before = self.mtp.before(hidden, tokens, step)
+            if before is not None:  # for its keys: what it gives is of use to drafts alone
+                self._head(self.mtp, tokens, before, positions, step)
         return hidden
 
     def draft(self, tokens: Tensor, hidden: Tensor | None, positions: Tensor, step: Step) -> Tensor:
-        """What the head expects after one token of each sequence, as hidden states for ``logits``.
+        """What the head expects after each of some tokens, as hidden states for ``logits``.
 
         Args:
-            tokens: [N] int64.
-            hidden: [N, dim] of the tokens before them, as this returned it; None where the model
+            tokens: [T] int64; ``KEPT`` for those that the model has run.
+            hidden: [T, dim] of the tokens before them, as this returned it; None where the model
                 ran those.
-            positions: [N] int64, or [3, N].
+            positions: [T] int64, or [3, T].
             step: with the plans of ``drafting``.
 
         Returns:
-            [N, dim].
+            [T, dim].
         """
         assert self.mtp is not None
         if hidden is None:
-            width = self.hf_model.config.get_text_config().hidden_size
-            rows = torch.zeros(len(tokens), width, dtype=self.dtype, device=tokens.device)
-            hidden = self.mtp.before(rows, step)
+            tokens, hidden = self.mtp.kept(tokens, step)
         return self._head(self.mtp, tokens, hidden, positions, step)
 
     def _head(

@@ -20,8 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_hybrid.backends.previous_hidden import previous_hidden
+from torch_hybrid.backends.previous_hidden import (
+    PreviousHiddenPlan,
+    kept_hidden,
+    previous_hidden,
+)
 from torch_hybrid.backends.step import Step
+from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.models.checkpoint.content import Stored
 from torch_hybrid.models.checkpoint.files import Checkpoint
@@ -125,10 +130,21 @@ class MtpHead(nn.Module):
         result: Tensor = self.norm(out)[0]
         return result.to(hidden.dtype)
 
-    def before(self, hidden: Tensor, step: Step) -> Tensor:
-        """[T, dim] of the token before each; what is kept of ``hidden`` is of the last tokens."""
+    def before(self, hidden: Tensor, tokens: Tensor, step: Step) -> Tensor | None:
+        """[T, dim] of the token before each, if the head is to read the tokens of the step; the
+        last of ``hidden`` and ``tokens`` are kept."""
+        plan, cache = self._kept(step)
+        before = previous_hidden(hidden, tokens, plan, cache)
+        return before if plan.is_read else None
+
+    def kept(self, tokens: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """Tokens, of which some were kept, and [T, dim] of the token before each."""
+        return kept_hidden(tokens, *self._kept(step))
+
+    def _kept(self, step: Step) -> tuple[PreviousHiddenPlan, LayerCache]:
         _, plan, cache = step.layer(self.first_layer, PreviousHiddenSpec.kind)
-        return previous_hidden(hidden, plan, cache)  # type: ignore[arg-type]
+        assert isinstance(plan, PreviousHiddenPlan)
+        return plan, cache
 
 
 def lengthened(config: Any, layout: MtpLayout | None) -> tuple[Any, int]:

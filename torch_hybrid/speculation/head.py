@@ -1,7 +1,7 @@
 """Drafts from the model's own head that predicts further tokens (MTP).
 
-The head keeps what it needs of each token in the model's own steps, so that there is nothing to
-catch up with: pages, forks, prefixes and preemption hold for it as they do for the model.
+The model's steps keep what the head needs of each token, and the runner has the head read it when
+it drafts: pages, forks, prefixes and preemption hold for it as they do for the model.
 """
 
 from __future__ import annotations

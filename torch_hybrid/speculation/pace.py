@@ -7,7 +7,9 @@ of which is accepted with probability p as long as those before it are,
 
 The length of a step is the L of most expected tokens per second. Where that is 0, steps are plain
 for a while, and then one has a draft of each request, to see whether that has changed: so seldom
-that it costs little. So has, in steps with drafts, a request whose own are hardly accepted.
+that it costs little. Where drafts are mostly right, it has as many as there may be: if any number
+pays, that does, and what was measured of it may have been a slow spell of the machine. In steps
+with drafts, a request whose own are hardly accepted has one now and then too.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ _FADING_OF_ALL = 0.98  # of all requests together
 _PRIOR, _PRIOR_WEIGHT = 0.6, 3.0  # of the first request, in drafts
 _OWN_WEIGHT = 2.0  # of all requests together in the estimate of one, in drafts
 _SLOPE = 0.1  # of a step's time, what a draft adds where nothing was measured
+_LIKELY = 0.5  # accepted, on average, where a trial has more than one draft
 _TRIALS = 0.015  # of the time without drafts, what trials may take
 _SHORTEST_REST, _LONGEST_REST = 8, 256  # steps
 
@@ -81,10 +84,14 @@ class Pace:
         max_tokens: the longest.
         measures: go by what steps took. Ranks that share a model must all decide alike, and their
             clocks differ: there a draft is taken to add a tenth of a step.
+        drafts_at_once: several drafts take as long to make as the most, as those of a head do.
     """
 
-    def __init__(self, max_tokens: int, *, measures: bool = True) -> None:
+    def __init__(
+        self, max_tokens: int, *, measures: bool = True, drafts_at_once: bool = False
+    ) -> None:
         self.max_tokens, self._measures = max_tokens, measures
+        self._drafts_at_once = drafts_at_once
         self._all, self._rest = Acceptance(), Rest()
         # By sequences, rounded up to a power of 2, and the longest draft: seconds of a step. The
         # first step of a kind is not among them: it may have been compiled, or captured.
@@ -115,6 +122,12 @@ class Pace:
         """Whether plain steps of so many sequences were: else some have to come first."""
         return not self._measures or self._is_known(_size(num_seqs), 0)
 
+    def most(self, courses: Sequence[Course]) -> int:
+        """Drafts of each request of a step that are worth proposing."""
+        if not self._rest.is_over:
+            return self.max_tokens
+        return self._trial_length([self._rate(course) for course in courses])
+
     def lengths(self, courses: Sequence[Course], available: Sequence[int]) -> list[int]:
         """How many of its proposed drafts each request of a step tries.
 
@@ -125,10 +138,11 @@ class Pace:
         rates = [self._rate(course) for course in courses]
         best = self._best_length(rates, available)
         if not best:
-            steps = round((self._cost(len(courses), 1) - 1.0) / _TRIALS)
+            length = self._trial_length(rates)
+            steps = round((self._cost(len(courses), length) - 1.0) / _TRIALS)
             steps = min(max(steps, _SHORTEST_REST), _LONGEST_REST)
-            tries = self._rest.ends_in_trial(steps)
-            return [min(most, int(tries)) for most in available]
+            tried = length if self._rest.ends_in_trial(steps) else 0
+            return [min(most, tried) for most in available]
         self._rest.reset()
         cost = self._cost(len(courses), best)
         pairs = zip(courses, rates, available, strict=True)
@@ -142,6 +156,10 @@ class Pace:
         course.rest.pass_by()
         tries = not course.rest.left and course.rest.ends_in_trial(_SHORTEST_REST)
         return min(length, int(tries))
+
+    def _trial_length(self, rates: Sequence[float]) -> int:
+        """Drafts of each request in a step that finds out whether drafts pay again."""
+        return self.max_tokens if sum(rates) > _LIKELY * len(rates) else 1
 
     def _rate(self, course: Course) -> float:
         return course.acceptance.rate(self._all.rate(_PRIOR, _PRIOR_WEIGHT), _OWN_WEIGHT)
@@ -157,14 +175,19 @@ class Pace:
         return max(range(min(max(available), self.max_tokens) + 1), key=gain)
 
     def _cost(self, num_seqs: int, length: int) -> float:
-        """The time of a step with drafts of a length, over that of a plain one."""
+        """The time of a step with drafts of a length, over that of a plain one.
+
+        A length that took longer than a larger one was measured when the machine had other work.
+        """
         size = _size(num_seqs)
         lengths = [of for of in range(1, self.max_tokens + 1) if self._is_known(size, of)]
         if not lengths or not self._is_known(size, 0):
             return 1.0 + _SLOPE * length
         nearest = min(lengths, key=lambda of: abs(of - length))
-        ratio = min(self._times[size, nearest]) / min(self._times[size, 0])
-        return 1.0 + (ratio - 1.0) * length / nearest
+        seconds = min(min(self._times[size, of]) for of in lengths if of >= nearest)
+        ratio = seconds / min(self._times[size, 0])
+        is_same = self._drafts_at_once and min(length, nearest) > 1
+        return 1.0 + (ratio - 1.0) * (1.0 if is_same else length / nearest)
 
     def _is_known(self, size: int, length: int) -> bool:
         return len(self._times.get((size, length), ())) >= _FEWEST_TIMES

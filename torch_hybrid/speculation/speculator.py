@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch_hybrid.flight import Flight, Rows
 from torch_hybrid.request import Request
+from torch_hybrid.speculation.head import Head
 from torch_hybrid.speculation.pace import Course, Pace
 from torch_hybrid.speculation.parameters import Speculation
 from torch_hybrid.speculation.verified import Verified, verify
@@ -54,7 +55,11 @@ class Speculator:
         self._drafter = speculation.make_drafter(runner)
         ranks = runner.model.ranks
         is_alone = ranks is None or ranks.size == 1
-        self._pace = Pace(speculation.max_tokens, measures=is_alone)
+        self._pace = Pace(
+            speculation.max_tokens,
+            measures=is_alone,
+            drafts_at_once=isinstance(self._drafter, Head),
+        )
         self._courses: dict[Request, Course] = {}
 
     def may_draft(self, rows: Rows) -> bool:
@@ -102,6 +107,10 @@ class Speculator:
 
     def _drafts(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         """As many as are proposed, and pay."""
+        courses = [self._courses.setdefault(request, Course()) for request in requests]
+        if self._speculation.adapts:
+            longest = self._pace.most(courses)
+            most = [min(count, longest) for count in most]
         asked = [(r, count) for r, count in zip(requests, most, strict=True) if count]
         proposed = self._drafter.propose([r for r, _ in asked], [count for _, count in asked])
         by_request = dict(zip((r for r, _ in asked), proposed, strict=True))
@@ -111,7 +120,6 @@ class Speculator:
         ]
         if not self._speculation.adapts or not any(drafts):
             return drafts
-        courses = [self._courses.setdefault(request, Course()) for request in requests]
         lengths = self._pace.lengths(courses, list(map(len, drafts)))
         return [own[:length] for own, length in zip(drafts, lengths, strict=True)]
 

@@ -12,12 +12,11 @@ from tests.ops.pages import offsets
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """New tokens of each sequence; with ``accepted``, of a step that verifies drafts."""
+    """New tokens of each sequence, of which the first few begin with them."""
 
     lengths: tuple[int, ...]
-    accepted: tuple[int, ...] | None = None
     width: int = 24
-    num_new: int = 0  # of the sequences, the first, that have no tokens before these
+    num_new: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,27 +24,28 @@ class Inputs:
     """The tensors of one call, in the op's order."""
 
     x: Tensor
-    last: Tensor
-    records: Tensor | None
+    tokens: Tensor
+    kept: Tensor
+    kept_tokens: Tensor
     cu_seqlens: Tensor
+    seq_lens: Tensor
     initial_indices: Tensor
     state_indices: Tensor
-    accepted: Tensor | None
 
-    def args(self) -> tuple[Tensor | None, ...]:
+    def args(self) -> tuple[Tensor, ...]:
         """The positional arguments; the pools are copies."""
-        records = None if self.records is None else self.records.clone()
-        index = (self.cu_seqlens, self.initial_indices, self.state_indices, self.accepted)
-        return self.x, self.last.clone(), records, *index
+        pools = self.kept.clone(), self.kept_tokens.clone()
+        index = (self.cu_seqlens, self.seq_lens, self.initial_indices, self.state_indices)
+        return self.x, self.tokens, *pools, *index
 
 
 CASES = {
     "decode": Case(lengths=(1,) * 9, num_new=2),
-    "mixed": Case(lengths=(5, 0, 1, 70, 3, 2, 64), num_new=3),
+    "verify": Case(lengths=(1, 4, 3, 0, 0, 0, 5, 2), num_new=1),
+    "mixed": Case(lengths=(5, 0, 1, 70, 3, 7, 64, 8, 9), num_new=3),
     "wide": Case(lengths=(300, 1), width=300),
-    "verify": Case(lengths=(1, 4, 3, 0, 0, 1, 2), accepted=(0, 0, 3, 2, 0, 1, 3), num_new=1),
 }
-NUM_RECORDS = 3
+NUM_KEPT = 8
 
 
 def make_inputs(
@@ -57,21 +57,23 @@ def make_inputs(
     num_seqs = len(case.lengths)
     slots = torch.randperm(2 * num_seqs, generator=rng) + 1
     state, other = slots[:num_seqs], slots[num_seqs:]
+    goes_on = torch.arange(num_seqs) >= case.num_new
     moves = torch.arange(num_seqs) % 3 == 2
-    initial = torch.where(moves, other, state).where(torch.arange(num_seqs) >= case.num_new, 0)
-    shape = (2 * num_seqs + 1, 1 + NUM_RECORDS, case.width)
-    pools = torch.full(shape, torch.nan)
+    initial = torch.where(moves, other, state).where(goes_on, 0)
+    past = torch.randint(1, 40, (num_seqs,), generator=rng).where(goes_on, 0)
+    shape = (2 * num_seqs + 1, NUM_KEPT)
+    kept = torch.full((*shape, case.width), torch.nan)
     going_on = initial[initial > 0]
-    pools[going_on] = torch.randn(len(going_on), *shape[1:], generator=rng)
-    x = torch.randn(sum(case.lengths) + padding[0], case.width, generator=rng)
+    kept[going_on] = torch.randn(len(going_on), NUM_KEPT, case.width, generator=rng)
+    num_tokens = sum(case.lengths) + padding[0]
     none = [0] * padding[1]
-    is_verify = case.accepted is not None
     return Inputs(
-        x=x.to(dtype),
-        last=pools[:, 0].to(dtype).contiguous(),
-        records=pools[:, 1:].to(dtype).contiguous() if is_verify else None,
+        x=torch.randn(num_tokens, case.width, generator=rng).to(dtype),
+        tokens=torch.randint(0, 1000, (num_tokens,), generator=rng),
+        kept=kept.to(dtype),
+        kept_tokens=torch.randint(0, 1000, shape, generator=rng),
         cu_seqlens=offsets([*case.lengths, *none]),
+        seq_lens=torch.tensor([*(past + torch.tensor(case.lengths)).tolist(), *none]).int(),
         initial_indices=torch.tensor([*initial.tolist(), *none]).int(),
         state_indices=torch.tensor([*state.tolist(), *none]).int(),
-        accepted=torch.tensor([*case.accepted, *none]).int() if is_verify else None,
     )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.ops.contract import assert_traces_once, impls_on, pool_clones, skip_reason
 from tests.ops.pages import offsets
-from tests.ops.previous_rows.cases import CASES, Case, make_inputs
+from tests.ops.previous_rows.cases import CASES, NUM_KEPT, Case, make_inputs
 from torch_hybrid.ops.previous_rows import previous_rows, reference
 from torch_hybrid.ops.previous_rows.op import IMPLEMENTATIONS
 
@@ -27,57 +27,47 @@ def impl(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def bits(tensor: Tensor | None) -> bytes:
-    return b"" if tensor is None else tensor.contiguous().view(torch.uint8).numpy().tobytes()
+def bits(tensor: Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", CASES)
 def test_is_the_reference_bit_for_bit(impl: str, name: str, dtype: str):
-    """Slots that are not written keep their bits, the null one too."""
+    """Places that are not written keep their bits, the null slot's too."""
     inputs = make_inputs(CASES[name], dtype=DTYPES[dtype], padding=(3, 2))
     expected_args, args = inputs.args(), inputs.args()
     expected = reference.previous_rows(*expected_args)
     out = previous_rows(*args, impl=impl)
     assert bits(out) == bits(expected)
-    assert [bits(pool) for pool in args[1:3]] == [bits(pool) for pool in expected_args[1:3]]
+    assert [bits(pool) for pool in args[2:4]] == [bits(pool) for pool in expected_args[2:4]]
     assert out.isfinite().all()
 
 
 def test_steps_are_the_whole(impl: str):
     """A sequence in steps of every kind: what is before each token that is held is the token before
-    it, whatever was drafted beside it."""
+    it, and its last tokens are kept, whatever was drafted beside them."""
     rng = torch.Generator().manual_seed(0)
-    x = torch.randn(40, 5, generator=rng)
-    last, records = torch.full((3, 5), torch.nan), torch.full((3, 3, 5), torch.nan)
-    slot, held, accepted = torch.tensor([2]).int(), 0, 0
-
-    def step(rows: Tensor, counts: int | None) -> Tensor:
-        given = None if counts is None else torch.tensor([counts]).int()
+    x, tokens = torch.randn(40, 5, generator=rng), torch.arange(40)
+    kept = torch.full((3, NUM_KEPT, 5), torch.nan)
+    kept_tokens = torch.full((3, NUM_KEPT), -5)
+    slot, held = torch.tensor([2]).int(), 0
+    # New tokens, drafts after them, and how many of those are right.
+    for new, drafts, right in ((7, 0, 0), (1, 3, 2), (1, 3, 0), (1, 2, 2), (6, 0, 0), (1, 4, 3)):
+        wrong = torch.randn(drafts - right, 5, generator=rng)
+        rows = torch.cat([x[held : held + new + right], wrong])
+        ids = torch.cat([tokens[held : held + new + right], torch.full((drafts - right,), 99)])
+        length = torch.tensor([held + len(rows)]).int()
         initial = slot if held else slot * 0
-        return previous_rows(
-            rows, last, records, offsets([len(rows)]), initial, slot, given, impl=impl
-        )
-
-    # Tokens that are certain, drafts, and how many of those are accepted; None: no drafts.
-    for certain, drafts, right in (
-        (7, None, 0),
-        (1, 3, 2),
-        (1, 3, 0),
-        (1, 2, 2),
-        (0, 0, 0),
-        (6, None, 0),
-    ):
-        wrong = torch.randn(3, 5, generator=rng)
-        new = x[held : held + certain]
-        if drafts is None:
-            out = step(new, None)
-        else:
-            tried = torch.cat([x[held + certain :][:right], wrong])[:drafts]
-            out = step(torch.cat([new, tried]), accepted)
+        index = (offsets([len(rows)]), length, initial, slot)
+        out = previous_rows(rows, ids, kept, kept_tokens, *index, impl=impl)
         before = x[held - 1 : held] if held else torch.zeros(1, 5)
-        assert torch.equal(out[: certain + right], torch.cat([before, x[held:]])[: certain + right])
-        held, accepted = held + certain + right, right
+        held += new + right
+        expected = torch.cat([before, x[held - new - right :]])[: new + right]
+        assert torch.equal(out[: new + right], expected)
+        last = torch.arange(max(0, held - NUM_KEPT + drafts - right), held)
+        assert torch.equal(kept[2, last % NUM_KEPT], x[last])
+        assert torch.equal(kept_tokens[2, last % NUM_KEPT], last)
 
 
 # ---- the op as the compiler sees it ----------------------------------------------------------
@@ -88,21 +78,21 @@ def test_schema():
         str(torch.ops.torch_hybrid.previous_rows.default._schema).replace(", ", ",\n"),
         """\
 torch_hybrid::previous_rows(Tensor x,
-Tensor(a!) last,
-Tensor(b!)? records,
+Tensor tokens,
+Tensor(a!) kept,
+Tensor(b!) kept_tokens,
 Tensor cu_seqlens,
+Tensor seq_lens,
 Tensor initial_indices,
 Tensor state_indices,
-Tensor? accepted,
 *,
 str impl) -> Tensor""",
     )
 
 
-@pytest.mark.parametrize("name", ["mixed", "verify"])
-def test_opcheck(impl: str, name: str):
+def test_opcheck(impl: str):
     op = torch.ops.torch_hybrid.previous_rows.default
-    torch.library.opcheck(op, make_inputs(CASES[name]).args(), {"impl": impl})
+    torch.library.opcheck(op, make_inputs(CASES["verify"]).args(), {"impl": impl})
 
 
 def layers(impl: str) -> Callable[..., Tensor]:
@@ -116,7 +106,7 @@ def layers(impl: str) -> Callable[..., Tensor]:
 
 def test_compiles_once(impl: str):
     batches = [
-        make_inputs(Case(lengths=lengths, accepted=(1,) * len(lengths))).args()
+        make_inputs(Case(lengths=lengths)).args()
         for lengths in ((1, 4, 3, 2, 4), (1,) * 7, (3, 2, 4))
     ]
     assert_traces_once(layers(impl), batches)
@@ -124,15 +114,15 @@ def test_compiles_once(impl: str):
 
 def test_no_pool_clone(impl: str):
     args = make_inputs(CASES["verify"]).args()
-    assert pool_clones(layers(impl), args, [args[1], args[2]]) == []
+    assert pool_clones(layers(impl), args, [args[2], args[3]]) == []
 
 
 # ---- errors ----------------------------------------------------------------------------------
 
 
-def failing(impl: str, name: str = "verify", **changes: Tensor | None) -> str:
+def failing(impl: str, **changes: Tensor) -> str:
     with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
-        previous_rows(*replace(make_inputs(CASES[name]), **changes).args(), impl=impl)
+        previous_rows(*replace(make_inputs(CASES["verify"]), **changes).args(), impl=impl)
     return str(error.value)
 
 
@@ -140,24 +130,28 @@ def test_error_texts():
     good = make_inputs(CASES["verify"])
     errors = [
         failing("torch", x=good.x.int()),
-        failing("torch", last=good.last[:, :3]),
-        failing("torch", last=good.last.half()),
-        failing("torch", records=None),
-        failing("torch", records=good.records[:, :, 1:]),
-        failing("torch", accepted=good.accepted[1:]),
+        failing("torch", tokens=good.tokens[1:]),
+        failing("torch", tokens=good.tokens.int()),
+        failing("torch", kept=good.kept[0]),
+        failing("torch", kept=good.kept[..., :3]),
+        failing("torch", kept=good.kept.half()),
+        failing("torch", kept_tokens=good.kept_tokens[:, 1:]),
         failing("torch", cu_seqlens=good.cu_seqlens.long()),
+        failing("torch", seq_lens=good.seq_lens[1:]),
         failing("tpu"),
     ]
     assert_expected_inline(
         "\n".join(errors),
         """\
-x must be [T, D] of a float dtype, got torch.int32 [11, 24]
-last must have shape [15, 24], got [15, 3]
-last must have dtype torch.float32, got torch.float16
-accepted counts records, and there are none
-records must have shape [15, 3, 24], got [15, 3, 23]
-accepted must have shape [7], got [6]
+x must be [T, D] of a float dtype, got torch.int32 [15, 24]
+tokens must have shape [15], got [14]
+tokens must have dtype torch.int64, got torch.int32
+kept must be [S, R, D], got [8, 24]
+kept must have shape [17, 8, 24], got [17, 8, 3]
+kept must have dtype torch.float32, got torch.float16
+kept_tokens must have shape [17, 8], got [17, 7]
 cu_seqlens must have dtype torch.int32, got torch.int64
+seq_lens must have shape [8], got [7]
 impl must be one of ['cpp', 'torch'], got 'tpu'""",
     )
 
@@ -165,18 +159,14 @@ impl must be one of ['cpp', 'torch'], got 'tpu'""",
 def test_indices_out_of_range(impl: str):
     good = make_inputs(CASES["verify"])
     errors = [
-        failing(impl, accepted=good.accepted + 1),
-        failing(impl, initial_indices=good.initial_indices * 0),
-        failing(impl, cu_seqlens=offsets([5, 4, 2, 0, 0, 0, 0])),
+        failing(impl, seq_lens=good.seq_lens * 0),
         failing(impl, cu_seqlens=good.cu_seqlens + 1),
         failing(impl, state_indices=good.state_indices + 90),
     ]
     assert_expected_inline(
         "\n".join(errors),
         """\
-accepted must be within 0 and 3, got [1, 1, 4, 3, 1, 2, 4]
-sequence 2 starts from the zero state and has no 3 records
-a sequence must have at most 4 tokens, got lengths [5, 4, 2, 0, 0, 0, 0]
-cu_seqlens must rise from 0 to at most 11, got [1, 2, 6, 9, 9, 9, 10, 12]
-state_indices must be in [0, 15), got 95""",
+seq_lens must be at least 1 for sequence 0, got 0
+cu_seqlens must rise from 0 to at most 15, got [1, 2, 6, 9, 9, 9, 9, 14, 16]
+state_indices must be in [0, 17), got 103""",
     )
