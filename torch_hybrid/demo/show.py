@@ -43,7 +43,6 @@ def show(num_prompts: int, seed: int | None, model: Path | None) -> None:
     contestants = _contestants(runner, theirs, prompts)
     with progress(f"timing {', '.join(contestants)}"):
         seconds = serve.fastest(contestants, rounds=ROUNDS)
-    drafted = _served_alone(runner, path, prompts) if serve.has_head(path) else None
     recalled = serve.compare(prompts, served, alone)
     lengths = [len(prompt.tokens) for prompt in prompts]
     out.print(
@@ -53,8 +52,8 @@ def show(num_prompts: int, seed: int | None, model: Path | None) -> None:
     _print_recalled(recalled, num_prompts)
     _print_report(runner)
     _print_speed(seconds, recalled.num_tokens)
-    if drafted is not None:
-        _print_drafted(drafted)
+    if serve.has_head(path):
+        _print_drafted(_served_alone(runner, path, prompts))
     out.print()
 
 
@@ -124,11 +123,11 @@ def _print_speed(seconds: Mapping[str, float], num_tokens: int) -> None:
 def _print_drafted(drafted: serve.Drafted) -> None:
     without, with_drafts = drafted.seconds.values()
     speedup = without / with_drafts
-    same = "the same" if drafted.is_equal else "not the same"
+    same = "" if drafted.is_equal else "not "
     print_fact(
         "drafts",
-        f"{speedup:.1f} times the speed without, one prompt at a time: {drafted.acceptance:.0%} of "
-        f"what the model's head drafts is right, and the tokens are {same}",
+        f"{speedup:.1f} times one prompt at a time: {drafted.acceptance:.0%} of them right, "
+        f"tokens {same}the same",
         good=drafted.is_equal and speedup >= 1,
     )
     _print_rates(drafted.seconds, drafted.num_tokens)
