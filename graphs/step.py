@@ -188,7 +188,7 @@ def make_draft_step(model: DraftingModel) -> StepFunction:
 
     def step(inputs: Inputs, caches: Caches) -> Tensor:
         tokens, hidden = inputs.parts[0].batch.tokens, None
-        drafted = []
+        drafted: list[Tensor] = []
         for part in inputs.parts:
             layers = Step(plans=part.plans, caches=caches, table=model.table)
             if not drafted:
