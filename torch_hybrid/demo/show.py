@@ -123,11 +123,10 @@ def _print_speed(seconds: Mapping[str, float], num_tokens: int) -> None:
 def _print_drafted(drafted: serve.Drafted) -> None:
     without, with_drafts = drafted.seconds.values()
     speedup = without / with_drafts
-    same = "" if drafted.is_equal else "not "
+    same = "the same tokens" if drafted.is_equal else "other tokens"
     print_fact(
         "drafts",
-        f"{speedup:.1f} times one prompt at a time: {drafted.acceptance:.0%} of them right, "
-        f"tokens {same}the same",
+        f"{speedup:.1f} times one prompt at a time: {drafted.acceptance:.0%} right, {same}",
         good=drafted.is_equal and speedup >= 1,
     )
     _print_rates(drafted.seconds, drafted.num_tokens)
