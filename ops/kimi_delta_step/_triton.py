@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,28 +29,23 @@ from torch_hybrid.ops.triton.delta_step import (
 from torch_hybrid.ops.triton.state import zero_rows
 
 
-def kimi_delta_step(
-    *tensors: Tensor | None,
-    activation: str,
-    scale: float,
-    gate_lower_bound: float | None,
-    norm_eps: float,
-) -> Tensor:
+def kimi_delta_step(*tensors: Tensor | None, activation: str, **options: Any) -> Tensor:
     """Launcher of ``torch_hybrid::kimi_delta_step``."""
-    numbers = (scale, gate_lower_bound, norm_eps)
+    numbers = _numbers(**options)
     return launch_step(_step_kernel, *tensors, numbers=numbers, activation=activation)
 
 
-def kimi_delta_verify(
-    *tensors: Tensor | None,
-    activation: str,
-    scale: float,
-    gate_lower_bound: float | None,
-    norm_eps: float,
-) -> Tensor:
+def kimi_delta_verify(*tensors: Tensor | None, activation: str, **options: Any) -> Tensor:
     """Launcher of ``torch_hybrid::kimi_delta_verify``."""
-    numbers = (scale, gate_lower_bound, norm_eps)
+    numbers = _numbers(**options)
     return launch_verify(_verify_kernel, *tensors, numbers=numbers, activation=activation)
+
+
+def _numbers(
+    scale: float, gate_lower_bound: float | None, norm_eps: float
+) -> tuple[float | None, ...]:
+    """The op's options as the kernels take them."""
+    return scale, gate_lower_bound, norm_eps
 
 
 @triton.jit

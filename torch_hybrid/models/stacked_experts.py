@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,13 +55,8 @@ def stack_experts(
         if type(converter.operations[0]) is MergeModulelist
         for pattern in converter.source_patterns
     }
-    names: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
-    for name in tensors:
-        if found := _OF_EXPERT.fullmatch(name):
-            mixture, expert, weight = found.groups()
-            names[mixture, weight][int(expert)] = name
     stacked = dict(tensors)
-    for of_kind in names.values():
+    for of_kind in _names_by_kind(tensors).values():
         experts = [of_kind[expert] for expert in sorted(of_kind)]
         _, pattern = rename_source_key(experts[0], renamings, converters)
         converter = merging.get(pattern)
@@ -75,14 +70,12 @@ def stack_experts(
 def check_experts(checkpoint: Checkpoint) -> None:
     """Name the tensors of experts that are missing beside others, or of another shape than those:
     joined to one weight they would have no names."""
-    shapes: Mapping[tuple[str, str], dict[int, tuple[int, ...]]] = defaultdict(dict)
+    names_by_kind = _names_by_kind(checkpoint.tensors)
     counts: Mapping[str, set[int]] = defaultdict(set)
-    for name, stored in checkpoint.tensors.items():
-        if found := _OF_EXPERT.fullmatch(name):
-            mixture, expert, weight = found.groups()
-            shapes[mixture, weight][int(expert)] = stored.shape
-            counts[mixture].add(int(expert))
-    for (mixture, weight), given in shapes.items():
+    for (mixture, _), of_kind in names_by_kind.items():
+        counts[mixture].update(of_kind)
+    for (mixture, weight), of_kind in names_by_kind.items():
+        given = {expert: checkpoint.tensors[name].shape for expert, name in of_kind.items()}
         if missing := counts[mixture] - given.keys():
             names = [f"{mixture}.{expert}.{weight}" for expert in sorted(missing)]
             raise ValueError(f"the checkpoint {checkpoint.folder} has missing keys: {names}")
@@ -93,3 +86,13 @@ def check_experts(checkpoint: Checkpoint) -> None:
                 f"the checkpoint {checkpoint.folder} has mismatched keys: {names}, "
                 f"where the other experts have {[*first]}"
             )
+
+
+def _names_by_kind(names: Iterable[str]) -> Mapping[tuple[str, str], dict[int, str]]:
+    """Names of tensors of experts by expert, for each layer's experts and each of their weights."""
+    found: Mapping[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    for name in names:
+        if match := _OF_EXPERT.fullmatch(name):
+            mixture, expert, weight = match.groups()
+            found[mixture, weight][int(expert)] = name
+    return found
