@@ -189,6 +189,7 @@ def _prepare_channels(
     scale: tl.tensor,
     num_replayed: tl.tensor,
     num_new: tl.tensor,
+    num_tokens: tl.tensor,
     known: tl.tensor,
     kept: tl.tensor,
     mask: tl.tensor,
@@ -202,7 +203,6 @@ def _prepare_channels(
     The last certain inputs are left for the next step, and inputs of drafts as records. Each row is
     asked for while the one before it is convolved.
     """
-    num_tokens = num_replayed + num_new
     past = last_inputs(p_old, mask & known, C, W)
     b_x = tl.load(_row(0, num_replayed, p_replayed, p_new, stride, R), mask=mask, other=0.0)
     for i in range(num_tokens):
@@ -233,6 +233,7 @@ def _prepare_gates(
     limit: tl.tensor | None,
     num_replayed: tl.tensor,
     num_new: tl.tensor,
+    num_tokens: tl.tensor,
     kept: tl.tensor,
     mask: tl.tensor,
     R: tl.constexpr,
@@ -241,7 +242,6 @@ def _prepare_gates(
 
     ``limit`` is the lower bound of log decays, or the scale of step sizes.
     """
-    num_tokens = num_replayed + num_new
     b_x = tl.load(_row(0, num_replayed, p_replayed, p_new, stride, R), mask=mask, other=0.0)
     for i in range(num_tokens):
         p_next = _row(i + 1, num_replayed, p_replayed, p_new, stride, R)
@@ -328,6 +328,7 @@ def _prepare_kernel(
         p_replayed = p_x
         p_drafts = p_x
     if num_new + num_replayed > 0:
+        num_tokens = num_new + num_replayed if DRAFTS > 0 else 1
         if block < OF_HEADS:
             is_key = block < 2 * H
             first = tl.where(is_key, block * K, 2 * H * K + (block - 2 * H) * V)
@@ -347,6 +348,7 @@ def _prepare_kernel(
                 tl.where(block < H, scale, 1.0),
                 num_replayed,
                 num_new,
+                num_tokens,
                 known,
                 kept,
                 mask,
@@ -369,6 +371,7 @@ def _prepare_kernel(
                 beta_scale,
                 num_replayed,
                 num_new,
+                num_tokens,
                 kept,
                 mask_b,
                 R,
@@ -388,6 +391,7 @@ def _prepare_kernel(
                 lower_bound,
                 num_replayed,
                 num_new,
+                num_tokens,
                 kept,
                 mask_a,
                 R,
@@ -519,10 +523,11 @@ def _walk_kernel(
         p_prepared = prepared + seq.to(tl.int64) * (1 + 2 * DRAFTS) * R
         p_out = out + (begin.to(tl.int64) * HV + head) * V + index_v
         last_certain = num_replayed + tl.minimum(num_new, 1) - 1
+        num_tokens = num_new + num_replayed if DRAFTS > 0 else 1
 
         if EARLY:
             gdc_wait()
-        for i in range(num_replayed + num_new):
+        for i in range(num_tokens):
             p_row = p_prepared + i * R
             parts_k, b_v, beta, decays = _inputs(
                 p_row, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES
