@@ -18,10 +18,14 @@ def gated_delta_step(
     norm_eps: float,
     gate: str = "silu",
 ) -> Tensor:
-    """Launcher of ``torch_hybrid::gated_delta_step``, and of ``gated_delta_verify``."""
+    """Launcher of ``torch_hybrid::gated_delta_step``."""
     norm = _norm_times_silu if gate == "silu" else _norm_times_sigmoid
     rule = Rule(norm=norm, norm_eps=norm_eps, scale=scale, beta_scale=beta_scale)
     return launch_step(*tensors, activation=activation, rule=rule)
+
+
+# Of ``torch_hybrid::gated_delta_verify``, whose tensors end with records and counts.
+gated_delta_verify = gated_delta_step
 
 
 @triton.jit

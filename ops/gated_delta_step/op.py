@@ -53,7 +53,7 @@ VERIFY_IMPLEMENTATIONS: dict[str, Implementation] = {
     ),
     "triton": replace(
         IMPLEMENTATIONS["triton"],
-        launcher="torch_hybrid.ops.gated_delta_step._triton:gated_delta_step",
+        launcher="torch_hybrid.ops.gated_delta_step._triton:gated_delta_verify",
     ),
     "torch": replace(
         IMPLEMENTATIONS["torch"],

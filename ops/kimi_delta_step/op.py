@@ -51,7 +51,7 @@ VERIFY_IMPLEMENTATIONS: dict[str, Implementation] = {
     ),
     "triton": replace(
         IMPLEMENTATIONS["triton"],
-        launcher="torch_hybrid.ops.kimi_delta_step._triton:kimi_delta_step",
+        launcher="torch_hybrid.ops.kimi_delta_step._triton:kimi_delta_verify",
     ),
     "torch": replace(
         IMPLEMENTATIONS["torch"],
