@@ -38,6 +38,7 @@ from benchmarks.gpu import (
     sparse,
     state_spaces,
     token_ops,
+    verify_ops,
 )
 from benchmarks.gpu.case import Case, Line, measure
 from benchmarks.gpu.clock import Rates, measure_rates
@@ -50,6 +51,7 @@ OPS: Mapping[str, Callable[[], Iterator[Case]]] = {
     "state_spaces": state_spaces.cases,
     "mamba2_steps": mamba2_steps.cases,
     "lightning_steps": lightning_steps.cases,
+    "verify_ops": verify_ops.cases,
     "attention": attention.cases,
     "latents": latents.cases,
     "sparse": sparse.cases,

@@ -19,6 +19,7 @@ from benchmarks.gpu.clock import Rates
 from benchmarks.mixers import Row
 from benchmarks.models import fill
 from torch_hybrid import Backends, Engine, HybridModel, Runner, Sampling, adapt
+from torch_hybrid import Sequence as Held
 from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing
 from torch_hybrid.ops.triton.devices import fp8_products_missing
 
@@ -45,6 +46,8 @@ CONTEXT = 1024  # tokens of each sequence that decodes
 ROOM = 128  # tokens that each of them may grow by
 DECODES = (1, 8, 32, 128)  # sequences
 PREFILLS = ((1, 2048), (1, 8192), (8, 1024))  # prompts, tokens of each
+VERIFIES = (1, 8, 64)  # sequences, of which each tries so many drafts after a certain token
+NUM_DRAFTS = 3
 MAX_TOKENS = 8192
 ROUNDS = 15
 
@@ -53,6 +56,7 @@ PARTS = {
     "steps": Backends(),
     "fp8_steps": Backends(),
     "flashinfer_steps": Backends(full="flashinfer", ops={"chunk_gated_delta_rule": "flashinfer"}),
+    "verify_steps": Backends(),
 }
 
 # Groups of kernels by what their names contain; the first that fits counts.
@@ -61,8 +65,8 @@ GROUPS = (
     ("experts", ("gate_up", "_down_", "_hidden_kernel", "_out_kernel", "_combine_kernel",
                  "_count_kernel", "_add_up", "_place_kernel", "_cut_kernel", "grouped", "moe")),
     ("recurrence", ("_recurrent_kernel", "_prepare_kernel", "_scan_kernel", "_chunk_kernel",
-                    "_segment_kernel", "_decay_kernel", "_step_kernel", "_verify_kernel", "delta",
-                    "gdn", "ssd", "ssm")),
+                    "_segment_kernel", "_decay_kernel", "_step_kernel", "_verify_kernel",
+                    "_walk_kernel", "_norm_kernel", "delta", "gdn", "ssd", "ssm")),
     ("convolution", ("conv",)),
     ("attention", ("attend", "attention", "_long_kernel", "_write_kernel", "_store_kernel",
                    "_merge_kernel", "fmha", "flash", "cudnn")),
@@ -118,7 +122,7 @@ def make_model_in_8_bits() -> HybridModel:
 
 def why_not(part: str) -> str | None:
     """Why a part cannot run here, or None when it can."""
-    if part == "steps":
+    if part in ("steps", "verify_steps"):
         return None
     if part == "fp8_steps":
         return fp8_products_missing()
@@ -128,6 +132,9 @@ def why_not(part: str) -> str | None:
 
 def measure_steps(rates: Rates, part: str = "steps") -> Iterator[Step]:
     """Captured steps of a warm runner, as a user calls it: from lists of tokens to logits."""
+    if part == "verify_steps":
+        yield from _measure_verify_steps(rates)
+        return
     model = make_model_in_8_bits() if part == "fp8_steps" else make_model()
     runner = Runner(
         model,
@@ -147,20 +154,66 @@ def measure_steps(rates: Rates, part: str = "steps") -> Iterator[Step]:
         yield replace(step, engine_ms=_engine_ms(runner, rows))
 
 
+def _measure_verify_steps(rates: Rates) -> Iterator[Step]:
+    """Steps that verify drafts beside those that decode, of one runner."""
+    model = make_model()
+    most = max(VERIFIES)
+    runner = Runner(
+        model,
+        max_seqs=most,
+        max_tokens=MAX_TOKENS,
+        kv_tokens=most * (CONTEXT + 2 * ROOM) + MAX_TOKENS,
+        cuda_graphs="on",
+        max_drafts=NUM_DRAFTS,
+    )
+    runner.warm_up()
+    for name, rows, run in _verify_runs(runner):
+        floor = rates.floor(step_bytes(model, rows), step_flops(model, rows))
+        yield _measure(name, floor / 1e3, run)
+
+
+def _verify_runs(runner: Runner) -> Iterator[tuple[str, list[Row], Callable[[], Tensor]]]:
+    """As ``_runs``; where drafts are accepted, the next step replays them."""
+    for count in VERIFIES:
+        seqs, prompts = _decoding(runner, count)
+        one, all_tokens = ([prompt[:n] for prompt in prompts] for n in (1, 1 + NUM_DRAFTS))
+        rows = [Row(1, CONTEXT)] * count
+        yield f"decode {count}", rows, partial(runner.extend, seqs, one)
+        for right in (0, NUM_DRAFTS):
+            name = f"verify {count}x{1 + NUM_DRAFTS}, {right} right"
+            rows = [Row(1 + NUM_DRAFTS, CONTEXT)] * count
+            yield name, rows, partial(_verify, runner, seqs, all_tokens, right)
+        runner.free(seqs)
+
+
+def _verify(
+    runner: Runner, seqs: Sequence[Held], tokens: Sequence[list[int]], right: int
+) -> Tensor:
+    logits = runner.verify(seqs, tokens)
+    runner.accept(seqs, [right] * len(seqs))
+    return logits
+
+
 def _runs(runner: Runner) -> Iterator[tuple[str, list[Row], Callable[[], Tensor]]]:
     """Name, what the floor is of, and the step."""
     for count, length in PREFILLS:
         name = f"prefill {count}x{length}"
         yield name, [Row(length, 0)] * count, _prefill(runner, count, length)
-    seqs = runner.new_sequences(DECODES[-1])
-    prompts = random_prompts(len(seqs), CONTEXT, runner.vocab_size)
-    for first in range(0, len(seqs), 8):
-        some = slice(first, first + 8)
-        runner.extend(seqs[some], prompts[some])
+    seqs, prompts = _decoding(runner, DECODES[-1])
     for count in DECODES:
         chosen, tokens = seqs[:count], [prompt[:1] for prompt in prompts[:count]]
         rows = [Row(1, CONTEXT)] * count
         yield f"decode {count}", rows, partial(runner.extend, chosen, tokens)
+
+
+def _decoding(runner: Runner, count: int) -> tuple[list[Held], list[list[int]]]:
+    """Sequences that have CONTEXT tokens, and these."""
+    seqs = runner.new_sequences(count)
+    prompts = random_prompts(count, CONTEXT, runner.vocab_size)
+    for first in range(0, count, 8):
+        some = slice(first, first + 8)
+        runner.extend(seqs[some], prompts[some])
+    return seqs, prompts
 
 
 def random_prompts(count: int, length: int, vocab_size: int) -> list[list[int]]:

@@ -15,6 +15,7 @@ from torch_hybrid.graphs.passes.marks import keep_marks
 from torch_hybrid.graphs.passes.mutation import storages, written_nodes
 from torch_hybrid.graphs.passes.values import value_of
 from torch_hybrid.ops.capability import NO_FEATURES, Need
+from torch_hybrid.ops.linear.by_torch import ALIGNED
 from torch_hybrid.ops.linear.op import linear, native_impl
 from torch_hybrid.ops.stored_weights import group_of, has_zeros
 
@@ -126,6 +127,8 @@ def _rows_of(source: Node) -> Node:
 
 def _merge(graph: Graph, layers: Sequence[_Linear]) -> None:
     first_node = layers[0].node
+    # Results of odd widths come last: the others begin where torch's products write fastest.
+    layers = sorted(layers, key=lambda layer: value_of(layer.node).shape[-1] % ALIGNED != 0)
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
     options: dict[str, Any] = {"impl": layers[0].impl}
     if layers[0].scale is not None:

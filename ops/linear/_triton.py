@@ -19,7 +19,7 @@ from torch_hybrid.ops import block_scales
 from torch_hybrid.ops.linear._triton_fp8 import fp8_linear
 from torch_hybrid.ops.linear._triton_integers import integer_linear
 from torch_hybrid.ops.linear._triton_place import bias_of, place
-from torch_hybrid.ops.linear.by_torch import product_by_torch
+from torch_hybrid.ops.linear.by_torch import empty_columns, product_by_torch
 from torch_hybrid.ops.triton.products import dot
 
 # Measured, see README.md: past these, torch's product of one weight after the other is faster.
@@ -75,7 +75,7 @@ def linear(
         return (fp8_linear if is_fp8 else integer_linear)(x, weights, biases, scales)
     num_rows, depth = x.shape
     sizes = tuple(weight.shape[0] for weight in weights)
-    y = x.new_empty(num_rows, sum(sizes))
+    y = empty_columns(x, sizes)
     if not _is_ours(x, sizes):
         return product_by_torch(x, weights, biases, y)
     tile = Tile.of(num_rows, sum(sizes), depth)

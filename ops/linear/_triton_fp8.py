@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.block_scales import BLOCK
 from torch_hybrid.ops.linear._triton_place import bias_of, place
-from torch_hybrid.ops.linear.by_torch import product_by_torch
+from torch_hybrid.ops.linear.by_torch import empty_columns, product_by_torch
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.fp8 import fp8_dot, readable, rounded_row, rounded_rows, widen
 from torch_hybrid.ops.triton.products import dot
@@ -88,7 +88,7 @@ def fp8_linear(
     """What ``linear`` returns of weights that have scales."""
     num_rows, depth = x.shape
     sizes = tuple(weight.shape[0] for weight in weights)
-    y = x.new_empty(num_rows, sum(sizes))
+    y = empty_columns(x, sizes)
     if not _is_ours(x, sizes):
         widened = _in_memory(weights, scales, x.dtype)
         return product_by_torch(x, widened, biases, y)

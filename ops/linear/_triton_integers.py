@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.integers import INT4, group_of, has_zeros
 from torch_hybrid.ops.linear._triton_place import bias_of, place
-from torch_hybrid.ops.linear.by_torch import product_by_torch
+from torch_hybrid.ops.linear.by_torch import empty_columns, product_by_torch
 from torch_hybrid.ops.triton.integers import (
     chunk_of,
     few_products,
@@ -73,7 +73,7 @@ def integer_linear(
     """What ``linear`` returns of weights that are integers."""
     num_rows, depth = x.shape
     sizes = tuple(weight.shape[0] for weight in weights)
-    y = x.new_empty(num_rows, sum(sizes))
+    y = empty_columns(x, sizes)
     pairs = list(zip(weights, scales, strict=True))
     kinds = {(group_of(*pair), has_zeros(*pair)) for pair in pairs}
     if not _is_ours(x, sizes) or len(kinds) > 1:

@@ -7,6 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# Torch's products on a GPU are slower into rows and columns that begin elsewhere than at multiples
+# of so many numbers.
+ALIGNED = 16
+
+
+def empty_columns(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """[M, sum of sizes] to be filled with the results of several weights; its rows are aligned."""
+    num_columns = sum(sizes)
+    apart = num_columns if len(sizes) == 1 else -(-num_columns // ALIGNED) * ALIGNED
+    return x.new_empty(x.shape[0], apart)[:, :num_columns]
+
 
 def product_by_torch(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], y: Tensor

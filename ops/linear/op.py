@@ -16,6 +16,7 @@ from torch_hybrid.ops.capability import (
     Implementation,
     Need,
 )
+from torch_hybrid.ops.linear.by_torch import empty_columns
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
 from torch_hybrid.ops.triton.devices import (
@@ -121,7 +122,8 @@ def linear(
         impl: a name in IMPLEMENTATIONS.
 
     Returns:
-        [M, sum of N_i] in x's dtype. A row depends on its own row of x alone.
+        [M, sum of N_i] in x's dtype, whose rows may lie apart. A row depends on its own row of x
+        alone.
 
     Raises:
         ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown.
@@ -183,7 +185,8 @@ def _fake(
     scales: Sequence[Tensor] | None = None,
     impl: str,
 ) -> Tensor:
-    return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
+    sizes = [weight.shape[0] for weight in weights]
+    return empty_columns(x, sizes) if impl == "triton" else x.new_empty(x.shape[0], sum(sizes))
 
 
 _LINEAR = define_op(

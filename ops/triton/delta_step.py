@@ -1,162 +1,581 @@
 # mypy: disable-error-code="untyped-decorator"
-"""What the Triton kernels of delta rules' steps share, those that verify drafts too: how they are
-launched, and how a program holds the state of a head.
+"""The Triton form of delta rules' steps, of those that verify drafts too: inputs are prepared,
+states walked block by block, and what was read from them is normed.
 
-It comes in pieces of a few columns, so that a thread has few rows of each and adds up most of K by
-itself: with P pieces, element e of what is read along K (q, k) is of piece ``e % P``.
+Three launches, each of which begins while the one before it ends, where a GPU can; see
+``../gated_delta_step/README.md``. A decode step is one that verifies no drafts: the kernels are the
+same, so that a state has the same bits whichever advanced it. Nothing is fused but what is written
+as ``fma``: a compiler chooses by what stands beside.
 
-A state is to have the same bits whichever kernel advanced it. So all go through the same functions,
-and nothing is fused but what is written as ``fma``: a compiler chooses by what stands beside.
+A token's inputs are a row [q | k | v | b | a], in records and, prepared, in what is handed from the
+first launch to the second: q and k convolved and normed, v convolved, the step size, the decay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
-from types import MappingProxyType
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_hybrid.ops.delta_step import StepTensors
+from torch_hybrid.ops.triton.conv_step import convolve, last_inputs, leave_inputs, taps
+from torch_hybrid.ops.triton.decays import exp, softplus
+from torch_hybrid.ops.triton.devices import launches_early
 
-# Columns of a piece, which stand side by side in a warp.
-PIECE_COLUMNS = 32
-# State elements that one warp keeps in registers: 128 a thread.
-_STATE_TILE = 4096
+# Columns of a piece of a state, which stand side by side in a warp: eight threads hold a row.
+_PIECE = 32
+# State elements that one warp keeps in registers, 64 a thread: what they meet along K is read once
+# for all of them. So many warps of a program read it from L1.
+_STATE_TILE = 2048
+_STATE_WARPS = 4
+# Heads that a program norms, a warp each.
+_NORMED_HEADS = 4
 
 
-def launch_step(
-    kernel: Any,
-    *tensors: Tensor | None,
-    numbers: tuple[float | None, ...],
-    activation: str,
-    constants: Mapping[str, int] = MappingProxyType({}),
-) -> Tensor:
-    """Launch a program for each key head of a sequence.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What one delta rule makes of its inputs.
 
-    Args:
-        kernel: takes the tensors of the op in their order, the output, ``numbers``, the counts of
-            tokens and of sequences, strides from token to token, and the constants named below.
-        tensors, activation: as of the op.
-        numbers: options of the op that the kernel reads.
-        constants: others that it is compiled for.
+    Attributes:
+        norm: a jit function of rows [heads, V] that were read, the norm's weight [V], gates, its
+            eps, V and the op's dtype: the op's outputs, in float32.
+        norm_eps, scale: as of the op.
+        beta_scale: of step sizes.
+        lower_bound: of log decays, or None.
+        by_channel: each channel of K decays on its own.
     """
-    x = StepTensors(*tensors[: len(fields(StepTensors))])  # type: ignore[arg-type]
+
+    norm: Any
+    norm_eps: float
+    scale: float
+    beta_scale: float = 1.0
+    lower_bound: float | None = None
+    by_channel: bool = False
+
+
+def launch_step(*tensors: Tensor | None, activation: str, rule: Rule) -> Tensor:
+    """Run a step on the tensors of its op; those that verify drafts end with records and counts."""
+    num_tensors = len(fields(StepTensors))
+    x = StepTensors(*tensors[:num_tensors])  # type: ignore[arg-type]
+    records, accepted = tensors[num_tensors:] or (None, None)
+    num_drafts = 0 if records is None else records.shape[1]
+    num_seqs, num_tokens = x.state_indices.shape[0], x.qkv.shape[0]
     _, num_v_heads, head_dim_v, head_dim_k = x.state.shape
-    num_k_heads = x.widths[0] // head_dim_k
-    num_seqs = x.state_indices.shape[0]
-    if num_seqs == 0:
-        return torch.zeros_like(x.z, memory_format=torch.contiguous_format)
     out = torch.empty_like(x.z, memory_format=torch.contiguous_format)
-    block_k = max(PIECE_COLUMNS, triton.next_power_of_2(head_dim_k))
+    if num_seqs == 0:
+        return out.zero_()
+    num_k_heads = x.widths[0] // head_dim_k
+    sizes = {"H": num_k_heads, "HV": num_v_heads, "K": head_dim_k, "V": head_dim_v}
+    sizes |= {"DRAFTS": num_drafts, "BY_CHANNEL": rule.by_channel}
+    index = (x.cu_seqlens, x.initial_indices, x.state_indices, accepted)
+    early = launches_early(x.qkv.device)
+    block = triton.next_power_of_2(max(head_dim_k, head_dim_v))
     block_v = triton.next_power_of_2(head_dim_v)
-    kernel[(num_seqs * num_k_heads,)](
-        *tensors,
-        out,
-        *numbers,
-        x.qkv.shape[0],
-        num_seqs,
+
+    width = x.qkv.shape[1] + x.b.shape[1] + x.a.shape[1]
+    prepared = x.state.new_empty(num_seqs, 1 + 2 * num_drafts, width)
+    num_blocks = 2 * num_k_heads + num_v_heads + 1 + triton.cdiv(x.a.shape[1], block)
+    _prepare_kernel[(num_blocks * num_seqs,)](
+        x.qkv,
+        x.b,
+        x.a,
+        x.conv_weight,
+        x.conv_bias,
+        x.A_log,
+        x.dt_bias,
+        x.conv_state,
+        *index,
+        records,
+        prepared,
+        rule.scale,
+        rule.beta_scale,
+        rule.lower_bound,
         x.qkv.stride(0),
-        x.z.stride(0),
         x.b.stride(0),
         x.a.stride(0),
-        H=num_k_heads,
-        HV=num_v_heads,
-        K=head_dim_k,
-        V=head_dim_v,
+        **sizes,
         W=x.conv_weight.shape[1],
-        BLOCK_K=block_k,
-        BLOCK_V=block_v,
-        HALVINGS=(block_k // PIECE_COLUMNS).bit_length() - 1,
+        BLOCK=block,
+        BLOCK_HEADS=triton.next_power_of_2(num_v_heads),
         SILU=activation == "silu",
-        **constants,
-        num_warps=max(1, block_k * block_v // _STATE_TILE),
+        EARLY=early,
+        num_warps=1,
         enable_fp_fusion=False,
+    )
+    num_pieces = triton.cdiv(head_dim_k, _PIECE)
+    rows_of_warp = _STATE_TILE // (_PIECE * triton.next_power_of_2(num_pieces))
+    num_rows = min(block_v, _STATE_WARPS * rows_of_warp)
+    num_blocks = triton.cdiv(head_dim_v, num_rows)
+    _walk_kernel[(num_blocks * num_v_heads * num_seqs,)](
+        prepared,
+        x.state,
+        *index,
+        out,
+        **sizes,
+        PIECES=num_pieces,
+        LANES=_PIECE,
+        ROWS=num_rows,
+        EARLY=early,
+        num_warps=max(1, num_rows // rows_of_warp),
+        enable_fp_fusion=False,
+        launch_pdl=early,
+    )
+    num_heads = num_tokens * num_v_heads
+    _norm_kernel[(triton.cdiv(num_heads, _NORMED_HEADS),)](
+        out,
+        x.z,
+        x.norm_weight,
+        x.cu_seqlens,
+        rule.norm_eps,
+        num_tokens,
+        num_seqs,
+        x.z.stride(0),
+        HV=num_v_heads,
+        V=head_dim_v,
+        BLOCK_V=block_v,
+        HEADS=_NORMED_HEADS,
+        NORM=rule.norm,
+        EARLY=early,
+        num_warps=_NORMED_HEADS,
+        enable_fp_fusion=False,
+        launch_pdl=early,
     )
     return out
 
 
-def launch_verify(
-    kernel: Any,
-    *tensors: Tensor | None,
-    numbers: tuple[float | None, ...],
-    activation: str,
-    constants: Mapping[str, int] = MappingProxyType({}),
-) -> Tensor:
-    """As ``launch_step``, for a kernel that takes records and their counts after the step's
-    tensors, and is told how many records a slot has."""
-    *_, records, _accepted = tensors
-    assert records is not None
-    constants = {**constants, "DRAFTS": records.shape[1]}
-    return launch_step(
-        kernel, *tensors, numbers=numbers, activation=activation, constants=constants
-    )
-
-
 @triton.jit
-def load_state(
-    p_state: tl.tensor,
-    mask_v: tl.tensor,
-    K: tl.constexpr,
-    LANES: tl.constexpr,
-    HALVINGS: tl.constexpr,
-) -> tl.tuple:
-    """The pieces of a head's state, the first from ``p_state`` on; zeros where masked."""
-    lane = tl.arange(0, LANES)
-    pieces = ()
-    for piece in tl.static_range(1 << HALVINGS):
-        mask = mask_v[:, None] & (piece * LANES + lane < K)[None, :]
-        b_s = tl.load(p_state + piece * LANES, mask=mask, other=0.0)
-        pieces = pieces + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
-    return pieces
-
-
-@triton.jit
-def leave_state(
-    p_state: tl.tensor,
-    pieces: tl.tuple,
-    mask_v: tl.tensor,
-    K: tl.constexpr,
-    LANES: tl.constexpr,
-    HALVINGS: tl.constexpr,
-) -> None:
-    """Store the pieces of a head's state."""
-    lane = tl.arange(0, LANES)
-    for piece in tl.static_range(1 << HALVINGS):
-        mask = mask_v[:, None] & (piece * LANES + lane < K)[None, :]
-        tl.store(p_state + piece * LANES, pieces[piece], mask=mask)
-
-
-@triton.jit
-def read_state(pieces: tl.tuple, parts: tl.tuple, HALVINGS: tl.constexpr) -> tl.tensor:
-    """``S x`` of a head's state and a vector, both in pieces."""
-    read = tl.zeros_like(pieces[0])
-    for piece in tl.static_range(1 << HALVINGS):
-        read = tl.fma(pieces[piece], parts[piece][None, :], read)
-    return tl.sum(read, 1)
-
-
-@triton.jit
-def unit(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+def _unit(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """x / |x|, scaled."""
     return x * (tl.rsqrt(tl.sum(x * x, 0) + 1e-6) * scale)
 
 
 @triton.jit
-def cut_in_pieces(x: tl.tensor, HALVINGS: tl.constexpr) -> tl.tuple:
-    """P = 2^HALVINGS vectors of every P-th element of x, the first one from element 0 on."""
-    pieces = (x,)
-    for level in tl.static_range(HALVINGS):
-        even = ()
-        odd = ()
-        for i in tl.static_range(1 << level):
-            b_x = pieces[i]
-            b_even, b_odd = tl.split(tl.reshape(b_x, [b_x.shape[0] // 2, 2]))
-            even = even + (b_even,)  # type: ignore[assignment]  # noqa: RUF005
-            odd = odd + (b_odd,)  # type: ignore[assignment]  # noqa: RUF005
-        pieces = even + odd  # type: ignore[assignment]
+def _decay(x: tl.tensor, A_log: tl.tensor, lower_bound: tl.tensor | None) -> tl.tensor:
+    """Decays, of what stands before their activation."""
+    rate = exp(A_log)
+    g = -rate * softplus(x) if lower_bound is None else lower_bound / (1.0 + exp(-rate * x))
+    return exp(g)
+
+
+@triton.jit
+def _row(
+    i: tl.tensor,
+    num_replayed: tl.tensor,
+    p_replayed: tl.tensor,
+    p_new: tl.tensor,
+    stride: tl.tensor,
+    R: tl.constexpr,
+) -> tl.tensor:
+    """Where the i-th token of a sequence lies: records come first."""
+    return tl.where(i < num_replayed, p_replayed + i * R, p_new + (i - num_replayed) * stride)
+
+
+@triton.jit
+def _prepare_channels(
+    p_new: tl.tensor,
+    stride: tl.tensor,
+    p_replayed: tl.tensor,
+    p_drafts: tl.tensor,
+    p_old: tl.tensor,
+    p_left: tl.tensor,
+    p_prepared: tl.tensor,
+    tap: tl.tuple,
+    is_key: tl.tensor,
+    scale: tl.tensor,
+    num_replayed: tl.tensor,
+    num_new: tl.tensor,
+    num_tokens: tl.tensor,
+    known: tl.tensor,
+    kept: tl.tensor,
+    mask: tl.tensor,
+    C: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+) -> None:
+    """Convolve channels of a sequence's tokens, one after the other, and norm those of q and k.
+
+    The last certain inputs are left for the next step, and inputs of drafts as records. Each row is
+    asked for while the one before it is convolved.
+    """
+    past = last_inputs(p_old, mask & known, C, W)
+    b_x = tl.load(_row(0, num_replayed, p_replayed, p_new, stride, R), mask=mask, other=0.0)
+    for i in range(num_tokens):
+        p_next = _row(i + 1, num_replayed, p_replayed, p_new, stride, R)
+        b_next = tl.load(p_next, mask=mask & (i + 1 < num_tokens), other=0.0)
+        b_y = convolve(past, b_x, tap, W, SILU)
+        if is_key:
+            b_y = _unit(b_y, scale)
+        tl.store(p_prepared + i * R, b_y, mask=mask)
+        past = past[1:] + (b_x,)  # noqa: RUF005
+        draft = i - num_replayed - 1
+        if i == num_replayed + tl.minimum(num_new, 1) - 1:
+            tl.debug_barrier()  # all threads of this program have read what is left anew
+            leave_inputs(p_left, past, mask & kept, C, W)
+        tl.store(p_drafts + draft * R, b_x, mask=mask & kept & (draft >= 0))
+        b_x = b_next
+
+
+@triton.jit
+def _prepare_gates(
+    p_new: tl.tensor,
+    stride: tl.tensor,
+    p_replayed: tl.tensor,
+    p_drafts: tl.tensor,
+    p_prepared: tl.tensor,
+    b_bias: tl.tensor,
+    A_log: tl.tensor | None,
+    limit: tl.tensor | None,
+    num_replayed: tl.tensor,
+    num_new: tl.tensor,
+    num_tokens: tl.tensor,
+    kept: tl.tensor,
+    mask: tl.tensor,
+    R: tl.constexpr,
+) -> None:
+    """Decays of a sequence's tokens, or step sizes where there is no ``A_log``; and records.
+
+    ``limit`` is the lower bound of log decays, or the scale of step sizes.
+    """
+    b_x = tl.load(_row(0, num_replayed, p_replayed, p_new, stride, R), mask=mask, other=0.0)
+    for i in range(num_tokens):
+        p_next = _row(i + 1, num_replayed, p_replayed, p_new, stride, R)
+        b_next = tl.load(p_next, mask=mask & (i + 1 < num_tokens), other=0.0)
+        if A_log is None:
+            b_y = limit / (1.0 + tl.exp(-b_x.to(tl.float32)))
+        else:
+            b_y = _decay(b_x.to(tl.float32) + b_bias, A_log, limit)
+        tl.store(p_prepared + i * R, b_y, mask=mask)
+        draft = i - num_replayed - 1
+        if draft == 0:
+            tl.debug_barrier()  # all threads of this program have read what is left anew
+        tl.store(p_drafts + draft * R, b_x, mask=mask & kept & (draft >= 0))
+        b_x = b_next
+
+
+@triton.jit
+def _prepare_kernel(
+    qkv: tl.tensor,
+    b: tl.tensor,
+    a: tl.tensor,
+    conv_weight: tl.tensor,
+    conv_bias: tl.tensor | None,
+    A_log: tl.tensor,
+    dt_bias: tl.tensor,
+    conv_state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    accepted: tl.tensor | None,
+    records: tl.tensor | None,
+    prepared: tl.tensor,
+    scale: tl.tensor,
+    beta_scale: tl.tensor,
+    lower_bound: tl.tensor | None,
+    stride_x: tl.tensor,
+    stride_b: tl.tensor,
+    stride_a: tl.tensor,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    SILU: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One program: a head of q, k or v, step sizes, or some decays, of all tokens of a sequence.
+
+    It alone reads and writes its columns of the convolution's state and of records, which therefore
+    may move in place.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    C: tl.constexpr = 2 * H * K + HV * V
+    DECAYS: tl.constexpr = HV * K if BY_CHANNEL else HV
+    R: tl.constexpr = C + HV + DECAYS
+    OF_HEADS: tl.constexpr = 2 * H + HV
+    BLOCKS: tl.constexpr = OF_HEADS + 1 + (DECAYS + BLOCK - 1) // BLOCK
+    seq = tl.program_id(0) // BLOCKS
+    block = tl.program_id(0) % BLOCKS
+    begin = tl.load(cu_seqlens + seq)
+    num_new = tl.load(cu_seqlens + seq + 1) - begin
+    initial = tl.load(initial_indices + seq).to(tl.int64)
+    slot = tl.load(state_indices + seq).to(tl.int64)
+    token = begin.to(tl.int64)
+    known = initial != 0
+    kept = slot != 0
+    p_x = qkv + token * stride_x
+    p_b = b + token * stride_b
+    p_a = a + token * stride_a
+    p_old = conv_state + initial * (W - 1) * C
+    p_left = conv_state + slot * (W - 1) * C
+    p_prepared = prepared + seq.to(tl.int64) * (1 + 2 * DRAFTS) * R
+    if DRAFTS > 0:
+        num_replayed = tl.load(accepted + seq)
+        p_replayed = records + initial * DRAFTS * R
+        p_drafts = records + slot * DRAFTS * R
+    else:  # nothing is read or written there
+        num_replayed = tl.zeros_like(begin)
+        p_replayed = p_x
+        p_drafts = p_x
+    if num_new + num_replayed > 0:
+        num_tokens = num_new + num_replayed if DRAFTS > 0 else 1
+        if block < OF_HEADS:
+            is_key = block < 2 * H
+            first = tl.where(is_key, block * K, 2 * H * K + (block - 2 * H) * V)
+            index = tl.arange(0, BLOCK)
+            channel = first + index
+            mask = index < tl.where(is_key, K, V)
+            _prepare_channels(
+                p_x + channel,
+                stride_x,
+                p_replayed + channel,
+                p_drafts + channel,
+                p_old + channel,
+                p_left + channel,
+                p_prepared + channel,
+                taps(conv_weight, conv_bias, channel, mask, W),
+                is_key,
+                tl.where(block < H, scale, 1.0),
+                num_replayed,
+                num_new,
+                num_tokens,
+                known,
+                kept,
+                mask,
+                C,
+                R,
+                W,
+                SILU,
+            )
+        elif block == OF_HEADS:
+            head = tl.arange(0, BLOCK_HEADS)
+            mask_b = head < HV
+            _prepare_gates(
+                p_b + head,
+                stride_b,
+                p_replayed + C + head,
+                p_drafts + C + head,
+                p_prepared + C + head,
+                0.0,
+                None,
+                beta_scale,
+                num_replayed,
+                num_new,
+                num_tokens,
+                kept,
+                mask_b,
+                R,
+            )
+        else:
+            index_a = (block - OF_HEADS - 1) * BLOCK + tl.arange(0, BLOCK)
+            mask_a = index_a < DECAYS
+            column = C + HV + index_a
+            _prepare_gates(
+                p_a + index_a,
+                stride_a,
+                p_replayed + column,
+                p_drafts + column,
+                p_prepared + column,
+                tl.load(dt_bias + index_a, mask=mask_a, other=0.0).to(tl.float32),
+                tl.load(A_log + index_a // (DECAYS // HV), mask=mask_a, other=0.0).to(tl.float32),
+                lower_bound,
+                num_replayed,
+                num_new,
+                num_tokens,
+                kept,
+                mask_a,
+                R,
+            )
+
+
+@triton.jit
+def _pieces_of_row(
+    p_row: tl.tensor, K: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr
+) -> tl.tuple:
+    """What lies along K, from ``p_row`` on, in the pieces that a state comes in."""
+    lane = tl.arange(0, LANES)
+    pieces = ()
+    for piece in tl.static_range(PIECES):
+        index = piece * LANES + lane
+        b_x = tl.load(p_row + index, mask=index < K, other=0.0)[None, :]
+        pieces = pieces + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
     return pieces
+
+
+@triton.jit
+def _inputs(
+    p_row: tl.tensor,
+    head: tl.tensor,
+    index_v: tl.tensor,
+    mask: tl.tensor,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    LANES: tl.constexpr,
+    PIECES: tl.constexpr,
+) -> tl.tuple:
+    """k, rows of v, the step size and the decays of a head at one token, as they were prepared."""
+    C: tl.constexpr = 2 * H * K + HV * V
+    parts_k = _pieces_of_row(p_row + (H + head // (HV // H)) * K, K, LANES, PIECES)
+    b_v = tl.load(p_row + 2 * H * K + head * V + index_v, mask=mask, other=0.0)
+    beta = tl.load(p_row + C + head)
+    if BY_CHANNEL:
+        decays = _pieces_of_row(p_row + C + HV + head * K, K, LANES, PIECES)
+    else:
+        decays = (tl.load(p_row + C + HV + head),)
+    return parts_k, b_v, beta, decays
+
+
+@triton.jit
+def _read(states: tl.tuple, parts: tl.tuple, PIECES: tl.constexpr) -> tl.tensor:
+    """``S x`` of rows of a head's state and a vector, both in pieces."""
+    read = tl.zeros_like(states[0])
+    for piece in tl.static_range(PIECES):
+        read = tl.fma(states[piece], tl.broadcast_to(parts[piece], read.shape), read)
+    return tl.sum(read, 1)
+
+
+@triton.jit
+def _advance(
+    states: tl.tuple,
+    parts_k: tl.tuple,
+    b_v: tl.tensor,
+    beta: tl.tensor,
+    decays: tl.tuple,
+    PIECES: tl.constexpr,
+) -> tl.tuple:
+    """Rows of a head's state after one token."""
+    decayed = ()
+    for piece in tl.static_range(PIECES):
+        b_s = states[piece] * decays[piece % len(decays)]
+        decayed = decayed + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
+    b_u = beta * (b_v - _read(decayed, parts_k, PIECES))
+    advanced = ()
+    for piece in tl.static_range(PIECES):
+        b_s = tl.fma(b_u[:, None], parts_k[piece], decayed[piece])
+        advanced = advanced + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
+    return advanced
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _walk_kernel(
+    prepared: tl.tensor,
+    state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    accepted: tl.tensor | None,
+    out: tl.tensor,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    PIECES: tl.constexpr,
+    LANES: tl.constexpr,
+    ROWS: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One program: ROWS rows of the state of one head of one sequence, which go through the
+    accepted records and the new tokens in registers, and are stored after the first of these.
+
+    They are asked for before inputs are prepared. Every program waits for these, also one without
+    a token: what comes after this launch then comes after that one too.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    R: tl.constexpr = 2 * H * K + HV * V + HV + (HV * K if BY_CHANNEL else HV)
+    BLOCKS: tl.constexpr = (V + ROWS - 1) // ROWS
+    pid = tl.program_id(0)
+    seq = pid // (BLOCKS * HV)
+    head = pid // BLOCKS % HV
+    index_v = pid % BLOCKS * ROWS + tl.arange(0, ROWS)
+    mask = index_v < V
+    lane = tl.arange(0, LANES)
+    begin = tl.load(cu_seqlens + seq)
+    num_new = tl.load(cu_seqlens + seq + 1) - begin
+    num_replayed = tl.load(accepted + seq) if DRAFTS > 0 else tl.zeros_like(begin)
+    if num_new + num_replayed > 0:
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        slot = tl.load(state_indices + seq).to(tl.int64)
+        # Of constants and the thread alone, so that all its rows lie at constant distances.
+        tile = index_v[:, None] * K + lane[None, :]
+        p_state = state + (initial * HV + head) * V * K + tile
+        p_left = state + (slot * HV + head) * V * K + tile
+        states = ()
+        for piece in tl.static_range(PIECES):
+            inside = mask[:, None] & (piece * LANES + lane < K)[None, :]
+            b_s = tl.load(p_state + piece * LANES, mask=inside & (initial != 0), other=0.0)
+            states = states + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
+        p_prepared = prepared + seq.to(tl.int64) * (1 + 2 * DRAFTS) * R
+        p_out = out + (begin.to(tl.int64) * HV + head) * V + index_v
+        last_certain = num_replayed + tl.minimum(num_new, 1) - 1
+        num_tokens = num_new + num_replayed if DRAFTS > 0 else 1
+
+        if EARLY:
+            gdc_wait()
+        for i in range(num_tokens):
+            p_row = p_prepared + i * R
+            parts_k, b_v, beta, decays = _inputs(
+                p_row, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES
+            )
+            states = _advance(states, parts_k, b_v, beta, decays, PIECES)
+            if i == last_certain:
+                for piece in tl.static_range(PIECES):
+                    inside = mask[:, None] & (piece * LANES + lane < K)[None, :]
+                    tl.store(p_left + piece * LANES, states[piece], mask=inside & (slot != 0))
+            if i >= num_replayed:
+                p_q = p_row + head // (HV // H) * K
+                b_o = _read(states, _pieces_of_row(p_q, K, LANES, PIECES), PIECES)
+                p_o = p_out + (i - num_replayed) * HV * V
+                tl.store(p_o, b_o.to(out.dtype.element_ty), mask=mask)
+
+    if EARLY:
+        gdc_wait()
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+def _norm_kernel(
+    out: tl.tensor,
+    z: tl.tensor,
+    weight: tl.tensor,
+    cu_seqlens: tl.tensor,
+    eps: tl.tensor,
+    num_tokens: tl.tensor,
+    num_seqs: tl.tensor,
+    stride_z: tl.tensor,
+    HV: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    HEADS: tl.constexpr,
+    NORM: tl.constexpr,
+    EARLY: tl.constexpr,
+) -> None:
+    """One program: the norm and the gate of HEADS heads of tokens, in place; 0 for padding."""
+    row = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)
+    index = tl.arange(0, BLOCK_V)
+    token = row // HV
+    inside = (token < num_tokens)[:, None] & (index < V)[None, :]
+    mask = inside & (token < tl.load(cu_seqlens + num_seqs))[:, None]
+    p_z = z + (token * stride_z + row % HV * V)[:, None] + index[None, :]
+    b_z = tl.load(p_z, mask=mask, other=0.0).to(tl.float32)
+    b_w = tl.load(weight + index, mask=index < V, other=0.0)
+    if EARLY:
+        gdc_wait()
+    p_out = out + (row * V)[:, None] + index[None, :]
+    b_o = tl.load(p_out, mask=mask, other=0.0).to(tl.float32)
+    b_o = NORM(b_o, b_w, b_z, eps, V, out.dtype.element_ty)
+    tl.store(p_out, b_o.to(out.dtype.element_ty), mask=inside)

@@ -30,6 +30,7 @@ from benchmarks.gpu import (
     state_spaces,
     steps,
     token_ops,
+    verify_ops,
 )
 from benchmarks.gpu.case import Absent, Case, Inputs, Turns
 from benchmarks.gpu.clock import Call, Rates, Time
@@ -186,6 +187,21 @@ TINY = {
     "lightning step": lightning_steps._case("tiny", TINY_MIXER, 3),
     "lightning": state_spaces._case("lightning", "tiny", (2, 2, 16, 16), 2, 5),
 }
+TINY |= {
+    f"{mixer.op} drafts step": verify_ops._case(
+        dataclasses.replace(mixer, case=partial(mixer.case, **sizes)), 3, 4, 2
+    )
+    for mixer, sizes in zip(
+        verify_ops.MIXERS,
+        (
+            {"num_k_heads": 1, "num_v_heads": 2, "k_dim": 16, "v_dim": 16},
+            {"num_k_heads": 2, "num_v_heads": 2, "k_dim": 16, "v_dim": 16},
+            {"num_groups": 1, "num_heads": 2, "k_dim": 16, "v_dim": 16, "norm_groups": 1},
+            {"num_heads": 2, "dim": 16, "rotary_dim": 8, "norm_groups": 2},
+        ),
+        strict=True,
+    )
+}
 SMALL_MODEL = dataclasses.replace(sparse.QWEN4_EXP, top_k=4, num_q_heads=4, head_dim=16)
 SMALL_LATENTS = dataclasses.replace(sparse.GLM_5_3, top_k=2, num_q_heads=4, head_dim=16)
 OTHER_INPUTS = {
@@ -307,6 +323,21 @@ def test_steps_are_those_that_their_floors_are_of(monkeypatch: pytest.MonkeyPatc
         assert len(logits.unique(dim=0)) == num_rows  # alike, they would hit the same experts
 
 
+def test_steps_that_verify_drafts_replay_what_was_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "VERIFIES", (2,))
+    monkeypatch.setattr(steps, "CONTEXT", 8)
+    model = steps.make_model("cpu", **TINY_MODEL)
+    sizes = {"max_seqs": 2, "max_tokens": 32, "kv_tokens": 256, "max_drafts": steps.NUM_DRAFTS}
+    runner = Runner(model, **sizes, compile=False)
+    for (name, rows, run), num_rows in zip(steps._verify_runs(runner), (2, 8, 8), strict=True):
+        for _ in range(2):
+            logits = run()
+            assert logits.shape == (num_rows, 300), name
+            assert logits.isfinite().all(), name
+        assert sum(row.num_new for row in rows) == num_rows
+    assert runner.free_slots == 2
+
+
 def test_an_engine_takes_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"MAX_TOKENS": 16, "CONTEXT": 8, "ROOM": 44}.items():
         monkeypatch.setattr(steps, name, value)
@@ -325,6 +356,7 @@ def test_kernels_have_a_group() -> None:
     kernels = {
         "_gate_up_kernel": "experts",
         "_scan_kernel": "recurrence",
+        "_walk_kernel": "recurrence",
         "_step_kernel": "recurrence",
         "_linear_kernel": "products",
         "triton_red_fused__softmax_sort_0": "generated",
@@ -335,7 +367,7 @@ def test_kernels_have_a_group() -> None:
     }
     assert {name: steps.group_of(name) for name in kernels} == kernels
     times = dict.fromkeys(kernels, (2.0, 3))
-    assert steps.in_groups(times | {"_chunk_kernel": (5.0, 1)})["recurrence"] == (9.0, 7)
+    assert steps.in_groups(times | {"_chunk_kernel": (5.0, 1)})["recurrence"] == (11.0, 10)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -13,9 +13,10 @@ from tests.ops.triton_compile import Launch, launches_on
 
 
 def record_launches(
-    family: Family, target: str, case: Case, dtype: torch.dtype
+    family: Family, target: str, case: Case, dtype: torch.dtype, *, verify: bool
 ) -> dict[str, Launch]:
-    """What the launchers launch for inputs of a case, on tensors without memory."""
+    """What the launcher launches for inputs of a case, on tensors without memory, of a decode step
+    or of one that verifies drafts."""
     name = family.op.__name__
     launcher = importlib.import_module(f"torch_hybrid.ops.{name}._triton")
     inputs = family.make_inputs(case, dtype)
@@ -25,10 +26,11 @@ def record_launches(
         if x is not None
     }
     args = replace(inputs, **laid_out_alike).args()
-    width = sum(laid_out_alike[each].shape[1] for each in ("qkv", "b", "a"))
-    records = laid_out_alike["qkv"].new_empty(len(inputs.state), 3, width)
-    verify = getattr(launcher, name.replace("_step", "_verify"))
+    drafts: tuple[torch.Tensor, ...] = ()
+    if verify:
+        width = sum(laid_out_alike[each].shape[1] for each in ("qkv", "b", "a"))
+        records = laid_out_alike["qkv"].new_empty(len(inputs.state), 3, width)
+        drafts = (records, laid_out_alike["state_indices"])
     with launches_on(target) as launches:
-        getattr(launcher, name)(*args, **inputs.options())
-        verify(*args, records, laid_out_alike["state_indices"], **inputs.options())
+        getattr(launcher, name)(*args, *drafts, **inputs.options())
     return launches

@@ -21,6 +21,7 @@ from torch_hybrid.graphs.passes import (
 )
 from torch_hybrid.graphs.passes.marks import in_half
 from torch_hybrid.graphs.passes.merge_linears import merge_linears
+from torch_hybrid.ops.linear.by_torch import ALIGNED
 from torch_hybrid.ops.native import compiler_missing
 
 MERGE = Pass("merge_linears", merge_linears)
@@ -108,6 +109,18 @@ def test_reshapes_of_one_input_are_one_input():
     weights = torch.randn(5, 8), torch.randn(4, 8), torch.randn(4, 4)
     graph = assert_unchanged_values(fn, torch.randn(2, 3, 8), *weights)
     assert graph.count("= linear(") == 3
+
+
+def test_results_of_odd_widths_come_last():
+    """A gate of one column would have all after it begin where products write slowly."""
+
+    def fn(x: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return F.linear(x, a) + F.linear(x, b).sum(1, keepdim=True) + F.linear(x, c)
+
+    weights = torch.randn(1, 8), torch.randn(ALIGNED, 8), torch.randn(2 * ALIGNED, 8)
+    graph = assert_unchanged_values(fn, torch.randn(3, 8), *weights)
+    assert "linear_3 = linear(x, [l_b_, l_c_, l_a_], [None, None, None])" in graph
+    assert f"= narrow(linear_3, 1, {3 * ALIGNED}, 1)" in graph
 
 
 @pytest.mark.parametrize("shape", [(5, 8), (1, 5, 8), (2, 3, 4, 8), (1, 8)])

@@ -53,20 +53,21 @@ QWEN3_NEXT = DECODE(num_k_heads=16, num_v_heads=32)
 QWEN3_5 = DECODE(num_k_heads=16, num_v_heads=48)
 OLMO_HYBRID = DECODE(num_k_heads=30, num_v_heads=30, k_dim=96, v_dim=192)
 SHAPES = {
-    "Qwen3-Next decode 64": (QWEN3_NEXT, torch.bfloat16),
-    "Qwen3-Next decode 64 float32": (QWEN3_NEXT, torch.float32),
-    "Qwen3.5 decode 64": (QWEN3_5, torch.bfloat16),
-    "OLMo-hybrid decode 64": (OLMO_HYBRID, torch.bfloat16),
+    "Qwen3-Next": (QWEN3_NEXT, torch.bfloat16),
+    "Qwen3-Next float32": (QWEN3_NEXT, torch.float32),
+    "Qwen3.5": (QWEN3_5, torch.bfloat16),
+    "OLMo-hybrid": (OLMO_HYBRID, torch.bfloat16),
 }
 
 
 @needs_cross_compiler
 def test_compiles_without_spills() -> None:
     rows = [
-        resources_of(launch, target, label)
+        resources_of(launch, target, f"{label} {'verify' if verify else 'decode'} 64")
         for label, (shape, dtype) in SHAPES.items()
         for target in SHARED_LIMITS
-        for launch in record_launches(FAMILY, target, shape, dtype).values()
+        for verify in (False, True)
+        for launch in record_launches(FAMILY, target, shape, dtype, verify=verify).values()
     ]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
 
@@ -74,8 +75,13 @@ def test_compiles_without_spills() -> None:
 @needs_cross_compiler
 def test_both_steps_sum_in_one_order() -> None:
     """As they must, to leave the same bits; nothing is fused but what both write so."""
-    launches = record_launches(FAMILY, "sm_90", QWEN3_NEXT, torch.bfloat16)
-    step, verify = (launches[name] for name in ("_step_kernel", "_verify_kernel"))
-    assert orders_of_sums(step, "sm_90") == orders_of_sums(verify, "sm_90") != []
-    assert not step.kwargs["enable_fp_fusion"]
-    assert not verify.kwargs["enable_fp_fusion"]
+    step, verify = (
+        record_launches(FAMILY, "sm_90", QWEN3_NEXT, torch.bfloat16, verify=verify)
+        for verify in (False, True)
+    )
+    assert list(step) == list(verify) == ["_prepare_kernel", "_walk_kernel", "_norm_kernel"]
+    for name, launch in step.items():
+        order = orders_of_sums(launch, "sm_90")
+        assert order == orders_of_sums(verify[name], "sm_90") != []
+        assert not launch.kwargs["enable_fp_fusion"]
+        assert not verify[name].kwargs["enable_fp_fusion"]

@@ -51,19 +51,20 @@ HEADS = {"num_heads": 32, "k_dim": 128, "v_dim": 128}
 KIMI_LINEAR = case(1, 1, **HEADS)
 LING_3 = case(1, 1, **HEADS, gate_lower_bound=-5.0)
 SHAPES = {
-    "Kimi-Linear decode": (KIMI_LINEAR, torch.bfloat16),
-    "Kimi-Linear decode float32": (KIMI_LINEAR, torch.float32),
-    "Ling-3 decode": (LING_3, torch.bfloat16),
+    "Kimi-Linear": (KIMI_LINEAR, torch.bfloat16),
+    "Kimi-Linear float32": (KIMI_LINEAR, torch.float32),
+    "Ling-3": (LING_3, torch.bfloat16),
 }
 
 
 @needs_cross_compiler
 def test_compiles_without_spills() -> None:
     rows = [
-        resources_of(launch, target, label)
+        resources_of(launch, target, f"{label} {'verify' if verify else 'decode'} 64")
         for label, (shape, dtype) in SHAPES.items()
         for target in SHARED_LIMITS
-        for launch in record_launches(FAMILY, target, shape, dtype).values()
+        for verify in (False, True)
+        for launch in record_launches(FAMILY, target, shape, dtype, verify=verify).values()
     ]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
 
@@ -71,8 +72,13 @@ def test_compiles_without_spills() -> None:
 @needs_cross_compiler
 def test_both_steps_sum_in_one_order() -> None:
     """As they must, to leave the same bits; nothing is fused but what both write so."""
-    launches = record_launches(FAMILY, "sm_90", KIMI_LINEAR, torch.bfloat16)
-    step, verify = (launches[name] for name in ("_step_kernel", "_verify_kernel"))
-    assert orders_of_sums(step, "sm_90") == orders_of_sums(verify, "sm_90") != []
-    assert not step.kwargs["enable_fp_fusion"]
-    assert not verify.kwargs["enable_fp_fusion"]
+    step, verify = (
+        record_launches(FAMILY, "sm_90", KIMI_LINEAR, torch.bfloat16, verify=verify)
+        for verify in (False, True)
+    )
+    assert list(step) == list(verify) == ["_prepare_kernel", "_walk_kernel", "_norm_kernel"]
+    for name, launch in step.items():
+        order = orders_of_sums(launch, "sm_90")
+        assert order == orders_of_sums(verify[name], "sm_90") != []
+        assert not launch.kwargs["enable_fp_fusion"]
+        assert not verify[name].kwargs["enable_fp_fusion"]

@@ -24,6 +24,7 @@ from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.block_scales import DTYPE, num_blocks
 from torch_hybrid.ops.linear import linear
+from torch_hybrid.ops.linear.by_torch import ALIGNED, empty_columns
 from torch_hybrid.ops.linear.op import IMPLEMENTATIONS
 from torch_hybrid.ops.linear.reference import linear_reference
 
@@ -42,6 +43,14 @@ REAL = {
     "router": (2048, (512, 512, 512, 1)),
     "out_proj": (4096, (2048,)),
 }
+
+
+def test_rows_of_several_results_are_aligned() -> None:
+    """Not those of one, which readers may want contiguous."""
+    x = torch.empty(3, 8)
+    assert empty_columns(x, (5, 17)).stride() == (2 * ALIGNED, 1)
+    assert empty_columns(x, (5, 17)).shape == (3, 22)
+    assert empty_columns(x, (22,)).is_contiguous()
 
 
 @needs_triton
