@@ -102,16 +102,12 @@ def requests(runner: Runner, batch: int, rounds: int, num_tokens: int) -> dict[s
     return times
 
 
-class WrongHead(Wrong):
+class WrongHead(Head):
     """A head that is asked for its drafts, and token 0 in their place, which the task does not
     have."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._head = Head(runner)
-
     def propose(self, requests: Sequence[Request], counts: Sequence[int]) -> list[list[int]]:
-        self._head.propose(requests, counts)
-        return super().propose(requests, counts)
+        return [[0] * len(own) for own in super().propose(requests, counts)]
 
 
 def demo(rounds: int, num_tokens: int) -> dict[str, Times]:
@@ -127,12 +123,11 @@ def demo(rounds: int, num_tokens: int) -> dict[str, Times]:
     engines = {
         "without": Engine(runner),
         "n-grams": Engine(runner, speculate=Speculation("ngram", max_tokens=DRAFTS)),
-        "its head": Engine(
+        "its head": Engine(with_head, speculate=Speculation("mtp", max_tokens=HEAD_DRAFTS)),
+        "its head, always eight": Engine(
             with_head, speculate=Speculation("mtp", max_tokens=HEAD_DRAFTS, adapts=False)
         ),
-        "its head, as far as it pays": Engine(
-            with_head, speculate=Speculation("mtp", max_tokens=HEAD_DRAFTS)
-        ),
+        "its head, not asked": Engine(with_head),
         "a head that is never right": Engine(
             with_head, speculate=Speculation(WrongHead(with_head), max_tokens=HEAD_DRAFTS)
         ),
@@ -146,7 +141,8 @@ def demo(rounds: int, num_tokens: int) -> dict[str, Times]:
     times = interleave(contestants, rounds=rounds, warm_up=1)
     for name in list(engines)[1:]:
         assert served["without"] == served[name]
-        print(f"the demo's drafts, {name}: {engines[name].stats().drafts.acceptance:.0%} accepted")
+        drafts = engines[name].stats().drafts
+        print(f"the demo's drafts, {name}: {drafts.accepted} of {drafts.drafted} accepted")
     return times
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from torch_hybrid.host import int_tensor, joined, packed_ints
 
-_MANY_TOKENS = 256  # from so many on, to look at their ids is faster than at their types
+# From so many on, a tensor of their ids is looked at faster than their types, or than each.
+_MANY_TOKENS = 256
 
 
 def token_lists(tokens: Any) -> Sequence[Sequence[int]]:
@@ -109,6 +110,8 @@ def check_extend(
 
 
 def _extremes(tokens: Sequence[Sequence[int]]) -> tuple[int, int]:
+    if sum(map(len, tokens)) < _MANY_TOKENS:
+        return min(map(min, tokens)), max(map(max, tokens))
     try:
         lowest, highest = torch.aminmax(joined(tokens))
     except OverflowError:

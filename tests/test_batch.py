@@ -46,6 +46,7 @@ def pack(
     num_position_axes: int = 1,
     positions: object = None,
     page_size: int = PAGE_SIZE,
+    pages: object = None,
 ) -> Batch:
     packed = [token for row in rows for token in row.tokens]
     return make_batch(
@@ -58,6 +59,7 @@ def pack(
         num_position_axes=num_position_axes,
         accepted=[row.slot % 4 for row in rows],
         embed_places=[place for place, token in enumerate(packed) if token % 2],
+        pages=pages,
     )
 
 
@@ -106,6 +108,15 @@ def test_make_batch_equals_a_token_loop(rows: list[Row], size: int):
     assert unpack(batch) == expected
     assert batch.num_tokens == batch.cu_seqlens[-1] == sum(len(row.tokens) for row in rows)
     assert batch.num_seqs == len(rows)
+
+
+@given(rows(), st.sampled_from([PAGE_SIZE, 5]))
+def test_few_tokens_are_placed_as_many_are(rows: list[Row], size: int):
+    by_tensors = pack(rows, page_size=size)
+    placed = pack(rows, page_size=size, pages=[row.pages for row in rows])
+    for name in AXES:
+        expected, found = getattr(by_tensors, name), getattr(placed, name)
+        assert (found.dtype, found.tolist()) == (expected.dtype, expected.tolist())
 
 
 def test_dtypes():

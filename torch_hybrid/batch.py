@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from itertools import accumulate, chain
+from operator import add
 from typing import Any
 
 import torch
@@ -78,6 +79,7 @@ def _axes() -> dict[str, tuple[Axis, int]]:
 AXES = _axes()
 register_value(Batch)
 
+_FEW_TOKENS = 32  # up to so many, each is placed by itself
 KEPT = -1  # in the place of a token that the model has run: its head finds what was kept of it
 
 
@@ -172,6 +174,7 @@ def make_batch(
     num_position_axes: int = 1,
     accepted: Sequence[int] | None = None,
     embed_places: Sequence[int] | None = None,
+    pages: Sequence[Sequence[int]] | None = None,
 ) -> Batch:
     """Pack the new tokens of N sequences into a batch of CPU tensors.
 
@@ -189,16 +192,65 @@ def make_batch(
         accepted: how many records of each sequence are replayed, in a step that verifies drafts.
         embed_places: which of the packed tokens have a given row for an embedding, the first of
             them the first row; None in a step that is given none.
+        pages: of each sequence, with which its row of the page table begins: few tokens are placed
+            by them, without work on tensors.
     """
     query_lens = [len(new) for new in tokens]
     cu_seqlens = int_tensor(accumulate(query_lens, initial=0), torch.int32)
-    prefix = int_tensor(prefix_lens, torch.int32)
     num_tokens = sum(query_lens)
+    if pages is not None and num_tokens <= _FEW_TOKENS:
+        counted, slots = _few_places(query_lens, prefix_lens, pages, page_size)
+    else:
+        counted, slots = _places(query_lens, prefix_lens, cu_seqlens, page_table, page_size)
+    if positions is None:
+        positions = counted if num_position_axes == 1 else counted.expand(num_position_axes, -1)
+    if initial_indices is None:
+        pairs = zip(state_indices, prefix_lens, strict=True)
+        initial_indices = [slot if length else 0 for slot, length in pairs]
+    return Batch(
+        tokens=joined(tokens),
+        positions=positions,
+        slot_mapping=slots,
+        cu_seqlens=cu_seqlens,
+        seq_lens=int_tensor(map(add, prefix_lens, query_lens), torch.int32),
+        page_table=page_table,
+        initial_indices=int_tensor(initial_indices, torch.int32),
+        state_indices=int_tensor(state_indices, torch.int32),
+        accepted=None if accepted is None else int_tensor(accepted, torch.int32),
+        embed_rows=None if embed_places is None else _numbered(embed_places, num_tokens),
+    )
+
+
+def _few_places(
+    query_lens: Sequence[int],
+    prefix_lens: Sequence[int],
+    pages: Sequence[Sequence[int]],
+    page_size: int,
+) -> tuple[Tensor, Tensor]:
+    """The position of each token, [T] int64, and where its keys go, [T] int32."""
+    positions, slots = array("q"), array("i")
+    for length, first, own in zip(query_lens, prefix_lens, pages, strict=True):
+        for position in range(first, first + length):
+            positions.append(position)
+            slots.append(own[position // page_size] * page_size + position % page_size)
+    return int_tensor(positions, torch.int64), int_tensor(slots, torch.int32)
+
+
+def _places(
+    query_lens: Sequence[int],
+    prefix_lens: Sequence[int],
+    cu_seqlens: Tensor,
+    page_table: Tensor,
+    page_size: int,
+) -> tuple[Tensor, Tensor]:
+    """As ``_few_places``, of any number of tokens."""
+    num_seqs, num_tokens = len(query_lens), sum(query_lens)
+    prefix = int_tensor(prefix_lens, torch.int32)
     # Of each sequence's row in the flat page table.
-    first_entry = torch.arange(len(tokens), dtype=torch.int64, device="cpu") * page_table.shape[1]
-    if query_lens.count(1) == len(tokens):  # a decode step: token i belongs to sequence i
+    first_entry = torch.arange(num_seqs, dtype=torch.int64, device="cpu") * page_table.shape[1]
+    if query_lens.count(1) == num_seqs:  # a decode step: token i belongs to sequence i
         position = prefix
-    elif len(tokens) == 1:
+    elif num_seqs == 1:
         first = prefix_lens[0]
         position = torch.arange(first, first + num_tokens, dtype=torch.int32, device="cpu")
     else:
@@ -208,25 +260,7 @@ def make_batch(
         first_entry = first_entry.index_select(0, row_of_token)
     place = _divided(position, page_size)
     page = page_table.reshape(-1).index_select(0, first_entry + place)
-    if positions is None:
-        positions = position.long()
-        if num_position_axes > 1:
-            positions = positions.expand(num_position_axes, -1)
-    if initial_indices is None:
-        pairs = zip(state_indices, prefix_lens, strict=True)
-        initial_indices = [slot if length else 0 for slot, length in pairs]
-    return Batch(
-        tokens=joined(tokens),
-        positions=positions,
-        slot_mapping=(page - place) * page_size + position,
-        cu_seqlens=cu_seqlens,
-        seq_lens=prefix + int_tensor(query_lens, torch.int32),
-        page_table=page_table,
-        initial_indices=int_tensor(initial_indices, torch.int32),
-        state_indices=int_tensor(state_indices, torch.int32),
-        accepted=None if accepted is None else int_tensor(accepted, torch.int32),
-        embed_rows=None if embed_places is None else _numbered(embed_places, num_tokens),
-    )
+    return position.long(), (page - place) * page_size + position
 
 
 def chained(

@@ -394,7 +394,8 @@ class Engine:
 
     def _advance(self) -> list[TokenEvent]:
         """Run the next batch, unless it is under way; start the one after it; land the first."""
-        began = time.monotonic()
+        speculator = self._speculator
+        began = 0.0 if speculator is None else speculator.clock()
         if not self._flights:
             rows = self._prepare()
             if not rows:
@@ -404,8 +405,8 @@ class Engine:
         if flight.was_launched and (rows := self._prepare_ahead()):
             self._note_start(launch(self.runner, rows))
         events = self._land(flight)
-        if self._speculator is not None:
-            self._speculator.note(flight, time.monotonic() - began)
+        if speculator is not None:
+            speculator.note(flight, speculator.clock() - began)
         return events
 
     def _start(self, rows: Rows) -> Flight | Verified:
@@ -416,9 +417,9 @@ class Engine:
 
     def _may_launch(self, rows: Rows) -> bool:
         """Whether the host need not know what comes of a step to start the next one."""
-        if self._speculator is not None and self._speculator.may_draft(rows):
+        if not (self.runs_ahead and may_launch(rows)):
             return False
-        return self.runs_ahead and may_launch(rows)
+        return self._speculator is None or not self._speculator.may_draft(rows)
 
     def _note_start(self, flight: Flight | Verified) -> None:
         """Of a step that was started: what it leaves is kept before the next one starts."""

@@ -47,7 +47,7 @@ class FakeRunner:
     prefill = True
     captures = False
     takes_embeds = False
-    model = SimpleNamespace(ranks=None)
+    model = SimpleNamespace(ranks=None, device=torch.device("cpu"))
 
     def __init__(
         self,

@@ -41,6 +41,32 @@ def _load_together(folder: Path, experts: Experts) -> Loaded:
     return Loaded(digest, ((logits - expected).abs().max() / expected.abs().max()).item())
 
 
+def draft_together(folders: dict[str, Path]) -> dict[str, bool]:
+    """Whether a head that is shared drafts what it does whole, and its engine serves the same."""
+    return {family: _draft_together(folder) for family, folder in folders.items()}
+
+
+def _draft_together(folder: Path) -> bool:
+    shared = th.from_pretrained(folder, ranks=dist.group.WORLD, mtp=True)
+    return _drafted(shared) == _drafted(th.from_pretrained(folder, mtp=True))
+
+
+def _drafted(model: Any) -> tuple[list[list[int]], list[list[int]]]:
+    """Drafts after some texts, and the tokens that an engine gives with drafts."""
+    runner = th.Runner(model, **SIZES, max_drafts=3, compile=False)
+    texts = make_texts(LENGTHS)
+    seqs = runner.new_sequences(len(texts))
+    for seq, text in zip(seqs, texts, strict=True):
+        runner.extend([seq], [text[:-1]])
+    drafts = runner.draft(seqs, [text[-1] for text in texts], [3] * len(texts))
+    runner.free(seqs)
+    engine = th.Engine(runner, speculate=th.Speculation("mtp", max_tokens=3))
+    sampling = th.Sampling(max_new_tokens=12, ignore_eos=True)
+    outputs = sorted(engine.generate(texts, sampling), key=lambda output: output.index)
+    assert engine.stats().drafts.drafted
+    return drafts, [output.tokens for output in outputs]
+
+
 def _logits(model: Any) -> Tensor:
     runner = th.Runner(model, **SIZES, compile=False)
     return torch.cat(serve(runner, make_texts(LENGTHS), STEPS))

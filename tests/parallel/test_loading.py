@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.models import fp8_checkpoint, packed_checkpoint, ring_checkpoint
+from tests.models import fp8_checkpoint, mtp_checkpoint, packed_checkpoint, ring_checkpoint
 from tests.models.checkpoint.test_block_fp8 import OPTIONS
 from tests.parallel import loading
 from tests.parallel.jobs import SEEDS, VOCAB_SIZE
@@ -62,6 +62,15 @@ def test_quantized_weights_are_cut_as_they_lie(tmp_path: Path):
     for name in folders:
         assert first[name].error < 2e-5, name
         assert first[name].digest == second[name].digest, name
+
+
+def test_heads_that_draft(tmp_path: Path):
+    """Of attention and of latents, with experts: cut as the model's own layers are."""
+    folders = {name: tmp_path / name for name in ("qwen3_next", "deepseek_v3")}
+    for name, folder in folders.items():
+        mtp_checkpoint.make_checkpoint(name, folder)
+    for ended in results(run_ranks(loading.draft_together, 2, folders)):
+        assert ended == dict.fromkeys(folders, True)
 
 
 @pytest.mark.parametrize("broken", [0, 1])

@@ -508,6 +508,7 @@ class HybridCache:
             tokens,
             prefix_lens=[held.length for held in owners],
             page_table=self._page_rows(owners, table_width),
+            pages=[held.pages for held in owners],
             initial_indices=[held.start if held.length else 0 for held in owners],
             state_indices=[held.slot for held in owners],
             page_size=self.page_size,
@@ -556,6 +557,7 @@ class HybridCache:
             prefix_lens=prefix_lens,
             positions=positions,
             page_table=self._page_rows(owners, table_width),
+            pages=[held.pages for held in owners],
             initial_indices=[held.start if held.length else 0 for held in owners],
             state_indices=[0] * len(owners),
             page_size=self.page_size,
@@ -608,6 +610,8 @@ class HybridCache:
     def _page_rows(self, owners: Many[_Held], width: Callable[[int], int]) -> Tensor:
         """[N, width(most pages that one owns)] int32."""
         used = max(len(held.pages) for held in owners)
+        if len(owners) == 1:
+            return self._page_row(owners[0])[None, : width(used)]
         rows = int_tensor([held.place - 1 for held in owners], torch.int64)
         return self._page_table[:, : width(used)].index_select(0, rows)
 

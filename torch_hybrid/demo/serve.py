@@ -98,10 +98,11 @@ def serve_alone(
 
     Answers go on round the symbols of their prompt.
     """
-    speculate = Speculation("mtp", max_tokens=DRAFTS, adapts=False)  # few are wrong
     engines = {
         "one by one": Engine(plain),
-        "one by one, with drafts": Engine(drafting, speculate=speculate),
+        "one by one, with drafts": Engine(
+            drafting, speculate=Speculation("mtp", max_tokens=DRAFTS)
+        ),
     }
     sampling = Sampling(max_new_tokens=ALONE_TOKENS, ignore_eos=True)
     tokens: dict[str, Tokens] = {}

@@ -1,8 +1,8 @@
 """Drafts: tokens that somebody guesses, and that the model verifies several of in one step.
 
 ``drafter`` says what proposes them: ``ngram``, the model's own ``head`` or a ``smaller_model``.
-``pace`` decides how many are worth trying at a time, ``verified`` takes what a step makes of them,
-and ``speculator`` is what an engine asks.
+``pace`` decides how many are worth trying at a time, by their ``acceptance`` and the ``costs`` of
+steps, ``verified`` takes what a step makes of them, and ``speculator`` is what an engine asks.
 """
 
 from torch_hybrid.speculation.drafter import Drafter

@@ -28,7 +28,8 @@ class Speculation:
         max_tokens: the most drafts of a request in one step; the runner's ``max_drafts`` must hold
             them.
         adapts: try fewer drafts, down to none, where measured acceptance and step times say that
-            more do not pay. Without, as many as are proposed.
+            more do not pay; what it takes to find that out is bounded (see ``pace``). Without, as
+            many as are proposed.
 
     Raises:
         TypeError: ``drafter`` is of another kind.

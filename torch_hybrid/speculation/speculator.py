@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch_hybrid.flight import Flight, Rows
 from torch_hybrid.request import Request
+from torch_hybrid.speculation.acceptance import Acceptance
+from torch_hybrid.speculation.costs import StepCosts
 from torch_hybrid.speculation.head import Head
-from torch_hybrid.speculation.pace import Course, Pace
+from torch_hybrid.speculation.pace import Pace
 from torch_hybrid.speculation.parameters import Speculation
 from torch_hybrid.speculation.verified import Verified, verify
 
@@ -54,13 +57,16 @@ class Speculator:
         self._runner, self._speculation = runner, speculation
         self._drafter = speculation.make_drafter(runner)
         ranks = runner.model.ranks
-        is_alone = ranks is None or ranks.size == 1
-        self._pace = Pace(
+        costs = StepCosts(
             speculation.max_tokens,
-            measures=is_alone,
+            measures=ranks is None or ranks.size == 1,
             drafts_at_once=isinstance(self._drafter, Head),
         )
-        self._courses: dict[Request, Course] = {}
+        self._pace = Pace(speculation.max_tokens, costs)
+        self._courses: dict[Request, Acceptance] = {}
+        # On a host the thread's own time, in which nothing is that others on the machine do.
+        on_host = runner.model.device.type == "cpu"
+        self.clock: Callable[[], float] = time.thread_time if on_host else time.monotonic
 
     def may_draft(self, rows: Rows) -> bool:
         """Whether a step of these rows may get drafts, so that their histories must be known."""
@@ -79,14 +85,15 @@ class Speculator:
         return verify(self._runner, rows, drafts) if any(drafts) else None
 
     def note(self, flight: Flight | Verified, seconds: float) -> None:
-        """A step has landed, after so long."""
+        """A step has landed, after so long by ``clock``."""
+        num_seqs = len(flight.requests)
         if isinstance(flight, Flight):
             if flight.is_decode:
-                self._pace.note_step(len(flight.requests), 0, seconds)
+                self._pace.note_step(num_seqs, 0, num_seqs, seconds)
         else:
-            longest = max(map(len, flight.drafts))
-            self._pace.note_step(len(flight.requests), longest, seconds)
             self._count(flight)
+            num_tokens = num_seqs + sum(flight.num_accepted)
+            self._pace.note_step(num_seqs, max(map(len, flight.drafts)), num_tokens, seconds)
 
     def forget(self, request: Request) -> None:
         """A request has ended."""
@@ -107,21 +114,31 @@ class Speculator:
 
     def _drafts(self, requests: Sequence[Request], most: Sequence[int]) -> list[list[int]]:
         """As many as are proposed, and pay."""
-        courses = [self._courses.setdefault(request, Course()) for request in requests]
-        if self._speculation.adapts:
-            longest = self._pace.most(courses)
-            most = [min(count, longest) for count in most]
-        asked = [(r, count) for r, count in zip(requests, most, strict=True) if count]
+        wanted = self._that_pay(requests, most)
+        asked = [(r, count) for r, count in zip(requests, wanted, strict=True) if count]
         proposed = self._drafter.propose([r for r, _ in asked], [count for _, count in asked])
         by_request = dict(zip((r for r, _ in asked), proposed, strict=True))
         drafts = [
             by_request.get(request, [])[:count]
-            for request, count in zip(requests, most, strict=True)
+            for request, count in zip(requests, wanted, strict=True)
         ]
-        if not self._speculation.adapts or not any(drafts):
+        lengths = list(map(len, drafts))
+        if lengths == wanted:
             return drafts
-        lengths = self._pace.lengths(courses, list(map(len, drafts)))
-        return [own[:length] for own, length in zip(drafts, lengths, strict=True)]
+        kept = self._that_pay(requests, lengths)
+        return [own[:length] for own, length in zip(drafts, kept, strict=True)]
+
+    def _that_pay(self, requests: Sequence[Request], most: Sequence[int]) -> list[int]:
+        """Of so many drafts of each request."""
+        if not self._speculation.adapts or not any(most):
+            return list(most)
+        courses = [self._course(request) for request in requests]
+        return self._pace.lengths(courses, most)
+
+    def _course(self, request: Request) -> Acceptance:
+        if request not in self._courses:
+            self._courses[request] = self._pace.new_course()
+        return self._courses[request]
 
     def _most(self, request: Request) -> int:
         """Drafts that a request can use now: all but the last of its tokens to come."""

@@ -1,0 +1,108 @@
+"""What steps with drafts take, in plain steps of as many sequences.
+
+The fastest of the last times of a kind counts: the machine has other work. A kind is a number of
+sequences, rounded up to a power of 2, and a length of drafts. Its first step is left out, which may
+have been compiled. What drafts cost is believed half as much each time that it was not measured for
+``LONG`` steps: it may have been a slow spell.
+
+The cost of a length that was not measured is on the line through the nearest ones that were; where
+there are none, a draft is taken to add a tenth of a plain step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+SLOPE = 0.1  # of a plain step, what a draft adds where nothing was measured
+_KEPT, _FEWEST = 9, 2  # times of a kind
+LONG = 256  # steps
+
+
+@dataclass(slots=True)
+class _Kind:
+    times: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    fastest: float = 0.0
+    noted: int = 0  # the last step
+
+
+class StepCosts:
+    """The costs of one engine's steps.
+
+    Args:
+        max_tokens: the longest drafts.
+        measures: go by times. Ranks that share a model must all decide alike, and their clocks
+            differ.
+        drafts_at_once: two drafts take as long to make as the most, as those of a head do.
+    """
+
+    def __init__(
+        self, max_tokens: int, *, measures: bool = True, drafts_at_once: bool = False
+    ) -> None:
+        self._max_tokens, self._measures = max_tokens, measures
+        self._drafts_at_once = drafts_at_once
+        self._kinds: dict[tuple[int, int], _Kind] = {}
+
+    def note(self, num_seqs: int, length: int, seconds: float, now: int) -> None:
+        """Step ``now`` took so long; ``length`` of its longest draft, 0 for a plain one."""
+        if not self._measures:
+            return
+        kind = self._kinds.get(key := (_size(num_seqs), length))
+        if kind is None:
+            self._kinds[key] = _Kind(noted=now)
+            return
+        if now - kind.noted > LONG:
+            kind.times.clear()
+        kind.times.append(seconds)
+        kind.fastest, kind.noted = min(kind.times), now
+
+    def are_known(self, num_seqs: int) -> bool:
+        """Whether plain steps of so many sequences were measured: else some have to come first."""
+        return not self._measures or self._known(_size(num_seqs), 0) is not None
+
+    def of(self, num_seqs: int, now: int) -> list[float]:
+        """The cost of a step without drafts, which is 1, with up to one, and so on."""
+        size, lengths = _size(num_seqs), range(self._max_tokens + 1)
+        if (plain := self._known(size, 0)) is None:
+            return [1.0 + SLOPE * length for length in lengths]
+        known, least = {0: 1.0}, math.inf
+        for length in reversed(lengths[1:]):
+            if kind := self._known(size, length):
+                least = min(least, kind.fastest / plain.fastest)  # longer ones do not take less
+                known[length] = 1.0 + (least - 1.0) * 0.5 ** ((now - kind.noted) // LONG)
+        return [self._between(known, length) for length in lengths]
+
+    def charged(self, num_seqs: int, length: int, seconds: float) -> float:
+        """The cost of a step that took so long: that of its kind, or its own where that is not
+        known, as far as it can be believed."""
+        size = _size(num_seqs)
+        plain, kind = self._known(size, 0), self._known(size, length)
+        if plain is None:
+            return 1.0 + SLOPE * length
+        if kind is not None:
+            return kind.fastest / plain.fastest
+        return min(seconds / plain.fastest, 1.0 + 0.5 * self._max_tokens)
+
+    def _between(self, known: dict[int, float], length: int) -> float:
+        """The cost of a length, on the line through those that are known."""
+        if length in known:
+            return known[length]
+        below = max(of for of in known if of < length)
+        above = min((of for of in known if of > length), default=None)
+        if self._drafts_at_once and length > 1 and (same := above or below) > 1:
+            return known[same]
+        if above is not None:
+            slope = (known[above] - known[below]) / (above - below)
+        else:
+            slope = (known[below] - 1.0) / below if below else SLOPE
+        return known[below] + slope * (length - below)
+
+    def _known(self, size: int, length: int) -> _Kind | None:
+        kind = self._kinds.get((size, length))
+        return kind if kind is not None and len(kind.times) >= _FEWEST else None
+
+
+def _size(num_seqs: int) -> int:
+    """Rounded up to a power of 2."""
+    return 1 << (num_seqs - 1).bit_length()
