@@ -16,8 +16,8 @@ from torch_hybrid.graphs.passes.mutation import storages, written_nodes
 from torch_hybrid.graphs.passes.values import value_of
 from torch_hybrid.ops.capability import NO_FEATURES, Need
 from torch_hybrid.ops.linear.by_torch import ALIGNED
-from torch_hybrid.ops.linear.op import linear, native_impl
-from torch_hybrid.ops.stored_weights import group_of, has_zeros
+from torch_hybrid.ops.linear.op import linear, native_impl, takes_mixed
+from torch_hybrid.ops.stored_weights import features_of, group_of, has_zeros
 
 _RESHAPES = ("flatten", "reshape", "view")
 _OP = torch.ops.torch_hybrid.linear.default
@@ -29,7 +29,8 @@ def merge_linears(graph: Graph, *, features: frozenset[str] = NO_FEATURES) -> No
     Contract: the graph computes the same values. The op streams the weights at memory speed for
     the few rows of a decode step, and the layers of one input are one parallel region, or launch.
     Layers of weights with scales, which are such ops already, become one op by themselves, those of
-    one dtype and with the same groups.
+    one dtype and with the same groups; with those without scales, if their implementation takes
+    both.
     Where the op has no native implementation (no compiler), and for weights that are computed in
     the graph, nothing changes. ``features`` are those that the implementation must have.
 
@@ -40,17 +41,18 @@ def merge_linears(graph: Graph, *, features: frozenset[str] = NO_FEATURES) -> No
 
     The halves of a step have different inputs: each half's layers stay its own.
     """
-    siblings: dict[tuple[Node, _Stored], list[_Linear]] = defaultdict(list)
-    groups: list[list[_Linear]] = []
+    siblings: dict[Node, list[_Linear]] = defaultdict(list)
+    done: list[list[_Linear]] = []
     for node in graph.nodes:
         if written := storages(written_nodes(node)):
-            for key in [key for key in siblings if storages([key[0]]) & written]:
-                groups.append(siblings.pop(key))
+            for source in [source for source in siblings if storages([source]) & written]:
+                done.append(siblings.pop(source))
         layer = _linear_of(node, features)
         if layer is not None and layer.impl is not None:
-            siblings[_rows_of(layer.source), layer.stored].append(layer)
-    for group in [*groups, *siblings.values()]:
-        _merge(graph, group)
+            siblings[_rows_of(layer.source)].append(layer)
+    for layers in [*done, *siblings.values()]:
+        for group in _groups(layers):
+            _merge(graph, group)
 
 
 # How a weight is stored: its dtype, how many numbers share a scale, whether there are zero points.
@@ -95,6 +97,20 @@ class _Linear:
         return native_impl(need) if is_taken else None
 
 
+def _groups(layers: Sequence[_Linear]) -> list[list[_Linear]]:
+    """Those of one input that become one op each; of a group, those with scales come first."""
+    by_stored: dict[_Stored, list[_Linear]] = defaultdict(list)
+    for layer in layers:
+        by_stored[layer.stored].append(layer)
+    groups = sorted(by_stored.values(), key=lambda group: group[0].scale is None)
+    first, last = groups[0][0], groups[-1][0]
+    if first.scale is not None and last.scale is None:
+        features = features_of(first.stored[0]) | last.features
+        if takes_mixed(str(first.impl), features):
+            groups[0] += groups.pop()
+    return groups
+
+
 def _linear_of(node: Node, features: frozenset[str]) -> _Linear | None:
     if node.target is F.linear:
         operands = _operands(*node.args, **node.kwargs)  # type: ignore[arg-type]
@@ -125,16 +141,20 @@ def _rows_of(source: Node) -> Node:
     return source
 
 
+def _place_in_result(layer: _Linear) -> tuple[bool, bool]:
+    """In order: those with scales, as the op takes them, and widths by which torch writes fast."""
+    return layer.scale is None, value_of(layer.node).shape[-1] % ALIGNED != 0
+
+
 def _merge(graph: Graph, layers: Sequence[_Linear]) -> None:
-    first_node = layers[0].node
-    # Results of odd widths come last: the others begin where torch's products write fastest.
-    layers = sorted(layers, key=lambda layer: value_of(layer.node).shape[-1] % ALIGNED != 0)
+    first_node = min(layer.node for layer in layers)
+    layers = sorted(layers, key=_place_in_result)
     weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
     options: dict[str, Any] = {"impl": layers[0].impl}
     if layers[0].scale is not None:
         if len(layers) == 1:
             return
-        options["scales"] = [layer.scale for layer in layers]
+        options["scales"] = [layer.scale for layer in layers if layer.scale is not None]
 
     def method(at: Node, name: str, *args: Any) -> Node:
         node = graph.call_method(name, args)

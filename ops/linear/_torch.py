@@ -20,7 +20,8 @@ def linear(
 ) -> Tensor:
     """See ``torch_hybrid.ops.linear.op.linear``."""
     if scales is not None:
-        pairs = zip(weights, scales, strict=True)
-        weights = [dequantized(weight, scale, x.dtype) for weight, scale in pairs]
+        scaled = zip(weights, scales, strict=False)
+        others = weights[len(scales) :]
+        weights = [*(dequantized(weight, scale, x.dtype) for weight, scale in scaled), *others]
     outs = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
     return torch.cat(outs, dim=1)

@@ -16,11 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops import block_scales
+from torch_hybrid.ops.linear._triton_columns import store_columns
 from torch_hybrid.ops.linear._triton_fp8 import fp8_linear
 from torch_hybrid.ops.linear._triton_integers import integer_linear
-from torch_hybrid.ops.linear._triton_place import bias_of, place
 from torch_hybrid.ops.linear.by_torch import empty_columns, product_by_torch
-from torch_hybrid.ops.triton.products import dot
 
 # Measured, see README.md: past these, torch's product of one weight after the other is faster.
 MAX_ROWS = 64
@@ -116,32 +115,6 @@ def _is_ours(x: Tensor, sizes: Sequence[int]) -> bool:
     return len(sizes) > 1 or (is_in_parts and _PART_COLUMNS <= sum(sizes) <= _FEW_COLUMNS)
 
 
-@triton.jit
-def _sum_in_parts(
-    p_w: tl.tensor,
-    p_x: tl.tensor,
-    mask_n: tl.tensor,
-    mask_m: tl.tensor,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-) -> tl.tensor:
-    """[BLOCK_N, BLOCK_M] products of rows of a weight [BLOCK_N, BLOCK_K] and of x, of which each
-    warp sums its own columns."""
-    BLOCK_K: tl.constexpr = p_w.shape[1]
-    acc = tl.zeros([PARTS, p_w.shape[0], p_x.shape[0]], dtype=tl.float32)
-    part = (tl.arange(0, PARTS) * BLOCK_K)[:, None, None]
-    index_k = tl.arange(0, BLOCK_K)[None, None, :]
-    for first in tl.range(0, K, PARTS * BLOCK_K, num_stages=STAGES):
-        mask_k = first + part + index_k < K
-        mask = mask_n[None, :, None] & mask_k
-        b_w = tl.load(p_w[None, :, :] + (first + part), mask=mask, other=0.0)
-        mask = mask_m[None, :, None] & mask_k
-        b_x = tl.load(p_x[None, :, :] + (first + part), mask=mask, other=0.0)
-        acc = dot(b_w, tl.permute(b_x, (0, 2, 1)), acc)
-    return tl.sum(acc, 0)
-
-
 @triton.jit(do_not_specialize=["M"])
 def _linear_kernel(
     x: tl.tensor,
@@ -160,36 +133,8 @@ def _linear_kernel(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N columns of all rows of y.
-
-    Few rows are multiplied as the weights come. Of more, the weight is the left side of products,
-    of which tensor cores take 64 rows; or 16 in each warp, which then has a part of the depth.
-    """
-    FEW: tl.constexpr = BLOCK_M < 16
-    weight, which, size, column, first_row = place(weights, sizes, BLOCK_N)
-    row = first_row + tl.arange(0, BLOCK_N)
-    index_m = tl.arange(0, BLOCK_M)
-    index_k = tl.arange(0, BLOCK_K)
-    mask_n, mask_m = row < size, index_m < M
-    p_w = weight + row.to(tl.int64)[:, None] * K + index_k[None, :]
-    p_x = x + index_m.to(tl.int64)[:, None] * stride_x + index_k[None, :]
-    if PARTS > 1:
-        acc = _sum_in_parts(p_w, p_x, mask_n, mask_m, K, PARTS, STAGES)
-    else:
-        if FEW:
-            acc = tl.zeros([BLOCK_N, BLOCK_M, BLOCK_K], dtype=tl.float32)
-        else:
-            acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-        for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            mask_k = first + index_k < K
-            b_w = tl.load(p_w + first, mask=mask_n[:, None] & mask_k[None, :], other=0.0)
-            b_x = tl.load(p_x + first, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
-            if FEW:
-                acc += b_w.to(tl.float32)[:, None, :] * b_x.to(tl.float32)[None, :, :]
-            else:
-                acc = dot(b_w, tl.trans(b_x), acc)
-        if FEW:
-            acc = tl.sum(acc, 2)
-    acc += bias_of(biases, which, row, mask_n, BIASED)[:, None]
-    p_y = y + index_m.to(tl.int64)[None, :] * stride_y + (column + row)[:, None]
-    tl.store(p_y, acc.to(y.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
+    """One program: BLOCK_N columns of all rows of y."""
+    store_columns(
+        tl.program_id(0), tl.arange(0, BLOCK_M), x, weights, biases, y, sizes, M, stride_x,
+        stride_y, BIASED, K, BLOCK_N, BLOCK_K, PARTS, STAGES,
+    )  # fmt: skip

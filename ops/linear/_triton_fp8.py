@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.block_scales import BLOCK
+from torch_hybrid.ops.linear._triton_columns import store_columns
 from torch_hybrid.ops.linear._triton_place import bias_of, place
 from torch_hybrid.ops.linear.by_torch import empty_columns, product_by_torch
 from torch_hybrid.ops.triton.devices import is_hopper
@@ -103,17 +104,38 @@ def rounded_linear(
     *,
     scales: Sequence[Tensor],
 ) -> Tensor:
-    """Launcher of ``torch_hybrid::linear``, of weights that have scales."""
+    """Launcher of ``torch_hybrid::linear``, of weights that have scales, and of others behind."""
     num_rows, depth = x.shape
     sizes = tuple(weight.shape[0] for weight in weights)
-    limit = MAX_ROUNDED_ROWS if len(sizes) == 1 else MAX_ROUNDED_ROWS_OF_SEVERAL
-    if num_rows > limit and _suits_torch(x, sizes):
+    num_scaled = len(scales)
+    if num_scaled < len(weights) and not _is_one_launch(x, num_scaled, depth):
+        rounded = rounded_linear(x, weights[:num_scaled], biases[:num_scaled], scales=scales)
+        columns = sum(sizes[num_scaled:])
+        others = product_by_torch(
+            x, weights[num_scaled:], biases[num_scaled:], x.new_empty(num_rows, columns)
+        )
+        return torch.cat((rounded, others), 1)
+    if num_rows > _most_rows(num_scaled) and _suits_torch(x, sizes):
         return _rounded_product_by_torch(x, weights, biases, scales)
     y = x.new_empty(num_rows, sum(sizes))
     if num_rows == 0 or depth == 0 or sum(sizes) == 0:
         return product_by_torch(x, [w.to(x.dtype) for w in weights], biases, y)
-    _launch(x, weights, biases, scales, y, Tile.rounding(num_rows, sum(sizes), depth), rounds=True)
+    tile = Tile.rounding(num_rows, sum(sizes), depth)
+    if num_scaled < len(weights):
+        _launch_mixed(x, weights, biases, scales, y, tile)
+    else:
+        _launch(x, weights, biases, scales, y, tile, rounds=True)
     return y
+
+
+def _most_rows(num_weights: int) -> int:
+    """Past which torch is the faster way."""
+    return MAX_ROUNDED_ROWS if num_weights == 1 else MAX_ROUNDED_ROWS_OF_SEVERAL
+
+
+def _is_one_launch(x: Tensor, num_scaled: int, depth: int) -> bool:
+    """Whether weights of 8 bits and others are multiplied by one kernel."""
+    return 0 < x.shape[0] <= _most_rows(num_scaled) and depth >= _PART_DEPTH and x.itemsize == 2
 
 
 def _launch(
@@ -132,20 +154,18 @@ def _launch(
     if rounds and tile.block_m > _FEW_ROWS:
         numbers, units = rounded_rows(x)
         numbers = readable(numbers)
-    num_tiles = sum(triton.cdiv(size, tile.block_n) for size in sizes)
-    _fp8_linear_kernel[(num_tiles, triton.cdiv(num_rows, tile.block_m))](
+    _fp8_linear_kernel[_grid(num_rows, sizes, tile)](
         numbers,
         units,
         tuple(map(readable, weights)),
         tuple(scales),
-        # In the place of a bias that is not there stands a tensor that is not read.
-        tuple(x if bias is None else bias for bias in biases),
+        _readable_biases(x, biases),
         y,
         sizes,
         num_rows,
         numbers.stride(0),
         y.stride(0),
-        BIASED=sum(1 << i for i, bias in enumerate(biases) if bias is not None),
+        BIASED=_biased(biases),
         ROUNDS=rounds,
         K=depth,
         BLOCK_M=tile.block_m,
@@ -156,6 +176,63 @@ def _launch(
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
     )
+
+
+def _launch_mixed(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    scales: Sequence[Tensor],
+    y: Tensor,
+    tile: Tile,
+) -> None:
+    num_rows, depth = x.shape
+    sizes = tuple(weight.shape[0] for weight in weights)
+    num_scaled = len(scales)
+    numbers, units = rounded_rows(x)
+    numbers = readable(numbers)
+    readable_biases = _readable_biases(x, biases)
+    _mixed_linear_kernel[_grid(num_rows, sizes, tile)](
+        x,
+        numbers,
+        units,
+        tuple(map(readable, weights[:num_scaled])),
+        tuple(scales),
+        readable_biases[:num_scaled],
+        sizes[:num_scaled],
+        tuple(weights[num_scaled:]),
+        readable_biases[num_scaled:],
+        sizes[num_scaled:],
+        y,
+        num_rows,
+        x.stride(0),
+        numbers.stride(0),
+        y.stride(0),
+        BIASED=_biased(biases),
+        K=depth,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        PARTS=tile.num_parts,
+        STAGES=tile.num_stages,
+        num_warps=tile.num_warps,
+        enable_fp_fusion=True,
+    )
+
+
+def _grid(num_rows: int, sizes: Sequence[int], tile: Tile) -> tuple[int, int]:
+    num_tiles = sum(triton.cdiv(size, tile.block_n) for size in sizes)
+    return num_tiles, triton.cdiv(num_rows, tile.block_m)
+
+
+def _readable_biases(x: Tensor, biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    """In the place of a bias that is not there, a tensor that is not read."""
+    return tuple(x if bias is None else bias for bias in biases)
+
+
+def _biased(biases: Sequence[Tensor | None]) -> int:
+    """Bit i: there is bias i."""
+    return sum(1 << i for i, bias in enumerate(biases) if bias is not None)
 
 
 def _suits_torch(x: Tensor, sizes: Sequence[int]) -> bool:
@@ -262,13 +339,86 @@ def _fp8_linear_kernel(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N columns of BLOCK_M rows of y.
+    """One program: BLOCK_N columns of BLOCK_M rows of y."""
+    _store_columns(
+        tl.program_id(0), x, units, weights, scales, biases, y, sizes, M, stride_x, stride_y,
+        BIASED, ROUNDS, K, BLOCK_M, BLOCK_N, BLOCK_K, PARTS, STAGES,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M"])
+def _mixed_linear_kernel(
+    x: tl.tensor,
+    numbers: tl.tensor,  # of x in 8 bits
+    units: tl.tensor,
+    weights: tl.tuple,  # of 8 bits
+    scales: tl.tuple,
+    biases: tl.tuple,
+    sizes: tl.tuple,
+    others: tl.tuple,  # weights of x's dtype
+    other_biases: tl.tuple,
+    other_sizes: tl.tuple,
+    y: tl.tensor,
+    M: tl.tensor,
+    stride_x: tl.tensor,
+    stride_numbers: tl.tensor,
+    stride_y: tl.tensor,
+    BIASED: tl.constexpr,  # bit i: weight i has a bias, of all weights
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """The same, where programs behind those of ``weights`` multiply x itself by ``others``."""
+    tile = tl.program_id(0)
+    first_tile, first_column = 0, 0
+    for i in tl.static_range(len(sizes)):
+        first_tile += (sizes[i] + BLOCK_N - 1) // BLOCK_N
+        first_column += sizes[i]
+    if tile < first_tile:
+        _store_columns(
+            tile, numbers, units, weights, scales, biases, y, sizes, M, stride_numbers, stride_y,
+            BIASED, True, K, BLOCK_M, BLOCK_N, BLOCK_K, PARTS, STAGES,
+        )  # fmt: skip
+    else:
+        index_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+        store_columns(
+            tile - first_tile, index_m, x, others, other_biases, y + first_column, other_sizes, M,
+            stride_x, stride_y, BIASED >> len(weights), K, BLOCK_N, BLOCK_K, PARTS, STAGES,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_columns(
+    tile: tl.tensor,
+    x: tl.tensor,
+    units: tl.tensor,
+    weights: tl.tuple,
+    scales: tl.tuple,
+    biases: tl.tuple,
+    y: tl.tensor,
+    sizes: tl.tuple,
+    M: tl.tensor,
+    stride_x: tl.tensor,
+    stride_y: tl.tensor,
+    BIASED: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """A tile of BLOCK_N columns.
 
     Few rows are multiplied as the weights come. Of more, the weight is the left side of products of
     tensor cores; each warp has a part of the depth where there are PARTS.
     """
     FEW: tl.constexpr = BLOCK_M < 16
-    weight, which, size, column, first_row = place(weights, sizes, BLOCK_N)
+    weight, which, size, column, first_row = place(tile, weights, sizes, BLOCK_N)
     scale = scales[0]
     for i in tl.static_range(1, len(sizes)):
         scale = tl.where(which == i, scales[i], scale)

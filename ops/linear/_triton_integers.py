@@ -196,7 +196,7 @@ def _integer_linear_kernel(
 ) -> None:
     """One program: BLOCK_N columns of BLOCK_M rows of y, of all unless there are parts."""
     ONE_ROW: tl.constexpr = BLOCK_M == 1
-    weight, which, size, column, first_row = place(weights, sizes, BLOCK_N)
+    weight, which, size, column, first_row = place(tl.program_id(0), weights, sizes, BLOCK_N)
     scale = scales[0]
     for i in tl.static_range(1, len(sizes)):
         scale = tl.where(which == i, scales[i], scale)

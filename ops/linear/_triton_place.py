@@ -9,11 +9,10 @@ import triton.language as tl
 
 @triton.jit
 def place(
-    weights: tl.tuple, sizes: tl.tuple, BLOCK_N: tl.constexpr
+    tile: tl.tensor, weights: tl.tuple, sizes: tl.tuple, BLOCK_N: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The weight of this program, its number and rows, and where in y its columns begin; and the
-    first of the rows that the program multiplies."""
-    tile = tl.program_id(0)
+    """The weight of a tile of BLOCK_N rows, its number and rows, and where in y its columns begin;
+    and the first of the tile's rows."""
     weight, size = weights[0], sizes[0]
     which, column, first_column, first_tile = 0, 0, 0, 0
     first_row = tile * BLOCK_N

@@ -26,6 +26,8 @@ from torch_hybrid.ops.triton.devices import (
 )
 
 FEATURES = frozenset({block_scales.FEATURE})
+# Beside weights with scales, some of x's own dtype.
+MIXED = "mixed_weights"
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(
@@ -50,7 +52,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     "triton_fp8": Implementation(
         capability=Capability(
             devices=triton_devices(),
-            features=FEATURES,
+            features=FEATURES | {MIXED},
             only_with=FEATURES,
             cuda_graph=True,
             available=fp8_products_missing,
@@ -70,7 +72,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         capability=Capability(
             devices=frozenset({"cpu", "cuda"}),
             dtypes=FLOATS_AND_FLOAT64,
-            features=stored_weights.FEATURES,
+            features=stored_weights.FEATURES | {MIXED},
             cuda_graph=True,
         ),
         launcher="torch_hybrid.ops.linear._torch:linear",
@@ -86,6 +88,13 @@ def native_impl(need: Need) -> str | None:
     return next(able, None)
 
 
+def takes_mixed(impl: str, features: frozenset[str]) -> bool:
+    """Whether an implementation for few rows takes weights of these features beside others."""
+    return impl != "torch" and not IMPLEMENTATIONS[impl].capability.features_refused(
+        features | {MIXED}
+    )
+
+
 def linear(
     x: Tensor,
     weights: Sequence[Tensor],
@@ -99,7 +108,9 @@ def linear(
     ``out[:, first : first + N_i] = x @ weights[i].T + biases[i]``. Sums are float32, of
     float64 tensors float64.
 
-    With ``scales``, a weight is worth its numbers times these. All weights are of one dtype:
+    With ``scales``, a weight is worth its numbers times these. Weights that have scales come first,
+    and are of one dtype, which is one of these; any others, where an implementation takes both
+    ("mixed_weights"), are of x's:
 
     - float8_e4m3fn, ``weights[i][n, k] * scales[i][n // 128, k // 128]``, as in checkpoints with
       ``quant_method: fp8``;
@@ -109,16 +120,18 @@ def linear(
       and group is 32, 64 or 128; or, with zero points beside scales,
       ``(number[n, k] - scales[i][n, k // group, 1]) * scales[i][n, k // group, 0]``.
 
-    What x holds is not rounded, but by the implementation "triton_fp8", of 8-bit floats: to such
-    too, each row's numbers with a scale for 128 columns, as those checkpoints are meant to be run.
+    What x holds is not rounded, but by the implementation "triton_fp8", where it meets 8-bit
+    floats: to such too, each row's numbers with a scale for 128 columns, as those checkpoints are
+    meant to be run.
 
     Args:
         x: [M, K] float; rows may lie any distance apart, one row is contiguous.
         weights: each [N_i, K], contiguous, in x's dtype; with ``scales`` float8_e4m3fn, int8, or
             uint8 [N_i, K / 2]; at least one.
         biases: as many, each [N_i] in x's dtype, or None.
-        scales: as many, float32, contiguous, each [ceil(N_i / 128), ceil(K / 128)], [N_i],
-            [N_i, K / group] or [N_i, K / group, 2]; or None.
+        scales: of the first weights, at least one; float32, contiguous, each
+            [ceil(N_i / 128), ceil(K / 128)], [N_i], [N_i, K / group] or [N_i, K / group, 2]; or
+            None.
         impl: a name in IMPLEMENTATIONS.
 
     Returns:
@@ -132,6 +145,8 @@ def linear(
     if scales is not None and weights:
         stored_weights.check_has_scales("weights[0]", weights[0])
         features = stored_weights.features_of(weights[0].dtype)
+        if len(scales) < len(weights):
+            features |= {MIXED}
     check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype, features=features)
     _check_inputs(x, weights, biases, scales)
     given = {} if scales is None else {"scales": scales}
@@ -151,13 +166,14 @@ def _check_inputs(
         raise ValueError("weights must have at least one tensor, got none")
     if len(biases) != len(weights):
         raise ValueError(f"biases must have length {len(weights)}, got {len(biases)}")
-    if scales is not None and len(scales) != len(weights):
-        raise ValueError(f"scales must have length {len(weights)}, got {len(scales)}")
+    if scales is not None and not 1 <= len(scales) <= len(weights):
+        raise ValueError(f"scales must have length 1 to {len(weights)}, got {len(scales)}")
     if x.stride(1) != 1 and x.shape[1] > 1:
         raise ValueError(f"x must have contiguous rows, got strides {list(x.stride())}")
+    num_scaled = 0 if scales is None else len(scales)
     for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
         num_rows = weight.shape[0]
-        weight_dtype = x.dtype if scales is None else weights[0].dtype
+        weight_dtype = weights[0].dtype if i < num_scaled else x.dtype
         stored_shape = stored_weights.stored_shape((num_rows, x.shape[1]), weight_dtype)
         check_shapes(
             {
@@ -173,7 +189,7 @@ def _check_inputs(
                 raise ValueError(f"{name} must have dtype {dtype}, got {tensor.dtype}")
             if tensor is not None and not tensor.is_contiguous():
                 raise ValueError(f"{name} must be contiguous, got strides {list(tensor.stride())}")
-        if scales is not None:
+        if scales is not None and i < num_scaled:
             stored_weights.check_scales(weight, scales[i], f"scales[{i}]")
 
 

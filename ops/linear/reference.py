@@ -19,17 +19,19 @@ def linear_reference(
     scales: Sequence[Tensor] | None = None,
     rounds: bool = False,
 ) -> Tensor:
-    """The oracle of the op: same arguments, any float dtype; with ``rounds``, x in 8 bits too.
+    """The oracle of the op: same arguments, any float dtype; with ``rounds``, what meets weights
+    with scales of x is in 8 bits too.
 
     It computes in float32, or in float64 when ``x`` is float64.
     """
     dtype, compute = x.dtype, torch.promote_types(x.dtype, torch.float32)
-    x = rounded(x) if rounds else x
-    if scales is not None:
-        pairs = zip(weights, scales, strict=True)
-        weights = [dequantized(weight, scale, compute) for weight, scale in pairs]
+    left = rounded(x) if rounds else x
+    scales = scales or ()
     outs = []
-    for weight, bias in zip(weights, biases, strict=True):
-        y = x.to(compute) @ weight.to(compute).T
+    for i, (weight, bias) in enumerate(zip(weights, biases, strict=True)):
+        if i < len(scales):
+            y = left.to(compute) @ dequantized(weight, scales[i], compute).T
+        else:
+            y = x.to(compute) @ weight.to(compute).T
         outs.append(y if bias is None else y + bias.to(compute))
     return torch.cat(outs, dim=1).to(dtype)

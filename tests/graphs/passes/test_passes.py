@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ from torch_hybrid.graphs.passes import (
 )
 from torch_hybrid.graphs.passes.marks import in_half
 from torch_hybrid.graphs.passes.merge_linears import merge_linears
+from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.linear.by_torch import ALIGNED
+from torch_hybrid.ops.linear.op import IMPLEMENTATIONS
 from torch_hybrid.ops.native import compiler_missing
 
 MERGE = Pass("merge_linears", merge_linears)
@@ -139,6 +142,30 @@ def assert_unchanged_values(fn: Callable[..., Tensor], *args: Tensor) -> str:
     actual, graph, _ = run(fn, *args)
     assert (actual - expected).abs().max() < 1e-5
     return graph
+
+
+def test_layers_of_weights_with_scales_take_others_beside_them():
+    """Where one implementation takes both; the order of columns is not that of the layers."""
+
+    def fn(x: Tensor, a: Tensor, b: Tensor, c: Tensor, scales: Tensor) -> Tensor:
+        first = F.linear(x, a)
+        second = linear(x, [b], [None], scales=[scales], impl="triton_fp8")
+        third = linear(x, [c], [None], scales=[scales], impl="triton_fp8")
+        return torch.cat((first, second, third), 1)
+
+    numbers = torch.randn(2, 5, 8).to(torch.float8_e4m3fn)
+    args = torch.randn(3, 8), torch.randn(4, 8), *numbers, torch.ones(1, 1)
+    with mock.patch.dict(IMPLEMENTATIONS, {"triton_fp8": IMPLEMENTATIONS["torch"]}):
+        graph = assert_unchanged_values(fn, *args)
+    assert_expected_inline(
+        graph,
+        """\
+linear_1 = linear(x, [l_b_, l_c_, l_a_], [None, None, None])
+narrow_2 = narrow(linear_1, 1, 10, 4)
+narrow = narrow(linear_1, 1, 0, 5)
+narrow_1 = narrow(linear_1, 1, 5, 5)
+cat = cat((narrow_2, narrow, narrow_1), 1)""",
+    )
 
 
 def test_weight_that_is_computed_between_the_layers():

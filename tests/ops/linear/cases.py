@@ -67,6 +67,16 @@ def make_fp8_inputs(
     return (x.to(dtype), list(numbers), rounded), list(scales)
 
 
+def make_mixed_inputs(
+    case: Case, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> tuple[Inputs, list[Tensor]]:
+    """The same, all but the first half of the weights of x's own dtype."""
+    (x, numbers, biases), scales = make_fp8_inputs(case, dtype=dtype, seed=seed)
+    _, weights, _ = make_inputs(case, dtype=dtype, seed=seed)
+    num_scaled = (len(weights) + 1) // 2
+    return (x, numbers[:num_scaled] + weights[num_scaled:], biases), scales[:num_scaled]
+
+
 def make_integer_inputs(
     case: Case, name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> tuple[Inputs, list[Tensor]]:

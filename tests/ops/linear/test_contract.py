@@ -23,11 +23,12 @@ from tests.ops.linear.cases import (
     make_fp8_inputs,
     make_inputs,
     make_integer_inputs,
+    make_mixed_inputs,
 )
 from torch_hybrid.ops.block_scales import rounded
 from torch_hybrid.ops.capability import NO_FEATURES
 from torch_hybrid.ops.linear import linear
-from torch_hybrid.ops.linear.op import FEATURES, IMPLEMENTATIONS
+from torch_hybrid.ops.linear.op import FEATURES, IMPLEMENTATIONS, MIXED
 from torch_hybrid.ops.linear.reference import linear_reference
 from torch_hybrid.ops.stored_weights import features_of
 
@@ -116,6 +117,15 @@ def test_fp8_matches_the_exact_result(fp8_impl: str, name: str, dtype: str) -> N
 def test_fp8_of_every_small_number_of_rows(fp8_impl: str, num_rows: int) -> None:
     case = Case(num_rows=num_rows, depth=600, widths=(21,), biased=frozenset({0}))
     assert_as_exact(fp8_impl, *make_fp8_inputs(case))
+
+
+@pytest.mark.parametrize("impl", impls_on("cpu", IMPLEMENTATIONS, FEATURES | {MIXED}))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["decode_in_proj", "thirteen_rows", "five_rows_odd", "prefill"])
+def test_weights_beside_those_with_scales(impl: str, name: str, dtype: str) -> None:
+    if reason := skip_reason(IMPLEMENTATIONS[impl], "cpu"):
+        pytest.skip(reason)
+    assert_as_exact(impl, *make_mixed_inputs(CASES[name], dtype=DTYPES[dtype]))
 
 
 def assert_as_exact(impl: str, inputs: Inputs, scales: list[Tensor]) -> None:
@@ -413,7 +423,7 @@ biases[0] must have shape [7], got [8]
 impl must be one of ['cpp', 'cpp_invariant', 'triton_fp8', 'triton', 'torch'], got 'tpu'
 weights[0] must be 8-bit floats or integers to have scales, got torch.float32
 weights[0] must have dtype torch.float32, got torch.float8_e4m3fn
-scales must have length 2, got 1
+weights[1] must have dtype torch.float32, got torch.float8_e4m3fn
 scales[1] must have shape [2, 3], got [3, 2]
 scales[0] must have dtype torch.float32, got torch.bfloat16
 scales[1] must be contiguous, got strides [6, 2]

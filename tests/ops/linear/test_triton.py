@@ -17,6 +17,7 @@ from tests.ops.linear.cases import (
     make_fp8_inputs,
     make_inputs,
     make_integer_inputs,
+    make_mixed_inputs,
 )
 from tests.ops.linear.test_contract import expected_of
 from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
@@ -33,7 +34,7 @@ from torch_hybrid.ops.linear.reference import linear_reference
 CONTRACT = """
     triton and (
         exact and (odd or three_rows or thirteen_rows or one_by_one or most_rows or no_)
-        or does_not_see and 9-bf16 or infinity or opcheck or 8_bits or of_its_block
+        or does_not_see and 9-bf16 or infinity or opcheck or 8_bits or of_its_block or beside_those
     )
 """
 # Merged layers of Qwen3-Next-80B: attention's, the router's with the shared expert's, an output's.
@@ -42,6 +43,11 @@ REAL = {
     "qkv": (2048, (8192, 512, 512)),
     "router": (2048, (512, 512, 512, 1)),
     "out_proj": (4096, (2048,)),
+}
+# Of the same model: weights of 8 bits, and how many rows of others stand beside them.
+MIXED = {
+    "delta_net": (2048, (12288,), (64,)),
+    "shared_expert": (2048, (512, 512), (512, 1)),
 }
 
 
@@ -75,6 +81,23 @@ def test_fp8_on_a_gpu(name: str, impl: str, dtype: torch.dtype) -> None:
 def test_fp8_of_real_sizes_on_a_gpu(name: str, impl: str, num_rows: int) -> None:
     depth, widths = REAL[name]
     assert_fp8_as_exact(Case(num_rows=num_rows, depth=depth, widths=widths), torch.bfloat16, impl)
+
+
+@needs_cuda
+@pytest.mark.parametrize("num_rows", [1, 2, 16, 17, 32, 65, 301])
+@pytest.mark.parametrize("name", MIXED)
+def test_mixed_weights_on_a_gpu(name: str, num_rows: int) -> None:
+    depth, *widths = MIXED[name]
+    case = Case(num_rows=num_rows, depth=depth, widths=sum(widths, ()))
+    (x, weights, biases), scales = make_mixed_inputs(case, dtype=torch.bfloat16)
+    out = linear(
+        x.cuda(),
+        [weight.cuda() for weight in weights],
+        biases,
+        scales=[scale.cuda() for scale in scales],
+        impl="triton_fp8",
+    )
+    assert_within_budget(out.cpu(), *expected_of((x, weights, biases), scales, rounds=True))
 
 
 def assert_fp8_as_exact(case: Case, dtype: torch.dtype, impl: str) -> None:
@@ -170,7 +193,28 @@ def test_compiles_without_spills() -> None:
         launches = fp8_launches("sm_90", num_rows, *REAL[name], rounds=True).values()
         label = f"{name}, {num_rows} rounded rows"
         rows += [resources_of(launch, "sm_90", label) for launch in launches]
+    for name, num_rows in (("delta_net", 32), ("shared_expert", 1), ("shared_expert", 32)):
+        launches = mixed_launches(num_rows, *MIXED[name]).values()
+        rows += [resources_of(launch, "sm_90", f"{name}, {num_rows} rows") for launch in launches]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
+
+
+def mixed_launches(
+    num_rows: int, depth: int, widths: tuple[int, ...], others: tuple[int, ...]
+) -> dict[str, Launch]:
+    from torch_hybrid.ops.linear import _triton_fp8
+
+    def weights(dtype: torch.dtype, sizes: tuple[int, ...]) -> list[torch.Tensor]:
+        return [torch.empty(n, depth, dtype=dtype, device="meta") for n in sizes]
+
+    with launches_on("sm_90") as launches:
+        _triton_fp8.rounded_linear(
+            torch.empty(num_rows, depth, dtype=torch.bfloat16, device="meta"),
+            weights(DTYPE, widths) + weights(torch.bfloat16, others),
+            [None] * len(widths + others),
+            scales=[torch.empty(num_blocks(n), num_blocks(depth), device="meta") for n in widths],
+        )
+    return launches
 
 
 def integer_launches(
