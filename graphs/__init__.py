@@ -19,7 +19,8 @@ The life of a step, and where each part of it stands:
       |      instantiate          copies of those layers for all others
       |      passes               merge_linears, two halves interleaved (schedule, marks), mixers
       |                           on a second stream (side_stream), routers and other choices of
-      |                           the largest (own_routers, own_top_k); values stay up to date
+      |                           the largest (own_routers, own_top_k), products of many small
+      |                           matrices (narrow_products); values stay up to date
       |      regions              cut into regions, of which each distinct one is compiled by
       |                           Inductor (compile_region, keep_order), and none may copy a pool
       |                           (clone_check)

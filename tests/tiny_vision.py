@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -49,6 +50,21 @@ def qwen4_exp(**options: Any) -> Any:
     return _qwen("Qwen4Exp", "qwen4_exp", **options)
 
 
+def glm5_next(**options: Any) -> Any:
+    """Rows of images and of videos have one placeholder; videos stand between two tokens."""
+    sizes = {**_PATCHES, **_GRID, "depth": 2, "num_heads": 2, "intermediate_size": 64}
+    del sizes["num_attention_heads"]
+    limits = {"swiglu_limit": 0.7, "projection_intermediate_size": 48, "out_hidden_size": 64}
+    config = tf.Glm5NextConfig(
+        text_config=make_model("glm5_next", **options).config.text_config.to_dict(),
+        vision_config={**sizes, **limits},
+        image_token_id=IMAGE,
+        video_start_token_id=START,
+        video_end_token_id=END,
+    )
+    return tf.Glm5NextForConditionalGeneration(config)
+
+
 def lfm2_vl(**options: Any) -> Any:
     vision = {**_PATCHES, "num_hidden_layers": 2, "intermediate_size": 64, "num_patches": 16}
     config = tf.Lfm2VlConfig(
@@ -76,6 +92,7 @@ BUILDERS: dict[str, Callable[..., Any]] = {
     "qwen3_5": qwen3_5,
     "qwen3_5_moe": qwen3_5_moe,
     "qwen4_exp": qwen4_exp,
+    "glm5_next": glm5_next,
     "lfm2_vl": lfm2_vl,
     "lfm3_vl": lfm3_vl,
 }
@@ -107,7 +124,7 @@ class Seen:
 
     def asked(self, family: str) -> dict[str, Any]:
         """As transformers' model takes it."""
-        if not self.inputs or family.startswith("lfm"):
+        if not self.inputs or family.startswith(("lfm", "glm")):
             return self.encoded
         ids = torch.tensor([self.tokens])
         kinds = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
@@ -127,12 +144,17 @@ def make_seen(
             case int():
                 tokens += torch.randint(IMAGE, (part,), generator=generator).tolist()
             case (height, width):
-                tokens += [START, *[IMAGE] * (height * width // MERGE**2), END]
+                marked = [IMAGE] * (height * width // MERGE**2)
+                tokens += marked if family == "glm5_next" else [START, *marked, END]
                 images.append((1, height, width))
             case (frames, height, width):
                 rows = height * width // MERGE**2
-                for second in range(frames):
-                    tokens += [second, START, *[VIDEO] * rows, END]
+                if family == "glm5_next":
+                    shown = [[*[IMAGE] * rows, second] for second in range(frames)]
+                    tokens += [START, *chain.from_iterable(shown), END]
+                else:
+                    for second in range(frames):
+                        tokens += [second, START, *[VIDEO] * rows, END]
                 videos.append(part)
     if family == "lfm2_vl":
         return Seen(tokens, _tiles([grid[1:] for grid in images], generator) if images else {})

@@ -6,6 +6,7 @@ import ctypes
 import math
 import mmap
 import platform
+import weakref
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -14,6 +15,8 @@ from struct import pack
 
 import torch
 from torch import Tensor, nn
+
+from torch_hybrid.errors import CapacityError
 
 _M_TRIM_THRESHOLD = -1  # glibc's <malloc.h>
 _M_MMAP_THRESHOLD = -3
@@ -97,6 +100,7 @@ def joined(rows: Sequence[Sequence[int]]) -> Tensor:
 
 _HUGE_PAGE = 2 << 20  # bytes; on x86-64, and on Arm with pages of 4 KiB
 _ALIGNMENT = 64  # bytes; a cache line
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device
 
 
 class _HugePages:
@@ -112,6 +116,19 @@ class _HugePages:
         self._memory.madvise(mmap.MADV_HUGEPAGE)
         start = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
         self._used = -start % _HUGE_PAGE
+
+    def pin(self) -> None:
+        """Let GPUs read it in place. (Torch's own pinned memory is a power of two in size.)
+
+        Raises:
+            CapacityError: the driver pins no more.
+        """
+        address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        runtime, num_bytes = torch.cuda.cudart(), len(self._memory)
+        if error := int(runtime.cudaHostRegister(address, num_bytes, _PORTABLE)):
+            raise CapacityError(f"CUDA cannot pin {num_bytes:,} bytes of the host: error {error}")
+        unpin = weakref.finalize(self._memory, runtime.cudaHostUnregister, address)
+        unpin.atexit = False  # the driver may be gone by then
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor with a storage of its own, at the start of a cache line."""
@@ -148,8 +165,27 @@ def weight_memory(
     """
     if not sizes or not _has_huge_pages(device):
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
-    memory = _HugePages(sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in sizes))
+    memory = _huge_pages_for(sizes)
     return [memory.take(shape, dtype) for shape, dtype in sizes]
+
+
+def pinned_memory(sizes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+    """As ``weight_memory`` on the host, for GPUs to read in place.
+
+    Raises:
+        CapacityError: the driver pins no more.
+    """
+    if not sizes or not _has_huge_pages(torch.device("cpu")):
+        return [
+            torch.empty(shape, dtype=dtype, device="cpu", pin_memory=True) for shape, dtype in sizes
+        ]
+    memory = _huge_pages_for(sizes)
+    memory.pin()
+    return [memory.take(shape, dtype) for shape, dtype in sizes]
+
+
+def _huge_pages_for(sizes: Sequence[tuple[Sequence[int], torch.dtype]]) -> _HugePages:
+    return _HugePages(sum(_padded(math.prod(shape) * dtype.itemsize) for shape, dtype in sizes))
 
 
 def keep_weights(module: nn.Module) -> None:

@@ -55,9 +55,8 @@ class Images:
         """The prompt, with numbers below 0 in the place of placeholders that say what they show:
         prompts that begin alike have images that are alike."""
         path = list(self._prompt)
-        for token, images in self._tower.digests(self._inputs):
+        for places, images in self._tower.digests(self._prompt, self._inputs):
             keys = [key for digest, count in images for key in _keys(digest, count)]
-            places = [place for place in self._places if path[place] == token]
             for place, key in zip(places, keys, strict=True):
                 path[place] = key
         return path

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch_hybrid.graphs.passes.index_rotations import index_rotations
 from torch_hybrid.graphs.passes.marks import half_of
 from torch_hybrid.graphs.passes.merge_linears import merge_linears
+from torch_hybrid.graphs.passes.narrow_products import narrow_products
 from torch_hybrid.graphs.passes.own_routers import own_routers
 from torch_hybrid.graphs.passes.own_top_k import own_top_k
 from torch_hybrid.graphs.passes.schedule import interleave_halves
@@ -40,6 +41,7 @@ DEFAULT_PASSES: tuple[Pass, ...] = (
     Pass("interleave_halves", interleave_halves),
     Pass("own_routers", own_routers),
     Pass("own_top_k", own_top_k),
+    Pass("narrow_products", narrow_products),
     Pass("index_rotations", index_rotations),
 )
 

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from torch_hybrid.ops.block_attention._triton_hopper import attend_on_hopper, serves
 from torch_hybrid.ops.block_attention._triton_tiles import Tiles
 from torch_hybrid.ops.block_attention._triton_whole import attend_whole, rows_of_tile
 from torch_hybrid.ops.block_attention.bounds import check_indices
@@ -33,7 +34,7 @@ def block_attention(
     scale: float,
 ) -> Tensor:
     """Launcher of ``torch_hybrid::block_attention``."""
-    num_tokens, num_q_heads, head_dim = q.shape
+    num_tokens, _, head_dim = q.shape
     (k, *_), kv = by_head(k, v, kv)
     _, _, page_size, num_kv_heads, _ = kv.shape
     num_seqs, top_k = page_table.shape[0], blocks.shape[1]
@@ -93,19 +94,72 @@ def block_attention(
     to, lse = out, q.new_empty((tiles.num_splits, *q.shape[:2]), dtype=torch.float32)
     if tiles.num_splits > 1:
         to = q.new_empty((tiles.num_splits, *out.shape), dtype=torch.float32)
-    group = num_q_heads // num_kv_heads
-    row_tiles = triton.cdiv(group, tiles.block_m)
+    latents = kv[0, :, :, 0]
+    if v is None and serves(q, latents):
+        attend_on_hopper(
+            q,
+            latents,
+            blocks,
+            *index,
+            to,
+            lse,
+            block_size=block_size,
+            scale=scale,
+            num_splits=tiles.num_splits,
+        )
+    else:
+        _attend(
+            q,
+            kv,
+            blocks,
+            *index,
+            is_whole,
+            to,
+            lse,
+            block_size=block_size,
+            scale=scale,
+            has_values=v is not None,
+            tiles=tiles,
+        )
+    if tiles.num_splits > 1:
+        merge_splits(to, lse, cu_seqlens, out, torch.empty_like(lse[0]), early=early)
+    return out
+
+
+def _attend(
+    q: Tensor,
+    kv: Tensor,
+    blocks: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    is_whole: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    block_size: int,
+    scale: float,
+    has_values: bool,
+    tiles: Tiles,
+) -> None:
+    """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    _, _, page_size, num_kv_heads, _ = kv.shape
+    group, top_k = num_q_heads // num_kv_heads, blocks.shape[1]
+    row_tiles, early = triton.cdiv(group, tiles.block_m), launches_early(q.device)
     _attend_kernel[(num_tokens, num_kv_heads * row_tiles, tiles.num_splits)](
         q,
         kv,
         blocks,
-        *index,
+        cu_seqlens,
+        seq_lens,
+        page_table,
         is_whole,
-        to,
+        out,
         lse,
         log2_scale(scale),
         num_tokens,
-        num_seqs,
+        page_table.shape[0],
         q.stride(0),
         q.stride(1),
         kv.stride(0),
@@ -124,16 +178,13 @@ def block_attention(
         NUM_SPLITS=tiles.num_splits,
         # The interpreter holds bfloat16 as integers and multiplies them as such.
         FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
-        HAS_VALUES=v is not None,
+        HAS_VALUES=has_values,
         EARLY=early,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=True,
         launch_pdl=early,
     )
-    if tiles.num_splits > 1:
-        merge_splits(to, lse, cu_seqlens, out, torch.empty_like(lse[0]), early=early)
-    return out
 
 
 @triton.jit(do_not_specialize=["num_seqs"])

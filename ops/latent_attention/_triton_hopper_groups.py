@@ -163,7 +163,7 @@ def attend_first(
     mbarrier.arrive(weights_ready, count=1)
     gl.store(lse + (first_row + token) * block[3] + head, b_lse, mask=mask)
     total = gl.convert_layout(total, gl.SliceLayout(1, L_O))
-    _store(outputs, block, num_tiles, b_o, total, 0, BLOCK_H, M, HALF)
+    store_half(outputs, block, num_tiles, b_o, total, 0, BLOCK_H, M, HALF)
 
 
 @gluon.jit
@@ -196,11 +196,11 @@ def attend_second(
         mbarrier.arrive(free.index(2 * stage + 1), count=1)
     mbarrier.wait(weights_ready, num_tiles & 1)
     total = b_factors.load(gl.SliceLayout(1, L_O))
-    _store(outputs, block, num_tiles, b_o, total, HALF, BLOCK_H, M, HALF)
+    store_half(outputs, block, num_tiles, b_o, total, HALF, BLOCK_H, M, HALF)
 
 
 @gluon.jit
-def _store(
+def store_half(
     outputs: gl.tuple,
     block: gl.tuple,
     num_tiles: gl.tensor,

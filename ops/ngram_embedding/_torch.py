@@ -54,7 +54,8 @@ def ngram_embedding(
         ended = ended | (token == eos)
         hashed = hashed ^ (token.masked_fill(ended, eos) * multipliers[back])
         rows.append(hashed[:, None] % sizes)
-    out = F.embedding(torch.cat(rows, 1) + head_offsets, table).flatten(1)
+    named = (torch.cat(rows, 1) + head_offsets).to(table.device)
+    out = F.embedding(named, table).to(tokens.device).flatten(1)
 
     is_stored = (state_indices > 0) & (cu_seqlens.diff() > 0)
     last = first + cu_seqlens.diff()

@@ -69,7 +69,8 @@ def ngram_embedding(
 
     Args:
         tokens: [T] int64, the new tokens of N sequences, packed.
-        table: [R, D] float dtype, contiguous.
+        table: [R, D] float dtype, contiguous; on the tokens' device, or in pinned memory of the
+            host.
         multipliers: [n] int64, of the tokens 0, 1, ... back; n from 2 on.
         head_sizes: [(n - 1) * E] int64, positive; the heads of order 2 first.
         head_offsets: the same, where a head's rows begin.

@@ -66,7 +66,7 @@ def count_towers(engine: th.Engine, monkeypatch: pytest.MonkeyPatch) -> list[int
     return seen
 
 
-@pytest.mark.parametrize("family", ["lfm2_vl", "lfm3_vl"])
+@pytest.mark.parametrize("family", ["glm5_next", "lfm2_vl", "lfm3_vl"])
 def test_tokens_of_transformers(family: str):
     """Prompts of texts and images together, in chunks that cut images."""
     hf_model, prompts = small(family), prompts_of(family)

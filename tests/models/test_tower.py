@@ -22,8 +22,8 @@ from tests.models.oracle import (
     mixed,
     whole,
 )
-from tests.tiny_models import block_gaps, make_model, router_gaps
-from tests.tiny_vision import BUILDERS, Seen, make_seen, make_vision_model
+from tests.tiny_models import FEWEST_LAYERS, block_gaps, make_model, router_gaps
+from tests.tiny_vision import BUILDERS, END, IMAGE, START, Seen, make_seen, make_vision_model
 from torch_hybrid.images import Images
 
 # Several images, one that ends a prompt, one at the start, and texts alone.
@@ -144,6 +144,30 @@ def test_bf16(family: str, tmp_path: Path):
     lengths = [len(prompt.tokens) for prompt in prompts]
     ours = serve(runner, prompts, decoded(lengths, 3))
     assert_rounds_like(ours, theirs, exact, torch.bfloat16)
+
+
+def test_images_and_videos_of_one_placeholder():
+    """Those between the tokens of a video are its own, for each row and for its content."""
+    model = th.adapt(make_vision_model("glm5_next", **FEWEST_LAYERS["glm5_next"]), vision=True)
+    tower, prompt = model.vision, make_seen("glm5_next", VIDEOS)
+    inputs = prompt.inputs
+    begins, ends = ([i for i, t in enumerate(prompt.tokens) if t == mark] for mark in (START, END))
+    spans = [range(*span) for span in zip(begins, ends, strict=True)]
+    of_videos = {at for span in spans for at in span if prompt.tokens[at] == IMAGE}
+    of_images = {at for at, token in enumerate(prompt.tokens) if token == IMAGE} - of_videos
+    assert len(of_videos) == 8
+    assert len(of_images) == 4
+    for name, places in (("pixel_values_videos", of_videos), ("pixel_values", of_images)):
+        changed = {**inputs, name: inputs[name] + 1}
+        before, after = (Images(tower, prompt.tokens, x, 1).path for x in (inputs, changed))
+        differ = [at for at, key in enumerate(before) if key != after[at]]
+        assert differ == sorted(places)
+        alone = {n: x for n, x in inputs.items() if ("video" in n) == ("video" in name)}
+        assert tower.places(prompt.tokens, alone) == sorted(places)
+    shorter = {**inputs, "video_grid_thw": torch.tensor([[3, 4, 2], [2, 2, 4]])}
+    shorter["pixel_values_videos"] = torch.randn(40, inputs["pixel_values"].shape[1])
+    with pytest.raises(ValueError, match=r"has 8 placeholders \(token 195\) for 2 video\(s\)"):
+        Images(tower, prompt.tokens, shorter, 1)
 
 
 def test_adapt_keeps_the_tower():

@@ -209,7 +209,7 @@ def memory(runner: Runner) -> Section:
     """What takes memory on the runner's device, and what is free there."""
     report = runner.report()
     device = runner.model.device
-    weights = _weight_bytes(runner.model)
+    weights = _weight_bytes(runner.model, device)
     rows = [(f"weights, {str(dtype).removeprefix('torch.')}", n) for dtype, n in weights.items()]
     rows += [("pools", report.pool_bytes), ("inputs of steps", report.static_input_bytes)]
     if report.captured_graphs:
@@ -222,11 +222,12 @@ def memory(runner: Runner) -> Section:
     return Section(title=f"Memory on {device}", columns=("what", "bytes"), rows=tuple(shown))
 
 
-def _weight_bytes(model: Any) -> dict[torch.dtype, int]:
-    """By dtype, the most first; a weight that stands in several places counts once."""
+def _weight_bytes(model: Any, device: torch.device) -> dict[torch.dtype, int]:
+    """On a device by dtype, the most first; a weight that stands in several places counts once."""
     found: Counter[torch.dtype] = Counter()
     for weight in {*model.parameters(), *model.buffers()}:
-        found[weight.dtype] += weight.nbytes
+        if weight.device == device:
+            found[weight.dtype] += weight.nbytes
     return dict(found.most_common())
 
 

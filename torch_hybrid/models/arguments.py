@@ -44,6 +44,12 @@ def checked_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
     )
 
 
+def check_tables(tables: str) -> None:
+    """Raise ValueError unless tables can be there."""
+    if tables not in ("device", "host"):
+        raise ValueError(f"tables must be 'device' or 'host', got {tables!r}")
+
+
 def checked_device(device: torch.device | str) -> torch.device:
     """A device that is there and that ops have implementations for.
 

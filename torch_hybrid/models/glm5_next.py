@@ -1,5 +1,5 @@
 """GLM-5.3 (transformers' ``glm5_next``): Kimi delta attention of bounded decay, latent attention to
-blocks that an indexer picks, several residual streams, experts of clamped SwiGLU; the text part.
+blocks that an indexer picks, several residual streams, experts of clamped SwiGLU; images, videos.
 
 The streams are one tensor, which is all that a layer hands to the next: the model's own modules mix
 them before and after every mixer and every mixture of experts.
@@ -18,6 +18,7 @@ from torch_hybrid.layers.indexed_latent_attention import IndexedLatentAttention
 from torch_hybrid.models.family import Family, Swap, listed, require
 from torch_hybrid.models.kimi_delta import kimi_delta_spec
 from torch_hybrid.models.kimi_linear import KIMI_LINEAR
+from torch_hybrid.models.tower import IMAGES_AND_VIDEOS_OF_IMAGES
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.specs import IndexedLatentSpec, LayerSpec
 
@@ -129,4 +130,5 @@ GLM5_NEXT = Family(
     },
     experts=_experts,
     text_class=_text_class,
+    vision=IMAGES_AND_VIDEOS_OF_IMAGES,
 )

@@ -11,11 +11,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.host import keep_weights, trim
-from torch_hybrid.models.arguments import checked_device, checked_dtype, checked_path
+from torch_hybrid.layers.ngram_embedding import NgramEmbedding
+from torch_hybrid.models.arguments import (
+    check_tables,
+    checked_device,
+    checked_dtype,
+    checked_path,
+)
 from torch_hybrid.models.bailing_hybrid import BAILING_HYBRID
 from torch_hybrid.models.bamba import BAMBA
 from torch_hybrid.models.checkpoint.files import Checkpoint, open_checkpoint
@@ -126,6 +132,7 @@ def from_pretrained(
     ranks: dist.ProcessGroup | None = None,
     experts: Experts = "tensor",
     vision: bool = False,
+    tables: str = "device",
 ) -> HybridModel | Ring25:
     """Load a checkpoint of safetensors: into a transformers model whose mixers are ours, or into
     our own module.
@@ -151,17 +158,20 @@ def from_pretrained(
         experts: how they share a mixture of experts; see ``shard``.
         vision: keep the tower of a multimodal checkpoint, as transformers has it, for images in
             prompts; every rank has all of it. Without, the text part alone is loaded.
+        tables: where tables of n-gram embeddings go (Qwen4-Exp's are tens of GiB): "device", or
+            "host", to pinned memory of which a GPU reads the rows that a step names, in place.
 
     Raises:
         TypeError: ``path_or_id`` is neither a text nor a path.
         UnsupportedError: the model type, a field of its config, the device or the dtype of stored
             weights is not known here; the ranks do not divide heads or widths; ``vision`` is asked
             of a model without a tower that is served, ``mtp`` of one without a known head, or both
-            of one.
-        CapacityError: the device has no room for the weights.
-        ValueError: ``weights`` or ``group`` is not known, or a group does not divide the rows of a
-            weight; the checkpoint is missing, incomplete, unreadable or was changed meanwhile, has
-            NaN weights, or no head where one is asked for; or another rank could not load it.
+            of one; or ``tables`` is "host" for a model without such tables.
+        CapacityError: the device has no room for the weights, or the host for the tables.
+        ValueError: ``weights``, ``group`` or ``tables`` is not known, or a group does not divide
+            the rows of a weight; the checkpoint is missing, incomplete, unreadable or was changed
+            meanwhile, has NaN weights, or no head where one is asked for; or another rank could not
+            load it.
     """
     label = "loading" if ranks is None else f"loading, rank {dist.get_rank(ranks)}"
     with Together(ranks):
@@ -169,6 +179,7 @@ def from_pretrained(
         dtype, device = checked_dtype(dtype), checked_device(device)
         make_cache_folder()
         check_weights(weights, group)
+        check_tables(tables)
         checkpoint, model = unread(path_or_id, dtype, device, vision=vision, mtp=mtp)
         if ranks is not None:
             check_can_be_cut(model, experts)
@@ -180,15 +191,31 @@ def from_pretrained(
             plan = plan_integers(model, weights, group=group, keep=keep, eight_bits=eight_bits)
             replaced = [module for _, module in plan.modules]
             num_bytes = plan.num_bytes + needed_bytes(model, without=replaced)
+        on_host = _tables_on_host(model, device) if tables == "host" else frozenset()
     limits = "their precision (dtype), or share the model among more ranks"
+    if on_host:
+        table_bytes = sum(table.nbytes for table in on_host)
+        num_bytes -= table_bytes
+        host = torch.device("cpu")
+        check_room_together(ranks, table_bytes, host, what="the tables", limits=limits)
     check_room_together(ranks, num_bytes, device, what="the weights", limits=limits)
     with Together(ranks), _counted_room(device):
         if plan is not None:
             quantize_unread(model, plan, checkpoint, device, label=label)
-        origins = read_weights(model, checkpoint, device, label=label)
+        origins = read_weights(model, checkpoint, device, on_host=on_host, label=label)
         model.origins = origins if plan is None else None
     trim()
     return model
+
+
+def _tables_on_host(model: nn.Module, device: torch.device) -> frozenset[Tensor]:
+    """The tables that are to be elsewhere than on the device."""
+    found = [part.table for part in model.modules() if isinstance(part, NgramEmbedding)]
+    if not found:
+        raise UnsupportedError(
+            "tables='host' is for models that embed n-grams, and this one has no table of them"
+        )
+    return frozenset(found if device.type != "cpu" else ())
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class Modality:
         is_packed: pixels of all images lie one after the other, a patch in each row; else each
             image has an entry, padded to the size of the largest.
         placeholder: the config's field of the token that stands for a row.
+        span: its fields of the tokens that begin and end one, where placeholders of several kinds
+            are one token: those within such a span are of this kind, and of no other.
         features: the method of transformers' module that makes the rows.
         merge: of a config, how many patches come to a row, along each side.
     """
@@ -41,6 +43,7 @@ class Modality:
     placeholder: str
     features: str
     merge: Callable[[Any], int]
+    span: tuple[str, str] | None = None
 
 
 def grids_of_patches(kind: str, pixels: str) -> Modality:
@@ -57,6 +60,15 @@ def grids_of_patches(kind: str, pixels: str) -> Modality:
 IMAGES_AND_VIDEOS = (
     grids_of_patches("image", "pixel_values"),
     grids_of_patches("video", "pixel_values_videos"),
+)
+# A frame of a video has the placeholders of an image; two tokens say where a video is.
+IMAGES_AND_VIDEOS_OF_IMAGES = (
+    IMAGES_AND_VIDEOS[0],
+    replace(
+        IMAGES_AND_VIDEOS[1],
+        placeholder="image_token_id",
+        span=("video_start_token_id", "video_end_token_id"),
+    ),
 )
 TILES = (
     Modality(
@@ -115,9 +127,10 @@ class Tower(nn.Module):
                     f"{modality.inputs[0]} must have {sum(expected)} rows by "
                     f"{modality.inputs[1]}, got {num_pixels}"
                 )
-            token = self._placeholder(modality)
-            runs = [len(list(run)) for own, run in groupby(tokens) if own == token]
+            is_own = self._are_of(modality, tokens)
+            runs = [len(list(run)) for own, run in groupby(is_own) if own]
             if sum(runs) != sum(counts):
+                token = self._token(modality.placeholder)
                 raise ValueError(
                     f"the prompt has {sum(runs)} placeholders (token {token}) for "
                     f"{len(counts)} {modality.name}(s) whose features are {sum(counts)} rows"
@@ -130,26 +143,22 @@ class Tower(nn.Module):
 
     def places(self, tokens: Sequence[int], inputs: Inputs) -> list[int]:
         """Which tokens of a prompt are placeholders of what it has, ascending."""
-        wanted = {self._placeholder(modality) for modality in self._given(inputs)}
-        return [place for place, token in enumerate(tokens) if token in wanted]
+        return sorted(place for _, own in self._places_of_each(tokens, inputs) for place in own)
 
     @torch.inference_mode()
     def rows(self, tokens: Sequence[int], inputs: Inputs) -> Tensor:
         """[K, dim] a row for each of the ``places`` of a prompt, on the model's device."""
-        places = self.places(tokens, inputs)
-        ids = torch.tensor([tokens[place] for place in places], dtype=torch.int64, device="cpu")
-        found: list[tuple[Tensor, Tensor]] = []
-        for modality in self._given(inputs):
+        places: list[int] = []
+        found: list[Tensor] = []
+        for modality, own in self._places_of_each(tokens, inputs):
             taken = [self._moved(inputs[name]) for name in modality.inputs]
             features = getattr(self.module, modality.features)(*taken, return_dict=True)
-            own = torch.cat(list(features.pooler_output))
-            found.append((ids == self._placeholder(modality), own))
+            places += own
+            found.append(torch.cat(list(features.pooler_output)))
         if len(found) == 1:
-            return found[0][1]
-        rows = torch.empty(len(places), found[0][1].shape[1], dtype=own.dtype, device=own.device)
-        for is_own, own in found:
-            rows[is_own.to(own.device)] = own
-        return rows
+            return found[0]
+        in_order = torch.tensor(places, dtype=torch.int64, device="cpu").argsort()
+        return torch.cat(found)[in_order.to(found[0].device)]
 
     def positions(self, tokens: Sequence[int], inputs: Inputs) -> tuple[Tensor, int]:
         """[3, tokens] rotary positions of a prompt, as transformers counts them, and by how much
@@ -157,29 +166,53 @@ class Tower(nn.Module):
         ids = torch.tensor([[*tokens]], dtype=torch.int64, device="cpu")
         kinds = torch.zeros_like(ids)
         sizes = {}
-        for number, modality in enumerate(self.modalities, start=1):
-            if modality.inputs[0] in inputs:
-                kinds[ids == self._placeholder(modality)] = number
-                sizes[modality.inputs[1]] = inputs[modality.inputs[1]].cpu()
+        for modality, own in self._places_of_each(tokens, inputs):
+            kinds[0, own] = 1 + self.modalities.index(modality)
+            sizes[modality.inputs[1]] = inputs[modality.inputs[1]].cpu()
         found, deltas = self.module.get_rope_index(ids, mm_token_type_ids=kinds, **sizes)
         return found[:, 0], int(deltas)
 
-    def digests(self, inputs: Inputs) -> list[tuple[int, list[tuple[bytes, int]]]]:
-        """For each placeholder, its images in order: a digest of their content, and their rows."""
+    def digests(
+        self, tokens: Sequence[int], inputs: Inputs
+    ) -> list[tuple[list[int], list[tuple[bytes, int]]]]:
+        """Of each kind, the places of a prompt, and its images in order: a digest of their content,
+        and their rows."""
         found = []
-        for modality in self._given(inputs):
+        for modality, places in self._places_of_each(tokens, inputs):
             counts = self._num_rows(modality, inputs)
             pixels, *others = (inputs[name].cpu() for name in modality.inputs)
             parts = [pixels.split(self._entries(modality, inputs)), *others]
             contents = [_digest(modality.name, *each) for each in zip(*parts, strict=True)]
-            found.append((self._placeholder(modality), list(zip(contents, counts, strict=True))))
+            found.append((places, list(zip(contents, counts, strict=True))))
         return found
 
-    def _given(self, inputs: Inputs) -> list[Modality]:
-        return [modality for modality in self.modalities if modality.inputs[0] in inputs]
+    def _places_of_each(
+        self, tokens: Sequence[int], inputs: Inputs
+    ) -> list[tuple[Modality, list[int]]]:
+        """What is given of a prompt, and where its placeholders are."""
+        return [
+            (modality, [place for place, own in enumerate(self._are_of(modality, tokens)) if own])
+            for modality in self.modalities
+            if modality.inputs[0] in inputs
+        ]
 
-    def _placeholder(self, modality: Modality) -> int:
-        return int(getattr(self.module.config, modality.placeholder))
+    def _are_of(self, modality: Modality, tokens: Sequence[int]) -> list[bool]:
+        """Which tokens are placeholders of this kind."""
+        placeholder = self._token(modality.placeholder)
+        is_own = [token == placeholder for token in tokens]
+        for other in self.modalities:
+            if other.span is not None and other.placeholder == modality.placeholder:
+                begin, end = map(self._token, other.span)
+                steps = ((token == begin) - (token == end) for token in tokens)
+                within = (count > 0 for count in accumulate(steps))
+                is_wanted = other is modality
+                is_own = [
+                    own and inside == is_wanted for own, inside in zip(is_own, within, strict=True)
+                ]
+        return is_own
+
+    def _token(self, field: str) -> int:
+        return int(getattr(self.module.config, field))
 
     def _num_rows(self, modality: Modality, inputs: Inputs) -> list[int]:
         """Rows of each image."""

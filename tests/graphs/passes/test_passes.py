@@ -232,6 +232,7 @@ def test_switched_off_by_name():
         "interleave_halves",
         "own_routers",
         "own_top_k",
+        "narrow_products",
         "index_rotations",
     ]
     assert [p.name for p in without(DEFAULT_PASSES, names[:2])] == names[2:]

@@ -79,6 +79,8 @@ def test_compiles_without_spills():
         for target in SHARED_LIMITS
         for launch in record(target, *shape).values()
     ]
+    launches = record_latent_launches("sm_90", *LATENT_SHAPES["GLM-5.3 extend 2048"], gluon=False)
+    rows.append(resources_of(launches["_attend_kernel"], "sm_90", "GLM-5.3 of other Gluon"))
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
 
 
@@ -107,13 +109,19 @@ def record_launches(
 
 
 def record_latent_launches(
-    target: str, num_seqs: int, num_tokens: int, dtype: torch.dtype, num_heads: int
+    target: str,
+    num_seqs: int,
+    num_tokens: int,
+    dtype: torch.dtype,
+    num_heads: int,
+    *,
+    gluon: bool = True,
 ) -> dict[str, Launch]:
     from torch_hybrid.ops.block_attention import _triton
 
     index = torch.empty(num_tokens + 1, dtype=torch.int32, device="meta")
     q = torch.empty(num_tokens, num_heads, 512, dtype=dtype, device="meta")
-    with launches_on(target) as launches:
+    with launches_on(target, gluon=gluon) as launches:
         _triton.block_attention(
             q,
             q[:, 0],

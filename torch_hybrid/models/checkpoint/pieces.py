@@ -106,19 +106,18 @@ def stretches_of(pieces: Iterable[Piece]) -> list[list[Piece]]:
 class Reader:
     """One thread's way to the files, with buffers for what cannot be read in place.
 
-    To a GPU everything passes through them, and nothing waits for it but a buffer that is filled
-    anew.
+    To a GPU, ``device``, everything passes through them, and nothing waits for it but a buffer that
+    is filled anew.
     """
 
     def __init__(self, files: Mapping[Path, int], device: torch.device) -> None:
         self._files, self._device = files, device
-        self._is_host = device.type == "cpu"
         self._buffers: list[_Buffer] = []
         self._turn = 0
 
     def read(self, stretch: Sequence[Piece]) -> None:
         """Read pieces that follow one another in a file, each to its place."""
-        if self._is_host and all(piece.is_plain for piece in stretch):
+        if all(piece.is_plain and piece.place.is_cpu for piece in stretch):
             self._fill([piece.place for piece in stretch], stretch)
             return
         buffer = self._next_buffer()
@@ -144,7 +143,7 @@ class Reader:
 
     def _next_buffer(self) -> _Buffer:
         """That which was used longest ago, when it is free."""
-        if len(self._buffers) < (1 if self._is_host else _NUM_BUFFERS):
+        if len(self._buffers) < (1 if self._device.type == "cpu" else _NUM_BUFFERS):
             self._buffers.append(_Buffer(self._device))
         self._turn += 1
         buffer = self._buffers[self._turn % len(self._buffers)]

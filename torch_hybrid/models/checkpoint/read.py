@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.host import weight_memory
+from torch_hybrid.host import pinned_memory, weight_memory
 from torch_hybrid.models.checkpoint.block_scales import blocks_of
 from torch_hybrid.models.checkpoint.content import Content, Slice, leaves, narrow, slices
 from torch_hybrid.models.checkpoint.files import Checkpoint
@@ -41,7 +41,12 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_weights(
-    module: nn.Module, checkpoint: Checkpoint, device: torch.device, *, label: str = "loading"
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    *,
+    on_host: frozenset[Tensor] = frozenset(),
+    label: str = "loading",
 ) -> Origins:
     """Read every unread parameter and buffer of ``module``, and move the others to ``device``.
 
@@ -49,6 +54,7 @@ def read_weights(
         module: whose weights are replaced; one that has several places stays one.
         checkpoint: that they are of.
         device: where they go.
+        on_host: unread parameters that go to memory of the host, which a GPU reads in place.
         label: of the progress bar, which is shown on a terminal.
 
     Returns:
@@ -61,7 +67,7 @@ def read_weights(
     """
     places = _places(module)
     unread = _unread_of(places)
-    memory = weight_memory([(weight.shape, weight.dtype) for weight in unread], device)
+    memory = _memory_for(unread, device, on_host)
     widened: list[_Widened] = []
     pieces: list[Piece] = []
     for weight, own in zip(unread, memory, strict=True):
@@ -78,7 +84,8 @@ def read_weights(
     for found in widened:
         found.widen()
     if device.type != "cpu":
-        _refuse_not_finite(not_finite(memory, pieces))
+        there = [own for own in memory if not own.is_cpu]
+        _refuse_not_finite(not_finite(there, [piece for piece in pieces if not piece.place.is_cpu]))
     owned: dict[Tensor, Tensor] = dict(zip(unread, memory, strict=True))
     for held, where in places.items():
         own = owned[held] if held in owned else held.detach().to(device)
@@ -88,6 +95,20 @@ def read_weights(
             store[name] = own
     origins = [Origin(weight.content, weight.unit, *places[weight][0]) for weight in unread]
     return Origins(origins, checkpoint.tensors)
+
+
+def _memory_for(
+    weights: Sequence[Unread], device: torch.device, on_host: frozenset[Tensor]
+) -> list[Tensor]:
+    kept = [weight for weight in weights if weight in on_host]
+    others = [weight for weight in weights if weight not in on_host]
+    own = [*pinned_memory(_sizes(kept)), *weight_memory(_sizes(others), device)]
+    memory: dict[Unread, Tensor] = dict(zip([*kept, *others], own, strict=True))
+    return [memory[weight] for weight in weights]
+
+
+def _sizes(weights: Sequence[Unread]) -> list[tuple[torch.Size, torch.dtype]]:
+    return [(weight.shape, weight.dtype) for weight in weights]
 
 
 def needed_bytes(module: nn.Module, *, without: Iterable[nn.Module] = ()) -> int:
@@ -220,8 +241,8 @@ def _read_all(
                 if stop.is_set():
                     break
                 reader.read(stretch)
-                if device.type == "cpu":  # while it is in the cache
-                    for piece in stretch:
+                for piece in stretch:
+                    if piece.place.is_cpu:  # while it is in the cache
                         found[piece.part.stored.name] += count_not_finite(piece.place)
                 with lock:
                     bar.update(sum(piece.num_bytes for piece in stretch))

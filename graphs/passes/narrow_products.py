@@ -1,0 +1,66 @@
+"""A graph pass: products of a few rows and columns, as residual streams are mixed, become sums."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from torch_hybrid.graphs.passes.marks import keep_marks
+from torch_hybrid.graphs.passes.values import value_of
+
+_MOST = 8  # rows, and terms of a sum
+_PRODUCTS = (torch.matmul, operator.matmul, "matmul")
+
+
+def narrow_products(graph: Graph) -> None:
+    """Write products of many small matrices out, term by term.
+
+    Contract: the graph computes the same values, up to rounding. A library multiplies so few
+    numbers a matrix no faster than memory is read, and leaves the result there; the sum fuses with
+    what is before and after it.
+
+    for each matmul of [..., M, K] by [..., K, N], M up to 8 and K from 2 to 8:
+        left[..., 0, None] * right[..., 0, None, :] + left[..., 1, None] * ...
+    """
+    for node in list(graph.nodes):
+        if (num_terms := _num_terms(node)) is not None:
+            _write_out(graph, node, num_terms)
+
+
+def _num_terms(node: Node) -> int | None:
+    """Of each element of a narrow product; None of anything else."""
+    if node.target not in _PRODUCTS or len(node.args) != 2:
+        return None
+    operands = [value_of(arg) for arg in node.args if isinstance(arg, Node)]
+    if any(not isinstance(x, Tensor) or x.dim() < 3 for x in operands) or len(operands) != 2:
+        return None
+    num_rows, num_terms = operands[0].shape[-2:]
+    are_few = all(isinstance(n, int) and n <= _MOST for n in (num_rows, num_terms))
+    is_sum = are_few and num_terms > 1 and operands[0].is_floating_point()
+    return int(num_terms) if is_sum else None
+
+
+def _write_out(graph: Graph, node: Node, num_terms: int) -> None:
+    left, right = node.args
+
+    def made(target: Any, *args: Any) -> Node:
+        is_method = isinstance(target, str)
+        new = (graph.call_method if is_method else graph.call_function)(target, args)
+        keep_marks(new, node)
+        return new
+
+    def term(number: int) -> Node:
+        column = made("unsqueeze", made("select", left, -1, number), -1)
+        row = made("unsqueeze", made("select", right, -2, number), -2)
+        return made(operator.mul, column, row)
+
+    with graph.inserting_before(node):
+        total = term(0)
+        for number in range(1, num_terms):
+            total = made(operator.add, total, term(number))
+    node.replace_all_uses_with(total)
+    graph.erase_node(node)

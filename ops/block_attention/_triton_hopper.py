@@ -1,0 +1,80 @@
+"""Where latents of chosen blocks take their form for Hopper (``_triton_hopper_kernel.py``)."""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from torch_hybrid.ops.triton.devices import launches_early, rows_are_aligned, runs_gluon
+from torch_hybrid.ops.triton.padding import set_padding
+from torch_hybrid.ops.triton.softmax import log2_scale
+
+BLOCK_M = 64
+_RANK = 512
+# Two tiles of 64 latents fill what shared memory the queries leave.
+_BLOCK_KV, _STAGES = 64, 2
+# Of a thread of the group that has half of the output alone, and of one that copies.
+_REGISTERS, _COPY_REGISTERS = 184, 80
+
+
+def serves(q: Tensor, pool: Tensor) -> bool:
+    """Whether the form takes these queries [T, H, D] and latents [P, page, D]."""
+    fits = q.itemsize == 2 and q.shape[1] > 16 and q.shape[2] == _RANK
+    return runs_gluon(q.device) and fits and rows_are_aligned(q) and rows_are_aligned(pool)
+
+
+def attend_on_hopper(
+    q: Tensor,
+    pool: Tensor,
+    blocks: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    block_size: int,
+    scale: float,
+    num_splits: int,
+) -> None:
+    """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row.
+
+    Padding is filled where there is one split, and else left to the merge.
+    """
+    from torch_hybrid.ops.block_attention._triton_hopper_kernel import hopper_gather_kernel
+
+    num_tokens, num_heads, _ = q.shape
+    top_k, early = blocks.shape[1], launches_early(q.device)
+    if num_splits == 1:
+        set_padding(out, lse[0], cu_seqlens)
+    hopper_gather_kernel[(num_tokens, triton.cdiv(num_heads, BLOCK_M), num_splits)](
+        q,
+        pool,
+        blocks,
+        cu_seqlens,
+        seq_lens,
+        page_table,
+        out,
+        lse,
+        log2_scale(scale),
+        num_tokens,
+        page_table.shape[0],
+        q.stride(0),
+        q.stride(1),
+        page_table.stride(0),
+        H=num_heads,
+        RANK=_RANK,
+        PAGE_SIZE=pool.shape[1],
+        BLOCK_SIZE=block_size,
+        TOP_K=top_k,
+        BLOCK_K=triton.next_power_of_2(top_k),
+        M=BLOCK_M,
+        BLOCK_KV=_BLOCK_KV,
+        STAGES=_STAGES,
+        NUM_SPLITS=num_splits,
+        REGISTERS=_REGISTERS,
+        COPY_REGISTERS=_COPY_REGISTERS,
+        EARLY=early,
+        num_warps=4,
+        launch_pdl=early,
+    )

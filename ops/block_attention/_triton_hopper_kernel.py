@@ -1,0 +1,290 @@
+# mypy: disable-error-code="untyped-decorator"
+"""64 rows on Hopper: the form of ``latent_attention``, without rotation, of latents in blocks.
+
+Two groups of warps have half of the output each, the first the logits and the softmax as well;
+others look up blocks and pages and copy latents beside them.
+"""
+
+from __future__ import annotations
+
+from triton import language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from torch_hybrid.ops.latent_attention._triton_hopper_groups import (
+    attend_second,
+    rows_of_block,
+    store_half,
+)
+from torch_hybrid.ops.triton.hopper import (
+    COPIED,
+    COPYING_THREADS,
+    ROWS,
+    finish,
+    new_barriers,
+    products_layout,
+)
+
+
+@gluon.jit
+def _sequence_of_token(cu_seqlens: gl.tensor, num_seqs: gl.tensor, token: gl.tensor) -> gl.tensor:
+    """The sequence that a token is of; ``num_seqs`` where it is padding."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    before = gl.zeros([256], gl.int32, L)
+    for base in range(0, num_seqs, 256):
+        seq = base + gl.arange(0, 256, L)
+        end = gl.load(cu_seqlens + seq + 1, mask=seq < num_seqs, other=2**31 - 1)
+        before += (end <= token).to(gl.int32)
+    return gl.sum(before, 0)
+
+
+@gluon.jit
+def _slots_of(
+    number: gl.tensor, names: gl.tuple, BLOCK_SIZE: gl.constexpr, PAGE_SIZE: gl.constexpr
+) -> gl.tensor:
+    """Where keys lie, by number: those of blocks, then those of none, up to the query's own."""
+    chosen, table, in_blocks, tail, position = names
+    is_chosen = number < in_blocks
+    block = gl.load(chosen + number // BLOCK_SIZE, mask=is_chosen, other=0)
+    key = gl.where(is_chosen, block * BLOCK_SIZE + number % BLOCK_SIZE, tail + number - in_blocks)
+    key = gl.minimum(key, position)
+    page = gl.load(table + key // PAGE_SIZE)
+    return page.to(gl.int64) * PAGE_SIZE + key % PAGE_SIZE
+
+
+@gluon.jit
+def _copy_chosen(
+    pool: gl.tensor,
+    names: gl.tuple,
+    keys: gl.tuple,
+    bars: gl.tuple,
+    bufs: gl.tuple,
+    RANK: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> None:
+    """All tiles, each half as soon as there is room.
+
+    Past the last key, that one is copied again, and hidden.
+    """
+    begin, end, num_tiles = keys
+    ready, free, _, _, _ = bars
+    b_first, b_second, _, _, _ = bufs
+    HALF: gl.constexpr = RANK // 2
+    index_kv = gl.arange(0, BLOCK_KV, gl.SliceLayout(1, COPIED))
+    index_half = gl.arange(0, HALF, gl.SliceLayout(0, COPIED))[None, :]
+    last = gl.maximum(end - 1, 0)
+    slot = _slots_of(gl.minimum(begin + index_kv, last), names, BLOCK_SIZE, PAGE_SIZE)
+    for tile in range(num_tiles):
+        p_row = (pool + slot * RANK)[:, None]
+        # Looked up a tile ahead, for the copies to find it here.
+        number = gl.minimum(begin + (tile + 1) * BLOCK_KV + index_kv, last)
+        slot = _slots_of(number, names, BLOCK_SIZE, PAGE_SIZE)
+        stage = tile % STAGES
+        before = ((tile // STAGES) & 1) ^ 1
+        mbarrier.wait(free.index(2 * stage), before)
+        async_copy.async_copy_global_to_shared(b_first.index(stage), p_row + index_half)
+        async_copy.mbarrier_arrive(ready.index(2 * stage), increment_count=False)
+        mbarrier.wait(free.index(2 * stage + 1), before)
+        p_second = p_row + (HALF + index_half)
+        async_copy.async_copy_global_to_shared(b_second.index(stage), p_second)
+        async_copy.mbarrier_arrive(ready.index(2 * stage + 1), increment_count=False)
+
+
+@gluon.jit
+def _products(
+    tile: gl.tensor,
+    queries: gl.tuple,
+    bars: gl.tuple,
+    bufs: gl.tuple,
+    M: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> gl.tensor:
+    """Of the queries and a tile of latents, each half once it has arrived."""
+    ready, _, _, _, _ = bars
+    b_first, b_second, _, _, _ = bufs
+    q_first, q_second = queries
+    stage, phase = tile % STAGES, (tile // STAGES) & 1
+    zeros = gl.zeros([M, BLOCK_KV], gl.float32, products_layout(BLOCK_KV))
+    mbarrier.wait(ready.index(2 * stage), phase)
+    fence_async_shared()
+    first = b_first.index(stage).permute((1, 0))
+    products = warpgroup_mma(q_first, first, zeros, use_acc=False, is_async=True)
+    mbarrier.wait(ready.index(2 * stage + 1), phase)
+    fence_async_shared()
+    second = b_second.index(stage).permute((1, 0))
+    products = warpgroup_mma(q_second, second, products, is_async=True)
+    return warpgroup_mma_wait(0, deps=[products])
+
+
+@gluon.jit
+def _attend_first(
+    outputs: gl.tuple,
+    queries: gl.tuple,
+    block: gl.tuple,
+    keys: gl.tuple,
+    scale_log2: gl.tensor,
+    bars: gl.tuple,
+    bufs: gl.tuple,
+    M: gl.constexpr,
+    HALF: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> None:
+    """The logits and the softmax, and the first half of the output."""
+    _, lse, first_row = outputs
+    begin, end, num_tiles = keys
+    _, free, weights_ready, weights_free, q_ready = bars
+    b_first, _, _, b_weights, b_factors = bufs
+    L_S: gl.constexpr = products_layout(BLOCK_KV)
+    L_O: gl.constexpr = products_layout(HALF)
+    row = gl.arange(0, M, gl.SliceLayout(1, L_S))
+    token, head, mask = rows_of_block(block, M, row)
+    peak = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, L_S))
+    total = gl.zeros([M], gl.float32, gl.SliceLayout(1, L_S))
+    b_o = gl.zeros([M, HALF], gl.float32, L_O)
+    mbarrier.wait(q_ready, 0)
+    for tile in tl.range(0, num_tiles, disable_licm=True):
+        products = _products(tile, queries, bars, bufs, M, BLOCK_KV, STAGES)
+        number = begin + tile * BLOCK_KV + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, L_S))
+        products = gl.where((number < end)[None, :], products, -float("inf"))
+        new_peak = gl.maximum(peak, gl.max(products, 1) * scale_log2)
+        shift = gl.where(new_peak == -float("inf"), 0.0, new_peak)  # there is no key
+        weights = gl.exp2(products * scale_log2 - shift[:, None])
+        rescale = gl.exp2(peak - shift)
+        peak = new_peak
+        total = total * rescale + gl.sum(weights, 1)
+
+        b_p = weights.to(b_weights.dtype)
+        mbarrier.wait(weights_free, (tile & 1) ^ 1)
+        b_weights.store(b_p)
+        b_factors.store(rescale)
+        fence_async_shared()
+        mbarrier.arrive(weights_ready, count=1)
+        b_o *= gl.convert_layout(rescale, gl.SliceLayout(1, L_O))[:, None]
+        b_p = gl.convert_layout(b_p, gl.DotOperandLayout(0, L_O, 2))
+        stage = tile % STAGES
+        b_sum = warpgroup_mma(b_p, b_first.index(stage), b_o, is_async=True)
+        b_o = warpgroup_mma_wait(0, deps=[b_sum])
+        mbarrier.arrive(free.index(2 * stage), count=1)
+
+    total, b_lse = finish(peak, total)
+    mbarrier.wait(weights_free, (num_tiles & 1) ^ 1)
+    b_factors.store(total)
+    mbarrier.arrive(weights_ready, count=1)
+    gl.store(lse + (first_row + token) * block[3] + head, b_lse, mask=mask)
+    total = gl.convert_layout(total, gl.SliceLayout(1, L_O))
+    store_half(outputs, block, num_tiles, b_o, total, 0, M, M, HALF)
+
+
+@gluon.jit(do_not_specialize=["num_tokens", "num_seqs", "stride_table"])
+def hopper_gather_kernel(
+    q: gl.tensor,
+    pool: gl.tensor,
+    blocks: gl.tensor,
+    cu_seqlens: gl.tensor,
+    seq_lens: gl.tensor,
+    page_table: gl.tensor,
+    out: gl.tensor,
+    lse: gl.tensor,
+    scale_log2: gl.tensor,
+    num_tokens: gl.tensor,
+    num_seqs: gl.tensor,
+    stride_q_token: gl.tensor,
+    stride_q_head: gl.tensor,
+    stride_table: gl.tensor,
+    H: gl.constexpr,
+    RANK: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    TOP_K: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    M: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    STAGES: gl.constexpr,
+    NUM_SPLITS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    COPY_REGISTERS: gl.constexpr,
+    EARLY: gl.constexpr,
+) -> None:
+    """One program: M heads of one token, a split of what it sees. Padding is left alone.
+
+    Every program waits for the rows that are written, as in ``_triton.py``.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    HALF: gl.constexpr = RANK // 2
+    token = gl.program_id(0)
+    split = gl.program_id(2)
+    seq = _sequence_of_token(cu_seqlens, num_seqs, token)
+    if seq < num_seqs:
+        block = (token, token + 1, gl.program_id(1) * M, H)
+        row = gl.arange(0, M, gl.SliceLayout(1, COPIED))
+        _, head, mask = rows_of_block(block, M, row)
+        p_q = (q + token.to(gl.int64) * stride_q_token + head * stride_q_head)[:, None]
+        index_half = gl.arange(0, HALF, gl.SliceLayout(0, COPIED))[None, :]
+        dtype: gl.constexpr = pool.dtype.element_ty
+        b_q_first = gl.allocate_shared_memory(dtype, [M, HALF], ROWS)
+        b_q_second = gl.allocate_shared_memory(dtype, [M, HALF], ROWS)
+        is_row = mask[:, None]
+        async_copy.async_copy_global_to_shared(b_q_first, p_q + index_half, mask=is_row)
+        async_copy.async_copy_global_to_shared(b_q_second, p_q + (HALF + index_half), mask=is_row)
+        q_ready = new_barriers(1, COPYING_THREADS).index(0)
+        async_copy.mbarrier_arrive(q_ready, increment_count=False)
+
+        position = gl.load(seq_lens + seq) - gl.load(cu_seqlens + seq + 1) + token
+        chosen = blocks + token.to(gl.int64) * TOP_K
+        index_k = gl.arange(0, BLOCK_K, gl.BlockedLayout([1], [32], [4], [0]))
+        b_chosen = gl.load(chosen + index_k, mask=index_k < TOP_K, other=-1)
+        in_blocks = gl.sum((b_chosen >= 0).to(gl.int32), 0) * BLOCK_SIZE
+        tail = (position + 1) // BLOCK_SIZE * BLOCK_SIZE
+        num_keys = in_blocks + position + 1 - tail
+        split_keys = gl.cdiv(gl.cdiv(num_keys, NUM_SPLITS), BLOCK_KV) * BLOCK_KV
+        split_begin = split * split_keys
+        split_end = gl.minimum(num_keys, split_begin + split_keys)
+        num_tiles = gl.cdiv(gl.maximum(0, split_end - split_begin), BLOCK_KV)
+        if NUM_SPLITS == 1:  # a query that sees nothing has its own row for a tile, hidden
+            num_tiles = gl.maximum(1, num_tiles)
+        keys = (split_begin, split_end, num_tiles)
+
+        b_first = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_KV, HALF], ROWS)
+        b_second = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_KV, HALF], ROWS)
+        b_weights = gl.allocate_shared_memory(dtype, [M, BLOCK_KV], ROWS)
+        L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        b_factors = gl.allocate_shared_memory(gl.float32, [M], L)
+        # In the place of rotated parts, of which there are none, the first halves again.
+        bufs = (b_first, b_second, b_first, b_weights, b_factors)
+        ready = new_barriers(2 * STAGES, COPYING_THREADS)
+        weights_ready = new_barriers(1, 1).index(0)
+        weights_free = new_barriers(1, 1).index(0)
+        bars = (ready, new_barriers(2 * STAGES, 1), weights_ready, weights_free, q_ready)
+        outputs = (out, lse, split.to(gl.int64) * num_tokens)
+        queries = (b_q_first, b_q_second)
+        table = page_table + seq.to(gl.int64) * stride_table
+        names = (chosen, table, in_blocks, tail, position)
+        if EARLY:
+            gdc_wait()
+        gl.warp_specialize(
+            [
+                (_attend_first, (outputs, queries, block, keys, scale_log2, bars, bufs,
+                                 M, HALF, BLOCK_KV, STAGES)),
+                (attend_second, (outputs, block, keys, bars, bufs, M, M, HALF, STAGES)),
+                (_copy_chosen, (pool, names, keys, bars, bufs, RANK, PAGE_SIZE, BLOCK_SIZE,
+                                BLOCK_KV, STAGES)),
+            ],
+            [4, 4],
+            [REGISTERS, COPY_REGISTERS],
+        )  # fmt: skip
+    elif EARLY:
+        gdc_wait()
