@@ -82,19 +82,20 @@ class LayersOnce:
         try:
             with self._model.first_layers(self._tracing):  # type: ignore[attr-defined]
                 step()
-            self._is_checked = True
         except torch._dynamo.exc.BackendCompilerFailed as error:
             refusal = error.inner_exception
             if not isinstance(refusal, CannotCopy):
                 raise
             if isinstance(refusal, UnseenValues) and not self._shows_values:
                 self._shows_values = True
-                return self.trace(step)
-            self._refused = str(refusal)
+            else:
+                self._refused = str(refusal)
+        else:
+            self._is_checked = True
+            return
         finally:
             self._tracing = None
-        if self._refused:
-            step()
+        self.trace(step)  # by what is known now
 
     def complete(self, module: GraphModule) -> tuple[list[Tensor], LayerCount]:
         """Put the layers that were not traced into a traced graph, and mark the layer of each node.
