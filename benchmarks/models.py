@@ -393,6 +393,16 @@ def _recurrent_gemma(sizes: dict[str, Any]) -> Any:
     return RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**_DENSE | options | sizes))
 
 
+def _zaya(sizes: dict[str, Any]) -> Any:
+    """16 experts, one for each token, in fewer layers; all of them attend to all keys."""
+    from transformers import ZayaConfig, ZayaForCausalLM
+
+    options = {"num_hidden_layers": 10, "head_dim": 128, "moe_intermediate_size": 256}
+    config = _DENSE | options | sizes
+    del config["intermediate_size"]
+    return ZayaForCausalLM(ZayaConfig(**config))
+
+
 FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "qwen3_next": _qwen3_next,
     "qwen3_5": _qwen3_5,
@@ -418,6 +428,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "lfm2_moe": _lfm2_moe,
     "lfm3": _lfm3,
     "recurrent_gemma": _recurrent_gemma,
+    "zaya": _zaya,
 }
 
 
@@ -457,7 +468,7 @@ def fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
         weight.uniform_(-9, -3, generator=generator)
     elif name.endswith(".linear.weight"):  # of a block without residuals, which magnifies rounding
         weight.normal_(std=0.1 * weight.shape[-1] ** -0.5, generator=generator)
-    elif "norm" in name:
+    elif "norm" in name or name.endswith(("states_scale", "residual_scale")):
         noise = torch.randn(weight.shape, generator=generator, device=generator.device)
         weight.add_(noise, alpha=0.1)
     else:

@@ -421,6 +421,23 @@ def recurrent_gemma(**options: Any) -> nn.Module:
     return tf.RecurrentGemmaForCausalLM(tf.RecurrentGemmaConfig(**{**sizes, **options}))
 
 
+def zaya(**options: Any) -> nn.Module:
+    """Convolutions of other widths than published, a window that ends inside of pages."""
+    count = options.get("num_hidden_layers", 4)
+    sizes = {
+        **{name: size for name, size in SIZES.items() if name != "intermediate_size"},
+        **NO_SPECIAL_TOKENS,
+        "layer_types": (["hybrid", "hybrid_sliding"] * count)[:count],
+        "sliding_window": 37,
+        "head_dim": 16,
+        "cca_time0": 3,
+        "num_experts": 5,
+        "moe_intermediate_size": 32,
+        "router_hidden_size": 24,
+    }
+    return tf.ZayaForCausalLM(tf.ZayaConfig(**{**sizes, **options}))
+
+
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "qwen3_next": qwen3_next,
     "qwen3_next_dense": qwen3_next_dense,
@@ -449,6 +466,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "lfm2_moe": lfm2_moe,
     "lfm3": lfm3,
     "recurrent_gemma": recurrent_gemma,
+    "zaya": zaya,
 }
 
 
@@ -474,6 +492,7 @@ FEWEST_LAYERS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": ["conv", "sliding_attention", "full_attention"],
     },
+    "zaya": {"num_hidden_layers": 2, "layer_types": ["hybrid", "hybrid_sliding"]},
     "recurrent_gemma": {"num_hidden_layers": 2, "block_types": ["recurrent", "attention"]},
 }
 
@@ -524,7 +543,7 @@ def randomize(model: nn.Module, seed: int) -> None:
         elif kind == "recurrent_param":  # half an open gate forgets over 1 to 1000 tokens
             tokens = 1000 ** torch.rand(weight.shape, generator=generator)
             weight.copy_(torch.expm1(1 / (4 * tokens)).log())
-        elif "norm" in name:
+        elif "norm" in name or kind.endswith(("states_scale", "residual_scale")):
             weight.add_(0.2 * normal(weight))
         elif "conv" in name and "proj" not in name:
             weight.copy_(0.4 * normal(weight))
@@ -535,6 +554,8 @@ def randomize(model: nn.Module, seed: int) -> None:
     for name, bias in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             bias.copy_(0.1 * normal(bias))
+        elif name.endswith("balancing_biases"):  # transformers sets the last one as it loads
+            bias[:-1] = 0.1 * normal(bias[:-1])
     for layer, A_log in decays.items():
         spread_time_constants(model.get_submodule(layer), A_log, generator)
 
@@ -595,7 +616,7 @@ def router_gaps(model: nn.Module) -> Iterator[list[float]]:
         elif len(inputs) == 2:
             scores = logits.sigmoid() + (0 if inputs[1] is None else inputs[1])
         else:
-            scores = logits.softmax(-1)
+            scores = logits.softmax(-1) + getattr(router, "balancing_biases", 0.0)
         gaps.extend(_gaps(scores, router.top_k))
 
     routers = [module for module in model.modules() if type(module).__name__.endswith("Router")]

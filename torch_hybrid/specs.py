@@ -495,6 +495,56 @@ class ShortConvolutionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConvolvedProjectionSpec:
+    """Queries and keys that are convolved twice, and values half of whose channels are those of the
+    token before.
+
+    The first convolution, ``channel_width`` wide, is of each channel by itself, the second,
+    ``head_width`` wide, of the channels of a head. What is kept are inputs of the first, once for
+    each token of which the second reads an output.
+    """
+
+    kind: ClassVar[str] = "convolved_projection"
+    family: ClassVar[LayerFamily] = "linear"
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    channel_width: int
+    head_width: int
+
+    def __post_init__(self) -> None:
+        _check_groups(self.num_q_heads, self.num_kv_heads)
+
+    @property
+    def num_heads(self) -> int:
+        """Of queries and of keys together."""
+        return self.num_q_heads + self.num_kv_heads
+
+    @property
+    def conv_width(self) -> int:
+        """Tokens that one sees of both convolutions, or of the delay of values."""
+        return max(self.channel_width + self.head_width - 1, 2)
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of ``[what the second convolution reads of each head | v]``."""
+        return (self.num_heads * self.head_width + self.num_kv_heads) * self.head_dim
+
+    def pools(self) -> dict[str, Pool]:
+        """The last inputs of the convolutions and of the delay."""
+        return {"conv": Pool((self.conv_width - 1, self.conv_channels), per="slot")}
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says."""
+        return replace(
+            self,
+            num_q_heads=divide("num_q_heads", self.num_q_heads, num_ranks),
+            num_kv_heads=divide_or_repeat("num_kv_heads", self.num_kv_heads, num_ranks),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PreviousHiddenSpec:
     """What a head that predicts further tokens reads: each token beside the model's hidden state of
     the token before it, ``channels`` wide."""
@@ -766,6 +816,7 @@ register_constant(
     MambaSpec,
     LightningSpec,
     ShortConvolutionSpec,
+    ConvolvedProjectionSpec,
     RgLruSpec,
     PreviousHiddenSpec,
 )

@@ -10,6 +10,8 @@ from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.head_linear.op import IMPLEMENTATIONS, head_linear
 from torch_hybrid.ranks import Block, Ranks
 
+_BY_SPEED = {name: IMPLEMENTATIONS[name] for name in ("torch", "cpp")}
+
 
 class HeadLinear(nn.Module):
     """``x[:, h] @ weight[h] + bias[h]`` for each head h.
@@ -24,7 +26,7 @@ class HeadLinear(nn.Module):
     """
 
     op = kind = "head_linear"
-    implementations = {name: IMPLEMENTATIONS[name] for name in ("torch", "cpp")}
+    implementations = _BY_SPEED
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()

@@ -70,6 +70,7 @@ from torch_hybrid.models.transformers_hooks import (
 )
 from torch_hybrid.models.transformers_weights import make_unread, take_quantization
 from torch_hybrid.models.zamba2 import ZAMBA2
+from torch_hybrid.models.zaya import ZAYA
 from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerTable
 from torch_hybrid.toolchain import make_cache_folder
 
@@ -97,6 +98,7 @@ FAMILIES: dict[str, Family] = {
         QWEN4_EXP,
         RECURRENT_GEMMA,
         ZAMBA2,
+        ZAYA,
     )
     for model_type in family.model_types
 }
@@ -109,7 +111,6 @@ NOT_SERVED = {
     "rwkv": "RWKV's time mixing",
     "xlstm": "matrix memories with exponential gates",
     "zamba": "Mamba of several heads, and a block that layers share",
-    "zaya": "convolutions of queries and keys, and values of the token before",
 }
 
 

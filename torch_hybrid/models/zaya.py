@@ -1,4 +1,4 @@
-"""ZAYA: attention whose queries, keys and values are convolved, and experts by a router with memory.
+"""ZAYA: attention of convolved queries and keys, and experts by routers that read one another.
 
 The router's state goes from layer to layer within a step, and is not kept.
 """
