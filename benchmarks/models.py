@@ -308,6 +308,23 @@ def _zamba2(sizes: dict[str, Any]) -> Any:
     return Zamba2ForCausalLM(Zamba2Config(**own | options))
 
 
+def _zamba(sizes: dict[str, Any]) -> Any:
+    """Mamba of two heads in every layer; a block of attention and an MLP before every sixth, of one
+    set of weights."""
+    from transformers import ZambaConfig, ZambaForCausalLM
+
+    names = ["vocab_size", "hidden_size", "tie_word_embeddings", "max_position_embeddings"]
+    own = {name: (_DENSE | sizes)[name] for name in names}
+    kinds = [*["linear_attention"] * 5, "hybrid"]
+    num_layers = sizes.get("num_hidden_layers", 18)
+    options = {
+        "intermediate_size": 4 * own["hidden_size"],
+        "num_hidden_layers": num_layers,
+        "layers_block_type": [kinds[(i - num_layers) % 6] for i in range(num_layers)],
+    }
+    return ZambaForCausalLM(ZambaConfig(**own | options))
+
+
 def _mamba(sizes: dict[str, Any]) -> Any:
     """Mamba in every layer, and nothing else."""
     from transformers import MambaConfig, MambaForCausalLM
@@ -420,6 +437,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "falcon_h1": _falcon_h1,
     "nemotron_h": _nemotron_h,
     "mamba2": _mamba2,
+    "zamba": _zamba,
     "zamba2": _zamba2,
     "mamba": _mamba,
     "falcon_mamba": _falcon_mamba,
@@ -462,7 +480,7 @@ def fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
     """Random values for a weight of that name, on the generator's device."""
     if name.endswith("A_log"):
         weight.uniform_(1, 16, generator=generator).log_()
-    elif name.endswith(("dt_bias", "dt_proj.bias")):
+    elif name.endswith(("dt_bias", "dt_proj.bias", "dt_proj_bias")):
         weight.uniform_(-7, -2, generator=generator)
     elif name.endswith("recurrent_param"):
         weight.uniform_(-9, -3, generator=generator)

@@ -327,6 +327,22 @@ def zamba2(**options: Any) -> nn.Module:
     return tf.Zamba2ForCausalLM(tf.Zamba2Config(**{**sizes, **options}))
 
 
+def zamba(**options: Any) -> nn.Module:
+    """A block that two layers share, heads of Mamba, and its biases."""
+    sizes = {
+        **NO_SPECIAL_TOKENS,
+        **{name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 4,
+        "mamba_d_state": 12,
+        "mamba_proj_bias": True,
+    }
+    return tf.ZambaForCausalLM(tf.ZambaConfig(**{**sizes, **options}))
+
+
 def mamba(**options: Any) -> nn.Module:
     """With every bias, and states that are no vector."""
     sizes = {
@@ -458,6 +474,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "falcon_h1_norm": falcon_h1_norm,
     "nemotron_h": nemotron_h,
     "mamba2": mamba2,
+    "zamba": zamba,
     "zamba2": zamba2,
     "mamba": mamba,
     "falcon_mamba": falcon_mamba,
@@ -482,6 +499,10 @@ FEWEST_LAYERS: dict[str, dict[str, Any]] = {
     "falcon_h1_norm": {"num_hidden_layers": 2},
     "nemotron_h": {"layer_types": ["moe", "linear_attention", "mlp", "full_attention"]},
     "mamba2": {"num_hidden_layers": 2},
+    "zamba": {  # of a block that no other layer has, transformers cannot tie the weights
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+    },
     "zamba2": {"num_hidden_layers": 2, "layers_block_type": ["linear_attention", "hybrid"]},
     "mamba": {"num_hidden_layers": 2},
     "falcon_mamba": {"num_hidden_layers": 2},
@@ -567,6 +588,8 @@ def spread_time_constants(module: Any, A_log: Tensor, generator: torch.Generator
     """
     if isinstance(getattr(module, "dt_proj", None), nn.Linear):  # of the slowest state of a channel
         dt_bias, A_log = module.dt_proj.bias, A_log.amin(1)
+    elif hasattr(module, "dt_proj_bias"):
+        dt_bias, A_log = module.dt_proj_bias.view(-1), A_log.amin(2)
     else:
         dt_bias = module.dt_bias
     tokens = torch.exp(torch.rand(dt_bias.shape, generator=generator) * math.log(1000))

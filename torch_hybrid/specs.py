@@ -400,7 +400,7 @@ class MambaSpec:
     """A Mamba mixer, of the first kind: convolution, selective scan, gate.
 
     ``dt_rank`` is the width of what step sizes are projected from. It, B and C are normed where
-    ``norm_eps`` is set.
+    ``norm_eps`` is set. Each of ``num_heads`` equal parts of the channels has its own.
     """
 
     kind: ClassVar[str] = "mamba"
@@ -412,14 +412,27 @@ class MambaSpec:
     conv_width: int
     activation: str = "silu"
     norm_eps: float | None = None
+    num_heads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.channels % self.num_heads:
+            raise ValueError(
+                f"channels must be a multiple of num_heads, got {self.channels} and "
+                f"{self.num_heads}"
+            )
 
     def pools(self) -> dict[str, Pool]:
         """The convolution's last inputs and the state, each in a storage of its own."""
         return _conv_and_state(self.conv_width, self.channels, (self.channels, self.state_dim))
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says."""
-        return replace(self, channels=divide("channels", self.channels, num_ranks))
+        """As ``LayerSpec`` says: some of several heads, or some channels of one."""
+        heads = self.num_heads
+        return replace(
+            self,
+            num_heads=heads if heads == 1 else divide("num_heads", heads, num_ranks),
+            channels=divide("channels", self.channels, num_ranks),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,14 +33,14 @@ def apply_selective_scan(
     plan: RecurrentPlan,
     state: Tensor,
 ) -> Tensor:
-    """The scan over x [T, channels], with B and C [T, N] that all channels share; advances
-    ``state``."""
+    """The scan over x [T, channels], with B and C [T, G, N] of equal parts of the channels;
+    advances ``state``."""
     rule, impl = rule_of(plan, _FORMS)
     return rule(
         x,
         dt,
-        B[:, None],
-        C[:, None],
+        B,
+        C,
         z,
         A_log,
         D,

@@ -74,9 +74,7 @@ class ConvolvedProjection(nn.Module):
         )
         assert convolution.bias is not None
         self.set_channels(convolution.weight.detach().squeeze(1), convolution.bias.detach())
-        for weight in self.heads.parameters():
-            bound = (spec.head_width * spec.head_dim) ** -0.5
-            nn.init.uniform_(weight, -bound, bound)
+        self.heads.reset_parameters()
 
     def set_channels(self, weight: Tensor, bias: Tensor) -> None:
         """Take filters [C, channel_width] and biases [C] of the channels, which may be unread."""
@@ -89,7 +87,7 @@ class ConvolvedProjection(nn.Module):
             return torch.cat([*[none] * late, filters, *[none] * back], dim=1)
 
         def by_head(channels: Tensor) -> Tensor:
-            return channels.unflatten(0, (spec.num_heads, 1, spec.head_dim))
+            return channels.view(spec.num_heads, 1, spec.head_dim, *channels.shape[1:])
 
         taps = [by_head(tap(weight, back)) for back in reversed(range(spec.head_width))]
         values = [tap(one, back) for back in (0, 1)]

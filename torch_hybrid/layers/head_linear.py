@@ -33,6 +33,12 @@ class HeadLinear(nn.Module):
         self.weight, self.bias = weight, bias
         self.choice = Choice(op=self.op, impl="torch")
 
+    def reset_parameters(self) -> None:
+        """Initialise as torch does a linear layer."""
+        bound = self.weight.shape[1] ** -0.5
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
     @property
     def need(self) -> Need:
         """What serves the weight, where it is now."""

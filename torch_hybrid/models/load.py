@@ -69,6 +69,7 @@ from torch_hybrid.models.transformers_hooks import (
     register_attention,
 )
 from torch_hybrid.models.transformers_weights import make_unread, take_quantization
+from torch_hybrid.models.zamba import ZAMBA
 from torch_hybrid.models.zamba2 import ZAMBA2
 from torch_hybrid.models.zaya import ZAYA
 from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerTable
@@ -97,6 +98,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_NEXT,
         QWEN4_EXP,
         RECURRENT_GEMMA,
+        ZAMBA,
         ZAMBA2,
         ZAYA,
     )
@@ -110,7 +112,6 @@ NOT_SERVED = {
     "nemo_speechlm": "speech to transcribe, of which its text part alone hears nothing",
     "rwkv": "RWKV's time mixing",
     "xlstm": "matrix memories with exponential gates",
-    "zamba": "Mamba of several heads, and a block that layers share",
 }
 
 

@@ -46,7 +46,7 @@ _WHOLE_CHILDREN = frozenset(
     {"attn_hyper_connection", "mlp_hyper_connection", "attn_hc", "ffn_hc", "linear"}
 )
 # Those that have mixers and MLPs of the layer.
-_HOLDERS = frozenset({"mamba_decoder", "shared_transformer"})
+_HOLDERS = frozenset({"mamba_decoder", "shared_transformer", "shared_transf"})
 
 
 def shard(model: M, group: dist.ProcessGroup | None = None, *, experts: Experts = "tensor") -> M:
