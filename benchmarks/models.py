@@ -315,12 +315,13 @@ def _zamba(sizes: dict[str, Any]) -> Any:
 
     names = ["vocab_size", "hidden_size", "tie_word_embeddings", "max_position_embeddings"]
     own = {name: (_DENSE | sizes)[name] for name in names}
-    kinds = [*["linear_attention"] * 5, "hybrid"]
     num_layers = sizes.get("num_hidden_layers", 18)
+    period = min(6, num_layers // 2)  # transformers takes no block that one layer has alone
+    kinds = [*["linear_attention"] * (period - 1), "hybrid"]
     options = {
         "intermediate_size": 4 * own["hidden_size"],
         "num_hidden_layers": num_layers,
-        "layers_block_type": [kinds[(i - num_layers) % 6] for i in range(num_layers)],
+        "layers_block_type": [kinds[(i - num_layers) % period] for i in range(num_layers)],
     }
     return ZambaForCausalLM(ZambaConfig(**own | options))
 
