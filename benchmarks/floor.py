@@ -27,6 +27,7 @@ from benchmarks.timing import best_of
 from torch_hybrid import adapt
 from torch_hybrid.host import zeros
 from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.layers.head_linear import HeadLinear
 from torch_hybrid.layers.ngram_embedding import NgramEmbedding
 from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.models.hybrid_model import HybridModel
@@ -198,6 +199,8 @@ def linear_flops(model: HybridModel, rows: Sequence[Row]) -> float:
             case nn.Linear() | ScaledLinear():
                 times = len(rows) if module is head else num_tokens
                 flops += 2 * times * module.in_features * module.out_features
+            case HeadLinear():
+                flops += 2 * num_tokens * module.weight.numel()
             case FusedExperts():
                 share = experts_per_token(model) / module.gate_up_proj.shape[0]
                 size = module.gate_up_proj.numel() + module.down_proj.numel()

@@ -14,6 +14,7 @@ import torch
 from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE as CHUNK
 from torch_hybrid.specs import (
     AttentionSpec,
+    ConvolvedProjectionSpec,
     DeltaRuleSpec,
     IndexedAttentionSpec,
     IndexedLatentSpec,
@@ -87,6 +88,8 @@ def mixer_flops(spec: LayerSpec, row: Row) -> float:
             return (4 * spec.head_dim + 2 * spec.conv_width) * spec.channels * row.num_new
         case ShortConvolutionSpec():
             return 2 * spec.conv_width * spec.channels * row.num_new
+        case ConvolvedProjectionSpec():  # the second is a product of each head
+            return 2 * spec.conv_width * spec.conv_channels * row.num_new
         case IndexedAttentionSpec():
             attended = 4 * spec.num_q_heads * spec.head_dim * _num_attended(spec, row)
             return attended + _index_flops(spec, row)
@@ -176,5 +179,8 @@ def inner_width(spec: LayerSpec) -> int:
             return 5 * spec.channels
         case RgLruSpec():  # input, its convolution, two gates, that of the output, output
             return 6 * spec.channels
+        case ConvolvedProjectionSpec():  # projections, taps, their convolution, what comes of them
+            heads = 2 * spec.num_heads + 2 * spec.num_kv_heads
+            return 2 * spec.conv_channels + heads * spec.head_dim
         case ShortConvolutionSpec():  # input, its gate, that of the output, output
             return 4 * spec.channels

@@ -308,6 +308,24 @@ def _zamba2(sizes: dict[str, Any]) -> Any:
     return Zamba2ForCausalLM(Zamba2Config(**own | options))
 
 
+def _zamba(sizes: dict[str, Any]) -> Any:
+    """Mamba of two heads in every layer; a block of attention and an MLP before every sixth, of one
+    set of weights."""
+    from transformers import ZambaConfig, ZambaForCausalLM
+
+    names = ["vocab_size", "hidden_size", "tie_word_embeddings", "max_position_embeddings"]
+    own = {name: (_DENSE | sizes)[name] for name in names}
+    num_layers = sizes.get("num_hidden_layers", 18)
+    period = min(6, num_layers // 2)  # transformers takes no block that one layer has alone
+    kinds = [*["linear_attention"] * (period - 1), "hybrid"]
+    options = {
+        "intermediate_size": 4 * own["hidden_size"],
+        "num_hidden_layers": num_layers,
+        "layers_block_type": [kinds[(i - num_layers) % period] for i in range(num_layers)],
+    }
+    return ZambaForCausalLM(ZambaConfig(**own | options))
+
+
 def _mamba(sizes: dict[str, Any]) -> Any:
     """Mamba in every layer, and nothing else."""
     from transformers import MambaConfig, MambaForCausalLM
@@ -393,6 +411,16 @@ def _recurrent_gemma(sizes: dict[str, Any]) -> Any:
     return RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**_DENSE | options | sizes))
 
 
+def _zaya(sizes: dict[str, Any]) -> Any:
+    """16 experts, one for each token, in fewer layers; all of them attend to all keys."""
+    from transformers import ZayaConfig, ZayaForCausalLM
+
+    options = {"num_hidden_layers": 10, "head_dim": 128, "moe_intermediate_size": 256}
+    config = _DENSE | options | sizes
+    del config["intermediate_size"]
+    return ZayaForCausalLM(ZayaConfig(**config))
+
+
 FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "qwen3_next": _qwen3_next,
     "qwen3_5": _qwen3_5,
@@ -410,6 +438,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "falcon_h1": _falcon_h1,
     "nemotron_h": _nemotron_h,
     "mamba2": _mamba2,
+    "zamba": _zamba,
     "zamba2": _zamba2,
     "mamba": _mamba,
     "falcon_mamba": _falcon_mamba,
@@ -418,6 +447,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "lfm2_moe": _lfm2_moe,
     "lfm3": _lfm3,
     "recurrent_gemma": _recurrent_gemma,
+    "zaya": _zaya,
 }
 
 
@@ -451,13 +481,13 @@ def fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
     """Random values for a weight of that name, on the generator's device."""
     if name.endswith("A_log"):
         weight.uniform_(1, 16, generator=generator).log_()
-    elif name.endswith(("dt_bias", "dt_proj.bias")):
+    elif name.endswith(("dt_bias", "dt_proj.bias", "dt_proj_bias")):
         weight.uniform_(-7, -2, generator=generator)
     elif name.endswith("recurrent_param"):
         weight.uniform_(-9, -3, generator=generator)
     elif name.endswith(".linear.weight"):  # of a block without residuals, which magnifies rounding
         weight.normal_(std=0.1 * weight.shape[-1] ** -0.5, generator=generator)
-    elif "norm" in name:
+    elif "norm" in name or name.endswith(("states_scale", "residual_scale")):
         noise = torch.randn(weight.shape, generator=generator, device=generator.device)
         weight.add_(noise, alpha=0.1)
     else:

@@ -55,6 +55,7 @@ def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, .
     preferred = {
         "fused_experts": wanted.named("fused_experts", wanted.experts),
         "linear": wanted.named("linear", wanted.products),
+        "head_linear": "auto",
     }
     modules: dict[str, list[Chooses]] = {}
     for module in choosers_of(model):

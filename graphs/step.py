@@ -64,7 +64,7 @@ class Model(Protocol):
 class LayeredModel(Model, Protocol):
     """A module that can say what its layers are, so that those of one kind are compiled once.
 
-    Each layer takes the one value of the layer before it. ``first_layers(n)`` is a context in which
+    Each layer takes the values of the layer before it. ``first_layers(n)`` is a context in which
     the model has its first n layers alone and can be called; its ``table`` keeps all of them.
     """
 

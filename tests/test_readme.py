@@ -110,6 +110,7 @@ NAMES = {
     "lightning_attention": "lightning attention",
     "rg_lru": "real-gated linear recurrent units",
     "short_convolution": "gated short convolution",
+    "convolved_projection": "convolutions of queries and keys",
 }
 SHOWN = {
     "cpp": "C++",

@@ -327,6 +327,22 @@ def zamba2(**options: Any) -> nn.Module:
     return tf.Zamba2ForCausalLM(tf.Zamba2Config(**{**sizes, **options}))
 
 
+def zamba(**options: Any) -> nn.Module:
+    """A block that two layers share, heads of Mamba, and its biases."""
+    sizes = {
+        **NO_SPECIAL_TOKENS,
+        **{name: SIZES[name] for name in ("vocab_size", "hidden_size", "intermediate_size")},
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_mamba_heads": 4,
+        "mamba_d_state": 12,
+        "mamba_proj_bias": True,
+    }
+    return tf.ZambaForCausalLM(tf.ZambaConfig(**{**sizes, **options}))
+
+
 def mamba(**options: Any) -> nn.Module:
     """With every bias, and states that are no vector."""
     sizes = {
@@ -421,6 +437,23 @@ def recurrent_gemma(**options: Any) -> nn.Module:
     return tf.RecurrentGemmaForCausalLM(tf.RecurrentGemmaConfig(**{**sizes, **options}))
 
 
+def zaya(**options: Any) -> nn.Module:
+    """Convolutions of other widths than published, a window that ends inside of pages."""
+    count = options.get("num_hidden_layers", 4)
+    sizes = {
+        **{name: size for name, size in SIZES.items() if name != "intermediate_size"},
+        **NO_SPECIAL_TOKENS,
+        "layer_types": (["hybrid", "hybrid_sliding"] * count)[:count],
+        "sliding_window": 37,
+        "head_dim": 16,
+        "cca_time0": 3,
+        "num_experts": 5,
+        "moe_intermediate_size": 32,
+        "router_hidden_size": 24,
+    }
+    return tf.ZayaForCausalLM(tf.ZayaConfig(**{**sizes, **options}))
+
+
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "qwen3_next": qwen3_next,
     "qwen3_next_dense": qwen3_next_dense,
@@ -441,6 +474,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "falcon_h1_norm": falcon_h1_norm,
     "nemotron_h": nemotron_h,
     "mamba2": mamba2,
+    "zamba": zamba,
     "zamba2": zamba2,
     "mamba": mamba,
     "falcon_mamba": falcon_mamba,
@@ -449,6 +483,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "lfm2_moe": lfm2_moe,
     "lfm3": lfm3,
     "recurrent_gemma": recurrent_gemma,
+    "zaya": zaya,
 }
 
 
@@ -464,6 +499,10 @@ FEWEST_LAYERS: dict[str, dict[str, Any]] = {
     "falcon_h1_norm": {"num_hidden_layers": 2},
     "nemotron_h": {"layer_types": ["moe", "linear_attention", "mlp", "full_attention"]},
     "mamba2": {"num_hidden_layers": 2},
+    "zamba": {  # of a block that no other layer has, transformers cannot tie the weights
+        "num_hidden_layers": 3,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+    },
     "zamba2": {"num_hidden_layers": 2, "layers_block_type": ["linear_attention", "hybrid"]},
     "mamba": {"num_hidden_layers": 2},
     "falcon_mamba": {"num_hidden_layers": 2},
@@ -474,6 +513,7 @@ FEWEST_LAYERS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3,
         "layer_types": ["conv", "sliding_attention", "full_attention"],
     },
+    "zaya": {"num_hidden_layers": 2, "layer_types": ["hybrid", "hybrid_sliding"]},
     "recurrent_gemma": {"num_hidden_layers": 2, "block_types": ["recurrent", "attention"]},
 }
 
@@ -524,7 +564,7 @@ def randomize(model: nn.Module, seed: int) -> None:
         elif kind == "recurrent_param":  # half an open gate forgets over 1 to 1000 tokens
             tokens = 1000 ** torch.rand(weight.shape, generator=generator)
             weight.copy_(torch.expm1(1 / (4 * tokens)).log())
-        elif "norm" in name:
+        elif "norm" in name or kind.endswith(("states_scale", "residual_scale")):
             weight.add_(0.2 * normal(weight))
         elif "conv" in name and "proj" not in name:
             weight.copy_(0.4 * normal(weight))
@@ -535,6 +575,8 @@ def randomize(model: nn.Module, seed: int) -> None:
     for name, bias in model.named_buffers():
         if name.endswith(("e_score_correction_bias", "expert_bias")):
             bias.copy_(0.1 * normal(bias))
+        elif name.endswith("balancing_biases"):  # transformers sets the last one as it loads
+            bias[:-1] = 0.1 * normal(bias[:-1])
     for layer, A_log in decays.items():
         spread_time_constants(model.get_submodule(layer), A_log, generator)
 
@@ -546,6 +588,8 @@ def spread_time_constants(module: Any, A_log: Tensor, generator: torch.Generator
     """
     if isinstance(getattr(module, "dt_proj", None), nn.Linear):  # of the slowest state of a channel
         dt_bias, A_log = module.dt_proj.bias, A_log.amin(1)
+    elif hasattr(module, "dt_proj_bias"):
+        dt_bias, A_log = module.dt_proj_bias.view(-1), A_log.amin(2)
     else:
         dt_bias = module.dt_bias
     tokens = torch.exp(torch.rand(dt_bias.shape, generator=generator) * math.log(1000))
@@ -595,7 +639,7 @@ def router_gaps(model: nn.Module) -> Iterator[list[float]]:
         elif len(inputs) == 2:
             scores = logits.sigmoid() + (0 if inputs[1] is None else inputs[1])
         else:
-            scores = logits.softmax(-1)
+            scores = logits.softmax(-1) + getattr(router, "balancing_biases", 0.0)
         gaps.extend(_gaps(scores, router.top_k))
 
     routers = [module for module in model.modules() if type(module).__name__.endswith("Router")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -214,15 +215,18 @@ def own_means(means: Tensor) -> Tensor:
 
 
 class SumOverRanks(nn.Module):
-    """What a module computes on each rank, summed over the ranks."""
+    """What a module computes on each rank, summed over the ranks; of several outputs the first."""
 
     def __init__(self, part: nn.Module, ranks: Ranks) -> None:
         super().__init__()
         self.part, self.ranks = part, ranks
 
-    def forward(self, x: Tensor, *others: object) -> Tensor:
+    def forward(self, x: Tensor, *others: object) -> Any:
         """[..., dim] -> [..., dim], the same bits on every rank."""
-        return self.ranks.sum(self.part(x, *others))
+        out = self.part(x, *others)
+        if isinstance(out, tuple):
+            return self.ranks.sum(out[0]), *out[1:]
+        return self.ranks.sum(out)
 
 
 class RMSNormOverRanks(nn.Module):

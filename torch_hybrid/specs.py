@@ -412,7 +412,7 @@ class MambaSpec:
     """A Mamba mixer, of the first kind: convolution, selective scan, gate.
 
     ``dt_rank`` is the width of what step sizes are projected from. It, B and C are normed where
-    ``norm_eps`` is set.
+    ``norm_eps`` is set. Each of ``num_heads`` equal parts of the channels has its own.
     """
 
     kind: ClassVar[str] = "mamba"
@@ -424,17 +424,30 @@ class MambaSpec:
     conv_width: int
     activation: str = "silu"
     norm_eps: float | None = None
+    num_heads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.channels % self.num_heads:
+            raise ValueError(
+                f"channels must be a multiple of num_heads, got {self.channels} and "
+                f"{self.num_heads}"
+            )
 
     def pools(self) -> dict[str, Pool]:
         """The convolution's last inputs and the state, each in a storage of its own, and records of
         drafts: what is convolved, and ``[x | dt | B]`` of the scan."""
         pools = _conv_and_state(self.conv_width, self.channels, (self.channels, self.state_dim))
-        width = 2 * self.channels + self.state_dim
+        width = 2 * self.channels + self.num_heads * self.state_dim
         return {**pools, **_records(self.channels, width)}
 
     def divided(self, num_ranks: int) -> Self:
-        """As ``LayerSpec`` says."""
-        return replace(self, channels=divide("channels", self.channels, num_ranks))
+        """As ``LayerSpec`` says: some of several heads, or some channels of one."""
+        heads = self.num_heads
+        return replace(
+            self,
+            num_heads=heads if heads == 1 else divide("num_heads", heads, num_ranks),
+            channels=divide("channels", self.channels, num_ranks),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -508,6 +521,57 @@ class ShortConvolutionSpec:
     def divided(self, num_ranks: int) -> Self:
         """As ``LayerSpec`` says."""
         return replace(self, channels=divide("channels", self.channels, num_ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvolvedProjectionSpec:
+    """Queries and keys that are convolved twice, and values half of whose channels are those of the
+    token before.
+
+    The first convolution, ``channel_width`` wide, is of each channel by itself, the second,
+    ``head_width`` wide, of the channels of a head. What is kept are inputs of the first, once for
+    each token of which the second reads an output.
+    """
+
+    kind: ClassVar[str] = "convolved_projection"
+    family: ClassVar[LayerFamily] = "linear"
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    channel_width: int
+    head_width: int
+
+    def __post_init__(self) -> None:
+        _check_groups(self.num_q_heads, self.num_kv_heads)
+
+    @property
+    def num_heads(self) -> int:
+        """Of queries and of keys together."""
+        return self.num_q_heads + self.num_kv_heads
+
+    @property
+    def conv_width(self) -> int:
+        """Tokens that one sees of both convolutions, or of the delay of values."""
+        return max(self.channel_width + self.head_width - 1, 2)
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of ``[what the second convolution reads of each head | v]``."""
+        return (self.num_heads * self.head_width + self.num_kv_heads) * self.head_dim
+
+    def pools(self) -> dict[str, Pool]:
+        """The last inputs of the convolutions and of the delay, and those of drafts."""
+        conv = Pool((self.conv_width - 1, self.conv_channels), per="slot")
+        return {"conv": conv, RECORDS: Pool((self.conv_channels,), per="draft")}
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says."""
+        return replace(
+            self,
+            num_q_heads=divide("num_q_heads", self.num_q_heads, num_ranks),
+            num_kv_heads=divide_or_repeat("num_kv_heads", self.num_kv_heads, num_ranks),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -786,6 +850,7 @@ register_constant(
     MambaSpec,
     LightningSpec,
     ShortConvolutionSpec,
+    ConvolvedProjectionSpec,
     RgLruSpec,
     PreviousHiddenSpec,
 )

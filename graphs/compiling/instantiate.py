@@ -10,10 +10,11 @@ what cannot be copied so is refused with the reason, and the graph is of no use 
             template = the last traced layer of its kind, and not layer 0
             copy the template's nodes behind the last layer, where
                 the template's own tensor           -> this layer's tensor of that name
-                the value of the layer before it    -> the value of the layer before this one
+                a value of the layer before it      -> that of the layer before this one, which is
+                                                       told from others by its shape and dtype
                 a value of the whole step           -> itself
                 anything else                       -> refused
-        who read the value of layer P - 1   -> reads that of the last layer
+        who read a value of layer P - 1     -> reads that of the last layer
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ _NOT_CALLS = ("placeholder", "get_attr", "output")
 
 class CannotCopy(RuntimeError):
     """Why the layers of a model must all be traced."""
+
+
+class UnseenValues(CannotCopy):
+    """The last layer gives several values, and no other that was traced shows which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +103,8 @@ def instantiate(module: GraphModule, layers: Layers, num_traced: int) -> list[Te
         The tensors of the graph's new placeholders, which come after those that it had.
 
     Raises:
-        CannotCopy: the layers do not follow each other by one value, read what is not theirs, or
-            differ although they are of one kind.
+        CannotCopy: the layers do not follow each other by values that can be told apart, read what
+            is not theirs, or differ although they are of one kind.
     """
     drop_dead_checks(module.graph)
     tensors = _LayerTensors(module.graph, layers)
@@ -206,8 +211,8 @@ class _Copier:
         self._graph, self._layers, self._tensors, self._run = graph, layers, tensors, run
         self._layer = {node: index for index, nodes in enumerate(run) for node in nodes}
         _check_nothing_between(graph, run)
-        self._results = [_result(index, nodes) for index, nodes in enumerate(run)]
         self._templates = {kind: i for i, kind in enumerate(layers.kinds[: len(run)]) if i}
+        self._results = self._all_results()
 
     def check_alike(self) -> None:
         """Raise CannotCopy unless layers of one kind make the same calls."""
@@ -224,14 +229,29 @@ class _Copier:
                         f"other calls {own_text}"
                     )
 
+    def _all_results(self) -> list[list[Node]]:
+        """The values of each layer that others read, in one order."""
+        results = [_results(nodes) for nodes in self._run]
+        *before, last = results
+        if before and len(last) < len(before[-1]):
+            # Some are for a next layer: where they stand, an earlier one of its kind says.
+            kinds, index = self._layers.kinds, len(before)
+            like = next((i for i in range(index - 1, 0, -1) if kinds[i] == kinds[index]), None)
+            if like is None or len(self._run[like]) != len(self._run[index]):
+                raise UnseenValues(f"no layer like {index} shows which values it gives")
+            places = [self._run[like].index(node) for node in results[like]]
+            results[-1] = [self._run[index][place] for place in places]
+        _check_told_apart(results)
+        return results
+
     def copy(self) -> None:
         """Append the layers that were not traced."""
         last, point = self._results[-1], self._run[-1][-1]
-        readers = [user for user in last.users if user not in self._layer]
+        readers = [[user for user in node.users if user not in self._layer] for node in last]
         previous = last
         for index in range(len(self._run), len(self._layers.kinds)):
             template = self._templates[self._layers.kinds[index]]
-            new: dict[Node, Node] = {self._results[template - 1]: previous}
+            new = dict(zip(self._results[template - 1], previous, strict=True))
             for node in self._run[template]:
                 for source in node.all_input_nodes:
                     if source not in new:
@@ -239,9 +259,10 @@ class _Copier:
                 with self._graph.inserting_after(point):
                     point = new[node] = self._graph.node_copy(node, new.__getitem__)
                 self._mark(point, template, index)
-            previous = new[self._results[template]]
-        for reader in readers:
-            reader.replace_input_with(last, previous)
+            previous = [new[node] for node in self._results[template]]
+        for node, users, own in zip(last, readers, previous, strict=True):
+            for user in users:
+                user.replace_input_with(node, own)
 
     def _shared(self, source: Node, template: int, index: int) -> Node:
         """What a copy reads in the place of a node that is not part of its template."""
@@ -260,7 +281,8 @@ class _Copier:
 
     def _calls(self, index: int) -> list[tuple[object, str]]:
         """What a layer calls: op and text, with its tensors by name and its values by number."""
-        names: dict[Node, str] = {self._results[index - 1]: "the value before"}
+        before = self._results[index - 1]
+        names = {node: f"value {i} of the layer before" for i, node in enumerate(before)}
         calls: list[tuple[object, str]] = []
 
         def name(node: Node) -> Named:
@@ -275,8 +297,8 @@ class _Copier:
             op = node.target if node.op == "call_method" else node._pretty_print_target(node.target)
             calls.append((node.target, f"{op}({', '.join(given)})"))
             names[node] = f"%{number}"
-        if self._results[index - 1] not in {i for n in self._run[index] for i in n.all_input_nodes}:
-            raise CannotCopy(f"layer {index} does not read the value of layer {index - 1}")
+        if not {i for n in self._run[index] for i in n.all_input_nodes} >= set(before):
+            raise CannotCopy(f"layer {index} does not read all values of layer {index - 1}")
         return calls
 
 
@@ -290,13 +312,25 @@ class Named:
         return self.name
 
 
-def _result(index: int, layer: Sequence[Node]) -> Node:
-    """The one value of a layer that others read."""
+def _results(layer: Sequence[Node]) -> list[Node]:
+    """The values of a layer that others read, ordered by shape and dtype."""
     inside = set(layer)
     read = [node for node in layer if any(user not in inside for user in node.users)]
-    if len(read) != 1:
-        raise CannotCopy(f"layer {index} must give one value to what follows, got {read}")
-    return read[0]
+    return sorted(read, key=_shown)
+
+
+def _check_told_apart(results: Sequence[Sequence[Node]]) -> None:
+    """Raise CannotCopy unless each layer gives the same values, of which no two look alike."""
+    for index, own in enumerate(results):
+        if not own or len({_shown(node) for node in own}) < len(own):
+            raise CannotCopy(f"layer {index} must give values of different shapes, got {own}")
+        if len(own) > 1 and [*map(_shown, own)] != [*map(_shown, results[0])]:
+            raise CannotCopy(f"layers 0 and {index} give other values: {results[0]} and {own}")
+
+
+def _shown(node: Node) -> str:
+    value = node.meta.get("example_value")
+    return f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else repr(value)
 
 
 def _check_nothing_between(graph: Graph, run: Sequence[Sequence[Node]]) -> None:

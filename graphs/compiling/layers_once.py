@@ -22,7 +22,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.graphs.compiling.instantiate import CannotCopy, Layers, instantiate, mark_layers
+from torch_hybrid.graphs.compiling.instantiate import (
+    CannotCopy,
+    Layers,
+    UnseenValues,
+    instantiate,
+    mark_layers,
+)
 from torch_hybrid.graphs.compiling.signature import fact, own_tensors, signature
 from torch_hybrid.graphs.step import Caches, LayeredModel, Model
 
@@ -54,6 +60,7 @@ class LayersOnce:
         self._layers: Layers | None = None
         self._tracing: int | None = None  # how many layers the model has just now
         self._is_checked = False  # whether layers of one kind were seen to give the same calls
+        self._shows_values = False  # whether that takes a second layer of the last one's kind
         if isinstance(model, nn.Module) and isinstance(model, LayeredModel):
             try:
                 self._layers = layers_of(model, caches)
@@ -68,22 +75,27 @@ class LayersOnce:
         if layers is None or self._refused:
             step()
             return
-        self._tracing = num_first(layers.kinds)
+        self._tracing = num_first(layers.kinds, shows_values=self._shows_values)
         if not self._is_checked:
             # A kind that comes back late is not worth tracing all layers before it.
             self._tracing = min(num_first(layers.kinds, times=2), 2 * self._tracing)
         try:
             with self._model.first_layers(self._tracing):  # type: ignore[attr-defined]
                 step()
-            self._is_checked = True
         except torch._dynamo.exc.BackendCompilerFailed as error:
-            if not isinstance(error.inner_exception, CannotCopy):
+            refusal = error.inner_exception
+            if not isinstance(refusal, CannotCopy):
                 raise
-            self._refused = str(error.inner_exception)
+            if isinstance(refusal, UnseenValues) and not self._shows_values:
+                self._shows_values = True
+            else:
+                self._refused = str(refusal)
+        else:
+            self._is_checked = True
+            return
         finally:
             self._tracing = None
-        if self._refused:
-            step()
+        self.trace(step)  # by what is known now
 
     def complete(self, module: GraphModule) -> tuple[list[Tensor], LayerCount]:
         """Put the layers that were not traced into a traced graph, and mark the layer of each node.
@@ -108,12 +120,17 @@ class LayersOnce:
         return tensors, LayerCount(traced=self._tracing, copied=total - self._tracing)
 
 
-def num_first(kinds: tuple[int, ...], *, times: int = 1) -> int:
+def num_first(kinds: tuple[int, ...], *, times: int = 1, shows_values: bool = False) -> int:
     """The fewest first layers that have the kind of every later layer ``times`` times, layer 0
-    not counted."""
+    not counted.
+
+    Which values the last one gives may show in an earlier one alone, if there are several: with
+    ``shows_values``, that is of its kind.
+    """
     for count in range(len(kinds)):
         seen = Counter(kinds[1:count])
-        if all(seen[kind] >= times for kind in kinds[count:]):
+        is_shown = count > 0 and (not shows_values or seen[kinds[count - 1]] > 1)
+        if is_shown and all(seen[kind] >= times for kind in kinds[count:]):
             return count
     return len(kinds)
 

@@ -90,7 +90,7 @@ def _is_opaque(node: Node) -> bool:
 def _parts_with_results(graph: Graph) -> None:
     """Put the parts of an op's result behind it: between regions a value is one tensor."""
     for node in graph.nodes:
-        parts = [n for n in node.users if n.target is getitem]
+        parts = [n for n in node.users if n.target is getitem and n.args[0] is node]
         if parts and not isinstance(value_of(node), Tensor):
             for part in reversed(parts):
                 node.append(part)

@@ -14,6 +14,7 @@ FAMILIES = {
     "qwen3_next": {},
     "deepseek_v3": {"q_lora_rank": 32, "kv_lora_rank": 32},
     "granitemoehybrid": {"shared_intermediate_size": 64},
+    "zaya": {"layer_types": ["hybrid"] * 2},
 }
 
 

@@ -16,7 +16,11 @@ from torch_hybrid.layers import Mamba
 
 DIM = 32
 SPEC = th.MambaSpec(channels=40, state_dim=16, dt_rank=6, conv_width=4)
-SPECS = {"without norms": SPEC, "norms": replace(SPEC, norm_eps=1e-2)}
+SPECS = {
+    "without norms": SPEC,
+    "norms": replace(SPEC, norm_eps=1e-2),
+    "heads": replace(SPEC, num_heads=4),
+}
 
 
 def make(spec: th.MambaSpec, *, bias: bool = True, conv_bias: bool = True) -> Mamba:
@@ -33,17 +37,27 @@ def by_definition(layer: Mamba, x: Tensor) -> Tensor:
     padded = F.pad(mixed.T, (spec.conv_width - 1, 0))
     mixed = F.conv1d(padded, layer.conv_weight[:, None], layer.conv_bias, groups=spec.channels)
     mixed = F.silu(mixed.T)
-    parts = layer.x_proj(mixed).split([spec.dt_rank, spec.state_dim, spec.state_dim], dim=-1)
+    widths, heads = [spec.dt_rank, spec.state_dim, spec.state_dim], spec.num_heads
+    if heads == 1:
+        parts = [part[:, None] for part in layer.x_proj(mixed).split(widths, dim=-1)]
+    else:
+        of_heads = mixed.unflatten(-1, (heads, -1))
+        parts = torch.einsum("thk,hkn->thn", of_heads, layer.x_proj.weight).split(widths, dim=-1)
     if spec.norm_eps is not None:
         rms = [(part.square().mean(-1, keepdim=True) + spec.norm_eps).sqrt() for part in parts]
         parts = [part / by for part, by in zip(parts, rms, strict=True)]
     dt, B, C = parts
-    step = F.softplus(layer.dt_proj(dt))
+    if heads == 1:
+        dt = layer.dt_proj(dt)
+    else:
+        dt = torch.einsum("thk,hkn->thn", dt, layer.dt_proj.weight) + layer.dt_proj.bias
+    step = F.softplus(dt.flatten(1))
+    B, C = (part.repeat_interleave(spec.channels // heads, dim=1) for part in (B, C))
     state, out = torch.zeros(spec.channels, spec.state_dim, dtype=torch.float64), []
     for t in range(len(x)):
         decay = (-layer.A_log.exp() * step[t, :, None]).exp()
         state = decay * state + (step[t] * mixed[t])[:, None] * B[t]
-        out.append(state @ C[t] + layer.D * mixed[t])
+        out.append((state * C[t]).sum(-1) + layer.D * mixed[t])
     return layer.out_proj(torch.stack(out) * F.silu(z))
 
 
@@ -72,3 +86,11 @@ def test_channels_that_ranks_do_not_divide():
     message = "the number of ranks must divide channels, got 3 ranks and 40"
     with pytest.raises(th.UnsupportedError, match=message):
         SPEC.divided(3)
+    message = "the number of ranks must divide num_heads, got 8 ranks and 4"
+    with pytest.raises(th.UnsupportedError, match=message):
+        SPECS["heads"].divided(8)
+
+
+def test_channels_that_heads_do_not_divide():
+    with pytest.raises(ValueError, match="multiple of num_heads, got 40 and 3"):
+        replace(SPEC, num_heads=3)

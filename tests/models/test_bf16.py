@@ -31,6 +31,7 @@ ALL_EXPERTS = {
     "minimax": {**_THREE, "num_local_experts": 3},
     "jamba": {**_THREE, "num_experts": 3},
     "lfm2_moe": {**_THREE, "num_experts": 3},
+    "zaya": {"num_experts": 1},
     "deepseek_v3": {**_TWO_GROUPS, "n_routed_experts": 4},
     "nemotron_h": {**_TWO_GROUPS, "n_routed_experts": 4},
     "kimi_linear": {**_TWO_GROUPS, "num_local_experts": 4},

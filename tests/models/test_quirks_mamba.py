@@ -24,6 +24,7 @@ from torch_hybrid.models.load import FAMILIES, table_of
 
 TINY = {"max_seqs": 4, "max_tokens": 256, "kv_tokens": 256, "compile": False}
 ATTRIBUTES = {"mamba": "mixer", "falcon_mamba": "mixer", "jamba": "mamba"}
+FAMILIES_OF_MAMBA = (*ATTRIBUTES, "zamba")
 ALONE = ("mamba", "falcon_mamba")  # without attention
 
 
@@ -36,7 +37,7 @@ def first_mixers(family: str) -> tuple[Any, Any]:
 @torch.no_grad()
 def cached(hf_model: Any, text: list[int], sizes: list[int]) -> Tensor:
     """The logits of transformers' own cache, of a prompt in pieces."""
-    name = "past_key_values" if hf_model.config.model_type == "jamba" else "cache_params"
+    name = "cache_params" if hf_model.config.model_type in ALONE else "past_key_values"
     cache, logits, start = {}, [], 0
     for size in sizes:
         piece = slice(start, start + size)
@@ -47,7 +48,7 @@ def cached(hf_model: Any, text: list[int], sizes: list[int]) -> Tensor:
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("family", ATTRIBUTES)
+@pytest.mark.parametrize("family", FAMILIES_OF_MAMBA)
 def test_a_second_piece_of_a_prompt_starts_from_the_states_of_the_first(family: str):
     """In transformers it starts from zero states; token by token, from those that are there."""
     hf_model = make_model(family)

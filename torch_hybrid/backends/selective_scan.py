@@ -42,8 +42,8 @@ def apply_selective_scan(
     plan: RecurrentPlan,
     cache: LayerCache,
 ) -> Tensor:
-    """The scan over x [T, channels], with B and C [T, N] that all channels share; advances the
-    state in ``cache``."""
+    """The scan over x [T, channels], with B and C [T, G, N] of equal parts of the channels;
+    advances the state in ``cache``."""
     rule, impl = rule_of(plan, _FORMS)
 
     def run(advancing: Sequence[Tensor], reading: Sequence[Tensor], at: At) -> Tensor:
@@ -51,8 +51,8 @@ def apply_selective_scan(
         return rule(
             x,
             dt,
-            B[:, None],
-            C[:, None],
+            B,
+            C,
             z,
             A_log,
             D,

@@ -70,7 +70,7 @@ def _within(
     """What stands in a module, and the kind of mixer that each is of, if any."""
     for name, child in module.named_children():
         has_outputs = "o_proj" in dict(child.named_children())
-        own = kind or kinds.get(name) or (kinds.get(None) if has_outputs else None)
+        own = kinds.get(name) or kind or (kinds.get(None) if has_outputs else None)
         yield own, child
         yield from _within(child, kinds, own)
 

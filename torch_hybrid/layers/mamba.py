@@ -1,4 +1,4 @@
-"""The Mamba mixer of Mamba, Falcon-Mamba and Jamba, as a module of its own."""
+"""The Mamba mixer of Mamba, Falcon-Mamba, Jamba and Zamba, as a module of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.backends.selective_scan import apply_selective_scan
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.head_linear import HeadLinear
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ranks import Ranks
@@ -18,7 +19,8 @@ class Mamba(nn.Module):
     """Projection, causal convolution, projections to what selects, scan and gate, projection.
 
     One input projection gives ``[x | z]``; of x after its convolution, another gives
-    ``[dt | B | C]``, and of that dt a third the step sizes of all channels.
+    ``[dt | B | C]``, and of that dt a third the step sizes of all channels. Each of several
+    heads has its own of both, of its channels.
 
     Args:
         dim: width of the model.
@@ -29,6 +31,8 @@ class Mamba(nn.Module):
     """
 
     conv_bias: nn.Parameter | None
+    x_proj: nn.Linear | HeadLinear
+    dt_proj: nn.Linear | HeadLinear
 
     def __init__(
         self,
@@ -56,8 +60,15 @@ class Mamba(nn.Module):
 
         self._widths = [spec.dt_rank, spec.state_dim, spec.state_dim]
         self.in_proj = linear(dim, 2 * spec.channels, bias=bias)
-        self.x_proj = linear(spec.channels, sum(self._widths), bias=False)
-        self.dt_proj = linear(spec.dt_rank, spec.channels, bias=True)
+        if spec.num_heads == 1:
+            self.x_proj = linear(spec.channels, sum(self._widths), bias=False)
+            self.dt_proj = linear(spec.dt_rank, spec.channels, bias=True)
+        else:
+            heads, width = spec.num_heads, spec.channels // spec.num_heads
+            self.x_proj = HeadLinear(parameter(heads, width, sum(self._widths)), None)
+            self.dt_proj = HeadLinear(
+                parameter(heads, spec.dt_rank, width), parameter(heads, width)
+            )
         self.out_proj = linear(spec.channels, dim, bias=bias)
         self.dt_norm, self.B_norm, self.C_norm = map(norm, self._widths)
         self.conv_weight = parameter(spec.channels, spec.conv_width)
@@ -72,6 +83,9 @@ class Mamba(nn.Module):
         nn.init.uniform_(self.conv_weight, -bound, bound)
         if self.conv_bias is not None:
             nn.init.uniform_(self.conv_bias, -bound, bound)
+        for projection in (self.x_proj, self.dt_proj):
+            projection.reset_parameters()
+        assert self.dt_proj.bias is not None
         nn.init.uniform_(self.dt_proj.bias, -7.0, -2.0)
         with torch.no_grad():
             places = range(1, self.spec.state_dim + 1)
@@ -96,12 +110,12 @@ class Mamba(nn.Module):
         mixed = convolve(
             mixed, self.conv_weight, self.conv_bias, plan, cache, activation=spec.activation
         )
-        dt, B, C = columns(self.x_proj, mixed, self._widths)
+        dt, B, C = self._selected(mixed)
         y = apply_selective_scan(
             mixed,
-            self.dt_proj(self.dt_norm(dt)),
-            self.B_norm(B),
-            self.C_norm(C),
+            dt,
+            B,
+            C,
             z,
             self.A_log,
             self.D,
@@ -111,19 +125,35 @@ class Mamba(nn.Module):
         out: Tensor = self.out_proj(y)
         return out
 
+    def _selected(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Step sizes [T, channels], and B and C [T, heads, N]."""
+        if not isinstance(self.x_proj, HeadLinear):
+            dt, B, C = columns(self.x_proj, mixed, self._widths)
+            return self.dt_proj(self.dt_norm(dt)), self.B_norm(B)[:, None], self.C_norm(C)[:, None]
+        selected = self.x_proj(mixed.unflatten(-1, (self.spec.num_heads, -1)))
+        dt, B, C = selected.split(self._widths, dim=-1)
+        steps = self.dt_proj(self.dt_norm(dt)).flatten(1)
+        return steps, self.B_norm(B).contiguous(), self.C_norm(C).contiguous()
+
     def shard(self, ranks: Ranks) -> Mamba:
-        """This rank's channels: a layer that keeps their states alone, and sums over the ranks
-        twice: what selects, in which all channels have a part, and what it returns.
+        """This rank's channels: a layer that keeps their states alone, and sums over the ranks what
+        it returns; where there is one head, before that what selects, in which all channels have a
+        part. Of several heads, it has some.
 
         Raises:
-            UnsupportedError: the ranks do not divide the channels.
+            UnsupportedError: the ranks do not divide the channels, or several heads.
         """
         channels = (self.spec.channels, 1)
         with torch.device("meta"):
             part = Mamba(self.in_proj.in_features, self.spec.divided(ranks.size), conv_bias=False)
         part.in_proj = ranks.rows(self.in_proj, [channels] * 2)
-        part.x_proj = ranks.summed_columns(self.x_proj, self.spec.channels)
-        part.dt_proj = ranks.rows(self.dt_proj, [channels])
+        if isinstance(self.x_proj, HeadLinear) and isinstance(self.dt_proj, HeadLinear):
+            heads = [(self.spec.num_heads, 1)]
+            part.x_proj = self.x_proj.shard(ranks, heads)
+            part.dt_proj = self.dt_proj.shard(ranks, heads)
+        else:
+            part.x_proj = ranks.summed_columns(self.x_proj, self.spec.channels)  # type: ignore[arg-type]
+            part.dt_proj = ranks.rows(self.dt_proj, [channels])  # type: ignore[arg-type]
         part.out_proj = ranks.summed_columns(self.out_proj, self.spec.channels)
         part.dt_norm, part.B_norm, part.C_norm = self.dt_norm, self.B_norm, self.C_norm
         part.conv_weight = ranks.parameter(self.conv_weight, [channels])

@@ -75,6 +75,8 @@ class HybridModel(nn.Module):
             "sliding_attention",
             "indexed_attention",
             "conv",
+            "hybrid",
+            "hybrid_sliding",
         )
         self._no_masks = dict.fromkeys(types) if takes_masks else None
         self._step_name = step_name

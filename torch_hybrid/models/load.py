@@ -75,7 +75,9 @@ from torch_hybrid.models.transformers_hooks import (
     register_attention,
 )
 from torch_hybrid.models.transformers_weights import make_unread, take_quantization
+from torch_hybrid.models.zamba import ZAMBA
 from torch_hybrid.models.zamba2 import ZAMBA2
+from torch_hybrid.models.zaya import ZAYA
 from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerTable
 from torch_hybrid.toolchain import make_cache_folder
 
@@ -102,7 +104,9 @@ FAMILIES: dict[str, Family] = {
         QWEN3_NEXT,
         QWEN4_EXP,
         RECURRENT_GEMMA,
+        ZAMBA,
         ZAMBA2,
+        ZAYA,
     )
     for model_type in family.model_types
 }
@@ -114,8 +118,6 @@ NOT_SERVED = {
     "nemo_speechlm": "speech to transcribe, of which its text part alone hears nothing",
     "rwkv": "RWKV's time mixing",
     "xlstm": "matrix memories with exponential gates",
-    "zamba": "Mamba of several heads, and a block that layers share",
-    "zaya": "convolutions of queries and keys, and values of the token before",
 }
 
 

@@ -46,7 +46,7 @@ _WHOLE_CHILDREN = frozenset(
     {"attn_hyper_connection", "mlp_hyper_connection", "attn_hc", "ffn_hc", "linear"}
 )
 # Those that have mixers and MLPs of the layer.
-_HOLDERS = frozenset({"mamba_decoder", "shared_transformer"})
+_HOLDERS = frozenset({"mamba_decoder", "shared_transformer", "shared_transf"})
 
 
 def shard(model: M, group: dist.ProcessGroup | None = None, *, experts: Experts = "tensor") -> M:
@@ -112,6 +112,8 @@ def cut(model: HybridModel | Ring25, ranks: Ranks, experts: Experts) -> None:
             if entry.kind == PreviousHiddenSpec.kind:
                 continue  # no module of the layer
             part = _mixer_of(parts, model.mixer_names.get(entry.kind))
+            if part is None:
+                continue  # attention has it, and is cut with it
             parts.remove(part)
             holder, name = part
             mixer: Any = holder.get_submodule(name)
@@ -158,10 +160,10 @@ def _parts(layer: nn.Module) -> Iterator[Part]:
             yield layer, name
 
 
-def _mixer_of(parts: list[Part], attribute: str | None) -> Part:
+def _mixer_of(parts: list[Part], attribute: str | None) -> Part | None:
     """The mixer of this name, or attention."""
     if attribute is not None:
-        return next(part for part in parts if part[1] == attribute)
+        return next((part for part in parts if part[1] == attribute), None)
     return next(
         (holder, name)
         for holder, name in parts
@@ -258,6 +260,10 @@ def _attention_cuts(spec: AttentionSpec, ranks: Ranks) -> Mapping[str, Cut]:
 
         return cut
 
+    def scales_of_keys(norm: Any) -> nn.Module:
+        norm.temp = ranks.parameter(norm.temp, [(spec.num_kv_heads, 1)])
+        return _whole(norm)
+
     return {
         "q_proj": rows(spec.num_q_heads),
         "k_proj": rows(spec.num_kv_heads),
@@ -266,6 +272,8 @@ def _attention_cuts(spec: AttentionSpec, ranks: Ranks) -> Mapping[str, Cut]:
         "k_norm": norm(spec.num_kv_heads),
         "q_layernorm": norm(spec.num_q_heads),
         "k_layernorm": norm(spec.num_kv_heads),
+        "qkv_proj": lambda projection: projection.shard(ranks),
+        "qk_norm": scales_of_keys,
         "g_proj": rows(spec.num_q_heads),
         "o_proj": out,
         "out_proj": out,

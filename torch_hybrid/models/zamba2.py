@@ -6,7 +6,7 @@ embedding beside the hidden state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -17,12 +17,12 @@ from torch_hybrid.models.taken_weights import weights_say_all
 from torch_hybrid.specs import AttentionSpec, LayerSpec, Mamba2Spec
 
 NORM_EPS = 1e-5  # of the gated norm: fixed by the model, whatever config.rms_norm_eps says
-_ADAPTERS = (
+_ADAPTERS = {
     "linear_q_adapter_list",
     "linear_k_adapter_list",
     "linear_v_adapter_list",
     "gate_up_proj_adapter_list",
-)
+}
 
 
 def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
@@ -58,11 +58,10 @@ def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
 
 def _share_blocks(layers: Sequence[Any]) -> None:
     """Leave each layer its own adapters alone, of those of all layers that it looks its own up in
-    by its number; and make the modules one whose weights are, and say all.
+    by its number; and share the rest.
 
     What becomes of the weights, integers or a rank's part of them, is shared as well then.
     """
-    ours: dict[tuple[Any, ...], nn.Module] = {}
     found = (layer._modules.get("shared_transformer") for layer in layers)
     blocks: list[Any] = [block for block in found if block is not None]
     for index, block in enumerate(blocks):
@@ -70,11 +69,18 @@ def _share_blocks(layers: Sequence[Any]) -> None:
         for part in (block.self_attn, block.feed_forward):
             part.block_id = None
             part.layer_dic = dict.fromkeys(range(len(layers)), 0)
-            for name, child in list(part.named_children()):
-                if name in _ADAPTERS:
-                    setattr(part, name, nn.ModuleList([child[index]]))
-                elif (weights := tuple(child.parameters())) and weights_say_all(child):
-                    setattr(part, name, ours.setdefault(weights, child))
+            for name in _ADAPTERS & part._modules.keys():
+                setattr(part, name, nn.ModuleList([part.get_submodule(name)[index]]))
+    share_children(part for block in blocks for part in (block.self_attn, block.feed_forward))
+
+
+def share_children(parts: Iterable[nn.Module]) -> None:
+    """Make those children of some modules one whose weights are one, and say all."""
+    ours: dict[tuple[Any, ...], nn.Module] = {}
+    for part in parts:
+        for name, child in list(part.named_children()):
+            if (weights := tuple(child.parameters())) and weights_say_all(child):
+                setattr(part, name, ours.setdefault(weights, child))
 
 
 ZAMBA2 = Family(

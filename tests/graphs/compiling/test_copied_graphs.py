@@ -34,6 +34,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"layer_types": None},
     "mamba2": {"layer_types": None},
     "zamba2": {"layer_types": None, "layers_block_type": ["linear_attention", *["hybrid"] * 3]},
+    "zaya": {"layer_types": ["hybrid", "hybrid_sliding"] * 3, "num_hidden_layers": 6},
+    "zamba": {"layer_types": None, "layers_block_type": ["linear_attention", *["hybrid"] * 3]},
     "mamba": {"layer_types": None},
     "falcon_mamba": {"layer_types": None},
     "jamba": {"layer_types": None, "attn_layer_period": 2},

@@ -59,8 +59,10 @@ class Stack(nn.Module):
     @contextmanager
     def first_layers(self, count: int) -> Iterator[None]:
         whole, self.layers = self.layers, self.layers[:count]
-        yield
-        self.layers = whole
+        try:
+            yield
+        finally:
+            self.layers = whole
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -109,11 +111,28 @@ class TwoValueStack(Stack):
         return (x[0] + x[1]).sum(-1)
 
 
+class TwoWidths(Layer):
+    """Hands half of its branch on, which the next one reads and nothing behind the last one."""
+
+    def forward(self, x: tuple[Tensor, Tensor] | Tensor) -> tuple[Tensor, Tensor]:
+        residual, half = x if isinstance(x, tuple) else (x, torch.ones_like(x[:, : WIDTH // 2]))
+        branch = torch.tanh(self.proj(residual))
+        return residual + branch * half.mean(-1, keepdim=True), branch[:, : WIDTH // 2] - half
+
+
+class FirstValueStack(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x[0].sum(-1)
+
+
 class NumberInACall(Layer):
     """What differs by layer stands in the argument of a call."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) / (1 + self.layer_idx)
+        return super().forward(x) * (1 + self.layer_idx)
 
 
 class ScaleOfItsOwn(Layer):
@@ -224,17 +243,18 @@ COPIED = {
         lambda: HandsASizeOn(*(WithASize(i) for i in range(NUM_LAYERS))),
         3,
     ),
+    "two values": (lambda: FirstValueStack(*(TwoWidths(i) for i in range(NUM_LAYERS))), 3),
     "in place": (lambda: stack_of(InPlace), None),
 }
 REFUSED = {
-    "two values": (
+    "two values that look alike": (
         lambda: TwoValueStack(*(TwoValues(i) for i in range(NUM_LAYERS))),
-        r"layer 0 must give one value to what follows, got \[.*, .*\]",
+        r"layer 0 must give values of different shapes, got \[.*, .*\]",
     ),
     "a number in a call": (
         lambda: stack_of(NumberInACall),
-        r"layers 1 and 2 look alike, and one calls operator.truediv\(%3, 2\) where the other "
-        r"calls operator.truediv\(%3, 3\)",
+        r"layers 1 and 2 look alike, and one calls operator.mul\(%3, 2\) where the other "
+        r"calls operator.mul\(%3, 3\)",
     ),
     "a weight of another layer": (
         lambda: stack_of(ReadsTheFirst, []),
@@ -296,9 +316,18 @@ def test_what_cannot_be_copied_is_traced_whole_and_says_why(name: str):
     assert re.fullmatch(reason, count.why_not_copied, re.DOTALL), count.why_not_copied
 
 
-def test_later_variants_trace_each_kind_once():
+@pytest.mark.parametrize(
+    ("make", "traced"),
+    [
+        (stack_of, [3, 2]),
+        # What the last of them gives shows in the one before.
+        (lambda: FirstValueStack(*(TwoWidths(i) for i in range(NUM_LAYERS))), [3, 3]),
+    ],
+    ids=["one value", "two values"],
+)
+def test_later_variants_trace_each_kind_once(make: Callable[[], Stack], traced: list[int]):
     torch._dynamo.reset()
-    model, log = stack_of(), CompileLog()
+    model, log = make(), CompileLog()
     layers = LayersOnce(model, {})
     given = torch.randn(5, WIDTH)
     floats = torch._dynamo.config.patch(specialize_float=True)
@@ -307,7 +336,7 @@ def test_later_variants_trace_each_kind_once():
             backend = StepBackend(log, pool_sizes=(), layers=layers)
             step = compile_step(lambda inputs, caches: model(inputs), backend)
             layers.trace(lambda step=step: step(given, None))
-    assert [graph.layers.traced for graph in log.graphs] == [3, 2]
+    assert [graph.layers.traced for graph in log.graphs] == traced
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,14 @@ class PartsLayer(NormLayer):
         return wide[:, 1:] * most + wide.tanh().split([WIDTH, 1], -1)[0] + place
 
 
+class SliceLayer(NormLayer):
+    """It slices its sum by a size that is there before all layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y[-y.shape[0] :] * 2
+
+
 def stack_of(layer: Callable[[int], nn.Module] = NormLayer) -> Stack:
     return Stack(*map(layer, range(NUM_LAYERS)))
 
@@ -110,7 +118,7 @@ linear_4 = torch._C._nn.linear(tanh_1, l_model_modules_layers_modules_1_modules_
     )
 
 
-@pytest.mark.parametrize("layer", [NormLayer, AutocastLayer])
+@pytest.mark.parametrize("layer", [NormLayer, AutocastLayer, SliceLayer])
 def test_joined_regions_are_the_graph(layer: Callable[[int], nn.Module]):
     module, plan, inputs = planned(stack_of(layer), torch.randn(4, WIDTH))
     with torch.inference_mode():

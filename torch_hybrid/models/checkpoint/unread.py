@@ -161,6 +161,10 @@ def _zeros_like(x: Unread, *, dtype: torch.dtype | None = None, **_options: Any)
     return torch.zeros(x.shape, dtype=dtype or x.dtype, device=x.device)
 
 
+def _ones_like(x: Unread, **_options: Any) -> Unread:
+    return _like(x, contents.followed_by(x.content, torch.ones_like))
+
+
 def _equal(x: Unread, y: Unread) -> bool:
     """The one question that is answered by reading: whether weights that may be tied have the same
     bits."""
@@ -190,6 +194,7 @@ _OPS: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _same,
     aten.equal.default: _equal,
     aten.mul.Tensor: _mul,
+    aten.ones_like.default: _ones_like,
     aten.slice.Tensor: _slice,
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split_with_sizes,

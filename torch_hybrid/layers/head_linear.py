@@ -1,0 +1,58 @@
+"""A linear layer for each head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.backends.select import Choice
+from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.head_linear.op import IMPLEMENTATIONS, head_linear
+from torch_hybrid.ranks import Block, Ranks
+
+_BY_SPEED = {name: IMPLEMENTATIONS[name] for name in ("torch", "cpp")}
+
+
+class HeadLinear(nn.Module):
+    """``x[:, h] @ weight[h] + bias[h]`` for each head h.
+
+    Args:
+        weight: [H, inputs, outputs].
+        bias: [H, outputs], or None.
+
+    Attributes:
+        choice: what is called: torch's batched product, which the compiler sees, unless a runner
+            asks for rows that are computed by themselves.
+    """
+
+    op = kind = "head_linear"
+    implementations = _BY_SPEED
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.choice = Choice(op=self.op, impl="torch")
+
+    def reset_parameters(self) -> None:
+        """Initialise as torch does a linear layer."""
+        bound = self.weight.shape[1] ** -0.5
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    @property
+    def need(self) -> Need:
+        """What serves the weight, where it is now."""
+        return Need(device=self.weight.device, dtype=self.weight.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, H, inputs] -> [T, H, outputs]."""
+        if self.choice.impl == "torch":
+            y = torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1)
+        else:
+            y = head_linear(x, self.weight.transpose(1, 2), impl=self.choice.impl)
+        return y if self.bias is None else y + self.bias
+
+    def shard(self, ranks: Ranks, blocks: list[Block]) -> HeadLinear:
+        """This rank's heads of each block."""
+        bias = None if self.bias is None else ranks.parameter(self.bias, blocks)
+        return HeadLinear(ranks.parameter(self.weight, blocks), bias)

@@ -1,0 +1,90 @@
+"""Zamba: Mamba of several heads in every layer, in some behind attention and an MLP that all share.
+
+Each call of that block has keys and values of its own, and takes the embedding beside the hidden
+state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.layers.mamba import Mamba
+from torch_hybrid.models.family import Family, Swap, listed, require
+from torch_hybrid.models.zamba2 import share_children
+from torch_hybrid.specs import AttentionSpec, LayerSpec, MambaSpec
+
+
+def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
+    require(config, "hidden_mamba_act", config.hidden_mamba_act, ["silu"])
+    attention = AttentionSpec(
+        num_q_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.attention_head_dim,
+        scale=(config.attention_head_dim / 2) ** -0.5,
+    )
+    mamba = MambaSpec(
+        channels=config.mamba_expand * config.hidden_size,
+        state_dim=config.mamba_d_state,
+        dt_rank=int(config.mamba_dt_rank),
+        conv_width=config.mamba_d_conv,
+        activation=config.hidden_mamba_act,
+        num_heads=config.n_mamba_heads,
+    )
+    mixers: dict[str, tuple[LayerSpec, ...]] = {
+        "linear_attention": (mamba,),
+        "hybrid": (attention, mamba),
+    }
+    return listed(config, mixers)
+
+
+def _mixer(module: Any, spec: MambaSpec) -> Mamba:
+    has_bias = module.in_proj.bias is not None
+    with torch.device("meta"):
+        mixer = Mamba(module.in_proj.in_features, spec, bias=has_bias, conv_bias=False)
+
+    def halves(rows: Tensor) -> nn.Parameter:
+        """Of x and of the gate, which are every other row."""
+        return _parameter(rows.detach().unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1))
+
+    def by_head(weight: Tensor) -> nn.Parameter:
+        """[H, outputs, inputs] as a layer of heads has it, or a plain one."""
+        weight = weight.detach()
+        alone = spec.num_heads == 1
+        return _parameter(weight.squeeze(0) if alone else weight.transpose(1, 2).contiguous())
+
+    mixer.in_proj.weight = halves(module.in_proj.weight)
+    if has_bias:
+        mixer.in_proj.bias = halves(module.in_proj.bias)
+    mixer.out_proj = module.out_proj
+    mixer.x_proj.weight = by_head(module.x_proj_weight)
+    mixer.dt_proj.weight = by_head(module.dt_proj_weight)
+    bias = module.dt_proj_bias.detach()
+    mixer.dt_proj.bias = _parameter(bias.squeeze(0) if spec.num_heads == 1 else bias)
+    mixer.conv_weight = _parameter(module.conv1d.weight.squeeze(1))
+    mixer.conv_bias = module.conv1d.bias
+    mixer.A_log = _parameter(module.A_log.detach().flatten(0, 1))
+    mixer.D = _parameter(module.D.detach().flatten())
+    return mixer
+
+
+def _parameter(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def _share_block(layers: Sequence[Any]) -> None:
+    """What becomes of the weights, integers or a rank's part of them, is shared as well then."""
+    found = (layer._modules.get("shared_transf") for layer in layers)
+    blocks: list[Any] = [block for block in found if block is not None]
+    share_children(part for block in blocks for part in (block.self_attn, block.feed_forward))
+
+
+ZAMBA = Family(
+    model_types=("zamba",),
+    specs=_specs,
+    swaps={"mamba": Swap(attribute="mamba", make=_mixer)},
+    prepare=_share_block,
+)
