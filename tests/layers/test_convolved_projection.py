@@ -58,7 +58,7 @@ def test_pieces_equal_the_definition(widths: tuple[int, int]):
 
 def test_it_keeps_inputs_and_nothing_else():
     spec = make(4, 3).spec
-    assert spec.pools() == {"conv": th.specs.Pool((5, (8 * 3 + 2) * 8), per="slot")}
+    assert spec.pools()["conv"] == th.specs.Pool((5, (8 * 3 + 2) * 8), per="slot")
 
 
 def test_a_fresh_one_has_filters_of_its_widths():
