@@ -61,6 +61,13 @@ class Tile:
         block_m, stages = (16, 5) if num_rows <= 16 else (32, 4) if num_rows <= 32 else (64, 3)
         return cls(block_m=block_m, block_n=64, block_k=128, num_stages=stages)
 
+    @classmethod
+    def of_any_rows(cls, dtype: torch.dtype) -> Tile:
+        """The same however many rows there are, which are then cut in blocks."""
+        if dtype == torch.float32:  # outside the tensor cores, on operands in registers
+            return cls(block_m=16, block_n=64, block_k=32, num_stages=2)
+        return cls(block_m=64, block_n=64, block_k=128, num_stages=3)
+
 
 def linear(
     x: Tensor,
@@ -78,8 +85,37 @@ def linear(
     y = x.new_empty(num_rows, sum(sizes))
     if not _is_ours(x, sizes):
         return product_by_torch(x, weights, biases, y)
-    tile = Tile.of(num_rows, sum(sizes), depth)
-    _linear_kernel[(sum(triton.cdiv(size, tile.block_n) for size in sizes),)](
+    _multiply(x, weights, biases, y, Tile.of(num_rows, sum(sizes), depth))
+    return y
+
+
+def invariant_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    scales: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """Implementation "triton_invariant": any number of rows in one tile's order of sums."""
+    assert scales is None
+    y = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
+    if y.numel():
+        _multiply(x, weights, biases, y, Tile.of_any_rows(x.dtype))
+    return y
+
+
+def _multiply(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    y: Tensor,
+    tile: Tile,
+) -> None:
+    """Fill ``y``, which has elements."""
+    num_rows, depth = x.shape
+    sizes = tuple(weight.shape[0] for weight in weights)
+    column_blocks = sum(triton.cdiv(size, tile.block_n) for size in sizes)
+    _linear_kernel[(column_blocks, triton.cdiv(num_rows, tile.block_m))](
         x,
         tuple(weights),
         # In the place of a bias that is not there stands a tensor that is not read.
@@ -99,7 +135,6 @@ def linear(
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
     )
-    return y
 
 
 def _is_ours(x: Tensor, sizes: Sequence[int]) -> bool:
@@ -160,7 +195,7 @@ def _linear_kernel(
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N columns of all rows of y.
+    """One program: BLOCK_N columns of BLOCK_M rows of y.
 
     Few rows are multiplied as the weights come. Of more, the weight is the left side of products,
     of which tensor cores take 64 rows; or 16 in each warp, which then has a part of the depth.
@@ -168,7 +203,7 @@ def _linear_kernel(
     FEW: tl.constexpr = BLOCK_M < 16
     weight, which, size, column, first_row = place(weights, sizes, BLOCK_N)
     row = first_row + tl.arange(0, BLOCK_N)
-    index_m = tl.arange(0, BLOCK_M)
+    index_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     index_k = tl.arange(0, BLOCK_K)
     mask_n, mask_m = row < size, index_m < M
     p_w = weight + row.to(tl.int64)[:, None] * K + index_k[None, :]
