@@ -37,7 +37,7 @@ _PART_COLUMNS = 1024  # of one weight: fewer are faster by torch
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
     """Rows of x and of a weight that a program multiplies, ``block_k`` columns at a time in each of
-    ``num_parts`` parts side by side.
+    ``num_parts`` parts side by side. ``any_rows``: there are programs for further rows too.
 
     Decided by shapes alone: a row's sums are in the same order whatever the other rows hold.
     """
@@ -48,6 +48,7 @@ class Tile:
     num_stages: int
     num_parts: int = 1
     num_warps: int = 4
+    any_rows: bool = False
 
     @classmethod
     def of(cls, num_rows: int, num_columns: int, depth: int) -> Tile:
@@ -65,8 +66,8 @@ class Tile:
     def of_any_rows(cls, dtype: torch.dtype) -> Tile:
         """The same however many rows there are, which are then cut in blocks."""
         if dtype == torch.float32:  # outside the tensor cores, on operands in registers
-            return cls(block_m=16, block_n=64, block_k=32, num_stages=2)
-        return cls(block_m=64, block_n=64, block_k=128, num_stages=3)
+            return cls(block_m=16, block_n=64, block_k=32, num_stages=2, any_rows=True)
+        return cls(block_m=64, block_n=64, block_k=128, num_stages=3, any_rows=True)
 
 
 def linear(
@@ -132,6 +133,7 @@ def _multiply(
         BLOCK_K=tile.block_k,
         PARTS=tile.num_parts,
         STAGES=tile.num_stages,
+        ROWS_IN_BLOCKS=tile.any_rows,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
     )
@@ -194,8 +196,9 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
+    ROWS_IN_BLOCKS: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N columns of BLOCK_M rows of y.
+    """One program: BLOCK_N columns of all rows of y, or of BLOCK_M of them.
 
     Few rows are multiplied as the weights come. Of more, the weight is the left side of products,
     of which tensor cores take 64 rows; or 16 in each warp, which then has a part of the depth.
@@ -203,7 +206,9 @@ def _linear_kernel(
     FEW: tl.constexpr = BLOCK_M < 16
     weight, which, size, column, first_row = place(weights, sizes, BLOCK_N)
     row = first_row + tl.arange(0, BLOCK_N)
-    index_m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    index_m = tl.arange(0, BLOCK_M)
+    if ROWS_IN_BLOCKS:
+        index_m += tl.program_id(1) * BLOCK_M
     index_k = tl.arange(0, BLOCK_K)
     mask_n, mask_m = row < size, index_m < M
     p_w = weight + row.to(tl.int64)[:, None] * K + index_k[None, :]

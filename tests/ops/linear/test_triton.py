@@ -156,6 +156,17 @@ def test_compiles_without_spills() -> None:
                 )
             launch = launches["_linear_kernel"]
             rows.append(resources_of(launch, target, f"{name}, {num_rows} rows"))
+    for target in SHARED_LIMITS:
+        depth, widths = REAL["qkv"]
+        for dtype in (torch.bfloat16, torch.float32):
+            with launches_on(target) as launches:
+                _triton.invariant_linear(
+                    torch.empty(1000, depth, dtype=dtype, device="meta"),
+                    [torch.empty(n, depth, dtype=dtype, device="meta") for n in widths],
+                    [None] * len(widths),
+                )
+            label = f"qkv of any rows, {dtype}"
+            rows.append(resources_of(launches["_linear_kernel"], target, label))
     for name, num_rows in (*cases, ("qkv", 8), ("qkv", 64), ("out_proj", 1000)):
         for target in SHARED_LIMITS:
             label = f"{name}, {num_rows} rows"
