@@ -449,5 +449,5 @@ down_scales must have shape [4, 24], got [4, 20]
 gate_up must have shape [4, 64, 24], got [4, 40, 24]
 down_scales must have shape [4, 32, 1], or 2 of each with zero points, got [4, 32, 2]
 gate_up must have shape [4, 64, 16], got [4, 64, 12]
-down_scales: a row of 40 numbers of 4 bits has no whole groups of 32, 64 or 128""",
+down_scales: a row of 40 numbers of 4 bits has no whole groups of 32, 64 or 128""",  # noqa: E501
     )

@@ -438,5 +438,5 @@ scales[1] must have shape [20], got [20, 1]
 weights[1] must have shape [20, 192], got [20, 50]
 scales[1] must have shape [20, 12] or [20, 6] or [20, 3], or 2 of each with zero points, got [20, 4]
 scales[0] must have dtype torch.float32, got torch.float16
-scales[0]: a row of 50 numbers of 4 bits has no whole groups of 32, 64 or 128""",
+scales[0]: a row of 50 numbers of 4 bits has no whole groups of 32, 64 or 128""",  # noqa: E501
     )

@@ -470,7 +470,7 @@ seq_lens must have dtype torch.int32, got torch.int64
 window must be 0 or a number of keys, got -1
 softcap must be 0 or positive, got -2.0
 scale must be positive, got 0.0
-impl must be one of ['cudnn', 'cpp', 'cpp_invariant', 'triton', 'triton_invariant', 'flashinfer', 'torch', 'flashinfer_trtllm'], got 'tpu'""",  # noqa: E501
+impl must be one of ['cudnn', 'cpp', 'cpp_invariant', 'triton', 'flashinfer', 'triton_invariant', 'torch', 'flashinfer_trtllm'], got 'tpu'""",  # noqa: E501
     )
 
 

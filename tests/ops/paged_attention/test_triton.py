@@ -40,7 +40,8 @@ CONTRACT = """
         )
         or (padding or writes or depend) and odd
         or merges or sequences_empty or out_of_range or 8_bits and not long
-    ) or triton_invariant and window_softcap and (matches_float64 and odd and bf16 or chunked and 7-)
+    )
+    or triton_invariant and window_softcap and (matches and odd and bf16 or chunked and 7-)
     or in_interpreter or by_documentation
 """
 
