@@ -12,14 +12,14 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from threading import Lock
+from threading import RLock
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.registration import REGISTERED
 
-_CAPTURING = Lock()  # of the process: steps of all runners are captured on one stream
+_CAPTURING = RLock()  # of the process: steps of all runners are captured on one stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +114,11 @@ def on_capture_stream(device: torch.device) -> Iterator[None]:
         yield
         return
     stream, current = _capture_stream(device), torch.cuda.current_stream(device)
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        yield
-    current.wait_stream(stream)
+    with _CAPTURING:
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield
+        current.wait_stream(stream)
 
 
 @cache
