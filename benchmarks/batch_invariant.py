@@ -1,6 +1,6 @@
 """What it costs that each row has the bits that it has alone: decode steps, and prefill.
 
-    python -m benchmarks.batch_invariant [--model NAME] [--dtype NAME]
+    python -m benchmarks.batch_invariant [--model NAME] [--dtype NAME] [--device cuda]
 
 The same compiled steps of two runners on one model, by turns; sequences hold 60 tokens, so that
 their prompts, which are slower the more alike their bits are to be, take no longer than the steps.
@@ -14,9 +14,10 @@ import random
 import torch
 
 from benchmarks.models import make_model
-from benchmarks.results import Results, arguments, parse, title
+from benchmarks.results import Results, add_device, arguments, parse, title
 from benchmarks.timing import Times, interleave
 from torch_hybrid import Runner, adapt
+from torch_hybrid.caches.hybrid import Sequence
 
 BATCHES, PREFILLS = (1, 8, 32), (64, 256)
 CONTEXT = 60
@@ -40,6 +41,11 @@ def check(runner: Runner) -> None:
         raise AssertionError("a prompt that was cut among others has other bits")
 
 
+def step(runner: Runner, seqs: list[Sequence], tokens: list[list[int]]) -> None:
+    """One step, until its logits are there."""
+    runner.extend(seqs, tokens)[:, 0].tolist()
+
+
 def decode(runners: dict[str, Runner], batch: int, rounds: int) -> dict[str, Times]:
     """Steps of one token of so many sequences."""
     steps = {}
@@ -50,7 +56,7 @@ def decode(runners: dict[str, Runner], batch: int, rounds: int) -> dict[str, Tim
             some = seqs[first : first + 8]
             prompts = [draw(CONTEXT, runner.vocab_size, first + n) for n in range(len(some))]
             runner.extend(some, prompts)
-        steps[name] = lambda runner=runner, seqs=seqs: runner.extend(seqs, [[7]] * len(seqs))
+        steps[name] = lambda runner=runner, seqs=seqs: step(runner, seqs, [[7]] * len(seqs))
     times = interleave(steps, rounds=rounds, warm_up=2)
     for name, runner in runners.items():
         runner.free(held[name])
@@ -62,7 +68,7 @@ def prefill(runners: dict[str, Runner], length: int, rounds: int) -> dict[str, T
 
     def run(runner: Runner) -> None:
         (seq,) = runner.new_sequences(1)
-        runner.extend([seq], [draw(length, runner.vocab_size, 3)])
+        step(runner, [seq], [draw(length, runner.vocab_size, 3)])
         runner.free([seq])
 
     steps = {name: lambda runner=runner: run(runner) for name, runner in runners.items()}
@@ -76,9 +82,19 @@ def add(results: Results, label: str, times: dict[str, Times]) -> None:
 
 
 def main() -> None:
-    options = parse(arguments(__doc__))
-    model = adapt(make_model(options.model, options.torch_dtype, quick=options.quick))
-    sizes = {"max_seqs": max(BATCHES), "max_tokens": 512, "kv_tokens": 8192}
+    parser = arguments(__doc__)
+    add_device(parser)
+    parser.add_argument("--prefills", type=int, nargs="+", default=PREFILLS, metavar="TOKENS")
+    options = parse(parser)
+    made = make_model(
+        options.model, options.torch_dtype, quick=options.quick, device=options.device
+    )
+    model = adapt(made)
+    sizes = {
+        "max_seqs": max(BATCHES),
+        "max_tokens": max(512, *options.prefills),
+        "kv_tokens": 8192,
+    }
     runners = {
         "plain": Runner(model, **sizes),
         "invariant": Runner(model, **sizes, batch_invariant=True),
@@ -91,7 +107,7 @@ def main() -> None:
     rounds = 3 if options.quick else 9
     for batch in BATCHES:
         add(results, f"decode, batch {batch}", decode(runners, batch, rounds))
-    for length in PREFILLS:
+    for length in options.prefills:
         add(results, f"prefill of {length}", prefill(runners, length, max(3, rounds // 3)))
     results.emit(options)
 

@@ -1,6 +1,7 @@
 """Prompts that begin alike: what a prefix cache saves, and what it costs where nothing is shared.
 
     python -m benchmarks.prefix_cache [--model NAME] [--history TOKENS] [--shared TOKENS]
+        [--device cuda]
 
 A model of fewer and narrower layers than those of the other benchmarks, since thousands of tokens
 are run again and again without the cache. A second turn is timed beside its new tokens alone, run
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from itertools import count
 
 from benchmarks.models import make_model
-from benchmarks.results import Results, Target, arguments, parse, title
+from benchmarks.results import Results, Target, add_device, arguments, parse, title
 from benchmarks.timing import interleave, now
 from torch_hybrid import Engine, PrefixCache, Runner, Sampling, adapt
 
@@ -42,9 +43,10 @@ def second_turn(runner: Runner, results: Results, history: int, num_new: int, ro
     vocab_size, seeds = runner.vocab_size, count(1)
     first = draw(history, vocab_size, 0)
     with Engine(runner) as plain:
-        start = now()
-        serve(plain, [first + draw(num_new, vocab_size, next(seeds))], 1)
-        cold = now() - start
+        for _ in range(1 + runner.captures):  # the first run captures steps
+            start = now()
+            serve(plain, [first + draw(num_new, vocab_size, next(seeds))], 1)
+            cold = now() - start
     with Engine(runner, prefix_cache=True) as engine:
         serve(engine, [first], 1)
         (seq,) = runner.new_sequences(1)
@@ -101,10 +103,11 @@ def shared(runner: Runner, results: Results, length: int, requests: int) -> None
     prompts = [begin + draw(64, vocab_size, 100 + n) for n in range(requests)]
     seconds = {}
     for name, keeps in (("nothing kept", False), ("prefixes kept", True)):
-        with Engine(runner, prefix_cache=keeps) as engine:
-            start = now()
-            kept = serve(engine, prompts, 16)
-            seconds[name] = now() - start
+        for _ in range(1 + runner.captures):
+            with Engine(runner, prefix_cache=keeps) as engine:
+                start = now()
+                kept = serve(engine, prompts, 16)
+                seconds[name] = now() - start
         results.add(f"{requests} x ({length} shared + 64), {name}", 1000 * seconds[name], sum(kept))
     results.targets.append(
         Target(
@@ -142,6 +145,7 @@ def strangers(runner: Runner, results: Results, requests: int, num_new: int, rou
 def main() -> None:
     """Run the parts that are asked for, print the table."""
     parser = arguments("What a prefix cache saves and costs.")
+    add_device(parser)
     parser.add_argument("--hidden", type=int, default=256, help="width of the model")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--history", type=int, default=8192, help="tokens of a first turn")
@@ -157,6 +161,7 @@ def main() -> None:
         options.model,
         options.torch_dtype,
         quick=options.quick,
+        device=options.device,
         max_position_embeddings=2 * history,
         **({} if options.quick else sizes),
     )

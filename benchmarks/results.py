@@ -102,6 +102,11 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """The option of benchmarks that run on a GPU too."""
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+
+
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the command line, and set this process up as a server would."""
     options = parser.parse_args()
@@ -116,5 +121,7 @@ def title(options: argparse.Namespace, what: str) -> str:
     """What was run, on what."""
     count = torch.get_num_threads()
     threads = "1 thread (its own time)" if count == 1 else f"{count} threads"
+    if getattr(options, "device", "cpu") == "cuda":
+        threads = torch.cuda.get_device_name()
     sizes = ", tiny sizes" if options.quick else ""
     return f"{what}: {options.model}, {options.dtype}, {threads}{sizes}"

@@ -18,7 +18,7 @@ from functools import partial
 import torch
 
 from benchmarks.models import make_model
-from benchmarks.results import Results, Target, arguments, parse, title
+from benchmarks.results import Results, Target, add_device, arguments, parse, title
 from benchmarks.timing import Times, interleave
 from torch_hybrid import Engine, Runner, Sampling, Speculation, adapt, from_pretrained
 from torch_hybrid.caches.pools import pool_cost
@@ -73,11 +73,12 @@ def steps(runner: Runner, batch: int, rounds: int) -> dict[str, Times]:
     tokens = [rng.randrange(vocab) for _ in range(1 + DRAFTS)]
 
     def verify() -> None:
-        runner.verify(drafted, [tokens] * batch)
+        logits = runner.verify(drafted, [tokens] * batch)
         runner.accept(drafted, [DRAFTS] * batch)
+        logits[..., 0].tolist()  # which waits for them
 
     contestants = {
-        "plain": lambda: runner.extend(plain, [tokens[:1]] * batch),
+        "plain": lambda: runner.extend(plain, [tokens[:1]] * batch)[..., 0].tolist(),
         f"with {DRAFTS} drafts": verify,
     }
     times = interleave(contestants, rounds=rounds, warm_up=3)
@@ -110,13 +111,13 @@ class WrongHead(Head):
         return [[0] * len(own) for own in super().propose(requests, counts)]
 
 
-def demo(rounds: int, num_tokens: int) -> dict[str, Times]:
+def demo(rounds: int, num_tokens: int, device: str) -> dict[str, Times]:
     """The demo's trained model, one request after another: answers go round and round the symbols
     of their prompt, which n-grams find from the second round on. Its head is in no step of the
     runner that has no drafts of it."""
     sizes = {"max_seqs": 1, "max_tokens": 512, "kv_tokens": 4096, "max_drafts": DRAFTS}
-    runner = Runner(from_pretrained(str(checkpoint_path())), **sizes)
-    model = from_pretrained(str(checkpoint_path()), mtp=True)
+    runner = Runner(from_pretrained(str(checkpoint_path()), device=device), **sizes)
+    model = from_pretrained(str(checkpoint_path()), mtp=True, device=device)
     with_head = Runner(model, **sizes | {"max_drafts": HEAD_DRAFTS})
     prompts = [prompt.tokens for prompt in make_prompts(8, seed=0) if len(prompt.tokens) < 120]
     sampling = Sampling(max_new_tokens=num_tokens, ignore_eos=True)
@@ -148,7 +149,10 @@ def demo(rounds: int, num_tokens: int) -> dict[str, Times]:
 
 def of_the_model(options: argparse.Namespace, results: Results) -> None:
     """Memory, steps and requests of a model of random weights."""
-    model = adapt(make_model(options.model, options.torch_dtype, quick=options.quick))
+    made = make_model(
+        options.model, options.torch_dtype, quick=options.quick, device=options.device
+    )
+    model = adapt(made)
     runner = Runner(model, max_seqs=16, max_tokens=512, kv_tokens=32768, max_drafts=DRAFTS)
     ratio = memory()
     results.targets.append(Target(name="memory, Qwen3-Next", measured=ratio, limit=MEMORY))
@@ -170,6 +174,7 @@ def of_the_model(options: argparse.Namespace, results: Results) -> None:
 
 def main() -> None:
     parser = arguments(__doc__)
+    add_device(parser)
     parser.add_argument("--demo", action="store_true", help="the demo's model alone")
     options = parse(parser)
     results = Results(
@@ -178,7 +183,7 @@ def main() -> None:
     )
     if not options.demo:
         of_the_model(options, results)
-    times = demo(2 if options.quick else 5, 64 if options.quick else 256)
+    times = demo(2 if options.quick else 5, 64 if options.quick else 256, options.device)
     without = times.pop("without")
     for name, drafted in times.items():
         ratio = drafted.over(without)

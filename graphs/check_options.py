@@ -30,12 +30,32 @@ def check_artefact(artefact: str | os.PathLike[str] | None, *, compiles: bool) -
         raise ValueError("an artefact has compiled steps, got compile=False")
 
 
-def check_invariant(batch_invariant: bool, compile: bool | str) -> None:
-    """Raise ValueError if bits would change as steps are exchanged by compiled ones."""
-    if batch_invariant and compile == "background":
+def check_invariant(
+    model: Any, compile: bool | str, max_drafts: int, two_batch_overlap: object
+) -> None:
+    """Check the options beside batch_invariant=True.
+
+    Raises:
+        ValueError: bits would change as steps are exchanged by compiled ones.
+        UnsupportedError: on a GPU steps would not all be of one compiled graph, or be summed up
+            over several. Inductor and torch sum rows in another order in each graph, and by size.
+    """
+    if compile == "background":
         raise ValueError(
             "batch_invariant=True needs compile=True or False, got 'background': bits would change "
             "as compiled steps take the place of others"
+        )
+    refused = {
+        "compile=False": not compile,
+        f"max_drafts={max_drafts}": max_drafts > 0,
+        f"two_batch_overlap={two_batch_overlap!r}": two_batch_overlap != "off",
+        "a model that ranks share": model.ranks is not None,
+    }
+    reasons = [option for option, is_asked in refused.items() if is_asked]
+    if model.device.type == "cuda" and reasons:
+        raise UnsupportedError(
+            f"batch_invariant=True runs all steps by one compiled graph on one GPU, which is not "
+            f"to be had with {', '.join(reasons)}"
         )
 
 

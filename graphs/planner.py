@@ -55,6 +55,7 @@ class StepPlanner:
         self._backends, self._overlap, self._grid = backends, overlap, chunk_grid
         self._drafting = {kind: backend for kind, backend in backends.items() if kind in drafting}
         self._num_position_axes, self._sizes = num_position_axes, sizes
+        self._idle = Mode.DECODE if Mode.DECODE in modes else Mode.EXTEND
         self._verifying = next((mode for mode in modes if mode.num_drafts), Mode.DECODE)
         self.forms = {
             Variant.of(mode, forms, in_halves=in_halves): forms
@@ -112,9 +113,10 @@ class StepPlanner:
         return variant, self._inputs(padded, mode, forms, None)
 
     def plan_idle(self) -> tuple[Variant, Inputs]:
-        """A decode step of no sequences: all padding, so that it reads and writes no state."""
+        """A step of no sequences, of decode if there are such: all padding, so that it reads and
+        writes no state."""
         nothing = Bucket(num_seqs=0, num_tokens=0, num_pages=2)
-        return self.plan(self._null_batch(nothing), Mode.DECODE, "last")
+        return self.plan(self._null_batch(nothing), self._idle, "last")
 
     def largest(self, variant: Variant) -> Inputs:
         """An all-padding step of a variant whose every leaf is as large as it ever gets."""

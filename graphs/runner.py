@@ -26,6 +26,7 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.artefact.store import StepStore
 from torch_hybrid.graphs.buckets import StepSizes
 from torch_hybrid.graphs.capturing.capture_policy import CapturePolicy, CudaGraphs
+from torch_hybrid.graphs.capturing.cuda_graph import on_capture_stream
 from torch_hybrid.graphs.capturing.launch import LastTokens, Launched
 from torch_hybrid.graphs.check_extend import check_extend, token_lists
 from torch_hybrid.graphs.check_options import (
@@ -119,7 +120,8 @@ class Runner:
             None: where the model has a tower that makes such (``from_pretrained(vision=True)``).
         batch_invariant: logits after a token have the same bits whatever else is in the batch,
             however the tokens before it came: in one step or in many, from a checkpoint, drafted or
-            not. Implementations that cannot say so of themselves are refused.
+            not. Implementations that cannot say so of themselves are refused. On a GPU all steps
+            are of one compiled graph: no drafts, halves or ranks, nor compile=False.
         check_batch: called on the host with the batch of each step before it runs; what it raises
             stops the step. ``Agreement(...).check``, where several ranks share the model.
         passes: graph passes over each traced step, in order; see ``graphs.passes``, which has
@@ -163,7 +165,8 @@ class Runner:
         check_types(model, backends)
         device = self._device = model.device  # to find it takes a walk through the model
         check_compile(compile, model)
-        check_invariant(batch_invariant, compile)
+        if batch_invariant:
+            check_invariant(model, compile, max_drafts, two_batch_overlap)
         self._capture = CapturePolicy.of(cuda_graphs, device, compiles=bool(compile))
         check_artefact(artefact, compiles=bool(compile))
         check_kv_tokens(kv_tokens)
@@ -221,6 +224,9 @@ class Runner:
                     check_toolchain(device)
             self.choices = choose(model, wanted, compiles=bool(compile))
             modes = MODES if prefill else (Mode.DECODE,)
+            if prefill and self.batch_invariant and device.type == "cuda":
+                modes = (Mode.EXTEND,)  # Inductor sums rows in another order in each graph
+            self._decodes = Mode.DECODE in modes
             if max_drafts:
                 modes = (*modes, Mode.verify(max_drafts))
             self.backends = make_backends(table, self._cache.sizes, wanted, modes)
@@ -715,7 +721,7 @@ class Runner:
         """
         lengths = [len(new) for new in tokens]
         is_decode = max(lengths) == 1 and embeds is None  # whose graph looks no rows up
-        mode = Mode.DECODE if is_decode else Mode.EXTEND
+        mode = Mode.DECODE if is_decode and self._decodes else Mode.EXTEND
         if mode is Mode.EXTEND and not self.prefill:
             raise UnsupportedError(
                 f"a runner with prefill=False appends one token to each sequence, got {lengths}"
@@ -956,8 +962,12 @@ class Runner:
 
     def _compile(self, variant: Variant) -> None:
         """Have a variant compiled, if steps are."""
-        record = self._steps.prepare(variant)
-        if record is not None and self._capture is not None:
+        if self._capture is None:
+            self._steps.prepare(variant)
+            return
+        with on_capture_stream(self._device):  # a step is run
+            record = self._steps.prepare(variant)
+        if record is not None:
             self._capture.check(variant, record.ops)
 
     def _step_sizes(self, grid: int) -> StepSizes:

@@ -118,6 +118,7 @@ SHOWN = {
     "cudnn": "cuDNN",
     "triton_fp8": "Triton in 8 bits",
     "triton": "Triton",
+    "triton_invariant": "Triton (batch-invariant)",
     "flashinfer": "FlashInfer",
     "flashinfer_trtllm": "FlashInfer with TensorRT-LLM (Blackwell, never run)",
     "flashinfer_cute_dsl": "FlashInfer with CuTe DSL (Blackwell, never run)",

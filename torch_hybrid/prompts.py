@@ -121,7 +121,7 @@ def prompt_tokens(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
         return _token_list(prompt.tolist())
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise TypeError(f"a prompt must be {EXPECTED}; got {_shown(prompt)}")
-    if any(isinstance(item, Mapping) for item in prompt):
+    if _has_messages(prompt):
         return _conversation_tokens(_messages(prompt), tokenizer)
     return _token_list(prompt)
 
@@ -130,7 +130,7 @@ def is_conversation(prompt: Prompt) -> TypeGuard[Sequence[Any]]:
     """Whether a prompt is one: a list of messages."""
     if isinstance(prompt, str | bytes | Mapping | Array) or not isinstance(prompt, Sequence):
         return False
-    return any(isinstance(item, Mapping) for item in prompt)
+    return _has_messages(prompt)
 
 
 def has_images(prompt: Prompt) -> bool:
@@ -248,6 +248,11 @@ def message_tokens(prompt: Prompt, tokens: list[int], tokenizer: Tokenizer | Non
     return length if 0 < length < len(tokens) else None
 
 
+def _has_messages(items: Sequence[Any]) -> bool:
+    """Whether there are some among the items of a prompt, of which each kind is looked at once."""
+    return any(issubclass(kind, Mapping) for kind in set(map(type, items)))
+
+
 def _is_part(item: object) -> bool:
     """Whether an item of a list is a part of a prompt, and no prompt itself."""
     if type(item) is int:  # of prompts with many tokens; all other ways take a hundred times longer
@@ -260,6 +265,8 @@ def _is_part(item: object) -> bool:
 
 
 def _token_list(values: Sequence[Any]) -> list[int]:
+    if set(map(type, values)) == {int}:
+        return list(values)
     return [value if type(value) is int else _token(value, at) for at, value in enumerate(values)]
 
 

@@ -8,13 +8,18 @@ around it runs alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from threading import RLock
 
 import torch
 from torch import Tensor
 
 from torch_hybrid.ops.registration import REGISTERED
+
+_CAPTURING = RLock()  # of the process: steps of all runners are captured on one stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +41,11 @@ class CapturedSteps:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._steps: dict[Hashable, _Captured] = {}
-        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._pool: torch.cuda.MemPool | None = None
         self._nbytes = 0
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                self._pool = torch.cuda.MemPool()
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._steps
@@ -60,8 +68,9 @@ class CapturedSteps:
     ) -> None:
         """Capture ``step``, which must read static inputs that hold a step of padding now.
 
-        The step runs once before it is captured, to load kernels and choose their settings: it
-        must change no state that anybody owns. ``name`` is for reports; the key's text by default.
+        The step runs once before it is captured, to load kernels and choose their settings, on
+        memory that the graph then takes: it must change no state that anybody owns. ``name`` is for
+        reports; the key's text by default.
 
         Raises:
             ValueError: ``key`` was captured before.
@@ -72,20 +81,17 @@ class CapturedSteps:
         if self._pool is None:
             self._steps[key] = _Captured(name, step)
             return
-        with torch.cuda.device(self._device):
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                step()
-            torch.cuda.current_stream().wait_stream(stream)
+        with _CAPTURING, torch.cuda.device(self._device):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # as torch.cuda.graph does: what is freed there is not counted
-            free_before, _ = torch.cuda.mem_get_info()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            before = torch.cuda.memory_reserved()
+            with on_capture_stream(self._device), torch.cuda.use_mem_pool(self._pool):
+                step()
+            graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self._device)
+            with torch.cuda.graph(graph, pool=self._pool.id, stream=stream):
                 output = step()
             torch.cuda.synchronize()
-            self._nbytes += max(0, free_before - torch.cuda.mem_get_info()[0])
+            self._nbytes += torch.cuda.memory_reserved() - before
         self._steps[key] = _Captured(name, step, graph, output)
 
     def replay(self, key: Hashable) -> Tensor:
@@ -99,6 +105,27 @@ class CapturedSteps:
             return captured.step()
         captured.graph.replay()
         return captured.output
+
+
+@contextmanager
+def on_capture_stream(device: torch.device) -> Iterator[None]:
+    """Run steps that are to be captured where they will be; a CPU has no such place."""
+    if device.type != "cuda":
+        yield
+        return
+    stream, current = _capture_stream(device), torch.cuda.current_stream(device)
+    with _CAPTURING:
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield
+        current.wait_stream(stream)
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where all steps run before they are captured, and are: cuBLAS keeps memory for each stream
+    that it was ever called on, 32 MiB on Hopper."""
+    return torch.cuda.Stream(device)
 
 
 def why_not_capturable(calls: Iterable[str]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ belong to the runner, which never replaces them.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -196,18 +197,42 @@ def compile_step(step: Callable[..., Tensor], backend: StepBackend) -> CompiledS
     def guard_filter(entries: Sequence[Any]) -> list[bool]:
         return [is_guarded(entry) for entry in entries]
 
-    graphs: list[CompiledGraph] = []
+    tracer = _Tracer(step, backend, guard_filter)
+    return CompiledStep(tracer, tracer.graphs)
 
-    def compile_graph(module: GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
-        graph = backend.compile(module)
-        graphs.append(graph)
-        return graph.call_of_traced
 
-    trace = torch.compile(
-        _with_own_code(step),
-        backend=compile_graph,
-        fullgraph=True,
-        dynamic=True,
-        options={"guard_filter_fn": guard_filter},
-    )
-    return CompiledStep(trace, graphs)
+class _Tracer:
+    """Runs a step by Dynamo, which traces it for inputs that it has no graph for.
+
+    What Dynamo is given, and what it compiled, it keeps for as long as the process lives: it has
+    this by weak references, and so the model and its pools.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Tensor],
+        backend: StepBackend,
+        guard_filter: Callable[[Sequence[Any]], list[bool]],
+    ) -> None:
+        self._backend = backend
+        self.graphs: list[CompiledGraph] = []
+        itself = weakref.ref(self)
+
+        def compile_graph(module: GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+            tracer = itself()
+            assert tracer is not None
+            number = len(tracer.graphs)
+            tracer.graphs.append(tracer._backend.compile(module))
+            return lambda *given: itself().graphs[number].call_of_traced(*given)  # type: ignore[union-attr]
+
+        self._traced = torch.compile(
+            _with_own_code(step),
+            backend=compile_graph,
+            fullgraph=True,
+            dynamic=True,
+            options={"guard_filter_fn": guard_filter},
+        )
+
+    def __call__(self, inputs: Any, caches: Any) -> Tensor:
+        result: Tensor = self._traced(inputs, caches)
+        return result

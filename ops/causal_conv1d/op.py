@@ -35,7 +35,12 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         launcher="torch_hybrid.ops.causal_conv1d._cpu:causal_conv1d",
     ),
     "triton": Implementation(
-        capability=Capability(devices=triton_devices(), cuda_graph=True, available=triton_missing),
+        capability=Capability(
+            devices=triton_devices(),
+            features=frozenset({BATCH_INVARIANT}),
+            cuda_graph=True,
+            available=triton_missing,
+        ),
         launcher="torch_hybrid.ops.causal_conv1d._triton:causal_conv1d",
     ),
     "torch": Implementation(

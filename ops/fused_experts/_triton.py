@@ -60,6 +60,11 @@ class Tile:
         block_n, stages = (256, 4) if is_hopper(like.device) else (128, 3)
         return cls(block_m=128, block_n=block_n, block_k=64, num_warps=8, num_stages=stages)
 
+    @classmethod
+    def of_any_pairs(cls, like: Tensor) -> Tile:
+        """The same however many pairs there are."""
+        return cls.of(32, 1, like)
+
 
 def fused_experts(
     x: Tensor,
@@ -91,6 +96,30 @@ def fused_experts(
         few(*inputs, out, activation=activation, limit=limit)
     else:
         _many_tokens(*inputs, out, products, activation=activation, limit=limit)
+    return out
+
+
+def invariant_experts(
+    x: Tensor,
+    expert_ids: Tensor,
+    expert_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    gate_up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
+    activation: str,
+    limit: float | None = None,
+) -> Tensor:
+    """Implementation "triton_invariant": any number of tokens in one tile's order of sums."""
+    assert gate_up_scales is None
+    assert down_scales is None
+    out = x.new_empty(x.shape)
+    if expert_ids.numel() == 0 or down.shape[0] == 0:
+        return out.zero_()
+    inputs = (x, expert_ids, expert_weights, gate_up, down)
+    products = partial(_products, tile=Tile.of_any_pairs(x))
+    _many_tokens(*inputs, out, products, activation=activation, limit=limit)
     return out
 
 
@@ -171,13 +200,14 @@ def _products(
     top_k: int,
     activation: str,
     limit: float | None,
+    tile: Tile | None = None,
 ) -> None:
     """Fill ``results`` [P, D] with what the experts give for each pair, unweighted."""
     num_experts, dim, width = down.shape
     num_pairs = results.shape[0]
     has_gate = activation == "silu"
     hidden = x.new_empty(num_pairs, width)
-    tile = Tile.of(num_pairs, num_experts, x)
+    tile = tile or Tile.of(num_pairs, num_experts, x)
     blocks = num_blocks(num_pairs, num_experts, tile.block_m)
     block_n = tile.block_n // (1 + has_gate)
     _gate_up_kernel[(blocks * triton.cdiv(width, block_n),)](

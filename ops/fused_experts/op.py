@@ -64,6 +64,15 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         ),
         launcher="torch_hybrid.ops.fused_experts._triton:fused_experts",
     ),
+    "triton_invariant": Implementation(
+        capability=Capability(
+            devices=triton_devices(),
+            features=frozenset({BATCH_INVARIANT}),
+            cuda_graph=True,
+            available=triton_missing,
+        ),
+        launcher="torch_hybrid.ops.fused_experts._triton:invariant_experts",
+    ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), features=stored_weights.FEATURES),
         launcher="torch_hybrid.ops.fused_experts._torch:fused_experts",

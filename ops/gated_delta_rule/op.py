@@ -41,6 +41,7 @@ RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = with_flashinfer(
             capability=Capability(
                 devices=triton_devices(),
                 limits={"head_k_dim": 512},
+                features=frozenset({BATCH_INVARIANT}),
                 cuda_graph=True,
                 available=triton_missing,
             ),

@@ -36,7 +36,7 @@ _PART_COLUMNS = 1024  # of one weight: fewer are faster by torch
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
     """Rows of x and of a weight that a program multiplies, ``block_k`` columns at a time in each of
-    ``num_parts`` parts side by side.
+    ``num_parts`` parts side by side. ``any_rows``: there are programs for further rows too.
 
     Decided by shapes alone: a row's sums are in the same order whatever the other rows hold.
     """
@@ -47,6 +47,7 @@ class Tile:
     num_stages: int
     num_parts: int = 1
     num_warps: int = 4
+    any_rows: bool = False
 
     @classmethod
     def of(cls, num_rows: int, num_columns: int, depth: int) -> Tile:
@@ -59,6 +60,13 @@ class Tile:
             return cls(block_m=block_m, block_n=16, block_k=128, num_stages=4, num_parts=4)
         block_m, stages = (16, 5) if num_rows <= 16 else (32, 4) if num_rows <= 32 else (64, 3)
         return cls(block_m=block_m, block_n=64, block_k=128, num_stages=stages)
+
+    @classmethod
+    def of_any_rows(cls, dtype: torch.dtype) -> Tile:
+        """The same however many rows there are, which are then cut in blocks."""
+        if dtype == torch.float32:  # outside the tensor cores, on operands in registers
+            return cls(block_m=16, block_n=64, block_k=32, num_stages=2, any_rows=True)
+        return cls(block_m=64, block_n=64, block_k=128, num_stages=3, any_rows=True)
 
 
 def linear(
@@ -77,8 +85,37 @@ def linear(
     y = empty_columns(x, sizes)
     if not _is_ours(x, sizes):
         return product_by_torch(x, weights, biases, y)
-    tile = Tile.of(num_rows, sum(sizes), depth)
-    _linear_kernel[(sum(triton.cdiv(size, tile.block_n) for size in sizes),)](
+    _multiply(x, weights, biases, y, Tile.of(num_rows, sum(sizes), depth))
+    return y
+
+
+def invariant_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    *,
+    scales: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """Implementation "triton_invariant": any number of rows in one tile's order of sums."""
+    assert scales is None
+    y = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
+    if y.numel():
+        _multiply(x, weights, biases, y, Tile.of_any_rows(x.dtype))
+    return y
+
+
+def _multiply(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    y: Tensor,
+    tile: Tile,
+) -> None:
+    """Fill ``y``, which has elements."""
+    num_rows, depth = x.shape
+    sizes = tuple(weight.shape[0] for weight in weights)
+    column_blocks = sum(triton.cdiv(size, tile.block_n) for size in sizes)
+    _linear_kernel[(column_blocks, triton.cdiv(num_rows, tile.block_m))](
         x,
         tuple(weights),
         # In the place of a bias that is not there stands a tensor that is not read.
@@ -95,10 +132,10 @@ def linear(
         BLOCK_K=tile.block_k,
         PARTS=tile.num_parts,
         STAGES=tile.num_stages,
+        ROWS_IN_BLOCKS=tile.any_rows,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
     )
-    return y
 
 
 def _is_ours(x: Tensor, sizes: Sequence[int]) -> bool:
@@ -132,9 +169,13 @@ def _linear_kernel(
     BLOCK_K: tl.constexpr,
     PARTS: tl.constexpr,
     STAGES: tl.constexpr,
+    ROWS_IN_BLOCKS: tl.constexpr,
 ) -> None:
-    """One program: BLOCK_N columns of all rows of y."""
+    """One program: BLOCK_N columns of all rows of y, or of BLOCK_M of them."""
+    index_m = tl.arange(0, BLOCK_M)
+    if ROWS_IN_BLOCKS:
+        index_m += tl.program_id(1) * BLOCK_M
     store_columns(
-        tl.program_id(0), tl.arange(0, BLOCK_M), x, weights, biases, y, sizes, M, stride_x,
-        stride_y, BIASED, K, BLOCK_N, BLOCK_K, PARTS, STAGES,
+        tl.program_id(0), index_m, x, weights, biases, y, sizes, M, stride_x, stride_y, BIASED, K,
+        BLOCK_N, BLOCK_K, PARTS, STAGES,
     )  # fmt: skip

@@ -68,6 +68,15 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         ),
         launcher="torch_hybrid.ops.linear._triton:linear",
     ),
+    "triton_invariant": Implementation(
+        capability=Capability(
+            devices=triton_devices(),
+            features=frozenset({BATCH_INVARIANT}),
+            cuda_graph=True,
+            available=triton_missing,
+        ),
+        launcher="torch_hybrid.ops.linear._triton:invariant_linear",
+    ),
     "torch": Implementation(
         capability=Capability(
             devices=frozenset({"cpu", "cuda"}),
@@ -79,7 +88,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     ),
 }
 
-_NATIVE = ("cpp", "cpp_invariant", "triton")  # made for few rows
+_NATIVE = ("cpp", "cpp_invariant", "triton", "triton_invariant")  # made for few rows
 
 
 def native_impl(need: Need) -> str | None:

@@ -29,8 +29,12 @@ def paged_attention_with_lse(
     window: int,
     softcap: float,
     kv_scales: Tensor | None = None,
+    is_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Launcher of ``torch_hybrid::paged_attention_with_lse``, and of the op without."""
+    """Launcher of ``torch_hybrid::paged_attention_with_lse``, and of the op without.
+
+    ``is_invariant``: a token has the bits that it has in any call.
+    """
     if interpreted() and kv.device.type == "cpu":
         check_page_indices(
             cu_seqlens,
@@ -53,9 +57,11 @@ def paged_attention_with_lse(
         "softcap": softcap,
         "kv_scales": kv_scales,
     }
-    tiles = LongTiles.of(q, num_kv_heads=k.shape[1], num_seqs=page_table.shape[0])
+    tiles = None
+    if not is_invariant:
+        tiles = LongTiles.of(q, num_kv_heads=k.shape[1], num_seqs=page_table.shape[0])
     if tiles is None:
-        attend_short(q, kv, *index, out, lse, **options)
+        attend_short(q, kv, *index, out, lse, **options, is_invariant=is_invariant)
     else:
         attend_long(q, k, v, kv, *index, out, lse, **options, tiles=tiles)
     return out, lse

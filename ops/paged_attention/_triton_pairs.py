@@ -70,6 +70,7 @@ def attend_to_pairs(
         NUM_SPLITS=tiles.num_splits,
         HAS_WINDOW=window > 0,
         HAS_SOFTCAP=softcap > 0,
+        ALIGNED=tiles.are_aligned,
         CONVERTS=converts_fp8(q.device),
         num_warps=tiles.num_warps,
         num_stages=3,  # page numbers are fetched two tiles ahead, keys and values one
@@ -108,6 +109,7 @@ def _attend_pairs_kernel(
     NUM_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    ALIGNED: tl.constexpr,
     CONVERTS: tl.constexpr,
 ) -> None:
     """One program: a block of tokens, the query heads of one key head, one split of the keys."""
@@ -151,6 +153,9 @@ def _attend_pairs_kernel(
     keys_begin = 0
     if HAS_WINDOW:
         keys_begin = tl.maximum(0, ahead + first_token - window + 1)
+    first_key = keys_begin
+    if ALIGNED:
+        keys_begin = keys_begin // BLOCK_KV * BLOCK_KV
     keys_end = ahead + tl.minimum(first_token + BLOCK_Q, end)
     tiles_per_split = tl.cdiv(tl.cdiv(keys_end - keys_begin, BLOCK_KV), NUM_SPLITS)
     split_begin = keys_begin + split * tiles_per_split * BLOCK_KV
@@ -165,6 +170,8 @@ def _attend_pairs_kernel(
     for tile in range(tl.cdiv(split_end - split_begin, BLOCK_KV)):
         key = split_begin + tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
         mask_key = key < split_end
+        if HAS_WINDOW and ALIGNED:
+            mask_key &= key >= first_key
         page = tl.load(table + key // PAGE_SIZE * stride_table_page, mask=mask_key, other=0)
         slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
         p_k = heads[None, :] + slot[:, None] * (HKV * (D // 2))

@@ -31,8 +31,12 @@ def attend_short(
     window: int,
     softcap: float,
     kv_scales: Tensor | None = None,
+    is_invariant: bool = False,
 ) -> None:
-    """Attend to ``kv``, which has the new rows; write ``out`` and ``lse``."""
+    """Attend to ``kv``, which has the new rows; write ``out`` and ``lse``.
+
+    ``is_invariant``: in tiles that do not depend on the batch.
+    """
     _, _, page_size, num_kv_heads, head_dim = kv.shape
     num_tokens, num_q_heads, _ = q.shape
     num_seqs, max_pages = page_table.shape
@@ -46,6 +50,7 @@ def attend_short(
         max_keys=max_pages * page_size,
         in_pairs=kv_scales is not None,
         hopper=is_hopper(kv.device),
+        is_invariant=is_invariant,
     )
     queries_and_keys = (q, kv, cu_seqlens, seq_lens, page_table)
     attend: Callable[..., None] = _attend
@@ -105,6 +110,7 @@ def _attend(
         NUM_SPLITS=tiles.num_splits,
         HAS_WINDOW=window > 0,
         HAS_SOFTCAP=softcap > 0,
+        ALIGNED=tiles.are_aligned,
         # The interpreter holds bfloat16 as integers and multiplies them as such.
         FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
         num_warps=tiles.num_warps,
@@ -143,6 +149,7 @@ def _attend_kernel(
     NUM_SPLITS: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    ALIGNED: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
 ) -> None:
     """One program: a block of tokens, the query heads of one key head, one split of the keys."""
@@ -174,6 +181,9 @@ def _attend_kernel(
     keys_begin = 0
     if HAS_WINDOW:
         keys_begin = tl.maximum(0, ahead + first_token - window + 1)
+    first_key = keys_begin
+    if ALIGNED:
+        keys_begin = keys_begin // BLOCK_KV * BLOCK_KV
     keys_end = ahead + tl.minimum(first_token + BLOCK_Q, end)
     tiles_per_split = tl.cdiv(tl.cdiv(keys_end - keys_begin, BLOCK_KV), NUM_SPLITS)
     split_begin = keys_begin + split * tiles_per_split * BLOCK_KV
@@ -190,6 +200,8 @@ def _attend_kernel(
     for tile in range(tl.cdiv(split_end - split_begin, BLOCK_KV)):
         key = split_begin + tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
         mask_key = key < split_end
+        if HAS_WINDOW and ALIGNED:
+            mask_key &= key >= first_key
         page = tl.load(table + key // PAGE_SIZE * stride_table_page, mask=mask_key, other=0)
         slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
         p_k = heads[None, :] + slot[:, None] * (HKV * D)

@@ -28,6 +28,7 @@ class Tiles:
     num_blocks: int
     num_splits: int
     num_warps: int
+    are_aligned: bool  # tiles of keys begin at multiples of block_kv, also in a window
 
     @classmethod
     def of(
@@ -42,26 +43,31 @@ class Tiles:
         max_keys: int,
         in_pairs: bool,
         hopper: bool,
+        is_invariant: bool = False,
     ) -> Tiles:
         """Tiles for ``num_tokens`` of ``num_seqs`` sequences of at most ``max_keys`` keys each.
 
         ``in_pairs``: keys and values have 8 bits, so that twice as many fit; four warps hold those
-        of wide heads on Hopper alone.
+        of wide heads on Hopper alone. ``is_invariant``: as for as many tokens as a program takes,
+        whose keys are not split.
         """
         # float32 products run outside the tensor cores, on operands held in registers: larger
         # tiles spill.
         tensor_cores = itemsize == 2
         block_d = max(16, triton.next_power_of_2(head_dim))
+        most_rows = 64 if tensor_cores else 16
         tokens_per_seq = triton.cdiv(num_tokens, max(1, num_seqs))
         wanted_rows = triton.next_power_of_2(tokens_per_seq * group)
-        most_rows = 64 if tensor_cores else 16
+        if is_invariant:
+            wanted_rows = most_rows
         block_m = max(16, min(wanted_rows, most_rows), triton.next_power_of_2(group))
         block_q = block_m // group
         few_rows = tensor_cores and block_m < 64
         wide = few_rows and in_pairs
         block_kv = 128 if wide else 64 if few_rows else 32 if tensor_cores else 16
         busy_programs = max(num_seqs, num_tokens // block_q) * num_kv_heads
-        wanted_splits = min(_MAX_SPLITS, _TARGET_PROGRAMS // max(1, busy_programs))
+        most_splits = 1 if is_invariant else _MAX_SPLITS
+        wanted_splits = min(most_splits, _TARGET_PROGRAMS // max(1, busy_programs))
         useful_splits = triton.cdiv(max_keys, block_kv)
         num_splits = max(1, min(wanted_splits, useful_splits))
         return cls(
@@ -71,5 +77,6 @@ class Tiles:
             block_kv=block_kv,
             num_blocks=num_blocks(num_tokens, num_seqs, block_q),
             num_splits=1 << (num_splits.bit_length() - 1),
+            are_aligned=is_invariant,
             num_warps=8 if block_m > most_rows or (wide and not (hopper and block_d > 128)) else 4,
         )

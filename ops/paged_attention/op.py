@@ -73,6 +73,16 @@ _BACKENDS = {
             available=triton_missing,
         ),
     ),
+    "triton_invariant": (
+        "_triton_invariant",
+        Capability(
+            devices=triton_devices(),
+            limits={"head_dim": 256},
+            features=_OWN_FEATURES | {BATCH_INVARIANT},
+            cuda_graph=True,
+            available=triton_missing,
+        ),
+    ),
     "torch": (
         "_torch",
         Capability(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import torch_hybrid as th
+from tests.devices import needs_cuda
 from tests.tiny_models import BUILDERS, FEWEST_LAYERS, VOCAB_SIZE, make_model
+from torch_hybrid.graphs.check_options import check_invariant
 
 LENGTH = 75  # more than a chunk of a recurrence, a block of keys, a stretch of tokens
 CUTS = [1, 32, 2, 33, 7]
@@ -19,9 +22,11 @@ REFUSED = {"glm5_next": "matmul", "recurrent_gemma": "baddbmm"}
 IN_BF16 = ("qwen3_next", "falcon_h1", "bailing_hybrid", "lfm3")  # of different mixers
 
 
-def make_runner(family: str, dtype: torch.dtype = torch.float32, **options: object) -> th.Runner:
+def make_runner(
+    family: str, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: object
+) -> th.Runner:
     sizes = {"max_seqs": 5, "max_tokens": 192, "kv_tokens": 640, "page_size": 8, "compile": False}
-    model = th.adapt(make_model(family, **FEWEST_LAYERS[family]).to(dtype))
+    model = th.adapt(make_model(family, **FEWEST_LAYERS[family]).to(device, dtype))
     return th.Runner(model, **{**sizes, "batch_invariant": True, **options})
 
 
@@ -72,21 +77,38 @@ def test_products_of_torch_are_refused(family: str):
     ids=str,
 )
 def test_any_cut_in_any_company_has_the_same_bits(family: str, dtype: torch.dtype):
-    runner, prompt = make_runner(family, dtype), tokens(LENGTH)
-    whole = in_pieces(runner, prompt, [LENGTH])
-    assert torch.equal(in_pieces(runner, prompt, CUTS), whole)
-    assert torch.equal(in_pieces(runner, prompt[:9], [1] * 9), whole[:9])
-    assert torch.equal(among_others(runner, prompt, CUTS), whole)
+    assert_same_bits(make_runner(family, dtype))
 
 
-def test_compiled_steps_too():
-    """With experts, a shared one among them, whose gate is one number of a token."""
-    runner = make_runner("qwen3_next", compile=True)
+def assert_same_bits(runner: th.Runner) -> None:
     prompt = tokens(LENGTH)
     whole = in_pieces(runner, prompt, [LENGTH])
     assert torch.equal(in_pieces(runner, prompt, CUTS), whole)
     assert torch.equal(in_pieces(runner, prompt[:9], [1] * 9), whole[:9])
     assert torch.equal(among_others(runner, prompt, CUTS), whole)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm3"])
+def test_on_a_gpu(family: str, dtype: torch.dtype):
+    runner = make_runner(family, dtype, "cuda", compile=True)
+    assert_same_bits(runner)
+    assert list(runner.report().graphs) == ["extend"]
+
+
+def test_on_a_gpu_all_steps_are_of_one_graph():
+    model = Mock(device=torch.device("cuda"), ranks=None)
+    check_invariant(model, True, 0, "off")
+    named = r"not to be had with compile=False, max_drafts=2, two_batch_overlap='on'$"
+    with pytest.raises(th.UnsupportedError, match=named):
+        check_invariant(model, False, 2, "on")
+
+
+def test_compiled_steps_too():
+    """With experts, a shared one among them, whose gate is one number of a token."""
+    runner = make_runner("qwen3_next", compile=True)
+    assert_same_bits(runner)
     called = {op for ops in runner.report().ops.values() for op in ops}
     assert "linear[cpp_invariant]" in called
     assert "gated_delta_step[cpp]" in called

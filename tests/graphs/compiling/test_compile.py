@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,6 +96,24 @@ def test_sizes_that_were_equal_when_traced_must_stay_so():
         given = tuple(torch.randn(n, WIDTH) for n in lengths)
         assert torch.equal(run(given, caches), step(given, caches))
     assert len(log.graphs) == 2
+
+
+def test_what_a_step_reads_goes_with_it():
+    """Dynamo has compiled functions for as long as the process lives."""
+
+    def of_a_step() -> list[weakref.ref[Tensor]]:
+        weight, caches = torch.randn(2, WIDTH).unbind()
+
+        def step(inputs: Inputs, caches: Tensor) -> Tensor:
+            return inputs.x * weight + caches
+
+        run, _ = compiled(step)
+        run(inputs(5), caches)
+        return [weakref.ref(weight), weakref.ref(caches)]
+
+    read = of_a_step()
+    gc.collect()
+    assert [each() for each in read] == [None, None]
 
 
 def test_an_argument_that_dynamo_alone_finds_is_read_at_every_call():

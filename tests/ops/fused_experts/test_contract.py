@@ -27,7 +27,7 @@ from tests.ops.fused_experts.cases import (
     make_integer_inputs,
 )
 from tests.ops.integers import FORMATS
-from torch_hybrid.ops.capability import NO_FEATURES
+from torch_hybrid.ops.capability import BATCH_INVARIANT, NO_FEATURES
 from torch_hybrid.ops.fused_experts import fused_experts
 from torch_hybrid.ops.fused_experts.op import FEATURES, IMPLEMENTATIONS
 from torch_hybrid.ops.fused_experts.reference import fused_experts_reference
@@ -36,6 +36,7 @@ from torch_hybrid.ops.stored_weights import dequantized, features_of
 SILU = {"activation": "silu"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = Case(num_tokens=5, num_experts=4, dim=24, width=20)
+INVARIANT = impls_on("cpu", IMPLEMENTATIONS, frozenset({BATCH_INVARIANT}))
 
 
 @pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS, NO_FEATURES))
@@ -58,6 +59,20 @@ def test_matches_the_exact_result(impl: str, name: str) -> None:
     exact = fused_experts_reference(*to_exact(*inputs), **options)
     reference = fused_experts_reference(*inputs, **options)
     assert_within_budget(run(inputs, impl, options), exact, reference)
+
+
+def assert_same_bits_in_any_batch(inputs: tuple[Tensor, ...], impl: str) -> None:
+    x, ids, factors, *weights = inputs
+    whole = run(inputs, impl)
+    for rows in (slice(1), slice(3), slice(4, 27), slice(29, None)):
+        assert torch.equal(run((x[rows], ids[rows], factors[rows], *weights), impl), whole[rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("impl", INVARIANT, indirect=True)
+def test_a_token_has_the_same_bits_in_any_batch(impl: str, dtype: str) -> None:
+    case = Case(num_tokens=30, num_experts=3, dim=77, width=45)
+    assert_same_bits_in_any_batch(make_inputs(case, dtype=DTYPES[dtype]), impl)
 
 
 def assert_near(actual: Tensor, exact: Tensor) -> None:
@@ -423,7 +438,7 @@ activation must be one of ['silu', 'relu2'], got 'gelu'
 gate_up must have shape [4, 20, 24], got [4, 40, 24]
 limit must be positive and of a gate, got 1.0 and 'relu2'
 limit must be positive and of a gate, got 0.0 and 'silu'
-impl must be one of ['cpp', 'cpp_invariant', 'triton_fp8', 'triton', 'torch'], got 'tpu'
+impl must be one of ['cpp', 'cpp_invariant', 'triton_fp8', 'triton', 'triton_invariant', 'torch'], got 'tpu'
 gate_up_scales must be given where the other scales are, got None
 gate_up must have dtype torch.float32, got torch.float8_e4m3fn
 down must have dtype torch.float8_e4m3fn, got torch.float32
@@ -434,5 +449,5 @@ down_scales must have shape [4, 24], got [4, 20]
 gate_up must have shape [4, 64, 24], got [4, 40, 24]
 down_scales must have shape [4, 32, 1], or 2 of each with zero points, got [4, 32, 2]
 gate_up must have shape [4, 64, 16], got [4, 64, 12]
-down_scales: a row of 40 numbers of 4 bits has no whole groups of 32, 64 or 128""",
+down_scales: a row of 40 numbers of 4 bits has no whole groups of 32, 64 or 128""",  # noqa: E501
     )

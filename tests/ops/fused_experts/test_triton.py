@@ -27,6 +27,7 @@ from tests.ops.fused_experts.test_contract import (
     BLOCKS,
     assert_near,
     assert_rounds_alike,
+    assert_same_bits_in_any_batch,
     exact_of,
     is_rounded,
 )
@@ -49,11 +50,12 @@ from torch_hybrid.ops.triton.devices import runs_gluon
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/fused_experts -k triton
 CONTRACT = """
-    triton and not integer and (
+    triton and not triton_invariant and not integer and (
         (exact or bfloat16) and (odd_sizes or some_choices or one_expert or no_tokens)
         or blocks_are or does_not_see or int32 or twice or not_read or empty_choices
         or fp8 and blocks or of_its_block and 3 or opcheck and no_gate
     )
+    or triton_invariant and not integer and (exact and (some_choices or no_tokens) or any_batch)
     or triton and integers and odd_sizes and (int8 or int4_64_zeros) and not no_gate and not opcheck
 """
 # More experts than a launch has blocks, several blocks of an expert, and blocks of many rows.
@@ -177,6 +179,14 @@ def test_a_captured_graph_serves_other_choices(name: str, dtype: torch.dtype) ->
             static.copy_(tensor)
         graph.replay()
         assert_as_exact(other, case.options(), out)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_has_the_same_bits_in_any_batch_on_a_gpu(dtype: torch.dtype) -> None:
+    case = Case(num_tokens=300, num_experts=32, top_k=8, dim=512, width=256)
+    inputs = tuple(each.cuda() for each in make_inputs(case, dtype=dtype))
+    assert_same_bits_in_any_batch(inputs, "triton_invariant")
 
 
 @needs_cuda

@@ -26,7 +26,7 @@ from tests.ops.linear.cases import (
     make_mixed_inputs,
 )
 from torch_hybrid.ops.block_scales import rounded
-from torch_hybrid.ops.capability import NO_FEATURES
+from torch_hybrid.ops.capability import BATCH_INVARIANT, NO_FEATURES
 from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.linear.op import FEATURES, IMPLEMENTATIONS, MIXED
 from torch_hybrid.ops.linear.reference import linear_reference
@@ -34,6 +34,7 @@ from torch_hybrid.ops.stored_weights import features_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = Case(num_rows=6, depth=50, widths=(7, 20), biased=frozenset({1}))
+INVARIANT = impls_on("cpu", IMPLEMENTATIONS, frozenset({BATCH_INVARIANT}))
 
 
 @pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS, NO_FEATURES))
@@ -70,6 +71,19 @@ def test_a_row_does_not_see_the_others(impl: str, num_rows: int, dtype: str) -> 
     for others in (torch.nan, torch.inf, 1e30):
         x[:-1] = others
         assert torch.equal(linear(x, weights, biases, impl=impl)[-1], expected[-1])
+
+
+def assert_same_bits_in_any_batch(x: Tensor, *others: list[Tensor | None], impl: str) -> None:
+    whole = linear(x, *others, impl=impl)
+    for rows in (slice(1), slice(3), slice(17), slice(5, 69), slice(69, None)):
+        assert torch.equal(linear(x[rows], *others, impl=impl), whole[rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("impl", INVARIANT, indirect=True)
+def test_a_row_has_the_same_bits_in_any_batch(impl: str, dtype: str) -> None:
+    case = Case(num_rows=75, depth=330, widths=(70, 9), biased=frozenset({1}))
+    assert_same_bits_in_any_batch(*make_inputs(case, dtype=DTYPES[dtype]), impl=impl)
 
 
 def test_is_deterministic(impl: str) -> None:
@@ -420,7 +434,7 @@ weights[1] must have shape [20, 50], got [20, 49]
 weights[1] must have dtype torch.float32, got torch.bfloat16
 weights[0] must be contiguous, got strides [1, 7]
 biases[0] must have shape [7], got [8]
-impl must be one of ['cpp', 'cpp_invariant', 'triton_fp8', 'triton', 'torch'], got 'tpu'
+impl must be one of ['cpp', 'cpp_invariant', 'triton_fp8', 'triton', 'triton_invariant', 'torch'], got 'tpu'
 weights[0] must be 8-bit floats or integers to have scales, got torch.float32
 weights[0] must have dtype torch.float32, got torch.float8_e4m3fn
 weights[1] must have dtype torch.float32, got torch.float8_e4m3fn
@@ -434,5 +448,5 @@ scales[1] must have shape [20], got [20, 1]
 weights[1] must have shape [20, 192], got [20, 50]
 scales[1] must have shape [20, 12] or [20, 6] or [20, 3], or 2 of each with zero points, got [20, 4]
 scales[0] must have dtype torch.float32, got torch.float16
-scales[0]: a row of 50 numbers of 4 bits has no whole groups of 32, 64 or 128""",
+scales[0]: a row of 50 numbers of 4 bits has no whole groups of 32, 64 or 128""",  # noqa: E501
     )

@@ -19,7 +19,7 @@ from tests.ops.linear.cases import (
     make_integer_inputs,
     make_mixed_inputs,
 )
-from tests.ops.linear.test_contract import expected_of
+from tests.ops.linear.test_contract import assert_same_bits_in_any_batch, expected_of
 from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
@@ -32,10 +32,11 @@ from torch_hybrid.ops.linear.reference import linear_reference
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/linear -k triton
 CONTRACT = """
-    triton and (
+    triton and not triton_invariant and (
         exact and (odd or three_rows or thirteen_rows or one_by_one or most_rows or no_)
         or does_not_see and 9-bf16 or infinity or opcheck or 8_bits or of_its_block or beside_those
     )
+    or triton_invariant and not integers and (exact and (three_rows or no_) or any_batch)
 """
 # Merged layers of Qwen3-Next-80B: attention's, the router's with the shared expert's, an output's.
 FP8_IMPLS = ("triton", "triton_fp8")
@@ -152,6 +153,16 @@ def test_real_sizes_on_a_gpu(name: str, num_rows: int) -> None:
     assert_as_exact(Case(num_rows=num_rows, depth=depth, widths=widths), torch.bfloat16)
 
 
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", REAL)
+def test_a_row_has_the_same_bits_in_any_batch_on_a_gpu(name: str, dtype: torch.dtype) -> None:
+    depth, widths = REAL[name]
+    x, weights, biases = make_inputs(Case(num_rows=300, depth=depth, widths=widths), dtype=dtype)
+    weights = [weight.cuda() for weight in weights]
+    assert_same_bits_in_any_batch(x.cuda(), weights, biases, impl="triton_invariant")
+
+
 def assert_as_exact(case: Case, dtype: torch.dtype) -> None:
     x, weights, biases = make_inputs(case, dtype=dtype)
     exact = linear_reference(*to_exact(x), to_exact(*weights), to_exact(*biases))
@@ -177,6 +188,17 @@ def test_compiles_without_spills() -> None:
                 )
             launch = launches["_linear_kernel"]
             rows.append(resources_of(launch, target, f"{name}, {num_rows} rows"))
+    for target in SHARED_LIMITS:
+        depth, widths = REAL["qkv"]
+        for dtype in (torch.bfloat16, torch.float32):
+            with launches_on(target) as launches:
+                _triton.invariant_linear(
+                    torch.empty(1000, depth, dtype=dtype, device="meta"),
+                    [torch.empty(n, depth, dtype=dtype, device="meta") for n in widths],
+                    [None] * len(widths),
+                )
+            label = f"qkv of any rows, {dtype}"
+            rows.append(resources_of(launches["_linear_kernel"], target, label))
     for name, num_rows in (*cases, ("qkv", 8), ("qkv", 64), ("out_proj", 1000)):
         for target in SHARED_LIMITS:
             label = f"{name}, {num_rows} rows"

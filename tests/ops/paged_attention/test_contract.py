@@ -29,6 +29,7 @@ from tests.ops.paged_attention.cases import (
     make_inputs,
 )
 from tests.ops.pages import offsets, slots_of
+from torch_hybrid.ops.capability import BATCH_INVARIANT
 from torch_hybrid.ops.paged_attention import paged_attention, paged_attention_with_lse, reference
 from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS
 
@@ -169,6 +170,9 @@ def test_chunked_equals_whole(
         lses.append(lse)
     torch.testing.assert_close(torch.cat(outs), expected, atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(torch.cat(lses), expected_lse, atol=2e-6, rtol=1e-5)
+    if BATCH_INVARIANT in IMPLEMENTATIONS[impl].capability.features:
+        assert torch.equal(torch.cat(outs), expected)
+        assert torch.equal(torch.cat(lses), expected_lse)
     assert torch.equal(bits(kv), bits(expected_kv))
 
 
@@ -466,7 +470,7 @@ seq_lens must have dtype torch.int32, got torch.int64
 window must be 0 or a number of keys, got -1
 softcap must be 0 or positive, got -2.0
 scale must be positive, got 0.0
-impl must be one of ['cudnn', 'cpp', 'cpp_invariant', 'triton', 'flashinfer', 'torch', 'flashinfer_trtllm'], got 'tpu'""",  # noqa: E501
+impl must be one of ['cudnn', 'cpp', 'cpp_invariant', 'triton', 'flashinfer', 'triton_invariant', 'torch', 'flashinfer_trtllm'], got 'tpu'""",  # noqa: E501
     )
 
 

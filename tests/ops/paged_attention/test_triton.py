@@ -34,13 +34,15 @@ from torch_hybrid.ops.paged_attention import paged_attention_with_lse, reference
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/paged_attention -k triton
 CONTRACT = """
-    triton and (
+    triton and not triton_invariant and (
         matches_float64 and (
             odd and (fp32 or plain) or one_head and fp32 or long_decode and fp16 and plain
         )
         or (padding or writes or depend) and odd
         or merges or sequences_empty or out_of_range or 8_bits and not long
-    ) or in_interpreter or by_documentation
+    )
+    or triton_invariant and window_softcap and (matches and odd and bf16 or chunked and 7-)
+    or in_interpreter or by_documentation
 """
 
 # Shapes at which the kernels take another path than at those of the contract.

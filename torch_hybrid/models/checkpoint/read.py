@@ -35,7 +35,9 @@ from torch_hybrid.models.checkpoint.unread import Unread
 from torch_hybrid.models.checkpoint.update import Origin, Origins
 from torch_hybrid.ops.stored_weights import dequantized
 
-_NUM_THREADS = min(16, 4 * (os.cpu_count() or 1))  # files may lie on a disk, or beyond a network
+_MOST_THREADS = min(16, 4 * (os.cpu_count() or 1))  # files may lie on a disk, or beyond a network
+# Past these, threads that copy to a device wait for each other more than for files.
+_DEVICE_THREADS = 4
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -226,10 +228,11 @@ def _read_all(
     """Read all pieces in several threads, with a bar unless there is no label; the first error ends
     it."""
     num_bytes = sum(piece.num_bytes for piece in pieces)
+    num_threads = _MOST_THREADS if device.type == "cpu" else min(_DEVICE_THREADS, _MOST_THREADS)
     with (
         checkpoint.opened({piece.file for piece in pieces}) as files,
         progress_bar(num_bytes, label) as bar,
-        _worker_threads() as threads,
+        _worker_threads(num_threads) as threads,
     ):
         todo, stop, lock = iter(stretches_of(pieces)), threading.Event(), threading.Lock()
 
@@ -249,7 +252,7 @@ def _read_all(
             return found
 
         try:
-            done = [threads.submit(work) for _ in range(_NUM_THREADS)]
+            done = [threads.submit(work) for _ in range(num_threads)]
             wrong = sum((future.result() for future in done), Counter[str]())
         finally:
             stop.set()
@@ -272,11 +275,11 @@ def progress_bar(num_bytes: int, label: str | None) -> Any:
 
 
 @contextmanager
-def _worker_threads() -> Iterator[ThreadPoolExecutor]:
+def _worker_threads(count: int) -> Iterator[ThreadPoolExecutor]:
     """Threads that may change how many threads torch uses."""
     num_threads = torch.get_num_threads()
     try:
-        with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="read weights") as threads:
+        with ThreadPoolExecutor(count, thread_name_prefix="read weights") as threads:
             yield threads
     finally:
         torch.set_num_threads(num_threads)
