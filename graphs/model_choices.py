@@ -98,8 +98,7 @@ def passes_for(
     """``passes`` for the steps of each mode: linear layers are merged where that was chosen.
     Where rows are to be computed by themselves, no product is left to torch.
 
-    On a GPU, where steps have few rows: torch's products of many are slower into the columns of one
-    result, which may begin anywhere.
+    On a GPU, where steps have few rows: many are torch's, one weight after the other all the same.
     """
     impls = dict(impls_of(choices))
     if batch_invariant:

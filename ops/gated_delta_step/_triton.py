@@ -49,6 +49,7 @@ def _norm_times_silu(
     V: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
+    """Rows normed, and gated by a silu."""
     return _norm(b_o, b_w, eps, V, dtype) * b_z / (1.0 + tl.exp(-b_z))
 
 
@@ -61,4 +62,5 @@ def _norm_times_sigmoid(
     V: tl.constexpr,
     dtype: tl.constexpr,
 ) -> tl.tensor:
+    """Rows normed, and gated by a sigmoid."""
     return _norm(b_o, b_w, eps, V, dtype) / (1.0 + tl.exp(-b_z))

@@ -32,7 +32,9 @@ _PIECE = 32
 # State elements that one warp keeps in registers, 64 a thread: what they meet along K is read once
 # for all of them. So many warps of a program read it from L1.
 _STATE_TILE = 2048
-_STATE_WARPS = 4
+_STATE_WARPS = 2
+# Channels that a program of one warp prepares, of whole heads of q, k and v.
+_PREPARED_CHANNELS = 256
 # Heads that a program norms, a warp each.
 _NORMED_HEADS = 4
 
@@ -79,7 +81,9 @@ def launch_step(*tensors: Tensor | None, activation: str, rule: Rule) -> Tensor:
 
     width = x.qkv.shape[1] + x.b.shape[1] + x.a.shape[1]
     prepared = x.state.new_empty(num_seqs, 1 + 2 * num_drafts, width)
-    num_blocks = 2 * num_k_heads + num_v_heads + 1 + triton.cdiv(x.a.shape[1], block)
+    num_heads = max(1, _PREPARED_CHANNELS // block)
+    num_blocks = triton.cdiv(2 * num_k_heads + num_v_heads, num_heads)
+    num_blocks += 1 + triton.cdiv(x.a.shape[1], num_heads * block)
     _prepare_kernel[(num_blocks * num_seqs,)](
         x.qkv,
         x.b,
@@ -100,6 +104,7 @@ def launch_step(*tensors: Tensor | None, activation: str, rule: Rule) -> Tensor:
         x.a.stride(0),
         **sizes,
         W=x.conv_weight.shape[1],
+        HEADS=num_heads,
         BLOCK=block,
         BLOCK_HEADS=triton.next_power_of_2(num_v_heads),
         SILU=activation == "silu",
@@ -125,8 +130,7 @@ def launch_step(*tensors: Tensor | None, activation: str, rule: Rule) -> Tensor:
         enable_fp_fusion=False,
         launch_pdl=early,
     )
-    num_heads = num_tokens * num_v_heads
-    _norm_kernel[(triton.cdiv(num_heads, _NORMED_HEADS),)](
+    _norm_kernel[(triton.cdiv(num_tokens * num_v_heads, _NORMED_HEADS),)](
         out,
         x.z,
         x.norm_weight,
@@ -150,8 +154,8 @@ def launch_step(*tensors: Tensor | None, activation: str, rule: Rule) -> Tensor:
 
 @triton.jit
 def _unit(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
-    """x / |x|, scaled."""
-    return x * (tl.rsqrt(tl.sum(x * x, 0) + 1e-6) * scale)
+    """Rows x / |x|, scaled."""
+    return x * (tl.rsqrt(tl.sum(x * x, 1) + 1e-6) * scale)[:, None]
 
 
 @triton.jit
@@ -198,7 +202,8 @@ def _prepare_channels(
     W: tl.constexpr,
     SILU: tl.constexpr,
 ) -> None:
-    """Convolve channels of a sequence's tokens, one after the other, and norm those of q and k.
+    """Convolve rows of channels, a head's each, of a sequence's tokens, one after the other, and
+    norm those of q and k.
 
     The last certain inputs are left for the next step, and inputs of drafts as records. Each row is
     asked for while the one before it is convolved.
@@ -209,8 +214,7 @@ def _prepare_channels(
         p_next = _row(i + 1, num_replayed, p_replayed, p_new, stride, R)
         b_next = tl.load(p_next, mask=mask & (i + 1 < num_tokens), other=0.0)
         b_y = convolve(past, b_x, tap, W, SILU)
-        if is_key:
-            b_y = _unit(b_y, scale)
+        b_y = tl.where(is_key[:, None], _unit(b_y, scale), b_y)
         tl.store(p_prepared + i * R, b_y, mask=mask)
         past = past[1:] + (b_x,)  # noqa: RUF005
         draft = i - num_replayed - 1
@@ -287,12 +291,13 @@ def _prepare_kernel(
     DRAFTS: tl.constexpr,
     BY_CHANNEL: tl.constexpr,
     W: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     SILU: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: a head of q, k or v, step sizes, or some decays, of all tokens of a sequence.
+    """One program: HEADS heads of q, k and v, step sizes, or some decays, of a sequence's tokens.
 
     It alone reads and writes its columns of the convolution's state and of records, which therefore
     may move in place.
@@ -302,8 +307,8 @@ def _prepare_kernel(
     C: tl.constexpr = 2 * H * K + HV * V
     DECAYS: tl.constexpr = HV * K if BY_CHANNEL else HV
     R: tl.constexpr = C + HV + DECAYS
-    OF_HEADS: tl.constexpr = 2 * H + HV
-    BLOCKS: tl.constexpr = OF_HEADS + 1 + (DECAYS + BLOCK - 1) // BLOCK
+    OF_HEADS: tl.constexpr = (2 * H + HV + HEADS - 1) // HEADS
+    BLOCKS: tl.constexpr = OF_HEADS + 1 + (DECAYS + HEADS * BLOCK - 1) // (HEADS * BLOCK)
     seq = tl.program_id(0) // BLOCKS
     block = tl.program_id(0) % BLOCKS
     begin = tl.load(cu_seqlens + seq)
@@ -328,13 +333,16 @@ def _prepare_kernel(
         p_replayed = p_x
         p_drafts = p_x
     if num_new + num_replayed > 0:
+        # In decode steps a sequence has one token or none.
         num_tokens = num_new + num_replayed if DRAFTS > 0 else 1
         if block < OF_HEADS:
-            is_key = block < 2 * H
-            first = tl.where(is_key, block * K, 2 * H * K + (block - 2 * H) * V)
+            head = block * HEADS + tl.arange(0, HEADS)
             index = tl.arange(0, BLOCK)
-            channel = first + index
-            mask = index < tl.where(is_key, K, V)
+            is_key = head < 2 * H
+            first = tl.where(is_key, head * K, 2 * H * K + (head - 2 * H) * V)
+            channel = first[:, None] + index[None, :]
+            mask = index[None, :] < tl.where(is_key, K, V)[:, None]
+            mask &= (head < 2 * H + HV)[:, None]
             _prepare_channels(
                 p_x + channel,
                 stride_x,
@@ -345,7 +353,7 @@ def _prepare_kernel(
                 p_prepared + channel,
                 taps(conv_weight, conv_bias, channel, mask, W),
                 is_key,
-                tl.where(block < H, scale, 1.0),
+                tl.where(head < H, scale, 1.0),
                 num_replayed,
                 num_new,
                 num_tokens,
@@ -358,14 +366,14 @@ def _prepare_kernel(
                 SILU,
             )
         elif block == OF_HEADS:
-            head = tl.arange(0, BLOCK_HEADS)
-            mask_b = head < HV
+            index_b = tl.arange(0, BLOCK_HEADS)
+            mask_b = index_b < HV
             _prepare_gates(
-                p_b + head,
+                p_b + index_b,
                 stride_b,
-                p_replayed + C + head,
-                p_drafts + C + head,
-                p_prepared + C + head,
+                p_replayed + C + index_b,
+                p_drafts + C + index_b,
+                p_prepared + C + index_b,
                 0.0,
                 None,
                 beta_scale,
@@ -377,7 +385,7 @@ def _prepare_kernel(
                 R,
             )
         else:
-            index_a = (block - OF_HEADS - 1) * BLOCK + tl.arange(0, BLOCK)
+            index_a = (block - OF_HEADS - 1) * HEADS * BLOCK + tl.arange(0, HEADS * BLOCK)
             mask_a = index_a < DECAYS
             column = C + HV + index_a
             _prepare_gates(
@@ -469,7 +477,23 @@ def _advance(
     return advanced
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit
+def _leave(
+    p_left: tl.tensor,
+    states: tl.tuple,
+    mask: tl.tensor,
+    K: tl.constexpr,
+    LANES: tl.constexpr,
+    PIECES: tl.constexpr,
+) -> None:
+    """Store rows of a head's state."""
+    lane = tl.arange(0, LANES)
+    for piece in tl.static_range(PIECES):
+        inside = mask[:, None] & (piece * LANES + lane < K)[None, :]
+        tl.store(p_left + piece * LANES, states[piece], mask=inside)
+
+
+@triton.jit
 def _walk_kernel(
     prepared: tl.tensor,
     state: tl.tensor,
@@ -522,26 +546,29 @@ def _walk_kernel(
             states = states + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
         p_prepared = prepared + seq.to(tl.int64) * (1 + 2 * DRAFTS) * R
         p_out = out + (begin.to(tl.int64) * HV + head) * V + index_v
-        last_certain = num_replayed + tl.minimum(num_new, 1) - 1
-        num_tokens = num_new + num_replayed if DRAFTS > 0 else 1
 
         if EARLY:
             gdc_wait()
-        for i in range(num_tokens):
-            p_row = p_prepared + i * R
+        if DRAFTS > 0:
+            for i in range(num_replayed):
+                parts_k, b_v, beta, decays = _inputs(
+                    p_prepared + i * R, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES
+                )
+                states = _advance(states, parts_k, b_v, beta, decays, PIECES)
+            if num_new == 0:
+                _leave(p_left, states, mask & (slot != 0), K, LANES, PIECES)
+        # In decode steps a sequence has one token or none.
+        for i in range(num_new if DRAFTS > 0 else 1):
+            p_row = p_prepared + (num_replayed + i) * R
             parts_k, b_v, beta, decays = _inputs(
                 p_row, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES
             )
             states = _advance(states, parts_k, b_v, beta, decays, PIECES)
-            if i == last_certain:
-                for piece in tl.static_range(PIECES):
-                    inside = mask[:, None] & (piece * LANES + lane < K)[None, :]
-                    tl.store(p_left + piece * LANES, states[piece], mask=inside & (slot != 0))
-            if i >= num_replayed:
-                p_q = p_row + head // (HV // H) * K
-                b_o = _read(states, _pieces_of_row(p_q, K, LANES, PIECES), PIECES)
-                p_o = p_out + (i - num_replayed) * HV * V
-                tl.store(p_o, b_o.to(out.dtype.element_ty), mask=mask)
+            if i == 0:
+                _leave(p_left, states, mask & (slot != 0), K, LANES, PIECES)
+            p_q = p_row + head // (HV // H) * K
+            b_o = _read(states, _pieces_of_row(p_q, K, LANES, PIECES), PIECES)
+            tl.store(p_out + i * HV * V, b_o.to(out.dtype.element_ty), mask=mask)
 
     if EARLY:
         gdc_wait()
