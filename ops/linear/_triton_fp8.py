@@ -105,37 +105,44 @@ def rounded_linear(
     scales: Sequence[Tensor],
 ) -> Tensor:
     """Launcher of ``torch_hybrid::linear``, of weights that have scales, and of others behind."""
+    num_scaled = len(scales)
+    if num_scaled < len(weights):
+        return _mixed_linear(x, weights, biases, scales)
     num_rows, depth = x.shape
     sizes = tuple(weight.shape[0] for weight in weights)
-    num_scaled = len(scales)
-    if num_scaled < len(weights) and not _is_one_launch(x, num_scaled, depth):
-        rounded = rounded_linear(x, weights[:num_scaled], biases[:num_scaled], scales=scales)
-        columns = sum(sizes[num_scaled:])
-        others = product_by_torch(
-            x, weights[num_scaled:], biases[num_scaled:], x.new_empty(num_rows, columns)
-        )
-        return torch.cat((rounded, others), 1)
     if num_rows > _most_rows(num_scaled) and _suits_torch(x, sizes):
         return _rounded_product_by_torch(x, weights, biases, scales)
     y = x.new_empty(num_rows, sum(sizes))
     if num_rows == 0 or depth == 0 or sum(sizes) == 0:
         return product_by_torch(x, [w.to(x.dtype) for w in weights], biases, y)
-    tile = Tile.rounding(num_rows, sum(sizes), depth)
-    if num_scaled < len(weights):
-        _launch_mixed(x, weights, biases, scales, y, tile)
-    else:
-        _launch(x, weights, biases, scales, y, tile, rounds=True)
+    _launch(x, weights, biases, scales, y, Tile.rounding(num_rows, sum(sizes), depth), rounds=True)
     return y
+
+
+def _mixed_linear(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    scales: Sequence[Tensor],
+) -> Tensor:
+    """The same of weights that have scales and others behind: one launch, or apart."""
+    num_rows, depth = x.shape
+    num_scaled = len(scales)
+    sizes = tuple(weight.shape[0] for weight in weights)
+    if 0 < num_rows <= _most_rows(num_scaled) and depth >= _PART_DEPTH and x.itemsize == 2:
+        y = x.new_empty(num_rows, sum(sizes))
+        tile = Tile.rounding(num_rows, sum(sizes), depth)
+        _launch_mixed(x, weights, biases, scales, y, tile)
+        return y
+    rounded = rounded_linear(x, weights[:num_scaled], biases[:num_scaled], scales=scales)
+    others = x.new_empty(num_rows, sum(sizes[num_scaled:]))
+    others = product_by_torch(x, weights[num_scaled:], biases[num_scaled:], others)
+    return torch.cat((rounded, others), 1)
 
 
 def _most_rows(num_weights: int) -> int:
     """Past which torch is the faster way."""
     return MAX_ROUNDED_ROWS if num_weights == 1 else MAX_ROUNDED_ROWS_OF_SEVERAL
-
-
-def _is_one_launch(x: Tensor, num_scaled: int, depth: int) -> bool:
-    """Whether weights of 8 bits and others are multiplied by one kernel."""
-    return 0 < x.shape[0] <= _most_rows(num_scaled) and depth >= _PART_DEPTH and x.itemsize == 2
 
 
 def _launch(

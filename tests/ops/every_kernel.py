@@ -267,6 +267,12 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         yield name, partial(run, linear.linear, args, {"scales": scales})
         options = {"scales": scales, "impl": "triton_fp8"}
         yield f"linear of {num_rows} rows, in 8 bits", partial(run, linear.linear, args, options)
+        if dtype == torch.bfloat16:
+            deep = replace(layers, depth=1030)
+            args, scales = linears.make_mixed_inputs(deep, dtype=dtype)
+            options = {"scales": scales, "impl": "triton_fp8"}
+            name = f"linear of {num_rows} rows, in 8 and 16 bits"
+            yield name, partial(run, linear.linear, args, options)
     for num_rows, stored in product((1, 9, 70), ("int8", "int4_of_32")):
         layers = linears.Case(num_rows=num_rows, depth=77, widths=(66, 7), biased=frozenset({1}))
         args, scales = linears.make_integer_inputs(layers, stored, dtype=dtype)
