@@ -140,9 +140,3 @@ zaya: convolutions of queries and keys must see at most 16 tokens, got 17 of con
 zaya: config field layer_types must be one of ['hybrid', 'hybrid_sliding'], got 'full_attention'
 zaya: config field rope_parameters.hybrid.rope_type must be one of ['default', 'linear', 'llama3', 'yarn'], got 'dynamic'""",  # noqa: E501
     )
-
-
-def test_drafts_are_refused_by_name():
-    message = "drafts cannot be replayed by convolved_projection layers"
-    with pytest.raises(th.UnsupportedError, match=message):
-        th.Runner(th.adapt(make_model("zaya")), **TINY, max_drafts=2)

@@ -120,7 +120,7 @@ class ConvolvedProjection(nn.Module):
             self.conv_weight,
             self.conv_bias,
             plan,
-            cache["conv"],
+            cache,
             activation="none",
         )
         taps, v = mixed.split([taps.shape[-1], v.shape[-1]], dim=-1)

@@ -108,7 +108,7 @@ class Mamba(nn.Module):
         spec = self.spec
         mixed, z = columns(self.in_proj, x, [spec.channels] * 2)
         mixed = convolve(
-            mixed, self.conv_weight, self.conv_bias, plan, cache["conv"], activation=spec.activation
+            mixed, self.conv_weight, self.conv_bias, plan, cache, activation=spec.activation
         )
         dt, B, C = self._selected(mixed)
         y = apply_selective_scan(
@@ -120,7 +120,7 @@ class Mamba(nn.Module):
             self.A_log,
             self.D,
             plan,
-            cache["state"],
+            cache,
         )
         out: Tensor = self.out_proj(y)
         return out
