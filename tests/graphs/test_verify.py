@@ -44,6 +44,8 @@ FAMILIES = (
     "recurrent_gemma",
     "qwen4_exp",
     "glm5_next",
+    "zaya",
+    "zamba",
 )
 
 

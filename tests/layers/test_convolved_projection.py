@@ -56,9 +56,13 @@ def test_pieces_equal_the_definition(widths: tuple[int, int]):
         torch.testing.assert_close(run(layer, x, lengths), by_definition(layer, x))
 
 
-def test_it_keeps_inputs_and_nothing_else():
+def test_it_keeps_inputs_and_those_of_drafts():
     spec = make(4, 3).spec
-    assert spec.pools()["conv"] == th.specs.Pool((5, (8 * 3 + 2) * 8), per="slot")
+    channels = (8 * 3 + 2) * 8
+    assert spec.pools() == {
+        "conv": th.specs.Pool((5, channels), per="slot"),
+        "records": th.specs.Pool((channels,), per="draft"),
+    }
 
 
 def test_a_fresh_one_has_filters_of_its_widths():

@@ -149,10 +149,3 @@ falcon_mamba: config field hidden_act must be one of ['silu'], got 'relu'
 jamba: config field hidden_act must be one of ['silu'], got 'gelu'
 jamba: config field sliding_window must be one of ['None'], got 64""",
     )
-
-
-@pytest.mark.parametrize("family", ["mamba", "jamba"])
-def test_drafts_are_refused_by_name(family: str):
-    message = "drafts cannot be replayed by mamba layers"
-    with pytest.raises(th.UnsupportedError, match=message):
-        th.Runner(th.adapt(make_model(family)), **TINY, max_drafts=2)

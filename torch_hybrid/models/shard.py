@@ -113,7 +113,7 @@ def cut(model: HybridModel | Ring25, ranks: Ranks, experts: Experts) -> None:
                 continue  # no module of the layer
             part = _mixer_of(parts, model.mixer_names.get(entry.kind))
             if part is None:
-                continue  # attention has it, and is cut with it
+                continue
             parts.remove(part)
             holder, name = part
             mixer: Any = holder.get_submodule(name)
@@ -161,9 +161,12 @@ def _parts(layer: nn.Module) -> Iterator[Part]:
 
 
 def _mixer_of(parts: list[Part], attribute: str | None) -> Part | None:
-    """The mixer of this name, or attention."""
+    """The mixer of this name, or attention; None where attention has it, and is cut with it."""
     if attribute is not None:
-        return next((part for part in parts if part[1] == attribute), None)
+        found = next((part for part in parts if part[1] == attribute), None)
+        children = (holder.get_submodule(name)._modules for holder, name in parts)
+        assert found or any(attribute in own for own in children)
+        return found
     return next(
         (holder, name)
         for holder, name in parts
