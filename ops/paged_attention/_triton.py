@@ -29,6 +29,7 @@ def paged_attention_with_lse(
     window: int,
     softcap: float,
     kv_scales: Tensor | None = None,
+    relative_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``torch_hybrid::paged_attention_with_lse``, and of the op without."""
     if interpreted() and kv.device.type == "cpu":
@@ -52,8 +53,11 @@ def paged_attention_with_lse(
         "window": window,
         "softcap": softcap,
         "kv_scales": kv_scales,
+        "relative_bias": relative_bias,
     }
-    tiles = LongTiles.of(q, num_kv_heads=k.shape[1], num_seqs=page_table.shape[0])
+    narrow = kv_scales is not None and relative_bias is not None
+    sizes = {"num_kv_heads": k.shape[1], "num_seqs": page_table.shape[0]}
+    tiles = LongTiles.of(q, **sizes, narrow=narrow)
     if tiles is None:
         attend_short(q, kv, *index, out, lse, **options)
     else:

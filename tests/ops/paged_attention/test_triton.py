@@ -39,6 +39,7 @@ CONTRACT = """
             odd and (fp32 or plain) or one_head and fp32 or long_decode and fp16 and plain
         )
         or (padding or writes or depend) and odd
+        or biases and (float64 and odd and 30 and fp32 or distance) or biased_sequences
         or merges or sequences_empty or out_of_range or 8_bits and not long
     ) or in_interpreter or by_documentation
 """
@@ -221,6 +222,13 @@ SHAPES = {
     "32 / 8 heads extend 2048, fp8": (8, 2048, 32, 8, 128, torch.bfloat16, "plain", True),
     "32 / 8 heads decode 32, fp8": (32, 32, 32, 8, 128, torch.bfloat16, "plain", True),
 }
+# The same with biases of 1024 distances.
+BIASED = {
+    "Inkling decode 32": (32, 32, 64, 8, 128, torch.bfloat16, "plain", False),
+    "Inkling decode 32 float32": (32, 32, 64, 8, 128, torch.float32, "window", False),
+    "Inkling extend 2048": (8, 2048, 64, 16, 128, torch.bfloat16, "window", False),
+    "Inkling extend 2048, fp8": (8, 2048, 64, 8, 128, torch.bfloat16, "plain", True),
+}
 
 
 @needs_cross_compiler
@@ -231,6 +239,11 @@ def test_compiles_without_spills() -> None:
         for target in SHARED_LIMITS:
             for kernel, launch in record_launches(target, *shape).items():
                 if number == 0 or kernel not in once or (shape[-1] and kernel == "_write_kernel"):
+                    rows.append(resources_of(launch, target, label))
+    for label, shape in BIASED.items():
+        for target in SHARED_LIMITS:
+            for kernel, launch in record_launches(target, *shape, reach=1024).items():
+                if kernel not in once | {"_write_kernel"}:
                     rows.append(resources_of(launch, target, label))
     launches = record_launches("sm_90", *SHAPES["Qwen3-Next extend 2048"], gluon=False)
     rows.append(resources_of(launches["_long_kernel"], "sm_90", "Qwen3-Next of other Gluon"))
@@ -253,6 +266,7 @@ def record_launches(
     fp8: bool,
     *,
     gluon: bool = True,
+    reach: int = 0,
 ) -> dict[str, Launch]:
     """What the launcher launches for q, k and v that are slices of one projection."""
     from torch_hybrid.ops.paged_attention import _triton
@@ -264,6 +278,7 @@ def record_launches(
     scales = torch.empty(2, num_kv_heads, device="meta") if fp8 else None
     indices = torch.empty(max(num_tokens, num_seqs + 1), dtype=torch.int32, device="meta")
     table = torch.empty(num_seqs, 256, dtype=torch.int32, device="meta")
+    biases = torch.empty(num_tokens, num_q_heads, reach, dtype=dtype, device="meta")
     with launches_on(target, gluon=gluon) as launches:
         _triton.paged_attention_with_lse(
             *qkv.split(heads, 1),
@@ -274,6 +289,7 @@ def record_launches(
             indices[:num_tokens],
             scale=head_dim**-0.5,
             kv_scales=scales,
+            relative_bias=biases if reach else None,
             **OPTIONS[options],
         )
     return launches
