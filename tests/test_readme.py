@@ -110,6 +110,7 @@ NAMES = {
     "lightning_attention": "lightning attention",
     "rg_lru": "real-gated linear recurrent units",
     "short_convolution": "gated short convolution",
+    "branch_convolution": "short convolutions of keys, values and branches",
 }
 SHOWN = {
     "cpp": "C++",

@@ -28,6 +28,7 @@ from torch_hybrid.ops.selective_scan import chunk_selective_scan
 from torch_hybrid.ops.ssd import chunk_ssd
 from torch_hybrid.specs import (
     AttentionSpec,
+    BranchConvolutionSpec,
     DeltaRuleSpec,
     IndexedAttentionSpec,
     IndexedLatentSpec,
@@ -55,6 +56,7 @@ SPECS = [
     MambaSpec(channels=16, state_dim=8, dt_rank=2, conv_width=4),
     LightningSpec(num_heads=2, head_dim=16),
     ShortConvolutionSpec(channels=16, conv_width=3),
+    BranchConvolutionSpec(num_kv_heads=2, head_dim=16, channels=16, conv_width=4),
     RgLruSpec(num_heads=2, head_dim=8, conv_width=4),
     NgramSpec(ngram_size=3, channels=16, conv_width=4),
     PreviousHiddenSpec(channels=16),

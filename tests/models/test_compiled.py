@@ -46,6 +46,7 @@ AS_TRACED = (
     "zamba2",
     "lfm3",
     "mamba",
+    "inkling",
 )
 SEEDS = {"granitemoehybrid": 0}  # without a near tie of routers; 2 for the others
 # Latents are expanded, in one pass or in chunks; in Kimi Linear they are attended to as they are.
@@ -58,7 +59,8 @@ BACKENDS = {"bailing_hybrid": EXPANDED, "qwen3_5_moe": IN_TORCH}
 def test_every_kind_of_mixer_is_compiled_below():
     left = kinds_of(BUILDERS) - kinds_of(BY_INDUCTOR)
     # Whose ops are those of Mamba2 and Qwen4-Exp, but for one.
-    assert left == {"lightning_attention", "short_convolution", "indexed_latent_attention"}
+    convolutions = {"short_convolution", "branch_convolution"}
+    assert left == convolutions | {"lightning_attention", "indexed_latent_attention"}
 
 
 @pytest.mark.parametrize("family", AS_TRACED)

@@ -42,6 +42,7 @@ FAMILIES = [
     "bailing_hybrid",
     "falcon_h1",
     "glm5_next",
+    "inkling",
     "jamba",
     "lfm2",
     "minimax",
@@ -150,7 +151,8 @@ def test_values_are_bitwise_those_of_the_order_as_traced(family: str, lengths: l
 
 def test_every_kind_of_mixer_is_scheduled_above():
     assert kinds_of(FAMILIES) == kinds_of(BUILDERS)
-    others = {"lightning_attention", "short_convolution"}  # whose ops are those of Mamba2
+    # Whose ops are those of Mamba2.
+    others = {"lightning_attention", "short_convolution", "branch_convolution"}
     assert kinds_of(DECODED) == kinds_of(BUILDERS) - others
 
 
