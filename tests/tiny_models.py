@@ -431,7 +431,7 @@ def inkling(**options: Any) -> nn.Module:
         "layer_types": (["hybrid_sliding", "hybrid"] * count)[:count],
         "mlp_layer_types": (["dense", "sparse", "sparse"] * count)[:count],
         "head_dim": 32,
-        "swa_num_attention_heads": 6,
+        "swa_num_attention_heads": 8,
         "swa_num_key_value_heads": 2,
         "swa_head_dim": 16,
         "sliding_window_size": 37,
