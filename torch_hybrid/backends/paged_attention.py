@@ -137,9 +137,8 @@ def _facts(spec: AttentionSpec, sizes: PoolSizes) -> dict[str, Any]:
 def positions_of(plan: PagedAttentionPlan, num_tokens: int) -> Tensor:
     """[T] positions of a step's tokens in their sequences; those of padding are of no meaning."""
     token = torch.arange(num_tokens, dtype=torch.int32, device=plan.cu_seqlens.device)
-    ends = plan.cu_seqlens[1:]
-    seq = torch.searchsorted(ends, token, right=True).clamp(max=ends.shape[0] - 1)
-    return plan.seq_lens[seq] - ends[seq] + token
+    seq = torch.searchsorted(plan.cu_seqlens[:-1], token, right=True) - 1
+    return plan.seq_lens[seq] - plan.cu_seqlens[1:][seq] + token
 
 
 def attend(
