@@ -82,8 +82,16 @@ def _conv_and_state(width: int, channels: int, state_shape: tuple[int, ...]) -> 
     return {"conv": conv, "state": Pool(state_shape, per="slot", dtype=torch.float32)}
 
 
+def _records(convolved: int, width: int) -> dict[str, Pool]:
+    """Of drafts: inputs of a convolution, and those of what comes after it."""
+    widths = {RECORDS: convolved, STATE_RECORDS: width}
+    return {name: Pool((width,), per="draft") for name, width in widths.items()}
+
+
 KEPT_HIDDEN = 128  # last tokens whose hidden states are kept for a head that drafts
-RECORDS = "records"  # by this name, the inputs of tokens that are not certain; see ``ops.verify``
+# By these names, the inputs of tokens that are not certain (``ops.verify``): of a layer's op or of
+# its convolution, and of what comes after that.
+RECORDS, STATE_RECORDS = "records", "state_records"
 
 
 def _check_groups(num_q_heads: int, num_kv_heads: int) -> None:
@@ -169,11 +177,13 @@ class IndexedAttentionSpec:
         return self.index_dim + self.rope_dim
 
     def pools(self) -> dict[str, Pool]:
-        """Keys and values, a key for each block, and the last tokens' parts of the next block."""
+        """Keys and values, a key for each block, and the last tokens' parts of the next block, and
+        drafts'."""
         return {
             "kv": Pool((self.num_kv_heads, self.head_dim), per="page", planes=2),
             "block_keys": Pool((self.index_dim,), per="page", tokens=self.block_size),
             "conv": Pool((self.block_size - 1, self.conv_channels), per="slot"),
+            RECORDS: Pool((self.conv_channels,), per="draft"),
         }
 
     def divided(self, num_ranks: int) -> Self:
@@ -202,10 +212,12 @@ class NgramSpec:
     conv_width: int
 
     def pools(self) -> dict[str, Pool]:
-        """The last tokens, and the convolution's last inputs."""
+        """The last tokens, the convolution's last inputs, and both of drafts."""
         return {
             "tokens": Pool((self.ngram_size - 1,), per="slot", dtype=torch.int64),
             "conv": Pool((self.conv_width - 1, self.channels), per="slot"),
+            RECORDS: Pool((self.channels,), per="draft"),
+            STATE_RECORDS: Pool((1,), per="draft", dtype=torch.int64),
         }
 
     def divided(self, num_ranks: int) -> Self:
@@ -416,8 +428,11 @@ class MambaSpec:
     norm_eps: float | None = None
 
     def pools(self) -> dict[str, Pool]:
-        """The convolution's last inputs and the state, each in a storage of its own."""
-        return _conv_and_state(self.conv_width, self.channels, (self.channels, self.state_dim))
+        """The convolution's last inputs and the state, each in a storage of its own, and records of
+        drafts: what is convolved, and ``[x | dt | B]`` of the scan."""
+        pools = _conv_and_state(self.conv_width, self.channels, (self.channels, self.state_dim))
+        width = 2 * self.channels + self.state_dim
+        return {**pools, **_records(self.channels, width)}
 
     def divided(self, num_ranks: int) -> Self:
         """As ``LayerSpec`` says."""
@@ -488,8 +503,9 @@ class ShortConvolutionSpec:
     conv_width: int
 
     def pools(self) -> dict[str, Pool]:
-        """The last inputs of the convolution, their gates applied."""
-        return {"conv": Pool((self.conv_width - 1, self.channels), per="slot")}
+        """The last inputs of the convolution, their gates applied, and those of drafts."""
+        conv = Pool((self.conv_width - 1, self.channels), per="slot")
+        return {"conv": conv, RECORDS: Pool((self.channels,), per="draft")}
 
     def divided(self, num_ranks: int) -> Self:
         """As ``LayerSpec`` says."""
@@ -568,8 +584,10 @@ class RgLruSpec:
         return self.num_heads * self.head_dim
 
     def pools(self) -> dict[str, Pool]:
-        """The convolution's last inputs, and a state of one number per channel."""
-        return _conv_and_state(self.conv_width, self.channels, (self.channels,))
+        """The convolution's last inputs, a state of one number per channel, and records of drafts:
+        what is convolved, and ``[x | gates]`` of the recurrence."""
+        pools = _conv_and_state(self.conv_width, self.channels, (self.channels,))
+        return {**pools, **_records(self.channels, 3 * self.channels)}
 
     def divided(self, num_ranks: int) -> Self:
         """As ``LayerSpec`` says."""
@@ -643,11 +661,13 @@ class IndexedLatentSpec:
         return self.latent_rank
 
     def pools(self) -> dict[str, Pool]:
-        """Latents, a key for each block, and keys and gates of the tokens of the next block."""
+        """Latents, a key for each block, and keys and gates of the tokens of the next block, and of
+        drafts."""
         return {
             "latents": Pool((self.latent_rank,), per="page"),
             "block_keys": Pool((self.index_dim,), per="page", tokens=self.block_size),
             "unpooled": Pool((self.block_size - 1, 2, self.index_dim), per="slot"),
+            RECORDS: Pool((2 * self.index_dim,), per="draft"),
         }
 
     def divided(self, num_ranks: int) -> Self:

@@ -38,8 +38,9 @@ class Tile:
     @classmethod
     def of(cls, num_pairs: int, num_experts: int, like: Tensor, *, group: int) -> Tile:
         """For so many pairs of tokens like these, and groups of so many numbers."""
-        if like.dtype == torch.float32:  # outside the tensor cores, on operands in registers
-            return cls(block_m=16, block_n=16, block_k=group or 32, num_warps=4, num_stages=2)
+        # Outside the tensor cores, on operands in registers; a tile's products are one chain.
+        if like.dtype == torch.float32:
+            return cls(block_m=16, block_n=16, block_k=32, num_warps=4, num_stages=2)
         share = triton.cdiv(num_pairs, num_experts)
         # Where tensor cores read memory, sums of 128 pairs fit registers: weights are widened once.
         if share > 64 and is_hopper(like.device):

@@ -6,8 +6,6 @@ itself takes little, and costs as much again to be called.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -18,6 +16,7 @@ from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, define_op
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 from torch_hybrid.ops.verify import SCHEMA as RECORDS
+from torch_hybrid.ops.verify import verify_implementations
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(
@@ -45,19 +44,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     ),
 }
 
-VERIFY_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": replace(
-        IMPLEMENTATIONS["cpp"], launcher="torch_hybrid.ops.kimi_delta_step._cpu:kimi_delta_verify"
-    ),
-    "triton": replace(
-        IMPLEMENTATIONS["triton"],
-        launcher="torch_hybrid.ops.kimi_delta_step._triton:kimi_delta_verify",
-    ),
-    "torch": replace(
-        IMPLEMENTATIONS["torch"],
-        launcher="torch_hybrid.ops.kimi_delta_step._torch:kimi_delta_verify",
-    ),
-}
+VERIFY_IMPLEMENTATIONS = verify_implementations(IMPLEMENTATIONS, "kimi_delta_verify")
 
 
 def kimi_delta_step(

@@ -6,7 +6,6 @@ each by itself takes little, and costs as much again to be called.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch_hybrid.ops.registration import check_impl, define_op
 from torch_hybrid.ops.ssd_step.validate import check_inputs, check_options
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 from torch_hybrid.ops.verify import SCHEMA as RECORDS
-from torch_hybrid.ops.verify import check_records
+from torch_hybrid.ops.verify import check_records, verify_implementations
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(
@@ -47,15 +46,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     ),
 }
 
-VERIFY_IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": replace(IMPLEMENTATIONS["cpp"], launcher="torch_hybrid.ops.ssd_step._cpu:ssd_verify"),
-    "triton": replace(
-        IMPLEMENTATIONS["triton"], launcher="torch_hybrid.ops.ssd_step._triton:ssd_verify"
-    ),
-    "torch": replace(
-        IMPLEMENTATIONS["torch"], launcher="torch_hybrid.ops.ssd_step._torch:ssd_verify"
-    ),
-}
+VERIFY_IMPLEMENTATIONS = verify_implementations(IMPLEMENTATIONS, "ssd_verify")
 
 
 def ssd_step(

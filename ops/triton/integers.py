@@ -85,16 +85,19 @@ def wide_tile(
     """[BLOCK_N, BLOCK_K] columns from ``first`` on of rows that begin at p_w [BLOCK_N], in DTYPE:
     numbers of 4 bits times their scales, of which a row's begin at p_scale; of 8 bits, bare.
 
-    BLOCK_K is a multiple of GROUP.
+    BLOCK_K is a multiple of GROUP, or divides it.
     """
     BLOCK_N: tl.constexpr = p_w.shape[0]
     if GROUP > 0:
-        group = first // GROUP + tl.arange(0, BLOCK_K // GROUP)
-        mask = mask_n[:, None] & (group < K // GROUP)[None, :]
+        # Columns of this tile that share a scale.
+        PART: tl.constexpr = GROUP if GROUP < BLOCK_K else BLOCK_K
+        part = first // PART + tl.arange(0, BLOCK_K // PART)
+        mask = mask_n[:, None] & (part < K // PART)[None, :]
+        group = part if PART == GROUP else part // (GROUP // PART)
         p_group = p_scale[:, None] + group[None, :] * (1 + ZEROS)
         scale, zero = scale_and_zero(p_group, mask, ZEROS)
         scale, zero = scale[:, :, None], zero[:, :, None]
-        byte = (group * (GROUP // 2))[:, None] + tl.arange(0, GROUP // 2)[None, :]
+        byte = (part * (PART // 2))[:, None] + tl.arange(0, PART // 2)[None, :]
         stored = tl.load(p_w[:, None, None] + byte[None, :, :], mask=mask[:, :, None], other=0)
         low, high = _halves(stored, zero, ZEROS)
         tile = tl.join(low * scale, high * (scale / 16)).to(DTYPE)

@@ -68,14 +68,6 @@ def test_every_parameter_matters(name: str):
         weight.copy_(kept)
 
 
-def test_drafts_are_refused_by_name():
-    table = th.LayerTable.from_specs([SPEC])
-    cache = th.HybridCache(table, max_seqs=1, kv_tokens=16, page_size=16)
-    message = "drafts cannot be replayed by mamba layers"
-    with pytest.raises(th.UnsupportedError, match=message):
-        th.make_backends(table, cache.sizes, modes=[th.Mode.verify(2)])
-
-
 def test_channels_that_ranks_do_not_divide():
     message = "the number of ranks must divide channels, got 3 ranks and 40"
     with pytest.raises(th.UnsupportedError, match=message):

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
 from torch_hybrid.backends.recurrent import OpChoice
+from torch_hybrid.backends.replay import Replay, Walk, plan_replay, walk
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
-from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.block_attention import op as attention
 from torch_hybrid.ops.capability import Implementation, Need
 from torch_hybrid.ops.causal_conv1d.op import causal_conv1d
@@ -38,6 +38,7 @@ class IndexedPlan:
     initial_indices: Tensor  # [N] slots that they start from; 0: from nothing
     state_indices: Tensor  # [N] slots of theirs
     statics: Statics
+    replay: Replay | None = None  # of a step that verifies drafts
 
 
 register_value(IndexedPlan)
@@ -68,8 +69,6 @@ class IndexedAttentionBackend:
         modes: Sequence[Mode],
     ) -> None:
         """Choose implementations for each of ``modes`` that serve every layer in ``entries``."""
-        if any(mode.num_drafts for mode in modes):
-            raise UnsupportedError(f"drafts cannot be replayed by {entries[0].kind} layers")
         specs: set[AnyIndexedSpec] = {entry.spec for entry in entries}  # type: ignore[misc]
 
         def choose(op: str, impls: Mapping[str, Implementation], mode: Mode) -> Choice:
@@ -102,7 +101,7 @@ class IndexedAttentionBackend:
         return ONLY_FORM
 
     def plan(self, batch: Batch, mode: Mode, form: Form) -> IndexedPlan:
-        """The plan of one step. Pure: the batch's own tensors."""
+        """The plan of one step. Pure: the batch's own tensors, and what is made of them."""
         return IndexedPlan(
             cu_seqlens=batch.cu_seqlens,
             seq_lens=batch.seq_lens,
@@ -111,39 +110,54 @@ class IndexedAttentionBackend:
             initial_indices=batch.initial_indices,
             state_indices=batch.state_indices,
             statics=Statics(impls_of(self.choices[mode])),
+            replay=plan_replay(batch, mode.num_drafts) if mode.num_drafts else None,
         )
 
 
 def over_block(x: Tensor, weight: Tensor, plan: IndexedPlan, cache: LayerCache) -> Tensor:
     """Sums of each channel of x [T, C], weighed, over the tokens of a block up to each token."""
-    return causal_conv1d(
-        x,
-        weight,
-        None,
-        cache["conv"],
-        plan.cu_seqlens,
-        plan.initial_indices,
-        plan.state_indices,
-        activation="none",
-        impl=plan.statics.impl("causal_conv1d"),
-    )
+
+    def run(
+        advancing: Sequence[Tensor], reading: Sequence[Tensor], at: IndexedPlan | Walk
+    ) -> Tensor:
+        (x,) = advancing
+        return causal_conv1d(
+            x,
+            weight,
+            None,
+            cache["conv"],
+            at.cu_seqlens,
+            at.initial_indices,
+            at.state_indices,
+            activation="none",
+            impl=plan.statics.impl("causal_conv1d"),
+        )
+
+    return walk(run, [x], [], plan, cache)
 
 
 def pooled(
     keys: Tensor, gates: Tensor, bias: Tensor, plan: IndexedPlan, cache: LayerCache
 ) -> Tensor:
     """Keys [T, D] of the blocks that tokens complete, of the keys and gates [T, D] of tokens."""
-    return pooling.gated_pooling(
-        keys,
-        gates,
-        bias,
-        cache["unpooled"],
-        plan.cu_seqlens,
-        plan.seq_lens,
-        plan.initial_indices,
-        plan.state_indices,
-        impl=plan.statics.impl("gated_pooling"),
-    )
+
+    def run(
+        advancing: Sequence[Tensor], reading: Sequence[Tensor], at: IndexedPlan | Walk
+    ) -> Tensor:
+        keys, gates = advancing
+        return pooling.gated_pooling(
+            keys,
+            gates,
+            bias,
+            cache["unpooled"],
+            at.cu_seqlens,
+            at.seq_lens,
+            at.initial_indices,
+            at.state_indices,
+            impl=plan.statics.impl("gated_pooling"),
+        )
+
+    return walk(run, [keys, gates], [], plan, cache)
 
 
 def pick(

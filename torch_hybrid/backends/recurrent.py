@@ -10,9 +10,11 @@ from torch import Tensor
 
 from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
 from torch_hybrid.backends.planned import PlannedTensors, plan_layers, shape_name
+from torch_hybrid.backends.replay import Replay, Walk, plan_replay, walk
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
+from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.capability import (
@@ -39,9 +41,11 @@ class RecurrentPlan:
     planned: dict[str, PlannedTensors]  # by shape of the layers, where the implementation plans
     statics: Statics
     accepted: Tensor | None = None  # [N] records that are replayed, in a step that verifies drafts
+    replay: Replay | None = None  # of such a step, where ops that replay nothing themselves run
 
 
 register_value(RecurrentPlan)
+At = RecurrentPlan | Walk  # where sequences start and what they leave
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +107,8 @@ class Recurrence:
 
     ``whole`` is all that lies between a layer's projections for one new token of each sequence, as
     one op: it stands in for ``decode``, its parts, where it is able to and none of them was asked
-    for by name. ``verify`` is the same of one token and drafts after it; None where drafts cannot
-    be replayed.
+    for by name. ``verify`` is the same of one token and drafts after it; None where ``decode``
+    takes tokens one after the other, and so replays them too (``backends.replay``).
     """
 
     decode: tuple[OpChoice, ...]  # the recurrence first
@@ -123,16 +127,13 @@ class Recurrence:
         """The ops of a mode with an implementation of each, the recurrence first.
 
         Raises:
-            UnsupportedError: none can serve, or a mode has drafts, which cannot be replayed.
+            UnsupportedError: none can serve.
         """
-        if mode.num_drafts:
-            if self.verify is None:
-                kind = next(iter(specs)).kind
-                raise UnsupportedError(f"drafts cannot be replayed by {kind} layers")
+        if mode.num_drafts and self.verify is not None:
             return ((self.verify, self.verify.choose(specs, sizes, backends, mode)),)
         if backends.batch_invariant:
             return self._choose_invariant(specs, sizes, backends)
-        ops = self.ops(mode)
+        ops = self.decode if mode.num_drafts else self.ops(mode)
         parts = tuple((op, op.choose(specs, sizes, backends, mode)) for op in ops)
         if self.whole is None or mode.tokens_per_seq != 1:
             return parts
@@ -233,6 +234,7 @@ class RecurrentBackend:
         chosen = {mode: recurrence.choose(specs, sizes, backends, mode) for mode in modes}
         self.choices = {mode: tuple(each for _, each in pairs) for mode, pairs in chosen.items()}
         self._statics = {mode: Statics(impls_of(each)) for mode, each in self.choices.items()}
+        self._replayed = {mode for mode in modes if mode.num_drafts and recurrence.verify is None}
         self._planners, self._layers = {}, {}
         for mode, ((op, choice), *_) in chosen.items():
             self._planners[mode] = op.implementations[choice.impl].load_planner()
@@ -257,6 +259,7 @@ class RecurrentBackend:
             planned=plan_layers(self._planners[mode], batch, self._layers[mode]),
             statics=self._statics[mode],
             accepted=batch.accepted,
+            replay=plan_replay(batch, mode.num_drafts) if mode in self._replayed else None,
         )
 
 
@@ -280,24 +283,32 @@ def convolve(
     weight: Tensor,
     bias: Tensor | None,
     plan: RecurrentPlan,
-    state: Tensor,
+    cache: LayerCache,
     *,
     activation: str,
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
 ) -> Tensor:
     """Causal convolution and activation of x [T, C] -> [T, C], with gates of that shape or without;
-    advances ``state``."""
-    return conv.causal_conv1d(
-        x,
-        weight,
-        bias,
-        state,
-        plan.cu_seqlens,
-        plan.initial_indices,
-        plan.state_indices,
-        activation=activation,
-        input_gate=input_gate,
-        output_gate=output_gate,
-        impl=plan.statics.impl("causal_conv1d"),
-    )
+    advances the state in ``cache``."""
+
+    if plan.replay is not None and input_gate is not None:
+        x, input_gate = input_gate * x, None  # as it is kept
+
+    def run(advancing: Sequence[Tensor], reading: Sequence[Tensor], at: At) -> Tensor:
+        (x,), (gate,) = advancing, reading or (None,)
+        return conv.causal_conv1d(
+            x,
+            weight,
+            bias,
+            cache["conv"],
+            at.cu_seqlens,
+            at.initial_indices,
+            at.state_indices,
+            activation=activation,
+            input_gate=input_gate,
+            output_gate=gate,
+            impl=plan.statics.impl("causal_conv1d"),
+        )
+
+    return walk(run, [x], [] if output_gate is None else [output_gate], plan, cache)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from torch_hybrid.backends.recurrent import CONVOLUTION, RecurrentPlan, chunked_rule, rule_of
+from torch_hybrid.backends.recurrent import (
+    CONVOLUTION,
+    At,
+    RecurrentPlan,
+    chunked_rule,
+    rule_of,
+)
+from torch_hybrid.backends.replay import walk
+from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.ops.selective_scan import op
+from torch_hybrid.specs import STATE_RECORDS
 
 MAMBA = chunked_rule(
     "selective_scan",
@@ -31,22 +40,27 @@ def apply_selective_scan(
     A_log: Tensor,
     D: Tensor,
     plan: RecurrentPlan,
-    state: Tensor,
+    cache: LayerCache,
 ) -> Tensor:
-    """The scan over x [T, channels], with B and C [T, N] that all channels share; advances
-    ``state``."""
+    """The scan over x [T, channels], with B and C [T, N] that all channels share; advances the
+    state in ``cache``."""
     rule, impl = rule_of(plan, _FORMS)
-    return rule(
-        x,
-        dt,
-        B[:, None],
-        C[:, None],
-        z,
-        A_log,
-        D,
-        state,
-        plan.cu_seqlens,
-        plan.initial_indices,
-        plan.state_indices,
-        impl=impl,
-    )
+
+    def run(advancing: Sequence[Tensor], reading: Sequence[Tensor], at: At) -> Tensor:
+        (x, dt, B), (C, z) = advancing, reading
+        return rule(
+            x,
+            dt,
+            B[:, None],
+            C[:, None],
+            z,
+            A_log,
+            D,
+            cache["state"],
+            at.cu_seqlens,
+            at.initial_indices,
+            at.state_indices,
+            impl=impl,
+        )
+
+    return walk(run, [x, dt, B], [C, z], plan, cache, STATE_RECORDS)

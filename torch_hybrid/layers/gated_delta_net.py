@@ -130,9 +130,7 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         """Any tokens: an op for the convolution, one for the rule, and the compiler's between."""
         spec, num_tokens = self.spec, qkv.shape[0]
-        mixed = convolve(
-            qkv, self.conv_weight, None, plan, cache["conv"], activation=spec.activation
-        )
+        mixed = convolve(qkv, self.conv_weight, None, plan, cache, activation=spec.activation)
         q, k, v = mixed.split([spec.k_channels, spec.k_channels, spec.v_channels], dim=-1)
         g = -self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias.float())
         beta = b.float().sigmoid() * spec.beta_scale

@@ -94,7 +94,7 @@ class Mamba(nn.Module):
         spec = self.spec
         mixed, z = columns(self.in_proj, x, [spec.channels] * 2)
         mixed = convolve(
-            mixed, self.conv_weight, self.conv_bias, plan, cache["conv"], activation=spec.activation
+            mixed, self.conv_weight, self.conv_bias, plan, cache, activation=spec.activation
         )
         dt, B, C = columns(self.x_proj, mixed, self._widths)
         y = apply_selective_scan(
@@ -106,7 +106,7 @@ class Mamba(nn.Module):
             self.A_log,
             self.D,
             plan,
-            cache["state"],
+            cache,
         )
         out: Tensor = self.out_proj(y)
         return out

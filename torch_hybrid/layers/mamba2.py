@@ -149,7 +149,7 @@ class Mamba2(nn.Module):
         between."""
         spec, num_tokens = self.spec, z.shape[0]
         mixed = convolve(
-            mixed, self.conv_weight, self.conv_bias, plan, cache["conv"], activation=spec.activation
+            mixed, self.conv_weight, self.conv_bias, plan, cache, activation=spec.activation
         )
         group_width = spec.num_groups * spec.state_dim
         v, k, q = mixed.split([spec.inner_dim, group_width, group_width], dim=-1)

@@ -68,7 +68,7 @@ class NgramEmbedding(nn.Module):
             [T, channels].
         """
         hashes = self.multipliers, self.head_sizes, self.head_offsets
-        rows = look_up(tokens, self.table, *hashes, self.eos, plan, cache["tokens"])
+        rows = look_up(tokens, self.table, *hashes, self.eos, plan, cache)
         value = self.value_proj(rows)[:, None]
         width = value.shape[-1]
         keys = self.key_norm(self.key_proj(rows)) * self.stream_norm(streams)
@@ -80,7 +80,7 @@ class NgramEmbedding(nn.Module):
             self.conv_weight,
             None,
             plan,
-            cache["conv"],
+            cache,
             activation="silu",
         )
         out: Tensor = entering + mixed

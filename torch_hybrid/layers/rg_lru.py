@@ -78,13 +78,11 @@ class RgLru(nn.Module):
         """
         spec = self.spec
         mixed, y = columns(self.in_proj, x, [spec.channels] * 2)
-        mixed = convolve(
-            mixed, self.conv_weight, self.conv_bias, plan, cache["conv"], activation="none"
-        )
+        mixed = convolve(mixed, self.conv_weight, self.conv_bias, plan, cache, activation="none")
         heads = mixed.view(-1, spec.num_heads, spec.head_dim).transpose(0, 1)
         gates = torch.baddbmm(self.gate_bias[:, None], heads, self.gate_weight).transpose(0, 1)
         log_a = -_SHARPNESS * F.softplus(self.a_param.float())
-        h = apply_rg_lru(mixed, gates, log_a, plan, cache["state"])
+        h = apply_rg_lru(mixed, gates, log_a, plan, cache)
         out: Tensor = self.out_proj(h * F.gelu(y, approximate="tanh"))
         return out
 

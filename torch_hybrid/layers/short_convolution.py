@@ -74,7 +74,7 @@ class ShortConvolution(nn.Module):
             self.conv_weight,
             self.conv_bias,
             plan,
-            cache["conv"],
+            cache,
             activation="none",
             input_gate=input_gate,
             output_gate=output_gate,

@@ -81,7 +81,7 @@ def assert_fp8_as_exact(case: Case, dtype: torch.dtype, impl: str) -> None:
     )
     rounds = impl == "triton_fp8"
     exact, reference = expected_of((x, weights, biases), scales, rounds=rounds)
-    if rounds and dtype == torch.float32:
+    if rounds and dtype == torch.float32 and out.numel():
         # Tensor cores sum products of 8 bits in fewer bits than a float has.
         error = (out.cpu().double() - exact).abs().max()
         assert error <= 2**-11 * exact.abs().max()

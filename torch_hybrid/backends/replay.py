@@ -1,0 +1,159 @@
+"""Drafts of mixers whose ops replay nothing themselves: the same op is called twice.
+
+    certain    the records that were accepted, and the first new token; the state is left
+    further    drafts, from that state; nothing is left but their inputs, as records
+
+An op that walks tokens one after the other leaves the state of plain decoding, bit by bit.
+``ops.verify`` says what a step of drafts is, and has it in one op for those that have a form of
+their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.batch import Batch
+from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.pytrees import register_value
+from torch_hybrid.specs import RECORDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walk:
+    """Ragged sequences, and the slots that they start from and leave their states in."""
+
+    cu_seqlens: Tensor  # [N + 1]
+    seq_lens: Tensor  # [N] total lengths after it
+    initial_indices: Tensor  # [N] 0: from zeros
+    state_indices: Tensor  # [N] 0: nowhere
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What both calls of a step with up to D drafts of N sequences, T tokens in all, take.
+
+    The certain rows, C = N (D + 1) + 1, are records where ``is_record``: by slot and place. Padding
+    rows repeat some token; the last of these is one, and no other size of a step equals C.
+    """
+
+    certain: Walk
+    is_record: Tensor  # [C] bool
+    record_slots: Tensor  # [C] int64
+    record_places: Tensor  # [C] int64
+    certain_tokens: Tensor  # [C] int64 the new token of a row
+    further: Walk
+    further_tokens: Tensor  # [N D] int64
+    outputs: Tensor  # [T] int64 rows of the two results, one after the other
+    left_slots: Tensor  # [T] int64 where the record of a token goes; 0: of no draft
+    left_places: Tensor  # [T] int64
+
+
+register_value(Walk)
+register_value(Replay)
+
+
+def plan_replay(batch: Batch, num_drafts: int) -> Replay:
+    """Of a batch on the host, padded to its bucket."""
+    assert batch.accepted is not None
+    starts, lengths, accepted = batch.cu_seqlens[:-1], batch.cu_seqlens.diff(), batch.accepted
+    num_certain, num_further = accepted + (lengths > 0), (lengths - 1).clamp(min=0)
+    certain, n, place = _rows(num_certain, batch.num_seqs * (num_drafts + 1) + 1)
+    further, m, draft = _rows(num_further, batch.num_seqs * num_drafts)
+
+    tokens = torch.arange(batch.num_tokens, dtype=torch.int64, device="cpu")
+    of, at = _places(batch.cu_seqlens, tokens)
+    is_new = tokens < batch.cu_seqlens[-1]
+    is_draft = is_new & (at > 0)
+    outputs = torch.where(at > 0, len(n) + further[of] + at - 1, certain[of] + accepted[of])
+    slots, last = batch.state_indices, batch.num_tokens - 1
+    return Replay(
+        certain=Walk(
+            cu_seqlens=certain,
+            seq_lens=batch.seq_lens - num_further,
+            initial_indices=batch.initial_indices,
+            state_indices=slots,
+        ),
+        is_record=place < accepted[n],
+        record_slots=batch.initial_indices[n].long(),
+        record_places=place.clamp(max=num_drafts - 1),
+        certain_tokens=starts[n].clamp(max=last).long(),
+        further=Walk(
+            cu_seqlens=further,
+            seq_lens=batch.seq_lens,
+            initial_indices=slots,
+            state_indices=torch.zeros_like(slots),
+        ),
+        further_tokens=(starts[m] + 1 + draft).clamp(max=last).long(),
+        outputs=outputs.where(is_new, len(n) - 1).long(),
+        left_slots=slots[of].where(is_draft, 0).long(),
+        left_places=(at - 1).where(is_draft, 0).long(),
+    )
+
+
+def _rows(lengths: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Offsets [N + 1] of sequences of such lengths, and of each row its sequence and its place
+    there; rows after the last are the last sequence's."""
+    offsets = torch.constant_pad_nd(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return offsets, *_places(offsets, torch.arange(num_rows, dtype=torch.int64, device="cpu"))
+
+
+def _places(offsets: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The sequence of each row, and its place in that."""
+    n = torch.searchsorted(offsets[1:], rows, right=True).clamp(max=len(offsets) - 2)
+    return n, rows - offsets[n]
+
+
+class _Plan(Protocol):
+    @property
+    def replay(self) -> Replay | None: ...
+
+
+PlanT = TypeVar("PlanT", bound=_Plan)
+
+
+def walk(
+    run: Callable[[Sequence[Tensor], Sequence[Tensor], PlanT | Walk], Tensor],
+    advancing: Sequence[Tensor],
+    reading: Sequence[Tensor],
+    plan: PlanT,
+    cache: LayerCache,
+    records: str = RECORDS,
+) -> Tensor:
+    """An op over a step's tokens, which may be drafts.
+
+    Args:
+        run: calls the op on rows like the following, and where the plan or a walk says.
+        advancing: [T, ...] each, what states depend on; records have them side by side.
+        reading: [T, ...] each, what outputs alone depend on.
+        plan: of the step.
+        cache: the layer's pools. Mutated at the slots that the plan names.
+        records: the pool of what is kept of drafts.
+
+    Returns:
+        [T, ...] outputs; rows of padding are what ``run`` makes of padding.
+    """
+    if plan.replay is None:
+        return run(advancing, reading, plan)
+    replay, kept = plan.replay, cache[records]
+    widths = [x[0].numel() for x in advancing]
+    rows = torch.cat([x.flatten(1) for x in advancing], 1)
+    replayed = kept[replay.record_slots, replay.record_places]
+    rows_certain = replayed.where(replay.is_record[:, None], rows[replay.certain_tokens])
+    parts = zip(rows_certain.split(widths, 1), advancing, strict=True)
+    certain = run(
+        [part.unflatten(1, x.shape[1:]) for part, x in parts],
+        [x[replay.certain_tokens] for x in reading],
+        replay.certain,
+    )
+    further = run(
+        [x[replay.further_tokens] for x in advancing],
+        [x[replay.further_tokens] for x in reading],
+        replay.further,
+    )
+    kept.index_put_((replay.left_slots, replay.left_places), rows)
+    return torch.cat([certain, further])[replay.outputs]
