@@ -526,15 +526,17 @@ class BranchConvolutionSpec:
     conv_width: int
 
     def pools(self) -> dict[str, Pool]:
-        """The last inputs of each, those of keys and values side by side."""
+        """The last inputs of each, those of keys and values side by side, and those of drafts."""
         widths = {
             "kv": 2 * self.num_kv_heads * self.head_dim,
             "attention": self.channels,
             "feed_forward": self.channels,
         }
-        return {
-            name: Pool((self.conv_width - 1, width), per="slot") for name, width in widths.items()
-        }
+        pools = {}
+        for name, width in widths.items():
+            pools[name] = Pool((self.conv_width - 1, width), per="slot")
+            pools[f"{name}_{RECORDS}"] = Pool((width,), per="draft")
+        return pools
 
     def divided(self, num_ranks: int) -> Self:
         """As ``LayerSpec`` says: some of the keys and values, and all of the branches."""

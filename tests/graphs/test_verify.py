@@ -43,6 +43,7 @@ FAMILIES = (
     "recurrent_gemma",
     "qwen4_exp",
     "glm5_next",
+    "inkling",
 )
 
 

@@ -85,11 +85,6 @@ def test_keys_and_values_of_8_bits():
         assert 1e-4 * oracle.scale < (ours - theirs).abs().max() < 0.1 * oracle.scale
 
 
-def test_drafts_are_refused_by_name():
-    with pytest.raises(th.UnsupportedError, match="replayed by branch_convolution layers"):
-        th.Runner(th.adapt(make_model("inkling")), **TINY, max_drafts=2)
-
-
 REFUSED = [
     {"hidden_act": "gelu"},
     {"shared_expert_sink": False},

@@ -11,7 +11,7 @@ from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ranks import Ranks
-from torch_hybrid.specs import AttentionSpec
+from torch_hybrid.specs import RECORDS, AttentionSpec
 
 
 class BiasedAttention(nn.Module):
@@ -72,32 +72,22 @@ class BiasedAttention(nn.Module):
         Returns:
             [T, dim].
         """
-        spec = self.spec
-        keys = spec.num_kv_heads * spec.head_dim
-        widths = [
-            spec.num_q_heads * spec.head_dim,
-            2 * keys,
-            spec.num_q_heads * self.profiles.shape[1],
-        ]
+        spec, num_mixed = self.spec, self.profiles.shape[1]
+        keys_and_values = 2 * spec.num_kv_heads * spec.head_dim
+        widths = spec.num_q_heads * spec.head_dim, keys_and_values, spec.num_q_heads * num_mixed
         q, kv, mix = columns(self.in_proj, x, widths)
-        kv = kv + convolve(
-            kv, self.conv_weight, None, conv_plan, conv_cache["kv"], activation="none"
-        )
+        kv = convolved(kv, self.conv_weight, conv_plan, conv_cache, "kv")
         k, v = kv.view(-1, 2, spec.num_kv_heads, spec.head_dim).unbind(1)
         q = self.q_norm(q.unflatten(1, (spec.num_q_heads, spec.head_dim)))
-        bias = F.linear(mix.reshape(-1, self.profiles.shape[1]), self.profiles)
+        bias = F.linear(mix.reshape(-1, num_mixed), self.profiles)
         bias = bias.unflatten(0, (-1, spec.num_q_heads))
         if self.log_floor is not None:
-            factor = self._growth(positions_of(plan, x.shape[0]))
-            q, bias = ((y.float() * factor).to(x.dtype) for y in (q, bias))
+            times = (positions_of(plan, x.shape[0]) + 1).float() / self.log_floor
+            growth = (1.0 + self.log_alpha * times.clamp(min=1.0).log())[:, None, None]
+            q, bias = ((y.float() * growth).to(x.dtype) for y in (q, bias))
         o = attend(q, self.k_norm(k), v, spec, plan, cache, relative_bias=bias)
         out: Tensor = self.o_proj(o.flatten(1))
         return out
-
-    def _growth(self, positions: Tensor) -> Tensor:
-        """[T, 1, 1] of positions [T]."""
-        ratio = (positions + 1).float() / self.log_floor
-        return (1.0 + self.log_alpha * ratio.clamp(min=1.0).log())[:, None, None]
 
     def shard(self, ranks: Ranks) -> BiasedAttention:
         """This rank's heads, which keep their own keys alone; the ranks' outputs are summed.
@@ -121,6 +111,15 @@ class BiasedAttention(nn.Module):
         )
 
 
+def convolved(
+    x: Tensor, weight: Tensor, plan: RecurrentPlan, cache: LayerCache, name: str
+) -> Tensor:
+    """x [T, C] and its convolution, whose pools in a layer's ``cache`` have that name."""
+    pools = {"conv": name, RECORDS: f"{name}_{RECORDS}"}
+    own = {pool: cache[found] for pool, found in pools.items() if found in cache}
+    return x + convolve(x, weight, None, plan, own, activation="none")
+
+
 class BranchConvolution(nn.Module):
     """A causal convolution of what a branch is about to add to the residual, added to it.
 
@@ -136,7 +135,7 @@ class BranchConvolution(nn.Module):
     @in_own_dtype(1)
     def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
         """[T, dim] -> [T, dim]; mutates the branch's pool at the slots that the plan names."""
-        return x + convolve(x, self.conv_weight, None, plan, cache[self.branch], activation="none")
+        return convolved(x, self.conv_weight, plan, cache, self.branch)
 
     def shard(self, ranks: Ranks) -> BranchConvolution:
         """Itself: a branch is whole on every rank by then."""

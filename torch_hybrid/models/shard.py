@@ -9,8 +9,8 @@ What is cut, by the names that transformers gives to projections:
     experts           the same in every expert, or whole experts (``experts="all_to_all"``)
     low-rank adapters their second factor, as the rows of what they adapt
     embedding, head   a stretch of the vocabulary; whole where the ranks do not divide it
-    norms, routers, embeddings of n-grams, what mixes residual streams, convolves a branch or carries
-                      a block's output into another: whole on every rank
+    norms, routers, embeddings of n-grams, what mixes residual streams, convolves branches, or
+                      carries a block's output into another: whole on every rank
 
 A layer of feed-forward sums once, at its end: what a shared expert and the others add up to. Linear
 layers that blocks of several decoder layers share are cut once, and stay shared.
