@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.gpu import (
     attention,
+    biased,
     delta_rules,
     delta_steps,
     latents,
@@ -51,6 +52,7 @@ OPS: Mapping[str, Callable[[], Iterator[Case]]] = {
     "mamba2_steps": mamba2_steps.cases,
     "lightning_steps": lightning_steps.cases,
     "attention": attention.cases,
+    "biased": biased.cases,
     "latents": latents.cases,
     "sparse": sparse.cases,
     "token_ops": token_ops.cases,

@@ -124,6 +124,8 @@ class _ConvolutionAdapter(LinearAttentionAdapter):
 class _Mixture(nn.Module):
     """Experts, the last of which every token takes."""
 
+    gate: Any  # transformers' router
+
     def __init__(self, gate: nn.Module, experts: nn.Module) -> None:
         super().__init__()
         self.gate, self.experts = gate, experts

@@ -19,6 +19,7 @@ from tests.ops.paged_attention.cases import (
     Case,
     Inputs,
     hide_what_is_before,
+    make_biases,
     make_inputs,
 )
 from tests.ops.triton_compile import (
@@ -115,6 +116,33 @@ def test_long_queries_in_interpreter(
     check("cpu", LONG[name], torch.float16, options, fp8=fp8)
 
 
+@needs_interpreter
+@pytest.mark.parametrize("fp8", [False, True])
+def test_long_biased_queries_in_interpreter(fp8: bool, long_queries: None) -> None:
+    case = LONG["prefix_and_rows"]
+    check("cpu", case, torch.float16, "window_softcap", fp8=fp8, reach=100)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_long_biased_queries_on_a_gpu(
+    name: str, dtype: torch.dtype, fp8: bool, long_queries: None
+) -> None:
+    for options in OPTIONS:
+        check("cuda", LONG[name], dtype, options, fp8=fp8, reach=100)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_biases_on_a_gpu(name: str, dtype: torch.dtype, fp8: bool) -> None:
+    for options in OPTIONS:
+        check("cuda", CASES[name], dtype, options, fp8=fp8, reach=70)
+
+
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", LONG | HOPPER)
@@ -161,27 +189,46 @@ def long_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(_triton, "attend_short")
 
 
-def check(device: str, case: Case, dtype: torch.dtype, options: str, *, fp8: bool = False) -> None:
+def check(
+    device: str,
+    case: Case,
+    dtype: torch.dtype,
+    options: str,
+    *,
+    fp8: bool = False,
+    reach: int = 0,
+) -> None:
     """The kernels on ``device`` are as exact as the reference and write their rows alone."""
     inputs = make_inputs(case, dtype=dtype, padding=(3, 2), fp8=fp8)
+    biases = make_biases(inputs, reach=reach) if reach else None
     hide_what_is_before(OPTIONS[options]["window"], inputs)
     moved = on_device(inputs, device)
-    out, lse = call(moved, options)
-    assert_as_exact(inputs, options, out.cpu(), lse.cpu(), moved.kv.cpu())
+    out, lse = call(moved, options, None if biases is None else biases.to(device))
+    assert_as_exact(inputs, options, out.cpu(), lse.cpu(), moved.kv.cpu(), biases)
 
 
-def call(inputs: Inputs, options: str) -> tuple[Tensor, Tensor]:
+def call(inputs: Inputs, options: str, biases: Tensor | None = None) -> tuple[Tensor, Tensor]:
     *tensors, kv_scales = (getattr(inputs, field.name) for field in fields(Inputs))
     chosen = {"scale": inputs.q.shape[-1] ** -0.5, "kv_scales": kv_scales, **OPTIONS[options]}
-    return paged_attention_with_lse(*tensors, impl="triton", **chosen)
+    return paged_attention_with_lse(*tensors, impl="triton", relative_bias=biases, **chosen)
 
 
-def assert_as_exact(inputs: Inputs, options: str, out: Tensor, lse: Tensor, kv: Tensor) -> None:
+def assert_as_exact(
+    inputs: Inputs,
+    options: str,
+    out: Tensor,
+    lse: Tensor,
+    kv: Tensor,
+    biases: Tensor | None = None,
+) -> None:
     scale = inputs.q.shape[-1] ** -0.5
     chosen = {"scale": scale, "kv_scales": inputs.kv_scales, **OPTIONS[options]}
     args = inputs.args()
-    exact = reference.paged_attention_with_lse(*inputs.to(torch.float64).args(), **chosen)
-    rounded = reference.paged_attention_with_lse(*args, **chosen)
+    wide = None if biases is None else biases.double()
+    exact = reference.paged_attention_with_lse(
+        *inputs.to(torch.float64).args(), relative_bias=wide, **chosen
+    )
+    rounded = reference.paged_attention_with_lse(*args, relative_bias=biases, **chosen)
     num_tokens = int(inputs.cu_seqlens[-1])
     assert_within_budget(out, exact[0], rounded[0])
     assert_within_budget(lse[:num_tokens], exact[1][:num_tokens], rounded[1][:num_tokens])
