@@ -14,6 +14,7 @@ import torch
 from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE as CHUNK
 from torch_hybrid.specs import (
     AttentionSpec,
+    BranchConvolutionSpec,
     ConvolvedProjectionSpec,
     DeltaRuleSpec,
     IndexedAttentionSpec,
@@ -90,6 +91,9 @@ def mixer_flops(spec: LayerSpec, row: Row) -> float:
             return 2 * spec.conv_width * spec.channels * row.num_new
         case ConvolvedProjectionSpec():  # the second is a product of each head
             return 2 * spec.conv_width * spec.conv_channels * row.num_new
+        case BranchConvolutionSpec():
+            keys_and_values = 2 * spec.num_kv_heads * spec.head_dim
+            return 2 * spec.conv_width * (keys_and_values + 2 * spec.channels) * row.num_new
         case IndexedAttentionSpec():
             attended = 4 * spec.num_q_heads * spec.head_dim * _num_attended(spec, row)
             return attended + _index_flops(spec, row)
@@ -153,8 +157,9 @@ def inner_width(spec: LayerSpec) -> int:
     """Elements of a token that a mixer's inner tensors hold at once: its projections, their
     convolution, its gates and its output."""
     match spec:
-        case AttentionSpec():  # query, its gate, key, value, output
-            return (3 * spec.num_q_heads + 2 * spec.num_kv_heads) * spec.head_dim
+        case AttentionSpec():  # query, its gate, key, value, output, biases
+            width = (3 * spec.num_q_heads + 2 * spec.num_kv_heads) * spec.head_dim
+            return width + spec.num_q_heads * spec.reach
         case IndexedAttentionSpec():  # and the indexer's queries and keys
             width = (3 * spec.num_q_heads + 2 * spec.num_kv_heads) * spec.head_dim
             return width + 2 * spec.num_index_heads * spec.index_dim + 2 * spec.conv_channels
@@ -184,3 +189,5 @@ def inner_width(spec: LayerSpec) -> int:
             return 2 * spec.conv_channels + heads * spec.head_dim
         case ShortConvolutionSpec():  # input, its gate, that of the output, output
             return 4 * spec.channels
+        case BranchConvolutionSpec():  # inputs and outputs
+            return 4 * (spec.num_kv_heads * spec.head_dim + spec.channels)

@@ -421,6 +421,28 @@ def _zaya(sizes: dict[str, Any]) -> Any:
     return ZayaForCausalLM(ZayaConfig(**config))
 
 
+def _inkling(sizes: dict[str, Any]) -> Any:
+    """Biases by distance, windows of 512 keys in five of six layers; 24 experts, 4 for each token,
+    and two that all take."""
+    from transformers import InklingForCausalLM, InklingTextConfig
+
+    options = {
+        "hidden_size": 768,
+        "num_attention_heads": 8,
+        "head_dim": 128,
+        "swa_num_attention_heads": 8,
+        "swa_num_key_value_heads": 4,
+        "n_routed_experts": 24,
+        "num_experts_per_tok": 4,
+        "moe_intermediate_size": 192,
+        "mlp_layer_types": ["dense", *["sparse"] * ((_DENSE | sizes)["num_hidden_layers"] - 1)],
+        "route_scale": 1.0,
+        "logits_mup_width_multiplier": 1.0,
+        "tie_word_embeddings": False,
+    }
+    return InklingForCausalLM(InklingTextConfig(**_DENSE | options | sizes))
+
+
 FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "qwen3_next": _qwen3_next,
     "qwen3_5": _qwen3_5,
@@ -448,6 +470,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "lfm3": _lfm3,
     "recurrent_gemma": _recurrent_gemma,
     "zaya": _zaya,
+    "inkling": _inkling,
 }
 
 

@@ -4,14 +4,15 @@
 
 Decode: the time to read the same keys and values is the floor; the rival is torch's attention
 on keys and values already gathered, dense and padded. Prefill: the rate is compared with that of
-a matrix product, and the rival is torch's causal attention on dense keys and values. Contestants
-take turns and the fastest run of each counts.
+a matrix product, and the rival is torch's causal attention on dense keys and values. Biases by
+distance: the same op without. Contestants take turns and the fastest run of each counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.ceilings import Peak, reader
 from benchmarks.timing import Clock, clock_arguments, clock_of
-from tests.ops.paged_attention.cases import Case, Inputs, make_inputs
+from tests.ops.paged_attention.cases import Case, Inputs, make_biases, make_inputs
 from tests.ops.pages import slots_of
 from torch_hybrid.ops.paged_attention import paged_attention
 
@@ -64,12 +65,17 @@ PREFILL = (
     (MULTI_HEAD, 2048),
     (Shape(num_q_heads=16, num_kv_heads=2, head_dim=256, dtype=BF16), 2048),
 )
+# Sequences, new tokens and keys of each.
+BIASED = ((1, 1, 1024), (8, 1, 1024), (1, 1, 8192), (1, 512, 512), (1, 256, 4096))
+REACH = 1024
 
 
-def op(inputs: Inputs) -> Callable[[], Tensor]:
+def op(
+    inputs: Inputs, relative_bias: Tensor | None = None, impl: str = "cpp"
+) -> Callable[[], Tensor]:
     """The op on one pool, which it rewrites with the same rows at each call."""
     args, scale = inputs.args(), inputs.q.shape[-1] ** -0.5
-    return lambda: paged_attention(*args, scale=scale, impl="cpp")
+    return lambda: paged_attention(*args, scale=scale, relative_bias=relative_bias, impl=impl)
 
 
 def padded_attention(inputs: Inputs) -> Callable[[], Tensor]:
@@ -134,8 +140,21 @@ def prefill_line(shape: Shape, num_tokens: int, clock: Clock) -> str:
     )
 
 
+def biased_line(dtype: torch.dtype, batch: int, num_new: int, length: int, clock: Clock) -> str:
+    shape = Shape(num_q_heads=8, num_kv_heads=2, head_dim=128, dtype=dtype)
+    inputs = make_inputs(shape.case(((num_new, length),) * batch), dtype=dtype, unused=0.0)
+    biases = make_biases(inputs, reach=REACH)
+    ours, plain = op(inputs, biases), op(inputs)
+    check(ours, op(inputs, biases, "torch"))
+    best = clock.fastest({"ours": ours, "plain": plain})
+    return (
+        f"| {shape} | {batch} | {num_new} | {length} | {best['plain'] * 1e3:.2f} "
+        f"| {best['ours'] * 1e3:.2f} | {best['ours'] / best['plain']:.2f} |"
+    )
+
+
 def main() -> None:
-    """Print both tables."""
+    """Print the tables."""
     clock = clock_of(clock_arguments(__doc__.partition("\n")[0]).parse_args())
     print("| decode | batch | length | MB | read GB/s | ms | / read | SDPA / ours |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
@@ -145,6 +164,10 @@ def main() -> None:
     print("|---|---:|---:|---:|---:|---:|---:|")
     for shape, num_tokens in PREFILL:
         print(prefill_line(shape, num_tokens, clock), flush=True)
+    print(f"\n| {REACH} biases | batch | new tokens | keys | plain ms | biased ms | / plain |")
+    print("|---|---:|---:|---:|---:|---:|---:|")
+    for dtype, lengths in product((FP32, BF16), BIASED):
+        print(biased_line(dtype, *lengths, clock), flush=True)
 
 
 if __name__ == "__main__":

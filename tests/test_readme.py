@@ -111,6 +111,7 @@ NAMES = {
     "rg_lru": "real-gated linear recurrent units",
     "short_convolution": "gated short convolution",
     "convolved_projection": "convolutions of queries and keys",
+    "branch_convolution": "short convolutions of keys, values and branches",
 }
 SHOWN = {
     "cpp": "C++",

@@ -454,6 +454,33 @@ def zaya(**options: Any) -> nn.Module:
     return tf.ZayaForCausalLM(tf.ZayaConfig(**{**sizes, **options}))
 
 
+def inkling(**options: Any) -> nn.Module:
+    """A window that ends inside of pages, biases that end before texts do, heads of another number
+    and width in layers with windows, and growth that begins within texts."""
+    count = options.get("num_hidden_layers", 4)
+    sizes = {
+        **SIZES,
+        **NO_SPECIAL_TOKENS,
+        "layer_types": (["hybrid_sliding", "hybrid"] * count)[:count],
+        "mlp_layer_types": (["dense", "sparse", "sparse"] * count)[:count],
+        "head_dim": 32,
+        "swa_num_attention_heads": 8,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+        "sliding_window_size": 37,
+        "d_rel": 8,
+        "rel_extent": 50,
+        "log_scaling_n_floor": 20,
+        "log_scaling_alpha": 0.3,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "route_scale": 1.5,
+        "logits_mup_width_multiplier": 2.0,
+    }
+    return tf.InklingForCausalLM(tf.InklingTextConfig(**{**sizes, **options}))
+
+
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "qwen3_next": qwen3_next,
     "qwen3_next_dense": qwen3_next_dense,
@@ -484,6 +511,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "lfm3": lfm3,
     "recurrent_gemma": recurrent_gemma,
     "zaya": zaya,
+    "inkling": inkling,
 }
 
 
@@ -514,6 +542,7 @@ FEWEST_LAYERS: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "sliding_attention", "full_attention"],
     },
     "zaya": {"num_hidden_layers": 2, "layer_types": ["hybrid", "hybrid_sliding"]},
+    "inkling": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]},
     "recurrent_gemma": {"num_hidden_layers": 2, "block_types": ["recurrent", "attention"]},
 }
 
@@ -564,7 +593,7 @@ def randomize(model: nn.Module, seed: int) -> None:
         elif kind == "recurrent_param":  # half an open gate forgets over 1 to 1000 tokens
             tokens = 1000 ** torch.rand(weight.shape, generator=generator)
             weight.copy_(torch.expm1(1 / (4 * tokens)).log())
-        elif "norm" in name or kind.endswith(("states_scale", "residual_scale")):
+        elif "norm" in name or kind.endswith(("states_scale", "residual_scale", "global_scale")):
             weight.add_(0.2 * normal(weight))
         elif "conv" in name and "proj" not in name:
             weight.copy_(0.4 * normal(weight))
@@ -636,6 +665,8 @@ def router_gaps(model: nn.Module) -> Iterator[list[float]]:
             gaps.extend(_gaps(totals, router.topk_group))
             refused = totals < totals.topk(router.topk_group).values[:, -1:]
             scores = groups.masked_fill(refused[..., None], -math.inf).flatten(1)
+        elif hasattr(router, "n_shared_experts"):
+            scores = logits.sigmoid() + router.e_score_correction_bias
         elif len(inputs) == 2:
             scores = logits.sigmoid() + (0 if inputs[1] is None else inputs[1])
         else:

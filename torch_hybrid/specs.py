@@ -106,8 +106,9 @@ class AttentionSpec:
     """Full softmax attention over a paged KV pool.
 
     ``window`` is the number of visible keys, the query's own included (0: all of them);
-    ``softcap`` bounds logits by ``softcap * tanh(logits / softcap)`` (0: no bound). ``kv_dtype`` is
-    that of kept keys and values (None: the model's).
+    ``softcap`` bounds logits by ``softcap * tanh(logits / softcap)`` (0: no bound). ``reach`` is at
+    how many distances, from 0 on, a key's logit has a bias of its query and head (0: at none).
+    ``kv_dtype`` is that of kept keys and values (None: the model's).
     """
 
     kind: ClassVar[str] = "paged_attention"
@@ -119,6 +120,7 @@ class AttentionSpec:
     scale: float
     window: int = 0
     softcap: float = 0.0
+    reach: int = 0
     kv_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -575,6 +577,38 @@ class ConvolvedProjectionSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BranchConvolutionSpec:
+    """Causal convolutions of a layer's keys and values, and of what its attention and its
+    feed-forward are about to add to the residual, ``channels`` wide."""
+
+    kind: ClassVar[str] = "branch_convolution"
+    family: ClassVar[LayerFamily] = "linear"
+
+    num_kv_heads: int
+    head_dim: int
+    channels: int
+    conv_width: int
+
+    def pools(self) -> dict[str, Pool]:
+        """The last inputs of each, those of keys and values side by side, and those of drafts."""
+        widths = {
+            "kv": 2 * self.num_kv_heads * self.head_dim,
+            "attention": self.channels,
+            "feed_forward": self.channels,
+        }
+        pools = {}
+        for name, width in widths.items():
+            pools[name] = Pool((self.conv_width - 1, width), per="slot")
+            pools[f"{name}_{RECORDS}"] = Pool((width,), per="draft")
+        return pools
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says: some of the keys and values, and all of the branches."""
+        num_kv_heads = divide_or_repeat("num_kv_heads", self.num_kv_heads, num_ranks)
+        return replace(self, num_kv_heads=num_kv_heads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PreviousHiddenSpec:
     """What a head that predicts further tokens reads: each token beside the model's hidden state of
     the token before it, ``channels`` wide."""
@@ -851,6 +885,7 @@ register_constant(
     LightningSpec,
     ShortConvolutionSpec,
     ConvolvedProjectionSpec,
+    BranchConvolutionSpec,
     RgLruSpec,
     PreviousHiddenSpec,
 )

@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.gpu import (
     attention,
+    biased,
     delta_rules,
     delta_steps,
     latents,
@@ -53,6 +54,7 @@ OPS: Mapping[str, Callable[[], Iterator[Case]]] = {
     "lightning_steps": lightning_steps.cases,
     "verify_ops": verify_ops.cases,
     "attention": attention.cases,
+    "biased": biased.cases,
     "latents": latents.cases,
     "sparse": sparse.cases,
     "token_ops": token_ops.cases,

@@ -3,7 +3,8 @@
 //   AttentionTile<T, V, ROWS> tile(D, Dv) keys of T, values of V, up to ROWS rows; one per thread
 //   tile.begin(rows, range)               row r will see the keys of the KeyRange range(r)
 //   tile.pack(rows, at, n)                elements [at, at + n) of the queries, row r at rows[r]
-//   tile.fold(block, scale, softcap)      takes in a block of keys; any number of times
+//   tile.fold(block, scale, softcap)      takes in a block of keys; any number of times. With biases
+//                                         [key][ROWS], logits of its keys are added those
 //   tile.row(r), tile.state(r)            unnormalised output [Dv], maximum and sum
 //
 // Sixteen rows share a register, a row to a lane. Queries are transposed once a tile; then an
@@ -90,9 +91,10 @@ class AttentionTile {
       }
   }
 
-  void fold(const KeyBlock<T, V>& block, float scale, float softcap = 0) {
+  void fold(const KeyBlock<T, V>& block, float scale, float softcap = 0,
+            const float* biases = nullptr) {
     for (int j = 0; j < block.count; j += KEY_STEP) multiply_keys(block, j);
-    for (int v = 0; v < vectors_; ++v) weigh(block, v, scale, softcap);
+    for (int v = 0; v < vectors_; ++v) weigh(block, v, scale, softcap, biases);
     int64_t column = 0;
     for (; column + 2 * LANES <= Dv_; column += 2 * LANES) add_values<2>(block, column);
     if (column < Dv_) add_values<1>(block, column);
@@ -190,7 +192,7 @@ class AttentionTile {
   }
 
   // Products of a block turned into weights e^(logit - max), for one register of rows.
-  void weigh(const KeyBlock<T, V>& block, int v, float scale, float softcap) {
+  void weigh(const KeyBlock<T, V>& block, int v, float scale, float softcap, const float* biases) {
     float* s = weights_.data() + v * LANES;
     const bool masked = block.begin < seen_by_all_.begin ||
                         block.begin + block.count > seen_by_all_.end;
@@ -198,6 +200,7 @@ class AttentionTile {
     for (int j = 0; j < block.count; ++j) {
       f32x16 x = load(s + j * ROWS) * scale;
       if (softcap != 0) x = softcap * tanh(x * (1.0f / softcap));
+      if (biases) x += load(biases + j * ROWS + v * LANES);
       if (masked) {
         const i32x16 key = i32x16{} + (block.begin + j);
         x = select((key >= begin_[v]) & (key < end_[v]), x, splat(NO_KEY));

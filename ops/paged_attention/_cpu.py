@@ -13,10 +13,10 @@ from torch_hybrid.ops.page_bounds import check_page_indices
 _RUN = kernel(
     "paged_attention",
     Path(__file__).with_name("_cpu.cpp"),
-    tensors="cu_seqlens seq_lens page_table slot_mapping kv_scales q k v kv out lse",
+    tensors="cu_seqlens seq_lens page_table slot_mapping kv_scales q k v relative_bias kv out lse",
     integers="page_table_row num_tokens num_seqs num_pages page_size max_pages "
     "q_token q_head k_token k_head v_token v_head "
-    "num_q_heads num_kv_heads head_dim window is_bf16 is_invariant num_threads",
+    "num_q_heads num_kv_heads head_dim window reach is_bf16 is_invariant num_threads",
     numbers="scale softcap",
 )
 
@@ -35,6 +35,7 @@ def paged_attention_with_lse(
     window: int,
     softcap: float,
     kv_scales: Tensor | None = None,
+    relative_bias: Tensor | None = None,
     is_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``torch_hybrid::paged_attention_with_lse``, and of the op without."""
@@ -51,6 +52,7 @@ def paged_attention_with_lse(
         q,
         k,
         v,
+        relative_bias,
         kv,
         out,
         lse,
@@ -70,6 +72,7 @@ def paged_attention_with_lse(
         num_kv_heads,
         head_dim,
         window,
+        0 if relative_bias is None else relative_bias.shape[2],
         q.dtype is torch.bfloat16,
         is_invariant,
         torch.get_num_threads(),

@@ -28,6 +28,7 @@ def paged_attention_with_lse(
     window: int,
     softcap: float,
     kv_scales: Tensor | None = None,
+    relative_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``torch_hybrid::paged_attention_with_lse``, and of the op without."""
     if q.device.type == "cpu":
@@ -52,8 +53,9 @@ def paged_attention_with_lse(
             keys, values = _gather(
                 kv, page_table[n], first, position + end - begin, q.dtype, kv_scales
             )
+            bias = None if relative_bias is None else relative_bias[begin:end]
             out[begin:end], lse[begin:end] = _attend(
-                q[begin:end], keys, values, position - first, scale, window, softcap
+                q[begin:end], keys, values, position - first, scale, window, softcap, bias
             )
     return out, lse
 
@@ -102,6 +104,7 @@ def _attend(
     scale: float,
     window: int,
     softcap: float,
+    relative_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of queries at ``position``, ``position + 1``, ... to keys from position 0 on."""
     num_tokens, num_q_heads, head_dim = q.shape
@@ -113,6 +116,9 @@ def _attend(
     logits = logits.view(num_kv_heads, -1, num_tokens, num_keys)
     query_at = position + torch.arange(num_tokens, dtype=torch.int64, device=q.device)[:, None]
     key_at = torch.arange(num_keys, dtype=torch.int64, device=q.device)
+    if relative_bias is not None:
+        biases = _by_key(relative_bias, query_at - key_at).to(logits.dtype)
+        logits += biases.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
     hidden = key_at > query_at
     if window:
         hidden |= key_at <= query_at - window
@@ -124,3 +130,11 @@ def _attend(
         out.permute(2, 0, 1, 3).reshape(num_tokens, num_q_heads, head_dim).to(q.dtype),
         lse.permute(2, 0, 1).reshape(num_tokens, num_q_heads).float(),
     )
+
+
+def _by_key(relative_bias: Tensor, distance: Tensor) -> Tensor:
+    """[T, Hq, keys] of [T, Hq, R] by the ``distance`` [T, keys] of each key."""
+    num_tokens, num_heads, reach = relative_bias.shape
+    index = distance.clamp(0, reach - 1)[:, None].expand(num_tokens, num_heads, -1)
+    is_far = (distance < 0) | (distance >= reach)
+    return relative_bias.gather(2, index).masked_fill(is_far[:, None], 0.0)

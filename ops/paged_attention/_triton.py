@@ -30,6 +30,7 @@ def paged_attention_with_lse(
     softcap: float,
     kv_scales: Tensor | None = None,
     is_invariant: bool = False,
+    relative_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Launcher of ``torch_hybrid::paged_attention_with_lse``, and of the op without.
 
@@ -56,10 +57,13 @@ def paged_attention_with_lse(
         "window": window,
         "softcap": softcap,
         "kv_scales": kv_scales,
+        "relative_bias": relative_bias,
     }
     tiles = None
     if not is_invariant:
-        tiles = LongTiles.of(q, num_kv_heads=k.shape[1], num_seqs=page_table.shape[0])
+        narrow = kv_scales is not None and relative_bias is not None
+        sizes = {"num_kv_heads": k.shape[1], "num_seqs": page_table.shape[0]}
+        tiles = LongTiles.of(q, **sizes, narrow=narrow)
     if tiles is None:
         attend_short(q, kv, *index, out, lse, **options, is_invariant=is_invariant)
     else:

@@ -15,6 +15,7 @@ from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, is_hopper
 from torch_hybrid.ops.triton.fp8_kv import as_float16
 from torch_hybrid.ops.triton.hopper_attention import HopperTiles, attend_rows
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+from torch_hybrid.ops.triton.relative_bias import LOG2_E, biases_of_rows, reach_of
 from torch_hybrid.ops.triton.softmax import finish, log2_scale
 
 
@@ -29,8 +30,13 @@ class LongTiles:
     num_stages: int
 
     @classmethod
-    def of(cls, q: Tensor, *, num_kv_heads: int, num_seqs: int) -> LongTiles | None:
-        """Tiles for [T, Hq, D] queries; None where they do not fill a GPU, and elsewhere."""
+    def of(
+        cls, q: Tensor, *, num_kv_heads: int, num_seqs: int, narrow: bool = False
+    ) -> LongTiles | None:
+        """Tiles for [T, Hq, D] queries; None where they do not fill a GPU, and elsewhere.
+
+        ``narrow``: what is done beside the products leaves registers for half as many keys.
+        """
         num_tokens, num_q_heads, head_dim = q.shape
         group = num_q_heads // num_kv_heads
         block_m = 128
@@ -41,7 +47,7 @@ class LongTiles:
         return cls(
             block_q=block_m // group,
             block_m=block_m,
-            block_kv=64,
+            block_kv=32 if narrow else 64,
             num_warps=8,
             num_stages=2 if head_dim > 128 else 3,
         )
@@ -63,12 +69,13 @@ def attend_long(
     softcap: float,
     tiles: LongTiles,
     kv_scales: Tensor | None = None,
+    relative_bias: Tensor | None = None,
 ) -> None:
     """Attend to what earlier steps left in ``kv`` and to ``k`` and ``v``; padding is left alone.
 
     With ``kv_scales``, to ``kv`` alone, which has the new rows as they were rounded.
     """
-    plain = not window and not softcap and kv_scales is None
+    plain = not window and not softcap and kv_scales is None and relative_bias is None
     hopper = HopperTiles.of(q, k, v, kv) if plain else None
     if hopper is not None:
         pages = (kv, seq_lens, page_table)
@@ -86,6 +93,7 @@ def attend_long(
         cu_seqlens,
         seq_lens,
         page_table,
+        relative_bias,
         out,
         lse,
         log2_scale(softcap or scale),
@@ -111,6 +119,7 @@ def attend_long(
         BLOCK_KV=tiles.block_kv,
         HAS_WINDOW=window > 0,
         HAS_SOFTCAP=softcap > 0,
+        REACH=reach_of(relative_bias),
         # The interpreter holds bfloat16 as integers and multiplies them as such.
         FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
         num_warps=tiles.num_warps,
@@ -129,6 +138,7 @@ def _long_kernel(
     cu_seqlens: tl.tensor,
     seq_lens: tl.tensor,
     page_table: tl.tensor,
+    relative_bias: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
     scale_log2: tl.tensor,
@@ -154,6 +164,7 @@ def _long_kernel(
     BLOCK_KV: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    REACH: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
 ) -> None:
     """One program: a block of tokens, the query heads of one key head.
@@ -213,6 +224,11 @@ def _long_kernel(
     held_left = tl.cdiv(num_held - held_begin, BLOCK_KV) - held_whole
     rows_left = tl.cdiv(keys_end - rows_begin, BLOCK_KV) - rows_whole
 
+    biases, bias_scale = None, None
+    if relative_bias is not None:
+        biases = biases_of_rows(relative_bias, first_token, row, mask_m, head_kv, HQ, GROUP, REACH)
+        bias_scale = LOG2_E / scale_log2
+
     peak = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     b_o = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
@@ -253,6 +269,9 @@ def _long_kernel(
             cap_scale=cap_scale,
             HAS_WINDOW=HAS_WINDOW,
             HAS_SOFTCAP=HAS_SOFTCAP,
+            biases=biases,
+            bias_scale=bias_scale,
+            REACH=REACH,
         )
     if kv_scales is None:
         for hides in tl.static_range(2):
@@ -281,6 +300,9 @@ def _long_kernel(
                 cap_scale=cap_scale,
                 HAS_WINDOW=HAS_WINDOW,
                 HAS_SOFTCAP=HAS_SOFTCAP,
+                biases=biases,
+                bias_scale=bias_scale,
+                REACH=REACH,
             )
 
     total, b_lse = finish(peak, total)

@@ -18,6 +18,12 @@ from torch_hybrid.ops.paged_attention._triton_tiles import Tiles
 from torch_hybrid.ops.triton.devices import converts_fp8
 from torch_hybrid.ops.triton.fp8_kv import float16_factors, widen_pairs
 from torch_hybrid.ops.triton.ragged import first_token_of_block, sequence_of_block
+from torch_hybrid.ops.triton.relative_bias import (
+    LOG2_E,
+    biases_by_key,
+    biases_of_rows,
+    reach_of,
+)
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, tanh
 
 
@@ -32,6 +38,7 @@ def attend_to_pairs(
     scale: float,
     window: int,
     softcap: float,
+    relative_bias: Tensor | None,
     tiles: Tiles,
     *,
     kv_scales: Tensor,
@@ -47,6 +54,7 @@ def attend_to_pairs(
         cu_seqlens,
         seq_lens,
         page_table,
+        relative_bias,
         out,
         lse,
         log2_scale(softcap or scale),
@@ -71,6 +79,7 @@ def attend_to_pairs(
         HAS_WINDOW=window > 0,
         HAS_SOFTCAP=softcap > 0,
         ALIGNED=tiles.are_aligned,
+        REACH=reach_of(relative_bias),
         CONVERTS=converts_fp8(q.device),
         num_warps=tiles.num_warps,
         num_stages=3,  # page numbers are fetched two tiles ahead, keys and values one
@@ -86,6 +95,7 @@ def _attend_pairs_kernel(
     cu_seqlens: tl.tensor,
     seq_lens: tl.tensor,
     page_table: tl.tensor,
+    relative_bias: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
     scale_log2: tl.tensor,
@@ -110,6 +120,7 @@ def _attend_pairs_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     ALIGNED: tl.constexpr,
+    REACH: tl.constexpr,
     CONVERTS: tl.constexpr,
 ) -> None:
     """One program: a block of tokens, the query heads of one key head, one split of the keys."""
@@ -161,6 +172,9 @@ def _attend_pairs_kernel(
     split_begin = keys_begin + split * tiles_per_split * BLOCK_KV
     split_end = tl.minimum(keys_end, split_begin + tiles_per_split * BLOCK_KV)
 
+    if relative_bias is not None:
+        biases = biases_of_rows(relative_bias, first_token, row, mask_m, head_kv, HQ, GROUP, REACH)
+
     peak = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     o_even = tl.zeros([BLOCK_M, BLOCK_PAIRS], dtype=tl.float32)
@@ -185,6 +199,8 @@ def _attend_pairs_kernel(
             products *= q_worth[:, None]
         if HAS_SOFTCAP:
             products = tanh(products * cap_scale)
+        if relative_bias is not None:
+            products += biases_by_key(biases, position, key, REACH) * (LOG2_E / scale_log2)
         visible = key[None, :] <= position[:, None]
         if HAS_WINDOW:
             visible &= key[None, :] > position[:, None] - window

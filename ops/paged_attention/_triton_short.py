@@ -15,6 +15,12 @@ from torch_hybrid.ops.paged_attention._triton_pairs import attend_to_pairs
 from torch_hybrid.ops.paged_attention._triton_tiles import Tiles
 from torch_hybrid.ops.triton.devices import interpreted, is_hopper
 from torch_hybrid.ops.triton.ragged import first_token_of_block, sequence_of_block
+from torch_hybrid.ops.triton.relative_bias import (
+    LOG2_E,
+    biases_by_key,
+    biases_of_rows,
+    reach_of,
+)
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits, tanh
 
 
@@ -32,6 +38,7 @@ def attend_short(
     softcap: float,
     kv_scales: Tensor | None = None,
     is_invariant: bool = False,
+    relative_bias: Tensor | None = None,
 ) -> None:
     """Attend to ``kv``, which has the new rows; write ``out`` and ``lse``.
 
@@ -57,11 +64,12 @@ def attend_short(
     if kv_scales is not None:
         attend = partial(attend_to_pairs, kv_scales=kv_scales)
     if tiles.num_splits == 1:
-        attend(*queries_and_keys, out, lse, scale, window, softcap, tiles)
+        attend(*queries_and_keys, out, lse, scale, window, softcap, relative_bias, tiles)
         return
     partial_out = out.new_empty(tiles.num_splits, *out.shape, dtype=torch.float32)
     partial_lse = lse.new_empty(tiles.num_splits, *lse.shape)
-    attend(*queries_and_keys, partial_out, partial_lse, scale, window, softcap, tiles)
+    splits = (partial_out, partial_lse)
+    attend(*queries_and_keys, *splits, scale, window, softcap, relative_bias, tiles)
     merge_splits(partial_out, partial_lse, cu_seqlens, out, lse)
 
 
@@ -76,6 +84,7 @@ def _attend(
     scale: float,
     window: int,
     softcap: float,
+    relative_bias: Tensor | None,
     tiles: Tiles,
 ) -> None:
     """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row."""
@@ -87,6 +96,7 @@ def _attend(
         cu_seqlens,
         seq_lens,
         page_table,
+        relative_bias,
         out,
         lse,
         log2_scale(softcap or scale),
@@ -111,6 +121,7 @@ def _attend(
         HAS_WINDOW=window > 0,
         HAS_SOFTCAP=softcap > 0,
         ALIGNED=tiles.are_aligned,
+        REACH=reach_of(relative_bias),
         # The interpreter holds bfloat16 as integers and multiplies them as such.
         FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
         num_warps=tiles.num_warps,
@@ -126,6 +137,7 @@ def _attend_kernel(
     cu_seqlens: tl.tensor,
     seq_lens: tl.tensor,
     page_table: tl.tensor,
+    relative_bias: tl.tensor,
     out: tl.tensor,
     lse: tl.tensor,
     scale_log2: tl.tensor,
@@ -150,6 +162,7 @@ def _attend_kernel(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     ALIGNED: tl.constexpr,
+    REACH: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
 ) -> None:
     """One program: a block of tokens, the query heads of one key head, one split of the keys."""
@@ -189,6 +202,9 @@ def _attend_kernel(
     split_begin = keys_begin + split * tiles_per_split * BLOCK_KV
     split_end = tl.minimum(keys_end, split_begin + tiles_per_split * BLOCK_KV)
 
+    if relative_bias is not None:
+        biases = biases_of_rows(relative_bias, first_token, row, mask_m, head_kv, HQ, GROUP, REACH)
+
     # Running maximum of each row's logits, in log2 units, and sum of their exponentials.
     peak = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -215,6 +231,8 @@ def _attend_kernel(
         products = tl.dot(b_q, tl.trans(b_k), out_dtype=tl.float32, input_precision="ieee")
         if HAS_SOFTCAP:
             products = tanh(products * cap_scale)
+        if relative_bias is not None:
+            products += biases_by_key(biases, position, key, REACH) * (LOG2_E / scale_log2)
         visible = key[None, :] <= position[:, None]
         if HAS_WINDOW:
             visible &= key[None, :] > position[:, None] - window

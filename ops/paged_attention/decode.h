@@ -68,6 +68,7 @@ struct Pass {
   float* out;             // [R][D]
   f32x16 largest, total;  // of the row's logits and weights, in each of its lanes
   f32x16 factor;          // what the last block multiplies older sums by
+  const void* biases;     // of the first query by distance, others after it, if there are some
   float weights[BLOCK_KEYS * LANES];  // [keys / W][16]
 };
 
@@ -78,6 +79,7 @@ struct Block {
   const T* const* keys;
   int64_t plane;  // from a key to its value
   int count;
+  int distance;  // of the first key from the query
   Fetch<T>& ahead;
   float* widened;  // [16][D]
 };
@@ -160,6 +162,21 @@ TH_INLINE const float* as_floats(const bf16* row, int64_t n, float* widened) {
   return widened;
 }
 
+// to[lane of a row and a key], as weights are: the biases of a block, 0 of keys out of reach. False
+// where all of them are.
+template <int R, typename T>
+bool biases_of(const Pass& pass, const Block<T>& block, float* to) {
+  constexpr int W = lanes_per_row(R);
+  const int reach = int(block.call.reach), first = std::max(0, block.distance + 1 - reach);
+  if (!pass.biases || first >= block.count) return false;
+  std::fill_n(to, BLOCK_KEYS * LANES / W, 0.0f);
+  const T* biases = static_cast<const T*>(pass.biases);
+  for (int r = 0; r < R; ++r, biases += reach)
+    for (int j = first; j < block.count; ++j)
+      to[j / W * LANES + r * W + j % W] = to_float(biases[block.distance - j]);
+  return true;
+}
+
 // Products of a block turned into weights e^(logit - largest).
 template <int R, typename T>
 void weigh(Pass& pass, const Block<T>& block) {
@@ -177,12 +194,15 @@ void weigh(Pass& pass, const Block<T>& block) {
     products<R>(pass.queries, keys, D, block.ahead, pass.weights + i / W * LANES);
   }
   const float softcap = float(block.call.softcap);
+  float biases[BLOCK_KEYS * LANES / W];
+  const bool is_biased = biases_of<R>(pass, block, biases);
   i32x16 key;
   for (int lane = 0; lane < LANES; ++lane) key[lane] = lane % W;
   f32x16 largest = pass.largest;
   for (int i = 0; i < block.count; i += W) {
     f32x16 x = load(pass.weights + i / W * LANES) * pass.scale;
     if (softcap != 0) x = softcap * tanh(x * (1.0f / softcap));
+    if (is_biased) x += load(biases + i / W * LANES);
     x = select(key + i < block.count, x, splat(NO_KEY));
     store(pass.weights + i / W * LANES, x);
     largest = max(x, largest);
@@ -310,8 +330,8 @@ struct Blocks {
     ahead_ = {keys, keys + count, plane_, width_};
     while (ahead_.row < keys + std::min(BLOCK_KEYS, count)) ahead_.template lines<1>();
   }
-  Block<T> block(const Call& call, const T* const* keys, int count, float* widened) {
-    return {call, keys, plane_, count, ahead_, widened};
+  Block<T> block(const Call& call, const T* const* keys, int count, int distance, float* widened) {
+    return {call, keys, plane_, count, distance, ahead_, widened};
   }
 
  private:
@@ -326,7 +346,8 @@ struct Blocks<T, fp8> {
       : plane_(p.plane()), width_(num_heads * p.head_dim), memory_(2 * BLOCK_KEYS * width_) {}
 
   void begin(const fp8* const* keys, int count) { end_ = keys + count; }
-  Block<T> block(const Call& call, const fp8* const* keys, int count, float* widened) {
+  Block<T> block(const Call& call, const fp8* const* keys, int count, int distance,
+                 float* widened) {
     T* const dense = reinterpret_cast<T*>(memory_.data());
     for (int j = 0; j < BLOCK_KEYS + LANES; ++j) rows_[j] = dense + (j < count ? j : 0) * width_;
     for (int plane = 0; plane < 2; ++plane)
@@ -334,7 +355,7 @@ struct Blocks<T, fp8> {
         if (keys + j + BLOCK_KEYS < end_) fetch_row(keys[j + BLOCK_KEYS] + plane * plane_, width_);
         widen_row(dense + (plane * BLOCK_KEYS + j) * width_, keys[j] + plane * plane_, width_);
       }
-    return {call, rows_, BLOCK_KEYS * width_, count, nothing_ahead_, widened};
+    return {call, rows_, BLOCK_KEYS * width_, count, distance, nothing_ahead_, widened};
   }
 
  private:
@@ -381,13 +402,16 @@ void attend_split(const Problem<T, Kept>& p, const Split& split, float* out, Row
     pass.offset = head * D;
     pass.scale = p.logit_scale(split.head + head);
     pass.queries = scratch.queries.data() + i * MAX_ROWS * 2 * D;
+    pass.biases = p.reach ? p.biases(token, split.head * group + row) : nullptr;
     pass.out = out + row * D;
     stages.begin(pass, p.query(token, split.head * group + row), p.q_head, D);
   });
   scratch.blocks.begin(keys, split.count);
   for (int i = 0; i < split.count; i += BLOCK_KEYS) {
     const int count = std::min(BLOCK_KEYS, split.count - i);
-    const Block<T> block = scratch.blocks.block(p, keys + i, count, scratch.widened.data());
+    const int distance = p.seq_lens[split.n] - 1 - split.begin - i;
+    const Block<T> block =
+        scratch.blocks.block(p, keys + i, count, distance, scratch.widened.data());
     each_pass([&](Pass& pass, const Stages<T>& stages, int, int, int) {
       stages.weigh(pass, block);
     });

@@ -19,10 +19,13 @@ struct Tile {
 template <typename T>
 struct TileScratch {
   explicit TileScratch(const Call& p)
-      : tile(p.head_dim, p.head_dim), block(p.head_dim, p.head_dim) {}
+      : tile(p.head_dim, p.head_dim),
+        block(p.head_dim, p.head_dim),
+        biases(p.reach ? KEYS_PER_BLOCK * MAX_ROWS_PER_TILE : 0) {}
 
   AttentionTile<T, float, MAX_ROWS_PER_TILE> tile;
   DenseBlock<T> block;
+  AlignedFloats biases;
 };
 
 // Calls action(row of the tile, token, query head) for each row.
@@ -39,6 +42,36 @@ KeyRange visible_keys(const P& p, const Tile& tile, int row) {
   const int token = (tile.begin + row) / p.group();
   const int position = p.seq_lens[tile.n] - p.num_new(tile.n) + token;
   return {p.first_key(position), position + 1};
+}
+
+// to[key of a block][row of the tile]: its biases, 0 of keys that are out of a row's reach. None where
+// all of them are.
+template <typename T, typename Kept>
+const float* biases_of(const Problem<T, Kept>& p, const Tile& tile, int begin, int count, float* to) {
+  const int group = p.group(), reach = int(p.reach);
+  if (!reach || visible_keys(p, tile, 0).end - (begin + count) >= reach) return nullptr;
+  for (int row = 0; row < tile.count; row += LANES)
+    for (int key = 0; key < count; key += LANES) {
+      f32x16 x[LANES];
+      for (int i = 0; i < LANES; ++i) {
+        const int r = std::min(row + i, tile.count - 1);  // lanes past the end: any row
+        const T* biases = p.biases(p.cu_seqlens[tile.n] + (tile.begin + r) / group,
+                                   tile.head * group + (tile.begin + r) % group);
+        // Of the last of these keys: that of the one before it is one more.
+        const int nearest = visible_keys(p, tile, r).end - 1 - (begin + key + LANES - 1);
+        if (nearest >= 0 && nearest + LANES <= reach)
+          x[i] = load(biases + nearest);
+        else
+          for (int d = 0; d < LANES; ++d) {
+            const int distance = nearest + d;
+            x[i][d] = distance >= 0 && distance < reach ? to_float(biases[distance]) : 0.0f;
+          }
+      }
+      transpose16(x);
+      for (int d = 0; d < LANES; ++d)
+        store(to + (key + LANES - 1 - d) * MAX_ROWS_PER_TILE + row, x[d]);
+    }
+  return to;
 }
 
 template <typename T, typename Kept>
@@ -60,7 +93,8 @@ void attend_tile(const Problem<T, Kept>& p, const Tile& tile, TileScratch<T>& sc
     const auto& block = scratch.block.load(
         begin, end, [&](int i) { return keys[i - begin]; },
         [&](int i) { return keys[i - begin] + p.plane(); });
-    scratch.tile.fold(block, p.logit_scale(tile.head), float(p.softcap));
+    const float* biases = biases_of(p, tile, begin, block.count, scratch.biases.data());
+    scratch.tile.fold(block, p.logit_scale(tile.head), float(p.softcap), biases);
   }
   each_row(p, tile, [&](int r, int64_t token, int64_t head) {
     const RowState state = scratch.tile.state(r);

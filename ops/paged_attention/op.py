@@ -12,6 +12,7 @@ from torch_hybrid.ops.capability import (
     BATCH_INVARIANT,
     FLOATS,
     FLOATS_AND_FLOAT64,
+    NO_FEATURES,
     Capability,
     Implementation,
 )
@@ -36,9 +37,11 @@ from torch_hybrid.ops.registration import (
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 # What a caller may need beyond plain decode: queries of more than one token ("extend"), a
-# window, a softcap, the log-sum-exp as a second output.
+# window, a softcap, the log-sum-exp as a second output; and of our own implementations alone,
+# biases of each query by distance.
 FEATURES = frozenset({"extend", "sliding_window", "softcap", "lse"})
-_OWN_FEATURES = FEATURES | {fp8_kv.FEATURE}
+RELATIVE_BIAS = "relative_bias"
+_OWN_FEATURES = FEATURES | {fp8_kv.FEATURE, RELATIVE_BIAS}
 
 _PACKAGE = "torch_hybrid.ops.paged_attention"
 _HALVES = frozenset({torch.bfloat16, torch.float16})
@@ -156,6 +159,7 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    relative_bias: Tensor | None = None,
     kv_scales: Tensor | None = None,
     planned: Sequence[Tensor] = (),
     impl: str,
@@ -182,6 +186,9 @@ def paged_attention(
         scale: factor of the logits, usually ``D ** -0.5``.
         window: number of keys that a query sees, itself included; 0 for all.
         softcap: logits become ``softcap * tanh(logits / softcap)``; 0.0 for none (Gemma 2).
+        relative_bias: [T, Hq, R] in q's dtype, contiguous: element d is added, after a softcap, to
+            a query's logit of the key d tokens before it, and nothing to keys R tokens before it
+            or more (Inkling). Those of padding tokens are not read.
         kv_scales: [2, Hkv] float32, positive: what a number of float8_e4m3fn is worth in the keys
             and in the values of each head. For a pool of 8 bits alone.
         planned: for an implementation that plans, what its planner made for these lengths: its
@@ -197,10 +204,10 @@ def paged_attention(
     """
     _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping, kv_scales)
     _validate_options(scale, window, softcap)
+    _validate_bias(relative_bias, q)
     sizes = {"head_dim": q.shape[-1], "page_size": kv.shape[2]}
-    check_impl(
-        impl, IMPLEMENTATIONS, q.device, sizes, features=fp8_kv.features_of(kv.dtype) or None
-    )
+    features = _features_of(kv, relative_bias)
+    check_impl(impl, IMPLEMENTATIONS, q.device, sizes, features=features)
     check_planned(impl, IMPLEMENTATIONS, planned)
     out: Tensor = _PAGED_ATTENTION(
         q,
@@ -217,6 +224,7 @@ def paged_attention(
         impl=impl,
         **fp8_kv.given_scales("kv_scales", kv_scales),
         **given(planned),
+        **_given_bias(relative_bias),
     )
     return out
 
@@ -234,6 +242,7 @@ def paged_attention_with_lse(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    relative_bias: Tensor | None = None,
     kv_scales: Tensor | None = None,
     impl: str,
 ) -> tuple[Tensor, Tensor]:
@@ -249,7 +258,8 @@ def paged_attention_with_lse(
     """
     _validate(q, k, v, kv, cu_seqlens, seq_lens, page_table, slot_mapping, kv_scales)
     _validate_options(scale, window, softcap)
-    sizes, features = {"head_dim": q.shape[-1]}, fp8_kv.features_of(kv.dtype) or None
+    _validate_bias(relative_bias, q)
+    sizes, features = {"head_dim": q.shape[-1]}, _features_of(kv, relative_bias)
     check_impl(impl, WITH_LSE_IMPLEMENTATIONS, q.device, sizes, features=features)
     out, lse = _PAGED_ATTENTION_WITH_LSE(
         q,
@@ -265,6 +275,7 @@ def paged_attention_with_lse(
         softcap=softcap,
         impl=impl,
         **fp8_kv.given_scales("kv_scales", kv_scales),
+        **_given_bias(relative_bias),
     )
     return out, lse
 
@@ -329,11 +340,35 @@ def _validate_options(scale: float, window: int, softcap: float) -> None:
         raise ValueError(f"softcap must be 0 or positive, got {softcap}")
 
 
+def _validate_bias(relative_bias: Tensor | None, q: Tensor) -> None:
+    if relative_bias is None:
+        return
+    if relative_bias.dim() != 3 or not relative_bias.shape[2]:
+        raise ValueError(
+            f"relative_bias must have shape [T, Hq, R] with R > 0, got {list(relative_bias.shape)}"
+        )
+    check_shapes({RELATIVE_BIAS: (relative_bias, (*q.shape[:2], relative_bias.shape[2]))})
+    check_dtypes({RELATIVE_BIAS: (relative_bias, q.dtype)})
+    check_contiguous(relative_bias=relative_bias)
+
+
+def _features_of(kv: Tensor, relative_bias: Tensor | None) -> frozenset[str] | None:
+    """What the arguments want that not all implementations have; None where it is nothing."""
+    bias = NO_FEATURES if relative_bias is None else {RELATIVE_BIAS}
+    return fp8_kv.features_of(kv.dtype) | bias or None
+
+
+def _given_bias(relative_bias: Tensor | None) -> dict[str, Tensor]:
+    """The argument of an op, left out where there is none."""
+    return {} if relative_bias is None else {RELATIVE_BIAS: relative_bias}
+
+
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor(a!) kv, Tensor cu_seqlens, Tensor seq_lens,"
     " Tensor page_table, Tensor slot_mapping"
 )
 _OPTIONS = "float scale, int window, float softcap, str impl, Tensor? kv_scales=None"
+_BIAS = "Tensor? relative_bias=None"
 
 
 def _fake_with_lse(
@@ -351,17 +386,18 @@ def _fake_with_lse(
     softcap: float,
     impl: str,
     kv_scales: Tensor | None = None,
+    relative_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 _PAGED_ATTENTION = define_op(
-    f"paged_attention({_TENSORS}, *, {_OPTIONS}, Tensor[]? planned=None) -> Tensor",
+    f"paged_attention({_TENSORS}, *, {_OPTIONS}, Tensor[]? planned=None, {_BIAS}) -> Tensor",
     like=["q"],
     implementations=IMPLEMENTATIONS,
 )
 _PAGED_ATTENTION_WITH_LSE = define_op(
-    f"paged_attention_with_lse({_TENSORS}, *, {_OPTIONS}) -> (Tensor, Tensor)",
+    f"paged_attention_with_lse({_TENSORS}, *, {_OPTIONS}, {_BIAS}) -> (Tensor, Tensor)",
     fake=_fake_with_lse,
     implementations=WITH_LSE_IMPLEMENTATIONS,
 )

@@ -13,16 +13,17 @@
 
 namespace th {
 
-// Strides in elements. The pool is of fp8 where there are kv_scales.
+// Strides in elements. The pool is of fp8 where there are kv_scales. Keys `reach` tokens before a
+// query or more have no bias.
 TH_CALL(Call,
   const int32_t *cu_seqlens, *seq_lens, *page_table, *slot_mapping;
   const float* kv_scales;
-  const void *q, *k, *v;
+  const void *q, *k, *v, *relative_bias;
   void *kv, *out;
   float* lse;
   int64_t page_table_row, num_tokens, num_seqs, num_pages, page_size, max_pages;
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;
-  int64_t num_q_heads, num_kv_heads, head_dim, window, is_bf16, is_invariant, num_threads;
+  int64_t num_q_heads, num_kv_heads, head_dim, window, reach, is_bf16, is_invariant, num_threads;
   double scale, softcap;
 );
 
@@ -38,6 +39,10 @@ struct Problem : OverPages<Call> {
   }
   T* output(int64_t token, int64_t head) const {
     return static_cast<T*>(out) + (token * num_q_heads + head) * head_dim;
+  }
+  // By distance, of a query; there are `reach` of them.
+  const T* biases(int64_t token, int64_t head) const {
+    return static_cast<const T*>(relative_bias) + (token * num_q_heads + head) * reach;
   }
   Kept* slot(int64_t index) const {
     return static_cast<Kept*>(kv) + index * num_kv_heads * head_dim;

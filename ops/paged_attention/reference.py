@@ -24,6 +24,7 @@ def paged_attention_with_lse(
     window: int = 0,
     softcap: float = 0.0,
     kv_scales: Tensor | None = None,
+    relative_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output and ``lse = log sum exp`` of the logits of each query and head."""
     page_size, num_kv_heads = kv.shape[2:4]
@@ -51,6 +52,10 @@ def paged_attention_with_lse(
             logits = scale * torch.einsum("lhd,hd->hl", keys, q[t].to(work))
             if softcap:
                 logits = softcap * torch.tanh(logits / softcap)
+            if relative_bias is not None:
+                distance = position - visible
+                near = distance < relative_bias.shape[2]
+                logits[:, near] += relative_bias[t][:, distance[near]].to(work)
             lse[t] = torch.logsumexp(logits, 1)
             weights = torch.exp(logits - lse[t, :, None])
             out[t] = torch.einsum("hl,lhd->hd", weights, values).to(q.dtype)

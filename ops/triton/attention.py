@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from torch_hybrid.ops.triton.fp8 import widen
+from torch_hybrid.ops.triton.relative_bias import biases_by_key
 from torch_hybrid.ops.triton.softmax import advance, tanh
 
 
@@ -42,6 +43,9 @@ def attend_to_keys(
     BLOCK_D_REST: tl.constexpr = 0,
     HAS_WINDOW: tl.constexpr = False,
     HAS_SOFTCAP: tl.constexpr = False,
+    biases: tl.tensor = None,
+    bias_scale: tl.tensor = None,
+    REACH: tl.constexpr = 0,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Take in tiles of keys and values of one head.
 
@@ -61,6 +65,8 @@ def attend_to_keys(
         table: of pages of PAGE_SIZE rows; without one, rows lie one after another.
         window: keys that a row sees, its own included, if it HAS_WINDOW.
         scale_log2: as ``advance`` takes it; of tanh(cap_scale * products) if it HAS_SOFTCAP.
+        biases: of each row by distance, as ``biases_by_key`` takes them with REACH; each is worth
+            ``bias_scale`` products.
         HIDES: some row does not see some of these keys, or they do not fill their tiles.
 
     Returns:
@@ -116,6 +122,8 @@ def attend_to_keys(
 
         if HAS_SOFTCAP:
             products = tanh(products * cap_scale)
+        if biases is not None:
+            products += biases_by_key(biases, position, key, REACH) * bias_scale
         if HIDES:
             visible = (key[None, :] <= position[:, None]) & is_key[None, :]
             if HAS_WINDOW:

@@ -28,6 +28,7 @@ from torch_hybrid.ops.selective_scan import chunk_selective_scan
 from torch_hybrid.ops.ssd import chunk_ssd
 from torch_hybrid.specs import (
     AttentionSpec,
+    BranchConvolutionSpec,
     ConvolvedProjectionSpec,
     DeltaRuleSpec,
     IndexedAttentionSpec,
@@ -59,6 +60,7 @@ SPECS = [
     ConvolvedProjectionSpec(
         num_q_heads=4, num_kv_heads=2, head_dim=16, channel_width=2, head_width=2
     ),
+    BranchConvolutionSpec(num_kv_heads=2, head_dim=16, channels=16, conv_width=4),
     RgLruSpec(num_heads=2, head_dim=8, conv_width=4),
     NgramSpec(ngram_size=3, channels=16, conv_width=4),
     PreviousHiddenSpec(channels=16),

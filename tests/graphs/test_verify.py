@@ -46,6 +46,7 @@ FAMILIES = (
     "glm5_next",
     "zaya",
     "zamba",
+    "inkling",
 )
 
 

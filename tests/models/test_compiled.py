@@ -47,6 +47,7 @@ AS_TRACED = (
     "lfm3",
     "mamba",
     "zaya",
+    "inkling",
 )
 SEEDS = {"granitemoehybrid": 0}  # without a near tie of routers; 2 for the others
 # Latents are expanded, in one pass or in chunks; in Kimi Linear they are attended to as they are.
@@ -59,7 +60,7 @@ BACKENDS = {"bailing_hybrid": EXPANDED, "qwen3_5_moe": IN_TORCH}
 def test_every_kind_of_mixer_is_compiled_below():
     left = kinds_of(BUILDERS) - kinds_of(BY_INDUCTOR)
     # Whose ops are those of Mamba2 and Qwen4-Exp, but for one.
-    convolutions = {"short_convolution", "convolved_projection"}
+    convolutions = {"short_convolution", "convolved_projection", "branch_convolution"}
     assert left == {"lightning_attention", "indexed_latent_attention"} | convolutions
 
 

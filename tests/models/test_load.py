@@ -18,7 +18,7 @@ from torch import Tensor
 
 import torch_hybrid as th
 from tests.models.oracle import ask, assert_equal_logits, make_texts, serve, whole
-from tests.tiny_models import LINEAR, MROPE, SIZES, VOCAB_SIZE, make_model
+from tests.tiny_models import LINEAR, MROPE, SIZES, VOCAB_SIZE, make_model, randomize
 from torch_hybrid.models.load import FAMILIES
 from torch_hybrid.models.transformers_hooks import ATTENTION_NAME, register_attention
 
@@ -223,7 +223,20 @@ def nemotron_h_omni() -> tuple[Any, str]:
     return tf.NemotronH_Omni_Reasoning_V3(config), "nemotron_h_omni: {} the vision part"
 
 
-@pytest.mark.parametrize("make", [qwen3_5_of_two, lfm2_vl, lfm3_vl, nemotron_h_omni])
+def inkling_mm() -> tuple[Any, str]:
+    """Whose weights have other names in a checkpoint than in its text part."""
+    vision = {"hidden_size": 32, "num_hidden_layers": 5, "patch_size": 4}
+    config = tf.InklingConfig(
+        text_config=make_model("inkling").config.to_dict(),
+        vision_config=vision,
+        audio_config={"n_mel_bins": 4, "mel_vocab_size": 8},
+    )
+    hf_model = tf.InklingForConditionalGeneration(config)
+    randomize(hf_model.requires_grad_(False), 0)
+    return hf_model, "inkling_mm_model: {} the audio and vision part"
+
+
+@pytest.mark.parametrize("make", [qwen3_5_of_two, lfm2_vl, lfm3_vl, nemotron_h_omni, inkling_mm])
 def test_text_part_of_a_multimodal_checkpoint(make: Callable[[], Any], tmp_path: Path):
     hf_model, dropped = make()
     hf_model.eval().save_pretrained(tmp_path)

@@ -175,6 +175,9 @@ def attentions(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         options = {"scale": 0.2, "window": 9, "softcap": 5.0, "kv_scales": inputs.kv_scales}
         op = paged_attention.paged_attention
         yield op.__name__ + kept, partial(run, op, inputs.args(), options)
+        biases = paged.make_biases(inputs, reach=7)
+        biased = partial(run, op, inputs.args(), options | {"relative_bias": biases})
+        yield f"{op.__name__}, biases{kept}", biased
         held = latents.make_inputs(rows, dtype=dtype, padding=(3, 1), fp8=fp8)
         options = {"scale": rows.scale, "pool_scale": held.pool_scale}
         op = latent_attention.latent_attention
@@ -221,6 +224,9 @@ def long_queries() -> Iterator[tuple[str, Call]]:
         options = {"scale": 0.2, "kv_scales": inputs.kv_scales}
         name = "paged_attention of long queries" + ", 8 bits" * fp8
         yield name, partial(run, op, inputs.args(), options)
+        biases = paged.make_biases(inputs, reach=100)
+        biased = partial(run, op, inputs.args(), options | {"relative_bias": biases})
+        yield f"{name}, biases", biased
 
 
 def on_hopper() -> Iterator[tuple[str, Call]]:

@@ -23,7 +23,7 @@ from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.ops import fp8_kv
 from torch_hybrid.ops.capability import Need
-from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS, paged_attention
+from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS, RELATIVE_BIAS, paged_attention
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import SCALES, AttentionSpec, LayerEntry
 
@@ -85,6 +85,7 @@ class PagedAttentionBackend:
                 | backends.features
                 | ({"sliding_window"} if spec.window else set())
                 | ({"softcap"} if spec.softcap else set())
+                | ({RELATIVE_BIAS} if spec.reach else set())
                 | fp8_kv.features_of(spec.kv_dtype),
             )
             for spec in specs
@@ -133,6 +134,13 @@ def _facts(spec: AttentionSpec, sizes: PoolSizes) -> dict[str, Any]:
     }
 
 
+def positions_of(plan: PagedAttentionPlan, num_tokens: int) -> Tensor:
+    """[T] positions of a step's tokens in their sequences; those of padding are of no meaning."""
+    token = torch.arange(num_tokens, dtype=torch.int32, device=plan.cu_seqlens.device)
+    seq = torch.searchsorted(plan.cu_seqlens[:-1], token, right=True) - 1
+    return plan.seq_lens[seq] - plan.cu_seqlens[1:][seq] + token
+
+
 def attend(
     q: Tensor,
     k: Tensor,
@@ -140,8 +148,13 @@ def attend(
     spec: AttentionSpec,
     plan: PagedAttentionPlan,
     cache: LayerCache,
+    *,
+    relative_bias: Tensor | None = None,
 ) -> Tensor:
-    """Write k and v [T, Hkv, D] into the layer's pool, attend with q [T, Hq, D] -> [T, Hq, D]."""
+    """Write k and v [T, Hkv, D] into the layer's pool, attend with q [T, Hq, D] -> [T, Hq, D].
+
+    ``relative_bias`` [T, Hq, reach] is for a layer that has a reach.
+    """
     if q.shape[1:] != torch.Size((spec.num_q_heads, spec.head_dim)):
         raise ValueError(
             f"q must have shape [T, {spec.num_q_heads}, {spec.head_dim}], got {list(q.shape)}"
@@ -158,6 +171,7 @@ def attend(
         scale=spec.scale,
         window=spec.window,
         softcap=spec.softcap,
+        relative_bias=relative_bias,
         kv_scales=cache.get(SCALES),
         planned=planned_for(plan.planned, _sizes(spec)),
         impl=plan.statics.impl("paged_attention"),

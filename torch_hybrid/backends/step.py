@@ -78,6 +78,7 @@ _BACKENDS: dict[str, MakeBackend] = {
     "lightning_attention": partial(RecurrentBackend, LIGHTNING_ATTENTION),
     "short_convolution": partial(RecurrentBackend, SHORT_CONVOLUTION),
     "convolved_projection": partial(RecurrentBackend, SHORT_CONVOLUTION),
+    "branch_convolution": partial(RecurrentBackend, SHORT_CONVOLUTION),
     "rg_lru": partial(RecurrentBackend, RG_LRU),
     "ngram_embedding": partial(RecurrentBackend, NGRAM_EMBEDDING),
     "previous_hidden": PreviousHiddenBackend,

@@ -53,22 +53,26 @@ class Family:
 
     ``specs(config)`` gives the mixers of each layer, from the text config. ``swaps`` has an entry
     for every kind of linear attention; full attention, latent attention too, joins as a function
-    that transformers lets us register. ``num_position_axes`` is 3 where rotary positions are 3-D
+    that transformers lets us register. ``vocab_size(config)`` is how many rows of the head are of
+    tokens: those after them are padding. ``num_position_axes`` is 3 where rotary positions are 3-D
     (mrope). ``logits_scale(config)`` is a factor on the logits, ``logits_softcap(config)`` their
     bound (0: none). ``experts(module)`` makes ours of the family's experts. ``takes_masks`` says
     whether the model takes a mask for each type of layer. ``step_names`` are the options of a
     decoder layer as which it is handed the step: a module that it hands no others finds it in one
     of those. ``prepare(layers)`` changes what else is to be changed in the decoder layers, before
-    mixers are swapped. ``text_class()`` is the class of the text part with a head, where
-    transformers has that inside of a multimodal model alone. ``given_as`` is the option of the
-    model as which it hands the step to its layers. ``token_names`` are options of the model as
-    which it is handed tokens where it is handed embeddings. ``vision`` is what its tower takes, if
-    it has one. ``mtp`` says where its checkpoints have a head that predicts further tokens.
+    mixers are swapped; of modules whose names end as in ``taken`` it takes the weights.
+    ``text_class()`` is the class of the text part with a head, where transformers has that inside
+    of a multimodal model alone, or does not know its weights by all their names. ``given_as`` is
+    the option of the model as which it hands the step to its layers. ``token_names`` are options of
+    the model as which it is handed tokens where it is handed embeddings. ``vision`` is what its
+    tower takes, if it has one. ``mtp`` says where its checkpoints have a head that predicts further
+    tokens.
     """
 
     model_types: tuple[str, ...]
     specs: Callable[[Any], Sequence[LayerSpec | tuple[LayerSpec, ...]]]
     swaps: Mapping[str, Swap] = field(default_factory=dict)
+    vocab_size: Callable[[Any], int] = lambda config: config.vocab_size
     num_position_axes: int = 1
     logits_scale: Callable[[Any], float] = lambda config: 1.0
     logits_softcap: Callable[[Any], float] = lambda config: 0.0
@@ -77,6 +81,7 @@ class Family:
     step_names: tuple[str, ...] = ("step",)
     text_class: Callable[[], Any] | None = None
     prepare: Callable[[Sequence[Any]], None] = lambda layers: None
+    taken: tuple[str, ...] = ()
     given_as: str = "step"
     token_names: tuple[str, ...] = ()
     vision: tuple[Modality, ...] = ()

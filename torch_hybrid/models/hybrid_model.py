@@ -64,7 +64,7 @@ class HybridModel(nn.Module):
         self.ranks: Ranks | None = None  # those that share the model, after ``shard``
         self.origins: Origins | None = None  # of weights that were read from a checkpoint
         config = hf_model.config.get_text_config()
-        self.vocab_size: int = config.vocab_size
+        self.vocab_size: int = hf_model.lm_head.out_features
         self.embed_dim: int = config.hidden_size
         # Tokens that a sequence can have, where the checkpoint says so.
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)

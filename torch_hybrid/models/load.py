@@ -33,6 +33,7 @@ from torch_hybrid.models.family import Family, require
 from torch_hybrid.models.glm5_next import GLM5_NEXT
 from torch_hybrid.models.granitemoehybrid import GRANITEMOEHYBRID
 from torch_hybrid.models.hybrid_model import HybridModel
+from torch_hybrid.models.inkling import INKLING
 from torch_hybrid.models.jamba import JAMBA
 from torch_hybrid.models.kimi_linear import KIMI_LINEAR
 from torch_hybrid.models.lfm import LFM2, LFM3
@@ -90,6 +91,7 @@ FAMILIES: dict[str, Family] = {
         FALCON_H1,
         GLM5_NEXT,
         GRANITEMOEHYBRID,
+        INKLING,
         JAMBA,
         KIMI_LINEAR,
         LFM2,
@@ -113,8 +115,7 @@ FAMILIES: dict[str, Family] = {
 
 # Hybrids that transformers has and this package has no op for.
 NOT_SERVED = {
-    "inkling": "learned relative biases, and convolutions inside attention",
-    "inkling2": "learned relative biases, and convolutions inside attention",
+    "inkling2": "attention sinks of each token, and convolutions whose taps depend on it",
     "nemo_speechlm": "speech to transcribe, of which its text part alone hears nothing",
     "rwkv": "RWKV's time mixing",
     "xlstm": "matrix memories with exponential gates",
@@ -372,6 +373,7 @@ def adapted(
     _swap_mixers(hf_model.base_model.layers, family, table)
     hand_steps(hf_model.base_model.layers, family.step_names, family.given_as)
     _swap_experts(hf_model, family)
+    _drop_padding(hf_model.lm_head, family.vocab_size(hf_model.config.get_text_config()))
     refuse_as_transformers(hf_model)
     head = None
     if num_head:
@@ -391,6 +393,13 @@ def adapted(
         vision=tower,
         mtp=head,
     )
+
+
+def _drop_padding(head: nn.Linear, vocab_size: int) -> None:
+    """Leave the head its first rows, so many."""
+    if vocab_size < head.out_features:
+        head.weight = nn.Parameter(head.weight.detach()[:vocab_size], requires_grad=False)
+        head.out_features = vocab_size
 
 
 def _text_part(hf_model: Any, family: Family) -> Any:
@@ -486,11 +495,11 @@ def _check_taken_weights(hf_model: Any, family: Family, table: LayerTable) -> No
             if entry.kind == "latent_attention":
                 name = f"{layers}.{layer_id}.self_attn.kv_b_proj"
                 check_weights_say_all(name, layer.self_attn.kv_b_proj)
-            elif entry.kind != "paged_attention":
+            elif entry.kind in family.swaps:
                 path = path_of(layer, family.swaps[entry.kind].attribute)
                 check_weights_say_all(f"{layers}.{layer_id}.{path}", layer.get_submodule(path))
     for name, module in hf_model.named_modules():
-        if name.endswith(".experts"):
+        if name.endswith((".experts", *family.taken)):
             check_weights_say_all(name, module)
 
 
@@ -508,7 +517,7 @@ def _swap_mixers(layers: Iterable[Any], family: Family, table: LayerTable) -> No
     for layer, entries in zip(layers, table.layers, strict=True):
         for entry in entries:
             match entry.spec:
-                case AttentionSpec():
+                case AttentionSpec() if entry.kind not in family.swaps:
                     pass  # its module stays, and calls our attention function
                 case LatentSpec() as spec:
                     join_latent_attention(layer.self_attn, spec)

@@ -9,8 +9,8 @@ What is cut, by the names that transformers gives to projections:
     experts           the same in every expert, or whole experts (``experts="all_to_all"``)
     low-rank adapters their second factor, as the rows of what they adapt
     embedding, head   a stretch of the vocabulary; whole where the ranks do not divide it
-    norms, routers, embeddings of n-grams, what mixes residual streams or carries a block's output
-                      into another: whole on every rank
+    norms, routers, embeddings of n-grams, what mixes residual streams, convolves branches, or
+                      carries a block's output into another: whole on every rank
 
 A layer of feed-forward sums once, at its end: what a shared expert and the others add up to. Linear
 layers that blocks of several decoder layers share are cut once, and stay shared.
@@ -40,10 +40,10 @@ Experts = Literal["tensor", "all_to_all"]
 Cut = Callable[[Any], nn.Module]  # a module to this rank's part of it
 Done = dict[nn.Module, nn.Module]  # what became of each: several layers may share one
 Part = tuple[nn.Module, str]  # a module, and the name of a child
-# Children of a decoder layer that mix the residual streams, or carry the output of a block that
-# layers share to the next mixer: every rank has them.
+# Children of a decoder layer that mix the residual streams, convolve the output of attention, or
+# carry that of a block that layers share to the next mixer: every rank has them.
 _WHOLE_CHILDREN = frozenset(
-    {"attn_hyper_connection", "mlp_hyper_connection", "attn_hc", "ffn_hc", "linear"}
+    {"attn_hyper_connection", "mlp_hyper_connection", "attn_hc", "ffn_hc", "attn_sconv", "linear"}
 )
 # Those that have mixers and MLPs of the layer.
 _HOLDERS = frozenset({"mamba_decoder", "shared_transformer", "shared_transf"})

@@ -20,7 +20,7 @@ from torch_hybrid.models.mtp import MtpLayout, add_parts, with_head
 from torch_hybrid.models.stored_formats import AsWeights, as_weights
 
 # Of the text part of a multimodal model, which may be a causal language model or lack its head.
-_OF_TEXT = re.compile(r"(?:(model\.)language_model\.|language_model\.|(lm_head\.))(.+)")
+_OF_TEXT = re.compile(r"(?:(model\.)(?:language_model|llm)\.|language_model\.|(lm_head\.))(.+)")
 
 
 def take_quantization(config: Any) -> AsWeights | None:

@@ -31,6 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 0},
     "lfm3": {"layer_types": ["conv", "sliding_attention"] * 2},
     "recurrent_gemma": {"layer_types": None, "block_types": ["recurrent", "attention"]},
+    "inkling": {"layer_types": ["hybrid_sliding", "hybrid"] * 2, "mlp_layer_types": ["sparse"] * 4},
     "bamba": {"layer_types": None},
     "mamba2": {"layer_types": None},
     "zamba2": {"layer_types": None, "layers_block_type": ["linear_attention", *["hybrid"] * 3]},

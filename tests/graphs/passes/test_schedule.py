@@ -42,6 +42,7 @@ FAMILIES = [
     "bailing_hybrid",
     "falcon_h1",
     "glm5_next",
+    "inkling",
     "jamba",
     "lfm2",
     "minimax",
@@ -152,7 +153,12 @@ def test_values_are_bitwise_those_of_the_order_as_traced(family: str, lengths: l
 def test_every_kind_of_mixer_is_scheduled_above():
     assert kinds_of(FAMILIES) == kinds_of(BUILDERS)
     # Whose ops are those of Mamba2.
-    others = {"lightning_attention", "short_convolution", "convolved_projection"}
+    others = {
+        "lightning_attention",
+        "short_convolution",
+        "convolved_projection",
+        "branch_convolution",
+    }
     assert kinds_of(DECODED) == kinds_of(BUILDERS) - others
 
 

@@ -135,6 +135,14 @@ def make_inputs(
     return inputs.in_fp8() if fp8 else inputs
 
 
+def make_biases(inputs: Inputs, *, reach: int) -> Tensor:
+    """Random biases of each query and head by distance; those of padding are NaN."""
+    generator = torch.Generator().manual_seed(reach)
+    biases = torch.randn(*inputs.q.shape[:2], reach, generator=generator)
+    biases[int(inputs.cu_seqlens[-1]) :] = math.nan
+    return biases.to(inputs.q.dtype)
+
+
 def hide_what_is_before(window: float, inputs: Inputs) -> None:
     """Put NaN into the rows of each sequence that are before the window of all its queries."""
     lengths, new = inputs.seq_lens.tolist(), inputs.cu_seqlens.diff().tolist()

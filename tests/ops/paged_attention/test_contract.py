@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -26,12 +27,13 @@ from tests.ops.paged_attention.cases import (
     Case,
     Inputs,
     hide_what_is_before,
+    make_biases,
     make_inputs,
 )
 from tests.ops.pages import offsets, slots_of
 from torch_hybrid.ops.capability import BATCH_INVARIANT
 from torch_hybrid.ops.paged_attention import paged_attention, paged_attention_with_lse, reference
-from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS
+from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS, RELATIVE_BIAS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL = Case(num_q_heads=4, num_kv_heads=2, head_dim=32, lengths=((1, 23), (9, 30), (1, 1)))
@@ -225,6 +227,121 @@ def test_what_8_bits_cannot_hold_becomes_the_largest_number(impl: str) -> None:
     assert kv[0].flatten(0, 1).float()[slots].isnan().all()
 
 
+# ---- biases by distance ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", ["plain", "window_softcap"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "reach"),
+    [("qwen3", 30), ("odd", 1), ("odd", 30), ("long_decode", 200), ("long_extend", 100)],
+)
+def test_biases_match_float64(
+    impl: str, name: str, reach: int, dtype: str, options: str, make: Callable[..., Inputs]
+) -> None:
+    _biased(impl)
+    inputs = make(CASES[name], dtype=DTYPES[dtype], padding=(3, 2))
+    hide_what_is_before(OPTIONS[options]["window"], inputs)
+    biases = make_biases(inputs, reach=reach)
+    chosen = {"scale": CASES[name].head_dim ** -0.5, **OPTIONS[options]}
+    chosen |= {"kv_scales": inputs.kv_scales}
+    exact, rounded = (
+        reference.paged_attention_with_lse(*each.args(), relative_bias=bias, **chosen)
+        for each, bias in ((inputs.to(torch.float64), biases.double()), (inputs, biases))
+    )
+    out, lse, _ = attend(inputs, impl, relative_bias=biases, **OPTIONS[options])
+    num_tokens = int(inputs.cu_seqlens[-1])
+    assert_within_budget(out, exact[0], rounded[0])
+    assert_within_budget(lse[:num_tokens], exact[1][:num_tokens], rounded[1][:num_tokens])
+    assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
+    alone = paged_attention(*inputs.args(), impl=impl, relative_bias=biases, **chosen)
+    assert torch.equal(out, alone)
+
+
+def test_biases_are_added_by_distance(impl: str) -> None:
+    """One that takes all weight leaves the value of the key at its distance."""
+    _biased(impl)
+    inputs = make_inputs(Case(num_q_heads=6, num_kv_heads=2, head_dim=32, lengths=((40, 150),)))
+    distances = torch.arange(6) * 13
+    biases = torch.zeros(40, 6, 66)
+    biases.scatter_(2, distances.expand(40, 6)[..., None], 1e4)
+    out, _, kv = attend(inputs, impl, relative_bias=biases)
+    values = kv[1].flatten(0, 1)[slots_of(inputs.page_table[0], 150, kv.shape[2])]
+    for head, distance in enumerate(distances.tolist()):
+        assert torch.equal(out[:, head], values[110 - distance : 150 - distance, head // 3])
+
+
+def test_biases_of_zero_change_nothing(impl: str, make: Callable[..., Inputs]) -> None:
+    _biased(impl)
+    inputs = make(CASES["odd" if "cpp" not in impl else "qwen3_next"])
+    plain = attend(inputs, impl)
+    biased = attend(inputs, impl, relative_bias=torch.zeros(*inputs.q.shape[:2], 21))
+    torch.testing.assert_close(biased[0], plain[0], atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(biased[1], plain[1], atol=1e-6, rtol=1e-6)
+
+
+def test_biased_sequences_do_not_depend_on_one_another(
+    impl: str, make: Callable[..., Inputs]
+) -> None:
+    """Each alone gives the bits that it gives within the batch, which is padded."""
+    _biased(impl)
+    inputs = make(CASES["qwen3"], padding=(2, 1))
+    biases = make_biases(inputs, reach=9)
+    out, lse, _ = attend(inputs, impl, relative_bias=biases)
+    for n, (begin, end) in enumerate(pairwise(inputs.cu_seqlens.tolist()[:3])):
+        rows = slice(begin, end)
+        part = replace(
+            inputs,
+            q=inputs.q[rows],
+            k=inputs.k[rows],
+            v=inputs.v[rows],
+            cu_seqlens=offsets([end - begin]),
+            seq_lens=inputs.seq_lens[n : n + 1],
+            page_table=inputs.page_table[n : n + 1],
+            slot_mapping=inputs.slot_mapping[rows],
+        )
+        part_out, part_lse, _ = attend(part, impl, relative_bias=biases[rows].contiguous())
+        assert torch.equal(part_out, out[rows])
+        assert torch.equal(part_lse, lse[rows])
+
+
+@pytest.mark.parametrize("impl", ["cpp_invariant"])
+def test_a_biased_token_has_the_bits_that_it_has_alone(impl: str) -> None:
+    total = 150
+    case = Case(num_q_heads=4, num_kv_heads=1, head_dim=32, lengths=((total, total),))
+    whole = make_inputs(case)
+    biases = make_biases(whole, reach=70)
+    expected, _, _ = attend(whole, impl, relative_bias=biases)
+    kv = whole.kv
+    for token in range(total):
+        rows = slice(token, token + 1)
+        one = replace(
+            whole,
+            q=whole.q[rows],
+            k=whole.k[rows],
+            v=whole.v[rows],
+            kv=kv,
+            cu_seqlens=offsets([1]),
+            seq_lens=torch.tensor([rows.stop]).int(),
+            slot_mapping=whole.slot_mapping[rows],
+        )
+        out, _, kv = attend(one, impl, relative_bias=biases[rows].contiguous())
+        assert torch.equal(out, expected[rows])
+
+
+def test_biased_op_as_the_compiler_sees_it(impl: str) -> None:
+    _biased(impl)
+    inputs = make_inputs(SMALL, unused=0.0)
+    options = {"scale": 0.2, "window": 5, "softcap": 3.0, "impl": impl}
+    options |= {"relative_bias": make_biases(inputs, reach=7)}
+    torch.library.opcheck(torch.ops.torch_hybrid.paged_attention.default, inputs.args(), options)
+
+
+def _biased(impl: str) -> None:
+    if RELATIVE_BIAS not in IMPLEMENTATIONS[impl].capability.features:
+        pytest.skip(f"{impl} has no biases")
+
+
 # ---- what a result may not depend on ---------------------------------------------------------
 
 
@@ -360,7 +477,8 @@ int window,
 float softcap,
 str impl,
 Tensor? kv_scales=None,
-Tensor[]? planned=None) -> Tensor""",
+Tensor[]? planned=None,
+Tensor? relative_bias=None) -> Tensor""",
     )
     schema = schema.replace(", Tensor[]? planned=None", "")  # what plans returns no log-sum-exp
     name, arguments = schema.removesuffix("Tensor").split("(", 1)
@@ -422,7 +540,8 @@ def test_no_pool_clone(impl: str, make: Callable[..., Inputs]) -> None:
 
 
 def failing(impl: str, **changes: object) -> str:
-    tensors = {name: value for name, value in changes.items() if isinstance(value, Tensor)}
+    names = [field.name for field in fields(Inputs)]
+    tensors = {name: value for name, value in changes.items() if name in names}
     options = {name: value for name, value in changes.items() if name not in tensors}
     inputs = replace(make_inputs(SMALL), **tensors)
     options = {"scale": 1.0, "kv_scales": inputs.kv_scales, "impl": impl, **options}
@@ -452,6 +571,10 @@ def test_error_texts() -> None:
         failing("torch", window=-1),
         failing("torch", softcap=-2.0),
         failing("torch", scale=0.0),
+        failing("torch", relative_bias=good.q[..., :0]),
+        failing("torch", relative_bias=good.q[:, :2]),
+        failing("torch", relative_bias=good.q.bfloat16()),
+        failing("torch", relative_bias=good.q[..., :9]),
         failing("tpu"),
     ]
     assert_expected_inline(
@@ -470,6 +593,10 @@ seq_lens must have dtype torch.int32, got torch.int64
 window must be 0 or a number of keys, got -1
 softcap must be 0 or positive, got -2.0
 scale must be positive, got 0.0
+relative_bias must have shape [T, Hq, R] with R > 0, got [11, 4, 0]
+relative_bias must have shape [11, 4, 32], got [11, 2, 32]
+relative_bias must have dtype torch.float32, got torch.bfloat16
+relative_bias must be contiguous, got strides [128, 32, 1]
 impl must be one of ['cudnn', 'cpp', 'cpp_invariant', 'triton', 'flashinfer', 'triton_invariant', 'torch', 'flashinfer_trtllm'], got 'tpu'""",  # noqa: E501
     )
 

@@ -19,6 +19,7 @@ from tests.ops.paged_attention.cases import (
     Case,
     Inputs,
     hide_what_is_before,
+    make_biases,
     make_inputs,
 )
 from tests.ops.triton_compile import (
@@ -39,6 +40,7 @@ CONTRACT = """
             odd and (fp32 or plain) or one_head and fp32 or long_decode and fp16 and plain
         )
         or (padding or writes or depend) and odd
+        or biases and (float64 and odd and 30 and fp32 or distance) or biased_sequences
         or merges or sequences_empty or out_of_range or 8_bits and not long
     )
     or triton_invariant and window_softcap and (matches and odd and bf16 or chunked and 7-)
@@ -116,6 +118,33 @@ def test_long_queries_in_interpreter(
     check("cpu", LONG[name], torch.float16, options, fp8=fp8)
 
 
+@needs_interpreter
+@pytest.mark.parametrize("fp8", [False, True])
+def test_long_biased_queries_in_interpreter(fp8: bool, long_queries: None) -> None:
+    case = LONG["prefix_and_rows"]
+    check("cpu", case, torch.float16, "window_softcap", fp8=fp8, reach=100)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_long_biased_queries_on_a_gpu(
+    name: str, dtype: torch.dtype, fp8: bool, long_queries: None
+) -> None:
+    for options in OPTIONS:
+        check("cuda", LONG[name], dtype, options, fp8=fp8, reach=100)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_biases_on_a_gpu(name: str, dtype: torch.dtype, fp8: bool) -> None:
+    for options in OPTIONS:
+        check("cuda", CASES[name], dtype, options, fp8=fp8, reach=70)
+
+
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", LONG | HOPPER)
@@ -162,27 +191,46 @@ def long_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(_triton, "attend_short")
 
 
-def check(device: str, case: Case, dtype: torch.dtype, options: str, *, fp8: bool = False) -> None:
+def check(
+    device: str,
+    case: Case,
+    dtype: torch.dtype,
+    options: str,
+    *,
+    fp8: bool = False,
+    reach: int = 0,
+) -> None:
     """The kernels on ``device`` are as exact as the reference and write their rows alone."""
     inputs = make_inputs(case, dtype=dtype, padding=(3, 2), fp8=fp8)
+    biases = make_biases(inputs, reach=reach) if reach else None
     hide_what_is_before(OPTIONS[options]["window"], inputs)
     moved = on_device(inputs, device)
-    out, lse = call(moved, options)
-    assert_as_exact(inputs, options, out.cpu(), lse.cpu(), moved.kv.cpu())
+    out, lse = call(moved, options, None if biases is None else biases.to(device))
+    assert_as_exact(inputs, options, out.cpu(), lse.cpu(), moved.kv.cpu(), biases)
 
 
-def call(inputs: Inputs, options: str) -> tuple[Tensor, Tensor]:
+def call(inputs: Inputs, options: str, biases: Tensor | None = None) -> tuple[Tensor, Tensor]:
     *tensors, kv_scales = (getattr(inputs, field.name) for field in fields(Inputs))
     chosen = {"scale": inputs.q.shape[-1] ** -0.5, "kv_scales": kv_scales, **OPTIONS[options]}
-    return paged_attention_with_lse(*tensors, impl="triton", **chosen)
+    return paged_attention_with_lse(*tensors, impl="triton", relative_bias=biases, **chosen)
 
 
-def assert_as_exact(inputs: Inputs, options: str, out: Tensor, lse: Tensor, kv: Tensor) -> None:
+def assert_as_exact(
+    inputs: Inputs,
+    options: str,
+    out: Tensor,
+    lse: Tensor,
+    kv: Tensor,
+    biases: Tensor | None = None,
+) -> None:
     scale = inputs.q.shape[-1] ** -0.5
     chosen = {"scale": scale, "kv_scales": inputs.kv_scales, **OPTIONS[options]}
     args = inputs.args()
-    exact = reference.paged_attention_with_lse(*inputs.to(torch.float64).args(), **chosen)
-    rounded = reference.paged_attention_with_lse(*args, **chosen)
+    wide = None if biases is None else biases.double()
+    exact = reference.paged_attention_with_lse(
+        *inputs.to(torch.float64).args(), relative_bias=wide, **chosen
+    )
+    rounded = reference.paged_attention_with_lse(*args, relative_bias=biases, **chosen)
     num_tokens = int(inputs.cu_seqlens[-1])
     assert_within_budget(out, exact[0], rounded[0])
     assert_within_budget(lse[:num_tokens], exact[1][:num_tokens], rounded[1][:num_tokens])
@@ -223,6 +271,13 @@ SHAPES = {
     "32 / 8 heads extend 2048, fp8": (8, 2048, 32, 8, 128, torch.bfloat16, "plain", True),
     "32 / 8 heads decode 32, fp8": (32, 32, 32, 8, 128, torch.bfloat16, "plain", True),
 }
+# The same with biases of 1024 distances.
+BIASED = {
+    "Inkling decode 32": (32, 32, 64, 8, 128, torch.bfloat16, "plain", False),
+    "Inkling decode 32 float32": (32, 32, 64, 8, 128, torch.float32, "window", False),
+    "Inkling extend 2048": (8, 2048, 64, 16, 128, torch.bfloat16, "window", False),
+    "Inkling extend 2048, fp8": (8, 2048, 64, 8, 128, torch.bfloat16, "plain", True),
+}
 
 
 @needs_cross_compiler
@@ -233,6 +288,11 @@ def test_compiles_without_spills() -> None:
         for target in SHARED_LIMITS:
             for kernel, launch in record_launches(target, *shape).items():
                 if number == 0 or kernel not in once or (shape[-1] and kernel == "_write_kernel"):
+                    rows.append(resources_of(launch, target, label))
+    for label, shape in BIASED.items():
+        for target in SHARED_LIMITS:
+            for kernel, launch in record_launches(target, *shape, reach=1024).items():
+                if kernel not in once | {"_write_kernel"}:
                     rows.append(resources_of(launch, target, label))
     launches = record_launches("sm_90", *SHAPES["Qwen3-Next extend 2048"], gluon=False)
     rows.append(resources_of(launches["_long_kernel"], "sm_90", "Qwen3-Next of other Gluon"))
@@ -255,6 +315,7 @@ def record_launches(
     fp8: bool,
     *,
     gluon: bool = True,
+    reach: int = 0,
 ) -> dict[str, Launch]:
     """What the launcher launches for q, k and v that are slices of one projection."""
     from torch_hybrid.ops.paged_attention import _triton
@@ -266,6 +327,7 @@ def record_launches(
     scales = torch.empty(2, num_kv_heads, device="meta") if fp8 else None
     indices = torch.empty(max(num_tokens, num_seqs + 1), dtype=torch.int32, device="meta")
     table = torch.empty(num_seqs, 256, dtype=torch.int32, device="meta")
+    biases = torch.empty(num_tokens, num_q_heads, reach, dtype=dtype, device="meta")
     with launches_on(target, gluon=gluon) as launches:
         _triton.paged_attention_with_lse(
             *qkv.split(heads, 1),
@@ -276,6 +338,7 @@ def record_launches(
             indices[:num_tokens],
             scale=head_dim**-0.5,
             kv_scales=scales,
+            relative_bias=biases if reach else None,
             **OPTIONS[options],
         )
     return launches

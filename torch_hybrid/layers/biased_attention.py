@@ -1,0 +1,142 @@
+"""Attention with biases by distance, and convolutions of keys, values and branches (Inkling)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_hybrid.backends.paged_attention import PagedAttentionPlan, attend, positions_of
+from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
+from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.own_dtype import in_own_dtype
+from torch_hybrid.layers.side_by_side import columns
+from torch_hybrid.ranks import Ranks
+from torch_hybrid.specs import RECORDS, AttentionSpec
+
+
+class BiasedAttention(nn.Module):
+    """Projections to queries, keys, values and what biases are mixed by; a convolution of keys and
+    values, added to them; norms of queries and keys; attention; projection.
+
+    The biases of a query and head are a mix of ``profiles``, each of which has a number for every
+    distance. From position ``log_floor`` on, queries and biases grow: by ``log_alpha`` for each
+    time that the position is e times as far.
+
+    Args:
+        spec: the mixer's facts.
+        in_proj: to ``[q | k | v | mix]``, each by head.
+        o_proj: [dim, heads * head_dim].
+        q_norm, k_norm: of each head.
+        conv_weight: [2 * key heads * head_dim, width], of keys and then of values.
+        profiles: [reach, mixed].
+        log_floor, log_alpha: as above; None: nothing grows.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        in_proj: nn.Linear,
+        o_proj: nn.Linear,
+        q_norm: nn.Module,
+        k_norm: nn.Module,
+        conv_weight: nn.Parameter,
+        profiles: nn.Parameter,
+        log_floor: int | None = None,
+        log_alpha: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.in_proj, self.o_proj = in_proj, o_proj
+        self.q_norm, self.k_norm = q_norm, k_norm
+        self.conv_weight, self.profiles = conv_weight, profiles
+        self.log_floor, self.log_alpha = log_floor, log_alpha
+
+    @in_own_dtype(1)
+    def forward(
+        self,
+        x: Tensor,
+        plan: PagedAttentionPlan,
+        cache: LayerCache,
+        conv_plan: RecurrentPlan,
+        conv_cache: LayerCache,
+    ) -> Tensor:
+        """Mix the tokens of a step.
+
+        Args:
+            x: [T, dim], the sequences packed as the plans say.
+            plan, conv_plan: of attention, and of the convolutions.
+            cache, conv_cache: this layer's pools of both. Mutated at the rows and slots that the
+                plans name.
+
+        Returns:
+            [T, dim].
+        """
+        spec, num_mixed = self.spec, self.profiles.shape[1]
+        keys_and_values = 2 * spec.num_kv_heads * spec.head_dim
+        widths = spec.num_q_heads * spec.head_dim, keys_and_values, spec.num_q_heads * num_mixed
+        q, kv, mix = columns(self.in_proj, x, widths)
+        kv = convolved(kv, self.conv_weight, conv_plan, conv_cache, "kv")
+        k, v = kv.view(-1, 2, spec.num_kv_heads, spec.head_dim).unbind(1)
+        q = self.q_norm(q.unflatten(1, (spec.num_q_heads, spec.head_dim)))
+        bias = F.linear(mix.reshape(-1, num_mixed), self.profiles)
+        bias = bias.unflatten(0, (-1, spec.num_q_heads))
+        if self.log_floor is not None:
+            times = (positions_of(plan, x.shape[0]) + 1).float() / self.log_floor
+            growth = (1.0 + self.log_alpha * times.clamp(min=1.0).log())[:, None, None]
+            q, bias = ((y.float() * growth).to(x.dtype) for y in (q, bias))
+        o = attend(q, self.k_norm(k), v, spec, plan, cache, relative_bias=bias)
+        out: Tensor = self.o_proj(o.flatten(1))
+        return out
+
+    def shard(self, ranks: Ranks) -> BiasedAttention:
+        """This rank's heads, which keep their own keys alone; the ranks' outputs are summed.
+
+        Raises:
+            UnsupportedError: the ranks do not divide the heads.
+        """
+        spec = self.spec
+        query, key = (spec.num_q_heads, spec.head_dim), (spec.num_kv_heads, spec.head_dim)
+        mix = (spec.num_q_heads, self.profiles.shape[1])
+        return BiasedAttention(
+            spec.divided(ranks.size),
+            in_proj=ranks.rows(self.in_proj, [query, key, key, mix]),
+            o_proj=ranks.summed_columns(self.o_proj, spec.num_q_heads),
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            conv_weight=ranks.parameter(self.conv_weight, [key, key]),
+            profiles=self.profiles,
+            log_floor=self.log_floor,
+            log_alpha=self.log_alpha,
+        )
+
+
+def convolved(
+    x: Tensor, weight: Tensor, plan: RecurrentPlan, cache: LayerCache, name: str
+) -> Tensor:
+    """x [T, C] and its convolution, whose pools in a layer's ``cache`` have that name."""
+    pools = {"conv": name, RECORDS: f"{name}_{RECORDS}"}
+    own = {pool: cache[found] for pool, found in pools.items() if found in cache}
+    return x + convolve(x, weight, None, plan, own, activation="none")
+
+
+class BranchConvolution(nn.Module):
+    """A causal convolution of what a branch is about to add to the residual, added to it.
+
+    Args:
+        conv_weight: [dim, width].
+        branch: what its pool is called.
+    """
+
+    def __init__(self, conv_weight: nn.Parameter, branch: str) -> None:
+        super().__init__()
+        self.conv_weight, self.branch = conv_weight, branch
+
+    @in_own_dtype(1)
+    def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
+        """[T, dim] -> [T, dim]; mutates the branch's pool at the slots that the plan names."""
+        return convolved(x, self.conv_weight, plan, cache, self.branch)
+
+    def shard(self, ranks: Ranks) -> BranchConvolution:
+        """Itself: a branch is whole on every rank by then."""
+        return self
