@@ -36,7 +36,7 @@ def merge_linears(graph: Graph, *, features: frozenset[str] = NO_FEATURES) -> No
 
     for each input, the F.linear nodes that read it or a reshape of its rows, up to where it is
         written in place; and those with scales that are stored alike:
-        before the first: y = linear(input as rows, their weights, their biases)
+        before the first: y = linear(input as rows, their weights, their biases), odd widths last
         each node becomes its columns of y, in the leading shape of what it read
 
     The halves of a step have different inputs: each half's layers stay its own.

@@ -485,12 +485,13 @@ def _leave(
     K: tl.constexpr,
     LANES: tl.constexpr,
     PIECES: tl.constexpr,
+    PASSING: tl.constexpr,
 ) -> None:
     """Store rows of a head's state."""
     lane = tl.arange(0, LANES)
     for piece in tl.static_range(PIECES):
         inside = mask[:, None] & (piece * LANES + lane < K)[None, :]
-        tl.store(p_left + piece * LANES, states[piece], mask=inside)
+        tl.store(p_left + piece * LANES, states[piece], mask=inside, eviction_policy=PASSING)
 
 
 @triton.jit
@@ -523,6 +524,8 @@ def _walk_kernel(
         gdc_launch_dependents()
     R: tl.constexpr = 2 * H * K + HV * V + HV + (HV * K if BY_CHANNEL else HV)
     BLOCKS: tl.constexpr = (V + ROWS - 1) // ROWS
+    # What is prepared of several tokens stays in L2, and states, which are read once, do not.
+    PASSING: tl.constexpr = "evict_first" if DRAFTS > 0 else ""
     pid = tl.program_id(0)
     seq = pid // (BLOCKS * HV)
     head = pid // BLOCKS % HV
@@ -542,7 +545,12 @@ def _walk_kernel(
         states = ()
         for piece in tl.static_range(PIECES):
             inside = mask[:, None] & (piece * LANES + lane < K)[None, :]
-            b_s = tl.load(p_state + piece * LANES, mask=inside & (initial != 0), other=0.0)
+            b_s = tl.load(
+                p_state + piece * LANES,
+                mask=inside & (initial != 0),
+                other=0.0,
+                eviction_policy=PASSING,
+            )
             states = states + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
         p_prepared = prepared + seq.to(tl.int64) * (1 + 2 * DRAFTS) * R
         p_out = out + (begin.to(tl.int64) * HV + head) * V + index_v
@@ -556,7 +564,7 @@ def _walk_kernel(
                 )
                 states = _advance(states, parts_k, b_v, beta, decays, PIECES)
             if num_new == 0:
-                _leave(p_left, states, mask & (slot != 0), K, LANES, PIECES)
+                _leave(p_left, states, mask & (slot != 0), K, LANES, PIECES, PASSING)
         # In decode steps a sequence has one token or none.
         for i in range(num_new if DRAFTS > 0 else 1):
             p_row = p_prepared + (num_replayed + i) * R
@@ -565,7 +573,7 @@ def _walk_kernel(
             )
             states = _advance(states, parts_k, b_v, beta, decays, PIECES)
             if i == 0:
-                _leave(p_left, states, mask & (slot != 0), K, LANES, PIECES)
+                _leave(p_left, states, mask & (slot != 0), K, LANES, PIECES, PASSING)
             p_q = p_row + head // (HV // H) * K
             b_o = _read(states, _pieces_of_row(p_q, K, LANES, PIECES), PIECES)
             tl.store(p_out + i * HV * V, b_o.to(out.dtype.element_ty), mask=mask)
