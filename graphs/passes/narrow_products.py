@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ _MOST = 8  # rows, and terms of a sum
 _PRODUCTS = (torch.matmul, operator.matmul, "matmul")
 
 
-def narrow_products(graph: Graph) -> None:
+def narrow_products(graph: Graph, *, devices: Collection[str] = ("cpu",)) -> None:
     """Write products of many small matrices out, term by term.
 
     Contract: the graph computes the same values, up to rounding. A library multiplies so few
@@ -25,9 +26,14 @@ def narrow_products(graph: Graph) -> None:
 
     for each matmul of [..., M, K] by [..., K, N], M up to 8 and K from 2 to 8:
         left[..., 0, None] * right[..., 0, None, :] + left[..., 1, None] * ...
+
+    Args:
+        graph: of a step.
+        devices: types of the devices where it is done, and was measured to be faster.
     """
     for node in list(graph.nodes):
-        if (num_terms := _num_terms(node)) is not None:
+        num_terms = _num_terms(node)
+        if num_terms is not None and value_of(node).device.type in devices:
             _write_out(graph, node, num_terms)
 
 

@@ -11,7 +11,9 @@ from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
 
 _WIDE = 256  # heads that are wider leave room for fewer rows and keys
 _SPLIT_KEYS = 64  # that a program has at least, where several share a query
-_WIDE_SPLIT_KEYS = 128  # of results so wide that to write and merge them is most of the work
+# Of results so wide that to write and merge them is most of the work: more keys, and more splits
+# than these only where they leave half of the processors idle.
+_WIDE_SPLIT_KEYS, _WIDE_SPLITS = 128, 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,8 @@ class Tiles:
         # Programs of so many rows run one after another on a processor, others at least in pairs.
         programs = num_tokens * num_kv_heads * triton.cdiv(group, block_m)
         wanted = PROCESSORS * (1 if fills else 2) // programs
+        if fills:
+            wanted = max(min(wanted, _WIDE_SPLITS), wanted // 2)
         least = _WIDE_SPLIT_KEYS if fills and num_tokens > 1 else _SPLIT_KEYS
         splits = max(1, min(wanted, triton.cdiv(most_keys, least)))
         return cls(

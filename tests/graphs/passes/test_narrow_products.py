@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -49,6 +51,12 @@ unsqueeze_3 = unsqueeze(select_3, -2)
 mul_1 = mul(unsqueeze_2, unsqueeze_3)
 add = add(mul, mul_1)""",
     )
+
+
+def test_other_devices_keep_them():
+    for_gpus = Pass("narrow_products", partial(narrow_products, devices=("cuda",)))
+    _, graph, _ = run(mixed, torch.randn(5, 2, 3), torch.randn(5, 2, 20), passes=(for_gpus,))
+    assert graph.count("matmul(") == 1
 
 
 @pytest.mark.parametrize(
