@@ -17,7 +17,7 @@ from torch import Tensor
 from torch_hybrid.ops.block_scales import BLOCK
 from torch_hybrid.ops.fused_experts._triton_activation import activate
 from torch_hybrid.ops.fused_experts._triton_group import num_blocks, rows_of_block
-from torch_hybrid.ops.triton.fp8 import fp8_dot, fp8_product, readable, rounded, widen
+from torch_hybrid.ops.triton.fp8 import fp8_product, readable, widen
 
 _FEW_BLOCK_N = 16  # rows of weights that a program reads side by side, for few tokens
 _FEW_BLOCK_K = 512
@@ -138,11 +138,8 @@ def fp8_products(
     """
     num_experts, dim, width = down.shape
     num_pairs = results.shape[0]
+    hidden = x.new_empty(num_pairs, width)
     tile = Tile.of(num_pairs, num_experts, x.dtype, rounds=rounds)
-    hidden, units = x.new_empty(num_pairs, width), x
-    if rounds and tile.block_n == BLOCK and width % BLOCK == 0:  # a program has all of a unit
-        hidden = x.new_empty(num_pairs, width, dtype=torch.float8_e4m3fn)
-        units = x.new_empty(width // BLOCK, num_pairs, dtype=torch.float32)
     blocks = num_blocks(num_pairs, num_experts, tile.block_m)
     sizes = {
         "E": num_experts,
@@ -160,10 +157,8 @@ def fp8_products(
         readable(gate_up),
         gate_up_scales,
         hidden,
-        units,
         order,
         starts,
-        num_pairs,
         x.stride(0),
         HAS_GATE=activation == "silu",
         LIMIT=limit,
@@ -173,14 +168,12 @@ def fp8_products(
         enable_fp_fusion=True,
     )
     _fp8_down_kernel[(blocks * triton.cdiv(dim, tile.block_n),)](
-        readable(hidden) if hidden.itemsize == 1 else hidden,
-        units,
+        hidden,
         readable(down),
         down_scales,
         results,
         order,
         starts,
-        num_pairs,
         **sizes,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
@@ -281,16 +274,14 @@ def _fp8_out_kernel(
     tl.store(p_out, b_out.to(out.dtype.element_ty), mask=index_n < D)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit
 def _fp8_gate_up_kernel(
     x: tl.tensor,
     gate_up: tl.tensor,
     scales: tl.tensor,
-    hidden: tl.tensor,  # of 8 bits, with units, or of x's dtype
-    units: tl.tensor,
+    hidden: tl.tensor,
     order: tl.tensor,
     starts: tl.tensor,
-    num_pairs: tl.tensor,
     stride_x: tl.tensor,
     HAS_GATE: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -337,27 +328,18 @@ def _fp8_gate_up_kernel(
         scale = tl.load(p_scale + HAS_GATE * HIGH * WIDE + first // _BLOCK)
         up += fp8_product(b_w, b_x, zeros, ROUNDS) * scale
     b_hidden = activate(gate, up, HAS_GATE, LIMIT)
-    if hidden.dtype.element_ty.primitive_bitwidth == 8:
-        numbers, unit = rounded(tl.trans(b_hidden.to(x.dtype.element_ty)))
-        p_hidden = hidden + pair[:, None] * I + index_n[None, :]
-        tl.store(p_hidden, numbers.to(hidden.dtype.element_ty), mask=mask_m[:, None])
-        tl.store(units + first_n // _BLOCK * num_pairs + pair, unit, mask=mask_m)
-    else:
-        p_hidden = hidden + pair[None, :] * I + index_n[:, None]
-        mask = mask_n[:, None] & mask_m[None, :]
-        tl.store(p_hidden, b_hidden.to(hidden.dtype.element_ty), mask=mask)
+    p_hidden = hidden + pair[None, :] * I + index_n[:, None]
+    tl.store(p_hidden, b_hidden.to(hidden.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit
 def _fp8_down_kernel(
     hidden: tl.tensor,
-    units: tl.tensor,
     down: tl.tensor,
     scales: tl.tensor,
     results: tl.tensor,
     order: tl.tensor,
     starts: tl.tensor,
-    num_pairs: tl.tensor,
     ROUNDS: tl.constexpr,
     E: tl.constexpr,
     D: tl.constexpr,
@@ -392,10 +374,6 @@ def _fp8_down_kernel(
         b_x = tl.load(p_x + k, mask=mask_m[:, None] & (k < I), other=0.0)
         b_w = tl.load(p_w + k, mask=mask_n[:, None] & (k < I), other=0.0)
         scale = tl.load(p_scale + first // _BLOCK)
-        if b_x.dtype == b_w.dtype:
-            unit = tl.load(units + first // _BLOCK * num_pairs + pair, mask=mask_m, other=0.0)
-            acc += fp8_dot(b_w, b_x, zeros) * (unit * scale)[None, :]
-        else:
-            acc += fp8_product(b_w, b_x, zeros, ROUNDS) * scale
+        acc += fp8_product(b_w, b_x, zeros, ROUNDS) * scale
     p_out = results + pair[None, :] * D + index_n[:, None]
     tl.store(p_out, acc.to(results.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])

@@ -40,9 +40,6 @@ CASES = {
     "batch": Case(num_tokens=9, num_experts=16, top_k=4, dim=256, width=160),
     "odd_sizes": Case(num_tokens=7, num_experts=5, top_k=3, dim=77, width=45),
     "prefill": Case(num_tokens=150, num_experts=8, top_k=2),
-    "whole_blocks": Case(
-        num_tokens=50, num_experts=12, top_k=3, dim=130, width=128, routing="some_none"
-    ),
     "one_expert_for_all": Case(num_tokens=70, routing="one"),
     "one_expert_exists": Case(num_tokens=3, num_experts=1, top_k=1),
     "some_choices_empty": Case(num_tokens=20, top_k=3, routing="some_none"),

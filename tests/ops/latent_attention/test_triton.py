@@ -112,7 +112,8 @@ def check_lse(inputs: Inputs, lse: Tensor, exact: Tensor, rounded: Tensor) -> No
 
 def on_device(inputs: Inputs) -> Inputs:
     """Copies on the GPU; queries out of a product with heads first, latents slices of one."""
-    moved = {f.name: getattr(inputs, f.name).to("cuda", copy=True) for f in fields(Inputs)}
+    given = {f.name: getattr(inputs, f.name) for f in fields(Inputs)}
+    moved = {name: x.to("cuda", copy=True) for name, x in given.items() if x is not None}
     heads_first = moved["q_latent"].transpose(0, 1).contiguous().transpose(0, 1)
     rows = torch.cat([moved["latent"], moved["k_rope"]], 1)
     latent, k_rope = rows.split([moved["latent"].shape[1], moved["k_rope"].shape[1]], 1)
