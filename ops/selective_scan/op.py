@@ -52,7 +52,8 @@ RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
         launcher=f"{_CPU}:recurrent_selective_scan",
     ),
     "triton": Implementation(
-        capability=_TRITON_CAPABILITY, launcher=f"{_TRITON}:recurrent_selective_scan"
+        capability=replace(_TRITON_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
+        launcher=f"{_TRITON}:recurrent_selective_scan",
     ),
     "torch": Implementation(
         capability=_TORCH_CAPABILITY, launcher=f"{_TORCH}:recurrent_selective_scan"
