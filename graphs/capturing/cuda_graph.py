@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from threading import RLock
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -88,7 +89,8 @@ class CapturedSteps:
             with on_capture_stream(self._device), torch.cuda.use_mem_pool(self._pool):
                 step()
             graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self._device)
-            with torch.cuda.graph(graph, pool=self._pool.id, stream=stream):
+            pool: Any = self._pool.id  # annotated as a pair, where graph wants a type of its own
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
                 output = step()
             torch.cuda.synchronize()
             self._nbytes += torch.cuda.memory_reserved() - before

@@ -241,6 +241,12 @@ def on_hopper() -> Iterator[tuple[str, Call]]:
         args = latents.make_inputs(rows, dtype=torch.bfloat16, padding=(3, 1)).args()
         name = f"latent_attention of {len(lengths)} sequences"
         yield name, partial(run, latent_attention.latent_attention, args, {"scale": rows.scale})
+    pages = paged.Case(num_q_heads=20, num_kv_heads=1, head_dim=512, page_size=6, lengths=PAGED)
+    picked = blocks.Case(pages=pages, block_size=3, top_k=4, has_values=False)
+    args = blocks.make_inputs(picked, dtype=torch.bfloat16, padding=(3, 1)).args()
+    options = {"scale": 0.2, "block_size": 3}
+    op = block_attention.block_attention
+    yield f"{op.__name__}, latents of 20 heads", partial(run, op, args, options)
 
 
 def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
@@ -367,6 +373,7 @@ def forced(*, dry: bool) -> ExitStack:
 
     What is not launched may be of a Hopper.
     """
+    from torch_hybrid.ops.block_attention import _triton_hopper as blocks_hopper
     from torch_hybrid.ops.fused_experts import _hopper
     from torch_hybrid.ops.latent_attention import _triton_hopper, _triton_tiles
     from torch_hybrid.ops.paged_attention import _triton_long
@@ -378,7 +385,7 @@ def forced(*, dry: bool) -> ExitStack:
     stack = ExitStack()
     if dry:
         stack.enter_context(mock.patch.object(_triton_tiles, "is_hopper", return_value=True))
-        for module in (hopper_attention, _triton_hopper, _hopper):
+        for module in (hopper_attention, _triton_hopper, blocks_hopper, _hopper):
             stack.enter_context(mock.patch.object(module, "runs_gluon", return_value=True))
     stack.enter_context(mock.patch.object(_triton_long, "PROCESSORS", 1))
     stack.enter_context(mock.patch.object(_triton_long, "is_hopper", return_value=True))

@@ -56,7 +56,8 @@ CONTRACT = """
         or fp8 and blocks or of_its_block and 3 or opcheck and no_gate
     )
     or triton_invariant and not integer and (exact and (some_choices or no_tokens) or any_batch)
-    or triton and integers and odd_sizes and (int8 or int4_64_zeros) and not no_gate and not opcheck
+    or triton and not triton_invariant and not opcheck
+        and integers and odd_sizes and (int8 or int4_64_zeros) and not no_gate
 """
 # More experts than a launch has blocks, several blocks of an expert, and blocks of many rows.
 WIDE = {
