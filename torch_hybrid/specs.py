@@ -101,6 +101,14 @@ def _check_groups(num_q_heads: int, num_kv_heads: int) -> None:
         )
 
 
+def _divided_heads(num_q_heads: int, num_kv_heads: int, num_ranks: int) -> dict[str, int]:
+    """A rank's part of query heads, and of the key heads that they share."""
+    return {
+        "num_q_heads": divide("num_q_heads", num_q_heads, num_ranks),
+        "num_kv_heads": divide_or_repeat("num_kv_heads", num_kv_heads, num_ranks),
+    }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     """Full softmax attention over a paged KV pool.
@@ -134,11 +142,7 @@ class AttentionSpec:
 
     def divided(self, num_ranks: int) -> Self:
         """As ``LayerSpec`` says."""
-        return replace(
-            self,
-            num_q_heads=divide("num_q_heads", self.num_q_heads, num_ranks),
-            num_kv_heads=divide_or_repeat("num_kv_heads", self.num_kv_heads, num_ranks),
-        )
+        return replace(self, **_divided_heads(self.num_q_heads, self.num_kv_heads, num_ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,11 +192,7 @@ class IndexedAttentionSpec:
 
     def divided(self, num_ranks: int) -> Self:
         """As ``LayerSpec`` says: some of the heads, and all of the indexer."""
-        return replace(
-            self,
-            num_q_heads=divide("num_q_heads", self.num_q_heads, num_ranks),
-            num_kv_heads=divide_or_repeat("num_kv_heads", self.num_kv_heads, num_ranks),
-        )
+        return replace(self, **_divided_heads(self.num_q_heads, self.num_kv_heads, num_ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -569,11 +569,7 @@ class ConvolvedProjectionSpec:
 
     def divided(self, num_ranks: int) -> Self:
         """As ``LayerSpec`` says."""
-        return replace(
-            self,
-            num_q_heads=divide("num_q_heads", self.num_q_heads, num_ranks),
-            num_kv_heads=divide_or_repeat("num_kv_heads", self.num_kv_heads, num_ranks),
-        )
+        return replace(self, **_divided_heads(self.num_q_heads, self.num_kv_heads, num_ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
