@@ -174,14 +174,7 @@ def _launch(
         y.stride(0),
         BIASED=_biased(biases),
         ROUNDS=rounds,
-        K=depth,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        PARTS=tile.num_parts,
-        STAGES=tile.num_stages,
-        num_warps=tile.num_warps,
-        enable_fp_fusion=True,
+        **_options(tile, depth),
     )
 
 
@@ -216,20 +209,27 @@ def _launch_mixed(
         numbers.stride(0),
         y.stride(0),
         BIASED=_biased(biases),
-        K=depth,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        PARTS=tile.num_parts,
-        STAGES=tile.num_stages,
-        num_warps=tile.num_warps,
-        enable_fp_fusion=True,
+        **_options(tile, depth),
     )
 
 
 def _grid(num_rows: int, sizes: Sequence[int], tile: Tile) -> tuple[int, int]:
     num_tiles = sum(triton.cdiv(size, tile.block_n) for size in sizes)
     return num_tiles, triton.cdiv(num_rows, tile.block_m)
+
+
+def _options(tile: Tile, depth: int) -> dict[str, int]:
+    """How either kernel is built and launched."""
+    return {
+        "K": depth,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "PARTS": tile.num_parts,
+        "STAGES": tile.num_stages,
+        "num_warps": tile.num_warps,
+        "enable_fp_fusion": True,
+    }
 
 
 def _readable_biases(x: Tensor, biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
