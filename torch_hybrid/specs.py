@@ -101,7 +101,7 @@ def _check_groups(num_q_heads: int, num_kv_heads: int) -> None:
         )
 
 
-def _divided_heads(num_q_heads: int, num_kv_heads: int, num_ranks: int) -> dict[str, int]:
+def _divided_heads(num_q_heads: int, num_kv_heads: int, num_ranks: int) -> dict[str, Any]:
     """A rank's part of query heads, and of the key heads that they share."""
     return {
         "num_q_heads": divide("num_q_heads", num_q_heads, num_ranks),
