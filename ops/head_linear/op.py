@@ -15,6 +15,7 @@ from torch_hybrid.ops.capability import (
 )
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_dtypes, check_impl, check_shapes, define_op
+from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 IMPLEMENTATIONS = {
     "cpp": Implementation(
@@ -25,6 +26,15 @@ IMPLEMENTATIONS = {
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.head_linear._cpu:head_linear",
+    ),
+    "triton": Implementation(
+        capability=Capability(
+            devices=triton_devices(),
+            features=frozenset({BATCH_INVARIANT}),
+            cuda_graph=True,
+            available=triton_missing,
+        ),
+        launcher="torch_hybrid.ops.head_linear._triton:head_linear",
     ),
     "torch": Implementation(
         capability=Capability(
@@ -47,7 +57,7 @@ def head_linear(x: Tensor, weight: Tensor, *, impl: str) -> Tensor:
         impl: a name in IMPLEMENTATIONS.
 
     Returns:
-        [T, H, N] in x's dtype. With "cpp" a token's have the bits that they have alone.
+        [T, H, N] in x's dtype. But with "torch" a token's have the bits that they have alone.
 
     Raises:
         ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown.

@@ -54,6 +54,7 @@ from torch_hybrid.ops import (
     gated_delta_rule,
     gated_delta_step,
     gated_pooling,
+    head_linear,
     kimi_delta_attention,
     kimi_delta_step,
     latent_attention,
@@ -290,6 +291,8 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         args, scales = linears.make_integer_inputs(layers, stored, dtype=dtype)
         name = f"linear of {num_rows} rows, {stored}"
         yield name, partial(run, linear.linear, args, {"scales": scales})
+    args = (torch.randn(5, 3, 37).to(dtype), torch.randn(3, 27, 37).to(dtype))
+    yield "head_linear", partial(run, head_linear.head_linear, args, {})
     yield "top_k", partial(run, top_k.top_k, (torch.randn(5, 37).to(dtype), 3), {})
     logits = torch.randn(5, 37).to(dtype)
     yield "route", partial(run, route.route, (logits, None, 3), {"score": "softmax"})

@@ -10,7 +10,7 @@ from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.head_linear.op import IMPLEMENTATIONS, head_linear
 from torch_hybrid.ranks import Block, Ranks
 
-_BY_SPEED = {name: IMPLEMENTATIONS[name] for name in ("torch", "cpp")}
+_BY_SPEED = {name: IMPLEMENTATIONS[name] for name in ("torch", "cpp", "triton")}
 
 
 class HeadLinear(nn.Module):

@@ -8,10 +8,12 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from tests.ops.contract import assert_traces_once, impls_on, skip_reason
+from torch_hybrid.ops.capability import BATCH_INVARIANT
 from torch_hybrid.ops.head_linear import head_linear, reference
 from torch_hybrid.ops.head_linear.op import IMPLEMENTATIONS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+INVARIANT = impls_on("cpu", IMPLEMENTATIONS, frozenset({BATCH_INVARIANT}))
 
 
 @pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
@@ -52,13 +54,16 @@ def test_opcheck(impl: str, is_transposed: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_a_token_has_the_bits_that_it_has_alone(is_transposed: bool, dtype: str) -> None:
-    if reason := skip_reason(IMPLEMENTATIONS["cpp"], "cpu"):
-        pytest.skip(reason)
+@pytest.mark.parametrize("impl", INVARIANT, indirect=True)
+def test_a_token_has_the_bits_that_it_has_alone(impl: str, is_transposed: bool, dtype: str) -> None:
     x, weight = inputs(70, is_transposed=is_transposed, dtype=DTYPES[dtype])
-    whole = head_linear(x, weight, impl="cpp")
-    for token in (0, 1, 63, 64, 69):
-        assert torch.equal(head_linear(x[token:][:1], weight, impl="cpp")[0], whole[token])
+    assert_same_bits_in_any_batch(x, weight, impl)
+
+
+def assert_same_bits_in_any_batch(x: Tensor, weight: Tensor, impl: str) -> None:
+    whole = head_linear(x, weight, impl=impl)
+    for tokens in (slice(1), slice(1, 2), slice(5, 22), slice(63, 65), slice(69, None)):
+        assert torch.equal(head_linear(x[tokens], weight, impl=impl), whole[tokens])
 
 
 def test_traces_once(impl: str) -> None:
