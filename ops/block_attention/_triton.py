@@ -32,8 +32,12 @@ def block_attention(
     *,
     block_size: int,
     scale: float,
+    is_invariant: bool = False,
 ) -> Tensor:
-    """Launcher of ``torch_hybrid::block_attention``."""
+    """Launcher of ``torch_hybrid::block_attention``.
+
+    ``is_invariant``: a token has the bits that it has in any call.
+    """
     num_tokens, _, head_dim = q.shape
     (k, *_), kv = by_head(k, v, kv)
     _, _, page_size, num_kv_heads, _ = kv.shape
@@ -57,11 +61,13 @@ def block_attention(
         num_kv_heads=num_kv_heads,
         most_keys=(top_k + 1) * block_size,
         has_values=v is not None,
+        is_invariant=is_invariant,
     )
     # Several new tokens of a sequence that see all before them share keys, if they share tiles.
     rows = rows_of_tile(q, num_kv_heads=num_kv_heads)
     is_whole = None
-    if num_tokens > num_seqs and tiles.num_splits == 1 and rows is not None:
+    shares = num_tokens > num_seqs and tiles.num_splits == 1 and not is_invariant
+    if shares and rows is not None:
         is_whole = q.new_empty(num_tokens, dtype=torch.int32)
     early = launches_early(q.device)
     _write_kernel[(num_tokens,)](

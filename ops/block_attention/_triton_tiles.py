@@ -34,8 +34,17 @@ class Tiles:
     num_stages: int
 
     @classmethod
-    def of(cls, q: Tensor, *, num_kv_heads: int, most_keys: int, has_values: bool) -> Tiles:
-        """Tiles for queries [T, Hq, D] that see at most so many keys."""
+    def of(
+        cls,
+        q: Tensor,
+        *,
+        num_kv_heads: int,
+        most_keys: int,
+        has_values: bool,
+        is_invariant: bool = False,
+    ) -> Tiles:
+        """Tiles for queries [T, Hq, D] that see at most so many keys, which are not split where a
+        query is to have the bits that it has in any call."""
         num_tokens, num_q_heads, head_dim = q.shape
         group = num_q_heads // num_kv_heads
         # float32 products run outside the tensor cores, on operands held in registers.
@@ -53,7 +62,7 @@ class Tiles:
         if fills:
             wanted = max(min(wanted, _WIDE_SPLITS), wanted // 2)
         least = _WIDE_SPLIT_KEYS if fills and num_tokens > 1 else _SPLIT_KEYS
-        splits = max(1, min(wanted, triton.cdiv(most_keys, least)))
+        splits = 1 if is_invariant else max(1, min(wanted, triton.cdiv(most_keys, least)))
         return cls(
             block_m=block_m,
             block_d=block_d,

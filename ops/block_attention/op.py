@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,12 @@ from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _PACKAGE = "torch_hybrid.ops.block_attention"
 
+_TRITON_CAPABILITY = Capability(
+    devices=triton_devices(),
+    limits={"head_dim": 512},
+    cuda_graph=True,
+    available=triton_missing,
+)
 IMPLEMENTATIONS = {
     "cpp": Implementation(
         capability=Capability(
@@ -45,13 +53,11 @@ IMPLEMENTATIONS = {
         launcher=f"{_PACKAGE}._cpu_invariant:block_attention",
     ),
     "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            limits={"head_dim": 512},
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher=f"{_PACKAGE}._triton:block_attention",
+        capability=_TRITON_CAPABILITY, launcher=f"{_PACKAGE}._triton:block_attention"
+    ),
+    "triton_invariant": Implementation(
+        capability=replace(_TRITON_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
+        launcher=f"{_PACKAGE}._triton_invariant:block_attention",
     ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),

@@ -36,8 +36,12 @@ def latent_attention_with_lse(
     *,
     scale: float,
     pool_scale: Tensor | None = None,
+    is_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Launcher of ``torch_hybrid::latent_attention_with_lse``, and of the op without."""
+    """Launcher of ``torch_hybrid::latent_attention_with_lse``, and of the op without.
+
+    ``is_invariant``: a token has the bits that it has in any call.
+    """
     num_pages, page_size, _ = pool.shape
     if interpreted() and pool.device.type == "cpu":
         index = (cu_seqlens, seq_lens, page_table, slot_mapping)
@@ -61,6 +65,7 @@ def latent_attention_with_lse(
         max_keys=max_pages * page_size,
         for_hopper=for_hopper,
         in_pairs=pool_scale is not None,
+        is_invariant=is_invariant,
     )
     queries_and_keys = (q_latent, q_rope, pool, cu_seqlens, seq_lens, page_table)
     attend: Callable[..., None] = partial(_attend, scale=scale, tiles=tiles)

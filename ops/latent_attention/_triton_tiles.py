@@ -46,18 +46,22 @@ class Tiles:
         max_keys: int,
         for_hopper: bool,
         in_pairs: bool,
+        is_invariant: bool = False,
     ) -> Tiles:
         """Tiles for sequences of at most ``max_keys`` keys, of the dtype and device of ``like``.
 
         ``for_hopper``: blocks of 64 rows have a form of their own, faster for 32 heads too, which
         fill half of it. ``in_pairs``: latents have 8 bits, and are widened in registers, which
-        leaves some for 32 rows.
+        leaves some for 32 rows. ``is_invariant``: as for as many tokens as a program takes, whose
+        keys are not split: tiles that hide all of their keys from a row leave it as it is.
         """
         # float32 products run outside the tensor cores, on operands held in registers.
         tensor_cores, hopper = like.itemsize == 2, is_hopper(like.device)
         most_rows = 16 if not tensor_cores else 64 if hopper and not in_pairs else 32
         block_h = min(triton.next_power_of_2(num_heads), most_rows)
         tokens_per_seq = triton.next_power_of_2(triton.cdiv(num_tokens, num_seqs))
+        if is_invariant:
+            tokens_per_seq = most_rows
         least_rows = most_rows if for_hopper and block_h == 32 else 16
         block_q = max(min(tokens_per_seq, most_rows // block_h), triton.cdiv(least_rows, block_h))
         # On Hopper two programs of up to 32 rows share a processor, and each has 64 latents of its
@@ -66,7 +70,8 @@ class Tiles:
         few_warps = shares or (tensor_cores and block_q * block_h <= 16)
         block_kv = 16 if not tensor_cores else 64 if hopper and not in_pairs else 32
         busy_programs = max(num_seqs, num_tokens // block_q) * triton.cdiv(num_heads, block_h)
-        wanted_splits = min(_MAX_SPLITS, PROCESSORS * (1 + shares) // max(1, busy_programs))
+        most_splits = 1 if is_invariant else _MAX_SPLITS
+        wanted_splits = min(most_splits, PROCESSORS * (1 + shares) // max(1, busy_programs))
         num_splits = max(1, min(wanted_splits, triton.cdiv(max_keys, block_kv)))
         block_rank = max(32, triton.next_power_of_2(rank))
         return cls(

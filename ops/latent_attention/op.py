@@ -65,6 +65,10 @@ def _attention(function: str) -> dict[str, Implementation]:
             launcher=f"{_PACKAGE}._cpu_invariant:{function}",
         ),
         "triton": Implementation(capability=triton, launcher=f"{_PACKAGE}._triton:{function}"),
+        "triton_invariant": Implementation(
+            capability=replace(triton, features=triton.features | {BATCH_INVARIANT}),
+            launcher=f"{_PACKAGE}._triton_invariant:{function}",
+        ),
         "torch": Implementation(capability=plain, launcher=f"{_PACKAGE}._torch:{function}"),
     }
     flashinfer = Capability(

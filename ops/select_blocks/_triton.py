@@ -36,9 +36,11 @@ def select_blocks(
     *,
     block_size: int,
     top_k: int,
+    is_invariant: bool = False,
 ) -> Tensor:
     """Launcher of ``torch_hybrid::select_blocks``.
 
+    ``is_invariant``: a query's scores have the bits that they have in any call.
     Ranks of all blocks that a row of the page table can name are kept between two launches:
     ``4 * T * max_pages * page_size / block_size`` bytes, up to a tile.
     """
@@ -78,12 +80,13 @@ def select_blocks(
         ranks = q.new_empty((num_tokens, row_tiles * _TILE), dtype=torch.int32)
         heads = triton.next_power_of_2(num_heads)
         # Products of float32 are no tensor core's, and take registers for every element.
-        is_narrow = num_tokens == num_seqs or q.itemsize > 2
+        is_decode = num_tokens == num_seqs and not is_invariant
+        is_narrow = is_decode or q.itemsize > 2
         rows = _FEWEST_ROWS if is_narrow else _ROWS
         block_n = _TILE if q.itemsize == 2 else 16
         block_q = max(1, rows // heads)
         # Where there are many programs, one that has found its queries scores several tiles.
-        tiles = 1 if num_tokens == num_seqs else _SCORED_TILES
+        tiles = 1 if is_decode else _SCORED_TILES
         grid = (num_blocks(num_tokens, num_seqs, block_q), triton.cdiv(row_tiles, tiles))
         _score_kernel[grid](
             q,

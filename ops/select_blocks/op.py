@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,12 @@ from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _PACKAGE = "torch_hybrid.ops.select_blocks"
 
+_TRITON_CAPABILITY = Capability(
+    devices=triton_devices(),
+    limits={"index_dim": 256},
+    cuda_graph=True,
+    available=triton_missing,
+)
 IMPLEMENTATIONS = {
     "cpp": Implementation(
         capability=Capability(
@@ -37,13 +44,11 @@ IMPLEMENTATIONS = {
         launcher=f"{_PACKAGE}._cpu:select_blocks",
     ),
     "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            limits={"index_dim": 256},
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher=f"{_PACKAGE}._triton:select_blocks",
+        capability=_TRITON_CAPABILITY, launcher=f"{_PACKAGE}._triton:select_blocks"
+    ),
+    "triton_invariant": Implementation(
+        capability=replace(_TRITON_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
+        launcher=f"{_PACKAGE}._triton_invariant:select_blocks",
     ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),

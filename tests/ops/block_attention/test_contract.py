@@ -23,6 +23,7 @@ from tests.ops.contract import (
 from tests.ops.pages import offsets
 from torch_hybrid.ops.block_attention import block_attention, reference
 from torch_hybrid.ops.block_attention.op import IMPLEMENTATIONS
+from torch_hybrid.ops.capability import BATCH_INVARIANT
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -116,6 +117,8 @@ def test_chunked_equals_whole(impl: str, chunk: int):
         out, kv = attend(piece, case, impl)
         outs.append(out)
     torch.testing.assert_close(torch.cat(outs), expected, atol=2e-6, rtol=1e-5)
+    if BATCH_INVARIANT in IMPLEMENTATIONS[impl].capability.features:
+        assert torch.equal(torch.cat(outs), expected)
     assert torch.equal(kv.view(torch.uint8), expected_kv.view(torch.uint8))
 
 
@@ -277,7 +280,7 @@ blocks must have dtype torch.int32, got torch.int64
 blocks must have shape [11, 3], got [4, 3]
 block_size must divide the 16 tokens of a page, got 5
 scale must be positive, got 0.0
-impl must be one of ['cpp', 'cpp_invariant', 'triton', 'torch'], got 'tpu'""",
+impl must be one of ['cpp', 'cpp_invariant', 'triton', 'triton_invariant', 'torch'], got 'tpu'""",
     )
 
 

@@ -24,10 +24,11 @@ from torch_hybrid.ops.block_attention import block_attention, reference
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/block_attention -k triton
 CONTRACT = """
-    triton and (
+    (triton and not triton_invariant and (
         float64 and (odd or a_token) or padding or nothing or out_of_range or more_heads and fp16
         or keys_that
-    ) and not interpreter and not on_a_gpu and not writes
+    ) or triton_invariant and (float64 and odd and bf16 or chunked and 64))
+    and not interpreter and not on_a_gpu and not writes
 """
 
 

@@ -21,6 +21,7 @@ from tests.ops.contract import (
 )
 from tests.ops.latent_attention.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.pages import offsets
+from torch_hybrid.ops.capability import BATCH_INVARIANT
 from torch_hybrid.ops.latent_attention import (
     latent_attention,
     latent_attention_with_lse,
@@ -187,6 +188,9 @@ def test_chunked_equals_whole(impl: str, chunk: int, make: Callable[..., Inputs]
         lses.append(lse)
     torch.testing.assert_close(torch.cat(outs), expected, atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(torch.cat(lses), expected_lse, atol=2e-6, rtol=1e-5)
+    if BATCH_INVARIANT in IMPLEMENTATIONS[impl].capability.features:
+        assert torch.equal(torch.cat(outs), expected)
+        assert torch.equal(torch.cat(lses), expected_lse)
     assert torch.equal(bits(pool), bits(expected_pool))
 
 
@@ -421,7 +425,7 @@ q_latent must have a contiguous last dim, got (128, 1, 4)
 seq_lens must have dtype torch.int32, got torch.int64
 cu_seqlens must have shape [2], got [4]
 scale must be positive, got 0.0
-impl must be one of ['cpp', 'cpp_invariant', 'triton', 'flashinfer', 'torch', 'flashinfer_trtllm', 'flashinfer_cute_dsl'], got 'tpu'""",  # noqa: E501
+impl must be one of ['cpp', 'cpp_invariant', 'triton', 'flashinfer', 'triton_invariant', 'torch', 'flashinfer_trtllm', 'flashinfer_cute_dsl'], got 'tpu'""",  # noqa: E501
     )
 
 

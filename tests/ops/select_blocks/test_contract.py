@@ -14,10 +14,12 @@ from torch import Tensor
 from tests.ops.contract import assert_traces_once, impls_on, pool_clones, rows_apart, skip_reason
 from tests.ops.pages import offsets
 from tests.ops.select_blocks.cases import CASES, SMALL, Case, Inputs, make_inputs, picked
+from torch_hybrid.ops.capability import BATCH_INVARIANT
 from torch_hybrid.ops.select_blocks import reference, select_blocks
 from torch_hybrid.ops.select_blocks.op import IMPLEMENTATIONS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+INVARIANT = impls_on("cpu", IMPLEMENTATIONS, frozenset({BATCH_INVARIANT}))
 
 
 @pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
@@ -90,6 +92,33 @@ def test_chunked_equals_whole(impl: str, chunk: int):
         parts.append(chosen)
     assert torch.equal(torch.cat(parts), expected)
     assert_same_bits(pool, expected_pool)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("impl", INVARIANT, indirect=True)
+def test_rounded_scores_are_the_same_in_any_call(impl: str, dtype: str):
+    """Blocks whose keys are the same numbers in another order: their scores tie but for rounding,
+    which depends on the order of a sum's terms alone."""
+    case = Case(num_heads=3, index_dim=48, block_size=1, top_k=3, lengths=((75, 75),))
+    inputs, generator = make_inputs(case, dtype=DTYPES[dtype]), torch.Generator().manual_seed(0)
+    numbers = torch.randn(48, generator=generator).to(DTYPES[dtype])
+    orders = [torch.randperm(48, generator=generator) for _ in range(75)]
+    keys = torch.stack([numbers[order] for order in orders])
+    whole = replace(inputs, q=torch.ones_like(inputs.q), keys=keys)
+    assert_same_bits_in_any_call(whole, case, impl)
+
+
+def assert_same_bits_in_any_call(whole: Inputs, case: Case, impl: str) -> None:
+    expected, _ = select(whole, case, impl)
+    assert len(expected[-1].unique()) == case.top_k
+    for cuts in ([1, 32, 2, 33, 7], [72, 1, 1, 1]):
+        pool, parts = whole.block_keys, []
+        for rows in torch.arange(75).split(cuts):
+            piece = picked(whole, rows, [0], offsets([len(rows)]))
+            piece = replace(piece, block_keys=pool, seq_lens=whole.seq_lens - 74 + int(rows[-1]))
+            chosen, pool = select(piece, case, impl)
+            parts.append(chosen)
+        assert torch.equal(torch.cat(parts), expected)
 
 
 def test_sequences_do_not_depend_on_one_another(impl: str):
@@ -213,7 +242,7 @@ keys must have dtype torch.float32, got torch.float64
 weights must have shape [11, 2], got [11, 3]
 block_keys must have dtype torch.float32, got torch.float64
 block_size and top_k must be at least 1, got 4 and 0
-impl must be one of ['cpp', 'triton', 'torch'], got 'tpu'""",
+impl must be one of ['cpp', 'triton', 'triton_invariant', 'torch'], got 'tpu'""",
     )
 
 

@@ -24,10 +24,11 @@ from torch_hybrid.ops.select_blocks import reference, select_blocks
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/select_blocks -k triton
 CONTRACT = """
-    triton and (
+    (triton and not triton_invariant and (
         reference and (odd or a_token or many_blocks and bf16) or glm5_next and bf16 or padding
         or apart and not strided or out_of_range
-    ) and not interpreter and not on_a_gpu
+    ) or triton_invariant and any_call)
+    and not interpreter and not on_a_gpu
 """
 
 
