@@ -35,15 +35,22 @@ def rg_lru(
     cu_seqlens: Tensor,
     initial_indices: Tensor,
     state_indices: Tensor,
+    *,
+    is_invariant: bool = False,
 ) -> Tensor:
-    """Launcher of ``torch_hybrid::rg_lru``."""
+    """Launcher of ``torch_hybrid::rg_lru``.
+
+    ``is_invariant``: a token has the bits that it has in any call, by one kernel for any lengths
+    that walks sequences whole.
+    """
     num_tokens, num_channels = x.shape
     num_seqs = state_indices.shape[0]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     block_c = min(_MOST_CHANNELS, triton.next_power_of_2(num_channels))
-    is_decode = num_tokens <= num_seqs
+    is_decode = num_tokens <= num_seqs and not is_invariant
     # How many sequences there are does not count: in a captured graph most of them may be empty.
-    segment = 0 if is_decode or num_tokens < _FEWEST_SEGMENTS * _SEGMENT else _SEGMENT
+    is_whole = is_decode or is_invariant or num_tokens < _FEWEST_SEGMENTS * _SEGMENT
+    segment = 0 if is_whole else _SEGMENT
     num_walks, ends, decays = num_seqs, None, None
     if segment:
         num_walks = num_blocks(num_tokens, num_seqs, segment)

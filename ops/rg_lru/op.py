@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -22,6 +24,7 @@ from torch_hybrid.ops.registration import (
 )
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
+_TRITON_CAPABILITY = Capability(devices=triton_devices(), cuda_graph=True, available=triton_missing)
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(
         capability=Capability(
@@ -33,8 +36,11 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         launcher="torch_hybrid.ops.rg_lru._cpu:rg_lru",
     ),
     "triton": Implementation(
-        capability=Capability(devices=triton_devices(), cuda_graph=True, available=triton_missing),
-        launcher="torch_hybrid.ops.rg_lru._triton:rg_lru",
+        capability=_TRITON_CAPABILITY, launcher="torch_hybrid.ops.rg_lru._triton:rg_lru"
+    ),
+    "triton_invariant": Implementation(
+        capability=replace(_TRITON_CAPABILITY, features=frozenset({BATCH_INVARIANT})),
+        launcher="torch_hybrid.ops.rg_lru._triton_invariant:rg_lru",
     ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"}), dtypes=FLOATS_AND_FLOAT64),

@@ -18,7 +18,7 @@ SPEC = th.RgLruSpec(num_heads=4, head_dim=12, conv_width=4)
 def make() -> RgLru:
     torch.manual_seed(0)
     layer = RgLru(DIM, SPEC).requires_grad_(False)
-    layer.gate_bias.normal_()
+    layer.gates.bias.normal_()
     return layer
 
 
@@ -27,7 +27,7 @@ def by_definition(layer: RgLru, x: Tensor) -> Tensor:
     padded = F.pad(mixed.T, (SPEC.conv_width - 1, 0))
     mixed = F.conv1d(padded, layer.conv_weight[:, None], layer.conv_bias, groups=SPEC.channels).T
     heads = mixed.unflatten(-1, (SPEC.num_heads, -1))
-    gates = torch.einsum("thb,hbo->tho", heads, layer.gate_weight) + layer.gate_bias
+    gates = torch.einsum("thb,hbo->tho", heads, layer.gates.weight) + layer.gates.bias
     input_gate, recurrent_gate = (part.flatten(1).sigmoid() for part in gates.chunk(2, dim=-1))
     decay = (-8 * recurrent_gate * F.softplus(layer.a_param)).exp()
     added = input_gate * mixed

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.backends.rg_lru import apply_rg_lru
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.head_linear import HeadLinear
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ranks import Ranks
@@ -48,8 +49,7 @@ class RgLru(nn.Module):
 
         self.conv_weight = parameter(channels, spec.conv_width)
         self.conv_bias = parameter(channels)
-        self.gate_weight = parameter(heads, width, 2 * width)
-        self.gate_bias = parameter(heads, 2 * width)
+        self.gates = HeadLinear(parameter(heads, width, 2 * width), parameter(heads, 2 * width))
         self.a_param = parameter(channels)
         self.reset_parameters()
 
@@ -58,8 +58,9 @@ class RgLru(nn.Module):
         bound = self.spec.conv_width**-0.5
         nn.init.uniform_(self.conv_weight, -bound, bound)
         nn.init.uniform_(self.conv_bias, -bound, bound)
-        nn.init.normal_(self.gate_weight, std=self.spec.head_dim**-0.5)
-        nn.init.zeros_(self.gate_bias)
+        nn.init.normal_(self.gates.weight, std=self.spec.head_dim**-0.5)
+        assert self.gates.bias is not None
+        nn.init.zeros_(self.gates.bias)
         with torch.no_grad():
             decay = torch.empty_like(self.a_param).uniform_(0.9, 0.999)
             self.a_param.copy_(torch.expm1(-decay.log() / _SHARPNESS).log())
@@ -79,8 +80,7 @@ class RgLru(nn.Module):
         spec = self.spec
         mixed, y = columns(self.in_proj, x, [spec.channels] * 2)
         mixed = convolve(mixed, self.conv_weight, self.conv_bias, plan, cache, activation="none")
-        heads = mixed.view(-1, spec.num_heads, spec.head_dim).transpose(0, 1)
-        gates = torch.baddbmm(self.gate_bias[:, None], heads, self.gate_weight).transpose(0, 1)
+        gates = self.gates(mixed.view(-1, spec.num_heads, spec.head_dim))
         log_a = -_SHARPNESS * F.softplus(self.a_param.float())
         h = apply_rg_lru(mixed, gates, log_a, plan, cache)
         out: Tensor = self.out_proj(h * F.gelu(y, approximate="tanh"))
@@ -100,7 +100,6 @@ class RgLru(nn.Module):
         part.out_proj = ranks.summed_columns(self.out_proj, spec.num_heads)
         part.conv_weight = ranks.parameter(self.conv_weight, [channels])
         part.conv_bias = ranks.parameter(self.conv_bias, [channels])
-        part.gate_weight = ranks.parameter(self.gate_weight, [head])
-        part.gate_bias = ranks.parameter(self.gate_bias, [head])
+        part.gates = self.gates.shard(ranks, [head])
         part.a_param = ranks.parameter(self.a_param, [channels])
         return part

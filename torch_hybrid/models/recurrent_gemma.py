@@ -48,8 +48,8 @@ def _mixer(module: Any, spec: RgLruSpec) -> RgLru:
     mixer.conv_bias = module.conv_1d.bias
     weights = (lru.input_gate_weight.detach(), lru.recurrent_gate_weight.detach())
     biases = (lru.input_gate_bias.detach(), lru.recurrent_gate_bias.detach())
-    mixer.gate_weight = parameter(torch.cat(weights, dim=-1))
-    mixer.gate_bias = parameter(torch.cat(biases, dim=-1))
+    mixer.gates.weight = parameter(torch.cat(weights, dim=-1))
+    mixer.gates.bias = parameter(torch.cat(biases, dim=-1))
     mixer.a_param = lru.recurrent_param
     return mixer
 

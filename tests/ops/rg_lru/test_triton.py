@@ -20,8 +20,9 @@ from torch_hybrid.ops.rg_lru import rg_lru
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/rg_lru -k triton
 CONTRACT = """
-    triton and (exact and not recurrentgemma or nearly_one or segments or first_token or not_stored
-    or nothing_to_do) and not on_a_gpu and not in_the_interpreter
+    (triton and not triton_invariant and (exact and not recurrentgemma or nearly_one or segments
+    or first_token or not_stored or nothing_to_do) or triton_invariant and segments_are_the_whole)
+    and not on_a_gpu and not in_the_interpreter
 """
 # Of several segments of 8 tokens, of one, of none; the second begins within one of the first's.
 SEGMENTS = Case(lengths=(41, 33, 8, 0, 1), num_padding_tokens=3)
