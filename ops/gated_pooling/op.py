@@ -38,6 +38,7 @@ IMPLEMENTATIONS = {
         capability=Capability(
             devices=triton_devices(),
             limits={"block_size": 64},
+            features=frozenset({BATCH_INVARIANT}),
             cuda_graph=True,
             available=triton_missing,
         ),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.capability import BATCH_INVARIANT, Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.recurrence import (
     DEFAULT_CHUNK_SIZE,
@@ -40,6 +40,7 @@ RECURRENT_IMPLEMENTATIONS: dict[str, Implementation] = {
         capability=Capability(
             devices=triton_devices(),
             limits={"head_k_dim": 512},
+            features=frozenset({BATCH_INVARIANT}),
             cuda_graph=True,
             available=triton_missing,
         ),

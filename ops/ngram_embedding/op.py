@@ -36,7 +36,12 @@ IMPLEMENTATIONS = {
         launcher=f"{_PACKAGE}._cpu:ngram_embedding",
     ),
     "triton": Implementation(
-        capability=Capability(devices=triton_devices(), cuda_graph=True, available=triton_missing),
+        capability=Capability(
+            devices=triton_devices(),
+            features=frozenset({BATCH_INVARIANT}),
+            cuda_graph=True,
+            available=triton_missing,
+        ),
         launcher=f"{_PACKAGE}._triton:ngram_embedding",
     ),
     "torch": Implementation(

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.ops.contract import assert_traces_once, assert_within_budget, pool_clones, skip_reason
 from tests.ops.pages import offsets
-from torch_hybrid.ops.capability import Implementation
+from torch_hybrid.ops.capability import BATCH_INVARIANT, Implementation
 from torch_hybrid.ops.recurrence import CHUNK_SIZES
 from torch_hybrid.ops.triton.devices import interpreted
 
@@ -227,6 +227,12 @@ class RecurrentContract:
             )
             outs.append(form(piece))
         whole.check(torch.cat(outs), segmented.state)
+        features = self.family.recurrent_implementations[form.impl].capability.features
+        if form.chunk_size is None and BATCH_INVARIANT in features:
+            uncut = whole.inputs.copy()
+            assert torch.equal(torch.cat(outs), form(uncut))
+            slots = written_slots(uncut)
+            assert torch.equal(segmented.state[slots], uncut.state[slots])
 
     def test_padding_changes_nothing(self, form: Form):
         """Padding tokens and empty sequences: zeros, and no other bit."""

@@ -22,6 +22,7 @@ from tests.ops.contract import (
 )
 from tests.ops.gated_pooling.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.pages import offsets
+from torch_hybrid.ops.capability import BATCH_INVARIANT
 from torch_hybrid.ops.gated_pooling import gated_pooling, reference
 from torch_hybrid.ops.gated_pooling.op import IMPLEMENTATIONS
 
@@ -87,6 +88,8 @@ def test_segments_are_the_whole(impl: str):
         out, state = pool(piece, impl)
         outs.append(out)
     torch.testing.assert_close(torch.cat(outs), expected, atol=1e-6, rtol=1e-6)
+    if BATCH_INVARIANT in IMPLEMENTATIONS[impl].capability.features:
+        assert torch.equal(torch.cat(outs), expected)
     slot = int(whole.state_indices[0])
     assert torch.equal(state[slot, :2], expected_state[slot, :2])
 

@@ -29,6 +29,7 @@ KIMI = (recurrent_kimi_delta_attention, kimi_delta_attention_reference)
 CONTRACT = """
     recurrent-triton and (
         exact and (one_token or decode or odd_dims) or padding or no_other_slot or nothing_to_do
+        or segments
     ) or in_interpreter
 """
 
