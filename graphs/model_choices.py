@@ -17,6 +17,7 @@ from torch_hybrid.backends.select import Backends, Choice, Chooses, impls_of, se
 from torch_hybrid.backends.step import Backend
 from torch_hybrid.graphs.passes import Pass, without
 from torch_hybrid.graphs.passes.merge_linears import merge_linears
+from torch_hybrid.graphs.passes.narrow_products import narrow_products
 from torch_hybrid.graphs.passes.row_products import row_products
 from torch_hybrid.graphs.step import Model
 from torch_hybrid.ops.capability import BATCH_INVARIANT, Need
@@ -103,10 +104,12 @@ def passes_for(
     impls = dict(impls_of(choices))
     if batch_invariant:
         merge = Pass("merge_linears", partial(merge_linears, features=frozenset({BATCH_INVARIANT})))
-        kept = [merge if each.name == "merge_linears" else each for each in passes]
+        narrow = Pass("narrow_products", partial(narrow_products, devices=("cpu", "cuda")))
         own = Pass("row_products", partial(row_products, impl=impls["linear"]))
+        others = without(passes, {narrow.name})
+        kept = [merge if each.name == "merge_linears" else each for each in others]
         place = kept.index(merge) + 1 if merge in kept else 0
-        return dict.fromkeys(modes, (*kept[:place], own, *kept[place:]))
+        return dict.fromkeys(modes, (*kept[:place], narrow, own, *kept[place:]))
 
     def merges(mode: Mode) -> bool:
         impl = impls.get("linear", "torch")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -42,12 +42,16 @@ def _num_terms(node: Node) -> int | None:
     if node.target not in _PRODUCTS or len(node.args) != 2:
         return None
     operands = [value_of(arg) for arg in node.args if isinstance(arg, Node)]
+    return int(operands[0].shape[-1]) if is_narrow(operands) else None
+
+
+def is_narrow(operands: Sequence[Any]) -> bool:
+    """Whether the product of what is given is one of many matrices of a few rows and terms."""
     if any(not isinstance(x, Tensor) or x.dim() < 3 for x in operands) or len(operands) != 2:
-        return None
+        return False
     num_rows, num_terms = operands[0].shape[-2:]
     are_few = all(isinstance(n, int) and n <= _MOST for n in (num_rows, num_terms))
-    is_sum = are_few and num_terms > 1 and operands[0].is_floating_point()
-    return int(num_terms) if is_sum else None
+    return are_few and num_terms > 1 and operands[0].is_floating_point()
 
 
 def _write_out(graph: Graph, node: Node, num_terms: int) -> None:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.passes.marks import keep_marks
+from torch_hybrid.graphs.passes.narrow_products import is_narrow
 from torch_hybrid.graphs.passes.values import value_of
 from torch_hybrid.ops.linear.op import linear
 
@@ -124,7 +125,10 @@ class _ByRow(TorchFunctionMode):
             return self._linear(*args, **kwargs)
         name = _name(func)
         if name in _PRODUCTS:
-            _check_product(name, [x for x in args if isinstance(x, Tensor)])
+            operands = [x for x in args if isinstance(x, Tensor)]
+            if name in ("matmul", "__matmul__") and is_narrow(operands):
+                return _narrow_product(*operands)
+            _check_product(name, operands)
         elif name.removesuffix("_") in _ELEMENTWISE and args and args[0].is_floating_point():
             return _in_vectors(func, *args, is_in_place=name.endswith("_"), **kwargs)
         return func(*args, **kwargs)
@@ -149,6 +153,14 @@ def _check_product(name: str, operands: Sequence[Tensor]) -> None:
     raise UnsupportedError(
         f"batch_invariant: the model calls {name}, whose order of additions depends on the batch"
     )
+
+
+def _narrow_product(left: Tensor, right: Tensor) -> Tensor:
+    """What the pass ``narrow_products`` writes out, one term after the other."""
+    work = torch.promote_types(left.dtype, torch.float32)
+    columns, rows = left.to(work).unsqueeze(-1).unbind(-2), right.to(work).unsqueeze(-3).unbind(-2)
+    terms = [column * row for column, row in zip(columns, rows, strict=True)]
+    return sum(terms[1:], terms[0]).to(left.dtype)
 
 
 def _in_vectors(

@@ -17,8 +17,6 @@ from torch_hybrid.graphs.check_options import check_invariant
 
 LENGTH = 75  # more than a chunk of a recurrence, a block of keys, a stretch of tokens
 CUTS = [1, 32, 2, 33, 7]
-# Products of torch in their layers, which are no linear layers.
-REFUSED = {"glm5_next": "matmul", "recurrent_gemma": "baddbmm"}
 IN_BF16 = ("qwen3_next", "falcon_h1", "bailing_hybrid", "lfm3")  # of different mixers
 
 
@@ -61,17 +59,10 @@ def among_others(runner: th.Runner, prompt: list[int], cuts: Sequence[int]) -> T
     return torch.cat(logits)
 
 
-@pytest.mark.parametrize("family", REFUSED)
-def test_products_of_torch_are_refused(family: str):
-    runner = make_runner(family)
-    with pytest.raises(th.UnsupportedError, match=f"calls {REFUSED[family]}, whose order of add"):
-        in_pieces(runner, tokens(4), [4])
-
-
 @pytest.mark.parametrize(
     ("family", "dtype"),
     [
-        *((family, torch.float32) for family in sorted(BUILDERS.keys() - REFUSED.keys())),
+        *((family, torch.float32) for family in sorted(BUILDERS)),
         *((family, torch.bfloat16) for family in IN_BF16),
     ],
     ids=str,

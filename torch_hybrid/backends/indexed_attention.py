@@ -20,6 +20,7 @@ from torch_hybrid.ops.block_attention import op as attention
 from torch_hybrid.ops.capability import Implementation, Need
 from torch_hybrid.ops.causal_conv1d.op import causal_conv1d
 from torch_hybrid.ops.gated_pooling import op as pooling
+from torch_hybrid.ops.head_linear import op as head_linear
 from torch_hybrid.ops.select_blocks import op as selection
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import IndexedAttentionSpec, IndexedLatentSpec, LayerEntry
@@ -83,10 +84,15 @@ class IndexedAttentionBackend:
             ]
             return select(op, impls, needs, backends.named(op, backends.full, mode))
 
+        ops = {
+            "block_attention": attention.IMPLEMENTATIONS,
+            "select_blocks": selection.IMPLEMENTATIONS,
+        }
+        if backends.batch_invariant and any(isinstance(x, IndexedLatentSpec) for x in specs):
+            ops["head_linear"] = head_linear.IMPLEMENTATIONS  # to latents and back
         self.choices = {
             mode: (
-                choose("block_attention", attention.IMPLEMENTATIONS, mode),
-                choose("select_blocks", selection.IMPLEMENTATIONS, mode),
+                *(choose(op, impls, mode) for op, impls in ops.items()),
                 key_of_block.choose(set(specs), sizes, backends, mode),
             )
             for mode in modes

@@ -280,9 +280,9 @@ def _facts(spec: LatentSpec, sizes: PoolSizes) -> dict[str, Any]:
     }
 
 
-def by_head(x: Tensor, weight: Tensor, plan: LatentPlan) -> Tensor:
+def by_head(x: Tensor, weight: Tensor, statics: Statics) -> Tensor:
     """Each head of x [T, H, K] by its own weight, of [H, N, K] -> [T, H, N]."""
-    impls = dict(plan.statics.impls)
+    impls = dict(statics.impls)
     if "head_linear" in impls:
         return head_linear(x, weight, impl=impls["head_linear"])
     return torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.indexed_attention import IndexedPlan, attend_to_blocks, pick, pooled
+from torch_hybrid.backends.latent_attention import by_head
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.ranks import Ranks
@@ -77,9 +78,9 @@ class IndexedLatentAttention(nn.Module):
         weight = self.kv_b_proj.weight.view(spec.num_heads, -1, spec.latent_rank)
         to_keys, to_values = weight.split([spec.nope_dim, spec.v_dim], dim=1)
         # [T, H, nope] to [T, H, rank] and back, head by head.
-        q_latent = torch.bmm(q.transpose(0, 1), to_keys).transpose(0, 1)
+        q_latent = by_head(q, to_keys.transpose(1, 2), plan.statics)
         o = attend_to_blocks(q_latent, latent, None, blocks, spec, plan, cache)
-        values = torch.bmm(o.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1)
+        values = by_head(o, to_values, plan.statics)
         out: Tensor = self.o_proj(values.flatten(1))
         return out
 

@@ -65,9 +65,9 @@ class LatentAttention(nn.Module):
         q_nope, q_rope = q.split([spec.nope_dim, spec.rope_dim], dim=-1)
         w_uk, w_uv = self._weights()
         # [T, H, nope] to [T, H, rank] and back, head by head.
-        q_latent = by_head(q_nope, w_uk.transpose(1, 2), plan)
+        q_latent = by_head(q_nope, w_uk.transpose(1, 2), plan.statics)
         out = attend_absorbed(q_latent, q_rope, latent, k_rope, spec, plan, cache)
-        return by_head(out, w_uv, plan)
+        return by_head(out, w_uv, plan.statics)
 
     def shard(self, ranks: Ranks) -> LatentAttention:
         """This rank's heads, over all of the latents.
