@@ -32,7 +32,7 @@ CONTRACT = """
         matches_float64 and (one_head or odd or long_decode and fp16)
         or (padding or writes) and odd or 8_bits or sequences_empty or out_of_range or overflow
     )
-    or triton_invariant and (matches_float64 and odd and bf16 or chunked and 7-)
+    or triton_invariant and (matches_float64 and odd and bf16 or chunked and written-1)
     or by_documentation
 """
 

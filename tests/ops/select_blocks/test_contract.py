@@ -99,26 +99,19 @@ def test_chunked_equals_whole(impl: str, chunk: int):
 def test_rounded_scores_are_the_same_in_any_call(impl: str, dtype: str):
     """Blocks whose keys are the same numbers in another order: their scores tie but for rounding,
     which depends on the order of a sum's terms alone."""
-    case = Case(num_heads=3, index_dim=48, block_size=1, top_k=3, lengths=((75, 75),))
+    case = Case(num_heads=3, index_dim=48, block_size=1, top_k=3, lengths=((30, 30),))
     inputs, generator = make_inputs(case, dtype=DTYPES[dtype]), torch.Generator().manual_seed(0)
     numbers = torch.randn(48, generator=generator).to(DTYPES[dtype])
-    orders = [torch.randperm(48, generator=generator) for _ in range(75)]
-    keys = torch.stack([numbers[order] for order in orders])
+    keys = torch.stack([numbers[torch.randperm(48, generator=generator)] for _ in range(30)])
     whole = replace(inputs, q=torch.ones_like(inputs.q), keys=keys)
-    assert_same_bits_in_any_call(whole, case, impl)
-
-
-def assert_same_bits_in_any_call(whole: Inputs, case: Case, impl: str) -> None:
     expected, _ = select(whole, case, impl)
-    assert len(expected[-1].unique()) == case.top_k
-    for cuts in ([1, 32, 2, 33, 7], [72, 1, 1, 1]):
-        pool, parts = whole.block_keys, []
-        for rows in torch.arange(75).split(cuts):
-            piece = picked(whole, rows, [0], offsets([len(rows)]))
-            piece = replace(piece, block_keys=pool, seq_lens=whole.seq_lens - 74 + int(rows[-1]))
-            chosen, pool = select(piece, case, impl)
-            parts.append(chosen)
-        assert torch.equal(torch.cat(parts), expected)
+    pool, parts = whole.block_keys, []
+    for rows in torch.arange(30).split([1, 19, 9, 1]):
+        piece = picked(whole, rows, [0], offsets([len(rows)]))
+        piece = replace(piece, block_keys=pool, seq_lens=(rows[-1:] + 1).int())
+        chosen, pool = select(piece, case, impl)
+        parts.append(chosen)
+    assert torch.equal(torch.cat(parts), expected)
 
 
 def test_sequences_do_not_depend_on_one_another(impl: str):

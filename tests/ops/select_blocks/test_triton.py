@@ -27,7 +27,7 @@ CONTRACT = """
     (triton and not triton_invariant and (
         reference and (odd or a_token or many_blocks and bf16) or glm5_next and bf16 or padding
         or apart and not strided or out_of_range
-    ) or triton_invariant and any_call)
+    ) or triton_invariant and any_call and bf16)
     and not interpreter and not on_a_gpu
 """
 
