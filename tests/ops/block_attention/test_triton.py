@@ -80,13 +80,22 @@ def test_compiles_without_spills():
         for target in SHARED_LIMITS
         for launch in record(target, *shape).values()
     ]
+    for target in SHARED_LIMITS:
+        launches = record_launches(target, 64, 64, torch.bfloat16, is_invariant=True)
+        label = "Qwen4-Exp of any lengths"
+        rows.append(resources_of(launches["_attend_kernel"], target, label))
     launches = record_latent_launches("sm_90", *LATENT_SHAPES["GLM-5.3 extend 2048"], gluon=False)
     rows.append(resources_of(launches["_attend_kernel"], "sm_90", "GLM-5.3 of other Gluon"))
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
 
 
 def record_launches(
-    target: str, num_seqs: int, num_tokens: int, dtype: torch.dtype
+    target: str,
+    num_seqs: int,
+    num_tokens: int,
+    dtype: torch.dtype,
+    *,
+    is_invariant: bool = False,
 ) -> dict[str, Launch]:
     from torch_hybrid.ops.block_attention import _triton
 
@@ -105,6 +114,7 @@ def record_launches(
             index[:num_tokens],
             block_size=4,
             scale=1 / 16,
+            is_invariant=is_invariant,
         )
     return launches
 

@@ -133,6 +133,12 @@ SHAPES = {
     "DeepSeek-V3 decode 64, fp8": (64, 64, 128, torch.bfloat16, True),
     "DeepSeek-V2-Lite decode 64, fp8": (64, 64, 16, torch.bfloat16, True),
 }
+# Where a token's tile is that of many.
+ANY_LENGTHS = {
+    "DeepSeek-V3": (64, 64, 128, torch.bfloat16, False),
+    "DeepSeek-V2-Lite": (64, 64, 16, torch.bfloat16, False),
+    "DeepSeek-V2-Lite, fp8": (64, 64, 16, torch.bfloat16, True),
+}
 
 
 @needs_cross_compiler
@@ -153,6 +159,11 @@ def test_compiles_without_spills() -> None:
             for name, launch in record_launches(target, *shape).items():
                 if number == 0 or name not in once:
                     rows.append(resources_of(launch, target, label))
+    for label, shape in ANY_LENGTHS.items():
+        for target in SHARED_LIMITS:
+            launches = record_launches(target, *shape, is_invariant=True)
+            name = next(name for name in launches if "attend" in name)
+            rows.append(resources_of(launches[name], target, f"{label} of any lengths"))
     launches = record_launches("sm_90", *SHAPES["DeepSeek-V3 decode 64"], gluon=False)
     rows.append(resources_of(launches["_attend_kernel"], "sm_90", "DeepSeek-V3 of other Gluon"))
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
@@ -170,6 +181,7 @@ def record_launches(
     fp8: bool,
     *,
     gluon: bool = True,
+    is_invariant: bool = False,
 ) -> dict[str, Launch]:
     """What the launcher launches for rows of 512 and 64."""
     from torch_hybrid.ops.latent_attention import _triton
@@ -193,5 +205,6 @@ def record_launches(
             index(num_tokens),
             scale=1.0,
             pool_scale=torch.empty(1, device="meta") if fp8 else None,
+            is_invariant=is_invariant,
         )
     return launches
