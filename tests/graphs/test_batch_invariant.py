@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -12,11 +13,24 @@ from torch import Tensor
 
 import torch_hybrid as th
 from tests.devices import needs_cuda
+from tests.ops.triton_interpreter import needs_triton
 from tests.tiny_models import BUILDERS, FEWEST_LAYERS, VOCAB_SIZE, make_model
+from torch_hybrid.backends.mode import Mode
+from torch_hybrid.backends.select import select
+from torch_hybrid.backends.step import make_backends
+from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.graphs.check_options import check_invariant
+from torch_hybrid.models.load import table_of
+from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.registration import REGISTERED
 
 LENGTH = 75  # more than a chunk of a recurrence, a block of keys, a stretch of tokens
 CUTS = [1, 32, 2, 33, 7]
+# Of all kinds of mixers, between them.
+ON_A_GPU = (
+    *("qwen3_next", "falcon_h1", "lfm3", "jamba", "deepseek_v3", "kimi_linear", "glm5_next"),
+    *("qwen4_exp", "recurrent_gemma", "zaya"),
+)
 IN_BF16 = ("qwen3_next", "falcon_h1", "bailing_hybrid", "lfm3")  # of different mixers
 
 
@@ -79,9 +93,32 @@ def assert_same_bits(runner: th.Runner) -> None:
     assert torch.equal(among_others(runner, prompt, CUTS), whole)
 
 
+@needs_triton
+def test_an_op_of_every_family_can_serve_on_a_gpu():
+    wanted = th.Backends(batch_invariant=True)
+    cuda: dict[str, Any] = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
+    sizes = PoolSizes(num_pages=80, page_size=8, num_slots=5, **cuda)
+    for family, build in BUILDERS.items():
+        with torch.device("meta"):
+            table = table_of(build().config)
+        backends = make_backends(table, sizes, wanted, [Mode.EXTEND])
+        assert backends.keys() == set(table.kinds), family
+    need = Need(**cuda, features=wanted.features)
+    for op in ("linear", "fused_experts", "head_linear"):
+        assert "triton" in select(op, REGISTERED[op], need).impl
+
+
+def test_products_of_torch_are_refused():
+    runner = make_runner("qwen3")
+    mlp = next(each for name, each in runner.model.named_modules() if name.endswith(".mlp"))
+    mlp.forward = lambda x: torch.einsum("btd,bsd->bts", x, x)
+    with pytest.raises(th.UnsupportedError, match="calls einsum, whose order of additions"):
+        in_pieces(runner, tokens(4), [4])
+
+
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm3"])
+@pytest.mark.parametrize("family", ON_A_GPU)
 def test_on_a_gpu(family: str, dtype: torch.dtype):
     runner = make_runner(family, dtype, "cuda", compile=True)
     assert_same_bits(runner)
