@@ -8,6 +8,7 @@ around it runs alike.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ class CapturedSteps:
                 step()
             graph, stream = torch.cuda.CUDAGraph(), _capture_stream(self._device)
             pool: Any = self._pool.id  # annotated as a pair, where graph wants a type of its own
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
+            with _nothing_collected(), torch.cuda.graph(graph, pool=pool, stream=stream):
                 output = step()
             torch.cuda.synchronize()
             self._nbytes += torch.cuda.memory_reserved() - before
@@ -121,6 +122,19 @@ def on_capture_stream(device: torch.device) -> Iterator[None]:
         with torch.cuda.stream(stream):
             yield
         current.wait_stream(stream)
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Leave what nobody reaches for later: among it may be a pool of other graphs, and torch aborts
+    the process where one is freed while a graph is captured."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @cache

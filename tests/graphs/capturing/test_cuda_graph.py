@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import Tensor
@@ -77,6 +79,20 @@ def test_errors(device: torch.device):
         steps.capture("a", lambda: torch.zeros(1, device=device))
     with pytest.raises(KeyError, match="b"):
         steps.replay("b")
+
+
+@needs_cuda
+def test_nothing_is_collected_while_a_step_is_captured():
+    """A pool of other graphs that is freed then ends the process."""
+    collects = []
+
+    def step() -> Tensor:
+        collects.append(gc.isenabled())
+        return torch.zeros(1, device="cuda")
+
+    CapturedSteps(torch.device("cuda")).capture("step", step)
+    assert collects == [True, False]
+    assert gc.isenabled()
 
 
 @needs_cuda
