@@ -116,7 +116,10 @@ def _pool_kernel(
     BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: some channels of one token, which pools if it is the last of its block."""
+    """One program: some channels of one token, which pools if it is the last of its block.
+
+    Sums go by places in the block, whichever of its tokens came in this call.
+    """
     if EARLY:
         gdc_launch_dependents()
     token = tl.program_id(0)
