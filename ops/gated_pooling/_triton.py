@@ -116,10 +116,7 @@ def _pool_kernel(
     BLOCK_D: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: some channels of one token, which pools if it is the last of its block.
-
-    Sums go by places in the block, whichever of its tokens came in this call.
-    """
+    """One program: some channels of one token, which pools if it is the last of its block."""
     if EARLY:
         gdc_launch_dependents()
     token = tl.program_id(0)
