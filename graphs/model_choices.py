@@ -106,7 +106,7 @@ def passes_for(
         merge = Pass("merge_linears", partial(merge_linears, features=frozenset({BATCH_INVARIANT})))
         narrow = Pass("narrow_products", partial(narrow_products, devices=("cpu", "cuda")))
         own = Pass("row_products", partial(row_products, impl=impls["linear"]))
-        others = without(passes, {narrow.name})
+        others = [each for each in passes if each.name != narrow.name]
         kept = [merge if each.name == "merge_linears" else each for each in others]
         place = kept.index(merge) + 1 if merge in kept else 0
         return dict.fromkeys(modes, (*kept[:place], narrow, own, *kept[place:]))

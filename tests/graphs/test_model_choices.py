@@ -122,6 +122,18 @@ def test_linear_layers_are_merged_where_it_pays():
     assert passes_for([], (), MODES) == dict.fromkeys(MODES, ())
 
 
+def test_no_product_is_left_to_torch_where_rows_are_computed_by_themselves():
+    """Those of a few rows are written out before others are refused, on a GPU too."""
+    choices = [Choice(op="linear", impl="triton_invariant")]
+    of_modes = passes_for(choices, DEFAULT_PASSES, MODES, batch_invariant=True)
+    for passes in of_modes.values():
+        names = [each.name for each in passes]
+        assert names[:3] == ["merge_linears", "narrow_products", "row_products"]
+        assert len(set(names)) == len(names) == len(DEFAULT_PASSES) + 1
+    alone = passes_for(choices, (), MODES, batch_invariant=True)[MODES[0]]
+    assert [each.name for each in alone] == names[1:3]
+
+
 @needs_cuda
 def test_decode_steps_on_a_gpu_merge_linear_layers():
     runner = Runner(model_with_experts().cuda(), **SIZES)
