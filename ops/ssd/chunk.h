@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "denormals.h"
 #include "gemm.h"
 #include "recurrent.h"
 #include "sequence.h"
@@ -179,6 +180,7 @@ void advance_panel(const Sequence<T>& seq, const Columns& columns, const Chunk& 
 // One sequence on the heads [begin, end) of one group.
 template <typename T>
 void run_chunks(const Sequence<T>& seq, int64_t begin, int64_t end, const Scratch& s) {
+  const th::DenormalsAreZero guard;
   const Call& call = seq.call;
   const int64_t K = call.k_dim, V = call.v_dim, C = call.chunk_size;
   const auto panels = [&](int64_t h) { return s.states + (h - begin) * th::panels_size(V, K); };
