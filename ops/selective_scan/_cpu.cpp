@@ -151,8 +151,9 @@ struct Stretch {
   alignas(64) Rows steps, added, gates;  // added: inputs times steps
 };
 
-// By themselves, since each is a long chain of instructions: those of several vectors overlap here,
-// while states of sixteen channels fill what a processor looks ahead.
+// Takes the stretch of tokens from `first` on, before their states: a step and a gate are each a long
+// chain of instructions. Those of several vectors overlap here, where the states of sixteen channels
+// fill all that a processor looks ahead. Asks for the rows of the next stretch.
 template <typename T>
 void prepare(const Block<T>& block, int64_t first, Stretch& s) {
   const Call& call = block.call;
