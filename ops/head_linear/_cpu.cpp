@@ -33,7 +33,7 @@ void run(const Call& call) {
       const T* weight = static_cast<const T*>(call.weight) + h * call.weight_head;
       detail::gemm(count, int(call.N), int(call.K), detail::Strided<T>{x, call.x_token, 1},
                    detail::Strided<T>{weight, call.weight_row, call.weight_column}, sums.data(),
-                   call.N, false);
+                   call.N, 0.0f);
       for (int64_t t = 0; t < count; ++t) {
         T* out = static_cast<T*>(call.out) + ((first + t) * call.H + h) * call.N;
         for_lanes(call.N, [&](int64_t i, int n) TH_LAMBDA {

@@ -102,10 +102,10 @@ void advance_panel(const Sequence<T>& seq, int64_t j, int64_t column, const Chun
   }
   for (int64_t i = 0; i < rows; i += BLOCK) {
     float* x_i = x + i * PANEL;
-    gemm_nn(BLOCK, PANEL, int(i), s.system + i * C, C, x, PANEL, x_i, PANEL, true);
+    gemm_nn(BLOCK, PANEL, int(i), s.system + i * C, C, x, PANEL, x_i, PANEL, 1.0f);
     solve_block(s.system + i * C + i, C, x_i);
     gemm_nn(BLOCK, PANEL, int(i + BLOCK), s.attend + i * C, C, x, PANEL, o + i * PANEL, PANEL,
-            true);
+            1.0f);
   }
   for (int64_t i = 0; i < chunk.size; ++i)
     for (int64_t c = 0; c < width; c += LANES)
@@ -115,7 +115,7 @@ void advance_panel(const Sequence<T>& seq, int64_t j, int64_t column, const Chun
       float* state_k = state + k * PANEL + c;
       store(state_k, load(state_k) * s.carry[k]);
     }
-  gemm_tn(int(K), PANEL, int(rows), s.writes, K, x, PANEL, state, PANEL, true);
+  gemm_tn(int(K), PANEL, int(rows), s.writes, K, x, PANEL, state, PANEL, 1.0f);
 }
 
 // One sequence on the value heads [begin, end), which read the same key head.

@@ -180,8 +180,15 @@ TH_INLINE void store_register(float* p, Register x) { std::memcpy(p, &x, sizeof(
 // ---- arithmetic ------------------------------------------------------------------------------
 
 TH_INLINE f32x16 fma(f32x16 a, f32x16 b, f32x16 c) { return a * b + c; }
-TH_INLINE f32x16 select(i32x16 mask, f32x16 a, f32x16 b) { return mask ? a : b; }
-TH_INLINE f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
+TH_INLINE f32x16 select(i32x16 mask, f32x16 a, f32x16 b) {
+#ifdef __AVX512F__
+  return mask ? a : b;
+#else
+  // Of vectors longer than a register, GCC would make that lane by lane.
+  return bit_cast<f32x16>((mask & bit_cast<i32x16>(a)) | (~mask & bit_cast<i32x16>(b)));
+#endif
+}
+TH_INLINE f32x16 max(f32x16 a, f32x16 b) { return select(a > b, a, b); }
 
 // c + a * b of floats, or, lane by lane, of pairs of bf16 whose two products are summed.
 template <bool PAIRS, typename V>
@@ -289,15 +296,29 @@ TH_INLINE float max(f32x16 x) {
 #endif
 }
 
+// p * 2^n of whole n from -150 to 128, rounded once.
+TH_INLINE f32x16 times_power_of_2(f32x16 p, f32x16 n) {
+#ifdef __AVX512F__
+  return (f32x16)_mm512_scalef_ps((__m512)p, (__m512)n);
+#else
+  // In two factors, as the smallest and the largest are no normal numbers.
+  const f32x16 shift = splat(12582912.0f);
+  const i32x16 exponent = bit_cast<i32x16>(n + shift) - bit_cast<i32x16>(shift);
+  const i32x16 first = exponent >> 1, second = exponent - first;
+  return p * bit_cast<f32x16>((first + 127) << 23) * bit_cast<f32x16>((second + 127) << 23);
+#endif
+}
+
 // e^x within 1e-7 relative (denormal results included). e^-inf = 0, e^inf = inf, NaN stays.
 TH_INLINE f32x16 exp(f32x16 x) {
-  const f32x16 low = splat(-104.0f), high = splat(89.0f);
-  x = x < low ? low : x;
-  x = x > high ? high : x;
-  // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
+  // Below, e^x rounds to 0. A product that does so takes a processor ten times as long, and masked
+  // logits are -inf.
+  const i32x16 vanishes = x < -104.0f;
+  x = select(vanishes, f32x16{}, x);
+  x = select(x > 89.0f, splat(89.0f), x);
+  // Adding 1.5 * 2^23 rounds to an integer.
   const f32x16 shift = splat(12582912.0f);
-  const f32x16 shifted = fma(x, splat(1.44269504f), shift);
-  const f32x16 n = shifted - shift;
+  const f32x16 n = fma(x, splat(1.44269504f), shift) - shift;
   f32x16 r = fma(n, splat(-0.693145751953125f), x);
   r = fma(n, splat(-1.42860677e-6f), r);
   f32x16 p = splat(1.9875691500e-4f);
@@ -307,10 +328,7 @@ TH_INLINE f32x16 exp(f32x16 x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p * r, r, r + 1.0f);
-  // 2^n in two factors, because n runs from -150 to 128.
-  const i32x16 exponent = bit_cast<i32x16>(shifted) - bit_cast<i32x16>(shift);
-  const i32x16 first = exponent >> 1, second = exponent - first;
-  return p * bit_cast<f32x16>((first + 127) << 23) * bit_cast<f32x16>((second + 127) << 23);
+  return select(vanishes, f32x16{}, times_power_of_2(p, n));
 }
 
 TH_INLINE f32x16 sigmoid(f32x16 x) { return 1.0f / (1.0f + exp(-x)); }
@@ -319,12 +337,12 @@ TH_INLINE f32x16 silu(f32x16 x) { return x / (1.0f + exp(-x)); }
 // log(1 + e^x) within 3e-7 relative: log(1 + e) = 2 atanh(e / (2 + e)), whose series has no
 // cancellation where e^-|x| is small. NaN stays.
 TH_INLINE f32x16 softplus(f32x16 x) {
-  const f32x16 e = exp(x < 0.0f ? x : -x);
+  const f32x16 e = exp(select(x < 0.0f, x, -x));
   const f32x16 s = e / (2.0f + e), t = s * s;
   f32x16 series = splat(1.0f / 15);
 #pragma GCC unroll 7
   for (int divisor = 13; divisor > 0; divisor -= 2) series = fma(series, t, splat(1.0f / float(divisor)));
-  return (x < 0.0f ? f32x16{} : x) + 2.0f * s * series;
+  return select(x < 0.0f, f32x16{}, x) + 2.0f * s * series;
 }
 
 // ---- loops ----------------------------------------------------------------------------------

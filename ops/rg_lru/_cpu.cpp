@@ -19,6 +19,9 @@ using th::LANES;
 using th::f32x16;
 
 constexpr int BLOCK = 4;  // vectors of channels that walk together: their steps overlap
+// Tokens whose rows are asked for before their turn: they lie too far apart for a processor to
+// foresee the next one.
+constexpr int64_t AHEAD = 2;
 
 TH_CALL(Call,
   const void *x, *gates;  // [T, C], [T, H, 2 D]
@@ -32,21 +35,35 @@ TH_CALL(Call,
 );
 
 TH_INLINE f32x16 sqrt(f32x16 x) {
+#ifdef __AVX512F__
+  return (f32x16)_mm512_sqrt_ps((__m512)x);
+#else
   alignas(64) float lanes[LANES];
   th::store(lanes, x);
   for (float& lane : lanes) lane = __builtin_sqrtf(lane);
   return th::load(lanes);
+#endif
 }
 
 // 1 - a^2 of a = e^(x / 2) for x <= 0. Near 0, where the difference has no digits left, by the series
 // of e^x.
 TH_INLINE f32x16 one_minus_square(f32x16 a, f32x16 x) {
-  f32x16 series = th::splat(1.0f);
+  f32x16 series = th::splat(1.0f / 40320);
+  float factorial = 40320;
 #pragma GCC unroll 7
-  for (int divisor = 8; divisor > 1; --divisor)
-    series = th::fma(x * (1.0f / float(divisor)), series, th::splat(1.0f));
-  return x > -0.5f ? -x * series : 1.0f - a * a;
+  for (int n = 8; n > 1; --n) {
+    factorial /= float(n);
+    series = th::fma(series, x, th::splat(1.0f / factorial));
+  }
+  return th::select(x > -0.5f, -x * series, 1.0f - a * a);
 }
+
+// What a token has of some channels: their inputs, their gates of both kinds head_dim apart, outputs.
+template <typename T>
+struct Row {
+  const T *x, *gates;
+  T* out;
+};
 
 // VECTORS * LANES channels of a head, or n of one vector, through the tokens of a sequence.
 template <int VECTORS, typename T>
@@ -61,20 +78,29 @@ void walk(const Call& call, int64_t seq, int64_t head, int64_t first, int n) {
     log_a[v] = th::load(call.log_a + c, n);
     h[v] = initial ? th::load(call.state + initial * channels + c, n) : f32x16{};
   }
+  const auto row = [&](int64_t t) {
+    return Row<T>{
+        (const T*)call.x + t * call.x_stride + channel,
+        (const T*)call.gates + t * call.gates_stride + head * call.gates_head_stride + first,
+        (T*)call.out + t * channels + channel};
+  };
   for (int64_t t = begin; t < end; ++t) {
-    const T* x = (const T*)call.x + t * call.x_stride + channel;
-    const T* gates = (const T*)call.gates + t * call.gates_stride + head * call.gates_head_stride;
-    T* out = (T*)call.out + t * channels + channel;
+    const auto [x, gates, out] = row(t);
+    const auto [next_x, next_gates, next_out] = row(std::min(t + AHEAD, end - 1));
     const bool is_first = t == begin && !initial;
     for (int v = 0; v < VECTORS; ++v) {
-      const T* gate = gates + first + v * LANES;
-      const f32x16 input_gate = th::sigmoid(th::load(gate, n));
-      const f32x16 log_decay = th::sigmoid(th::load(gate + call.head_dim, n)) * log_a[v];
+      const int c = v * LANES;
+      __builtin_prefetch(next_x + c);
+      __builtin_prefetch(next_gates + c);
+      __builtin_prefetch(next_gates + call.head_dim + c);
+      __builtin_prefetch(next_out + c, 1);
+      const f32x16 input_gate = th::sigmoid(th::load(gates + c, n));
+      const f32x16 log_decay = th::sigmoid(th::load(gates + call.head_dim + c, n)) * log_a[v];
       const f32x16 decay = th::exp(log_decay);
       const f32x16 scale = sqrt(one_minus_square(decay, 2.0f * log_decay));
-      const f32x16 added = input_gate * th::load(x + v * LANES, n);
+      const f32x16 added = input_gate * th::load(x + c, n);
       h[v] = th::fma(decay, h[v], is_first ? added : scale * added);
-      th::store(out + v * LANES, h[v], n);
+      th::store(out + c, h[v], n);
     }
   }
   if (slot)
@@ -87,10 +113,13 @@ void run(const Call& call) {
   constexpr int64_t WHOLE = BLOCK * LANES;
   const int64_t blocks = (call.head_dim + WHOLE - 1) / WHOLE;
   const int64_t row = call.num_heads * call.head_dim;
+  const int64_t num_items = call.num_seqs * call.num_heads * blocks;
+  // Long enough stretches to cost little, short enough to level out lengths.
+  const int64_t stretch = std::max<int64_t>(1, num_items / (8 * call.num_threads));
 #pragma omp parallel num_threads(call.num_threads)
   {
-#pragma omp for schedule(dynamic) nowait
-    for (int64_t item = 0; item < call.num_seqs * call.num_heads * blocks; ++item) {
+#pragma omp for schedule(dynamic, stretch) nowait
+    for (int64_t item = 0; item < num_items; ++item) {
       const int64_t seq = item / (call.num_heads * blocks);
       const int64_t head = item / blocks % call.num_heads, first = item % blocks * WHOLE;
       const int64_t size = std::min(WHOLE, call.head_dim - first);

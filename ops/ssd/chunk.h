@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "denormals.h"
 #include "gemm.h"
 #include "recurrent.h"
 #include "sequence.h"
@@ -17,8 +18,11 @@ namespace ssd {
 using th::PANEL;
 using th::i32x16;
 using th::round_up;
+using th::detail::TILE_COLS;
+using th::detail::TILE_ROWS;
+using th::detail::add_products;
 
-constexpr int BLOCK = 8;  // rows of a tile of gemm.h; a chunk is padded to a multiple of it
+constexpr int BLOCK = 8;  // a chunk is padded to a multiple of it, whole tiles of gemm.h
 // Up to this length, walking token by token costs less than bringing a state to scratch and back.
 constexpr int64_t RECURRENT_LENGTH = 16;
 
@@ -26,10 +30,10 @@ constexpr int64_t RECURRENT_LENGTH = 16;
 struct Scratch {
   float *q, *k;         // [C, K]
   float* products;      // [C, C]: q k^T
-  float* attend;        // [C, C]: tril(q k^T . D) dt
+  float* attend;        // [C, C]: tril(q k^T . decays) dt + D
   float* decay;         // [C]: from the start of the chunk to each token
   float *left, *dt;     // [C]: from each token to the last one, and its weight
-  float *v, *o;         // [C, PANEL]
+  float *v, *kept;      // [C, PANEL]: values, and what is left of them at the end of the chunk
   float* states;        // [heads, V / PANEL, K, PANEL]
 
   static int64_t num_floats(int64_t C, int64_t K, int64_t V, int64_t heads) {
@@ -41,7 +45,7 @@ struct Scratch {
     q = take(C * K), k = take(C * K);
     products = take(C * C), attend = take(C * C);
     decay = take(C), left = take(C), dt = take(C);
-    v = take(C * PANEL), o = take(C * PANEL);
+    v = take(C * PANEL), kept = take(C * PANEL);
     states = p;
   }
 };
@@ -106,6 +110,7 @@ void prepare_decays(const Sequence<T>& seq, int64_t h, const Chunk& chunk, const
       th::store(s.attend + at,
                 th::load(s.products + at) * (th::load(s.left + c) * th::load(s.dt + c)));
     }
+    s.attend[i * C + i] += seq.D(h);
   }
   for (int64_t i = 0; i < chunk.rows; i += LANES)
     th::store(s.left + i, th::load(s.left + i) * th::load(s.dt + i));
@@ -116,36 +121,48 @@ struct Columns {
   int64_t h, first, width;
 };
 
-// The values of a chunk in float32; what was read of the state decays, and D v is added to it.
+// The values of a chunk in float32, and what is left of them at its end.
 template <typename T>
 void load_values(const Sequence<T>& seq, const Columns& columns, const Chunk& chunk,
                  const Scratch& s) {
   const auto v_at = [&](int64_t t) { return seq.v(t, columns.h) + columns.first; };
-  const f32x16 D = th::splat(seq.D(columns.h));
   for (int64_t i = 0; i < chunk.size; ++i) {
     const int64_t t = chunk.first + i, next = t + seq.call.chunk_size;
     if (next < seq.length) th::prefetch(v_at(next), columns.width);
     for (int64_t c = 0; c < PANEL; c += LANES) {
       f32x16 v{};
       if (c < columns.width) v = th::load(v_at(t) + c, int(columns.width - c));
-      float* o = s.o + i * PANEL + c;
       th::store(s.v + i * PANEL + c, v);
-      th::store(o, th::fma(v, D, th::load(o) * s.decay[i]));
+      th::store(s.kept + i * PANEL + c, v * s.left[i]);
     }
   }
   std::fill(s.v + chunk.size * PANEL, s.v + chunk.rows * PANEL, 0.0f);
+  std::fill(s.kept + chunk.size * PANEL, s.kept + chunk.rows * PANEL, 0.0f);
 }
 
-// Outputs to where they belong; values become what is left of them at the end of the chunk.
+// Outputs of TILE_ROWS tokens from `row` of the chunk on: what they read of the state at its start,
+// and of the values up to themselves.
 template <typename T>
-void store_outputs(const Sequence<T>& seq, const Columns& columns, const Chunk& chunk,
-                   const Scratch& s) {
-  for (int64_t i = 0; i < chunk.size; ++i) {
-    T* out = seq.out(chunk.first + i, columns.h) + columns.first;
-    for (int64_t c = 0; c < PANEL; c += LANES) {
-      const int64_t at = i * PANEL + c;
-      if (c < columns.width) th::store(out + c, th::load(s.o + at), int(columns.width - c));
-      th::store(s.v + at, th::load(s.v + at) * s.left[i]);
+TH_NOINLINE void store_outputs(const Sequence<T>& seq, const Columns& columns, const Chunk& chunk,
+                               int64_t row, const Scratch& s, const float* state) {
+  const int64_t K = seq.call.k_dim, C = seq.call.chunk_size;
+  for (int64_t c = 0; c < columns.width; c += TILE_COLS) {
+    th::detail::Tile<TILE_ROWS> sums = {};
+    add_products<TILE_ROWS>(int(K), {s.q + row * K, K, 1}, state + c, PANEL, sums);
+#pragma GCC unroll 8
+    for (int r = 0; r < TILE_ROWS; ++r)
+#pragma GCC unroll 8
+      for (f32x16& sum : sums[r]) sum *= s.decay[row + r];
+    add_products<TILE_ROWS>(int(row + TILE_ROWS), {s.attend + row * C, C, 1}, s.v + c, PANEL, sums);
+#pragma GCC unroll 8
+    for (int r = 0; r < TILE_ROWS; ++r) {
+      if (row + r >= chunk.size) break;
+      T* out = seq.out(chunk.first + row + r, columns.h) + columns.first + c;
+#pragma GCC unroll 8
+      for (int v = 0; v < th::detail::TILE_VECTORS; ++v) {
+        const int left = int(columns.width - c) - v * LANES;
+        if (left > 0) th::store(out + v * LANES, sums[r][v], left);
+      }
     }
   }
 }
@@ -154,21 +171,16 @@ void store_outputs(const Sequence<T>& seq, const Columns& columns, const Chunk& 
 template <typename T>
 void advance_panel(const Sequence<T>& seq, const Columns& columns, const Chunk& chunk,
                    const Scratch& s, float* state) {
-  const int64_t K = seq.call.k_dim, C = seq.call.chunk_size, rows = chunk.rows;
-  th::gemm_nn(int(rows), PANEL, int(K), s.q, K, state, PANEL, s.o, PANEL);
+  const int64_t K = seq.call.k_dim, rows = chunk.rows;
   load_values(seq, columns, chunk, s);
-  for (int64_t i = 0; i < rows; i += BLOCK)
-    th::gemm_nn(BLOCK, PANEL, int(i + BLOCK), s.attend + i * C, C, s.v, PANEL, s.o + i * PANEL,
-                PANEL, true);
-  store_outputs(seq, columns, chunk, s);
-  const float decay = s.decay[rows - 1];
-  for (int64_t i = 0; i < K * PANEL; i += LANES) th::store(state + i, th::load(state + i) * decay);
-  th::gemm_tn(int(K), PANEL, int(rows), s.k, K, s.v, PANEL, state, PANEL, true);
+  for (int64_t i = 0; i < rows; i += TILE_ROWS) store_outputs(seq, columns, chunk, i, s, state);
+  th::gemm_tn(int(K), PANEL, int(rows), s.k, K, s.kept, PANEL, state, PANEL, s.decay[rows - 1]);
 }
 
 // One sequence on the heads [begin, end) of one group.
 template <typename T>
 void run_chunks(const Sequence<T>& seq, int64_t begin, int64_t end, const Scratch& s) {
+  const th::DenormalsAreZero guard;
   const Call& call = seq.call;
   const int64_t K = call.k_dim, V = call.v_dim, C = call.chunk_size;
   const auto panels = [&](int64_t h) { return s.states + (h - begin) * th::panels_size(V, K); };

@@ -7,8 +7,8 @@ using th::bf16;
 #define GEMM(form, suffix, TA, TB)                                                              \
   extern "C" TH_EXPORT void form##_##suffix(int M, int N, int K, const TA* A, int64_t lda,      \
                                             const TB* B, int64_t ldb, float* C, int64_t ldc,    \
-                                            bool accumulate) {                                  \
-    th::form(M, N, K, A, lda, B, ldb, C, ldc, accumulate);                                      \
+                                            float keep) {                                       \
+    th::form(M, N, K, A, lda, B, ldb, C, ldc, keep);                                            \
   }
 #define FORMS(suffix, TA, TB)   \
   GEMM(gemm_nt, suffix, TA, TB) \

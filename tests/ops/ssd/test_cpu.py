@@ -35,3 +35,13 @@ def test_the_number_of_threads_changes_no_bit(op):
         actual = inputs.copy()
         assert torch.equal(op(*actual.args(), scale=1.0, impl="cpp"), out)
         torch.testing.assert_close(actual.state, expected.state, rtol=0, atol=0, equal_nan=True)
+
+
+def test_denormals_are_zeros_within_the_chunk_form_alone():
+    """Decays of e^-90 pass through them. What else the thread computes keeps its own."""
+    inputs = make_inputs(Case(lengths=(40,)))
+    inputs.g.fill_(-90.0)
+    actual, expected = inputs.copy(), inputs.copy()
+    out = chunk_ssd(*actual.args(), scale=1.0, impl="cpp")
+    torch.testing.assert_close(out, chunk_ssd(*expected.args(), scale=1.0, impl="torch"))
+    assert torch.tensor([1e-30]) * 1e-10 != 0
