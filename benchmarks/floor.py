@@ -163,8 +163,9 @@ def _weight_bytes(model: HybridModel, num_tokens: int) -> int:
     for module in called_modules(model):
         hit = 1.0
         if isinstance(module, FusedExperts):
-            num_experts, chosen = module.gate_up_proj.shape[0], experts_per_token(model)
-            hit = 1 - (1 - chosen / num_experts) ** num_tokens
+            routing = Routing.of(model, module)
+            missed = routing.num_routed * (1 - routing.chosen / routing.num_routed) ** num_tokens
+            hit = 1 - missed / routing.num_experts
         for weight in module.parameters(recurse=False):
             is_lookup = weight is embedding and isinstance(module, nn.Embedding)
             if isinstance(module, NgramEmbedding) and weight is module.table:
@@ -183,10 +184,35 @@ def called_modules(model: HybridModel) -> Iterator[nn.Module]:
     yield from (module for module in model.modules() if module not in in_layers)
 
 
-def experts_per_token(model: HybridModel) -> int:
-    """How many experts serve one token."""
-    chosen: int = model.hf_model.config.get_text_config().num_experts_per_tok
-    return chosen
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """Which of its experts serve a token: some of those that are routed to, the first ones, and all
+    others (Inkling)."""
+
+    num_experts: int
+    num_routed: int
+    chosen: int
+
+    @classmethod
+    def of(cls, model: HybridModel, experts: FusedExperts) -> Routing:
+        """Of the experts of a layer."""
+        config, num_experts = model.hf_model.config.get_text_config(), len(experts.gate_up_proj)
+        return cls(
+            num_experts=num_experts,
+            num_routed=getattr(config, "n_routed_experts", num_experts),
+            chosen=config.num_experts_per_tok,
+        )
+
+    @property
+    def per_token(self) -> int:
+        """How many experts serve a token."""
+        return self.chosen + self.num_experts - self.num_routed
+
+    def tokens_of(self, expert: int, num_tokens: int) -> int:
+        """How many of a step's tokens an expert serves, if routing is uniform."""
+        if expert >= self.num_routed:
+            return num_tokens
+        return max(1, round(num_tokens * self.chosen / self.num_routed))
 
 
 def linear_flops(model: HybridModel, rows: Sequence[Row]) -> float:
@@ -202,9 +228,8 @@ def linear_flops(model: HybridModel, rows: Sequence[Row]) -> float:
             case HeadLinear():
                 flops += 2 * num_tokens * module.weight.numel()
             case FusedExperts():
-                share = experts_per_token(model) / module.gate_up_proj.shape[0]
-                size = module.gate_up_proj.numel() + module.down_proj.numel()
-                flops += 2 * num_tokens * share * size
+                expert_size = module.gate_up_proj[0].numel() + module.down_proj[0].numel()
+                flops += 2 * num_tokens * Routing.of(model, module).per_token * expert_size
     return flops
 
 

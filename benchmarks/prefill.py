@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.ceilings import Peak
 from benchmarks.contestants import failure
-from benchmarks.floor import called_modules, experts_per_token, step_flops
+from benchmarks.floor import Routing, called_modules, step_flops
 from benchmarks.mixers import Row
 from benchmarks.models import make_model
 from benchmarks.oracle import Oracle
@@ -31,6 +31,7 @@ from benchmarks.results import Results, Target, arguments, parse, title
 from benchmarks.timing import Times, interleave
 from torch_hybrid import Runner, adapt
 from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.layers.head_linear import HeadLinear
 from torch_hybrid.models.hybrid_model import HybridModel
 
 OVER_MULTIPLY_ADDS = {torch.float32: 1.15, torch.bfloat16: 1.25}
@@ -40,21 +41,29 @@ def products_of(model: HybridModel, num_tokens: int) -> Callable[[], None]:
     """The linear layers of a prefill of one prompt, alone; its last token has logits."""
     head = model.hf_model.get_output_embeddings()
     calls: list[tuple[Tensor, Tensor]] = []
+    by_head: list[tuple[Tensor, Tensor]] = []
     for module in called_modules(model):
         match module:
             case nn.Linear():
                 rows = 1 if module is head else num_tokens
                 calls.append((_rows(rows, module.weight), module.weight))
             case FusedExperts():
-                share = experts_per_token(model) / module.gate_up_proj.shape[0]
-                rows = max(1, round(num_tokens * share))
-                for expert in (*module.gate_up_proj, *module.down_proj):
-                    calls.append((_rows(rows, expert), expert))
+                routing = Routing.of(model, module)
+                for weights in (module.gate_up_proj, module.down_proj):
+                    for number, expert in enumerate(weights):
+                        rows = routing.tokens_of(number, num_tokens)
+                        calls.append((_rows(rows, expert), expert))
+            case HeadLinear():
+                heads, inputs, _ = module.weight.shape
+                x = torch.ones(heads, num_tokens, inputs, dtype=module.weight.dtype)
+                by_head.append((x, module.weight))
 
     def replay() -> None:
         with torch.inference_mode():
             for x, weight in calls:
                 F.linear(x, weight)
+            for x, weight in by_head:
+                torch.bmm(x, weight)
 
     return replay
 

@@ -25,8 +25,11 @@ TH_CALL(Call,
   double limit;  // of gate, and of up in both directions; infinity where there is none
 );
 
-constexpr int ROWS = 64;                         // of one expert's tokens, multiplied at a time
-constexpr int64_t WIDTH_CHUNK = 128, DIM_CHUNK = 128;  // weight rows a thread takes at a time
+constexpr int ROWS = 96;  // of one expert's tokens, multiplied at a time
+// Weight rows that a thread takes at a time: few leave no thread without, and of many the same
+// tokens are packed less often.
+constexpr int64_t MIN_CHUNK = 128, MAX_WIDTH_CHUNK = 384, CHUNKS_PER_THREAD = 3;
+constexpr int64_t MAX_SUMS = 128 << 10;  // of all tokens, which stay in L2
 
 // The (token, choice) pairs in the order of their experts: those of expert e are
 // pairs[first[e]] to pairs[first[e + 1] - 1]. A token's own pairs keep their order.
@@ -73,20 +76,32 @@ class Experts {
 #pragma omp parallel num_threads(int(call_.num_threads))
     {
       static thread_local Scratch<T, W> scratch;
-      const int64_t chunks = (call_.width + WIDTH_CHUNK - 1) / WIDTH_CHUNK;
-      const int64_t num_hidden = int64_t(routing_.experts.size()) * chunks;
-      for (int64_t i; (i = hidden_taken++) < num_hidden;)
-        hidden_chunk(scratch, routing_.experts[i / chunks], i % chunks * WIDTH_CHUNK);
+      const int64_t num_experts = int64_t(routing_.experts.size());
+      const int64_t rows = chunk(num_experts * call_.width, MAX_WIDTH_CHUNK);
+      const int64_t chunks = (call_.width + rows - 1) / rows;
+      for (int64_t i; (i = hidden_taken++) < num_experts * chunks;) {
+        const int64_t first = i % chunks * rows;
+        hidden_chunk(scratch, routing_.experts[i / chunks], first,
+                     std::min(rows, call_.width - first));
+      }
 #pragma omp barrier
-      for (int64_t d; (d = out_taken++ * DIM_CHUNK) < call_.dim;) out_chunk(scratch, d);
+      const int64_t columns = chunk(call_.dim, MAX_SUMS / call_.num_tokens);
+      for (int64_t d; (d = out_taken++ * columns) < call_.dim;)
+        out_chunk(scratch, d, std::min(columns, call_.dim - d));
     }
   }
 
  private:
+  // Of the weight rows that all threads share, up to `most` at a time.
+  int64_t chunk(int64_t rows, int64_t most) const {
+    const int64_t share = std::min(rows / (call_.num_threads * CHUNKS_PER_THREAD), most);
+    return std::max<int64_t>(share / MIN_CHUNK, 1) * MIN_CHUNK;
+  }
+
   // hidden[pair, i ...] = silu(gate) * up, both within the limit, or relu(up)^2, for all tokens of
   // an expert.
-  void hidden_chunk(Scratch<T, W>& s, int64_t expert, int64_t i) {
-    const int64_t D = call_.dim, I = call_.width, count = std::min(WIDTH_CHUNK, I - i);
+  void hidden_chunk(Scratch<T, W>& s, int64_t expert, int64_t i, int64_t count) {
+    const int64_t D = call_.dim, I = call_.width;
     const int64_t gate = expert * (1 + call_.has_gate), up = gate + call_.has_gate;
     s.gate.resize(ROWS * count), s.up.resize(ROWS * count);
     for_blocks(expert, [&](int64_t p, int rows) {
@@ -109,8 +124,8 @@ class Experts {
 
   // out[:, d ...] of all tokens: one thread owns the columns, so nothing is added concurrently,
   // and each token's experts are added in the order of their numbers.
-  void out_chunk(Scratch<T, W>& s, int64_t d) {
-    const int64_t D = call_.dim, I = call_.width, count = std::min(DIM_CHUNK, D - d);
+  void out_chunk(Scratch<T, W>& s, int64_t d, int64_t count) {
+    const int64_t D = call_.dim, I = call_.width;
     s.sums.assign(call_.num_tokens * count, 0.0f);
     s.up.resize(ROWS * count);
     for (int64_t expert : routing_.experts)

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <atomic>
+#include <type_traits>
 #include <vector>
 
 #include "call.h"
@@ -151,9 +152,15 @@ void multiply_packed(const Call& call, const Group* groups, int64_t first, th::L
         for (int v = 0; v < x.vectors(); v += VECTORS) {
           const int64_t at = v * ROWS;
           const int64_t count = std::min<int64_t>(VECTORS * ROWS, x.rows() - at);
+          const int last = std::min(v + VECTORS, x.vectors());
+          if constexpr (std::is_same_v<T, float>)
+            if (!chunk.bias) {
+              float* y = static_cast<float*>(call.y) + (first + at) * call.ldy + chunk.column;
+              product.run(x, v, last, rows, call.K, chunk.rows, y, call.ldy);
+              continue;
+            }
           sums.resize(count * chunk.rows);
-          product.run(x, v, std::min(v + VECTORS, x.vectors()), rows, call.K, chunk.rows,
-                      sums.data(), chunk.rows);
+          product.run(x, v, last, rows, call.K, chunk.rows, sums.data(), chunk.rows);
           write(call, chunk, first + at, count, sums.data());
         }
       };

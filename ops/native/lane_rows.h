@@ -179,15 +179,31 @@ class LaneProduct {
   void run(const LaneRows<T>& x, int first, int last, const U* W, int64_t ldw, int64_t N, float* y,
            int64_t ldy) {
     const AmxTiles configured(AMX);
-    for (int v = first; v < last; v += VECTORS)
-      for (int64_t n = 0; n < N; n += BLOCK) {
-        const int count = std::min(VECTORS, last - v), rows = int(std::min(BLOCK, N - n));
-        sum_in_tiles(x, v, count, W + n * ldw, ldw, rows);
-        transpose(x, v, count, rows, y + (v - first) * LaneRows<T>::ROWS * ldy + n, ldy);
+    for (int v = first; v < last; v += VECTORS) {
+      const int count = std::min(VECTORS, last - v);
+      // A tile that goes through all of K is done with: few sums are kept then, and stay in L1.
+      const int64_t block = x.units() <= span(count) ? SMALL_BLOCK : BLOCK;
+      for (int64_t n = 0; n < N; n += block) {
+        const int rows = int(std::min(block, N - n));
+        float* to = y + (v - first) * LaneRows<T>::ROWS * ldy + n;
+        sum_in_tiles(x, v, count, W + n * ldw, ldw, rows, {to, ldy});
+        transpose(x, v, count, rows, to, ldy);
       }
+    }
   }
 
  private:
+  // Where results go, if this stretch is their last one: their lines are asked for while they are
+  // computed, a few at a time.
+  struct Place {
+    float* first;
+    int64_t row;  // floats
+
+    TH_INLINE void fetch(int64_t begin, int64_t count) const {
+      if (!first) return;
+      for (int64_t m = begin; m < begin + count; ++m) __builtin_prefetch(first + m * row, 1, 3);
+    }
+  };
   static_assert(!AMX || Units<T>::PAIRS, "AMX multiplies pairs of bf16");
   static constexpr int SIZE = Units<T>::SIZE, FLOATS = Units<T>::FLOATS;
   // Short stretches of floats where five rows come here too (skinny.h): their errors are to be small.
@@ -195,41 +211,47 @@ class LaneProduct {
   static constexpr int64_t DEPTH = AMX ? 256 : SHORT ? 128 : 512, FEW_DEPTH = 64;
   static constexpr int64_t PANEL_STRIDE = DEPTH * FLOATS + LANES;
   static constexpr int64_t BLOCK = AMX ? 96 : detail::LANE_BLOCK;  // rows of W whose sums are kept
+  static constexpr int64_t SMALL_BLOCK = AMX ? BLOCK : 48;  // whole tiles of any number of rows
   static constexpr int64_t LDC = VECTORS * LANES;
   static constexpr int MAX_TILE_ROWS = AMX ? AMX_TILE_ROWS : 8;
+
+  // A tile goes through as many units as leave its vectors of x in L2: rows of W are long then.
+  static constexpr int64_t span(int count) { return AMX ? DEPTH : VECTORS / count * DEPTH; }
 
   // In tiles of so many rows of W and up to so many vectors of x: those with the fewest loads for
   // their multiply-adds.
   template <typename U>
-  void sum_in_tiles(const LaneRows<T>& x, int v, int count, const U* W, int64_t ldw, int rows) {
+  void sum_in_tiles(const LaneRows<T>& x, int v, int count, const U* W, int64_t ldw, int rows,
+                    Place y) {
     if constexpr (AMX)
-      sum<AMX_TILE_ROWS, 2>(x, v, count, W, ldw, rows);
+      sum<AMX_TILE_ROWS, 2>(x, v, count, W, ldw, rows, y);
     else if constexpr (REGISTER_LANES < LANES)
-      sum<6, 1>(x, v, count, W, ldw, rows);
+      sum<6, 1>(x, v, count, W, ldw, rows, y);
     else if (count == 4 || count == 8)
-      sum<6, 4>(x, v, count, W, ldw, rows);
+      sum<6, 4>(x, v, count, W, ldw, rows, y);
     else
-      sum<8, 3>(x, v, count, W, ldw, rows);
+      sum<8, 3>(x, v, count, W, ldw, rows, y);
   }
 
   // sums_[n][lane] for `rows` rows of W and `count` vectors of x.
   template <int ROWS, int TILE_VECTORS, typename U>
-  void sum(const LaneRows<T>& x, int v, int count, const U* W, int64_t ldw, int rows) {
+  void sum(const LaneRows<T>& x, int v, int count, const U* W, int64_t ldw, int rows, Place y) {
     static_assert(Units<U>::PAIRS == Units<T>::PAIRS, "W is in the units of x");
     static_assert(ROWS <= MAX_TILE_ROWS && BLOCK % ROWS == 0 && BLOCK % LANES == 0);
     if (x.units() == 0) std::fill_n(sums_.data(), rows * LDC, 0.0f);
-    // A tile goes through as much of K as leaves its vectors of x in L2: rows of W are long then.
-    const int64_t span = AMX ? DEPTH : VECTORS / count * DEPTH;
-    for (int64_t k = 0; k < x.units(); k += span)
+    for (int64_t k = 0; k < x.units(); k += span(count)) {
+      const int64_t end = std::min(k + span(count), x.units());
       for (int n = 0; n < rows; n += ROWS)
-        sum_tile<ROWS, TILE_VECTORS>(x, v, count, k, std::min(k + span, x.units()), W + n * ldw, ldw,
-                 std::min(ROWS, rows - n), sums_.data() + n * LDC);
+        sum_tile<ROWS, TILE_VECTORS>(x, v, count, k, end, W + n * ldw, ldw, std::min(ROWS, rows - n),
+                                     sums_.data() + n * LDC,
+                                     {end == x.units() ? y.first + n : nullptr, y.row});
+    }
   }
 
   // Units [first, last) of a tile.
   template <int ROWS, int TILE_VECTORS, typename U>
   void sum_tile(const LaneRows<T>& x, int v, int count, int64_t first, int64_t last, const U* W,
-                int64_t ldw, int rows, float* C) {
+                int64_t ldw, int rows, float* C, Place y) {
     // Rows of W are read as they lie where they are rows of units, which begin at floats.
     const bool in_units = SIZE * sizeof(U) == FLOATS * sizeof(float) && ldw * FLOATS % SIZE == 0;
     const int64_t depth = !AMX && x.may_be_few() ? FEW_DEPTH : DEPTH;
@@ -239,10 +261,11 @@ class LaneProduct {
       const U* ahead = next < last ? W + next * SIZE : W + ROWS * ldw + first * SIZE;
       if (in_units && (k + units) * SIZE <= x.depth() && rows == ROWS) {
         tiles<ROWS, TILE_VECTORS>(x, v, count, k, units, reinterpret_cast<const float*>(from),
-                                  ldw * FLOATS / SIZE, ahead, ldw, C);
+                                  ldw * FLOATS / SIZE, ahead, ldw, C, y);
       } else {
         copy<ROWS>(from, ldw, rows, x.depth() - k * SIZE, units);
-        tiles<ROWS, TILE_VECTORS>(x, v, count, k, units, panel_.data(), PANEL_STRIDE, ahead, ldw, C);
+        tiles<ROWS, TILE_VECTORS>(x, v, count, k, units, panel_.data(), PANEL_STRIDE, ahead, ldw, C,
+                                  y);
       }
     }
   }
@@ -262,12 +285,13 @@ class LaneProduct {
   // `next` on are used after them.
   template <int ROWS, int TILE_VECTORS, typename U>
   void tiles(const LaneRows<T>& x, int v, int count, int64_t k, int64_t units, const float* rows,
-             int64_t stride, const U* next, int64_t ldw, float* C) {
+             int64_t stride, const U* next, int64_t ldw, float* C, Place y) {
     const int num_tiles = (count + TILE_VECTORS - 1) / TILE_VECTORS;
     for (int tile = 0, i = 0; tile < num_tiles; ++tile) {
       // As even as can be: four vectors are two and two, rather than three and one.
       const int vectors = (count - i + num_tiles - tile - 1) / (num_tiles - tile);
       const NextRows ahead = share_of_next(next, ldw, ROWS, tile, num_tiles);
+      y.fetch(i * LaneRows<T>::ROWS, vectors * LaneRows<T>::ROWS);
       multiply<U, ROWS, TILE_VECTORS>(vectors, rows, stride, x.at(v + i, k), x.units() * LANES, units, C + i * LANES,
                   k > 0, ahead);
       i += vectors;

@@ -49,6 +49,7 @@ KeyRange visible_keys(const P& p, const Tile& tile, int row) {
 template <typename T, typename Kept>
 const float* biases_of(const Problem<T, Kept>& p, const Tile& tile, int begin, int count, float* to) {
   const int group = p.group(), reach = int(p.reach);
+  const T* const all = static_cast<const T*>(p.relative_bias);
   if (!reach || visible_keys(p, tile, 0).end - (begin + count) >= reach) return nullptr;
   for (int row = 0; row < tile.count; row += LANES)
     for (int key = 0; key < count; key += LANES) {
@@ -59,13 +60,16 @@ const float* biases_of(const Problem<T, Kept>& p, const Tile& tile, int begin, i
                                    tile.head * group + (tile.begin + r) % group);
         // Of the last of these keys: that of the one before it is one more.
         const int nearest = visible_keys(p, tile, r).end - 1 - (begin + key + LANES - 1);
-        if (nearest >= 0 && nearest + LANES <= reach)
+        // Distances below 0 are of keys that are unseen, whatever is added to their logits: those of
+        // the row before, but for the first one.
+        if (nearest + LANES <= reach && biases + nearest >= all)
           x[i] = load(biases + nearest);
         else
           for (int d = 0; d < LANES; ++d) {
             const int distance = nearest + d;
             x[i][d] = distance >= 0 && distance < reach ? to_float(biases[distance]) : 0.0f;
           }
+        __builtin_prefetch(biases + nearest - KEYS_PER_BLOCK, 0, 2);  // of the next keys
       }
       transpose16(x);
       for (int d = 0; d < LANES; ++d)
