@@ -171,8 +171,8 @@ def _prepare_token_kernel(
     seq = sequence_of_token(cu_seqlens, num_seqs, token)
     if seq < num_seqs:
         place = token - tl.load(cu_seqlens + seq)
-        token = token.to(tl.int64)
-        p_prepared = prepared + token * R
+        row = token.to(tl.int64)
+        p_prepared = prepared + row * R
         if block < OF_HEADS:
             head = block * HEADS + tl.arange(0, HEADS)
             index = tl.arange(0, BLOCK)
@@ -182,7 +182,7 @@ def _prepare_token_kernel(
             mask = index[None, :] < tl.where(is_key, K, V)[:, None]
             mask &= (head < 2 * H + HV)[:, None]
             initial = tl.load(initial_indices + seq).to(tl.int64)
-            p_x = qkv + token * stride_x + channel
+            p_x = qkv + row * stride_x + channel
             past = inputs_before(
                 p_x,
                 stride_x,
@@ -201,12 +201,12 @@ def _prepare_token_kernel(
         elif block == OF_HEADS:
             index_b = tl.arange(0, BLOCK_HEADS)
             mask_b = index_b < HV
-            b_b = tl.load(b + token * stride_b + index_b, mask=mask_b, other=0.0).to(tl.float32)
+            b_b = tl.load(b + row * stride_b + index_b, mask=mask_b, other=0.0).to(tl.float32)
             tl.store(p_prepared + C + index_b, beta_scale / (1.0 + tl.exp(-b_b)), mask=mask_b)
         else:
             index_a = (block - OF_HEADS - 1) * HEADS * BLOCK + tl.arange(0, HEADS * BLOCK)
             mask_a = index_a < DECAYS
-            b_a = tl.load(a + token * stride_a + index_a, mask=mask_a, other=0.0).to(tl.float32)
+            b_a = tl.load(a + row * stride_a + index_a, mask=mask_a, other=0.0).to(tl.float32)
             b_a += tl.load(dt_bias + index_a, mask=mask_a, other=0.0).to(tl.float32)
             b_A = tl.load(A_log + index_a // (DECAYS // HV), mask=mask_a, other=0.0)
             b_decay = decay_of(b_a, b_A.to(tl.float32), lower_bound)
@@ -312,7 +312,7 @@ def _walk_tokens_kernel(
                 W,
             )
             tl.debug_barrier()  # all threads of this program have read what is left anew here
-            p_left = conv_state + slot * (W - 1) * C + channel
-            leave_inputs(p_left, rows, mask_c & (slot != 0), C, W)
+            p_inputs = conv_state + slot * (W - 1) * C + channel
+            leave_inputs(p_inputs, rows, mask_c & (slot != 0), C, W)
     elif EARLY:
         gdc_wait()
