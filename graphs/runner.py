@@ -987,4 +987,4 @@ class Runner:
         }
         if self._capture is None:
             return StepSizes.fine(**sizes)
-        return StepSizes.coarse(**sizes, page_size=self.page_size)
+        return StepSizes.coarse(**sizes, page_size=self.page_size, extend_decodes=not self._decodes)
