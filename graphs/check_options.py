@@ -43,8 +43,8 @@ def check_invariant(model: Any, compile: bool | str, two_batch_overlap: object) 
 
     Raises:
         ValueError: bits would change as steps are exchanged by compiled ones.
-        UnsupportedError: on a GPU steps would not all be of one compiled graph, or be summed up
-            over several. Inductor and torch sum rows in another order in each graph, and by size.
+        UnsupportedError: on a GPU steps would not all be of one compiled graph. Inductor and torch
+            sum rows in another order in each graph, and by size.
     """
     if compile == "background":
         raise ValueError(
@@ -54,13 +54,12 @@ def check_invariant(model: Any, compile: bool | str, two_batch_overlap: object) 
     refused = {
         "compile=False": not compile,
         f"two_batch_overlap={two_batch_overlap!r}": two_batch_overlap != "off",
-        "a model that ranks share": model.ranks is not None,
     }
     reasons = [option for option, is_asked in refused.items() if is_asked]
     if sums_by_graph(model.device) and reasons:
         raise UnsupportedError(
-            f"batch_invariant=True runs all steps by one compiled graph on one GPU, which is not "
-            f"to be had with {', '.join(reasons)}"
+            f"batch_invariant=True runs all steps by one compiled graph on a GPU, which is not to "
+            f"be had with {', '.join(reasons)}"
         )
 
 

@@ -17,6 +17,7 @@ from torch_hybrid.backends.select import Backends, Choice, Chooses, impls_of, se
 from torch_hybrid.backends.step import Backend
 from torch_hybrid.graphs.passes import Pass, without
 from torch_hybrid.graphs.passes.merge_linears import merge_linears
+from torch_hybrid.graphs.passes.ordered_sums import ordered_sums
 from torch_hybrid.graphs.passes.row_products import row_products
 from torch_hybrid.graphs.step import Model
 from torch_hybrid.ops.capability import BATCH_INVARIANT, Need
@@ -94,9 +95,11 @@ def passes_for(
     modes: Sequence[Mode],
     *,
     batch_invariant: bool = False,
+    num_ranks: int = 1,
 ) -> dict[Mode, Sequence[Pass]]:
     """``passes`` for the steps of each mode: linear layers are merged where that was chosen.
-    Where rows are to be computed by themselves, no product is left to torch.
+    Where rows are to be computed by themselves, no product is left to torch, and no sum over the
+    ranks to a collective.
 
     On a GPU, where steps have few rows: many are torch's, one weight after the other all the same.
     """
@@ -104,9 +107,11 @@ def passes_for(
     if batch_invariant:
         merge = Pass("merge_linears", partial(merge_linears, features=frozenset({BATCH_INVARIANT})))
         kept = [merge if each.name == "merge_linears" else each for each in passes]
-        own = Pass("row_products", partial(row_products, impl=impls["linear"]))
+        own = [Pass("row_products", partial(row_products, impl=impls["linear"]))]
+        if num_ranks > 1:
+            own.append(Pass("ordered_sums", partial(ordered_sums, num_ranks=num_ranks)))
         place = kept.index(merge) + 1 if merge in kept else 0
-        return dict.fromkeys(modes, (*kept[:place], own, *kept[place:]))
+        return dict.fromkeys(modes, (*kept[:place], *own, *kept[place:]))
 
     def merges(mode: Mode) -> bool:
         impl = impls.get("linear", "torch")

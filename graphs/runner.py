@@ -122,7 +122,7 @@ class Runner:
         batch_invariant: logits after a token have the same bits whatever else is in the batch,
             however the tokens before it came: in one step or in many, from a checkpoint, drafted or
             not. Implementations that cannot say so of themselves are refused. On a GPU all steps
-            are of one compiled graph: no halves or ranks, nor compile=False.
+            are of one compiled graph: no halves, nor compile=False.
         check_batch: called on the host with the batch of each step before it runs; what it raises
             stops the step. ``Agreement(...).check``, where several ranks share the model.
         passes: graph passes over each traced step, in order; see ``graphs.passes``, which has
@@ -256,7 +256,11 @@ class Runner:
                 cache=self._cache,
                 planner=self._planner,
                 passes=passes_for(
-                    self.choices, passes, modes, batch_invariant=self.batch_invariant
+                    self.choices,
+                    passes,
+                    modes,
+                    batch_invariant=self.batch_invariant,
+                    num_ranks=1 if model.ranks is None else model.ranks.size,
                 ),
                 choices=self.choices,
                 given=given,

@@ -5,7 +5,7 @@ before it.
 
 Three launches, as in ``delta_step.py``: here every token is prepared by itself, and states walk
 from one to the next while inputs of the two after it are on their way. How many rows of a state a
-program has says nothing about how a row is summed.
+program has says nothing about how a row is summed: eight threads have it.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ from torch_hybrid.ops.triton.delta_step import (
     Rule,
     advance_states,
     decay_of,
-    inputs_of_head,
     launch_norm,
     leave_states,
-    pieces_of_row,
     read_states,
     rows_of_warp,
     unit,
@@ -36,9 +34,11 @@ from torch_hybrid.ops.triton.delta_step import (
 from torch_hybrid.ops.triton.devices import PROCESSORS, launches_early
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 
-# Rows of a state that a warp has where few sequences leave most processors idle: a token then
-# takes as long as what it sums, and there is less of that.
-_FEW_ROWS = 8
+# Rows of a state that a warp has where tokens of a sequence wait for one another, a vector of each
+# in a thread; and how many tokens a turn of its loop has, in which the registers of one token, and
+# of the two that are on their way, take turns too.
+_FEW_ROWS = 4
+_UNROLLED = 3
 _SCHEDULERS = 4  # of a processor, each of which a warp can keep busy
 
 
@@ -88,7 +88,8 @@ def launch_extend(*tensors: Tensor | None, activation: str, rule: Rule) -> Tenso
         num_warps=1,
         enable_fp_fusion=False,
     )
-    num_rows, num_warps = _rows_and_warps(num_seqs * num_v_heads, head_dim_v, head_dim_k)
+    num_rows = _rows_of_program(num_seqs, num_tokens, x.state)
+    is_few = num_rows <= _FEW_ROWS
     walks = triton.cdiv(head_dim_v, num_rows) * num_v_heads
     leaves = triton.cdiv(x.qkv.shape[1], PREPARED_CHANNELS)
     _walk_tokens_kernel[((walks + leaves) * num_seqs,)](
@@ -106,8 +107,10 @@ def launch_extend(*tensors: Tensor | None, activation: str, rule: Rule) -> Tenso
         LANES=PIECE,
         ROWS=num_rows,
         CHANNELS=PREPARED_CHANNELS,
+        BESIDE=num_rows if is_few else 1,
+        UNROLL=_UNROLLED if is_few else 1,
         EARLY=early,
-        num_warps=num_warps,
+        num_warps=max(1, num_rows // rows_of_warp(head_dim_k)),
         enable_fp_fusion=False,
         launch_pdl=early,
     )
@@ -115,15 +118,16 @@ def launch_extend(*tensors: Tensor | None, activation: str, rule: Rule) -> Tenso
     return out
 
 
-def _rows_and_warps(num_states: int, head_dim_v: int, head_dim_k: int) -> tuple[int, int]:
-    """Rows of a state that a program walks, and its warps: as in decode steps where that is work
-    for all warps that run at once, and else few."""
-    of_warp = rows_of_warp(head_dim_k)
+def _rows_of_program(num_seqs: int, num_tokens: int, state: Tensor) -> int:
+    """Rows of a state that a program walks: as many as in decode steps where sequences have a token
+    or hardly more, and are enough to keep all processors busy."""
+    _, num_heads, head_dim_v, head_dim_k = state.shape
     block_v = triton.next_power_of_2(head_dim_v)
-    most = min(block_v, STATE_WARPS * of_warp)
-    if num_states * triton.cdiv(head_dim_v, most) >= PROCESSORS * _SCHEDULERS:
-        return most, max(1, most // of_warp)
-    return min(block_v, _FEW_ROWS, of_warp), 1
+    many = min(block_v, STATE_WARPS * rows_of_warp(head_dim_k))
+    num_programs = num_seqs * num_heads * triton.cdiv(head_dim_v, many)
+    if num_tokens < 4 * num_seqs and num_programs >= PROCESSORS * _SCHEDULERS:
+        return many
+    return min(block_v, _FEW_ROWS)
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -214,6 +218,54 @@ def _prepare_token_kernel(
 
 
 @triton.jit
+def _pieces(
+    p_row: tl.tensor,
+    K: tl.constexpr,
+    LANES: tl.constexpr,
+    PIECES: tl.constexpr,
+    BESIDE: tl.constexpr,
+) -> tl.tuple:
+    """What lies along K, from ``p_row`` on, in the pieces that a state comes in, beside so many of
+    its rows: beside all of them each thread asks for what it needs, and is handed nothing."""
+    index = tl.arange(0, LANES)[None, :] + tl.zeros([BESIDE, 1], dtype=tl.int32)
+    pieces = ()
+    for piece in tl.static_range(PIECES):
+        b_x = tl.load(p_row + piece * LANES + index, mask=piece * LANES + index < K, other=0.0)
+        pieces = pieces + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
+    return pieces
+
+
+@triton.jit
+def _inputs_of_token(
+    p_row: tl.tensor,
+    head: tl.tensor,
+    index_v: tl.tensor,
+    mask: tl.tensor,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
+    LANES: tl.constexpr,
+    PIECES: tl.constexpr,
+    BESIDE: tl.constexpr,
+) -> tl.tuple:
+    """k, q, rows of v, the step size and the decays of a head at one token, as they were
+    prepared."""
+    C: tl.constexpr = 2 * H * K + HV * V
+    head_k = head // (HV // H)
+    k = _pieces(p_row + (H + head_k) * K, K, LANES, PIECES, BESIDE)
+    q = _pieces(p_row + head_k * K, K, LANES, PIECES, BESIDE)
+    b_v = tl.load(p_row + 2 * H * K + head * V + index_v, mask=mask, other=0.0)
+    beta = tl.load(p_row + C + head)
+    if BY_CHANNEL:
+        decays = _pieces(p_row + C + HV + head * K, K, LANES, PIECES, BESIDE)
+    else:
+        decays = (tl.load(p_row + C + HV + head),)
+    return k, q, b_v, beta, decays
+
+
+@triton.jit
 def _walk_tokens_kernel(
     prepared: tl.tensor,
     qkv: tl.tensor,
@@ -234,6 +286,8 @@ def _walk_tokens_kernel(
     LANES: tl.constexpr,
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    BESIDE: tl.constexpr,
+    UNROLL: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
     """One program: ROWS rows of the state of one head of one sequence through all of its tokens; or
@@ -267,32 +321,28 @@ def _walk_tokens_kernel(
                 states = states + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
             p_out = out + (begin * HV + head) * V + index_v
             p_rows = prepared + begin * R
-            from_q = head // (HV // H) * K
             p_next = p_rows + tl.minimum(num_new - 1, 1) * R
 
             if EARLY:
                 gdc_wait()
-            k, b_v, beta, decays = inputs_of_head(
-                p_rows, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES
+            k, q, b_v, beta, decays = _inputs_of_token(
+                p_rows, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES, BESIDE
             )
-            q = pieces_of_row(p_rows + from_q, K, LANES, PIECES)
-            next_k, next_v, next_beta, next_decays = inputs_of_head(
-                p_next, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES
+            next_k, next_q, next_v, next_beta, next_decays = _inputs_of_token(
+                p_next, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES, BESIDE
             )
-            next_q = pieces_of_row(p_next + from_q, K, LANES, PIECES)
-            for i in range(num_new):
+            for i in tl.range(num_new, loop_unroll_factor=UNROLL):
                 p_last = p_rows + tl.minimum(num_new - 1, i + 2).to(tl.int64) * R
-                last_k, last_v, last_beta, last_decays = inputs_of_head(
-                    p_last, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES
+                last_k, last_q, last_v, last_beta, last_decays = _inputs_of_token(
+                    p_last, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES, BESIDE
                 )
-                last_q = pieces_of_row(p_last + from_q, K, LANES, PIECES)
                 states = advance_states(states, k, b_v, beta, decays, PIECES)
                 b_o = read_states(states, q, PIECES)
                 tl.store(p_out, b_o.to(out.dtype.element_ty), mask=mask)
                 p_out += HV * V
-                k, b_v, beta, decays, q = next_k, next_v, next_beta, next_decays, next_q
-                next_k, next_v, next_beta = last_k, last_v, last_beta
-                next_decays, next_q = last_decays, last_q
+                k, q, b_v, beta, decays = next_k, next_q, next_v, next_beta, next_decays
+                next_k, next_q, next_v = last_k, last_q, last_v
+                next_beta, next_decays = last_beta, last_decays
             p_left = state + (slot * HV + head) * V * K + tile
             leave_states(p_left, states, mask & (slot != 0), K, LANES, PIECES, "")
         else:
