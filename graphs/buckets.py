@@ -73,14 +73,25 @@ class StepSizes:
 
     @classmethod
     def coarse(
-        cls, *, max_seqs: int, max_tokens: int, half_tokens: int, num_pages: int, page_size: int
+        cls,
+        *,
+        max_seqs: int,
+        max_tokens: int,
+        half_tokens: int,
+        num_pages: int,
+        page_size: int,
+        extend_decodes: bool = False,
     ) -> StepSizes:
         """Few sizes: for graphs that are captured once for each. Sequences of a decode step and
-        tokens double; tables, where padding is copied but is no work, grow in wider strides."""
+        tokens double; tables, where padding is copied but is no work, grow in wider strides.
+
+        ``extend_decodes``: steps that extend are also those of one token each, and as small.
+        """
+        decode_seqs = geometric(1, max(max_seqs, 2))
         return cls(
-            decode_seqs=geometric(1, max(max_seqs, 2)),
-            seqs=geometric(8, max(max_seqs, 2), 8),
-            tokens=geometric(min(64, max_tokens), max_tokens),
+            decode_seqs=decode_seqs,
+            seqs=decode_seqs if extend_decodes else geometric(8, max(max_seqs, 2), 8),
+            tokens=geometric(1 if extend_decodes else min(64, max_tokens), max_tokens),
             half_tokens=geometric(min(64, half_tokens), half_tokens),
             pages=geometric(64, max(num_pages, 2), 4),
             chunk_rows=geometric(64, max(64, num_pages * page_size)),

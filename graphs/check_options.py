@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any, Literal
 
+import torch
+
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops import fp8_kv
@@ -30,15 +32,19 @@ def check_artefact(artefact: str | os.PathLike[str] | None, *, compiles: bool) -
         raise ValueError("an artefact has compiled steps, got compile=False")
 
 
-def check_invariant(
-    model: Any, compile: bool | str, max_drafts: int, two_batch_overlap: object
-) -> None:
+def sums_by_graph(device: torch.device) -> bool:
+    """Whether what is compiled for a device sums rows in another order in each graph, as Inductor
+    does for a GPU: then steps have the same bits only where one graph runs them all."""
+    return device.type == "cuda"
+
+
+def check_invariant(model: Any, compile: bool | str, two_batch_overlap: object) -> None:
     """Check the options beside batch_invariant=True.
 
     Raises:
         ValueError: bits would change as steps are exchanged by compiled ones.
-        UnsupportedError: on a GPU steps would not all be of one compiled graph, or be summed up
-            over several. Inductor and torch sum rows in another order in each graph, and by size.
+        UnsupportedError: on a GPU steps would not all be of one compiled graph. Inductor and torch
+            sum rows in another order in each graph, and by size.
     """
     if compile == "background":
         raise ValueError(
@@ -47,15 +53,13 @@ def check_invariant(
         )
     refused = {
         "compile=False": not compile,
-        f"max_drafts={max_drafts}": max_drafts > 0,
         f"two_batch_overlap={two_batch_overlap!r}": two_batch_overlap != "off",
-        "a model that ranks share": model.ranks is not None,
     }
     reasons = [option for option, is_asked in refused.items() if is_asked]
-    if model.device.type == "cuda" and reasons:
+    if sums_by_graph(model.device) and reasons:
         raise UnsupportedError(
-            f"batch_invariant=True runs all steps by one compiled graph on one GPU, which is not "
-            f"to be had with {', '.join(reasons)}"
+            f"batch_invariant=True runs all steps by one compiled graph on a GPU, which is not to "
+            f"be had with {', '.join(reasons)}"
         )
 
 

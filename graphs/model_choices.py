@@ -18,6 +18,7 @@ from torch_hybrid.backends.step import Backend
 from torch_hybrid.graphs.passes import Pass, without
 from torch_hybrid.graphs.passes.merge_linears import merge_linears
 from torch_hybrid.graphs.passes.narrow_products import narrow_products
+from torch_hybrid.graphs.passes.ordered_sums import ordered_sums
 from torch_hybrid.graphs.passes.row_products import row_products
 from torch_hybrid.graphs.step import Model
 from torch_hybrid.ops.capability import BATCH_INVARIANT, Need
@@ -95,9 +96,11 @@ def passes_for(
     modes: Sequence[Mode],
     *,
     batch_invariant: bool = False,
+    num_ranks: int = 1,
 ) -> dict[Mode, Sequence[Pass]]:
     """``passes`` for the steps of each mode: linear layers are merged where that was chosen.
-    Where rows are to be computed by themselves, no product is left to torch.
+    Where rows are to be computed by themselves, no product is left to torch, and no sum over the
+    ranks to a collective.
 
     On a GPU, where steps have few rows: many are torch's, one weight after the other all the same.
     """
@@ -105,11 +108,13 @@ def passes_for(
     if batch_invariant:
         merge = Pass("merge_linears", partial(merge_linears, features=frozenset({BATCH_INVARIANT})))
         narrow = Pass("narrow_products", partial(narrow_products, devices=("cpu", "cuda")))
-        own = Pass("row_products", partial(row_products, impl=impls["linear"]))
+        own = [narrow, Pass("row_products", partial(row_products, impl=impls["linear"]))]
+        if num_ranks > 1:
+            own.append(Pass("ordered_sums", partial(ordered_sums, num_ranks=num_ranks)))
         others = [each for each in passes if each.name != narrow.name]
         kept = [merge if each.name == "merge_linears" else each for each in others]
         place = kept.index(merge) + 1 if merge in kept else 0
-        return dict.fromkeys(modes, (*kept[:place], narrow, own, *kept[place:]))
+        return dict.fromkeys(modes, (*kept[:place], *own, *kept[place:]))
 
     def merges(mode: Mode) -> bool:
         impl = impls.get("linear", "torch")

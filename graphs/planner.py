@@ -55,8 +55,8 @@ class StepPlanner:
         self._backends, self._overlap, self._grid = backends, overlap, chunk_grid
         self._drafting = {kind: backend for kind, backend in backends.items() if kind in drafting}
         self._num_position_axes, self._sizes = num_position_axes, sizes
-        self._idle = Mode.DECODE if Mode.DECODE in modes else Mode.EXTEND
-        self._verifying = next((mode for mode in modes if mode.num_drafts), Mode.DECODE)
+        self._idle = Mode.DECODE if Mode.DECODE in modes else modes[0]
+        self._verifying = next((mode for mode in modes if mode.num_drafts), self._idle)
         self.forms = {
             Variant.of(mode, forms, in_halves=in_halves): forms
             for mode in modes
@@ -115,8 +115,8 @@ class StepPlanner:
     def plan_idle(self) -> tuple[Variant, Inputs]:
         """A step of no sequences, of decode if there are such: all padding, so that it reads and
         writes no state."""
-        nothing = Bucket(num_seqs=0, num_tokens=0, num_pages=2)
-        return self.plan(self._null_batch(nothing), self._idle, "last")
+        nothing = self._null_batch(Bucket(num_seqs=0, num_tokens=0, num_pages=2), self._idle)
+        return self.plan(nothing, self._idle, "last")
 
     def largest(self, variant: Variant) -> Inputs:
         """An all-padding step of a variant whose every leaf is as large as it ever gets."""
@@ -161,7 +161,7 @@ class StepPlanner:
         decoding, the first of them one of several tokens of each sequence."""
         if not mode.num_chained:
             return mode
-        return Mode.DECODE if part else self._verifying
+        return self._idle if part else self._verifying
 
     def _forms_of_step(self, batches: Sequence[Batch], mode: Mode) -> dict[str, Form]:
         """The form of each kind of layer for a step of these batches, padded."""
@@ -212,14 +212,11 @@ class StepPlanner:
         self, variant: Variant, bucket: Bucket, forms: Mapping[str, Form], num_rows: int
     ) -> Inputs:
         mode = variant.mode
-        batches = [self._null_batch(bucket) for _ in range(1 + variant.in_halves)]
+        batches = [self._null_batch(bucket, mode) for _ in range(1 + variant.in_halves)]
         if mode.num_chained:
             nobody: list[list[int]] = [[]] * (mode.num_chained - 1)
             batches += chained(batches[0], positions=nobody, slots=nobody, seq_lens=nobody)
-        if mode.num_drafts:
-            num_seqs = bucket.num_seqs
-            batches = [replace(b, accepted=_zeros(num_seqs, dtype=torch.int32)) for b in batches]
-        if self._takes_embeds and mode is Mode.EXTEND:
+        if self._takes_embeds and mode.tokens_per_seq is None:
             size = bucket.num_tokens
             batches = [replace(b, embed_rows=_zeros(size, dtype=torch.int32)) for b in batches]
         rows = None
@@ -227,7 +224,7 @@ class StepPlanner:
             rows = _zeros(num_rows, dtype=torch.int64)
         return self._inputs(batches, mode, forms, rows)
 
-    def _null_batch(self, bucket: Bucket) -> Batch:
+    def _null_batch(self, bucket: Bucket, mode: Mode) -> Batch:
         """Empty sequences and padding tokens."""
         axes, num_tokens, num_seqs = self._num_position_axes, bucket.num_tokens, bucket.num_seqs
         position_shape = (num_tokens,) if axes == 1 else (axes, num_tokens)
@@ -240,6 +237,8 @@ class StepPlanner:
             page_table=_zeros(num_seqs, bucket.num_pages, dtype=torch.int32),
             initial_indices=_zeros(num_seqs, dtype=torch.int32),
             state_indices=_zeros(num_seqs, dtype=torch.int32),
+            accepted=_zeros(num_seqs, dtype=torch.int32) if mode.num_drafts else None,
+            num_drafts=_zeros(num_seqs, dtype=torch.int32) if mode.num_drafts else None,
         )
 
     def _cuts_of(self, mode: Mode) -> list[bool]:

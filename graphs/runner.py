@@ -15,7 +15,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
-from torch_hybrid.backends.mode import MODES, Mode
+from torch_hybrid.backends.mode import Mode, modes_of
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.backends.step import chunk_grid, make_backends
 from torch_hybrid.batch import Batch
@@ -40,6 +40,7 @@ from torch_hybrid.graphs.check_options import (
     check_max_tokens,
     check_types,
     kept_table,
+    sums_by_graph,
 )
 from torch_hybrid.graphs.compiling.background import Compile, StepsBeside, check_compile
 from torch_hybrid.graphs.compiling.surroundings import calm
@@ -121,7 +122,7 @@ class Runner:
         batch_invariant: logits after a token have the same bits whatever else is in the batch,
             however the tokens before it came: in one step or in many, from a checkpoint, drafted or
             not. Implementations that cannot say so of themselves are refused. On a GPU all steps
-            are of one compiled graph: no drafts, halves or ranks, nor compile=False.
+            are of one compiled graph: no halves, nor compile=False.
         check_batch: called on the host with the batch of each step before it runs; what it raises
             stops the step. ``Agreement(...).check``, where several ranks share the model.
         passes: graph passes over each traced step, in order; see ``graphs.passes``, which has
@@ -166,7 +167,7 @@ class Runner:
         device = self._device = model.device  # to find it takes a walk through the model
         check_compile(compile, model)
         if batch_invariant:
-            check_invariant(model, compile, max_drafts, two_batch_overlap)
+            check_invariant(model, compile, two_batch_overlap)
         self._capture = CapturePolicy.of(cuda_graphs, device, compiles=bool(compile))
         check_artefact(artefact, compiles=bool(compile))
         check_kv_tokens(kv_tokens)
@@ -223,12 +224,11 @@ class Runner:
                 if not store.is_open and compile != "background":
                     check_toolchain(device)
             self.choices = choose(model, wanted, compiles=bool(compile))
-            modes = MODES if prefill else (Mode.DECODE,)
-            if prefill and self.batch_invariant and device.type == "cuda":
-                modes = (Mode.EXTEND,)  # Inductor sums rows in another order in each graph
+            is_one_graph = prefill and self.batch_invariant and sums_by_graph(device)
+            modes = modes_of(max_drafts, prefill=prefill, is_one_graph=is_one_graph)
             self._decodes = Mode.DECODE in modes
-            if max_drafts:
-                modes = (*modes, Mode.verify(max_drafts))
+            self._extend_mode = next((each for each in modes if each.tokens_per_seq is None), None)
+            self._verify_mode = modes[-1]
             self.backends = make_backends(table, self._cache.sizes, wanted, modes)
             start_builds(self.choices, self.backends)
             drafting = kinds_of_head(model) if max_drafts else frozenset()
@@ -256,7 +256,11 @@ class Runner:
                 cache=self._cache,
                 planner=self._planner,
                 passes=passes_for(
-                    self.choices, passes, modes, batch_invariant=self.batch_invariant
+                    self.choices,
+                    passes,
+                    modes,
+                    batch_invariant=self.batch_invariant,
+                    num_ranks=1 if model.ranks is None else model.ranks.size,
                 ),
                 choices=self.choices,
                 given=given,
@@ -662,17 +666,19 @@ class Runner:
         positions: Tensor | None = None,
     ) -> Tensor:
         """Run a step that verifies drafts, of sequences that may have no token; logits, padded."""
-        mode, num_drafts = self._verify_mode, [len(new) - 1 for new in tokens]
-        variant, planned = self._plan_step(seqs, tokens, mode, positions=positions)
+        num_drafts = [len(new) - 1 for new in tokens]
+        variant, planned = self._plan_step(
+            seqs,
+            tokens,
+            self._verify_mode,
+            num_drafts=[max(count, 0) for count in num_drafts],
+            positions=positions,
+        )
         return self._run_step(
             seqs,
             lambda: self._execution.logits(variant, planned),
             lambda: self._cache.commit_drafts(seqs, num_drafts),
         )
-
-    @property
-    def _verify_mode(self) -> Mode:
-        return Mode.verify(self.max_drafts)
 
     def wait(self) -> None:
         """Wait until the device has done all that was launched."""
@@ -721,13 +727,13 @@ class Runner:
         """
         lengths = [len(new) for new in tokens]
         is_decode = max(lengths) == 1 and embeds is None  # whose graph looks no rows up
-        mode = Mode.DECODE if is_decode and self._decodes else Mode.EXTEND
-        if mode is Mode.EXTEND and not self.prefill:
+        mode = Mode.DECODE if is_decode and self._decodes else self._extend_mode
+        if mode is None:
             raise UnsupportedError(
                 f"a runner with prefill=False appends one token to each sequence, got {lengths}"
             )
-        if mode is Mode.EXTEND:
-            self._flush(seqs)
+        if mode is self._extend_mode:
+            (self._read if mode.num_drafts else self._flush)(seqs)
         elif not self._cache.are_replayed(seqs):  # a step that replays as it decodes
             mode = self._verify_mode
         return self._plan_step(
@@ -740,24 +746,28 @@ class Runner:
         tokens: Many[Many[int]],
         mode: Mode,
         *,
+        num_drafts: Many[int] | None = None,
         logits: Logits = "all",
         positions: Tensor | None = None,
         embeds: Embeds | None = None,
     ) -> tuple[Variant, Inputs]:
-        """As ``_plan``, in a mode."""
+        """As ``_plan``, in a mode; ``num_drafts`` of the tokens of each sequence are not certain,
+        by default none."""
         if mode is not Mode.EXTEND:
             self._keep_room(seqs, [len(new) for new in tokens])
         self._execution.join()  # pages may be copied
         places = None
-        if self._given is not None and mode is Mode.EXTEND:
+        if self._given is not None and mode is self._extend_mode:
             places = () if embeds is None else embeds.places
+        if mode.num_drafts and num_drafts is None:
+            num_drafts = [0] * len(seqs)
         batch = self._cache.make_batch(
             seqs,
             tokens,
             positions=positions,
             num_position_axes=self.model.num_position_axes,
             table_width=self._planner.table_width,
-            replays=mode.num_drafts > 0,
+            num_drafts=num_drafts,
             embed_places=places,
         )
         self._check(batch)
@@ -775,7 +785,7 @@ class Runner:
         run: Callable[[], ResultT],
     ) -> ResultT:
         """``run`` a step that gives each sequence so many tokens; cut off, it breaks them."""
-        are_read = variant.mode is Mode.EXTEND
+        are_read = variant.mode is self._extend_mode
         return self._run_step(
             seqs, run, lambda: self._cache.commit(seqs, lengths, are_read=are_read)
         )
@@ -981,4 +991,4 @@ class Runner:
         }
         if self._capture is None:
             return StepSizes.fine(**sizes)
-        return StepSizes.coarse(**sizes, page_size=self.page_size)
+        return StepSizes.coarse(**sizes, page_size=self.page_size, extend_decodes=not self._decodes)

@@ -102,7 +102,10 @@ class Steps:
         if store is None:
             if by_row:
                 impl = dict(impls_of(choices))["linear"]
-                self.of = {variant: in_rows(step, impl) for variant, step in self.of.items()}
+                num_ranks = 1 if model.ranks is None else model.ranks.size
+                self.of = {
+                    variant: in_rows(step, impl, num_ranks) for variant, step in self.of.items()
+                }
             return
         for tensor in pytree.tree_leaves(self._caches):
             torch._dynamo.mark_static(tensor)

@@ -58,6 +58,7 @@ def pack(
         positions=positions,
         num_position_axes=num_position_axes,
         accepted=[row.slot % 4 for row in rows],
+        num_drafts=[row.slot % 3 for row in rows],
         embed_places=[place for place, token in enumerate(packed) if token % 2],
         pages=pages,
     )
@@ -79,6 +80,7 @@ def unpack(batch: Batch, num_tokens: int | None = None) -> list[dict[str, object
             "pages": batch.page_table[n].tolist(),
             "slot": int(batch.state_indices[n]),
             "accepted": int(batch.accepted[n]),
+            "num_drafts": int(batch.num_drafts[n]),
             "embed_rows": batch.embed_rows[start:end].tolist(),
         }
         for n, (start, end) in enumerate(pairwise(starts))
@@ -101,6 +103,7 @@ def test_make_batch_equals_a_token_loop(rows: list[Row], size: int):
                 "pages": list(row.pages),
                 "slot": row.slot,
                 "accepted": row.slot % 4,
+                "num_drafts": row.slot % 3,
                 "embed_rows": [next(numbers) if token % 2 else 0 for token in row.tokens],
             }
         )

@@ -55,6 +55,8 @@ class Batch:
     state_indices: Tensor = _declared(Axis.SEQUENCE)  # [N] slot of the state after
     # [N] records that are replayed first, of drafts that were accepted; None: of none
     accepted: Tensor | None = _declared(Axis.SEQUENCE, may_miss=True)
+    # [N] the last of its new tokens that are not certain; None: none is in any
+    num_drafts: Tensor | None = _declared(Axis.SEQUENCE, may_miss=True)
     # [T] which given row stands for the token's embedding, from 1; 0: none. None: of no token
     embed_rows: Tensor | None = _declared(Axis.TOKEN, may_miss=True)
 
@@ -173,6 +175,7 @@ def make_batch(
     positions: Tensor | None = None,
     num_position_axes: int = 1,
     accepted: Sequence[int] | None = None,
+    num_drafts: Sequence[int] | None = None,
     embed_places: Sequence[int] | None = None,
     pages: Sequence[Sequence[int]] | None = None,
 ) -> Batch:
@@ -189,7 +192,8 @@ def make_batch(
         positions: [T] or [num_position_axes, T] int64; by default each sequence counts on from
             its prefix, alike on every axis.
         num_position_axes: 1, or 3 for models with 3-D rotary positions.
-        accepted: how many records of each sequence are replayed, in a step that verifies drafts.
+        accepted: how many records of each sequence are replayed, in a step that may verify drafts.
+        num_drafts: how many of its new tokens are drafts, in such a step.
         embed_places: which of the packed tokens have a given row for an embedding, the first of
             them the first row; None in a step that is given none.
         pages: of each sequence, with which its row of the page table begins: few tokens are placed
@@ -217,6 +221,7 @@ def make_batch(
         initial_indices=int_tensor(initial_indices, torch.int32),
         state_indices=int_tensor(state_indices, torch.int32),
         accepted=None if accepted is None else int_tensor(accepted, torch.int32),
+        num_drafts=None if num_drafts is None else int_tensor(num_drafts, torch.int32),
         embed_rows=None if embed_places is None else _numbered(embed_places, num_tokens),
     )
 

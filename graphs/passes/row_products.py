@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.passes.marks import keep_marks
 from torch_hybrid.graphs.passes.narrow_products import is_narrow
+from torch_hybrid.graphs.passes.ordered_sums import InOrder
 from torch_hybrid.graphs.passes.values import value_of
 from torch_hybrid.ops.linear.op import linear
 
@@ -92,11 +93,12 @@ def _operands(
     return input, weight, bias
 
 
-def in_rows(step: Callable[..., Tensor], impl: str) -> Callable[..., Tensor]:
-    """A step of a model that runs as it is, with each row computed by itself."""
+def in_rows(step: Callable[..., Tensor], impl: str, num_ranks: int = 1) -> Callable[..., Tensor]:
+    """A step of a model that runs as it is, with each row computed by itself, also where several
+    ranks do."""
 
     def stepped(*inputs: Any) -> Tensor:
-        with _ByRow(impl):
+        with _ByRow(impl), InOrder(num_ranks):
             return step(*inputs)
 
     return stepped

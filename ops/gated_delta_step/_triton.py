@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.triton.delta_extend import launch_extend
 from torch_hybrid.ops.triton.delta_step import Rule, launch_step
 
 
@@ -19,13 +20,30 @@ def gated_delta_step(
     gate: str = "silu",
 ) -> Tensor:
     """Launcher of ``torch_hybrid::gated_delta_step``."""
-    norm = _norm_times_silu if gate == "silu" else _norm_times_sigmoid
-    rule = Rule(norm=norm, norm_eps=norm_eps, scale=scale, beta_scale=beta_scale)
+    rule = _rule(scale, beta_scale, norm_eps, gate)
     return launch_step(*tensors, activation=activation, rule=rule)
 
 
 # Of ``torch_hybrid::gated_delta_verify``, whose tensors end with records and counts.
 gated_delta_verify = gated_delta_step
+
+
+def invariant_gated_delta_step(
+    *tensors: Tensor | None,
+    activation: str,
+    scale: float,
+    beta_scale: float,
+    norm_eps: float,
+    gate: str = "silu",
+) -> Tensor:
+    """Implementation "triton_invariant": any number of tokens, one after the other."""
+    rule = _rule(scale, beta_scale, norm_eps, gate)
+    return launch_extend(*tensors, activation=activation, rule=rule)
+
+
+def _rule(scale: float, beta_scale: float, norm_eps: float, gate: str) -> Rule:
+    norm = _norm_times_silu if gate == "silu" else _norm_times_sigmoid
+    return Rule(norm=norm, norm_eps=norm_eps, scale=scale, beta_scale=beta_scale)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.capability import BATCH_INVARIANT, Capability, Implementation
-from torch_hybrid.ops.conv_step import EXTEND
+from torch_hybrid.ops.conv_step import EXTEND, UNKEPT
 from torch_hybrid.ops.delta_step import SCHEMA, StepTensors, check_step, check_verify
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, define_op
@@ -40,13 +40,25 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
         ),
         launcher="torch_hybrid.ops.gated_delta_step._triton:gated_delta_step",
     ),
+    "triton_invariant": Implementation(
+        capability=Capability(
+            devices=triton_devices(),
+            features=EXTEND | UNKEPT | {BATCH_INVARIANT},
+            limits={"head_k_dim": 128, "head_v_dim": 256},
+            cuda_graph=True,
+            available=triton_missing,
+        ),
+        launcher="torch_hybrid.ops.gated_delta_step._triton:invariant_gated_delta_step",
+    ),
     "torch": Implementation(
         capability=Capability(devices=frozenset({"cpu", "cuda"})),
         launcher="torch_hybrid.ops.gated_delta_step._torch:gated_delta_step",
     ),
 }
 
-VERIFY_IMPLEMENTATIONS = verify_implementations(IMPLEMENTATIONS, "gated_delta_verify")
+# Drafts of a batch-invariant runner are a second call of the step.
+_OF_VERIFY = {name: each for name, each in IMPLEMENTATIONS.items() if name != "triton_invariant"}
+VERIFY_IMPLEMENTATIONS = verify_implementations(_OF_VERIFY, "gated_delta_verify")
 
 
 def gated_delta_step(
@@ -103,8 +115,8 @@ def gated_delta_step(
             state after the token of sequence n. No other slot of either pool is written.
         cu_seqlens: [N + 1] int32 offsets of the sequences in T, from 0: each has one token, or
             none, which leaves its slot as it is. Implementations with the feature "extend" take
-            several, of sequences that have a slot: as so many calls would, bit by bit. Tokens at or
-            past ``cu_seqlens[N]`` are padding.
+            several, of sequences that have a slot: as so many calls would, bit by bit; those with
+            "unkept" also of others. Tokens at or past ``cu_seqlens[N]`` are padding.
         initial_indices: [N] int32 slot that each sequence starts from; 0, the null slot, is the
             zero state. Several may start from one slot, which no other one may then write.
         state_indices: [N] int32 slot that receives the state of each sequence, distinct except

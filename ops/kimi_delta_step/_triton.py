@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.triton.delta_extend import launch_extend
 from torch_hybrid.ops.triton.delta_step import Rule, launch_step
 
 
@@ -18,18 +19,34 @@ def kimi_delta_step(
     norm_eps: float,
 ) -> Tensor:
     """Launcher of ``torch_hybrid::kimi_delta_step``."""
-    rule = Rule(
+    rule = _rule(scale, gate_lower_bound, norm_eps)
+    return launch_step(*tensors, activation=activation, rule=rule)
+
+
+# Of ``torch_hybrid::kimi_delta_verify``, whose tensors end with records and counts.
+kimi_delta_verify = kimi_delta_step
+
+
+def invariant_kimi_delta_step(
+    *tensors: Tensor | None,
+    activation: str,
+    scale: float,
+    gate_lower_bound: float | None,
+    norm_eps: float,
+) -> Tensor:
+    """Implementation "triton_invariant": any number of tokens, one after the other."""
+    rule = _rule(scale, gate_lower_bound, norm_eps)
+    return launch_extend(*tensors, activation=activation, rule=rule)
+
+
+def _rule(scale: float, gate_lower_bound: float | None, norm_eps: float) -> Rule:
+    return Rule(
         norm=_gated_norm,
         norm_eps=norm_eps,
         scale=scale,
         lower_bound=gate_lower_bound,
         by_channel=True,
     )
-    return launch_step(*tensors, activation=activation, rule=rule)
-
-
-# Of ``torch_hybrid::kimi_delta_verify``, whose tensors end with records and counts.
-kimi_delta_verify = kimi_delta_step
 
 
 @triton.jit

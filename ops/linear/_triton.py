@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import triton
@@ -20,6 +21,7 @@ from torch_hybrid.ops.linear._triton_columns import store_columns
 from torch_hybrid.ops.linear._triton_fp8 import fp8_linear
 from torch_hybrid.ops.linear._triton_integers import integer_linear
 from torch_hybrid.ops.linear.by_torch import empty_columns, product_by_torch
+from torch_hybrid.ops.triton.devices import is_hopper
 
 # Measured, see README.md: past these, torch's product of one weight after the other is faster.
 MAX_ROWS = 64
@@ -31,6 +33,7 @@ _FEW_COLUMNS = 4096
 _PART_ROWS = 32
 _PART_DEPTH = 1024
 _PART_COLUMNS = 1024  # of one weight: fewer are faster by torch
+_BUSY = 96  # programs of large tiles: with fewer of them, small ones are faster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +65,27 @@ class Tile:
         return cls(block_m=block_m, block_n=64, block_k=128, num_stages=stages)
 
     @classmethod
-    def of_any_rows(cls, dtype: torch.dtype) -> Tile:
-        """The same however many rows there are, which are then cut in blocks."""
-        if dtype == torch.float32:  # outside the tensor cores, on operands in registers
-            return cls(block_m=16, block_n=64, block_k=32, num_stages=2, any_rows=True)
-        return cls(block_m=64, block_n=64, block_k=128, num_stages=3, any_rows=True)
+    def of_any_rows(cls, num_rows: int, num_columns: int, like: Tensor) -> Tile:
+        """Of rows cut in blocks, for inputs of the dtype and device of ``like``: all of these tiles
+        sum a row in one order.
+
+        A sum goes along the depth, 16 numbers after 16 on tensor cores, whatever else a tile has;
+        that is so where it was tried, on Hopper, and elsewhere there is one tile.
+        """
+        one = partial(cls, block_m=64, block_n=64, block_k=128, num_stages=3, any_rows=True)
+        if like.dtype == torch.float32:  # outside the tensor cores, on operands in registers
+            return one(block_m=16, block_k=32, num_stages=2)
+        if not is_hopper(like.device):
+            return one()
+        if num_rows <= 16:
+            return one(block_m=16, num_stages=5)
+        if num_rows <= 32:
+            return one(block_m=32, num_stages=4)
+        for block_m in (256, 128):
+            num_programs = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, 128)
+            if num_programs >= _BUSY:
+                return one(block_m=block_m, block_n=128, block_k=64, num_warps=8)
+        return one()
 
 
 def linear(
@@ -96,11 +115,11 @@ def invariant_linear(
     *,
     scales: Sequence[Tensor] | None = None,
 ) -> Tensor:
-    """Implementation "triton_invariant": any number of rows in one tile's order of sums."""
+    """Implementation "triton_invariant": any number of rows in one order of sums."""
     assert scales is None
     y = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
     if y.numel():
-        _multiply(x, weights, biases, y, Tile.of_any_rows(x.dtype))
+        _multiply(x, weights, biases, y, Tile.of_any_rows(x.shape[0], y.shape[1], x))
     return y
 
 

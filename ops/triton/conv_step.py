@@ -24,6 +24,28 @@ def last_inputs(p_state: tl.tensor, mask: tl.tensor, C: tl.constexpr, W: tl.cons
 
 
 @triton.jit
+def inputs_before(
+    p_x: tl.tensor,
+    stride: tl.tensor,
+    p_state: tl.tensor,
+    place: tl.tensor,
+    known: tl.tensor,
+    mask: tl.tensor,
+    C: tl.constexpr,
+    W: tl.constexpr,
+) -> tl.tuple:
+    """The W - 1 rows of channels before a sequence's ``place``-th token, which is at ``p_x``: those
+    of tokens, and before them the convolution's state, zeros unless ``known``."""
+    rows = ()
+    for row in tl.static_range(W - 1):
+        i = place - (W - 1) + row
+        p_row = tl.where(i < 0, p_state + (W - 1 + i) * C, p_x - (W - 1 - row) * stride)
+        b_x = tl.load(p_row, mask=mask & (known | (i >= 0)), other=0.0)
+        rows = rows + (b_x,)  # type: ignore[assignment]  # noqa: RUF005
+    return rows
+
+
+@triton.jit
 def leave_inputs(
     p_state: tl.tensor, rows: tl.tuple, mask: tl.tensor, C: tl.constexpr, W: tl.constexpr
 ) -> None:

@@ -28,13 +28,13 @@ from torch_hybrid.ops.triton.decays import exp, softplus
 from torch_hybrid.ops.triton.devices import launches_early
 
 # Columns of a piece of a state, which stand side by side in a warp: eight threads hold a row.
-_PIECE = 32
+PIECE = 32
 # State elements that one warp keeps in registers, 64 a thread: what they meet along K is read once
 # for all of them. So many warps of a program read it from L1.
 _STATE_TILE = 2048
-_STATE_WARPS = 2
+STATE_WARPS = 2
 # Channels that a program of one warp prepares, of whole heads of q, k and v.
-_PREPARED_CHANNELS = 256
+PREPARED_CHANNELS = 256
 # Heads that a program norms, a warp each.
 _NORMED_HEADS = 4
 
@@ -66,7 +66,7 @@ def launch_step(*tensors: Tensor | None, activation: str, rule: Rule) -> Tensor:
     x = StepTensors(*tensors[:num_tensors])  # type: ignore[arg-type]
     records, accepted = tensors[num_tensors:] or (None, None)
     num_drafts = 0 if records is None else records.shape[1]
-    num_seqs, num_tokens = x.state_indices.shape[0], x.qkv.shape[0]
+    num_seqs = x.state_indices.shape[0]
     _, num_v_heads, head_dim_v, head_dim_k = x.state.shape
     out = torch.empty_like(x.z, memory_format=torch.contiguous_format)
     if num_seqs == 0:
@@ -81,7 +81,7 @@ def launch_step(*tensors: Tensor | None, activation: str, rule: Rule) -> Tensor:
 
     width = x.qkv.shape[1] + x.b.shape[1] + x.a.shape[1]
     prepared = x.state.new_empty(num_seqs, 1 + 2 * num_drafts, width)
-    num_heads = max(1, _PREPARED_CHANNELS // block)
+    num_heads = max(1, PREPARED_CHANNELS // block)
     num_blocks = triton.cdiv(2 * num_k_heads + num_v_heads, num_heads)
     num_blocks += 1 + triton.cdiv(x.a.shape[1], num_heads * block)
     _prepare_kernel[(num_blocks * num_seqs,)](
@@ -112,9 +112,8 @@ def launch_step(*tensors: Tensor | None, activation: str, rule: Rule) -> Tensor:
         num_warps=1,
         enable_fp_fusion=False,
     )
-    num_pieces = triton.cdiv(head_dim_k, _PIECE)
-    rows_of_warp = _STATE_TILE // (_PIECE * triton.next_power_of_2(num_pieces))
-    num_rows = min(block_v, _STATE_WARPS * rows_of_warp)
+    of_warp = rows_of_warp(head_dim_k)
+    num_rows = min(block_v, STATE_WARPS * of_warp)
     num_blocks = triton.cdiv(head_dim_v, num_rows)
     _walk_kernel[(num_blocks * num_v_heads * num_seqs,)](
         prepared,
@@ -122,14 +121,21 @@ def launch_step(*tensors: Tensor | None, activation: str, rule: Rule) -> Tensor:
         *index,
         out,
         **sizes,
-        PIECES=num_pieces,
-        LANES=_PIECE,
+        PIECES=triton.cdiv(head_dim_k, PIECE),
+        LANES=PIECE,
         ROWS=num_rows,
         EARLY=early,
-        num_warps=max(1, num_rows // rows_of_warp),
+        num_warps=max(1, num_rows // of_warp),
         enable_fp_fusion=False,
         launch_pdl=early,
     )
+    launch_norm(out, x, rule, early=early)
+    return out
+
+
+def launch_norm(out: Tensor, x: StepTensors, rule: Rule, *, early: bool) -> None:
+    """Norm and gate what was read from the states, in place."""
+    num_tokens, (num_v_heads, head_dim_v) = out.shape[0], x.state.shape[1:3]
     _norm_kernel[(triton.cdiv(num_tokens * num_v_heads, _NORMED_HEADS),)](
         out,
         x.z,
@@ -137,11 +143,11 @@ def launch_step(*tensors: Tensor | None, activation: str, rule: Rule) -> Tensor:
         x.cu_seqlens,
         rule.norm_eps,
         num_tokens,
-        num_seqs,
+        x.state_indices.shape[0],
         x.z.stride(0),
         HV=num_v_heads,
         V=head_dim_v,
-        BLOCK_V=block_v,
+        BLOCK_V=triton.next_power_of_2(head_dim_v),
         HEADS=_NORMED_HEADS,
         NORM=rule.norm,
         EARLY=early,
@@ -149,17 +155,22 @@ def launch_step(*tensors: Tensor | None, activation: str, rule: Rule) -> Tensor:
         enable_fp_fusion=False,
         launch_pdl=early,
     )
-    return out
+
+
+def rows_of_warp(head_dim_k: int) -> int:
+    """Rows of a state that one warp keeps in registers."""
+    num_pieces = triton.cdiv(head_dim_k, PIECE)
+    return _STATE_TILE // (PIECE * triton.next_power_of_2(num_pieces))
 
 
 @triton.jit
-def _unit(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+def unit(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """Rows x / |x|, scaled."""
     return x * (tl.rsqrt(tl.sum(x * x, 1) + 1e-6) * scale)[:, None]
 
 
 @triton.jit
-def _decay(x: tl.tensor, A_log: tl.tensor, lower_bound: tl.tensor | None) -> tl.tensor:
+def decay_of(x: tl.tensor, A_log: tl.tensor, lower_bound: tl.tensor | None) -> tl.tensor:
     """Decays, of what stands before their activation."""
     rate = exp(A_log)
     g = -rate * softplus(x) if lower_bound is None else lower_bound / (1.0 + exp(-rate * x))
@@ -214,7 +225,7 @@ def _prepare_channels(
         p_next = _row(i + 1, num_replayed, p_replayed, p_new, stride, R)
         b_next = tl.load(p_next, mask=mask & (i + 1 < num_tokens), other=0.0)
         b_y = convolve(past, b_x, tap, W, SILU)
-        b_y = tl.where(is_key[:, None], _unit(b_y, scale), b_y)
+        b_y = tl.where(is_key[:, None], unit(b_y, scale), b_y)
         tl.store(p_prepared + i * R, b_y, mask=mask)
         past = past[1:] + (b_x,)  # noqa: RUF005
         draft = i - num_replayed - 1
@@ -253,7 +264,7 @@ def _prepare_gates(
         if A_log is None:
             b_y = limit / (1.0 + tl.exp(-b_x.to(tl.float32)))
         else:
-            b_y = _decay(b_x.to(tl.float32) + b_bias, A_log, limit)
+            b_y = decay_of(b_x.to(tl.float32) + b_bias, A_log, limit)
         tl.store(p_prepared + i * R, b_y, mask=mask)
         draft = i - num_replayed - 1
         if draft == 0:
@@ -407,7 +418,7 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _pieces_of_row(
+def pieces_of_row(
     p_row: tl.tensor, K: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr
 ) -> tl.tuple:
     """What lies along K, from ``p_row`` on, in the pieces that a state comes in."""
@@ -421,7 +432,7 @@ def _pieces_of_row(
 
 
 @triton.jit
-def _inputs(
+def inputs_of_head(
     p_row: tl.tensor,
     head: tl.tensor,
     index_v: tl.tensor,
@@ -436,18 +447,18 @@ def _inputs(
 ) -> tl.tuple:
     """k, rows of v, the step size and the decays of a head at one token, as they were prepared."""
     C: tl.constexpr = 2 * H * K + HV * V
-    parts_k = _pieces_of_row(p_row + (H + head // (HV // H)) * K, K, LANES, PIECES)
+    parts_k = pieces_of_row(p_row + (H + head // (HV // H)) * K, K, LANES, PIECES)
     b_v = tl.load(p_row + 2 * H * K + head * V + index_v, mask=mask, other=0.0)
     beta = tl.load(p_row + C + head)
     if BY_CHANNEL:
-        decays = _pieces_of_row(p_row + C + HV + head * K, K, LANES, PIECES)
+        decays = pieces_of_row(p_row + C + HV + head * K, K, LANES, PIECES)
     else:
         decays = (tl.load(p_row + C + HV + head),)
     return parts_k, b_v, beta, decays
 
 
 @triton.jit
-def _read(states: tl.tuple, parts: tl.tuple, PIECES: tl.constexpr) -> tl.tensor:
+def read_states(states: tl.tuple, parts: tl.tuple, PIECES: tl.constexpr) -> tl.tensor:
     """``S x`` of rows of a head's state and a vector, both in pieces."""
     read = tl.zeros_like(states[0])
     for piece in tl.static_range(PIECES):
@@ -456,7 +467,7 @@ def _read(states: tl.tuple, parts: tl.tuple, PIECES: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _advance(
+def advance_states(
     states: tl.tuple,
     parts_k: tl.tuple,
     b_v: tl.tensor,
@@ -469,7 +480,7 @@ def _advance(
     for piece in tl.static_range(PIECES):
         b_s = states[piece] * decays[piece % len(decays)]
         decayed = decayed + (b_s,)  # type: ignore[assignment]  # noqa: RUF005
-    b_u = beta * (b_v - _read(decayed, parts_k, PIECES))
+    b_u = beta * (b_v - read_states(decayed, parts_k, PIECES))
     advanced = ()
     for piece in tl.static_range(PIECES):
         b_s = tl.fma(b_u[:, None], parts_k[piece], decayed[piece])
@@ -478,7 +489,7 @@ def _advance(
 
 
 @triton.jit
-def _leave(
+def leave_states(
     p_left: tl.tensor,
     states: tl.tuple,
     mask: tl.tensor,
@@ -559,23 +570,23 @@ def _walk_kernel(
             gdc_wait()
         if DRAFTS > 0:
             for i in range(num_replayed):
-                parts_k, b_v, beta, decays = _inputs(
+                parts_k, b_v, beta, decays = inputs_of_head(
                     p_prepared + i * R, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES
                 )
-                states = _advance(states, parts_k, b_v, beta, decays, PIECES)
+                states = advance_states(states, parts_k, b_v, beta, decays, PIECES)
             if num_new == 0:
-                _leave(p_left, states, mask & (slot != 0), K, LANES, PIECES, PASSING)
+                leave_states(p_left, states, mask & (slot != 0), K, LANES, PIECES, PASSING)
         # In decode steps a sequence has one token or none.
         for i in range(num_new if DRAFTS > 0 else 1):
             p_row = p_prepared + (num_replayed + i) * R
-            parts_k, b_v, beta, decays = _inputs(
+            parts_k, b_v, beta, decays = inputs_of_head(
                 p_row, head, index_v, mask, H, HV, K, V, BY_CHANNEL, LANES, PIECES
             )
-            states = _advance(states, parts_k, b_v, beta, decays, PIECES)
+            states = advance_states(states, parts_k, b_v, beta, decays, PIECES)
             if i == 0:
-                _leave(p_left, states, mask & (slot != 0), K, LANES, PIECES, PASSING)
+                leave_states(p_left, states, mask & (slot != 0), K, LANES, PIECES, PASSING)
             p_q = p_row + head // (HV // H) * K
-            b_o = _read(states, _pieces_of_row(p_q, K, LANES, PIECES), PIECES)
+            b_o = read_states(states, pieces_of_row(p_q, K, LANES, PIECES), PIECES)
             tl.store(p_out + i * HV * V, b_o.to(out.dtype.element_ty), mask=mask)
 
     if EARLY:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.replay import plan_replay, walk
 from torch_hybrid.batch import make_batch, pad_to
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
@@ -95,8 +96,11 @@ OPS: dict[str, tuple[Callable[[Tensor], Run], tuple[int, ...], Any, Any]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("mode", "most_certain"), [(Mode.verify(DRAFTS), 1), (Mode.mixed(DRAFTS), 2)], ids=str
+)
 @pytest.mark.parametrize("op", OPS)
-def test_states_and_outputs_are_those_of_plain_decoding(op: str):
+def test_states_and_outputs_are_those_of_plain_decoding(op: str, mode: Mode, most_certain: int):
     make, state_shape, advancing, reading = OPS[op]
     shapes = [*advancing, *reading]
     tokens = [some(64, *shape, seed=i) for i, shape in enumerate(shapes, 1)]
@@ -122,14 +126,15 @@ def test_states_and_outputs_are_those_of_plain_decoding(op: str):
 
     first, accepted = 0, [0, 0, 0]
     for lengths, right in ROUNDS:
-        batch = batch_of(lengths, range(3), accepted=accepted)
+        drafts = [max(n - most_certain, m) for n, m in zip(lengths, right, strict=True)]
+        batch = batch_of(lengths, range(3), accepted=accepted, num_drafts=drafts)
         batch = pad_to(batch, num_seqs=4, num_tokens=sum(lengths) + 1)
-        step = SimpleNamespace(replay=plan_replay(batch, DRAFTS))
+        step = SimpleNamespace(replay=plan_replay(batch, mode))
         out = walk(run, *split(slice(first, first + batch.num_tokens)), step, cache)
         assert not out[-1].any()
         place = first
         for n, (length, count) in enumerate(zip(lengths, right, strict=True)):
-            for i in range(min(length, 1 + count)):
+            for i in range(length - drafts[n] + count):
                 expected = plain_run(*split(slice(place + i, place + i + 1)), batch_of([1], [n]))
                 assert torch.equal(out[place - first + i], expected[0])
                 held[n] += 1

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 
 import torch_hybrid as th
+from tests.devices import needs_cuda
 from tests.speculation.drafters import Knowing
 from tests.tiny_models import FEWEST_LAYERS, VOCAB_SIZE, make_model
+from torch_hybrid.graphs import runner as graphs_of_runners
 
 SIZES = {"max_seqs": 4, "max_tokens": 96, "kv_tokens": 640, "page_size": 8, "compile": False}
 GREEDY = th.Sampling(max_new_tokens=12, ignore_eos=True, logprobs=0)
@@ -61,6 +64,37 @@ def test_any_way_of_serving_gives_the_same_bits(family: str):
         th.Engine(runner, run_ahead="on"), PROMPTS, th.Sampling(max_new_tokens=12, ignore_eos=True)
     )
     assert [each for each, _ in ahead] == tokens
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "minimax", "lfm2", "jamba"])
+def test_drafts_in_steps_of_one_graph(family: str, monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU, where a prompt, a decode step and one that verifies drafts are of one."""
+    monkeypatch.setattr(graphs_of_runners, "sums_by_graph", lambda device: True)
+    runner = make_runner(th.adapt(make_model(family, **FEWEST_LAYERS[family])), max_drafts=3)
+    check_drafts(runner)
+
+
+@needs_cuda
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "lfm2"])
+def test_drafts_on_a_gpu(family: str):
+    model = th.adapt(make_model(family, **FEWEST_LAYERS[family]).to("cuda", torch.bfloat16))
+    check_drafts(make_runner(model, max_drafts=3, compile=True))
+
+
+def check_drafts(runner: th.Runner) -> None:
+    """Drafts of which some are right give the tokens and logprobs of plain decoding, by one graph;
+    and so do those that are tried now and then."""
+    plain = th.Engine(runner)
+    alone = [each for prompt in PROMPTS for each in serve(plain, [prompt], GREEDY)]
+    drafter = Knowing(lambda request: alone[request.index][0], vocab_size=VOCAB_SIZE)
+    for adapts in (False, True):
+        speculation = th.Speculation(drafter, max_tokens=3, adapts=adapts)
+        drafting = th.Engine(runner, speculate=speculation)
+        assert serve(drafting, PROMPTS, GREEDY) == alone
+        assert drafting.stats().drafts.accepted > 3
+    names: list[str] = []
+    runner.warm_up(names.append)
+    assert names == ["extend"]
 
 
 def test_logprobs_of_what_was_sampled_are_those_of_a_prefill_of_it():

@@ -81,7 +81,7 @@ class StepContract:
         kinds = {
             "extend_impl": [name for name in names if takes[name] >= EXTEND],
             "impl": names,
-            "host_impl": [name for name in names if name != "triton"],  # they read offsets
+            "host_impl": [name for name in names if "triton" not in name],  # they read offsets
             "native_impl": ["cpp"],
         }
         for kind, members in kinds.items():

@@ -16,6 +16,7 @@ from torch import Tensor
 
 import torch_hybrid as th
 from tests.graphs.as_traced import run_as_traced
+from tests.graphs.test_batch_invariant import assert_same_bits
 from tests.models import ring_checkpoint
 from tests.models.oracle import Step, make_texts, serve
 from tests.tiny_models import make_model
@@ -106,6 +107,15 @@ class CompiledJob:
 
 def share_compiled(jobs: list[CompiledJob]) -> list[Shared]:
     return [job.run() for job in jobs]
+
+
+def keep_bits(cases: list[tuple[str, Experts, bool]]) -> None:
+    """Tokens of models that the ranks share have the same bits in any batch, also in graphs."""
+    for family, experts, compiles in cases:
+        model = th.shard(make(family), experts=experts)
+        sizes = {**SIZES, "kv_tokens": 640, "page_size": 8}
+        with run_as_traced():
+            assert_same_bits(th.Runner(model, **sizes, compile=compiles, batch_invariant=True))
 
 
 def vocabularies(cases: list[tuple[int, bool]]) -> list[set[int]]:

@@ -116,7 +116,7 @@ class IndexedAttentionBackend:
             initial_indices=batch.initial_indices,
             state_indices=batch.state_indices,
             statics=Statics(impls_of(self.choices[mode])),
-            replay=plan_replay(batch, mode.num_drafts) if mode.num_drafts else None,
+            replay=plan_replay(batch, mode) if mode.num_drafts else None,
         )
 
 

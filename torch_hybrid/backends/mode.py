@@ -11,9 +11,10 @@ class Mode:
     """How many new tokens the sequences of a step have.
 
     ``DECODE``: one for each sequence. ``EXTEND``: any mix of lengths. ``verify(k)``: one for each
-    sequence, and up to k drafts after it, which are not certain. ``draft(k)``: k steps of the
-    model's head, one after the other, each of one token for each sequence, the first one also of
-    tokens before it.
+    sequence, and up to k drafts after it, which are not certain. ``mixed(k)``: any mix of lengths,
+    up to k tokens at the end of each sequence not certain. ``draft(k)``: k steps of the model's
+    head, one after the other, each of one token for each sequence, the first one also of tokens
+    before it.
 
     Attributes:
         name: as it stands in reports.
@@ -36,6 +37,11 @@ class Mode:
         return cls(name="verify", tokens_per_seq=1 + num_drafts, num_drafts=num_drafts)
 
     @classmethod
+    def mixed(cls, num_drafts: int) -> Mode:
+        """The mode of all steps, where all are to be of one graph, those of ``verify`` too."""
+        return cls(name="extend", tokens_per_seq=None, num_drafts=num_drafts)
+
+    @classmethod
     def draft(cls, num_chained: int) -> Mode:
         """The mode of so many steps of the model's head, each after the one before it."""
         return cls(name=f"draft of {num_chained}", tokens_per_seq=1, num_chained=num_chained)
@@ -44,6 +50,17 @@ class Mode:
 Mode.DECODE = Mode(name="decode", tokens_per_seq=1)
 Mode.EXTEND = Mode(name="extend", tokens_per_seq=None)
 MODES = (Mode.DECODE, Mode.EXTEND)
+
+
+def modes_of(num_drafts: int, *, prefill: bool, is_one_graph: bool) -> tuple[Mode, ...]:
+    """The modes of a model's steps; where there are drafts, the last one verifies them.
+
+    ``is_one_graph``: all are to be of one.
+    """
+    if is_one_graph:
+        return (Mode.mixed(num_drafts) if num_drafts else Mode.EXTEND,)
+    modes = MODES if prefill else (Mode.DECODE,)
+    return (*modes, Mode.verify(num_drafts)) if num_drafts else modes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """The hidden state of the token before each one, which a head that drafts reads.
 
     decode, verify    every token's hidden state is kept, and the head does not run
-    extend            the head reads the new tokens; those before them it has read
+    extend            the head reads the new tokens; those before them it has read, unless the step
+                      verifies drafts: then it reads all of them again
     draft             it reads the tokens that were kept since, and drafts
 
 So a head costs a step as little as the copy of a row, and a token is read beside others, when there
@@ -68,9 +69,9 @@ class PreviousHiddenBackend:
             mode: (select(_OP, op.IMPLEMENTATIONS, need, backends.named(_OP, "auto", mode)),)
             for mode in modes
         }
-        forms = dict.fromkeys(modes, "")
+        forms = {mode: "" for mode in modes}
         if sizes.num_drafts:  # else the head never runs
-            forms[Mode.EXTEND] = _READS
+            forms |= {mode: _READS for mode in modes if mode.tokens_per_seq is None}
         self._statics = {
             mode: Statics(impls_of(chosen), form=forms[mode])
             for mode, chosen in self.choices.items()

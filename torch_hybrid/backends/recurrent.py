@@ -25,7 +25,7 @@ from torch_hybrid.ops.capability import (
     Need,
 )
 from torch_hybrid.ops.causal_conv1d import op as conv
-from torch_hybrid.ops.conv_step import EXTEND
+from torch_hybrid.ops.conv_step import EXTEND, UNKEPT
 from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LayerEntry
@@ -42,6 +42,16 @@ class RecurrentPlan:
     statics: Statics
     accepted: Tensor | None = None  # [N] records that are replayed, in a step that verifies drafts
     replay: Replay | None = None  # of such a step, where ops that replay nothing themselves run
+
+    def at(self, walk: Walk) -> RecurrentPlan:
+        """Of one of the calls that such a step makes of an op."""
+        return RecurrentPlan(
+            cu_seqlens=walk.cu_seqlens,
+            initial_indices=walk.initial_indices,
+            state_indices=walk.state_indices,
+            planned=self.planned,
+            statics=self.statics,
+        )
 
 
 register_value(RecurrentPlan)
@@ -129,10 +139,10 @@ class Recurrence:
         Raises:
             UnsupportedError: none can serve.
         """
-        if mode.num_drafts and self.verify is not None:
+        if self._has_op_for(mode) and self.verify is not None:
             return ((self.verify, self.verify.choose(specs, sizes, backends, mode)),)
         if backends.batch_invariant:
-            return self._choose_invariant(specs, sizes, backends)
+            return self._choose_invariant(specs, sizes, backends, mode)
         ops = self.decode if mode.num_drafts else self.ops(mode)
         parts = tuple((op, op.choose(specs, sizes, backends, mode)) for op in ops)
         if self.whole is None or mode.tokens_per_seq != 1:
@@ -142,8 +152,17 @@ class Recurrence:
         chosen = whole, whole.choose(specs, sizes, backends, mode)
         return (*parts, chosen) if chosen[1].impl == PARTS else (chosen,)
 
+    def replays_by_calls(self, mode: Mode) -> bool:
+        """Whether steps of a mode replay drafts by calling ops twice."""
+        return mode.num_drafts > 0 and not self._has_op_for(mode)
+
+    def _has_op_for(self, mode: Mode) -> bool:
+        """Whether ``verify`` runs steps of a mode."""
+        is_verified = mode.num_drafts > 0 and mode.tokens_per_seq is not None
+        return is_verified and self.verify is not None
+
     def _choose_invariant(
-        self, specs: set[Any], sizes: PoolSizes, backends: Backends
+        self, specs: set[Any], sizes: PoolSizes, backends: Backends, mode: Mode
     ) -> tuple[tuple[OpChoice, Choice], ...]:
         """What steps of any lengths call, where a token is to have the same bits in all of them:
         the same ops, which run one token after the other. One that takes several, if it can serve,
@@ -158,7 +177,7 @@ class Recurrence:
         whole = replace(
             self.whole,
             implementations={name: each for name, each in known.items() if name != PARTS},
-            features=EXTEND,
+            features=EXTEND | UNKEPT if mode.num_drafts else EXTEND,
             preferred=self.decode[0].preferred,
         )
         try:
@@ -234,7 +253,7 @@ class RecurrentBackend:
         chosen = {mode: recurrence.choose(specs, sizes, backends, mode) for mode in modes}
         self.choices = {mode: tuple(each for _, each in pairs) for mode, pairs in chosen.items()}
         self._statics = {mode: Statics(impls_of(each)) for mode, each in self.choices.items()}
-        self._replayed = {mode for mode in modes if mode.num_drafts and recurrence.verify is None}
+        self._replayed = {mode for mode in modes if recurrence.replays_by_calls(mode)}
         self._planners, self._layers = {}, {}
         for mode, ((op, choice), *_) in chosen.items():
             self._planners[mode] = op.implementations[choice.impl].load_planner()
@@ -259,7 +278,7 @@ class RecurrentBackend:
             planned=plan_layers(self._planners[mode], batch, self._layers[mode]),
             statics=self._statics[mode],
             accepted=batch.accepted,
-            replay=plan_replay(batch, mode.num_drafts) if mode in self._replayed else None,
+            replay=plan_replay(batch, mode) if mode in self._replayed else None,
         )
 
 
@@ -276,6 +295,21 @@ def whole_impl(plan: RecurrentPlan, *ops: str) -> str | None:
     those run."""
     impl = next((impl for op, impl in plan.statics.impls if op in ops), PARTS)
     return None if impl == PARTS else impl
+
+
+def walk_layer(
+    run: Callable[[Sequence[Tensor], Sequence[Tensor], RecurrentPlan], Tensor],
+    advancing: Sequence[Tensor],
+    reading: Sequence[Tensor],
+    plan: RecurrentPlan,
+    cache: LayerCache,
+) -> Tensor:
+    """As ``walk``, of all the ops of a layer, whose records have what the first of them takes."""
+
+    def run_at(advancing: Sequence[Tensor], reading: Sequence[Tensor], at: At) -> Tensor:
+        return run(advancing, reading, plan.at(at) if isinstance(at, Walk) else at)
+
+    return walk(run_at, advancing, reading, plan, cache)
 
 
 def convolve(

@@ -1,6 +1,6 @@
 """Drafts of mixers whose ops replay nothing themselves: the same op is called twice.
 
-    certain    the records that were accepted, and the first new token; the state is left
+    certain    the records that were accepted, and the certain new tokens; the state is left
     further    drafts, from that state; nothing is left but their inputs, as records
 
 An op that walks tokens one after the other leaves the state of plain decoding, bit by bit.
@@ -17,6 +17,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from torch_hybrid.backends.mode import Mode
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.pytrees import register_value
@@ -37,15 +38,16 @@ class Walk:
 class Replay:
     """What both calls of a step with up to D drafts of N sequences, T tokens in all, take.
 
-    The certain rows, C = N (D + 1) + 1, are records where ``is_record``: by slot and place. Padding
-    rows repeat some token; the last of these is one, and no other size of a step equals C.
+    The certain rows, C = N D + N + 1, or N D + T + 1 where any token may be certain, are records
+    where ``is_record``: by slot and place. Padding rows repeat some token; the last of these is
+    one, and no other size of a step equals C.
     """
 
     certain: Walk
     is_record: Tensor  # [C] bool
     record_slots: Tensor  # [C] int64
     record_places: Tensor  # [C] int64
-    certain_tokens: Tensor  # [C] int64 the new token of a row
+    certain_tokens: Tensor  # [C] int64 a new token of a row
     further: Walk
     further_tokens: Tensor  # [N D] int64
     outputs: Tensor  # [T] int64 rows of the two results, one after the other
@@ -57,19 +59,23 @@ register_value(Walk)
 register_value(Replay)
 
 
-def plan_replay(batch: Batch, num_drafts: int) -> Replay:
+def plan_replay(batch: Batch, mode: Mode) -> Replay:
     """Of a batch on the host, padded to its bucket."""
     assert batch.accepted is not None
-    starts, lengths, accepted = batch.cu_seqlens[:-1], batch.cu_seqlens.diff(), batch.accepted
-    num_certain, num_further = accepted + (lengths > 0), (lengths - 1).clamp(min=0)
-    certain, n, place = _rows(num_certain, batch.num_seqs * (num_drafts + 1) + 1)
-    further, m, draft = _rows(num_further, batch.num_seqs * num_drafts)
+    assert batch.num_drafts is not None
+    starts, accepted, num_further = batch.cu_seqlens[:-1], batch.accepted, batch.num_drafts
+    num_new = batch.cu_seqlens.diff() - num_further  # that are certain
+    most_new = batch.num_tokens if mode.tokens_per_seq is None else batch.num_seqs
+    num_drafts, all_drafts = mode.num_drafts, batch.num_seqs * mode.num_drafts
+    certain, n, place = _rows(accepted + num_new, all_drafts + most_new + 1)
+    further, m, draft = _rows(num_further, all_drafts)
 
     tokens = torch.arange(batch.num_tokens, dtype=torch.int64, device="cpu")
     of, at = _places(batch.cu_seqlens, tokens)
     is_new = tokens < batch.cu_seqlens[-1]
-    is_draft = is_new & (at > 0)
-    outputs = torch.where(at > 0, len(n) + further[of] + at - 1, certain[of] + accepted[of])
+    after = at - num_new[of]  # those that are certain
+    is_draft = is_new & (after >= 0)
+    outputs = torch.where(after >= 0, len(n) + further[of] + after, certain[of] + accepted[of] + at)
     slots, last = batch.state_indices, batch.num_tokens - 1
     return Replay(
         certain=Walk(
@@ -81,17 +87,17 @@ def plan_replay(batch: Batch, num_drafts: int) -> Replay:
         is_record=place < accepted[n],
         record_slots=batch.initial_indices[n].long(),
         record_places=place.clamp(max=num_drafts - 1),
-        certain_tokens=starts[n].clamp(max=last).long(),
+        certain_tokens=(starts[n] + (place - accepted[n]).clamp(min=0)).clamp(max=last).long(),
         further=Walk(
             cu_seqlens=further,
             seq_lens=batch.seq_lens,
             initial_indices=slots,
             state_indices=torch.zeros_like(slots),
         ),
-        further_tokens=(starts[m] + 1 + draft).clamp(max=last).long(),
+        further_tokens=(starts[m] + num_new[m] + draft).clamp(max=last).long(),
         outputs=outputs.where(is_new, len(n) - 1).long(),
         left_slots=slots[of].where(is_draft, 0).long(),
-        left_places=(at - 1).where(is_draft, 0).long(),
+        left_places=after.where(is_draft, 0).long(),
     )
 
 
@@ -146,7 +152,7 @@ def walk(
     rows_certain = replayed.where(replay.is_record[:, None], rows[replay.certain_tokens])
     parts = zip(rows_certain.split(widths, 1), advancing, strict=True)
     certain = run(
-        [part.unflatten(1, x.shape[1:]) for part, x in parts],
+        [part.unflatten(1, x.shape[1:]).to(x.dtype) for part, x in parts],
         [x[replay.certain_tokens] for x in reading],
         replay.certain,
     )

@@ -483,7 +483,7 @@ class HybridCache:
         positions: Tensor | None = None,
         num_position_axes: int = 1,
         table_width: Callable[[int], int] = lambda used: used,
-        replays: bool = False,
+        num_drafts: Many[int] | None = None,
         embed_places: Many[int] | None = None,
     ) -> Batch:
         """Reserve pages for the new tokens of ``seqs`` and pack them, on the host.
@@ -493,7 +493,8 @@ class HybridCache:
             tokens: the new tokens of each.
             positions, num_position_axes, embed_places: as in ``torch_hybrid.batch.make_batch``.
             table_width: from the most pages that one of them owns to the page table's width.
-            replays: whether the step replays the drafts that were accepted.
+            num_drafts: how many of the new tokens of each are drafts, in a step that replays those
+                that were accepted.
 
         Raises:
             ValueError: a handle is foreign, was freed, is given twice, or was broken.
@@ -514,7 +515,8 @@ class HybridCache:
             page_size=self.page_size,
             positions=positions,
             num_position_axes=num_position_axes,
-            accepted=[held.num_accepted for held in owners] if replays else None,
+            accepted=None if num_drafts is None else [held.num_accepted for held in owners],
+            num_drafts=num_drafts,
             embed_places=embed_places,
         )
 

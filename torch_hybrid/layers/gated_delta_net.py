@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_hybrid.backends.gated_delta_rule import STEP, VERIFY, apply_delta_rule
-from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, whole_impl
+from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, walk_layer, whole_impl
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
@@ -78,11 +79,16 @@ class GatedDeltaNet(nn.Module):
         """
         qkv, z, b, a = columns(self.in_proj, x, self._widths)
         impl = whole_impl(plan, STEP, VERIFY)
-        if impl is None:
-            mixed = self._mix_by_parts(qkv, z, b, a, plan, cache)
-        else:
-            mixed = self._step(qkv, z, b, a, plan, cache, impl)
-        out: Tensor = self.out_proj(mixed)
+
+        def mix(
+            advancing: Sequence[Tensor], reading: Sequence[Tensor], plan: RecurrentPlan
+        ) -> Tensor:
+            (qkv, b, a), (z,) = advancing, reading
+            if impl is None:
+                return self._mix_by_parts(qkv, z, b, a, plan, cache)
+            return self._step(qkv, z, b, a, plan, cache, impl)
+
+        out: Tensor = self.out_proj(walk_layer(mix, [qkv, b, a], [z], plan, cache))
         return out
 
     def _step(

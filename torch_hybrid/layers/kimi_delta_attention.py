@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_hybrid.backends.kimi_delta_attention import STEP, VERIFY, apply_kimi_delta
-from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, whole_impl
+from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, walk_layer, whole_impl
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
@@ -89,11 +90,16 @@ class KimiDeltaAttention(nn.Module):
         qkv, f, gate, b = columns(self.in_proj, x, self._widths)
         f, gate = self.f_b_proj(f), self.g_b_proj(gate)
         impl = whole_impl(plan, STEP, VERIFY)
-        if impl is None:
-            mixed = self._mix_by_parts(qkv, f, gate, b, plan, cache)
-        else:
-            mixed = self._step(qkv, f, gate, b, plan, cache, impl)
-        out: Tensor = self.out_proj(mixed)
+
+        def mix(
+            advancing: Sequence[Tensor], reading: Sequence[Tensor], plan: RecurrentPlan
+        ) -> Tensor:
+            (qkv, b, f), (gate,) = advancing, reading
+            if impl is None:
+                return self._mix_by_parts(qkv, f, gate, b, plan, cache)
+            return self._step(qkv, f, gate, b, plan, cache, impl)
+
+        out: Tensor = self.out_proj(walk_layer(mix, [qkv, b, f], [gate], plan, cache))
         return out
 
     def _step(

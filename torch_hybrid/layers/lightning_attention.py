@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.recurrent import RecurrentPlan, whole_impl
+from torch_hybrid.backends.recurrent import RecurrentPlan, walk_layer, whole_impl
 from torch_hybrid.backends.ssd import LIGHTNING_STEP, LIGHTNING_VERIFY, apply_ssd
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
@@ -172,8 +172,15 @@ class LightningAttention(nn.Module):
             v = v.float()
         if rotary is not None:
             q, k = rotate_halves(q, rotary), rotate_halves(k, rotary)
-        g = -self.slopes.expand(qkv.shape[0], spec.num_heads)
-        o = apply_ssd(q, k, v, g, None, None, plan, cache["state"], scale=spec.scale)
+
+        def attend(
+            advancing: Sequence[Tensor], reading: Sequence[Tensor], plan: RecurrentPlan
+        ) -> Tensor:
+            (k, v), (q,) = advancing, reading
+            g = -self.slopes.expand(q.shape[0], spec.num_heads)
+            return apply_ssd(q, k, v, g, None, None, plan, cache["state"], scale=spec.scale)
+
+        o = walk_layer(attend, [k, v], [q], plan, cache)
         return self._gated_norm(o.flatten(1), gate)
 
     def shard(self, ranks: Ranks) -> LightningAttention:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, whole_impl
+from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, walk_layer, whole_impl
 from torch_hybrid.backends.ssd import STEP, VERIFY, apply_ssd
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
@@ -92,11 +92,16 @@ class Mamba2(nn.Module):
         """
         z, mixed, dt = columns(self.in_proj, x, self._widths)
         impl = whole_impl(plan, STEP, VERIFY)
-        if impl is None:
-            y = self._mix_by_parts(z, mixed, dt, plan, cache)
-        else:
-            y = self._step(z, mixed, dt, plan, cache, impl)
-        out: Tensor = self.out_proj(y)
+
+        def mix(
+            advancing: Sequence[Tensor], reading: Sequence[Tensor], plan: RecurrentPlan
+        ) -> Tensor:
+            (mixed, dt), (z,) = advancing, reading
+            if impl is None:
+                return self._mix_by_parts(z, mixed, dt, plan, cache)
+            return self._step(z, mixed, dt, plan, cache, impl)
+
+        out: Tensor = self.out_proj(walk_layer(mix, [mixed, dt], [z], plan, cache))
         return out
 
     def _step(

@@ -11,7 +11,7 @@ import torch
 
 from tests.devices import needs_cuda
 from tests.ops.delta_step_cases import Case
-from tests.ops.delta_step_triton import record_launches
+from tests.ops.delta_step_triton import of_any_lengths, record_launches, sums_of_warps
 from tests.ops.gated_delta_step.cases import CASES, case
 from tests.ops.gated_delta_step.family import FAMILY
 from tests.ops.step_triton import check, check_captured
@@ -69,7 +69,21 @@ def test_compiles_without_spills() -> None:
         for verify in (False, True)
         for launch in record_launches(FAMILY, target, shape, dtype, verify=verify).values()
     ]
+    rows += [
+        resources_of(launch, target, f"Qwen3-Next {count} of any lengths")
+        for target in SHARED_LIMITS
+        for count, launches in of_any_lengths(FAMILY, target, QWEN3_NEXT).items()
+        for launch in launches.values()
+    ]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
+
+
+@needs_cross_compiler
+def test_rows_are_summed_alike_however_many_a_program_has() -> None:
+    few, many = of_any_lengths(FAMILY, "sm_90", QWEN3_NEXT).values()
+    for name, launch in few.items():
+        assert sums_of_warps(launch) == sums_of_warps(many[name]) != set()
+        assert not launch.kwargs["enable_fp_fusion"]
 
 
 @needs_cross_compiler

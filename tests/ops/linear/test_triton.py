@@ -158,7 +158,8 @@ def test_real_sizes_on_a_gpu(name: str, num_rows: int) -> None:
 @pytest.mark.parametrize("name", REAL)
 def test_a_row_has_the_same_bits_in_any_batch_on_a_gpu(name: str, dtype: torch.dtype) -> None:
     depth, widths = REAL[name]
-    x, weights, biases = make_inputs(Case(num_rows=300, depth=depth, widths=widths), dtype=dtype)
+    case = Case(num_rows=1000, depth=depth, widths=widths)  # of each tile, those that few rows have
+    x, weights, biases = make_inputs(case, dtype=dtype)
     weights = [weight.cuda() for weight in weights]
     assert_same_bits_in_any_batch(x.cuda(), weights, biases, impl="triton_invariant")
 
@@ -188,17 +189,19 @@ def test_compiles_without_spills() -> None:
                 )
             launch = launches["_linear_kernel"]
             rows.append(resources_of(launch, target, f"{name}, {num_rows} rows"))
-    for target in SHARED_LIMITS:
-        depth, widths = REAL["qkv"]
-        for dtype in (torch.bfloat16, torch.float32):
-            with launches_on(target) as launches:
-                _triton.invariant_linear(
-                    torch.empty(1000, depth, dtype=dtype, device="meta"),
-                    [torch.empty(n, depth, dtype=dtype, device="meta") for n in widths],
-                    [None] * len(widths),
-                )
-            label = f"qkv of any rows, {dtype}"
-            rows.append(resources_of(launches["_linear_kernel"], target, label))
+    depth, widths = REAL["qkv"]
+    dtypes = (torch.bfloat16, torch.float32)
+    any_rows = [(target, 1000, dtype) for target in SHARED_LIMITS for dtype in dtypes]
+    any_rows += [("sm_90", num_rows, torch.bfloat16) for num_rows in (16, 32, 64, 150)]
+    for target, num_rows, dtype in any_rows:
+        with launches_on(target) as launches:
+            _triton.invariant_linear(
+                torch.empty(num_rows, depth, dtype=dtype, device="meta"),
+                [torch.empty(n, depth, dtype=dtype, device="meta") for n in widths],
+                [None] * len(widths),
+            )
+        label = f"qkv of any rows, {num_rows} of {dtype}"
+        rows.append(resources_of(launches["_linear_kernel"], target, label))
     for name, num_rows in (*cases, ("qkv", 8), ("qkv", 64), ("out_proj", 1000)):
         for target in SHARED_LIMITS:
             label = f"{name}, {num_rows} rows"

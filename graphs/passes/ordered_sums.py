@@ -1,0 +1,89 @@
+"""Sums over the ranks in the order of the ranks, whatever their size: a collective begins each part
+of a tensor with another rank, so that a row's bits depend on how many there are.
+
+Every rank is sent all parts, and adds them up itself: R / 2 times as much as a ring of R sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph
+from torch.overrides import TorchFunctionMode
+
+from torch_hybrid.graphs.passes.marks import keep_marks
+
+_all_reduce = torch.ops._c10d_functional.all_reduce
+_gather = torch.ops._c10d_functional.all_gather_into_tensor
+_wait = torch.ops._c10d_functional.wait_tensor
+
+
+def ordered_sums(graph: Graph, *, num_ranks: int) -> None:
+    """Give each sum over the ranks to every rank.
+
+    Contract: the graph computes the same values, up to rounding.
+
+    for each all_reduce that sums, and its wait:
+        gather the parts; wait; add them up, the first rank's first
+    """
+    for node in list(graph.nodes):
+        if not _is_sum(node.target, node.args):
+            continue
+        part, _, group = node.args
+        with graph.inserting_before(node):
+            contiguous = graph.call_method("contiguous", (part,))
+            gathered = graph.call_function(_gather, (contiguous, num_ranks, group))
+        for made in (contiguous, gathered):
+            keep_marks(made, node)
+        for wait in list(node.users):
+            with graph.inserting_before(wait):
+                parts = graph.call_function(_wait, (gathered,))
+                total = graph.call_function(_added_up, (parts, num_ranks))
+            for made in (parts, total):
+                keep_marks(made, wait)
+            wait.replace_all_uses_with(total)
+            graph.erase_node(wait)
+        graph.erase_node(node)
+
+
+class InOrder(TorchFunctionMode):
+    """The same of a model that runs as it is.
+
+    Args:
+        num_ranks: that share it.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self._num_ranks = num_ranks
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Collection[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if not _is_sum(func, args):
+            return func(*args, **kwargs or {})
+        part, _, group = args
+        parts = _wait(_gather(part.contiguous(), self._num_ranks, group))
+        return _added_up(parts, self._num_ranks)  # to wait for it is to have it
+
+
+def _is_sum(target: object, args: Sequence[Any]) -> bool:
+    """Whether a call sums over the ranks."""
+    return target in (_all_reduce, _all_reduce.default) and args[1] == "sum"
+
+
+def _added_up(parts: Tensor, num_ranks: int) -> Tensor:
+    """The sum of the ranks' parts, which lie one after the other, rounded once."""
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    first, *others = parts.unflatten(0, (num_ranks, -1)).unbind()
+    total = first.to(wide)
+    for other in others:
+        total = total + other
+    return total.to(parts.dtype)
