@@ -66,9 +66,10 @@ class Allocator:
 
     def share(self, ids: Sequence[int], *, spare: bool = False) -> None:
         """Hold ids that are in use once more each; they are distinct."""
-        assert self._count(ids, _is_free) == 0
+        holds = self._holds_of(ids)
+        assert not _count(holds, _is_free)
         if not spare:
-            self._num_spare -= self.count_spare(ids)
+            self._num_spare -= _count(holds, _is_spare)
         self._add(ids, 1 if spare else _FIRM)
 
     def give_back(self, ids: Sequence[int], *, spare: bool = False) -> None:
@@ -81,11 +82,11 @@ class Allocator:
         Raises:
             ValueError: an id is null, unknown, repeated, or was given back already.
         """
-        self._check(ids)
-        num_spare = self.count_spare(ids)
+        before = self._checked(ids)
         self._add(ids, -1 if spare else -_FIRM)
-        self._num_spare += self.count_spare(ids) - num_spare
-        num_freed = self._count(ids, _is_free)
+        after = self._holds_of(ids)
+        self._num_spare += _count(after, _is_spare) - _count(before, _is_spare)
+        num_freed = _count(after, _is_free)
         if num_freed == len(ids):
             self._free.extend(ids)
         elif num_freed:
@@ -98,45 +99,49 @@ class Allocator:
 
     def count_spare(self, ids: Sequence[int]) -> int:
         """How many of these are held to spare alone."""
-        return self._count(ids, _is_spare)
+        return _count(self._holds_of(ids), _is_spare)
 
     def count_firm_once(self, ids: Sequence[int]) -> int:
         """How many of these are held firmly by one holder alone."""
-        return self._count(ids, _is_firm_once)
+        return _count(self._holds_of(ids), _is_firm_once)
+
+    def _holds_of(self, ids: Sequence[int]) -> list[int] | Tensor:
+        """The holds of each id; IndexError where one is of no such pool."""
+        if len(ids) >= _FEW:
+            return self._all_holds.index_select(0, int_tensor(ids, torch.int32))
+        if min(ids, default=0) < 0:
+            raise IndexError(min(ids))
+        return [self._holds[i] for i in ids]
 
     def _add(self, ids: Sequence[int], change: int) -> None:
-        """Add to the holds of ids."""
-        if len(ids) < _FEW:
-            for i in ids:
-                self._holds[i] += change
-        else:
+        """Add to the holds of each id."""
+        if len(ids) >= _FEW:
             each = self._one.expand(len(ids))
             self._all_holds.index_add_(0, int_tensor(ids, torch.int32), each, alpha=change)
+        else:
+            for i in ids:
+                self._holds[i] += change
 
-    def _count(self, ids: Sequence[int], is_so: Callable[[Any], Any]) -> int:
-        """How many of these have holds that are so."""
-        if len(ids) < _FEW:
-            return sum(is_so(self._holds[i]) for i in ids)
-        return int(is_so(self._holds_of(ids)).sum())
-
-    def _holds_of(self, ids: Sequence[int]) -> Tensor:
-        return self._all_holds.index_select(0, int_tensor(ids, torch.int32))
-
-    def _check(self, ids: Sequence[int]) -> None:
-        """Raise ValueError unless the ids are in use and distinct."""
-        if not self._are_in_use(ids):
-            wrong = next(i for i in ids if not self._are_in_use([i]))
+    def _checked(self, ids: Sequence[int]) -> list[int] | Tensor:
+        """The holds of each id, if all are in use and distinct."""
+        try:
+            holds = self._holds_of(ids)
+            are_in_use = not _count(holds, _is_free)
+        except IndexError:
+            are_in_use = False
+        if not are_in_use:
+            wrong = next(i for i in ids if not (0 < i <= self.capacity and self._holds[i]))
             raise ValueError(f"{self._unit} {wrong} is not in use and cannot be given back")
         if len(set(ids)) != len(ids):
             raise ValueError(f"{self._unit}s given back twice in one call: {list(ids)}")
+        return holds
 
-    def _are_in_use(self, ids: Sequence[int]) -> bool:
-        if len(ids) < _FEW and min(ids, default=1) < 0:  # which a tensor refuses
-            return False
-        try:
-            return self._count(ids, _is_free) == 0
-        except IndexError:
-            return False
+
+def _count(holds: list[int] | Tensor, are_so: Callable[[Any], Any]) -> int:
+    """How many are so."""
+    if isinstance(holds, Tensor):
+        return int(are_so(holds).count_nonzero())
+    return sum(map(are_so, holds))
 
 
 def _is_free(holds: Any) -> Any:
