@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from operator import index as index_of
 from typing import Any, SupportsIndex
@@ -10,9 +9,9 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from torch_hybrid.host import int_tensor, joined, packed_ints
+from torch_hybrid.host import has_bools, joined, packed_ints
 
-# From so many on, a tensor of their ids is looked at faster than their types, or than each.
+# From so many on, a tensor of their ids is looked at faster than each.
 _MANY_TOKENS = 256
 
 
@@ -34,17 +33,7 @@ def _packed(row: Any) -> Sequence[int]:
         packed = packed_ints(row, "q")
     except (TypeError, OverflowError):  # no ints, or too large: a check of the range says which
         return [_token(token) for token in row]
-    return [_token(token) for token in row] if _has_bools(row, packed) else packed
-
-
-def _has_bools(row: Sequence[Any], packed: array[int]) -> bool:
-    """Whether there are some, which an array takes for 0 and 1."""
-    if len(row) < _MANY_TOKENS:
-        return bool in map(type, row)
-    ids = int_tensor(packed, torch.int64)
-    if ids.min() > 1:
-        return False
-    return any(type(row[place]) is bool for place in (ids <= 1).nonzero().flatten().tolist())
+    return [_token(token) for token in row] if has_bools(row, packed) else packed
 
 
 def _token(token: object) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import sys
+from array import array
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import torch_hybrid as th
 from tests.tiny_models import make_model
-from torch_hybrid.host import int_tensor, keep_weights, packed_ints, zeros
+from torch_hybrid.host import int_tensor, keep_weights, packed_ints, plain_ints, zeros
 
 CPU = torch.device("cpu")
 
@@ -80,3 +82,13 @@ def test_no_checkpoint_stays_mapped(family: str, tmp_path: Path):
     model = th.from_pretrained(tmp_path)
     assert "model.safetensors" not in Path("/proc/self/maps").read_text()
     assert all(weight.isfinite().all() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("count", [3, 300])
+def test_ints_are_told_from_all_else(count: int):
+    ints = [0, 1, *range(5, count + 3)]
+    assert plain_ints(ints) == array("q", ints)
+    others = [True, 1.0, None, "2", [3], 1 << 63, torch.tensor(4), torch.tensor([4]), np.int64(4)]
+    for other in [*others, np.bool_(True)]:
+        assert plain_ints([*ints, other]) is None
+        assert plain_ints([other, *ints]) is None

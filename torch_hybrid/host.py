@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from struct import error as StructError
 from struct import pack
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +81,30 @@ def packed_ints(values: Sequence[int], kind: str) -> array[int]:
         return array(kind, pack(f"{len(values)}{kind}", *values))
     except StructError:  # which does not say what is wrong
         return array(kind, values)
+
+
+def plain_ints(values: list[Any]) -> array[int] | None:
+    """``array("q", values)`` of ints; None where some are something else (bools too) or too large.
+
+    Of many ints, in half of the time of a look at the type of each: a sum is an int only of ints
+    and of bools.
+    """
+    try:
+        packed = packed_ints(values, "q")
+        is_plain = type(sum(values)) is int and not has_bools(values, packed)
+    except (TypeError, OverflowError):
+        return None
+    return packed if is_plain else None
+
+
+def has_bools(values: Sequence[Any], packed: array[int]) -> bool:
+    """Whether there are some among values, which an array of them takes for 0 and 1."""
+    if len(values) < _MANY_INTS:
+        return bool in map(type, values)
+    ints = int_tensor(packed, torch.int64)
+    if ints.min() > 1:
+        return False
+    return any(type(values[place]) is bool for place in (ints <= 1).nonzero().flatten().tolist())
 
 
 def joined(rows: Sequence[Sequence[int]]) -> Tensor:

@@ -8,6 +8,7 @@ them spares the tower.
 from __future__ import annotations
 
 import hashlib
+from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cached_property
@@ -51,10 +52,10 @@ class Images:
             self._positions, self._delta = tower.positions(prompt, inputs)
 
     @cached_property
-    def path(self) -> list[int]:
-        """The prompt, with numbers below 0 in the place of placeholders that say what they show:
-        prompts that begin alike have images that are alike."""
-        path = list(self._prompt)
+    def path(self) -> array[int]:
+        """The prompt, of type "q", with numbers below 0 in the place of placeholders that say what
+        they show: prompts that begin alike have images that are alike."""
+        path = array("q", self._prompt)
         for places, images in self._tower.digests(self._prompt, self._inputs):
             keys = [key for digest, count in images for key in _keys(digest, count)]
             for place, key in zip(places, keys, strict=True):

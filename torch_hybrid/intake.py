@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from torch_hybrid.detokenizer import Detokenizer, Tokenizer
+from torch_hybrid.host import int_tensor, packed_ints, plain_ints
 from torch_hybrid.images import Images
 from torch_hybrid.prompts import (
     Processor,
@@ -73,8 +76,9 @@ class Intake:
         """
         if not isinstance(sampling, Sampling):
             raise TypeError(f"sampling must be a th.Sampling, got {sampling!r}")
-        tokens, inputs = self._encoded(prompt)
-        self._check(tokens, sampling)
+        packed = plain_ints(prompt) if isinstance(prompt, list) else None
+        tokens, inputs = self._encoded(prompt) if packed is None else (prompt.copy(), {})
+        packed = self._checked(tokens, packed, sampling)
         message_end = self._message_end(prompt, tokens) if self._finds_messages else None
         images = None
         if self._tower is not None and inputs:
@@ -95,6 +99,7 @@ class Intake:
                 numbers=Numbers.of(sampling, sample),
                 rules=LogitsRules.of(sampling, num_prompt=len(tokens), end_token_ids=barred),
                 history=tokens.copy(),
+                packed=packed,
                 num_tokens=len(tokens),
                 message_end=message_end,
                 images=images,
@@ -126,11 +131,19 @@ class Intake:
             return processed_message_tokens(prompt, tokens, self._processor)
         return None if has_images(prompt) else message_tokens(prompt, tokens, self._tokenizer)
 
-    def _check(self, tokens: list[int], sampling: Sampling) -> None:
+    def _checked(
+        self, tokens: list[int], packed: array[int] | None, sampling: Sampling
+    ) -> array[int]:
+        """The tokens of a prompt, packed if they are not, where it can be served."""
         last = self._vocab_size - 1
         if not tokens:
             raise ValueError("the prompt must have at least 1 token, got 0")
-        if min(tokens) < 0 or max(tokens) > last:
+        try:
+            packed = packed or packed_ints(tokens, "q")
+            lowest, highest = map(int, torch.aminmax(int_tensor(packed, torch.int64)))
+        except OverflowError:
+            lowest, highest = min(tokens), max(tokens)
+        if packed is None or lowest < 0 or highest > last:
             wrong = next(token for token in tokens if not 0 <= token <= last)
             raise ValueError(f"token ids must be within 0 and {last}, got {wrong}")
         for name, ids in (
@@ -148,3 +161,4 @@ class Intake:
             )
         if sampling.stop and self._tokenizer is None:
             raise ValueError(f"stop texts need a tokenizer, got stop={list(sampling.stop)!r}")
+        return packed

@@ -79,7 +79,7 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
         return [prompts]
     if isinstance(prompts, Mapping):
         return [prompts] if has_images(prompts) else list(_encoded_rows(prompts))
-    if isinstance(prompts, Array):
+    if not isinstance(prompts, list) and isinstance(prompts, Array):
         if prompts.ndim not in (1, 2):
             raise ValueError(f"prompts must be a 1-D or 2-D array, got {_shown(prompts)}")
         return prompts.tolist() if prompts.ndim == 2 else [prompts]
@@ -115,22 +115,23 @@ def prompt_tokens(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
         if len(rows) != 1:
             raise ValueError(f"a prompt must have one row of input_ids, got {len(rows)} rows")
         return _token_list(rows[0])
-    if isinstance(prompt, Array):
+    if not isinstance(prompt, list) and isinstance(prompt, Array):
         if prompt.ndim != 1:
             raise ValueError(f"a prompt must be a 1-D array, got {_shown(prompt)}")
         return _token_list(prompt.tolist())
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise TypeError(f"a prompt must be {EXPECTED}; got {_shown(prompt)}")
-    if _has_messages(prompt):
+    if is_conversation(prompt):
         return _conversation_tokens(_messages(prompt), tokenizer)
     return _token_list(prompt)
 
 
 def is_conversation(prompt: Prompt) -> TypeGuard[Sequence[Any]]:
-    """Whether a prompt is one: a list of messages."""
-    if isinstance(prompt, str | bytes | Mapping | Array) or not isinstance(prompt, Sequence):
-        return False
-    return _has_messages(prompt)
+    """Whether a prompt is one: a list of messages, by the first of them."""
+    is_list = isinstance(prompt, list) or (
+        isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | Array)
+    )
+    return is_list and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def has_images(prompt: Prompt) -> bool:
@@ -237,7 +238,7 @@ def message_tokens(prompt: Prompt, tokens: list[int], tokenizer: Tokenizer | Non
     Returns:
         None where it is no conversation, or ends with its last message.
     """
-    if isinstance(prompt, str | Mapping | Array) or not isinstance(prompt[0], Mapping):
+    if not is_conversation(prompt):
         return None
     messages = _messages(prompt)
     if messages[-1]["role"] == "assistant":
@@ -248,15 +249,12 @@ def message_tokens(prompt: Prompt, tokens: list[int], tokenizer: Tokenizer | Non
     return length if 0 < length < len(tokens) else None
 
 
-def _has_messages(items: Sequence[Any]) -> bool:
-    """Whether there are some among the items of a prompt, of which each kind is looked at once."""
-    return any(issubclass(kind, Mapping) for kind in set(map(type, items)))
-
-
 def _is_part(item: object) -> bool:
     """Whether an item of a list is a part of a prompt, and no prompt itself."""
     if type(item) is int:  # of prompts with many tokens; all other ways take a hundred times longer
         return True
+    if isinstance(item, list):
+        return False
     if isinstance(item, Mapping):
         return "input_ids" not in item
     if isinstance(item, Array):

@@ -7,6 +7,7 @@ request with its reason; the others of the batch go on.
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -62,6 +63,7 @@ class Request(Job):
     numbers: Numbers | None
     rules: LogitsRules | None
     history: list[int]  # prompt and generated tokens, as far as the host knows them
+    packed: array[int]  # the prompt, of type "q"
     num_in_flight: int = 0  # tokens that steps under way sample
     message_end: int | None = None  # tokens of the prompt before what asks for an answer
     num_cached_tokens: int | None = None  # of the prompt, at its first start
@@ -85,11 +87,10 @@ class Request(Job):
         return self.history[len(self.prompt) :]
 
     @property
-    def path(self) -> list[int]:
-        """The history as a prefix cache knows it: images by what they show."""
-        if self.images is None:
-            return self.history
-        return self.images.path + self.history[len(self.prompt) :]
+    def path(self) -> array[int]:
+        """The history as a prefix cache knows it, of type "q": images by what they show."""
+        prompt = self.packed if self.images is None else self.images.path
+        return prompt + array("q", self.tokens)
 
     @property
     def needs_prompt_logits(self) -> bool:

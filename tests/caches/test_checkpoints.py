@@ -7,6 +7,7 @@ others did meanwhile.
 
 from __future__ import annotations
 
+from array import array
 from itertools import accumulate, pairwise
 
 import torch
@@ -164,18 +165,18 @@ class CheckpointMachine(RuleBasedStateMachine):
         for seq, tokens in self.live.items():
             held = self.cache._held[seq.id]
             self.assert_holds(held.pages, held.start, tokens)
-            assert self.cache.make_batch([seq], [[]]).page_table[0].tolist() == held.pages
+            assert self.cache.make_batch([seq], [[]]).page_table[0].tolist() == held.pages.tolist()
         for made, tokens in {**self.kept, **self.spare.kept}.items():
             kept = self.cache._kept[made.id]
             assert made.num_tokens == len(tokens)
             self.assert_holds(kept.pages, kept.slot, tokens)
 
-    def assert_holds(self, pages: list[int], slot: int | None, tokens: list[int]) -> None:
+    def assert_holds(self, pages: array[int], slot: int | None, tokens: list[int]) -> None:
         if not tokens:
             return
         (kv,), (latents,) = (self.cache.pools[x] for x in ("paged_attention", "latent_attention"))
         for pool in (kv["kv"][0], kv["kv"][1], latents["latents"]):
-            found = pool[pages].reshape(-1, pool.shape[-1])[: len(tokens), 0]
+            found = pool[pages.tolist()].reshape(-1, pool.shape[-1])[: len(tokens), 0]
             assert found.tolist() == tokens
         (linear,) = self.cache.pools["gated_delta_rule"]
         assert linear["state"].view(-1)[slot] == sum(tokens)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from array import array
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torch_hybrid.prefix_cache.tree import Node, Tree
 
-PATHS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=12)
+PATHS = st.lists(
+    st.lists(st.integers(0, 2), min_size=1, max_size=12).map(lambda path: array("q", path)),
+    min_size=1,
+    max_size=12,
+)
 
 
-def tokens_of(node: Node) -> list[int]:
-    return [token for each in reversed(list(node.path())) for token in each.tokens]
+def tokens_of(node: Node) -> array[int]:
+    return array("q", (x for each in reversed(list(node.path())) for x in each.tokens))
 
 
-def common(first: list[int], second: list[int]) -> int:
+def common(first: array[int], second: array[int]) -> int:
     pairs = zip(first, second, strict=False)
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
@@ -58,8 +64,8 @@ def test_it_forgets_what_nobody_uses_or_keeps(paths, max_tokens):
 
 def test_what_was_used_last_is_forgotten_last():
     tree = Tree(8)
-    old, new = (tree.insert([first] * 6)[0] for first in (1, 2))
+    old, new = (tree.insert(array("q", [first] * 6))[0] for first in (1, 2))
     old.last_used, new.last_used = 1, 2
     tree.forget()
-    assert tree.insert([2] * 6) == (new, 6)
-    assert tree.insert([1] * 6)[1] == 0
+    assert tree.insert(array("q", [2] * 6)) == (new, 6)
+    assert tree.insert(array("q", [1] * 6))[1] == 0

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from torch_hybrid.errors import CapacityError
+from torch_hybrid.host import int_tensor
 
-
-@dataclass(slots=True)
-class _Holders:
-    """How many hold an id firmly, and how many would give it back when asked."""
-
-    firm: int = 0
-    spare: int = 0
+_FIRM = 1 << 32  # what a firm hold adds to an id's holds; one to spare adds 1
+_FEW = 32  # ids that are looked at one by one: for more, tensors take less time
 
 
 class Allocator:
     """Hands out the ids 1 to ``capacity`` of a pool; id 0 is null and stays in the pool's hands.
 
-    Whoever takes an id holds it firmly. Others may come to hold it too, firmly or to spare: it is
-    free again when the last of them has given it back.
+    Whoever takes an id holds it firmly. Others may come to hold it too, firmly or to spare, which
+    is to give it back when asked: it is free again when the last of them has given it back.
     """
 
     def __init__(self, capacity: int, *, unit: str, limit: str) -> None:
@@ -29,11 +29,11 @@ class Allocator:
             raise ValueError(f"{limit} must allow at least one {unit}, got {capacity}")
         self.capacity = capacity
         self._unit, self._limit = unit, limit
-        self._free = list(range(capacity, 0, -1))
-        self._taken: set[int] = set()
-        self._shared: dict[
-            int, _Holders
-        ] = {}  # those of the taken that one firm hold is not all of
+        self._free = array("i", range(capacity, 0, -1))
+        # The holds of each id, and the same memory as a tensor.
+        self._holds = array("q", bytes(8 * (capacity + 1)))
+        self._all_holds = torch.frombuffer(self._holds, dtype=torch.int64)
+        self._one = torch.ones(1, dtype=torch.int64, device="cpu")
         self._num_spare = 0
 
     @property
@@ -46,7 +46,7 @@ class Allocator:
         """How many ids are held to spare alone."""
         return self._num_spare
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int) -> array[int]:
         """Hand out ``count`` ids, or none at all.
 
         Raises:
@@ -57,23 +57,20 @@ class Allocator:
                 f"asked for {count} {self._unit}(s), {len(self._free)} of {self.capacity} are "
                 f"free: free sequences or raise {self._limit}"
             )
-        if not count:
-            return []
-        taken = self._free[: -count - 1 : -1]
-        del self._free[-count:]
-        self._taken.update(taken)
+        first_taken = len(self._free) - count
+        taken = self._free[first_taken:]
+        taken.reverse()
+        del self._free[first_taken:]
+        self._add(taken, _FIRM)
         return taken
 
-    def share(self, ids: Iterable[int], *, spare: bool = False) -> None:
-        """Hold ids that are in use once more each."""
-        for i in ids:
-            assert i in self._taken
-            holders = self._shared.setdefault(i, _Holders(firm=1))
-            if spare:
-                holders.spare += 1
-            else:
-                self._num_spare -= not holders.firm
-                holders.firm += 1
+    def share(self, ids: Sequence[int], *, spare: bool = False) -> None:
+        """Hold ids that are in use once more each; they are distinct."""
+        holds = self._holds_of(ids)
+        assert not _count(holds, _is_free)
+        if not spare:
+            self._num_spare -= _count(holds, _is_spare)
+        self._add(ids, 1 if spare else _FIRM)
 
     def give_back(self, ids: Sequence[int], *, spare: bool = False) -> None:
         """Give up a hold of each id; nothing changes unless all of them can be given back.
@@ -85,42 +82,75 @@ class Allocator:
         Raises:
             ValueError: an id is null, unknown, repeated, or was given back already.
         """
-        given = set(ids)
-        if not given <= self._taken:
-            wrong = next(i for i in ids if i not in self._taken)
-            raise ValueError(f"{self._unit} {wrong} is not in use and cannot be given back")
-        if len(given) != len(ids):
-            raise ValueError(f"{self._unit}s given back twice in one call: {list(ids)}")
-        shared = given & self._shared.keys()
-        freed = [i for i in ids if i not in shared or self._is_left(i, spare=spare)]
-        self._taken.difference_update(freed)
-        self._free.extend(freed)
+        before = self._checked(ids)
+        self._add(ids, -1 if spare else -_FIRM)
+        after = self._holds_of(ids)
+        self._num_spare += _count(after, _is_spare) - _count(before, _is_spare)
+        num_freed = _count(after, _is_free)
+        if num_freed == len(ids):
+            self._free.extend(ids)
+        elif num_freed:
+            self._free.extend(i for i in ids if not self._holds[i])
 
     def give_back_each(self, ids: Iterable[int]) -> None:
         """As ``give_back``, of ids that may repeat: that many holds of them."""
         for i in ids:
             self.give_back([i])
 
-    def _is_left(self, i: int, *, spare: bool) -> bool:
-        """Whether nobody holds a shared id any more, once a hold of it is given up."""
-        holders = self._shared[i]
-        self._num_spare -= not holders.firm
-        if spare:
-            holders.spare -= 1
-        else:
-            holders.firm -= 1
-        assert holders.firm >= 0 <= holders.spare
-        self._num_spare += not holders.firm and holders.spare > 0
-        if not holders.spare and holders.firm < 2:
-            del self._shared[i]
-        return not holders.firm and not holders.spare
-
-    def count_spare(self, ids: Iterable[int]) -> int:
+    def count_spare(self, ids: Sequence[int]) -> int:
         """How many of these are held to spare alone."""
-        shared = self._shared
-        return sum(i in shared and not shared[i].firm for i in ids)
+        return _count(self._holds_of(ids), _is_spare)
 
-    def count_firm_once(self, ids: Iterable[int]) -> int:
+    def count_firm_once(self, ids: Sequence[int]) -> int:
         """How many of these are held firmly by one holder alone."""
-        shared = self._shared
-        return sum(i not in shared or shared[i].firm == 1 for i in ids)
+        return _count(self._holds_of(ids), _is_firm_once)
+
+    def _holds_of(self, ids: Sequence[int]) -> list[int] | Tensor:
+        """The holds of each id; IndexError where one is of no such pool."""
+        if len(ids) >= _FEW:
+            return self._all_holds.index_select(0, int_tensor(ids, torch.int32))
+        if min(ids, default=0) < 0:
+            raise IndexError(min(ids))
+        return [self._holds[i] for i in ids]
+
+    def _add(self, ids: Sequence[int], change: int) -> None:
+        """Add to the holds of each id."""
+        if len(ids) >= _FEW:
+            each = self._one.expand(len(ids))
+            self._all_holds.index_add_(0, int_tensor(ids, torch.int32), each, alpha=change)
+        else:
+            for i in ids:
+                self._holds[i] += change
+
+    def _checked(self, ids: Sequence[int]) -> list[int] | Tensor:
+        """The holds of each id, if all are in use and distinct."""
+        try:
+            holds = self._holds_of(ids)
+            are_in_use = not _count(holds, _is_free)
+        except IndexError:
+            are_in_use = False
+        if not are_in_use:
+            wrong = next(i for i in ids if not (0 < i <= self.capacity and self._holds[i]))
+            raise ValueError(f"{self._unit} {wrong} is not in use and cannot be given back")
+        if len(set(ids)) != len(ids):
+            raise ValueError(f"{self._unit}s given back twice in one call: {list(ids)}")
+        return holds
+
+
+def _count(holds: list[int] | Tensor, are_so: Callable[[Any], Any]) -> int:
+    """How many are so."""
+    if isinstance(holds, Tensor):
+        return int(are_so(holds).count_nonzero())
+    return sum(map(are_so, holds))
+
+
+def _is_free(holds: Any) -> Any:
+    return holds == 0
+
+
+def _is_spare(holds: Any) -> Any:
+    return (holds > 0) & (holds < _FIRM)
+
+
+def _is_firm_once(holds: Any) -> Any:
+    return (holds >= _FIRM) & (holds < 2 * _FIRM)

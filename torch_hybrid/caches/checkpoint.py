@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,7 +22,7 @@ class Kept:
     the places behind them, in the last page, are those of the sequence that it was made of."""
 
     slot: int | None  # of its states; None where the model has none
-    pages: list[int]
+    pages: array[int]
     is_spare: bool  # given up when somebody asks for pages or slots
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from torch_hybrid.host import int_tensor
 from torch_hybrid.ops.registration import check_shapes
 from torch_hybrid.specs import SCALES, LayerTable
 
-_LISTED_BYTES = 56  # of a page in the allocator's lists: an int and three places
+_LISTED_BYTES = 12  # of a page in the allocator: a place among the free ones, and its holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class _Held:
     place: int  # among the sequences, from 1
     slot: int  # where its states go
     start: int  # where they are: its own slot, or that of a checkpoint, from which it goes on
-    pages: list[int] = field(default_factory=list)
+    pages: array[int] = field(default_factory=lambda: array("i"))
     length: int = 0  # of what is certain
     num_drafts: int = 0  # tokens after those that are not
     num_accepted: int = 0  # of the last certain tokens, those that its states do not hold yet

@@ -19,6 +19,7 @@ the same ones.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,7 +118,7 @@ class Prefixes:
         """As ``Engine.load_prefixes``."""
         num_kept = 0
         for tokens, copy in file.load(path, self._facts()):
-            node, _ = self._tree.insert(tokens)
+            node, _ = self._tree.insert(array("q", tokens))
             is_new = node.checkpoint is None and node.on_host is None
             if is_new and self._host.make_room(copy.nbytes, self._worth(node)):
                 self._host.keep(node, copy)
@@ -333,7 +334,7 @@ class Prefixes:
 
     # What is where.
 
-    def _want(self, tokens: list[int], depth: int) -> None:
+    def _want(self, tokens: array[int], depth: int) -> None:
         """Have a checkpoint after so many tokens, of whoever runs them next."""
         if depth >= self._options.min_tokens:
             self._tree.insert(tokens[:depth])[0].is_wanted = True

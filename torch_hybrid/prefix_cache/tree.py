@@ -1,12 +1,14 @@
 """A radix tree over tokens: every sequence that was seen is a path, every place where two part a
 node.
 
-An edge holds as many tokens as no other path parts from. Nodes mark more places than those: where
+An edge holds as many tokens as no other path parts from. Tokens are arrays of type "q", which are
+compared at once. Nodes mark more places than those: where
 a sequence ends, and where something is kept or wanted.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -25,7 +27,7 @@ class Node:
     """
 
     parent: Node | None
-    tokens: list[int]  # from the parent to here
+    tokens: array[int]  # from the parent to here
     depth: int  # tokens from the root to here
     children: dict[int, Node] = field(default_factory=dict)  # by their first token
     checkpoint: Checkpoint | None = None
@@ -78,11 +80,11 @@ class Tree:
     """
 
     def __init__(self, max_tokens: int) -> None:
-        self.root = Node(None, [], 0)
+        self.root = Node(None, array("q"), 0)
         self.num_tokens = 0
         self._max_tokens = max_tokens
 
-    def insert(self, tokens: list[int]) -> tuple[Node, int]:
+    def insert(self, tokens: array[int]) -> tuple[Node, int]:
         """The place of these tokens, and how many of them were there before."""
         node, known = self.root, 0
         while known < len(tokens):
@@ -94,7 +96,7 @@ class Tree:
             node = child if common == len(child.tokens) else self._split(child, common)
         return node, known
 
-    def _add(self, parent: Node, tokens: list[int]) -> Node:
+    def _add(self, parent: Node, tokens: array[int]) -> Node:
         leaf = Node(parent, tokens, parent.depth + len(tokens), last_used=parent.last_used)
         parent.children[tokens[0]] = leaf
         self.num_tokens += len(tokens)
@@ -149,7 +151,7 @@ class Tree:
             parent.parent.children[only.tokens[0]] = only
 
 
-def _num_common(edge: list[int], tokens: list[int], start: int) -> int:
+def _num_common(edge: array[int], tokens: array[int], start: int) -> int:
     """How many tokens of an edge are those from ``start`` on; the first one is."""
     length = min(len(edge), len(tokens) - start)
     if edge[:length] == tokens[start : start + length]:
