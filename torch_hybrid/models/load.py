@@ -369,7 +369,7 @@ def adapted(
     register_attention()
     hf_model.set_attn_implementation(ATTENTION_NAME)
     hf_model.eval().requires_grad_(False)
-    family.prepare(hf_model.base_model.layers)
+    family.prepare(hf_model.base_model)
     _swap_mixers(hf_model.base_model.layers, family, table)
     hand_steps(hf_model.base_model.layers, family.step_names, family.given_as)
     _swap_experts(hf_model, family)
