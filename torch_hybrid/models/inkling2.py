@@ -17,7 +17,7 @@ from torch_hybrid.layers.biased_attention import BranchConvolution
 from torch_hybrid.layers.block_residual import BlockResidual
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.sink_attention import DynamicSinkAttention, SinkAttention
-from torch_hybrid.models.family import Family, Swap, listed, require_fields, weights_of
+from torch_hybrid.models.family import Family, Swap, listed, require, require_fields, weights_of
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.ops.causal_conv1d.op import MAX_WIDTH, MIN_WIDTH
 from torch_hybrid.specs import AttentionSpec, BranchConvolutionSpec, LayerSpec
@@ -28,7 +28,8 @@ Streams = tuple[Tensor, Tensor]  # the present block's sum [1, T, dim], all othe
 def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
     # What Inkling has, and transformers does not read here.
     require_fields(config, hidden_act="silu", n_shared_experts=0, logits_mup_width_multiplier=1.0)
-    require_fields(config, mlp_layer_types=["sparse"] * config.num_hidden_layers)
+    for mlp_type in config.to_dict().get("mlp_layer_types") or ():
+        require(config, "mlp_layer_types", mlp_type, ["sparse"])
     if not MIN_WIDTH <= config.conv_kernel_size <= MAX_WIDTH:
         raise UnsupportedError(
             f"{config.model_type}: config field conv_kernel_size must be within {MIN_WIDTH} and "
