@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -86,18 +86,16 @@ class SinkAttention(nn.Module):
         """
         widths = [heads * width for heads, width in self._query_blocks]
         keys_and_values = 2 * self.spec.num_kv_heads * self.spec.head_dim
-        *of_queries, kv = columns(self.in_proj, x, [*widths, keys_and_values])
+        q, mix, gate, sink, kv = columns(self.in_proj, x, [*widths, keys_and_values])
         scale = (self.conv_weight.shape[1] + 1) ** -0.5  # of as many terms
         kv = convolved(kv, self.conv_weight, conv_plan, conv_cache, "kv", scale=scale)
-        return self._attend(*of_queries, kv, plan=plan, cache=cache)
+        return self._attend(q, mix, gate, sink, kv, plan, cache)
 
     @property
     def _query_blocks(self) -> list[Block]:
         """Heads and their width in q, mix, gate and sink."""
-        spec, heads = self.spec, self.spec.num_q_heads
-        return [(heads, width) for width in (spec.head_dim, self.profiles.shape[1])] + [
-            (heads, width) for width in (spec.head_dim, 1)
-        ]
+        head_dim, mixed = self.spec.head_dim, self.profiles.shape[1]
+        return [(self.spec.num_q_heads, width) for width in (head_dim, mixed, head_dim, 1)]
 
     def _attend(
         self,
@@ -106,7 +104,6 @@ class SinkAttention(nn.Module):
         gate: Tensor,
         sink: Tensor,
         kv: Tensor,
-        *,
         plan: PagedAttentionPlan,
         cache: LayerCache,
     ) -> Tensor:
@@ -192,7 +189,8 @@ class DynamicSinkAttention(SinkAttention):
         conv_cache: LayerCache,
     ) -> Tensor:
         """As ``SinkAttention``, of three inputs [T, dim]."""
-        of_queries = columns(self.in_proj, x, [h * width for h, width in self._query_blocks])
+        widths = [heads * width for heads, width in self._query_blocks]
+        q, mix, gate, sink = columns(self.in_proj, x, widths)
         widths = [heads * width for heads, width in self._key_blocks]
         k, k_taps = columns(self.k_proj, of_keys, widths)
         v, v_taps = columns(self.v_proj, of_values, widths)
@@ -206,7 +204,7 @@ class DynamicSinkAttention(SinkAttention):
             scale=(2 * width + 1) ** -0.5,  # of as many terms
             token_taps=torch.cat([k_taps, v_taps], 1).unflatten(1, (-1, width)),
         )
-        return self._attend(*of_queries, kv, plan=plan, cache=cache)
+        return self._attend(q, mix, gate, sink, kv, plan, cache)
 
     @property
     def _key_blocks(self) -> list[Block]:
@@ -214,17 +212,18 @@ class DynamicSinkAttention(SinkAttention):
         spec = self.spec
         return [(spec.num_kv_heads, width) for width in (spec.head_dim, self.conv_weight.shape[1])]
 
-    def shard(self, ranks: Ranks) -> Self:
+    def shard(self, ranks: Ranks) -> DynamicSinkAttention:
         """As ``SinkAttention``."""
-        projections = {
-            "in_proj": ranks.rows(self.in_proj, self._query_blocks),
-            "k_proj": ranks.rows(self.k_proj, self._key_blocks),
-            "v_proj": ranks.rows(self.v_proj, self._key_blocks),
-        }
-        return type(self)(**projections, **self._shared(ranks))
+        return DynamicSinkAttention(
+            in_proj=ranks.rows(self.in_proj, self._query_blocks),
+            k_proj=ranks.rows(self.k_proj, self._key_blocks),
+            v_proj=ranks.rows(self.v_proj, self._key_blocks),
+            **self._shared(ranks),
+        )
 
 
 def _clipped(x: Tensor, longest: float) -> Tensor:
     """x [..., width] float32, heads that are longer made as long as that."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x * (longest / (norm + 1e-6)).clamp(max=1.0)
+    clipped: Tensor = x * (longest / (norm + 1e-6)).clamp(max=1.0)
+    return clipped
