@@ -161,7 +161,7 @@ def _conv_kernel(
             token = tl.cast(start + place, tl.int64)
             is_here = mask_c & (start + place < last)
             for tap in tl.static_range(W):
-                b_tap = taps[tap]
+                b_tap = taps[tap]  # type: ignore[var-annotated]
                 if token_taps is not None:
                     p_tap = token_taps + (token * HEADS + channel // (C // HEADS)) * W + tap
                     b_tap += tl.load(p_tap, mask=is_here, other=0.0).to(tl.float32)

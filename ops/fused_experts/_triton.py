@@ -146,9 +146,10 @@ def rounded_experts(
         return out.zero_()
     inputs = (x, expert_ids, expert_weights, gate_up, down)
     activated = _activated(activation, limit, softcaps)
-    scales = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
+    scales: dict[str, Any] = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
     if x.shape[0] == 1:  # of which products take no time: to round it would
-        fp8_few_tokens(*inputs, out, **scales, **activated)
+        few: Callable[..., None] = partial(fp8_few_tokens, **scales)
+        few(*inputs, out, **activated)
         return out
     products: Callable[..., None] = partial(fp8_products, rounds=True)
     if limit is None and softcaps is None and suits_fp8(x, gate_up, down, expert_ids.numel()):
