@@ -443,6 +443,30 @@ def _inkling(sizes: dict[str, Any]) -> Any:
     return InklingForCausalLM(InklingTextConfig(**_DENSE | options | sizes))
 
 
+def _inkling2(sizes: dict[str, Any]) -> Any:
+    """The same with sinks and gates, and 26 experts, of which none is everyone's."""
+    from transformers import Inkling2ForCausalLM, Inkling2TextConfig
+
+    options = {
+        "hidden_size": 768,
+        "num_attention_heads": 8,
+        "head_dim": 128,
+        "swa_num_attention_heads": 8,
+        "swa_num_key_value_heads": 4,
+        "sliding_window_size": 512,
+        "n_routed_experts": 26,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 192,
+        "route_scale": 1.0,
+        "tie_word_embeddings": False,
+        "unpadded_vocab_size": (_DENSE | sizes)["vocab_size"],
+        "eos_token_id": None,
+    }
+    config = _DENSE | options | sizes
+    del config["intermediate_size"]
+    return Inkling2ForCausalLM(Inkling2TextConfig(**config))
+
+
 FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "qwen3_next": _qwen3_next,
     "qwen3_5": _qwen3_5,
@@ -471,6 +495,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "recurrent_gemma": _recurrent_gemma,
     "zaya": _zaya,
     "inkling": _inkling,
+    "inkling2": _inkling2,
 }
 
 

@@ -481,6 +481,38 @@ def inkling(**options: Any) -> nn.Module:
     return tf.InklingForCausalLM(tf.InklingTextConfig(**{**sizes, **options}))
 
 
+def inkling2(**options: Any) -> nn.Module:
+    """The same with blocks of residuals that end within the layers, clips that are met and softcaps
+    that bend."""
+    count = options.get("num_hidden_layers", 4)
+    sizes = {
+        **{name: size for name, size in SIZES.items() if name != "intermediate_size"},
+        **NO_SPECIAL_TOKENS,
+        "layer_types": (["hybrid_sliding", "hybrid"] * count)[:count],
+        "unpadded_vocab_size": VOCAB_SIZE,
+        "head_dim": 32,
+        "swa_num_attention_heads": 8,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+        "sliding_window_size": 37,
+        "d_rel": 8,
+        "rel_extent": 50,
+        "log_scaling_n_floor": 20,
+        "log_scaling_alpha": 0.3,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "route_scale": 1.5,
+        "qk_l2_clip_threshold": 3.0,
+        "rel_l2_clip_threshold": 1.5,
+        "n_layers_per_attn_res_block": 3,
+        "mlp_gate_softcap": 0.5,
+        "mlp_up_softcap": 1.5,
+        "final_logit_softcapping": 5.0,
+    }
+    return tf.Inkling2ForCausalLM(tf.Inkling2TextConfig(**{**sizes, **options}))
+
+
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "qwen3_next": qwen3_next,
     "qwen3_next_dense": qwen3_next_dense,
@@ -512,6 +544,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "recurrent_gemma": recurrent_gemma,
     "zaya": zaya,
     "inkling": inkling,
+    "inkling2": inkling2,
 }
 
 
@@ -543,6 +576,7 @@ FEWEST_LAYERS: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_hidden_layers": 2, "layer_types": ["hybrid", "hybrid_sliding"]},
     "inkling": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]},
+    "inkling2": {"num_hidden_layers": 2, "layer_types": ["hybrid_sliding", "hybrid"]},
     "recurrent_gemma": {"num_hidden_layers": 2, "block_types": ["recurrent", "attention"]},
 }
 
@@ -637,7 +671,7 @@ def in_double(model: Any) -> Any:
 
     MiniMax keeps them in buffers, which are rounded where a model is cast.
     """
-    exact = copy.deepcopy(model).double()
+    exact = cast(copy.deepcopy(model), torch.float64)
     for module in exact.modules():
         if type(module).__name__ == "MiniMaxLightningAttention":
             rate = module.get_slope_rate().double()
@@ -645,6 +679,15 @@ def in_double(model: Any) -> Any:
             module.slope_rate = rate
             module.query_decay, module.key_decay, module.diagonal_decay = decays
     return exact
+
+
+def cast(model: Any, dtype: torch.dtype) -> Any:
+    """The model in a dtype, but for routers of Inkling-2, which take weights of float32 alone."""
+    model.to(dtype)
+    for module in model.modules():
+        if type(module).__name__ == "Inkling2TopKRouter":
+            module.float()
+    return model
 
 
 @contextmanager

@@ -116,7 +116,8 @@ class AttentionSpec:
     ``window`` is the number of visible keys, the query's own included (0: all of them);
     ``softcap`` bounds logits by ``softcap * tanh(logits / softcap)`` (0: no bound). ``reach`` is at
     how many distances, from 0 on, a key's logit has a bias of its query and head (0: at none).
-    ``kv_dtype`` is that of kept keys and values (None: the model's).
+    ``sinks`` says whether a query has one more logit, of no key: then the log-sum-exp of the others
+    is asked for. ``kv_dtype`` is that of kept keys and values (None: the model's).
     """
 
     kind: ClassVar[str] = "paged_attention"
@@ -129,6 +130,7 @@ class AttentionSpec:
     window: int = 0
     softcap: float = 0.0
     reach: int = 0
+    sinks: bool = False
     kv_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:

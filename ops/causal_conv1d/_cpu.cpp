@@ -7,6 +7,8 @@
 //
 // With gates, an input is the product of two loaded numbers, rounded as the state keeps it. Inputs
 // that are in the state are products already: their gates are ones, as those that are not given.
+//
+// With taps of each token, what is loaded of the filters is added to what a head has of them.
 #include <omp.h>
 
 #include <algorithm>
@@ -30,14 +32,18 @@ constexpr int MAX_WIDTH = 16;  // filters of fewer taps may stand at its end
 
 TH_CALL(Call,
   const void *x, *input_gate, *output_gate;  // [T, C], gates or null
+  const void* token_taps;                    // [T, H, W] or null
   const void *weight, *bias;                 // [C, W], [C] or null
   void* conv_state;                          // [S, W - 1, C]
   const int32_t *cu_seqlens, *initial_indices, *state_indices;
   void* out;  // [T, C], contiguous
   int64_t num_tokens, num_seqs, num_slots, channels, width, x_stride;
-  int64_t input_gate_stride, output_gate_stride;
+  int64_t input_gate_stride, output_gate_stride, num_heads;
   int64_t silu, is_bf16, num_threads;
 );
+
+// What is between the inputs and the filters, or beside these.
+enum class Form { PLAIN, GATED, TOKEN_TAPS };
 
 // As many numbers of one value as a block has channels.
 template <typename T>
@@ -85,6 +91,9 @@ struct Sequence {
   const T* output_gate(int64_t t, int64_t channel) const {
     return gate(call.output_gate, t, call.output_gate_stride, channel);
   }
+  const T* token_taps(int64_t t) const {
+    return (const T*)call.token_taps + (start + t) * call.num_heads * call.width;
+  }
 
  private:
   const T* gate(const void* gates, int64_t t, int64_t stride, int64_t channel) const {
@@ -115,7 +124,7 @@ struct Filters {
 // inputs of the tokens themselves.
 template <int W, int N, typename T>
 struct Rows {
-  const T *inputs[N + W - 1], *input_gates[N + W - 1], *output_gates[N];
+  const T *inputs[N + W - 1], *input_gates[N + W - 1], *output_gates[N], *token_taps[N];
 };
 
 // a * b + c, rounded once. Of a plain expression the compiler makes this of some tokens of a tile, and
@@ -128,10 +137,10 @@ TH_INLINE f32x16 fused(f32x16 a, f32x16 b, f32x16 c) {
 #endif
 }
 
-// N tokens on n <= LANES channels, each input loaded once.
-template <int W, int N, bool GATED, typename T>
+// N tokens on n <= LANES channels of one head, each input loaded once.
+template <int W, int N, Form FORM, typename T>
 TH_INLINE void convolve_lanes(const Filters& filters, const Rows<W, N, T>& rows, int64_t c, int n,
-                              bool silu, T* out, int64_t out_stride) {
+                              int64_t head, bool silu, T* out, int64_t out_stride) {
   const int first = W < MAX_WIDTH ? 0 : filters.first;
   f32x16 taps[W], x[N + W - 1];
 #pragma GCC unroll 8
@@ -139,48 +148,62 @@ TH_INLINE void convolve_lanes(const Filters& filters, const Rows<W, N, T>& rows,
 #pragma GCC unroll 16
   for (int i = 0; i < N + W - 1; ++i) {
     x[i] = th::load(rows.inputs[i] + c, n);
-    if constexpr (GATED) x[i] = rounded<T>(x[i] * th::load(rows.input_gates[i] + c, n));
+    if constexpr (FORM == Form::GATED) x[i] = rounded<T>(x[i] * th::load(rows.input_gates[i] + c, n));
   }
 #pragma GCC unroll 8
   for (int i = 0; i < N; ++i) {
     f32x16 y = th::load(filters.bias + c);
 #pragma GCC unroll 8
-    for (int w = first; w < W; ++w) y = fused(taps[w], x[i + w], y);
+    for (int w = first; w < W; ++w) {
+      f32x16 tap = taps[w];
+      if constexpr (FORM == Form::TOKEN_TAPS)
+        tap += th::splat(th::to_float(rows.token_taps[i][head * (W - first) + w - first]));
+      y = fused(tap, x[i + w], y);
+    }
     if (silu) y = th::silu(y);
-    if constexpr (GATED) y *= th::load(rows.output_gates[i] + c, n);
+    if constexpr (FORM == Form::GATED) y *= th::load(rows.output_gates[i] + c, n);
     th::store(out + i * out_stride + c, y, n);
   }
 }
 
-template <int W, int N, bool GATED, typename T>
+template <int W, int N, Form FORM, typename T>
 void convolve_rows(const Call& call, const Sequence<T>& seq, int64_t t, int64_t channel,
                    int64_t size, const Filters& filters) {
   Rows<W, N, T> rows;
   for (int i = 0; i < N + W - 1; ++i) {
     rows.inputs[i] = seq.input(t + i - (W - 1), channel);
-    if constexpr (GATED) rows.input_gates[i] = seq.input_gate(t + i - (W - 1), channel);
+    if constexpr (FORM == Form::GATED) rows.input_gates[i] = seq.input_gate(t + i - (W - 1), channel);
   }
-  if constexpr (GATED)
+  if constexpr (FORM == Form::GATED)
     for (int i = 0; i < N; ++i) rows.output_gates[i] = seq.output_gate(t + i, channel);
+  if constexpr (FORM == Form::TOKEN_TAPS)
+    for (int i = 0; i < N; ++i) rows.token_taps[i] = seq.token_taps(t + i);
   T* out = (T*)call.out + (seq.start + t) * call.channels + channel;
-  int64_t c = 0;
-  for (; c + LANES <= size; c += LANES)
-    convolve_lanes<W, N, GATED>(filters, rows, c, LANES, call.silu, out, call.channels);
-  if (c < size)
-    convolve_lanes<W, N, GATED>(filters, rows, c, int(size - c), call.silu, out, call.channels);
+  const auto lanes = [&](int64_t c, int n, int64_t head) {
+    convolve_lanes<W, N, FORM>(filters, rows, c, n, head, call.silu, out, call.channels);
+  };
+  const int64_t per_head = call.channels / call.num_heads;
+  for (int64_t c = 0; c < size;) {  // up to the end of a head, where that matters
+    const int64_t head = FORM == Form::TOKEN_TAPS ? (channel + c) / per_head : 0;
+    const int64_t end =
+        FORM == Form::TOKEN_TAPS ? std::min((head + 1) * per_head - channel, size) : size;
+    for (; c + LANES <= end; c += LANES) lanes(c, LANES, head);
+    if (c < end) lanes(c, int(end - c), head);
+    c = end;
+  }
 }
 
-template <int W, bool GATED, typename T>
+template <int W, Form FORM, typename T>
 void convolve(const Call& call, const Sequence<T>& seq, int64_t first, int64_t last,
               int64_t channel, int64_t size, const Filters& filters) {
   int64_t t = first;
   for (; t + TILE_TOKENS <= last; t += TILE_TOKENS)
-    convolve_rows<W, TILE_TOKENS, GATED>(call, seq, t, channel, size, filters);
-  for (; t < last; ++t) convolve_rows<W, 1, GATED>(call, seq, t, channel, size, filters);
+    convolve_rows<W, TILE_TOKENS, FORM>(call, seq, t, channel, size, filters);
+  for (; t < last; ++t) convolve_rows<W, 1, FORM>(call, seq, t, channel, size, filters);
 }
 
 // Tokens [first, last) of the packed batch on a block of channels, sequence by sequence.
-template <int W, bool GATED, typename T>
+template <int W, Form FORM, typename T>
 void convolve_tokens(const Call& call, int64_t first, int64_t last, int64_t channel, int64_t size,
                      const Filters& filters) {
   const int32_t* ends = call.cu_seqlens + 1;
@@ -193,7 +216,7 @@ void convolve_tokens(const Call& call, int64_t first, int64_t last, int64_t chan
         std::memset((T*)call.out + i * call.channels + channel, 0, size * sizeof(T));
     else {
       const Sequence<T> seq(call, n);
-      convolve<W, GATED>(call, seq, t - seq.start, end - seq.start, channel, size, filters);
+      convolve<W, FORM>(call, seq, t - seq.start, end - seq.start, channel, size, filters);
     }
     t = end, ++n;
   }
@@ -201,14 +224,14 @@ void convolve_tokens(const Call& call, int64_t first, int64_t last, int64_t chan
 
 // Moves the last W - 1 inputs of a sequence into its slot. Going up, a short sequence shifts the
 // state that is there: entry i is read from i + length before that one is overwritten.
-template <bool GATED, typename T>
+template <Form FORM, typename T>
 void write_state(const Sequence<T>& seq, int64_t channel, int64_t size) {
   const int64_t past = seq.call.width - 1;
   for (int64_t i = 0; i < past; ++i) {
     const int64_t t = seq.length - past + i;
     T* kept = seq.state(seq.slot, i) + channel;
     const T* input = seq.input(t, channel);
-    if constexpr (GATED) {
+    if constexpr (FORM == Form::GATED) {
       const T* gate = seq.input_gate(t, channel);
       th::for_lanes(size, [&](int64_t c, int n) TH_LAMBDA {
         th::store(kept + c, th::load(input + c, n) * th::load(gate + c, n), n);
@@ -226,7 +249,7 @@ int64_t block_channels(const Call& call, int64_t token_blocks) {
   return std::clamp(whole, MIN_BLOCK_CHANNELS, MAX_BLOCK_CHANNELS);
 }
 
-template <int W, bool GATED, typename T>
+template <int W, Form FORM, typename T>
 void run(const Call& call) {
   const int64_t token_blocks = (call.num_tokens + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
   const int64_t block_size = block_channels(call, token_blocks);
@@ -242,14 +265,14 @@ void run(const Call& call) {
       const int64_t size = std::min(block_size, call.channels - channel);
       if (block != loaded) filters.load<W, T>(call, channel, size), loaded = block;
       const int64_t last = std::min(first + BLOCK_TOKENS, call.num_tokens);
-      convolve_tokens<W, GATED, T>(call, first, last, channel, size, filters);
+      convolve_tokens<W, FORM, T>(call, first, last, channel, size, filters);
     }
 #pragma omp for schedule(static)
     for (int64_t item = 0; item < channel_blocks * call.num_seqs; ++item) {
       const Sequence<T> seq(call, item % call.num_seqs);
       const int64_t channel = item / call.num_seqs * block_size;
       if (seq.slot != 0 && seq.length > 0)
-        write_state<GATED>(seq, channel, std::min(block_size, call.channels - channel));
+        write_state<FORM>(seq, channel, std::min(block_size, call.channels - channel));
     }
   }
 }
@@ -259,16 +282,22 @@ template <typename T>
 void dispatch(const Call& call) {
   if (call.input_gate || call.output_gate) {
     switch (call.width) {
-      case 3: return run<3, true, T>(call);
-      case 7: return run<7, true, T>(call);
-      default: return run<MAX_WIDTH, true, T>(call);
+      case 3: return run<3, Form::GATED, T>(call);
+      case 7: return run<7, Form::GATED, T>(call);
+      default: return run<MAX_WIDTH, Form::GATED, T>(call);
+    }
+  }
+  if (call.token_taps) {
+    switch (call.width) {
+      case 4: return run<4, Form::TOKEN_TAPS, T>(call);
+      default: return run<MAX_WIDTH, Form::TOKEN_TAPS, T>(call);
     }
   }
   switch (call.width) {
-    case 2: return run<2, false, T>(call);
-    case 3: return run<3, false, T>(call);
-    case 4: return run<4, false, T>(call);
-    default: return run<MAX_WIDTH, false, T>(call);
+    case 2: return run<2, Form::PLAIN, T>(call);
+    case 3: return run<3, Form::PLAIN, T>(call);
+    case 4: return run<4, Form::PLAIN, T>(call);
+    default: return run<MAX_WIDTH, Form::PLAIN, T>(call);
   }
 }
 

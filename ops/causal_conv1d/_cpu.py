@@ -13,10 +13,10 @@ from torch_hybrid.ops.state_bounds import check_state_indices
 _RUN = kernel(
     "causal_conv1d",
     Path(__file__).with_name("_cpu.cpp"),
-    tensors="x input_gate output_gate weight bias conv_state cu_seqlens initial_indices "
+    tensors="x input_gate output_gate token_taps weight bias conv_state cu_seqlens initial_indices "
     "state_indices out",
     integers="num_tokens num_seqs num_slots channels width x_stride input_gate_stride "
-    "output_gate_stride silu is_bf16 num_threads",
+    "output_gate_stride num_heads silu is_bf16 num_threads",
 )
 
 
@@ -32,6 +32,7 @@ def causal_conv1d(
     activation: str,
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
+    token_taps: Tensor | None = None,
 ) -> Tensor:
     """Convolve blocks of tokens and channels in parallel, then write the states."""
     num_tokens, channels = x.shape
@@ -40,6 +41,7 @@ def causal_conv1d(
         x,
         input_gate,
         output_gate,
+        token_taps,
         weight,
         bias,
         conv_state,
@@ -55,6 +57,7 @@ def causal_conv1d(
         x.stride(0),
         0 if input_gate is None else input_gate.stride(0),
         0 if output_gate is None else output_gate.stride(0),
+        1 if token_taps is None else token_taps.shape[1],
         activation == "silu",
         x.dtype is torch.bfloat16,
         torch.get_num_threads(),

@@ -19,6 +19,7 @@ def causal_conv1d(
     activation: str,
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
+    token_taps: Tensor | None = None,
 ) -> Tensor:
     """Put each sequence behind its state in one long array, in which the taps are plain shifts.
 
@@ -42,6 +43,9 @@ def causal_conv1d(
     work = torch.promote_types(x.dtype, torch.float32)
     out = torch.zeros_like(x, dtype=work, memory_format=torch.contiguous_format)
     for tap, filter_row in enumerate(weight.to(work).T):
+        if token_taps is not None:
+            of_heads = token_taps[:, :, tap].to(work)
+            filter_row = filter_row + of_heads.repeat_interleave(x.shape[1] // of_heads.shape[1], 1)
         out.addcmul_(padded[window + tap].to(work), filter_row)
     if bias is not None:
         out += bias.to(work)

@@ -28,6 +28,7 @@ def causal_conv1d(
     activation: str,
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
+    token_taps: Tensor | None = None,
 ) -> Tensor:
     """Launcher of ``torch_hybrid::causal_conv1d``."""
     num_tokens, num_channels = x.shape
@@ -45,6 +46,7 @@ def causal_conv1d(
         x,
         input_gate,
         output_gate,
+        token_taps,
         weight,
         bias,
         conv_state,
@@ -59,6 +61,7 @@ def causal_conv1d(
         0 if output_gate is None else output_gate.stride(0),
         C=num_channels,
         W=width,
+        HEADS=1 if token_taps is None else token_taps.shape[1],
         BLOCK_T=block_t,
         ROWS=rows,
         BLOCK_C=block_c,
@@ -75,6 +78,7 @@ def _conv_kernel(
     x: tl.tensor,
     input_gate: tl.tensor | None,
     output_gate: tl.tensor | None,
+    token_taps: tl.tensor | None,
     weight: tl.tensor,
     bias: tl.tensor | None,
     conv_state: tl.tensor,
@@ -89,6 +93,7 @@ def _conv_kernel(
     stride_output_gate: tl.tensor,
     C: tl.constexpr,
     W: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -153,12 +158,16 @@ def _conv_kernel(
             seen = seen + (b_x.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
         for place in tl.static_range(ROWS):
             b_o = b_bias
-            for tap in tl.static_range(W):
-                b_o += seen[place + tap] * taps[tap]
-            if SILU:
-                b_o = b_o / (1.0 + tl.exp(-b_o))
             token = tl.cast(start + place, tl.int64)
             is_here = mask_c & (start + place < last)
+            for tap in tl.static_range(W):
+                b_tap = taps[tap]  # type: ignore[var-annotated]
+                if token_taps is not None:
+                    p_tap = token_taps + (token * HEADS + channel // (C // HEADS)) * W + tap
+                    b_tap += tl.load(p_tap, mask=is_here, other=0.0).to(tl.float32)
+                b_o += seen[place + tap] * b_tap
+            if SILU:
+                b_o = b_o / (1.0 + tl.exp(-b_o))
             if output_gate is not None:
                 p_gate = output_gate + stride_output_gate * token + channel
                 b_o *= tl.load(p_gate, mask=is_here, other=0.0).to(tl.float32)

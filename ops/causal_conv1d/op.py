@@ -62,6 +62,7 @@ def causal_conv1d(
     activation: str,
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
+    token_taps: Tensor | None = None,
     impl: str,
 ) -> Tensor:
     """Convolve each channel of each sequence with its own short filter over the past.
@@ -69,7 +70,8 @@ def causal_conv1d(
     ``out[t] = act(bias + sum_w weight[:, w] * x[t - W + 1 + w])``, where the inputs before the
     first token of a sequence come from its state. Arithmetic is float32, of float64 tensors
     float64. With gates, what is convolved and kept is ``input_gate * x``, rounded to x's dtype, and
-    ``out`` is multiplied by ``output_gate``.
+    ``out`` is multiplied by ``output_gate``. With taps of each token, those are added to the
+    filters of its output.
 
     Args:
         x: [T, C] inputs, the sequences packed one after the other. Float dtype; rows may lie any
@@ -87,6 +89,9 @@ def causal_conv1d(
             for 0: that state is not stored.
         activation: "none" or "silu".
         input_gate, output_gate: [T, C] like x, or None. Those of padding tokens are not read.
+        token_taps: [T, H, W] contiguous, in x's dtype: what is added to the filters of the C / H
+            channels of each head, oldest tap first; or None. Without gates alone. Those of padding
+            tokens are not read.
         impl: a name in IMPLEMENTATIONS.
 
     Returns:
@@ -97,7 +102,7 @@ def causal_conv1d(
             unknown.
 
     The short convolution of Mamba (arXiv 2312.00752), Qwen3-Next and most linear attention; with
-    both gates, that of LFM2.
+    both gates, that of LFM2; with taps of each token, that of Inkling-2's keys and values.
     """
     check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype)
     if activation not in ACTIVATIONS:
@@ -109,6 +114,9 @@ def causal_conv1d(
         check_shapes({name: (gate, x.shape)})
         check_dtypes({name: (gate, x.dtype)})
         _check_rows(name, gate)
+    if token_taps is not None:
+        _check_token_taps(token_taps, x, weight, has_gates=bool(given))
+        given["token_taps"] = token_taps
     out: Tensor = _CAUSAL_CONV1D(
         x,
         weight,
@@ -171,6 +179,21 @@ def _check_inputs(
     )
 
 
+def _check_token_taps(token_taps: Tensor, x: Tensor, weight: Tensor, *, has_gates: bool) -> None:
+    if token_taps.ndim != 3:
+        raise ValueError(f"token_taps must have 3 dimensions, got {list(token_taps.shape)}")
+    num_heads, channels = token_taps.shape[1], x.shape[1]
+    check_shapes({"token_taps": (token_taps, (x.shape[0], num_heads, weight.shape[1]))})
+    check_dtypes({"token_taps": (token_taps, x.dtype)})
+    check_contiguous(token_taps=token_taps)
+    if not num_heads or channels % num_heads:
+        raise ValueError(
+            f"token_taps must have heads that divide {channels} channels, got {num_heads}"
+        )
+    if has_gates:
+        raise ValueError("token_taps must be of a convolution without gates")
+
+
 def _check_rows(name: str, x: Tensor) -> None:
     if x.stride(1) != 1 and x.shape[1] > 1:
         raise ValueError(f"{name} must have contiguous rows, got strides {list(x.stride())}")
@@ -179,7 +202,8 @@ def _check_rows(name: str, x: Tensor) -> None:
 _CAUSAL_CONV1D = define_op(
     "causal_conv1d(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) conv_state, "
     "Tensor cu_seqlens, Tensor initial_indices, Tensor state_indices, *, "
-    "str activation, str impl, Tensor? input_gate=None, Tensor? output_gate=None) -> Tensor",
+    "str activation, str impl, Tensor? input_gate=None, Tensor? output_gate=None, "
+    "Tensor? token_taps=None) -> Tensor",
     like=["x"],
     implementations=IMPLEMENTATIONS,
 )

@@ -19,6 +19,7 @@ def causal_conv1d_reference(
     activation: str,
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
+    token_taps: Tensor | None = None,
 ) -> Tensor:
     """The oracle of the op: same arguments, any float dtype, ``conv_state`` updated in place.
 
@@ -29,6 +30,9 @@ def causal_conv1d_reference(
     shift = torch.zeros_like(taps[0]) if bias is None else bias.to(compute)
     x = x if input_gate is None else input_gate * x
 
+    if token_taps is not None:
+        per_head = x.shape[1] // token_taps.shape[1]
+        own_taps = token_taps.to(compute).repeat_interleave(per_head, 1).mT
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     offsets = cu_seqlens.tolist()
     slots = zip(initial_indices.tolist(), state_indices.tolist(), strict=True)
@@ -38,7 +42,8 @@ def causal_conv1d_reference(
         past = conv_state[initial] if initial else torch.zeros_like(conv_state[initial])
         for t in range(offsets[n], offsets[n + 1]):
             window = torch.cat([past, x[t : t + 1]])
-            y = shift + (window.to(compute) * taps).sum(0)
+            filters = taps if token_taps is None else taps + own_taps[t]
+            y = shift + (window.to(compute) * filters).sum(0)
             y = F.silu(y) if activation == "silu" else y
             out[t] = y if output_gate is None else output_gate[t].to(compute) * y
             past = window[1:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ _FIELDS = {
     "integers": "num_tokens top_k num_experts dim width ldx "
     "ids_are_int64 weights_are_float has_gate streams by_hardware is_bf16 is_invariant num_threads "
     "format gate_up_group down_group gate_up_has_zeros down_has_zeros",
-    "numbers": "limit",
+    "numbers": "limit gate_softcap up_softcap",
 }
 _RUN = kernel("fused_experts", Path(__file__).with_name("_cpu.cpp"), **_FIELDS)
 _RUN_INTEGERS = kernel(
@@ -39,6 +40,7 @@ def fused_experts(
     down_scales: Tensor | None = None,
     activation: str,
     limit: float | None = None,
+    softcaps: Sequence[float] | None = None,
     is_invariant: bool = False,
 ) -> Tensor:
     """See ``torch_hybrid.ops.fused_experts.op.fused_experts``."""
@@ -82,5 +84,6 @@ def fused_experts(
             *groups,
             *zeros,
             math.inf if limit is None else limit,
+            *(softcaps or (0.0, 0.0)),
         )
     return out

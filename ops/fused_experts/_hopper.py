@@ -47,6 +47,7 @@ def hopper_products(
     top_k: int,
     activation: str,
     limit: None,
+    softcaps: None,
 ) -> None:
     """Fill ``results`` [P, D] with what the experts give for each pair, unweighted."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -112,6 +113,7 @@ def fp8_hopper_products(
     top_k: int,
     activation: str,
     limit: None,
+    softcaps: None,
 ) -> None:
     """The same of weights of 8 bits; tokens and hidden activations are rounded to such."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -20,6 +22,7 @@ def fused_experts(
     down_scales: Tensor | None = None,
     activation: str,
     limit: float | None = None,
+    softcaps: Sequence[float] | None = None,
 ) -> Tensor:
     """See ``torch_hybrid.ops.fused_experts.op.fused_experts``."""
     num_experts, top_k = down.shape[0], expert_ids.shape[1]
@@ -38,16 +41,26 @@ def fused_experts(
             num_parts = 1 + (activation == "silu")
             w_up = dequantized(w_up, gate_up_scales[expert], x.dtype, num_parts=num_parts)
             w_down = dequantized(w_down, down_scales[expert], x.dtype)
-        hidden = _activate(F.linear(x[hit // top_k], w_up), activation, limit)
+        hidden = _activate(F.linear(x[hit // top_k], w_up), activation, limit, softcaps)
         results[hit] = F.linear(hidden, w_down).to(compute)
     weighted = results * expert_weights.reshape(-1, 1).to(compute)
     return weighted.reshape(x.shape[0], top_k, x.shape[1]).sum(1).to(x.dtype)
 
 
-def _activate(projected: Tensor, activation: str, limit: float | None) -> Tensor:
+def _activate(
+    projected: Tensor,
+    activation: str,
+    limit: float | None,
+    softcaps: Sequence[float] | None,
+) -> Tensor:
     if activation == "relu2":
         return F.relu(projected).square()
     gate, up = projected.chunk(2, dim=-1)
+    if softcaps is not None:
+        bound_gate, bound_up = (
+            cap * torch.tanh(x / cap) for x, cap in zip((gate, up), softcaps, strict=True)
+        )
+        return bound_gate * torch.sigmoid(gate) * bound_up
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return F.silu(gate) * up

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -77,12 +77,14 @@ def fused_experts(
     down_scales: Tensor | None = None,
     activation: str,
     limit: float | None = None,
+    softcaps: Sequence[float] | None = None,
 ) -> Tensor:
     """Launcher of ``torch_hybrid::fused_experts``."""
     out = x.new_empty(x.shape)
     if expert_ids.numel() == 0 or down.shape[0] == 0:
         return out.zero_()
     inputs = (x, expert_ids, expert_weights, gate_up, down)
+    activated = _activated(activation, limit, softcaps)
     few: Callable[..., None] = few_tokens
     products: Callable[..., None] = _products
     if gate_up_scales is not None and down_scales is not None:
@@ -90,12 +92,12 @@ def fused_experts(
         is_fp8 = down.dtype == block_scales.DTYPE
         few = partial(fp8_few_tokens if is_fp8 else integer_few_tokens, **scales)
         products = partial(fp8_products if is_fp8 else integer_products, **scales)
-    elif limit is None and suits(x, gate_up, down, expert_ids.numel()):
+    elif limit is None and softcaps is None and suits(x, gate_up, down, expert_ids.numel()):
         products = hopper_products
     if x.shape[0] <= _FEW_TOKENS:
-        few(*inputs, out, activation=activation, limit=limit)
+        few(*inputs, out, **activated)
     else:
-        _many_tokens(*inputs, out, products, activation=activation, limit=limit)
+        _many_tokens(*inputs, out, products, **activated)
     return out
 
 
@@ -110,6 +112,7 @@ def invariant_experts(
     down_scales: Tensor | None = None,
     activation: str,
     limit: float | None = None,
+    softcaps: Sequence[float] | None = None,
 ) -> Tensor:
     """Implementation "triton_invariant": any number of tokens in one tile's order of sums."""
     assert gate_up_scales is None
@@ -119,7 +122,7 @@ def invariant_experts(
         return out.zero_()
     inputs = (x, expert_ids, expert_weights, gate_up, down)
     products = partial(_products, tile=Tile.of_any_pairs(x))
-    _many_tokens(*inputs, out, products, activation=activation, limit=limit)
+    _many_tokens(*inputs, out, products, **_activated(activation, limit, softcaps))
     return out
 
 
@@ -134,6 +137,7 @@ def rounded_experts(
     down_scales: Tensor,
     activation: str,
     limit: float | None = None,
+    softcaps: Sequence[float] | None = None,
 ) -> Tensor:
     """Launcher of ``torch_hybrid::fused_experts`` that rounds tokens, where there are several, to
     the 8 bits of weights."""
@@ -141,16 +145,29 @@ def rounded_experts(
     if expert_ids.numel() == 0 or down.shape[0] == 0:
         return out.zero_()
     inputs = (x, expert_ids, expert_weights, gate_up, down)
-    scales = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
+    activated = _activated(activation, limit, softcaps)
+    scales: dict[str, Any] = {"gate_up_scales": gate_up_scales, "down_scales": down_scales}
     if x.shape[0] == 1:  # of which products take no time: to round it would
-        fp8_few_tokens(*inputs, out, **scales, activation=activation, limit=limit)
+        few: Callable[..., None] = partial(fp8_few_tokens, **scales)
+        few(*inputs, out, **activated)
         return out
     products: Callable[..., None] = partial(fp8_products, rounds=True)
-    if limit is None and suits_fp8(x, gate_up, down, expert_ids.numel()):
+    if limit is None and softcaps is None and suits_fp8(x, gate_up, down, expert_ids.numel()):
         products = fp8_hopper_products
     products = partial(products, **scales)
-    _many_tokens(*inputs, out, products, activation=activation, limit=limit)
+    _many_tokens(*inputs, out, products, **activated)
     return out
+
+
+def _activated(
+    activation: str, limit: float | None, softcaps: Sequence[float] | None
+) -> dict[str, Any]:
+    """How products are told to activate; what kernels are compiled for is hashable."""
+    return {
+        "activation": activation,
+        "limit": limit,
+        "softcaps": None if softcaps is None else tuple(softcaps),
+    }
 
 
 def _many_tokens(
@@ -161,9 +178,7 @@ def _many_tokens(
     down: Tensor,
     out: Tensor,
     products: Callable[..., None],
-    *,
-    activation: str,
-    limit: float | None,
+    **activated: Any,
 ) -> None:
     """Fill ``out``: pairs grouped by expert, two products for each, and their weighted sums."""
     num_tokens, top_k = expert_ids.shape
@@ -171,9 +186,7 @@ def _many_tokens(
     num_pairs = num_tokens * top_k
     order, starts = group_pairs(expert_ids, num_experts)
     results = x.new_empty(num_pairs, dim)
-    products(
-        x, order, starts, gate_up, down, results, top_k=top_k, activation=activation, limit=limit
-    )
+    products(x, order, starts, gate_up, down, results, top_k=top_k, **activated)
     block = min(1024, triton.next_power_of_2(dim))
     _combine_kernel[(num_tokens, triton.cdiv(dim, block))](
         results,
@@ -200,6 +213,7 @@ def _products(
     top_k: int,
     activation: str,
     limit: float | None,
+    softcaps: tuple[float, ...] | None,
     tile: Tile | None = None,
 ) -> None:
     """Fill ``results`` [P, D] with what the experts give for each pair, unweighted."""
@@ -219,6 +233,7 @@ def _products(
         x.stride(0),
         HAS_GATE=has_gate,
         LIMIT=limit,
+        SOFTCAPS=softcaps,
         TOP_K=top_k,
         E=num_experts,
         D=dim,
@@ -278,6 +293,7 @@ def _gate_up_kernel(
     stride_x: tl.tensor,
     HAS_GATE: tl.constexpr,
     LIMIT: tl.constexpr,
+    SOFTCAPS: tl.constexpr,
     TOP_K: tl.constexpr,
     E: tl.constexpr,
     D: tl.constexpr,
@@ -315,7 +331,7 @@ def _gate_up_kernel(
             b_gate, lost_gate = _add_product(b_gate, lost_gate, b_x, b_w)
         b_w = tl.load(p_w + HAS_GATE * I * D + first, mask=mask_w, other=0.0)
         b_up, lost_up = _add_product(b_up, lost_up, b_x, b_w)
-    b_hidden = activate(b_gate, b_up, HAS_GATE, LIMIT)
+    b_hidden = activate(b_gate, b_up, HAS_GATE, LIMIT, SOFTCAPS)
     p_hidden = hidden + pair[:, None] * I + index_n[None, :]
     tl.store(p_hidden, b_hidden.to(hidden.dtype.element_ty), mask=mask_m[:, None] & mask_n[None, :])
 

@@ -29,6 +29,7 @@ def few_tokens(
     *,
     activation: str,
     limit: float | None,
+    softcaps: tuple[float, ...] | None,
 ) -> None:
     """Fill ``out`` with what ``torch_hybrid::fused_experts`` returns."""
     num_tokens, top_k = expert_ids.shape
@@ -42,6 +43,7 @@ def few_tokens(
         x.stride(0),
         HAS_GATE=activation == "silu",
         LIMIT=limit,
+        SOFTCAPS=softcaps,
         TOP_K=top_k,
         E=num_experts,
         D=dim,
@@ -79,6 +81,7 @@ def _hidden_kernel(
     stride_x: tl.tensor,
     HAS_GATE: tl.constexpr,
     LIMIT: tl.constexpr,
+    SOFTCAPS: tl.constexpr,
     TOP_K: tl.constexpr,
     E: tl.constexpr,
     D: tl.constexpr,
@@ -106,7 +109,7 @@ def _hidden_kernel(
         if HAS_GATE:
             gate += tl.load(p_w + first, mask=mask_w, other=0.0).to(tl.float32) * b_x
         up += tl.load(p_w + HAS_GATE * I * D + first, mask=mask_w, other=0.0).to(tl.float32) * b_x
-    b_hidden = activate(tl.sum(gate, 1), tl.sum(up, 1), HAS_GATE, LIMIT)
+    b_hidden = activate(tl.sum(gate, 1), tl.sum(up, 1), HAS_GATE, LIMIT, SOFTCAPS)
     p_hidden = hidden + pair.to(tl.int64) * I + index_n
     tl.store(p_hidden, b_hidden.to(hidden.dtype.element_ty), mask=index_n < I)
 

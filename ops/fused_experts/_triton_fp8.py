@@ -74,6 +74,7 @@ def fp8_few_tokens(
     down_scales: Tensor,
     activation: str,
     limit: float | None,
+    softcaps: tuple[float, ...] | None,
 ) -> None:
     """Fill ``out`` with what ``torch_hybrid::fused_experts`` returns."""
     num_tokens, top_k = expert_ids.shape
@@ -88,6 +89,7 @@ def fp8_few_tokens(
         x.stride(0),
         HAS_GATE=activation == "silu",
         LIMIT=limit,
+        SOFTCAPS=softcaps,
         TOP_K=top_k,
         E=num_experts,
         D=dim,
@@ -130,6 +132,7 @@ def fp8_products(
     top_k: int,
     activation: str,
     limit: float | None,
+    softcaps: tuple[float, ...] | None,
     rounds: bool = False,
 ) -> None:
     """Fill ``results`` [P, D] with what the experts give for each pair, unweighted.
@@ -162,6 +165,7 @@ def fp8_products(
         x.stride(0),
         HAS_GATE=activation == "silu",
         LIMIT=limit,
+        SOFTCAPS=softcaps,
         TOP_K=top_k,
         **sizes,
         num_warps=tile.num_warps,
@@ -190,6 +194,7 @@ def _fp8_hidden_kernel(
     stride_x: tl.tensor,
     HAS_GATE: tl.constexpr,
     LIMIT: tl.constexpr,
+    SOFTCAPS: tl.constexpr,
     TOP_K: tl.constexpr,
     E: tl.constexpr,
     D: tl.constexpr,
@@ -225,7 +230,7 @@ def _fp8_hidden_kernel(
         scale = tl.load(p_scale + HAS_GATE * HIGH * WIDE + k // _BLOCK, mask=k < D, other=0.0)
         b_w = tl.load(p_w + HAS_GATE * I * D + k[None, :], mask=mask_w, other=0.0)
         up += widen(b_w, tl.float32) * (b_x * scale)[None, :]
-    b_hidden = activate(tl.sum(gate, 1), tl.sum(up, 1), HAS_GATE, LIMIT)
+    b_hidden = activate(tl.sum(gate, 1), tl.sum(up, 1), HAS_GATE, LIMIT, SOFTCAPS)
     p_hidden = hidden + pair.to(tl.int64) * I + index_n
     tl.store(p_hidden, b_hidden.to(hidden.dtype.element_ty), mask=index_n < I)
 
@@ -285,6 +290,7 @@ def _fp8_gate_up_kernel(
     stride_x: tl.tensor,
     HAS_GATE: tl.constexpr,
     LIMIT: tl.constexpr,
+    SOFTCAPS: tl.constexpr,
     TOP_K: tl.constexpr,
     ROUNDS: tl.constexpr,  # tokens too
     E: tl.constexpr,
@@ -327,7 +333,7 @@ def _fp8_gate_up_kernel(
         b_w = tl.load(p_w + HAS_GATE * I * D + k, mask=mask_w, other=0.0)
         scale = tl.load(p_scale + HAS_GATE * HIGH * WIDE + first // _BLOCK)
         up += fp8_product(b_w, b_x, zeros, ROUNDS) * scale
-    b_hidden = activate(gate, up, HAS_GATE, LIMIT)
+    b_hidden = activate(gate, up, HAS_GATE, LIMIT, SOFTCAPS)
     p_hidden = hidden + pair[None, :] * I + index_n[:, None]
     tl.store(p_hidden, b_hidden.to(hidden.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
 

@@ -79,6 +79,7 @@ def integer_few_tokens(
     down_scales: Tensor,
     activation: str,
     limit: float | None,
+    softcaps: tuple[float, ...] | None,
 ) -> None:
     """Fill ``out`` with what ``torch_hybrid::fused_experts`` returns."""
     num_tokens, top_k = expert_ids.shape
@@ -93,6 +94,7 @@ def integer_few_tokens(
         x.stride(0),
         HAS_GATE=activation == "silu",
         LIMIT=limit,
+        SOFTCAPS=softcaps,
         TOP_K=top_k,
         E=num_experts,
         D=dim,
@@ -135,6 +137,7 @@ def integer_products(
     top_k: int,
     activation: str,
     limit: float | None,
+    softcaps: tuple[float, ...] | None,
 ) -> None:
     """Fill ``results`` [P, D] with what the experts give for each pair, unweighted."""
     num_experts, dim, width = *down.shape[:2], depth_of(down)
@@ -162,6 +165,7 @@ def integer_products(
         x.stride(0),
         HAS_GATE=activation == "silu",
         LIMIT=limit,
+        SOFTCAPS=softcaps,
         TOP_K=top_k,
         **_stored(gate_up, gate_up_scales),
         **sizes,
@@ -201,6 +205,7 @@ def _integer_hidden_kernel(
     stride_x: tl.tensor,
     HAS_GATE: tl.constexpr,
     LIMIT: tl.constexpr,
+    SOFTCAPS: tl.constexpr,
     TOP_K: tl.constexpr,
     E: tl.constexpr,
     D: tl.constexpr,
@@ -229,7 +234,7 @@ def _integer_hidden_kernel(
         up += few_products(p_up, p_up_scale, p_x, first, mask_n, D, GROUP, ZEROS, BLOCK_K)
     b_gate = tl.sum(tl.sum(gate, 2), 1) * _row_scale(p_gate_scale, mask_n, GROUP)
     b_up = tl.sum(tl.sum(up, 2), 1) * _row_scale(p_up_scale, mask_n, GROUP)
-    b_hidden = activate(b_gate, b_up, HAS_GATE, LIMIT)
+    b_hidden = activate(b_gate, b_up, HAS_GATE, LIMIT, SOFTCAPS)
     p_hidden = hidden + pair.to(tl.int64) * I + index_n
     tl.store(p_hidden, b_hidden.to(hidden.dtype.element_ty), mask=mask_n)
 
@@ -300,6 +305,7 @@ def _integer_gate_up_kernel(
     stride_x: tl.tensor,
     HAS_GATE: tl.constexpr,
     LIMIT: tl.constexpr,
+    SOFTCAPS: tl.constexpr,
     TOP_K: tl.constexpr,
     GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
@@ -341,7 +347,7 @@ def _integer_gate_up_kernel(
         up, lost_up = _add_product(up, lost_up, b_w, b_x)
     gate *= _row_scale(p_gate_scale, mask_n, GROUP)[:, None]
     up *= _row_scale(p_up_scale, mask_n, GROUP)[:, None]
-    b_hidden = activate(gate, up, HAS_GATE, LIMIT)
+    b_hidden = activate(gate, up, HAS_GATE, LIMIT, SOFTCAPS)
     p_hidden = hidden + pair[None, :] * I + index_n[:, None]
     tl.store(p_hidden, b_hidden.to(hidden.dtype.element_ty), mask=mask_n[:, None] & mask_m[None, :])
 

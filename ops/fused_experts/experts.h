@@ -9,6 +9,7 @@
 
 #include "call.h"
 #include "rows.h"
+#include "softmax.h"
 
 namespace experts {
 
@@ -23,6 +24,7 @@ TH_CALL(Call,
   // Of integers: how many elements of a row share a scale, and whether zero points stand beside these.
   int64_t gate_up_group, down_group, gate_up_has_zeros, down_has_zeros;
   double limit;  // of gate, and of up in both directions; infinity where there is none
+  double gate_softcap, up_softcap;  // 0 where there are none
 );
 
 constexpr int ROWS = 96;  // of one expert's tokens, multiplied at a time
@@ -98,8 +100,8 @@ class Experts {
     return std::max<int64_t>(share / MIN_CHUNK, 1) * MIN_CHUNK;
   }
 
-  // hidden[pair, i ...] = silu(gate) * up, both within the limit, or relu(up)^2, for all tokens of
-  // an expert.
+  // hidden[pair, i ...] = silu(gate) * up, both within the limit, or sigmoid(gate) and both capped,
+  // or relu(up)^2, for all tokens of an expert.
   void hidden_chunk(Scratch<T, W>& s, int64_t expert, int64_t i, int64_t count) {
     const int64_t D = call_.dim, I = call_.width;
     const int64_t gate = expert * (1 + call_.has_gate), up = gate + call_.has_gate;
@@ -114,8 +116,14 @@ class Experts {
           const int left = int(std::min<int64_t>(th::LANES, count - j));
           th::f32x16 u = th::load(&s.up[r * count + j], left), a = th::max(u, th::f32x16{});
           if (call_.has_gate) {
-            a = th::silu(at_most(th::load(&s.gate[r * count + j], left)));
-            u = -at_most(-at_most(u));
+            const th::f32x16 g = th::load(&s.gate[r * count + j], left);
+            if (call_.gate_softcap != 0) {
+              a = capped(g, call_.gate_softcap) * th::sigmoid(g);
+              u = capped(u, call_.up_softcap);
+            } else {
+              a = th::silu(at_most(g));
+              u = -at_most(-at_most(u));
+            }
           }
           th::store(typed(call_.hidden) + (p + r) * I + i + j, a * u, left);
         }
@@ -146,6 +154,10 @@ class Experts {
   th::f32x16 at_most(th::f32x16 x) const {
     const th::f32x16 limit = th::splat(float(call_.limit));
     return th::select(x > limit, limit, x);
+  }
+
+  static th::f32x16 capped(th::f32x16 x, double softcap) {
+    return float(softcap) * th::tanh(x * float(1.0 / softcap));
   }
 
   W gate_up(int64_t n) const {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -91,6 +93,7 @@ def fused_experts(
     down_scales: Tensor | None = None,
     activation: str,
     limit: float | None = None,
+    softcaps: Sequence[float] | None = None,
     impl: str,
 ) -> Tensor:
     """Sum of each token's chosen experts, weighted.
@@ -120,17 +123,20 @@ def fused_experts(
         activation: "silu", of a gate; or "relu2", the square of the positive part, without one.
         limit: positive, what gates are at most, and the rows of up within ``-limit`` and ``limit``,
             before the activation; None: they have no bounds. Of a gate alone.
+        softcaps: two positive numbers, in the place of a limit: ``act`` is then
+            ``c * tanh(gate / c) * sigmoid(gate)`` with the first, and the rows of up become
+            ``c * tanh(up / c)`` with the second; or None. Of a gate alone.
         impl: a name in IMPLEMENTATIONS.
 
     Returns:
         [T, D] in x's dtype. A row depends on its own token alone.
 
     Raises:
-        ValueError: a shape, dtype, layout or limit is not as above, or ``activation`` or ``impl``
+        ValueError: a shape, dtype, layout or bound is not as above, or ``activation`` or ``impl``
             is unknown.
 
-    The experts of Qwen3-Next, Qwen3.5-MoE and Granite-4-H ("silu"), of GLM-5.3 (with a limit) and
-    of Nemotron-H ("relu2"), in transformers' packed layout.
+    The experts of Qwen3-Next, Qwen3.5-MoE and Granite-4-H ("silu"), of GLM-5.3 (with a limit), of
+    Inkling-2 (with softcaps) and of Nemotron-H ("relu2"), in transformers' packed layout.
     """
     scales = {
         name: scale
@@ -147,6 +153,8 @@ def fused_experts(
     has_gate = HAS_GATE[activation]
     if limit is not None and not (limit > 0 and has_gate):
         raise ValueError(f"limit must be positive and of a gate, got {limit} and {activation!r}")
+    if softcaps is not None:
+        _check_softcaps(softcaps, has_gate=has_gate, limit=limit)
     weight_dtype = gate_up.dtype if scales else x.dtype
     _check_inputs(x, expert_ids, expert_weights, gate_up, down, weight_dtype, has_gate)
     if scales:
@@ -160,9 +168,17 @@ def fused_experts(
         **scales,
         activation=activation,
         limit=limit,
+        **({} if softcaps is None else {"softcaps": list(softcaps)}),
         impl=impl,
     )
     return out
+
+
+def _check_softcaps(softcaps: Sequence[float], *, has_gate: bool, limit: float | None) -> None:
+    if len(softcaps) != 2 or min(softcaps) <= 0:
+        raise ValueError(f"softcaps must be two positive numbers, got {list(softcaps)}")
+    if not has_gate or limit is not None:
+        raise ValueError(f"softcaps must be of a gate without a limit, got limit {limit}")
 
 
 def _check_inputs(
@@ -222,7 +238,7 @@ def _check_scales(
 _FUSED_EXPERTS = define_op(
     "fused_experts(Tensor x, Tensor expert_ids, Tensor expert_weights, Tensor gate_up, "
     "Tensor down, *, Tensor? gate_up_scales=None, Tensor? down_scales=None, str activation, "
-    "float? limit=None, str impl) -> Tensor",
+    "float? limit=None, float[]? softcaps=None, str impl) -> Tensor",
     like=["x"],
     implementations=IMPLEMENTATIONS,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,6 +23,7 @@ def fused_experts_reference(
     down_scales: Tensor | None = None,
     activation: str,
     limit: float | None = None,
+    softcaps: Sequence[float] | None = None,
     rounds: bool = False,
 ) -> Tensor:
     """The oracle of the op: same arguments, any float dtype; with ``rounds``, tokens and hidden
@@ -39,7 +42,8 @@ def fused_experts_reference(
         for j, expert in enumerate(chosen):
             if expert == down.shape[0]:
                 continue
-            hidden = _activate(gate_up[expert].to(compute) @ x[t].to(compute), activation, limit)
+            projected = gate_up[expert].to(compute) @ x[t].to(compute)
+            hidden = _activate(projected, activation, limit, softcaps)
             if rounds:
                 hidden = rounded(hidden.to(dtype)).to(compute)
             y = down[expert].to(compute) @ hidden
@@ -47,11 +51,21 @@ def fused_experts_reference(
     return out.to(dtype)
 
 
-def _activate(projected: Tensor, activation: str, limit: float | None) -> Tensor:
+def _activate(
+    projected: Tensor,
+    activation: str,
+    limit: float | None,
+    softcaps: Sequence[float] | None,
+) -> Tensor:
     """[..., 2 I], gate and up, or [..., I] without a gate, to the hidden activations [..., I]."""
     if activation == "relu2":
         return F.relu(projected).square()
     gate, up = projected.chunk(2, dim=-1)
+    if softcaps is not None:
+        bound_gate, bound_up = (
+            cap * torch.tanh(x / cap) for x, cap in zip((gate, up), softcaps, strict=True)
+        )
+        return bound_gate * torch.sigmoid(gate) * bound_up
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return F.silu(gate) * up

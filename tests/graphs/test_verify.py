@@ -47,6 +47,7 @@ FAMILIES = (
     "zaya",
     "zamba",
     "inkling",
+    "inkling2",
 )
 
 

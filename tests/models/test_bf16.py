@@ -16,7 +16,7 @@ from tests.models.oracle import (
     serve,
     whole,
 )
-from tests.tiny_models import BUILDERS, in_double, make_model
+from tests.tiny_models import BUILDERS, cast, in_double, make_model
 
 LENGTHS = (2, 3, 65, 200)
 # All experts, and all blocks, are taken, so that no router can be tipped over by rounding.
@@ -32,6 +32,7 @@ ALL_EXPERTS = {
     "jamba": {**_THREE, "num_experts": 3},
     "lfm2_moe": {**_THREE, "num_experts": 3},
     "zaya": {"num_experts": 1},
+    "inkling2": {**_THREE, "n_routed_experts": 3},
     "deepseek_v3": {**_TWO_GROUPS, "n_routed_experts": 4},
     "nemotron_h": {**_TWO_GROUPS, "n_routed_experts": 4},
     "kimi_linear": {**_TWO_GROUPS, "num_local_experts": 4},
@@ -42,7 +43,8 @@ ALL_EXPERTS = {
 @pytest.fixture(scope="module", params=BUILDERS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """A runner on bf16 weights from disk, transformers' logits, and the exact ones."""
-    hf_model = make_model(request.param, **ALL_EXPERTS.get(request.param, {})).bfloat16()
+    options = ALL_EXPERTS.get(request.param, {})
+    hf_model = cast(make_model(request.param, **options), torch.bfloat16)
     texts = make_texts(LENGTHS)
     exact = ask(in_double(hf_model), texts)
     theirs = ask(hf_model, texts)

@@ -47,7 +47,7 @@ AS_TRACED = (
     "lfm3",
     "mamba",
     "zaya",
-    "inkling",
+    "inkling2",
 )
 SEEDS = {"granitemoehybrid": 0}  # without a near tie of routers; 2 for the others
 # Latents are expanded, in one pass or in chunks; in Kimi Linear they are attended to as they are.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from tests.models.oracle import (
     serve,
     whole,
 )
-from tests.tiny_models import BUILDERS, make_model
+from tests.tiny_models import BUILDERS, in_double, make_model
 
 LENGTHS = [n + NUM_DECODED for n in PROMPT_LENGTHS]
 # Weights without a near tie of routers (``ask`` checks) and without a token whose logits magnify
@@ -97,7 +96,7 @@ def test_last_logits_are_those_of_the_last_tokens(runner: th.Runner, oracle: Ora
 
 
 def test_error_against_double_precision(hf_model: Any, runner: th.Runner, oracle: Oracle):
-    exact = ask(copy.deepcopy(hf_model).double(), oracle.texts)
+    exact = ask(in_double(hf_model), oracle.texts)
     served = serve(runner, oracle.texts, chunked(LENGTHS, 64))
     assert_rounds_like(served, oracle, exact, torch.float32)
 

@@ -236,7 +236,22 @@ def inkling_mm() -> tuple[Any, str]:
     return hf_model, "inkling_mm_model: {} the audio and vision part"
 
 
-@pytest.mark.parametrize("make", [qwen3_5_of_two, lfm2_vl, lfm3_vl, nemotron_h_omni, inkling_mm])
+def inkling2() -> tuple[Any, str]:
+    """The same."""
+    text = make_model("inkling2").config.to_dict()
+    vision = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "patch_size": 4}
+    vision |= {"text_hidden_size": text["hidden_size"], "projection_hidden_dim": 16}
+    hf_model = tf.Inkling2ForConditionalGeneration(
+        tf.Inkling2Config(text_config=text, vision_config=vision)
+    )
+    randomize(hf_model.requires_grad_(False), 0)
+    return hf_model, "inkling2: {} the vision part"
+
+
+MULTIMODAL = [qwen3_5_of_two, lfm2_vl, lfm3_vl, nemotron_h_omni, inkling_mm, inkling2]
+
+
+@pytest.mark.parametrize("make", MULTIMODAL)
 def test_text_part_of_a_multimodal_checkpoint(make: Callable[[], Any], tmp_path: Path):
     hf_model, dropped = make()
     hf_model.eval().save_pretrained(tmp_path)

@@ -23,7 +23,12 @@ from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.ops import fp8_kv
 from torch_hybrid.ops.capability import Need
-from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS, RELATIVE_BIAS, paged_attention
+from torch_hybrid.ops.paged_attention.op import (
+    IMPLEMENTATIONS,
+    RELATIVE_BIAS,
+    paged_attention,
+    paged_attention_with_lse,
+)
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import SCALES, AttentionSpec, LayerEntry
 
@@ -86,6 +91,7 @@ class PagedAttentionBackend:
                 | ({"sliding_window"} if spec.window else set())
                 | ({"softcap"} if spec.softcap else set())
                 | ({RELATIVE_BIAS} if spec.reach else set())
+                | ({"lse"} if spec.sinks else set())
                 | fp8_kv.features_of(spec.kv_dtype),
             )
             for spec in specs
@@ -155,24 +161,59 @@ def attend(
 
     ``relative_bias`` [T, Hq, reach] is for a layer that has a reach.
     """
+    return paged_attention(
+        *_tensors(q, k, v, spec, plan, cache),
+        **_options(spec, plan, cache),
+        relative_bias=relative_bias,
+        planned=planned_for(plan.planned, _sizes(spec)),
+    )
+
+
+def attend_with_sinks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    spec: AttentionSpec,
+    plan: PagedAttentionPlan,
+    cache: LayerCache,
+    *,
+    relative_bias: Tensor | None = None,
+) -> Tensor:
+    """The same where each query has one more logit in ``sinks`` [T, Hq], of a value of zero.
+
+    Returns:
+        [T, Hq, D] float32.
+    """
+    out, lse = paged_attention_with_lse(
+        *_tensors(q, k, v, spec, plan, cache),
+        **_options(spec, plan, cache),
+        relative_bias=relative_bias,
+    )
+    return out.float() * torch.sigmoid(lse - sinks.float())[..., None]
+
+
+def _tensors(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spec: AttentionSpec,
+    plan: PagedAttentionPlan,
+    cache: LayerCache,
+) -> tuple[Tensor, ...]:
     if q.shape[1:] != torch.Size((spec.num_q_heads, spec.head_dim)):
         raise ValueError(
             f"q must have shape [T, {spec.num_q_heads}, {spec.head_dim}], got {list(q.shape)}"
         )
-    return paged_attention(
-        q,
-        k,
-        v,
-        cache["kv"],
-        plan.cu_seqlens,
-        plan.seq_lens,
-        plan.page_table,
-        plan.slot_mapping,
-        scale=spec.scale,
-        window=spec.window,
-        softcap=spec.softcap,
-        relative_bias=relative_bias,
-        kv_scales=cache.get(SCALES),
-        planned=planned_for(plan.planned, _sizes(spec)),
-        impl=plan.statics.impl("paged_attention"),
-    )
+    places = (plan.cu_seqlens, plan.seq_lens, plan.page_table, plan.slot_mapping)
+    return (q, k, v, cache["kv"], *places)
+
+
+def _options(spec: AttentionSpec, plan: PagedAttentionPlan, cache: LayerCache) -> dict[str, Any]:
+    return {
+        "scale": spec.scale,
+        "window": spec.window,
+        "softcap": spec.softcap,
+        "kv_scales": cache.get(SCALES),
+        "impl": plan.statics.impl("paged_attention"),
+    }

@@ -322,15 +322,18 @@ def convolve(
     activation: str,
     input_gate: Tensor | None = None,
     output_gate: Tensor | None = None,
+    token_taps: Tensor | None = None,
 ) -> Tensor:
-    """Causal convolution and activation of x [T, C] -> [T, C], with gates of that shape or without;
-    advances the state in ``cache``."""
+    """Causal convolution and activation of x [T, C] -> [T, C], with gates of that shape or without,
+    or with taps of each token [T, H, W]; advances the state in ``cache``."""
 
     if plan.replay is not None and input_gate is not None:
         x, input_gate = input_gate * x, None  # as it is kept
+    of_outputs = {"output_gate": output_gate, "token_taps": token_taps}
+    given = {name: tensor for name, tensor in of_outputs.items() if tensor is not None}
 
     def run(advancing: Sequence[Tensor], reading: Sequence[Tensor], at: At) -> Tensor:
-        (x,), (gate,) = advancing, reading or (None,)
+        (x,), read = advancing, dict(zip(given, reading, strict=True))
         return conv.causal_conv1d(
             x,
             weight,
@@ -341,8 +344,8 @@ def convolve(
             at.state_indices,
             activation=activation,
             input_gate=input_gate,
-            output_gate=gate,
+            **read,
             impl=plan.statics.impl("causal_conv1d"),
         )
 
-    return walk(run, [x], [] if output_gate is None else [output_gate], plan, cache)
+    return walk(run, [x], [*given.values()], plan, cache)

@@ -82,8 +82,7 @@ class BiasedAttention(nn.Module):
         bias = F.linear(mix.reshape(-1, num_mixed), self.profiles)
         bias = bias.unflatten(0, (-1, spec.num_q_heads))
         if self.log_floor is not None:
-            times = (positions_of(plan, x.shape[0]) + 1).float() / self.log_floor
-            growth = (1.0 + self.log_alpha * times.clamp(min=1.0).log())[:, None, None]
+            growth = growth_of(plan, x.shape[0], self.log_floor, self.log_alpha)
             q, bias = ((y.float() * growth).to(x.dtype) for y in (q, bias))
         o = attend(q, self.k_norm(k), v, spec, plan, cache, relative_bias=bias)
         out: Tensor = self.o_proj(o.flatten(1))
@@ -111,13 +110,28 @@ class BiasedAttention(nn.Module):
         )
 
 
+def growth_of(plan: PagedAttentionPlan, num_tokens: int, floor: int, alpha: float) -> Tensor:
+    """[T, 1, 1] float32, by what queries and biases of each token of a step grow."""
+    times = (positions_of(plan, num_tokens) + 1).float() / floor
+    return (1.0 + alpha * times.clamp(min=1.0).log())[:, None, None]
+
+
 def convolved(
-    x: Tensor, weight: Tensor, plan: RecurrentPlan, cache: LayerCache, name: str
+    x: Tensor,
+    weight: Tensor,
+    plan: RecurrentPlan,
+    cache: LayerCache,
+    name: str,
+    *,
+    scale: float = 1.0,
+    token_taps: Tensor | None = None,
 ) -> Tensor:
-    """x [T, C] and its convolution, whose pools in a layer's ``cache`` have that name."""
+    """``scale`` times x [T, C] and its convolution, whose pools in a layer's ``cache`` have that
+    name."""
     pools = {"conv": name, RECORDS: f"{name}_{RECORDS}"}
     own = {pool: cache[found] for pool, found in pools.items() if found in cache}
-    return x + convolve(x, weight, None, plan, own, activation="none")
+    added = convolve(x, weight, None, plan, own, activation="none", token_taps=token_taps)
+    return x + added if scale == 1.0 else ((x.float() + added.float()) * scale).to(x.dtype)
 
 
 class BranchConvolution(nn.Module):
@@ -126,16 +140,17 @@ class BranchConvolution(nn.Module):
     Args:
         conv_weight: [dim, width].
         branch: what its pool is called.
+        scale: factor of the sum.
     """
 
-    def __init__(self, conv_weight: nn.Parameter, branch: str) -> None:
+    def __init__(self, conv_weight: nn.Parameter, branch: str, scale: float = 1.0) -> None:
         super().__init__()
-        self.conv_weight, self.branch = conv_weight, branch
+        self.conv_weight, self.branch, self.scale = conv_weight, branch, scale
 
     @in_own_dtype(1)
     def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
         """[T, dim] -> [T, dim]; mutates the branch's pool at the slots that the plan names."""
-        return convolved(x, self.conv_weight, plan, cache, self.branch)
+        return convolved(x, self.conv_weight, plan, cache, self.branch, scale=self.scale)
 
     def shard(self, ranks: Ranks) -> BranchConvolution:
         """Itself: a branch is whole on every rank by then."""

@@ -40,6 +40,7 @@ class ExpertParallel(nn.Module):
             own(experts.down_proj),
             activation=experts.activation,
             limit=experts.limit,
+            softcaps=experts.softcaps,
             impl=experts.choice.impl,
         )
 

@@ -20,7 +20,7 @@ class FusedExperts(nn.Module):
         gate_up_proj: [E, 2 I, dim], gate rows before up rows; [E, I, dim] where there is no gate.
         down_proj: [E, dim, I].
         activation: "silu", of a gate, or "relu2", without one.
-        limit: bound of gate and up before the activation, as ``fused_experts`` takes it.
+        limit, softcaps: bounds of gate and up, as ``fused_experts`` takes them.
         impl: an implementation of ``fused_experts``, or "auto": the first that can serve the
             weights as they are now. A runner chooses anew, by its ``Backends``.
 
@@ -38,11 +38,12 @@ class FusedExperts(nn.Module):
         *,
         activation: str = "silu",
         limit: float | None = None,
+        softcaps: tuple[float, float] | None = None,
         impl: str = "auto",
     ) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = gate_up_proj, down_proj
-        self.activation, self.limit = activation, limit
+        self.activation, self.limit, self.softcaps = activation, limit, softcaps
         self.gate_up_scales: nn.Parameter | None = None
         self.down_scales: nn.Parameter | None = None
         self._dtype: torch.dtype | None = None  # of tokens, where weights have another
@@ -97,6 +98,7 @@ class FusedExperts(nn.Module):
             down_scales=self.down_scales,
             activation=self.activation,
             limit=self.limit,
+            softcaps=self.softcaps,
             impl=self.choice.impl,
         )
 
@@ -114,5 +116,6 @@ class FusedExperts(nn.Module):
             ranks.parameter(self.down_proj, [(width, 1)], dim=2),
             activation=self.activation,
             limit=self.limit,
+            softcaps=self.softcaps,
             impl=self.choice.impl,
         )

@@ -59,8 +59,8 @@ class Family:
     bound (0: none). ``experts(module)`` makes ours of the family's experts. ``takes_masks`` says
     whether the model takes a mask for each type of layer. ``step_names`` are the options of a
     decoder layer as which it is handed the step: a module that it hands no others finds it in one
-    of those. ``prepare(layers)`` changes what else is to be changed in the decoder layers, before
-    mixers are swapped; of modules whose names end as in ``taken`` it takes the weights.
+    of those. ``prepare(model)`` changes what else is to be changed in the model without its head,
+    before mixers are swapped; of modules whose names end as in ``taken`` it takes the weights.
     ``text_class()`` is the class of the text part with a head, where transformers has that inside
     of a multimodal model alone, or does not know its weights by all their names. ``given_as`` is
     the option of the model as which it hands the step to its layers. ``token_names`` are options of
@@ -80,7 +80,7 @@ class Family:
     takes_masks: bool = True
     step_names: tuple[str, ...] = ("step",)
     text_class: Callable[[], Any] | None = None
-    prepare: Callable[[Sequence[Any]], None] = lambda layers: None
+    prepare: Callable[[Any], None] = lambda model: None
     taken: tuple[str, ...] = ()
     given_as: str = "step"
     token_names: tuple[str, ...] = ()

@@ -3,7 +3,6 @@ convolutions of keys, values and every branch; experts, of which each token take
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -142,10 +141,10 @@ class _Mixture(nn.Module):
         return out[None]
 
 
-def _prepare(layers: Sequence[Any]) -> None:
+def _prepare(model: Any) -> None:
     """Put ours in the place of attention's branch convolution, and make shared experts the last of
     all experts."""
-    for layer in layers:
+    for layer in model.layers:
         own, dtype = layer.self_attn, layer.input_layernorm.weight.dtype
         for convolution in (own.k_sconv, own.v_sconv, layer.attn_sconv, layer.mlp_sconv):
             conv1d = convolution.conv1d  # which transformers keeps in float32

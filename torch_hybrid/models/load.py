@@ -34,6 +34,7 @@ from torch_hybrid.models.glm5_next import GLM5_NEXT
 from torch_hybrid.models.granitemoehybrid import GRANITEMOEHYBRID
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.inkling import INKLING
+from torch_hybrid.models.inkling2 import INKLING2
 from torch_hybrid.models.jamba import JAMBA
 from torch_hybrid.models.kimi_linear import KIMI_LINEAR
 from torch_hybrid.models.lfm import LFM2, LFM3
@@ -92,6 +93,7 @@ FAMILIES: dict[str, Family] = {
         GLM5_NEXT,
         GRANITEMOEHYBRID,
         INKLING,
+        INKLING2,
         JAMBA,
         KIMI_LINEAR,
         LFM2,
@@ -115,7 +117,6 @@ FAMILIES: dict[str, Family] = {
 
 # Hybrids that transformers has and this package has no op for.
 NOT_SERVED = {
-    "inkling2": "attention sinks of each token, and convolutions whose taps depend on it",
     "nemo_speechlm": "speech to transcribe, of which its text part alone hears nothing",
     "rwkv": "RWKV's time mixing",
     "xlstm": "matrix memories with exponential gates",
@@ -369,7 +370,7 @@ def adapted(
     register_attention()
     hf_model.set_attn_implementation(ATTENTION_NAME)
     hf_model.eval().requires_grad_(False)
-    family.prepare(hf_model.base_model.layers)
+    family.prepare(hf_model.base_model)
     _swap_mixers(hf_model.base_model.layers, family, table)
     hand_steps(hf_model.base_model.layers, family.step_names, family.given_as)
     _swap_experts(hf_model, family)

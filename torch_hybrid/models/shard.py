@@ -44,6 +44,7 @@ Part = tuple[nn.Module, str]  # a module, and the name of a child
 # carry that of a block that layers share to the next mixer: every rank has them.
 _WHOLE_CHILDREN = frozenset(
     {"attn_hyper_connection", "mlp_hyper_connection", "attn_hc", "ffn_hc", "attn_sconv", "linear"}
+    | {"attention_input", "mlp_input", "post_attention_convolution"}
 )
 # Those that have mixers and MLPs of the layer.
 _HOLDERS = frozenset({"mamba_decoder", "shared_transformer", "shared_transf"})

@@ -6,7 +6,6 @@ state.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -75,9 +74,9 @@ def _parameter(weight: Tensor) -> nn.Parameter:
     return nn.Parameter(weight, requires_grad=False)
 
 
-def _share_block(layers: Sequence[Any]) -> None:
+def _share_block(model: Any) -> None:
     """What becomes of the weights, integers or a rank's part of them, is shared as well then."""
-    found = (layer._modules.get("shared_transf") for layer in layers)
+    found = (layer._modules.get("shared_transf") for layer in model.layers)
     blocks: list[Any] = [block for block in found if block is not None]
     share_children(part for block in blocks for part in (block.self_attn, block.feed_forward))
 

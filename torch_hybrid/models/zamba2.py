@@ -6,7 +6,7 @@ embedding beside the hidden state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -56,19 +56,19 @@ def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
     return listed(config, mixers)
 
 
-def _share_blocks(layers: Sequence[Any]) -> None:
+def _share_blocks(model: Any) -> None:
     """Leave each layer its own adapters alone, of those of all layers that it looks its own up in
     by its number; and share the rest.
 
     What becomes of the weights, integers or a rank's part of them, is shared as well then.
     """
-    found = (layer._modules.get("shared_transformer") for layer in layers)
+    found = (layer._modules.get("shared_transformer") for layer in model.layers)
     blocks: list[Any] = [block for block in found if block is not None]
     for index, block in enumerate(blocks):
         block.block_id = None  # with it, layers that are alike would seem not to be
         for part in (block.self_attn, block.feed_forward):
             part.block_id = None
-            part.layer_dic = dict.fromkeys(range(len(layers)), 0)
+            part.layer_dic = dict.fromkeys(range(len(model.layers)), 0)
             for name in _ADAPTERS & part._modules.keys():
                 setattr(part, name, nn.ModuleList([part.get_submodule(name)[index]]))
     share_children(part for block in blocks for part in (block.self_attn, block.feed_forward))

@@ -5,7 +5,6 @@ The router's state goes from layer to layer within a step, and is not kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,8 +87,8 @@ def _hand_step(
     return args, {**options, "attention_mask": {"conv": options["step"]}}
 
 
-def _hook_attention(layers: Sequence[Any]) -> None:
-    for layer in layers:
+def _hook_attention(model: Any) -> None:
+    for layer in model.layers:
         layer.self_attn.register_forward_pre_hook(_hand_step, with_kwargs=True)
 
 

@@ -32,6 +32,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lfm3": {"layer_types": ["conv", "sliding_attention"] * 2},
     "recurrent_gemma": {"layer_types": None, "block_types": ["recurrent", "attention"]},
     "inkling": {"layer_types": ["hybrid_sliding", "hybrid"] * 2, "mlp_layer_types": ["sparse"] * 4},
+    "inkling2": {
+        "layer_types": ["hybrid_sliding", "hybrid"] * 4,
+        "num_hidden_layers": 8,
+        "n_layers_per_attn_res_block": 2,
+    },
     "bamba": {"layer_types": None},
     "mamba2": {"layer_types": None},
     "zamba2": {"layer_types": None, "layers_block_type": ["linear_attention", *["hybrid"] * 3]},

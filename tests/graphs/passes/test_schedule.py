@@ -42,7 +42,7 @@ FAMILIES = [
     "bailing_hybrid",
     "falcon_h1",
     "glm5_next",
-    "inkling",
+    "inkling2",
     "jamba",
     "lfm2",
     "minimax",

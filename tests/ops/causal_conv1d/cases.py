@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+OF_TOKENS = ("x", "input_gate", "output_gate", "token_taps")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -22,6 +24,7 @@ class Case:
     has_bias: bool = False
     activation: str = "silu"
     has_gates: bool = False
+    num_heads: int = 0  # of taps of each token
     num_padding_tokens: int = 0
 
 
@@ -39,6 +42,7 @@ class Inputs:
     activation: str = "silu"
     input_gate: Tensor | None = None  # [T, C]
     output_gate: Tensor | None = None  # [T, C]
+    token_taps: Tensor | None = None  # [T, H, W]
 
     def args(self) -> tuple[Tensor | None, ...]:
         return (
@@ -56,12 +60,13 @@ class Inputs:
             "activation": self.activation,
             "input_gate": self.input_gate,
             "output_gate": self.output_gate,
+            "token_taps": self.token_taps,
         }
         return {name: option for name, option in options.items() if option is not None}
 
     def tokens(self, index: Any) -> dict[str, Tensor]:
         """What is given for each token, of some of them."""
-        given = {"x": self.x, "input_gate": self.input_gate, "output_gate": self.output_gate}
+        given = {name: getattr(self, name) for name in OF_TOKENS}
         return {name: tensor[index] for name, tensor in given.items() if tensor is not None}
 
     def copy(self) -> Inputs:
@@ -70,7 +75,7 @@ class Inputs:
 
     def exact(self) -> Inputs:
         """The same values in float64."""
-        names = ["x", "weight", "bias", "conv_state", "input_gate", "output_gate"]
+        names = [*OF_TOKENS, "weight", "bias", "conv_state"]
         given = {name: getattr(self, name) for name in names}
         return replace(self, **{name: x.double() for name, x in given.items() if x is not None})
 
@@ -89,11 +94,16 @@ CASES = {
     "width_16": Case(lengths=(1, 17, 2, 33), channels=40, width=16, activation="none"),
     "gates": Case(lengths=(5, 0, 1, 70, 3, 2, 64), has_gates=True, num_padding_tokens=3),
     "gates_of_one_token": Case(lengths=(1,) * 5, width=3, activation="none", has_gates=True),
+    "token_taps": Case(
+        lengths=(5, 0, 1, 70, 3, 2, 64), channels=60, num_heads=3, num_padding_tokens=3
+    ),
+    "token_taps_of_one_token": Case(lengths=(1,) * 5, width=3, activation="none", num_heads=5),
     "qwen3_next": Case(lengths=(1, 130, 16), channels=8192),
     "lfm2": Case(lengths=(1, 9), channels=1024, width=3, activation="none", has_gates=True),
     "lfm3": Case(
         lengths=(20, 1), channels=2048, width=7, has_bias=True, activation="none", has_gates=True
     ),
+    "inkling2": Case(lengths=(20, 1), channels=2 * 8 * 128, activation="none", num_heads=16),
     "bamba": Case(lengths=(2, 70, 1), channels=128 * 64 + 2 * 128, has_bias=True),
 }
 
@@ -121,6 +131,9 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
             "input_gate": wide[0, :, 8:],
             "output_gate": wide[1].repeat(1, 2)[:, : case.channels],
         }
+    if case.num_heads:
+        shape = (num_tokens, case.num_heads, case.width)
+        gates = {"token_taps": torch.randn(shape, generator=rng).to(dtype)}
     return Inputs(
         x=projected[:, : case.channels],
         weight=weight,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.models.inkling2 import modeling_inkling2 as inkling2
 from transformers.models.lfm2 import modeling_lfm2 as lfm2
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
@@ -93,14 +94,15 @@ def test_it_is_as_exact_as_the_reference(impl: str, case: Case, dtype: torch.dty
     expected.check(_run(inputs, impl), inputs.conv_state)
 
 
-with_gates = pytest.mark.parametrize("has_gates", [False, True], ids=["plain", "gates"])
-
-
 @every_impl
-@with_gates
-def test_segments_are_the_whole(impl: str, has_gates: bool):
+@pytest.mark.parametrize(
+    "form",
+    [{}, {"has_gates": True}, {"num_heads": 5}],
+    ids=["plain", "gates", "token_taps"],
+)
+def test_segments_are_the_whole(impl: str, form: dict[str, int]):
     """Cutting a sequence anywhere, also into pieces shorter than the state, changes nothing."""
-    whole = make_inputs(Case(lengths=(150,), width=5, has_bias=True, has_gates=has_gates))
+    whole = make_inputs(Case(lengths=(150,), width=5, has_bias=True, **form))
     segmented = whole.copy()
     outs = []
     for start, end in [(0, 1), (1, 3), (3, 50), (50, 52), (52, 150)]:
@@ -207,7 +209,7 @@ def test_nothing_to_do(impl: str, lengths: tuple[int, ...]):
 @every_impl
 def test_opcheck(impl: str):
     bare = replace(CASES["mixed"], has_bias=True, activation="none")
-    for case in (CASES["mixed"], bare, CASES["gates"]):
+    for case in (CASES["mixed"], bare, CASES["gates"], CASES["token_taps"]):
         inputs = make_inputs(case)
         inputs = replace(inputs, conv_state=inputs.conv_state.nan_to_num())
         options = inputs.options() | {"impl": impl}
@@ -277,6 +279,22 @@ def test_no_clone_of_the_state_pool(impl: str):
             {"conv_state": torch.zeros(5, 40, 3).mT},
             "conv_state must be contiguous, got strides [120, 1, 3]",
         ),
+        (
+            {"token_taps": torch.zeros(8, 40)},
+            "token_taps must have 3 dimensions, got [8, 40]",
+        ),
+        (
+            {"token_taps": torch.zeros(8, 2, 3)},
+            "token_taps must have shape [8, 2, 4], got [8, 2, 3]",
+        ),
+        (
+            {"token_taps": torch.zeros(8, 3, 4)},
+            "token_taps must have heads that divide 40 channels, got 3",
+        ),
+        (
+            {"token_taps": torch.zeros(8, 2, 4), "input_gate": torch.zeros(8, 40)},
+            "token_taps must be of a convolution without gates",
+        ),
         ({"activation": "gelu"}, "activation must be one of ['none', 'silu'], got 'gelu'"),
     ],
 )
@@ -325,6 +343,21 @@ def test_reference_with_gates_agrees_with_transformers():
     torch.testing.assert_close(out, theirs(mixed[None])[0].detach())
 
 
+def test_reference_with_taps_of_each_token_agrees_with_transformers():
+    """Their taps begin at the token itself; they add it and divide what comes of it."""
+    inputs = make_inputs(replace(CASES["inkling2"], lengths=(30,)))
+    inputs = replace(inputs, initial_indices=torch.zeros(1, dtype=torch.int32))
+    num_heads = CASES["inkling2"].num_heads
+    channels, width = inputs.weight.shape
+    theirs = inkling2.Inkling2DynamicShortConvolution(channels, 1, num_heads, width, 0, 0)
+    theirs.weight_proj = torch.nn.Identity()
+    theirs.static_weight.data.copy_(inputs.weight.T.flip(0))
+    given = inputs.token_taps.flip(2).flatten(1)[None]
+    out = causal_conv1d_reference(*inputs.args(), **inputs.options())
+    expected = theirs(inputs.x[None], given)[0].detach()
+    torch.testing.assert_close((out + inputs.x) / (2 * width + 1) ** 0.5, expected)
+
+
 def test_reference_agrees_with_transformers():
     """Their state is [batch, C, W] and holds one input more, the oldest, which nothing reads."""
     inputs = make_inputs(Case(lengths=(1,), has_bias=True))
@@ -362,5 +395,6 @@ torch_hybrid::causal_conv1d(Tensor x
   str activation
   str impl
   Tensor? input_gate=None
-  Tensor? output_gate=None) -> Tensor""",
+  Tensor? output_gate=None
+  Tensor? token_taps=None) -> Tensor""",
         )

@@ -90,13 +90,15 @@ def on_device(inputs: Inputs) -> Inputs:
     return replace(inputs, **moved | {"x": rows_apart(moved["x"])})
 
 
-# (sequences, tokens, channels, width, gates, dtype)
+# (sequences, tokens, channels, width, form, dtype)
 SHAPES = {
-    "Qwen3-Next decode 64": (64, 64, 8192, 4, False, torch.bfloat16),
-    "Qwen3-Next extend 8192": (4, 8192, 8192, 4, False, torch.bfloat16),
-    "Qwen3-Next extend 8192 float32": (4, 8192, 8192, 4, False, torch.float32),
-    "LFM2 decode 64": (64, 64, 2048, 3, True, torch.bfloat16),
-    "LFM3 extend 8192": (4, 8192, 2048, 7, True, torch.bfloat16),
+    "Qwen3-Next decode 64": (64, 64, 8192, 4, "plain", torch.bfloat16),
+    "Qwen3-Next extend 8192": (4, 8192, 8192, 4, "plain", torch.bfloat16),
+    "Qwen3-Next extend 8192 float32": (4, 8192, 8192, 4, "plain", torch.float32),
+    "LFM2 decode 64": (64, 64, 2048, 3, "gates", torch.bfloat16),
+    "LFM3 extend 8192": (4, 8192, 2048, 7, "gates", torch.bfloat16),
+    "Inkling-2 decode 64": (64, 64, 2048, 4, "taps", torch.bfloat16),
+    "Inkling-2 extend 8192": (4, 8192, 2048, 4, "taps", torch.bfloat16),
 }
 
 
@@ -117,7 +119,7 @@ def record_launches(
     num_tokens: int,
     channels: int,
     width: int,
-    has_gates: bool,
+    form: str,
     dtype: torch.dtype,
 ) -> dict[str, Launch]:
     """What the launcher launches for x that is a slice of a projection."""
@@ -125,6 +127,11 @@ def record_launches(
 
     projected = torch.empty(num_tokens, 3 * channels, dtype=dtype, device="meta")
     x, *gates = projected.split(channels, dim=1)
+    options: dict[str, Tensor] = {}
+    if form == "gates":
+        options = dict(zip(["input_gate", "output_gate"], gates, strict=True))
+    elif form == "taps":
+        options = {"token_taps": projected.new_empty(num_tokens, channels // 128, width)}
     indices = torch.empty(num_seqs + 1, dtype=torch.int32, device="meta")
     with launches_on(target) as launches:
         _triton.causal_conv1d(
@@ -135,7 +142,7 @@ def record_launches(
             indices,
             indices[1:],
             indices[1:],
-            activation="none" if has_gates else "silu",
-            **(dict(zip(["input_gate", "output_gate"], gates, strict=True)) if has_gates else {}),
+            activation="silu" if form == "plain" else "none",
+            **options,
         )
     return launches

@@ -19,7 +19,7 @@ class Case:
     """``routing``: "spread" picks k distinct experts per token, "one" sends all to one expert,
     "some_none" leaves out about half of the choices, "none" all of them. Without a gate, as with
     the activation "relu2", there is one row of ``gate_up`` for each hidden unit. ``limit`` is one
-    that some of the gates and of the rows of up are beyond."""
+    that some of the gates and of the rows of up are beyond, ``softcaps`` bend most of them."""
 
     num_tokens: int
     num_experts: int = 8
@@ -29,10 +29,12 @@ class Case:
     routing: str = "spread"
     activation: str = "silu"
     limit: float | None = None
+    softcaps: tuple[float, float] | None = None
 
     def options(self) -> dict[str, Any]:
         """How the op is told to activate."""
-        return {"activation": self.activation, "limit": self.limit}
+        bounds = {"limit": self.limit, "softcaps": self.softcaps}
+        return {"activation": self.activation, **bounds}
 
 
 CASES = {
@@ -50,6 +52,10 @@ CASES = {
     "no_tokens": Case(num_tokens=0),
     "limit_odd_sizes": Case(num_tokens=7, num_experts=5, top_k=3, dim=37, width=25, limit=0.5),
     "limit_of_few_tokens_odd_sizes": Case(num_tokens=2, dim=37, width=25, limit=0.5),
+    "softcaps_odd_sizes": Case(
+        num_tokens=7, num_experts=5, top_k=3, dim=37, width=25, softcaps=(0.5, 1.5)
+    ),
+    "softcaps_of_few_tokens_odd_sizes": Case(num_tokens=2, dim=37, width=25, softcaps=(0.5, 1.5)),
     "no_gate_decode": Case(
         num_tokens=1, num_experts=32, top_k=6, dim=512, width=232, activation="relu2"
     ),

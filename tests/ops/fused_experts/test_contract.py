@@ -304,6 +304,7 @@ Tensor? gate_up_scales=None,
 Tensor? down_scales=None,
 str activation,
 float? limit=None,
+float[]? softcaps=None,
 str impl) -> Tensor""",
     )
 
@@ -418,6 +419,8 @@ def test_error_texts() -> None:
         failing(activation="relu2"),
         failing(activation="relu2", limit=1.0),
         failing(limit=0.0),
+        failing(softcaps=[1.0]),
+        failing(softcaps=[1.0, 2.0], limit=1.0),
         failing("tpu"),
         *fp8_errors(),
         *integer_errors(),
@@ -438,6 +441,8 @@ activation must be one of ['silu', 'relu2'], got 'gelu'
 gate_up must have shape [4, 20, 24], got [4, 40, 24]
 limit must be positive and of a gate, got 1.0 and 'relu2'
 limit must be positive and of a gate, got 0.0 and 'silu'
+softcaps must be two positive numbers, got [1.0]
+softcaps must be of a gate without a limit, got limit 1.0
 impl must be one of ['cpp', 'cpp_invariant', 'triton_fp8', 'triton', 'triton_invariant', 'torch'], got 'tpu'
 gate_up_scales must be given where the other scales are, got None
 gate_up must have dtype torch.float32, got torch.float8_e4m3fn

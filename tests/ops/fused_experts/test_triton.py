@@ -287,6 +287,12 @@ def test_compiles_without_spills() -> None:
         for target in SHARED_LIMITS
         for launch in record_launches(target, *shape).values()
     ]
+    inkling2 = (384, 8, 4608, 2304, "silu", torch.bfloat16, (4.0, 25.0))
+    rows += [
+        resources_of(launch, "sm_90", f"Inkling-2 {num_tokens}")
+        for num_tokens in (1, 4096)
+        for launch in record_launches("sm_90", num_tokens, *inkling2).values()
+    ]
     rows += [
         resources_of(launch, target, f"Qwen3-Next {num_tokens}")
         for num_tokens in (1, 8, 512)
@@ -324,6 +330,7 @@ def record_launches(
     width: int,
     activation: str,
     dtype: torch.dtype,
+    softcaps: tuple[float, float] | None = None,
 ) -> dict[str, Launch]:
     """What the launcher launches, by kernel."""
     from torch_hybrid.ops.fused_experts import _triton
@@ -341,6 +348,7 @@ def record_launches(
             weights(num_experts, rows, dim),
             weights(num_experts, dim, width),
             activation=activation,
+            softcaps=softcaps,
         )
     return launches
 

@@ -1,0 +1,57 @@
+"""Residuals that are picked: what a branch reads is a mix of all that was added up before it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class BlockResidual(nn.Module):
+    """Softmax attention of a few queries, the same for every token, to the sums of blocks of layers
+    and to the sum of the present one, each normed by its root mean square.
+
+    Layers of a kind differ by tensors alone: all have room for all blocks, and a number for each,
+    of those that there are.
+
+    Args:
+        query: [Q, dim].
+        num_blocks: that the model has.
+        num_known: of those, how many are complete.
+        eps: of the norm.
+    """
+
+    def __init__(
+        self, query: nn.Parameter, num_blocks: int, num_known: int, *, eps: float = 1e-6
+    ) -> None:
+        super().__init__()
+        self.query, self.eps = query, eps
+        known = torch.arange(num_blocks, device=query.device) < num_known
+        bias = torch.zeros(num_blocks, device=query.device).masked_fill(~known, -torch.inf)
+        self.bias = nn.Buffer(bias, persistent=False)
+
+    def forward(self, blocks: Tensor, present: Tensor) -> tuple[Tensor, ...]:
+        """Mix the streams of each token.
+
+        Args:
+            blocks: [1, T, B, dim] sums of blocks; those that are not known are finite.
+            present: [1, T, dim].
+
+        Returns:
+            For each query [1, T, dim] float32.
+        """
+        query = self.query.float()
+        rows, row = blocks.float(), present.float()[..., None, :]
+        norms, norm = self._norms(rows), self._norms(row)
+        scale = query.shape[1] ** -0.5
+        mixed = []
+        for own in query.unbind():
+            scores = (rows * own).sum(-1) * norms * scale + self.bias
+            score = (row * own).sum(-1) * norm * scale
+            weights = torch.cat([scores, score], -1).softmax(-1) * torch.cat([norms, norm], -1)
+            of_blocks, of_present = weights[..., :-1, None], weights[..., -1:]
+            mixed.append((rows * of_blocks).sum(-2) + row.squeeze(-2) * of_present)
+        return tuple(mixed)
+
+    def _norms(self, rows: Tensor) -> Tensor:
+        """[..., dim] float32 -> [...], the factors that norm the rows."""
+        return torch.rsqrt(rows.square().mean(-1) + self.eps)

@@ -1,0 +1,229 @@
+"""Attention with biases by distance and sinks, of clipped heads, with a gate (Inkling-2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_hybrid.backends.paged_attention import PagedAttentionPlan, attend_with_sinks
+from torch_hybrid.backends.recurrent import RecurrentPlan
+from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.biased_attention import convolved, growth_of
+from torch_hybrid.layers.own_dtype import in_own_dtype
+from torch_hybrid.layers.side_by_side import columns
+from torch_hybrid.ranks import Block, Ranks
+from torch_hybrid.specs import AttentionSpec
+
+
+class SinkAttention(nn.Module):
+    """Projections to queries, what biases are mixed by, gates, sinks, keys and values; a
+    convolution of keys and values; clips of queries, keys and mixes, a norm of values; attention;
+    the gates; projection.
+
+    The biases of a query and head are a mix of ``profiles``, each of which has a number for every
+    distance. A sink is one more logit of a query and head, of a value of zero. From position
+    ``log_floor`` on, queries and biases grow: by ``log_alpha`` for each time that the position is e
+    times as far.
+
+    Args:
+        spec: the mixer's facts.
+        in_proj: to ``[q | mix | gate | sink | k | v]``, each by head.
+        o_proj: [dim, heads * head_dim].
+        q_scale, mix_scale: [heads, head_dim] and [heads, mixed], factors of what is clipped.
+        qk_clip, mix_clip: the largest norms of a head of queries or keys, and of mixes.
+        norm_eps: of the norm of values.
+        conv_weight: [2 * key heads * head_dim, width], of keys and then of values.
+        profiles: [reach, mixed].
+        log_floor, log_alpha: as above; None: nothing grows.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        in_proj: nn.Linear,
+        o_proj: nn.Linear,
+        q_scale: nn.Parameter,
+        mix_scale: nn.Parameter,
+        qk_clip: float,
+        mix_clip: float,
+        norm_eps: float,
+        conv_weight: nn.Parameter,
+        profiles: nn.Parameter,
+        log_floor: int | None = None,
+        log_alpha: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.in_proj, self.o_proj = in_proj, o_proj
+        self.q_scale, self.mix_scale = q_scale, mix_scale
+        self.qk_clip, self.mix_clip, self.norm_eps = qk_clip, mix_clip, norm_eps
+        self.conv_weight, self.profiles = conv_weight, profiles
+        self.log_floor, self.log_alpha = log_floor, log_alpha
+
+    @in_own_dtype(1)
+    def forward(
+        self,
+        x: Tensor,
+        plan: PagedAttentionPlan,
+        cache: LayerCache,
+        conv_plan: RecurrentPlan,
+        conv_cache: LayerCache,
+    ) -> Tensor:
+        """Mix the tokens of a step.
+
+        Args:
+            x: [T, dim], the sequences packed as the plans say.
+            plan, conv_plan: of attention, and of the convolution.
+            cache, conv_cache: this layer's pools of both. Mutated at the rows and slots that the
+                plans name.
+
+        Returns:
+            [T, dim].
+        """
+        widths = [heads * width for heads, width in self._query_blocks]
+        keys_and_values = 2 * self.spec.num_kv_heads * self.spec.head_dim
+        q, mix, gate, sink, kv = columns(self.in_proj, x, [*widths, keys_and_values])
+        scale = (self.conv_weight.shape[1] + 1) ** -0.5  # of as many terms
+        kv = convolved(kv, self.conv_weight, conv_plan, conv_cache, "kv", scale=scale)
+        return self._attend(q, mix, gate, sink, kv, plan, cache)
+
+    @property
+    def _query_blocks(self) -> list[Block]:
+        """Heads and their width in q, mix, gate and sink."""
+        head_dim, mixed = self.spec.head_dim, self.profiles.shape[1]
+        return [(self.spec.num_q_heads, width) for width in (head_dim, mixed, head_dim, 1)]
+
+    def _attend(
+        self,
+        q: Tensor,
+        mix: Tensor,
+        gate: Tensor,
+        sink: Tensor,
+        kv: Tensor,
+        plan: PagedAttentionPlan,
+        cache: LayerCache,
+    ) -> Tensor:
+        """Each [T, heads * width], keys and values convolved, to [T, dim]."""
+        spec = self.spec
+        q = q.unflatten(1, (spec.num_q_heads, -1)).float() * self.q_scale.float()
+        mix = mix.unflatten(1, (spec.num_q_heads, -1)).float() * self.mix_scale.float()
+        q, mix = _clipped(q, self.qk_clip), _clipped(mix, self.mix_clip)
+        if self.log_floor is not None:
+            growth = growth_of(plan, len(q), self.log_floor, self.log_alpha)
+            q, mix = q * growth, mix * growth
+        k, v = kv.view(-1, 2, spec.num_kv_heads, spec.head_dim).float().unbind(1)
+        k = _clipped(k, self.qk_clip)
+        v = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + self.norm_eps)
+        q, k, v, mix = (y.to(kv.dtype) for y in (q, k, v, mix))
+        bias = F.linear(mix.flatten(0, 1), self.profiles).unflatten(0, mix.shape[:2])
+        o = attend_with_sinks(q, k, v, sink, spec, plan, cache, relative_bias=bias)
+        gated = o.flatten(1) * torch.sigmoid(gate.float())
+        out: Tensor = self.o_proj(gated.to(kv.dtype))
+        return out
+
+    def shard(self, ranks: Ranks) -> SinkAttention:
+        """This rank's heads, which keep their own keys alone; the ranks' outputs are summed.
+
+        Raises:
+            UnsupportedError: the ranks do not divide the heads.
+        """
+        key = (self.spec.num_kv_heads, self.spec.head_dim)
+        in_proj = ranks.rows(self.in_proj, [*self._query_blocks, key, key])
+        return SinkAttention(in_proj=in_proj, **self._shared(ranks))
+
+    def _shared(self, ranks: Ranks) -> dict[str, Any]:
+        """This rank's part of all but the projections of the inputs."""
+        spec = self.spec
+        key = (spec.num_kv_heads, spec.head_dim)
+        return {
+            "spec": spec.divided(ranks.size),
+            "o_proj": ranks.summed_columns(self.o_proj, spec.num_q_heads),
+            "q_scale": ranks.parameter(self.q_scale, [(spec.num_q_heads, 1)]),
+            "mix_scale": ranks.parameter(self.mix_scale, [(spec.num_q_heads, 1)]),
+            "qk_clip": self.qk_clip,
+            "mix_clip": self.mix_clip,
+            "norm_eps": self.norm_eps,
+            "conv_weight": ranks.parameter(self.conv_weight, [key, key]),
+            "profiles": self.profiles,
+            "log_floor": self.log_floor,
+            "log_alpha": self.log_alpha,
+        }
+
+
+class DynamicSinkAttention(SinkAttention):
+    """The same of an input for queries, one for keys and one for values; to the taps of the
+    convolution each key head of each token adds its own.
+
+    Args:
+        in_proj: to ``[q | mix | gate | sink]``, each by head.
+        k_proj: to ``[k | taps]`` by head, the taps oldest first.
+        v_proj: to ``[v | taps]``.
+        options: of ``SinkAttention``.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        *,
+        in_proj: nn.Linear,
+        k_proj: nn.Linear,
+        v_proj: nn.Linear,
+        **options: Any,
+    ) -> None:
+        super().__init__(spec, in_proj=in_proj, **options)
+        self.k_proj, self.v_proj = k_proj, v_proj
+
+    @in_own_dtype(3)
+    def forward(  # type: ignore[override]
+        self,
+        x: Tensor,
+        of_keys: Tensor,
+        of_values: Tensor,
+        plan: PagedAttentionPlan,
+        cache: LayerCache,
+        conv_plan: RecurrentPlan,
+        conv_cache: LayerCache,
+    ) -> Tensor:
+        """As ``SinkAttention``, of three inputs [T, dim]."""
+        widths = [heads * width for heads, width in self._query_blocks]
+        q, mix, gate, sink = columns(self.in_proj, x, widths)
+        widths = [heads * width for heads, width in self._key_blocks]
+        k, k_taps = columns(self.k_proj, of_keys, widths)
+        v, v_taps = columns(self.v_proj, of_values, widths)
+        width = self.conv_weight.shape[1]
+        kv = convolved(
+            torch.cat([k, v], 1),
+            self.conv_weight,
+            conv_plan,
+            conv_cache,
+            "kv",
+            scale=(2 * width + 1) ** -0.5,  # of as many terms
+            token_taps=torch.cat([k_taps, v_taps], 1).unflatten(1, (-1, width)),
+        )
+        return self._attend(q, mix, gate, sink, kv, plan, cache)
+
+    @property
+    def _key_blocks(self) -> list[Block]:
+        """Heads and their width in keys, or values, and their taps."""
+        spec = self.spec
+        return [(spec.num_kv_heads, width) for width in (spec.head_dim, self.conv_weight.shape[1])]
+
+    def shard(self, ranks: Ranks) -> DynamicSinkAttention:
+        """As ``SinkAttention``."""
+        return DynamicSinkAttention(
+            in_proj=ranks.rows(self.in_proj, self._query_blocks),
+            k_proj=ranks.rows(self.k_proj, self._key_blocks),
+            v_proj=ranks.rows(self.v_proj, self._key_blocks),
+            **self._shared(ranks),
+        )
+
+
+def _clipped(x: Tensor, longest: float) -> Tensor:
+    """x [..., width] float32, heads that are longer made as long as that."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    clipped: Tensor = x * (longest / (norm + 1e-6)).clamp(max=1.0)
+    return clipped

@@ -1,0 +1,304 @@
+"""Inkling-2: attention with biases by distance, sinks and gates, to a window in most layers; in the
+others, convolutions of keys and values whose taps each token changes; residuals that are picked
+from those of earlier blocks of layers; experts of softcapped SwiGLU; the text part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.backends.step import LayerStep
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.layers.biased_attention import BranchConvolution
+from torch_hybrid.layers.block_residual import BlockResidual
+from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.layers.sink_attention import DynamicSinkAttention, SinkAttention
+from torch_hybrid.models.family import Family, Swap, listed, require, require_fields, weights_of
+from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
+from torch_hybrid.ops.causal_conv1d.op import MAX_WIDTH, MIN_WIDTH
+from torch_hybrid.specs import AttentionSpec, BranchConvolutionSpec, LayerSpec
+
+Streams = tuple[Tensor, Tensor]  # the present block's sum [1, T, dim], all others' [1, T, B, dim]
+
+
+def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
+    # What Inkling has, and transformers does not read here.
+    require_fields(config, hidden_act="silu", n_shared_experts=0, logits_mup_width_multiplier=1.0)
+    for mlp_type in config.to_dict().get("mlp_layer_types") or ():
+        require(config, "mlp_layer_types", mlp_type, ["sparse"])
+    if not MIN_WIDTH <= config.conv_kernel_size <= MAX_WIDTH:
+        raise UnsupportedError(
+            f"{config.model_type}: config field conv_kernel_size must be within {MIN_WIDTH} and "
+            f"{MAX_WIDTH}, got {config.conv_kernel_size}"
+        )
+    for name in ("mlp_gate_softcap", "mlp_up_softcap", "n_layers_per_attn_res_block"):
+        if getattr(config, name) <= 0:
+            raise UnsupportedError(
+                f"{config.model_type}: config field {name} must be positive, "
+                f"got {getattr(config, name)}"
+            )
+
+    def layer(
+        num_q_heads: int, num_kv_heads: int, head_dim: int, reach: int, window: int = 0
+    ) -> tuple[LayerSpec, ...]:
+        attention = AttentionSpec(
+            num_q_heads=num_q_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            window=window,
+            reach=reach,
+            sinks=True,
+        )
+        convolutions = BranchConvolutionSpec(
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            channels=config.hidden_size,
+            conv_width=config.conv_kernel_size,
+        )
+        return attention, convolutions
+
+    window = config.sliding_window_size
+    known = {
+        "hybrid": layer(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.rel_extent,
+        ),
+        "hybrid_sliding": layer(
+            config.swa_num_attention_heads,
+            config.swa_num_key_value_heads,
+            config.swa_head_dim,
+            window,
+            window,
+        ),
+    }
+    return listed(config, known)
+
+
+def _attention(module: Any, spec: AttentionSpec) -> SinkAttention:
+    config, convolutions = module.config, (module.k_sconv, module.v_sconv)
+    of_queries = weights_of(module.q_proj, module.r_proj, module.gate_proj, module.sink_proj)
+    keys_and_values = weights_of(module.k_proj, module.v_proj)
+    options: dict[str, Any] = {
+        "o_proj": module.o_proj,
+        "q_scale": module.q_l2_clip.scale,
+        "mix_scale": module.rel_l2_clip.scale,
+        "qk_clip": config.qk_l2_clip_threshold,
+        "mix_clip": config.rel_l2_clip_threshold,
+        "norm_eps": module.v_norm.eps,
+        "profiles": _parameter(module.rel_logits_proj.proj.detach().transpose(0, 1).contiguous()),
+    }
+    if spec.window:
+        taps = [each.conv1d.weight.detach().squeeze(1) for each in convolutions]
+        return SinkAttention(
+            spec,
+            in_proj=_joined([*of_queries, *keys_and_values]),
+            conv_weight=_parameter(torch.cat(taps)),
+            **options,
+        )
+    taps = [_oldest_first(each.static_weight.detach(), 0).transpose(0, 1) for each in convolutions]
+    k_proj, v_proj = (
+        _joined([rows, _taps_of_heads(each, spec)])
+        for rows, each in zip(keys_and_values, convolutions, strict=True)
+    )
+    return DynamicSinkAttention(
+        spec,
+        in_proj=_joined(of_queries),
+        k_proj=k_proj,
+        v_proj=v_proj,
+        conv_weight=_parameter(torch.cat(taps).contiguous()),
+        log_floor=config.log_scaling_n_floor,
+        log_alpha=config.log_scaling_alpha,
+        **options,
+    )
+
+
+def _oldest_first(taps: Tensor, dim: int) -> Tensor:
+    """Taps that begin at the token itself along a dim, in the other order."""
+    return torch.cat(taps.split(1, dim)[::-1], dim)
+
+
+def _taps_of_heads(convolution: Any, spec: AttentionSpec) -> Tensor:
+    """Rows that project to taps, by head."""
+    [rows] = weights_of(convolution.weight_proj)
+    return _oldest_first(rows.unflatten(0, (spec.num_kv_heads, -1)), 1).flatten(0, 1)
+
+
+def _joined(rows: Sequence[Tensor]) -> nn.Linear:
+    """Projections of one input as one."""
+    weight = torch.cat(list(rows))
+    width, dim = weight.shape
+    joined = nn.Linear(dim, width, bias=False, dtype=weight.dtype, device="meta")
+    joined.weight = _parameter(weight)
+    return joined
+
+
+def _parameter(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight, requires_grad=False)
+
+
+class _AttentionAdapter(LinearAttentionAdapter):
+    """Stands where the model has its attention; an input for each of its projections."""
+
+    def forward(  # type: ignore[override]
+        self, *inputs: Tensor, step: LayerStep
+    ) -> Tensor:
+        """[1, T, dim] each -> [1, T, dim]."""
+        _, plan, cache = step.mixer(self.kind)
+        _, *convolution = step.mixer(BranchConvolutionSpec.kind)
+        out: Tensor = self.mixer(*(x[0] for x in inputs), plan, cache, *convolution)
+        return out[None]
+
+
+def _branch_convolution(module: Any, branch: str) -> BranchConvolution:
+    weight = module.conv1d.weight.detach().squeeze(1)
+    return BranchConvolution(_parameter(weight), branch, scale=(weight.shape[1] + 1) ** -0.5)
+
+
+class _DecoderLayer(nn.Module):
+    """A layer of the model, which is handed all that was added up before it and hands that on.
+
+    Args:
+        layer: transformers', whose modules are taken.
+        number: of the layer.
+        blocks_of: how many layers a block has.
+        num_blocks: that the model has.
+    """
+
+    is_block_boundary = False  # the model that calls it need not keep the sums of blocks
+
+    def __init__(self, layer: Any, number: int, blocks_of: int, num_blocks: int) -> None:
+        super().__init__()
+        self.attention_type: str = layer.attention_type
+        norms = [name for name in layer._modules if name.endswith("input_layernorm")]
+        self.input_norms = nn.ModuleList(layer.get_submodule(name) for name in norms)
+        self.post_attention_layernorm = layer.post_attention_layernorm
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.post_attention_convolution = LinearAttentionAdapter(
+            _branch_convolution(layer.post_attention_convolution, "attention"),
+            BranchConvolutionSpec.kind,
+        )
+        self.post_mlp_convolution = layer.post_mlp_convolution
+        block, place = divmod(number, blocks_of)
+        self.begins_block = place == 0
+        self.attention_input = None
+        if number > 0:
+            known = block + (place > 0)
+            self.attention_input = _residual(layer.attention_input, num_blocks, known)
+        self.mlp_input = _residual(layer.mlp_input, num_blocks, block + 1)
+        own = torch.arange(num_blocks, device=self.mlp_input.query.device) == block
+        self.own_block = nn.Buffer(own[:, None], persistent=False)
+
+    def forward(
+        self, streams: Tensor | Streams, _: Tensor, *, step: LayerStep, **_options: object
+    ) -> Streams:
+        """Embeddings [1, T, dim], or what the layer before gives."""
+        if self.attention_input is None:
+            assert isinstance(streams, Tensor)
+            present, blocks = streams, streams.new_zeros(())
+            inputs = (present,) * len(self.input_norms)
+        else:
+            present, blocks = streams
+            inputs = self.attention_input(blocks, present)
+        dtype = present.dtype
+        normed = [norm(x).to(dtype) for norm, x in zip(self.input_norms, inputs, strict=True)]
+        attended = self.self_attn(*normed, step=step)
+        total = self.post_attention_convolution(attended, step=step).float()
+        if self.begins_block:
+            blocks = torch.where(self.own_block, present[..., None, :], blocks)
+        else:
+            total = total + present.float()
+            blocks = blocks.view_as(blocks)  # a value of this layer: the next one is alike by that
+        [x] = self.mlp_input(blocks, total)
+        y = self.mlp(self.post_attention_layernorm(x).to(dtype))
+        total = total + self.post_mlp_convolution(y, step=step)
+        return total.to(dtype), blocks
+
+
+def _residual(module: Any, num_blocks: int, num_known: int) -> BlockResidual:
+    query = module.query.detach()
+    query = query if query.ndim == 2 else query[None]
+    return BlockResidual(_parameter(query), num_blocks, num_known, eps=module.norm.eps)
+
+
+class _FinalInput(nn.Module):
+    """Stands where the model mixes what its last layer gives."""
+
+    def __init__(self, residual: BlockResidual) -> None:
+        super().__init__()
+        self.residual = residual
+
+    def forward(self, _: Tensor, streams: Streams) -> tuple[Tensor, ...]:
+        """To [1, T, dim]."""
+        present, blocks = streams
+        mixed: tuple[Tensor, ...] = self.residual(blocks, present)
+        return mixed
+
+
+def _prepare(model: Any) -> None:
+    """Put layers of ours around the modules of the model's."""
+    config = model.config
+    blocks_of = config.n_layers_per_attn_res_block
+    num_blocks = -(-config.num_hidden_layers // blocks_of)
+    for number, layer in enumerate(model.layers):
+        dtype = layer.self_attn.q_proj.weight.dtype
+        for part in layer.modules():
+            if isinstance(part, nn.Conv1d):  # which transformers keeps in float32
+                part.weight = _parameter(part.weight.detach().to(dtype))
+        gate = layer.mlp.gate  # which transformers multiplies in float32
+        gate.weight = _parameter(gate.weight.detach().float())
+        model.layers[number] = _DecoderLayer(layer, number, blocks_of, num_blocks)
+    model.final_input = _FinalInput(_residual(model.final_input, num_blocks, num_blocks))
+
+
+def _experts(module: Any) -> FusedExperts:
+    activation = module.act_fn
+    softcaps = activation.gate_softcap.softcap, activation.up_softcap.softcap
+    return FusedExperts(module.gate_up_proj, module.down_proj, softcaps=softcaps)
+
+
+@cache
+def _text_class() -> type[nn.Module]:
+    from transformers.core_model_loading import WeightRenaming
+    from transformers.models.inkling2 import modeling_inkling2 as theirs
+
+    class Inkling2ForCausalLM(theirs.Inkling2ForCausalLM):  # type: ignore[misc]
+        """The text model, which takes weights by the names of multimodal checkpoints too."""
+
+        __module__ = theirs.__name__  # where transformers looks up what its experts can do
+
+        @staticmethod
+        def _load_pretrained_model(
+            model: Any, tensors: Any, files: Any, load_config: Any, *options: Any
+        ) -> Any:
+            head = WeightRenaming(r"^model\.unembed\.", "lm_head.")
+            load_config.weight_mapping.insert(0, head)
+            whole = theirs.Inkling2ForCausalLM
+            return whole._load_pretrained_model(model, tensors, files, load_config, *options)
+
+    return Inkling2ForCausalLM
+
+
+INKLING2 = Family(
+    model_types=("inkling2", "inkling2_text"),
+    specs=_specs,
+    swaps={
+        "paged_attention": Swap(attribute="self_attn", make=_attention, adapter=_AttentionAdapter),
+        "branch_convolution": Swap(
+            attribute="post_mlp_convolution",
+            make=lambda module, spec: _branch_convolution(module, "feed_forward"),
+        ),
+    },
+    experts=_experts,
+    vocab_size=lambda config: config.unpadded_vocab_size,
+    logits_softcap=lambda config: config.final_logit_softcapping,
+    prepare=_prepare,
+    taken=(".post_attention_convolution", ".attention_input", ".mlp_input", ".final_input"),
+    text_class=_text_class,
+)
