@@ -10,6 +10,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_hybrid.ops.block_attention._triton_hopper import attend_on_hopper, serves
+from torch_hybrid.ops.block_attention._triton_shared import attend_shared
 from torch_hybrid.ops.block_attention._triton_tiles import Tiles
 from torch_hybrid.ops.block_attention._triton_whole import attend_whole, rows_of_tile
 from torch_hybrid.ops.block_attention.bounds import check_indices
@@ -91,6 +92,9 @@ def block_attention(
     if is_whole is not None:
         assert rows is not None
         attend_whole(q, k, v, kv, *index, is_whole, out, scale=scale, block_m=rows)
+        if v is not None:
+            options = {"block_size": block_size, "scale": scale}
+            attend_shared(q, k, v, kv, blocks, *index, is_whole, out, **options)
     to, lse = out, q.new_empty((tiles.num_splits, *q.shape[:2]), dtype=torch.float32)
     if tiles.num_splits > 1:
         to = q.new_empty((tiles.num_splits, *out.shape), dtype=torch.float32)
