@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -43,7 +42,7 @@ def attend_shared(
     """
     num_tokens, num_heads, head_dim = q.shape
     _, _, page_size, num_kv_heads, _ = kv.shape
-    num_seqs, max_pages = page_table.shape
+    num_seqs = page_table.shape[0]
     tiles = HopperTiles.of(q, k, v, kv)
     block_q = BLOCK_M // (num_heads // num_kv_heads)
     num_tiles = num_blocks(num_tokens, num_seqs, block_q)

@@ -12,7 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
+    fence_async_shared,
     mbarrier,
+    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -25,8 +27,7 @@ from torch_hybrid.ops.triton.hopper import (
     products_layout,
     sequence_of_block,
 )
-from torch_hybrid.ops.triton.hopper_copies import copy_queries, copy_tile
-from torch_hybrid.ops.triton.hopper_rows import begin_scores, begin_weighted, rows_out
+from torch_hybrid.ops.triton.hopper_copies import copy_queries
 
 
 @gluon.jit
@@ -42,13 +43,62 @@ def _copy_listed(
 ) -> None:
     """All tiles, each as soon as there is room."""
     p_keys, p_values, slots = keys
+    k_ready, v_ready, k_free, v_free, _ = bars
+    b_k, b_v = bufs
     index_kv = gl.arange(0, BLOCK_KV, gl.SliceLayout(1, COPIED))
+    index_d = gl.arange(0, D, gl.SliceLayout(0, COPIED))[None, :]
     slot = gl.load(slots + index_kv)
     for i in range(num_tiles):
-        row, is_key = slot.to(gl.int64) * ROW, slot >= 0
+        row, mask = (slot.to(gl.int64) * ROW)[:, None], (slot >= 0)[:, None]
         # Looked up a tile ahead, for the copies to find it here.
         slot = gl.load(slots + (i + 1) * BLOCK_KV + index_kv)
-        copy_tile(i, p_keys + row, p_values + row, is_key, bars, bufs, D, 0, D, STAGES)
+        stage = i % STAGES
+        before = ((i // STAGES) & 1) ^ 1
+        mbarrier.wait(k_free.index(stage), before)
+        p_row = p_keys + row
+        async_copy.async_copy_global_to_shared(b_k.index(stage), p_row + index_d, mask=mask)
+        async_copy.mbarrier_arrive(k_ready.index(stage), increment_count=False)
+        mbarrier.wait(v_free.index(stage), before)
+        p_row = p_values + row
+        async_copy.async_copy_global_to_shared(b_v.index(stage), p_row + index_d, mask=mask)
+        async_copy.mbarrier_arrive(v_ready.index(stage), increment_count=False)
+
+
+@gluon.jit
+def _scores(
+    i: gl.tensor,
+    b_q: gl.shared_memory_descriptor,
+    bars: gl.tuple,
+    bufs: gl.tuple,
+    M: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> gl.tensor:
+    """Begin the products of queries and the keys of tile number i, once those have arrived."""
+    k_ready, _, _, _, _ = bars
+    b_k, _ = bufs
+    zeros = gl.zeros([M, BLOCK_KV], gl.float32, products_layout(BLOCK_KV))
+    mbarrier.wait(k_ready.index(i % STAGES), (i // STAGES) & 1)
+    fence_async_shared()
+    b_k_tile = b_k.index(i % STAGES).permute((1, 0))
+    return warpgroup_mma(b_q, b_k_tile, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _weighted(
+    i: gl.tensor,
+    b_p: gl.tensor,
+    b_o: gl.tensor,
+    bars: gl.tuple,
+    bufs: gl.tuple,
+    STAGES: gl.constexpr,
+) -> gl.tensor:
+    """Begin to add the weighted values of tile number i, once those have arrived."""
+    _, v_ready, _, _, _ = bars
+    _, b_v = bufs
+    mbarrier.wait(v_ready.index(i % STAGES), (i // STAGES) & 1)
+    fence_async_shared()
+    return warpgroup_mma(b_p, b_v.index(i % STAGES), b_o, is_async=True)
 
 
 @gluon.jit
@@ -72,7 +122,7 @@ def _advance(
 @gluon.jit
 def _attend_listed(
     out: gl.tensor,
-    q_bufs: gl.tuple,
+    b_q: gl.shared_memory_descriptor,
     block: gl.tuple,
     sees: gl.tensor,
     num_tiles: gl.tensor,
@@ -93,7 +143,7 @@ def _attend_listed(
     The values of a tile are added beside the products of the next.
     """
     _, _, k_free, v_free, q_ready = bars
-    _, _, b_v = bufs
+    _, b_v = bufs
     L_S: gl.constexpr = products_layout(BLOCK_KV)
     L_O: gl.constexpr = products_layout(D)
     index_kv = gl.arange(0, BLOCK_KV, gl.SliceLayout(0, L_S))
@@ -105,7 +155,7 @@ def _attend_listed(
 
     mbarrier.wait(q_ready, 0)
     seen = gl.load(sees + index_kv)
-    scores = begin_scores(0, q_bufs, bars, bufs, M, BLOCK_KV, 0, STAGES, True)
+    scores = _scores(0, b_q, bars, bufs, M, BLOCK_KV, STAGES)
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_free.index(0), count=1)
     weights, _, peak, total = _advance(scores, seen, bit, scale_log2, peak, total)
@@ -113,8 +163,8 @@ def _attend_listed(
     for tile in tl.range(0, num_tiles - 1, disable_licm=True):
         i = tile + 1
         seen = gl.load(sees + i * BLOCK_KV + index_kv)
-        scores = begin_scores(i, q_bufs, bars, bufs, M, BLOCK_KV, 0, STAGES, True)
-        b_sum = begin_weighted(tile, b_p, b_o, bars, bufs, STAGES, True)
+        scores = _scores(i, b_q, bars, bufs, M, BLOCK_KV, STAGES)
+        b_sum = _weighted(tile, b_p, b_o, bars, bufs, STAGES)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_free.index(i % STAGES), count=1)
         weights, rescale, peak, total = _advance(scores, seen, bit, scale_log2, peak, total)
@@ -123,10 +173,13 @@ def _attend_listed(
         b_o *= gl.convert_layout(rescale, gl.SliceLayout(1, L_O))[:, None]
         b_p = gl.convert_layout(weights.to(b_v.dtype), gl.DotOperandLayout(0, L_O, 2))
 
-    b_sum = begin_weighted(num_tiles - 1, b_p, b_o, bars, bufs, STAGES, True)
+    b_sum = _weighted(num_tiles - 1, b_p, b_o, bars, bufs, STAGES)
     total, _ = finish(peak, total)
     row = FIRST_ROW + gl.arange(0, M, gl.SliceLayout(1, L_O))
-    row_out, mask = rows_out(block, row, GROUP, H, BLOCK_Q)
+    first_token, end, first_head = block
+    token = first_token + row // GROUP
+    mask = (row < BLOCK_Q * GROUP) & (token < end)
+    row_out = token.to(gl.int64) * H + first_head + row % GROUP
     p_out = out + (row_out * D)[:, None] + gl.arange(0, D, gl.SliceLayout(0, L_O))[None, :]
     b_o = warpgroup_mma_wait(0, deps=[b_sum])
     b_o /= gl.convert_layout(total, gl.SliceLayout(1, L_O))[:, None]
@@ -170,8 +223,8 @@ def hopper_shared_kernel(
         end = gl.load(cu_seqlens + seq + 1)
         first_token = begin + (tile - begin // BLOCK_Q - seq) * BLOCK_Q
         queries = (q, stride_q_token, stride_q_head, head_k * GROUP, first_token, end)
-        q_first = copy_queries(queries, 0, GROUP, BLOCK_Q, M, D, 0)
-        q_second = copy_queries(queries, M, GROUP, BLOCK_Q, M, D, 0)
+        q_first, _ = copy_queries(queries, 0, GROUP, BLOCK_Q, M, D, 0)
+        q_second, _ = copy_queries(queries, M, GROUP, BLOCK_Q, M, D, 0)
         q_ready = new_barriers(1, COPYING_THREADS).index(0)
         async_copy.mbarrier_arrive(q_ready, increment_count=False)
 
@@ -181,8 +234,8 @@ def hopper_shared_kernel(
         k_ready = new_barriers(STAGES, COPYING_THREADS)
         v_ready = new_barriers(STAGES, COPYING_THREADS)
         bars = (k_ready, v_ready, new_barriers(STAGES, 2), new_barriers(STAGES, 2), q_ready)
-        bufs = (b_k, b_k, b_v)
-        block = (first_token, end, head_k * GROUP, 0)
+        bufs = (b_k, b_v)
+        block = (first_token, end, head_k * GROUP)
         row = tile.to(gl.int64) * stride_keys
         head_keys = kv + head_k * D
         keys = (head_keys, head_keys + stride_values, slots + row)

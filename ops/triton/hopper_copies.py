@@ -69,7 +69,7 @@ def copy_keys_and_values(
     key = rows_begin + (num_rows_tiles - 1) * BLOCK_KV + index_kv
     place = (row_of_key_0 + key).to(gl.int64)
     p_k, p_v = keys + place * stride_k, values + place * stride_v
-    copy_tile(0, p_k, p_v, key < keys_end, bars, bufs, D, REST, V, STAGES)
+    _copy_tile(0, p_k, p_v, key < keys_end, bars, bufs, D, REST, V, STAGES)
     for i in range(1, num_rows_tiles):
         row = row_of_key_0 + rows_begin + (num_rows_tiles - 1 - i) * BLOCK_KV
         _fetch_tile(i, row, boxes, bars, bufs, D, REST, V, BLOCK_KV, STAGES)
@@ -84,11 +84,11 @@ def copy_keys_and_values(
             # Looked up a tile ahead, for the copies to find it here.
             page = gl.load(table + key // PAGE_SIZE * stride_table_page, mask=key >= 0, other=0)
             p_k, p_v = held_keys + slot, held_values + slot
-            copy_tile(num_rows_tiles + i, p_k, p_v, was_key, bars, bufs, D, REST, V, STAGES)
+            _copy_tile(num_rows_tiles + i, p_k, p_v, was_key, bars, bufs, D, REST, V, STAGES)
 
 
 @gluon.jit
-def copy_tile(
+def _copy_tile(
     i: gl.tensor,
     p_k: gl.tensor,
     p_v: gl.tensor,

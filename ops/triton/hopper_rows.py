@@ -21,7 +21,7 @@ from torch_hybrid.ops.triton.hopper import finish, products_layout
 
 
 @gluon.jit
-def begin_scores(
+def _scores(
     i: gl.tensor,
     q_bufs: gl.tuple,
     bars: gl.tuple,
@@ -54,7 +54,7 @@ def begin_scores(
 
 
 @gluon.jit
-def begin_weighted(
+def _weighted(
     i: gl.tensor,
     b_p: gl.tensor,
     b_o: gl.tensor,
@@ -126,8 +126,8 @@ def _take_in(
     b_o, b_p, peak, total = sums
     for tile in tl.range(0, num_tiles, disable_licm=True):
         i = first + tile
-        scores = begin_scores(i, q_bufs, bars, bufs, M, BLOCK_KV, REST, STAGES, COPIED)
-        b_sum = begin_weighted(i - 1, b_p, b_o, bars, bufs, STAGES, COPIED)
+        scores = _scores(i, q_bufs, bars, bufs, M, BLOCK_KV, REST, STAGES, COPIED)
+        b_sum = _weighted(i - 1, b_p, b_o, bars, bufs, STAGES, COPIED)
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_free.index(i % STAGES), count=1)
         key = first_key - tile * BLOCK_KV + index_kv
@@ -180,7 +180,7 @@ def attend(
         last = gl.minimum(last, ahead + first_token + row // GROUP)
 
     mbarrier.wait(q_ready, 0)
-    scores = begin_scores(0, q_bufs, bars, bufs, M, BLOCK_KV, REST, STAGES, True)
+    scores = _scores(0, q_bufs, bars, bufs, M, BLOCK_KV, REST, STAGES, True)
     scores = warpgroup_mma_wait(0, deps=[scores])
     mbarrier.arrive(k_free.index(0), count=1)
     first_key = rows_begin + (num_rows_tiles - 1) * BLOCK_KV
@@ -219,12 +219,12 @@ def attend(
         n += held_whole
 
     b_o, b_p, peak, total = sums
-    b_sum = begin_weighted(n - 1, b_p, b_o, bars, bufs, STAGES, PAGED)
+    b_sum = _weighted(n - 1, b_p, b_o, bars, bufs, STAGES, PAGED)
     total, b_lse = finish(peak, total)
-    row_out, mask = rows_out(block, row, GROUP, H, BLOCK_Q)
+    row_out, mask = _rows_out(block, row, GROUP, H, BLOCK_Q)
     gl.store(lse + row_out, b_lse, mask=mask)
     row = FIRST_ROW + gl.arange(0, M, gl.SliceLayout(1, L_O))
-    row_out, mask = rows_out(block, row, GROUP, H, BLOCK_Q)
+    row_out, mask = _rows_out(block, row, GROUP, H, BLOCK_Q)
     p_out = out + (row_out * V)[:, None]
     p_out += gl.arange(0, V, gl.SliceLayout(0, L_O))[None, :]
     b_o = warpgroup_mma_wait(0, deps=[b_sum])
@@ -233,7 +233,7 @@ def attend(
 
 
 @gluon.jit
-def rows_out(
+def _rows_out(
     block: gl.tuple,
     row: gl.tensor,
     GROUP: gl.constexpr,
