@@ -27,7 +27,7 @@ CONTRACT = """
     triton and (
         float64 and (odd or a_token) or padding or nothing or out_of_range or more_heads and fp16
         or keys_that
-    ) and not interpreter and not on_a_gpu and not writes
+    ) and not interpreter and not on_a_gpu and not writes or any_of_a_tile
 """
 
 
