@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -166,7 +167,7 @@ def select(inputs: Selected, impl: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attended(Inputs):
-    """Queries, and blocks that were drawn for each."""
+    """Queries, and blocks that were drawn for each: those of neighbours apart, or alike."""
 
     model: Model
     sequences: Sequences
@@ -177,7 +178,9 @@ class Attended(Inputs):
     blocks: Tensor
 
     @classmethod
-    def make(cls, model: Model, num_seqs: int, length: int, num_new: int) -> Attended:
+    def make(
+        cls, model: Model, num_seqs: int, length: int, num_new: int, alike: float = 0.0
+    ) -> Attended:
         sequences = Sequences.make(model.page_size, num_seqs, length, num_new)
         num_tokens, num_pages = sequences.num_tokens, sequences.num_pages
         heads = (model.num_kv_heads,) if model.num_kv_heads else ()
@@ -190,7 +193,7 @@ class Attended(Inputs):
             k=randn(*row),
             v=randn(*row) if heads else None,
             kv=randn(*planes, num_pages, model.page_size, *heads, model.head_dim),
-            blocks=_drawn(model, sequences.positions(), length),
+            blocks=_drawn(model, sequences.positions(), length, alike),
         )
 
     @property
@@ -212,11 +215,18 @@ class Attended(Inputs):
         return 4 * self.model.num_q_heads * self.model.head_dim * self.num_keys.sum().item()
 
 
-def _drawn(model: Model, positions: Tensor, length: int) -> Tensor:
-    """[T, top_k] random blocks of those that are complete at each position."""
+def _drawn(model: Model, positions: Tensor, length: int, alike: float) -> Tensor:
+    """[T, top_k] of the blocks that are complete at each position, those that a token likes best.
+
+    What a token and the next like has a correlation of ``alike``.
+    """
     complete = ((positions + 1) // model.block_size)[:, None]
     block = torch.arange(max(model.top_k, length // model.block_size))
-    order = torch.rand(len(positions), len(block)).masked_fill_(block >= complete, 2.0)
+    likes = torch.randn(len(positions), len(block))
+    if alike:
+        for before, row in pairwise(likes):
+            row.mul_((1 - alike**2) ** 0.5).add_(before, alpha=alike)
+    order = (-likes).masked_fill_(block >= complete, torch.inf)
     drawn = order.topk(model.top_k, largest=False).indices
     drawn = drawn.masked_fill(drawn >= complete, len(block)).sort(1).values
     return drawn.masked_fill(drawn == len(block), -1).int()
@@ -294,8 +304,11 @@ def cases() -> Iterator[Case]:
         ("sparse attend", "GLM-5.3", partial(Attended.make, GLM_5_3), attend, ATTENTION),
         ("dense attend", "GLM-5.3", partial(latents.Latents.make, 64), latents.call, LATENTS),
     )
+    alike = partial(Attended.make, QWEN4_EXP, alike=0.9)
+    neighbours = ("sparse attend", "Qwen4-Exp, neighbours alike", alike, attend, ATTENTION)
     for num_seqs, length, num_new in SHAPES:
-        for op, model, make, call, implementations in steps:
+        more = (neighbours,) if num_new > 1 else ()
+        for op, model, make, call, implementations in (*steps, *more):
             yield Case(
                 op=op,
                 model=model,

@@ -10,11 +10,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_hybrid.ops.block_attention._triton_hopper import attend_on_hopper, serves
+from torch_hybrid.ops.block_attention._triton_shared import attend_shared
 from torch_hybrid.ops.block_attention._triton_tiles import Tiles
 from torch_hybrid.ops.block_attention._triton_whole import attend_whole, rows_of_tile
 from torch_hybrid.ops.block_attention.bounds import check_indices
 from torch_hybrid.ops.block_attention.heads import by_head
-from torch_hybrid.ops.triton.devices import interpreted, launches_early
+from torch_hybrid.ops.triton.devices import interpreted, launches_early, rows_are_aligned
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits
 
@@ -69,42 +70,50 @@ def block_attention(
     shares = num_tokens > num_seqs and tiles.num_splits == 1 and not is_invariant
     if shares and rows is not None:
         is_whole = q.new_empty(num_tokens, dtype=torch.int32)
-    early = launches_early(q.device)
-    _write_kernel[(num_tokens,)](
-        k,
-        v,
-        kv,
-        blocks,
-        cu_seqlens,
-        seq_lens,
-        slot_mapping,
-        is_whole,
-        num_seqs,
-        k.stride(0),
-        k.stride(1),
-        0 if v is None else v.stride(0),
-        0 if v is None else v.stride(1),
-        kv.stride(0),
-        HKV=num_kv_heads,
-        D=head_dim,
-        BLOCK_SIZE=block_size,
-        TOP_K=top_k,
-        BLOCK=min(1024, triton.next_power_of_2(num_kv_heads * head_dim)),
-        EARLY=early,
-        num_warps=4,
-    )
     index = (cu_seqlens, seq_lens, page_table)
+    early, latents = launches_early(q.device), kv[0, :, :, 0]
+    on_hopper = v is None and serves(q, latents)
+    # Programs that gather take new rows from where they are, and write them beside.
+    writes = is_whole is None and (rows_are_aligned(k) or not on_hopper)
+    if not writes:
+        _write_kernel[(num_tokens,)](
+            k,
+            v,
+            kv,
+            blocks,
+            cu_seqlens,
+            seq_lens,
+            slot_mapping,
+            is_whole,
+            num_seqs,
+            k.stride(0),
+            k.stride(1),
+            0 if v is None else v.stride(0),
+            0 if v is None else v.stride(1),
+            kv.stride(0),
+            HKV=num_kv_heads,
+            D=head_dim,
+            BLOCK_SIZE=block_size,
+            TOP_K=top_k,
+            BLOCK=min(1024, triton.next_power_of_2(num_kv_heads * head_dim)),
+            EARLY=early,
+            num_warps=4,
+        )
+    new = (k, v, slot_mapping) if writes else None
     if is_whole is not None:
         assert rows is not None
         attend_whole(q, k, v, kv, *index, is_whole, out, scale=scale, block_m=rows)
+        if v is not None:
+            options = {"block_size": block_size, "scale": scale}
+            attend_shared(q, k, v, kv, blocks, *index, is_whole, out, **options)
     to, lse = out, q.new_empty((tiles.num_splits, *q.shape[:2]), dtype=torch.float32)
     if tiles.num_splits > 1:
         to = q.new_empty((tiles.num_splits, *out.shape), dtype=torch.float32)
-    latents = kv[0, :, :, 0]
-    if v is None and serves(q, latents):
+    if on_hopper:
         attend_on_hopper(
             q,
             latents,
+            new,
             blocks,
             *index,
             to,
@@ -117,6 +126,7 @@ def block_attention(
         _attend(
             q,
             kv,
+            new,
             blocks,
             *index,
             is_whole,
@@ -135,6 +145,7 @@ def block_attention(
 def _attend(
     q: Tensor,
     kv: Tensor,
+    new: tuple[Tensor, Tensor | None, Tensor] | None,
     blocks: Tensor,
     cu_seqlens: Tensor,
     seq_lens: Tensor,
@@ -148,14 +159,21 @@ def _attend(
     has_values: bool,
     tiles: Tiles,
 ) -> None:
-    """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row."""
+    """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row.
+
+    ``new``, if there are such, are the rows (k, v) that no launch has written, and their slots.
+    """
     num_tokens, num_q_heads, head_dim = q.shape
+    k, v, slot_mapping = new or (None, None, None)
     _, _, page_size, num_kv_heads, _ = kv.shape
     group, top_k = num_q_heads // num_kv_heads, blocks.shape[1]
     row_tiles, early = triton.cdiv(group, tiles.block_m), launches_early(q.device)
     _attend_kernel[(num_tokens, num_kv_heads * row_tiles, tiles.num_splits)](
         q,
         kv,
+        k,
+        v,
+        slot_mapping,
         blocks,
         cu_seqlens,
         seq_lens,
@@ -169,6 +187,10 @@ def _attend(
         q.stride(0),
         q.stride(1),
         kv.stride(0),
+        0 if k is None else k.stride(0),
+        0 if k is None else k.stride(1),
+        0 if v is None else v.stride(0),
+        0 if v is None else v.stride(1),
         page_table.stride(0),
         GROUP=group,
         HKV=num_kv_heads,
@@ -189,7 +211,7 @@ def _attend(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=True,
-        launch_pdl=early,
+        launch_pdl=early and new is None,
     )
 
 
@@ -251,6 +273,9 @@ def _write_kernel(
 def _attend_kernel(
     q: tl.tensor,
     kv: tl.tensor,
+    k: tl.tensor | None,
+    v: tl.tensor | None,
+    slot_mapping: tl.tensor | None,
     blocks: tl.tensor,
     cu_seqlens: tl.tensor,
     seq_lens: tl.tensor,
@@ -264,6 +289,10 @@ def _attend_kernel(
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
     stride_values: tl.tensor,
+    stride_k_token: tl.tensor,
+    stride_k_head: tl.tensor,
+    stride_v_token: tl.tensor,
+    stride_v_head: tl.tensor,
     stride_table: tl.tensor,
     GROUP: tl.constexpr,
     HKV: tl.constexpr,
@@ -285,7 +314,8 @@ def _attend_kernel(
 
     Its keys are numbered: those of its blocks in their order, then those of none. Every program
     waits for the rows that are written, also one without a token: what comes after this launch then
-    comes after that one too.
+    comes after that one too. Without such a launch, one program of a token and key head writes its
+    rows, and all take those of new tokens from k and v.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -293,8 +323,9 @@ def _attend_kernel(
     TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     PARTS: tl.constexpr = BLOCK_D // BLOCK_PART
     kv_head = tl.program_id(1) // TILES
+    row_tile = tl.program_id(1) % TILES
     split = tl.program_id(2)
-    row = tl.program_id(1) % TILES * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = (row < GROUP)[:, None]
     index_part = tl.arange(0, BLOCK_PART)[None, :]
     head = kv_head * GROUP + row
@@ -311,7 +342,8 @@ def _attend_kernel(
                 index = part * BLOCK_PART + index_part
                 tl.store(p_out + index, zeros, mask=is_row & (index < D))
         return
-    position = tl.load(seq_lens + seq) - tl.load(cu_seqlens + seq + 1) + token
+    ahead = tl.load(seq_lens + seq) - tl.load(cu_seqlens + seq + 1)  # of a number, to its position
+    position = ahead + token
     chosen = blocks + token.to(tl.int64) * TOP_K
     index_k = tl.arange(0, BLOCK_K)
     b_chosen = tl.load(chosen + index_k, mask=index_k < TOP_K, other=-1)
@@ -326,6 +358,20 @@ def _attend_kernel(
     if is_whole is not None:  # noqa: SIM102  (only the outer one is known to the compiler)
         if tl.load(is_whole + token) > 0:  # done, by ``attend_whole``
             return
+
+    if k is not None:
+        new_k = k + kv_head * stride_k_head
+        num_held = ahead + tl.load(cu_seqlens + seq)
+        if HAS_VALUES:
+            new_v = v + kv_head * stride_v_head
+        if (split == 0) & (row_tile == 0):
+            index_d = tl.arange(0, BLOCK_D)
+            own_row = kv + (tl.load(slot_mapping + token).to(tl.int64) * HKV + kv_head) * D
+            b_new = tl.load(new_k + token.to(tl.int64) * stride_k_token + index_d, index_d < D)
+            tl.store(own_row + index_d, b_new, mask=index_d < D)
+            if HAS_VALUES:
+                b_new = tl.load(new_v + token.to(tl.int64) * stride_v_token + index_d, index_d < D)
+                tl.store(own_row + stride_values + index_d, b_new, mask=index_d < D)
 
     p_q = (q + token.to(tl.int64) * stride_q_token + head * stride_q_head)[:, None]
     b_q, b_o = (), ()
@@ -351,16 +397,22 @@ def _attend_kernel(
         key = tl.where(is_chosen, block * BLOCK_SIZE + held % BLOCK_SIZE, tail + held - in_blocks)
         page = tl.load(table + key // PAGE_SIZE)
         slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
-        p_k = keys + slot[:, None] * (HKV * D)
+        p_k = keys + slot * (HKV * D)
+        p_v = p_k + stride_values
+        if k is not None:
+            own_token = tl.maximum(key - ahead, 0).to(tl.int64)
+            if HAS_VALUES:
+                p_v = tl.where(key < num_held, p_v, new_v + own_token * stride_v_token)
+            p_k = tl.where(key < num_held, p_k, new_k + own_token * stride_k_token)
         products = tl.zeros([BLOCK_M, BLOCK_KV], dtype=tl.float32)
         b_v = ()
         for part in tl.static_range(PARTS):
             index = part * BLOCK_PART + index_part
             mask = (index < D) | (D == BLOCK_D)
-            b_k_part = tl.load(p_k + index, mask=mask, other=0.0)
+            b_k_part = tl.load(p_k[:, None] + index, mask=mask, other=0.0)
             b_v_part = b_k_part
             if HAS_VALUES:
-                b_v_part = tl.load(p_k + stride_values + index, mask=mask, other=0.0)
+                b_v_part = tl.load(p_v[:, None] + index, mask=mask, other=0.0)
             if FLOAT32_PRODUCTS:
                 b_k_part = b_k_part.to(tl.float32)
                 b_v_part = b_v_part.to(tl.float32)

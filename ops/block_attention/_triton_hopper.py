@@ -26,6 +26,7 @@ def serves(q: Tensor, pool: Tensor) -> bool:
 def attend_on_hopper(
     q: Tensor,
     pool: Tensor,
+    new: tuple[Tensor, Tensor | None, Tensor] | None,
     blocks: Tensor,
     cu_seqlens: Tensor,
     seq_lens: Tensor,
@@ -39,17 +40,21 @@ def attend_on_hopper(
 ) -> None:
     """Attend within each split of the keys; ``out`` and ``lse`` hold the splits in a row.
 
-    Padding is filled where there is one split, and else left to the merge.
+    ``new``, if there are such, are the latents [T, 1, D] that no launch has written, None, and
+    their slots. Padding is filled where there is one split, and else left to the merge.
     """
     from torch_hybrid.ops.block_attention._triton_hopper_kernel import hopper_gather_kernel
 
     num_tokens, num_heads, _ = q.shape
     top_k, early = blocks.shape[1], launches_early(q.device)
+    k, _, slot_mapping = new or (None, None, None)
     if num_splits == 1:
         set_padding(out, lse[0], cu_seqlens)
     hopper_gather_kernel[(num_tokens, triton.cdiv(num_heads, BLOCK_M), num_splits)](
         q,
         pool,
+        k,
+        slot_mapping,
         blocks,
         cu_seqlens,
         seq_lens,
@@ -61,6 +66,7 @@ def attend_on_hopper(
         page_table.shape[0],
         q.stride(0),
         q.stride(1),
+        0 if k is None else k.stride(0),
         page_table.stride(0),
         H=num_heads,
         RANK=_RANK,
@@ -76,5 +82,5 @@ def attend_on_hopper(
         COPY_REGISTERS=_COPY_REGISTERS,
         EARLY=early,
         num_warps=4,
-        launch_pdl=early,
+        launch_pdl=early and new is None,
     )

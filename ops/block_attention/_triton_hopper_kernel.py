@@ -47,22 +47,37 @@ def _sequence_of_token(cu_seqlens: gl.tensor, num_seqs: gl.tensor, token: gl.ten
 
 
 @gluon.jit
-def _slots_of(
-    number: gl.tensor, names: gl.tuple, BLOCK_SIZE: gl.constexpr, PAGE_SIZE: gl.constexpr
+def _rows_of(
+    number: gl.tensor,
+    pool: gl.tensor,
+    new: gl.tuple,
+    names: gl.tuple,
+    RANK: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    PAGE_SIZE: gl.constexpr,
 ) -> gl.tensor:
-    """Where keys lie, by number: those of blocks, then those of none, up to the query's own."""
+    """Where keys lie, by number: those of blocks, then those of none, up to the query's own.
+
+    Those of this step may be in no page yet.
+    """
     chosen, table, in_blocks, tail, position = names
     is_chosen = number < in_blocks
     block = gl.load(chosen + number // BLOCK_SIZE, mask=is_chosen, other=0)
     key = gl.where(is_chosen, block * BLOCK_SIZE + number % BLOCK_SIZE, tail + number - in_blocks)
     key = gl.minimum(key, position)
     page = gl.load(table + key // PAGE_SIZE)
-    return page.to(gl.int64) * PAGE_SIZE + key % PAGE_SIZE
+    row = pool + (page.to(gl.int64) * PAGE_SIZE + key % PAGE_SIZE) * RANK
+    k, stride_k, ahead, num_held = new
+    if k is not None:
+        own = k + gl.maximum(key - ahead, 0).to(gl.int64) * stride_k
+        row = gl.where(key < num_held, row, own)
+    return row
 
 
 @gluon.jit
 def _copy_chosen(
     pool: gl.tensor,
+    new: gl.tuple,
     names: gl.tuple,
     keys: gl.tuple,
     bars: gl.tuple,
@@ -84,12 +99,13 @@ def _copy_chosen(
     index_kv = gl.arange(0, BLOCK_KV, gl.SliceLayout(1, COPIED))
     index_half = gl.arange(0, HALF, gl.SliceLayout(0, COPIED))[None, :]
     last = gl.maximum(end - 1, 0)
-    slot = _slots_of(gl.minimum(begin + index_kv, last), names, BLOCK_SIZE, PAGE_SIZE)
+    number = gl.minimum(begin + index_kv, last)
+    rows = _rows_of(number, pool, new, names, RANK, BLOCK_SIZE, PAGE_SIZE)
     for tile in range(num_tiles):
-        p_row = (pool + slot * RANK)[:, None]
+        p_row = rows[:, None]
         # Looked up a tile ahead, for the copies to find it here.
         number = gl.minimum(begin + (tile + 1) * BLOCK_KV + index_kv, last)
-        slot = _slots_of(number, names, BLOCK_SIZE, PAGE_SIZE)
+        rows = _rows_of(number, pool, new, names, RANK, BLOCK_SIZE, PAGE_SIZE)
         stage = tile % STAGES
         before = ((tile // STAGES) & 1) ^ 1
         mbarrier.wait(free.index(2 * stage), before)
@@ -192,6 +208,8 @@ def _attend_first(
 def hopper_gather_kernel(
     q: gl.tensor,
     pool: gl.tensor,
+    k: gl.tensor,
+    slot_mapping: gl.tensor,
     blocks: gl.tensor,
     cu_seqlens: gl.tensor,
     seq_lens: gl.tensor,
@@ -203,6 +221,7 @@ def hopper_gather_kernel(
     num_seqs: gl.tensor,
     stride_q_token: gl.tensor,
     stride_q_head: gl.tensor,
+    stride_k: gl.tensor,
     stride_table: gl.tensor,
     H: gl.constexpr,
     RANK: gl.constexpr,
@@ -220,7 +239,7 @@ def hopper_gather_kernel(
 ) -> None:
     """One program: M heads of one token, a split of what it sees. Padding is left alone.
 
-    Every program waits for the rows that are written, as in ``_triton.py``.
+    Every program waits for the rows that are written, or one writes them, as in ``_triton.py``.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -243,7 +262,8 @@ def hopper_gather_kernel(
         q_ready = new_barriers(1, COPYING_THREADS).index(0)
         async_copy.mbarrier_arrive(q_ready, increment_count=False)
 
-        position = gl.load(seq_lens + seq) - gl.load(cu_seqlens + seq + 1) + token
+        ahead = gl.load(seq_lens + seq) - gl.load(cu_seqlens + seq + 1)
+        position = ahead + token
         chosen = blocks + token.to(gl.int64) * TOP_K
         index_k = gl.arange(0, BLOCK_K, gl.BlockedLayout([1], [32], [4], [0]))
         b_chosen = gl.load(chosen + index_k, mask=index_k < TOP_K, other=-1)
@@ -273,14 +293,21 @@ def hopper_gather_kernel(
         queries = (b_q_first, b_q_second)
         table = page_table + seq.to(gl.int64) * stride_table
         names = (chosen, table, in_blocks, tail, position)
+        new = (k, stride_k, ahead, ahead + gl.load(cu_seqlens + seq))
         if EARLY:
             gdc_wait()
+        if k is not None:  # noqa: SIM102  (only the outer one is known to the compiler)
+            if (split == 0) & (gl.program_id(1) == 0):
+                index = gl.arange(0, RANK, gl.BlockedLayout([4], [32], [4], [0]))
+                b_new = gl.load(k + token.to(gl.int64) * stride_k + index)
+                slot = gl.load(slot_mapping + token).to(gl.int64)
+                gl.store(pool + slot * RANK + index, b_new)
         gl.warp_specialize(
             [
                 (_attend_first, (outputs, queries, block, keys, scale_log2, bars, bufs,
                                  M, HALF, BLOCK_KV, STAGES)),
                 (attend_second, (outputs, block, keys, bars, bufs, M, M, HALF, STAGES)),
-                (_copy_chosen, (pool, names, keys, bars, bufs, RANK, PAGE_SIZE, BLOCK_SIZE,
+                (_copy_chosen, (pool, new, names, keys, bars, bufs, RANK, PAGE_SIZE, BLOCK_SIZE,
                                 BLOCK_KV, STAGES)),
             ],
             [4, 4],

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Implementation "triton": a program for each token, then one for what each sequence leaves."""
+"""Implementation "triton": a program for each token; one keeps what its sequence leaves."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from torch_hybrid.ops.gated_pooling.bounds import check_indices
-from torch_hybrid.ops.triton.devices import launches_early
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 
 
@@ -39,40 +37,26 @@ def gated_pooling(
     out = torch.empty(keys.shape, dtype=keys.dtype, device=keys.device)
     if num_tokens == 0 or num_seqs == 0:
         return out.zero_()
-    sizes = {
-        "D": dim,
-        "SIZE": size,
-        "BLOCK": triton.next_power_of_2(size),
-        "BLOCK_D": min(128, triton.next_power_of_2(dim)),
-        "EARLY": launches_early(keys.device),
-    }
-    index = (cu_seqlens, seq_lens, initial_indices)
-    _pool_kernel[(num_tokens, triton.cdiv(dim, sizes["BLOCK_D"]))](
+    block_d = min(128, triton.next_power_of_2(dim))
+    _pool_kernel[(num_tokens, triton.cdiv(dim, block_d))](
         keys,
         gates,
         bias,
         state,
-        *index,
+        cu_seqlens,
+        seq_lens,
+        initial_indices,
+        state_indices,
         out,
         num_seqs,
         keys.stride(0),
         gates.stride(0),
-        **sizes,
+        D=dim,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        BLOCK_D=block_d,
         num_warps=4,
     )
-    if size > 1:
-        _state_kernel[(num_seqs, triton.cdiv(dim, sizes["BLOCK_D"]))](
-            keys,
-            gates,
-            state,
-            *index,
-            state_indices,
-            keys.stride(0),
-            gates.stride(0),
-            **sizes,
-            num_warps=4,
-            launch_pdl=sizes["EARLY"],
-        )
     return out
 
 
@@ -106,6 +90,7 @@ def _pool_kernel(
     cu_seqlens: tl.tensor,
     seq_lens: tl.tensor,
     initial_indices: tl.tensor,
+    state_indices: tl.tensor,
     out: tl.tensor,
     num_seqs: tl.tensor,
     stride_key: tl.tensor,
@@ -114,79 +99,55 @@ def _pool_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    EARLY: tl.constexpr,
 ) -> None:
-    """One program: some channels of one token, which pools if it is the last of its block."""
-    if EARLY:
-        gdc_launch_dependents()
+    """One program: some channels of one token, which pools if it is the last of its block.
+
+    Of the tokens of a sequence one alone pools what its slot has, the first that completes a block,
+    if there is one: after that it writes to the slot. Else the last does.
+    """
     token = tl.program_id(0)
     index_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask_d = index_d < D
     p_out = out + token.to(tl.int64) * D + index_d
     seq = sequence_of_token(cu_seqlens, num_seqs, token)
-    position = -1
-    if seq < num_seqs:
-        position = tl.load(seq_lens + seq) - tl.load(cu_seqlens + seq + 1) + token
-    if (position + 1) % SIZE != 0 or position < 0:
+    if seq >= num_seqs:
         tl.store(p_out, tl.zeros([BLOCK_D], out.dtype.element_ty), mask=mask_d)
         return
     begin = tl.load(cu_seqlens + seq)
-    initial = tl.load(initial_indices + seq).to(tl.int64)
-    held = state + initial * ((SIZE - 1) * 2 * D)
-    place = tl.arange(0, BLOCK)
-    source = token - (SIZE - 1) + place
-    mask = (place < SIZE)[:, None] & mask_d[None, :]
-    b_gate = _rows(
-        gates, stride_gate, held + D, source, begin, place, index_d, mask, initial != 0, D
-    )
-    b_bias = tl.load(bias + place[:, None] * D + index_d[None, :], mask=mask, other=0.0)
-    logits = b_gate.to(tl.float32) + b_bias.to(tl.float32)
-    logits = tl.where((place < SIZE)[:, None], logits, -float("inf"))
-    weights = tl.exp(logits - tl.max(logits, 0)[None, :])
-    b_key = _rows(keys, stride_key, held, source, begin, place, index_d, mask, initial != 0, D)
-    b_out = tl.sum(weights * b_key.to(tl.float32), 0) / tl.sum(weights, 0)
-    tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask_d)
-
-
-@triton.jit
-def _state_kernel(
-    keys: tl.tensor,
-    gates: tl.tensor,
-    state: tl.tensor,
-    cu_seqlens: tl.tensor,
-    seq_lens: tl.tensor,
-    initial_indices: tl.tensor,
-    state_indices: tl.tensor,
-    stride_key: tl.tensor,
-    stride_gate: tl.tensor,
-    D: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """One program: some channels of the tokens of one sequence that no complete block has.
-
-    They are read before the pooling has ended, and written once it has read the slot.
-    """
-    seq = tl.program_id(0)
-    index_d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    begin = tl.load(cu_seqlens + seq)
     end = tl.load(cu_seqlens + seq + 1)
-    slot = tl.load(state_indices + seq).to(tl.int64)
+    length = tl.load(seq_lens + seq)
     initial = tl.load(initial_indices + seq).to(tl.int64)
-    left = tl.load(seq_lens + seq) % SIZE
-    left = tl.where((slot != 0) & (begin < end), left, 0)
     held = state + initial * ((SIZE - 1) * 2 * D)
     place = tl.arange(0, BLOCK)
-    mask = (place < left)[:, None] & (index_d < D)[None, :]
+    is_last = (length - end + token + 1) % SIZE == 0
+    if is_last:
+        source = token - (SIZE - 1) + place
+        mask = (place < SIZE)[:, None] & mask_d[None, :]
+        b_gate = _rows(
+            gates, stride_gate, held + D, source, begin, place, index_d, mask, initial != 0, D
+        )
+        b_bias = tl.load(bias + place[:, None] * D + index_d[None, :], mask=mask, other=0.0)
+        logits = b_gate.to(tl.float32) + b_bias.to(tl.float32)
+        logits = tl.where((place < SIZE)[:, None], logits, -float("inf"))
+        weights = tl.exp(logits - tl.max(logits, 0)[None, :])
+        b_key = _rows(keys, stride_key, held, source, begin, place, index_d, mask, initial != 0, D)
+        b_out = tl.sum(weights * b_key.to(tl.float32), 0) / tl.sum(weights, 0)
+        tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask_d)
+    else:
+        tl.store(p_out, tl.zeros([BLOCK_D], out.dtype.element_ty), mask=mask_d)
+
+    slot = tl.load(state_indices + seq).to(tl.int64)
+    left = length % SIZE
+    first_complete = begin + SIZE - 1 - (length - (end - begin)) % SIZE
+    if (slot == 0) | (left == 0) | (token != tl.minimum(first_complete, end - 1)):
+        return
+    mask = (place < left)[:, None] & mask_d[None, :]
     source = end - left + place
     b_key = _rows(keys, stride_key, held, source, begin, place, index_d, mask, initial != 0, D)
     b_gate = _rows(
         gates, stride_gate, held + D, source, begin, place, index_d, mask, initial != 0, D
     )
-    if EARLY:
-        gdc_wait()
+    tl.debug_barrier()  # all of the slot that is read has been
     p_state = state + slot * ((SIZE - 1) * 2 * D) + place[:, None] * (2 * D) + index_d[None, :]
     tl.store(p_state, b_key, mask=mask)
     tl.store(p_state + D, b_gate, mask=mask)

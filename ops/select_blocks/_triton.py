@@ -1,5 +1,5 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Implementation "triton": write the new keys, score all blocks, take the best of each query."""
+"""Implementation "triton": score all blocks, then write new keys and take each query's best."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ _ROWS = 64  # queries and heads that a program scores together, where there are 
 _FEWEST_ROWS = 16  # that a product takes
 _TILE = 64  # blocks; a row of ranks has whole tiles
 _SCORED_TILES = 4  # of a program, where there are many
+# Of a count of tiles, and of blocks: three counts are one number of 32 and of 64 bits.
+_TILE_COUNT_BITS, _COUNT_BITS = 10, 21
 
 
 def select_blocks(
@@ -62,19 +64,6 @@ def select_blocks(
         return chosen.fill_(-1)
     early = launches_early(q.device)
     block_d = triton.next_power_of_2(index_dim)
-    _write_kernel[(num_tokens,)](
-        keys,
-        block_keys,
-        cu_seqlens,
-        slot_mapping,
-        num_seqs,
-        keys.stride(0),
-        D=index_dim,
-        BLOCK_SIZE=block_size,
-        BLOCK_D=block_d,
-        EARLY=early,
-        num_warps=1,
-    )
     ranks, row_tiles = None, triton.cdiv(max_blocks, _TILE)
     if max_blocks > top_k:
         ranks = q.new_empty((num_tokens, row_tiles * _TILE), dtype=torch.int32)
@@ -90,6 +79,7 @@ def select_blocks(
         grid = (num_blocks(num_tokens, num_seqs, block_q), triton.cdiv(row_tiles, tiles))
         _score_kernel[grid](
             q,
+            keys,
             weights,
             block_keys,
             cu_seqlens,
@@ -100,6 +90,7 @@ def select_blocks(
             row_tiles,
             q.stride(0),
             q.stride(1),
+            keys.stride(0),
             page_table.stride(0),
             H=num_heads,
             D=index_dim,
@@ -118,58 +109,45 @@ def select_blocks(
             num_warps=4,
             num_stages=2,
             enable_fp_fusion=True,
-            launch_pdl=early,
         )
     # One query has a processor to itself; many share it, and wait for one another's sums.
     few = num_tokens <= PROCESSORS
+    block = min(2048 if few else 1024, triton.next_power_of_2(row_tiles * _TILE))
+    if row_tiles * _TILE >= block << _TILE_COUNT_BITS:
+        raise ValueError(
+            f"page_table may name {block << _TILE_COUNT_BITS} blocks, got {max_blocks}"
+        )
     _take_kernel[(num_tokens,)](
         ranks,
+        keys,
+        block_keys,
         cu_seqlens,
         seq_lens,
+        slot_mapping,
         chosen,
         num_seqs,
         row_tiles,
+        keys.stride(0),
+        D=index_dim,
+        BLOCK_D=block_d,
         BLOCK_SIZE=block_size,
         TOP_K=top_k,
         BLOCK_K=triton.next_power_of_2(top_k),
-        BLOCK=min(2048 if few else 1024, triton.next_power_of_2(row_tiles * _TILE)),
+        TILE_COUNT_BITS=_TILE_COUNT_BITS,
+        COUNT_BITS=_COUNT_BITS,
+        BLOCK=block,
         TILE=_TILE,
         EARLY=early,
         num_warps=16 if few else 4,
-        launch_pdl=early,
+        launch_pdl=early and ranks is not None,
     )
     return chosen
-
-
-@triton.jit(do_not_specialize=["num_seqs"])
-def _write_kernel(
-    keys: tl.tensor,
-    block_keys: tl.tensor,
-    cu_seqlens: tl.tensor,
-    slot_mapping: tl.tensor,
-    num_seqs: tl.tensor,
-    stride_key: tl.tensor,
-    D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    EARLY: tl.constexpr,
-) -> None:
-    """One program: one token, which writes a key if it is the last of its block."""
-    if EARLY:
-        gdc_launch_dependents()
-    token = tl.program_id(0)
-    slot = tl.load(slot_mapping + token)
-    is_last = slot % BLOCK_SIZE == BLOCK_SIZE - 1
-    if (token < tl.load(cu_seqlens + num_seqs)) & is_last:
-        index = tl.arange(0, BLOCK_D)
-        b_key = tl.load(keys + token.to(tl.int64) * stride_key + index, mask=index < D)
-        row = (slot // BLOCK_SIZE).to(tl.int64)
-        tl.store(block_keys + row * D + index, b_key, mask=index < D)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "row_tiles"])
 def _score_kernel(
     q: tl.tensor,
+    keys: tl.tensor,
     weights: tl.tensor | None,
     block_keys: tl.tensor,
     cu_seqlens: tl.tensor,
@@ -180,6 +158,7 @@ def _score_kernel(
     row_tiles: tl.tensor,
     stride_q_token: tl.tensor,
     stride_q_head: tl.tensor,
+    stride_key: tl.tensor,
     stride_table: tl.tensor,
     H: tl.constexpr,
     D: tl.constexpr,
@@ -197,8 +176,7 @@ def _score_kernel(
 ) -> None:
     """One program: BLOCK_Q queries of a sequence with all their heads, and blocks, BLOCK_N at once.
 
-    Every program waits for the keys that are written, also one without a query: what comes after
-    this launch then comes after that one too.
+    A block that a new token completes has that token's key, which is not written yet.
     """
     if EARLY:
         gdc_launch_dependents()
@@ -212,8 +190,6 @@ def _score_kernel(
     first_block = tl.program_id(1) * MOST_BLOCKS
     # The last tile that is read of a row has a rank in every place.
     end_block = tl.cdiv(complete, TILE) * TILE
-    if EARLY:
-        gdc_wait()
     # Queries that can take all of their blocks need no scores.
     if (first >= end) | (first_block >= end_block) | (complete <= TOP_K):
         return
@@ -238,10 +214,14 @@ def _score_kernel(
     for i in range(tl.cdiv(tl.minimum(MOST_BLOCKS, end_block - first_block), BLOCK_N)):
         block = first_block + i * BLOCK_N + tl.arange(0, BLOCK_N)
         is_block = block < complete
+        owner = (block + 1) * BLOCK_SIZE - 1 - ahead
+        is_new = owner >= begin
         p_page = page_table + seq * stride_table + block // PAGE_BLOCKS
-        page = tl.load(p_page, mask=is_block, other=0)
+        page = tl.load(p_page, mask=is_block & ~is_new, other=0)
         place = page.to(tl.int64) * PAGE_BLOCKS + block % PAGE_BLOCKS
-        p_key = block_keys + place[:, None] * D + index_d[None, :]
+        own = tl.maximum(owner, 0).to(tl.int64) * stride_key
+        p_block = tl.where(is_new, keys + own, block_keys + place * D)
+        p_key = p_block[:, None] + index_d[None, :]
         b_key = tl.load(p_key, mask=is_block[:, None] & mask_d[None, :], other=0.0)
         if FLOAT32_PRODUCTS:
             b_key = b_key.to(tl.float32)
@@ -272,22 +252,30 @@ def _load_ranks(row: tl.tensor, block: tl.tensor, end: tl.tensor) -> tl.tensor:
 @triton.jit(do_not_specialize=["num_seqs", "row_tiles"])
 def _take_kernel(
     ranks: tl.tensor | None,
+    keys: tl.tensor,
+    block_keys: tl.tensor,
     cu_seqlens: tl.tensor,
     seq_lens: tl.tensor,
+    slot_mapping: tl.tensor,
     chosen: tl.tensor,
     num_seqs: tl.tensor,
     row_tiles: tl.tensor,
+    stride_key: tl.tensor,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TILE_COUNT_BITS: tl.constexpr,
+    COUNT_BITS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: one query.
+    """One program: one query, which writes a key if its token is the last of a block.
 
     The rank of the last block that is taken is found from its highest bits on, by counting how many
-    blocks reach each of four ranks, until exactly TOP_K reach one; then blocks are taken in their
+    blocks reach each of three ranks, until exactly TOP_K reach one; then blocks are taken in their
     order: all above the last rank, and the first of those at it.
     """
     token = tl.program_id(0)
@@ -296,6 +284,12 @@ def _take_kernel(
     if seq < num_seqs:
         end = tl.load(cu_seqlens + seq + 1)
         complete = (tl.load(seq_lens + seq) - end + token + 1) // BLOCK_SIZE
+        slot = tl.load(slot_mapping + token)
+        if slot % BLOCK_SIZE == BLOCK_SIZE - 1:
+            index_d = tl.arange(0, BLOCK_D)
+            b_key = tl.load(keys + token.to(tl.int64) * stride_key + index_d, mask=index_d < D)
+            own_key = block_keys + (slot // BLOCK_SIZE).to(tl.int64) * D
+            tl.store(own_key + index_d, b_key, mask=index_d < D)
     if EARLY:
         gdc_wait()
     own = chosen + token.to(tl.int64) * TOP_K
@@ -307,22 +301,31 @@ def _take_kernel(
         row = ranks + token.to(tl.int64) * (row_tiles * TILE)
         index = tl.arange(0, BLOCK)
         end_block = tl.cdiv(complete, TILE) * TILE
-        digits = tl.arange(0, 4)
         last = tl.cast(0, tl.uint32)  # the highest rank that TOP_K are known to reach
         num_reach = complete
         num_above = tl.cast(0, tl.int32)  # that reach the lowest rank that fewer are known to
         shift = tl.cast(30, tl.int32)
         while (num_reach > TOP_K) & (shift >= 0):
-            asked = last + (digits.to(tl.uint32) << shift)
-            reach = tl.zeros([4, BLOCK], dtype=tl.int32)
+            step = tl.cast(1, tl.uint32) << shift
+            # Three counts are one number: of a place in all tiles, and of all places.
+            reach = tl.zeros([BLOCK], dtype=tl.int32)
             for base in range(0, end_block, BLOCK):
-                rank = _load_ranks(row, base + index[None, :], end_block)
-                reach += (rank >= asked[:, None]).to(tl.int32)
-            counts = tl.sum(reach, 1)
-            digit = tl.max(tl.where(counts >= TOP_K, digits, 0), 0)
-            last += digit.to(tl.uint32) << shift
-            num_reach = tl.sum(tl.where(digits == digit, counts, 0), 0)
-            num_above = tl.maximum(num_above, tl.max(tl.where(counts < TOP_K, counts, 0), 0))
+                rank = _load_ranks(row, base + index, end_block)
+                for i in tl.static_range(3):
+                    reaches = rank >= last + (i + 1) * step
+                    reach += tl.where(reaches, 1 << (i * TILE_COUNT_BITS), 0)
+            all_three = tl.zeros([BLOCK], dtype=tl.int64)
+            for i in tl.static_range(3):
+                count = (reach >> (i * TILE_COUNT_BITS)) & ((1 << TILE_COUNT_BITS) - 1)
+                all_three += count.to(tl.int64) << (i * COUNT_BITS)
+            all_three = tl.sum(all_three, 0)
+            for _ in tl.static_range(3):
+                num_next = (all_three & ((1 << COUNT_BITS) - 1)).to(tl.int32)
+                all_three >>= COUNT_BITS
+                reaches = num_next >= TOP_K
+                last = tl.where(reaches, last + step, last)
+                num_reach = tl.where(reaches, num_next, num_reach)
+                num_above = tl.where(reaches, num_above, tl.maximum(num_above, num_next))
             shift -= 2
         left = TOP_K - num_above
         if num_reach == TOP_K:

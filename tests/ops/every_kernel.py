@@ -248,6 +248,11 @@ def on_hopper() -> Iterator[tuple[str, Call]]:
     options = {"scale": 0.2, "block_size": 3}
     op = block_attention.block_attention
     yield f"{op.__name__}, latents of 20 heads", partial(run, op, args, options)
+    pages = paged.Case(num_q_heads=24, num_kv_heads=2, head_dim=64, lengths=((520, 700), (1, 40)))
+    picked = blocks.Case(pages=pages, block_size=4, top_k=60)
+    args = blocks.make_inputs(picked, dtype=torch.bfloat16, padding=(3, 1)).args()
+    options = {"scale": 0.2, "block_size": 4}
+    yield f"{op.__name__}, tiles of queries", partial(run, op, args, options)
 
 
 def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:

@@ -28,7 +28,7 @@ CONTRACT = """
         float64 and (odd or a_token) or padding or nothing or out_of_range or more_heads and fp16
         or keys_that
     ) or triton_invariant and (float64 and odd_l and bf16 or chunked and invariant-1))
-    and not interpreter and not on_a_gpu and not writes
+    and not interpreter and not on_a_gpu and not writes or any_of_a_tile
 """
 
 
