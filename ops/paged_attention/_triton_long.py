@@ -75,11 +75,13 @@ def attend_long(
 
     With ``kv_scales``, to ``kv`` alone, which has the new rows as they were rounded.
     """
-    plain = not window and not softcap and kv_scales is None and relative_bias is None
-    hopper = HopperTiles.of(q, k, v, kv) if plain else None
+    hopper = None
+    if not softcap and kv_scales is None:
+        hopper = HopperTiles.of(q, k, v, kv, biased=relative_bias is not None)
     if hopper is not None:
         pages = (kv, seq_lens, page_table)
-        attend_rows(q, k, v, cu_seqlens, out, lse, scale=scale, tiles=hopper, pages=pages)
+        given = {"window": window, "relative_bias": relative_bias}
+        attend_rows(q, k, v, cu_seqlens, out, lse, scale=scale, tiles=hopper, pages=pages, **given)
         return
     num_tokens, num_q_heads, head_dim = q.shape
     _, _, page_size, num_kv_heads, _ = kv.shape
