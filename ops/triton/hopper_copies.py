@@ -89,18 +89,20 @@ def copy_keys_and_values(
                 begin = first_key - i * BLOCK_KV
                 _copy_biases(i, begin, block, biases, GROUP, H, BLOCK_Q, BLOCK_KV, STAGES, REACH)
     if PAGE_SIZE > 0:
+        # What is before is hidden by those who compute: the first row is read in its place.
         end_tile = gl.cdiv(num_held, BLOCK_KV)
-        key = (end_tile - 1) * BLOCK_KV + index_kv
-        is_key = (key >= held_begin) & (key < num_held)
-        page = gl.load(table + key // PAGE_SIZE * stride_table_page, mask=is_key, other=0)
+        key = gl.maximum((end_tile - 1) * BLOCK_KV + index_kv, held_begin)
+        p_page = table + key // PAGE_SIZE * stride_table_page
+        page = gl.load(p_page, mask=key < num_held, other=0)
         for i in range(end_tile - held_begin // BLOCK_KV):
+            key = gl.maximum((end_tile - 1 - i) * BLOCK_KV + index_kv, held_begin)
             slot = (page.to(gl.int64) * PAGE_SIZE + key % PAGE_SIZE) * stride_held
-            was_key, key = (key >= held_begin) & (key < num_held), key - BLOCK_KV
-            is_key = key >= held_begin
+            is_key = key < num_held
             # Looked up a tile ahead, for the copies to find it here.
-            page = gl.load(table + key // PAGE_SIZE * stride_table_page, mask=is_key, other=0)
+            key = gl.maximum(key - BLOCK_KV, held_begin)
+            page = gl.load(table + key // PAGE_SIZE * stride_table_page)
             p_k, p_v = held_keys + slot, held_values + slot
-            _copy_tile(num_rows_tiles + i, p_k, p_v, was_key, bars, bufs, D, REST, V, STAGES)
+            _copy_tile(num_rows_tiles + i, p_k, p_v, is_key, bars, bufs, D, REST, V, STAGES)
             if REACH > 0:
                 _, _, _, _, _, num_held_biased = block
                 if i < num_held_biased:
@@ -197,7 +199,7 @@ def _copy_biases(
     relative_bias, first_token, end, first_head, ahead, _ = rows
     b_bias, ready, free, _ = bufs
     M: gl.constexpr = b_bias.shape[1]
-    PART: gl.constexpr = 32  # so many rows are on their way at once
+    PART: gl.constexpr = 16  # so many rows are on their way at once
     stage = i % STAGES
     index_kv = gl.arange(0, BLOCK_KV, gl.SliceLayout(0, BIASES))
     mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)

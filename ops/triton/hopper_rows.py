@@ -240,12 +240,13 @@ def attend(
         sums, 1, n - 1, first_key - BLOCK_KV, last, scale_log2, q_bufs, bars, bufs,
         M, BLOCK_KV, REST, V, STAGES, True, False, since, biases, 1, FIRST_ROW, HAS_WINDOW, BIASED,
     )  # fmt: skip
-    sums = _take_in(
-        sums, n, num_whole, 0, last, scale_log2, q_bufs, bars, bufs,
-        M, BLOCK_KV, REST, V, STAGES, False, False, since, biases, 0, FIRST_ROW, False, False,
-    )  # fmt: skip
     num_biased = n
-    n += num_whole
+    if not HAS_WINDOW:
+        sums = _take_in(
+            sums, n, num_whole, 0, last, scale_log2, q_bufs, bars, bufs,
+            M, BLOCK_KV, REST, V, STAGES, False, False, since, biases, 0, FIRST_ROW, False, False,
+        )  # fmt: skip
+        n += num_whole
     if PAGED:
         num_held, end_tile, held_left, held_whole = held
         sums = _take_in(
@@ -254,11 +255,13 @@ def attend(
             FIRST_ROW, HAS_WINDOW, BIASED,
         )  # fmt: skip
         n += held_left
-        sums = _take_in(
-            sums, n, held_whole, 0, last, scale_log2, q_bufs, bars, bufs,
-            M, BLOCK_KV, REST, V, STAGES, False, True, since, biases, 0, FIRST_ROW, False, False,
-        )  # fmt: skip
-        n += held_whole
+        if not HAS_WINDOW:
+            sums = _take_in(
+                sums, n, held_whole, 0, last, scale_log2, q_bufs, bars, bufs,
+                M, BLOCK_KV, REST, V, STAGES, False, True, since, biases, 0, FIRST_ROW, False,
+                False,
+            )  # fmt: skip
+            n += held_whole
 
     b_o, b_p, peak, total = sums
     b_sum = _weighted(n - 1, b_p, b_o, bars, bufs, STAGES, PAGED)
