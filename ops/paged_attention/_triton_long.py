@@ -75,11 +75,13 @@ def attend_long(
 
     With ``kv_scales``, to ``kv`` alone, which has the new rows as they were rounded.
     """
-    plain = not window and not softcap and kv_scales is None and relative_bias is None
-    hopper = HopperTiles.of(q, k, v, kv) if plain else None
+    hopper = None
+    if not softcap and kv_scales is None:
+        hopper = HopperTiles.of(q, k, v, kv, biased=relative_bias is not None)
     if hopper is not None:
         pages = (kv, seq_lens, page_table)
-        attend_rows(q, k, v, cu_seqlens, out, lse, scale=scale, tiles=hopper, pages=pages)
+        given = {"window": window, "relative_bias": relative_bias}
+        attend_rows(q, k, v, cu_seqlens, out, lse, scale=scale, tiles=hopper, pages=pages, **given)
         return
     num_tokens, num_q_heads, head_dim = q.shape
     _, _, page_size, num_kv_heads, _ = kv.shape
@@ -221,6 +223,10 @@ def _long_kernel(
     rows_whole = (first_token - begin + 1) // BLOCK_KV
     if HAS_WINDOW:
         held_whole, rows_whole = 0, 0
+    if relative_bias is not None:  # and that no row has biases of
+        far_end = tl.maximum(0, ahead + first_token - REACH + 1)
+        held_whole = tl.minimum(held_whole, far_end // BLOCK_KV)
+        rows_whole = tl.minimum(rows_whole, tl.maximum(0, far_end - num_held) // BLOCK_KV)
     held_left = tl.cdiv(num_held - held_begin, BLOCK_KV) - held_whole
     rows_left = tl.cdiv(keys_end - rows_begin, BLOCK_KV) - rows_whole
 
@@ -269,7 +275,7 @@ def _long_kernel(
             cap_scale=cap_scale,
             HAS_WINDOW=HAS_WINDOW,
             HAS_SOFTCAP=HAS_SOFTCAP,
-            biases=biases,
+            biases=biases if hides else None,
             bias_scale=bias_scale,
             REACH=REACH,
         )
@@ -300,7 +306,7 @@ def _long_kernel(
                 cap_scale=cap_scale,
                 HAS_WINDOW=HAS_WINDOW,
                 HAS_SOFTCAP=HAS_SOFTCAP,
-                biases=biases,
+                biases=biases if hides else None,
                 bias_scale=bias_scale,
                 REACH=REACH,
             )

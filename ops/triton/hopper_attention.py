@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.triton.devices import rows_are_aligned, runs_gluon
 from torch_hybrid.ops.triton.ragged import num_blocks
+from torch_hybrid.ops.triton.relative_bias import reach_of
 from torch_hybrid.ops.triton.softmax import log2_scale
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ class HopperTiles:
     copy_registers: int
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, *pools: Tensor) -> HopperTiles | None:
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, *pools: Tensor, biased: bool = False
+    ) -> HopperTiles | None:
         """As many keys as leave room for two tiles; None where this form does not serve."""
         dims = (q.shape[2], v.shape[2])
         serves = dims in HEAD_DIMS and q.itemsize == 2 and q.shape[1] <= BLOCK_M * k.shape[1]
@@ -39,7 +42,11 @@ class HopperTiles:
         aligned = all(map(rows_are_aligned, (q, k, v, *pools)))
         if not (runs_gluon(q.device) and serves and aligned):
             return None
+        if biased and sum(dims) > 256:
+            return None
         block_kv = 64 if sum(dims) > 320 else 128
+        if biased:
+            return cls(block_kv=128, num_stages=2, registers=208, copy_registers=88)
         return cls(block_kv=block_kv, num_stages=2, registers=224, copy_registers=56)
 
 
@@ -79,6 +86,8 @@ def attend_rows(
     cu_seqlens_k: Tensor | None = None,
     pages: tuple[Tensor, Tensor, Tensor] | None = None,
     wanted: Tensor | None = None,
+    window: int = 0,
+    relative_bias: Tensor | None = None,
 ) -> None:
     """Attend to the rows of ``k`` and ``v``, and to what earlier steps left in pages.
 
@@ -91,6 +100,8 @@ def attend_rows(
         out, lse: [T, H, V] and float32 [T, H], contiguous, written.
         pages: (kv [2, P, page, HK, D], seq_lens [N], page_table [N, pages]).
         wanted: [T] int32; a block of tokens none of which has a 1 is left alone.
+        window: keys that a query sees, its own included; 0 for all. Causal alone.
+        relative_bias: [T, H, R], as ``paged_attention`` takes it. Causal alone.
     """
     from torch_hybrid.ops.triton.hopper_kernel import hopper_attend_kernel  # where there is Gluon
 
@@ -117,9 +128,11 @@ def attend_rows(
         seq_lens,
         page_table,
         wanted,
+        relative_bias,
         out,
         lse,
         log2_scale(scale),
+        window,
         num_seqs,
         q.stride(0),
         q.stride(1),
@@ -141,6 +154,8 @@ def attend_rows(
         BLOCK_KV=tiles.block_kv,
         STAGES=tiles.num_stages,
         CAUSAL=causal,
+        HAS_WINDOW=window > 0,
+        REACH=reach_of(relative_bias),
         REGISTERS=tiles.registers,
         COPY_REGISTERS=tiles.copy_registers,
         num_warps=4,

@@ -8,11 +8,12 @@ first, is copied row by row, as tiles in pages are, and holds 0 past it.
 
 from __future__ import annotations
 
+from triton import language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-from torch_hybrid.ops.triton.hopper import COPIED, COPYING_THREADS, ROWS
+from torch_hybrid.ops.triton.hopper import BIASES, COPIED, COPYING_THREADS, ROWS
 
 
 @gluon.jit
@@ -54,37 +55,61 @@ def copy_keys_and_values(
     tiles: gl.tuple,
     bars: gl.tuple,
     bufs: gl.tuple,
+    block: gl.tuple,
+    biases: gl.tuple,
+    GROUP: gl.constexpr,
+    H: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
     D: gl.constexpr,
     REST: gl.constexpr,
     V: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
+    REACH: gl.constexpr,
 ) -> None:
-    """All tiles, each as soon as there is room."""
+    """All tiles, each as soon as there is room, and its biases, if it has some."""
     keys, values, stride_k, stride_v, row_of_key_0 = rows
-    held_keys, held_values, stride_held, table, stride_table_page, num_held = pages
-    rows_begin, num_rows_tiles, _, keys_end = tiles
+    held_keys, held_values, stride_held, table, stride_table_page, held_begin, num_held = pages
+    rows_begin, num_rows_tiles, num_whole, keys_end = tiles
+    num_biased = num_rows_tiles - num_whole
     index_kv = gl.arange(0, BLOCK_KV, gl.SliceLayout(1, COPIED))
     key = rows_begin + (num_rows_tiles - 1) * BLOCK_KV + index_kv
     place = (row_of_key_0 + key).to(gl.int64)
     p_k, p_v = keys + place * stride_k, values + place * stride_v
     _copy_tile(0, p_k, p_v, key < keys_end, bars, bufs, D, REST, V, STAGES)
+    first_key = rows_begin + (num_rows_tiles - 1) * BLOCK_KV
+    if REACH > 0:
+        _copy_biases(0, first_key, block, biases, GROUP, H, BLOCK_Q, BLOCK_KV, STAGES, REACH)
     for i in range(1, num_rows_tiles):
         row = row_of_key_0 + rows_begin + (num_rows_tiles - 1 - i) * BLOCK_KV
         _fetch_tile(i, row, boxes, bars, bufs, D, REST, V, BLOCK_KV, STAGES)
+        if REACH > 0:
+            if i < num_biased:
+                begin = first_key - i * BLOCK_KV
+                _copy_biases(i, begin, block, biases, GROUP, H, BLOCK_Q, BLOCK_KV, STAGES, REACH)
     if PAGE_SIZE > 0:
-        num_tiles = gl.cdiv(num_held, BLOCK_KV)
-        key = (num_tiles - 1) * BLOCK_KV + index_kv
-        is_key = (key >= 0) & (key < num_held)
-        page = gl.load(table + key // PAGE_SIZE * stride_table_page, mask=is_key, other=0)
-        for i in range(num_tiles):
+        # What is before is hidden by those who compute: the first row is read in its place.
+        end_tile = gl.cdiv(num_held, BLOCK_KV)
+        key = gl.maximum((end_tile - 1) * BLOCK_KV + index_kv, held_begin)
+        p_page = table + key // PAGE_SIZE * stride_table_page
+        page = gl.load(p_page, mask=key < num_held, other=0)
+        for i in range(end_tile - held_begin // BLOCK_KV):
+            key = gl.maximum((end_tile - 1 - i) * BLOCK_KV + index_kv, held_begin)
             slot = (page.to(gl.int64) * PAGE_SIZE + key % PAGE_SIZE) * stride_held
-            was_key, key = key < num_held, key - BLOCK_KV
+            is_key = key < num_held
             # Looked up a tile ahead, for the copies to find it here.
-            page = gl.load(table + key // PAGE_SIZE * stride_table_page, mask=key >= 0, other=0)
+            key = gl.maximum(key - BLOCK_KV, held_begin)
+            page = gl.load(table + key // PAGE_SIZE * stride_table_page)
             p_k, p_v = held_keys + slot, held_values + slot
-            _copy_tile(num_rows_tiles + i, p_k, p_v, was_key, bars, bufs, D, REST, V, STAGES)
+            _copy_tile(num_rows_tiles + i, p_k, p_v, is_key, bars, bufs, D, REST, V, STAGES)
+            if REACH > 0:
+                _, _, _, _, _, num_held_biased = block
+                if i < num_held_biased:
+                    n, begin = num_biased + i, (end_tile - 1 - i) * BLOCK_KV
+                    _copy_biases(
+                        n, begin, block, biases, GROUP, H, BLOCK_Q, BLOCK_KV, STAGES, REACH
+                    )
 
 
 @gluon.jit
@@ -152,3 +177,42 @@ def _fetch_tile(
     mbarrier.expect(ready, BLOCK_KV * V * b_v.dtype.primitive_bitwidth // 8)
     tma.async_copy_global_to_shared(box_v, [row, column_v], ready, b_v.index(stage))
     mbarrier.arrive(ready, count=COPYING_THREADS - 1)
+
+
+@gluon.jit
+def _copy_biases(
+    i: gl.tensor,
+    first_key: gl.tensor,
+    rows: gl.tuple,
+    bufs: gl.tuple,
+    GROUP: gl.constexpr,
+    H: gl.constexpr,
+    BLOCK_Q: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    STAGES: gl.constexpr,
+    REACH: gl.constexpr,
+) -> None:
+    """The biases of the tile that is number i of those that have some, from ``first_key`` on.
+
+    They are turned around: a row has them by distance, a tile by key.
+    """
+    relative_bias, first_token, end, first_head, ahead, _ = rows
+    b_bias, ready, free, _ = bufs
+    M: gl.constexpr = b_bias.shape[1]
+    PART: gl.constexpr = 16  # so many rows are on their way at once
+    stage = i % STAGES
+    index_kv = gl.arange(0, BLOCK_KV, gl.SliceLayout(0, BIASES))
+    mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)
+    for half in tl.range(0, 2, disable_licm=True):
+        for part in gl.static_range(M // PART):
+            row = half * M + part * PART + gl.arange(0, PART, gl.SliceLayout(1, BIASES))
+            token = first_token + row // GROUP
+            is_row = (row < BLOCK_Q * GROUP) & (token < end)
+            distance = ahead + token - first_key  # of the tile's first key
+            p_row = (token.to(gl.int64) * H + first_head + row % GROUP) * REACH + distance
+            distance = gl.where(is_row, distance, -1)[:, None] - index_kv[None, :]
+            is_near = (distance >= 0) & (distance < REACH)
+            p_part = relative_bias + p_row[:, None] - index_kv[None, :]
+            b_part = gl.load(p_part, mask=is_near, other=0.0)
+            b_bias.index(stage * 2 + half).slice(part * PART, PART).store(b_part)
+    mbarrier.arrive(ready.index(stage), count=1)

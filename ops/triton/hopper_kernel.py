@@ -11,6 +11,8 @@ tile may hide keys from rows, and there always is one.
 
 from __future__ import annotations
 
+import math
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, tma
@@ -19,8 +21,10 @@ from torch_hybrid.ops.triton.hopper import COPYING_THREADS, ROWS, new_barriers, 
 from torch_hybrid.ops.triton.hopper_copies import copy_keys_and_values, copy_queries
 from torch_hybrid.ops.triton.hopper_rows import attend
 
+_LOG2_E = gl.constexpr(math.log2(math.e))
 
-@gluon.jit(do_not_specialize=["num_seqs", "stride_table_seq"])
+
+@gluon.jit(do_not_specialize=["num_seqs", "stride_table_seq", "window"])
 def hopper_attend_kernel(
     q: gl.tensor,
     k: gl.tensor,
@@ -34,9 +38,11 @@ def hopper_attend_kernel(
     seq_lens: gl.tensor,
     page_table: gl.tensor,
     wanted: gl.tensor,
+    relative_bias: gl.tensor,
     out: gl.tensor,
     lse: gl.tensor,
     scale_log2: gl.tensor,
+    window: gl.tensor,
     num_seqs: gl.tensor,
     stride_q_token: gl.tensor,
     stride_q_head: gl.tensor,
@@ -58,6 +64,8 @@ def hopper_attend_kernel(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
+    REACH: gl.constexpr,
     REGISTERS: gl.constexpr,
     COPY_REGISTERS: gl.constexpr,
 ) -> None:
@@ -97,27 +105,41 @@ def hopper_attend_kernel(
             row_of_key_0 = begin - num_held
             held_keys = kv + head_k * D
             table = page_table + seq.to(gl.int64) * stride_table_seq
-            pages = (
-                held_keys,
-                held_keys + stride_values,
-                HK * D,
-                table,
-                stride_table_page,
-                num_held,
-            )
         else:
             row_of_key_0 = gl.load(cu_seqlens_k + seq)
             num_keys = gl.load(cu_seqlens_k + seq + 1) - row_of_key_0
             num_held = 0
-            pages = (k, v, 0, cu_seqlens, 0, 0)
+            held_keys = k
+            table = cu_seqlens
         ahead = num_keys - end  # of a token's number, to its position
         keys_end, seen_by_all = num_keys, num_keys
         if CAUSAL:
             keys_end = gl.maximum(0, ahead + gl.minimum(first_token + BLOCK_Q, end))
             seen_by_all = gl.maximum(0, ahead + first_token + 1)
-        num_tiles = gl.maximum(1, gl.cdiv(keys_end - num_held, BLOCK_KV))
-        num_whole = gl.minimum((seen_by_all - num_held) // BLOCK_KV, num_tiles - 1)
-        tiles = (num_held, num_tiles, num_whole, keys_end)
+        held_begin, rows_begin = 0, num_held
+        if HAS_WINDOW:  # no row sees what is before, and pages may be somebody else's
+            seen_begin = gl.maximum(0, ahead + first_token - window + 1)
+            held_begin = gl.minimum(seen_begin, num_held)
+            rows_begin = gl.maximum(seen_begin, num_held)
+            seen_by_all = 0
+        if REACH > 0:  # what no row has biases of is seen by all
+            seen_by_all = gl.minimum(seen_by_all, gl.maximum(0, ahead + first_token - REACH + 1))
+        num_tiles = gl.maximum(1, gl.cdiv(keys_end - rows_begin, BLOCK_KV))
+        num_whole = gl.maximum(0, gl.minimum((seen_by_all - rows_begin) // BLOCK_KV, num_tiles - 1))
+        tiles = (rows_begin, num_tiles, num_whole, keys_end)
+        held_tiles = gl.cdiv(num_held, BLOCK_KV)
+        held_whole = gl.minimum(seen_by_all, num_held) // BLOCK_KV
+        held_left = held_tiles - held_begin // BLOCK_KV - held_whole
+        held = (num_held, held_tiles, held_left, held_whole)
+        pages = (
+            held_keys,
+            held_keys + stride_values,
+            HK * D,
+            table,
+            stride_table_page,
+            held_begin,
+            num_held,
+        )
         rows_k, rows_v = k + head_k * stride_k_head, v + head_k * stride_v_head
         rows = (rows_k, rows_v, stride_k_token, stride_v_token, row_of_key_0)
 
@@ -135,16 +157,23 @@ def hopper_attend_kernel(
         bufs = (b_k, b_k_rest, b_v)
         outputs = (out, lse)
         block_of = (first_token, end, head_k * GROUP, ahead)
+        biases, biased = (), ()
+        if REACH > 0:
+            b_bias = gl.allocate_shared_memory(dtype, [STAGES * 2, M, BLOCK_KV], ROWS)
+            bias_ready, bias_free = new_barriers(STAGES, 1), new_barriers(STAGES, 2)
+            biases = (b_bias, bias_ready, bias_free, _LOG2_E / scale_log2)
+            biased = (relative_bias, first_token, end, head_k * GROUP, ahead, held_left)
         gl.warp_specialize(
             [
-                (attend, (outputs, q_first, block_of, tiles, num_held, scale_log2, bars, bufs,
-                           0, GROUP, H, BLOCK_Q, M, BLOCK_KV, REST, V, STAGES, CAUSAL,
-                           PAGE_SIZE > 0)),
-                (attend, (outputs, q_second, block_of, tiles, num_held, scale_log2, bars, bufs,
-                           M, GROUP, H, BLOCK_Q, M, BLOCK_KV, REST, V, STAGES, CAUSAL,
-                           PAGE_SIZE > 0)),
-                (copy_keys_and_values, (rows, boxes, pages, tiles, bars, bufs, D, REST, V, BLOCK_KV,
-                                        STAGES, PAGE_SIZE)),
+                (attend, (outputs, q_first, block_of, tiles, held, scale_log2, bars, bufs, biases,
+                          window, 0, GROUP, H, BLOCK_Q, M, BLOCK_KV, REST, V, STAGES, CAUSAL,
+                          PAGE_SIZE > 0, HAS_WINDOW, REACH > 0)),
+                (attend, (outputs, q_second, block_of, tiles, held, scale_log2, bars, bufs, biases,
+                          window, M, GROUP, H, BLOCK_Q, M, BLOCK_KV, REST, V, STAGES, CAUSAL,
+                          PAGE_SIZE > 0, HAS_WINDOW, REACH > 0)),
+                (copy_keys_and_values, (rows, boxes, pages, tiles, bars, bufs,
+                                        biased, biases, GROUP, H, BLOCK_Q, D,
+                                        REST, V, BLOCK_KV, STAGES, PAGE_SIZE, REACH)),
             ],
             [4, 4],
             [REGISTERS, COPY_REGISTERS],

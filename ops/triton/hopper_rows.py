@@ -96,6 +96,25 @@ def _advance(
 
 
 @gluon.jit
+def _biased(
+    i: gl.tensor,
+    scores: gl.tensor,
+    biases: gl.tuple,
+    FIRST_ROW: gl.constexpr,
+    M: gl.constexpr,
+    BLOCK_KV: gl.constexpr,
+    STAGES: gl.constexpr,
+) -> gl.tensor:
+    """Scores and the biases of the tile that is number i of those that have some."""
+    b_bias, ready, free, bias_scale = biases
+    stage = i % STAGES
+    mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
+    b_tile = b_bias.index(stage * 2 + FIRST_ROW // M).load(products_layout(BLOCK_KV))
+    mbarrier.arrive(free.index(stage), count=1)
+    return scores + b_tile.to(gl.float32) * bias_scale
+
+
+@gluon.jit
 def _take_in(
     sums: gl.tuple,
     first: gl.tensor,
@@ -113,8 +132,15 @@ def _take_in(
     STAGES: gl.constexpr,
     HIDES: gl.constexpr,
     COPIED: gl.constexpr,
+    since: gl.tensor,
+    biases: gl.tuple,
+    first_biased: gl.tensor,
+    FIRST_ROW: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
+    BIASED: gl.constexpr,
 ) -> gl.tuple:
-    """Tiles number ``first`` and on, downward from ``first_key``.
+    """Tiles number ``first`` and on, downward from ``first_key``; of those that are BIASED, they
+    are ``first_biased`` and on.
 
     ``sums`` are those of the tiles before the last one, and the last one's weights, whose values
     are added beside the products of the next.
@@ -131,6 +157,10 @@ def _take_in(
         scores = warpgroup_mma_wait(1, deps=[scores])
         mbarrier.arrive(k_free.index(i % STAGES), count=1)
         key = first_key - tile * BLOCK_KV + index_kv
+        if BIASED:
+            scores = _biased(first_biased + tile, scores, biases, FIRST_ROW, M, BLOCK_KV, STAGES)
+        if HAS_WINDOW:
+            scores = gl.where(key[None, :] >= since[:, None], scores, -float("inf"))
         weights, rescale, peak, total = _advance(scores, key, last, scale_log2, peak, total, HIDES)
         if not COPIED:
             # Long past. But a branch: without one, the wait for the products moves before the
@@ -149,10 +179,12 @@ def attend(
     q_bufs: gl.tuple,
     block: gl.tuple,
     tiles: gl.tuple,
-    num_held: gl.tensor,
+    held: gl.tuple,
     scale_log2: gl.tensor,
     bars: gl.tuple,
     bufs: gl.tuple,
+    biases: gl.tuple,
+    window: gl.tensor,
     FIRST_ROW: gl.constexpr,
     GROUP: gl.constexpr,
     H: gl.constexpr,
@@ -164,6 +196,8 @@ def attend(
     STAGES: gl.constexpr,
     CAUSAL: gl.constexpr,
     PAGED: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
+    BIASED: gl.constexpr,
 ) -> None:
     """M rows of the block, from FIRST_ROW on."""
     out, lse = outputs
@@ -178,6 +212,9 @@ def attend(
     last = nothing + (keys_end - 1)
     if CAUSAL:
         last = gl.minimum(last, ahead + first_token + row // GROUP)
+    since = nothing
+    if HAS_WINDOW:
+        since = ahead + first_token + row // GROUP - window + 1
 
     mbarrier.wait(q_ready, 0)
     scores = _scores(0, q_bufs, bars, bufs, M, BLOCK_KV, REST, STAGES, True)
@@ -185,6 +222,10 @@ def attend(
     mbarrier.arrive(k_free.index(0), count=1)
     first_key = rows_begin + (num_rows_tiles - 1) * BLOCK_KV
     key = first_key + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, L_S))
+    if BIASED:
+        scores = _biased(0, scores, biases, FIRST_ROW, M, BLOCK_KV, STAGES)
+    if HAS_WINDOW:
+        scores = gl.where(key[None, :] >= since[:, None], scores, -float("inf"))
     peak = gl.full([M], -float("inf"), gl.float32, gl.SliceLayout(1, L_S))
     total = gl.zeros([M], gl.float32, gl.SliceLayout(1, L_S))
     weights, _, peak, total = _advance(scores, key, last, scale_log2, peak, total, True)
@@ -197,26 +238,30 @@ def attend(
     n = num_rows_tiles - num_whole
     sums = _take_in(
         sums, 1, n - 1, first_key - BLOCK_KV, last, scale_log2, q_bufs, bars, bufs,
-        M, BLOCK_KV, REST, V, STAGES, True, False,
+        M, BLOCK_KV, REST, V, STAGES, True, False, since, biases, 1, FIRST_ROW, HAS_WINDOW, BIASED,
     )  # fmt: skip
-    sums = _take_in(
-        sums, n, num_whole, 0, last, scale_log2, q_bufs, bars, bufs,
-        M, BLOCK_KV, REST, V, STAGES, False, False,
-    )  # fmt: skip
-    n += num_whole
-    if PAGED:
-        held_whole = num_held // BLOCK_KV
-        held_left = gl.cdiv(num_held, BLOCK_KV) - held_whole
+    num_biased = n
+    if not HAS_WINDOW:
         sums = _take_in(
-            sums, n, held_left, held_whole * BLOCK_KV, nothing + (num_held - 1), scale_log2, q_bufs,
-            bars, bufs, M, BLOCK_KV, REST, V, STAGES, True, True,
+            sums, n, num_whole, 0, last, scale_log2, q_bufs, bars, bufs,
+            M, BLOCK_KV, REST, V, STAGES, False, False, since, biases, 0, FIRST_ROW, False, False,
+        )  # fmt: skip
+        n += num_whole
+    if PAGED:
+        num_held, end_tile, held_left, held_whole = held
+        sums = _take_in(
+            sums, n, held_left, (end_tile - 1) * BLOCK_KV, nothing + (num_held - 1), scale_log2,
+            q_bufs, bars, bufs, M, BLOCK_KV, REST, V, STAGES, True, True, since, biases, num_biased,
+            FIRST_ROW, HAS_WINDOW, BIASED,
         )  # fmt: skip
         n += held_left
-        sums = _take_in(
-            sums, n, held_whole, 0, last, scale_log2, q_bufs, bars, bufs,
-            M, BLOCK_KV, REST, V, STAGES, False, True,
-        )  # fmt: skip
-        n += held_whole
+        if not HAS_WINDOW:
+            sums = _take_in(
+                sums, n, held_whole, 0, last, scale_log2, q_bufs, bars, bufs,
+                M, BLOCK_KV, REST, V, STAGES, False, True, since, biases, 0, FIRST_ROW, False,
+                False,
+            )  # fmt: skip
+            n += held_whole
 
     b_o, b_p, peak, total = sums
     b_sum = _weighted(n - 1, b_p, b_o, bars, bufs, STAGES, PAGED)

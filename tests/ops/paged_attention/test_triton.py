@@ -120,20 +120,22 @@ def test_long_queries_in_interpreter(
 
 @needs_interpreter
 @pytest.mark.parametrize("fp8", [False, True])
-def test_long_biased_queries_in_interpreter(fp8: bool, long_queries: None) -> None:
-    case = LONG["prefix_and_rows"]
-    check("cpu", case, torch.float16, "window_softcap", fp8=fp8, reach=100)
+@pytest.mark.parametrize(("options", "reach"), [("window_softcap", 100), ("softcap", 30)])
+def test_long_biased_queries_in_interpreter(
+    options: str, reach: int, fp8: bool, long_queries: None
+) -> None:
+    check("cpu", LONG["prefix_and_rows"], torch.float16, options, fp8=fp8, reach=reach)
 
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", LONG | HOPPER)
 @pytest.mark.parametrize("fp8", [False, True])
 def test_long_biased_queries_on_a_gpu(
     name: str, dtype: torch.dtype, fp8: bool, long_queries: None
 ) -> None:
-    for options in OPTIONS:
-        check("cuda", LONG[name], dtype, options, fp8=fp8, reach=100)
+    for options, reach in itertools.product(OPTIONS, (30, 100)):
+        check("cuda", (LONG | HOPPER)[name], dtype, options, fp8=fp8, reach=reach)
 
 
 @needs_cuda
