@@ -158,11 +158,8 @@ TH_NOINLINE void store_outputs(const Sequence<T>& seq, const Columns& columns, c
     for (int r = 0; r < TILE_ROWS; ++r) {
       if (row + r >= chunk.size) break;
       T* out = seq.out(chunk.first + row + r, columns.h) + columns.first + c;
-#pragma GCC unroll 8
-      for (int v = 0; v < th::detail::TILE_VECTORS; ++v) {
-        const int left = int(columns.width - c) - v * LANES;
-        if (left > 0) th::store(out + v * LANES, sums[r][v], left);
-      }
+      for (int v = 0; v * LANES < std::min<int64_t>(TILE_COLS, columns.width - c); ++v)
+        th::store(out + v * LANES, sums[r][v], int(columns.width - c - v * LANES));
     }
   }
 }
