@@ -204,6 +204,18 @@ def test_the_first_step_of_a_kind_is_not_counted():
     assert not pace.is_measured(2)
 
 
+def test_a_step_whose_time_says_nothing_is_charged_what_its_kind_takes():
+    costs = StepCosts(4)
+    assert costs.charged(1, 4, None) == pytest.approx(1.4)
+    for _ in range(3):
+        costs.note(1, 0, 2.0, 0)
+    assert costs.charged(1, 4, None) == pytest.approx(1.4)
+    assert costs.charged(1, 4, 5.0) == 2.5
+    for _ in range(3):
+        costs.note(1, 4, 4.0, 0)
+    assert costs.charged(1, 4, None) == costs.charged(1, 4, 9.0) == 2.0
+
+
 def test_ranks_that_share_a_model_decide_alike():
     """Whatever their clocks say."""
     lengths = []

@@ -56,12 +56,13 @@ class Pace:
         """What will be remembered of a request."""
         return Acceptance(self.max_tokens, FADING)
 
-    def note_step(self, num_seqs: int, length: int, num_tokens: int, seconds: float) -> None:
+    def note_step(self, num_seqs: int, length: int, num_tokens: int, seconds: float | None) -> None:
         """A step gave so many tokens, in so long; ``length`` of its longest draft, 0 for a plain
-        one."""
+        one. None: its time says nothing, since it was the first one of its size."""
         self._now += 1
         self._left = max(0, self._left - 1)
-        self._costs.note(num_seqs, length, seconds, self._now)
+        if seconds is not None:
+            self._costs.note(num_seqs, length, seconds, self._now)
         plain_steps = num_tokens / num_seqs
         cost = self._costs.charged(num_seqs, length, seconds) if length else 1.0
         if self._credit < START:
