@@ -73,15 +73,15 @@ class StepCosts:
                 known[length] = 1.0 + (least - 1.0) * 0.5 ** ((now - kind.noted) // LONG)
         return [self._between(known, length) for length in lengths]
 
-    def charged(self, num_seqs: int, length: int, seconds: float | None) -> float:
+    def charged(self, num_seqs: int, length: int, seconds: float) -> float:
         """The cost of a step that took so long: that of its kind, or its own where that is not
         known, as far as it can be believed."""
         size = _size(num_seqs)
         plain, kind = self._known(size, 0), self._known(size, length)
-        if plain is not None and kind is not None:
-            return kind.fastest / plain.fastest
-        if plain is None or seconds is None:
+        if plain is None:
             return 1.0 + SLOPE * length
+        if kind is not None:
+            return kind.fastest / plain.fastest
         return min(seconds / plain.fastest, 1.0 + 0.5 * self._max_tokens)
 
     def _between(self, known: dict[int, float], length: int) -> float:

@@ -87,16 +87,16 @@ class Speculator:
 
     def note(self, flight: Flight | Verified, seconds: float) -> None:
         """A step has landed, after so long by ``clock``."""
-        num_seqs, num_before = len(flight.requests), self._num_buckets
-        self._num_buckets = self._runner.num_buckets
-        measured = seconds if self._num_buckets == num_before else None
+        num_before, self._num_buckets = self._num_buckets, self._runner.num_buckets
+        is_first = self._num_buckets != num_before
+        num_seqs = len(flight.requests)
         if isinstance(flight, Flight):
             if flight.is_decode:
-                self._pace.note_step(num_seqs, 0, num_seqs, measured)
+                self._pace.note_step(num_seqs, 0, num_seqs, seconds, is_first=is_first)
         else:
             self._count(flight)
-            num_tokens = num_seqs + sum(flight.num_accepted)
-            self._pace.note_step(num_seqs, max(map(len, flight.drafts)), num_tokens, measured)
+            num_tokens, length = num_seqs + sum(flight.num_accepted), max(map(len, flight.drafts))
+            self._pace.note_step(num_seqs, length, num_tokens, seconds, is_first=is_first)
 
     def forget(self, request: Request) -> None:
         """A request has ended."""
