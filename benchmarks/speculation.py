@@ -126,7 +126,7 @@ def demo(rounds: int, num_tokens: int, device: str) -> dict[str, Times]:
         "without": Engine(runner),
         "n-grams": Engine(runner, speculate=Speculation("ngram", max_tokens=DRAFTS)),
         "its head": Engine(with_head, speculate=Speculation("mtp", max_tokens=HEAD_DRAFTS)),
-        "its head, always eight": Engine(
+        "its head, always as many": Engine(
             with_head, speculate=Speculation("mtp", max_tokens=HEAD_DRAFTS, adapts=False)
         ),
         NOT_ASKED: Engine(with_head),

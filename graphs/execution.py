@@ -54,6 +54,11 @@ class Execution:
         """Size of the static inputs."""
         return sum(inputs.nbytes for inputs in self._inputs.values())
 
+    @property
+    def num_buckets(self) -> int:
+        """Sizes of steps so far."""
+        return sum(inputs.num_buckets for inputs in self._inputs.values())
+
     def logits(self, variant: Variant, inputs: Inputs) -> Tensor:
         """Run a step whose inputs are on the host: its logits, padding included."""
         return self._run(variant, StepInputs(inputs=inputs, draws=_NO_DRAWS), None)

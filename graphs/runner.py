@@ -327,6 +327,12 @@ class Runner:
         """Names of the kinds of step that have a graph each."""
         return tuple(variant.name for variant in self._planner.forms)
 
+    @property
+    def num_buckets(self) -> int:
+        """How many sizes steps had so far. The first step of each takes longer: what it is called
+        on is looked up, it may be captured, or compiled."""
+        return self._execution.num_buckets
+
     def new_sequences(
         self, count: int, start: Checkpoint | None = None, length: int | None = None
     ) -> list[Sequence]:

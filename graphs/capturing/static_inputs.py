@@ -63,6 +63,11 @@ class StaticInputs:
         """Size of the packed buffer on the device."""
         return self._device.nbytes
 
+    @property
+    def num_buckets(self) -> int:
+        """How many there were so far."""
+        return len(self._layouts)
+
     def refresh(self, value: Any) -> Any:
         """Copy a value in, and return the same value made of views of the static storage.
 

@@ -55,6 +55,20 @@ def test_holds_are_counted(seed: int):
         books.agree_with(allocator)
 
 
+@pytest.mark.parametrize("count", [3, 100])
+def test_a_hold_of_the_other_kind_is_not_given_back(count: int):
+    allocator = Allocator(CAPACITY, unit="page", limit="pages")
+    taken = allocator.take(count)
+    with pytest.raises(AssertionError):
+        allocator.give_back(taken, spare=True)
+    allocator.share(taken, spare=True)
+    allocator.give_back(taken)
+    with pytest.raises(AssertionError):
+        allocator.give_back(taken)
+    allocator.give_back(taken, spare=True)
+    assert allocator.num_free == CAPACITY
+
+
 @pytest.mark.parametrize("wrong", [-1, 0, 151, CAPACITY + 1])
 def test_many_ids_are_given_back_together_or_not_at_all(wrong: int):
     allocator = Allocator(CAPACITY, unit="page", limit="pages")

@@ -70,6 +70,7 @@ class FakeRunner:
         self.num_pages = num_pages
         self.live = []
         self.num_extends = 0
+        self.num_buckets = 0
         self.launches = []
         self.raise_at = {}  # number of an extend -> what it raises in the middle
         self.poisoned = set()  # digests after which the logits are NaN

@@ -14,6 +14,7 @@ from torch_hybrid.engine import Engine
 from torch_hybrid.request import Output, Request
 from torch_hybrid.sampling import Sampling
 from torch_hybrid.speculation import Ngram, Speculation
+from torch_hybrid.speculation.pace import Pace
 
 PROMPTS = [[1, 2, 3], [7], list(range(40)), [4, 4], [9] * 11]
 SAMPLINGS = {
@@ -182,6 +183,20 @@ def test_plain_steps_run_ahead_where_nothing_is_drafted(run_ahead: str):
     assert served(sampling, engine=engine) == plain
     assert engine.stats().drafts.accepted < 20
     assert bool(runner.launches) == (run_ahead == "on")
+
+
+def test_the_first_step_of_a_size_is_told_from_others(monkeypatch: pytest.MonkeyPatch):
+    """It was captured, or compiled."""
+    are_first = []
+    monkeypatch.setattr(Pace, "note_step", lambda *_, is_first: are_first.append(is_first))
+    engine = Engine(
+        FakeRunner(max_drafts=4), speculate=Speculation(Knowing(lambda _: [], share=0.0))
+    )
+    engine.submit([1, 2, 3], Sampling(max_new_tokens=5))
+    for num_buckets in (0, 1, 1, 2, 2):
+        engine.runner.num_buckets = num_buckets
+        engine.step()
+    assert are_first == [True, False, True, False]
 
 
 def test_tokens_are_distributed_as_without():

@@ -204,6 +204,22 @@ def test_the_first_step_of_a_kind_is_not_counted():
     assert not pace.is_measured(2)
 
 
+def test_the_first_step_of_a_size_is_charged_and_says_nothing_of_others():
+    """Each step with drafts is the first of its size, takes long, and none of them is right."""
+    pace = make_pace(8)
+    for _ in range(4):
+        pace.note_step(1, 0, 1, 9.0, is_first=True)
+        assert not pace.is_measured(1)
+    for _ in range(3):
+        pace.note_step(1, 0, 1, 1.0)
+    num_drafted = 0
+    for _ in range(1000):
+        (length,) = (0,) if pace.rests else pace.lengths([pace.new_course()], [8])
+        pace.note_step(1, length, 1, 5.0 if length else 1.0, is_first=length > 0)
+        num_drafted += length > 0
+    assert 1 <= num_drafted <= 5  # each loses 4 plain steps, of 3 and of 1 % of 1000
+
+
 def test_ranks_that_share_a_model_decide_alike():
     """Whatever their clocks say."""
     lengths = []

@@ -83,6 +83,7 @@ class Allocator:
             ValueError: an id is null, unknown, repeated, or was given back already.
         """
         before = self._checked(ids)
+        assert not _count(before, _is_not_spare if spare else _is_not_firm)
         self._add(ids, -1 if spare else -_FIRM)
         after = self._holds_of(ids)
         self._num_spare += _count(after, _is_spare) - _count(before, _is_spare)
@@ -150,6 +151,14 @@ def _is_free(holds: Any) -> Any:
 
 def _is_spare(holds: Any) -> Any:
     return (holds > 0) & (holds < _FIRM)
+
+
+def _is_not_spare(holds: Any) -> Any:
+    return holds % _FIRM == 0
+
+
+def _is_not_firm(holds: Any) -> Any:
+    return holds < _FIRM
 
 
 def _is_firm_once(holds: Any) -> Any:

@@ -1,9 +1,9 @@
 """A radix tree over tokens: every sequence that was seen is a path, every place where two part a
 node.
 
-An edge holds as many tokens as no other path parts from. Tokens are arrays of type "q", which are
-compared at once. Nodes mark more places than those: where
-a sequence ends, and where something is kept or wanted.
+An edge holds as many tokens as no other path parts from, in an array of type "q": such are compared
+at once. Nodes mark more places than those: where a sequence ends, and where something is kept or
+wanted.
 """
 
 from __future__ import annotations

@@ -56,12 +56,21 @@ class Pace:
         """What will be remembered of a request."""
         return Acceptance(self.max_tokens, FADING)
 
-    def note_step(self, num_seqs: int, length: int, num_tokens: int, seconds: float) -> None:
+    def note_step(
+        self,
+        num_seqs: int,
+        length: int,
+        num_tokens: int,
+        seconds: float,
+        *,
+        is_first: bool = False,
+    ) -> None:
         """A step gave so many tokens, in so long; ``length`` of its longest draft, 0 for a plain
-        one."""
+        one. The first of its size says nothing of others, but what it took is charged."""
         self._now += 1
         self._left = max(0, self._left - 1)
-        self._costs.note(num_seqs, length, seconds, self._now)
+        if not is_first:
+            self._costs.note(num_seqs, length, seconds, self._now)
         plain_steps = num_tokens / num_seqs
         cost = self._costs.charged(num_seqs, length, seconds) if length else 1.0
         if self._credit < START:

@@ -67,6 +67,7 @@ class Speculator:
         # On a host the thread's own time, in which nothing is that others on the machine do.
         on_host = runner.model.device.type == "cpu"
         self.clock: Callable[[], float] = time.thread_time if on_host else time.monotonic
+        self._num_buckets = runner.num_buckets
 
     def may_draft(self, rows: Rows) -> bool:
         """Whether a step of these rows may get drafts, so that their histories must be known."""
@@ -86,14 +87,16 @@ class Speculator:
 
     def note(self, flight: Flight | Verified, seconds: float) -> None:
         """A step has landed, after so long by ``clock``."""
+        num_before, self._num_buckets = self._num_buckets, self._runner.num_buckets
+        is_first = self._num_buckets != num_before
         num_seqs = len(flight.requests)
         if isinstance(flight, Flight):
             if flight.is_decode:
-                self._pace.note_step(num_seqs, 0, num_seqs, seconds)
+                self._pace.note_step(num_seqs, 0, num_seqs, seconds, is_first=is_first)
         else:
             self._count(flight)
-            num_tokens = num_seqs + sum(flight.num_accepted)
-            self._pace.note_step(num_seqs, max(map(len, flight.drafts)), num_tokens, seconds)
+            num_tokens, length = num_seqs + sum(flight.num_accepted), max(map(len, flight.drafts))
+            self._pace.note_step(num_seqs, length, num_tokens, seconds, is_first=is_first)
 
     def forget(self, request: Request) -> None:
         """A request has ended."""
