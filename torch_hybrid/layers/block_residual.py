@@ -47,9 +47,11 @@ class BlockResidual(nn.Module):
         for own in query.unbind():
             scores = (rows * own).sum(-1) * norms * scale + self.bias
             score = (row * own).sum(-1) * norm * scale
-            weights = torch.cat([scores, score], -1).softmax(-1) * torch.cat([norms, norm], -1)
-            of_blocks, of_present = weights[..., :-1, None], weights[..., -1:]
-            mixed.append((rows * of_blocks).sum(-2) + row.squeeze(-2) * of_present)
+            peak = torch.maximum(scores.amax(-1, keepdim=True), score)
+            of_blocks, of_present = (scores - peak).exp(), (score - peak).exp()
+            total = of_blocks.sum(-1, keepdim=True) + of_present
+            summed = (rows * (of_blocks * norms)[..., None]).sum(-2)
+            mixed.append((summed + row.squeeze(-2) * (of_present * norm)) / total)
         return tuple(mixed)
 
     def _norms(self, rows: Tensor) -> Tensor:
