@@ -10,8 +10,8 @@ class BlockResidual(nn.Module):
     """Softmax attention of a few queries, the same for every token, to the sums of blocks of layers
     and to the sum of the present one, each normed by its root mean square.
 
-    Layers of a kind differ by tensors alone: all have room for all blocks, and a number for each,
-    of those that there are.
+    Every layer has room for all blocks, and a tensor that says which of them are complete: so
+    layers of a kind differ by tensors alone, and are compiled once.
 
     Args:
         query: [Q, dim].
