@@ -41,6 +41,7 @@ def causal_conv1d(
     block_t = min(_MOST_TOKENS, max(fewest, triton.next_power_of_2(tokens_per_seq)))
     rows = 1 if tokens_per_seq == 1 else _FETCHED
     block_c = min(512 if rows == 1 else 128, triton.next_power_of_2(num_channels))
+    heads = 1 if token_taps is None else token_taps.shape[1]
     grid = (num_blocks(num_tokens, num_seqs, block_t), triton.cdiv(num_channels, block_c))
     _conv_kernel[grid](
         x,
@@ -61,7 +62,8 @@ def causal_conv1d(
         0 if output_gate is None else output_gate.stride(0),
         C=num_channels,
         W=width,
-        HEADS=1 if token_taps is None else token_taps.shape[1],
+        HEADS=heads,
+        ONE_HEAD=num_channels // heads % block_c == 0,
         BLOCK_T=block_t,
         ROWS=rows,
         BLOCK_C=block_c,
@@ -94,6 +96,7 @@ def _conv_kernel(
     C: tl.constexpr,
     W: tl.constexpr,
     HEADS: tl.constexpr,
+    ONE_HEAD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -146,8 +149,12 @@ def _conv_kernel(
         is_past = mask_c & (source < begin) & known
         b_past = tl.load(state + (source - begin + W - 1) * C, mask=is_past, other=0.0)
         past = past + (b_x.to(tl.float32) + b_past.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    head = channel // (C // HEADS)
+    if ONE_HEAD:  # of all channels: its taps are loaded once
+        head = tl.program_id(1) * BLOCK_C // (C // HEADS)
     for start in range(first_token, last, ROWS):
         seen = past
+        added = ()
         for place in tl.static_range(ROWS):
             token = tl.cast(start + place, tl.int64)
             is_here = mask_c & (start + place < last)
@@ -156,18 +163,25 @@ def _conv_kernel(
                 p_gate = input_gate + stride_input_gate * token + channel
                 b_x = _product(b_x, p_gate, is_here)
             seen = seen + (b_x.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+            if token_taps is not None:
+                has_taps = start + place < last
+                if not ONE_HEAD:
+                    has_taps = is_here
+                p_taps = token_taps + (token * HEADS + head) * W
+                for tap in tl.static_range(W):
+                    b_tap = tl.load(p_taps + tap, mask=has_taps, other=0.0)
+                    added = added + (b_tap.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
         for place in tl.static_range(ROWS):
             b_o = b_bias
-            token = tl.cast(start + place, tl.int64)
-            is_here = mask_c & (start + place < last)
             for tap in tl.static_range(W):
-                b_tap = taps[tap]  # type: ignore[var-annotated]
                 if token_taps is not None:
-                    p_tap = token_taps + (token * HEADS + channel // (C // HEADS)) * W + tap
-                    b_tap += tl.load(p_tap, mask=is_here, other=0.0).to(tl.float32)
-                b_o += seen[place + tap] * b_tap
+                    b_o += seen[place + tap] * (taps[tap] + added[place * W + tap])
+                else:
+                    b_o += seen[place + tap] * taps[tap]
             if SILU:
                 b_o = b_o / (1.0 + tl.exp(-b_o))
+            token = tl.cast(start + place, tl.int64)
+            is_here = mask_c & (start + place < last)
             if output_gate is not None:
                 p_gate = output_gate + stride_output_gate * token + channel
                 b_o *= tl.load(p_gate, mask=is_here, other=0.0).to(tl.float32)

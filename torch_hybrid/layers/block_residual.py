@@ -10,8 +10,8 @@ class BlockResidual(nn.Module):
     """Softmax attention of a few queries, the same for every token, to the sums of blocks of layers
     and to the sum of the present one, each normed by its root mean square.
 
-    Layers of a kind differ by tensors alone: all have room for all blocks, and a number for each,
-    of those that there are.
+    Every layer has room for all blocks, and a tensor that says which of them are complete: so
+    layers of a kind differ by tensors alone, and are compiled once.
 
     Args:
         query: [Q, dim].
@@ -47,9 +47,11 @@ class BlockResidual(nn.Module):
         for own in query.unbind():
             scores = (rows * own).sum(-1) * norms * scale + self.bias
             score = (row * own).sum(-1) * norm * scale
-            weights = torch.cat([scores, score], -1).softmax(-1) * torch.cat([norms, norm], -1)
-            of_blocks, of_present = weights[..., :-1, None], weights[..., -1:]
-            mixed.append((rows * of_blocks).sum(-2) + row.squeeze(-2) * of_present)
+            peak = torch.maximum(scores.amax(-1, keepdim=True), score)
+            of_blocks, of_present = (scores - peak).exp(), (score - peak).exp()
+            total = of_blocks.sum(-1, keepdim=True) + of_present
+            summed = (rows * (of_blocks * norms)[..., None]).sum(-2)
+            mixed.append((summed + row.squeeze(-2) * (of_present * norm)) / total)
         return tuple(mixed)
 
     def _norms(self, rows: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ class SinkAttention(nn.Module):
         k = _clipped(k, self.qk_clip)
         v = v * torch.rsqrt(v.square().mean(-1, keepdim=True) + self.norm_eps)
         q, k, v, mix = (y.to(kv.dtype) for y in (q, k, v, mix))
-        bias = F.linear(mix.flatten(0, 1), self.profiles).unflatten(0, mix.shape[:2])
+        bias = F.linear(mix.flatten(0, 1), self.profiles).unflatten(0, (-1, spec.num_q_heads))
         o = attend_with_sinks(q, k, v, sink, spec, plan, cache, relative_bias=bias)
         gated = o.flatten(1) * torch.sigmoid(gate.float())
         out: Tensor = self.o_proj(gated.to(kv.dtype))
