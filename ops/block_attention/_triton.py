@@ -98,8 +98,9 @@ def block_attention(
         assert rows is not None
         attend_whole(q, k, v, kv, *index, is_whole, out, scale=scale, block_m=rows)
         if v is not None:
-            options = {"block_size": block_size, "scale": scale}
-            attend_shared(q, k, v, kv, blocks, *index, is_whole, out, **options)
+            attend_shared(
+                q, k, v, kv, blocks, *index, is_whole, out, block_size=block_size, scale=scale
+            )
     to, lse = out, q.new_empty((tiles.num_splits, *q.shape[:2]), dtype=torch.float32)
     if tiles.num_splits > 1:
         to = q.new_empty((tiles.num_splits, *out.shape), dtype=torch.float32)
@@ -400,11 +401,6 @@ def _attend_kernel(
             if HAS_VALUES:
                 p_v = tl.where(key < num_held, p_v, new_v + own_token * stride_v_token)
             p_k = tl.where(key < num_held, p_k, new_k + own_token * stride_k_token)
-        # Looked up a tile ahead, for the loads to find it here.
-        key = _key_of(
-            tl.minimum(number + BLOCK_KV, last - 1), chosen, in_blocks, position, BLOCK_SIZE
-        )
-        page = tl.load(table + key // PAGE_SIZE)
         products = tl.zeros([BLOCK_M, BLOCK_KV], dtype=tl.float32)
         b_v = ()
         for part in tl.static_range(PARTS):
@@ -419,6 +415,11 @@ def _attend_kernel(
                 b_v_part = b_v_part.to(tl.float32)
             products = tl.dot(b_q[part], tl.trans(b_k_part), products, input_precision="ieee")
             b_v = b_v + (b_v_part,)  # type: ignore[assignment]  # noqa: RUF005
+        # Looked up a tile ahead, for the loads to find it here.
+        key = _key_of(
+            tl.minimum(number + BLOCK_KV, last - 1), chosen, in_blocks, position, BLOCK_SIZE
+        )
+        page = tl.load(table + key // PAGE_SIZE)
         products = tl.where((number < last)[None, :], products, -float("inf"))
         b_p, rescale, peak, total = advance(products, scale_log2, peak, total)
         b_sum = ()
