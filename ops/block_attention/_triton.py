@@ -104,8 +104,9 @@ def block_attention(
         assert rows is not None
         attend_whole(q, k, v, kv, *index, is_whole, out, scale=scale, block_m=rows)
         if v is not None:
-            options = {"block_size": block_size, "scale": scale}
-            attend_shared(q, k, v, kv, blocks, *index, is_whole, out, **options)
+            attend_shared(
+                q, k, v, kv, blocks, *index, is_whole, out, block_size=block_size, scale=scale
+            )
     to, lse = out, q.new_empty((tiles.num_splits, *q.shape[:2]), dtype=torch.float32)
     if tiles.num_splits > 1:
         to = q.new_empty((tiles.num_splits, *out.shape), dtype=torch.float32)
@@ -320,6 +321,11 @@ def _attend_kernel(
     if EARLY:
         gdc_launch_dependents()
     token = tl.program_id(0)
+    if is_whole is not None:
+        if EARLY:
+            gdc_wait()
+        if tl.load(is_whole + token) > 0:  # done, by ``attend_whole`` or ``attend_shared``
+            return
     TILES: tl.constexpr = (GROUP + BLOCK_M - 1) // BLOCK_M
     PARTS: tl.constexpr = BLOCK_D // BLOCK_PART
     kv_head = tl.program_id(1) // TILES
@@ -332,6 +338,10 @@ def _attend_kernel(
     own = (split.to(tl.int64) * num_tokens + token) * HKV * GROUP + head
     p_out = out + own[:, None] * D
 
+    # On their way while the sequence is looked up.
+    chosen = blocks + token.to(tl.int64) * TOP_K
+    index_k = tl.arange(0, BLOCK_K)
+    b_chosen = tl.load(chosen + index_k, mask=index_k < TOP_K, other=-1)
     seq = sequence_of_token(cu_seqlens, num_seqs, token)
     if seq >= num_seqs:
         if EARLY:
@@ -344,9 +354,6 @@ def _attend_kernel(
         return
     ahead = tl.load(seq_lens + seq) - tl.load(cu_seqlens + seq + 1)  # of a number, to its position
     position = ahead + token
-    chosen = blocks + token.to(tl.int64) * TOP_K
-    index_k = tl.arange(0, BLOCK_K)
-    b_chosen = tl.load(chosen + index_k, mask=index_k < TOP_K, other=-1)
     in_blocks = tl.sum((b_chosen >= 0).to(tl.int32), 0) * BLOCK_SIZE
     tail = (position + 1) // BLOCK_SIZE * BLOCK_SIZE
     num_keys = in_blocks + position + 1 - tail
@@ -355,9 +362,6 @@ def _attend_kernel(
     last = tl.minimum(first + per_split, num_keys)
     if EARLY:
         gdc_wait()
-    if is_whole is not None:  # noqa: SIM102  (only the outer one is known to the compiler)
-        if tl.load(is_whole + token) > 0:  # done, by ``attend_whole``
-            return
 
     if k is not None:
         new_k = k + kv_head * stride_k_head
@@ -386,16 +390,15 @@ def _attend_kernel(
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     keys = kv + kv_head * D
     table = page_table + seq * stride_table
+    index_kv = tl.arange(0, BLOCK_KV)
+    # Past the last key, that one again, which is hidden: no row needs a mask.
+    held = tl.minimum(first + index_kv, last - 1)
+    key = _key_of(held, chosen, in_blocks, position, BLOCK_SIZE)
+    page = tl.load(table + key // PAGE_SIZE)
     # Tiles are counted from 0: with another lower bound the compiler loses sight of the alignment
     # of what is loaded, and loads element by element.
     for tile in range(tl.cdiv(last - first, BLOCK_KV)):
-        number = first + tile * BLOCK_KV + tl.arange(0, BLOCK_KV)
-        # Past the last key, that one again, which is hidden: no row needs a mask.
-        held = tl.minimum(number, last - 1)
-        is_chosen = held < in_blocks
-        block = tl.load(chosen + held // BLOCK_SIZE, mask=is_chosen, other=0)
-        key = tl.where(is_chosen, block * BLOCK_SIZE + held % BLOCK_SIZE, tail + held - in_blocks)
-        page = tl.load(table + key // PAGE_SIZE)
+        number = first + tile * BLOCK_KV + index_kv
         slot = page.to(tl.int64) * PAGE_SIZE + key % PAGE_SIZE
         p_k = keys + slot * (HKV * D)
         p_v = p_k + stride_values
@@ -418,6 +421,11 @@ def _attend_kernel(
                 b_v_part = b_v_part.to(tl.float32)
             products = tl.dot(b_q[part], tl.trans(b_k_part), products, input_precision="ieee")
             b_v = b_v + (b_v_part,)  # type: ignore[assignment]  # noqa: RUF005
+        # Looked up a tile ahead, for the loads to find it here.
+        key = _key_of(
+            tl.minimum(number + BLOCK_KV, last - 1), chosen, in_blocks, position, BLOCK_SIZE
+        )
+        page = tl.load(table + key // PAGE_SIZE)
         products = tl.where((number < last)[None, :], products, -float("inf"))
         b_p, rescale, peak, total = advance(products, scale_log2, peak, total)
         b_sum = ()
@@ -434,3 +442,23 @@ def _attend_kernel(
         tl.store(p_out + index, b_part, mask=is_row & (index < D))
     if NUM_SPLITS > 1:
         tl.store(lse + own, b_lse, mask=row < GROUP)
+
+
+@triton.jit
+def _key_of(
+    number: tl.tensor,
+    chosen: tl.tensor,
+    in_blocks: tl.tensor,
+    position: tl.tensor,
+    BLOCK_SIZE: tl.constexpr,
+) -> tl.tensor:
+    """Where the keys of the query at ``position`` are in its sequence, by number.
+
+    If it sees none, which no number is of, its own.
+    """
+    number = tl.maximum(number, 0)
+    is_chosen = number < in_blocks
+    block = tl.load(chosen + number // BLOCK_SIZE, mask=is_chosen, other=0)
+    key = block * BLOCK_SIZE + number % BLOCK_SIZE
+    tail = (position + 1) // BLOCK_SIZE * BLOCK_SIZE
+    return tl.minimum(tl.where(is_chosen, key, tail + number - in_blocks), position)

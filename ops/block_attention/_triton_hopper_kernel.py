@@ -246,6 +246,10 @@ def hopper_gather_kernel(
     HALF: gl.constexpr = RANK // 2
     token = gl.program_id(0)
     split = gl.program_id(2)
+    # On their way while the sequence is looked up.
+    chosen = blocks + token.to(gl.int64) * TOP_K
+    index_k = gl.arange(0, BLOCK_K, gl.BlockedLayout([1], [32], [4], [0]))
+    b_chosen = gl.load(chosen + index_k, mask=index_k < TOP_K, other=-1)
     seq = _sequence_of_token(cu_seqlens, num_seqs, token)
     if seq < num_seqs:
         block = (token, token + 1, gl.program_id(1) * M, H)
@@ -264,9 +268,6 @@ def hopper_gather_kernel(
 
         ahead = gl.load(seq_lens + seq) - gl.load(cu_seqlens + seq + 1)
         position = ahead + token
-        chosen = blocks + token.to(gl.int64) * TOP_K
-        index_k = gl.arange(0, BLOCK_K, gl.BlockedLayout([1], [32], [4], [0]))
-        b_chosen = gl.load(chosen + index_k, mask=index_k < TOP_K, other=-1)
         in_blocks = gl.sum((b_chosen >= 0).to(gl.int32), 0) * BLOCK_SIZE
         tail = (position + 1) // BLOCK_SIZE * BLOCK_SIZE
         num_keys = in_blocks + position + 1 - tail

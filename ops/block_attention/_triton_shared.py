@@ -14,6 +14,8 @@ from torch_hybrid.ops.triton.softmax import log2_scale
 
 _MOST_QUERIES = 31  # of a tile: a bit of a number for each
 _PAD = 128  # keys; a list has whole tiles, and one more that is looked up ahead
+# Of a thread of the second group that computes, and of one that copies.
+_REGISTERS, _COPY_REGISTERS = 216, 64
 _CHUNK = 1024  # blocks that are listed at once
 
 
@@ -82,8 +84,8 @@ def attend_shared(
         BLOCK_Q=block_q,
         BLOCK_KV=tiles.block_kv,
         STAGES=tiles.num_stages,
-        REGISTERS=tiles.registers,
-        COPY_REGISTERS=tiles.copy_registers,
+        REGISTERS=_REGISTERS,
+        COPY_REGISTERS=_COPY_REGISTERS,
         num_warps=4,
     )
 

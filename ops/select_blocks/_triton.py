@@ -22,6 +22,7 @@ _ROWS = 64  # queries and heads that a program scores together, where there are 
 _FEWEST_ROWS = 16  # that a product takes
 _TILE = 64  # blocks; a row of ranks has whole tiles
 _SCORED_TILES = 4  # of a program, where there are many
+_LONG_ROW = 8192  # blocks of a query that many warps count faster than few wait for one another
 # Of a count of tiles, and of blocks: three counts are one number of 32 and of 64 bits.
 _TILE_COUNT_BITS, _COUNT_BITS = 10, 21
 
@@ -138,7 +139,7 @@ def select_blocks(
         BLOCK=block,
         TILE=_TILE,
         EARLY=early,
-        num_warps=16 if few else 4,
+        num_warps=16 if few and max_blocks > _LONG_ROW else 4,
         launch_pdl=early and ranks is not None,
     )
     return chosen
