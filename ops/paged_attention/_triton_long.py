@@ -77,7 +77,7 @@ def attend_long(
     """
     hopper = None
     if not softcap and kv_scales is None:
-        hopper = HopperTiles.of(q, k, v, kv, biased=relative_bias is not None)
+        hopper = HopperTiles.of(q, k, v, kv, windowed=window > 0, biased=relative_bias is not None)
     if hopper is not None:
         pages = (kv, seq_lens, page_table)
         given = {"window": window, "relative_bias": relative_bias}

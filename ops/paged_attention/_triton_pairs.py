@@ -199,12 +199,12 @@ def _attend_pairs_kernel(
             products *= q_worth[:, None]
         if HAS_SOFTCAP:
             products = tanh(products * cap_scale)
-        if relative_bias is not None:
-            products += biases_by_key(biases, position, key, REACH) * (LOG2_E / scale_log2)
         visible = key[None, :] <= position[:, None]
         if HAS_WINDOW:
             visible &= key[None, :] > position[:, None] - window
         products = tl.where(visible, products, -float("inf"))
+        if relative_bias is not None:
+            products += biases_by_key(biases, position, key, REACH) * (LOG2_E / scale_log2)
         weights, rescale, peak, total = advance(products, scale_log2, peak, total)
         weights = weights.to(q_even.dtype)
         v_even, v_odd = widen_pairs(b_v, q_even.dtype, CONVERTS)

@@ -231,12 +231,12 @@ def _attend_kernel(
         products = tl.dot(b_q, tl.trans(b_k), out_dtype=tl.float32, input_precision="ieee")
         if HAS_SOFTCAP:
             products = tanh(products * cap_scale)
-        if relative_bias is not None:
-            products += biases_by_key(biases, position, key, REACH) * (LOG2_E / scale_log2)
         visible = key[None, :] <= position[:, None]
         if HAS_WINDOW:
             visible &= key[None, :] > position[:, None] - window
         products = tl.where(visible, products, -float("inf"))
+        if relative_bias is not None:
+            products += biases_by_key(biases, position, key, REACH) * (LOG2_E / scale_log2)
         weights, rescale, peak, total = advance(products, scale_log2, peak, total)
         b_o *= rescale[:, None]
         b_o = tl.dot(weights.to(b_v.dtype), b_v, b_o, input_precision="ieee")

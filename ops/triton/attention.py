@@ -122,13 +122,13 @@ def attend_to_keys(
 
         if HAS_SOFTCAP:
             products = tanh(products * cap_scale)
-        if biases is not None:
-            products += biases_by_key(biases, position, key, REACH) * bias_scale
         if HIDES:
             visible = (key[None, :] <= position[:, None]) & is_key[None, :]
             if HAS_WINDOW:
                 visible &= key[None, :] > position[:, None] - window
             products = tl.where(visible, products, -float("inf"))
+        if biases is not None:
+            products += biases_by_key(biases, position, key, REACH) * bias_scale
         weights, rescale, peak, total = advance(products, scale_log2, peak, total)
         b_o *= rescale[:, None]
         b_o = tl.dot(weights.to(b_v.dtype), b_v, b_o, input_precision="ieee")

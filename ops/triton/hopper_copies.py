@@ -199,7 +199,7 @@ def _copy_biases(
     relative_bias, first_token, end, first_head, ahead, _ = rows
     b_bias, ready, free, _ = bufs
     M: gl.constexpr = b_bias.shape[1]
-    PART: gl.constexpr = 16  # so many rows are on their way at once
+    PART: gl.constexpr = 32 * 128 // BLOCK_KV  # so many rows are on their way at once
     stage = i % STAGES
     index_kv = gl.arange(0, BLOCK_KV, gl.SliceLayout(0, BIASES))
     mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)

@@ -39,7 +39,11 @@ def biases_of_rows(
 def biases_by_key(
     biases: tl.tensor, position: tl.tensor, key: tl.tensor, REACH: tl.constexpr
 ) -> tl.tensor:
-    """[rows, keys] float32: the biases of keys, 0 of those that are REACH before a row or more."""
+    """[rows, keys] float32: the biases of keys, 0 of those that are REACH before a row or more.
+
+    To be added where keys have been hidden: to a bare product the compiler adds them first, and
+    each of its sums is then rounded at their size.
+    """
     distance = position[:, None] - key[None, :]
     is_near = (distance >= 0) & (distance < REACH)
     return tl.load(biases[:, None] + distance, mask=is_near, other=0.0).to(tl.float32)
