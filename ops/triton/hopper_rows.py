@@ -106,7 +106,7 @@ def _biased(
     STAGES: gl.constexpr,
 ) -> gl.tensor:
     """Scores and the biases of the tile that is number i of those that have some."""
-    b_bias, ready, free, bias_scale = biases
+    _, b_bias, ready, free, bias_scale = biases
     stage = i % STAGES
     mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
     b_tile = b_bias.index(stage * 2 + FIRST_ROW // M).load(products_layout(BLOCK_KV))
@@ -120,11 +120,14 @@ def _take_in(
     first: gl.tensor,
     num_tiles: gl.tensor,
     first_key: gl.tensor,
+    since: gl.tensor,
     last: gl.tensor,
     scale_log2: gl.tensor,
     q_bufs: gl.tuple,
     bars: gl.tuple,
     bufs: gl.tuple,
+    biases: gl.tuple,
+    first_biased: gl.tensor,
     M: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     REST: gl.constexpr,
@@ -132,15 +135,12 @@ def _take_in(
     STAGES: gl.constexpr,
     HIDES: gl.constexpr,
     COPIED: gl.constexpr,
-    since: gl.tensor,
-    biases: gl.tuple,
-    first_biased: gl.tensor,
     FIRST_ROW: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
     BIASED: gl.constexpr,
 ) -> gl.tuple:
-    """Tiles number ``first`` and on, downward from ``first_key``; of those that are BIASED, they
-    are ``first_biased`` and on.
+    """Tiles number ``first`` and on, downward from ``first_key``; where they are BIASED, they are
+    ``first_biased`` and on of those that are.
 
     ``sums`` are those of the tiles before the last one, and the last one's weights, whose values
     are added beside the products of the next.
@@ -236,30 +236,30 @@ def attend(
     fence_async_shared()
 
     n = num_rows_tiles - num_whole
-    sums = _take_in(
-        sums, 1, n - 1, first_key - BLOCK_KV, last, scale_log2, q_bufs, bars, bufs,
-        M, BLOCK_KV, REST, V, STAGES, True, False, since, biases, 1, FIRST_ROW, HAS_WINDOW, BIASED,
-    )  # fmt: skip
     num_biased = n
+    sums = _take_in(
+        sums, 1, n - 1, first_key - BLOCK_KV, since, last, scale_log2, q_bufs, bars, bufs, biases,
+        1, M, BLOCK_KV, REST, V, STAGES, True, False, FIRST_ROW, HAS_WINDOW, BIASED,
+    )  # fmt: skip
     if not HAS_WINDOW:
         sums = _take_in(
-            sums, n, num_whole, 0, last, scale_log2, q_bufs, bars, bufs,
-            M, BLOCK_KV, REST, V, STAGES, False, False, since, biases, 0, FIRST_ROW, False, False,
+            sums, n, num_whole, 0, since, last, scale_log2, q_bufs, bars, bufs, biases, 0,
+            M, BLOCK_KV, REST, V, STAGES, False, False, FIRST_ROW, False, False,
         )  # fmt: skip
         n += num_whole
     if PAGED:
         num_held, end_tile, held_left, held_whole = held
+        last_held = nothing + (num_held - 1)
         sums = _take_in(
-            sums, n, held_left, (end_tile - 1) * BLOCK_KV, nothing + (num_held - 1), scale_log2,
-            q_bufs, bars, bufs, M, BLOCK_KV, REST, V, STAGES, True, True, since, biases, num_biased,
-            FIRST_ROW, HAS_WINDOW, BIASED,
+            sums, n, held_left, (end_tile - 1) * BLOCK_KV, since, last_held, scale_log2, q_bufs,
+            bars, bufs, biases, num_biased, M, BLOCK_KV, REST, V, STAGES, True, True, FIRST_ROW,
+            HAS_WINDOW, BIASED,
         )  # fmt: skip
         n += held_left
         if not HAS_WINDOW:
             sums = _take_in(
-                sums, n, held_whole, 0, last, scale_log2, q_bufs, bars, bufs,
-                M, BLOCK_KV, REST, V, STAGES, False, True, since, biases, 0, FIRST_ROW, False,
-                False,
+                sums, n, held_whole, 0, since, last, scale_log2, q_bufs, bars, bufs, biases, 0,
+                M, BLOCK_KV, REST, V, STAGES, False, True, FIRST_ROW, False, False,
             )  # fmt: skip
             n += held_whole
 
