@@ -13,7 +13,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-from torch_hybrid.ops.triton.hopper import BIASES, COPIED, COPYING_THREADS, ROWS
+from torch_hybrid.ops.triton.hopper import (
+    BIASES,
+    COPIED,
+    COPYING_THREADS,
+    ROWS,
+    tiles_in_pages,
+)
 
 
 @gluon.jit
@@ -57,7 +63,7 @@ def copy_keys_and_values(
     bufs: gl.tuple,
     block: gl.tuple,
     biases: gl.tuple,
-    num_held_biased: gl.tensor,
+    window: gl.tensor,
     GROUP: gl.constexpr,
     H: gl.constexpr,
     BLOCK_Q: gl.constexpr,
@@ -67,6 +73,7 @@ def copy_keys_and_values(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
     REACH: gl.constexpr,
 ) -> None:
     """All tiles, each as soon as there is room, and its biases, if it has some."""
@@ -90,10 +97,14 @@ def copy_keys_and_values(
     if PAGE_SIZE > 0:
         # What is before a window is hidden by those who compute: its first row is read instead.
         end_tile = gl.cdiv(num_held, BLOCK_KV)
+        first_token, _, _, ahead = block
+        num_left, num_held_whole = tiles_in_pages(
+            num_held, ahead + first_token, window, BLOCK_KV, HAS_WINDOW, REACH
+        )
         key = gl.maximum((end_tile - 1) * BLOCK_KV + index_kv, held_begin)
         p_page = table + key // PAGE_SIZE * stride_table_page
         page = gl.load(p_page, mask=key < num_held, other=0)
-        for i in range(end_tile - held_begin // BLOCK_KV):
+        for i in range(num_left + num_held_whole):
             key = gl.maximum((end_tile - 1 - i) * BLOCK_KV + index_kv, held_begin)
             slot = (page.to(gl.int64) * PAGE_SIZE + key % PAGE_SIZE) * stride_held
             is_key = key < num_held
@@ -102,7 +113,7 @@ def copy_keys_and_values(
             page = gl.load(table + key // PAGE_SIZE * stride_table_page)
             p_k, p_v = held_keys + slot, held_values + slot
             _copy_tile(num_rows_tiles + i, p_k, p_v, is_key, bars, bufs, D, REST, V, STAGES)
-            if REACH > 0 and i < num_held_biased:
+            if REACH > 0 and i < num_left:
                 n, begin = num_biased + i, (end_tile - 1 - i) * BLOCK_KV
                 _copy_biases(n, begin, block, biases, GROUP, H, BLOCK_Q, BLOCK_KV, STAGES, REACH)
 

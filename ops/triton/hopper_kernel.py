@@ -127,10 +127,6 @@ def hopper_attend_kernel(
         num_tiles = gl.maximum(1, gl.cdiv(keys_end - rows_begin, BLOCK_KV))
         num_whole = gl.maximum(0, gl.minimum((seen_by_all - rows_begin) // BLOCK_KV, num_tiles - 1))
         tiles = (rows_begin, num_tiles, num_whole, keys_end)
-        held_tiles = gl.cdiv(num_held, BLOCK_KV)
-        held_whole = gl.minimum(seen_by_all, num_held) // BLOCK_KV
-        held_left = held_tiles - held_begin // BLOCK_KV - held_whole
-        held = (num_held, held_tiles, held_left, held_whole)
         pages = (
             held_keys,
             held_keys + stride_values,
@@ -164,15 +160,15 @@ def hopper_attend_kernel(
             biases = (relative_bias, b_bias, ready, free, _LOG2_E / scale_log2)
         gl.warp_specialize(
             [
-                (attend, (outputs, q_first, block_of, tiles, held, scale_log2, bars, bufs, biases,
-                          window, 0, GROUP, H, BLOCK_Q, M, BLOCK_KV, REST, V, STAGES, CAUSAL,
-                          PAGE_SIZE > 0, HAS_WINDOW, REACH > 0)),
-                (attend, (outputs, q_second, block_of, tiles, held, scale_log2, bars, bufs, biases,
-                          window, M, GROUP, H, BLOCK_Q, M, BLOCK_KV, REST, V, STAGES, CAUSAL,
-                          PAGE_SIZE > 0, HAS_WINDOW, REACH > 0)),
+                (attend, (outputs, q_first, block_of, tiles, num_held, scale_log2, bars, bufs,
+                          biases, window, 0, GROUP, H, BLOCK_Q, M, BLOCK_KV, REST, V, STAGES,
+                          CAUSAL, PAGE_SIZE > 0, HAS_WINDOW, REACH)),
+                (attend, (outputs, q_second, block_of, tiles, num_held, scale_log2, bars, bufs,
+                          biases, window, M, GROUP, H, BLOCK_Q, M, BLOCK_KV, REST, V, STAGES,
+                          CAUSAL, PAGE_SIZE > 0, HAS_WINDOW, REACH)),
                 (copy_keys_and_values, (rows, boxes, pages, tiles, bars, bufs, block_of, biases,
-                                        held_left, GROUP, H, BLOCK_Q, D, REST, V, BLOCK_KV, STAGES,
-                                        PAGE_SIZE, REACH)),
+                                        window, GROUP, H, BLOCK_Q, D, REST, V, BLOCK_KV, STAGES,
+                                        PAGE_SIZE, HAS_WINDOW, REACH)),
             ],
             [4, 4],
             [REGISTERS, COPY_REGISTERS],
