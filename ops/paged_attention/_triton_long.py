@@ -15,7 +15,7 @@ from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, is_hopper
 from torch_hybrid.ops.triton.fp8_kv import as_float16
 from torch_hybrid.ops.triton.hopper_attention import HopperTiles, attend_rows
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
-from torch_hybrid.ops.triton.relative_bias import LOG2_E, biases_of_rows, reach_of
+from torch_hybrid.ops.triton.relative_bias import biases_of_rows, reach_of
 from torch_hybrid.ops.triton.softmax import finish, log2_scale
 
 
@@ -77,7 +77,7 @@ def attend_long(
     """
     hopper = None
     if not softcap and kv_scales is None:
-        hopper = HopperTiles.of(q, k, v, kv, biased=relative_bias is not None)
+        hopper = HopperTiles.of(q, k, v, kv, windowed=window > 0, biased=relative_bias is not None)
     if hopper is not None:
         pages = (kv, seq_lens, page_table)
         given = {"window": window, "relative_bias": relative_bias}
@@ -230,10 +230,9 @@ def _long_kernel(
     held_left = tl.cdiv(num_held - held_begin, BLOCK_KV) - held_whole
     rows_left = tl.cdiv(keys_end - rows_begin, BLOCK_KV) - rows_whole
 
-    biases, bias_scale = None, None
+    biases = None
     if relative_bias is not None:
         biases = biases_of_rows(relative_bias, first_token, row, mask_m, head_kv, HQ, GROUP, REACH)
-        bias_scale = LOG2_E / scale_log2
 
     peak = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -276,7 +275,6 @@ def _long_kernel(
             HAS_WINDOW=HAS_WINDOW,
             HAS_SOFTCAP=HAS_SOFTCAP,
             biases=biases if hides else None,
-            bias_scale=bias_scale,
             REACH=REACH,
         )
     if kv_scales is None:
@@ -307,7 +305,6 @@ def _long_kernel(
                 HAS_WINDOW=HAS_WINDOW,
                 HAS_SOFTCAP=HAS_SOFTCAP,
                 biases=biases if hides else None,
-                bias_scale=bias_scale,
                 REACH=REACH,
             )
 

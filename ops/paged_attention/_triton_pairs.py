@@ -19,10 +19,9 @@ from torch_hybrid.ops.triton.devices import converts_fp8
 from torch_hybrid.ops.triton.fp8_kv import float16_factors, widen_pairs
 from torch_hybrid.ops.triton.ragged import first_token_of_block, sequence_of_block
 from torch_hybrid.ops.triton.relative_bias import (
-    LOG2_E,
-    biases_by_key,
     biases_of_rows,
     reach_of,
+    with_biases,
 )
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, tanh
 
@@ -172,6 +171,7 @@ def _attend_pairs_kernel(
     split_begin = keys_begin + split * tiles_per_split * BLOCK_KV
     split_end = tl.minimum(keys_end, split_begin + tiles_per_split * BLOCK_KV)
 
+    unit = scale_log2 if relative_bias is None else 1.0  # logits to base 2 of what is summed
     if relative_bias is not None:
         biases = biases_of_rows(relative_bias, first_token, row, mask_m, head_kv, HQ, GROUP, REACH)
 
@@ -200,12 +200,12 @@ def _attend_pairs_kernel(
         if HAS_SOFTCAP:
             products = tanh(products * cap_scale)
         if relative_bias is not None:
-            products += biases_by_key(biases, position, key, REACH) * (LOG2_E / scale_log2)
+            products = with_biases(products, scale_log2, biases, position, key, REACH)
         visible = key[None, :] <= position[:, None]
         if HAS_WINDOW:
             visible &= key[None, :] > position[:, None] - window
         products = tl.where(visible, products, -float("inf"))
-        weights, rescale, peak, total = advance(products, scale_log2, peak, total)
+        weights, rescale, peak, total = advance(products, unit, peak, total)
         weights = weights.to(q_even.dtype)
         v_even, v_odd = widen_pairs(b_v, q_even.dtype, CONVERTS)
         o_even = tl.dot(weights, v_even, o_even * rescale[:, None], input_precision="ieee")

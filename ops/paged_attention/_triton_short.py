@@ -16,10 +16,9 @@ from torch_hybrid.ops.paged_attention._triton_tiles import Tiles
 from torch_hybrid.ops.triton.devices import interpreted, is_hopper
 from torch_hybrid.ops.triton.ragged import first_token_of_block, sequence_of_block
 from torch_hybrid.ops.triton.relative_bias import (
-    LOG2_E,
-    biases_by_key,
     biases_of_rows,
     reach_of,
+    with_biases,
 )
 from torch_hybrid.ops.triton.softmax import advance, finish, log2_scale, merge_splits, tanh
 
@@ -202,6 +201,7 @@ def _attend_kernel(
     split_begin = keys_begin + split * tiles_per_split * BLOCK_KV
     split_end = tl.minimum(keys_end, split_begin + tiles_per_split * BLOCK_KV)
 
+    unit = scale_log2 if relative_bias is None else 1.0  # logits to base 2 of what is summed
     if relative_bias is not None:
         biases = biases_of_rows(relative_bias, first_token, row, mask_m, head_kv, HQ, GROUP, REACH)
 
@@ -232,12 +232,12 @@ def _attend_kernel(
         if HAS_SOFTCAP:
             products = tanh(products * cap_scale)
         if relative_bias is not None:
-            products += biases_by_key(biases, position, key, REACH) * (LOG2_E / scale_log2)
+            products = with_biases(products, scale_log2, biases, position, key, REACH)
         visible = key[None, :] <= position[:, None]
         if HAS_WINDOW:
             visible &= key[None, :] > position[:, None] - window
         products = tl.where(visible, products, -float("inf"))
-        weights, rescale, peak, total = advance(products, scale_log2, peak, total)
+        weights, rescale, peak, total = advance(products, unit, peak, total)
         b_o *= rescale[:, None]
         b_o = tl.dot(weights.to(b_v.dtype), b_v, b_o, input_precision="ieee")
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from torch_hybrid.ops.triton.fp8 import widen
-from torch_hybrid.ops.triton.relative_bias import biases_by_key
+from torch_hybrid.ops.triton.relative_bias import with_biases
 from torch_hybrid.ops.triton.softmax import advance, tanh
 
 
@@ -44,7 +44,6 @@ def attend_to_keys(
     HAS_WINDOW: tl.constexpr = False,
     HAS_SOFTCAP: tl.constexpr = False,
     biases: tl.tensor = None,
-    bias_scale: tl.tensor = None,
     REACH: tl.constexpr = 0,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Take in tiles of keys and values of one head.
@@ -65,8 +64,7 @@ def attend_to_keys(
         table: of pages of PAGE_SIZE rows; without one, rows lie one after another.
         window: keys that a row sees, its own included, if it HAS_WINDOW.
         scale_log2: as ``advance`` takes it; of tanh(cap_scale * products) if it HAS_SOFTCAP.
-        biases: of each row by distance, as ``biases_by_key`` takes them with REACH; each is worth
-            ``bias_scale`` products.
+        biases: of each row by distance, as ``with_biases`` takes them with REACH.
         HIDES: some row does not see some of these keys, or they do not fill their tiles.
 
     Returns:
@@ -75,6 +73,7 @@ def attend_to_keys(
     index_kv = tl.arange(0, BLOCK_KV)
     index_d = tl.arange(0, BLOCK_D)[None, :]
     index_v = tl.arange(0, BLOCK_V)[None, :]
+    unit = scale_log2 if biases is None else 1.0  # logits to base 2 of what is summed
     # Tiles are counted from 0: with another lower bound the compiler loses sight of the
     # alignment of what is loaded, and loads element by element.
     for tile in range(num_tiles):
@@ -123,13 +122,13 @@ def attend_to_keys(
         if HAS_SOFTCAP:
             products = tanh(products * cap_scale)
         if biases is not None:
-            products += biases_by_key(biases, position, key, REACH) * bias_scale
+            products = with_biases(products, scale_log2, biases, position, key, REACH)
         if HIDES:
             visible = (key[None, :] <= position[:, None]) & is_key[None, :]
             if HAS_WINDOW:
                 visible &= key[None, :] > position[:, None] - window
             products = tl.where(visible, products, -float("inf"))
-        weights, rescale, peak, total = advance(products, scale_log2, peak, total)
+        weights, rescale, peak, total = advance(products, unit, peak, total)
         b_o *= rescale[:, None]
         b_o = tl.dot(weights.to(b_v.dtype), b_v, b_o, input_precision="ieee")
     return b_o, peak, total

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 # What four warps load of biases at once: two rows, of 64 keys, so that what lies together is read
 # together.
-BIASES = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
+BIASES = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [4, 1], [1, 0]))
 COPYING_THREADS = gl.constexpr(128)
 
 
@@ -66,3 +66,23 @@ def finish(peak: gl.tensor, total: gl.tensor) -> tuple[gl.tensor, gl.tensor]:
     total = gl.where(empty, 1.0, total)
     lse = gl.where(empty, -float("inf"), (peak + gl.log2(total)) * _LN_2)
     return total, lse
+
+
+@gluon.jit
+def tiles_in_pages(
+    num_held: gl.tensor,
+    position: gl.tensor,
+    window: gl.tensor,
+    BLOCK_KV: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
+    REACH: gl.constexpr,
+) -> gl.tuple:
+    """Of tiles that hold ``num_held`` keys, how many a block of queries from ``position`` on takes
+    that hide keys or have biases, and how many before those that do not."""
+    begin, num_whole = 0, num_held // BLOCK_KV
+    if REACH > 0:
+        num_whole = gl.minimum(num_held, gl.maximum(0, position - REACH + 1)) // BLOCK_KV
+    if HAS_WINDOW:
+        begin = gl.maximum(0, gl.minimum(num_held, position - window + 1)) // BLOCK_KV
+        num_whole = 0
+    return (gl.cdiv(num_held, BLOCK_KV) - begin - num_whole, num_whole)

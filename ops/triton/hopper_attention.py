@@ -33,20 +33,32 @@ class HopperTiles:
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, *pools: Tensor, biased: bool = False
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *pools: Tensor,
+        windowed: bool = False,
+        biased: bool = False,
     ) -> HopperTiles | None:
-        """As many keys as leave room for two tiles; None where this form does not serve."""
+        """As many keys as leave room for two tiles; None where this form does not serve.
+
+        Where keys are hidden within a window or logits are ``biased``, those who compute need
+        registers for fewer keys at once, and those who copy need more.
+        """
         dims = (q.shape[2], v.shape[2])
         serves = dims in HEAD_DIMS and q.itemsize == 2 and q.shape[1] <= BLOCK_M * k.shape[1]
         serves &= k.shape[0] > 0  # of no rows there is no descriptor
+        serves &= not biased or sum(dims) <= 256
         aligned = all(map(rows_are_aligned, (q, k, v, *pools)))
         if not (runs_gluon(q.device) and serves and aligned):
             return None
-        if biased and sum(dims) > 256:
-            return None
-        block_kv = 64 if sum(dims) > 320 else 128
         if biased:
-            return cls(block_kv=128, num_stages=2, registers=208, copy_registers=88)
+            return cls(block_kv=64, num_stages=4, registers=192, copy_registers=128)
+        if windowed:
+            stages = 2 if sum(dims) > 256 else 4
+            return cls(block_kv=64, num_stages=stages, registers=208, copy_registers=88)
+        block_kv = 64 if sum(dims) > 320 else 128
         return cls(block_kv=block_kv, num_stages=2, registers=224, copy_registers=56)
 
 

@@ -13,7 +13,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier, tma
 
-from torch_hybrid.ops.triton.hopper import BIASES, COPIED, COPYING_THREADS, ROWS
+from torch_hybrid.ops.triton.hopper import (
+    BIASES,
+    COPIED,
+    COPYING_THREADS,
+    ROWS,
+    tiles_in_pages,
+)
 
 
 @gluon.jit
@@ -57,6 +63,7 @@ def copy_keys_and_values(
     bufs: gl.tuple,
     block: gl.tuple,
     biases: gl.tuple,
+    window: gl.tensor,
     GROUP: gl.constexpr,
     H: gl.constexpr,
     BLOCK_Q: gl.constexpr,
@@ -66,6 +73,7 @@ def copy_keys_and_values(
     BLOCK_KV: gl.constexpr,
     STAGES: gl.constexpr,
     PAGE_SIZE: gl.constexpr,
+    HAS_WINDOW: gl.constexpr,
     REACH: gl.constexpr,
 ) -> None:
     """All tiles, each as soon as there is room, and its biases, if it has some."""
@@ -74,27 +82,29 @@ def copy_keys_and_values(
     rows_begin, num_rows_tiles, num_whole, keys_end = tiles
     num_biased = num_rows_tiles - num_whole
     index_kv = gl.arange(0, BLOCK_KV, gl.SliceLayout(1, COPIED))
-    key = rows_begin + (num_rows_tiles - 1) * BLOCK_KV + index_kv
+    first_key = rows_begin + (num_rows_tiles - 1) * BLOCK_KV
+    key = first_key + index_kv
     place = (row_of_key_0 + key).to(gl.int64)
     p_k, p_v = keys + place * stride_k, values + place * stride_v
     _copy_tile(0, p_k, p_v, key < keys_end, bars, bufs, D, REST, V, STAGES)
-    first_key = rows_begin + (num_rows_tiles - 1) * BLOCK_KV
     if REACH > 0:
         _copy_biases(0, first_key, block, biases, GROUP, H, BLOCK_Q, BLOCK_KV, STAGES, REACH)
     for i in range(1, num_rows_tiles):
-        row = row_of_key_0 + rows_begin + (num_rows_tiles - 1 - i) * BLOCK_KV
-        _fetch_tile(i, row, boxes, bars, bufs, D, REST, V, BLOCK_KV, STAGES)
-        if REACH > 0:
-            if i < num_biased:
-                begin = first_key - i * BLOCK_KV
-                _copy_biases(i, begin, block, biases, GROUP, H, BLOCK_Q, BLOCK_KV, STAGES, REACH)
+        begin = first_key - i * BLOCK_KV
+        _fetch_tile(i, row_of_key_0 + begin, boxes, bars, bufs, D, REST, V, BLOCK_KV, STAGES)
+        if REACH > 0 and i < num_biased:
+            _copy_biases(i, begin, block, biases, GROUP, H, BLOCK_Q, BLOCK_KV, STAGES, REACH)
     if PAGE_SIZE > 0:
-        # What is before is hidden by those who compute: the first row is read in its place.
+        # What is before a window is hidden by those who compute: its first row is read instead.
         end_tile = gl.cdiv(num_held, BLOCK_KV)
+        first_token, _, _, ahead = block
+        num_left, num_held_whole = tiles_in_pages(
+            num_held, ahead + first_token, window, BLOCK_KV, HAS_WINDOW, REACH
+        )
         key = gl.maximum((end_tile - 1) * BLOCK_KV + index_kv, held_begin)
         p_page = table + key // PAGE_SIZE * stride_table_page
         page = gl.load(p_page, mask=key < num_held, other=0)
-        for i in range(end_tile - held_begin // BLOCK_KV):
+        for i in range(num_left + num_held_whole):
             key = gl.maximum((end_tile - 1 - i) * BLOCK_KV + index_kv, held_begin)
             slot = (page.to(gl.int64) * PAGE_SIZE + key % PAGE_SIZE) * stride_held
             is_key = key < num_held
@@ -103,13 +113,9 @@ def copy_keys_and_values(
             page = gl.load(table + key // PAGE_SIZE * stride_table_page)
             p_k, p_v = held_keys + slot, held_values + slot
             _copy_tile(num_rows_tiles + i, p_k, p_v, is_key, bars, bufs, D, REST, V, STAGES)
-            if REACH > 0:
-                _, _, _, _, _, num_held_biased = block
-                if i < num_held_biased:
-                    n, begin = num_biased + i, (end_tile - 1 - i) * BLOCK_KV
-                    _copy_biases(
-                        n, begin, block, biases, GROUP, H, BLOCK_Q, BLOCK_KV, STAGES, REACH
-                    )
+            if REACH > 0 and i < num_left:
+                n, begin = num_biased + i, (end_tile - 1 - i) * BLOCK_KV
+                _copy_biases(n, begin, block, biases, GROUP, H, BLOCK_Q, BLOCK_KV, STAGES, REACH)
 
 
 @gluon.jit
@@ -183,8 +189,8 @@ def _fetch_tile(
 def _copy_biases(
     i: gl.tensor,
     first_key: gl.tensor,
-    rows: gl.tuple,
-    bufs: gl.tuple,
+    block: gl.tuple,
+    biases: gl.tuple,
     GROUP: gl.constexpr,
     H: gl.constexpr,
     BLOCK_Q: gl.constexpr,
@@ -196,10 +202,10 @@ def _copy_biases(
 
     They are turned around: a row has them by distance, a tile by key.
     """
-    relative_bias, first_token, end, first_head, ahead, _ = rows
-    b_bias, ready, free, _ = bufs
+    first_token, end, first_head, ahead = block
+    relative_bias, b_bias, ready, free, _ = biases
     M: gl.constexpr = b_bias.shape[1]
-    PART: gl.constexpr = 16  # so many rows are on their way at once
+    PART: gl.constexpr = 32 * 128 // BLOCK_KV  # rows that are on their way at once
     stage = i % STAGES
     index_kv = gl.arange(0, BLOCK_KV, gl.SliceLayout(0, BIASES))
     mbarrier.wait(free.index(stage), ((i // STAGES) & 1) ^ 1)

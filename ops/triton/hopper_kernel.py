@@ -73,7 +73,7 @@ def hopper_attend_kernel(
 
     A key is counted by its position in the sequence, wherever it lies: in pages of PAGE_SIZE, if
     that is not 0, those of earlier steps. A block of tokens none of which is ``wanted`` is left
-    alone, if there is such a choice.
+    alone, if there is such a choice. Where there is a REACH, rows have biases by distance.
     """
     GROUP: gl.constexpr = H // HK
     M: gl.constexpr = 64
@@ -122,15 +122,11 @@ def hopper_attend_kernel(
             held_begin = gl.minimum(seen_begin, num_held)
             rows_begin = gl.maximum(seen_begin, num_held)
             seen_by_all = 0
-        if REACH > 0:  # what no row has biases of is seen by all
+        if REACH > 0:  # and what no row has biases of
             seen_by_all = gl.minimum(seen_by_all, gl.maximum(0, ahead + first_token - REACH + 1))
         num_tiles = gl.maximum(1, gl.cdiv(keys_end - rows_begin, BLOCK_KV))
         num_whole = gl.maximum(0, gl.minimum((seen_by_all - rows_begin) // BLOCK_KV, num_tiles - 1))
         tiles = (rows_begin, num_tiles, num_whole, keys_end)
-        held_tiles = gl.cdiv(num_held, BLOCK_KV)
-        held_whole = gl.minimum(seen_by_all, num_held) // BLOCK_KV
-        held_left = held_tiles - held_begin // BLOCK_KV - held_whole
-        held = (num_held, held_tiles, held_left, held_whole)
         pages = (
             held_keys,
             held_keys + stride_values,
@@ -157,23 +153,22 @@ def hopper_attend_kernel(
         bufs = (b_k, b_k_rest, b_v)
         outputs = (out, lse)
         block_of = (first_token, end, head_k * GROUP, ahead)
-        biases, biased = (), ()
+        biases = ()
         if REACH > 0:
             b_bias = gl.allocate_shared_memory(dtype, [STAGES * 2, M, BLOCK_KV], ROWS)
-            bias_ready, bias_free = new_barriers(STAGES, 1), new_barriers(STAGES, 2)
-            biases = (b_bias, bias_ready, bias_free, _LOG2_E / scale_log2)
-            biased = (relative_bias, first_token, end, head_k * GROUP, ahead, held_left)
+            ready, free = new_barriers(STAGES, 1), new_barriers(STAGES, 2)
+            biases = (relative_bias, b_bias, ready, free, _LOG2_E / scale_log2)
         gl.warp_specialize(
             [
-                (attend, (outputs, q_first, block_of, tiles, held, scale_log2, bars, bufs, biases,
-                          window, 0, GROUP, H, BLOCK_Q, M, BLOCK_KV, REST, V, STAGES, CAUSAL,
-                          PAGE_SIZE > 0, HAS_WINDOW, REACH > 0)),
-                (attend, (outputs, q_second, block_of, tiles, held, scale_log2, bars, bufs, biases,
-                          window, M, GROUP, H, BLOCK_Q, M, BLOCK_KV, REST, V, STAGES, CAUSAL,
-                          PAGE_SIZE > 0, HAS_WINDOW, REACH > 0)),
-                (copy_keys_and_values, (rows, boxes, pages, tiles, bars, bufs,
-                                        biased, biases, GROUP, H, BLOCK_Q, D,
-                                        REST, V, BLOCK_KV, STAGES, PAGE_SIZE, REACH)),
+                (attend, (outputs, q_first, block_of, tiles, num_held, scale_log2, bars, bufs,
+                          biases, window, 0, GROUP, H, BLOCK_Q, M, BLOCK_KV, REST, V, STAGES,
+                          CAUSAL, PAGE_SIZE > 0, HAS_WINDOW, REACH)),
+                (attend, (outputs, q_second, block_of, tiles, num_held, scale_log2, bars, bufs,
+                          biases, window, M, GROUP, H, BLOCK_Q, M, BLOCK_KV, REST, V, STAGES,
+                          CAUSAL, PAGE_SIZE > 0, HAS_WINDOW, REACH)),
+                (copy_keys_and_values, (rows, boxes, pages, tiles, bars, bufs, block_of, biases,
+                                        window, GROUP, H, BLOCK_Q, D, REST, V, BLOCK_KV, STAGES,
+                                        PAGE_SIZE, HAS_WINDOW, REACH)),
             ],
             [4, 4],
             [REGISTERS, COPY_REGISTERS],

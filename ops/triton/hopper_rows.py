@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from torch_hybrid.ops.triton.hopper import finish, products_layout
+from torch_hybrid.ops.triton.hopper import finish, products_layout, tiles_in_pages
 
 
 @gluon.jit
@@ -106,7 +106,7 @@ def _biased(
     STAGES: gl.constexpr,
 ) -> gl.tensor:
     """Scores and the biases of the tile that is number i of those that have some."""
-    b_bias, ready, free, bias_scale = biases
+    _, b_bias, ready, free, bias_scale = biases
     stage = i % STAGES
     mbarrier.wait(ready.index(stage), (i // STAGES) & 1)
     b_tile = b_bias.index(stage * 2 + FIRST_ROW // M).load(products_layout(BLOCK_KV))
@@ -120,11 +120,14 @@ def _take_in(
     first: gl.tensor,
     num_tiles: gl.tensor,
     first_key: gl.tensor,
+    since: gl.tensor,
     last: gl.tensor,
     scale_log2: gl.tensor,
     q_bufs: gl.tuple,
     bars: gl.tuple,
     bufs: gl.tuple,
+    biases: gl.tuple,
+    first_biased: gl.tensor,
     M: gl.constexpr,
     BLOCK_KV: gl.constexpr,
     REST: gl.constexpr,
@@ -132,15 +135,12 @@ def _take_in(
     STAGES: gl.constexpr,
     HIDES: gl.constexpr,
     COPIED: gl.constexpr,
-    since: gl.tensor,
-    biases: gl.tuple,
-    first_biased: gl.tensor,
     FIRST_ROW: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
     BIASED: gl.constexpr,
 ) -> gl.tuple:
-    """Tiles number ``first`` and on, downward from ``first_key``; of those that are BIASED, they
-    are ``first_biased`` and on.
+    """Tiles number ``first`` and on, downward from ``first_key``; where they are BIASED, they are
+    ``first_biased`` and on of those that are.
 
     ``sums`` are those of the tiles before the last one, and the last one's weights, whose values
     are added beside the products of the next.
@@ -179,7 +179,7 @@ def attend(
     q_bufs: gl.tuple,
     block: gl.tuple,
     tiles: gl.tuple,
-    held: gl.tuple,
+    num_held: gl.tensor,
     scale_log2: gl.tensor,
     bars: gl.tuple,
     bufs: gl.tuple,
@@ -197,7 +197,7 @@ def attend(
     CAUSAL: gl.constexpr,
     PAGED: gl.constexpr,
     HAS_WINDOW: gl.constexpr,
-    BIASED: gl.constexpr,
+    REACH: gl.constexpr,
 ) -> None:
     """M rows of the block, from FIRST_ROW on."""
     out, lse = outputs
@@ -222,7 +222,7 @@ def attend(
     mbarrier.arrive(k_free.index(0), count=1)
     first_key = rows_begin + (num_rows_tiles - 1) * BLOCK_KV
     key = first_key + gl.arange(0, BLOCK_KV, gl.SliceLayout(0, L_S))
-    if BIASED:
+    if REACH > 0:
         scores = _biased(0, scores, biases, FIRST_ROW, M, BLOCK_KV, STAGES)
     if HAS_WINDOW:
         scores = gl.where(key[None, :] >= since[:, None], scores, -float("inf"))
@@ -236,32 +236,35 @@ def attend(
     fence_async_shared()
 
     n = num_rows_tiles - num_whole
-    sums = _take_in(
-        sums, 1, n - 1, first_key - BLOCK_KV, last, scale_log2, q_bufs, bars, bufs,
-        M, BLOCK_KV, REST, V, STAGES, True, False, since, biases, 1, FIRST_ROW, HAS_WINDOW, BIASED,
-    )  # fmt: skip
     num_biased = n
+    sums = _take_in(
+        sums, 1, n - 1, first_key - BLOCK_KV, since, last, scale_log2, q_bufs, bars, bufs, biases,
+        1, M, BLOCK_KV, REST, V, STAGES, True, False, FIRST_ROW, HAS_WINDOW, REACH > 0,
+    )  # fmt: skip
     if not HAS_WINDOW:
         sums = _take_in(
-            sums, n, num_whole, 0, last, scale_log2, q_bufs, bars, bufs,
-            M, BLOCK_KV, REST, V, STAGES, False, False, since, biases, 0, FIRST_ROW, False, False,
+            sums, n, num_whole, 0, since, last, scale_log2, q_bufs, bars, bufs, biases, 0,
+            M, BLOCK_KV, REST, V, STAGES, False, False, FIRST_ROW, False, False,
         )  # fmt: skip
         n += num_whole
     if PAGED:
-        num_held, end_tile, held_left, held_whole = held
+        num_left, num_whole = tiles_in_pages(
+            num_held, ahead + first_token, window, BLOCK_KV, HAS_WINDOW, REACH
+        )
+        first_key = (gl.cdiv(num_held, BLOCK_KV) - 1) * BLOCK_KV
+        last_held = nothing + (num_held - 1)
         sums = _take_in(
-            sums, n, held_left, (end_tile - 1) * BLOCK_KV, nothing + (num_held - 1), scale_log2,
-            q_bufs, bars, bufs, M, BLOCK_KV, REST, V, STAGES, True, True, since, biases, num_biased,
-            FIRST_ROW, HAS_WINDOW, BIASED,
+            sums, n, num_left, first_key, since, last_held, scale_log2, q_bufs,
+            bars, bufs, biases, num_biased, M, BLOCK_KV, REST, V, STAGES, True, True, FIRST_ROW,
+            HAS_WINDOW, REACH > 0,
         )  # fmt: skip
-        n += held_left
+        n += num_left
         if not HAS_WINDOW:
             sums = _take_in(
-                sums, n, held_whole, 0, last, scale_log2, q_bufs, bars, bufs,
-                M, BLOCK_KV, REST, V, STAGES, False, True, since, biases, 0, FIRST_ROW, False,
-                False,
+                sums, n, num_whole, 0, since, last, scale_log2, q_bufs, bars, bufs, biases, 0,
+                M, BLOCK_KV, REST, V, STAGES, False, True, FIRST_ROW, False, False,
             )  # fmt: skip
-            n += held_whole
+            n += num_whole
 
     b_o, b_p, peak, total = sums
     b_sum = _weighted(n - 1, b_p, b_o, bars, bufs, STAGES, PAGED)

@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import math
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-LOG2_E: tl.constexpr = tl.constexpr(math.log2(math.e))
+from torch_hybrid.ops.triton.decays import LOG2_E
 
 
 def reach_of(relative_bias: Tensor | None) -> int:
@@ -36,10 +34,20 @@ def biases_of_rows(
 
 
 @triton.jit
-def biases_by_key(
-    biases: tl.tensor, position: tl.tensor, key: tl.tensor, REACH: tl.constexpr
+def with_biases(
+    products: tl.tensor,
+    scale_log2: tl.tensor,
+    biases: tl.tensor,
+    position: tl.tensor,
+    key: tl.tensor,
+    REACH: tl.constexpr,
 ) -> tl.tensor:
-    """[rows, keys] float32: the biases of keys, 0 of those that are REACH before a row or more."""
+    """[rows, keys] logits to base 2: of products, and the biases of keys less than REACH before.
+
+    Not in units of products: those the compiler would sum from the biases on, and round each of
+    their terms at the size of a bias.
+    """
     distance = position[:, None] - key[None, :]
     is_near = (distance >= 0) & (distance < REACH)
-    return tl.load(biases[:, None] + distance, mask=is_near, other=0.0).to(tl.float32)
+    b_bias = tl.load(biases[:, None] + distance, mask=is_near, other=0.0).to(tl.float32)
+    return products * scale_log2 + b_bias * LOG2_E
