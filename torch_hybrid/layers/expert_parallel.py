@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_hybrid.layers.fused_experts import FusedExperts
-from torch_hybrid.ranks import Ranks, add_up
+from torch_hybrid.ranks import Ranks
 
 
 class ExpertParallel(nn.Module):
@@ -62,7 +62,7 @@ class ExpertParallel(nn.Module):
         ids, weights = ranks.exchange(routes).chunk(2, dim=1)
         out = self.experts(received, ids.int(), weights.contiguous())
         returned: Tensor = ranks.exchange(out).unflatten(0, (ranks.size, x.shape[0]))
-        return add_up(returned)
+        return returned.sum(0)
 
     def _address(self, x: Tensor, expert_ids: Tensor) -> tuple[Tensor, Tensor]:
         """What goes to the ranks, one after the other: rows [R * C, dim], and the ids [R * C, k]
