@@ -9,6 +9,8 @@ import torch
 
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.graphs.model_choices import modules_of
+from torch_hybrid.layers.expert_parallel import TokensOfRank
 from torch_hybrid.ops import fp8_kv
 from torch_hybrid.specs import KEPT_HIDDEN, LayerTable
 
@@ -44,12 +46,19 @@ def check_invariant(model: Any, compile: bool | str, two_batch_overlap: object) 
     Raises:
         ValueError: bits would change as steps are exchanged by compiled ones.
         UnsupportedError: on a GPU steps would not all be of one compiled graph. Inductor and torch
-            sum rows in another order in each graph, and by size.
+            sum rows in another order in each graph, and by size. Or ranks have whole experts: it
+            goes by a token's place in the batch on which of them its experts' sum is added to that
+            of a shared one.
     """
     if compile == "background":
         raise ValueError(
             "batch_invariant=True needs compile=True or False, got 'background': bits would change "
             "as compiled steps take the place of others"
+        )
+    if any(isinstance(module, TokensOfRank) for module in modules_of(model)):
+        raise UnsupportedError(
+            "batch_invariant=True is not to be had with experts='all_to_all': the order in which a "
+            "token's experts and a shared one are added up goes by its place in the batch"
         )
     refused = {
         "compile=False": not compile,

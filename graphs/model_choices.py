@@ -27,10 +27,14 @@ from torch_hybrid.ops.native.ahead import build_ahead
 from torch_hybrid.ops.registration import REGISTERED
 
 
+def modules_of(model: Model) -> list[nn.Module]:
+    """All modules of a model; none where it is no module itself."""
+    return list(model.modules()) if isinstance(model, nn.Module) else []
+
+
 def choosers_of(model: Model) -> list[Chooses]:
     """The experts of all layers of a model, and its linear layers of weights with scales."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
-    return [module for module in modules if isinstance(module, Chooses)]
+    return [module for module in modules_of(model) if isinstance(module, Chooses)]
 
 
 def choices_of(model: Model, choices: Sequence[Choice]) -> tuple[Choice, ...]:

@@ -167,6 +167,15 @@ class Ranks:
         return self.sum(spread).narrow(-2, group, 1) / ranks_of_group
 
 
+def add_up(parts: Tensor) -> Tensor:
+    """The sum of the ranks' parts [R, ...], the first rank's first, rounded once."""
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    total, *others = (part.to(wide) for part in parts.unbind())
+    for other in others:
+        total = total + other
+    return total.to(parts.dtype)
+
+
 def _check_plain(linear: nn.Module) -> None:
     # Whatever a subclass or a wrapper adds to its weights would be lost.
     if type(linear) is not nn.Linear:

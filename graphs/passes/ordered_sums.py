@@ -10,11 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph
 from torch.overrides import TorchFunctionMode
 
 from torch_hybrid.graphs.passes.marks import keep_marks
+from torch_hybrid.ranks import add_up
 
 _all_reduce = torch.ops._c10d_functional.all_reduce
 _gather = torch.ops._c10d_functional.all_gather_into_tensor
@@ -41,8 +41,9 @@ def ordered_sums(graph: Graph, *, num_ranks: int) -> None:
         for wait in list(node.users):
             with graph.inserting_before(wait):
                 parts = graph.call_function(_wait, (gathered,))
-                total = graph.call_function(_added_up, (parts, num_ranks))
-            for made in (parts, total):
+                of_ranks = graph.call_method("unflatten", (parts, 0, (num_ranks, -1)))
+                total = graph.call_function(add_up, (of_ranks,))
+            for made in (parts, of_ranks, total):
                 keep_marks(made, wait)
             wait.replace_all_uses_with(total)
             graph.erase_node(wait)
@@ -71,19 +72,9 @@ class InOrder(TorchFunctionMode):
             return func(*args, **kwargs or {})
         part, _, group = args
         parts = _wait(_gather(part.contiguous(), self._num_ranks, group))
-        return _added_up(parts, self._num_ranks)  # to wait for it is to have it
+        return add_up(parts.unflatten(0, (self._num_ranks, -1)))  # to wait for it is to have it
 
 
 def _is_sum(target: object, args: Sequence[Any]) -> bool:
     """Whether a call sums over the ranks."""
     return target in (_all_reduce, _all_reduce.default) and args[1] == "sum"
-
-
-def _added_up(parts: Tensor, num_ranks: int) -> Tensor:
-    """The sum of the ranks' parts, which lie one after the other, rounded once."""
-    wide = torch.promote_types(parts.dtype, torch.float32)
-    first, *others = parts.unflatten(0, (num_ranks, -1)).unbind()
-    total = first.to(wide)
-    for other in others:
-        total = total + other
-    return total.to(parts.dtype)

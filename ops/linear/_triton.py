@@ -33,7 +33,10 @@ _FEW_COLUMNS = 4096
 _PART_ROWS = 32
 _PART_DEPTH = 1024
 _PART_COLUMNS = 1024  # of one weight: fewer are faster by torch
-_BUSY = 96  # programs of large tiles: with fewer of them, small ones are faster
+# Of batch-invariant products: columns that are too few programs of 64, and programs of large tiles
+# that are not; with fewer of them, small ones are faster.
+_NARROW = 2048
+_BUSY = 80
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,9 +80,10 @@ class Tile:
             return one(block_m=16, block_k=32, num_stages=2)
         if not is_hopper(like.device):
             return one()
+        is_narrow = num_columns <= _NARROW
         if num_rows <= 16:
-            return one(block_m=16, num_stages=5)
-        if num_rows <= 32:
+            return one(block_m=16, block_n=16 if is_narrow else 64, num_stages=5)
+        if num_rows <= (64 if is_narrow else 32):
             return one(block_m=32, num_stages=4)
         for block_m in (256, 128):
             num_programs = triton.cdiv(num_rows, block_m) * triton.cdiv(num_columns, 128)

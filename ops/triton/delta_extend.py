@@ -122,7 +122,7 @@ def _rows_of_program(num_seqs: int, num_tokens: int, state: Tensor) -> int:
     """Rows of a state that a program walks: as many as in decode steps where sequences have a token
     or hardly more, and are enough to keep all processors busy."""
     _, num_heads, head_dim_v, head_dim_k = state.shape
-    block_v = triton.next_power_of_2(head_dim_v)
+    block_v: int = triton.next_power_of_2(head_dim_v)
     many = min(block_v, STATE_WARPS * rows_of_warp(head_dim_k))
     num_programs = num_seqs * num_heads * triton.cdiv(head_dim_v, many)
     if num_tokens < 4 * num_seqs and num_programs >= PROCESSORS * _SCHEDULERS:

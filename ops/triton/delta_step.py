@@ -159,8 +159,8 @@ def launch_norm(out: Tensor, x: StepTensors, rule: Rule, *, early: bool) -> None
 
 def rows_of_warp(head_dim_k: int) -> int:
     """Rows of a state that one warp keeps in registers."""
-    num_pieces = triton.cdiv(head_dim_k, PIECE)
-    return _STATE_TILE // (PIECE * triton.next_power_of_2(num_pieces))
+    width: int = PIECE * triton.next_power_of_2(triton.cdiv(head_dim_k, PIECE))
+    return _STATE_TILE // width
 
 
 @triton.jit

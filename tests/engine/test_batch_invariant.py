@@ -66,7 +66,7 @@ def test_any_way_of_serving_gives_the_same_bits(family: str):
     assert [each for each, _ in ahead] == tokens
 
 
-@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "minimax", "lfm2", "jamba"])
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "minimax", "jamba"])
 def test_drafts_in_steps_of_one_graph(family: str, monkeypatch: pytest.MonkeyPatch):
     """As on a GPU, where a prompt, a decode step and one that verifies drafts are of one."""
     monkeypatch.setattr(graphs_of_runners, "sums_by_graph", lambda device: True)
@@ -82,16 +82,14 @@ def test_drafts_on_a_gpu(family: str):
 
 
 def check_drafts(runner: th.Runner) -> None:
-    """Drafts of which some are right give the tokens and logprobs of plain decoding, by one graph;
-    and so do those that are tried now and then."""
+    """Drafts, some of them right, give the tokens and logprobs of plain decoding, by one graph."""
     plain = th.Engine(runner)
     alone = [each for prompt in PROMPTS for each in serve(plain, [prompt], GREEDY)]
     drafter = Knowing(lambda request: alone[request.index][0], vocab_size=VOCAB_SIZE)
-    for adapts in (False, True):
-        speculation = th.Speculation(drafter, max_tokens=3, adapts=adapts)
-        drafting = th.Engine(runner, speculate=speculation)
-        assert serve(drafting, PROMPTS, GREEDY) == alone
-        assert drafting.stats().drafts.accepted > 3
+    speculation = th.Speculation(drafter, max_tokens=3, adapts=False)
+    drafting = th.Engine(runner, speculate=speculation)
+    assert serve(drafting, PROMPTS, GREEDY) == alone
+    assert drafting.stats().drafts.accepted > 3
     names: list[str] = []
     runner.warm_up(names.append)
     assert names == ["extend"]

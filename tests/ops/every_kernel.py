@@ -133,6 +133,9 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
         inputs = make_inputs(replace(step, lengths=DRAFTED), dtype)
         width = sum(x.shape[1] for x in (inputs.qkv, inputs.b, inputs.a))
         yield verify.__name__, partial(run, verify, *with_records(inputs, width, dtype))
+        several = make_inputs(replace(step, **LENGTHS), dtype)
+        options = several.options() | {"impl": "triton_invariant"}
+        yield f"{op.__name__}, any lengths", partial(run, op, several.args(), options)
     for gate in ("before_norm", "no_norm"):
         mamba2 = ssd_step_cases.Case(lengths=(1, 0, 1), num_padding_tokens=3, gate=gate, **ODD)
         inputs = ssd_step_cases.make_inputs(mamba2, dtype)

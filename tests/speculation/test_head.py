@@ -12,6 +12,7 @@ import pytest
 import torch_hybrid as th
 from tests.models.mtp_checkpoint import LAYOUTS, Oracle, make_checkpoint
 from tests.tiny_models import VOCAB_SIZE, make_hybrid
+from torch_hybrid.graphs import runner as graphs_of_runners
 
 SIZES: dict[str, Any] = {"max_seqs": 4, "max_tokens": 48, "kv_tokens": 512, "page_size": 8}
 DRAFTS = 3
@@ -77,7 +78,21 @@ class Histories:
 @pytest.mark.parametrize("family", LAYOUTS)
 def test_drafts_are_those_of_the_head(family: str, tmp_path: Path):
     """After prompts, in chunks too, decoding, and drafts of which some were accepted."""
-    histories = Histories(*loaded(family, tmp_path))
+    go_through(Histories(*loaded(family, tmp_path)))
+
+
+def test_where_all_steps_are_of_one_graph(
+    dense: tuple[Oracle, th.HybridModel], monkeypatch: pytest.MonkeyPatch
+):
+    """As in a batch-invariant runner on a GPU: there the head reads the tokens of every step."""
+    monkeypatch.setattr(graphs_of_runners, "sums_by_graph", lambda device: True)
+    oracle, model = dense
+    sizes = {**SIZES, "compile": False, "max_drafts": DRAFTS, "batch_invariant": True}
+    go_through(Histories(oracle, th.Runner(model, **sizes)))
+
+
+def go_through(histories: Histories) -> None:
+    """Prompts, steps of one token and of drafts in turn."""
     histories.begin(9, 1, 30)
     histories.check(3, 1, 2)
     histories.extend(some_tokens(histories.rng, 1, 1, 1))

@@ -22,9 +22,11 @@ from tests.ops.triton_resources import assert_all_fit, resources_of
 # and here numbers are rounded four times, one after the other.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/kimi_delta_step -k triton
 CONTRACT = """
-    triton and (exact and fp32 and not (kimi_linear or ling_3) or padding or another_slot
-    or no_other_slot or nothing_to_do or bits and fp32 and mixed)
-    and not on_a_gpu and not interpreter
+    triton and not triton_invariant and (
+        exact and fp32 and not (kimi_linear or ling_3) or padding or another_slot
+        or no_other_slot or nothing_to_do or bits and fp32 and mixed
+    ) and not on_a_gpu and not interpreter
+    or triton_invariant and (exact and fp32 and odd_dims or padding or several and fp32 and mixed)
 """
 
 
