@@ -15,7 +15,7 @@ from torch_hybrid.ops.triton.softmax import log2_scale
 _MOST_QUERIES = 31  # of a tile: a bit of a number for each
 _PAD = 128  # keys; a list has whole tiles, and one more that is looked up ahead
 # Of a thread of the second group that computes, and of one that copies.
-_REGISTERS, _COPY_REGISTERS = 216, 64
+_REGISTERS, _COPY_REGISTERS = 208, 64
 _CHUNK = 1024  # blocks that are listed at once
 
 
