@@ -163,7 +163,7 @@ def test_compiles_without_spills() -> None:
         for target in SHARED_LIMITS:
             launches = record_launches(target, *shape, is_invariant=True)
             name = next(name for name in launches if "attend" in name)
-            rows.append(resources_of(launches[name], target, f"{label} of any lengths"))
+            rows.append(resources_of(launches[name], target, f"{label} any lengths"))
     launches = record_launches("sm_90", *SHAPES["DeepSeek-V3 decode 64"], gluon=False)
     rows.append(resources_of(launches["_attend_kernel"], "sm_90", "DeepSeek-V3 of other Gluon"))
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
