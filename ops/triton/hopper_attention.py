@@ -43,8 +43,8 @@ class HopperTiles:
     ) -> HopperTiles | None:
         """As many keys as leave room for two tiles; None where this form does not serve.
 
-        Where logits are ``biased``, registers are left for fewer keys at once; those who copy need
-        more of them, and for the pages of a window too.
+        Where there is a window or logits are ``biased``, registers are left for fewer keys at once:
+        those who copy need more of them.
         """
         dims = (q.shape[2], v.shape[2])
         serves = dims in HEAD_DIMS and q.itemsize == 2 and q.shape[1] <= BLOCK_M * k.shape[1]
@@ -55,9 +55,10 @@ class HopperTiles:
             return None
         if biased:
             return cls(block_kv=64, num_stages=4, registers=192, copy_registers=128)
-        block_kv = 64 if sum(dims) > 320 else 128
         if windowed:
-            return cls(block_kv=block_kv, num_stages=2, registers=216, copy_registers=64)
+            stages = 2 if sum(dims) > 256 else 4
+            return cls(block_kv=64, num_stages=stages, registers=208, copy_registers=88)
+        block_kv = 64 if sum(dims) > 320 else 128
         return cls(block_kv=block_kv, num_stages=2, registers=224, copy_registers=56)
 
 
