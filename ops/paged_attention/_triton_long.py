@@ -18,6 +18,9 @@ from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, seq
 from torch_hybrid.ops.triton.relative_bias import biases_of_rows, reach_of
 from torch_hybrid.ops.triton.softmax import finish, log2_scale
 
+# Keys of a window from which on the form for Hopper is the faster one.
+LEAST_WINDOW = 256
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LongTiles:
@@ -76,7 +79,7 @@ def attend_long(
     With ``kv_scales``, to ``kv`` alone, which has the new rows as they were rounded.
     """
     hopper = None
-    if not softcap and kv_scales is None:
+    if not softcap and kv_scales is None and not 0 < window < LEAST_WINDOW:
         hopper = HopperTiles.of(q, k, v, kv, windowed=window > 0, biased=relative_bias is not None)
     if hopper is not None:
         pages = (kv, seq_lens, page_table)

@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 # What four warps copy at once: 16 rows of 128 bytes.
 COPIED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-# What four warps load of biases at once: two rows, of 64 keys, so that what lies together is read
-# together.
+# What four warps load of biases at once: 64 keys side by side, and 8 rows in each thread, for which
+# what the heads of a token share is worked out once.
 BIASES = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [4, 1], [1, 0]))
 COPYING_THREADS = gl.constexpr(128)
 

@@ -43,8 +43,8 @@ class HopperTiles:
     ) -> HopperTiles | None:
         """As many keys as leave room for two tiles; None where this form does not serve.
 
-        Where keys are hidden within a window or logits are ``biased``, those who compute need
-        registers for fewer keys at once, and those who copy need more.
+        Where there is a window or logits are ``biased``, registers are left for fewer keys at once:
+        those who copy need more of them.
         """
         dims = (q.shape[2], v.shape[2])
         serves = dims in HEAD_DIMS and q.itemsize == 2 and q.shape[1] <= BLOCK_M * k.shape[1]

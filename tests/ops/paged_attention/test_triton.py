@@ -189,6 +189,7 @@ def long_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch_hybrid.ops.paged_attention import _triton, _triton_long
 
     monkeypatch.setattr(_triton_long, "PROCESSORS", 1)
+    monkeypatch.setattr(_triton_long, "LEAST_WINDOW", 0)
     monkeypatch.setattr(_triton_long, "is_hopper", lambda _: True)
     monkeypatch.delattr(_triton, "attend_short")
 
@@ -250,6 +251,8 @@ def on_device(inputs: Inputs, device: str) -> Inputs:
     return replace(inputs, **moved | {"q": gated[..., : gated.shape[2] // 2], "k": k, "v": v})
 
 
+# A window that the form for Hopper takes.
+WIDE = {"wide_window": {"window": 512, "softcap": 0.0}}
 # (sequences, tokens, query heads, key heads, head dim, dtype, options, whether keys have 8 bits);
 # pages of 16, 256 a sequence
 SHAPES = {
@@ -269,6 +272,7 @@ SHAPES = {
         False,
     ),
     "3 / 1 heads of 80 decode 1": (1, 1, 3, 1, 80, torch.bfloat16, "window_softcap", False),
+    "32 / 8 heads extend 2048, window": (8, 2048, 32, 8, 128, torch.bfloat16, "wide_window", False),
     "Qwen3-Next decode 64, fp8": (64, 64, 16, 2, 256, torch.bfloat16, "plain", True),
     "32 / 8 heads extend 2048, fp8": (8, 2048, 32, 8, 128, torch.bfloat16, "plain", True),
     "32 / 8 heads decode 32, fp8": (32, 32, 32, 8, 128, torch.bfloat16, "plain", True),
@@ -277,7 +281,7 @@ SHAPES = {
 BIASED = {
     "Inkling decode 32": (32, 32, 64, 8, 128, torch.bfloat16, "plain", False),
     "Inkling decode 32 float32": (32, 32, 64, 8, 128, torch.float32, "window", False),
-    "Inkling extend 2048": (8, 2048, 64, 16, 128, torch.bfloat16, "window", False),
+    "Inkling extend 2048": (8, 2048, 64, 16, 128, torch.bfloat16, "wide_window", False),
     "Inkling extend 2048, fp8": (8, 2048, 64, 8, 128, torch.bfloat16, "plain", True),
 }
 
@@ -341,6 +345,6 @@ def record_launches(
             scale=head_dim**-0.5,
             kv_scales=scales,
             relative_bias=biases if reach else None,
-            **OPTIONS[options],
+            **(OPTIONS | WIDE)[options],
         )
     return launches
