@@ -73,7 +73,7 @@ def test_compiles_without_spills() -> None:
         for launch in record_launches(FAMILY, target, shape, dtype, verify=verify).values()
     ]
     rows += [
-        resources_of(launch, target, f"Qwen3-Next, any lengths: {name}")
+        resources_of(launch, target, f"Qwen3-Next {name}")
         for target in SHARED_LIMITS
         for name, launches in of_any_lengths(FAMILY, target, QWEN3_NEXT).items()
         for launch in launches.values()

@@ -69,7 +69,7 @@ def test_compiles_without_spills() -> None:
         for launch in record_launches(FAMILY, target, shape, dtype, verify=verify).values()
     ]
     rows += [
-        resources_of(launch, target, f"Kimi-Linear, any lengths: {name}")
+        resources_of(launch, target, f"Kimi-Linear {name}")
         for target in SHARED_LIMITS
         for name, launches in of_any_lengths(FAMILY, target, KIMI_LINEAR).items()
         for launch in launches.values()
