@@ -21,7 +21,6 @@ from torch_hybrid.ops.triton.conv_step import convolve, inputs_before, leave_inp
 from torch_hybrid.ops.triton.delta_step import (
     PIECE,
     PREPARED_CHANNELS,
-    STATE_WARPS,
     Rule,
     advance_states,
     decay_of,
@@ -31,15 +30,15 @@ from torch_hybrid.ops.triton.delta_step import (
     rows_of_warp,
     unit,
 )
-from torch_hybrid.ops.triton.devices import PROCESSORS, launches_early
+from torch_hybrid.ops.triton.devices import launches_early
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 
-# Rows of a state that a warp has where tokens of a sequence wait for one another, a vector of each
-# in a thread; and how many tokens a turn of its loop has, in which the registers of one token, and
-# of the two that are on their way, take turns too.
+# Rows of a state that a warp has where a sequence has so many tokens, which wait for one another: a
+# vector of each row in a thread; and how many tokens a turn of its loop has.
 _FEW_ROWS = 4
-_UNROLLED = 3
-_SCHEDULERS = 4  # of a processor, each of which a warp can keep busy
+_MANY_ROWS = 32
+_WALKED_TOKENS = 16
+_UNROLLED = 2
 
 
 def launch_extend(*tensors: Tensor | None, activation: str, rule: Rule) -> Tensor:
@@ -119,15 +118,13 @@ def launch_extend(*tensors: Tensor | None, activation: str, rule: Rule) -> Tenso
 
 
 def _rows_of_program(num_seqs: int, num_tokens: int, state: Tensor) -> int:
-    """Rows of a state that a program walks: as many as in decode steps where sequences have a token
-    or hardly more, and are enough to keep all processors busy."""
-    _, num_heads, head_dim_v, head_dim_k = state.shape
-    block_v: int = triton.next_power_of_2(head_dim_v)
-    many = min(block_v, STATE_WARPS * rows_of_warp(head_dim_k))
-    num_programs = num_seqs * num_heads * triton.cdiv(head_dim_v, many)
-    if num_tokens < 4 * num_seqs and num_programs >= PROCESSORS * _SCHEDULERS:
-        return many
-    return min(block_v, _FEW_ROWS)
+    """Rows of a state that a program walks: as many as in decode steps where sequences have hardly
+    more tokens, and else few. Both sum alike where they were compared, at a K of 128."""
+    head_dim_v, head_dim_k = state.shape[2:]
+    if head_dim_k == 128 and head_dim_v >= _MANY_ROWS and num_tokens < _WALKED_TOKENS * num_seqs:
+        return _MANY_ROWS
+    few: int = min(triton.next_power_of_2(head_dim_v), _FEW_ROWS)
+    return few
 
 
 @triton.jit(do_not_specialize=["num_seqs"])

@@ -43,14 +43,14 @@ def record_launches(
     return launches
 
 
-def of_any_lengths(family: Family, target: str, case: Case) -> dict[int, dict[str, Launch]]:
-    """What is launched for steps of any lengths: of a sequence, and of so many that they are work
-    for a whole GPU."""
+def of_any_lengths(family: Family, target: str, case: Case) -> dict[str, dict[str, Launch]]:
+    """What is launched for steps of any lengths: for a prompt, and for a token of each sequence."""
+    lengths = {"a prompt": (64,), "64 tokens": (1,) * 64}
     return {
-        count: record_launches(
-            family, target, replace(case, lengths=(1,) * count), torch.bfloat16, form="invariant_"
+        name: record_launches(
+            family, target, replace(case, lengths=each), torch.bfloat16, form="invariant_"
         )
-        for count in (1, 64)
+        for name, each in lengths.items()
     }
 
 

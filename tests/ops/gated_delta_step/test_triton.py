@@ -73,9 +73,9 @@ def test_compiles_without_spills() -> None:
         for launch in record_launches(FAMILY, target, shape, dtype, verify=verify).values()
     ]
     rows += [
-        resources_of(launch, target, f"Qwen3-Next {count} of any lengths")
+        resources_of(launch, target, f"Qwen3-Next {name}")
         for target in SHARED_LIMITS
-        for count, launches in of_any_lengths(FAMILY, target, QWEN3_NEXT).items()
+        for name, launches in of_any_lengths(FAMILY, target, QWEN3_NEXT).items()
         for launch in launches.values()
     ]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))

@@ -69,9 +69,9 @@ def test_compiles_without_spills() -> None:
         for launch in record_launches(FAMILY, target, shape, dtype, verify=verify).values()
     ]
     rows += [
-        resources_of(launch, target, f"Kimi-Linear {count} of any lengths")
+        resources_of(launch, target, f"Kimi-Linear {name}")
         for target in SHARED_LIMITS
-        for count, launches in of_any_lengths(FAMILY, target, KIMI_LINEAR).items()
+        for name, launches in of_any_lengths(FAMILY, target, KIMI_LINEAR).items()
         for launch in launches.values()
     ]
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
