@@ -25,8 +25,9 @@ class BlockResidual(nn.Module):
     ) -> None:
         super().__init__()
         self.query, self.eps = query, eps
-        known = torch.arange(num_blocks, device=query.device) < num_known
-        bias = torch.zeros(num_blocks, device=query.device).masked_fill(~known, -torch.inf)
+        known = torch.arange(num_blocks, dtype=torch.int64, device=query.device) < num_known
+        bias = torch.zeros(num_blocks, dtype=torch.float32, device=query.device)
+        bias = bias.masked_fill(~known, -torch.inf)
         self.bias = nn.Buffer(bias, persistent=False)
 
     def forward(self, blocks: Tensor, present: Tensor) -> tuple[Tensor, ...]:

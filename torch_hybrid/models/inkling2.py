@@ -192,8 +192,9 @@ class _DecoderLayer(nn.Module):
             known = block + (place > 0)
             self.attention_input = _residual(layer.attention_input, num_blocks, known)
         self.mlp_input = _residual(layer.mlp_input, num_blocks, block + 1)
-        own = torch.arange(num_blocks, device=self.mlp_input.query.device) == block
-        self.own_block = nn.Buffer(own[:, None], persistent=False)
+        device = self.mlp_input.query.device
+        numbers = torch.arange(num_blocks, dtype=torch.int64, device=device)
+        self.own_block = nn.Buffer((numbers == block)[:, None], persistent=False)
 
     def forward(
         self, streams: Tensor | Streams, _: Tensor, *, step: LayerStep, **_options: object

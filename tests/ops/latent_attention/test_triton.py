@@ -43,6 +43,7 @@ HOPPER = {
     "tokens": Case(num_heads=20, page_size=64, lengths=((7, 300), (0, 9), (2, 2), (9, 65))),
     "not split": Case(num_heads=64, lengths=((1, 200), (1, 63), *[(1, 3)] * 130)),
 }
+NAMES = [field.name for field in fields(Inputs) if field.name != "pool_scale"]  # by position
 
 
 @needs_triton
@@ -76,15 +77,17 @@ def test_a_captured_graph_serves_other_lengths(dtype: torch.dtype) -> None:
     other = make_inputs(
         replace(shape, lengths=((3, 9), (4, 70))), dtype=dtype, padding=(1, 0), seed=1
     )
-    for field in fields(Inputs):
-        getattr(captured, field.name).copy_(getattr(other, field.name))
+    for name in NAMES:
+        getattr(captured, name).copy_(getattr(other, name))
     graph.replay()
     assert_as_exact(other, shape.scale, out.cpu(), lse.cpu(), captured.pool.cpu())
 
 
 def call(inputs: Inputs, scale: float) -> tuple[Tensor, Tensor]:
-    tensors = [getattr(inputs, field.name) for field in fields(Inputs)]
-    return latent_attention_with_lse(*tensors, scale=scale, impl="triton")
+    tensors = [getattr(inputs, name) for name in NAMES]
+    return latent_attention_with_lse(
+        *tensors, scale=scale, pool_scale=inputs.pool_scale, impl="triton"
+    )
 
 
 def assert_as_exact(inputs: Inputs, scale: float, out: Tensor, lse: Tensor, pool: Tensor) -> None:
