@@ -77,7 +77,11 @@ class Intake:
         if not isinstance(sampling, Sampling):
             raise TypeError(f"sampling must be a th.Sampling, got {sampling!r}")
         packed = plain_ints(prompt) if isinstance(prompt, list) else None
-        tokens, inputs = self._encoded(prompt) if packed is None else (prompt.copy(), {})
+        inputs: Mapping[str, Tensor] = {}
+        if isinstance(prompt, list) and packed is not None:
+            tokens = prompt.copy()
+        else:
+            tokens, inputs = self._encoded(prompt)
         packed = self._checked(tokens, packed, sampling)
         message_end = self._message_end(prompt, tokens) if self._finds_messages else None
         images = None

@@ -128,10 +128,10 @@ def prompt_tokens(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
 
 def is_conversation(prompt: Prompt) -> TypeGuard[Sequence[Any]]:
     """Whether a prompt is one: a list of messages, by the first of them."""
-    is_list = isinstance(prompt, list) or (
-        isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | Array)
-    )
-    return is_list and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    # Of a list nothing else is asked: it may have many tokens, and these checks take long.
+    if not isinstance(prompt, list) and isinstance(prompt, str | bytes | Array):
+        return False
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
 def has_images(prompt: Prompt) -> bool:

@@ -82,9 +82,19 @@ def attend_long(
     if not softcap and kv_scales is None and not 0 < window < LEAST_WINDOW:
         hopper = HopperTiles.of(q, k, v, kv, windowed=window > 0, biased=relative_bias is not None)
     if hopper is not None:
-        pages = (kv, seq_lens, page_table)
-        given = {"window": window, "relative_bias": relative_bias}
-        attend_rows(q, k, v, cu_seqlens, out, lse, scale=scale, tiles=hopper, pages=pages, **given)
+        attend_rows(
+            q,
+            k,
+            v,
+            cu_seqlens,
+            out,
+            lse,
+            scale=scale,
+            tiles=hopper,
+            pages=(kv, seq_lens, page_table),
+            window=window,
+            relative_bias=relative_bias,
+        )
         return
     num_tokens, num_q_heads, head_dim = q.shape
     _, _, page_size, num_kv_heads, _ = kv.shape

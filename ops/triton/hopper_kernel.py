@@ -157,7 +157,7 @@ def hopper_attend_kernel(
         if REACH > 0:
             b_bias = gl.allocate_shared_memory(dtype, [STAGES * 2, M, BLOCK_KV], ROWS)
             ready, free = new_barriers(STAGES, 1), new_barriers(STAGES, 2)
-            biases = (relative_bias, b_bias, ready, free, _LOG2_E / scale_log2)
+            biases = (relative_bias, b_bias, ready, free, _LOG2_E / scale_log2)  # type: ignore[assignment]
         gl.warp_specialize(
             [
                 (attend, (outputs, q_first, block_of, tiles, num_held, scale_log2, bars, bufs,
