@@ -44,8 +44,6 @@ FAMILIES = (
     "recurrent_gemma",
     "qwen4_exp",
     "glm5_next",
-    "zaya",
-    "zamba",
     "inkling",
     "inkling2",
 )

@@ -195,6 +195,20 @@ def weights_of(*projections: nn.Linear) -> list[Tensor]:
     return [projection.weight.detach() for projection in projections]
 
 
+def parameter(weight: Tensor) -> nn.Parameter:
+    """A weight, as a module keeps it."""
+    return nn.Parameter(weight, requires_grad=False)
+
+
+def joined_projection(rows: Sequence[Tensor]) -> nn.Linear:
+    """Projections of one input as one, without a bias."""
+    weight = torch.cat(list(rows))
+    width, dim = weight.shape
+    joined = nn.Linear(dim, width, bias=False, dtype=weight.dtype, device="meta")
+    joined.weight = parameter(weight)
+    return joined
+
+
 def latent_spec(config: Any, rope: Mapping[str, Any]) -> LatentSpec:
     """The facts of MLA layers, whose fields all families name alike.
 

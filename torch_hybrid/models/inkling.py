@@ -3,6 +3,7 @@ convolutions of keys, values and every branch; experts, of which each token take
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -12,7 +13,16 @@ from torch import Tensor, nn
 from torch_hybrid.backends.step import LayerStep
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.biased_attention import BiasedAttention, BranchConvolution
-from torch_hybrid.models.family import Family, Swap, listed, require, require_fields, weights_of
+from torch_hybrid.models.family import (
+    Family,
+    Swap,
+    joined_projection,
+    listed,
+    parameter,
+    require,
+    require_fields,
+    weights_of,
+)
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.ops.causal_conv1d.op import MAX_WIDTH, MIN_WIDTH
 from torch_hybrid.specs import AttentionSpec, BranchConvolutionSpec, LayerSpec
@@ -28,6 +38,19 @@ def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
             f"{config.model_type}: config field n_shared_experts must be positive, "
             f"got {config.n_shared_experts}"
         )
+    return layer_specs(config, scale=lambda head_dim: 1 / head_dim)
+
+
+def layer_specs(
+    config: Any, *, scale: Callable[[int], float], sinks: bool = False
+) -> list[tuple[LayerSpec, ...]]:
+    """The facts of both kinds of attention, each with the convolutions of its layers.
+
+    Args:
+        config: of the text model.
+        scale: attention's factor on q k, by the width of a head.
+        sinks: whether each query has one.
+    """
     if not MIN_WIDTH <= config.conv_kernel_size <= MAX_WIDTH:
         raise UnsupportedError(
             f"{config.model_type}: config field conv_kernel_size must be within {MIN_WIDTH} and "
@@ -41,9 +64,10 @@ def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
             num_q_heads=num_q_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            scale=1 / head_dim,
+            scale=scale(head_dim),
             window=window,
             reach=reach,
+            sinks=sinks,
         )
         convolutions = BranchConvolutionSpec(
             num_kv_heads=num_kv_heads,
@@ -74,28 +98,20 @@ def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
 
 def _attention(module: Any, spec: AttentionSpec) -> BiasedAttention:
     projections = (module.q_proj, module.k_proj, module.v_proj, module.r_proj)
-    rows = torch.cat(weights_of(*projections))
-    width, dim = rows.shape
-    in_proj = nn.Linear(dim, width, bias=False, dtype=rows.dtype, device="meta")
-    in_proj.weight = _parameter(rows)
     convolutions = (module.k_sconv, module.v_sconv)
     taps = [each.conv1d.weight.detach().squeeze(1) for each in convolutions]
     config = module.config
     return BiasedAttention(
         spec,
-        in_proj=in_proj,
+        in_proj=joined_projection(weights_of(*projections)),
         o_proj=module.o_proj,
         q_norm=module.q_norm,
         k_norm=module.k_norm,
-        conv_weight=_parameter(torch.cat(taps)),
-        profiles=_parameter(module.rel_logits_proj.proj.detach().transpose(0, 1).contiguous()),
+        conv_weight=parameter(torch.cat(taps)),
+        profiles=parameter(module.rel_logits_proj.proj.detach().transpose(0, 1).contiguous()),
         log_floor=None if spec.window else config.log_scaling_n_floor,
         log_alpha=config.log_scaling_alpha,
     )
-
-
-def _parameter(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(weight, requires_grad=False)
 
 
 class _AttentionAdapter(LinearAttentionAdapter):
@@ -148,7 +164,7 @@ def _prepare(model: Any) -> None:
         own, dtype = layer.self_attn, layer.input_layernorm.weight.dtype
         for convolution in (own.k_sconv, own.v_sconv, layer.attn_sconv, layer.mlp_sconv):
             conv1d = convolution.conv1d  # which transformers keeps in float32
-            conv1d.weight = _parameter(conv1d.weight.detach().to(dtype))
+            conv1d.weight = parameter(conv1d.weight.detach().to(dtype))
         ours = _branch_convolution(layer.attn_sconv, "attention")
         layer.attn_sconv = _ConvolutionAdapter(ours, BranchConvolutionSpec.kind)
         if "experts" in layer.mlp._modules:
@@ -156,15 +172,15 @@ def _prepare(model: Any) -> None:
 
 
 def _branch_convolution(module: Any, branch: str) -> BranchConvolution:
-    return BranchConvolution(_parameter(module.conv1d.weight.detach().squeeze(1)), branch)
+    return BranchConvolution(parameter(module.conv1d.weight.detach().squeeze(1)), branch)
 
 
 def _mixture(module: Any) -> _Mixture:
     experts, shared = module.experts, module.shared_experts
     gate_up = torch.cat([shared.gate_proj.detach(), shared.up_proj.detach()], dim=1)
-    experts.gate_up_proj = _parameter(torch.cat([experts.gate_up_proj.detach(), gate_up]))
+    experts.gate_up_proj = parameter(torch.cat([experts.gate_up_proj.detach(), gate_up]))
     down = torch.cat([experts.down_proj.detach(), shared.down_proj.detach()])
-    experts.down_proj = _parameter(down)
+    experts.down_proj = parameter(down)
     return _Mixture(module.gate, experts)
 
 

@@ -4,7 +4,6 @@ from those of earlier blocks of layers; experts of softcapped SwiGLU; the text p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -17,9 +16,17 @@ from torch_hybrid.layers.biased_attention import BranchConvolution
 from torch_hybrid.layers.block_residual import BlockResidual
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.sink_attention import DynamicSinkAttention, SinkAttention
-from torch_hybrid.models.family import Family, Swap, listed, require, require_fields, weights_of
+from torch_hybrid.models.family import (
+    Family,
+    Swap,
+    joined_projection,
+    parameter,
+    require,
+    require_fields,
+    weights_of,
+)
+from torch_hybrid.models.inkling import layer_specs
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
-from torch_hybrid.ops.causal_conv1d.op import MAX_WIDTH, MIN_WIDTH
 from torch_hybrid.specs import AttentionSpec, BranchConvolutionSpec, LayerSpec
 
 Streams = tuple[Tensor, Tensor]  # the present block's sum [1, T, dim], all others' [1, T, B, dim]
@@ -30,55 +37,13 @@ def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
     require_fields(config, hidden_act="silu", n_shared_experts=0, logits_mup_width_multiplier=1.0)
     for mlp_type in config.to_dict().get("mlp_layer_types") or ():
         require(config, "mlp_layer_types", mlp_type, ["sparse"])
-    if not MIN_WIDTH <= config.conv_kernel_size <= MAX_WIDTH:
-        raise UnsupportedError(
-            f"{config.model_type}: config field conv_kernel_size must be within {MIN_WIDTH} and "
-            f"{MAX_WIDTH}, got {config.conv_kernel_size}"
-        )
     for name in ("mlp_gate_softcap", "mlp_up_softcap", "n_layers_per_attn_res_block"):
         if getattr(config, name) <= 0:
             raise UnsupportedError(
                 f"{config.model_type}: config field {name} must be positive, "
                 f"got {getattr(config, name)}"
             )
-
-    def layer(
-        num_q_heads: int, num_kv_heads: int, head_dim: int, reach: int, window: int = 0
-    ) -> tuple[LayerSpec, ...]:
-        attention = AttentionSpec(
-            num_q_heads=num_q_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            window=window,
-            reach=reach,
-            sinks=True,
-        )
-        convolutions = BranchConvolutionSpec(
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            channels=config.hidden_size,
-            conv_width=config.conv_kernel_size,
-        )
-        return attention, convolutions
-
-    window = config.sliding_window_size
-    known = {
-        "hybrid": layer(
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.rel_extent,
-        ),
-        "hybrid_sliding": layer(
-            config.swa_num_attention_heads,
-            config.swa_num_key_value_heads,
-            config.swa_head_dim,
-            window,
-            window,
-        ),
-    }
-    return listed(config, known)
+    return layer_specs(config, scale=lambda head_dim: head_dim**-0.5, sinks=True)
 
 
 def _attention(module: Any, spec: AttentionSpec) -> SinkAttention:
@@ -92,27 +57,27 @@ def _attention(module: Any, spec: AttentionSpec) -> SinkAttention:
         "qk_clip": config.qk_l2_clip_threshold,
         "mix_clip": config.rel_l2_clip_threshold,
         "norm_eps": module.v_norm.eps,
-        "profiles": _parameter(module.rel_logits_proj.proj.detach().transpose(0, 1).contiguous()),
+        "profiles": parameter(module.rel_logits_proj.proj.detach().transpose(0, 1).contiguous()),
     }
     if spec.window:
         taps = [each.conv1d.weight.detach().squeeze(1) for each in convolutions]
         return SinkAttention(
             spec,
-            in_proj=_joined([*of_queries, *keys_and_values]),
-            conv_weight=_parameter(torch.cat(taps)),
+            in_proj=joined_projection([*of_queries, *keys_and_values]),
+            conv_weight=parameter(torch.cat(taps)),
             **options,
         )
     taps = [_oldest_first(each.static_weight.detach(), 0).transpose(0, 1) for each in convolutions]
     k_proj, v_proj = (
-        _joined([rows, _taps_of_heads(each, spec)])
+        joined_projection([rows, _taps_of_heads(each, spec)])
         for rows, each in zip(keys_and_values, convolutions, strict=True)
     )
     return DynamicSinkAttention(
         spec,
-        in_proj=_joined(of_queries),
+        in_proj=joined_projection(of_queries),
         k_proj=k_proj,
         v_proj=v_proj,
-        conv_weight=_parameter(torch.cat(taps).contiguous()),
+        conv_weight=parameter(torch.cat(taps).contiguous()),
         log_floor=config.log_scaling_n_floor,
         log_alpha=config.log_scaling_alpha,
         **options,
@@ -130,19 +95,6 @@ def _taps_of_heads(convolution: Any, spec: AttentionSpec) -> Tensor:
     return _oldest_first(rows.unflatten(0, (spec.num_kv_heads, -1)), 1).flatten(0, 1)
 
 
-def _joined(rows: Sequence[Tensor]) -> nn.Linear:
-    """Projections of one input as one."""
-    weight = torch.cat(list(rows))
-    width, dim = weight.shape
-    joined = nn.Linear(dim, width, bias=False, dtype=weight.dtype, device="meta")
-    joined.weight = _parameter(weight)
-    return joined
-
-
-def _parameter(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(weight, requires_grad=False)
-
-
 class _AttentionAdapter(LinearAttentionAdapter):
     """Stands where the model has its attention; an input for each of its projections."""
 
@@ -158,7 +110,7 @@ class _AttentionAdapter(LinearAttentionAdapter):
 
 def _branch_convolution(module: Any, branch: str) -> BranchConvolution:
     weight = module.conv1d.weight.detach().squeeze(1)
-    return BranchConvolution(_parameter(weight), branch, scale=(weight.shape[1] + 1) ** -0.5)
+    return BranchConvolution(parameter(weight), branch, scale=(weight.shape[1] + 1) ** -0.5)
 
 
 class _DecoderLayer(nn.Module):
@@ -225,7 +177,7 @@ class _DecoderLayer(nn.Module):
 def _residual(module: Any, num_blocks: int, num_known: int) -> BlockResidual:
     query = module.query.detach()
     query = query if query.ndim == 2 else query[None]
-    return BlockResidual(_parameter(query), num_blocks, num_known, eps=module.norm.eps)
+    return BlockResidual(parameter(query), num_blocks, num_known, eps=module.norm.eps)
 
 
 class _FinalInput(nn.Module):
@@ -251,9 +203,9 @@ def _prepare(model: Any) -> None:
         dtype = layer.self_attn.q_proj.weight.dtype
         for part in layer.modules():
             if isinstance(part, nn.Conv1d):  # which transformers keeps in float32
-                part.weight = _parameter(part.weight.detach().to(dtype))
+                part.weight = parameter(part.weight.detach().to(dtype))
         gate = layer.mlp.gate  # which transformers multiplies in float32
-        gate.weight = _parameter(gate.weight.detach().float())
+        gate.weight = parameter(gate.weight.detach().float())
         model.layers[number] = _DecoderLayer(layer, number, blocks_of, num_blocks)
     model.final_input = _FinalInput(_residual(model.final_input, num_blocks, num_blocks))
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.layers.mamba import Mamba
-from torch_hybrid.models.family import Family, Swap, listed, require
+from torch_hybrid.models.family import Family, Swap, listed, parameter, require
 from torch_hybrid.models.zamba2 import share_children
 from torch_hybrid.specs import AttentionSpec, LayerSpec, MambaSpec
 
@@ -47,13 +47,13 @@ def _mixer(module: Any, spec: MambaSpec) -> Mamba:
 
     def halves(rows: Tensor) -> nn.Parameter:
         """Of x and of the gate, which are every other row."""
-        return _parameter(rows.detach().unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1))
+        return parameter(rows.detach().unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1))
 
     def by_head(weight: Tensor) -> nn.Parameter:
         """[H, outputs, inputs] as a layer of heads has it, or a plain one."""
         weight = weight.detach()
         alone = spec.num_heads == 1
-        return _parameter(weight.squeeze(0) if alone else weight.transpose(1, 2).contiguous())
+        return parameter(weight.squeeze(0) if alone else weight.transpose(1, 2).contiguous())
 
     mixer.in_proj.weight = halves(module.in_proj.weight)
     if has_bias:
@@ -62,16 +62,12 @@ def _mixer(module: Any, spec: MambaSpec) -> Mamba:
     mixer.x_proj.weight = by_head(module.x_proj_weight)
     mixer.dt_proj.weight = by_head(module.dt_proj_weight)
     bias = module.dt_proj_bias.detach()
-    mixer.dt_proj.bias = _parameter(bias.squeeze(0) if spec.num_heads == 1 else bias)
-    mixer.conv_weight = _parameter(module.conv1d.weight.squeeze(1))
+    mixer.dt_proj.bias = parameter(bias.squeeze(0) if spec.num_heads == 1 else bias)
+    mixer.conv_weight = parameter(module.conv1d.weight.squeeze(1))
     mixer.conv_bias = module.conv1d.bias
-    mixer.A_log = _parameter(module.A_log.detach().flatten(0, 1))
-    mixer.D = _parameter(module.D.detach().flatten())
+    mixer.A_log = parameter(module.A_log.detach().flatten(0, 1))
+    mixer.D = parameter(module.D.detach().flatten())
     return mixer
-
-
-def _parameter(weight: Tensor) -> nn.Parameter:
-    return nn.Parameter(weight, requires_grad=False)
 
 
 def _share_block(model: Any) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.step import LayerStep
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.convolved_projection import ConvolvedProjection
-from torch_hybrid.models.family import ROPE_TYPES, Family, Swap, listed, require
+from torch_hybrid.models.family import ROPE_TYPES, Family, Swap, listed, parameter, require
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
 from torch_hybrid.ops.causal_conv1d.op import MAX_WIDTH
 from torch_hybrid.specs import AttentionSpec, ConvolvedProjectionSpec, LayerSpec
@@ -54,9 +54,6 @@ def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
 def _projection(module: Any, spec: ConvolvedProjectionSpec) -> ConvolvedProjection:
     with torch.device("meta"):
         ours = ConvolvedProjection(module.hidden_size, spec)
-
-    def parameter(weight: Tensor) -> nn.Parameter:
-        return nn.Parameter(weight, requires_grad=False)
 
     projections = (module.q_proj, module.k_proj, module.v_proj_current, module.v_proj_delayed)
     ours.in_proj.weight = parameter(torch.cat([each.weight.detach() for each in projections]))
