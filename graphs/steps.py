@@ -199,16 +199,10 @@ class Steps:
         for part in inputs.parts:
             if part.batch.positions.ndim == 2:
                 torch._dynamo.mark_static(part.batch.positions, 0)
-        # Floats of the model (an eps) are constants: as inputs, each is a tensor made every step.
-        # What sizes the process has seen before is no matter: equal ones (of the halves) are one.
-        settings = torch._dynamo.config.patch(  # of the whole process
-            specialize_float=True, automatic_dynamic_shapes=False
-        )
         with (
             compiling(),
             self._use.tracing(self._model, self._module_choices),
             torch.inference_mode(),
-            settings,
             named_failures(),
         ):
             if mode.num_chained:  # none of the layers that are traced once

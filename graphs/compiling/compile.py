@@ -234,5 +234,9 @@ class _Tracer:
         )
 
     def __call__(self, inputs: Any, caches: Any) -> Tensor:
-        result: Tensor = self._traced(inputs, caches)
+        # Floats of the model (an eps) are constants: as inputs, each is a tensor made every step,
+        # which no op takes. What sizes the process has seen before is no matter: equal ones (of the
+        # halves) are one. Both settings are of the whole process.
+        with torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_shapes=False):
+            result: Tensor = self._traced(inputs, caches)
         return result

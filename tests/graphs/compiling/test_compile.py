@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_hybrid.graphs.compiling.compile import CompileLog, StepBackend, compile_step
-from torch_hybrid.graphs.passes import DEFAULT_PASSES
+from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
 
 WIDTH = 8
@@ -23,7 +23,7 @@ WIDTH = 8
 
 @dataclass(frozen=True)
 class Statics:
-    scale: int
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def compiled(
     return compile_step(step, StepBackend(log, pool_sizes=pool_sizes or set())), log
 
 
-def inputs(num_tokens: int, scale: int = 2) -> Inputs:
+def inputs(num_tokens: int, scale: float = 2) -> Inputs:
     return Inputs(torch.randn(num_tokens, WIDTH), Statics(scale))
 
 
@@ -114,6 +114,19 @@ def test_what_a_step_reads_goes_with_it():
     read = of_a_step()
     gc.collect()
     assert [each() for each in read] == [None, None]
+
+
+def test_floats_are_constants_whenever_a_step_is_traced():
+    """An op takes no tensor for a number, and a step that comes late is traced as the first."""
+    seen = []
+    look = Pass("look", lambda graph: seen.append(torch._dynamo.config.specialize_float))
+    log = CompileLog()
+    run = compile_step(make_step(squared=False), StepBackend(log, pool_sizes=(), passes=[look]))
+    caches = torch.randn(WIDTH)
+    for scale in (2.0, 3.0):
+        run(inputs(5, scale=scale), caches)
+    assert seen == [True, True]
+    assert not torch._dynamo.config.specialize_float
 
 
 def test_an_argument_that_dynamo_alone_finds_is_read_at_every_call():
