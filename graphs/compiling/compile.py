@@ -125,7 +125,7 @@ class StepBackend:
         plan = plan_regions(module.graph)
         with (
             torch._functorch.config.patch(_ALWAYS_INDUCTOR),
-            torch._inductor.config.patch(_options_of_ranks(module.graph)),
+            torch._inductor.config.patch(_ANY_SIZE | _options_of_ranks(module.graph)),
             _inductor_options(schedule, planned),
         ):
             compiled = [compile_region(region, module) for region in plan.distinct]
@@ -145,6 +145,10 @@ class StepBackend:
 
 # A hit in autograd's cache would skip Inductor, and with it the code to look at.
 _ALWAYS_INDUCTOR = {"enable_autograd_cache": False}
+
+# Whether to pad a product of odd widths is asked of the traced sizes, and the answer is guarded: a
+# graph for a GPU would not hold for smaller steps.
+_ANY_SIZE = {"shape_padding": False}
 
 
 def _options_of_ranks(graph: Graph) -> dict[str, bool]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from tests.devices import needs_cuda
 from torch_hybrid.graphs.compiling.compile import CompileLog, StepBackend, compile_step
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
@@ -67,6 +68,22 @@ def test_a_graph_serves_all_sizes_and_its_own_constants():
     given = inputs(5, scale=3)
     assert torch.equal(run(given, caches), step(given, caches))
     assert len(log.graphs) == 2
+
+
+@needs_cuda
+def test_a_product_of_odd_widths_serves_all_sizes_on_a_gpu():
+    weight, bias = (torch.randn(*shape, device="cuda").bfloat16() for shape in ((17, 256), (17,)))
+
+    def step(inputs: Inputs, caches: Tensor) -> Tensor:
+        return torch.addmm(bias, inputs.x, weight.t()) * inputs.statics.scale + caches
+
+    run, log = compiled(step)
+    caches = torch.zeros(17, device="cuda", dtype=torch.bfloat16)
+    for num_tokens in (512, 2, 16, 300):
+        x = torch.randn(num_tokens, 256, device="cuda").bfloat16()
+        given = Inputs(x, Statics(2))
+        torch.testing.assert_close(run(given, caches), step(given, caches))
+    assert len(log.graphs) == 1
 
 
 def test_a_step_whose_sizes_fit_runs_without_dynamo():
