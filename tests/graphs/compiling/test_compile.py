@@ -79,6 +79,8 @@ def test_a_product_of_odd_widths_serves_all_sizes_on_a_gpu():
 
     run, log = compiled(step)
     caches = torch.zeros(17, device="cuda", dtype=torch.bfloat16)
+    for tensor in (weight, bias, caches):  # as parameters and pools are
+        torch._dynamo.mark_static(tensor)
     for num_tokens in (512, 2, 16, 300):
         x = torch.randn(num_tokens, 256, device="cuda").bfloat16()
         given = Inputs(x, Statics(2))
