@@ -33,7 +33,7 @@ from torch_hybrid.ranks import SummedLinear, SumOverRanks
 WEIGHTS = {"int8": INT8, "int4": INT4}
 # What stays as it is, by the names of modules: embeddings, of which a step reads a few rows,
 # routers, which are small and decide, and a tower, which is transformers' own.
-# benchmarks/README.md has what was measured of these and of others.
+# benchmarks/figures/quantization.md has what was measured of these and of others.
 KEPT = ("*embed*", "*router*", "*gate", "*.gate.*", "vision.*")
 # What has 8 bits where others have 4.
 EIGHT_BITS = ("*lm_head", "*k_proj", "*v_proj", "*o_proj", "*out_proj")
