@@ -55,13 +55,16 @@ def second_turn(runner: Runner, results: Results, history: int, num_new: int, ro
         handle = runner.checkpoint(seq)
         runner.free([seq])
 
+        def conversation() -> Tokens:  # whoever asks has it all, in both cases
+            return first + draw(num_new, vocab_size, next(seeds))
+
         def alone() -> None:
             (fork,) = runner.new_sequences(1, start=handle)
-            runner.extend([fork], [draw(num_new, vocab_size, next(seeds))]).argmax(-1).tolist()
+            runner.extend([fork], [conversation()[history:]]).argmax(-1).tolist()
             runner.free([fork])
 
         def turn() -> None:
-            (kept,) = serve(engine, [first + draw(num_new, vocab_size, next(seeds))], 1)
+            (kept,) = serve(engine, [conversation()], 1)
             assert kept == history
 
         times = interleave({"alone": alone, "turn": turn}, rounds=rounds)
