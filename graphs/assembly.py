@@ -1,13 +1,15 @@
 """What a runner is made of, each part once, from the model up to what runs its steps.
 
-checks       what is refused before anything is measured or allocated
-Decided      what options stand for: overlap and kv_tokens are measured where they are "auto"
-cache        the pools of all layers, and rows in the place of embeddings
-store        where compiled steps are looked for
-choices      who computes what: the backends of all kinds of layers, experts, linear layers
-planner      in which modes, what steps are padded to, where they are cut
-steps        a graph for each variant, compiled before the step that wants it or beside others
-execution    runs them; ``Stepper`` and ``Drafting`` lead sequences through it
+    checks       what is refused before anything is measured or allocated
+    Decided      what options stand for: overlap and kv_tokens are measured where they are "auto"
+    cache        the pools of all layers, and rows in the place of embeddings
+    store        where compiled steps are looked for
+    choices      who computes what: the backends of all kinds of layers, experts, linear layers
+    planner      in which modes, what steps are padded to, where they are cut
+    steps        a graph for each variant, compiled before the step that wants it or beside others
+    execution    runs them; ``Stepper`` and ``Drafting`` lead sequences through it
+
+A part is given those before it that it needs, and stores no others.
 """
 
 from __future__ import annotations

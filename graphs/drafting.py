@@ -1,9 +1,11 @@
 """Drafts of sequences: tried by a step that verifies them, and made by a model's own head.
 
-verify    a step replays what was accepted before, appends a certain token and tries drafts
-flush     such a step without new tokens, for those who copy or move states
-draft     the head reads what it has not read of a sequence, and goes on from there
-read      the head reads, and drafts nothing
+    verify    a step replays what was accepted before, appends a certain token and tries drafts
+    flush     such a step without new tokens, for those who copy or move states
+    draft     the head reads what it has not read of a sequence, and goes on from there
+    read      the head reads, and drafts nothing
+
+All of them leave the states of sequences as plain decoding would.
 """
 
 from __future__ import annotations
