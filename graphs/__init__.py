@@ -8,7 +8,7 @@ The life of a step, and where each part of it stands:
       |  drafting             what drafts have left behind is caught up with, if it must be
       |
       |  stepper.plan         from here to steps.prepare
-      |  cache.make_batch     lengths become a Batch on the host     (caches/hybrid.py)
+      |  cache.make_batch     lengths become a Batch on the host     (caches/packing.py)
       |  check_batch          the caller's own look at it
       |
       |  planner.plan         decode or extend, whole or in two halves (two_batch), padded to a

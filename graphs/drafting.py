@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.caches.hybrid import HybridCache
-from torch_hybrid.caches.hybrid import Sequence as HeldSequence
+from torch_hybrid.caches.sequence import Sequence as HeldSequence
 from torch_hybrid.graphs.execution import Execution
 from torch_hybrid.graphs.planner import StepPlanner
 from torch_hybrid.graphs.stepper import Stepper

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.batch import Batch
-from torch_hybrid.caches.hybrid import Sequence as HeldSequence
+from torch_hybrid.caches.sequence import Sequence as HeldSequence
 from torch_hybrid.graphs.capturing.capture_policy import CudaGraphs
 from torch_hybrid.graphs.check_options import KvDtype, KvTokens
 from torch_hybrid.graphs.compiling.background import Compile

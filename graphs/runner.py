@@ -16,7 +16,8 @@ from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.checkpoint import Checkpoint
-from torch_hybrid.caches.hybrid import HybridCache, Sequence
+from torch_hybrid.caches.hybrid import HybridCache
+from torch_hybrid.caches.sequence import Sequence
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.assembly import assemble, decide
 from torch_hybrid.graphs.capturing.capture_policy import CudaGraphs
@@ -195,7 +196,7 @@ class Runner:
     @property
     def free_checkpoints(self) -> int:
         """How many more states can be kept, before a prefix cache gives up some of its own."""
-        return self._cache.num_free_checkpoints
+        return self._cache.checkpoints.num_free
 
     @property
     def captures(self) -> bool:
@@ -275,7 +276,7 @@ class Runner:
             ValueError: it was released before, or belongs to another runner.
         """
         with self.lock:
-            self._cache.release(checkpoint)
+            self._cache.checkpoints.release(checkpoint)
 
     def free(self, seqs: Many[Sequence]) -> None:
         """Give back the slots and pages of sequences, all or none.
@@ -617,7 +618,7 @@ class Runner:
             self._cache.check_nothing_held()
             write = self.model.new_weights(weights, partial=partial)
             self._execution.wait()
-            for reclaimer in self._cache.reclaimers:
+            for reclaimer in self._cache.checkpoints.reclaimers:
                 reclaimer.clear()
             write()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.hybrid import HybridCache
-from torch_hybrid.caches.hybrid import Sequence as HeldSequence
+from torch_hybrid.caches.sequence import Sequence as HeldSequence
 from torch_hybrid.graphs.capturing.capture_policy import CapturePolicy
 from torch_hybrid.graphs.capturing.cuda_graph import on_capture_stream
 from torch_hybrid.graphs.compiling.background import StepsBeside

@@ -10,7 +10,8 @@ from torch_hybrid.backends.select import Backends, select
 from torch_hybrid.backends.step import Step, make_backends, plan_all
 from torch_hybrid.batch import Batch, make_batch
 from torch_hybrid.caches.checkpoint import Checkpoint
-from torch_hybrid.caches.hybrid import HybridCache, Sequence
+from torch_hybrid.caches.hybrid import HybridCache
+from torch_hybrid.caches.sequence import Sequence
 from torch_hybrid.engine import Engine
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.agreement import Agreement

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.tiny_models import VOCAB_SIZE, make_hybrid, make_model
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.step import chunk_grid, make_backends
-from torch_hybrid.caches.hybrid import Sequence
+from torch_hybrid.caches.sequence import Sequence
 from torch_hybrid.graphs.buckets import StepSizes
 from torch_hybrid.graphs.planner import StepPlanner
 from torch_hybrid.graphs.runner import Runner
