@@ -17,7 +17,7 @@ from torch_hybrid.graphs.planner import StepPlanner
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.graphs.step import Variant, make_step
 from torch_hybrid.graphs.two_batch import ALWAYS_CUT, NEVER_CUT
-from torch_hybrid.models.load import adapt
+from torch_hybrid.models.adapt import adapt
 
 VERIFY = Mode(name="verify", tokens_per_seq=3)
 SIZES = {"max_seqs": 6, "max_tokens": 64, "kv_tokens": 512}
