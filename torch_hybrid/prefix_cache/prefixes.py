@@ -105,7 +105,7 @@ class Prefixes:
     def save(self, path: Path) -> int:
         """As ``Engine.save_prefixes``."""
         prefixes = [
-            (node.all_tokens, self._cache.to_host(node.checkpoint))
+            (node.all_tokens, self._cache.checkpoints.to_host(node.checkpoint))
             for node in self._kept
             if node.checkpoint is not None and node.maker is None
         ]
@@ -162,7 +162,9 @@ class Prefixes:
         if checkpoint is None:  # all of its pages are taken anew, and the last one is copied
             size = self._runner.page_size
             return Start(length, length // size - -(-length // size))
-        return Start(length, self._cache.num_shared_pages(checkpoint, length), checkpoint)
+        return Start(
+            length, self._cache.checkpoints.num_shared_pages(checkpoint, length), checkpoint
+        )
 
     def begin(self, requests: Sequence[Request], starts: Sequence[Start]) -> None:
         """Give admitted requests a sequence each.
@@ -188,7 +190,7 @@ class Prefixes:
             return None
         self._host.drop(found[0])
         try:
-            checkpoint = self._cache.from_host(copy)
+            checkpoint = self._cache.checkpoints.from_host(copy)
         except CapacityError:  # slots are held by hand, or by sequences that have not started yet
             return None
         self._keep(found[0], checkpoint)
@@ -305,12 +307,12 @@ class Prefixes:
 
     def free_checkpoint(self) -> None:
         """As ``Reclaimer``."""
-        while self._kept and not self._cache.num_free_checkpoints:
+        while self._kept and not self._cache.checkpoints.num_free:
             self._evict(min(self._kept, key=self._worth))
 
     def _frees_a_page(self, node: Node) -> bool:
         assert node.checkpoint is not None
-        return self._cache.is_last_page_spare(node.checkpoint)
+        return self._cache.checkpoints.is_last_page_spare(node.checkpoint)
 
     def _evict(self, node: Node) -> None:
         """Give up what is kept at a place; what is certain may go to the host."""
@@ -320,7 +322,7 @@ class Prefixes:
         num_pages = -(-checkpoint.num_tokens // self._runner.page_size)
         num_bytes = self._slot_bytes + num_pages * self._page_bytes
         if node.maker is None and self._host.make_room(num_bytes, self._worth(node)):
-            self._host.keep(node, self._cache.to_host(checkpoint))
+            self._host.keep(node, self._cache.checkpoints.to_host(checkpoint))
         self._drop(node)
 
     def _worth(self, node: Node) -> float:
@@ -400,7 +402,7 @@ class Prefixes:
 
     def _keep(self, node: Node, checkpoint: Checkpoint) -> None:
         if not self._kept:
-            self._cache.reclaimers.append(self)
+            self._cache.checkpoints.reclaimers.append(self)
         self._host.drop(node)
         node.keep(checkpoint)
         node.last_used = self._now
@@ -408,12 +410,12 @@ class Prefixes:
 
     def _drop(self, node: Node) -> None:
         assert node.checkpoint is not None
-        self._cache.release(node.checkpoint)
+        self._cache.checkpoints.release(node.checkpoint)
         node.keep(None)
         node.maker = None
         del self._kept[node]
         if not self._kept:
-            self._cache.reclaimers.remove(self)
+            self._cache.checkpoints.reclaimers.remove(self)
 
     def _settle(self, node: Node, request: Request) -> None:
         """Others may start from what a request kept."""
