@@ -29,6 +29,7 @@ from torch_hybrid.request import Output, Request, TokenEvent
 from torch_hybrid.sampling import Sampling, TokenLogprob
 from torch_hybrid.specs import (
     AttentionSpec,
+    ChannelMixSpec,
     DeltaRuleSpec,
     KimiDeltaSpec,
     LatentSpec,
@@ -38,6 +39,7 @@ from torch_hybrid.specs import (
     MambaSpec,
     RgLruSpec,
     ShortConvolutionSpec,
+    TimeMixSpec,
 )
 from torch_hybrid.speculation import DraftCounts, Drafter, Ngram, Speculation
 from torch_hybrid.stats import EngineStats
@@ -48,6 +50,7 @@ __all__ = [
     "Backends",
     "Batch",
     "CapacityError",
+    "ChannelMixSpec",
     "Checkpoint",
     "DeltaRuleSpec",
     "DraftCounts",
@@ -78,6 +81,7 @@ __all__ = [
     "ShortConvolutionSpec",
     "Speculation",
     "Step",
+    "TimeMixSpec",
     "TokenEvent",
     "TokenLogprob",
     "UnsupportedError",

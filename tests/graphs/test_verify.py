@@ -42,6 +42,7 @@ FAMILIES = (
     "zamba",
     "zaya",
     "recurrent_gemma",
+    "rwkv",
     "qwen4_exp",
     "glm5_next",
     "inkling",

@@ -19,6 +19,7 @@ from tests.layers import (
     test_mamba,
     test_mamba2,
     test_rg_lru,
+    test_time_mix,
 )
 from torch_hybrid.backends.mode import MODES
 from torch_hybrid.layers import GatedDeltaNet, LatentAttention
@@ -106,6 +107,7 @@ def layers() -> Iterator[tuple[str, Mix]]:
         "selective_scan": test_mamba.make(test_mamba.SPEC),
         "lightning": test_lightning_attention.make(test_lightning_attention.PLAIN),
         "rg_lru": test_rg_lru.make(),
+        "time_mix": test_time_mix.make(),
     }
     for name, layer in made.items():
         for mode in MODES:

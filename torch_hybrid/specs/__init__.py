@@ -6,8 +6,8 @@
     indexed_attention     blocks of them that an indexer picks
     delta_rules           recurrences with convolutions: gated delta rule, Kimi delta attention
     state_spaces          Mamba2, Mamba
-    linear_recurrences    lightning attention, gated linear recurrent units
-    convolutions          short ones, those of projections and of branches
+    linear_recurrences    lightning attention, gated linear recurrent units, RWKV's time mixing
+    convolutions          short ones, those of projections and of branches, RWKV's channel mixing
     past_tokens           n-grams, and hidden states for a head that drafts
     table                 which mixers each layer has, and where their pools are
 
@@ -18,6 +18,7 @@ them, as they are part of traced graphs.
 from torch_hybrid.pytrees import register_constant
 from torch_hybrid.specs.convolutions import (
     BranchConvolutionSpec,
+    ChannelMixSpec,
     ConvolvedProjectionSpec,
     ShortConvolutionSpec,
 )
@@ -25,7 +26,7 @@ from torch_hybrid.specs.delta_rules import DeltaRuleSpec, KimiDeltaSpec
 from torch_hybrid.specs.full_attention import AttentionSpec, LatentSpec
 from torch_hybrid.specs.indexed_attention import IndexedAttentionSpec, IndexedLatentSpec
 from torch_hybrid.specs.layer import LayerFamily, LayerSpec
-from torch_hybrid.specs.linear_recurrences import LightningSpec, RgLruSpec
+from torch_hybrid.specs.linear_recurrences import LightningSpec, RgLruSpec, TimeMixSpec
 from torch_hybrid.specs.past_tokens import KEPT_HIDDEN, NgramSpec, PreviousHiddenSpec
 from torch_hybrid.specs.pools import RECORDS, SCALES, STATE_RECORDS, Pool
 from torch_hybrid.specs.state_spaces import Mamba2Spec, MambaSpec
@@ -38,6 +39,7 @@ __all__ = [
     "STATE_RECORDS",
     "AttentionSpec",
     "BranchConvolutionSpec",
+    "ChannelMixSpec",
     "ConvolvedProjectionSpec",
     "DeltaRuleSpec",
     "IndexedAttentionSpec",
@@ -56,6 +58,7 @@ __all__ = [
     "PreviousHiddenSpec",
     "RgLruSpec",
     "ShortConvolutionSpec",
+    "TimeMixSpec",
 ]
 
 register_constant(
@@ -75,5 +78,7 @@ register_constant(
     ConvolvedProjectionSpec,
     BranchConvolutionSpec,
     RgLruSpec,
+    TimeMixSpec,
+    ChannelMixSpec,
     PreviousHiddenSpec,
 )

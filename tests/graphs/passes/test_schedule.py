@@ -50,6 +50,7 @@ FAMILIES = [
     "qwen3_next",
     "qwen4_exp",
     "recurrent_gemma",
+    "rwkv",
     "zaya",
 ]
 DECODED = [
@@ -60,6 +61,7 @@ DECODED = [
     "qwen3_next",
     "qwen4_exp",
     "recurrent_gemma",
+    "rwkv",
 ]
 STEPS = [
     *((family, [70, 3]) for family in FAMILIES),
