@@ -84,7 +84,10 @@ def adapted(
     ``num_head`` layers are those of its head."""
     family = family_of(model_type)
     register_attention()
-    hf_model.set_attn_implementation(ATTENTION_NAME)
+    if family.base is None:
+        hf_model.set_attn_implementation(ATTENTION_NAME)
+    else:  # whose layers call no function of attention: transformers warns where it is set
+        hf_model.config._attn_implementation = ATTENTION_NAME
     hf_model.eval().requires_grad_(False)
     family.prepare(hf_model.base_model)
     if family.base is not None:
