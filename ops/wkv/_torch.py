@@ -54,7 +54,8 @@ def wkv(
     is_stored = (state_indices > 0) & (cu_seqlens.diff() > 0)
     last = cu_seqlens[1:][is_stored] - 1
     state[state_indices[is_stored]] = sums[:, last].transpose(0, 1).to(state.dtype)
-    return (numerator / denominator).masked_fill(is_padding[:, None], 0.0).to(dtype)
+    out: Tensor = numerator / denominator
+    return out.masked_fill(is_padding[:, None], 0.0).to(dtype)
 
 
 def _decayed(sums: Tensor, log_decay: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ def by_definition(layer: TimeMix, x: Tensor) -> Tensor:
         earlier = k[:t] - age * layer.time_decay.exp()
         weights = torch.cat([earlier, k[t : t + 1] + layer.time_first]).softmax(0)
         out.append((weights * v[: t + 1]).sum(0))
-    return layer.output(layer.receptance(receptance).sigmoid() * torch.stack(out))
+    return layer.out_proj(layer.receptance(receptance).sigmoid() * torch.stack(out))
 
 
 @pytest.mark.parametrize("lengths", [[30], [1, 5, 1, 1, 9], [1] * 4], ids=str)

@@ -61,7 +61,7 @@ def test_weights_are_divided_once():
             hf_model(torch.tensor(texts[:1]))
         assert hf_model.rwkv.layers_are_rescaled == was_run
         given = hf_model.rwkv.blocks[2].attention.output.weight.clone()
-        ours = assert_serves(hf_model, oracle).layers[2].attention.mixer.output.weight
+        ours = assert_serves(hf_model, oracle).layers[2].attention.mixer.out_proj.weight
         assert torch.equal(ours, given * (1.0 if was_run else 0.5))
 
 

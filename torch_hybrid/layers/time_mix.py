@@ -42,7 +42,7 @@ class TimeMix(nn.Module):
         self.key = linear(dim, channels)
         self.value = linear(dim, channels)
         self.receptance = linear(dim, channels)
-        self.output = linear(channels, dim)
+        self.out_proj = linear(channels, dim)
         self.time_decay = nn.Parameter(torch.empty(channels, dtype=dtype, device=device))
         self.time_first = nn.Parameter(torch.empty(channels, dtype=dtype, device=device))
         self.reset_parameters()
@@ -69,7 +69,7 @@ class TimeMix(nn.Module):
         k, v = self.key(for_key), self.value(for_value)
         log_decay, bonus = -self.time_decay.float().exp(), self.time_first.float()
         mean = apply_wkv(k, v, log_decay, bonus, plan, cache)
-        out: Tensor = self.output(self.receptance(for_receptance).sigmoid() * mean)
+        out: Tensor = self.out_proj(self.receptance(for_receptance).sigmoid() * mean)
         return out
 
     def shard(self, ranks: Ranks) -> TimeMix:
@@ -85,7 +85,7 @@ class TimeMix(nn.Module):
         part.key = ranks.rows(self.key, channels)
         part.value = ranks.rows(self.value, channels)
         part.receptance = ranks.rows(self.receptance, channels)
-        part.output = ranks.summed_columns(self.output, self.spec.channels)
+        part.out_proj = ranks.summed_columns(self.out_proj, self.spec.channels)
         part.time_decay = ranks.parameter(self.time_decay, channels)
         part.time_first = ranks.parameter(self.time_first, channels)
         return part

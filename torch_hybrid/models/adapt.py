@@ -95,9 +95,8 @@ def adapted(
     _swap_mixers(hf_model.base_model.layers, family, table)
     hand_steps(hf_model.base_model.layers, family.step_names, family.given_as)
     _swap_experts(hf_model, family)
-    _drop_padding(
-        hf_model.get_output_embeddings(), family.vocab_size(hf_model.config.get_text_config())
-    )
+    vocab_size = family.vocab_size(hf_model.config.get_text_config())
+    _drop_padding(hf_model.get_output_embeddings(), vocab_size)
     refuse_as_transformers(hf_model)
     head = None
     if num_head:

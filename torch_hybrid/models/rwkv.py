@@ -32,7 +32,7 @@ def _time_mix(module: Any, spec: TimeMixSpec) -> TimeMix:
     mixer.shift = _shift(module.time_mix_key, module.time_mix_value, module.time_mix_receptance)
     mixer.key, mixer.value, mixer.receptance = module.key, module.value, module.receptance
     mixer.time_decay, mixer.time_first = module.time_decay, module.time_first
-    mixer.output = module.output
+    mixer.out_proj = module.output
     return mixer
 
 
@@ -54,7 +54,8 @@ class _Block(nn.Module):
         super().__init__()
         self.ln1, self.attention = block.ln1, block.attention
         self.ln2, self.feed_forward = block.ln2, block.feed_forward
-        self.register_buffer("scale", torch.tensor(scale), persistent=False)
+        where = block.ln1.weight.device
+        self.register_buffer("scale", torch.tensor(scale, device=where), persistent=False)
 
     def forward(self, hidden: Tensor, *, step: LayerStep) -> Tensor:
         """[1, T, dim] -> [1, T, dim]."""
@@ -92,7 +93,8 @@ class _Backbone(nn.Module):
 
     def get_input_embeddings(self) -> nn.Module:
         """As models of transformers have it."""
-        return self.embeddings
+        embeddings: nn.Module = self.embeddings
+        return embeddings
 
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
         """As models of transformers have it."""
