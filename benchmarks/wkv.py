@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from benchmarks.timing import clock_arguments, clock_of
 from tests.ops.wkv.cases import Case, Inputs, make_inputs
@@ -33,7 +34,7 @@ def num_bytes(inputs: Inputs) -> int:
     return of_tokens + 2 * inputs.state[inputs.state_indices].nbytes
 
 
-def runner(inputs: Inputs, impl: str) -> Callable[[], object]:
+def runner(inputs: Inputs, impl: str) -> Callable[[], Tensor]:
     return lambda: wkv(*inputs.args(), impl=impl)
 
 
@@ -43,8 +44,20 @@ def check(inputs: Inputs) -> None:
     torch.testing.assert_close(one.state[1:], other.state[1:])
 
 
+def errors(length: int) -> dict[str, float]:
+    """The largest error of each against the definition in float64."""
+    inputs = make_inputs(Case(lengths=(length,), num_channels=256))
+    exact = wkv_reference(*inputs.exact().args())
+    outs = {name: runner(inputs.copy(), name)() for name in ("cpp", "torch")}
+    outs["reference"] = wkv_reference(*inputs.copy().args())
+    return {name: (out.double() - exact).abs().max().item() for name, out in outs.items()}
+
+
 def main() -> None:
     clock = clock_of(clock_arguments(__doc__.splitlines()[0]).parse_args())
+    for length in (128, 512, 2048):
+        shown = ", ".join(f"{name} {error:.1e}" for name, error in errors(length).items())
+        print(f"largest error of {length} tokens: {shown}")
     for dtype in (torch.float32, torch.bfloat16):
         for name, lengths in SHAPES.items():
             inputs = make_inputs(Case(lengths=lengths, num_channels=NUM_CHANNELS), dtype)
