@@ -55,7 +55,8 @@ class _Block(nn.Module):
         self.ln1, self.attention = block.ln1, block.attention
         self.ln2, self.feed_forward = block.ln2, block.feed_forward
         where = block.ln1.weight.device
-        self.register_buffer("scale", torch.tensor(scale, device=where), persistent=False)
+        factor = torch.tensor(scale, dtype=torch.float32, device=where)
+        self.register_buffer("scale", factor, persistent=False)
 
     def forward(self, hidden: Tensor, *, step: LayerStep) -> Tensor:
         """[1, T, dim] -> [1, T, dim]."""
