@@ -50,8 +50,9 @@ class TimeMix(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise about as the published models do: channels forget over 0.05 to 150 tokens."""
         with torch.no_grad():
-            place = torch.ones_like(self.time_decay).cumsum(0) / self.spec.channels
-            self.time_decay.copy_(8 * place - 5)
+            decay = self.time_decay
+            spread = torch.linspace(-5.0, 3.0, len(decay), dtype=decay.dtype, device=decay.device)
+            decay.copy_(spread)
             self.time_first.fill_(-1.2)
 
     @in_own_dtype(1, lambda mixer: mixer.shift.mixes.dtype)
