@@ -24,7 +24,6 @@ from torch_hybrid.backends.mode import Mode, modes_of
 from torch_hybrid.backends.select import Backends, Choice
 from torch_hybrid.backends.step import Backend, chunk_grid, make_backends
 from torch_hybrid.caches.hybrid import HybridCache
-from torch_hybrid.caches.scales import set_scales
 from torch_hybrid.graphs.artefact.store import StepStore
 from torch_hybrid.graphs.buckets import StepSizes
 from torch_hybrid.graphs.capturing.capture_policy import CapturePolicy
@@ -216,7 +215,7 @@ def _make_cache(decided: Decided) -> HybridCache:
         num_drafts=options.max_drafts,
     )
     if options.kv_scales is not None:
-        set_scales(cache.scales, options.kv_scales)
+        cache.set_scales(options.kv_scales)
     return cache
 
 

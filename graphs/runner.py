@@ -196,7 +196,7 @@ class Runner:
     @property
     def free_checkpoints(self) -> int:
         """How many more states can be kept, before a prefix cache gives up some of its own."""
-        return self._cache.checkpoints.num_free
+        return self._cache.num_free_checkpoints
 
     @property
     def captures(self) -> bool:
@@ -276,7 +276,7 @@ class Runner:
             ValueError: it was released before, or belongs to another runner.
         """
         with self.lock:
-            self._cache.checkpoints.release(checkpoint)
+            self._cache.release(checkpoint)
 
     def free(self, seqs: Many[Sequence]) -> None:
         """Give back the slots and pages of sequences, all or none.
