@@ -17,7 +17,7 @@ from benchmarks.models import make_model
 from benchmarks.results import Results, add_device, arguments, parse, title
 from benchmarks.timing import Times, interleave
 from torch_hybrid import Runner, adapt
-from torch_hybrid.caches.hybrid import Sequence
+from torch_hybrid.caches.sequence import Sequence
 
 BATCHES, PREFILLS = (1, 8, 32), (64, 256)
 CONTEXT = 60

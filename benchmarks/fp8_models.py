@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid import HybridModel
+from torch_hybrid.models.adapt import adapted
 from torch_hybrid.models.checkpoint.content import Stored
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.checkpoint.unread import Unread
-from torch_hybrid.models.load import adapted, table_of
+from torch_hybrid.models.families import table_of
 from torch_hybrid.models.scaled_weights import hold_scales
 from torch_hybrid.models.transformers_weights import make_unread
 from torch_hybrid.ops.block_scales import BLOCK, DTYPE, num_blocks

@@ -23,7 +23,7 @@ from benchmarks.cuda_graphs import milliseconds
 from benchmarks.models import make_model
 from benchmarks.results import Results, arguments, parse, title
 from torch_hybrid import HybridModel, Runner, adapt
-from torch_hybrid.caches.hybrid import Sequence
+from torch_hybrid.caches.sequence import Sequence
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, without
 
 PREFILLS = (1024, 2048, 4096, 8192)  # tokens of a step

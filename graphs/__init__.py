@@ -5,7 +5,10 @@ The life of a step, and where each part of it stands:
     runner.extend(seqs, tokens)
       |
       |  check_extend         what was given is what can be run, or an error names both
-      |  cache.make_batch     lengths become a Batch on the host     (caches/hybrid.py)
+      |  drafting             what drafts have left behind is caught up with, if it must be
+      |
+      |  stepper.plan         from here to steps.prepare
+      |  cache.make_batch     lengths become a Batch on the host     (caches/packing.py)
       |  check_batch          the caller's own look at it
       |
       |  planner.plan         decode or extend, whole or in two halves (two_batch), padded to a
@@ -32,7 +35,7 @@ The life of a step, and where each part of it stands:
       |    capture_policy       on a GPU: captured when its bucket first comes, replayed ever after
       |                         (cuda_graph); otherwise the function is called
       |
-      |  cache.commit         the sequences are longer; cut off before, they are broken
+      |  cache.commit         the sequences are longer; cut off before, they are broken (stepper)
       v
     logits
 
@@ -40,6 +43,10 @@ The life of a step, and where each part of it stands:
 ``execution.launch``. The compiled step is the same; what ``launch`` does before it (tokens that the
 host has not read) and after it (the draw) is captured with it. The tokens are waited for when they
 are asked for.
+
+``assembly`` makes all of these for a runner: from its ``options``, which are checked
+(``check_options``) and measured where they are "auto" (``kv_room``, ``link``). ``drafting`` is what
+``runner.verify`` and ``runner.draft`` do beside that, by steps of the same life.
 
 The folders: ``compiling`` from a traced step to one that runs, ``passes`` over its graph,
 ``capturing`` of it, ``artefact`` for it in a file; what is here leads a step through them.

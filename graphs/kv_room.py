@@ -5,16 +5,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from torch_hybrid.caches.hybrid import Sequence
+from torch_hybrid.backends.select import Backends
 from torch_hybrid.caches.pools import pool_cost
 from torch_hybrid.caches.room import byte_count, free_bytes
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.errors import CapacityError, UnsupportedError
+from torch_hybrid.graphs.options import MakeTrial, Options, TrialRunner
+from torch_hybrid.graphs.step import Model
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable
 
@@ -43,24 +43,69 @@ class KvRoom:
         )
 
 
-class Trial(Protocol):
-    """What is asked of a runner whose steps are measured."""
+def measure_room(
+    model: Model,
+    options: Options,
+    table: LayerTable,
+    backends: Backends,
+    make_trial: MakeTrial,
+    *,
+    captures: bool,
+) -> KvRoom:
+    """What a runner has room for, by uncompiled steps of the largest sizes.
 
-    max_seqs: int
-    max_tokens: int
-    prefill: bool
+    Args:
+        model: of the runner.
+        options: of the runner.
+        table: the layers, as they are kept.
+        backends: that the runner takes.
+        make_trial: makes an uncompiled runner.
+        captures: as of ``choose_kv_tokens``.
 
-    def new_sequences(self, count: int) -> list[Sequence]: ...
+    Raises:
+        CapacityError, UnsupportedError: as ``choose_kv_tokens`` does.
+    """
+    page_size = options.page_size
+    sizes = PoolSizes(
+        num_pages=0,
+        page_size=page_size,
+        num_slots=options.max_seqs,
+        num_checkpoints=options.max_checkpoints if table.has_states else 0,
+        dtype=model.dtype,
+        device=model.device,
+        num_drafts=options.max_drafts,
+    )
 
-    def free(self, seqs: list[Sequence]) -> None: ...
+    def make(prefix_rows: int) -> TrialRunner:
+        return make_trial(
+            model,
+            max_seqs=options.max_seqs,
+            max_tokens=options.max_tokens,
+            kv_tokens=prefix_rows + 2 * options.max_tokens + options.max_seqs * page_size,
+            page_size=page_size,
+            kv_dtype=options.kv_dtype,
+            compile=False,
+            backends=backends,
+            prefill=options.prefill,
+            takes_embeds=options.takes_embeds,
+        )
 
-    def extend(self, seqs: list[Sequence], tokens: list[list[int]]) -> Tensor: ...
+    longest: int | None = getattr(model, "max_positions", None)
+    return choose_kv_tokens(
+        table,
+        sizes,
+        make,
+        most=None if longest is None else options.max_seqs * longest,
+        prefix_rows=backends.prefix.token_budget or 0,
+        captures=captures,
+        ranks=model.ranks,
+    )
 
 
 def choose_kv_tokens(
     table: LayerTable,
     sizes: PoolSizes,
-    make_trial: Callable[[int], Trial],
+    make_trial: Callable[[int], TrialRunner],
     *,
     most: int | None,
     prefix_rows: int,
@@ -128,7 +173,9 @@ def choose_kv_tokens(
     return room
 
 
-def _peak_of_steps(make_trial: Callable[[int], Trial], device: torch.device, rows: int) -> int:
+def _peak_of_steps(
+    make_trial: Callable[[int], TrialRunner], device: torch.device, rows: int
+) -> int:
     """Bytes that the largest steps take beside weights and pools: a prompt of all tokens in a
     step, at last after ``rows`` of them, and one token of all sequences.
 

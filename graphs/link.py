@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_hybrid.graphs.options import MakeTrial, Options
+from torch_hybrid.graphs.step import Model
 from torch_hybrid.graphs.two_batch import NEVER_CUT, OverlapPolicy
 from torch_hybrid.ranks import Ranks
 
@@ -94,6 +96,37 @@ class Trial:
             f"{self.num_tokens} tokens: {1e3 * self.halves:.2f} ms in halves, "
             f"{1e3 * self.whole:.2f} whole"
         )
+
+
+def measure_overlap(model: Model, options: Options, make_trial: MakeTrial) -> tuple[Trial, ...]:
+    """What halves take over the link of the ranks that share a model; nothing where it is not
+    shared, or no step is large enough to be cut.
+
+    Args:
+        model: of the ranks, which call it together.
+        options: of a runner.
+        make_trial: makes an uncompiled runner, of which a step is counted.
+    """
+    ranks = model.ranks
+    if ranks is None or ranks.size == 1 or not options.prefill or options.max_tokens < SMALLEST:
+        return ()
+    eager = make_trial(
+        model,
+        max_seqs=1,
+        max_tokens=SMALLEST,
+        kv_tokens=SMALLEST,
+        page_size=options.page_size,
+        compile=False,
+        backends=options.backends,
+    )
+    work = Work.of(lambda: eager.extend(eager.new_sequences(1), [[0] * SMALLEST]), SMALLEST)
+    return try_halves(
+        work,
+        ranks,
+        max_tokens=options.max_tokens,
+        dtype=model.dtype,
+        device=model.device,
+    )
 
 
 def try_halves(

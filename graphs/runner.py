@@ -5,67 +5,37 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import RLock
-from typing import Literal, TypeVar
-from weakref import finalize
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from torch_hybrid.backends.mode import Mode, modes_of
+from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import Backends
-from torch_hybrid.backends.step import chunk_grid, make_backends
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.checkpoint import Checkpoint
-from torch_hybrid.caches.hybrid import HybridCache, Sequence
-from torch_hybrid.caches.sizes import PoolSizes
+from torch_hybrid.caches.hybrid import HybridCache
+from torch_hybrid.caches.sequence import Sequence
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.graphs.artefact.store import StepStore
-from torch_hybrid.graphs.buckets import StepSizes
-from torch_hybrid.graphs.capturing.capture_policy import CapturePolicy, CudaGraphs
-from torch_hybrid.graphs.capturing.cuda_graph import on_capture_stream
-from torch_hybrid.graphs.capturing.launch import LastTokens, Launched
+from torch_hybrid.graphs.assembly import assemble, decide
+from torch_hybrid.graphs.capturing.capture_policy import CudaGraphs
+from torch_hybrid.graphs.capturing.launch import Launched
 from torch_hybrid.graphs.check_extend import check_extend, token_lists
-from torch_hybrid.graphs.check_options import (
-    KvDtype,
-    KvTokens,
-    check_artefact,
-    check_head_drafts,
-    check_invariant,
-    check_kv_tokens,
-    check_max_drafts,
-    check_max_tokens,
-    check_types,
-    kept_table,
-    sums_by_graph,
-)
-from torch_hybrid.graphs.compiling.background import Compile, StepsBeside, check_compile
+from torch_hybrid.graphs.check_options import KvDtype, KvTokens, check_types
+from torch_hybrid.graphs.compiling.background import Compile, StepsBeside
 from torch_hybrid.graphs.compiling.surroundings import calm
-from torch_hybrid.graphs.embeds import Embeds, GivenRows
-from torch_hybrid.graphs.execution import Execution
-from torch_hybrid.graphs.kv_room import KvRoom, choose_kv_tokens
-from torch_hybrid.graphs.link import SMALLEST, Trial, Work, policy_of, try_halves
-from torch_hybrid.graphs.model_choices import choose, passes_for, start_builds
+from torch_hybrid.graphs.embeds import Embeds
+from torch_hybrid.graphs.kv_room import KvRoom
+from torch_hybrid.graphs.options import Options
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
-from torch_hybrid.graphs.planner import Logits, StepPlanner
+from torch_hybrid.graphs.planner import Logits
 from torch_hybrid.graphs.report import Report
-from torch_hybrid.graphs.step import Inputs, Model, UpdatableModel, Variant, kinds_of_head
-from torch_hybrid.graphs.steps import Steps
-from torch_hybrid.graphs.two_batch import (
-    NEVER_CUT,
-    OverlapPolicy,
-    check_cuttable,
-    overlap_policy,
-)
+from torch_hybrid.graphs.step import Inputs, Model, UpdatableModel, Variant
+from torch_hybrid.graphs.two_batch import OverlapPolicy
 from torch_hybrid.host import trim
 from torch_hybrid.sampling import Draw
-from torch_hybrid.specs import KEPT_HIDDEN, LayerTable
-from torch_hybrid.toolchain import check_toolchain
-
-ResultT = TypeVar("ResultT")
 
 
 class Runner:
@@ -164,15 +134,6 @@ class Runner:
         artefact: str | os.PathLike[str] | None = None,
     ) -> None:
         check_types(model, backends)
-        device = self._device = model.device  # to find it takes a walk through the model
-        check_compile(compile, model)
-        if batch_invariant:
-            check_invariant(model, compile, two_batch_overlap)
-        self._capture = CapturePolicy.of(cuda_graphs, device, compiles=bool(compile))
-        check_artefact(artefact, compiles=bool(compile))
-        check_kv_tokens(kv_tokens)
-        check_max_drafts(max_drafts, max_tokens)
-        table = kept_table(model.table, kv_dtype)
         self.lock = RLock()
         self.model = model
         self.max_seqs, self.max_tokens, self.page_size = max_seqs, max_tokens, page_size
@@ -180,106 +141,41 @@ class Runner:
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
         self.compile, self.prefill, self.max_drafts = compile, prefill, max_drafts
-        self._check_batch = check_batch
-        self._overlap_trials: tuple[Trial, ...] = ()
-        with calm(device):
-            measured = partial(self._measure_overlap, backends)
-            self.overlap = overlap_policy(two_batch_overlap, measured)
-            wanted = backends or Backends()
-            if batch_invariant:
-                wanted = replace(wanted, batch_invariant=True)
-            self.batch_invariant = wanted.batch_invariant
-            self._kv_room: KvRoom | None = None
-            if kv_tokens == "auto":
-                self._kv_room = self._choose_kv_tokens(table, kv_dtype, wanted, takes_embeds)
-                kv_tokens = self._kv_room.num_tokens
-            self._cache = HybridCache(
-                table,
-                max_seqs=max_seqs,
-                kv_tokens=kv_tokens,
-                page_size=page_size,
-                dtype=model.dtype,
-                device=device,
-                max_checkpoints=max_checkpoints,
-                num_drafts=max_drafts,
-            )
-            if kv_scales is not None:
-                self._cache.set_scales(kv_scales)
-            self._given = GivenRows.of(model, max_tokens, takes_embeds)
-            given = {} if self._given is None else self._given.caches
-            store = None
-            if compile:
-                sizes = {
-                    "max_seqs": max_seqs,
-                    "kv_tokens": kv_tokens,
-                    "page_size": page_size,
-                    "kv_dtype": kv_dtype,
-                    "max_checkpoints": max_checkpoints,
-                    "max_drafts": max_drafts,
-                    "embeds": max_tokens if given else 0,
-                    "batch_invariant": self.batch_invariant,
-                }
-                caches = {**self._cache.pools, **given}
-                store = StepStore(artefact, model, caches, passes, **sizes)
-                if not store.is_open and compile != "background":
-                    check_toolchain(device)
-            self.choices = choose(model, wanted, compiles=bool(compile))
-            is_one_graph = prefill and self.batch_invariant and sums_by_graph(device)
-            modes = modes_of(max_drafts, prefill=prefill, is_one_graph=is_one_graph)
-            self._decodes = Mode.DECODE in modes
-            self._extend_mode = next((each for each in modes if each.tokens_per_seq is None), None)
-            self._verify_mode = modes[-1]
-            self.backends = make_backends(table, self._cache.sizes, wanted, modes)
-            start_builds(self.choices, self.backends)
-            drafting = kinds_of_head(model) if max_drafts else frozenset()
-            self.has_head = bool(drafting)
-            if drafting:
-                check_head_drafts(max_drafts)
-            self._most_unread = min(KEPT_HIDDEN - 1, max_tokens)  # by the head, of a sequence
-            if drafting:
-                modes = (*modes, *(Mode.draft(count) for count in sorted({1, max_drafts})))
-            grid = chunk_grid(self.backends)
-            check_max_tokens(max_tokens, grid)
-            check_cuttable(self.overlap, max_seqs=max_seqs, max_tokens=max_tokens, chunk_size=grid)
-            self._planner = StepPlanner(
-                self.backends,
-                sizes=self._step_sizes(grid),
-                num_position_axes=model.num_position_axes,
-                overlap=self.overlap,
-                chunk_grid=grid,
-                modes=modes,
-                takes_embeds=self.takes_embeds,
-                drafting=drafting,
-            )
-            make_steps = partial(
-                Steps,
-                cache=self._cache,
-                planner=self._planner,
-                passes=passes_for(
-                    self.choices,
-                    passes,
-                    modes,
-                    batch_invariant=self.batch_invariant,
-                    num_ranks=1 if model.ranks is None else model.ranks.size,
-                ),
-                choices=self.choices,
-                given=given,
-                by_row=self.batch_invariant,
-            )
-            self._beside: StepsBeside | None = None
-            if compile == "background" and store is not None:
-                self._beside = StepsBeside(make_steps, model, store)
-                finalize(self, self._beside.close)
-            self._steps = self._beside or make_steps(model, store=store)
-            self._last = LastTokens(max_seqs, device)
-            self._execution = Execution(
-                self._steps,
-                self._planner,
-                self._last,
-                self._capture,
-                max_seqs=max_seqs,
-                device=device,
-            )
+        options = Options(
+            max_seqs=max_seqs,
+            max_tokens=max_tokens,
+            kv_tokens=kv_tokens,
+            page_size=page_size,
+            max_checkpoints=max_checkpoints,
+            kv_dtype=kv_dtype,
+            kv_scales=kv_scales,
+            compile=compile,
+            cuda_graphs=cuda_graphs,
+            two_batch_overlap=two_batch_overlap,
+            backends=backends,
+            prefill=prefill,
+            max_drafts=max_drafts,
+            takes_embeds=takes_embeds,
+            batch_invariant=batch_invariant,
+            check_batch=check_batch,
+            passes=passes,
+            artefact=artefact,
+        )
+        decided = decide(model, options, Runner)
+        parts = assemble(decided, self)
+        self.overlap, self._overlap_trials = decided.overlap, decided.overlap_trials
+        self.batch_invariant = decided.backends.batch_invariant
+        self.choices, self.backends = parts.choices, parts.backends
+        self.has_head = parts.drafting.has_head
+        self._kv_room = decided.kv_room
+        self._device, self._capture = decided.device, decided.capture
+        self._cache, self._given, self._last = parts.cache, parts.given, parts.last
+        modes = parts.modes
+        self._decodes = Mode.DECODE in modes
+        self._extend_mode = next((each for each in modes if each.tokens_per_seq is None), None)
+        self._planner, self._steps, self._execution = parts.planner, parts.steps, parts.execution
+        self._beside = parts.steps if isinstance(parts.steps, StepsBeside) else None
+        self._stepper, self._drafting = parts.stepper, parts.drafting
 
     @property
     def max_seq_len(self) -> int:
@@ -452,14 +348,11 @@ class Runner:
         lengths = [len(new) for new in tokens]
         self._check_extend(tokens, len(seqs), logits, positions, embeds=embeds)
         if not seqs:
-            idle, planned = self._planner.plan_idle()
-            self._check(planned.parts[0].batch)
-            self._compile(idle)
-            return self._execution.logits(idle, planned)[:0]
+            return self._execution.logits(*self._stepper.plan_idle())[:0]
         variant, planned = self._plan(
             seqs, tokens, logits=logits, positions=positions, embeds=embeds
         )
-        out = self._advance(
+        out = self._stepper.advance(
             seqs, lengths, variant, lambda: self._execution.logits(variant, planned)
         )
         self._last.forget(seqs)
@@ -505,7 +398,7 @@ class Runner:
             variant, planned = self._plan(
                 seqs, fed, logits="last", positions=positions, embeds=embeds
             )
-            launched = self._advance(
+            launched = self._stepper.advance(
                 seqs,
                 list(map(len, fed)),
                 variant,
@@ -549,7 +442,7 @@ class Runner:
             if not seqs:
                 raise ValueError("verify takes at least one sequence, got none")
             self._check_extend(given, len(seqs), "all", positions, most_each=1 + self.max_drafts)
-            out = self._verify(seqs, given, positions)
+            out = self._drafting.verify(seqs, given, positions)
             self._last.forget(seqs)
             return out[: sum(map(len, given))]
 
@@ -587,56 +480,7 @@ class Runner:
         with self.lock, calm(self._device):
             given = token_lists([[token] for token in tokens])
             self._check_extend(given, len(seqs))
-            if len(seqs) + sum(map(self._cache.num_unread, seqs)) > self.max_tokens:
-                self._read(seqs)
-            drafted = self._draft(seqs, given, counts).T.tolist()
-            return [own[:count] for own, count in zip(drafted, counts, strict=False)]
-
-    def _draft(self, seqs: Many[Sequence], tokens: Many[Many[int]], counts: Many[int]) -> Tensor:
-        """[1 or max_drafts, N] of the head, padded; it reads what it has not read of sequences, and
-        the tokens after those. Without ``counts`` that is all."""
-        self._execution.join()  # pages may be copied
-        batch = self._cache.make_draft_batch(
-            seqs,
-            tokens,
-            counts or [0] * len(seqs),
-            num_position_axes=self.model.num_position_axes,
-            table_width=self._planner.table_width,
-        )
-        try:
-            self._check(batch)
-            num_further = self.max_drafts - 1 if max(counts, default=1) > 1 else 0
-            further = self._cache.places_after(seqs if counts else (), counts, num_further)
-            variant, planned = self._planner.plan_drafts(batch, further)
-            self._compile(variant)
-            drafted = self._execution.logits(variant, planned)
-        finally:
-            self._cache.give_back_drafts(seqs)
-        self._cache.note_read(seqs)
-        return drafted
-
-    def _read(self, seqs: Many[Sequence]) -> None:
-        """Have the head read what it has not read of sequences."""
-        if not self.has_head:
-            return
-        group: list[Sequence] = []
-        room = self.max_tokens
-        for seq in [seq for seq in seqs if self._cache.num_unread(seq)]:
-            if self._cache.num_unread(seq) > room:
-                self._draft(group, [()] * len(group), ())
-                group, room = [], self.max_tokens
-            group.append(seq)
-            room -= self._cache.num_unread(seq)
-        if group:
-            self._draft(group, [()] * len(group), ())
-
-    def _keep_room(self, seqs: Many[Sequence], num_new: Many[int]) -> None:
-        """Have the head read what the new tokens of sequences would write over unread."""
-        if not self.has_head:
-            return
-        unread = map(self._cache.num_unread, seqs)
-        if any(own + new > self._most_unread for own, new in zip(unread, num_new, strict=True)):
-            self._read(seqs)
+            return self._drafting.draft(seqs, given, counts)
 
     def accept(self, seqs: Many[Sequence], counts: Many[int]) -> None:
         """Count the first drafts of sequences as held, each by its own count; once after a verify.
@@ -657,34 +501,7 @@ class Runner:
         """
         with self.lock, calm(self._device):
             self._cache.check_usable(seqs)
-            self._flush(seqs)
-
-    def _flush(self, seqs: Many[Sequence]) -> None:
-        behind = [seq for seq in seqs if not self._cache.are_replayed([seq])]
-        if behind:
-            self._verify(behind, [()] * len(behind))
-        self._read(seqs)
-
-    def _verify(
-        self,
-        seqs: Many[Sequence],
-        tokens: Many[Many[int]],
-        positions: Tensor | None = None,
-    ) -> Tensor:
-        """Run a step that verifies drafts, of sequences that may have no token; logits, padded."""
-        num_drafts = [len(new) - 1 for new in tokens]
-        variant, planned = self._plan_step(
-            seqs,
-            tokens,
-            self._verify_mode,
-            num_drafts=[max(count, 0) for count in num_drafts],
-            positions=positions,
-        )
-        return self._run_step(
-            seqs,
-            lambda: self._execution.logits(variant, planned),
-            lambda: self._cache.commit_drafts(seqs, num_drafts),
-        )
+            self._drafting.flush(seqs)
 
     def wait(self) -> None:
         """Wait until the device has done all that was launched."""
@@ -739,78 +556,14 @@ class Runner:
                 f"a runner with prefill=False appends one token to each sequence, got {lengths}"
             )
         if mode is self._extend_mode:
-            (self._read if mode.num_drafts else self._flush)(seqs)
+            (self._drafting.read if mode.num_drafts else self._drafting.flush)(seqs)
         elif not self._cache.are_replayed(seqs):  # a step that replays as it decodes
-            mode = self._verify_mode
-        return self._plan_step(
+            mode = self._drafting.verify_mode
+        if mode is not Mode.EXTEND:
+            self._drafting.keep_room(seqs, lengths)
+        return self._stepper.plan(
             seqs, tokens, mode, logits=logits, positions=positions, embeds=embeds
         )
-
-    def _plan_step(
-        self,
-        seqs: Many[Sequence],
-        tokens: Many[Many[int]],
-        mode: Mode,
-        *,
-        num_drafts: Many[int] | None = None,
-        logits: Logits = "all",
-        positions: Tensor | None = None,
-        embeds: Embeds | None = None,
-    ) -> tuple[Variant, Inputs]:
-        """As ``_plan``, in a mode; ``num_drafts`` of the tokens of each sequence are not certain,
-        by default none."""
-        if mode is not Mode.EXTEND:
-            self._keep_room(seqs, [len(new) for new in tokens])
-        self._execution.join()  # pages may be copied
-        places = None
-        if self._given is not None and mode is self._extend_mode:
-            places = () if embeds is None else embeds.places
-        if mode.num_drafts and num_drafts is None:
-            num_drafts = [0] * len(seqs)
-        batch = self._cache.make_batch(
-            seqs,
-            tokens,
-            positions=positions,
-            num_position_axes=self.model.num_position_axes,
-            table_width=self._planner.table_width,
-            num_drafts=num_drafts,
-            embed_places=places,
-        )
-        self._check(batch)
-        variant, planned = self._planner.plan(batch, mode, logits)
-        self._compile(variant)
-        if self._given is not None and embeds is not None:
-            self._given.write(embeds)
-        return variant, planned
-
-    def _advance(
-        self,
-        seqs: Many[Sequence],
-        lengths: Many[int],
-        variant: Variant,
-        run: Callable[[], ResultT],
-    ) -> ResultT:
-        """``run`` a step that gives each sequence so many tokens; cut off, it breaks them."""
-        are_read = variant.mode is self._extend_mode
-        return self._run_step(
-            seqs, run, lambda: self._cache.commit(seqs, lengths, are_read=are_read)
-        )
-
-    def _run_step(
-        self, seqs: Many[Sequence], run: Callable[[], ResultT], commit: Callable[[], None]
-    ) -> ResultT:
-        """``run`` a step of sequences and count its tokens; cut off, it breaks them."""
-        try:
-            result = run()
-            commit()
-        except BaseException:
-            self._cache.mark_broken(seqs)
-            raise
-        return result
-
-    def _check(self, batch: Batch) -> None:
-        if self._check_batch is not None:
-            self._check_batch(batch)
 
     def warm_up(self, on_variant: Callable[[str], None] | None = None) -> None:
         """Compile every variant of decode and extend ahead of time, unless it is already.
@@ -828,7 +581,7 @@ class Runner:
             for variant in self._planner.forms:
                 if on_variant is not None:
                     on_variant(variant.name)
-                self._compile(variant)
+                self._stepper.compile(variant)
             if len(self._steps.graphs) > num_before:
                 trim()
                 self._steps.save_if_new()
@@ -865,7 +618,7 @@ class Runner:
             self._cache.check_nothing_held()
             write = self.model.new_weights(weights, partial=partial)
             self._execution.wait()
-            for reclaimer in self._cache.reclaimers:
+            for reclaimer in self._cache.checkpoints.reclaimers:
                 reclaimer.clear()
             write()
 
@@ -885,7 +638,7 @@ class Runner:
             self._beside.wait()
         with self.lock, calm(self._device):
             for variant in self._planner.forms:
-                self._compile(variant)
+                self._stepper.compile(variant)
             self._steps.save(Path(path))
 
     def report(self) -> Report:
@@ -910,91 +663,3 @@ class Runner:
         runner, and of the program."""
         if self._beside is not None:
             self._beside.close()
-
-    def _measure_overlap(self, backends: Backends | None) -> OverlapPolicy:
-        """What overlap "auto" stands for: where halves pay over the link of these ranks."""
-        ranks = self.model.ranks
-        if ranks is None or ranks.size == 1 or not self.prefill or self.max_tokens < SMALLEST:
-            return NEVER_CUT
-        eager = Runner(
-            self.model,
-            max_seqs=1,
-            max_tokens=SMALLEST,
-            kv_tokens=SMALLEST,
-            page_size=self.page_size,
-            compile=False,
-            backends=backends,
-        )
-        work = Work.of(lambda: eager.extend(eager.new_sequences(1), [[0] * SMALLEST]), SMALLEST)
-        self._overlap_trials = try_halves(
-            work,
-            ranks,
-            max_tokens=self.max_tokens,
-            dtype=self.model.dtype,
-            device=self._device,
-        )
-        return policy_of(self._overlap_trials)
-
-    def _choose_kv_tokens(
-        self, table: LayerTable, kv_dtype: KvDtype, backends: Backends, takes_embeds: bool | None
-    ) -> KvRoom:
-        """What there is room for, by uncompiled steps of the largest sizes."""
-        model, page_size = self.model, self.page_size
-        sizes = PoolSizes(
-            num_pages=0,
-            page_size=page_size,
-            num_slots=self.max_seqs,
-            num_checkpoints=self.max_checkpoints if table.has_states else 0,
-            dtype=model.dtype,
-            device=self._device,
-            num_drafts=self.max_drafts,
-        )
-
-        def make_trial(prefix_rows: int) -> Runner:
-            return Runner(
-                model,
-                max_seqs=self.max_seqs,
-                max_tokens=self.max_tokens,
-                kv_tokens=prefix_rows + 2 * self.max_tokens + self.max_seqs * page_size,
-                page_size=page_size,
-                kv_dtype=kv_dtype,
-                compile=False,
-                backends=backends,
-                prefill=self.prefill,
-                takes_embeds=takes_embeds,
-            )
-
-        longest: int | None = getattr(model, "max_positions", None)
-        most = None if longest is None else self.max_seqs * longest
-        return choose_kv_tokens(
-            table,
-            sizes,
-            make_trial,
-            most=most,
-            prefix_rows=backends.prefix.token_budget or 0,
-            captures=self._capture is not None,
-            ranks=model.ranks,
-        )
-
-    def _compile(self, variant: Variant) -> None:
-        """Have a variant compiled, if steps are."""
-        if self._capture is None:
-            self._steps.prepare(variant)
-            return
-        with on_capture_stream(self._device):  # a step is run
-            record = self._steps.prepare(variant)
-        if record is not None:
-            self._capture.check(variant, record.ops)
-
-    def _step_sizes(self, grid: int) -> StepSizes:
-        """What steps are padded to: few sizes where each is captured."""
-        sizes = {
-            "max_seqs": self.max_seqs,
-            "max_tokens": self.max_tokens,
-            # The cut may be half of the grid off the middle.
-            "half_tokens": -(-(self.max_tokens + grid) // 2),
-            "num_pages": self._cache.num_pages,
-        }
-        if self._capture is None:
-            return StepSizes.fine(**sizes)
-        return StepSizes.coarse(**sizes, page_size=self.page_size, extend_decodes=not self._decodes)

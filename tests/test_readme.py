@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny_models import BUILDERS
-from torch_hybrid.models.load import FAMILIES, NOT_SERVED, table_of
+from torch_hybrid.models.families import FAMILIES, NOT_SERVED, table_of
 from torch_hybrid.models.ring_2_5.config import ARCHITECTURE as RING_2_5
 from torch_hybrid.ops.block_attention import op as block_attention
 from torch_hybrid.ops.capability import Implementation

@@ -16,8 +16,9 @@ import torch
 import transformers as tf
 from torch import Tensor, nn
 
+from torch_hybrid.models.adapt import adapt
+from torch_hybrid.models.families import table_of
 from torch_hybrid.models.hybrid_model import HybridModel
-from torch_hybrid.models.load import adapt, table_of
 
 VOCAB_SIZE = 199
 SIZES = {

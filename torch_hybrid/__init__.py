@@ -10,7 +10,8 @@ from torch_hybrid.backends.select import Backends, select
 from torch_hybrid.backends.step import Step, make_backends, plan_all
 from torch_hybrid.batch import Batch, make_batch
 from torch_hybrid.caches.checkpoint import Checkpoint
-from torch_hybrid.caches.hybrid import HybridCache, Sequence
+from torch_hybrid.caches.hybrid import HybridCache
+from torch_hybrid.caches.sequence import Sequence
 from torch_hybrid.engine import Engine
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.agreement import Agreement
@@ -18,8 +19,9 @@ from torch_hybrid.graphs.embeds import Embeds
 from torch_hybrid.graphs.kv_scales import kv_scales
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.runner import Runner
+from torch_hybrid.models.adapt import adapt
 from torch_hybrid.models.hybrid_model import HybridModel
-from torch_hybrid.models.load import adapt, from_pretrained
+from torch_hybrid.models.load import from_pretrained
 from torch_hybrid.models.quantize import quantize
 from torch_hybrid.models.shard import shard
 from torch_hybrid.prefix_cache import PrefixCache, PrefixStats

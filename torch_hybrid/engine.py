@@ -1,11 +1,8 @@
 """Continuous batching on top of a runner: prompts in, tokens out.
 
-A step ends what is late, frees what was preempted, gives sequences to what was admitted, runs one
-ragged batch of decodes and prompt chunks, and samples a token for every request whose history is
-complete. Where the engine runs ahead, the next step is started before that is waited for
-(``flight``). Whatever raises in the middle, every page and slot comes back: requests that were
-running wait again and are recomputed from their tokens. What one request raises (its own rules on
-the logits, its text) ends that request alone.
+A step ends what is late and runs the next batch (``step_loop``). Whatever raises in the middle,
+every page and slot comes back: requests that were running wait again and are recomputed from their
+tokens. What one request raises (its own rules on the logits, its text) ends that request alone.
 """
 
 from __future__ import annotations
@@ -23,16 +20,15 @@ from typing import TYPE_CHECKING, Literal, get_args, overload
 
 from torch_hybrid.detokenizer import Tokenizer
 from torch_hybrid.errors import CapacityError, UnsupportedError
-from torch_hybrid.flight import Flight, Rows, launch, may_launch, run
 from torch_hybrid.intake import Intake
 from torch_hybrid.prefix_cache import PrefixCache, Prefixes
 from torch_hybrid.prompts import Processor, Prompt, as_prompts
-from torch_hybrid.request import FinishReason, Output, Request, TokenEvent
+from torch_hybrid.request import Output, Request, TokenEvent
 from torch_hybrid.sampling import GREEDY, Sampling
-from torch_hybrid.scheduler import Schedule, Scheduler
+from torch_hybrid.scheduler import Scheduler
 from torch_hybrid.speculation import DraftCounts, Speculation, Speculator
-from torch_hybrid.speculation.verified import Verified
 from torch_hybrid.stats import EngineStats
+from torch_hybrid.step_loop import StepLoop
 
 if TYPE_CHECKING:
     from torch_hybrid.graphs.runner import Runner
@@ -121,12 +117,15 @@ class Engine:
         self._scheduler: Scheduler[Request] = Scheduler(
             max_tokens=runner.max_tokens, page_size=runner.page_size, starts=self._prefixes
         )
-        # The oldest first; between steps at most one.
-        self._flights: deque[Flight | Verified] = deque()
+        self._loop = StepLoop(
+            runner,
+            self._scheduler,
+            prefixes=self._prefixes,
+            speculator=self._speculator,
+            runs_ahead=self.runs_ahead,
+        )
         self._lock = runner.lock
         self._next_deadline = math.inf  # of the requests that have one
-        self._late_events: list[TokenEvent] = []  # of ends outside of a batch, for a step to return
-        self._num_steps = self._num_tokens = 0
         self._seconds = 0.0
 
     @overload
@@ -237,13 +236,12 @@ class Engine:
                 return
             if request not in self._scheduler:
                 raise ValueError(f"request {request.index} is not one of this engine's")
-            self._end_outside([request], "cancelled")
+            self._loop.end_outside([request], "cancelled")
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would do anything."""
-        scheduler = self._scheduler
-        return bool(scheduler.running or scheduler.waiting or self._flights or self._late_events)
+        return self._loop.has_unfinished
 
     def step(self) -> list[TokenEvent]:
         """Run one batch and return what came of it; nothing to do is no event.
@@ -258,13 +256,12 @@ class Engine:
             begun = time.monotonic()
             try:
                 self._end_late()
-                events = self._advance()
+                events = self._loop.advance()
             except BaseException:
-                self._restart()
+                self._loop.restart()
                 raise
             self._seconds += time.monotonic() - begun
-            late, self._late_events = self._late_events, []
-            return late + events
+            return self._loop.take_late_events() + events
 
     def stats(self) -> EngineStats:
         """What was served so far, what is waiting, and what the prefix cache and drafts did."""
@@ -273,8 +270,8 @@ class Engine:
             return EngineStats(
                 num_running=len(self._scheduler.running),
                 num_waiting=len(self._scheduler.waiting),
-                num_steps=self._num_steps,
-                num_tokens=self._num_tokens,
+                num_steps=self._loop.num_steps,
+                num_tokens=self._loop.num_tokens,
                 seconds=self._seconds,
                 free_slots=runner.free_slots,
                 free_pages=runner.free_pages,
@@ -321,7 +318,7 @@ class Engine:
         with self._lock:
             for request in [*self._scheduler.running, *self._scheduler.waiting]:
                 self.cancel(request)
-            self._land_all()
+            self._loop.land_all()
             if self._prefixes is not None:
                 self._prefixes.clear()
 
@@ -373,9 +370,9 @@ class Engine:
                 left = [request for request in requests if request.output is None]
                 for request in left:
                     request.end("cancelled")
-                self._retire(left)
+                self._loop.retire(left)
                 if not (self._scheduler.running or self._scheduler.waiting):
-                    self._land_all()  # nobody else would
+                    self._loop.land_all()  # nobody else would
 
     def _end_late(self) -> None:
         """End the requests whose time is over."""
@@ -384,163 +381,8 @@ class Engine:
             return
         requests = (*self._scheduler.running, *self._scheduler.waiting)
         late = [request for request in requests if request.deadline <= now]
-        self._end_outside(late, "timeout")
+        self._loop.end_outside(late, "timeout")
         self._next_deadline = min((r.deadline for r in requests if r not in late), default=math.inf)
-
-    def _end_outside(self, requests: Sequence[Request], reason: FinishReason) -> None:
-        """End requests outside of a batch; the next step returns their events."""
-        self._late_events += [request.end(reason) for request in requests]
-        self._retire(requests)
-
-    def _advance(self) -> list[TokenEvent]:
-        """Run the next batch, unless it is under way; start the one after it; land the first."""
-        speculator = self._speculator
-        began = 0.0 if speculator is None else speculator.clock()
-        if not self._flights:
-            rows = self._prepare()
-            if not rows:
-                return []
-            self._note_start(self._start(rows))
-        flight = self._flights[0]
-        if flight.was_launched and (rows := self._prepare_ahead()):
-            self._note_start(launch(self.runner, rows))
-        events = self._land(flight)
-        if speculator is not None:
-            speculator.note(flight, speculator.clock() - began)
-        return events
-
-    def _start(self, rows: Rows) -> Flight | Verified:
-        """Start a step: with drafts, ahead of the host, or waited for."""
-        if self._speculator is not None and (verified := self._speculator.start(rows)):
-            return verified
-        return launch(self.runner, rows) if self._may_launch(rows) else run(self.runner, rows)
-
-    def _may_launch(self, rows: Rows) -> bool:
-        """Whether the host need not know what comes of a step to start the next one."""
-        if not (self.runs_ahead and may_launch(rows)):
-            return False
-        return self._speculator is None or not self._speculator.may_draft(rows)
-
-    def _note_start(self, flight: Flight | Verified) -> None:
-        """Of a step that was started: what it leaves is kept before the next one starts."""
-        self._flights.append(flight)
-        self._num_steps += 1
-        if self._prefixes is not None:
-            self._prefixes.run(flight.requests)
-
-    def _land(self, flight: Flight | Verified) -> list[TokenEvent]:
-        """Wait for the oldest step under way; free what has ended, but for what the next one
-        still uses."""
-        events = flight.land()
-        self._num_tokens += sum(event.token is not None for event in events)
-        if self._prefixes is not None:
-            self._prefixes.land(flight.sampled)
-        self._retire(flight.ended, landed=flight)
-        self._flights.popleft()
-        return events
-
-    def _land_all(self) -> None:
-        """Wait for what is under way and free what was kept for it alone."""
-        while self._flights:
-            self._late_events += self._land(self._flights[0])
-
-    def _prepare(self) -> Rows:
-        """Choose the rows of a step and give each a sequence; free what was preempted."""
-        runner, scheduler = self.runner, self._scheduler
-        chosen = scheduler.schedule(free_slots=runner.free_slots, free_pages=runner.free_pages)
-        self._preempt(chosen.preempted)
-        self._admit(chosen)
-        if not chosen.rows and (scheduler.running or scheduler.waiting):
-            request = [*scheduler.running, *scheduler.waiting][0]
-            raise CapacityError(
-                f"a request of {request.num_tokens} tokens needs a slot and "
-                f"{-(-request.num_tokens // runner.page_size)} pages, its own included; "
-                f"{runner.free_slots} slots and {runner.free_pages} pages are free, and the "
-                f"others are held outside of the engine"
-            )
-        return self._with_images(chosen.rows)
-
-    def _prepare_ahead(self) -> Rows:
-        """The rows of the step after one whose tokens are not known; none where it must wait for
-        them: something would be preempted, or a request needs the host."""
-        runner, scheduler = self.runner, self._scheduler
-        chosen = scheduler.choose(free_slots=runner.free_slots, free_pages=runner.free_pages)
-        if chosen.preempted or not self._may_launch(chosen.rows):
-            return ()
-        scheduler.begin(chosen)
-        self._admit(chosen)
-        return self._with_images(chosen.rows)
-
-    def _with_images(self, rows: Rows) -> Rows:
-        """The rows of a step, when their images have been seen; what a tower raises ends its
-        request alone."""
-        if all(request.images is None for request, _ in rows):
-            return rows
-        kept = []
-        for request, num_new in rows:
-            error = request.load_images(num_new)
-            if error is None:
-                kept.append((request, num_new))
-            else:
-                self._late_events.append(request.end("error", error=error))
-                self._retire([request])
-        return kept
-
-    def _admit(self, chosen: Schedule[Request]) -> None:
-        if self._prefixes is not None:
-            self._prefixes.begin(chosen.admitted, chosen.starts)
-            return
-        for request in chosen.admitted:
-            (request.sequence,) = self.runner.new_sequences(1)
-
-    def _preempt(self, requests: Sequence[Request]) -> None:
-        """Free requests that wait again; what they held may be kept for them."""
-        for request in requests:
-            if self._prefixes is not None:
-                self._prefixes.leave(request)
-                self._prefixes.wait_again(request)
-        self._free(requests)
-
-    def _retire(
-        self, requests: Sequence[Request], *, landed: Flight | Verified | None = None
-    ) -> None:
-        """Forget requests that have ended, and free what no step under way uses of them."""
-        flights = [flight for flight in self._flights if flight is not landed]
-        under_way = {request for flight in flights for request in flight.requests}
-        done = [request for request in requests if request not in under_way]
-        if self._prefixes is not None:
-            for request in done:
-                self._prefixes.leave(request)
-                self._prefixes.discard(request)
-        self._free(done)
-        for request in requests:
-            self._scheduler.discard(request)
-            if self._speculator is not None:
-                self._speculator.forget(request)
-
-    def _restart(self) -> None:
-        """After an exception: free every sequence; what has not ended waits to be recomputed."""
-        flying = [request for flight in self._flights for request in flight.requests]
-        requests = [*self._scheduler.running, *self._scheduler.waiting, *flying]
-        try:
-            self.runner.wait()  # what is under way still writes what is theirs
-        finally:
-            self._flights.clear()
-            self._free(list(dict.fromkeys(requests)))
-            for request in requests:
-                request.expect_nothing()
-                if request.output is not None:
-                    self._scheduler.discard(request)
-                if self._prefixes is not None:
-                    self._prefixes.give_up(request)
-            self._scheduler.restart()
-
-    def _free(self, requests: Sequence[Request]) -> None:
-        sequences = [request.sequence for request in requests if request.sequence is not None]
-        if sequences:
-            self.runner.free(sequences)
-        for request in requests:
-            request.sequence = None
 
 
 def _check_timeout(timeout_s: float | None) -> None:

@@ -25,7 +25,7 @@ from torch_hybrid.request import Request, TokenEvent
 from torch_hybrid.sampling import NOT_FINITE, Draw, sample
 
 if TYPE_CHECKING:
-    from torch_hybrid.caches.hybrid import Sequence as HeldSequence
+    from torch_hybrid.caches.sequence import Sequence as HeldSequence
     from torch_hybrid.graphs.runner import Runner
 
 Rows = Sequence[tuple[Request, int]]  # requests, and how many of their missing tokens are run

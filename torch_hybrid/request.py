@@ -27,7 +27,7 @@ from torch_hybrid.sampling import (
 from torch_hybrid.scheduler import Job
 
 if TYPE_CHECKING:
-    from torch_hybrid.caches.hybrid import Sequence as HeldSequence
+    from torch_hybrid.caches.sequence import Sequence as HeldSequence
     from torch_hybrid.images import Images
 
 FinishReason = Literal["length", "stop", "cancelled", "timeout", "error"]

@@ -57,7 +57,7 @@ class StepStore:
             try:
                 self.open(self.path)
             except StaleArtefactError as error:
-                warnings.warn(f"{error}; steps are compiled anew", stacklevel=3)
+                warnings.warn(f"{error}; steps are compiled anew", stacklevel=5)
 
     @property
     def is_open(self) -> bool:

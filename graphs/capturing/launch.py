@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_hybrid.caches.hybrid import Sequence as HeldSequence
+from torch_hybrid.caches.sequence import Sequence as HeldSequence
 from torch_hybrid.graphs.step import Inputs
 from torch_hybrid.host import int_tensor
 from torch_hybrid.pytrees import register_value

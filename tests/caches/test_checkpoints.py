@@ -17,8 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from torch_hybrid.caches.allocator import Allocator
 from torch_hybrid.caches.checkpoint import Checkpoint
-from torch_hybrid.caches.hybrid import HybridCache, Sequence
+from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.caches.pool_copies import HostCopy
+from torch_hybrid.caches.sequence import Sequence
 from torch_hybrid.errors import CapacityError
 from torch_hybrid.specs import AttentionSpec, DeltaRuleSpec, LatentSpec, LayerTable
 
@@ -61,7 +62,7 @@ class CheckpointMachine(RuleBasedStateMachine):
             max_checkpoints=MAX_CHECKPOINTS,
         )
         self.spare = Spare(self.cache)
-        self.cache.reclaimers.append(self.spare)
+        self.cache.checkpoints.reclaimers.append(self.spare)
         self.live: dict[Sequence, list[int]] = {}
         self.kept: dict[Checkpoint, list[int]] = {}
         self.on_host: list[tuple[HostCopy, list[int]]] = []
@@ -133,7 +134,7 @@ class CheckpointMachine(RuleBasedStateMachine):
     def copy_to_host(self, data: st.DataObject) -> None:
         kept = {**self.kept, **self.spare.kept}
         made = self.some(data, kept)
-        self.on_host = [*self.on_host[-2:], (self.cache.to_host(made), kept[made])]
+        self.on_host = [*self.on_host[-2:], (self.cache.checkpoints.to_host(made), kept[made])]
 
     @precondition(lambda self: self.on_host)
     @rule(data=st.data())
@@ -142,7 +143,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         pages = self.cache.pages
         has_room = -(-len(tokens) // PAGE_SIZE) <= pages.num_free + pages.num_spare
         try:
-            made = self.cache.from_host(copy)
+            made = self.cache.checkpoints.from_host(copy)
         except CapacityError:
             assert not has_room or not self.spare.kept
             return
@@ -167,7 +168,7 @@ class CheckpointMachine(RuleBasedStateMachine):
             self.assert_holds(held.pages, held.start, tokens)
             assert self.cache.make_batch([seq], [[]]).page_table[0].tolist() == held.pages.tolist()
         for made, tokens in {**self.kept, **self.spare.kept}.items():
-            kept = self.cache._kept[made.id]
+            kept = self.cache.checkpoints._kept[made.id]
             assert made.num_tokens == len(tokens)
             self.assert_holds(kept.pages, kept.slot, tokens)
 
@@ -185,8 +186,12 @@ class CheckpointMachine(RuleBasedStateMachine):
     def books_agree(self) -> None:
         cache = self.cache
         owned = {page for seq in self.live for page in cache._held[seq.id].pages}
-        firm = owned | {page for made in self.kept for page in cache._kept[made.id].pages}
-        spare = {page for made in self.spare.kept for page in cache._kept[made.id].pages} - firm
+        firm = owned | {
+            page for made in self.kept for page in cache.checkpoints._kept[made.id].pages
+        }
+        spare = {
+            page for made in self.spare.kept for page in cache.checkpoints._kept[made.id].pages
+        } - firm
         assert cache.pages.num_spare == len(spare)
         assert cache.pages.num_free == NUM_PAGES - len(firm | spare)
         assert cache.slots.num_free == MAX_SEQS - len(self.live)

@@ -13,7 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from torch_hybrid.batch import KEPT
 from torch_hybrid.caches.allocator import Allocator
-from torch_hybrid.caches.hybrid import HybridCache, Sequence
+from torch_hybrid.caches.hybrid import HybridCache
+from torch_hybrid.caches.sequence import Sequence
 from torch_hybrid.errors import CapacityError
 from torch_hybrid.specs import AttentionSpec, DeltaRuleSpec, LayerTable
 

@@ -11,7 +11,7 @@ import torch_hybrid as th
 from tests.devices import needs_cuda
 from tests.speculation.drafters import Knowing
 from tests.tiny_models import FEWEST_LAYERS, VOCAB_SIZE, make_model
-from torch_hybrid.graphs import runner as graphs_of_runners
+from torch_hybrid.graphs import assembly
 
 SIZES = {"max_seqs": 4, "max_tokens": 96, "kv_tokens": 640, "page_size": 8, "compile": False}
 GREEDY = th.Sampling(max_new_tokens=12, ignore_eos=True, logprobs=0)
@@ -69,7 +69,7 @@ def test_any_way_of_serving_gives_the_same_bits(family: str):
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "minimax", "jamba"])
 def test_drafts_in_steps_of_one_graph(family: str, monkeypatch: pytest.MonkeyPatch):
     """As on a GPU, where a prompt, a decode step and one that verifies drafts are of one."""
-    monkeypatch.setattr(graphs_of_runners, "sums_by_graph", lambda device: True)
+    monkeypatch.setattr(assembly, "sums_by_graph", lambda device: True)
     runner = make_runner(th.adapt(make_model(family, **FEWEST_LAYERS[family])), max_drafts=3)
     check_drafts(runner)
 

@@ -14,6 +14,7 @@ from torch_hybrid import engine as engine_module
 from torch_hybrid import flight as flight_module
 from torch_hybrid import request as request_module
 from torch_hybrid import scheduler as scheduler_module
+from torch_hybrid import step_loop as step_loop_module
 from torch_hybrid.engine import Engine
 from torch_hybrid.errors import CapacityError
 from torch_hybrid.sampling import Sampling
@@ -318,14 +319,14 @@ def test_an_exception_leaves_generate_with_nothing_held():
 
 
 # Where an interrupt cannot be undone by the interrupted code itself: the cleaning up.
-CLEANING = {"_free", "_retire", "_restart", "end", "discard", "restart", "__exit__", "close"}
+CLEANING = {"_free", "retire", "end", "discard", "restart", "__exit__", "close"}
 
 
 def interrupted_at(
     line_number, runner, *, prompts=([1, 2, 3], [4] * 30, [5, 6]), num_new=4, **options
 ):
     """Serve with Ctrl-C at the n-th line that engine or scheduler run; False past the last."""
-    modules = (engine_module, flight_module, request_module, scheduler_module)
+    modules = (engine_module, step_loop_module, flight_module, request_module, scheduler_module)
     files = {module.__file__ for module in modules}
     count = 0
 

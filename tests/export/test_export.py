@@ -22,7 +22,7 @@ import torch_hybrid as th
 from tests.layers.test_layers import TABLE, TwoLayers
 from tests.tiny_models import BUILDERS, make_hybrid, make_model
 from torch_hybrid.backends.mode import MODES
-from torch_hybrid.models.load import table_of
+from torch_hybrid.models.families import table_of
 
 MODES = list(MODES)
 

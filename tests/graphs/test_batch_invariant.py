@@ -20,7 +20,7 @@ from torch_hybrid.backends.select import select
 from torch_hybrid.backends.step import make_backends
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.graphs.check_options import check_invariant
-from torch_hybrid.models.load import table_of
+from torch_hybrid.models.families import table_of
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.registration import REGISTERED
 

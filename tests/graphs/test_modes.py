@@ -11,13 +11,13 @@ from torch import Tensor
 from tests.tiny_models import VOCAB_SIZE, make_hybrid, make_model
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.step import chunk_grid, make_backends
-from torch_hybrid.caches.hybrid import Sequence
+from torch_hybrid.caches.sequence import Sequence
 from torch_hybrid.graphs.buckets import StepSizes
 from torch_hybrid.graphs.planner import StepPlanner
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.graphs.step import Variant, make_step
 from torch_hybrid.graphs.two_batch import ALWAYS_CUT, NEVER_CUT
-from torch_hybrid.models.load import adapt
+from torch_hybrid.models.adapt import adapt
 
 VERIFY = Mode(name="verify", tokens_per_seq=3)
 SIZES = {"max_seqs": 6, "max_tokens": 64, "kv_tokens": 512}

@@ -16,7 +16,7 @@ from torch_hybrid.backends import recurrent
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.step import Step
 from torch_hybrid.graphs.runner import Runner
-from torch_hybrid.models.load import adapt
+from torch_hybrid.models.adapt import adapt
 from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE
 
 

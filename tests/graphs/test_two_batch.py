@@ -31,7 +31,7 @@ from torch_hybrid.graphs.two_batch import (
     overlap_policy,
     plan_split,
 )
-from torch_hybrid.models.load import adapt
+from torch_hybrid.models.adapt import adapt
 
 SIZES = {"max_seqs": 6, "max_tokens": 160, "kv_tokens": 800, "compile": False}
 lengths_of_steps = st.lists(st.integers(0, 150), max_size=6)

@@ -19,8 +19,8 @@ from tests.layers.one_layer import run as run_layer
 from tests.tiny_models import make_hybrid, make_model
 from torch_hybrid.engine import Engine
 from torch_hybrid.layers import GatedDeltaNet
+from torch_hybrid.models.adapt import adapt
 from torch_hybrid.models.hybrid_model import HybridModel
-from torch_hybrid.models.load import adapt
 
 FAMILIES = ("qwen3_next_dense", "kimi_linear", "bamba", "minimax")
 SIZES = {"max_seqs": 3, "max_tokens": 64, "kv_tokens": 192, "page_size": 16}

@@ -7,7 +7,7 @@ import pytest
 import torch_hybrid as th
 from tests.models.oracle import Oracle, ask, assert_equal_logits, chunked, make_texts, serve
 from tests.tiny_models import make_model
-from torch_hybrid.models.load import adapt
+from torch_hybrid.models.adapt import adapt
 
 LENGTHS = (5, 40)
 LINEAR, FULL = "linear_attention", "full_attention"

@@ -23,7 +23,7 @@ from tests.models.oracle import (
     whole,
 )
 from tests.tiny_models import make_model
-from torch_hybrid.models.load import adapt
+from torch_hybrid.models.adapt import adapt
 
 LENGTHS = (1, 65, 150, 230)
 POLICIES = {

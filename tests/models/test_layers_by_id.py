@@ -16,7 +16,7 @@ import torch_hybrid as th
 from tests.models.oracle import Oracle, ask, assert_equal_logits, make_texts, mixed, serve
 from tests.tiny_models import make_model, randomize
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.models import load
+from torch_hybrid.models import families
 from torch_hybrid.models.deepseek_v3 import DEEPSEEK_V3
 
 LENGTHS = (70, 33, 41)
@@ -79,6 +79,6 @@ def test_two_kinds_of_attention(monkeypatch: pytest.MonkeyPatch):
         latent = DEEPSEEK_V3.specs(config)
         return [latent[0], full, latent[2], full]
 
-    monkeypatch.setitem(load.FAMILIES, "deepseek_v3", replace(DEEPSEEK_V3, specs=specs))
+    monkeypatch.setitem(families.FAMILIES, "deepseek_v3", replace(DEEPSEEK_V3, specs=specs))
     runner = assert_served(hf_model, ask(hf_model, make_texts(LENGTHS)))
     assert set(runner.cache.pools) == {"latent_attention", "paged_attention"}

@@ -19,7 +19,7 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.models.oracle import ask, assert_equal_logits, make_texts, serve, whole
 from tests.tiny_models import LINEAR, MROPE, SIZES, VOCAB_SIZE, make_model, randomize
-from torch_hybrid.models.load import FAMILIES
+from torch_hybrid.models.families import FAMILIES
 from torch_hybrid.models.transformers_hooks import ATTENTION_NAME, register_attention
 
 Weights = dict[str, Tensor]

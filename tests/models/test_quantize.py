@@ -18,7 +18,8 @@ from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.integers import IntegerEmbedding
 from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.models import quantize as quantizing
-from torch_hybrid.models.load import adapt, unread
+from torch_hybrid.models.adapt import adapt
+from torch_hybrid.models.load import unread
 from torch_hybrid.models.quantize import plan_integers
 from torch_hybrid.models.shard import cut
 from torch_hybrid.ops.integers import (

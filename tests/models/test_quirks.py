@@ -19,8 +19,9 @@ from tests.models.ring_reference import reference_logits
 from tests.tiny_models import make_model, randomize
 from torch_hybrid.layers import GatedDeltaNet, KimiDeltaAttention
 from torch_hybrid.layers.lightning_attention import alibi_slopes, geometric_slopes
+from torch_hybrid.models.adapt import adapt
+from torch_hybrid.models.families import table_of
 from torch_hybrid.models.kimi_delta import kimi_delta_specs
-from torch_hybrid.models.load import adapt, table_of
 
 LENGTHS = (40, 70)
 

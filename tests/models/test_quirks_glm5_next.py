@@ -11,7 +11,7 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.models.oracle import ask, assert_equal_logits, make_texts, serve, whole
 from tests.tiny_models import VOCAB_SIZE, make_model
-from torch_hybrid.models.load import table_of
+from torch_hybrid.models.families import table_of
 
 ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["indexed_attention"]}
 

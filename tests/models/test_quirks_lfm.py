@@ -21,7 +21,7 @@ from tests.models.oracle import (
     whole,
 )
 from tests.tiny_models import make_model
-from torch_hybrid.models.load import table_of
+from torch_hybrid.models.families import table_of
 
 TINY = {"max_seqs": 2, "max_tokens": 256, "kv_tokens": 256, "page_size": 16, "compile": False}
 CONVOLUTIONS = {"layer_types": ["conv", "conv"], "num_hidden_layers": 2}

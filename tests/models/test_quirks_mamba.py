@@ -20,7 +20,7 @@ from tests.models.oracle import (
     whole,
 )
 from tests.tiny_models import make_model
-from torch_hybrid.models.load import FAMILIES, table_of
+from torch_hybrid.models.families import FAMILIES, table_of
 
 TINY = {"max_seqs": 4, "max_tokens": 256, "kv_tokens": 256, "compile": False}
 ATTRIBUTES = {"mamba": "mixer", "falcon_mamba": "mixer", "jamba": "mamba"}

@@ -23,7 +23,7 @@ from tests.models.oracle import (
 )
 from tests.tiny_models import make_model
 from torch_hybrid.layers.mamba2 import Mamba2
-from torch_hybrid.models.load import FAMILIES
+from torch_hybrid.models.families import FAMILIES
 
 TINY = {"max_seqs": 4, "max_tokens": 256, "kv_tokens": 256, "compile": False}
 SEEDS = {"granitemoehybrid": 1}  # without a near tie of routers

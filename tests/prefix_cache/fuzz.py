@@ -120,8 +120,8 @@ class PrefixFuzz(Fuzz):
         self.engines.clear()
         assert cache.pages.num_free == cache.num_pages, "a page is lost"
         assert cache.states.num_free == cache.states.capacity, "a state is lost"
-        assert not cache._kept, "a checkpoint is lost"
-        assert not cache.reclaimers
+        assert not cache.checkpoints._kept, "a checkpoint is lost"
+        assert not cache.checkpoints.reclaimers
 
 
 def run(family: str, *, seed: int, histories: int) -> PrefixFuzz:

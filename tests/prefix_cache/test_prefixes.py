@@ -126,7 +126,7 @@ def test_what_had_nan_is_never_kept(run_ahead: str):
     outputs = serve(engine, [[*clean[:60], bad, *clean[60:]], [*clean[:60], bad, 7, 8, 9]])
     assert [output.finish_reason for output in outputs] == ["error", "error"]
     assert engine.stats().prefix_cache.num_checkpoints == 0
-    assert not runner.cache._kept
+    assert not runner.cache.checkpoints._kept
 
 
 def test_a_preempted_request_goes_on_from_what_it_held():
@@ -193,7 +193,7 @@ def test_two_engines_on_one_runner_keep_their_own():
     first.close()
     second.close()
     assert runner.cache.pages.num_free == 30
-    assert runner.cache.reclaimers == []
+    assert runner.cache.checkpoints.reclaimers == []
 
 
 def test_a_conversation_is_kept_where_its_last_message_ends():

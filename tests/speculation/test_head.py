@@ -12,7 +12,7 @@ import pytest
 import torch_hybrid as th
 from tests.models.mtp_checkpoint import LAYOUTS, Oracle, make_checkpoint
 from tests.tiny_models import VOCAB_SIZE, make_hybrid
-from torch_hybrid.graphs import runner as graphs_of_runners
+from torch_hybrid.graphs import assembly
 
 SIZES: dict[str, Any] = {"max_seqs": 4, "max_tokens": 48, "kv_tokens": 512, "page_size": 8}
 DRAFTS = 3
@@ -85,7 +85,7 @@ def test_where_all_steps_are_of_one_graph(
     dense: tuple[Oracle, th.HybridModel], monkeypatch: pytest.MonkeyPatch
 ):
     """As in a batch-invariant runner on a GPU: there the head reads the tokens of every step."""
-    monkeypatch.setattr(graphs_of_runners, "sums_by_graph", lambda device: True)
+    monkeypatch.setattr(assembly, "sums_by_graph", lambda device: True)
     oracle, model = dense
     sizes = {**SIZES, "compile": False, "max_drafts": DRAFTS, "batch_invariant": True}
     go_through(Histories(oracle, th.Runner(model, **sizes)))
@@ -115,8 +115,9 @@ def test_tokens_that_come_one_by_one_are_read_together(
     oracle, model = dense
     runner = th.Runner(model, **SIZES, compile=False, max_drafts=DRAFTS)
     histories, calls = Histories(oracle, runner), []
-    draft = runner._draft
-    monkeypatch.setattr(runner, "_draft", lambda *args: calls.append(len(args[0])) or draft(*args))
+    drafting = runner._drafting
+    run = drafting._run_head
+    monkeypatch.setattr(drafting, "_run_head", lambda *a: calls.append(len(a[0])) or run(*a))
     histories.begin(9, 1, 30)
     for _ in range(2 * SIZES["max_tokens"] + 3):
         histories.extend(some_tokens(histories.rng, 1, 1, 1))

@@ -10,7 +10,7 @@ from tests.speculation.drafters import Knowing
 from tests.tiny_models import FEWEST_LAYERS, VOCAB_SIZE, make_model
 from torch_hybrid.engine import Engine
 from torch_hybrid.graphs.runner import Runner
-from torch_hybrid.models.load import adapt
+from torch_hybrid.models.adapt import adapt
 from torch_hybrid.sampling import Sampling
 from torch_hybrid.speculation import Speculation
 

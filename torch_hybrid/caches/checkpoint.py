@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from torch_hybrid.caches.allocator import Allocator
+from torch_hybrid.caches.pool_copies import HostCopy, PoolCopies
+from torch_hybrid.errors import CapacityError
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +45,148 @@ class Reclaimer(Protocol):
     def free_checkpoint(self) -> None:
         """Release checkpoints until one more can be made, or none of them is left."""
         ...
+
+
+class Checkpoints:
+    """The live checkpoints of a cache, and what each has in the pools.
+
+    ``reclaimers`` keep checkpoints to spare, and are asked for them in turn.
+
+    Args:
+        slots: of sequences.
+        states: slots of states, those of sequences among them; None where the model has no states.
+        pages: of the pools.
+        page_size: tokens in a page.
+        copies: to the host and back.
+        capacity: how many there are slots for.
+        ids: of checkpoints to come.
+        owner: of the cache.
+    """
+
+    def __init__(
+        self,
+        *,
+        slots: Allocator,
+        states: Allocator | None,
+        pages: Allocator,
+        page_size: int,
+        copies: PoolCopies,
+        capacity: int,
+        ids: Iterator[int],
+        owner: object,
+    ) -> None:
+        self._slots, self._states, self._pages = slots, states, pages
+        self._page_size, self._copies = page_size, copies
+        self._capacity, self._ids, self._owner = capacity, ids, owner
+        self._kept: dict[int, Kept] = {}  # by the id of a live checkpoint
+        self.reclaimers: list[Reclaimer] = []
+
+    @property
+    def num_free(self) -> int:
+        """How many more checkpoints there are slots for; those of a model without states need
+        none. A slot that was released is taken until the sequences that start from it have."""
+        if self._states is None:
+            return self._pages.num_free + self._pages.num_spare
+        return self._states.num_free - self._slots.num_free
+
+    @property
+    def num_firm(self) -> int:
+        """How many are there that nobody keeps to spare."""
+        return sum(not kept.is_spare for kept in self._kept.values())
+
+    def add(
+        self, num_tokens: int, slot: int | None, pages: array[int], *, spare: bool
+    ) -> Checkpoint:
+        """A new one of so many tokens, for which its slot and pages are held."""
+        made = Checkpoint(next(self._ids), num_tokens, self._owner)
+        self._kept[made.id] = Kept(slot=slot, pages=pages, is_spare=spare)
+        return made
+
+    def find(self, checkpoint: Checkpoint, length: int | None = None) -> Kept:
+        """What a checkpoint has.
+
+        Raises:
+            ValueError: it is foreign or was released, or is not known at ``length``.
+        """
+        if checkpoint.owner is not self._owner or checkpoint.id not in self._kept:
+            is_ours = checkpoint.owner is self._owner
+            what = "was released" if is_ours else "belongs to another runner"
+            raise ValueError(f"{checkpoint} {what}")
+        last = checkpoint.num_tokens
+        if length is not None and not 1 <= length <= last:
+            raise ValueError(f"length must be within 1 and {last}, got {length}")
+        if length not in (None, last) and self._states is not None:
+            raise ValueError(f"a model with states starts at all {last} tokens, got {length}")
+        return self._kept[checkpoint.id]
+
+    def release(self, checkpoint: Checkpoint) -> None:
+        """Keep a checkpoint no longer; sequences that started from it stay as they are.
+
+        Raises:
+            ValueError: the handle is foreign or was released before.
+        """
+        kept = self.find(checkpoint)
+        del self._kept[checkpoint.id]
+        self._pages.give_back(kept.pages, spare=kept.is_spare)
+        if self._states is not None and kept.slot is not None:
+            self._states.give_back([kept.slot])
+
+    def to_host(self, checkpoint: Checkpoint) -> HostCopy:
+        """Copy what a checkpoint has to memory of the host; it stays as it is.
+
+        Raises:
+            ValueError: the handle is foreign or was released.
+        """
+        kept = self.find(checkpoint)
+        return self._copies.to_host(kept.slot, kept.pages, checkpoint.num_tokens)
+
+    def from_host(self, copy: HostCopy) -> Checkpoint:
+        """A checkpoint again, to spare, of what was copied from one of this cache.
+
+        Raises:
+            CapacityError: there is no slot for its states, or fewer pages are free than it needs.
+        """
+        count = -(-copy.num_tokens // self._page_size)
+        if self._states is not None:
+            self.free_one()
+        self.free_pages(count)
+        pages = self._pages.take(count)
+        slot = None if self._states is None else self._states.take(1)[0]
+        self._copies.from_host(copy, slot, pages)
+        self._pages.share(pages, spare=True)
+        self._pages.give_back(pages)
+        return self.add(copy.num_tokens, slot, pages, spare=True)
+
+    def num_shared_pages(self, start: Checkpoint, length: int) -> int:
+        """Pages, of those that are free or spare, that a sequence does not take because it starts
+        after so many tokens of a checkpoint. It takes those that are spare, and one for a copy."""
+        size = self._page_size
+        pages = self.find(start).pages[: -(-length // size)]
+        return length // size - self._pages.count_spare(pages)
+
+    def is_last_page_spare(self, checkpoint: Checkpoint) -> bool:
+        """Whether nobody holds the last page of a checkpoint firmly."""
+        return self._pages.count_spare(self.find(checkpoint).pages[-1:]) == 1
+
+    def free_one(self) -> None:
+        """Have a slot for one more checkpoint, by taking back what is spare if need be.
+
+        Raises:
+            CapacityError: there is none.
+        """
+        for reclaimer in list(self.reclaimers):
+            if not self.num_free:
+                reclaimer.free_checkpoint()
+        if not self.num_free:
+            raise CapacityError(
+                f"asked for a checkpoint, 0 of {self._capacity} are free: release some "
+                f"or raise max_checkpoints"
+            )
+
+    def free_pages(self, count: int) -> None:
+        """Take back what is spare until ``count`` pages are free, if there is enough of it."""
+        if count > self._pages.num_free + self._pages.num_spare:
+            return
+        for reclaimer in list(self.reclaimers):
+            if count > self._pages.num_free:
+                reclaimer.free_pages(count)

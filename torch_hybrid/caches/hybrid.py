@@ -2,61 +2,33 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
-from itertools import accumulate, chain, count, pairwise
+from itertools import accumulate, count, pairwise
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_hybrid.batch import KEPT, Batch, make_batch
+from torch_hybrid.batch import Batch
 from torch_hybrid.caches.allocator import Allocator
-from torch_hybrid.caches.checkpoint import Checkpoint, Kept, Reclaimer
-from torch_hybrid.caches.pool_copies import HostCopy, PoolCopies
+from torch_hybrid.caches.checkpoint import Checkpoint, Checkpoints, Kept
+from torch_hybrid.caches.packing import pack, pack_unread, places_after
+from torch_hybrid.caches.page_table import PageTable
+from torch_hybrid.caches.pool_copies import PoolCopies
 from torch_hybrid.caches.pools import LayerCache, make_pools, pool_cost
-from torch_hybrid.caches.room import byte_count, check_room
+from torch_hybrid.caches.room import check_pools
+from torch_hybrid.caches.scales import write_scales
+from torch_hybrid.caches.sequence import Held, Sequence
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
-from torch_hybrid.errors import CapacityError
 from torch_hybrid.host import int_tensor
-from torch_hybrid.ops.registration import check_shapes
 from torch_hybrid.specs import SCALES, LayerTable
-
-_LISTED_BYTES = 12  # of a page in the allocator: a place among the free ones, and its holds
-
-
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """A handle of one sequence in a cache; stale once the sequence is freed.
-
-    Where its states and pages lie is the cache's to say, and may change.
-    """
-
-    id: int
-    owner: object = field(repr=False)  # of the cache that made it; kept alive by its handles
-
-
-@dataclass(slots=True)
-class _Held:
-    """What a live sequence has in the pools."""
-
-    place: int  # among the sequences, from 1
-    slot: int  # where its states go
-    start: int  # where they are: its own slot, or that of a checkpoint, from which it goes on
-    pages: array[int] = field(default_factory=lambda: array("i"))
-    length: int = 0  # of what is certain
-    num_drafts: int = 0  # tokens after those that are not
-    num_accepted: int = 0  # of the last certain tokens, those that its states do not hold yet
-    num_unread: int = 0  # of the last certain tokens, those that the model's head has not read
-    has_borrowed: bool = False  # its last page, partly filled: it is copied before it is written
-    shift: int = 0  # from the number of a token to its rotary position, after images
-    is_broken: bool = False
 
 
 class HybridCache:
     """Pools of every layer by kind, and the slots, pages and lengths of the live sequences.
+
+    ``checkpoints`` are what is kept of them; ``packing`` makes batches of what they hold.
 
     It can be made in ``torch.inference_mode()`` and used outside. Not thread-safe.
 
@@ -107,7 +79,7 @@ class HybridCache:
             device=torch.device(device),
             num_drafts=num_drafts,
         )
-        self._check_room()
+        check_pools(self.sizes, self.costs())
         self.slots = Allocator(max_seqs, unit="sequence slot", limit="max_seqs")
         self.states = Allocator(
             max_seqs + self.sizes.num_checkpoints, unit="state slot", limit="max_checkpoints"
@@ -117,14 +89,20 @@ class HybridCache:
             kind: tuple(make_pools(entry.spec, self.sizes) for entry in table.of_kind(kind))
             for kind in table.kinds
         }
-        self._held: dict[int, _Held] = {}  # by the id of a live sequence
-        self._kept: dict[int, Kept] = {}  # by the id of a live checkpoint
+        self._held: dict[int, Held] = {}  # by the id of a live sequence
         self._ids = count(1)
         self._copies = PoolCopies(table, self.pools, self.sizes.device)
-        self.reclaimers: list[Reclaimer] = []
-        # At least two pages wide: a graph that saw a single one would serve no other width.
-        width = max(self.num_pages, 2)
-        self._page_table = torch.zeros(max_seqs, width, dtype=torch.int32, device="cpu")
+        self.checkpoints = Checkpoints(
+            slots=self.slots,
+            states=self.states if self._has_states else None,
+            pages=self.pages,
+            page_size=page_size,
+            copies=self._copies,
+            ids=self._ids,
+            capacity=self.sizes.num_checkpoints,
+            owner=self._owner,
+        )
+        self._page_table = PageTable(max_seqs, self.num_pages)
 
     def allocate(
         self, num_seqs: int, start: Checkpoint | None = None, length: int | None = None
@@ -140,24 +118,24 @@ class HybridCache:
             CapacityError: fewer slots are free.
             ValueError: ``start`` is foreign or was released, or is not known at ``length``.
         """
-        kept = None if start is None else self._checked(start, length)
+        kept = None if start is None else self.checkpoints.find(start, length)
         places = self.slots.take(num_seqs)
         slots = self.states.take(num_seqs)
         seqs = []
         for place, slot in zip(places, slots, strict=True):
             seqs.append(Sequence(next(self._ids), self._owner))
-            held = self._held[seqs[-1].id] = _Held(place=place, slot=slot, start=slot)
+            held = self._held[seqs[-1].id] = Held(place=place, slot=slot, start=slot)
             if start is not None and kept is not None:
                 self._start(held, kept, start.num_tokens if length is None else length)
         return seqs
 
-    def _start(self, held: _Held, kept: Kept, length: int) -> None:
+    def _start(self, held: Held, kept: Kept, length: int) -> None:
         """Let a new sequence hold the first tokens of a checkpoint."""
         held.pages = kept.pages[: -(-length // self.page_size)]
         held.length = length
         held.has_borrowed = length % self.page_size != 0
         self.pages.share(held.pages)
-        self._page_row(held)[: len(held.pages)] = int_tensor(held.pages, torch.int32)
+        self._page_table.row(held)[: len(held.pages)] = int_tensor(held.pages, torch.int32)
         if kept.slot is not None:
             self.states.share([kept.slot])
             held.start = kept.slot
@@ -174,7 +152,7 @@ class HybridCache:
             self.pages.give_back(held.pages)
             self.states.give_back(list({held.slot, held.start}))
             self.slots.give_back([held.place])
-            self._page_row(held)[: len(held.pages)] = 0
+            self._page_table.row(held)[: len(held.pages)] = 0
 
     def checkpoint(self, seq: Sequence, *, spare: bool = False) -> Checkpoint:
         """Keep what a sequence holds now, without a copy.
@@ -197,15 +175,13 @@ class HybridCache:
         slot = None
         if self._has_states:
             if held.start == held.slot:
-                self._free_a_checkpoint()
+                self.checkpoints.free_one()
                 (held.slot,) = self.states.take(1)
             slot = held.start
             self.states.share([slot])
         pages = held.pages[: -(-held.length // self.page_size)]
         self.pages.share(pages, spare=spare)
-        made = Checkpoint(next(self._ids), held.length, self._owner)
-        self._kept[made.id] = Kept(slot=slot, pages=pages, is_spare=spare)
-        return made
+        return self.checkpoints.add(held.length, slot, pages, spare=spare)
 
     def release(self, checkpoint: Checkpoint) -> None:
         """Keep a checkpoint no longer; sequences that started from it stay as they are.
@@ -213,87 +189,17 @@ class HybridCache:
         Raises:
             ValueError: the handle is foreign or was released before.
         """
-        kept = self._checked(checkpoint)
-        del self._kept[checkpoint.id]
-        self.pages.give_back(kept.pages, spare=kept.is_spare)
-        if kept.slot is not None:
-            self.states.give_back([kept.slot])
-
-    def to_host(self, checkpoint: Checkpoint) -> HostCopy:
-        """Copy what a checkpoint has to memory of the host; it stays as it is.
-
-        Raises:
-            ValueError: the handle is foreign or was released.
-        """
-        kept = self._checked(checkpoint)
-        return self._copies.to_host(kept.slot, kept.pages, checkpoint.num_tokens)
-
-    def from_host(self, copy: HostCopy) -> Checkpoint:
-        """A checkpoint again, to spare, of what was copied from one of this cache.
-
-        Raises:
-            CapacityError: there is no slot for its states, or fewer pages are free than it needs.
-        """
-        count = -(-copy.num_tokens // self.page_size)
-        if self._has_states:
-            self._free_a_checkpoint()
-        self._free_pages(count)
-        pages = self.pages.take(count)
-        slot = self.states.take(1)[0] if self._has_states else None
-        self._copies.from_host(copy, slot, pages)
-        self.pages.share(pages, spare=True)
-        self.pages.give_back(pages)
-        made = Checkpoint(next(self._ids), copy.num_tokens, self._owner)
-        self._kept[made.id] = Kept(slot=slot, pages=pages, is_spare=True)
-        return made
+        self.checkpoints.release(checkpoint)
 
     @property
     def num_free_checkpoints(self) -> int:
-        """How many more checkpoints there are slots for; those of a model without states need
-        none. A slot that was released is taken until the sequences that start from it have."""
-        if not self._has_states:
-            return self.pages.num_free + self.pages.num_spare
-        return self.states.num_free - self.slots.num_free
-
-    def num_shared_pages(self, start: Checkpoint, length: int) -> int:
-        """Pages, of those that are free or spare, that a sequence does not take because it starts
-        after so many tokens of a checkpoint. It takes those that are spare, and one for a copy."""
-        size = self.page_size
-        pages = self._checked(start).pages[: -(-length // size)]
-        return length // size - self.pages.count_spare(pages)
-
-    def is_last_page_spare(self, checkpoint: Checkpoint) -> bool:
-        """Whether nobody holds the last page of a checkpoint firmly."""
-        return self.pages.count_spare(self._checked(checkpoint).pages[-1:]) == 1
+        """How many more checkpoints there is room for."""
+        return self.checkpoints.num_free
 
     def num_freed_by(self, seq: Sequence) -> int:
         """How many pages are free or spare once a sequence is freed, and not before."""
         self.check([seq])
         return self.pages.count_firm_once(self._held[seq.id].pages)
-
-    def _free_a_checkpoint(self) -> None:
-        """Have a slot for one more checkpoint, by taking back what is spare if need be."""
-        for reclaimer in list(self.reclaimers):
-            if not self.num_free_checkpoints:
-                reclaimer.free_checkpoint()
-        if not self.num_free_checkpoints:
-            raise CapacityError(
-                f"asked for a checkpoint, 0 of {self.sizes.num_checkpoints} are free: release some "
-                f"or raise max_checkpoints"
-            )
-
-    def _checked(self, checkpoint: Checkpoint, length: int | None = None) -> Kept:
-        """What a checkpoint has, if it is live, ours, and known at ``length``."""
-        if checkpoint.owner is not self._owner or checkpoint.id not in self._kept:
-            is_ours = checkpoint.owner is self._owner
-            what = "was released" if is_ours else "belongs to another runner"
-            raise ValueError(f"{checkpoint} {what}")
-        last = checkpoint.num_tokens
-        if length is not None and not 1 <= length <= last:
-            raise ValueError(f"length must be within 1 and {last}, got {length}")
-        if length not in (None, last) and self._has_states:
-            raise ValueError(f"a model with states starts at all {last} tokens, got {length}")
-        return self._kept[checkpoint.id]
 
     def check(self, seqs: Many[Sequence]) -> None:
         """Raise ValueError unless every handle is live, ours, and given once."""
@@ -306,7 +212,7 @@ class HybridCache:
 
     def check_nothing_held(self) -> None:
         """Raise ValueError if there are sequences, or checkpoints that nobody would give back."""
-        kept = sum(not kept.is_spare for kept in self._kept.values())
+        kept = self.checkpoints.num_firm
         if self._held or kept:
             raise ValueError(
                 f"{len(self._held)} sequences and {kept} checkpoints are held, with states of the "
@@ -344,7 +250,7 @@ class HybridCache:
         self.check([seq])
         return self._pages_short(self._held[seq.id], num_new)
 
-    def _pages_short(self, held: _Held, num_new: int) -> int:
+    def _pages_short(self, held: Held, num_new: int) -> int:
         total = -(-(held.length + num_new) // self.page_size)
         return max(0, total - len(held.pages)) + (held.has_borrowed and num_new > 0)
 
@@ -366,7 +272,7 @@ class HybridCache:
         ]
         if not any(needed):
             return
-        self._free_pages(sum(needed))
+        self.checkpoints.free_pages(sum(needed))
         taken = self.pages.take(sum(needed))
         ends = list(accumulate(needed, initial=0))
         grown = [
@@ -379,28 +285,20 @@ class HybridCache:
             if borrowed:
                 self._copies.copy(*zip(*borrowed, strict=True))
             tables = [
-                (self._page_row(held)[first : first + len(new)], int_tensor(new, torch.int32))
+                (self._page_table.row(held)[first : first + len(new)], int_tensor(new, torch.int32))
                 for held, new, first in grown
             ]
             for row, pages in tables:
                 row.copy_(pages)
         except BaseException:
             for held, _, _ in grown:  # the rest of a row is beyond what its sequence owns
-                self._page_row(held)[: len(held.pages)] = int_tensor(held.pages, torch.int32)
+                self._page_table.row(held)[: len(held.pages)] = int_tensor(held.pages, torch.int32)
             self.pages.give_back(taken)
             raise
         for held, new, first in grown:
             held.pages[first:] = new
             held.has_borrowed = False
         self.pages.give_back_each([page for page, _ in borrowed])
-
-    def _free_pages(self, count: int) -> None:
-        """Take back what is spare until ``count`` pages are free, if there is enough of it."""
-        if count > self.pages.num_free + self.pages.num_spare:
-            return
-        for reclaimer in list(self.reclaimers):
-            if count > self.pages.num_free:
-                reclaimer.free_pages(count)
 
     def commit(self, seqs: Many[Sequence], num_new: Many[int], *, are_read: bool = False) -> None:
         """Count the new tokens as held: the step that wrote them has finished.
@@ -430,7 +328,7 @@ class HybridCache:
             held.num_drafts, held.num_accepted = max(n, 0), 0
             self._leave_start(held)
 
-    def _leave_start(self, held: _Held) -> None:
+    def _leave_start(self, held: Held) -> None:
         """Its states are in its own slot now."""
         if held.start != held.slot:
             self.states.give_back([held.start])
@@ -458,12 +356,12 @@ class HybridCache:
             held.num_drafts, held.num_accepted = 0, n
             self._give_back_pages(held)
 
-    def _give_back_pages(self, held: _Held) -> None:
+    def _give_back_pages(self, held: Held) -> None:
         """Those that only drafts were in."""
         num_used = -(-held.length // self.page_size)
         if num_used < len(held.pages):
             self.pages.give_back(held.pages[num_used:])
-            self._page_row(held)[num_used : len(held.pages)] = 0
+            self._page_table.row(held)[num_used : len(held.pages)] = 0
             del held.pages[num_used:]
 
     def are_replayed(self, seqs: Many[Sequence]) -> bool:
@@ -504,19 +402,13 @@ class HybridCache:
         self.check_usable(seqs)
         self.reserve(seqs, [len(new) for new in tokens])
         owners = [self._held[seq.id] for seq in seqs]
-        if positions is not None:
-            _note_shifts(owners, list(map(len, tokens)), positions)
-        return make_batch(
+        return pack(
+            owners,
             tokens,
-            prefix_lens=[held.length for held in owners],
-            page_table=self._page_rows(owners, table_width),
-            pages=[held.pages for held in owners],
-            initial_indices=[held.start if held.length else 0 for held in owners],
-            state_indices=[held.slot for held in owners],
+            page_table=self._page_table.rows(owners, table_width),
             page_size=self.page_size,
             positions=positions,
             num_position_axes=num_position_axes,
-            accepted=None if num_drafts is None else [held.num_accepted for held in owners],
             num_drafts=num_drafts,
             embed_places=embed_places,
         )
@@ -547,22 +439,10 @@ class HybridCache:
         self.check_usable(seqs)
         self.reserve(seqs, counts)
         owners = [self._held[seq.id] for seq in seqs]
-        read = [[KEPT] * held.num_unread + [*n] for held, n in zip(owners, tokens, strict=True)]
-        prefix_lens = [held.length - held.num_unread for held in owners]
-        positions = None
-        if any(held.shift for held in owners):
-            starts = [length + held.shift for length, held in zip(prefix_lens, owners, strict=True)]
-            spans = (range(x, x + len(own)) for x, own in zip(starts, read, strict=True))
-            positions = int_tensor(chain.from_iterable(spans), torch.int64)
-            positions = positions.expand(num_position_axes, -1)
-        return make_batch(
-            read,
-            prefix_lens=prefix_lens,
-            positions=positions,
-            page_table=self._page_rows(owners, table_width),
-            pages=[held.pages for held in owners],
-            initial_indices=[held.start if held.length else 0 for held in owners],
-            state_indices=[0] * len(owners),
+        return pack_unread(
+            owners,
+            tokens,
+            page_table=self._page_table.rows(owners, table_width),
             page_size=self.page_size,
             num_position_axes=num_position_axes,
         )
@@ -579,20 +459,7 @@ class HybridCache:
                 steps after those it is at the last of them again.
             num_steps: how many.
         """
-        owners, size = [self._held[seq.id] for seq in seqs], self.page_size
-        numbers = [
-            [held.length + min(ahead, n - 1) for held, n in zip(owners, counts, strict=True)]
-            for ahead in range(1, 1 + num_steps)
-        ]
-
-        def each(of: Callable[[_Held, int], int]) -> list[list[int]]:
-            return [list(map(of, owners, row)) for row in numbers]
-
-        return {
-            "positions": each(lambda held, number: number + held.shift),
-            "slots": each(lambda held, n: held.pages[n // size] * size + n % size),
-            "seq_lens": each(lambda held, number: number + 1),
-        }
+        return places_after([self._held[seq.id] for seq in seqs], counts, num_steps, self.page_size)
 
     def num_unread(self, seq: Sequence) -> int:
         """How many of a sequence's last tokens the model's head has not read; 0 of unknown ones."""
@@ -609,18 +476,6 @@ class HybridCache:
         for seq in seqs:
             self._held[seq.id].num_drafts = 0
             self._give_back_pages(self._held[seq.id])
-
-    def _page_rows(self, owners: Many[_Held], width: Callable[[int], int]) -> Tensor:
-        """[N, width(most pages that one owns)] int32."""
-        used = max(len(held.pages) for held in owners)
-        if len(owners) == 1:
-            return self._page_row(owners[0])[None, : width(used)]
-        rows = int_tensor([held.place - 1 for held in owners], torch.int64)
-        return self._page_table[:, : width(used)].index_select(0, rows)
-
-    def _page_row(self, held: _Held) -> Tensor:
-        """A sequence's row of the page table, all of it."""
-        return self._page_table[held.place - 1]
 
     def pool_tensors(self) -> list[Tensor]:
         """Every pool tensor, kind by kind."""
@@ -644,52 +499,8 @@ class HybridCache:
         Raises:
             ValueError: layers or shapes are not those of ``scales``, or one is not positive.
         """
-        own = self.scales
-        if scales.keys() != own.keys():
-            raise ValueError(f"kv_scales must be of the layers {sorted(own)}, got {sorted(scales)}")
-        for layer_id, given in scales.items():
-            check_shapes({f"kv_scales of layer {layer_id}": (given, own[layer_id].shape)})
-            if not bool((given > 0).all()):
-                raise ValueError(
-                    f"kv_scales of layer {layer_id} must be positive, got {given.tolist()}"
-                )
-        for layer_id, given in scales.items():
-            own[layer_id].copy_(given)
-
-    def _check_room(self) -> None:
-        """Refuse sizes that do not fit, before anything is allocated."""
-        sizes = self.sizes
-        num_slots = sizes.num_slots + sizes.num_checkpoints + 1
-        num_pages = sizes.num_pages + 1
-        num_tokens = num_pages * self.page_size
-        costs = self.costs()
-        tokens = num_tokens * sum(cost.per_token for cost in costs)
-        states = num_slots * sum(cost.per_sequence for cost in costs)
-        pools = tokens + states + sum(cost.per_layer for cost in costs)
-        limits = (
-            f"kv_tokens, now {num_tokens - self.page_size}, or max_seqs, now {sizes.num_slots} "
-            f"({byte_count(tokens)} are for tokens, {byte_count(states)} for states of "
-            f"{_holders(sizes)})"
-        )
-        check_room(pools, sizes.device, what="the pools", limits=limits)
-        tables = num_pages * (4 * (sizes.num_slots + 1) + _LISTED_BYTES)
-        check_room(tables, torch.device("cpu"), what="the page tables", limits=limits)
+        write_scales(self.scales, scales)
 
     def costs(self) -> list[PoolCost]:
         """What a token and a sequence take in the pools of each mixer, as ``table.entries``."""
         return [pool_cost(entry.spec, self.sizes) for entry in self.table.entries]
-
-
-def _note_shifts(owners: Many[_Held], num_new: Many[int], positions: Tensor) -> None:
-    """How far the tokens after those of a step are from where they would be without images."""
-    furthest = positions.reshape(-1, positions.shape[-1]).amax(0)
-    for held, n, end in zip(owners, num_new, accumulate(num_new), strict=True):
-        if n:
-            held.shift = int(furthest[end - n : end].max()) + 1 - (held.length + n)
-
-
-def _holders(sizes: PoolSizes) -> str:
-    """Whose states take slots."""
-    if not sizes.num_checkpoints:
-        return "sequences"
-    return f"sequences and of {sizes.num_checkpoints} checkpoints"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
+from torch_hybrid.caches.sizes import PoolCost, PoolSizes
 from torch_hybrid.errors import CapacityError
+
+_LISTED_BYTES = 12  # of a page in the allocator: a place among the free ones, and its holds
 
 _CGROUP = Path("/sys/fs/cgroup")
 # Limit, use, and what of the use the kernel can take back; of cgroup v2 and of v1.
@@ -39,6 +43,40 @@ def check_room(num_bytes: int, device: torch.device, *, what: str, limits: str) 
             f"{what} need {num_bytes:,} bytes ({_gib(num_bytes)}), and {device.type} has "
             f"{free:,} bytes ({_gib(free)}) free: lower {limits}"
         )
+
+
+def check_pools(sizes: PoolSizes, costs: Iterable[PoolCost]) -> None:
+    """Refuse sizes of pools that do not fit, before anything is allocated.
+
+    Args:
+        sizes: of all pools.
+        costs: of each layer's.
+
+    Raises:
+        CapacityError: the device has no memory for the pools, or the host for the page tables.
+    """
+    num_slots = sizes.num_slots + sizes.num_checkpoints + 1
+    num_pages = sizes.num_pages + 1
+    num_tokens = num_pages * sizes.page_size
+    costs = list(costs)
+    tokens = num_tokens * sum(cost.per_token for cost in costs)
+    states = num_slots * sum(cost.per_sequence for cost in costs)
+    pools = tokens + states + sum(cost.per_layer for cost in costs)
+    limits = (
+        f"kv_tokens, now {num_tokens - sizes.page_size}, or max_seqs, now {sizes.num_slots} "
+        f"({byte_count(tokens)} are for tokens, {byte_count(states)} for states of "
+        f"{_holders(sizes)})"
+    )
+    check_room(pools, sizes.device, what="the pools", limits=limits)
+    tables = num_pages * (4 * (sizes.num_slots + 1) + _LISTED_BYTES)
+    check_room(tables, torch.device("cpu"), what="the page tables", limits=limits)
+
+
+def _holders(sizes: PoolSizes) -> str:
+    """Whose states take slots."""
+    if not sizes.num_checkpoints:
+        return "sequences"
+    return f"sequences and of {sizes.num_checkpoints} checkpoints"
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from torch_hybrid.request import Request
 
 if TYPE_CHECKING:
-    from torch_hybrid.caches.hybrid import Sequence as HeldSequence
+    from torch_hybrid.caches.sequence import Sequence as HeldSequence
     from torch_hybrid.graphs.runner import Runner
 
 

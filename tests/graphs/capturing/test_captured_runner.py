@@ -26,7 +26,7 @@ from tests.models.oracle import (
 from tests.tiny_models import make_model
 from torch_hybrid.graphs.buckets import StepSizes
 from torch_hybrid.graphs.capturing.cuda_graph import why_not_capturable
-from torch_hybrid.models.load import adapt
+from torch_hybrid.models.adapt import adapt
 
 LENGTHS = (40, 3, 70, 1)
 FAMILIES = ("qwen3_next_dense", "qwen3", "deepseek_v3", "kimi_linear", "bamba", "minimax")

@@ -34,7 +34,7 @@ from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, apply_passes
 from torch_hybrid.graphs.passes.marks import half_of, in_half
 from torch_hybrid.graphs.passes.schedule import Stage, interleave_halves, read_schedule
 from torch_hybrid.graphs.passes.side_stream import mixers_on_side_stream
-from torch_hybrid.models.load import adapt
+from torch_hybrid.models.adapt import adapt
 
 # Every kind of mixer, alone in its layer and beside another, experts, and layers of feed-forward
 # alone: a schedule sees ops and what they write, and other families have no others.

@@ -24,7 +24,7 @@ from torch_hybrid.graphs.capturing.cuda_graph import CapturedSteps
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, apply_passes, graph_text, without
 from torch_hybrid.graphs.passes.side_stream import mixers_on_side_stream
 from torch_hybrid.graphs.runner import Runner
-from torch_hybrid.models.load import adapt
+from torch_hybrid.models.adapt import adapt
 from torch_hybrid.ops import side_stream
 from torch_hybrid.ops.registration import REGISTERED
 from torch_hybrid.ops.side_stream import _SideStream, join_side_stream

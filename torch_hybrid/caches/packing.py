@@ -1,0 +1,117 @@
+"""The batch of a step, from what its sequences hold and the tokens that they get."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.batch import KEPT, Batch, make_batch
+from torch_hybrid.caches.sequence import Held
+from torch_hybrid.host import int_tensor
+
+
+def pack(
+    owners: Sequence[Held],
+    tokens: Sequence[Sequence[int]],
+    *,
+    page_table: Tensor,
+    page_size: int,
+    positions: Tensor | None,
+    num_position_axes: int,
+    num_drafts: Sequence[int] | None,
+    embed_places: Sequence[int] | None,
+) -> Batch:
+    """The new tokens of sequences, which have pages for them.
+
+    Args:
+        owners: of N sequences. How far their positions are shifted is noted.
+        tokens: of each.
+        page_table: [N, any width] int32.
+        page_size, positions, num_position_axes, embed_places: as of ``make_batch``.
+        num_drafts: of the tokens of each; None where the step replays nothing.
+    """
+    if positions is not None:
+        _note_shifts(owners, list(map(len, tokens)), positions)
+    return make_batch(
+        tokens,
+        prefix_lens=[held.length for held in owners],
+        page_table=page_table,
+        pages=[held.pages for held in owners],
+        initial_indices=[held.start if held.length else 0 for held in owners],
+        state_indices=[held.slot for held in owners],
+        page_size=page_size,
+        positions=positions,
+        num_position_axes=num_position_axes,
+        accepted=None if num_drafts is None else [held.num_accepted for held in owners],
+        num_drafts=num_drafts,
+        embed_places=embed_places,
+    )
+
+
+def pack_unread(
+    owners: Sequence[Held],
+    tokens: Sequence[Sequence[int]],
+    *,
+    page_table: Tensor,
+    page_size: int,
+    num_position_axes: int,
+) -> Batch:
+    """The last tokens of sequences, as far as the model's head has not read them (``KEPT``), and
+    those after them. No state is stored.
+
+    Args:
+        owners: of N sequences.
+        tokens: after those that each holds.
+        page_table: [N, any width] int32.
+        page_size, num_position_axes: as of ``make_batch``.
+    """
+    read = [[KEPT] * held.num_unread + [*n] for held, n in zip(owners, tokens, strict=True)]
+    prefix_lens = [held.length - held.num_unread for held in owners]
+    positions = None
+    if any(held.shift for held in owners):
+        starts = [length + held.shift for length, held in zip(prefix_lens, owners, strict=True)]
+        spans = (range(x, x + len(own)) for x, own in zip(starts, read, strict=True))
+        positions = int_tensor(chain.from_iterable(spans), torch.int64)
+        positions = positions.expand(num_position_axes, -1)
+    return make_batch(
+        read,
+        prefix_lens=prefix_lens,
+        positions=positions,
+        page_table=page_table,
+        pages=[held.pages for held in owners],
+        initial_indices=[held.start if held.length else 0 for held in owners],
+        state_indices=[0] * len(owners),
+        page_size=page_size,
+        num_position_axes=num_position_axes,
+    )
+
+
+def places_after(
+    owners: Sequence[Held], counts: Sequence[int], num_steps: int, page_size: int
+) -> dict[str, list[list[int]]]:
+    """Positions, slots of keys and lengths in steps of one token of each sequence, after one that
+    it does not hold; see ``HybridCache.places_after``."""
+    numbers = [
+        [held.length + min(ahead, n - 1) for held, n in zip(owners, counts, strict=True)]
+        for ahead in range(1, 1 + num_steps)
+    ]
+
+    def each(of: Callable[[Held, int], int]) -> list[list[int]]:
+        return [list(map(of, owners, row)) for row in numbers]
+
+    return {
+        "positions": each(lambda held, number: number + held.shift),
+        "slots": each(lambda held, n: held.pages[n // page_size] * page_size + n % page_size),
+        "seq_lens": each(lambda held, number: number + 1),
+    }
+
+
+def _note_shifts(owners: Sequence[Held], num_new: Sequence[int], positions: Tensor) -> None:
+    """How far the tokens after those of a step are from where they would be without images."""
+    furthest = positions.reshape(-1, positions.shape[-1]).amax(0)
+    for held, n, end in zip(owners, num_new, accumulate(num_new), strict=True):
+        if n:
+            held.shift = int(furthest[end - n : end].max()) + 1 - (held.length + n)

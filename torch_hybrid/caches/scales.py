@@ -1,0 +1,31 @@
+"""What kept numbers of 8 bits are worth: given from outside, once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from torch_hybrid.ops.registration import check_shapes
+
+
+def write_scales(own: Mapping[int, Tensor], scales: Mapping[int, Tensor]) -> None:
+    """Set what kept numbers of 8 bits are worth, of all layers that keep some.
+
+    Args:
+        own: of a cache, by layer id. Mutated.
+        scales: their new values.
+
+    Raises:
+        ValueError: layers or shapes are not those of ``scales``, or one is not positive.
+    """
+    if scales.keys() != own.keys():
+        raise ValueError(f"kv_scales must be of the layers {sorted(own)}, got {sorted(scales)}")
+    for layer_id, given in scales.items():
+        check_shapes({f"kv_scales of layer {layer_id}": (given, own[layer_id].shape)})
+        if not bool((given > 0).all()):
+            raise ValueError(
+                f"kv_scales of layer {layer_id} must be positive, got {given.tolist()}"
+            )
+    for layer_id, given in scales.items():
+        own[layer_id].copy_(given)

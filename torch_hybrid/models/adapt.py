@@ -1,0 +1,169 @@
+"""From a transformers model to one that a runner can serve: its mixers are swapped for ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from torch_hybrid.host import keep_weights
+from torch_hybrid.models.families import family_of, table_of
+from torch_hybrid.models.family import Family
+from torch_hybrid.models.hybrid_model import HybridModel
+from torch_hybrid.models.merge_adapters import merge_adapters
+from torch_hybrid.models.mtp import take_head, with_previous_hidden
+from torch_hybrid.models.quantized import refuse_modules
+from torch_hybrid.models.taken_weights import check_weights_say_all
+from torch_hybrid.models.text_part import (
+    check_has_tower,
+    text_and_tower,
+    text_part,
+    warn_of_dropped,
+)
+from torch_hybrid.models.tower import Tower
+from torch_hybrid.models.transformers_hooks import (
+    ATTENTION_NAME,
+    hand_steps,
+    join_latent_attention,
+    path_of,
+    refuse_as_transformers,
+    register_attention,
+)
+from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerTable
+
+
+def adapt(hf_model: Any, *, vision: bool = False) -> HybridModel:
+    """Swap the mixers of a transformers model in memory. The model is taken over and changed.
+
+    Adapters of peft, in a PeftModel or in a transformers model, are merged into its weights. Of a
+    multimodal model, the text part is taken; with ``vision``, its tower too.
+
+    Raises:
+        UnsupportedError: the model type, or a field of its config, is not known here; an adapter
+            cannot be merged; a module whose weights are taken is quantized, wrapped or hooked; or
+            ``vision`` is asked of a model without a tower that is served.
+        ValueError: it is no causal language model, was adapted before, or has NaN weights.
+    """
+    hf_model = merge_adapters(hf_model)
+    names = [base.__name__ for base in type(hf_model).__mro__]
+    is_causal = any(name.endswith("ForCausalLM") for name in names)
+    if not is_causal and "GenerationMixin" not in names:
+        raise ValueError(
+            f"hf_model must be a causal language model of transformers, got {type(hf_model)}"
+        )
+    model_type = hf_model.config.model_type
+    family, table = family_of(model_type), table_of(hf_model.config)
+    tower = None
+    if vision:
+        check_has_tower(hf_model.config)
+        hf_model, tower = text_and_tower(hf_model)
+        _check_finite(tower)
+    elif not is_causal:
+        warn_of_dropped(hf_model.config)
+        hf_model = text_part(hf_model, family)
+    if hf_model.config._attn_implementation == ATTENTION_NAME:
+        raise ValueError("hf_model was adapted before")
+    refuse_modules(hf_model)
+    _check_taken_weights(hf_model, family, table)
+    _check_finite(hf_model)
+    model = adapted(hf_model, model_type, table, tower)
+    keep_weights(model)
+    return model
+
+
+def adapted(
+    hf_model: Any,
+    model_type: str,
+    table: LayerTable,
+    tower: Tower | None = None,
+    num_head: int = 0,
+) -> HybridModel:
+    """The same of a model that is known to be one, and whose weights may be unread; its last
+    ``num_head`` layers are those of its head."""
+    family = family_of(model_type)
+    register_attention()
+    hf_model.set_attn_implementation(ATTENTION_NAME)
+    hf_model.eval().requires_grad_(False)
+    family.prepare(hf_model.base_model)
+    _swap_mixers(hf_model.base_model.layers, family, table)
+    hand_steps(hf_model.base_model.layers, family.step_names, family.given_as)
+    _swap_experts(hf_model, family)
+    _drop_padding(hf_model.lm_head, family.vocab_size(hf_model.config.get_text_config()))
+    refuse_as_transformers(hf_model)
+    head = None
+    if num_head:
+        dim = hf_model.config.get_text_config().hidden_size
+        table = with_previous_hidden(table, num_head, dim)
+        head = take_head(hf_model, table, num_head)
+    return HybridModel(
+        hf_model,
+        table,
+        mixer_names={kind: swap.attribute for kind, swap in family.swaps.items()},
+        num_position_axes=family.num_position_axes,
+        logits_scale=family.logits_scale(hf_model.config.get_text_config()),
+        logits_softcap=family.logits_softcap(hf_model.config.get_text_config()),
+        takes_masks=family.takes_masks,
+        step_name=family.given_as,
+        token_names=family.token_names,
+        vision=tower,
+        mtp=head,
+    )
+
+
+def _check_taken_weights(hf_model: Any, family: Family, table: LayerTable) -> None:
+    """Look at every module that is about to be swapped, or read by its weights."""
+    layers = f"{hf_model.base_model_prefix}.layers"
+    for layer_id, layer in enumerate(hf_model.base_model.layers):
+        for entry in table.layers[layer_id]:
+            if entry.kind == "latent_attention":
+                name = f"{layers}.{layer_id}.self_attn.kv_b_proj"
+                check_weights_say_all(name, layer.self_attn.kv_b_proj)
+            elif entry.kind in family.swaps:
+                path = path_of(layer, family.swaps[entry.kind].attribute)
+                check_weights_say_all(f"{layers}.{layer_id}.{path}", layer.get_submodule(path))
+    for name, module in hf_model.named_modules():
+        if name.endswith((".experts", *family.taken)):
+            check_weights_say_all(name, module)
+
+
+def _check_finite(hf_model: nn.Module) -> None:
+    for name, weight in hf_model.named_parameters():
+        # A sum is finite only if every term is (or by overflow, which the exact test settles).
+        if not weight.sum().isfinite() and not weight.isfinite().all():
+            count = int((~weight.isfinite()).sum())
+            raise ValueError(f"weight {name} has {count} NaN or infinite values")
+
+
+def _swap_mixers(layers: Iterable[Any], family: Family, table: LayerTable) -> None:
+    """Put our mixers in the place of theirs; a module that several layers share stays one."""
+    ours: WeakKeyDictionary[nn.Module, nn.Module] = WeakKeyDictionary()
+    for layer, entries in zip(layers, table.layers, strict=True):
+        for entry in entries:
+            match entry.spec:
+                case AttentionSpec() if entry.kind not in family.swaps:
+                    pass  # its module stays, and calls our attention function
+                case LatentSpec() as spec:
+                    join_latent_attention(layer.self_attn, spec)
+                case spec:
+                    swap = family.swaps[entry.kind]
+                    path = path_of(layer, swap.attribute)
+                    module = layer.get_submodule(path)
+                    if module not in ours:
+                        ours[module] = swap.adapter(swap.make(module, spec), entry.kind)
+                    layer.set_submodule(path, ours[module])
+
+
+def _swap_experts(hf_model: nn.Module, family: Family) -> None:
+    for module in list(hf_model.modules()):
+        for name, child in list(module.named_children()):
+            if name == "experts":
+                setattr(module, name, family.experts(child))
+
+
+def _drop_padding(head: nn.Linear, vocab_size: int) -> None:
+    """Leave the head its first rows, so many."""
+    if vocab_size < head.out_features:
+        head.weight = nn.Parameter(head.weight.detach()[:vocab_size], requires_grad=False)
+        head.out_features = vocab_size

@@ -1,0 +1,76 @@
+"""A multimodal model in parts: the text part, which is served, and the tower, kept or dropped."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.models.families import FAMILIES, family_of
+from torch_hybrid.models.family import Family
+from torch_hybrid.models.tower import Tower
+
+
+def check_has_tower(config: Any) -> None:
+    """Refuse to keep the tower of a model that has none, or one of which nothing is known."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    has_tower = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if not (has_tower and family_of(config.model_type).vision):
+        raise UnsupportedError(no_tower(config.model_type))
+
+
+def no_tower(model_type: str) -> str:
+    """Why a tower of this type of model cannot be kept, for a message."""
+    seeing = sorted(name for name, family in FAMILIES.items() if family.vision)
+    return (
+        f"model type {model_type!r} has no tower that is served: vision=True is for the multimodal "
+        f"ones of {seeing}"
+    )
+
+
+def text_and_tower(hf_model: Any) -> tuple[Any, Tower]:
+    """The language model of a multimodal one, and the rest of it."""
+    family = family_of(hf_model.config.model_type)
+    text = text_part(hf_model, family)
+    rest = hf_model.model
+    del rest.language_model
+    rest.eval().requires_grad_(False)
+    tower = Tower(rest, family.vision, has_positions=family.num_position_axes == 3)
+    return text, tower
+
+
+def text_part(hf_model: Any, family: Family) -> Any:
+    """The language model of a multimodal one, as transformers has it alone; weights are shared."""
+    from transformers import AutoModelForCausalLM
+
+    if text := dict(hf_model.named_children()).get("language_model"):
+        text.generation_config = hf_model.generation_config
+        return text
+    config = hf_model.config.get_text_config()
+    if "language_model" not in dict(hf_model.model.named_children()):
+        raise ValueError("hf_model was adapted before")
+    with torch.device("meta"):
+        if family.text_class is None:
+            text = AutoModelForCausalLM.from_config(config)
+        else:
+            text = family.text_class()(config)
+    text.model = hf_model.model.language_model
+    text.lm_head = hf_model.lm_head
+    text.generation_config = hf_model.generation_config
+    return text
+
+
+def warn_of_dropped(config: Any) -> None:
+    """Say that prompts are texts alone, where a checkpoint could see or hear."""
+    given = config.to_dict()
+    names = [name for name in config.sub_configs if name != "text_config" and given.get(name)]
+    dropped = [name.removesuffix("_config") for name in names]
+    if dropped:
+        parts = " and ".join(sorted(dropped))
+        warnings.warn(
+            f"{config.model_type}: the text part alone is served, without the {parts} part",
+            stacklevel=2,
+        )

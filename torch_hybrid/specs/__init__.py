@@ -1,0 +1,79 @@
+"""Frozen facts about a model's layers, and the table that dispatch goes by.
+
+    layer                 the protocol of all of them
+    pools                 what one keeps between steps
+    full_attention        keys and values, latents
+    indexed_attention     blocks of them that an indexer picks
+    delta_rules           recurrences with convolutions: gated delta rule, Kimi delta attention
+    state_spaces          Mamba2, Mamba
+    linear_recurrences    lightning attention, gated linear recurrent units
+    convolutions          short ones, those of projections and of branches
+    past_tokens           n-grams, and hidden states for a head that drafts
+    table                 which mixers each layer has, and where their pools are
+
+A layer's facts are a frozen value in the file of its kind; ``register_constant`` below lists all of
+them, as they are part of traced graphs.
+"""
+
+from torch_hybrid.pytrees import register_constant
+from torch_hybrid.specs.convolutions import (
+    BranchConvolutionSpec,
+    ConvolvedProjectionSpec,
+    ShortConvolutionSpec,
+)
+from torch_hybrid.specs.delta_rules import DeltaRuleSpec, KimiDeltaSpec
+from torch_hybrid.specs.full_attention import AttentionSpec, LatentSpec
+from torch_hybrid.specs.indexed_attention import IndexedAttentionSpec, IndexedLatentSpec
+from torch_hybrid.specs.layer import LayerFamily, LayerSpec
+from torch_hybrid.specs.linear_recurrences import LightningSpec, RgLruSpec
+from torch_hybrid.specs.past_tokens import KEPT_HIDDEN, NgramSpec, PreviousHiddenSpec
+from torch_hybrid.specs.pools import RECORDS, SCALES, STATE_RECORDS, Pool
+from torch_hybrid.specs.state_spaces import Mamba2Spec, MambaSpec
+from torch_hybrid.specs.table import LayerEntry, LayerTable
+
+__all__ = [
+    "KEPT_HIDDEN",
+    "RECORDS",
+    "SCALES",
+    "STATE_RECORDS",
+    "AttentionSpec",
+    "BranchConvolutionSpec",
+    "ConvolvedProjectionSpec",
+    "DeltaRuleSpec",
+    "IndexedAttentionSpec",
+    "IndexedLatentSpec",
+    "KimiDeltaSpec",
+    "LatentSpec",
+    "LayerEntry",
+    "LayerFamily",
+    "LayerSpec",
+    "LayerTable",
+    "LightningSpec",
+    "Mamba2Spec",
+    "MambaSpec",
+    "NgramSpec",
+    "Pool",
+    "PreviousHiddenSpec",
+    "RgLruSpec",
+    "ShortConvolutionSpec",
+]
+
+register_constant(
+    LayerTable,
+    LayerEntry,
+    AttentionSpec,
+    IndexedAttentionSpec,
+    NgramSpec,
+    LatentSpec,
+    IndexedLatentSpec,
+    DeltaRuleSpec,
+    KimiDeltaSpec,
+    Mamba2Spec,
+    MambaSpec,
+    LightningSpec,
+    ShortConvolutionSpec,
+    ConvolvedProjectionSpec,
+    BranchConvolutionSpec,
+    RgLruSpec,
+    PreviousHiddenSpec,
+)

@@ -1,0 +1,110 @@
+"""Convolutions over the last tokens, without a recurrence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from torch_hybrid.ranks import divide, divide_or_repeat
+from torch_hybrid.specs.grouped_heads import check_groups, divided_heads
+from torch_hybrid.specs.layer import LayerFamily
+from torch_hybrid.specs.pools import RECORDS, Pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvolutionSpec:
+    """A gated short convolution: a mixer that keeps its last inputs, and has no recurrence."""
+
+    kind: ClassVar[str] = "short_convolution"
+    family: ClassVar[LayerFamily] = "linear"
+
+    channels: int
+    conv_width: int
+
+    def pools(self) -> dict[str, Pool]:
+        """The last inputs of the convolution, their gates applied, and those of drafts."""
+        conv = Pool((self.conv_width - 1, self.channels), per="slot")
+        return {"conv": conv, RECORDS: Pool((self.channels,), per="draft")}
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says."""
+        return replace(self, channels=divide("channels", self.channels, num_ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvolvedProjectionSpec:
+    """Queries and keys that are convolved twice, and values half of whose channels are those of the
+    token before.
+
+    The first convolution, ``channel_width`` wide, is of each channel by itself, the second,
+    ``head_width`` wide, of the channels of a head. What is kept are inputs of the first, once for
+    each token of which the second reads an output.
+    """
+
+    kind: ClassVar[str] = "convolved_projection"
+    family: ClassVar[LayerFamily] = "linear"
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    channel_width: int
+    head_width: int
+
+    def __post_init__(self) -> None:
+        check_groups(self.num_q_heads, self.num_kv_heads)
+
+    @property
+    def num_heads(self) -> int:
+        """Of queries and of keys together."""
+        return self.num_q_heads + self.num_kv_heads
+
+    @property
+    def conv_width(self) -> int:
+        """Tokens that one sees of both convolutions, or of the delay of values."""
+        return max(self.channel_width + self.head_width - 1, 2)
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of ``[what the second convolution reads of each head | v]``."""
+        return (self.num_heads * self.head_width + self.num_kv_heads) * self.head_dim
+
+    def pools(self) -> dict[str, Pool]:
+        """The last inputs of the convolutions and of the delay, and those of drafts."""
+        conv = Pool((self.conv_width - 1, self.conv_channels), per="slot")
+        return {"conv": conv, RECORDS: Pool((self.conv_channels,), per="draft")}
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says."""
+        return replace(self, **divided_heads(self.num_q_heads, self.num_kv_heads, num_ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchConvolutionSpec:
+    """Causal convolutions of a layer's keys and values, and of what its attention and its
+    feed-forward are about to add to the residual, ``channels`` wide."""
+
+    kind: ClassVar[str] = "branch_convolution"
+    family: ClassVar[LayerFamily] = "linear"
+
+    num_kv_heads: int
+    head_dim: int
+    channels: int
+    conv_width: int
+
+    def pools(self) -> dict[str, Pool]:
+        """The last inputs of each, those of keys and values side by side, and those of drafts."""
+        widths = {
+            "kv": 2 * self.num_kv_heads * self.head_dim,
+            "attention": self.channels,
+            "feed_forward": self.channels,
+        }
+        pools = {}
+        for name, width in widths.items():
+            pools[name] = Pool((self.conv_width - 1, width), per="slot")
+            pools[f"{name}_{RECORDS}"] = Pool((width,), per="draft")
+        return pools
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says: some of the keys and values, and all of the branches."""
+        num_kv_heads = divide_or_repeat("num_kv_heads", self.num_kv_heads, num_ranks)
+        return replace(self, num_kv_heads=num_kv_heads)

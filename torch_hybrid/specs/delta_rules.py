@@ -1,0 +1,127 @@
+"""Recurrences that write what a state does not hold yet: delta rules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from torch_hybrid.ranks import divide, divide_or_repeat
+from torch_hybrid.specs.layer import LayerFamily
+from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaRuleSpec:
+    """A gated-delta-rule mixer: causal convolution, recurrence, gated norm.
+
+    ``beta_scale`` is 2 where negative eigenvalues are allowed and 1 elsewhere. ``gate`` is the
+    activation of what the norm's output is multiplied by, "silu" or "sigmoid".
+    """
+
+    kind: ClassVar[str] = "gated_delta_rule"
+    family: ClassVar[LayerFamily] = "linear"
+
+    num_k_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    conv_width: int
+    activation: str = "silu"
+    norm_eps: float = 1e-6
+    beta_scale: float = 1.0
+    gate: str = "silu"
+
+    def __post_init__(self) -> None:
+        if self.gate not in ("silu", "sigmoid"):
+            raise ValueError(f"gate must be 'silu' or 'sigmoid', got {self.gate!r}")
+        if self.num_k_heads < 1 or self.num_v_heads % self.num_k_heads:
+            raise ValueError(
+                f"num_v_heads must be a multiple of num_k_heads, "
+                f"got {self.num_v_heads} and {self.num_k_heads}"
+            )
+
+    @property
+    def k_channels(self) -> int:
+        """Width of q and of k: heads times head dim."""
+        return self.num_k_heads * self.head_k_dim
+
+    @property
+    def v_channels(self) -> int:
+        """Width of v and of the output gate."""
+        return self.num_v_heads * self.head_v_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of ``[q | k | v]``, what the convolution mixes."""
+        return 2 * self.k_channels + self.v_channels
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Heads, values, keys."""
+        return self.num_v_heads, self.head_v_dim, self.head_k_dim
+
+    def pools(self) -> dict[str, Pool]:
+        """The convolution's last inputs, the state, and records ``[q | k | v | b | a]`` of drafts,
+        each in a storage of its own."""
+        width = self.conv_channels + 2 * self.num_v_heads
+        pools = conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
+        return {**pools, RECORDS: Pool((width,), per="draft")}
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says."""
+        return replace(
+            self,
+            num_k_heads=divide_or_repeat("num_k_heads", self.num_k_heads, num_ranks),
+            num_v_heads=divide("num_v_heads", self.num_v_heads, num_ranks),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KimiDeltaSpec:
+    """A Kimi-delta-attention mixer: convolution, delta rule with a decay per channel, gated norm.
+
+    ``gate_lower_bound`` is the bounded form's least log decay of a token (Ling-3); None is the
+    softplus form, which has no bound.
+    """
+
+    kind: ClassVar[str] = "kimi_delta_attention"
+    family: ClassVar[LayerFamily] = "linear"
+
+    num_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    conv_width: int
+    activation: str = "silu"
+    norm_eps: float = 1e-6
+    gate_lower_bound: float | None = None
+
+    @property
+    def k_channels(self) -> int:
+        """Width of q and of k."""
+        return self.num_heads * self.head_k_dim
+
+    @property
+    def v_channels(self) -> int:
+        """Width of v and of the output gate."""
+        return self.num_heads * self.head_v_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of ``[q | k | v]``, what the convolution mixes."""
+        return 2 * self.k_channels + self.v_channels
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Heads, values, keys."""
+        return self.num_heads, self.head_v_dim, self.head_k_dim
+
+    def pools(self) -> dict[str, Pool]:
+        """The convolution's last inputs, the state, and records ``[q | k | v | b | f]`` of drafts,
+        each in a storage of its own."""
+        width = self.conv_channels + self.num_heads + self.k_channels
+        pools = conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
+        return {**pools, RECORDS: Pool((width,), per="draft")}
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says."""
+        return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))

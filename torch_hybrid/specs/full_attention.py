@@ -1,0 +1,90 @@
+"""Attention to all past tokens, or to the last of them: by keys and values, or by latents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+
+from torch_hybrid.ranks import divide
+from torch_hybrid.specs.grouped_heads import check_groups, divided_heads
+from torch_hybrid.specs.layer import LayerFamily
+from torch_hybrid.specs.pools import Pool, scales_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Full softmax attention over a paged KV pool.
+
+    ``window`` is the number of visible keys, the query's own included (0: all of them);
+    ``softcap`` bounds logits by ``softcap * tanh(logits / softcap)`` (0: no bound). ``reach`` is at
+    how many distances, from 0 on, a key's logit has a bias of its query and head (0: at none).
+    ``sinks`` says whether a query has one more logit, of no key: then the log-sum-exp of the others
+    is asked for. ``kv_dtype`` is that of kept keys and values (None: the model's).
+    """
+
+    kind: ClassVar[str] = "paged_attention"
+    family: ClassVar[LayerFamily] = "full"
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+    reach: int = 0
+    sinks: bool = False
+    kv_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_groups(self.num_q_heads, self.num_kv_heads)
+
+    def pools(self) -> dict[str, Pool]:
+        """Keys and values, in one tensor: an op may mutate one argument per storage in place."""
+        heads = (self.num_kv_heads, self.head_dim)
+        kv = Pool(heads, per="page", dtype=self.kv_dtype, planes=2)
+        return {"kv": kv, **scales_of(self.kv_dtype, (2, self.num_kv_heads))}
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says."""
+        return replace(self, **divided_heads(self.num_q_heads, self.num_kv_heads, num_ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Multi-head latent attention (MLA): keys and values of all heads from one latent row.
+
+    A row holds ``latent_rank`` normed latents and ``rope_dim`` shared key dims, rotated or not.
+    ``kv_dtype`` is that of kept rows (None: the model's).
+    """
+
+    kind: ClassVar[str] = "latent_attention"
+    family: ClassVar[LayerFamily] = "full"
+
+    num_heads: int
+    latent_rank: int
+    nope_dim: int
+    rope_dim: int
+    v_dim: int
+    scale: float
+    kv_dtype: torch.dtype | None = None
+
+    @property
+    def row_dim(self) -> int:
+        """Width of a cached row."""
+        return self.latent_rank + self.rope_dim
+
+    @property
+    def qk_dim(self) -> int:
+        """Width of an expanded query and key head."""
+        return self.nope_dim + self.rope_dim
+
+    def pools(self) -> dict[str, Pool]:
+        """Rows ``[latent | shared key]``."""
+        latents = Pool((self.row_dim,), per="page", dtype=self.kv_dtype)
+        return {"latents": latents, **scales_of(self.kv_dtype, (1,))}
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says: some of the heads, and all of the latents."""
+        return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))

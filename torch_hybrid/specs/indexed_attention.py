@@ -1,0 +1,103 @@
+"""Attention to the blocks of past tokens that an indexer picks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from torch_hybrid.ranks import divide
+from torch_hybrid.specs.grouped_heads import check_groups, divided_heads
+from torch_hybrid.specs.layer import LayerFamily
+from torch_hybrid.specs.pools import RECORDS, Pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedAttentionSpec:
+    """Softmax attention over the blocks of past tokens that an indexer picks for each query.
+
+    A block is ``block_size`` tokens; a query sees ``top_k`` blocks and the tokens after the last
+    that is complete. A block's index key, ``index_dim`` wide, is the mean of its tokens', normed
+    with ``norm_eps`` and rotated in its first ``rope_dim`` dims as at its first token.
+    """
+
+    kind: ClassVar[str] = "indexed_attention"
+    family: ClassVar[LayerFamily] = "full"
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    num_index_heads: int
+    index_dim: int
+    rope_dim: int
+    block_size: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        check_groups(self.num_q_heads, self.num_kv_heads)
+
+    @property
+    def conv_width(self) -> int:
+        """Of the convolution that takes the mean over a block."""
+        return self.block_size
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of ``[index key | cosines | sines]`` of a token."""
+        return self.index_dim + self.rope_dim
+
+    def pools(self) -> dict[str, Pool]:
+        """Keys and values, a key for each block, and the last tokens' parts of the next block, and
+        drafts'."""
+        return {
+            "kv": Pool((self.num_kv_heads, self.head_dim), per="page", planes=2),
+            "block_keys": Pool((self.index_dim,), per="page", tokens=self.block_size),
+            "conv": Pool((self.block_size - 1, self.conv_channels), per="slot"),
+            RECORDS: Pool((self.conv_channels,), per="draft"),
+        }
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says: some of the heads, and all of the indexer."""
+        return replace(self, **divided_heads(self.num_q_heads, self.num_kv_heads, num_ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexedLatentSpec:
+    """MLA without rotation, over the blocks of past tokens that an indexer picks for each query.
+
+    A row holds ``latent_rank`` normed latents. A block is ``block_size`` tokens; a query sees
+    ``top_k`` blocks and the tokens after the last that is complete. A block's index key,
+    ``index_dim`` wide, is a mean of its tokens', weighed by gates.
+    """
+
+    kind: ClassVar[str] = "indexed_latent_attention"
+    family: ClassVar[LayerFamily] = "full"
+
+    num_heads: int
+    latent_rank: int
+    nope_dim: int
+    v_dim: int
+    scale: float
+    num_index_heads: int
+    index_dim: int
+    block_size: int
+    top_k: int
+
+    @property
+    def head_dim(self) -> int:
+        """Width of what queries meet: a latent."""
+        return self.latent_rank
+
+    def pools(self) -> dict[str, Pool]:
+        """Latents, a key for each block, and keys and gates of the tokens of the next block, and of
+        drafts."""
+        return {
+            "latents": Pool((self.latent_rank,), per="page"),
+            "block_keys": Pool((self.index_dim,), per="page", tokens=self.block_size),
+            "unpooled": Pool((self.block_size - 1, 2, self.index_dim), per="slot"),
+            RECORDS: Pool((2 * self.index_dim,), per="draft"),
+        }
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says: some of the heads, all of the latents and of the indexer."""
+        return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))

@@ -1,0 +1,95 @@
+"""Recurrences that a token adds to: a fixed decay for each head, or gated units."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+import torch
+
+from torch_hybrid.ranks import divide, divide_or_repeat
+from torch_hybrid.specs.layer import LayerFamily
+from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, records_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LightningSpec:
+    """A lightning-attention mixer: linear attention with one fixed decay for each head, gated norm.
+
+    ``activation`` ("none" or "silu") is that of q, k and v. Where ``qk_norm`` is set, q and k are
+    normed per head. The output norm's groups are ``norm_groups`` equal parts of its width.
+    """
+
+    kind: ClassVar[str] = "lightning_attention"
+    family: ClassVar[LayerFamily] = "linear"
+
+    num_heads: int
+    head_dim: int
+    scale: float = 1.0
+    activation: str = "none"
+    qk_norm: bool = False
+    norm_groups: int = 1
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.activation not in ("none", "silu"):
+            raise ValueError(f"activation must be 'none' or 'silu', got {self.activation!r}")
+        if self.norm_groups < 1 or self.channels % self.norm_groups:
+            raise ValueError(
+                f"norm_groups must divide the {self.channels} channels, got {self.norm_groups}"
+            )
+
+    @property
+    def channels(self) -> int:
+        """Width of q, of k, of v and of the output gate."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Heads, values, keys."""
+        return self.num_heads, self.head_dim, self.head_dim
+
+    def pools(self) -> dict[str, Pool]:
+        """The state, and k and v as it takes them of tokens that are not certain."""
+        return {
+            "state": Pool(self.state_shape, per="slot", dtype=torch.float32),
+            RECORDS: Pool((2 * self.channels,), per="draft", dtype=torch.float32),
+        }
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says."""
+        return replace(
+            self,
+            num_heads=divide("num_heads", self.num_heads, num_ranks),
+            norm_groups=divide_or_repeat("norm_groups", self.norm_groups, num_ranks),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RgLruSpec:
+    """A mixer of real-gated linear recurrent units: convolution, recurrence, gate.
+
+    The recurrence's gates read the channels of their own head.
+    """
+
+    kind: ClassVar[str] = "rg_lru"
+    family: ClassVar[LayerFamily] = "linear"
+
+    num_heads: int
+    head_dim: int
+    conv_width: int
+
+    @property
+    def channels(self) -> int:
+        """Width of the convolution, of the state and of the output gate."""
+        return self.num_heads * self.head_dim
+
+    def pools(self) -> dict[str, Pool]:
+        """The convolution's last inputs, a state of one number per channel, and records of drafts:
+        what is convolved, and ``[x | gates]`` of the recurrence."""
+        pools = conv_and_state(self.conv_width, self.channels, (self.channels,))
+        return {**pools, **records_of(self.channels, 3 * self.channels)}
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says."""
+        return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))

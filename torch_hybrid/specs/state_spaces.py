@@ -1,0 +1,120 @@
+"""State spaces: a decay for each head (Mamba2), or for each channel and state (Mamba)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
+
+from torch_hybrid.ranks import divide, divide_or_repeat
+from torch_hybrid.specs.layer import LayerFamily
+from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, records_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Spec:
+    """A Mamba2 mixer: convolution, scalar-decay recurrence, gate with or without a norm.
+
+    ``dt_min`` and ``dt_max`` bound the step size after its softplus. ``gate`` says where the gate
+    stands: "before_norm", "after_norm", or "no_norm". The norm's groups are ``norm_groups`` equal
+    parts of the inner width.
+    """
+
+    kind: ClassVar[str] = "mamba2"
+    family: ClassVar[LayerFamily] = "linear"
+
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int
+    conv_width: int
+    activation: str = "silu"
+    dt_min: float = 0.0
+    dt_max: float = float("inf")
+    gate: str = "before_norm"
+    norm_groups: int = 1
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.num_groups < 1 or self.num_heads % self.num_groups:
+            raise ValueError(
+                f"num_heads must be a multiple of num_groups, "
+                f"got {self.num_heads} and {self.num_groups}"
+            )
+        if self.gate not in ("before_norm", "after_norm", "no_norm"):
+            raise ValueError(
+                f"gate must be 'before_norm', 'after_norm' or 'no_norm', got {self.gate!r}"
+            )
+
+    @property
+    def inner_dim(self) -> int:
+        """Width of x and of the gate."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        """Width of ``[x | B | C]``, what the convolution mixes."""
+        return self.inner_dim + 2 * self.num_groups * self.state_dim
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Heads, values, keys."""
+        return self.num_heads, self.head_dim, self.state_dim
+
+    def pools(self) -> dict[str, Pool]:
+        """The convolution's last inputs, the state, and records ``[x | B | C | dt]`` of drafts,
+        each in a storage of its own."""
+        width = self.conv_channels + self.num_heads
+        pools = conv_and_state(self.conv_width, self.conv_channels, self.state_shape)
+        return {**pools, RECORDS: Pool((width,), per="draft")}
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says."""
+        return replace(
+            self,
+            num_heads=divide("num_heads", self.num_heads, num_ranks),
+            num_groups=divide_or_repeat("num_groups", self.num_groups, num_ranks),
+            norm_groups=divide_or_repeat("norm_groups", self.norm_groups, num_ranks),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaSpec:
+    """A Mamba mixer, of the first kind: convolution, selective scan, gate.
+
+    ``dt_rank`` is the width of what step sizes are projected from. It, B and C are normed where
+    ``norm_eps`` is set. Each of ``num_heads`` equal parts of the channels has its own.
+    """
+
+    kind: ClassVar[str] = "mamba"
+    family: ClassVar[LayerFamily] = "linear"
+
+    channels: int
+    state_dim: int
+    dt_rank: int
+    conv_width: int
+    activation: str = "silu"
+    norm_eps: float | None = None
+    num_heads: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.channels % self.num_heads:
+            raise ValueError(
+                f"channels must be a multiple of num_heads, got {self.channels} and "
+                f"{self.num_heads}"
+            )
+
+    def pools(self) -> dict[str, Pool]:
+        """The convolution's last inputs and the state, each in a storage of its own, and records of
+        drafts: what is convolved, and ``[x | dt | B]`` of the scan."""
+        pools = conv_and_state(self.conv_width, self.channels, (self.channels, self.state_dim))
+        width = 2 * self.channels + self.num_heads * self.state_dim
+        return {**pools, **records_of(self.channels, width)}
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says: some of several heads, or some channels of one."""
+        heads = self.num_heads
+        return replace(
+            self,
+            num_heads=heads if heads == 1 else divide("num_heads", heads, num_ranks),
+            channels=divide("channels", self.channels, num_ranks),
+        )
