@@ -34,6 +34,7 @@ from torch_hybrid.specs import (
     LightningSpec,
     Mamba2Spec,
     MambaSpec,
+    MlstmSpec,
     RgLruSpec,
     ShortConvolutionSpec,
 )
@@ -61,6 +62,7 @@ __all__ = [
     "LightningSpec",
     "Mamba2Spec",
     "MambaSpec",
+    "MlstmSpec",
     "Mode",
     "Ngram",
     "Output",

@@ -88,6 +88,7 @@ def _records(convolved: int, width: int) -> dict[str, Pool]:
     return {name: Pool((width,), per="draft") for name, width in widths.items()}
 
 
+MOST_GATE_SOFTCAP = 40.0  # of exponential gates: float32 holds sums of what e^40 weighs
 KEPT_HIDDEN = 128  # last tokens whose hidden states are kept for a head that drafts
 # By these names, the inputs of tokens that are not certain (``ops.verify``): of a layer's op or of
 # its convolution, and of what comes after that.
@@ -508,6 +509,63 @@ class LightningSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MlstmSpec:
+    """An mLSTM mixer: a matrix memory with exponential gates, normed per head.
+
+    Gates are bounded by ``gate_softcap * tanh(gates / gate_softcap)`` before they act.
+    """
+
+    kind: ClassVar[str] = "mlstm"
+    family: ClassVar[LayerFamily] = "linear"
+
+    num_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    gate_softcap: float
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gate_softcap <= MOST_GATE_SOFTCAP:
+            raise ValueError(
+                f"gate_softcap must be above 0 and at most {MOST_GATE_SOFTCAP}, "
+                f"got {self.gate_softcap}"
+            )
+
+    @property
+    def k_channels(self) -> int:
+        """Width of q and of k."""
+        return self.num_heads * self.head_k_dim
+
+    @property
+    def v_channels(self) -> int:
+        """Width of v and of the output gate."""
+        return self.num_heads * self.head_v_dim
+
+    @property
+    def memory_dim(self) -> int:
+        """Values of a head and, after them, ones, whose sum is the normalizer: as many as bring the
+        next head to a multiple of 16."""
+        return (self.head_v_dim // 16 + 1) * 16
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Heads, values, keys."""
+        return self.num_heads, self.memory_dim, self.head_k_dim
+
+    def pools(self) -> dict[str, Pool]:
+        """The memory, and records ``[k | v | gates]`` of drafts."""
+        width = self.k_channels + self.v_channels + 2 * self.num_heads
+        return {
+            "state": Pool(self.state_shape, per="slot", dtype=torch.float32),
+            RECORDS: Pool((width,), per="draft"),
+        }
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says."""
+        return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShortConvolutionSpec:
     """A gated short convolution: a mixer that keeps its last inputs, and has no recurrence."""
 
@@ -881,6 +939,7 @@ register_constant(
     Mamba2Spec,
     MambaSpec,
     LightningSpec,
+    MlstmSpec,
     ShortConvolutionSpec,
     ConvolvedProjectionSpec,
     BranchConvolutionSpec,

@@ -77,6 +77,7 @@ from torch_hybrid.models.transformers_hooks import (
     register_attention,
 )
 from torch_hybrid.models.transformers_weights import make_unread, take_quantization
+from torch_hybrid.models.xlstm import XLSTM
 from torch_hybrid.models.zamba import ZAMBA
 from torch_hybrid.models.zamba2 import ZAMBA2
 from torch_hybrid.models.zaya import ZAYA
@@ -108,6 +109,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_NEXT,
         QWEN4_EXP,
         RECURRENT_GEMMA,
+        XLSTM,
         ZAMBA,
         ZAMBA2,
         ZAYA,
@@ -119,7 +121,6 @@ FAMILIES: dict[str, Family] = {
 NOT_SERVED = {
     "nemo_speechlm": "speech to transcribe, of which its text part alone hears nothing",
     "rwkv": "RWKV's time mixing",
-    "xlstm": "matrix memories with exponential gates",
 }
 
 
@@ -371,6 +372,8 @@ def adapted(
     hf_model.set_attn_implementation(ATTENTION_NAME)
     hf_model.eval().requires_grad_(False)
     family.prepare(hf_model.base_model)
+    if family.base is not None:
+        setattr(hf_model, hf_model.base_model_prefix, family.base(hf_model.base_model))
     _swap_mixers(hf_model.base_model.layers, family, table)
     hand_steps(hf_model.base_model.layers, family.step_names, family.given_as)
     _swap_experts(hf_model, family)
@@ -490,8 +493,8 @@ def table_of(config: Any) -> LayerTable:
 
 def _check_taken_weights(hf_model: Any, family: Family, table: LayerTable) -> None:
     """Look at every module that is about to be swapped, or read by its weights."""
-    layers = f"{hf_model.base_model_prefix}.layers"
-    for layer_id, layer in enumerate(hf_model.base_model.layers):
+    layers = f"{hf_model.base_model_prefix}.{family.layers_name}"
+    for layer_id, layer in enumerate(hf_model.get_submodule(layers)):
         for entry in table.layers[layer_id]:
             if entry.kind == "latent_attention":
                 name = f"{layers}.{layer_id}.self_attn.kv_b_proj"
