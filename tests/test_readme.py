@@ -108,7 +108,7 @@ NAMES = {
     "mamba": "Mamba",
     "mamba2": "Mamba2",
     "lightning_attention": "lightning attention",
-    "mlstm": "mLSTM",
+    "mlstm": "matrix memories with exponential gates (mLSTM)",
     "rg_lru": "real-gated linear recurrent units",
     "short_convolution": "gated short convolution",
     "convolved_projection": "convolutions of queries and keys",

@@ -28,9 +28,8 @@ _MOST_EPS = 1e-5
 def _specs(config: Any) -> list[MlstmSpec]:
     require(config, "use_bias", config.use_bias, [False])
     require(config, "add_out_norm", config.add_out_norm, [True])
-    require(config, "weight_mode", config.weight_mode, ["single", "fused"])
+    require(config, "weight_mode", config.weight_mode, ["single"])
     require(config, "embedding_dim", config.embedding_dim, [config.hidden_size])
-    require(config, "num_blocks", config.num_blocks, [config.num_hidden_layers])
     for name, value, most in (
         ("gate_soft_cap", config.gate_soft_cap, MOST_GATE_SOFTCAP),
         ("eps", config.eps, _MOST_EPS),
@@ -47,7 +46,7 @@ def _specs(config: Any) -> list[MlstmSpec]:
         gate_softcap=config.gate_soft_cap,
         norm_eps=config.norm_eps,
     )
-    return [spec] * config.num_hidden_layers
+    return [spec] * config.num_blocks
 
 
 def _head_dim(config: Any, name: str, factor: float) -> int:
@@ -63,11 +62,8 @@ def _head_dim(config: Any, name: str, factor: float) -> int:
 def _mixer(module: Any, spec: MlstmSpec) -> Mlstm:
     with torch.device("meta"):
         mixer = Mlstm(module.out_proj.out_features, spec)
-    if module.config.weight_mode == "single":
-        parts = (module.q, module.k, module.v, module.ogate_preact)
-        gates = (module.igate_preact, module.fgate_preact)
-    else:
-        parts, gates = (module.qkv_opreact,), (module.ifgate_preact,)
+    parts = (module.q, module.k, module.v, module.ogate_preact)
+    gates = (module.igate_preact, module.fgate_preact)
     mixer.in_proj = joined_projection(weights_of(*parts, *gates))
     mixer.gate_bias = parameter(torch.cat([gate.bias.detach() for gate in gates]))
     mixer.norm_weight, mixer.out_proj = module.multihead_norm.weight, module.out_proj
@@ -79,11 +75,7 @@ class _FeedForward(nn.Module):
 
     def __init__(self, module: Any) -> None:
         super().__init__()
-        if module.config.weight_mode == "single":
-            self.gate_proj, self.up_proj = module.proj_up_gate, module.proj_up
-        else:
-            weight = module.proj_up_gate_z.weight.detach()
-            self.gate_proj, self.up_proj = (joined_projection([half]) for half in weight.chunk(2))
+        self.gate_proj, self.up_proj = module.proj_up_gate, module.proj_up
         self.down_proj = module.proj_down
 
     def forward(self, x: Tensor) -> Tensor:
