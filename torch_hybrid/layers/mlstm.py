@@ -110,8 +110,9 @@ class Mlstm(nn.Module):
 
     def _normalized(self, read: Tensor) -> Tensor:
         """[T, H, memory_dim] -> [T, H, V]: what was read of values by what was read of ones."""
-        values, ones = read.split([self.spec.head_v_dim, read.shape[-1] - self.spec.head_v_dim], -1)
-        return values / ones[..., :1].abs().clamp(min=1.0)
+        values, ones = read.tensor_split([self.spec.head_v_dim], dim=-1)
+        h: Tensor = values / ones[..., :1].abs().clamp(min=1.0)
+        return h
 
     def _norm(self, h: Tensor) -> Tensor:
         """LayerNorm of each head, without a bias, in float32: [T, H, V] -> [T, channels]."""

@@ -50,11 +50,12 @@ def _specs(config: Any) -> list[MlstmSpec]:
 
 
 def _head_dim(config: Any, name: str, factor: float) -> int:
-    head_dim, rest = divmod(int(config.hidden_size * factor), config.num_heads)
+    num_heads: int = config.num_heads
+    head_dim, rest = divmod(int(config.hidden_size * factor), num_heads)
     if rest or not head_dim:
         raise UnsupportedError(
-            f"{config.model_type}: config field {name} must give each of the {config.num_heads} "
-            f"heads equally many of the channels, got {factor} of {config.hidden_size}"
+            f"{config.model_type}: config field {name} must give each of the {num_heads} heads "
+            f"equally many of the channels, got {factor} of {config.hidden_size}"
         )
     return head_dim
 
@@ -111,7 +112,8 @@ class _Backbone(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.embeddings, self.out_norm = model.embeddings, model.out_norm
+        self.embeddings: nn.Module = model.embeddings
+        self.out_norm: nn.Module = model.out_norm
         self.layers = nn.ModuleList(_Block(block) for block in model.blocks)
 
     def get_input_embeddings(self) -> nn.Module:
