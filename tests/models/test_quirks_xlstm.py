@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
 
 import torch_hybrid as th
 from tests.models.oracle import (
@@ -90,6 +92,23 @@ def test_variants(options: dict[str, Any]):
     runner = th.Runner(th.adapt(hf_model), **TINY)
     for steps in (chunked([60, 3], 25), decoded([60, 3], 2)):
         assert_equal_logits(serve(runner, oracle.texts, steps), oracle)
+
+
+def test_kernels_of_a_package_that_is_not_there(tmp_path: Path):
+    """Which the config of xLSTM-7b names: transformers refuses it without that package."""
+    hf_model = xlstm()
+    hf_model.save_pretrained(tmp_path)
+    kernels = {
+        "chunkwise_kernel": "chunkwise--triton_xl_chunk",
+        "sequence_kernel": "native_sequence__triton",
+        "step_kernel": "triton",
+    }
+    (tmp_path / "config.json").write_text(json.dumps(hf_model.config.to_dict() | kernels))
+    with pytest.raises(StrictDataclassError, match="chunkwise_kernel"):
+        AutoConfig.from_pretrained(tmp_path)
+    oracle = ask(hf_model, make_texts([60]))
+    runner = th.Runner(th.from_pretrained(tmp_path), **TINY)
+    assert_equal_logits(serve(runner, oracle.texts, whole([60])), oracle)
 
 
 def test_fused_weights_are_nothing_that_transformers_has():

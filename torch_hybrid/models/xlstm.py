@@ -150,4 +150,5 @@ XLSTM = Family(
     taken=(".ffn",),
     base=_Backbone,
     layers_name="blocks",
+    kernel_fields=("chunkwise_kernel", "sequence_kernel", "step_kernel"),
 )
