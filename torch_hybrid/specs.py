@@ -543,8 +543,8 @@ class MlstmSpec:
 
     @property
     def memory_dim(self) -> int:
-        """Values of a head and, after them, ones, whose sum is the normalizer: as many as bring the
-        next head to a multiple of 16."""
+        """Values of a head and, after them, ones, of which the memory is the normalizer: as many as
+        bring the next head to a multiple of 16."""
         return (self.head_v_dim // 16 + 1) * 16
 
     @property

@@ -28,8 +28,7 @@ class Mlstm(nn.Module):
 
     n is what the memory makes of values that are 1. Published code divides C and n by e^m, m being
     the largest exponent so far, and so has ``max(|n q|, e^-m) + eps`` below: the same but for eps,
-    which is there for a quotient of two numbers near 0, and of which the norm leaves nothing (see
-    ``ops/ssd/README.md``). Soft caps bound exponents, so that float32 holds C as it is.
+    of which the norm leaves less than rounding does (see ``ops/ssd/README.md``). Soft caps bound exponents, so that float32 holds C as it is.
 
     Args:
         dim: width of the model.
@@ -60,7 +59,7 @@ class Mlstm(nn.Module):
         with torch.no_grad():
             i, f = self.gate_bias.chunk(2)
             i.fill_(-10.0)
-            f.copy_(torch.linspace(3.0, 6.0, self.spec.num_heads, device=f.device))
+            f.copy_(torch.linspace(3.0, 6.0, len(f), dtype=f.dtype, device=f.device))
 
     @in_own_dtype(1)
     def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:

@@ -21,8 +21,7 @@ from torch_hybrid.models.family import (
 )
 from torch_hybrid.specs import MOST_GATE_SOFTCAP, MlstmSpec
 
-# Of the quotient before the norm: this much of it is below the rounding of what the norm gives.
-_MOST_EPS = 1e-5
+_MOST_EPS = 1e-5  # of which the norm leaves less than rounding does: our mixer has none
 
 
 def _specs(config: Any) -> list[MlstmSpec]:
