@@ -28,7 +28,8 @@ class Mlstm(nn.Module):
 
     n is what the memory makes of values that are 1. Published code divides C and n by e^m, m being
     the largest exponent so far, and so has ``max(|n q|, e^-m) + eps`` below: the same but for eps,
-    of which the norm leaves less than rounding does (see ``ops/ssd/README.md``). Soft caps bound exponents, so that float32 holds C as it is.
+    of which the norm leaves less than rounding does (see ``ops/ssd/README.md``). Soft caps bound
+    exponents, so that float32 holds C as it is.
 
     Args:
         dim: width of the model.
