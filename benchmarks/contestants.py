@@ -113,6 +113,45 @@ class Transformers:
         return "cache_params" if is_mamba else "past_key_values"
 
 
+class UnpaddedTransformers:
+    """A transformers model that knows neither masks nor static caches (xLSTM), run eagerly: prompts
+    are prefilled one by one, and their states put side by side.
+
+    Args:
+        model: unmodified.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Prefill each prompt."""
+        with torch.inference_mode():
+            caches = [
+                self.model(input_ids=torch.tensor([list(prompt)]), use_cache=True).cache_params
+                for prompt in prompts
+            ]
+        self._cache, *_ = caches
+        for layer in self._cache.rnn_state:
+            states = zip(*(cache.rnn_state[layer] for cache in caches), strict=True)
+            self._cache.rnn_state[layer] = tuple(map(torch.cat, states))
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Append a token to each sequence; [N, vocab_size] logits."""
+        with torch.inference_mode():
+            ids = torch.tensor(tokens)[:, None]
+            outputs = self.model(input_ids=ids, cache_params=self._cache, use_cache=True)
+            logits: Tensor = outputs.logits[:, -1]
+        return logits
+
+
+def transformers(model: Any) -> Transformers | UnpaddedTransformers:
+    """A transformers model run eagerly, as it takes a batch."""
+    if model.config.model_type == "xlstm":
+        return UnpaddedTransformers(model)
+    return Transformers(model)
+
+
 @contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
     """Raise TimeoutError in the body after so many seconds."""

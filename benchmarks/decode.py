@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 
-from benchmarks.contestants import Decoder, Ours, Transformers, failure
+from benchmarks.contestants import Decoder, Ours, Transformers, failure, transformers
 from benchmarks.floor import Read, measure, step_bytes, step_flops
 from benchmarks.mixers import Row
 from benchmarks.models import make_model
@@ -108,9 +108,9 @@ def _contestants(
     contestants: dict[str, Decoder] = {
         "ours compiled": Ours(runner(compile=True)),
         "ours eager": Ours(runner(compile=False)),
-        "transformers eager": Transformers(hf_model),
+        "transformers eager": transformers(hf_model),
     }
-    if options.compile_limit:
+    if options.compile_limit and isinstance(contestants["transformers eager"], Transformers):
         contestants["transformers compiled"] = Transformers(hf_model, max_len=max_len)
     return contestants
 

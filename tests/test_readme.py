@@ -81,7 +81,7 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "lightning_step": lightning_step.IMPLEMENTATIONS,
         "lightning_verify": lightning_step.VERIFY_IMPLEMENTATIONS,
     },
-    "mamba2, lightning_attention": {
+    "mamba2, lightning_attention, mlstm": {
         "recurrent_ssd": ssd.RECURRENT_IMPLEMENTATIONS,
         "chunk_ssd": ssd.CHUNK_IMPLEMENTATIONS,
     },
@@ -108,6 +108,7 @@ NAMES = {
     "mamba": "Mamba",
     "mamba2": "Mamba2",
     "lightning_attention": "lightning attention",
+    "mlstm": "matrix memories with exponential gates (mLSTM)",
     "rg_lru": "real-gated linear recurrent units",
     "short_convolution": "gated short convolution",
     "convolved_projection": "convolutions of queries and keys",

@@ -36,6 +36,7 @@ from torch_hybrid.specs import (
     LightningSpec,
     Mamba2Spec,
     MambaSpec,
+    MlstmSpec,
     RgLruSpec,
     ShortConvolutionSpec,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "LightningSpec",
     "Mamba2Spec",
     "MambaSpec",
+    "MlstmSpec",
     "Mode",
     "Ngram",
     "Output",

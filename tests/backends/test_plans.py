@@ -40,6 +40,7 @@ from torch_hybrid.specs import (
     LightningSpec,
     Mamba2Spec,
     MambaSpec,
+    MlstmSpec,
     NgramSpec,
     PreviousHiddenSpec,
     RgLruSpec,
@@ -62,6 +63,7 @@ SPECS = [
     ),
     BranchConvolutionSpec(num_kv_heads=2, head_dim=16, channels=16, conv_width=4),
     RgLruSpec(num_heads=2, head_dim=8, conv_width=4),
+    MlstmSpec(num_heads=2, head_k_dim=16, head_v_dim=24, gate_softcap=15.0),
     NgramSpec(ngram_size=3, channels=16, conv_width=4),
     PreviousHiddenSpec(channels=16),
     IndexedAttentionSpec(
@@ -218,7 +220,7 @@ def test_a_step_is_cut_where_no_chunk_is():
         assert inspect.signature(op).parameters["chunk_size"].default == DEFAULT_CHUNK_SIZE
     sizes = {kind: backend.chunk_size for kind, backend in made.items()}
     rules = {"gated_delta_rule", "kimi_delta_attention"}
-    chunked = rules | {"mamba", "mamba2", "lightning_attention"}
+    chunked = rules | {"mamba", "mamba2", "lightning_attention", "mlstm"}
     assert sizes == {spec.kind: 32 if spec.kind in chunked else 0 for spec in SPECS}
     unequal = {str(size): SimpleNamespace(chunk_size=size) for size in (32, 0, 48)}
     assert chunk_grid(unequal) == 96

@@ -29,7 +29,7 @@ CUTS = [1, 32, 2, 33, 7]
 # Of all kinds of mixers, between them.
 ON_A_GPU = (
     *("qwen3_next", "falcon_h1", "lfm3", "jamba", "deepseek_v3", "kimi_linear", "glm5_next"),
-    *("qwen4_exp", "recurrent_gemma", "zaya"),
+    *("qwen4_exp", "recurrent_gemma", "xlstm", "zaya"),
 )
 IN_BF16 = ("qwen3_next", "falcon_h1", "bailing_hybrid", "lfm3")  # of different mixers
 

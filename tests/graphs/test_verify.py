@@ -42,6 +42,7 @@ FAMILIES = (
     "zamba",
     "zaya",
     "recurrent_gemma",
+    "xlstm",
     "qwen4_exp",
     "glm5_next",
     "inkling",

@@ -60,9 +60,9 @@ def test_unknown_model_type(checkpoint: Path):
 
 
 def test_a_hybrid_without_an_op_says_why(checkpoint: Path):
-    edit_config(checkpoint, model_type="xlstm", text_config=None)
+    edit_config(checkpoint, model_type="rwkv", text_config=None)
     assert refusal(checkpoint, th.UnsupportedError) == (
-        "model type 'xlstm' is not supported: it has matrix memories with exponential gates"
+        "model type 'rwkv' is not supported: it has RWKV's time mixing"
     )
 
 

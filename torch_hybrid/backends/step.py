@@ -29,7 +29,7 @@ from torch_hybrid.backends.recurrent import (
 from torch_hybrid.backends.rg_lru import RG_LRU
 from torch_hybrid.backends.select import Backends, Choice
 from torch_hybrid.backends.selective_scan import MAMBA
-from torch_hybrid.backends.ssd import LIGHTNING_ATTENTION, MAMBA2
+from torch_hybrid.backends.ssd import LIGHTNING_ATTENTION, MAMBA2, MLSTM
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
@@ -76,6 +76,7 @@ _BACKENDS: dict[str, MakeBackend] = {
     "mamba2": partial(RecurrentBackend, MAMBA2),
     "mamba": partial(RecurrentBackend, MAMBA),
     "lightning_attention": partial(RecurrentBackend, LIGHTNING_ATTENTION),
+    "mlstm": partial(RecurrentBackend, MLSTM),
     "short_convolution": partial(RecurrentBackend, SHORT_CONVOLUTION),
     "convolved_projection": partial(RecurrentBackend, SHORT_CONVOLUTION),
     "branch_convolution": partial(RecurrentBackend, SHORT_CONVOLUTION),

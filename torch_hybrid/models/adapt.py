@@ -87,6 +87,8 @@ def adapted(
     hf_model.set_attn_implementation(ATTENTION_NAME)
     hf_model.eval().requires_grad_(False)
     family.prepare(hf_model.base_model)
+    if family.base is not None:
+        setattr(hf_model, hf_model.base_model_prefix, family.base(hf_model.base_model))
     _swap_mixers(hf_model.base_model.layers, family, table)
     hand_steps(hf_model.base_model.layers, family.step_names, family.given_as)
     _swap_experts(hf_model, family)
@@ -114,8 +116,8 @@ def adapted(
 
 def _check_taken_weights(hf_model: Any, family: Family, table: LayerTable) -> None:
     """Look at every module that is about to be swapped, or read by its weights."""
-    layers = f"{hf_model.base_model_prefix}.layers"
-    for layer_id, layer in enumerate(hf_model.base_model.layers):
+    layers = f"{hf_model.base_model_prefix}.{family.layers_name}"
+    for layer_id, layer in enumerate(hf_model.get_submodule(layers)):
         for entry in table.layers[layer_id]:
             if entry.kind == "latent_attention":
                 name = f"{layers}.{layer_id}.self_attn.kv_b_proj"

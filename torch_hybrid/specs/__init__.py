@@ -6,7 +6,7 @@
     indexed_attention     blocks of them that an indexer picks
     delta_rules           recurrences with convolutions: gated delta rule, Kimi delta attention
     state_spaces          Mamba2, Mamba
-    linear_recurrences    lightning attention, gated linear recurrent units
+    linear_recurrences    lightning attention, gated linear recurrent units, mLSTM
     convolutions          short ones, those of projections and of branches
     past_tokens           n-grams, and hidden states for a head that drafts
     table                 which mixers each layer has, and where their pools are
@@ -25,7 +25,12 @@ from torch_hybrid.specs.delta_rules import DeltaRuleSpec, KimiDeltaSpec
 from torch_hybrid.specs.full_attention import AttentionSpec, LatentSpec
 from torch_hybrid.specs.indexed_attention import IndexedAttentionSpec, IndexedLatentSpec
 from torch_hybrid.specs.layer import LayerFamily, LayerSpec
-from torch_hybrid.specs.linear_recurrences import LightningSpec, RgLruSpec
+from torch_hybrid.specs.linear_recurrences import (
+    MOST_GATE_SOFTCAP,
+    LightningSpec,
+    MlstmSpec,
+    RgLruSpec,
+)
 from torch_hybrid.specs.past_tokens import KEPT_HIDDEN, NgramSpec, PreviousHiddenSpec
 from torch_hybrid.specs.pools import RECORDS, SCALES, STATE_RECORDS, Pool
 from torch_hybrid.specs.state_spaces import Mamba2Spec, MambaSpec
@@ -33,6 +38,7 @@ from torch_hybrid.specs.table import LayerEntry, LayerTable
 
 __all__ = [
     "KEPT_HIDDEN",
+    "MOST_GATE_SOFTCAP",
     "RECORDS",
     "SCALES",
     "STATE_RECORDS",
@@ -51,6 +57,7 @@ __all__ = [
     "LightningSpec",
     "Mamba2Spec",
     "MambaSpec",
+    "MlstmSpec",
     "NgramSpec",
     "Pool",
     "PreviousHiddenSpec",
@@ -71,6 +78,7 @@ register_constant(
     Mamba2Spec,
     MambaSpec,
     LightningSpec,
+    MlstmSpec,
     ShortConvolutionSpec,
     ConvolvedProjectionSpec,
     BranchConvolutionSpec,

@@ -50,6 +50,7 @@ FAMILIES = [
     "qwen3_next",
     "qwen4_exp",
     "recurrent_gemma",
+    "xlstm",
     "zaya",
 ]
 DECODED = [
@@ -155,6 +156,7 @@ def test_every_kind_of_mixer_is_scheduled_above():
     # Whose ops are those of Mamba2.
     others = {
         "lightning_attention",
+        "mlstm",
         "short_convolution",
         "convolved_projection",
         "branch_convolution",
