@@ -40,7 +40,7 @@ from torch_hybrid.graphs.check_options import (
     check_max_tokens,
     check_types,
     kept_table,
-    sums_by_graph,
+    runs_one_mode,
 )
 from torch_hybrid.graphs.compiling.background import Compile, StepsBeside, check_compile
 from torch_hybrid.graphs.compiling.surroundings import calm
@@ -121,8 +121,9 @@ class Runner:
             None: where the model has a tower that makes such (``from_pretrained(vision=True)``).
         batch_invariant: logits after a token have the same bits whatever else is in the batch,
             however the tokens before it came: in one step or in many, from a checkpoint, drafted or
-            not. Implementations that cannot say so of themselves are refused. On a GPU all steps
-            are of one compiled graph: no halves, nor compile=False.
+            not, whole or in halves. Implementations that cannot say so of themselves are refused.
+            On a GPU all steps extend: of an ``OverlapPolicy``, ``min_extend_tokens`` alone counts,
+            and with ``max_drafts`` there are no halves.
         check_batch: called on the host with the batch of each step before it runs; what it raises
             stops the step. ``Agreement(...).check``, where several ranks share the model.
         passes: graph passes over each traced step, in order; see ``graphs.passes``, which has
@@ -167,7 +168,7 @@ class Runner:
         device = self._device = model.device  # to find it takes a walk through the model
         check_compile(compile, model)
         if batch_invariant:
-            check_invariant(model, compile, two_batch_overlap)
+            check_invariant(model, compile, two_batch_overlap, max_drafts)
         self._capture = CapturePolicy.of(cuda_graphs, device, compiles=bool(compile))
         check_artefact(artefact, compiles=bool(compile))
         check_kv_tokens(kv_tokens)
@@ -224,8 +225,8 @@ class Runner:
                 if not store.is_open and compile != "background":
                     check_toolchain(device)
             self.choices = choose(model, wanted, compiles=bool(compile))
-            is_one_graph = prefill and self.batch_invariant and sums_by_graph(device)
-            modes = modes_of(max_drafts, prefill=prefill, is_one_graph=is_one_graph)
+            is_one_mode = prefill and self.batch_invariant and runs_one_mode(device)
+            modes = modes_of(max_drafts, prefill=prefill, is_one_mode=is_one_mode)
             self._decodes = Mode.DECODE in modes
             self._extend_mode = next((each for each in modes if each.tokens_per_seq is None), None)
             self._verify_mode = modes[-1]

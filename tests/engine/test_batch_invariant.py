@@ -69,7 +69,7 @@ def test_any_way_of_serving_gives_the_same_bits(family: str):
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "minimax", "jamba"])
 def test_drafts_in_steps_of_one_graph(family: str, monkeypatch: pytest.MonkeyPatch):
     """As on a GPU, where a prompt, a decode step and one that verifies drafts are of one."""
-    monkeypatch.setattr(graphs_of_runners, "sums_by_graph", lambda device: True)
+    monkeypatch.setattr(graphs_of_runners, "runs_one_mode", lambda device: True)
     runner = make_runner(th.adapt(make_model(family, **FEWEST_LAYERS[family])), max_drafts=3)
     check_drafts(runner)
 
