@@ -5,7 +5,8 @@ In a graph that is a pass; where the model runs as it is, torch's functions are 
 (``in_rows``). There functions of single elements differ too, by where these lie: the last ones of a
 tensor, and of each thread's share, are computed one by one, and the others by vectors.
 
-Sums over a row are those of ``row_sums``, over the ranks of ``ordered_sums``.
+Sums over a row are those of ``row_sums``, over the ranks of ``ordered_sums``, and the best of a row
+are those of ``own_top_k``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.passes.marks import keep_marks
 from torch_hybrid.graphs.passes.narrow_products import is_narrow
 from torch_hybrid.graphs.passes.ordered_sums import InOrder
+from torch_hybrid.graphs.passes.own_top_k import OwnTopK
 from torch_hybrid.graphs.passes.row_sums import SumsByRow
 from torch_hybrid.graphs.passes.values import value_of
 from torch_hybrid.ops.linear.op import linear
@@ -102,7 +104,7 @@ def in_rows(step: Callable[..., Tensor], impl: str, num_ranks: int = 1) -> Calla
     ranks do."""
 
     def stepped(*inputs: Any) -> Tensor:
-        with _ByRow(impl), InOrder(num_ranks), SumsByRow():
+        with _ByRow(impl), InOrder(num_ranks), SumsByRow(), OwnTopK():
             return step(*inputs)
 
     return stepped

@@ -138,7 +138,7 @@ class SumsByRow(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name in FUNCTIONS or name in _REFUSED:
-            x = args[0] if args else kwargs.get("input")
+            x: Any = args[0] if args else kwargs.get("input")
             if _is_summed_by_us(x, self._devices):
                 _check(name)
                 arithmetic = RowArithmetic(like=x, impl=self._impl)

@@ -81,6 +81,18 @@ def test_drafts_on_a_gpu(family: str):
     check_drafts(make_runner(model, max_drafts=3, compile=True))
 
 
+@needs_cuda
+def test_steps_in_halves_on_a_gpu():
+    model = th.adapt(make_model("qwen3_next", **FEWEST_LAYERS["qwen3_next"]).to("cuda").bfloat16())
+    plain = th.Engine(make_runner(model, compile=True))
+    alone = [each for prompt in PROMPTS for each in serve(plain, [prompt], GREEDY)]
+    in_halves = make_runner(model, compile=True, two_batch_overlap="on", max_checkpoints=4)
+    assert serve(th.Engine(in_halves), PROMPTS, GREEDY) == alone
+    with th.Engine(in_halves, prefix_cache=th.PrefixCache(min_tokens=8)) as keeping:
+        assert serve(keeping, PROMPTS, GREEDY) == alone
+        assert serve(keeping, PROMPTS, GREEDY) == alone
+
+
 def check_drafts(runner: th.Runner) -> None:
     """Drafts, some of them right, give the tokens and logprobs of plain decoding, by one graph."""
     plain = th.Engine(runner)
