@@ -59,6 +59,17 @@ class RowArithmetic:
         squares = self._squares().sum(input, dim, keepdim, dtype=torch.float32)
         return squares.sqrt().to(dtype or self.like.dtype)
 
+    def vector_norm(
+        self,
+        input: Tensor,
+        ord: Any = 2,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        dtype: Any = None,
+    ) -> Tensor:
+        return self.norm(input, ord, dim, keepdim, dtype)
+
     def softmax(
         self, input: Tensor, dim: Any = None, dtype: Any = None, *, _stacklevel: int = 3
     ) -> Tensor:
@@ -170,7 +181,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "sum": RowArithmetic.sum,
     "mean": RowArithmetic.mean,
     "norm": RowArithmetic.norm,
-    "linalg_vector_norm": RowArithmetic.norm,
+    "linalg_vector_norm": RowArithmetic.vector_norm,
     "softmax": RowArithmetic.softmax,
     "log_softmax": RowArithmetic.log_softmax,
     "logsumexp": RowArithmetic.logsumexp,

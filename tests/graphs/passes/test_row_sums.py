@@ -32,7 +32,7 @@ WRITTEN: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda x: x.sum(dim=(-1,), keepdim=True),
     "sum_of_streams": lambda x: torch.sum(x, 1, dtype=torch.float32),
     "norm": lambda x: torch.norm(x, p=2, dim=-1, keepdim=True),
-    "vector_norm": lambda x: torch.linalg.vector_norm(x, dim=-1),
+    "vector_norm": lambda x: torch.linalg.vector_norm(x, ord=2, dim=-1),
     "softmax": lambda x: F.softmax(x, dim=-1, dtype=torch.float32),
     "softmax_of_streams": lambda x: x.softmax(1),
     "log_softmax": lambda x: x.log_softmax(-1),
