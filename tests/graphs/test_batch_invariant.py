@@ -20,6 +20,7 @@ from torch_hybrid.backends.select import select
 from torch_hybrid.backends.step import make_backends
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.graphs.check_options import check_invariant
+from torch_hybrid.graphs.two_batch import OverlapPolicy
 from torch_hybrid.models.families import table_of
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.registration import REGISTERED
@@ -31,6 +32,7 @@ ON_A_GPU = (
     *("qwen3_next", "falcon_h1", "lfm3", "jamba", "deepseek_v3", "kimi_linear", "glm5_next"),
     *("qwen4_exp", "recurrent_gemma", "xlstm", "zaya"),
 )
+IN_HALVES = ("qwen3_next", "falcon_h1", "deepseek_v3", "glm5_next")  # norms, softmaxes, streams
 IN_BF16 = ("qwen3_next", "falcon_h1", "bailing_hybrid", "lfm3")  # of different mixers
 
 
@@ -122,15 +124,50 @@ def test_products_of_torch_are_refused():
 def test_on_a_gpu(family: str, dtype: torch.dtype):
     runner = make_runner(family, dtype, "cuda", compile=True)
     assert_same_bits(runner)
-    assert list(runner.report().graphs) == ["extend"]
+    [name] = runner.report().graphs
+    assert name in ("extend", "extend, absorbed")  # with latents, a step says its form
 
 
-def test_on_a_gpu_all_steps_are_of_one_graph():
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", IN_HALVES)
+def test_in_halves_on_a_gpu(family: str, dtype: torch.dtype):
+    prompt = tokens(LENGTH)
+    whole = in_pieces(make_runner(family, dtype, "cuda", compile=True), prompt, [LENGTH])
+    runner = make_runner(family, dtype, "cuda", compile=True, two_batch_overlap="on")
+    assert_same_bits(runner)
+    assert torch.equal(in_pieces(runner, prompt, CUTS), whole)
+    [name] = runner.report().graphs
+    assert name.endswith("in halves")
+
+
+@needs_cuda
+def test_some_steps_in_halves_on_a_gpu():
+    overlap = OverlapPolicy(min_extend_tokens=40)
+    runner = make_runner(
+        "qwen3_next", torch.bfloat16, "cuda", compile=True, two_batch_overlap=overlap
+    )
+    assert_same_bits(runner)
+    assert set(runner.report().graphs) == {"extend", "extend, in halves"}
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", IN_HALVES)
+def test_uncompiled_on_a_gpu(family: str, dtype: torch.dtype):
+    prompt = tokens(LENGTH)
+    runner = make_runner(family, dtype, "cuda")
+    assert_same_bits(runner)
+    in_halves = make_runner(family, dtype, "cuda", two_batch_overlap="on")
+    assert torch.equal(in_pieces(in_halves, prompt, CUTS), in_pieces(runner, prompt, [LENGTH]))
+
+
+def test_on_a_gpu_drafts_are_verified_by_whole_steps():
     model = Mock(device=torch.device("cuda"), ranks=None)
-    check_invariant(model, True, "off")
-    named = r"not to be had with compile=False, two_batch_overlap='on'$"
-    with pytest.raises(th.UnsupportedError, match=named):
-        check_invariant(model, False, "on")
+    check_invariant(model, False, "on", 0)
+    check_invariant(model, True, "off", 3)
+    with pytest.raises(th.UnsupportedError, match=r"two_batch_overlap must be 'off', got 'on'$"):
+        check_invariant(model, True, "on", 3)
 
 
 def test_compiled_steps_too():
