@@ -59,8 +59,18 @@ _ELEMENTWISE = {
         "rsqrt",
     ),
     *("scatter_", "select", "sigmoid", "sign", "silu", "sin", "slice", "softplus", "split"),
-    *("split_with_sizes", "sqrt", "square", "squeeze", "sub", "tanh", "to", "topk", "transpose"),
-    *("type_as", "unbind", "unflatten", "unsqueeze", "view", "view_as", "where", "zeros_like"),
+    *("split_with_sizes", "sqrt", "square", "squeeze", "sub", "tanh", "tensor_split", "to", "topk"),
+    *(
+        "transpose",
+        "type_as",
+        "unbind",
+        "unflatten",
+        "unsqueeze",
+        "view",
+        "view_as",
+        "where",
+        "zeros_like",
+    ),
 }
 
 
