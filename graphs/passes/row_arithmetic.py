@@ -74,22 +74,23 @@ class RowArithmetic:
         self, input: Tensor, dim: Any = None, dtype: Any = None, *, _stacklevel: int = 3
     ) -> Tensor:
         place = self._place(dim)
-        shifted, _ = self._shifted(input, place)
-        parts = shifted.exp()
+        parts = (input.to(torch.float32) - self._most(input, place)).exp()
         return (parts / self._total(parts, place, keepdim=True)).to(dtype or self.like.dtype)
 
     def log_softmax(
         self, input: Tensor, dim: Any = None, dtype: Any = None, *, _stacklevel: int = 3
     ) -> Tensor:
         place = self._place(dim)
-        shifted, _ = self._shifted(input, place)
+        shifted = input.to(torch.float32) - self._most(input, place)
         total = self._total(shifted.exp(), place, keepdim=True)
         return (shifted - total.log()).to(dtype or self.like.dtype)
 
     def logsumexp(self, input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
         place = self._place(dim)
-        shifted, most = self._shifted(input, place)
-        total = self._total(shifted.exp(), place, keepdim=True).log() + most
+        most = self._most(input, place)
+        most = most.masked_fill(most.abs() == torch.inf, 0.0)  # of which less itself is no number
+        parts = (input.to(torch.float32) - most).exp()
+        total = self._total(parts, place, keepdim=True).log() + most
         return (total if keepdim else total.squeeze(place)).to(self.like.dtype)
 
     def rms_norm(
@@ -134,14 +135,11 @@ class RowArithmetic:
             total = _in_turn(lambda a, b: a + b, terms)
         return total.unsqueeze(place) if keepdim else total
 
-    def _shifted(self, x: Tensor, place: int) -> tuple[Tensor, Tensor]:
-        """float32 x less the largest of its row, and that: 0 where it is not finite, unless NaN."""
+    def _most(self, x: Tensor, place: int) -> Tensor:
+        """The largest of each row, float32: no order changes it."""
         if self.like.shape[place] > FEW:
-            most = x.to(torch.float32).amax(place, keepdim=True)
-        else:
-            most = _in_turn(lambda a, b: a.maximum(b), self._terms(x, place)).unsqueeze(place)
-        most = most.masked_fill(most.abs() == torch.inf, 0.0)
-        return x.to(torch.float32) - most, most
+            return x.to(torch.float32).amax(place, keepdim=True)
+        return _in_turn(lambda a, b: a.maximum(b), self._terms(x, place)).unsqueeze(place)
 
     def _terms(self, x: Tensor, place: int) -> list[Tensor]:
         return [x.select(place, i).to(torch.float32) for i in range(self.like.shape[place])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
@@ -19,7 +20,10 @@ from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import select
 from torch_hybrid.backends.step import make_backends
 from torch_hybrid.caches.sizes import PoolSizes
+from torch_hybrid.graphs import model_choices, steps
+from torch_hybrid.graphs import runner as graphs_of_runners
 from torch_hybrid.graphs.check_options import check_invariant
+from torch_hybrid.graphs.passes.row_sums import row_sums
 from torch_hybrid.graphs.two_batch import OverlapPolicy
 from torch_hybrid.models.families import table_of
 from torch_hybrid.ops.capability import Need
@@ -177,6 +181,22 @@ def test_compiled_steps_too():
     called = {op for ops in runner.report().ops.values() for op in ops}
     assert "linear[cpp_invariant]" in called
     assert "gated_delta_step[cpp]" in called
+
+
+@needs_triton
+def test_halves_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """By a graph of their own, with sums of ours and what Inductor is told there."""
+    here = partial(row_sums, impl="torch", devices=("cpu",))
+    monkeypatch.setattr(model_choices, "row_sums", here)
+    monkeypatch.setattr(steps, "fuses_freely", lambda device: True)
+    monkeypatch.setattr(graphs_of_runners, "runs_one_mode", lambda device: True)
+    some = OverlapPolicy(min_extend_tokens=40)
+    runner = make_runner("qwen3", torch.bfloat16, compile=True, two_batch_overlap=some)
+    assert_same_bits(runner)
+    report = runner.report()
+    assert set(report.graphs) == {"extend", "extend, in halves"}
+    assert {ops["power_sum[torch]"] for ops in report.ops.values()} == {9, 18}
+    assert not report.pool_clones
 
 
 def test_what_depends_on_the_batch_is_refused_by_name():
