@@ -20,8 +20,7 @@ from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import select
 from torch_hybrid.backends.step import make_backends
 from torch_hybrid.caches.sizes import PoolSizes
-from torch_hybrid.graphs import model_choices, steps
-from torch_hybrid.graphs import runner as graphs_of_runners
+from torch_hybrid.graphs import assembly, model_choices, steps
 from torch_hybrid.graphs.check_options import check_invariant
 from torch_hybrid.graphs.passes.row_sums import row_sums
 from torch_hybrid.graphs.two_batch import OverlapPolicy
@@ -189,7 +188,7 @@ def test_halves_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
     here = partial(row_sums, impl="torch", devices=("cpu",))
     monkeypatch.setattr(model_choices, "row_sums", here)
     monkeypatch.setattr(steps, "fuses_freely", lambda device: True)
-    monkeypatch.setattr(graphs_of_runners, "runs_one_mode", lambda device: True)
+    monkeypatch.setattr(assembly, "runs_one_mode", lambda device: True)
     some = OverlapPolicy(min_extend_tokens=40)
     runner = make_runner("qwen3", torch.bfloat16, compile=True, two_batch_overlap=some)
     assert_same_bits(runner)
