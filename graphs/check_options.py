@@ -35,8 +35,8 @@ def check_artefact(artefact: str | os.PathLike[str] | None, *, compiles: bool) -
 
 
 def runs_one_mode(device: torch.device) -> bool:
-    """Whether all steps of a batch-invariant runner are of one mode, decode and drafts too: on a
-    GPU, where it was not compared what the ops of a decode step alone compute."""
+    """Whether all steps of a batch-invariant runner with drafts are of one mode: on a GPU, where no
+    op that verifies drafts gives each row the bits that it has alone."""
     return device.type == "cuda"
 
 

@@ -17,10 +17,10 @@ from tests.devices import needs_cuda
 from tests.ops.triton_interpreter import needs_triton
 from tests.tiny_models import BUILDERS, FEWEST_LAYERS, VOCAB_SIZE, make_model
 from torch_hybrid.backends.mode import Mode
-from torch_hybrid.backends.select import select
+from torch_hybrid.backends.select import impls_of, select
 from torch_hybrid.backends.step import make_backends
 from torch_hybrid.caches.sizes import PoolSizes
-from torch_hybrid.graphs import assembly, model_choices, steps
+from torch_hybrid.graphs import model_choices, steps
 from torch_hybrid.graphs.check_options import check_invariant
 from torch_hybrid.graphs.passes.row_sums import row_sums
 from torch_hybrid.graphs.two_batch import OverlapPolicy
@@ -106,8 +106,11 @@ def test_an_op_of_every_family_can_serve_on_a_gpu():
     for family, build in BUILDERS.items():
         with torch.device("meta"):
             table = table_of(build().config)
-        backends = make_backends(table, sizes, wanted, [Mode.EXTEND])
+        backends = make_backends(table, sizes, wanted, [Mode.DECODE, Mode.EXTEND])
         assert backends.keys() == set(table.kinds), family
+        for backend in backends.values():  # a token of a decode step is as any other
+            decode, extend = (impls_of(backend.choices[m]) for m in (Mode.DECODE, Mode.EXTEND))
+            assert decode == extend, family
     need = Need(**cuda, features=wanted.features)
     for op in ("linear", "fused_experts", "head_linear"):
         assert "triton" in select(op, REGISTERED[op], need).impl
@@ -127,8 +130,8 @@ def test_products_of_torch_are_refused():
 def test_on_a_gpu(family: str, dtype: torch.dtype):
     runner = make_runner(family, dtype, "cuda", compile=True)
     assert_same_bits(runner)
-    [name] = runner.report().graphs
-    assert name in ("extend", "extend, absorbed")  # with latents, a step says its form
+    names = {name.partition(",")[0] for name in runner.report().graphs}  # latents say their form
+    assert names == {"decode", "extend"}
 
 
 @needs_cuda
@@ -140,8 +143,8 @@ def test_in_halves_on_a_gpu(family: str, dtype: torch.dtype):
     runner = make_runner(family, dtype, "cuda", compile=True, two_batch_overlap="on")
     assert_same_bits(runner)
     assert torch.equal(in_pieces(runner, prompt, CUTS), whole)
-    [name] = runner.report().graphs
-    assert name.endswith("in halves")
+    assert len(runner.report().graphs) == 2
+    assert all(name.endswith("in halves") for name in runner.report().graphs)
 
 
 @needs_cuda
@@ -151,7 +154,7 @@ def test_some_steps_in_halves_on_a_gpu():
         "qwen3_next", torch.bfloat16, "cuda", compile=True, two_batch_overlap=overlap
     )
     assert_same_bits(runner)
-    assert set(runner.report().graphs) == {"extend", "extend, in halves"}
+    assert set(runner.report().graphs) == {"decode", "extend", "extend, in halves"}
 
 
 @needs_cuda
@@ -188,12 +191,11 @@ def test_halves_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
     here = partial(row_sums, impl="torch", devices=("cpu",))
     monkeypatch.setattr(model_choices, "row_sums", here)
     monkeypatch.setattr(steps, "fuses_freely", lambda device: True)
-    monkeypatch.setattr(assembly, "runs_one_mode", lambda device: True)
     some = OverlapPolicy(min_extend_tokens=40)
     runner = make_runner("qwen3", torch.bfloat16, compile=True, two_batch_overlap=some)
     assert_same_bits(runner)
     report = runner.report()
-    assert set(report.graphs) == {"extend", "extend, in halves"}
+    assert set(report.graphs) == {"decode", "extend", "extend, in halves"}
     assert {ops["power_sum[torch]"] for ops in report.ops.values()} == {9, 18}
     assert not report.pool_clones
 

@@ -55,10 +55,10 @@ MODES = (Mode.DECODE, Mode.EXTEND)
 def modes_of(num_drafts: int, *, prefill: bool, is_one_mode: bool) -> tuple[Mode, ...]:
     """The modes of a model's steps; where there are drafts, the last one verifies them.
 
-    ``is_one_mode``: all are to be of one.
+    ``is_one_mode``: all are to be of one, where there are drafts.
     """
-    if is_one_mode:
-        return (Mode.mixed(num_drafts) if num_drafts else Mode.EXTEND,)
+    if is_one_mode and num_drafts:
+        return (Mode.mixed(num_drafts),)
     modes = MODES if prefill else (Mode.DECODE,)
     return (*modes, Mode.verify(num_drafts)) if num_drafts else modes
 
