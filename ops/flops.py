@@ -241,6 +241,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "state_copy": nothing,
     "draw_tokens": nothing,
     "route": nothing,
+    "power_sum": nothing,
     "top_k": nothing,
 }
 

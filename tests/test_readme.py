@@ -25,6 +25,7 @@ from torch_hybrid.ops.linear import op as linear
 from torch_hybrid.ops.merge_states import op as merge_states
 from torch_hybrid.ops.ngram_embedding import op as ngram_embedding
 from torch_hybrid.ops.paged_attention import op as paged_attention
+from torch_hybrid.ops.power_sum import op as power_sum
 from torch_hybrid.ops.previous_rows import op as previous_rows
 from torch_hybrid.ops.ragged_attention import op as ragged_attention
 from torch_hybrid.ops.rg_lru import op as rg_lru
@@ -93,6 +94,7 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "state_copy": state_copy.IMPLEMENTATIONS,
         "route": route.IMPLEMENTATIONS,
         "top_k": top_k.IMPLEMENTATIONS,
+        "power_sum": power_sum.IMPLEMENTATIONS,
         "draw_tokens": draw_tokens.IMPLEMENTATIONS,
     },
 }

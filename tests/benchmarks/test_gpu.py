@@ -214,6 +214,7 @@ OTHER_INPUTS = {
     "expanded": (partial(latents.Expanded.make, 2, 2, 5), latents.call_expanded),
     "convolution": (partial(token_ops.Convolution.make, 8, 2, 3), token_ops.call_conv),
     "router": (partial(token_ops.Router.make, 8, 2, 3), token_ops.call_router),
+    "squares of a norm": (partial(token_ops.Normed.make, 3, 2, 40), token_ops.call_squares),
     "whole router": (partial(token_ops.Router.make, 8, 2, 3), token_ops.call_route),
     "draw": (
         partial(token_ops.Drawn.make, "top-p 0.95", 300, 3),

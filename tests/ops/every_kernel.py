@@ -62,6 +62,7 @@ from torch_hybrid.ops import (
     linear,
     ngram_embedding,
     paged_attention,
+    power_sum,
     ragged_attention,
     rg_lru,
     route,
@@ -302,6 +303,7 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     args = (torch.randn(5, 3, 37).to(dtype), torch.randn(3, 27, 37).to(dtype))
     yield "head_linear", partial(run, head_linear.head_linear, args, {})
     yield "top_k", partial(run, top_k.top_k, (torch.randn(5, 37).to(dtype), 3), {})
+    yield "power_sum", partial(run, power_sum.power_sum, (torch.randn(5, 3, 37).to(dtype), 2), {})
     logits = torch.randn(5, 37).to(dtype)
     yield "route", partial(run, route.route, (logits, None, 3), {"score": "softmax"})
     logits = torch.randn(3, 2500).to(dtype)
