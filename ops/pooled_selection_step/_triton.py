@@ -16,7 +16,7 @@ from torch_hybrid.ops.triton.block_ranks import TILE, ranks_of, take_blocks
 from torch_hybrid.ops.triton.devices import interpreted, launches_early
 from torch_hybrid.ops.triton.pooling import pool, rows_of_block
 
-_WARPS = 4
+_WARPS = 8
 
 
 def pooled_selection_step(
@@ -160,8 +160,7 @@ def _pool_and_score_kernel(
     slot = tl.load(state_indices + seq).to(tl.int64)
     p_page = page_table + seq.to(tl.int64) * stride_table + block // PAGE_BLOCKS
     page = tl.load(p_page, mask=block < max_blocks, other=0)
-    if token >= end:
-        return
+    length = tl.where(token < end, length, 0)  # without a token, no block is looked at
 
     place = tl.arange(0, BLOCK_P)
     index_d = tl.arange(0, BLOCK_D)
@@ -196,9 +195,19 @@ def _pool_and_score_kernel(
     b_key = tl.load(
         p_key + index_d[None, :], mask=(is_held & is_ranked)[:, None] & mask_d[None, :], other=0.0
     )
+    source = token - (SIZE - 1) + place
+    mask = (pools & (place < SIZE))[:, None] & mask_d[None, :]
+    b_gate = rows_of_block(
+        gates, stride_gate, held + D, source, token, place, index_d, mask, initial != 0, D
+    )
+    b_own = rows_of_block(
+        keys, stride_key, held, source, token, place, index_d, mask, initial != 0, D
+    )
+    b_bias = tl.load(bias + place[:, None] * D + index_d[None, :], mask=mask, other=0.0)
+    row = token.to(tl.int64)
+    own_slot = tl.load(slot_mapping + row, mask=pools, other=0)
     head = tl.arange(0, BLOCK_H)
     is_head = (head < H) & is_ranked
-    row = token.to(tl.int64)
     p_q = q + row * stride_q_token + head * stride_q_head
     b_q = tl.load(
         p_q[:, None] + index_d[None, :], mask=is_head[:, None] & mask_d[None, :], other=0.0
@@ -207,18 +216,9 @@ def _pool_and_score_kernel(
     if weights is not None:
         b_weight = tl.load(weights + row * H + head, mask=is_head, other=0.0)
     if pools:
-        source = token - (SIZE - 1) + place
-        mask = (place < SIZE)[:, None] & mask_d[None, :]
-        b_gate = rows_of_block(
-            gates, stride_gate, held + D, source, token, place, index_d, mask, initial != 0, D
-        )
-        b_own = rows_of_block(
-            keys, stride_key, held, source, token, place, index_d, mask, initial != 0, D
-        )
-        b_bias = tl.load(bias + place[:, None] * D + index_d[None, :], mask=mask, other=0.0)
-        own_block = tl.load(slot_mapping + row).to(tl.int64) // SIZE
         b_new = pool(b_own, b_gate, b_bias, place, SIZE).to(block_keys.dtype.element_ty)
-        tl.store(block_keys + own_block * D + index_d, b_new, mask=mask_d)
+        p_new = block_keys + (own_slot // SIZE).to(tl.int64) * D + index_d
+        tl.store(p_new, b_new, mask=mask_d)
         b_key = tl.where((block == complete - 1)[:, None], b_new[None, :], b_key)
     if is_ranked:
         if FLOAT32_PRODUCTS:

@@ -14,6 +14,7 @@ from torch_hybrid.ops.triton.ragged import sequence_of_token
 
 TILE = 64  # blocks; a row of ranks has whole tiles
 _LONG_ROW = 8192  # blocks of a query that many warps count faster than few wait for one another
+_WARPS, _LONG_WARPS = 4, 16
 # Of a count of tiles, and of blocks: three counts are one number of 32 and of 64 bits.
 _TILE_COUNT_BITS, _COUNT_BITS = 10, 21
 
@@ -73,7 +74,7 @@ def take_blocks(
         BLOCK=block,
         TILE=TILE,
         EARLY=early,
-        num_warps=16 if few and max_blocks > _LONG_ROW else 4,
+        num_warps=_LONG_WARPS if few and max_blocks > _LONG_ROW else _WARPS,
         launch_pdl=early and ranks is not None,
     )
     return chosen
