@@ -13,10 +13,12 @@ from torch_hybrid.ops.conv_step import check_lengths
 from torch_hybrid.ops.page_bounds import check_page_indices
 from torch_hybrid.ops.state_bounds import check_state_indices
 from torch_hybrid.ops.triton.block_ranks import TILE, ranks_of, take_blocks
-from torch_hybrid.ops.triton.devices import interpreted, launches_early
+from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, launches_early
 from torch_hybrid.ops.triton.pooling import pool, rows_of_block
 
 _WARPS = 8
+# That run at once. Where tiles are more, a program takes several, and few programs are idle.
+_PROGRAMS = 4 * PROCESSORS
 
 
 def pooled_selection_step(
@@ -53,7 +55,8 @@ def pooled_selection_step(
         return torch.full((num_tokens, top_k), -1, dtype=torch.int32, device=q.device)
     early, row_tiles = launches_early(q.device), triton.cdiv(max_blocks, TILE)
     ranks = torch.empty((num_tokens, row_tiles * TILE), dtype=torch.int32, device=q.device)
-    _pool_and_score_kernel[(num_seqs, row_tiles + 1)](
+    num_programs = max(1, min(row_tiles, _PROGRAMS // num_seqs))
+    _pool_and_score_kernel[(num_seqs, num_programs + 1)](
         q,
         keys,
         gates,
@@ -84,10 +87,12 @@ def pooled_selection_step(
         BLOCK_D=max(16, triton.next_power_of_2(index_dim)),
         BLOCK_P=triton.next_power_of_2(size),
         TILE=TILE,
+        HAS_MORE=num_programs < row_tiles,
         # The interpreter holds bfloat16 as integers and multiplies them as such.
         FLOAT32_PRODUCTS=interpreted() and q.dtype == torch.bfloat16,
         EARLY=early,
         num_warps=_WARPS,
+        num_stages=1,  # a program has one tile, or few
         enable_fp_fusion=True,
     )
     return take_blocks(
@@ -137,11 +142,13 @@ def _pool_and_score_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     TILE: tl.constexpr,
+    HAS_MORE: tl.constexpr,
     FLOAT32_PRODUCTS: tl.constexpr,
     EARLY: tl.constexpr,
 ) -> None:
-    """One program: TILE blocks, and their ranks for the token of a sequence; the last one of a
-    sequence has no blocks.
+    """One program: ranks of TILE blocks for the token of a sequence, and where there are more, then
+    of those that lie as many tiles further as there are programs; the last one of a sequence has no
+    blocks.
 
     A token completes a block, whose key is pooled, ranked and written by the program that has the
     block; or it does not, and the last program leaves it to the slot. So one program alone goes to
@@ -151,15 +158,15 @@ def _pool_and_score_kernel(
         gdc_launch_dependents()
     seq = tl.program_id(0)
     first_block = tl.program_id(1) * TILE
-    block = first_block + tl.arange(0, TILE)
+    num_programs = tl.num_programs(1) - 1
     # Nothing here waits for another: one look at memory for all.
     token = tl.load(cu_seqlens + seq)
     end = tl.load(cu_seqlens + seq + 1)
     length = tl.load(seq_lens + seq)
     initial = tl.load(initial_indices + seq).to(tl.int64)
     slot = tl.load(state_indices + seq).to(tl.int64)
-    p_page = page_table + seq.to(tl.int64) * stride_table + block // PAGE_BLOCKS
-    page = tl.load(p_page, mask=block < max_blocks, other=0)
+    table = page_table + seq.to(tl.int64) * stride_table
+    page = _pages_of(table, first_block, max_blocks, PAGE_BLOCKS, TILE)
     length = tl.where(token < end, length, 0)  # without a token, no block is looked at
 
     place = tl.arange(0, BLOCK_P)
@@ -168,7 +175,7 @@ def _pool_and_score_kernel(
     held = state + initial * ((SIZE - 1) * 2 * D)
     complete = length // SIZE
     left = length % SIZE
-    if tl.program_id(1) == row_tiles:
+    if tl.program_id(1) == num_programs:
         if (slot == 0) | (left == 0):
             return
         source = token + 1 - left + place
@@ -185,46 +192,102 @@ def _pool_and_score_kernel(
         tl.store(p_state + D, b_gate, mask=mask)
         return
 
-    # A query that can take all of its blocks needs no ranks.
-    is_ranked = (complete > TOP_K) & (first_block < complete)
-    pools = (left == 0) & (first_block <= complete - 1) & (complete - 1 < first_block + TILE)
-    if (is_ranked | pools) == 0:
+    # A query that can take all of its blocks needs no ranks, and no more than the last tile's key.
+    if (first_block >= complete) | ((complete <= TOP_K) & (left != 0)):
         return
-    is_held = block < complete - (left == 0).to(tl.int32)
+    heads = (q + token.to(tl.int64) * stride_q_token, stride_q_head, weights)
+    tokens = (keys, stride_key, gates, stride_gate, bias, slot_mapping)
+    past = (held, initial != 0, token, complete, left == 0)
+    row = ranks + token.to(tl.int64) * (row_tiles * TILE)
+    # With a loop around it, what stays the same takes registers that several programs could have.
+    if HAS_MORE:
+        for base in range(first_block, complete, num_programs * TILE):
+            _rank_tile(
+                base, page, heads, tokens, past, block_keys, row,
+                H, D, PAGE_BLOCKS, SIZE, TOP_K, BLOCK_H, BLOCK_D, BLOCK_P, TILE, FLOAT32_PRODUCTS,
+            )  # fmt: skip
+            page = _pages_of(table, base + num_programs * TILE, max_blocks, PAGE_BLOCKS, TILE)
+    else:
+        _rank_tile(
+            first_block, page, heads, tokens, past, block_keys, row,
+            H, D, PAGE_BLOCKS, SIZE, TOP_K, BLOCK_H, BLOCK_D, BLOCK_P, TILE, FLOAT32_PRODUCTS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _rank_tile(
+    base: tl.tensor,
+    page: tl.tensor,
+    heads: tl.tuple,
+    tokens: tl.tuple,
+    past: tl.tuple,
+    block_keys: tl.tensor,
+    row: tl.tensor,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    PAGE_BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    TILE: tl.constexpr,
+    FLOAT32_PRODUCTS: tl.constexpr,
+) -> None:
+    """Ranks of the blocks from ``base`` on, which lie in pages [TILE], and the key of the one that
+    the token completes, if it is among them."""
+    q, stride_q_head, weights = heads
+    keys, stride_key, gates, stride_gate, bias, slot_mapping = tokens
+    held, is_known, token, complete, completes = past
+    index_d, place, head = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_H)
+    mask_d = (index_d < D)[None, :]
+    block = base + tl.arange(0, TILE)
+    is_ranked = complete > TOP_K
+    pools = completes & (complete <= base + TILE)
+    is_held = (block < complete - completes.to(tl.int32)) & is_ranked
     p_key = block_keys + (page.to(tl.int64) * PAGE_BLOCKS + block % PAGE_BLOCKS)[:, None] * D
-    b_key = tl.load(
-        p_key + index_d[None, :], mask=(is_held & is_ranked)[:, None] & mask_d[None, :], other=0.0
-    )
-    source = token - (SIZE - 1) + place
-    mask = (pools & (place < SIZE))[:, None] & mask_d[None, :]
-    b_gate = rows_of_block(
-        gates, stride_gate, held + D, source, token, place, index_d, mask, initial != 0, D
-    )
-    b_own = rows_of_block(
-        keys, stride_key, held, source, token, place, index_d, mask, initial != 0, D
-    )
-    b_bias = tl.load(bias + place[:, None] * D + index_d[None, :], mask=mask, other=0.0)
-    row = token.to(tl.int64)
-    own_slot = tl.load(slot_mapping + row, mask=pools, other=0)
-    head = tl.arange(0, BLOCK_H)
+    b_key = tl.load(p_key + index_d[None, :], mask=is_held[:, None] & mask_d, other=0.0)
     is_head = (head < H) & is_ranked
-    p_q = q + row * stride_q_token + head * stride_q_head
-    b_q = tl.load(
-        p_q[:, None] + index_d[None, :], mask=is_head[:, None] & mask_d[None, :], other=0.0
-    )
     b_weight = None
     if weights is not None:
-        b_weight = tl.load(weights + row * H + head, mask=is_head, other=0.0)
+        b_weight = tl.load(weights + token * H + head, mask=is_head, other=0.0)
+    p_q = (q + head * stride_q_head)[:, None] + index_d[None, :]
+    mask_q = is_head[:, None] & mask_d
+    # Asked for last, on both ways: the compiler stores queries as soon as they are there, and what
+    # comes after that waits for them.
     if pools:
+        source = token - (SIZE - 1) + place
+        mask = (place < SIZE)[:, None] & mask_d
+        b_gate = rows_of_block(
+            gates, stride_gate, held + D, source, token, place, index_d, mask, is_known, D
+        )
+        b_own = rows_of_block(
+            keys, stride_key, held, source, token, place, index_d, mask, is_known, D
+        )
+        b_bias = tl.load(bias + place[:, None] * D + index_d[None, :], mask=mask, other=0.0)
+        own_block = tl.load(slot_mapping + token).to(tl.int64) // SIZE
+        b_q = tl.load(p_q, mask=mask_q, other=0.0)
         b_new = pool(b_own, b_gate, b_bias, place, SIZE).to(block_keys.dtype.element_ty)
-        p_new = block_keys + (own_slot // SIZE).to(tl.int64) * D + index_d
-        tl.store(p_new, b_new, mask=mask_d)
+        tl.store(block_keys + own_block * D + index_d, b_new, mask=index_d < D)
         b_key = tl.where((block == complete - 1)[:, None], b_new[None, :], b_key)
+    else:
+        b_q = tl.load(p_q, mask=mask_q, other=0.0)
     if is_ranked:
         if FLOAT32_PRODUCTS:
             b_q = b_q.to(tl.float32)
             b_key = b_key.to(tl.float32)
         rank = ranks_of(b_q, b_weight, b_key, 1, BLOCK_H, TILE)
-        rank = tl.where((block < complete)[None, :], rank, 0)
-        p_rank = ranks + row * (row_tiles * TILE) + block
-        tl.store(p_rank[None, :], rank)
+        tl.store((row + block)[None, :], tl.where((block < complete)[None, :], rank, 0))
+
+
+@triton.jit
+def _pages_of(
+    table: tl.tensor,
+    first_block: tl.tensor,
+    max_blocks: tl.tensor,
+    PAGE_BLOCKS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> tl.tensor:
+    """[TILE] pages that blocks lie in, of those that a row of the page table can name."""
+    block = first_block + tl.arange(0, TILE)
+    return tl.load(table + block // PAGE_BLOCKS, mask=block < max_blocks, other=0)

@@ -109,7 +109,7 @@ class IndexedAttentionBackend:
             )
 
         def indexer(mode: Mode) -> tuple[Choice, ...]:
-            if whole is None or mode != Mode.DECODE:
+            if whole is None or backends.batch_invariant or mode != Mode.DECODE:
                 return parts(mode)
             asked_for = (
                 backends.named("select_blocks", backends.full, mode),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from tests.ops.triton_compile import (
     launches_on,
     needs_cross_compiler,
 )
-from tests.ops.triton_interpreter import Interpreter, needs_triton
+from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.pooled_selection_step import pooled_selection_step, reference
 
@@ -24,8 +25,8 @@ from torch_hybrid.ops.pooled_selection_step import pooled_selection_step, refere
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/pooled_selection_step -k triton
 CONTRACT = """
     triton and (reference and (odd or a_token or glm5_next and bf16 or takes_all and fp16)
-    or round_once or step_by_step or out_of_range)
-    and not interpreter and not on_a_gpu
+    or round_once or step_by_step or out_of_range or several_tiles)
+    and not in_the_interpreter and not on_a_gpu
 """
 
 
@@ -34,6 +35,23 @@ def test_in_the_interpreter(
     interpreter: Interpreter, record_property: Callable[[str, object], None]
 ):
     interpreter.run(record_property, Path(__file__).parent, " ".join(CONTRACT.split()))
+
+
+@needs_interpreter
+@pytest.mark.parametrize("most_programs", [1, 16])
+def test_triton_takes_several_tiles(monkeypatch: pytest.MonkeyPatch, most_programs: int):
+    """As where sequences are many: one program of a sequence has all tiles, or every other."""
+    from torch_hybrid.ops.pooled_selection_step import _triton
+
+    monkeypatch.setattr(_triton, "_PROGRAMS", most_programs)
+    case = replace(CASES["odd"], lengths=((1, 420), (1, 421), (1, 389), (1, 384)))
+    inputs = make_inputs(case)
+    args, others = inputs.args(), inputs.args()
+    expected = reference.pooled_selection_step(*args, top_k=case.top_k)
+    chosen = pooled_selection_step(*others, top_k=case.top_k, impl="triton")
+    assert torch.equal(chosen, expected)
+    for place in (5, 6):
+        torch.testing.assert_close(others[place], args[place], atol=0, rtol=0, equal_nan=True)
 
 
 @needs_cuda
