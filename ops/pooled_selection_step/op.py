@@ -27,9 +27,9 @@ IMPLEMENTATIONS = {
     "triton": Implementation(
         capability=Capability(
             devices=triton_devices(),
-            # Products of float32 are no tensor core's, and fewer blocks than a tile has at once.
+            # Products of float32 are no tensor core's, and take registers for every element.
             dtypes=frozenset({torch.bfloat16, torch.float16}),
-            limits={"block_size": 64, "index_dim": 256, "num_index_heads": 64},
+            limits={"block_size": 64, "index_dim": 128, "num_index_heads": 64},
             cuda_graph=True,
             available=triton_missing,
         ),
