@@ -25,6 +25,7 @@ from torch_hybrid.ops.linear import op as linear
 from torch_hybrid.ops.merge_states import op as merge_states
 from torch_hybrid.ops.ngram_embedding import op as ngram_embedding
 from torch_hybrid.ops.paged_attention import op as paged_attention
+from torch_hybrid.ops.pooled_selection_step import op as pooled_selection_step
 from torch_hybrid.ops.power_sum import op as power_sum
 from torch_hybrid.ops.previous_rows import op as previous_rows
 from torch_hybrid.ops.ragged_attention import op as ragged_attention
@@ -55,7 +56,10 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "select_blocks": select_blocks.IMPLEMENTATIONS,
         "block_attention": block_attention.IMPLEMENTATIONS,
     },
-    "indexed_latent_attention": {"gated_pooling": gated_pooling.IMPLEMENTATIONS},
+    "indexed_latent_attention": {
+        "gated_pooling": gated_pooling.IMPLEMENTATIONS,
+        "pooled_selection_step": pooled_selection_step.IMPLEMENTATIONS,
+    },
     "gated_delta_rule": {
         "gated_delta_step": gated_delta_step.IMPLEMENTATIONS,
         "gated_delta_verify": gated_delta_step.VERIFY_IMPLEMENTATIONS,

@@ -331,6 +331,29 @@ def test_a_whole_step_of_lightning_stands_in_for_its_parts(impl: str):
     assert {c.op for c in made.choices[Mode.EXTEND]} == {"chunk_ssd"}
 
 
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ({}, "parts"),  # on a CPU
+        ({"ops": {"pooled_selection_step": "torch"}}, "torch"),
+        ({"ops": {"pooled_selection_step": "torch", "gated_pooling": "torch"}}, "torch"),
+        ({"ops": {"pooled_selection_step": "parts", "select_blocks": "torch"}}, "parts"),
+        ({"full": "torch"}, "parts"),
+    ],
+    ids=str,
+)
+def test_a_whole_step_of_an_indexer_stands_in_for_its_parts(named: dict[str, Any], expected: str):
+    table = LayerTable.from_specs([next(x for x in SPECS if isinstance(x, IndexedLatentSpec))])
+    modes = (*MODES, Mode.verify(2))
+    made = make_backends(table, make_cache(table).sizes, Backends(**named), modes)
+    choices = made["indexed_latent_attention"].choices
+    decode = {choice.op: choice.impl for choice in choices[Mode.DECODE]}
+    parts = {"block_attention", "select_blocks", "gated_pooling"}
+    assert decode.pop("pooled_selection_step") == expected
+    assert set(decode) == (parts if expected == "parts" else {"block_attention"})
+    assert all({choice.op for choice in choices[mode]} == parts for mode in modes[1:])
+
+
 def test_an_op_that_is_none_is_named():
     with pytest.raises(
         ValueError, match=r"ops must be among .*'recurrent_ssd'.*got \['extend ssd'\]"

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch_hybrid.backends.gated_delta_rule import GATED_DELTA_RULE
 from torch_hybrid.backends.indexed_attention import (
     GATED_POOLING,
+    POOLED_SELECTION_STEP,
     IndexedAttentionBackend,
     IndexedPlan,
 )
@@ -69,8 +70,10 @@ MakeBackend = Callable[[tuple[LayerEntry, ...], PoolSizes, Backends, Sequence[Mo
 _BACKENDS: dict[str, MakeBackend] = {
     "paged_attention": PagedAttentionBackend,
     "latent_attention": LatentAttentionBackend,
-    "indexed_attention": partial(IndexedAttentionBackend, CONVOLUTION),
-    "indexed_latent_attention": partial(IndexedAttentionBackend, GATED_POOLING),
+    "indexed_attention": partial(IndexedAttentionBackend, CONVOLUTION, None),
+    "indexed_latent_attention": partial(
+        IndexedAttentionBackend, GATED_POOLING, POOLED_SELECTION_STEP
+    ),
     "gated_delta_rule": partial(RecurrentBackend, GATED_DELTA_RULE),
     "kimi_delta_attention": partial(RecurrentBackend, KIMI_DELTA_ATTENTION),
     "mamba2": partial(RecurrentBackend, MAMBA2),
