@@ -141,8 +141,42 @@ class TransformersRwkv:
             return self.model(input_ids=ids, state=state, use_cache=True, logits_to_keep=1)
 
 
-def transformers(model: Any) -> Transformers | TransformersRwkv:
+class UnpaddedTransformers:
+    """A transformers model that knows neither masks nor static caches (xLSTM), run eagerly: prompts
+    are prefilled one by one, and their states put side by side.
+
+    Args:
+        model: unmodified.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Prefill each prompt."""
+        with torch.inference_mode():
+            caches = [
+                self.model(input_ids=torch.tensor([list(prompt)]), use_cache=True).cache_params
+                for prompt in prompts
+            ]
+        self._cache, *_ = caches
+        for layer in self._cache.rnn_state:
+            states = zip(*(cache.rnn_state[layer] for cache in caches), strict=True)
+            self._cache.rnn_state[layer] = tuple(map(torch.cat, states))
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Append a token to each sequence; [N, vocab_size] logits."""
+        with torch.inference_mode():
+            ids = torch.tensor(tokens)[:, None]
+            outputs = self.model(input_ids=ids, cache_params=self._cache, use_cache=True)
+            logits: Tensor = outputs.logits[:, -1]
+        return logits
+
+
+def transformers(model: Any) -> Transformers | UnpaddedTransformers | TransformersRwkv:
     """A transformers model run eagerly, as it takes a batch."""
+    if model.config.model_type == "xlstm":
+        return UnpaddedTransformers(model)
     if model.config.model_type == "rwkv":
         return TransformersRwkv(model)
     return Transformers(model)

@@ -1,6 +1,6 @@
 """Steps captured in CUDA graphs against the same compiled steps launched one kernel after another.
 
-    python -m benchmarks.cuda_graphs [--model NAME] [--dtype NAME]
+    python -m benchmarks.cuda_graphs [--model NAME] [--dtype NAME] [--profile]
 
 Needs a CUDA device. Each step is timed as a user sees it: from lists of tokens on the host to
 logits on the device.
@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from benchmarks.gpu.steps import kernels_of
 from benchmarks.models import make_model
 from benchmarks.results import Results, arguments, parse, title
 from torch_hybrid import HybridModel, Runner, adapt
@@ -58,9 +59,20 @@ def milliseconds(run: Callable[[], object], rounds: int = 20) -> float:
     return best * 1e3
 
 
+def print_kernels(name: str, run: Callable[[], object]) -> None:
+    """Print how long the kernels of a captured step run, by what they do."""
+    run()
+    found = min((kernels_of(run) for _ in range(3)), key=lambda kernels: kernels.busy_ms)
+    groups = (f"{group} {took:.0f} us ({n})" for group, (took, n) in found.groups.items())
+    count = sum(n for _, n in found.groups.values())
+    print(f"{name}: {found.busy_ms:.3f} ms in {count} kernels: {', '.join(groups)}")
+
+
 def main() -> None:
     """Print a line for each step."""
-    options = parse(arguments(__doc__.split("\n")[0]))
+    parser = arguments(__doc__.split("\n")[0])
+    parser.add_argument("--profile", action="store_true", help="print what kernels take")
+    options = parse(parser)
     hf_model = make_model(options.model, options.torch_dtype, quick=options.quick)
     model = adapt(hf_model.cuda())
     runners = {name: make_runner(model, cuda_graphs=name) for name in ("off", "auto")}
@@ -80,6 +92,8 @@ def main() -> None:
         for kind, runner in runners.items():
             times[kind] = milliseconds(make(runner))
         results.add(name, times["off"], times["auto"], times["off"] / times["auto"])
+        if options.profile:
+            print_kernels(name, make(runners["auto"]))
     report = runners["auto"].report()
     results.notes.append(f"captured: {'; '.join(report.captured_graphs)}")
     results.notes.append(f"{report.captured_bytes / 2**20:.0f} MiB for all of them")

@@ -26,6 +26,7 @@ from torch_hybrid.specs import (
     LightningSpec,
     Mamba2Spec,
     MambaSpec,
+    MlstmSpec,
     NgramSpec,
     RgLruSpec,
     ShortConvolutionSpec,
@@ -153,7 +154,7 @@ def _chunk_flops(spec: LayerSpec) -> float:
             return heads * (6 * c * k * v + 2 * c * c * (3 * k + 2 * v) + 2 / 3 * c**3)
         case Mamba2Spec():  # q k^T once for the heads of a group
             return heads * (4 * c * k * v + 2 * c * c * v) + spec.num_groups * 2 * c * c * k
-        case LightningSpec():
+        case LightningSpec() | MlstmSpec():
             return heads * (4 * c * k * v + 2 * c * c * (k + v))
 
 
@@ -186,6 +187,8 @@ def inner_width(spec: LayerSpec) -> int:
             return 5 * spec.channels + spec.dt_rank + 2 * spec.state_dim
         case LightningSpec():  # query, key, value, gate, output
             return 5 * spec.channels
+        case MlstmSpec():  # query, key, value and what stands beside it, gate, output
+            return 2 * spec.k_channels + 4 * spec.v_channels + 2 * spec.num_heads
         case RgLruSpec():  # input, its convolution, two gates, that of the output, output
             return 6 * spec.channels
         case TimeMixSpec():  # the token before, three mixes; key, value, gate, mean

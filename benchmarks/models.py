@@ -476,6 +476,15 @@ def _rwkv(sizes: dict[str, Any]) -> Any:
     return RwkvForCausalLM(RwkvConfig(**own))
 
 
+def _xlstm(sizes: dict[str, Any]) -> Any:
+    """Heads of half the published width, as the model is a quarter as wide and has half as many."""
+    from transformers import xLSTMConfig, xLSTMForCausalLM
+
+    names = ["vocab_size", "hidden_size", "num_hidden_layers"]
+    own = {name: (_DENSE | sizes)[name] for name in names}
+    return xLSTMForCausalLM(xLSTMConfig(**own, num_heads=4))
+
+
 FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "qwen3_next": _qwen3_next,
     "qwen3_5": _qwen3_5,
@@ -506,6 +515,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "inkling": _inkling,
     "inkling2": _inkling2,
     "rwkv": _rwkv,
+    "xlstm": _xlstm,
 }
 
 
@@ -541,6 +551,8 @@ def fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
         weight.uniform_(1, 16, generator=generator).log_()
     elif name.endswith(("dt_bias", "dt_proj.bias", "dt_proj_bias")):
         weight.uniform_(-7, -2, generator=generator)
+    elif name.endswith("fgate_preact.bias"):
+        weight.uniform_(0, 7, generator=generator)
     elif name.endswith("recurrent_param"):
         weight.uniform_(-9, -3, generator=generator)
     elif name.endswith("time_decay"):

@@ -23,10 +23,12 @@ The life of a step, and where each part of it stands:
       |      passes               merge_linears, two halves interleaved (schedule, marks), mixers
       |                           on a second stream (side_stream), routers and other choices of
       |                           the largest (own_routers, own_top_k), products of many small
-      |                           matrices (narrow_products); values stay up to date
+      |                           matrices (narrow_products), and those that give each row the bits
+      |                           that it has alone (row_products, row_sums, ordered_sums); values
+      |                           stay up to date
       |      regions              cut into regions, of which each distinct one is compiled by
-      |                           Inductor (compile_region, keep_order), and none may copy a pool
-      |                           (clone_check)
+      |                           Inductor (compile_region, keep_order, fixed_arithmetic), and none
+      |                           may copy a pool (clone_check)
       |    compiled_step        what remains: a function of regions, and where its arguments
       |                         stand in the inputs; Dynamo is not asked again
       |

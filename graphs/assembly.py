@@ -24,7 +24,6 @@ from torch_hybrid.backends.mode import Mode, modes_of
 from torch_hybrid.backends.select import Backends, Choice
 from torch_hybrid.backends.step import Backend, chunk_grid, make_backends
 from torch_hybrid.caches.hybrid import HybridCache
-from torch_hybrid.caches.scales import set_scales
 from torch_hybrid.graphs.artefact.store import StepStore
 from torch_hybrid.graphs.buckets import StepSizes
 from torch_hybrid.graphs.capturing.capture_policy import CapturePolicy
@@ -37,7 +36,7 @@ from torch_hybrid.graphs.check_options import (
     check_max_drafts,
     check_max_tokens,
     kept_table,
-    sums_by_graph,
+    runs_one_mode,
 )
 from torch_hybrid.graphs.compiling.background import StepsBeside, check_compile
 from torch_hybrid.graphs.compiling.surroundings import calm
@@ -104,7 +103,7 @@ def decide(model: Model, options: Options, make_trial: MakeTrial) -> Decided:
     device = model.device  # to find it takes a walk through the model
     check_compile(options.compile, model)
     if options.batch_invariant:
-        check_invariant(model, options.compile, options.two_batch_overlap)
+        check_invariant(model, options.compile, options.two_batch_overlap, options.max_drafts)
     capture = CapturePolicy.of(options.cuda_graphs, device, compiles=bool(options.compile))
     check_artefact(options.artefact, compiles=bool(options.compile))
     check_kv_tokens(options.kv_tokens)
@@ -151,8 +150,8 @@ def assemble(decided: Decided, owner: object) -> Parts:
         store = _open_store(decided, cache, caches) if options.compile else None
         choices = choose(model, decided.backends, compiles=bool(options.compile))
         batch_invariant = decided.backends.batch_invariant
-        is_one_graph = options.prefill and batch_invariant and sums_by_graph(device)
-        modes = modes_of(options.max_drafts, prefill=options.prefill, is_one_graph=is_one_graph)
+        is_one_mode = options.prefill and batch_invariant and runs_one_mode(device)
+        modes = modes_of(options.max_drafts, prefill=options.prefill, is_one_mode=is_one_mode)
         backends = make_backends(decided.table, cache.sizes, decided.backends, modes)
         start_builds(choices, backends)
         kinds = kinds_of_head(model) if options.max_drafts else frozenset()
@@ -216,7 +215,7 @@ def _make_cache(decided: Decided) -> HybridCache:
         num_drafts=options.max_drafts,
     )
     if options.kv_scales is not None:
-        set_scales(cache.scales, options.kv_scales)
+        cache.set_scales(options.kv_scales)
     return cache
 
 

@@ -34,21 +34,22 @@ def check_artefact(artefact: str | os.PathLike[str] | None, *, compiles: bool) -
         raise ValueError("an artefact has compiled steps, got compile=False")
 
 
-def sums_by_graph(device: torch.device) -> bool:
-    """Whether what is compiled for a device sums rows in another order in each graph, as Inductor
-    does for a GPU: then steps have the same bits only where one graph runs them all."""
+def runs_one_mode(device: torch.device) -> bool:
+    """Whether all steps of a batch-invariant runner with drafts are of one mode: on a GPU, where no
+    op that verifies drafts gives each row the bits that it has alone."""
     return device.type == "cuda"
 
 
-def check_invariant(model: Any, compile: bool | str, two_batch_overlap: object) -> None:
+def check_invariant(
+    model: Any, compile: bool | str, two_batch_overlap: object, max_drafts: int
+) -> None:
     """Check the options beside batch_invariant=True.
 
     Raises:
         ValueError: bits would change as steps are exchanged by compiled ones.
-        UnsupportedError: on a GPU steps would not all be of one compiled graph. Inductor and torch
-            sum rows in another order in each graph, and by size. Or ranks have whole experts: it
-            goes by a token's place in the batch on which of them its experts' sum is added to that
-            of a shared one.
+        UnsupportedError: ranks have whole experts: it goes by a token's place in the batch on which
+            of them its experts' sum is added to that of a shared one. Or all steps are of a mode
+            that verifies drafts, which is never cut, and halves are asked for.
     """
     if compile == "background":
         raise ValueError(
@@ -60,15 +61,10 @@ def check_invariant(model: Any, compile: bool | str, two_batch_overlap: object) 
             "batch_invariant=True is not to be had with experts='all_to_all': the order in which a "
             "token's experts and a shared one are added up goes by its place in the batch"
         )
-    refused = {
-        "compile=False": not compile,
-        f"two_batch_overlap={two_batch_overlap!r}": two_batch_overlap != "off",
-    }
-    reasons = [option for option, is_asked in refused.items() if is_asked]
-    if sums_by_graph(model.device) and reasons:
+    if runs_one_mode(model.device) and max_drafts and two_batch_overlap != "off":
         raise UnsupportedError(
-            f"batch_invariant=True runs all steps by one compiled graph on a GPU, which is not to "
-            f"be had with {', '.join(reasons)}"
+            "batch_invariant=True with max_drafts verifies drafts in all steps on a GPU, and such "
+            f"are never cut in halves: two_batch_overlap must be 'off', got {two_batch_overlap!r}"
         )
 
 

@@ -20,6 +20,7 @@ from torch_hybrid.graphs.passes.merge_linears import merge_linears
 from torch_hybrid.graphs.passes.narrow_products import narrow_products
 from torch_hybrid.graphs.passes.ordered_sums import ordered_sums
 from torch_hybrid.graphs.passes.row_products import row_products
+from torch_hybrid.graphs.passes.row_sums import row_sums
 from torch_hybrid.graphs.step import Model
 from torch_hybrid.ops.capability import BATCH_INVARIANT, Need
 from torch_hybrid.ops.linear import op as linear
@@ -103,8 +104,8 @@ def passes_for(
     num_ranks: int = 1,
 ) -> dict[Mode, Sequence[Pass]]:
     """``passes`` for the steps of each mode: linear layers are merged where that was chosen.
-    Where rows are to be computed by themselves, no product is left to torch, and no sum over the
-    ranks to a collective.
+    Where rows are to be computed by themselves, no product is left to torch, no sum over the ranks
+    to a collective, and on a GPU none over a row to Inductor.
 
     On a GPU, where steps have few rows: many are torch's, one weight after the other all the same.
     """
@@ -116,9 +117,10 @@ def passes_for(
         if num_ranks > 1:
             own.append(Pass("ordered_sums", partial(ordered_sums, num_ranks=num_ranks)))
         others = [each for each in passes if each.name != narrow.name]
+        last = Pass("row_sums", row_sums)
         kept = [merge if each.name == "merge_linears" else each for each in others]
         place = kept.index(merge) + 1 if merge in kept else 0
-        return dict.fromkeys(modes, (*kept[:place], *own, *kept[place:]))
+        return dict.fromkeys(modes, (*kept[:place], *own, *kept[place:], last))
 
     def merges(mode: Mode) -> bool:
         impl = impls.get("linear", "torch")

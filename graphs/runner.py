@@ -91,8 +91,8 @@ class Runner:
             None: where the model has a tower that makes such (``from_pretrained(vision=True)``).
         batch_invariant: logits after a token have the same bits whatever else is in the batch,
             however the tokens before it came: in one step or in many, from a checkpoint, drafted or
-            not. Implementations that cannot say so of themselves are refused. On a GPU all steps
-            are of one compiled graph: no halves, nor compile=False.
+            not, whole or in halves. Implementations that cannot say so of themselves are refused.
+            On a GPU steps of a runner with ``max_drafts`` are of one graph, and in no halves.
         check_batch: called on the host with the batch of each step before it runs; what it raises
             stops the step. ``Agreement(...).check``, where several ranks share the model.
         passes: graph passes over each traced step, in order; see ``graphs.passes``, which has
@@ -196,7 +196,7 @@ class Runner:
     @property
     def free_checkpoints(self) -> int:
         """How many more states can be kept, before a prefix cache gives up some of its own."""
-        return self._cache.checkpoints.num_free
+        return self._cache.num_free_checkpoints
 
     @property
     def captures(self) -> bool:
@@ -276,7 +276,7 @@ class Runner:
             ValueError: it was released before, or belongs to another runner.
         """
         with self.lock:
-            self._cache.checkpoints.release(checkpoint)
+            self._cache.release(checkpoint)
 
     def free(self, seqs: Many[Sequence]) -> None:
         """Give back the slots and pages of sequences, all or none.

@@ -19,6 +19,7 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.artefact.store import StepStore
 from torch_hybrid.graphs.compiling.compile import CompileLog, GraphRecord, StepBackend, compile_step
 from torch_hybrid.graphs.compiling.compiled_step import CompiledStep
+from torch_hybrid.graphs.compiling.fixed_arithmetic import fuses_freely
 from torch_hybrid.graphs.compiling.layers_once import LayersOnce
 from torch_hybrid.graphs.model_choices import choices_of
 from torch_hybrid.graphs.model_use import ModelUse
@@ -71,7 +72,8 @@ class Steps:
         passes: over the graphs of each mode.
         choices: beside those of the backends: of experts, and of linear layers.
         given: what steps read beside the pools of their layers.
-        by_row: whether rows are computed by themselves; in graphs the passes see to it.
+        by_row: whether rows are computed by themselves; in graphs the passes and the compiler see
+            to it.
         store: where compiled steps may be; None compiles nothing, and runs the model as it is.
     """
 
@@ -117,6 +119,7 @@ class Steps:
                 pool_sizes=pool_sizes,
                 layers=None if mode.num_chained else self.layers,
                 passes=own,
+                fixes_arithmetic=by_row and fuses_freely(model.device),
             )
             for mode, own in passes.items()
         }

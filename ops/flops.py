@@ -189,6 +189,24 @@ def select_blocks(
     return 2 * q[0] * q[1] * q[2] * page_table[1] * block_keys[1]
 
 
+def pooled_selection_step(
+    q: Shape,
+    keys: Shape,
+    gates: Shape,
+    bias: Shape,
+    weights: object,
+    state: Shape,
+    block_keys: Shape,
+    cu_seqlens: Shape,
+    seq_lens: Shape,
+    page_table: Shape,
+    *_: Any,
+    **_options: Any,
+) -> int:
+    """Scores, as in ``select_blocks``."""
+    return select_blocks(q, keys, weights, block_keys, cu_seqlens, seq_lens, page_table)
+
+
 def block_attention(
     q: Shape,
     k: Shape,
@@ -210,6 +228,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "paged_attention": paged_attention,
     "paged_attention_with_lse": paged_attention,
     "select_blocks": select_blocks,
+    "pooled_selection_step": pooled_selection_step,
     "block_attention": block_attention,
     "ngram_embedding": nothing,
     "gated_pooling": nothing,
@@ -242,6 +261,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "state_copy": nothing,
     "draw_tokens": nothing,
     "route": nothing,
+    "power_sum": nothing,
     "top_k": nothing,
 }
 

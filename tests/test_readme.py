@@ -25,6 +25,8 @@ from torch_hybrid.ops.linear import op as linear
 from torch_hybrid.ops.merge_states import op as merge_states
 from torch_hybrid.ops.ngram_embedding import op as ngram_embedding
 from torch_hybrid.ops.paged_attention import op as paged_attention
+from torch_hybrid.ops.pooled_selection_step import op as pooled_selection_step
+from torch_hybrid.ops.power_sum import op as power_sum
 from torch_hybrid.ops.previous_rows import op as previous_rows
 from torch_hybrid.ops.ragged_attention import op as ragged_attention
 from torch_hybrid.ops.rg_lru import op as rg_lru
@@ -55,7 +57,10 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "select_blocks": select_blocks.IMPLEMENTATIONS,
         "block_attention": block_attention.IMPLEMENTATIONS,
     },
-    "indexed_latent_attention": {"gated_pooling": gated_pooling.IMPLEMENTATIONS},
+    "indexed_latent_attention": {
+        "gated_pooling": gated_pooling.IMPLEMENTATIONS,
+        "pooled_selection_step": pooled_selection_step.IMPLEMENTATIONS,
+    },
     "gated_delta_rule": {
         "gated_delta_step": gated_delta_step.IMPLEMENTATIONS,
         "gated_delta_verify": gated_delta_step.VERIFY_IMPLEMENTATIONS,
@@ -82,7 +87,7 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "lightning_step": lightning_step.IMPLEMENTATIONS,
         "lightning_verify": lightning_step.VERIFY_IMPLEMENTATIONS,
     },
-    "mamba2, lightning_attention": {
+    "mamba2, lightning_attention, mlstm": {
         "recurrent_ssd": ssd.RECURRENT_IMPLEMENTATIONS,
         "chunk_ssd": ssd.CHUNK_IMPLEMENTATIONS,
     },
@@ -95,6 +100,7 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "state_copy": state_copy.IMPLEMENTATIONS,
         "route": route.IMPLEMENTATIONS,
         "top_k": top_k.IMPLEMENTATIONS,
+        "power_sum": power_sum.IMPLEMENTATIONS,
         "draw_tokens": draw_tokens.IMPLEMENTATIONS,
     },
 }
@@ -110,6 +116,7 @@ NAMES = {
     "mamba": "Mamba",
     "mamba2": "Mamba2",
     "lightning_attention": "lightning attention",
+    "mlstm": "matrix memories with exponential gates (mLSTM)",
     "rg_lru": "real-gated linear recurrent units",
     "time_mix": "RWKV's time mixing",
     "channel_mix": "RWKV's channel mixing",

@@ -527,6 +527,24 @@ def rwkv(**options: Any) -> nn.Module:
     return tf.RwkvForCausalLM(tf.RwkvConfig(**{**sizes, **options}))
 
 
+def xlstm(**options: Any) -> nn.Module:
+    """Values that are wider than keys, and caps that gates and logits come near to."""
+    sizes = {
+        **NO_SPECIAL_TOKENS,
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_heads": 4,
+        "qk_dim_factor": 1.0,
+        "v_dim_factor": 2.0,
+        "ffn_proj_factor": 1.5,
+        "ffn_round_up_to_multiple_of": 32,
+        "gate_soft_cap": 8.0,
+        "output_logit_soft_cap": 5.0,
+    }
+    return tf.xLSTMForCausalLM(tf.xLSTMConfig(**{**sizes, **options}))
+
+
 BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "qwen3_next": qwen3_next,
     "qwen3_next_dense": qwen3_next_dense,
@@ -560,6 +578,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "inkling": inkling,
     "inkling2": inkling2,
     "rwkv": rwkv,
+    "xlstm": xlstm,
 }
 
 
@@ -576,6 +595,7 @@ FEWEST_LAYERS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layer_types": ["moe", "linear_attention", "mlp", "full_attention"]},
     "mamba2": {"num_hidden_layers": 2},
     "rwkv": {"num_hidden_layers": 2},
+    "xlstm": {"num_hidden_layers": 2},
     "zamba": {  # of a block that no other layer has, transformers cannot tie the weights
         "num_hidden_layers": 3,
         "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
@@ -647,6 +667,9 @@ def randomize(model: nn.Module, seed: int) -> None:
         elif kind == "recurrent_param":  # half an open gate forgets over 1 to 1000 tokens
             tokens = 1000 ** torch.rand(weight.shape, generator=generator)
             weight.copy_(torch.expm1(1 / (4 * tokens)).log())
+        elif kind == "bias" and layer.endswith("fgate_preact"):  # forgets over 1 to 1000 tokens
+            tokens = 1000 ** torch.rand(weight.shape, generator=generator)
+            weight.copy_(torch.logit((-1 / tokens).exp()))
         elif kind == "time_decay":  # forgets over 1 to 1000 tokens
             weight.copy_(-torch.rand(weight.shape, generator=generator) * math.log(1000))
         elif kind.startswith("time_mix"):
@@ -695,7 +718,7 @@ def spread_time_constants(module: Any, A_log: Tensor, generator: torch.Generator
 def in_double(model: Any) -> Any:
     """A copy in float64, with the decay rates that its config says.
 
-    MiniMax keeps them in buffers, which are rounded where a model is cast.
+    MiniMax keeps them in buffers, which are rounded where a model is cast; xLSTM rounds states.
     """
     exact = cast(copy.deepcopy(model), torch.float64)
     for module in exact.modules():
@@ -704,6 +727,9 @@ def in_double(model: Any) -> Any:
             decays = module.decay_factors(rate)
             module.slope_rate = rate
             module.query_decay, module.key_decay, module.diagonal_decay = decays
+        elif type(module).__name__ == "xLSTMBackend":
+            for name in ("mlstm_sequence_kernel", "mlstm_step_kernel"):
+                module._inference_fn.keywords[name].keywords["dtype_state"] = torch.float64
     return exact
 
 

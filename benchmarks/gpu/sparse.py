@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import ClassVar
@@ -19,6 +19,8 @@ from torch_hybrid.ops.gated_pooling import gated_pooling
 from torch_hybrid.ops.gated_pooling.op import IMPLEMENTATIONS as POOLING
 from torch_hybrid.ops.latent_attention.op import IMPLEMENTATIONS as LATENTS
 from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS as PAGED
+from torch_hybrid.ops.pooled_selection_step import pooled_selection_step
+from torch_hybrid.ops.pooled_selection_step.op import IMPLEMENTATIONS as INDEXING
 from torch_hybrid.ops.select_blocks import select_blocks
 from torch_hybrid.ops.select_blocks.op import IMPLEMENTATIONS as SELECTION
 
@@ -247,12 +249,18 @@ def attend(inputs: Attended, impl: str) -> Tensor:
     )
 
 
+def _slots(num_seqs: int) -> Tensor:
+    """A slot for each sequence."""
+    return torch.arange(1, num_seqs + 1, dtype=torch.int32)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooled(Inputs):
     """Tokens whose keys make those of blocks."""
 
     changed: ClassVar[tuple[str, ...]] = ("state",)
     sequences: Sequences
+    slots: Tensor
     keys: Tensor
     gates: Tensor
     bias: Tensor
@@ -264,6 +272,7 @@ class Pooled(Inputs):
         size = model.block_size
         return cls(
             sequences=sequences,
+            slots=_slots(num_seqs),
             keys=randn(sequences.num_tokens, INDEX_DIM),
             gates=randn(sequences.num_tokens, INDEX_DIM),
             bias=randn(size, INDEX_DIM),
@@ -278,7 +287,6 @@ class Pooled(Inputs):
 def pool(inputs: Pooled, impl: str) -> Tensor:
     """One call, which keeps the tokens of the last block."""
     cu_seqlens, seq_lens, _, _ = inputs.sequences.args()
-    slots = torch.arange(1, len(seq_lens) + 1, dtype=torch.int32, device=seq_lens.device)
     return gated_pooling(
         inputs.keys,
         inputs.gates,
@@ -286,8 +294,66 @@ def pool(inputs: Pooled, impl: str) -> Tensor:
         inputs.state,
         cu_seqlens,
         seq_lens,
-        slots,
-        slots,
+        inputs.slots,
+        inputs.slots,
+        impl=impl,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Indexed(Inputs):
+    """One token of each sequence, and all that its indexer takes. The tokens of a block have the
+    same whole numbers for keys, so that scores are the same in any order of sums."""
+
+    changed: ClassVar[tuple[str, ...]] = ("state",)
+    selected: Selected
+    slots: Tensor
+    gates: Tensor
+    bias: Tensor
+    state: Tensor
+
+    @classmethod
+    def make(cls, model: Model, num_seqs: int, length: int, num_new: int) -> Indexed:
+        selected = Selected.make(model, num_seqs, length, num_new)
+        size = model.block_size
+        keys = selected.keys[:, None].expand(-1, size - 1, -1)
+        state = torch.stack([keys, randn(*keys.shape)], 2)
+        return cls(
+            selected=selected,
+            slots=_slots(num_seqs),
+            gates=randn(num_seqs, INDEX_DIM),
+            bias=randn(size, INDEX_DIM),
+            state=torch.cat([state[:1], state]),
+        )
+
+    def another(self) -> Indexed:
+        pools = {"gates": self.gates.clone(), "state": self.state.clone()}
+        return replace(self, selected=self.selected.another(), **pools)
+
+    @property
+    def num_bytes(self) -> float:
+        return self.selected.num_bytes + 2 * self.gates.nbytes + self.state[1:].nbytes
+
+    @property
+    def flops(self) -> float:
+        return self.selected.flops
+
+
+def index(inputs: Indexed, impl: str) -> Tensor:
+    """One call, which pools, keeps and stores keys, and selects."""
+    selected = inputs.selected
+    return pooled_selection_step(
+        selected.q,
+        selected.keys,
+        inputs.gates,
+        inputs.bias,
+        selected.weights,
+        inputs.state,
+        selected.block_keys,
+        *selected.sequences.args(),
+        inputs.slots,
+        inputs.slots,
+        top_k=selected.model.top_k,
         impl=impl,
     )
 
@@ -306,8 +372,9 @@ def cases() -> Iterator[Case]:
     )
     alike = partial(Attended.make, QWEN4_EXP, alike=0.9)
     neighbours = ("sparse attend", "Qwen4-Exp, neighbours alike", alike, attend, ATTENTION)
+    whole = ("sparse index", "GLM-5.3", partial(Indexed.make, GLM_5_3), index, INDEXING)
     for num_seqs, length, num_new in SHAPES:
-        more = (neighbours,) if num_new > 1 else ()
+        more = (neighbours,) if num_new > 1 else (whole,)
         for op, model, make, call, implementations in (*steps, *more):
             yield Case(
                 op=op,

@@ -286,7 +286,7 @@ def _measure(name: str, floor_ms: float, run: Callable[[], Tensor]) -> Step:
         host = min(host, time.perf_counter() - start)
         torch.cuda.synchronize()
         whole = min(whole, time.perf_counter() - start)
-    kernels = min((_kernels(run) for _ in range(3)), key=lambda seen: seen.busy_ms)
+    kernels = min((kernels_of(run) for _ in range(3)), key=lambda seen: seen.busy_ms)
     return Step(
         name=name,
         floor_ms=floor_ms,
@@ -316,7 +316,7 @@ def device_ms(run: Callable[[], object]) -> float:
     return best
 
 
-def _kernels(run: Callable[[], object]) -> Kernels:
+def kernels_of(run: Callable[[], object]) -> Kernels:
     """By torch's profiler, which slows the host and not the kernels."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         run()

@@ -20,6 +20,8 @@ from torch_hybrid.ops.fused_experts import fused_experts
 from torch_hybrid.ops.fused_experts.op import IMPLEMENTATIONS as EXPERTS_IMPLEMENTATIONS
 from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.linear.op import IMPLEMENTATIONS as LINEAR_IMPLEMENTATIONS
+from torch_hybrid.ops.power_sum import power_sum
+from torch_hybrid.ops.power_sum.op import IMPLEMENTATIONS as SUM_IMPLEMENTATIONS
 from torch_hybrid.ops.route import route
 from torch_hybrid.ops.route.op import IMPLEMENTATIONS as ROUTE_IMPLEMENTATIONS
 from torch_hybrid.ops.top_k import top_k
@@ -122,6 +124,26 @@ def _torch_top_k(inputs: Sequence[Router]) -> Turns:
 def call_route(inputs: Router, impl: str) -> Tensor:
     """From logits to the weights of the chosen."""
     return route(inputs.x, None, inputs.k, score="softmax", impl=impl)[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Normed(Inputs):
+    """What a norm goes over, hidden states or the heads of a projection."""
+
+    x: Tensor  # [T, ..., D]
+
+    @classmethod
+    def make(cls, *shape: int) -> Normed:
+        return cls(x=randn(*shape))
+
+    @property
+    def num_bytes(self) -> float:
+        return self.x.nbytes + 4 * self.x[..., 0].numel()
+
+
+def call_squares(inputs: Normed, impl: str) -> Tensor:
+    """The sum of the squares of each row."""
+    return power_sum(inputs.x, 2, impl=impl)
 
 
 # Temperature, number, top-k, top-p and min-p, by what a request asks for.
@@ -293,6 +315,22 @@ def cases() -> Iterator[Case]:
             make=partial(Router.make, 512, 10, num_tokens),
             reference=partial(call_route, impl="torch"),
             own=own(ROUTE_IMPLEMENTATIONS, call_route),
+        )
+    for shape in (
+        (1, 2048),
+        (32, 2048),
+        (8192, 2048),
+        (1, 16, 256),
+        (32, 16, 256),
+        (8192, 16, 256),
+    ):
+        yield Case(
+            op="sums of squares",
+            model=f"{' x '.join(map(str, shape[1:]))}",
+            shape=f"{shape[0]} tokens",
+            make=partial(Normed.make, *shape),
+            reference=partial(call_squares, impl="torch"),
+            own=own(SUM_IMPLEMENTATIONS, call_squares),
         )
     for asked in _ASKED:
         for num_rows in (1, 32, 128):

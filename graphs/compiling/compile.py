@@ -24,6 +24,7 @@ from torch.fx import Graph, GraphModule
 from torch_hybrid.graphs.compiling.clone_check import PoolClone, find_pool_clones
 from torch_hybrid.graphs.compiling.compile_region import compile_region
 from torch_hybrid.graphs.compiling.compiled_step import CompiledGraph, CompiledStep, arguments_of
+from torch_hybrid.graphs.compiling.fixed_arithmetic import check_sums, fixed_arithmetic
 from torch_hybrid.graphs.compiling.instantiate import drop_dead_checks, own_copy
 from torch_hybrid.graphs.compiling.layers_once import LayerCount, LayersOnce
 from torch_hybrid.graphs.compiling.regions import link, plan_regions, step_text
@@ -71,6 +72,7 @@ class StepBackend:
         pool_sizes: numbers of elements of the state pools, to find copies of them.
         layers: completes the graphs of its model.
         passes: run in order on the whole graph.
+        fixes_arithmetic: whether a value is to have the same bits in all graphs.
     """
 
     def __init__(
@@ -80,11 +82,13 @@ class StepBackend:
         pool_sizes: Collection[int],
         layers: LayersOnce | None = None,
         passes: Sequence[Pass] = DEFAULT_PASSES,
+        fixes_arithmetic: bool = False,
     ) -> None:
         self._log = log
         self._pool_sizes = pool_sizes
         self._layers = layers
         self._passes = passes
+        self._fixes_arithmetic = fixes_arithmetic
 
     def compile(self, module: GraphModule) -> CompiledGraph:
         """Compile one traced graph."""
@@ -127,8 +131,14 @@ class StepBackend:
             torch._functorch.config.patch(_ALWAYS_INDUCTOR),
             torch._inductor.config.patch(_ANY_SIZE | _options_of_ranks(module.graph)),
             _inductor_options(schedule, planned),
+            fixed_arithmetic() if self._fixes_arithmetic else nullcontext(),
         ):
-            compiled = [compile_region(region, module) for region in plan.distinct]
+            compiled = [
+                compile_region(region, module, rounds_every_value=self._fixes_arithmetic)
+                for region in plan.distinct
+            ]
+        if self._fixes_arithmetic:
+            check_sums([source for region in compiled for source in region.sources])
         in_turn = [compiled[number] for number in plan.numbers]
         if schedule:
             _check_order([source for region in in_turn for source in region.sources], planned)

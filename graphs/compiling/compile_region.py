@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
+from torch_hybrid.graphs.compiling.fixed_arithmetic import round_every_value
 from torch_hybrid.graphs.compiling.regions import Compiled, Region
 from torch_hybrid.graphs.passes.mutation import storages
 from torch_hybrid.graphs.passes.values import value_of
@@ -28,7 +29,9 @@ class CompiledRegion:
     ops: Counter[str] = field(default_factory=Counter)
 
 
-def compile_region(region: Region, root: GraphModule) -> CompiledRegion:
+def compile_region(
+    region: Region, root: GraphModule, *, rounds_every_value: bool = False
+) -> CompiledRegion:
     """Compile a region of the graph of ``root`` by Inductor."""
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -42,6 +45,8 @@ def compile_region(region: Region, root: GraphModule) -> CompiledRegion:
 
     def compile_inner(graph: GraphModule, *args: Any, **options: Any) -> Any:
         ops.update(_ops_of(graph))
+        if rounds_every_value:
+            round_every_value(graph.graph)
         compiled: Any = compile_fx_inner(graph, *args, **options)
         sources.append(compiled.source_code)
         if is_plain and _num_inputs_and_outputs(graph.graph) == num_given:

@@ -1,10 +1,17 @@
-"""A graph pass: the k best of short rows, as routers choose experts, become one op."""
+"""A graph pass: the k best of short rows, as routers choose experts, become one op.
+
+Where the model runs as it is, ``OwnTopK`` meets it as the model calls it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.overrides import TorchFunctionMode
 
 from torch_hybrid.graphs.passes.values import value_of
 from torch_hybrid.ops.capability import Need
@@ -34,18 +41,40 @@ def _operands(node: Node) -> tuple[Node, int] | None:
     if node.target is not torch.topk and (node.op, node.target) != ("call_method", "topk"):
         return None
     x, k, dim, largest = _arguments(*node.args, **node.kwargs)  # type: ignore[arg-type]
-    rows = value_of(x)
+    return (x, k) if _is_served(value_of(x), k, dim, largest) else None
+
+
+def _is_served(rows: Any, k: object, dim: int, largest: bool) -> bool:
+    """Whether the native implementation finds the k largest of such rows."""
     if not isinstance(rows, Tensor) or not isinstance(k, int) or not largest:
-        return None
+        return False
     if rows.dim() == 0 or dim not in (-1, rows.dim() - 1) or not isinstance(rows.shape[-1], int):
-        return None
+        return False
     sizes = {"num_columns": rows.shape[-1], "k": k}
     need = Need(device=rows.device, dtype=rows.dtype, sizes=sizes)
-    return None if IMPLEMENTATIONS["triton"].capability.why_not(need) else (x, k)
+    return not IMPLEMENTATIONS["triton"].capability.why_not(need)
 
 
 def _arguments(
-    input: Node, k: object, dim: int = -1, largest: bool = True, sorted: bool = True
-) -> tuple[Node, object, int, bool]:
+    input: Any, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Any, Any, int, bool]:
     """Those of ``topk`` that matter, whether passed by position or by name."""
     return input, k, dim, largest
+
+
+class OwnTopK(TorchFunctionMode):
+    """The same of a model that runs as it is: torch's order goes by how many rows there are."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Collection[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "topk":
+            x, k, dim, largest = _arguments(*args, **kwargs)
+            if _is_served(x, k, dim, largest):
+                return torch.return_types.topk(TOP_K(x, k, impl="triton"))
+        return func(*args, **kwargs)

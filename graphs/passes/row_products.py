@@ -4,6 +4,9 @@ products, whose order of additions depends on how many rows there are.
 In a graph that is a pass; where the model runs as it is, torch's functions are met as it calls them
 (``in_rows``). There functions of single elements differ too, by where these lie: the last ones of a
 tensor, and of each thread's share, are computed one by one, and the others by vectors.
+
+Sums over a row are those of ``row_sums``, over the ranks of ``ordered_sums``, and the best of a row
+are those of ``own_top_k``.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.passes.marks import keep_marks
 from torch_hybrid.graphs.passes.narrow_products import is_narrow
 from torch_hybrid.graphs.passes.ordered_sums import InOrder
+from torch_hybrid.graphs.passes.own_top_k import OwnTopK
+from torch_hybrid.graphs.passes.row_sums import SumsByRow
 from torch_hybrid.graphs.passes.values import value_of
 from torch_hybrid.ops.linear.op import linear
 
@@ -37,6 +42,7 @@ _ELEMENTWISE = {
 }
 _VECTOR = 64  # elements that any loop of vectors takes at once
 _STRETCH = 16384  # elements that torch gives to no second thread
+_BLOCKS = 4096  # a multiple of what any of torch's kernels on a GPU gives a block
 
 
 def row_products(graph: Graph, *, impl: str) -> None:
@@ -98,7 +104,7 @@ def in_rows(step: Callable[..., Tensor], impl: str, num_ranks: int = 1) -> Calla
     ranks do."""
 
     def stepped(*inputs: Any) -> Tensor:
-        with _ByRow(impl), InOrder(num_ranks):
+        with _ByRow(impl), InOrder(num_ranks), SumsByRow(), OwnTopK():
             return step(*inputs)
 
     return stepped
@@ -168,8 +174,12 @@ def _narrow_product(left: Tensor, right: Tensor) -> Tensor:
 def _in_vectors(
     func: Callable[..., Tensor], x: Tensor, *args: Any, is_in_place: bool, **kwargs: Any
 ) -> Tensor:
-    """A function of each element of x, all of them by whole vectors, in one thread's stretches."""
-    padded = F.pad(x.reshape(-1), (0, -x.numel() % _VECTOR), value=1.0)
-    pieces = [func(piece, *args, **kwargs) for piece in padded.split(_STRETCH)]
+    """A function of each element of x, all of them by whole vectors, in one thread's stretches; on
+    a GPU by whole blocks."""
+    is_on_host = x.device.type == "cpu"
+    whole = _VECTOR if is_on_host else _BLOCKS
+    padded = F.pad(x.reshape(-1), (0, -x.numel() % whole), value=1.0)
+    stretches = padded.split(_STRETCH) if is_on_host else [padded]
+    pieces = [func(stretch, *args, **kwargs) for stretch in stretches]
     out = torch.cat(pieces)[: x.numel()].view(x.shape)
     return x.copy_(out) if is_in_place else out

@@ -212,7 +212,7 @@ def _attend(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         enable_fp_fusion=True,
-        launch_pdl=early and new is None,
+        launch_pdl=early,
     )
 
 
@@ -316,9 +316,11 @@ def _attend_kernel(
     Its keys are numbered: those of its blocks in their order, then those of none. Every program
     waits for the rows that are written, also one without a token: what comes after this launch then
     comes after that one too. Without such a launch, one program of a token and key head writes its
-    rows, and all take those of new tokens from k and v.
+    rows, and all take those of new tokens from k and v, once the launch before has ended.
     """
     if EARLY:
+        if k is not None:  # nothing is known of the launch before
+            gdc_wait()
         gdc_launch_dependents()
     token = tl.program_id(0)
     if is_whole is not None:

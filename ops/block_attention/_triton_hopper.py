@@ -82,5 +82,5 @@ def attend_on_hopper(
         COPY_REGISTERS=_COPY_REGISTERS,
         EARLY=early,
         num_warps=4,
-        launch_pdl=early and new is None,
+        launch_pdl=early,
     )

@@ -239,9 +239,12 @@ def hopper_gather_kernel(
 ) -> None:
     """One program: M heads of one token, a split of what it sees. Padding is left alone.
 
-    Every program waits for the rows that are written, or one writes them, as in ``_triton.py``.
+    Every program waits for the rows that are written, or for what was launched before, and one
+    writes them, as in ``_triton.py``.
     """
     if EARLY:
+        if k is not None:  # nothing is known of the launch before
+            gdc_wait()
         gdc_launch_dependents()
     HALF: gl.constexpr = RANK // 2
     token = gl.program_id(0)

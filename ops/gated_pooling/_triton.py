@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.gated_pooling.bounds import check_indices
+from torch_hybrid.ops.triton.pooling import pool, rows_of_block
 from torch_hybrid.ops.triton.ragged import sequence_of_token
 
 
@@ -60,27 +61,6 @@ def gated_pooling(
     return out
 
 
-@triton.jit
-def _rows(
-    new: tl.tensor,
-    stride: tl.tensor,
-    held: tl.tensor,
-    token: tl.tensor,
-    begin: tl.tensor,
-    place: tl.tensor,
-    index_d: tl.tensor,
-    mask: tl.tensor,
-    is_known: tl.tensor,
-    D: tl.constexpr,
-) -> tl.tensor:
-    """[BLOCK, BLOCK_D]: of new tokens, and of those that a slot has by their places in a block."""
-    is_new = (token >= begin)[:, None]
-    p_new = new + token.to(tl.int64)[:, None] * stride + index_d[None, :]
-    p_held = held + place[:, None] * (2 * D) + index_d[None, :]
-    b_new = tl.load(p_new, mask=mask & is_new, other=0.0)
-    return tl.where(is_new, b_new, tl.load(p_held, mask=mask & ~is_new & is_known, other=0.0))
-
-
 @triton.jit(do_not_specialize=["num_seqs"])
 def _pool_kernel(
     keys: tl.tensor,
@@ -123,15 +103,15 @@ def _pool_kernel(
     if is_last:
         source = token - (SIZE - 1) + place
         mask = (place < SIZE)[:, None] & mask_d[None, :]
-        b_gate = _rows(
+        # All on their way before any of them is waited for.
+        b_gate = rows_of_block(
             gates, stride_gate, held + D, source, begin, place, index_d, mask, initial != 0, D
         )
+        b_key = rows_of_block(
+            keys, stride_key, held, source, begin, place, index_d, mask, initial != 0, D
+        )
         b_bias = tl.load(bias + place[:, None] * D + index_d[None, :], mask=mask, other=0.0)
-        logits = b_gate.to(tl.float32) + b_bias.to(tl.float32)
-        logits = tl.where((place < SIZE)[:, None], logits, -float("inf"))
-        weights = tl.exp(logits - tl.max(logits, 0)[None, :])
-        b_key = _rows(keys, stride_key, held, source, begin, place, index_d, mask, initial != 0, D)
-        b_out = tl.sum(weights * b_key.to(tl.float32), 0) / tl.sum(weights, 0)
+        b_out = pool(b_key, b_gate, b_bias, place, SIZE)
         tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask_d)
     else:
         tl.store(p_out, tl.zeros([BLOCK_D], out.dtype.element_ty), mask=mask_d)
@@ -143,8 +123,10 @@ def _pool_kernel(
         return
     mask = (place < left)[:, None] & mask_d[None, :]
     source = end - left + place
-    b_key = _rows(keys, stride_key, held, source, begin, place, index_d, mask, initial != 0, D)
-    b_gate = _rows(
+    b_key = rows_of_block(
+        keys, stride_key, held, source, begin, place, index_d, mask, initial != 0, D
+    )
+    b_gate = rows_of_block(
         gates, stride_gate, held + D, source, begin, place, index_d, mask, initial != 0, D
     )
     tl.debug_barrier()  # all of the slot that is read has been

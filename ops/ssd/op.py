@@ -1,8 +1,8 @@
 """Linear attention with a scalar decay over ragged sequences, its state updated in place by slot.
 
 Two execution forms of one operation: ``recurrent_ssd`` walks token by token and is meant for
-decode; ``chunk_ssd`` turns each chunk into matrix products. Both serve Mamba2 and lightning
-attention, which differ in their arguments alone; see README.md.
+decode; ``chunk_ssd`` turns each chunk into matrix products. Both serve Mamba2, lightning attention
+and mLSTM, which differ in their arguments alone; see README.md.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def recurrent_ssd(
         v: [T, H, V] values (Mamba2's x), in q's dtype; H is a multiple of G.
         g: [T, H] float32 natural-log decay, at most 0: Mamba2's ``dt * A``, or minus the slope
             of a head of lightning attention, one row expanded to all tokens.
-        dt: [T, H] float32 weight of each token in the state; None is 1.
+        dt: [T, H] float32 weight of each token in the state, mLSTM's exponential input gate; None
+            is 1.
         D: [H] float32 weight of each token in its own output besides; None is 0.
         state: [S, H, V, K] float32 pool. **Mutated**: slot ``state_indices[n]`` receives the
             state after the last token of sequence n; no other slot is written.
@@ -131,7 +132,7 @@ def recurrent_ssd(
             zero state. Several may start from one slot, which no other one may then write.
         state_indices: [N] int32 slot that receives the state of each sequence, distinct except
             for 0: that state is not stored.
-        scale: factor on q: 1 in Mamba2 and MiniMax-01, ``K ** -0.5`` in Ring-2.5.
+        scale: factor on q: 1 in Mamba2 and MiniMax-01, ``K ** -0.5`` in Ring-2.5 and mLSTM.
         planned: for an implementation that plans, what its planner made for these lengths: its
             tensors, and its values as a tensor on the host.
         impl: a name in RECURRENT_IMPLEMENTATIONS.
@@ -142,8 +143,8 @@ def recurrent_ssd(
     Raises:
         ValueError: a shape, dtype or layout is not as above, or ``impl`` is unknown.
 
-    From "Transformers are SSMs" (Mamba2, arXiv 2405.21060) and "Lightning Attention-2"
-    (arXiv 2401.04658).
+    From "Transformers are SSMs" (Mamba2, arXiv 2405.21060), "Lightning Attention-2"
+    (arXiv 2401.04658) and "xLSTM" (mLSTM, arXiv 2405.04517).
     """
     sizes = {"head_k_dim": q.shape[-1], "head_v_dim": v.shape[-1]}
     check_impl(impl, RECURRENT_IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)

@@ -77,7 +77,8 @@ def merge_splits(
         cu_seqlens: [N + 1] int32; tokens from ``cu_seqlens[N]`` on are padding.
         out: [T, H, D], written.
         lse: [T, H] float32, written.
-        early: the launch that writes the splits lets this one begin before it ends.
+        early: the launch that writes the splits lets this one begin before it ends, but not before
+            all that was launched earlier has.
     """
     num_tokens, num_heads, head_dim = out.shape
     num_splits = partial_out.shape[0]
@@ -120,6 +121,7 @@ def _merge_kernel(
     EARLY: tl.constexpr,
 ) -> None:
     """One program: BLOCK_D elements of one head of one token."""
+    num_live = tl.load(cu_seqlens + num_seqs)
     if EARLY:
         gdc_wait()
     token = tl.program_id(0)
@@ -128,7 +130,7 @@ def _merge_kernel(
     mask_d = index_d < D
     b_o = tl.zeros([BLOCK_D], dtype=tl.float32)
     b_lse = -float("inf")
-    if token < tl.load(cu_seqlens + num_seqs):
+    if token < num_live:
         stride_split = num_tokens.to(tl.int64) * H
         lses = tl.load(partial_lse + row + tl.arange(0, NUM_SPLITS) * stride_split)
         peak = tl.max(lses, 0)

@@ -41,6 +41,7 @@ from torch_hybrid.specs import (
     LightningSpec,
     Mamba2Spec,
     MambaSpec,
+    MlstmSpec,
     NgramSpec,
     PreviousHiddenSpec,
     RgLruSpec,
@@ -66,6 +67,7 @@ SPECS = [
     RgLruSpec(num_heads=2, head_dim=8, conv_width=4),
     TimeMixSpec(dim=16, channels=24),
     ChannelMixSpec(dim=16, width=32),
+    MlstmSpec(num_heads=2, head_k_dim=16, head_v_dim=24, gate_softcap=15.0),
     NgramSpec(ngram_size=3, channels=16, conv_width=4),
     PreviousHiddenSpec(channels=16),
     IndexedAttentionSpec(
@@ -222,7 +224,7 @@ def test_a_step_is_cut_where_no_chunk_is():
         assert inspect.signature(op).parameters["chunk_size"].default == DEFAULT_CHUNK_SIZE
     sizes = {kind: backend.chunk_size for kind, backend in made.items()}
     rules = {"gated_delta_rule", "kimi_delta_attention"}
-    chunked = rules | {"mamba", "mamba2", "lightning_attention"}
+    chunked = rules | {"mamba", "mamba2", "lightning_attention", "mlstm"}
     assert sizes == {spec.kind: 32 if spec.kind in chunked else 0 for spec in SPECS}
     unequal = {str(size): SimpleNamespace(chunk_size=size) for size in (32, 0, 48)}
     assert chunk_grid(unequal) == 96
@@ -331,6 +333,29 @@ def test_a_whole_step_of_lightning_stands_in_for_its_parts(impl: str):
     assert decode.pop("lightning_step") == impl
     assert set(decode) == ({"recurrent_ssd"} if impl == "parts" else set())
     assert {c.op for c in made.choices[Mode.EXTEND]} == {"chunk_ssd"}
+
+
+@pytest.mark.parametrize(
+    ("named", "expected"),
+    [
+        ({}, "parts"),  # on a CPU
+        ({"ops": {"pooled_selection_step": "torch"}}, "torch"),
+        ({"ops": {"pooled_selection_step": "torch", "gated_pooling": "torch"}}, "torch"),
+        ({"ops": {"pooled_selection_step": "parts", "select_blocks": "torch"}}, "parts"),
+        ({"full": "torch"}, "parts"),
+    ],
+    ids=str,
+)
+def test_a_whole_step_of_an_indexer_stands_in_for_its_parts(named: dict[str, Any], expected: str):
+    table = LayerTable.from_specs([next(x for x in SPECS if isinstance(x, IndexedLatentSpec))])
+    modes = (*MODES, Mode.verify(2))
+    made = make_backends(table, make_cache(table).sizes, Backends(**named), modes)
+    choices = made["indexed_latent_attention"].choices
+    decode = {choice.op: choice.impl for choice in choices[Mode.DECODE]}
+    parts = {"block_attention", "select_blocks", "gated_pooling"}
+    assert decode.pop("pooled_selection_step") == expected
+    assert set(decode) == (parts if expected == "parts" else {"block_attention"})
+    assert all({choice.op for choice in choices[mode]} == parts for mode in modes[1:])
 
 
 def test_an_op_that_is_none_is_named():

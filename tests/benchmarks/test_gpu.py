@@ -211,9 +211,11 @@ OTHER_INPUTS = {
     "sparse attend": (partial(sparse.Attended.make, SMALL_MODEL, 2, 70, 3), sparse.attend),
     "sparse latents": (partial(sparse.Attended.make, SMALL_LATENTS, 2, 70, 3), sparse.attend),
     "sparse pool": (partial(sparse.Pooled.make, sparse.GLM_5_3, 2, 70, 40), sparse.pool),
+    "sparse index": (partial(sparse.Indexed.make, sparse.GLM_5_3, 2, 2080, 1), sparse.index),
     "expanded": (partial(latents.Expanded.make, 2, 2, 5), latents.call_expanded),
     "convolution": (partial(token_ops.Convolution.make, 8, 2, 3), token_ops.call_conv),
     "router": (partial(token_ops.Router.make, 8, 2, 3), token_ops.call_router),
+    "squares of a norm": (partial(token_ops.Normed.make, 3, 2, 40), token_ops.call_squares),
     "whole router": (partial(token_ops.Router.make, 8, 2, 3), token_ops.call_route),
     "draw": (
         partial(token_ops.Drawn.make, "top-p 0.95", 300, 3),

@@ -38,14 +38,14 @@ class Spare:
 
     def _drop(self) -> None:
         self.kept.pop(oldest := next(iter(self.kept)))
-        self.cache.checkpoints.release(oldest)
+        self.cache.release(oldest)
 
     def free_pages(self, count: int) -> None:
         while self.kept and self.cache.pages.num_free < count:
             self._drop()
 
     def free_checkpoint(self) -> None:
-        while self.kept and not self.cache.checkpoints.num_free:
+        while self.kept and not self.cache.num_free_checkpoints:
             self._drop()
 
 
@@ -153,7 +153,7 @@ class CheckpointMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         self.kept.pop(old := self.some(data, self.kept))
-        self.cache.checkpoints.release(old)
+        self.cache.release(old)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -195,11 +195,11 @@ class CheckpointMachine(RuleBasedStateMachine):
         assert cache.pages.num_spare == len(spare)
         assert cache.pages.num_free == NUM_PAGES - len(firm | spare)
         assert cache.slots.num_free == MAX_SEQS - len(self.live)
-        assert cache.checkpoints.num_free >= 0
+        assert cache.num_free_checkpoints >= 0
 
     def teardown(self) -> None:
         for made in (*self.kept, *self.spare.kept):
-            self.cache.checkpoints.release(made)
+            self.cache.release(made)
         self.cache.free(list(self.live))
         assert self.cache.pages.num_free == NUM_PAGES
         assert self.cache.pages.num_spare == 0

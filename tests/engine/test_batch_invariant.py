@@ -69,7 +69,7 @@ def test_any_way_of_serving_gives_the_same_bits(family: str):
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "minimax", "jamba"])
 def test_drafts_in_steps_of_one_graph(family: str, monkeypatch: pytest.MonkeyPatch):
     """As on a GPU, where a prompt, a decode step and one that verifies drafts are of one."""
-    monkeypatch.setattr(assembly, "sums_by_graph", lambda device: True)
+    monkeypatch.setattr(assembly, "runs_one_mode", lambda device: True)
     runner = make_runner(th.adapt(make_model(family, **FEWEST_LAYERS[family])), max_drafts=3)
     check_drafts(runner)
 
@@ -79,6 +79,18 @@ def test_drafts_in_steps_of_one_graph(family: str, monkeypatch: pytest.MonkeyPat
 def test_drafts_on_a_gpu(family: str):
     model = th.adapt(make_model(family, **FEWEST_LAYERS[family]).to("cuda", torch.bfloat16))
     check_drafts(make_runner(model, max_drafts=3, compile=True))
+
+
+@needs_cuda
+def test_steps_in_halves_on_a_gpu():
+    model = th.adapt(make_model("qwen3_next", **FEWEST_LAYERS["qwen3_next"]).to("cuda").bfloat16())
+    plain = th.Engine(make_runner(model, compile=True))
+    alone = [each for prompt in PROMPTS for each in serve(plain, [prompt], GREEDY)]
+    in_halves = make_runner(model, compile=True, two_batch_overlap="on", max_checkpoints=4)
+    assert serve(th.Engine(in_halves), PROMPTS, GREEDY) == alone
+    with th.Engine(in_halves, prefix_cache=th.PrefixCache(min_tokens=8)) as keeping:
+        assert serve(keeping, PROMPTS, GREEDY) == alone
+        assert serve(keeping, PROMPTS, GREEDY) == alone
 
 
 def check_drafts(runner: th.Runner) -> None:

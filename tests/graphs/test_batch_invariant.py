@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 from unittest.mock import Mock
@@ -16,10 +17,13 @@ from tests.devices import needs_cuda
 from tests.ops.triton_interpreter import needs_triton
 from tests.tiny_models import BUILDERS, FEWEST_LAYERS, VOCAB_SIZE, make_model
 from torch_hybrid.backends.mode import Mode
-from torch_hybrid.backends.select import select
+from torch_hybrid.backends.select import impls_of, select
 from torch_hybrid.backends.step import make_backends
 from torch_hybrid.caches.sizes import PoolSizes
+from torch_hybrid.graphs import model_choices, steps
 from torch_hybrid.graphs.check_options import check_invariant
+from torch_hybrid.graphs.passes.row_sums import row_sums
+from torch_hybrid.graphs.two_batch import OverlapPolicy
 from torch_hybrid.models.families import table_of
 from torch_hybrid.ops.capability import Need
 from torch_hybrid.ops.registration import REGISTERED
@@ -29,8 +33,9 @@ CUTS = [1, 32, 2, 33, 7]
 # Of all kinds of mixers, between them.
 ON_A_GPU = (
     *("qwen3_next", "falcon_h1", "lfm3", "jamba", "deepseek_v3", "kimi_linear", "glm5_next"),
-    *("qwen4_exp", "recurrent_gemma", "rwkv", "zaya"),
+    *("qwen4_exp", "recurrent_gemma", "rwkv", "xlstm", "zaya"),
 )
+IN_HALVES = ("qwen3_next", "falcon_h1", "deepseek_v3", "glm5_next")  # norms, softmaxes, streams
 IN_BF16 = ("qwen3_next", "falcon_h1", "bailing_hybrid", "lfm3")  # of different mixers
 
 
@@ -101,8 +106,11 @@ def test_an_op_of_every_family_can_serve_on_a_gpu():
     for family, build in BUILDERS.items():
         with torch.device("meta"):
             table = table_of(build().config)
-        backends = make_backends(table, sizes, wanted, [Mode.EXTEND])
+        backends = make_backends(table, sizes, wanted, [Mode.DECODE, Mode.EXTEND])
         assert backends.keys() == set(table.kinds), family
+        for backend in backends.values():  # a token of a decode step is as any other
+            decode, extend = (impls_of(backend.choices[m]) for m in (Mode.DECODE, Mode.EXTEND))
+            assert decode == extend, family
     need = Need(**cuda, features=wanted.features)
     for op in ("linear", "fused_experts", "head_linear"):
         assert "triton" in select(op, REGISTERED[op], need).impl
@@ -122,15 +130,50 @@ def test_products_of_torch_are_refused():
 def test_on_a_gpu(family: str, dtype: torch.dtype):
     runner = make_runner(family, dtype, "cuda", compile=True)
     assert_same_bits(runner)
-    assert list(runner.report().graphs) == ["extend"]
+    names = {name.partition(",")[0] for name in runner.report().graphs}  # latents say their form
+    assert names == {"decode", "extend"}
 
 
-def test_on_a_gpu_all_steps_are_of_one_graph():
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", IN_HALVES)
+def test_in_halves_on_a_gpu(family: str, dtype: torch.dtype):
+    prompt = tokens(LENGTH)
+    whole = in_pieces(make_runner(family, dtype, "cuda", compile=True), prompt, [LENGTH])
+    runner = make_runner(family, dtype, "cuda", compile=True, two_batch_overlap="on")
+    assert_same_bits(runner)
+    assert torch.equal(in_pieces(runner, prompt, CUTS), whole)
+    assert len(runner.report().graphs) == 2
+    assert all(name.endswith("in halves") for name in runner.report().graphs)
+
+
+@needs_cuda
+def test_some_steps_in_halves_on_a_gpu():
+    overlap = OverlapPolicy(min_extend_tokens=40)
+    runner = make_runner(
+        "qwen3_next", torch.bfloat16, "cuda", compile=True, two_batch_overlap=overlap
+    )
+    assert_same_bits(runner)
+    assert set(runner.report().graphs) == {"decode", "extend", "extend, in halves"}
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", IN_HALVES)
+def test_uncompiled_on_a_gpu(family: str, dtype: torch.dtype):
+    prompt = tokens(LENGTH)
+    runner = make_runner(family, dtype, "cuda")
+    assert_same_bits(runner)
+    in_halves = make_runner(family, dtype, "cuda", two_batch_overlap="on")
+    assert torch.equal(in_pieces(in_halves, prompt, CUTS), in_pieces(runner, prompt, [LENGTH]))
+
+
+def test_on_a_gpu_drafts_are_verified_by_whole_steps():
     model = Mock(device=torch.device("cuda"), ranks=None)
-    check_invariant(model, True, "off")
-    named = r"not to be had with compile=False, two_batch_overlap='on'$"
-    with pytest.raises(th.UnsupportedError, match=named):
-        check_invariant(model, False, "on")
+    check_invariant(model, False, "on", 0)
+    check_invariant(model, True, "off", 3)
+    with pytest.raises(th.UnsupportedError, match=r"two_batch_overlap must be 'off', got 'on'$"):
+        check_invariant(model, True, "on", 3)
 
 
 def test_compiled_steps_too():
@@ -140,6 +183,21 @@ def test_compiled_steps_too():
     called = {op for ops in runner.report().ops.values() for op in ops}
     assert "linear[cpp_invariant]" in called
     assert "gated_delta_step[cpp]" in called
+
+
+@needs_triton
+def test_halves_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """By a graph of their own, with sums of ours and what Inductor is told there."""
+    here = partial(row_sums, impl="torch", devices=("cpu",))
+    monkeypatch.setattr(model_choices, "row_sums", here)
+    monkeypatch.setattr(steps, "fuses_freely", lambda device: True)
+    some = OverlapPolicy(min_extend_tokens=40)
+    runner = make_runner("qwen3", torch.bfloat16, compile=True, two_batch_overlap=some)
+    assert_same_bits(runner)
+    report = runner.report()
+    assert set(report.graphs) == {"decode", "extend", "extend, in halves"}
+    assert {ops["power_sum[torch]"] for ops in report.ops.values()} == {9, 18}
+    assert not report.pool_clones
 
 
 def test_what_depends_on_the_batch_is_refused_by_name():

@@ -129,9 +129,10 @@ def test_no_product_is_left_to_torch_where_rows_are_computed_by_themselves():
     for passes in of_modes.values():
         names = [each.name for each in passes]
         assert names[:3] == ["merge_linears", "narrow_products", "row_products"]
-        assert len(set(names)) == len(names) == len(DEFAULT_PASSES) + 1
+        assert names[-1] == "row_sums"
+        assert len(set(names)) == len(names) == len(DEFAULT_PASSES) + 2
     alone = passes_for(choices, (), MODES, batch_invariant=True)[MODES[0]]
-    assert [each.name for each in alone] == names[1:3]
+    assert [each.name for each in alone] == [*names[1:3], "row_sums"]
 
 
 @needs_cuda

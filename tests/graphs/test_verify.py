@@ -43,6 +43,7 @@ FAMILIES = (
     "zaya",
     "recurrent_gemma",
     "rwkv",
+    "xlstm",
     "qwen4_exp",
     "glm5_next",
     "inkling",

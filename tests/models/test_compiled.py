@@ -34,6 +34,7 @@ BY_INDUCTOR = (
     "jamba",
     "recurrent_gemma",
     "rwkv",
+    "xlstm",
 )
 # Of the same ops, around which the code differs: what is traced, copied and rewritten.
 AS_TRACED = (

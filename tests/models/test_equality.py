@@ -39,6 +39,7 @@ SEEDS = {
     "minimax": 2,
     "granitemoehybrid": 1,
     "zamba2": 2,
+    "xlstm": 3,
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import torch_hybrid as th
-from tests.models.oracle import ask, assert_equal_logits, make_texts, serve, whole
+from tests.models.oracle import ask, assert_equal_logits, decoded, make_texts, serve, whole
 from tests.tiny_models import VOCAB_SIZE, make_model
 from torch_hybrid.models.families import table_of
 
@@ -57,6 +57,21 @@ def test_a_token_that_completes_a_block_may_not_see_itself():
         [served] = serve(runner, [text], whole([36]))
         assert (served - logits).abs().max() < 2e-5 * oracle.scale
     assert any(8 not in blocks[-1] for blocks in seen)
+
+
+def test_a_decode_step_that_pools_and_picks_at_once_is_its_parts():
+    """The same op, taken by name where its parts are the faster ones."""
+    model = th.adapt(make_model("glm5_next", **ONE_LAYER, index_topk=8, seed=1))
+    sizes = {"max_seqs": 1, "max_tokens": 64, "kv_tokens": 64, "compile": False}
+    [text] = make_texts([39])
+    parts, step = (
+        serve(th.Runner(model, **sizes, backends=backends), [text], decoded([39], 30))[0]
+        for backends in (
+            th.Backends(ops={"gated_pooling": "torch", "select_blocks": "torch"}),
+            th.Backends(ops={"pooled_selection_step": "torch"}),
+        )
+    )
+    assert torch.equal(step, parts)
 
 
 def test_streams_leave_as_a_plain_mean():

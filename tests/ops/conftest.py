@@ -9,6 +9,7 @@ from tests.ops.triton_interpreter import (
     Interpreter,
     interpreter_process,
     make_faster,
+    round_products_once,
 )
 from torch_hybrid.ops.triton.devices import interpreted
 
@@ -22,11 +23,12 @@ def poison_uninitialized_memory() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def fast_interpreter() -> Iterator[None]:
+def fast_and_exact_interpreter() -> Iterator[None]:
     """Where this process interprets."""
     with pytest.MonkeyPatch.context() as patch:
         if interpreted():
             make_faster(patch)
+            round_products_once(patch)
         yield
 
 

@@ -40,6 +40,7 @@ from tests.ops.lightning_step import cases as lightning_step_cases
 from tests.ops.linear import cases as linears
 from tests.ops.ngram_embedding import cases as ngrams
 from tests.ops.paged_attention import cases as paged
+from tests.ops.pooled_selection_step import cases as indexing
 from tests.ops.ragged_attention import cases as ragged
 from tests.ops.rg_lru import cases as rg_lru_cases
 from tests.ops.select_blocks import cases as selection
@@ -63,6 +64,8 @@ from torch_hybrid.ops import (
     linear,
     ngram_embedding,
     paged_attention,
+    pooled_selection_step,
+    power_sum,
     ragged_attention,
     rg_lru,
     route,
@@ -213,6 +216,13 @@ def attentions(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     args = selection.make_inputs(index, dtype=dtype, padding=(3, 1)).args()
     op = select_blocks.select_blocks
     yield op.__name__, partial(run, op, args, {"block_size": 3, "top_k": 4})
+    step = selection.Case(num_heads=3, index_dim=24, block_size=3, top_k=4, page_size=6,
+                          lengths=((1, 36), (0, 5), (1, 1), (1, 71)))  # fmt: skip
+    inputs = indexing.make_inputs(step, padding=(3, 1))
+    held = {"state": inputs.state.nan_to_num(1.0), "block_keys": inputs.block_keys.nan_to_num(1.0)}
+    if dtype == torch.bfloat16:
+        op = pooled_selection_step.pooled_selection_step
+        yield op.__name__, partial(run, op, replace(inputs, **held).args(), {"top_k": 4})
     text = ngrams.Case(dim=5, lengths=(5, 0, 1, 19), num_new=2)
     args = ngrams.make_inputs(text, dtype=dtype, padding=(3, 1)).args()
     op = ngram_embedding.ngram_embedding
@@ -308,6 +318,7 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     args = (torch.randn(5, 3, 37).to(dtype), torch.randn(3, 27, 37).to(dtype))
     yield "head_linear", partial(run, head_linear.head_linear, args, {})
     yield "top_k", partial(run, top_k.top_k, (torch.randn(5, 37).to(dtype), 3), {})
+    yield "power_sum", partial(run, power_sum.power_sum, (torch.randn(5, 3, 37).to(dtype), 2), {})
     logits = torch.randn(5, 37).to(dtype)
     yield "route", partial(run, route.route, (logits, None, 3), {"score": "softmax"})
     logits = torch.randn(3, 2500).to(dtype)

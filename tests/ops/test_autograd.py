@@ -18,6 +18,7 @@ from tests.layers import (
     test_lightning_attention,
     test_mamba,
     test_mamba2,
+    test_mlstm,
     test_rg_lru,
     test_time_mix,
 )
@@ -106,6 +107,7 @@ def layers() -> Iterator[tuple[str, Mix]]:
         "ssd": test_mamba2.make(test_mamba2.SPEC),
         "selective_scan": test_mamba.make(test_mamba.SPEC),
         "lightning": test_lightning_attention.make(test_lightning_attention.PLAIN),
+        "mlstm": test_mlstm.make(),
         "rg_lru": test_rg_lru.make(),
         "time_mix": test_time_mix.make(),
     }

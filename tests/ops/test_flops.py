@@ -42,6 +42,7 @@ COUNTS = {
     "selective_scan, extend": {"chunk_selective_scan": 4 * T * 40 * 16},
     "selective_scan, decode": {"recurrent_selective_scan": 4 * 40 * 16},
     "lightning, extend": {"chunk_ssd": 4 * T * 6 * 12 * 12},
+    "mlstm, decode": {"recurrent_ssd": 4 * 3 * 32 * 8},
     "paged_attention": {"paged_attention": 4 * T * 2 * 16 * WIDTH_OF_PAGES},
     "latent_attention, absorbed": {"latent_attention": 2 * T * 2 * WIDTH_OF_PAGES * (48 + 32)},
     "latent_attention, one shot": {"ragged_attention_with_lse": 2 * T * 2 * (32 + 16) * 64},

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from torch_hybrid.ops.triton.devices import triton_missing
@@ -86,6 +87,22 @@ def interpreter_process() -> Iterator[Interpreter]:
         )
         with process:
             yield Interpreter(process, errors)
+
+
+def round_products_once(patch: pytest.MonkeyPatch) -> None:
+    """Sum products of float32 in float64, and round their sum.
+
+    numpy's library adds up in an order that goes by the CPU and by how many rows there are, of
+    which a kernel knows nothing: so a row would have other bits in another tile.
+    """
+    multiply = np.matmul
+
+    def multiply_exactly(a: Any, b: Any, dtype: Any = None) -> Any:
+        if dtype != np.float32:
+            return multiply(a, b, dtype=dtype)
+        return multiply(a, b, dtype=np.float64).astype(np.float32)
+
+    patch.setattr(np, "matmul", multiply_exactly)
 
 
 def make_faster(patch: pytest.MonkeyPatch) -> None:

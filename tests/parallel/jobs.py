@@ -29,7 +29,7 @@ STEPS: list[Step] = [{0: 2, 1: 60, 2: 33}, {0: 1, 2: 37}, {0: 1, 1: 1, 2: 1}, {0
 SIZES = {"max_seqs": 4, "max_tokens": 128, "kv_tokens": 256}
 HYBRID = ("linear_attention", "full_attention")
 # Weights without a near tie of routers, nor a token whose logits magnify rounding a hundredfold.
-SEEDS = {"qwen3_next_dense": 1, "qwen3_5": 2}
+SEEDS = {"qwen3_next_dense": 1, "qwen3_5": 2, "xlstm": 3}
 # Heads that four ranks can share.
 OPTIONS = {"kimi_linear": {"linear_num_heads": 4}}
 

@@ -85,7 +85,7 @@ def test_where_all_steps_are_of_one_graph(
     dense: tuple[Oracle, th.HybridModel], monkeypatch: pytest.MonkeyPatch
 ):
     """As in a batch-invariant runner on a GPU: there the head reads the tokens of every step."""
-    monkeypatch.setattr(assembly, "sums_by_graph", lambda device: True)
+    monkeypatch.setattr(assembly, "runs_one_mode", lambda device: True)
     oracle, model = dense
     sizes = {**SIZES, "compile": False, "max_drafts": DRAFTS, "batch_invariant": True}
     go_through(Histories(oracle, th.Runner(model, **sizes)))

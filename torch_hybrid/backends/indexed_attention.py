@@ -4,12 +4,12 @@ and how a layer runs it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from torch_hybrid.backends.mode import ONLY_FORM, Form, Mode
-from torch_hybrid.backends.recurrent import OpChoice
+from torch_hybrid.backends.recurrent import PARTS, OpChoice, or_parts
 from torch_hybrid.backends.replay import Replay, Walk, plan_replay, walk
 from torch_hybrid.backends.select import Backends, Choice, impls_of, select
 from torch_hybrid.backends.statics import Statics
@@ -21,6 +21,7 @@ from torch_hybrid.ops.capability import Implementation, Need
 from torch_hybrid.ops.causal_conv1d.op import causal_conv1d
 from torch_hybrid.ops.gated_pooling import op as pooling
 from torch_hybrid.ops.head_linear import op as head_linear
+from torch_hybrid.ops.pooled_selection_step import op as selection_step
 from torch_hybrid.ops.select_blocks import op as selection
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import IndexedAttentionSpec, IndexedLatentSpec, LayerEntry
@@ -51,12 +52,24 @@ GATED_POOLING = OpChoice(
     sizes=lambda spec: {"block_size": spec.block_size},
     preferred=lambda backends: backends.full,
 )
+# What stands in for that and ``select_blocks`` where each sequence has one new token.
+POOLED_SELECTION_STEP = OpChoice(
+    name="pooled_selection_step",
+    implementations=or_parts(selection_step.IMPLEMENTATIONS),
+    sizes=lambda spec: {
+        "block_size": spec.block_size,
+        "index_dim": spec.index_dim,
+        "num_index_heads": spec.num_index_heads,
+    },
+    preferred=lambda backends: backends.full,
+)
 
 
 class IndexedAttentionBackend:
     """Plans steps for the layers of one model that attend to blocks which an indexer picks.
 
-    ``key_of_block`` is the op that makes a block's key.
+    ``key_of_block`` is the op that makes a block's key, and ``whole``, if there is one, what makes
+    and picks in decode: it stands in where it is able to and neither part was asked for by name.
     """
 
     chunk_size = 0
@@ -64,6 +77,7 @@ class IndexedAttentionBackend:
     def __init__(
         self,
         key_of_block: OpChoice,
+        whole: OpChoice | None,
         entries: tuple[LayerEntry, ...],
         sizes: PoolSizes,
         backends: Backends,
@@ -84,17 +98,29 @@ class IndexedAttentionBackend:
             ]
             return select(op, impls, needs, backends.named(op, backends.full, mode))
 
-        ops = {
-            "block_attention": attention.IMPLEMENTATIONS,
-            "select_blocks": selection.IMPLEMENTATIONS,
-        }
+        ops = {"block_attention": attention.IMPLEMENTATIONS}
         if backends.batch_invariant and any(isinstance(x, IndexedLatentSpec) for x in specs):
             ops["head_linear"] = head_linear.IMPLEMENTATIONS  # to latents and back
-        self.choices = {
-            mode: (
-                *(choose(op, impls, mode) for op, impls in ops.items()),
+
+        def parts(mode: Mode) -> tuple[Choice, ...]:
+            return (
+                choose("select_blocks", selection.IMPLEMENTATIONS, mode),
                 key_of_block.choose(set(specs), sizes, backends, mode),
             )
+
+        def indexer(mode: Mode) -> tuple[Choice, ...]:
+            if whole is None or backends.batch_invariant or mode != Mode.DECODE:
+                return parts(mode)
+            asked_for = (
+                backends.named("select_blocks", backends.full, mode),
+                key_of_block.asked_for(backends, mode),
+            )
+            by_name = whole.preferred if asked_for == ("auto", "auto") else lambda _: PARTS
+            chosen = replace(whole, preferred=by_name).choose(set(specs), sizes, backends, mode)
+            return (*parts(mode), chosen) if chosen.impl == PARTS else (chosen,)
+
+        self.choices = {
+            mode: (*(choose(op, impls, mode) for op, impls in ops.items()), *indexer(mode))
             for mode in modes
         }
 
@@ -189,6 +215,39 @@ def pick(
         block_size=spec.block_size,
         top_k=spec.top_k,
         impl=plan.statics.impl("select_blocks"),
+    )
+
+
+def pick_pooled(
+    q: Tensor,
+    keys: Tensor,
+    gates: Tensor,
+    bias: Tensor,
+    weights: Tensor,
+    spec: IndexedLatentSpec,
+    plan: IndexedPlan,
+    cache: LayerCache,
+) -> Tensor:
+    """As ``pick``, with keys [T, D] of blocks that are ``pooled`` of the tokens' keys and gates."""
+    impl = dict(plan.statics.impls).get("pooled_selection_step", PARTS)
+    if impl == PARTS:
+        return pick(q, pooled(keys, gates, bias, plan, cache), spec, plan, cache, weights)
+    return selection_step.pooled_selection_step(
+        q,
+        keys,
+        gates,
+        bias,
+        weights,
+        cache["unpooled"],
+        cache["block_keys"],
+        plan.cu_seqlens,
+        plan.seq_lens,
+        plan.page_table,
+        plan.slot_mapping,
+        plan.initial_indices,
+        plan.state_indices,
+        top_k=spec.top_k,
+        impl=impl,
     )
 
 

@@ -38,7 +38,7 @@ class Mode:
 
     @classmethod
     def mixed(cls, num_drafts: int) -> Mode:
-        """The mode of all steps, where all are to be of one graph, those of ``verify`` too."""
+        """The mode of all steps, where there is to be one, those of ``verify`` too."""
         return cls(name="extend", tokens_per_seq=None, num_drafts=num_drafts)
 
     @classmethod
@@ -52,13 +52,13 @@ Mode.EXTEND = Mode(name="extend", tokens_per_seq=None)
 MODES = (Mode.DECODE, Mode.EXTEND)
 
 
-def modes_of(num_drafts: int, *, prefill: bool, is_one_graph: bool) -> tuple[Mode, ...]:
+def modes_of(num_drafts: int, *, prefill: bool, is_one_mode: bool) -> tuple[Mode, ...]:
     """The modes of a model's steps; where there are drafts, the last one verifies them.
 
-    ``is_one_graph``: all are to be of one.
+    ``is_one_mode``: all are to be of one, where there are drafts.
     """
-    if is_one_graph:
-        return (Mode.mixed(num_drafts) if num_drafts else Mode.EXTEND,)
+    if is_one_mode and num_drafts:
+        return (Mode.mixed(num_drafts),)
     modes = MODES if prefill else (Mode.DECODE,)
     return (*modes, Mode.verify(num_drafts)) if num_drafts else modes
 

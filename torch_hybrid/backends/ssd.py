@@ -1,4 +1,5 @@
-"""Scalar-decay recurrences, Mamba2 and lightning attention: their op, and how layers run it."""
+"""Scalar-decay recurrences, of Mamba2, lightning attention and mLSTM: their op, and how layers run
+it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from torch_hybrid.backends.recurrent import (
 from torch_hybrid.ops.lightning_step import op as lightning_step
 from torch_hybrid.ops.ssd import op
 from torch_hybrid.ops.ssd_step import op as step
-from torch_hybrid.specs import LightningSpec, Mamba2Spec
+from torch_hybrid.specs import LightningSpec, Mamba2Spec, MlstmSpec
 
 
 def _sizes(spec: Mamba2Spec) -> dict[str, int]:
@@ -28,6 +29,10 @@ def _sizes(spec: Mamba2Spec) -> dict[str, int]:
 
 def _lightning_sizes(spec: LightningSpec) -> dict[str, int]:
     return {"head_k_dim": spec.head_dim, "head_v_dim": spec.head_dim}
+
+
+def _mlstm_sizes(spec: MlstmSpec) -> dict[str, int]:
+    return {"head_k_dim": spec.head_k_dim, "head_v_dim": spec.memory_dim}
 
 
 STEP, VERIFY = "ssd_step", "ssd_verify"
@@ -63,6 +68,7 @@ LIGHTNING_ATTENTION = _RULE(
         sizes=_lightning_sizes,
     ),
 )
+MLSTM = _RULE("ssd", sizes=_mlstm_sizes)
 _FORMS: Mapping[str, Callable[..., Tensor]] = {
     "recurrent_ssd": op.recurrent_ssd,
     "chunk_ssd": op.chunk_ssd,

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch_hybrid.backends.gated_delta_rule import GATED_DELTA_RULE
 from torch_hybrid.backends.indexed_attention import (
     GATED_POOLING,
+    POOLED_SELECTION_STEP,
     IndexedAttentionBackend,
     IndexedPlan,
 )
@@ -29,7 +30,7 @@ from torch_hybrid.backends.recurrent import (
 from torch_hybrid.backends.rg_lru import RG_LRU
 from torch_hybrid.backends.select import Backends, Choice
 from torch_hybrid.backends.selective_scan import MAMBA
-from torch_hybrid.backends.ssd import LIGHTNING_ATTENTION, MAMBA2
+from torch_hybrid.backends.ssd import LIGHTNING_ATTENTION, MAMBA2, MLSTM
 from torch_hybrid.backends.wkv import TIME_MIX
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
@@ -70,13 +71,16 @@ MakeBackend = Callable[[tuple[LayerEntry, ...], PoolSizes, Backends, Sequence[Mo
 _BACKENDS: dict[str, MakeBackend] = {
     "paged_attention": PagedAttentionBackend,
     "latent_attention": LatentAttentionBackend,
-    "indexed_attention": partial(IndexedAttentionBackend, CONVOLUTION),
-    "indexed_latent_attention": partial(IndexedAttentionBackend, GATED_POOLING),
+    "indexed_attention": partial(IndexedAttentionBackend, CONVOLUTION, None),
+    "indexed_latent_attention": partial(
+        IndexedAttentionBackend, GATED_POOLING, POOLED_SELECTION_STEP
+    ),
     "gated_delta_rule": partial(RecurrentBackend, GATED_DELTA_RULE),
     "kimi_delta_attention": partial(RecurrentBackend, KIMI_DELTA_ATTENTION),
     "mamba2": partial(RecurrentBackend, MAMBA2),
     "mamba": partial(RecurrentBackend, MAMBA),
     "lightning_attention": partial(RecurrentBackend, LIGHTNING_ATTENTION),
+    "mlstm": partial(RecurrentBackend, MLSTM),
     "short_convolution": partial(RecurrentBackend, SHORT_CONVOLUTION),
     "convolved_projection": partial(RecurrentBackend, SHORT_CONVOLUTION),
     "branch_convolution": partial(RecurrentBackend, SHORT_CONVOLUTION),

@@ -82,12 +82,11 @@ class Allocator:
         Raises:
             ValueError: an id is null, unknown, repeated, or was given back already.
         """
-        before = self._checked(ids)
-        assert not _count(before, _is_not_spare if spare else _is_not_firm)
+        holds = self._checked(ids)
+        assert not _count(holds, _is_not_spare if spare else _is_not_firm)
         self._add(ids, -1 if spare else -_FIRM)
-        after = self._holds_of(ids)
-        self._num_spare += _count(after, _is_spare) - _count(before, _is_spare)
-        num_freed = _count(after, _is_free)
+        num_freed = _count(holds, _is_last_spare if spare else _is_last)
+        self._num_spare += -num_freed if spare else _count(holds, _is_last_firm)
         if num_freed == len(ids):
             self._free.extend(ids)
         elif num_freed:
@@ -163,3 +162,18 @@ def _is_not_firm(holds: Any) -> Any:
 
 def _is_firm_once(holds: Any) -> Any:
     return (holds >= _FIRM) & (holds < 2 * _FIRM)
+
+
+def _is_last(holds: Any) -> Any:
+    """Whether an id is held by one holder alone, firmly."""
+    return holds == _FIRM
+
+
+def _is_last_firm(holds: Any) -> Any:
+    """Whether an id is held firmly by one holder, and by others to spare."""
+    return (holds > _FIRM) & (holds < 2 * _FIRM)
+
+
+def _is_last_spare(holds: Any) -> Any:
+    """Whether an id is held by one holder alone, to spare."""
+    return holds == 1

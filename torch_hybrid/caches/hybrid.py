@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Many
 from itertools import accumulate, count, pairwise
 
@@ -18,6 +18,7 @@ from torch_hybrid.caches.page_table import PageTable
 from torch_hybrid.caches.pool_copies import PoolCopies
 from torch_hybrid.caches.pools import LayerCache, make_pools, pool_cost
 from torch_hybrid.caches.room import check_pools
+from torch_hybrid.caches.scales import write_scales
 from torch_hybrid.caches.sequence import Held, Sequence
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
 from torch_hybrid.host import int_tensor
@@ -181,6 +182,19 @@ class HybridCache:
         pages = held.pages[: -(-held.length // self.page_size)]
         self.pages.share(pages, spare=spare)
         return self.checkpoints.add(held.length, slot, pages, spare=spare)
+
+    def release(self, checkpoint: Checkpoint) -> None:
+        """Keep a checkpoint no longer; sequences that started from it stay as they are.
+
+        Raises:
+            ValueError: the handle is foreign or was released before.
+        """
+        self.checkpoints.release(checkpoint)
+
+    @property
+    def num_free_checkpoints(self) -> int:
+        """How many more checkpoints there is room for."""
+        return self.checkpoints.num_free
 
     def num_freed_by(self, seq: Sequence) -> int:
         """How many pages are free or spare once a sequence is freed, and not before."""
@@ -478,6 +492,14 @@ class HybridCache:
             for entry in layer
             if SCALES in (pools := self.pools[entry.kind][entry.index])
         }
+
+    def set_scales(self, scales: Mapping[int, Tensor]) -> None:
+        """Set what kept numbers of 8 bits are worth, of all layers that keep some.
+
+        Raises:
+            ValueError: layers or shapes are not those of ``scales``, or one is not positive.
+        """
+        write_scales(self.scales, scales)
 
     def costs(self) -> list[PoolCost]:
         """What a token and a sequence take in the pools of each mixer, as ``table.entries``."""

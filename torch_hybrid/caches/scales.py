@@ -9,7 +9,7 @@ from torch import Tensor
 from torch_hybrid.ops.registration import check_shapes
 
 
-def set_scales(own: Mapping[int, Tensor], scales: Mapping[int, Tensor]) -> None:
+def write_scales(own: Mapping[int, Tensor], scales: Mapping[int, Tensor]) -> None:
     """Set what kept numbers of 8 bits are worth, of all layers that keep some.
 
     Args:

@@ -7,6 +7,7 @@ from torch_hybrid.layers.latent_attention import LatentAttention
 from torch_hybrid.layers.lightning_attention import LightningAttention
 from torch_hybrid.layers.mamba import Mamba
 from torch_hybrid.layers.mamba2 import Mamba2
+from torch_hybrid.layers.mlstm import Mlstm
 from torch_hybrid.layers.paged_attention import PagedAttention
 from torch_hybrid.layers.rg_lru import RgLru
 from torch_hybrid.layers.short_convolution import ShortConvolution
@@ -20,6 +21,7 @@ __all__ = [
     "LightningAttention",
     "Mamba",
     "Mamba2",
+    "Mlstm",
     "PagedAttention",
     "RgLru",
     "ShortConvolution",

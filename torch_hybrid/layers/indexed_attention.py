@@ -69,11 +69,12 @@ class IndexedAttention(nn.Module):
             [T, dim].
         """
         head_dim = self.spec.head_dim
-        blocks = self._pick(x, rotary, plan, cache)
         q, gate = self.q_proj(x).unflatten(-1, (-1, 2 * head_dim)).chunk(2, dim=-1)
         k, v = (proj(x).unflatten(-1, (-1, head_dim)) for proj in (self.k_proj, self.v_proj))
         q = rotate_halves(self.q_norm(q), rotary)
         k = rotate_halves(self.k_norm(k), rotary)
+        # Last, for attention to begin while the choice ends.
+        blocks = self._pick(x, rotary, plan, cache)
         o = attend_to_blocks(q, k, v, blocks, self.spec, plan, cache)
         out: Tensor = self.o_proj((o * gate.sigmoid()).flatten(1))
         return out

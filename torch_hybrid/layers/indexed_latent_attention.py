@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from torch_hybrid.backends.indexed_attention import IndexedPlan, attend_to_blocks, pick, pooled
+from torch_hybrid.backends.indexed_attention import IndexedPlan, attend_to_blocks, pick_pooled
 from torch_hybrid.backends.latent_attention import by_head
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.layers.own_dtype import in_own_dtype
@@ -73,12 +73,13 @@ class IndexedLatentAttention(nn.Module):
         spec = self.spec
         q_source = self.q_a_norm(self.q_a_proj(x))
         latent = self.kv_a_norm(self.kv_a_proj(x))
-        blocks = self._pick(x, q_source, plan, cache)
         q = self.q_b_proj(q_source).unflatten(-1, (spec.num_heads, spec.nope_dim))
         weight = self.kv_b_proj.weight.view(spec.num_heads, -1, spec.latent_rank)
         to_keys, to_values = weight.split([spec.nope_dim, spec.v_dim], dim=1)
         # [T, H, nope] to [T, H, rank] and back, head by head.
         q_latent = by_head(q, to_keys.transpose(1, 2), plan.statics)
+        # Last, for attention to begin while the choice ends.
+        blocks = self._pick(x, q_source, plan, cache)
         o = attend_to_blocks(q_latent, latent, None, blocks, spec, plan, cache)
         values = by_head(o, to_values, plan.statics)
         out: Tensor = self.o_proj(values.flatten(1))
@@ -92,10 +93,10 @@ class IndexedLatentAttention(nn.Module):
         spec = self.spec
         q = self.index_q_proj(q_source).unflatten(-1, (spec.num_index_heads, spec.index_dim))
         keys = self.index_k_norm(self.index_k_proj(x))
-        keys = pooled(keys, self.index_gate_proj(x), self.gate_bias, plan, cache)
+        gates = self.index_gate_proj(x)
         weights = self.index_head_proj(x)
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32)).contiguous()
-        return pick(q, keys, spec, plan, cache, weights)
+        return pick_pooled(q, keys, gates, self.gate_bias, weights, spec, plan, cache)
 
     def shard(self, ranks: Ranks) -> IndexedLatentAttention:
         """This rank's heads, over all of the latents, and all of the indexer: every rank picks the

@@ -28,6 +28,7 @@ from torch_hybrid.models.qwen3_next import QWEN3_NEXT
 from torch_hybrid.models.qwen4_exp import QWEN4_EXP
 from torch_hybrid.models.recurrent_gemma import RECURRENT_GEMMA
 from torch_hybrid.models.rwkv import RWKV
+from torch_hybrid.models.xlstm import XLSTM
 from torch_hybrid.models.zamba import ZAMBA
 from torch_hybrid.models.zamba2 import ZAMBA2
 from torch_hybrid.models.zaya import ZAYA
@@ -59,6 +60,7 @@ FAMILIES: dict[str, Family] = {
         QWEN4_EXP,
         RECURRENT_GEMMA,
         RWKV,
+        XLSTM,
         ZAMBA,
         ZAMBA2,
         ZAYA,
@@ -69,7 +71,6 @@ FAMILIES: dict[str, Family] = {
 # Hybrids that transformers has and this package has no op for.
 NOT_SERVED = {
     "nemo_speechlm": "speech to transcribe, of which its text part alone hears nothing",
-    "xlstm": "matrix memories with exponential gates",
 }
 
 

@@ -62,7 +62,9 @@ class Family:
     of those. ``prepare(model)`` changes what else is to be changed in the model without its head,
     before mixers are swapped; of modules whose names end as in ``taken`` it takes the weights.
     ``base(model)`` is what stands in for that model then, where it does not hand its layers the
-    step; ``layers_name`` is the name that it has for them.
+    step; ``layers_name`` is the name that it has for them. ``kernel_fields`` are fields of its
+    config that name kernels, of packages that transformers may want to be installed: they are left
+    out of a checkpoint's.
     ``text_class()`` is the class of the text part with a head, where transformers has that inside
     of a multimodal model alone, or does not know its weights by all their names. ``given_as`` is
     the option of the model as which it hands the step to its layers. ``token_names`` are options of
@@ -85,6 +87,7 @@ class Family:
     prepare: Callable[[Any], None] = lambda model: None
     base: Callable[[Any], nn.Module] | None = None
     layers_name: str = "layers"
+    kernel_fields: tuple[str, ...] = ()
     taken: tuple[str, ...] = ()
     given_as: str = "step"
     token_names: tuple[str, ...] = ()

@@ -221,13 +221,16 @@ def _read_config(path_or_id: str | Path) -> dict[str, Any]:
 
 def _transformers_config(path_or_id: str, fields: dict[str, Any]) -> Any:
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     model_type = fields.get("model_type")
     if not isinstance(model_type, str):
         raise ValueError(f"the config of {path_or_id} names no model_type, got {model_type!r}")
-    family_of(model_type)
+    kernel_fields = family_of(model_type).kernel_fields
     try:
+        if kernel_fields:
+            known = {name: value for name, value in fields.items() if name not in kernel_fields}
+            return CONFIG_MAPPING[model_type].from_dict(known)
         return AutoConfig.from_pretrained(path_or_id)
     except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
         told = " ".join(str(error).split())

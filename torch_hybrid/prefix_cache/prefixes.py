@@ -6,9 +6,9 @@
                where its last message ends, after every N tokens. One is made there, at the end of
                the prompt, and at the end of the answer; none of them takes a copy
     certain    once it got a token, others may start from what it kept: its logits were finite
-    evicted    when another one needs its slot, the checkpoint that saves the fewest tokens and was
-               used the longest ago; when a sequence needs pages, the same by its own pages. Within
-               ``host_bytes`` it goes to the host, and comes back when a request starts from it
+    evicted    when its slot or its pages are needed, if it is worth the least (``device_tier``).
+               Within ``host_bytes`` it goes to the host, and comes back when a request starts from
+               it
 
 A model without states starts anywhere in what was run: its checkpoints are pages alone, and are
 made at the ends of prompts and answers.
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from torch_hybrid.errors import CapacityError
 from torch_hybrid.prefix_cache import file
-from torch_hybrid.prefix_cache.host_tier import HostTier
+from torch_hybrid.prefix_cache.device_tier import DeviceTier, depth_before
 from torch_hybrid.prefix_cache.options import PrefixCache
 from torch_hybrid.prefix_cache.stats import PrefixStats
 from torch_hybrid.prefix_cache.tree import Node, Tree
@@ -68,49 +68,34 @@ class Prefixes:
                 "a prefix cache of states needs room: "
                 "the runner's max_checkpoints must be at least 1, got 0"
             )
-        costs = self._cache.costs()
-        self._slot_bytes = sum(cost.per_sequence for cost in costs)
-        self._page_bytes = runner.page_size * sum(cost.per_token for cost in costs)
         self._tree = Tree(_TREE_TOKENS * runner.max_seq_len)
         self._uses: dict[Request, _Use] = {}
         self._makers: dict[Request, None] = {}  # that started, and got no token yet
-        self._kept: dict[Node, None] = {}  # in the order in which they were made
-        self._host = HostTier(options.host_bytes, self._worth)
-        self._now = 0  # counts starts
-        self._num_hits = self._num_hit_tokens = self._num_start_tokens = self._num_evictions = 0
-        self._num_returned = 0
+        self._kept = DeviceTier(runner, options.host_bytes)
+        self._num_hits = self._num_hit_tokens = self._num_start_tokens = self._num_returned = 0
 
     @property
     def stats(self) -> PrefixStats:
         """What was done, and what is held."""
-        states = len(self._kept) * self._slot_bytes
         return PrefixStats(
-            num_starts=self._now,
+            num_starts=self._kept.now,
             num_hits=self._num_hits,
             num_hit_tokens=self._num_hit_tokens,
             num_start_tokens=self._num_start_tokens,
-            num_checkpoints=len(self._kept),
-            num_bytes=states + self._cache.pages.num_spare * self._page_bytes,
-            num_evictions=self._num_evictions,
-            num_host_bytes=self._host.num_bytes,
+            num_checkpoints=self._kept.num_checkpoints,
+            num_bytes=self._kept.num_bytes,
+            num_evictions=self._kept.num_evictions,
+            num_host_bytes=self._kept.host.num_bytes,
             num_returned=self._num_returned,
         )
 
     def clear(self) -> None:
         """Give up all that is kept."""
-        for node in list(self._kept):
-            self._drop(node)
-        self._host.clear()
+        self._kept.clear()
 
     def save(self, path: Path) -> int:
         """As ``Engine.save_prefixes``."""
-        prefixes = [
-            (node.all_tokens, self._cache.checkpoints.to_host(node.checkpoint))
-            for node in self._kept
-            if node.checkpoint is not None and node.maker is None
-        ]
-        away = ((node.all_tokens, node.on_host) for node in self._host.nodes)
-        prefixes += [(tokens, copy) for tokens, copy in away if copy is not None]
+        prefixes = self._kept.copies()
         file.save(path, prefixes, self._facts())
         return len(prefixes)
 
@@ -120,8 +105,8 @@ class Prefixes:
         for tokens, copy in file.load(path, self._facts()):
             node, _ = self._tree.insert(array("q", tokens))
             is_new = node.checkpoint is None and node.on_host is None
-            if is_new and self._host.make_room(copy.nbytes, self._worth(node)):
-                self._host.keep(node, copy)
+            if is_new and self._kept.host.make_room(copy.nbytes, self._kept.worth(node)):
+                self._kept.host.keep(node, copy)
                 num_kept += 1
         return num_kept
 
@@ -188,18 +173,13 @@ class Prefixes:
         found = self._deepest(request)
         if found is None or found[1] != length or (copy := found[0].on_host) is None:
             return None
-        self._host.drop(found[0])
-        try:
-            checkpoint = self._cache.checkpoints.from_host(copy)
-        except CapacityError:  # slots are held by hand, or by sequences that have not started yet
-            return None
-        self._keep(found[0], checkpoint)
-        self._num_returned += 1
+        checkpoint = self._kept.bring_back(found[0], copy)
+        self._num_returned += checkpoint is not None
         return checkpoint
 
     def _note_start(self, request: Request, length: int) -> None:
         """A request starts after so many of its tokens."""
-        self._now += 1
+        self._kept.now += 1
         self._num_hits += length > 0
         self._num_hit_tokens += length
         self._num_start_tokens += len(request.history)
@@ -208,7 +188,7 @@ class Prefixes:
         self._makers[request] = None
         for node in self._uses[request].node.path():
             if node.depth <= length or not self._has_states:
-                node.last_used = self._now
+                node.last_used = self._kept.now
 
     def limit(self, job: Request, num_held: int, chunk: int) -> int:
         """As ``scheduler.Starts``."""
@@ -292,47 +272,8 @@ class Prefixes:
         use.node.num_users -= 1
         for node in use.made:
             if node.maker is request:
-                self._drop(node)
+                self._kept.drop(node)
         self._tree.forget()
-
-    # What it is asked for when the runner runs short; see ``caches.checkpoint.Reclaimer``.
-
-    def free_pages(self, count: int) -> None:
-        """As ``Reclaimer``. Only what no other checkpoint goes on from frees pages, and what no
-        sequence holds is given up first."""
-        while self._kept and self._cache.pages.num_free < count:
-            last = [node for node in self._kept if node.num_kept == 1]
-            alone = [node for node in last if self._frees_a_page(node)]
-            self._evict(min(alone or last, key=self._worth_of_a_page))
-
-    def free_checkpoint(self) -> None:
-        """As ``Reclaimer``."""
-        while self._kept and not self._cache.checkpoints.num_free:
-            self._evict(min(self._kept, key=self._worth))
-
-    def _frees_a_page(self, node: Node) -> bool:
-        assert node.checkpoint is not None
-        return self._cache.checkpoints.is_last_page_spare(node.checkpoint)
-
-    def _evict(self, node: Node) -> None:
-        """Give up what is kept at a place; what is certain may go to the host."""
-        self._num_evictions += 1
-        checkpoint = node.checkpoint
-        assert checkpoint is not None
-        num_pages = -(-checkpoint.num_tokens // self._runner.page_size)
-        num_bytes = self._slot_bytes + num_pages * self._page_bytes
-        if node.maker is None and self._host.make_room(num_bytes, self._worth(node)):
-            self._host.keep(node, self._cache.checkpoints.to_host(checkpoint))
-        self._drop(node)
-
-    def _worth(self, node: Node) -> float:
-        """Tokens that a checkpoint saves, by the starts since it was last used."""
-        return (node.depth - _depth_before(node)) / (1 + self._now - node.last_used)
-
-    def _worth_of_a_page(self, node: Node) -> float:
-        """The same of each of its pages that are no other checkpoint's."""
-        size = self._runner.page_size
-        return self._worth(node) / (1 + node.depth // size - _depth_before(node) // size)
 
     # What is where.
 
@@ -348,7 +289,7 @@ class Prefixes:
                 yield node
 
     def _saves_enough(self, node: Node) -> bool:
-        return node.depth - _depth_before(node) >= self._options.min_tokens
+        return node.depth - depth_before(node) >= self._options.min_tokens
 
     def _deepest(self, request: Request) -> tuple[Node, int] | None:
         """The place to start a request from, and after how many tokens; one at least is run."""
@@ -388,7 +329,7 @@ class Prefixes:
         """Keep what a request holds, at its place, if nothing is there and it is worth it."""
         assert request.sequence is not None
         if node.checkpoint is not None:
-            node.last_used = self._now
+            node.last_used = self._kept.now
         if node.checkpoint is not None or not self._saves_enough(node):
             return
         self._runner.flush([request.sequence])
@@ -396,26 +337,9 @@ class Prefixes:
             checkpoint = self._cache.checkpoint(request.sequence, spare=True)
         except CapacityError:  # all of them are held by hand
             return
-        self._keep(node, checkpoint)
+        self._kept.keep(node, checkpoint)
         node.maker = request
         self._uses[request].made.append(node)
-
-    def _keep(self, node: Node, checkpoint: Checkpoint) -> None:
-        if not self._kept:
-            self._cache.checkpoints.reclaimers.append(self)
-        self._host.drop(node)
-        node.keep(checkpoint)
-        node.last_used = self._now
-        self._kept[node] = None
-
-    def _drop(self, node: Node) -> None:
-        assert node.checkpoint is not None
-        self._cache.checkpoints.release(node.checkpoint)
-        node.keep(None)
-        node.maker = None
-        del self._kept[node]
-        if not self._kept:
-            self._cache.checkpoints.reclaimers.remove(self)
 
     def _settle(self, node: Node, request: Request) -> None:
         """Others may start from what a request kept."""
@@ -427,7 +351,7 @@ class Prefixes:
         # Without states, it serves wherever one before it did.
         for earlier in list(node.path())[1:]:
             if earlier.checkpoint is not None:
-                self._drop(earlier)
+                self._kept.drop(earlier)
 
 
 def _is_on_host(start: Start) -> bool:
@@ -461,9 +385,3 @@ def _on_host(node: Node) -> Node | None:
     while node.on_host is None:
         node = next(child for child in node.children.values() if child.num_on_host)
     return node
-
-
-def _depth_before(node: Node) -> int:
-    """Tokens up to the checkpoint before a place."""
-    before = (each.depth for each in node.path() if each is not node and each.checkpoint)
-    return next(before, 0)

@@ -6,8 +6,8 @@
     indexed_attention     blocks of them that an indexer picks
     delta_rules           recurrences with convolutions: gated delta rule, Kimi delta attention
     state_spaces          Mamba2, Mamba
-    linear_recurrences    lightning attention, gated linear recurrent units, RWKV's time mixing
-    convolutions          short ones, those of projections and of branches, RWKV's channel mixing
+    linear_recurrences    lightning attention, gated linear recurrent units, mLSTM, time mixing
+    convolutions          short ones, those of projections and of branches, channel mixing
     past_tokens           n-grams, and hidden states for a head that drafts
     table                 which mixers each layer has, and where their pools are
 
@@ -26,7 +26,13 @@ from torch_hybrid.specs.delta_rules import DeltaRuleSpec, KimiDeltaSpec
 from torch_hybrid.specs.full_attention import AttentionSpec, LatentSpec
 from torch_hybrid.specs.indexed_attention import IndexedAttentionSpec, IndexedLatentSpec
 from torch_hybrid.specs.layer import LayerFamily, LayerSpec
-from torch_hybrid.specs.linear_recurrences import LightningSpec, RgLruSpec, TimeMixSpec
+from torch_hybrid.specs.linear_recurrences import (
+    MOST_GATE_SOFTCAP,
+    LightningSpec,
+    MlstmSpec,
+    RgLruSpec,
+    TimeMixSpec,
+)
 from torch_hybrid.specs.past_tokens import KEPT_HIDDEN, NgramSpec, PreviousHiddenSpec
 from torch_hybrid.specs.pools import RECORDS, SCALES, STATE_RECORDS, Pool
 from torch_hybrid.specs.state_spaces import Mamba2Spec, MambaSpec
@@ -34,6 +40,7 @@ from torch_hybrid.specs.table import LayerEntry, LayerTable
 
 __all__ = [
     "KEPT_HIDDEN",
+    "MOST_GATE_SOFTCAP",
     "RECORDS",
     "SCALES",
     "STATE_RECORDS",
@@ -53,6 +60,7 @@ __all__ = [
     "LightningSpec",
     "Mamba2Spec",
     "MambaSpec",
+    "MlstmSpec",
     "NgramSpec",
     "Pool",
     "PreviousHiddenSpec",
@@ -74,6 +82,7 @@ register_constant(
     Mamba2Spec,
     MambaSpec,
     LightningSpec,
+    MlstmSpec,
     ShortConvolutionSpec,
     ConvolvedProjectionSpec,
     BranchConvolutionSpec,

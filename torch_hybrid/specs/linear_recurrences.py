@@ -1,4 +1,5 @@
-"""Recurrences that a token adds to: a fixed decay for each head or channel, or gated units."""
+"""Recurrences that a token adds to: fixed decays of heads or channels, gated units, exponential
+gates."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ import torch
 from torch_hybrid.ranks import divide, divide_or_repeat
 from torch_hybrid.specs.layer import LayerFamily
 from torch_hybrid.specs.pools import RECORDS, TOKEN_SHIFT, Pool, conv_and_state, records_of
+
+MOST_GATE_SOFTCAP = 40.0  # of exponential gates: float32 holds sums of what e^40 weighs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,3 +125,60 @@ class TimeMixSpec:
     def divided(self, num_ranks: int) -> Self:
         """As ``LayerSpec`` says: some of the channels, and all of the inputs."""
         return replace(self, channels=divide("channels", self.channels, num_ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlstmSpec:
+    """An mLSTM mixer: a matrix memory with exponential gates, normed per head.
+
+    Gates are bounded by ``gate_softcap * tanh(gates / gate_softcap)`` before they act.
+    """
+
+    kind: ClassVar[str] = "mlstm"
+    family: ClassVar[LayerFamily] = "linear"
+
+    num_heads: int
+    head_k_dim: int
+    head_v_dim: int
+    gate_softcap: float
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if not 0 < self.gate_softcap <= MOST_GATE_SOFTCAP:
+            raise ValueError(
+                f"gate_softcap must be above 0 and at most {MOST_GATE_SOFTCAP}, "
+                f"got {self.gate_softcap}"
+            )
+
+    @property
+    def k_channels(self) -> int:
+        """Width of q and of k."""
+        return self.num_heads * self.head_k_dim
+
+    @property
+    def v_channels(self) -> int:
+        """Width of v and of the output gate."""
+        return self.num_heads * self.head_v_dim
+
+    @property
+    def memory_dim(self) -> int:
+        """Values of a head and, after them, ones, of which the memory is the normalizer: as many as
+        bring the next head to a multiple of 16."""
+        return (self.head_v_dim // 16 + 1) * 16
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Heads, values, keys."""
+        return self.num_heads, self.memory_dim, self.head_k_dim
+
+    def pools(self) -> dict[str, Pool]:
+        """The memory, and records ``[k | v | gates]`` of drafts."""
+        width = self.k_channels + self.v_channels + 2 * self.num_heads
+        return {
+            "state": Pool(self.state_shape, per="slot", dtype=torch.float32),
+            RECORDS: Pool((width,), per="draft"),
+        }
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says."""
+        return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))

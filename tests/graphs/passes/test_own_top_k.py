@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.graphs.passes.test_passes import run
 from torch_hybrid.graphs.passes import Pass
-from torch_hybrid.graphs.passes.own_top_k import own_top_k
+from torch_hybrid.graphs.passes.own_top_k import OwnTopK, own_top_k
 from torch_hybrid.ops.capability import Capability
 from torch_hybrid.ops.top_k import op
 
@@ -56,6 +56,19 @@ def test_values(router: Callable[[Tensor], tuple[Tensor, Tensor]], num_calls: in
     assert torch.equal(order.values, expected_order.values)
     expected = router(logits)[0].gather(1, expected_order.indices)
     assert torch.equal(weights.gather(1, order.indices), expected)
+
+
+@pytest.mark.usefixtures("native_on_a_cpu")
+@pytest.mark.parametrize("router", [softmax_router, group_router])
+def test_of_a_model_that_runs_as_it_is(router: Callable[[Tensor], tuple[Tensor, Tensor]]):
+    """Of equal ones the first, whoever asks for how few."""
+    logits = torch.randint(0, 3, (9, 32)).float()
+    in_graph, _, _ = run(router, logits, passes=(OWN,))
+    with OwnTopK():
+        assert all(map(torch.equal, router(logits), in_graph))
+        best = logits.topk(3)
+        assert torch.equal(best.values, logits.gather(-1, best.indices))
+        assert len(logits.topk(3, largest=False).values) == 9
 
 
 @pytest.mark.usefixtures("native_on_a_cpu")

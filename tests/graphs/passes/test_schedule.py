@@ -51,6 +51,7 @@ FAMILIES = [
     "qwen4_exp",
     "recurrent_gemma",
     "rwkv",
+    "xlstm",
     "zaya",
 ]
 DECODED = [
@@ -157,6 +158,7 @@ def test_every_kind_of_mixer_is_scheduled_above():
     # Whose ops are those of Mamba2.
     others = {
         "lightning_attention",
+        "mlstm",
         "short_convolution",
         "convolved_projection",
         "branch_convolution",

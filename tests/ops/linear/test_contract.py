@@ -221,9 +221,16 @@ def check_takes(impl: str, weight: Tensor) -> None:
 @pytest.mark.parametrize("stored", FORMATS)
 @pytest.mark.parametrize("name", CASES)
 def test_integers_match_the_exact_result(impl: str, name: str, stored: str, dtype: str) -> None:
-    inputs, scales = make_integer_inputs(CASES[name], stored, dtype=DTYPES[dtype])
-    check_takes(impl, inputs[1][0])
-    assert_as_exact(impl, inputs, scales)
+    """Of a single number the reference may be right by chance, but not in several draws."""
+    case = CASES[name]
+    is_one_number = case.num_rows == len(case.widths) == case.widths[0] == 1
+    results = []
+    for seed in range(8 if is_one_number else 1):
+        inputs, scales = make_integer_inputs(case, stored, dtype=DTYPES[dtype], seed=seed)
+        check_takes(impl, inputs[1][0])
+        actual = linear(*inputs, scales=scales, impl=impl)
+        results.append((actual, *expected_of(inputs, scales)))
+    assert_within_budget(*map(torch.cat, zip(*results, strict=True)))
 
 
 @pytest.mark.parametrize("stored", FORMATS)

@@ -15,7 +15,8 @@ from tests.ops.pages import offsets
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """Lengths of the sequences, and the shape of one layer; ``lightning`` has neither dt nor D."""
+    """Lengths of the sequences, and the shape of one layer; ``lightning`` has neither dt nor D,
+    ``mlstm`` has no D and exponential gates for dt."""
 
     lengths: tuple[int, ...]
     num_groups: int = 2
@@ -23,6 +24,7 @@ class Case:
     k_dim: int = 16
     v_dim: int = 16
     lightning: bool = False
+    mlstm: bool = False
     num_padding_tokens: int = 0
 
 
@@ -86,6 +88,7 @@ CASES = {
     "bamba": Case(lengths=(1, 130, 16), num_groups=1, num_heads=6, k_dim=128, v_dim=64),
     "falcon_h1": Case(lengths=(66, 2), num_groups=1, num_heads=3, k_dim=256, v_dim=64),
     "minimax": Case(lengths=(65, 9), num_groups=2, num_heads=2, k_dim=96, v_dim=96, lightning=True),
+    "xlstm": Case(lengths=(70, 1), num_groups=2, num_heads=2, k_dim=64, v_dim=144, mlstm=True),
     "ring": Case(lengths=(100,), num_groups=2, num_heads=2, k_dim=128, v_dim=128, lightning=True),
 }
 
@@ -107,7 +110,8 @@ def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -
     is_new = torch.arange(num_seqs) % 3 == 1
     state[state_indices[is_new]] = torch.nan
     state[0] = torch.nan
-    g, dt, D = (_slopes if case.lightning else _time_steps)(num_tokens, case.num_heads, rng)
+    draw = _slopes if case.lightning else _exponential_gates if case.mlstm else _time_steps
+    g, dt, D = draw(num_tokens, case.num_heads, rng)
     return Inputs(
         q=q.unflatten(1, (case.num_groups, case.k_dim)),
         k=k.unflatten(1, (case.num_groups, case.k_dim)),
@@ -129,6 +133,14 @@ def _slopes(
     """Lightning attention: a constant decay per head, one row that serves all tokens."""
     slopes = 2 ** (-8 * torch.arange(1, num_heads + 1) / num_heads)
     return -slopes.expand(num_tokens, num_heads), None, None
+
+
+def _exponential_gates(
+    num_tokens: int, num_heads: int, rng: torch.Generator
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """mLSTM: gates in all that a soft cap of 15 lets through."""
+    i, f = (30 * torch.rand(num_tokens, 2 * num_heads, generator=rng) - 15).chunk(2, dim=1)
+    return torch.nn.functional.logsigmoid(f), i.exp(), None
 
 
 def _time_steps(

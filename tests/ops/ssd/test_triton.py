@@ -118,15 +118,16 @@ def on_device(inputs: Inputs, device: str) -> Inputs:
     return replace(inputs, **moved | {"state": moved["state"].clone()})
 
 
-# (sequences, tokens, groups, heads, K, V, lightning, dtype)
+# (sequences, tokens, groups, heads, K, V, args, dtype)
 SHAPES = {
-    "Bamba decode 64": (64, 64, 1, 128, 128, 64, False, torch.bfloat16),
-    "Bamba decode 64 float32": (64, 64, 1, 128, 128, 64, False, torch.float32),
-    "Bamba 4 tokens each": (64, 256, 1, 128, 128, 64, False, torch.bfloat16),
-    "Falcon-H1 decode 64": (64, 64, 1, 24, 256, 64, False, torch.bfloat16),
-    "Nemotron-H decode 64": (64, 64, 8, 128, 128, 64, False, torch.bfloat16),
-    "MiniMax-01 decode 64": (64, 64, 64, 64, 96, 96, True, torch.bfloat16),
-    "Ring-2.5 decode 64": (64, 64, 32, 32, 128, 128, True, torch.bfloat16),
+    "Bamba decode 64": (64, 64, 1, 128, 128, 64, "dt D", torch.bfloat16),
+    "Bamba decode 64 float32": (64, 64, 1, 128, 128, 64, "dt D", torch.float32),
+    "Bamba 4 tokens each": (64, 256, 1, 128, 128, 64, "dt D", torch.bfloat16),
+    "Falcon-H1 decode 64": (64, 64, 1, 24, 256, 64, "dt D", torch.bfloat16),
+    "Nemotron-H decode 64": (64, 64, 8, 128, 128, 64, "dt D", torch.bfloat16),
+    "MiniMax-01 decode 64": (64, 64, 64, 64, 96, 96, "", torch.bfloat16),
+    "Ring-2.5 decode 64": (64, 64, 32, 32, 128, 128, "", torch.bfloat16),
+    "xLSTM-7b decode 64": (64, 64, 8, 8, 256, 528, "dt", torch.bfloat16),
 }
 
 
@@ -149,10 +150,11 @@ def record_launches(
     num_heads: int,
     k_dim: int,
     v_dim: int,
-    lightning: bool,
+    args: str,
     dtype: torch.dtype,
 ) -> dict[str, Launch]:
-    """What the launcher launches for v, k and q that are slices of one projection."""
+    """What the launcher launches for v, k and q that are slices of one projection; ``args`` names
+    those of dt and D that are given."""
     from torch_hybrid.ops.ssd import _triton
 
     k_size, v_size = num_groups * k_dim, num_heads * v_dim
@@ -165,9 +167,9 @@ def record_launches(
             q.unflatten(1, (num_groups, k_dim)),
             k.unflatten(1, (num_groups, k_dim)),
             v.unflatten(1, (num_heads, v_dim)),
-            per_head[:1].expand_as(per_head) if lightning else per_head,
-            None if lightning else per_head,
-            None if lightning else per_head[0],
+            per_head if "dt" in args else per_head[:1].expand_as(per_head),
+            per_head if "dt" in args else None,
+            per_head[0] if "D" in args else None,
             torch.empty(num_seqs + 1, num_heads, v_dim, k_dim, device="meta"),
             indices,
             indices[1:],

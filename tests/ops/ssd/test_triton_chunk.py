@@ -115,13 +115,14 @@ def call(inputs: Inputs, chunk_size: int) -> Tensor:
     return chunk_ssd(*inputs.args(), **inputs.options(), chunk_size=chunk_size, impl="triton")
 
 
-# (chunk size, groups, heads, K, V, lightning, dtype), 8192 tokens in 16 sequences
+# (chunk size, groups, heads, K, V, args, dtype), 8192 tokens in 16 sequences
 SHAPES = {
-    "Bamba": (64, 1, 128, 128, 64, False, torch.bfloat16),
-    "Bamba float32": (64, 1, 128, 128, 64, False, torch.float32),
-    "Falcon-H1": (64, 1, 24, 256, 64, False, torch.bfloat16),
-    "MiniMax-01": (64, 64, 64, 96, 96, True, torch.bfloat16),
-    "Ring-2.5": (64, 32, 32, 128, 128, True, torch.bfloat16),
+    "Bamba": (64, 1, 128, 128, 64, "dt D", torch.bfloat16),
+    "Bamba float32": (64, 1, 128, 128, 64, "dt D", torch.float32),
+    "Falcon-H1": (64, 1, 24, 256, 64, "dt D", torch.bfloat16),
+    "MiniMax-01": (64, 64, 64, 96, 96, "", torch.bfloat16),
+    "Ring-2.5": (64, 32, 32, 128, 128, "", torch.bfloat16),
+    "xLSTM-7b": (64, 8, 8, 256, 528, "dt", torch.bfloat16),
 }
 
 
@@ -146,10 +147,11 @@ def record_launches(
     num_heads: int,
     k_dim: int,
     v_dim: int,
-    lightning: bool,
+    args: str,
     dtype: torch.dtype,
 ) -> dict[str, Launch]:
-    """What the launcher launches for v, k and q that are slices of one projection."""
+    """What the launcher launches for v, k and q that are slices of one projection; ``args`` names
+    those of dt and D that are given."""
     from torch_hybrid.ops.ssd import _triton_chunk
 
     num_tokens, num_seqs = 8192, 16
@@ -163,9 +165,9 @@ def record_launches(
             q.unflatten(1, (num_groups, k_dim)),
             k.unflatten(1, (num_groups, k_dim)),
             v.unflatten(1, (num_heads, v_dim)),
-            per_head[:1].expand_as(per_head) if lightning else per_head,
-            None if lightning else per_head,
-            None if lightning else per_head[0],
+            per_head if "dt" in args else per_head[:1].expand_as(per_head),
+            per_head if "dt" in args else None,
+            per_head[0] if "D" in args else None,
             torch.empty(num_seqs + 1, num_heads, v_dim, k_dim, device="meta"),
             indices,
             indices[1:],

@@ -1,0 +1,146 @@
+"""Steps of which each row has the bits that it has alone: what takes the place of sums over a row,
+whose order of additions is another in each of Inductor's graphs, and in torch goes by sizes.
+
+In a graph that is a pass; where the model runs as it is, torch's functions are met as it calls them
+(``SumsByRow``). On a CPU sums have one order as they are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node, Proxy
+from torch.fx.node import map_arg
+from torch.overrides import TorchFunctionMode
+
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.graphs.passes.marks import keep_marks
+from torch_hybrid.graphs.passes.mutation import storages, written_nodes
+from torch_hybrid.graphs.passes.row_arithmetic import FEW, FUNCTIONS, RowArithmetic
+from torch_hybrid.graphs.passes.values import value_of
+
+DEVICES = ("cuda",)
+# Other sums, of which no model's step has any.
+_REFUSED = {
+    *("batch_norm", "cdist", "cosine_similarity", "cumprod", "cumsum", "dist", "group_norm"),
+    *("histc", "index_add", "index_add_", "index_reduce", "index_reduce_", "instance_norm"),
+    *("linalg_norm", "logcumsumexp", "nanmean", "nansum", "native_layer_norm", "normalize"),
+    *("pairwise_distance", "prod", "renorm", "scatter_add", "scatter_add_", "scatter_reduce"),
+    *("scatter_reduce_", "segment_reduce", "softmin", "std", "std_mean", "trace", "var"),
+    *("var_mean", "vector_norm"),
+}
+
+
+def row_sums(graph: Graph, *, impl: str = "triton", devices: Collection[str] = DEVICES) -> None:
+    """Write each sum over a row as one that has an order of additions of its own.
+
+    Contract: the graph computes the same values, up to rounding, and of each sum over a row the
+    same bits as any other graph with that sum. Last of all passes: others know what models write.
+
+    for each sum, mean, norm, softmax, logsumexp along one dim:
+        the same of sums in one order (``RowArithmetic``)
+        of the squares of x, the op reads x, and of x that was cast to float32, what was cast
+    any other sum is refused
+
+    Args:
+        graph: of a step.
+        impl: of the op ``power_sum``.
+        devices: types of the devices where it is done.
+    """
+    written = storages(w for node in graph.nodes for w in written_nodes(node))
+    for node in list(graph.nodes):
+        name = _name(node)
+        if name not in FUNCTIONS and name not in _REFUSED:
+            continue
+        x = node.args[0] if node.args else node.kwargs.get("input")
+        if not isinstance(x, Node) or not _is_summed_by_us(value_of(x), devices):
+            continue
+        _check(name)
+        _replace(graph, node, x, impl, written)
+
+
+def _replace(graph: Graph, node: Node, x: Node, impl: str, written: set[int]) -> None:
+    """Sums in one order in the place of a call, whose first argument is ``x``."""
+    value, source = value_of(x), None
+    if _name(node) in ("sum", "mean") and value.shape[-1] > FEW:
+        source = _squared(x, written)
+    arithmetic = RowArithmetic(like=value, impl=impl, power=1 if source is None else 2)
+    before = node.prev
+
+    def read(given: Node) -> Any:
+        return Proxy(source if given is x and source is not None else given)
+
+    args, kwargs = map_arg((node.args, node.kwargs), read)  # type: ignore[arg-type]
+    with graph.inserting_before(node):
+        made: Any = FUNCTIONS[_name(node)](arithmetic, *args, **kwargs)
+    new = before.next
+    while new is not node:
+        keep_marks(new, node)
+        new = new.next
+    node.replace_all_uses_with(made.node)
+    graph.erase_node(node)
+    if source is not None and not x.users:
+        graph.erase_node(x)
+
+
+def _squared(x: Node, written: set[int]) -> Node | None:
+    """What ``x`` is the square of, before it was cast to float32; None where it is no square, or
+    where a graph writes to that."""
+    is_square = (_name(x) == "pow" and x.args[1:] == (2,)) or _name(x) == "square"
+    is_product = x.target is operator.mul and len(set(x.args)) == 1
+    if value_of(x).dtype != torch.float32 or not (is_square or is_product):
+        return None
+    [source] = x.all_input_nodes
+    if _name(source) in ("to", "float") and len(source.all_input_nodes) == 1:
+        [narrow] = source.all_input_nodes
+        is_exact = value_of(narrow).dtype in (torch.bfloat16, torch.float16)
+        source = narrow if is_exact and not storages([narrow]) & written else source
+    return None if storages([source]) & written else source
+
+
+def _is_summed_by_us(x: Any, devices: Collection[str]) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.device.type in devices
+
+
+def _check(name: str) -> None:
+    if name in _REFUSED:
+        raise UnsupportedError(
+            f"batch_invariant: the model calls {name}, whose order of additions depends on the "
+            "graph"
+        )
+
+
+def _name(node: Node) -> str:
+    """Of a function or method."""
+    if node.op == "call_method":
+        return str(node.target)
+    return getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+
+
+class SumsByRow(TorchFunctionMode):
+    """The same of a model that runs as it is."""
+
+    def __init__(self, impl: str = "triton", devices: Collection[str] = DEVICES) -> None:
+        super().__init__()
+        self._impl, self._devices = impl, devices
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Collection[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in FUNCTIONS or name in _REFUSED:
+            x: Any = args[0] if args else kwargs.get("input")
+            if _is_summed_by_us(x, self._devices):
+                _check(name)
+                arithmetic = RowArithmetic(like=x, impl=self._impl)
+                return FUNCTIONS[name](arithmetic, *args, **kwargs)
+        return func(*args, **kwargs)

@@ -1,0 +1,5 @@
+"""What an indexer of pooled blocks does to one new token of each sequence, as one op."""
+
+from torch_hybrid.ops.pooled_selection_step.op import pooled_selection_step
+
+__all__ = ["pooled_selection_step"]

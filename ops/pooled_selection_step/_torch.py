@@ -1,0 +1,36 @@
+"""Implementation "torch": both parts in vectorised torch, one after the other."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torch_hybrid.ops.conv_step import check_lengths
+from torch_hybrid.ops.gated_pooling._torch import gated_pooling
+from torch_hybrid.ops.select_blocks._torch import select_blocks
+
+
+def pooled_selection_step(
+    q: Tensor,
+    keys: Tensor,
+    gates: Tensor,
+    bias: Tensor,
+    weights: Tensor | None,
+    state: Tensor,
+    block_keys: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    page_table: Tensor,
+    slot_mapping: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    *,
+    top_k: int,
+) -> Tensor:
+    """Launcher of ``torch_hybrid::pooled_selection_step``."""
+    slots = (initial_indices, state_indices)
+    if q.device.type == "cpu":
+        check_lengths(cu_seqlens)
+    pooled = gated_pooling(keys, gates, bias, state, cu_seqlens, seq_lens, *slots)
+    index = (cu_seqlens, seq_lens, page_table, slot_mapping)
+    size = bias.shape[0]
+    return select_blocks(q, pooled, weights, block_keys, *index, block_size=size, top_k=top_k)

@@ -1,0 +1,73 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Implementation "triton": one kernel for a row's length and dtype, whatever else there is.
+
+A compiler lays a row out over threads by what it knows of addresses, and adds it up as it lies: the
+kernel is told nothing of strides, alignments or numbers of rows, so that there is one order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_WIDEST = 4096  # elements of a row that a program adds up at once
+_TILE = 256  # elements that a program takes at least: several rows if they are short
+_OF_A_WARP = 512  # elements, of long rows
+
+
+def power_sum(x: Tensor, power: int) -> Tensor:
+    """Launcher of ``torch_hybrid::power_sum``."""
+    num_columns = x.shape[-1]
+    out = x.new_empty(x.shape[:-1], dtype=torch.float32)
+    if not out.numel():
+        return out
+    rows = x.unsqueeze(0) if x.dim() == 1 else x
+    rows = rows if num_columns < 2 or x.stride(-1) == 1 else rows.contiguous()
+    rows = rows.flatten(0, -3) if x.dim() > 2 else rows.unsqueeze(0)
+    block = min(triton.next_power_of_2(max(num_columns, 1)), _WIDEST)
+    num_rows = max(1, _TILE // block)
+    _power_sum_kernel[(triton.cdiv(out.numel(), num_rows),)](
+        rows,
+        out,
+        out.numel(),
+        rows.shape[1],
+        rows.stride(0),
+        rows.stride(1),
+        D=num_columns,
+        SQUARED=power == 2,
+        ROWS=num_rows,
+        BLOCK=block,
+        num_warps=max(1, block // _OF_A_WARP),
+    )
+    return out
+
+
+_UNKNOWN = ["num_rows", "num_inner", "stride_outer", "stride_inner"]
+
+
+@triton.jit(do_not_specialize=_UNKNOWN, do_not_specialize_on_alignment=["x", "out"])
+def _power_sum_kernel(
+    x: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    num_inner: tl.tensor,
+    stride_outer: tl.tensor,
+    stride_inner: tl.tensor,
+    D: tl.constexpr,
+    SQUARED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """One program: ROWS rows, which lie in groups of ``num_inner``."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    mask_row = row < num_rows
+    p_row = x + row // num_inner * stride_outer + row % num_inner * stride_inner
+    b_sum = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(0, D, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        mask = mask_row[:, None] & (column < D)[None, :]
+        b_x = tl.load(p_row[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        b_sum += b_x * b_x if SQUARED else b_x
+    tl.store(out + row, tl.sum(b_sum, 1), mask=mask_row)

@@ -1,0 +1,217 @@
+"""The contract of pooled_selection_step, held by every implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+
+from tests.ops.contract import (
+    assert_traces_once,
+    assert_within_budget,
+    impls_on,
+    pool_clones,
+    skip_reason,
+)
+from tests.ops.pooled_selection_step.cases import CASES, SMALL, Case, Inputs, make_inputs
+from torch_hybrid.ops.pooled_selection_step import pooled_selection_step, reference
+from torch_hybrid.ops.pooled_selection_step.op import IMPLEMENTATIONS
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+STATE, BLOCK_KEYS = 5, 6  # of the arguments
+
+
+@pytest.fixture(params=impls_on("cpu", IMPLEMENTATIONS))
+def impl(request: pytest.FixtureRequest) -> str:
+    if reason := skip_reason(IMPLEMENTATIONS[request.param], "cpu"):
+        pytest.skip(reason)
+    return request.param
+
+
+def step(inputs: Inputs, case: Case, impl: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The blocks, and both pools afterwards."""
+    args = inputs.args()
+    chosen = pooled_selection_step(*args, top_k=case.top_k, impl=impl)
+    return chosen, args[STATE], args[BLOCK_KEYS]
+
+
+def expected_of(inputs: Inputs, case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    args = inputs.args()
+    chosen = reference.pooled_selection_step(*args, top_k=case.top_k)
+    return chosen, args[STATE], args[BLOCK_KEYS]
+
+
+def assert_same(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=0, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_is_the_reference(impl: str, name: str, dtype: str):
+    case = CASES[name]
+    inputs = make_inputs(case, dtype=DTYPES[dtype], padding=(3, 2))
+    assert_same(step(inputs, case, impl), expected_of(inputs, case))
+
+
+def test_pooled_keys_round_once(impl: str):
+    case = CASES["glm5_next"]
+    inputs = make_inputs(case, dtype=torch.float16, alike=False)
+    names = ("q", "keys", "gates", "bias", "state", "block_keys", "weights")
+    exact = replace(inputs, **{name: getattr(inputs, name).double() for name in names})
+    _, state, pool = step(inputs, case, impl)
+    _, expected_state, expected = expected_of(inputs, case)
+    is_written = expected.isfinite() & (expected != inputs.block_keys)
+    assert is_written.any()
+    _, _, exact_pool = expected_of(exact, case)
+    pools = (pool, exact_pool, expected)
+    assert_within_budget(*(each[is_written] for each in pools))
+    assert_same((state, pool[~is_written]), (expected_state, expected[~is_written]))
+
+
+def test_a_text_step_by_step(impl: str):
+    """Each step goes on from what the one before left; a fork of it leaves another slot alone."""
+    case = replace(SMALL, lengths=((1, 1),))
+    lengths = range(1, 30)
+    table = torch.arange(1, 4).int()[None]
+    kept, expected = (
+        [torch.full((3, 3, 2, 32), torch.nan).bfloat16(), torch.zeros(4, 4, 32).bfloat16()]
+        for _ in range(2)
+    )
+    for length in lengths:
+        slot = torch.tensor([1 + length // 4 % 2]).int()
+        before = torch.tensor([1 + (length - 1) // 4 % 2]).int()
+        inputs = replace(
+            make_inputs(case),
+            keys=torch.full((1, 32), float(length)).bfloat16(),
+            gates=torch.zeros(1, 32).bfloat16(),
+            bias=torch.zeros(4, 32).bfloat16(),
+            seq_lens=torch.tensor([length]).int(),
+            page_table=table,
+            slot_mapping=torch.tensor([15 + length]).int(),
+            initial_indices=before * (length > 1),
+            state_indices=slot,
+        )
+        steps = []
+        for run, (state, block_keys) in ((step, kept), (None, expected)):
+            given = replace(inputs, state=state, block_keys=block_keys)
+            steps.append(run(given, case, impl) if run else expected_of(given, case))
+        assert_same(*steps)
+        kept, expected = ([state, pool] for _, state, pool in steps)
+    assert kept[1][1:3].flatten(0, 1)[6].isfinite().all()
+
+
+# ---- the op as the compiler sees it ----------------------------------------------------------
+
+
+def test_schema():
+    schema = str(torch.ops.torch_hybrid.pooled_selection_step.default._schema)
+    assert_expected_inline(
+        schema.replace(", ", ",\n"),
+        """\
+torch_hybrid::pooled_selection_step(Tensor q,
+Tensor keys,
+Tensor gates,
+Tensor bias,
+Tensor? weights,
+Tensor(a!) state,
+Tensor(b!) block_keys,
+Tensor cu_seqlens,
+Tensor seq_lens,
+Tensor page_table,
+Tensor slot_mapping,
+Tensor initial_indices,
+Tensor state_indices,
+*,
+int top_k,
+str impl) -> Tensor""",
+    )
+
+
+def test_opcheck(impl: str):
+    inputs = make_inputs(SMALL)
+    pools = {name: getattr(inputs, name).nan_to_num(1.0) for name in ("state", "block_keys")}
+    op = torch.ops.torch_hybrid.pooled_selection_step.default
+    torch.library.opcheck(op, replace(inputs, **pools).args(), {"top_k": 3, "impl": impl})
+
+
+def layers(impl: str) -> Callable[..., Tensor]:
+    def run(q: Tensor, *args: Tensor) -> Tensor:
+        """Two layers on one pool."""
+        first = pooled_selection_step(q, *args, top_k=3, impl=impl)
+        return first + pooled_selection_step(q + 1, *args, top_k=3, impl=impl)
+
+    return run
+
+
+def test_compiles_once(impl: str):
+    # Sizes that are not tied to one another differ.
+    first = ((1, 100), (1, 30), (1, 18), (0, 1), (1, 2), (1, 5))
+    others = [((1, 23), (1, 30)), ((1, 9), (1, 7), (1, 8), (0, 2)), ((1, 40), (1, 3)) * 3]
+    batches = [make_inputs(replace(SMALL, lengths=n)).args() for n in (first, *others)]
+    assert_traces_once(layers(impl), batches)
+
+
+def test_no_pool_clone(impl: str):
+    args = make_inputs(SMALL).args()
+    assert pool_clones(layers(impl), args, [args[STATE], args[BLOCK_KEYS]]) == []
+
+
+# ---- errors ----------------------------------------------------------------------------------
+
+
+def failing(impl: str, case: Case = SMALL, top_k: int = 3, **changes: Tensor) -> str:
+    inputs = replace(make_inputs(case), **changes)
+    with pytest.raises(ValueError) as error:  # noqa: PT011 (the text is what is compared)
+        pooled_selection_step(*inputs.args(), top_k=top_k, impl=impl)
+    return str(error.value)
+
+
+def test_error_texts():
+    good = make_inputs(SMALL)
+    errors = [
+        failing("torch", q=good.q[0]),
+        failing("torch", keys=good.keys[:2]),
+        failing("torch", gates=good.gates.double()),
+        failing("torch", bias=good.bias[:3]),
+        failing("torch", weights=torch.ones(3, 3)),
+        failing("torch", block_keys=good.block_keys.double()),
+        failing("torch", state_indices=good.state_indices.long()),
+        failing("torch", top_k=0),
+        failing("tpu"),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+q must have 3 dimensions, got 2
+keys must have shape [3, 32], got [2, 32]
+gates must have dtype torch.bfloat16, got torch.float64
+state must have shape [11, 2, 2, 32], got [11, 3, 2, 32]
+weights must have shape [3, 2], got [3, 3]
+block_keys must have dtype torch.bfloat16, got torch.float64
+state_indices must have dtype torch.int32, got torch.int64
+top_k must be at least 1, got 0
+impl must be one of ['triton', 'torch'], got 'tpu'""",
+    )
+
+
+def test_indices_out_of_range(impl: str):
+    good = make_inputs(SMALL)
+    errors = [
+        failing(impl, slot_mapping=good.slot_mapping + 10_000),
+        failing(impl, page_table=good.page_table + 100),
+        failing(impl, state_indices=good.state_indices + 90),
+        failing(impl, replace(SMALL, lengths=((1, 23), (2, 28), (1, 1)))),
+    ]
+    assert_expected_inline(
+        "\n".join(errors),
+        """\
+slot_mapping must be in [16, 144), got 10022
+page_table[0] must be in [1, 9), got 105
+state_indices must be in [0, 11), got 94
+each sequence must have one token or none, got lengths [1, 2, 1]""",
+    )

@@ -1,0 +1,138 @@
+"""The mLSTM mixer of xLSTM, as a module of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_hybrid.backends.recurrent import RecurrentPlan, walk_layer
+from torch_hybrid.backends.ssd import apply_ssd
+from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.own_dtype import in_own_dtype
+from torch_hybrid.layers.side_by_side import columns
+from torch_hybrid.ranks import Ranks
+from torch_hybrid.specs import MlstmSpec
+
+
+class Mlstm(nn.Module):
+    """Projection, matrix memory with exponential gates, LayerNorm per head, gate, projection.
+
+    One input projection gives ``[q | k | v | gate | i | f]``. Per head, of soft-capped i and f:
+
+        C = sigmoid(f) C + e^i v k^T
+        n = sigmoid(f) n + e^i k
+        h = C q / max(|n q|, 1),    q scaled by K^-1/2
+
+    n is what the memory makes of values that are 1. Published code divides C and n by e^m, m being
+    the largest exponent so far, and so has ``max(|n q|, e^-m) + eps`` below: the same but for eps,
+    of which the norm leaves less than rounding does (see ``ops/ssd/README.md``). Soft caps bound
+    exponents, so that float32 holds C as it is.
+
+    Args:
+        dim: width of the model.
+        spec: the mixer's facts.
+        dtype, device: of the parameters.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        spec: MlstmSpec,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        k, v, heads = spec.k_channels, spec.v_channels, spec.num_heads
+        self._widths = [k, k, v, v, 2 * heads]
+        self.in_proj = nn.Linear(dim, sum(self._widths), bias=False, dtype=dtype, device=device)
+        self.out_proj = nn.Linear(v, dim, bias=False, dtype=dtype, device=device)
+        self.gate_bias = nn.Parameter(torch.empty(2 * heads, dtype=dtype, device=device))
+        self.norm_weight = nn.Parameter(torch.ones(v, dtype=dtype, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise as the published models do: tokens hardly written, and hardly forgotten."""
+        with torch.no_grad():
+            i, f = self.gate_bias.chunk(2)
+            i.fill_(-10.0)
+            f.copy_(torch.linspace(3.0, 6.0, len(f), dtype=f.dtype, device=f.device))
+
+    @in_own_dtype(1)
+    def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
+        """Mix the tokens of a step.
+
+        Args:
+            x: [T, dim], the sequences packed as ``plan`` says.
+            plan: from the backend's ``plan``.
+            cache: this layer's pools. Mutated at the slots that the plan names.
+
+        Returns:
+            [T, dim].
+        """
+        q, k, v, gate, gates = columns(self.in_proj, x, self._widths)
+
+        def remember(
+            advancing: Sequence[Tensor], reading: Sequence[Tensor], plan: RecurrentPlan
+        ) -> Tensor:
+            (k, v, gates), (q,) = advancing, reading
+            return self._remember(q, k, v, gates, plan, cache)
+
+        read = walk_layer(remember, [k, v, gates], [q], plan, cache)
+        h = self._norm(self._normalized(read.float()))
+        out: Tensor = self.out_proj((h * gate.float().sigmoid()).to(x.dtype))
+        return out
+
+    def _remember(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        gates: Tensor,
+        plan: RecurrentPlan,
+        cache: LayerCache,
+    ) -> Tensor:
+        """[T, H, memory_dim] what queries read of the memory, that of ones after that of values."""
+        spec = self.spec
+        heads = (spec.num_heads, -1)
+        q, k, v = (part.unflatten(-1, heads) for part in (q, k, v))
+        v = F.pad(v, (0, spec.memory_dim - spec.head_v_dim), value=1.0)
+        if v.dtype == torch.float16:  # too narrow for what exponential gates weigh
+            q, k, v = q.float(), k.float(), v.float()
+        gates = gates.float() + self.gate_bias.float()
+        i, f = (spec.gate_softcap * torch.tanh(gates / spec.gate_softcap)).chunk(2, dim=-1)
+        state, scale = cache["state"], spec.head_k_dim**-0.5
+        return apply_ssd(q, k, v, F.logsigmoid(f), i.exp(), None, plan, state, scale=scale)
+
+    def _normalized(self, read: Tensor) -> Tensor:
+        """[T, H, memory_dim] -> [T, H, V]: what was read of values by what was read of ones."""
+        values, ones = read.tensor_split([self.spec.head_v_dim], dim=-1)
+        h: Tensor = values / ones[..., :1].abs().clamp(min=1.0)
+        return h
+
+    def _norm(self, h: Tensor) -> Tensor:
+        """LayerNorm of each head, without a bias, in float32: [T, H, V] -> [T, channels]."""
+        normed = F.layer_norm(h, h.shape[-1:], eps=self.spec.norm_eps)
+        return normed.flatten(1) * self.norm_weight.float()
+
+    def shard(self, ranks: Ranks) -> Mlstm:
+        """This rank's heads: a layer that keeps their states alone, and sums over the ranks.
+
+        Raises:
+            UnsupportedError: the ranks do not divide the heads.
+        """
+        spec = self.spec
+        with torch.device("meta"):
+            part = Mlstm(self.in_proj.in_features, spec.divided(ranks.size))
+        head, keys, values = (
+            (spec.num_heads, width) for width in (1, spec.head_k_dim, spec.head_v_dim)
+        )
+        part.in_proj = ranks.rows(self.in_proj, [keys, keys, values, values, head, head])
+        part.out_proj = ranks.summed_columns(self.out_proj, spec.num_heads)
+        part.gate_bias = ranks.parameter(self.gate_bias, [head, head])
+        part.norm_weight = ranks.parameter(self.norm_weight, [values])
+        return part

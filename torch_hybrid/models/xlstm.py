@@ -1,0 +1,153 @@
+"""xLSTM: a matrix memory with exponential gates in every layer, and an MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_hybrid.backends.step import LayerStep, Step
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.layers.mlstm import Mlstm
+from torch_hybrid.models.family import (
+    Family,
+    Swap,
+    joined_projection,
+    parameter,
+    require,
+    weights_of,
+)
+from torch_hybrid.specs import MOST_GATE_SOFTCAP, MlstmSpec
+
+_MOST_EPS = 1e-5  # of which the norm leaves less than rounding does: our mixer has none
+
+
+def _specs(config: Any) -> list[MlstmSpec]:
+    require(config, "use_bias", config.use_bias, [False])
+    require(config, "add_out_norm", config.add_out_norm, [True])
+    require(config, "weight_mode", config.weight_mode, ["single"])
+    require(config, "embedding_dim", config.embedding_dim, [config.hidden_size])
+    for name, value, most in (
+        ("gate_soft_cap", config.gate_soft_cap, MOST_GATE_SOFTCAP),
+        ("eps", config.eps, _MOST_EPS),
+    ):
+        if not 0 < value <= most:
+            raise UnsupportedError(
+                f"{config.model_type}: config field {name} must be above 0 and at most {most}, "
+                f"got {value}"
+            )
+    spec = MlstmSpec(
+        num_heads=config.num_heads,
+        head_k_dim=_head_dim(config, "qk_dim_factor", config.qk_dim_factor),
+        head_v_dim=_head_dim(config, "v_dim_factor", config.v_dim_factor),
+        gate_softcap=config.gate_soft_cap,
+        norm_eps=config.norm_eps,
+    )
+    return [spec] * config.num_blocks
+
+
+def _head_dim(config: Any, name: str, factor: float) -> int:
+    num_heads: int = config.num_heads
+    head_dim, rest = divmod(int(config.hidden_size * factor), num_heads)
+    if rest or not head_dim:
+        raise UnsupportedError(
+            f"{config.model_type}: config field {name} must give each of the {num_heads} heads "
+            f"equally many of the channels, got {factor} of {config.hidden_size}"
+        )
+    return head_dim
+
+
+def _mixer(module: Any, spec: MlstmSpec) -> Mlstm:
+    with torch.device("meta"):
+        mixer = Mlstm(module.out_proj.out_features, spec)
+    parts = (module.q, module.k, module.v, module.ogate_preact)
+    gates = (module.igate_preact, module.fgate_preact)
+    mixer.in_proj = joined_projection(weights_of(*parts, *gates))
+    mixer.gate_bias = parameter(torch.cat([gate.bias.detach() for gate in gates]))
+    mixer.norm_weight, mixer.out_proj = module.multihead_norm.weight, module.out_proj
+    return mixer
+
+
+class _FeedForward(nn.Module):
+    """A gated MLP, by the names that all families have for its projections."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = module.proj_up_gate, module.proj_up
+        self.down_proj = module.proj_down
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[1, T, dim] -> [1, T, dim]."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class _Block(nn.Module):
+    """A decoder layer that takes the step."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.norm_mlstm, self.mlstm_layer = block.norm_mlstm, block.mlstm_layer
+        self.norm_ffn, self.ffn = block.norm_ffn, _FeedForward(block.ffn)
+
+    def forward(self, hidden: Tensor, *, step: LayerStep) -> Tensor:
+        """[1, T, dim] -> [1, T, dim]."""
+        hidden = hidden + self.mlstm_layer(self.norm_mlstm(hidden), step=step)
+        out: Tensor = hidden + self.ffn(self.norm_ffn(hidden))
+        return out
+
+
+class _Output:
+    """What a model without its head gives."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+
+class _Backbone(nn.Module):
+    """Stands where transformers has the model without its head, whose layers know no step."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.embeddings: nn.Module = model.embeddings
+        self.out_norm: nn.Module = model.out_norm
+        self.layers = nn.ModuleList(_Block(block) for block in model.blocks)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """As models of transformers have it."""
+        return self.embeddings
+
+    def set_input_embeddings(self, embeddings: nn.Module) -> None:
+        """As models of transformers have it."""
+        self.embeddings = embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        *,
+        step: Step,
+        position_ids: Tensor,
+        attention_mask: None,
+        use_cache: bool,
+    ) -> _Output:
+        """Tokens [1, T], or [1, T, dim] in their place; positions count for nothing."""
+        hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        for layer in self.layers:
+            hidden = layer(hidden, step=step)
+        return _Output(self.out_norm(hidden))
+
+
+XLSTM = Family(
+    model_types=("xlstm",),
+    specs=_specs,
+    swaps={"mlstm": Swap(attribute="mlstm_layer", make=_mixer)},
+    logits_softcap=lambda config: config.output_logit_soft_cap,
+    takes_masks=False,
+    taken=(".ffn",),
+    base=_Backbone,
+    layers_name="blocks",
+    kernel_fields=("chunkwise_kernel", "sequence_kernel", "step_kernel"),
+)
