@@ -113,6 +113,34 @@ class Transformers:
         return "cache_params" if is_mamba else "past_key_values"
 
 
+class TransformersRwkv:
+    """RWKV of transformers, run eagerly: one sequence after the other, as it knows no masks, and
+    its steps of one token mix the sequences of a batch.
+
+    Args:
+        model: unmodified.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def start(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Prefill each prompt."""
+        self._states = [self._forward(prompt, None).state for prompt in prompts]
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """Append a token to each sequence; [N, vocab_size] logits."""
+        each = zip(tokens, self._states, strict=True)
+        outputs = [self._forward([token], state) for token, state in each]
+        self._states = [output.state for output in outputs]
+        return torch.cat([output.logits[:, -1] for output in outputs])
+
+    def _forward(self, tokens: Sequence[int], state: list[Tensor] | None) -> Any:
+        with torch.inference_mode():
+            ids = torch.tensor([list(tokens)])
+            return self.model(input_ids=ids, state=state, use_cache=True, logits_to_keep=1)
+
+
 class UnpaddedTransformers:
     """A transformers model that knows neither masks nor static caches (xLSTM), run eagerly: prompts
     are prefilled one by one, and their states put side by side.
@@ -145,10 +173,12 @@ class UnpaddedTransformers:
         return logits
 
 
-def transformers(model: Any) -> Transformers | UnpaddedTransformers:
+def transformers(model: Any) -> Transformers | UnpaddedTransformers | TransformersRwkv:
     """A transformers model run eagerly, as it takes a batch."""
     if model.config.model_type == "xlstm":
         return UnpaddedTransformers(model)
+    if model.config.model_type == "rwkv":
+        return TransformersRwkv(model)
     return Transformers(model)
 
 

@@ -15,6 +15,7 @@ from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE as CHUNK
 from torch_hybrid.specs import (
     AttentionSpec,
     BranchConvolutionSpec,
+    ChannelMixSpec,
     ConvolvedProjectionSpec,
     DeltaRuleSpec,
     IndexedAttentionSpec,
@@ -29,6 +30,7 @@ from torch_hybrid.specs import (
     NgramSpec,
     RgLruSpec,
     ShortConvolutionSpec,
+    TimeMixSpec,
 )
 
 Indexed = IndexedAttentionSpec | IndexedLatentSpec
@@ -88,6 +90,8 @@ def mixer_flops(spec: LayerSpec, row: Row) -> float:
             return _latent_flops(spec, row)
         case RgLruSpec():  # a head's gates read its own channels
             return (4 * spec.head_dim + 2 * spec.conv_width) * spec.channels * row.num_new
+        case TimeMixSpec() | ChannelMixSpec():  # the token before
+            return 2 * spec.conv_width * spec.dim * row.num_new
         case ShortConvolutionSpec():
             return 2 * spec.conv_width * spec.channels * row.num_new
         case ConvolvedProjectionSpec():  # the second is a product of each head
@@ -187,6 +191,10 @@ def inner_width(spec: LayerSpec) -> int:
             return 2 * spec.k_channels + 4 * spec.v_channels + 2 * spec.num_heads
         case RgLruSpec():  # input, its convolution, two gates, that of the output, output
             return 6 * spec.channels
+        case TimeMixSpec():  # the token before, three mixes; key, value, gate, mean
+            return 4 * spec.dim + 4 * spec.channels
+        case ChannelMixSpec():  # the token before, two mixes, gate; units
+            return 4 * spec.dim + 2 * spec.width
         case ConvolvedProjectionSpec():  # projections, taps, their convolution, what comes of them
             heads = 2 * spec.num_heads + 2 * spec.num_kv_heads
             return 2 * spec.conv_channels + heads * spec.head_dim

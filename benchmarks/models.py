@@ -467,6 +467,15 @@ def _inkling2(sizes: dict[str, Any]) -> Any:
     return Inkling2ForCausalLM(Inkling2TextConfig(**config))
 
 
+def _rwkv(sizes: dict[str, Any]) -> Any:
+    """Head and embedding apart, as published."""
+    from transformers import RwkvConfig, RwkvForCausalLM
+
+    names = ["vocab_size", "hidden_size", "num_hidden_layers"]
+    own = {name: (_DENSE | sizes)[name] for name in names}
+    return RwkvForCausalLM(RwkvConfig(**own))
+
+
 def _xlstm(sizes: dict[str, Any]) -> Any:
     """Heads of half the published width, as the model is a quarter as wide and has half as many."""
     from transformers import xLSTMConfig, xLSTMForCausalLM
@@ -505,6 +514,7 @@ FAMILIES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "zaya": _zaya,
     "inkling": _inkling,
     "inkling2": _inkling2,
+    "rwkv": _rwkv,
     "xlstm": _xlstm,
 }
 
@@ -545,9 +555,13 @@ def fill(name: str, weight: torch.Tensor, generator: torch.Generator) -> None:
         weight.uniform_(0, 7, generator=generator)
     elif name.endswith("recurrent_param"):
         weight.uniform_(-9, -3, generator=generator)
+    elif name.endswith("time_decay"):
+        weight.uniform_(-7, 0, generator=generator)
+    elif "time_mix" in name:
+        weight.uniform_(generator=generator)
     elif name.endswith(".linear.weight"):  # of a block without residuals, which magnifies rounding
         weight.normal_(std=0.1 * weight.shape[-1] ** -0.5, generator=generator)
-    elif "norm" in name or name.endswith(("states_scale", "residual_scale")):
+    elif "norm" in name or ".ln" in name or name.endswith(("states_scale", "residual_scale")):
         noise = torch.randn(weight.shape, generator=generator, device=generator.device)
         weight.add_(noise, alpha=0.1)
     else:

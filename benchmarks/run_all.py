@@ -73,6 +73,7 @@ TRAITS = {
     "ssd": _TIMED,
     "state_copy": Traits(quick=("--rounds", "1")),
     "whole_model": Traits(quick=("--layers", "4"), needs_cuda=True),
+    "wkv": _TIMED,
 }
 
 

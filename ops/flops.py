@@ -255,6 +255,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "lightning_step": lightning_step,
     "lightning_verify": lightning_step,
     "rg_lru": nothing,
+    "wkv": nothing,
     "recurrent_selective_scan": selective_scan,
     "chunk_selective_scan": selective_scan,
     "state_copy": nothing,

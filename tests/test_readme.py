@@ -37,6 +37,7 @@ from torch_hybrid.ops.ssd import op as ssd
 from torch_hybrid.ops.ssd_step import op as ssd_step
 from torch_hybrid.ops.state_copy import op as state_copy
 from torch_hybrid.ops.top_k import op as top_k
+from torch_hybrid.ops.wkv import op as wkv
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- generated: tests/test_readme.py -->\n", "<!-- end generated -->"
@@ -91,6 +92,7 @@ OPS: dict[str, dict[str, Mapping[str, Implementation]]] = {
         "chunk_ssd": ssd.CHUNK_IMPLEMENTATIONS,
     },
     "rg_lru": {"rg_lru": rg_lru.IMPLEMENTATIONS},
+    "time_mix": {"wkv": wkv.IMPLEMENTATIONS},
     "convolution of the mixers, gated or not": {"causal_conv1d": causal_conv1d.IMPLEMENTATIONS},
     "around the mixers": {
         "linear": linear.IMPLEMENTATIONS,
@@ -116,6 +118,8 @@ NAMES = {
     "lightning_attention": "lightning attention",
     "mlstm": "matrix memories with exponential gates (mLSTM)",
     "rg_lru": "real-gated linear recurrent units",
+    "time_mix": "RWKV's time mixing",
+    "channel_mix": "RWKV's channel mixing",
     "short_convolution": "gated short convolution",
     "convolved_projection": "convolutions of queries and keys",
     "branch_convolution": "short convolutions of keys, values and branches",

@@ -514,6 +514,19 @@ def inkling2(**options: Any) -> nn.Module:
     return tf.Inkling2ForCausalLM(tf.Inkling2TextConfig(**{**sizes, **options}))
 
 
+def rwkv(**options: Any) -> nn.Module:
+    """With a residual that is halved within the layers."""
+    sizes = {
+        **NO_SPECIAL_TOKENS,
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "rescale_every": 2,
+    }
+    return tf.RwkvForCausalLM(tf.RwkvConfig(**{**sizes, **options}))
+
+
 def xlstm(**options: Any) -> nn.Module:
     """Values that are wider than keys, and caps that gates and logits come near to."""
     sizes = {
@@ -564,6 +577,7 @@ BUILDERS: dict[str, Callable[..., nn.Module]] = {
     "zaya": zaya,
     "inkling": inkling,
     "inkling2": inkling2,
+    "rwkv": rwkv,
     "xlstm": xlstm,
 }
 
@@ -580,6 +594,7 @@ FEWEST_LAYERS: dict[str, dict[str, Any]] = {
     "falcon_h1_norm": {"num_hidden_layers": 2},
     "nemotron_h": {"layer_types": ["moe", "linear_attention", "mlp", "full_attention"]},
     "mamba2": {"num_hidden_layers": 2},
+    "rwkv": {"num_hidden_layers": 2},
     "xlstm": {"num_hidden_layers": 2},
     "zamba": {  # of a block that no other layer has, transformers cannot tie the weights
         "num_hidden_layers": 3,
@@ -630,6 +645,10 @@ def make_hybrid(family: str = "qwen3_next_dense", *, seed: int = 0, **options: A
 COMPILED_SIZES = {"max_seqs": 12, "max_tokens": 384, "kv_tokens": 1600, "page_size": 16}
 
 
+_NORMS = (".ln1", ".ln2", ".pre_ln", ".ln_out")  # that are not called so
+_SCALES = ("states_scale", "residual_scale", "global_scale")
+
+
 def randomize(model: nn.Module, seed: int) -> None:
     """Draw every weight so that activations keep their scale and no weight is neutral."""
     generator = torch.Generator().manual_seed(seed)
@@ -651,7 +670,13 @@ def randomize(model: nn.Module, seed: int) -> None:
         elif kind == "bias" and layer.endswith("fgate_preact"):  # forgets over 1 to 1000 tokens
             tokens = 1000 ** torch.rand(weight.shape, generator=generator)
             weight.copy_(torch.logit((-1 / tokens).exp()))
-        elif "norm" in name or kind.endswith(("states_scale", "residual_scale", "global_scale")):
+        elif kind == "time_decay":  # forgets over 1 to 1000 tokens
+            weight.copy_(-torch.rand(weight.shape, generator=generator) * math.log(1000))
+        elif kind.startswith("time_mix"):
+            weight.uniform_(generator=generator)
+        elif kind == "time_first":
+            weight.copy_(normal(weight))
+        elif "norm" in name or layer.endswith(_NORMS) or kind.endswith(_SCALES):
             weight.add_(0.2 * normal(weight))
         elif "conv" in name and "proj" not in name:
             weight.copy_(0.4 * normal(weight))
@@ -715,6 +740,15 @@ def cast(model: Any, dtype: torch.dtype) -> Any:
         if type(module).__name__ == "Inkling2TopKRouter":
             module.float()
     return model
+
+
+def as_made(model: Any) -> None:
+    """Undo what a forward of RWKV does to its weights: it divides some, which would be saved so."""
+    for module in model.modules():
+        if type(module).__name__ == "RwkvModel":
+            module.train()
+            module._rescale_layers()
+            module.eval()
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from torch_hybrid.request import Output, Request, TokenEvent
 from torch_hybrid.sampling import Sampling, TokenLogprob
 from torch_hybrid.specs import (
     AttentionSpec,
+    ChannelMixSpec,
     DeltaRuleSpec,
     KimiDeltaSpec,
     LatentSpec,
@@ -39,6 +40,7 @@ from torch_hybrid.specs import (
     MlstmSpec,
     RgLruSpec,
     ShortConvolutionSpec,
+    TimeMixSpec,
 )
 from torch_hybrid.speculation import DraftCounts, Drafter, Ngram, Speculation
 from torch_hybrid.stats import EngineStats
@@ -49,6 +51,7 @@ __all__ = [
     "Backends",
     "Batch",
     "CapacityError",
+    "ChannelMixSpec",
     "Checkpoint",
     "DeltaRuleSpec",
     "DraftCounts",
@@ -80,6 +83,7 @@ __all__ = [
     "ShortConvolutionSpec",
     "Speculation",
     "Step",
+    "TimeMixSpec",
     "TokenEvent",
     "TokenLogprob",
     "UnsupportedError",

@@ -29,6 +29,7 @@ from torch_hybrid.ops.ssd import chunk_ssd
 from torch_hybrid.specs import (
     AttentionSpec,
     BranchConvolutionSpec,
+    ChannelMixSpec,
     ConvolvedProjectionSpec,
     DeltaRuleSpec,
     IndexedAttentionSpec,
@@ -45,6 +46,7 @@ from torch_hybrid.specs import (
     PreviousHiddenSpec,
     RgLruSpec,
     ShortConvolutionSpec,
+    TimeMixSpec,
 )
 
 FULL = AttentionSpec(num_q_heads=4, num_kv_heads=2, head_dim=16, scale=0.25)
@@ -63,6 +65,8 @@ SPECS = [
     ),
     BranchConvolutionSpec(num_kv_heads=2, head_dim=16, channels=16, conv_width=4),
     RgLruSpec(num_heads=2, head_dim=8, conv_width=4),
+    TimeMixSpec(dim=16, channels=24),
+    ChannelMixSpec(dim=16, width=32),
     MlstmSpec(num_heads=2, head_k_dim=16, head_v_dim=24, gate_softcap=15.0),
     NgramSpec(ngram_size=3, channels=16, conv_width=4),
     PreviousHiddenSpec(channels=16),

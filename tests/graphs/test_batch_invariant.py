@@ -33,7 +33,7 @@ CUTS = [1, 32, 2, 33, 7]
 # Of all kinds of mixers, between them.
 ON_A_GPU = (
     *("qwen3_next", "falcon_h1", "lfm3", "jamba", "deepseek_v3", "kimi_linear", "glm5_next"),
-    *("qwen4_exp", "recurrent_gemma", "xlstm", "zaya"),
+    *("qwen4_exp", "recurrent_gemma", "rwkv", "xlstm", "zaya"),
 )
 IN_HALVES = ("qwen3_next", "falcon_h1", "deepseek_v3", "glm5_next")  # norms, softmaxes, streams
 IN_BF16 = ("qwen3_next", "falcon_h1", "bailing_hybrid", "lfm3")  # of different mixers

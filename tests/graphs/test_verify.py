@@ -42,6 +42,7 @@ FAMILIES = (
     "zamba",
     "zaya",
     "recurrent_gemma",
+    "rwkv",
     "xlstm",
     "qwen4_exp",
     "glm5_next",

@@ -19,6 +19,7 @@ from torch_hybrid.ops.rg_lru import rg_lru
 from torch_hybrid.ops.selective_scan import chunk_selective_scan, recurrent_selective_scan
 from torch_hybrid.ops.ssd import chunk_ssd, recurrent_ssd
 from torch_hybrid.ops.ssd_step import ssd_step
+from torch_hybrid.ops.wkv import wkv
 
 pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
 NUM_TOKENS, NUM_SLOTS, DIM = 6, 3, 16
@@ -52,6 +53,11 @@ def convolution(index: tuple[Tensor, ...]) -> Tensor:
 def vector_state(index: tuple[Tensor, ...]) -> Tensor:
     x, gates = torch.randn(NUM_TOKENS, DIM), torch.randn(NUM_TOKENS, 1, 2 * DIM)
     return rg_lru(x, gates, -torch.ones(DIM), torch.zeros(NUM_SLOTS, DIM), *index, impl="cpp")
+
+
+def weighted_average(index: tuple[Tensor, ...]) -> Tensor:
+    k, of_channels = torch.randn(NUM_TOKENS, DIM), -torch.ones(DIM)
+    return wkv(k, k, of_channels, of_channels, torch.zeros(NUM_SLOTS, 3, DIM), *index, impl="cpp")
 
 
 def step(op: Callable[..., Tensor], index: tuple[Tensor, ...], a: Tensor, **rule: Any) -> Tensor:
@@ -90,6 +96,7 @@ OPS: dict[str, Callable[[tuple[Tensor, ...]], Tensor]] = {
     "chunk selective scan": lambda index: scan(chunk_selective_scan, index),
     "convolution": convolution,
     "rg_lru": vector_state,
+    "wkv": weighted_average,
     "gated delta step": lambda index: step(
         gated_delta_step, index, torch.zeros(NUM_TOKENS, 1), beta_scale=1.0
     ),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.tiny_models import VOCAB_SIZE, block_gaps, router_gaps
+from tests.tiny_models import VOCAB_SIZE, as_made, block_gaps, router_gaps
 from torch_hybrid.graphs.runner import Runner
 
 PROMPT_LENGTHS = (1, 2, 63, 64, 65, 200)
@@ -46,6 +46,7 @@ def ask(hf_model: Any, texts: list[list[int]], positions: list[Tensor] | None = 
         for row, text in enumerate(texts):
             options = {} if positions is None else {"position_ids": positions[row][:, None]}
             logits.append(hf_model(torch.tensor([text]), use_cache=False, **options).logits[0])
+    as_made(hf_model)
     nearest = min(gaps, default=1.0)
     assert nearest > 3e-5, f"routers have a near tie ({nearest:.1e}): take another seed"
     nearest = min(between_blocks, default=1.0)  # of scores that are sums of some 10 numbers like 1

@@ -33,6 +33,7 @@ BY_INDUCTOR = (
     "falcon_h1_norm",
     "jamba",
     "recurrent_gemma",
+    "rwkv",
     "xlstm",
 )
 # Of the same ops, around which the code differs: what is traced, copied and rewritten.

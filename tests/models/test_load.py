@@ -60,9 +60,10 @@ def test_unknown_model_type(checkpoint: Path):
 
 
 def test_a_hybrid_without_an_op_says_why(checkpoint: Path):
-    edit_config(checkpoint, model_type="rwkv", text_config=None)
+    edit_config(checkpoint, model_type="nemo_speechlm", text_config=None)
     assert refusal(checkpoint, th.UnsupportedError) == (
-        "model type 'rwkv' is not supported: it has RWKV's time mixing"
+        "model type 'nemo_speechlm' is not supported: it has speech to transcribe, of which its "
+        "text part alone hears nothing"
     )
 
 

@@ -77,7 +77,7 @@ def test_a_subclass_is_honoured_or_refused(family: str):
         module.__class__ = SCALED[type(module)]
     # A mixer of ours has its projections: a model of those, and of experts or MLPs that are taken
     # too, has no others.
-    has_others = not family.endswith(("mamba", "mamba2", "inkling2", "xlstm"))
+    has_others = not family.endswith(("mamba", "mamba2", "inkling2", "rwkv", "xlstm"))
     assert any("proj" in name for name in honoured) == has_others
     oracle = ask(model, make_texts([20], seed=3))
     assert_equal_logits(logits_of(th.adapt(model), oracle.texts), oracle)

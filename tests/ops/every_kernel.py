@@ -47,6 +47,7 @@ from tests.ops.select_blocks import cases as selection
 from tests.ops.selective_scan import cases as scans
 from tests.ops.ssd import cases as ssd
 from tests.ops.ssd_step import cases as ssd_step_cases
+from tests.ops.wkv import cases as wkv_cases
 from torch_hybrid.ops import (
     block_attention,
     causal_conv1d,
@@ -72,6 +73,7 @@ from torch_hybrid.ops import (
     selective_scan,
     ssd_step,
     top_k,
+    wkv,
 )
 from torch_hybrid.ops import ssd as ssd_ops
 from torch_hybrid.ops.capability import Implementation
@@ -164,6 +166,10 @@ def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     lengths = {"lengths": (150, 0, 33), "num_padding_tokens": 2}
     unit = rg_lru_cases.make_inputs(rg_lru_cases.Case(**lengths), dtype)
     yield "rg_lru in segments", partial(run, rg_lru.rg_lru, unit.args(), {})
+    mean = wkv_cases.make_inputs(wkv_cases.Case(num_channels=19, **LENGTHS), dtype)
+    yield "wkv", partial(run, wkv.wkv, mean.args(), {})
+    mean = wkv_cases.make_inputs(wkv_cases.Case(**lengths), dtype)
+    yield "wkv in segments", partial(run, wkv.wkv, mean.args(), {})
     inputs = ssd.make_inputs(ssd.Case(num_groups=1, num_heads=1, **lengths), dtype)
     options = inputs.options() | {"chunk_size": 16}
     yield "chunk_ssd in segments", partial(run, ssd_ops.chunk_ssd, inputs.args(), options)
@@ -403,6 +409,7 @@ def forced(*, dry: bool) -> ExitStack:
     from torch_hybrid.ops.selective_scan import _triton as _triton_scan
     from torch_hybrid.ops.ssd import _triton_chunk
     from torch_hybrid.ops.triton import hopper_attention
+    from torch_hybrid.ops.wkv import _triton as _triton_wkv
 
     stack = ExitStack()
     if dry:
@@ -412,7 +419,7 @@ def forced(*, dry: bool) -> ExitStack:
     stack.enter_context(mock.patch.object(_triton_long, "PROCESSORS", 1))
     stack.enter_context(mock.patch.object(_triton_long, "is_hopper", return_value=True))
     stack.enter_context(mock.patch.object(_triton_chunk, "_segment", _segment))
-    for module in (_triton_rg_lru, _triton_scan):
+    for module in (_triton_rg_lru, _triton_scan, _triton_wkv):
         stack.enter_context(mock.patch.object(module, "_SEGMENT", 32))
     return stack
 

@@ -31,6 +31,7 @@ from torch_hybrid.backends.rg_lru import RG_LRU
 from torch_hybrid.backends.select import Backends, Choice
 from torch_hybrid.backends.selective_scan import MAMBA
 from torch_hybrid.backends.ssd import LIGHTNING_ATTENTION, MAMBA2, MLSTM
+from torch_hybrid.backends.wkv import TIME_MIX
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
@@ -84,6 +85,8 @@ _BACKENDS: dict[str, MakeBackend] = {
     "convolved_projection": partial(RecurrentBackend, SHORT_CONVOLUTION),
     "branch_convolution": partial(RecurrentBackend, SHORT_CONVOLUTION),
     "rg_lru": partial(RecurrentBackend, RG_LRU),
+    "time_mix": partial(RecurrentBackend, TIME_MIX),
+    "channel_mix": partial(RecurrentBackend, SHORT_CONVOLUTION),
     "ngram_embedding": partial(RecurrentBackend, NGRAM_EMBEDDING),
     "previous_hidden": PreviousHiddenBackend,
 }

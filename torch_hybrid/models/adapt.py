@@ -84,7 +84,10 @@ def adapted(
     ``num_head`` layers are those of its head."""
     family = family_of(model_type)
     register_attention()
-    hf_model.set_attn_implementation(ATTENTION_NAME)
+    if family.base is None:
+        hf_model.set_attn_implementation(ATTENTION_NAME)
+    else:  # whose layers call no function of attention: transformers warns where it is set
+        hf_model.config._attn_implementation = ATTENTION_NAME
     hf_model.eval().requires_grad_(False)
     family.prepare(hf_model.base_model)
     if family.base is not None:
@@ -92,7 +95,8 @@ def adapted(
     _swap_mixers(hf_model.base_model.layers, family, table)
     hand_steps(hf_model.base_model.layers, family.step_names, family.given_as)
     _swap_experts(hf_model, family)
-    _drop_padding(hf_model.lm_head, family.vocab_size(hf_model.config.get_text_config()))
+    vocab_size = family.vocab_size(hf_model.config.get_text_config())
+    _drop_padding(hf_model.get_output_embeddings(), vocab_size)
     refuse_as_transformers(hf_model)
     head = None
     if num_head:

@@ -27,6 +27,7 @@ from torch_hybrid.models.qwen3_5 import QWEN3_5
 from torch_hybrid.models.qwen3_next import QWEN3_NEXT
 from torch_hybrid.models.qwen4_exp import QWEN4_EXP
 from torch_hybrid.models.recurrent_gemma import RECURRENT_GEMMA
+from torch_hybrid.models.rwkv import RWKV
 from torch_hybrid.models.xlstm import XLSTM
 from torch_hybrid.models.zamba import ZAMBA
 from torch_hybrid.models.zamba2 import ZAMBA2
@@ -58,6 +59,7 @@ FAMILIES: dict[str, Family] = {
         QWEN3_NEXT,
         QWEN4_EXP,
         RECURRENT_GEMMA,
+        RWKV,
         XLSTM,
         ZAMBA,
         ZAMBA2,
@@ -69,7 +71,6 @@ FAMILIES: dict[str, Family] = {
 # Hybrids that transformers has and this package has no op for.
 NOT_SERVED = {
     "nemo_speechlm": "speech to transcribe, of which its text part alone hears nothing",
-    "rwkv": "RWKV's time mixing",
 }
 
 

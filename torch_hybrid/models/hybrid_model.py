@@ -64,7 +64,7 @@ class HybridModel(nn.Module):
         self.ranks: Ranks | None = None  # those that share the model, after ``shard``
         self.origins: Origins | None = None  # of weights that were read from a checkpoint
         config = hf_model.config.get_text_config()
-        self.vocab_size: int = hf_model.lm_head.out_features
+        self.vocab_size: int = hf_model.get_output_embeddings().out_features
         self.embed_dim: int = config.hidden_size
         # Tokens that a sequence can have, where the checkpoint says so.
         self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
@@ -131,13 +131,13 @@ class HybridModel(nn.Module):
     @property
     def head(self) -> nn.Module:
         """Hidden states to the vocabulary."""
-        head: nn.Module = self.hf_model.lm_head
+        head: nn.Module = self.hf_model.get_output_embeddings()
         return head
 
     def replace_vocabulary(self, embedding: nn.Module, head: nn.Module) -> None:
         """Put others in the place of ``embedding`` and ``head``."""
         self.hf_model.set_input_embeddings(embedding)
-        self.hf_model.lm_head = head
+        self.hf_model.set_output_embeddings(head)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -36,7 +36,7 @@ WEIGHTS = {"int8": INT8, "int4": INT4}
 # benchmarks/figures/quantization.md has what was measured of these and of others.
 KEPT = ("*embed*", "*router*", "*gate", "*.gate.*", "vision.*")
 # What has 8 bits where others have 4.
-EIGHT_BITS = ("*lm_head", "*k_proj", "*v_proj", "*o_proj", "*out_proj")
+EIGHT_BITS = ("*head", "*k_proj", "*v_proj", "*o_proj", "*out_proj")
 
 _STRETCH_BYTES = 64 << 20
 

@@ -6,8 +6,8 @@
     indexed_attention     blocks of them that an indexer picks
     delta_rules           recurrences with convolutions: gated delta rule, Kimi delta attention
     state_spaces          Mamba2, Mamba
-    linear_recurrences    lightning attention, gated linear recurrent units, mLSTM
-    convolutions          short ones, those of projections and of branches
+    linear_recurrences    lightning attention, gated linear recurrent units, mLSTM, time mixing
+    convolutions          short ones, those of projections and of branches, channel mixing
     past_tokens           n-grams, and hidden states for a head that drafts
     table                 which mixers each layer has, and where their pools are
 
@@ -18,6 +18,7 @@ them, as they are part of traced graphs.
 from torch_hybrid.pytrees import register_constant
 from torch_hybrid.specs.convolutions import (
     BranchConvolutionSpec,
+    ChannelMixSpec,
     ConvolvedProjectionSpec,
     ShortConvolutionSpec,
 )
@@ -30,6 +31,7 @@ from torch_hybrid.specs.linear_recurrences import (
     LightningSpec,
     MlstmSpec,
     RgLruSpec,
+    TimeMixSpec,
 )
 from torch_hybrid.specs.past_tokens import KEPT_HIDDEN, NgramSpec, PreviousHiddenSpec
 from torch_hybrid.specs.pools import RECORDS, SCALES, STATE_RECORDS, Pool
@@ -44,6 +46,7 @@ __all__ = [
     "STATE_RECORDS",
     "AttentionSpec",
     "BranchConvolutionSpec",
+    "ChannelMixSpec",
     "ConvolvedProjectionSpec",
     "DeltaRuleSpec",
     "IndexedAttentionSpec",
@@ -63,6 +66,7 @@ __all__ = [
     "PreviousHiddenSpec",
     "RgLruSpec",
     "ShortConvolutionSpec",
+    "TimeMixSpec",
 ]
 
 register_constant(
@@ -83,5 +87,7 @@ register_constant(
     ConvolvedProjectionSpec,
     BranchConvolutionSpec,
     RgLruSpec,
+    TimeMixSpec,
+    ChannelMixSpec,
     PreviousHiddenSpec,
 )

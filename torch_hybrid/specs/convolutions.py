@@ -8,7 +8,7 @@ from typing import ClassVar, Self
 from torch_hybrid.ranks import divide, divide_or_repeat
 from torch_hybrid.specs.grouped_heads import check_groups, divided_heads
 from torch_hybrid.specs.layer import LayerFamily
-from torch_hybrid.specs.pools import RECORDS, Pool
+from torch_hybrid.specs.pools import RECORDS, TOKEN_SHIFT, Pool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,32 @@ class ShortConvolutionSpec:
     def divided(self, num_ranks: int) -> Self:
         """As ``LayerSpec`` says."""
         return replace(self, channels=divide("channels", self.channels, num_ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelMixSpec:
+    """RWKV's channel mixing: a feed-forward of ``dim`` inputs, mixed with those of the token
+    before, and of ``width`` units."""
+
+    kind: ClassVar[str] = "channel_mix"
+    family: ClassVar[LayerFamily] = "linear"
+
+    dim: int
+    width: int
+
+    @property
+    def conv_width(self) -> int:
+        """A token sees the one before it."""
+        return TOKEN_SHIFT
+
+    def pools(self) -> dict[str, Pool]:
+        """The last input, and those of drafts."""
+        conv = Pool((self.conv_width - 1, self.dim), per="slot")
+        return {"conv": conv, RECORDS: Pool((self.dim,), per="draft")}
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says: some of the units, and all of the inputs."""
+        return replace(self, width=divide("width", self.width, num_ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Recurrences that a token adds to: fixed decays of heads, gated units, exponential gates."""
+"""Recurrences that a token adds to: fixed decays of heads or channels, gated units, exponential
+gates."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 
 from torch_hybrid.ranks import divide, divide_or_repeat
 from torch_hybrid.specs.layer import LayerFamily
-from torch_hybrid.specs.pools import RECORDS, Pool, conv_and_state, records_of
+from torch_hybrid.specs.pools import RECORDS, TOKEN_SHIFT, Pool, conv_and_state, records_of
 
 MOST_GATE_SOFTCAP = 40.0  # of exponential gates: float32 holds sums of what e^40 weighs
 
@@ -95,6 +96,35 @@ class RgLruSpec:
     def divided(self, num_ranks: int) -> Self:
         """As ``LayerSpec`` says."""
         return replace(self, num_heads=divide("num_heads", self.num_heads, num_ranks))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeMixSpec:
+    """RWKV's time mixing: a weighted average of past values, gated.
+
+    Its ``dim`` inputs are mixed with those of the token before; ``channels`` have a state.
+    """
+
+    kind: ClassVar[str] = "time_mix"
+    family: ClassVar[LayerFamily] = "linear"
+
+    dim: int
+    channels: int
+
+    @property
+    def conv_width(self) -> int:
+        """A token sees the one before it."""
+        return TOKEN_SHIFT
+
+    def pools(self) -> dict[str, Pool]:
+        """The last input, sums and their exponent of each channel, and records of drafts: inputs,
+        and ``[k | v]`` of the recurrence."""
+        pools = conv_and_state(self.conv_width, self.dim, (3, self.channels))
+        return {**pools, **records_of(self.dim, 2 * self.channels)}
+
+    def divided(self, num_ranks: int) -> Self:
+        """As ``LayerSpec`` says: some of the channels, and all of the inputs."""
+        return replace(self, channels=divide("channels", self.channels, num_ranks))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

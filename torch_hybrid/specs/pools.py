@@ -11,6 +11,7 @@ import torch
 from torch_hybrid.ops import fp8_kv
 
 SCALES = "scales"  # by this name, what numbers of 8 bits in a layer's other pool are worth
+TOKEN_SHIFT = 2  # taps of a convolution that has of each token the one before it
 # By these names, the inputs of tokens that are not certain (``ops.verify``): of a layer's op or of
 # its convolution, and of what comes after that.
 RECORDS, STATE_RECORDS = "records", "state_records"

@@ -39,6 +39,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "bamba": {"layer_types": None},
     "mamba2": {"layer_types": None},
+    "rwkv": {"layer_types": None, "num_hidden_layers": 4},
     "xlstm": {"layer_types": None},
     "zamba2": {"layer_types": None, "layers_block_type": ["linear_attention", *["hybrid"] * 3]},
     "zaya": {"layer_types": ["hybrid", "hybrid_sliding"] * 3, "num_hidden_layers": 6},
@@ -58,7 +59,7 @@ def model_of(family: str) -> th.HybridModel:
     options = {name: value for name, value in options.items() if value is not None}
     if family == "nemotron_h":
         return th.adapt(make_model(family, **OPTIONS[family]))
-    if family.startswith(("bamba", "falcon", "jamba", "mamba", "xlstm", "zamba")):
+    if family.startswith(("bamba", "falcon", "jamba", "mamba", "rwkv", "xlstm", "zamba")):
         return th.adapt(make_model(family, **options))
     return make_hybrid(family, **options)
 

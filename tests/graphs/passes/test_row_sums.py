@@ -47,7 +47,7 @@ _ELEMENTWISE = {
     *("contiguous", "copy_", "cos", "detach", "div", "div_", "embedding", "eq", "exp", "expand"),
     *("flatten", "gather", "gelu", "index", "log", "log_sigmoid", "masked_fill", "maximum", "mul"),
     *("narrow", "neg", "new_zeros", "pad", "pow", "reciprocal", "relu", "repeat", "reshape"),
-    *("rsqrt", "scatter_", "select", "sigmoid", "sign", "silu", "sin", "slice", "softplus"),
+    *("rsqrt", "rsub", "scatter_", "select", "sigmoid", "sign", "silu", "sin", "slice", "softplus"),
     *("split", "split_with_sizes", "sqrt", "square", "squeeze", "sub", "tanh", "tensor_split"),
     *("to", "topk", "transpose", "type_as", "unbind", "unflatten", "unsqueeze", "view", "view_as"),
     *("where", "zeros_like"),

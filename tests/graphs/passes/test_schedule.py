@@ -50,6 +50,7 @@ FAMILIES = [
     "qwen3_next",
     "qwen4_exp",
     "recurrent_gemma",
+    "rwkv",
     "xlstm",
     "zaya",
 ]
@@ -61,6 +62,7 @@ DECODED = [
     "qwen3_next",
     "qwen4_exp",
     "recurrent_gemma",
+    "rwkv",
 ]
 STEPS = [
     *((family, [70, 3]) for family in FAMILIES),

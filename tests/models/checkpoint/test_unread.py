@@ -182,6 +182,7 @@ def test_values_that_nobody_has_are_not_made_up(stored: tuple[Path, Weights]):
     module.weight = nn.Parameter(unread.exp())
     with pytest.raises(NotImplementedError, match="weight is made of values that are not read"):
         read_weights(module, checkpoint, CPU)
+    assert (unread * 2 + torch.ones(12, 8)).is_meta  # of values that others have
 
 
 def test_rows_that_cannot_be_joined_are_named(stored: tuple[Path, Weights]):

@@ -81,11 +81,11 @@ class Unread(Tensor):
             return _OPS[func](*args, **(kwargs or {}))
         if func._schema.is_mutable:
             raise NotImplementedError(f"{func} of a weight that has not been read")
-        args, kwargs = tree_map_only(Unread, _without_values, (args, kwargs or {}))
+        args, kwargs = tree_map_only(Tensor, _without_values, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def _without_values(x: Unread) -> Tensor:
+def _without_values(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 

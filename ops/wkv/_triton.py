@@ -1,0 +1,214 @@
+# mypy: disable-error-code="untyped-decorator"
+"""Implementation "triton": a program walks the tokens of some channels, their states in registers.
+
+Where there are many tokens, sequences are cut in segments. A launch walks the first of each, and
+all others but the last from nothing, for the states that they leave; a second one walks all but the
+first from where the one before it ended.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torch_hybrid.ops.triton.decays import LOG2_E, exp2_of_decay
+from torch_hybrid.ops.triton.ragged import (
+    fetch_rows,
+    first_token_of_block,
+    num_blocks,
+    sequence_of_block,
+)
+
+_FETCHED = 4  # tokens of a sequence that are fetched at once
+_MOST_CHANNELS = 128
+_SEGMENT = 64  # tokens
+_FEWEST_SEGMENTS = 4  # of as many tokens as there are; with fewer a second launch costs more
+# The exponent of a state of nothing: sums have no part of it, whatever they decay by.
+_NOTHING: tl.constexpr = tl.constexpr(-1e38)
+
+
+def wkv(
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    bonus: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor,
+    initial_indices: Tensor,
+    state_indices: Tensor,
+    *,
+    is_invariant: bool = False,
+) -> Tensor:
+    """Launcher of ``torch_hybrid::wkv``.
+
+    ``is_invariant``: a token has the bits that it has in any call, by one kernel for any lengths
+    that walks sequences whole.
+    """
+    num_tokens, num_channels = k.shape
+    num_seqs = state_indices.shape[0]
+    out = torch.empty_like(k, memory_format=torch.contiguous_format)
+    block_c = min(_MOST_CHANNELS, triton.next_power_of_2(num_channels))
+    is_decode = num_tokens <= num_seqs and not is_invariant
+    # How many sequences there are does not count: in a captured graph most of them may be empty.
+    is_whole = is_decode or is_invariant or num_tokens < _FEWEST_SEGMENTS * _SEGMENT
+    segment = 0 if is_whole else _SEGMENT
+    num_walks, ends = num_seqs, None
+    if segment:
+        num_walks = num_blocks(num_tokens, num_seqs, segment)
+        ends = state.new_empty(num_tokens // segment, 3, num_channels)
+    for is_carried in (False, True) if segment else (False,):
+        # One program more for each block of channels, for padding.
+        grid = (num_walks + (not is_carried), triton.cdiv(num_channels, block_c))
+        _wkv_kernel[grid](
+            k,
+            v,
+            log_decay,
+            bonus,
+            state,
+            cu_seqlens,
+            initial_indices,
+            state_indices,
+            ends,
+            out,
+            num_tokens,
+            num_seqs,
+            num_walks,
+            k.stride(0),
+            v.stride(0),
+            C=num_channels,
+            SEGMENT=segment,
+            CARRIED=is_carried,
+            ROWS=1 if is_decode else _FETCHED,
+            BLOCK_C=block_c,
+            num_warps=max(1, block_c // 32),
+            enable_fp_fusion=True,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs", "num_walks"])
+def _wkv_kernel(
+    k: tl.tensor,
+    v: tl.tensor,
+    log_decay: tl.tensor,
+    bonus: tl.tensor,
+    state: tl.tensor,
+    cu_seqlens: tl.tensor,
+    initial_indices: tl.tensor,
+    state_indices: tl.tensor,
+    ends: tl.tensor | None,  # states that segments leave, by their first tokens
+    out: tl.tensor,
+    num_tokens: tl.tensor,
+    num_seqs: tl.tensor,
+    num_walks: tl.tensor,
+    stride_k: tl.tensor,
+    stride_v: tl.tensor,
+    C: tl.constexpr,
+    SEGMENT: tl.constexpr,  # tokens; 0 where sequences are walked whole
+    CARRIED: tl.constexpr,  # whether segments are walked that begin where another ended
+    ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+) -> None:
+    """One program: a sequence, or a segment of it, and a block of channels.
+
+    It walks the tokens, of which it fetches ROWS at once, the state in registers.
+    """
+    walk = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    mask_c = channel < C
+    if walk == num_walks:
+        zeros = tl.zeros([BLOCK_C], dtype=out.dtype.element_ty)
+        for token in range(tl.load(cu_seqlens + num_seqs), num_tokens):
+            tl.store(out + tl.cast(token, tl.int64) * C + channel, zeros, mask=mask_c)
+        return
+    seq = walk
+    if SEGMENT > 0:
+        seq = sequence_of_block(cu_seqlens, num_seqs, walk, SEGMENT)
+    begin = tl.load(cu_seqlens + seq)
+    end = tl.load(cu_seqlens + seq + 1)
+    first, last = begin, end
+    if SEGMENT > 0:
+        first = first_token_of_block(begin, seq, walk, SEGMENT)
+        last = tl.minimum(first + SEGMENT, end)
+    if first >= end:
+        return
+    is_first = first == begin
+    if CARRIED:
+        if is_first:
+            return
+    elif (not is_first) & (last == end):
+        return
+    slot = tl.load(state_indices + seq).to(tl.int64)
+    b_log_decay = tl.load(log_decay + channel, mask=mask_c, other=0.0)
+    b_bonus = tl.load(bonus + channel, mask=mask_c, other=0.0)
+    b_num = tl.zeros([BLOCK_C], dtype=tl.float32)
+    b_den = tl.zeros([BLOCK_C], dtype=tl.float32)
+    b_exponent = tl.full([BLOCK_C], _NOTHING, dtype=tl.float32)
+    if CARRIED:
+        stop = first // SEGMENT
+        for start in range(stop - (first - begin) // SEGMENT, stop, ROWS):
+            rows_num = fetch_rows(ends + channel, start, stop, 3 * C, mask_c, ROWS)
+            rows_den = fetch_rows(ends + C + channel, start, stop, 3 * C, mask_c, ROWS)
+            rows_exponent = fetch_rows(ends + 2 * C + channel, start, stop, 3 * C, mask_c, ROWS)
+            for place in tl.static_range(ROWS):
+                b_decayed = b_exponent + SEGMENT * b_log_decay
+                b_before, b_after, b_largest = _weights(b_decayed, rows_exponent[place])
+                is_there = start + place < stop
+                sum_num = b_before * b_num + b_after * rows_num[place]
+                sum_den = b_before * b_den + b_after * rows_den[place]
+                b_num = tl.where(is_there, sum_num, b_num)
+                b_den = tl.where(is_there, sum_den, b_den)
+                b_exponent = tl.where(is_there, b_largest, b_exponent)
+    else:
+        initial = tl.load(initial_indices + seq).to(tl.int64)
+        is_known = (initial != 0) & is_first
+        p_initial = state + initial * 3 * C + channel
+        b_num = tl.load(p_initial, mask=mask_c & is_known, other=0.0)
+        b_den = tl.load(p_initial + C, mask=mask_c & is_known, other=0.0)
+        b_exponent = tl.load(p_initial + 2 * C, mask=mask_c & is_known, other=_NOTHING)
+    for start in range(first, last, ROWS):
+        rows_k = fetch_rows(k + channel, start, last, stride_k, mask_c, ROWS)
+        rows_v = fetch_rows(v + channel, start, last, stride_v, mask_c, ROWS)
+        for place in tl.static_range(ROWS):
+            is_there = start + place < last
+            b_k = rows_k[place].to(tl.float32)
+            b_v = rows_v[place].to(tl.float32)
+            b_before, b_own, _ = _weights(b_exponent, b_k + b_bonus)
+            b_out = (b_before * b_num + b_own * b_v) / (b_before * b_den + b_own)
+            b_before, b_own, b_largest = _weights(b_exponent + b_log_decay, b_k)
+            b_num = tl.where(is_there, b_before * b_num + b_own * b_v, b_num)
+            b_den = tl.where(is_there, b_before * b_den + b_own, b_den)
+            b_exponent = tl.where(is_there, b_largest, b_exponent)
+            p_out = out + tl.cast(start + place, tl.int64) * C + channel
+            if not CARRIED:
+                is_there &= is_first
+            tl.store(p_out, b_out.to(out.dtype.element_ty), mask=mask_c & is_there)
+    if last == end:
+        _store(state + slot * 3 * C + channel, b_num, b_den, b_exponent, mask_c & (slot != 0), C)
+    if SEGMENT > 0 and not CARRIED:
+        left = (first // SEGMENT).to(tl.int64) * 3 * C + channel
+        _store(ends + left, b_num, b_den, b_exponent, mask_c & (last < end), C)
+
+
+@triton.jit
+def _weights(a: tl.tensor, b: tl.tensor) -> tl.tuple:
+    """e^a and e^b, both divided by the larger of them, and its exponent."""
+    lead = a - b
+    factor = exp2_of_decay(-tl.abs(lead) * LOG2_E)
+    return tl.where(lead > 0, 1.0, factor), tl.where(lead > 0, factor, 1.0), tl.maximum(a, b)
+
+
+@triton.jit
+def _store(
+    pointer: tl.tensor,
+    num: tl.tensor,
+    den: tl.tensor,
+    exponent: tl.tensor,
+    mask: tl.tensor,
+    C: tl.constexpr,
+) -> None:
+    tl.store(pointer, num, mask=mask)
+    tl.store(pointer + C, den, mask=mask)
+    tl.store(pointer + 2 * C, exponent, mask=mask)

@@ -1,0 +1,96 @@
+"""Inputs of RWKV's weighted average: shapes of real models and odd small ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.ops.pages import offsets
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Lengths of the sequences, and the width of one layer."""
+
+    lengths: tuple[int, ...]
+    num_channels: int = 48
+    num_padding_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """The tensors of a call, in the op's order."""
+
+    k: Tensor  # [T, C]
+    v: Tensor  # [T, C]
+    log_decay: Tensor  # [C]
+    bonus: Tensor  # [C]
+    state: Tensor  # [S, 3, C]
+    cu_seqlens: Tensor  # [N + 1]
+    initial_indices: Tensor  # [N]
+    state_indices: Tensor  # [N]
+
+    def args(self) -> tuple[Tensor, ...]:
+        return (
+            self.k,
+            self.v,
+            self.log_decay,
+            self.bonus,
+            self.state,
+            self.cu_seqlens,
+            self.initial_indices,
+            self.state_indices,
+        )
+
+    def tokens(self, index: Any) -> dict[str, Tensor]:
+        """What is given for each token, of some of them."""
+        return {"k": self.k[index], "v": self.v[index]}
+
+    def copy(self) -> Inputs:
+        """The same inputs with a state of their own."""
+        return replace(self, state=self.state.clone())
+
+    def exact(self) -> Inputs:
+        """The same values in float64."""
+        names = ("k", "v", "log_decay", "bonus", "state")
+        return replace(self, **{name: getattr(self, name).double() for name in names})
+
+
+CASES = {
+    "one_token": Case(lengths=(1,), num_channels=16),
+    "decode": Case(lengths=(1,) * 5, num_channels=210),
+    "mixed": Case(lengths=(5, 0, 1, 70, 3, 2, 64), num_padding_tokens=3),
+    "one_channel": Case(lengths=(3, 9), num_channels=1),
+    "odd": Case(lengths=(33, 2, 17), num_channels=95),
+    "rwkv_4_1b5": Case(lengths=(1, 130, 16), num_channels=2048),
+}
+
+
+def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:
+    """Random inputs that are forgotten over 1 to 1000 tokens; k and v are slices of a projection.
+
+    Slots that no sequence starts from hold NaN: those of new sequences, and the null slot.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    num_seqs, num_slots = len(case.lengths), len(case.lengths) + 3
+    num_tokens, channels = sum(case.lengths) + case.num_padding_tokens, case.num_channels
+    projected = (2 * torch.randn(num_tokens, 2 * channels + 24, generator=rng)).to(dtype)
+    state = torch.randn(num_slots, 3, channels, generator=rng)
+    state[:, 1] = state[:, 1].abs() + 0.5
+    state_indices = 1 + torch.randperm(num_slots - 2, generator=rng)[:num_seqs]
+    is_new = torch.arange(num_seqs) % 3 == 1
+    state[state_indices[is_new]] = torch.nan
+    state[0] = torch.nan
+    return Inputs(
+        k=projected[:, :channels],
+        v=projected[:, channels : 2 * channels],
+        log_decay=-(1000 ** -torch.rand(channels, generator=rng)),
+        bonus=torch.randn(channels, generator=rng),
+        state=state,
+        cu_seqlens=offsets(case.lengths),
+        initial_indices=torch.where(is_new, 0, state_indices).int(),
+        state_indices=state_indices.int(),
+    )

@@ -1,0 +1,93 @@
+"""The time mixing of RWKV-4, as a module of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.backends.recurrent import RecurrentPlan
+from torch_hybrid.backends.wkv import apply_wkv
+from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.layers.own_dtype import in_own_dtype
+from torch_hybrid.layers.token_shift import TokenShift
+from torch_hybrid.ranks import Ranks
+from torch_hybrid.specs import TimeMixSpec
+
+
+class TimeMix(nn.Module):
+    """Token shift, projections, weighted average of past values, gate, projection.
+
+    Keys, values and receptances are each a projection of a mix of their own.
+
+    Args:
+        spec: the mixer's facts.
+        dtype, device: of the parameters.
+    """
+
+    def __init__(
+        self,
+        spec: TimeMixSpec,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        dim, channels = spec.dim, spec.channels
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=False, dtype=dtype, device=device)
+
+        self.shift = TokenShift(dim, 3, dtype=dtype, device=device)
+        self.key = linear(dim, channels)
+        self.value = linear(dim, channels)
+        self.receptance = linear(dim, channels)
+        self.out_proj = linear(channels, dim)
+        self.time_decay = nn.Parameter(torch.empty(channels, dtype=dtype, device=device))
+        self.time_first = nn.Parameter(torch.empty(channels, dtype=dtype, device=device))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise about as the published models do: channels forget over 0.05 to 150 tokens."""
+        with torch.no_grad():
+            decay = self.time_decay
+            spread = torch.linspace(-5.0, 3.0, len(decay), dtype=decay.dtype, device=decay.device)
+            decay.copy_(spread)
+            self.time_first.fill_(-1.2)
+
+    @in_own_dtype(1, lambda mixer: mixer.shift.mixes.dtype)
+    def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> Tensor:
+        """Mix the tokens of a step.
+
+        Args:
+            x: [T, dim], the sequences packed as ``plan`` says.
+            plan: from the backend's ``plan``.
+            cache: this layer's pools. Mutated at the slots that the plan names.
+
+        Returns:
+            [T, dim].
+        """
+        for_key, for_value, for_receptance = self.shift(x, plan, cache)
+        k, v = self.key(for_key), self.value(for_value)
+        log_decay, bonus = -self.time_decay.float().exp(), self.time_first.float()
+        mean = apply_wkv(k, v, log_decay, bonus, plan, cache)
+        out: Tensor = self.out_proj(self.receptance(for_receptance).sigmoid() * mean)
+        return out
+
+    def shard(self, ranks: Ranks) -> TimeMix:
+        """This rank's channels: a layer that keeps their states alone, and sums over the ranks.
+
+        Raises:
+            UnsupportedError: the ranks do not divide the channels.
+        """
+        channels = [(self.spec.channels, 1)]
+        with torch.device("meta"):
+            part = TimeMix(self.spec.divided(ranks.size))
+        part.shift = self.shift
+        part.key = ranks.rows(self.key, channels)
+        part.value = ranks.rows(self.value, channels)
+        part.receptance = ranks.rows(self.receptance, channels)
+        part.out_proj = ranks.summed_columns(self.out_proj, self.spec.channels)
+        part.time_decay = ranks.parameter(self.time_decay, channels)
+        part.time_first = ranks.parameter(self.time_first, channels)
+        return part

@@ -1,0 +1,58 @@
+"""RWKV's token shift: inputs mixed with those of the token before."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
+from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.specs.pools import TOKEN_SHIFT
+
+
+class TokenShift(nn.Module):
+    """``mix x[t] + (1 - mix) x[t - 1]`` of each channel, for several mixes.
+
+    The token before comes from a convolution with one tap, which keeps the last input.
+
+    Args:
+        dim: number of channels.
+        num_mixes: of the inputs.
+        dtype, device: of the parameters.
+    """
+
+    taps: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        num_mixes: int,
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        mixes = torch.empty(num_mixes, dim, dtype=dtype, device=device)
+        self.mixes = nn.Parameter(mixes)
+        self.register_buffer("taps", _taps_before(self.mixes), persistent=False)
+        nn.init.uniform_(self.mixes)
+
+    @classmethod
+    def of(cls, mixes: Tensor) -> TokenShift:
+        """With mixes [n, dim], which may be unread."""
+        with torch.device("meta"):
+            shift = cls(mixes.shape[1], mixes.shape[0])
+        shift.mixes = nn.Parameter(mixes, requires_grad=False)
+        shift.taps = _taps_before(mixes)
+        return shift
+
+    def forward(self, x: Tensor, plan: RecurrentPlan, cache: LayerCache) -> list[Tensor]:
+        """[T, dim] for each mix, of x [T, dim]; advances the last input in ``cache``."""
+        before = convolve(x, self.taps, None, plan, cache, activation="none")
+        return [x * mix + before * (1 - mix) for mix in self.mixes.unbind()]
+
+
+def _taps_before(mixes: Tensor) -> Tensor:
+    """Taps [dim, 2] that have the token before and not the own one."""
+    taps = torch.eye(TOKEN_SHIFT, dtype=mixes.dtype, device=mixes.device)[:1]
+    return taps.repeat(mixes.shape[1], 1)

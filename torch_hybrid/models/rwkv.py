@@ -1,0 +1,137 @@
+"""RWKV-4: time mixing and channel mixing in every layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_hybrid.backends.step import LayerStep, Step
+from torch_hybrid.layers.channel_mix import ChannelMix
+from torch_hybrid.layers.time_mix import TimeMix
+from torch_hybrid.layers.token_shift import TokenShift
+from torch_hybrid.models.family import Family, Swap, parameter
+from torch_hybrid.specs import ChannelMixSpec, TimeMixSpec
+
+
+def _specs(config: Any) -> list[tuple[TimeMixSpec, ChannelMixSpec]]:
+    dim = config.hidden_size
+    time_mix = TimeMixSpec(dim=dim, channels=config.attention_hidden_size)
+    channel_mix = ChannelMixSpec(dim=dim, width=config.intermediate_size)
+    return [(time_mix, channel_mix)] * config.num_hidden_layers
+
+
+def _shift(*mixes: Tensor) -> TokenShift:
+    return TokenShift.of(torch.cat([mix.detach().squeeze(0) for mix in mixes]))
+
+
+def _time_mix(module: Any, spec: TimeMixSpec) -> TimeMix:
+    with torch.device("meta"):
+        mixer = TimeMix(spec)
+    mixer.shift = _shift(module.time_mix_key, module.time_mix_value, module.time_mix_receptance)
+    mixer.key, mixer.value, mixer.receptance = module.key, module.value, module.receptance
+    mixer.time_decay, mixer.time_first = module.time_decay, module.time_first
+    mixer.out_proj = module.output
+    return mixer
+
+
+def _channel_mix(module: Any, spec: ChannelMixSpec) -> ChannelMix:
+    with torch.device("meta"):
+        mixer = ChannelMix(spec)
+    mixer.shift = _shift(module.time_mix_key, module.time_mix_receptance)
+    mixer.key, mixer.value, mixer.receptance = module.key, module.value, module.receptance
+    return mixer
+
+
+class _Block(nn.Module):
+    """A decoder layer that takes the step, and leaves the residual ``scale`` times as large: a
+    tensor, so that layers that halve it are of the kind of all others."""
+
+    scale: Tensor
+
+    def __init__(self, block: Any, scale: float) -> None:
+        super().__init__()
+        self.ln1, self.attention = block.ln1, block.attention
+        self.ln2, self.feed_forward = block.ln2, block.feed_forward
+        where = block.ln1.weight.device
+        factor = torch.tensor(scale, dtype=torch.float32, device=where)
+        self.register_buffer("scale", factor, persistent=False)
+
+    def forward(self, hidden: Tensor, *, step: LayerStep) -> Tensor:
+        """[1, T, dim] -> [1, T, dim]."""
+        hidden = hidden + self.attention(self.ln1(hidden), step=step)
+        hidden = hidden + self.feed_forward(self.ln2(hidden), step=step)
+        return hidden * self.scale
+
+
+class _Output:
+    """What a model without its head gives."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        self.last_hidden_state = last_hidden_state
+
+
+class _Backbone(nn.Module):
+    """Stands where transformers has the model without its head, whose layers know no step.
+
+    After every ``rescale_every`` layers the residual is halved, and so is all that later layers add
+    to it: norms see the same but for their eps.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.embeddings, self.ln_out = model.embeddings, model.ln_out
+        self.pre_ln = model.blocks[0].pre_ln
+        every = model.config.rescale_every
+        self.layers = nn.ModuleList()
+        for number, block in enumerate(model.blocks):
+            if every > 0 and not model.layers_are_rescaled:  # as its first forward would do
+                _divide(block.attention.output, 2 ** (number // every))
+                _divide(block.feed_forward.value, 2 ** (number // every))
+            is_last_of_some = every > 0 and (number + 1) % every == 0
+            self.layers.append(_Block(block, 0.5 if is_last_of_some else 1.0))
+
+    def get_input_embeddings(self) -> nn.Module:
+        """As models of transformers have it."""
+        embeddings: nn.Module = self.embeddings
+        return embeddings
+
+    def set_input_embeddings(self, embeddings: nn.Module) -> None:
+        """As models of transformers have it."""
+        self.embeddings = embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        *,
+        step: Step,
+        position_ids: Tensor,
+        attention_mask: None,
+        use_cache: bool,
+    ) -> _Output:
+        """Tokens [1, T], or [1, T, dim] in their place; positions count for nothing."""
+        embedded = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden = self.pre_ln(embedded)
+        for layer in self.layers:
+            hidden = layer(hidden, step=step)
+        return _Output(self.ln_out(hidden))
+
+
+def _divide(linear: nn.Linear, factor: int) -> None:
+    if factor > 1:
+        linear.weight = parameter(linear.weight.detach() * (1 / factor))
+
+
+RWKV = Family(
+    model_types=("rwkv",),
+    specs=_specs,
+    swaps={
+        "time_mix": Swap(attribute="attention", make=_time_mix),
+        "channel_mix": Swap(attribute="feed_forward", make=_channel_mix),
+    },
+    takes_masks=False,
+    base=_Backbone,
+    layers_name="blocks",
+)
