@@ -16,7 +16,7 @@ from torch_hybrid.ops.triton.block_ranks import TILE, ranks_of, take_blocks
 from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, launches_early
 from torch_hybrid.ops.triton.pooling import pool, rows_of_block
 
-_WARPS = 8
+_WARPS = 4
 # That run at once. Where tiles are more, a program takes several, and few programs are idle.
 _PROGRAMS = 4 * PROCESSORS
 
