@@ -80,18 +80,19 @@ class StepSizes:
         half_tokens: int,
         num_pages: int,
         page_size: int,
-        extend_decodes: bool = False,
+        small_extends: bool = False,
     ) -> StepSizes:
         """Few sizes: for graphs that are captured once for each. Sequences of a decode step and
         tokens double; tables, where padding is copied but is no work, grow in wider strides.
 
-        ``extend_decodes``: steps that extend are also those of one token each, and as small.
+        ``small_extends``: steps that extend are padded as little as decode steps: they are those
+        too, or go by how many tokens each of their sequences has.
         """
         decode_seqs = geometric(1, max(max_seqs, 2))
         return cls(
             decode_seqs=decode_seqs,
-            seqs=decode_seqs if extend_decodes else geometric(8, max(max_seqs, 2), 8),
-            tokens=geometric(1 if extend_decodes else min(64, max_tokens), max_tokens),
+            seqs=decode_seqs if small_extends else geometric(8, max(max_seqs, 2), 8),
+            tokens=geometric(1 if small_extends else min(64, max_tokens), max_tokens),
             half_tokens=geometric(min(64, half_tokens), half_tokens),
             pages=geometric(64, max(num_pages, 2), 4),
             chunk_rows=geometric(64, max(64, num_pages * page_size)),
