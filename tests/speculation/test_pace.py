@@ -21,7 +21,11 @@ COSTS: dict[str, Cost] = {
     "head": lambda length: [1.0, 1.8][length] if length < 2 else 3.9 + 0.05 * length,
     "cheap head": lambda length: 1.4 + 0.02 * length if length else 1.0,
 }
-DEMO: Cost = lambda length: [1.0, 1.8][length] if length < 2 else 5.5 + 0.07 * length
+
+
+def demo_head(length: int) -> float:
+    """In plain steps, as the demo's model and head take them with one thread."""
+    return [1.0, 1.8][length] if length < 2 else 5.5 + 0.07 * length
 
 
 def make_pace(max_tokens: int = 8, *, of: str = "", measures: bool = True) -> Pace:
@@ -137,7 +141,7 @@ def short_answers(rate: float, seed: int) -> float:
             is_plain = pace.rests or not pace.is_measured(1) or not most
             [length] = [0] if is_plain else pace.lengths([course], [most])
             right = next(n for n in count() if n == length or rng.random() >= rate)
-            took = DEMO(length) * (1.0 if length in sizes else 1.5)
+            took = demo_head(length) * (1.0 if length in sizes else 1.5)
             slow = rng.uniform(2.0, 20.0) if rng.random() < 0.02 else 1.0
             measured = took * slow * (1.0 + abs(rng.gauss(0.0, 0.1)))
             if length:

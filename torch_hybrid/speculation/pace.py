@@ -70,7 +70,7 @@ class Pace:
         is_first: bool = False,
     ) -> None:
         """A step gave so many tokens, in so long; ``length`` of its longest draft, 0 for a plain
-        one. The first of its size says nothing of others, but what it took is charged."""
+        one. The first of its size tells others that they take no longer, and is charged."""
         self._now += 1
         self._left = max(0, self._left - 1)
         self._costs.note(num_seqs, length, seconds, self._now, is_first=is_first)
