@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 SLOPE = 0.1  # of a plain step, what a draft adds where nothing was measured
 _KEPT, _FEWEST = 9, 2  # times of a kind
 LONG = 256  # steps
+BELIEVED = 5.0  # plain steps, the most of what steps of a kind take that is not known
 
 
 @dataclass(slots=True)
@@ -92,7 +93,7 @@ class StepCosts:
         if plain is None or kind is None:
             return 1.0 + SLOPE * length
         cost = kind.fastest / plain.fastest
-        return cost if self._known(size, length) else min(cost, 1.0 + 0.5 * self._max_tokens)
+        return cost if self._known(size, length) else min(cost, BELIEVED)
 
     def _between(self, known: dict[int, float], length: int) -> float:
         """The cost of a length, on the line through those that are known."""
