@@ -10,6 +10,7 @@
 
 #include "call.h"
 #include "rows.h"
+#include "threads.h"
 
 namespace products {
 
@@ -78,6 +79,12 @@ inline int64_t rows_of_all(const Call& call, const Group* groups) {
   return rows;
 }
 
+// Threads for M rows of x: up to sixteen take hardly longer than what is read of the weights.
+inline int num_threads_for(const Call& call, const Group* groups, int64_t M) {
+  const int64_t bytes = rows_of_all(call, groups) * call.K * int64_t(sizeof(float));
+  return th::threads_for(bytes * std::max<int64_t>(M / 8, 1), call.num_threads);
+}
+
 // Hands out the chunks of all weights to the threads that ask; the split changes no result.
 template <typename T, typename W>
 class Chunks {
@@ -116,7 +123,7 @@ void multiply_few(const Call& call, const Group* groups) {
   const int64_t bytes = std::min(std::max(share, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES);
   const int64_t rows = std::max<int64_t>(bytes / (row_bytes + 1) / th::LANES, 1) * th::LANES;
   Chunks<T, W> chunks(call, groups, rows);
-#pragma omp parallel num_threads(int(call.num_threads))
+#pragma omp parallel num_threads(num_threads_for(call, groups, call.M))
   {
     static thread_local typename th::Meeting<T, W>::Few few;
     static thread_local std::vector<float> sums;
@@ -139,7 +146,7 @@ void multiply_packed(const Call& call, const Group* groups, int64_t first, th::L
   Chunks<T, W> chunks(call, groups,
                       std::min(std::max<int64_t>(share, 1) * MIN_CHUNK_ROWS, MAX_CHUNK_ROWS));
   std::atomic<int> packed{0};
-#pragma omp parallel num_threads(int(call.num_threads))
+#pragma omp parallel num_threads(num_threads_for(call, groups, x.rows()))
   {
     for (int v; (v = packed++) < x.vectors();)
       x.pack(v, [&](int64_t i) { return rows + i * call.ldx; });

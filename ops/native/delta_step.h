@@ -31,6 +31,7 @@
 #include "recurrent_call.h"
 #include "simd.h"
 #include "state_panels.h"
+#include "threads.h"
 
 namespace th::step {
 
@@ -176,13 +177,19 @@ void run_item(const Sequence<T>& seq, int64_t h, int64_t group, const Scratch<T>
   }
 }
 
+// Threads for so many tokens, each of which reads the states of its sequence.
+inline int num_threads_for(const Call& call, int64_t num_tokens) {
+  const int64_t state_bytes = call.num_v_heads * call.v_dim * call.k_dim * int64_t(sizeof(float));
+  return threads_for(num_tokens * state_bytes, call.num_threads);
+}
+
 template <typename Mixer, int W, typename T>
 void run(const Call& call) {
   const int64_t k_size = (call.channels - call.num_v_heads * call.v_dim) / 2;
   const int64_t num_k_heads = k_size / call.k_dim, group = call.num_v_heads / num_k_heads;
   const int64_t num_items = call.num_seqs * num_k_heads;
   const int64_t stretch = std::max<int64_t>(1, num_items / (8 * call.num_threads));
-#pragma omp parallel num_threads(call.num_threads)
+#pragma omp parallel num_threads(num_threads_for(call, call.num_seqs))
   {
     AlignedFloats memory(Scratch<T>::num_floats(call));
     const Scratch<T> scratch(call, memory.data());

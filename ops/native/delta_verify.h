@@ -140,7 +140,7 @@ template <typename Mixer, int W, typename T>
 void run(const Call& call) {
   const int64_t k_size = (call.channels - call.num_v_heads * call.v_dim) / 2;
   const int64_t num_k_heads = k_size / call.k_dim, group = call.num_v_heads / num_k_heads;
-#pragma omp parallel num_threads(call.num_threads)
+#pragma omp parallel num_threads(step::num_threads_for(call, 2 * call.num_tokens))
   {
     AlignedFloats memory(Scratch<T>::num_floats(call));
     Scratch<T> scratch(call, memory.data());

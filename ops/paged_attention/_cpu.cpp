@@ -5,6 +5,7 @@
 
 #include "decode.h"
 #include "extend.h"
+#include "threads.h"
 
 namespace th {
 namespace {
@@ -55,6 +56,16 @@ Work plan(const Problem<T, Kept>& p) {
   return work;
 }
 
+// Threads for what all heads read, eight queries of a head together in the time of one.
+template <typename T, typename Kept>
+int num_threads_for(const Problem<T, Kept>& p) {
+  int64_t rows = 0;
+  for (int n = 0; n < p.num_seqs; ++n)
+    rows += p.seq_lens[n] * std::max<int64_t>(p.num_new(n) * p.group() / 8, 1);
+  const int64_t row_bytes = 2 * p.num_kv_heads * p.head_dim * int64_t(sizeof(float));
+  return threads_for(rows * row_bytes, p.num_threads);
+}
+
 template <typename T, typename Kept>
 bool run(const Problem<T, Kept>& p) {
   if (!p.indices_are_valid(p.window)) return false;
@@ -64,7 +75,7 @@ bool run(const Problem<T, Kept>& p) {
   const int rows = heads_per_split(p) * p.group();  // of a split
   const std::unique_ptr<float[]> out(new float[num_splits * rows * p.head_dim]);
   const std::unique_ptr<RowState[]> state(new RowState[num_splits * rows]);
-#pragma omp parallel num_threads(int(p.num_threads))
+#pragma omp parallel num_threads(num_threads_for(p))
   {
 #pragma omp for schedule(static)
     for (int64_t token = 0; token < p.num_tokens; ++token) write_token(p, token);

@@ -23,6 +23,11 @@ COSTS: dict[str, Cost] = {
 }
 
 
+def demo_head(length: int) -> float:
+    """In plain steps, as the demo's model and head take them with one thread."""
+    return [1.0, 1.8][length] if length < 2 else 5.5 + 0.07 * length
+
+
 def make_pace(max_tokens: int = 8, *, of: str = "", measures: bool = True) -> Pace:
     at_once = of.endswith("head")
     return Pace(max_tokens, StepCosts(max_tokens, measures=measures, drafts_at_once=at_once))
@@ -104,12 +109,11 @@ def test_it_finds_the_best_length(name: str, rate: float):
 
 
 def test_what_requests_taught_is_known_of_the_next():
-    """It tries all drafts at once, and none where they went wrong."""
-    for rate, expected in ((1.0, [0, 0, 0, 8, 8]), (0.0, [0] * 5)):
+    """It tries one draft, then all of them at once; and none where they went wrong."""
+    for rate, expected in ((1.0, [0, 0, 0, 1, 1, 1, 8, 8]), (0.0, [0, 0, 0, 1])):
         pace, lengths = make_pace(of="head"), []
         served(pace, share(rate), COSTS["head"], 100, lengths)
-        if rate:
-            assert lengths[:5] == expected
+        assert lengths[: len(expected)] == expected
         lengths.clear()
         served(pace, share(rate), COSTS["head"], 20, lengths)
         assert set(lengths) == {8 if rate else 0}
@@ -122,6 +126,36 @@ def test_a_clock_that_lags_now_and_then():
     lengths: list[int] = []
     served(pace, share(0.99), slow, 4000, lengths)
     assert lengths.count(8) > 0.9 * len(lengths)
+
+
+def short_answers(rate: float, seed: int) -> float:
+    """The time of an engine's first 24 answers of 63 tokens, over that without drafts, on a machine
+    with other work: one step in fifty is measured many times as long, and the first step of each
+    length takes half as long again."""
+    rng, pace, seconds = random.Random(seed), make_pace(12, of="head"), 0.0
+    sizes: set[int] = set()
+    for _ in range(24):
+        course, size = pace.new_course(), 0
+        while size < 63:
+            most = min(12, 62 - size)
+            is_plain = pace.rests or not pace.is_measured(1) or not most
+            [length] = [0] if is_plain else pace.lengths([course], [most])
+            right = next(n for n in count() if n == length or rng.random() >= rate)
+            took = demo_head(length) * (1.0 if length in sizes else 1.5)
+            slow = rng.uniform(2.0, 20.0) if rng.random() < 0.02 else 1.0
+            measured = took * slow * (1.0 + abs(rng.gauss(0.0, 0.1)))
+            if length:
+                pace.note_drafts(course, length, right)
+            pace.note_step(1, length, 1 + right, measured, is_first=length not in sizes)
+            sizes.add(length)
+            size, seconds = size + 1 + right, seconds + took
+    return seconds / (24 * 63)
+
+
+@pytest.mark.parametrize(("rate", "most"), [(0.95, 0.9), (0.97, 0.8), (0.99, 0.6)])
+def test_a_good_head_is_not_put_to_rest(rate: float, most: float):
+    """Whatever becomes of its first drafts, and whatever the clock says: the slowest of many."""
+    assert max(short_answers(rate, seed) for seed in range(100)) < most
 
 
 @pytest.mark.parametrize("cost", [0.05, 0.15, 0.5, 1.5])
@@ -269,7 +303,7 @@ def test_costs_are_believed_less_after_a_while():
         costs.note(1, 1, 9.0, 0)
     found = [costs.of(1, now)[1] for now in (0, LONG - 1, LONG, 2 * LONG)]
     assert found == [9.0, 9.0, 5.0, 3.0]
-    assert costs.charged(1, 1, 0.0) == 9.0
+    assert costs.charged(1, 1) == 9.0
 
 
 def test_acceptance_is_by_place_and_fades():

@@ -25,7 +25,7 @@ from torch_hybrid.speculation import Speculation
 
 Tokens = list[list[int]]
 PAGE_SIZE = 16
-DRAFTS = 12  # of the model's head in one step, at most
+DRAFTS = 20  # of the model's head in one step, at most
 ALONE, ALONE_TOKENS = 6, 64  # prompts that are served one by one, and tokens after each
 
 

@@ -7,14 +7,17 @@ a request, whose draft i is accepted with probability a_i where those before it 
 
 The length of a step is the L of most expected tokens for its cost. What is not known is hoped for
 (``acceptance``), so that drafts are tried at the beginning, and again some time after they went
-wrong. An account bounds what that may cost, in plain steps:
+wrong: one at a time at first, which is the cheapest way to learn what they are worth. An account
+bounds what that may cost, in plain steps:
 
     credit = START, which fills up again by 1 % of the plain steps that tokens would have taken
              + what steps with drafts gain, tokens / n - cost, or lose; up to MOST
 
-Steps are plain where there is no credit. So whatever becomes of drafts, serving takes at most 1.01
-times as long as without, and ``START`` plain steps, and what one step loses; and of what drafts
-have gained, no more than ``MOST`` is put at risk again.
+A step has no more drafts than the credit covers if all are wrong, or any number where there is
+``ENOUGH`` of it. So drafts that are often right and had bad luck go on, fewer at a time, and need
+not wait for the 1 %. Whatever becomes of drafts, serving takes at most 1.01 times as long as
+without, and ``START`` plain steps, and what one step loses; and of what drafts have gained, no more
+than ``MOST`` is put at risk again.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from collections.abc import Sequence
 from torch_hybrid.speculation.acceptance import Acceptance, expected_tokens
 from torch_hybrid.speculation.costs import StepCosts
 
-START, MOST = 3.0, 16.0  # plain steps of credit
+START, MOST = 8.0, 16.0  # plain steps of credit
+ENOUGH = 3.0  # of it, to try any number of drafts
 SHARE = 0.01  # of a plain step, what it adds to the credit
 FADING = 0.9  # of what a request's drafts say, at each step
 FADING_OF_ALL = 0.98  # of all requests together
@@ -66,13 +70,12 @@ class Pace:
         is_first: bool = False,
     ) -> None:
         """A step gave so many tokens, in so long; ``length`` of its longest draft, 0 for a plain
-        one. The first of its size says nothing of others, but what it took is charged."""
+        one. The first of its size tells others that they take no longer, and is charged."""
         self._now += 1
         self._left = max(0, self._left - 1)
-        if not is_first:
-            self._costs.note(num_seqs, length, seconds, self._now)
+        self._costs.note(num_seqs, length, seconds, self._now, is_first=is_first)
         plain_steps = num_tokens / num_seqs
-        cost = self._costs.charged(num_seqs, length, seconds) if length else 1.0
+        cost = self._costs.charged(num_seqs, length) if length else 1.0
         if self._credit < START:
             self._credit = min(START, self._credit + SHARE * plain_steps)
         self._credit = min(MOST, self._credit + plain_steps - cost)
@@ -94,8 +97,6 @@ class Pace:
             available: drafts that each may have at most.
         """
         num_seqs = len(courses)
-        if self._credit <= 0.0:
-            return self._none(available)
         costs = self._costs.of(num_seqs, self._now)
         of_all = self._all.rates(self._now)
         tokens = [expected_tokens(course.rates(self._now, of_all)) for course in courses]
@@ -104,7 +105,7 @@ class Pace:
             each = (own[min(length, most)] for own, most in zip(tokens, available, strict=True))
             return sum(each) / costs[length]
 
-        best = max(range(max(available) + 1), key=gain)
+        best = max(self._that_may_be_lost(num_seqs, max(available)), key=gain)
         if not best:
             return self._none(available)
         self._rest = SHORTEST_REST
@@ -112,6 +113,18 @@ class Pace:
         return [
             length if own[length] > 1.0 + (costs[best] - 1.0) * length / best else 0
             for own, length in zip(tokens, (min(best, most) for most in available), strict=True)
+        ]
+
+    def _that_may_be_lost(self, num_seqs: int, most: int) -> list[int]:
+        """The lengths that may be tried: one, as long as what drafts cost was not measured."""
+        costs = self._costs
+        longest = most if costs.are_known_with_drafts(num_seqs) else min(most, 1)
+        return [
+            length
+            for length in range(longest + 1)
+            if not length
+            or self._credit >= ENOUGH
+            or self._credit >= costs.charged(num_seqs, length) - 1.0
         ]
 
     def _none(self, available: Sequence[int]) -> list[int]:
