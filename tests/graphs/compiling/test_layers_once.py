@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tests.graphs.as_traced import run_as_traced
 from torch_hybrid.graphs.compiling.compile import CompileLog, StepBackend, compile_step
 from torch_hybrid.graphs.compiling.layers_once import LayerCount, LayersOnce, num_first, signature
+from torch_hybrid.graphs.passes import DEFAULT_PASSES, without
 from torch_hybrid.models.transformers_hooks import hand_steps
 from torch_hybrid.specs import LayerTable
 
@@ -288,7 +289,9 @@ def run(model: nn.Module) -> tuple[Tensor, LayerCount]:
     given = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(1))
     floats = torch._dynamo.config.patch(specialize_float=True)
     with run_as_traced(), torch.inference_mode(), floats:
-        backend = StepBackend(log, pool_sizes=(), layers=layers)
+        # Of merged products the last bits are another's than torch's, on some CPUs.
+        passes = without(DEFAULT_PASSES, {"merge_linears"})
+        backend = StepBackend(log, pool_sizes=(), layers=layers, passes=passes)
         step = compile_step(lambda inputs, caches: model(inputs), backend)
         layers.trace(lambda: outputs.append(step(given, None)))
         expected = model(given)

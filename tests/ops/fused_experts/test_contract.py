@@ -179,13 +179,18 @@ def is_rounded(impl: str, case: Case) -> bool:
 
 @pytest.mark.parametrize("name", [*CASES, "blocks"])
 def test_fp8_matches_the_exact_result(fp8_impl: str, name: str) -> None:
+    """Over some draws: in one of them the largest error of either may be far from what it is in
+    others."""
     case = {**CASES, "blocks": BLOCKS}[name]
-    inputs, scales = make_fp8_inputs(case)
     rounds = is_rounded(fp8_impl, case)
-    options = {**case.options(), "rounds": rounds}
-    reference = fused_experts_reference(*inputs, **scales, **options)
-    out = run(inputs, fp8_impl, case.options(), **scales)
-    exact = exact_of(inputs, scales, case.options(), rounds=rounds)
+    results = []
+    for seed in range(3):
+        inputs, scales = make_fp8_inputs(case, seed=seed)
+        out = run(inputs, fp8_impl, case.options(), **scales)
+        exact = exact_of(inputs, scales, case.options(), rounds=rounds)
+        options = {**case.options(), "rounds": rounds}
+        results.append((out, exact, fused_experts_reference(*inputs, **scales, **options)))
+    out, exact, reference = map(torch.cat, zip(*results, strict=True))
     if rounds:  # of float32: a hidden activation may lie between two numbers of 8 bits
         assert_near(out, exact)
     else:
