@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_hybrid.backends.step import LayerStep, Step
+from torch_hybrid.backends.step import LayerStep
 from torch_hybrid.layers.channel_mix import ChannelMix
 from torch_hybrid.layers.time_mix import TimeMix
 from torch_hybrid.layers.token_shift import TokenShift
+from torch_hybrid.models.backbone import Backbone
 from torch_hybrid.models.family import Family, Swap, parameter
 from torch_hybrid.specs import ChannelMixSpec, TimeMixSpec
 
@@ -65,58 +66,17 @@ class _Block(nn.Module):
         return hidden * self.scale
 
 
-class _Output:
-    """What a model without its head gives."""
-
-    def __init__(self, last_hidden_state: Tensor) -> None:
-        self.last_hidden_state = last_hidden_state
-
-
-class _Backbone(nn.Module):
-    """Stands where transformers has the model without its head, whose layers know no step.
-
-    After every ``rescale_every`` layers the residual is halved, and so is all that later layers add
-    to it: norms see the same but for their eps.
-    """
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.embeddings, self.ln_out = model.embeddings, model.ln_out
-        self.pre_ln = model.blocks[0].pre_ln
-        every = model.config.rescale_every
-        self.layers = nn.ModuleList()
-        for number, block in enumerate(model.blocks):
-            if every > 0 and not model.layers_are_rescaled:  # as its first forward would do
-                _divide(block.attention.output, 2 ** (number // every))
-                _divide(block.feed_forward.value, 2 ** (number // every))
-            is_last_of_some = every > 0 and (number + 1) % every == 0
-            self.layers.append(_Block(block, 0.5 if is_last_of_some else 1.0))
-
-    def get_input_embeddings(self) -> nn.Module:
-        """As models of transformers have it."""
-        embeddings: nn.Module = self.embeddings
-        return embeddings
-
-    def set_input_embeddings(self, embeddings: nn.Module) -> None:
-        """As models of transformers have it."""
-        self.embeddings = embeddings
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        *,
-        step: Step,
-        position_ids: Tensor,
-        attention_mask: None,
-        use_cache: bool,
-    ) -> _Output:
-        """Tokens [1, T], or [1, T, dim] in their place; positions count for nothing."""
-        embedded = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        hidden = self.pre_ln(embedded)
-        for layer in self.layers:
-            hidden = layer(hidden, step=step)
-        return _Output(self.ln_out(hidden))
+def _backbone(model: Any) -> Backbone:
+    """After every ``rescale_every`` layers the residual is halved, and so is all that later layers
+    add to it: norms see the same but for their eps."""
+    every, layers = model.config.rescale_every, []
+    for number, block in enumerate(model.blocks):
+        if every > 0 and not model.layers_are_rescaled:  # as its first forward would do
+            _divide(block.attention.output, 2 ** (number // every))
+            _divide(block.feed_forward.value, 2 ** (number // every))
+        is_last_of_some = every > 0 and (number + 1) % every == 0
+        layers.append(_Block(block, 0.5 if is_last_of_some else 1.0))
+    return Backbone(model.embeddings, layers, model.ln_out, first_norm=model.blocks[0].pre_ln)
 
 
 def _divide(linear: nn.Linear, factor: int) -> None:
@@ -132,6 +92,6 @@ RWKV = Family(
         "channel_mix": Swap(attribute="feed_forward", make=_channel_mix),
     },
     takes_masks=False,
-    base=_Backbone,
+    base=_backbone,
     layers_name="blocks",
 )

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_hybrid.backends.step import LayerStep, Step
+from torch_hybrid.backends.step import LayerStep
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.mlstm import Mlstm
+from torch_hybrid.models.backbone import Backbone
 from torch_hybrid.models.family import (
     Family,
     Swap,
@@ -99,45 +100,8 @@ class _Block(nn.Module):
         return out
 
 
-class _Output:
-    """What a model without its head gives."""
-
-    def __init__(self, last_hidden_state: Tensor) -> None:
-        self.last_hidden_state = last_hidden_state
-
-
-class _Backbone(nn.Module):
-    """Stands where transformers has the model without its head, whose layers know no step."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.embeddings: nn.Module = model.embeddings
-        self.out_norm: nn.Module = model.out_norm
-        self.layers = nn.ModuleList(_Block(block) for block in model.blocks)
-
-    def get_input_embeddings(self) -> nn.Module:
-        """As models of transformers have it."""
-        return self.embeddings
-
-    def set_input_embeddings(self, embeddings: nn.Module) -> None:
-        """As models of transformers have it."""
-        self.embeddings = embeddings
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        *,
-        step: Step,
-        position_ids: Tensor,
-        attention_mask: None,
-        use_cache: bool,
-    ) -> _Output:
-        """Tokens [1, T], or [1, T, dim] in their place; positions count for nothing."""
-        hidden = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        for layer in self.layers:
-            hidden = layer(hidden, step=step)
-        return _Output(self.out_norm(hidden))
+def _backbone(model: Any) -> Backbone:
+    return Backbone(model.embeddings, map(_Block, model.blocks), model.out_norm)
 
 
 XLSTM = Family(
@@ -147,7 +111,7 @@ XLSTM = Family(
     logits_softcap=lambda config: config.output_logit_soft_cap,
     takes_masks=False,
     taken=(".ffn",),
-    base=_Backbone,
+    base=_backbone,
     layers_name="blocks",
     kernel_fields=("chunkwise_kernel", "sequence_kernel", "step_kernel"),
 )
