@@ -201,7 +201,11 @@ def test_the_first_step_has_the_machine_to_itself(hanging: SimpleNamespace):
     states = []
 
     def look(*args: object) -> None:
-        states.append(state_of(child_of(runner)))
+        child, deadline = child_of(runner), time.monotonic() + 5.0
+        # It stops when its core is next given to it.
+        while not states and state_of(child) != "T" and time.monotonic() < deadline:
+            time.sleep(0.001)
+        states.append(state_of(child))
 
     handle = runner._beside._model.hf_model.model.norm.register_forward_pre_hook(look)
     for _ in range(2):
