@@ -62,6 +62,7 @@ def test_import_loads_no_optional_package_compiles_no_kernel_and_starts_no_compi
     """Where all of them are installed."""
     code = """
         import subprocess
+        import torch  # which may look for CUDA's libraries by a process of its own
         def refuse(*args, **options):
             raise AssertionError(f"a process was started: {args}")
         subprocess.Popen.__init__ = refuse
