@@ -300,7 +300,7 @@ def _step_sizes(decided: Decided, num_pages: int, grid: int, *, decodes: bool) -
     if decided.capture is None:
         return StepSizes.fine(**sizes)
     # Where tokens walk one after the other, a padded sequence has a kernel take short walks.
-    small_extends = not decodes or options.batch_invariant
+    small_extends = not decodes or decided.backends.batch_invariant
     return StepSizes.coarse(**sizes, page_size=options.page_size, small_extends=small_extends)
 
 
