@@ -41,6 +41,12 @@ def assert_within_budget(actual: Tensor, exact: Tensor, reference: Tensor) -> No
     assert error <= budget, f"error {error:.3e} is over the budget {budget:.3e}"
 
 
+def assert_draws_within_budget(draws: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
+    """The same of several draws of one case, as if they were one: in a single one the largest error
+    of either may be far from what it is in others."""
+    assert_within_budget(*map(torch.cat, zip(*draws, strict=True)))
+
+
 def impls_on(
     device: str,
     implementations: Mapping[str, Implementation],
