@@ -47,8 +47,9 @@ class ChunkTile:
         block_k = max(16, triton.next_power_of_2(head_dim_k))
         if like.dtype == torch.bfloat16:
             # A warp's products have 16 rows.
-            chunk = 64 if is_hopper(like.device) and block_k <= 128 else 32
-            most, num_warps = (64, 4) if block_k <= 128 else (32, 8)
+            on_hopper = is_hopper(like.device)
+            chunk = 64 if on_hopper and block_k <= 128 else 32
+            most, num_warps = (64, 4) if block_k <= 128 else (32, 4 if on_hopper else 8)
         else:
             chunk, most, num_warps = 16, 4096 if like.dtype == torch.float16 else 2048, 8
             most //= block_k

@@ -134,7 +134,9 @@ def test_compiles_without_spills() -> None:
             for name, launch in record_launches(target, *shape).items():
                 if label == "Bamba" or name != "_decay_kernel":
                     rows.append(resources_of(launch, target, label))
-    assert_all_fit(rows, Path(__file__).with_name("resources_chunk.txt"))
+    table = Path(__file__).with_name("resources_chunk.txt")
+    # 1.3x to 1.9x as fast as twice the warps, on an H200.
+    assert_all_fit(rows, table, may_spill={"chunk": 24, "segment": 8})
     for row in rows:
         is_product = "float32" not in row.kernel and not row.kernel.startswith("decay")
         assert (row.products != "-") == is_product, row
