@@ -110,6 +110,8 @@ class Stepper:
 
     def compile(self, variant: Variant) -> None:
         """Have a variant compiled, if steps are."""
+        if self._steps.is_ready(variant):
+            return
         if self._capture is None:
             self._steps.prepare(variant)
             return

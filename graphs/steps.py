@@ -151,14 +151,19 @@ class Steps:
         with self._use.running(self._model, choices), torch.inference_mode():
             yield lambda inputs: step(inputs, self._caches)
 
+    def is_ready(self, variant: Variant) -> bool:
+        """Whether ``prepare`` has nothing to do for a variant."""
+        return variant.name in self._place or not isinstance(self.of[variant], CompiledStep)
+
     def prepare(self, variant: Variant) -> GraphRecord | None:
         """Make a variant ready, and say what its graph is; None if it was ready, or has none.
 
         What is not found is traced on a step of null sequences, which changes no state.
         """
-        step = self.of[variant]
-        if variant.name in self._place or not isinstance(step, CompiledStep):
+        if self.is_ready(variant):
             return None
+        step = self.of[variant]
+        assert isinstance(step, CompiledStep)
         assert self._store is not None
         inputs = map_tensors(
             lambda leaf: leaf.to(self._model.device), self._planner.traced(variant)

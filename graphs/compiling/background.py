@@ -131,15 +131,24 @@ class StepsBeside:
         seconds = {variant.name: after for variant, after in self._switched.items()}
         return Switches(seconds=seconds, num_eager=self._num_eager, failed=self._failed)
 
+    def is_ready(self, variant: Variant) -> bool:
+        """Whether ``prepare`` has nothing to do for a variant just now."""
+        return variant not in self._brought and not self._must_warn
+
     def prepare(self, variant: Variant) -> GraphRecord | None:
         """Take up a variant's compiled step if it has come, and then say what its graph is."""
-        if self._failed and not self._is_told and not self._is_closed:
+        if self._must_warn:
             self._is_told = True
             warnings.warn(self._failed, stacklevel=3)
         record = self._brought.pop(variant, None)
         if record is not None:
             self._switched[variant] = time.perf_counter() - self._start
         return record
+
+    @property
+    def _must_warn(self) -> bool:
+        """Whether compiling has failed, and nobody was told."""
+        return bool(self._failed) and not self._is_told and not self._is_closed
 
     def is_final(self, variant: Variant) -> bool:
         """Whether a variant's step is not one that is exchanged: a captured one stays."""
