@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from torch_hybrid.errors import CapacityError
 from torch_hybrid.host import int_tensor
 
 _FIRM = 1 << 32  # what a firm hold adds to an id's holds; one to spare adds 1
 _FEW = 32  # ids that are looked at one by one: for more, tensors take less time
+
+# The holds of some ids in order, and how many ids after one another have as many: sequences own
+# runs of pages that are held alike.
+_Runs = list[tuple[int, int]]
 
 
 class Allocator:
@@ -105,13 +107,15 @@ class Allocator:
         """How many of these are held firmly by one holder alone."""
         return _count(self._holds_of(ids), _is_firm_once)
 
-    def _holds_of(self, ids: Sequence[int]) -> list[int] | Tensor:
+    def _holds_of(self, ids: Sequence[int]) -> _Runs:
         """The holds of each id; IndexError where one is of no such pool."""
         if len(ids) >= _FEW:
-            return self._all_holds.index_select(0, int_tensor(ids, torch.int32))
+            holds = self._all_holds.index_select(0, int_tensor(ids, torch.int32))
+            runs = torch.unique_consecutive(holds, return_counts=True)
+            return list(zip(*(each.tolist() for each in runs), strict=True))
         if min(ids, default=0) < 0:
             raise IndexError(min(ids))
-        return [self._holds[i] for i in ids]
+        return [(self._holds[i], 1) for i in ids]
 
     def _add(self, ids: Sequence[int], change: int) -> None:
         """Add to the holds of each id."""
@@ -122,7 +126,7 @@ class Allocator:
             for i in ids:
                 self._holds[i] += change
 
-    def _checked(self, ids: Sequence[int]) -> list[int] | Tensor:
+    def _checked(self, ids: Sequence[int]) -> _Runs:
         """The holds of each id, if all are in use and distinct."""
         try:
             holds = self._holds_of(ids)
@@ -137,43 +141,41 @@ class Allocator:
         return holds
 
 
-def _count(holds: list[int] | Tensor, are_so: Callable[[Any], Any]) -> int:
-    """How many are so."""
-    if isinstance(holds, Tensor):
-        return int(are_so(holds).count_nonzero())
-    return sum(map(are_so, holds))
+def _count(runs: _Runs, are_so: Callable[[int], bool]) -> int:
+    """How many ids are so, by their holds."""
+    return sum(count for holds, count in runs if are_so(holds))
 
 
-def _is_free(holds: Any) -> Any:
+def _is_free(holds: int) -> bool:
     return holds == 0
 
 
-def _is_spare(holds: Any) -> Any:
-    return (holds > 0) & (holds < _FIRM)
+def _is_spare(holds: int) -> bool:
+    return 0 < holds < _FIRM
 
 
-def _is_not_spare(holds: Any) -> Any:
+def _is_not_spare(holds: int) -> bool:
     return holds % _FIRM == 0
 
 
-def _is_not_firm(holds: Any) -> Any:
+def _is_not_firm(holds: int) -> bool:
     return holds < _FIRM
 
 
-def _is_firm_once(holds: Any) -> Any:
-    return (holds >= _FIRM) & (holds < 2 * _FIRM)
+def _is_firm_once(holds: int) -> bool:
+    return _FIRM <= holds < 2 * _FIRM
 
 
-def _is_last(holds: Any) -> Any:
+def _is_last(holds: int) -> bool:
     """Whether an id is held by one holder alone, firmly."""
     return holds == _FIRM
 
 
-def _is_last_firm(holds: Any) -> Any:
+def _is_last_firm(holds: int) -> bool:
     """Whether an id is held firmly by one holder, and by others to spare."""
-    return (holds > _FIRM) & (holds < 2 * _FIRM)
+    return _FIRM < holds < 2 * _FIRM
 
 
-def _is_last_spare(holds: Any) -> Any:
+def _is_last_spare(holds: int) -> bool:
     """Whether an id is held by one holder alone, to spare."""
     return holds == 1
