@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,26 @@ def to_exact(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(
         None if t is None else t.double() if t.is_floating_point() else t.clone() for t in tensors
     )
+
+
+class Stored(Protocol):
+    """Inputs of an op that advances states in slots of a pool."""
+
+    @property
+    def cu_seqlens(self) -> Tensor: ...
+
+    @property
+    def state_indices(self) -> Tensor: ...
+
+
+def written_slots(inputs: Stored) -> Tensor:
+    """The slots that a call writes."""
+    return inputs.state_indices[(inputs.cu_seqlens.diff() > 0) & (inputs.state_indices > 0)]
+
+
+def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
+    """Equal in every bit that counts: NaN equals NaN."""
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def rows_apart(x: Tensor) -> Tensor:

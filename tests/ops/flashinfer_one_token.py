@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.ops.recurrent_contract import written_slots
+from tests.ops.contract import written_slots
 from tests.ops.step_lengths import step_lengths
 from torch_hybrid.ops.capability import Implementation
 from torch_hybrid.ops.planning import Planned

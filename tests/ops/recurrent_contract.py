@@ -12,7 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.contract import assert_traces_once, assert_within_budget, pool_clones, skip_reason
+from tests.ops.contract import (
+    assert_same_bits,
+    assert_traces_once,
+    assert_within_budget,
+    pool_clones,
+    skip_reason,
+    written_slots,
+)
 from tests.ops.pages import offsets
 from torch_hybrid.ops.capability import BATCH_INVARIANT, Implementation
 from torch_hybrid.ops.recurrence import CHUNK_SIZES
@@ -374,16 +381,6 @@ class RecurrentContract:
             return traced_form.op(*args, **options) * 2
 
         assert pool_clones(step, inputs.args(), [inputs.state]) == []
-
-
-def written_slots(inputs: Inputs) -> Tensor:
-    """The slots that a call writes."""
-    return inputs.state_indices[(inputs.cu_seqlens.diff() > 0) & (inputs.state_indices > 0)]
-
-
-def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
-    """Equal in every bit that counts: NaN equals NaN."""
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def widen(x: Tensor) -> Tensor:

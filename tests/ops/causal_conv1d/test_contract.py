@@ -22,6 +22,7 @@ from tests.ops.contract import (
     impls_on,
     pool_clones,
     skip_reason,
+    written_slots,
 )
 from torch_hybrid.ops.causal_conv1d import causal_conv1d
 from torch_hybrid.ops.causal_conv1d.op import IMPLEMENTATIONS
@@ -59,7 +60,7 @@ class Expected:
     def check(self, out: Tensor, conv_state: Tensor) -> None:
         assert out.dtype == self.inputs.x.dtype
         assert_within_budget(out, self.out_exact, self.out_reference)
-        slots = _written_slots(self.inputs)
+        slots = written_slots(self.inputs)
         assert torch.equal(conv_state[slots], self.reference.conv_state[slots])
 
 
@@ -74,11 +75,6 @@ def _expect(case: Case, dtype: torch.dtype) -> Expected:
         reference=reference,
         out_reference=causal_conv1d_reference(*reference.args(), **reference.options()),
     )
-
-
-def _written_slots(inputs: Inputs) -> Tensor:
-    is_written = (inputs.cu_seqlens.diff() > 0) & (inputs.state_indices > 0)
-    return inputs.state_indices[is_written]
 
 
 def _run(inputs: Inputs, impl: str) -> Tensor:
@@ -169,7 +165,7 @@ def test_a_start_from_another_slot_leaves_it_untouched(impl: str):
     assert torch.equal(_run(elsewhere, impl), _run(in_place, impl))
     both = elsewhere.conv_state.split(num_slots)
     torch.testing.assert_close(both[0], inputs.conv_state, rtol=0, atol=0, equal_nan=True)
-    slots = _written_slots(in_place)
+    slots = written_slots(in_place)
     assert torch.equal(both[1][slots], in_place.conv_state[slots])
 
 
@@ -190,7 +186,7 @@ def test_no_other_slot_changes(impl: str):
     canary = canary.view_as(inputs.conv_state)
     inputs = replace(inputs, conv_state=canary.clone())
     others = torch.ones(len(canary), dtype=torch.bool)
-    others[_written_slots(inputs).long()] = False
+    others[written_slots(inputs).long()] = False
     assert others[-1]
     _run(inputs, impl)
     assert torch.equal(inputs.conv_state[others], canary[others])

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from tests.devices import needs_cuda
+from tests.ops.contract import written_slots
 from tests.ops.delta_rule_cases import Case, Inputs
 from tests.ops.delta_rule_triton import on_device, tensor_fields
 from tests.ops.flashinfer_source import needs_flashinfer, parameters_of
 from tests.ops.gated_delta_rule.cases import make_inputs
-from tests.ops.recurrent_contract import written_slots
 from tests.ops.step_lengths import step_lengths
 from tests.ops.triton_compile import launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton

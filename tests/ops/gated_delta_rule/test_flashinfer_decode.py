@@ -15,12 +15,12 @@ from torch import Tensor
 
 from tests.devices import needs_cuda
 from tests.ops import flashinfer_one_token
+from tests.ops.contract import written_slots
 from tests.ops.delta_rule_cases import Case, Inputs
 from tests.ops.delta_rule_triton import on_device, tensor_fields
 from tests.ops.flashinfer_one_token import check_translated, held, tensors_of
 from tests.ops.flashinfer_source import needs_flashinfer, parameters_of
 from tests.ops.gated_delta_rule.cases import make_inputs
-from tests.ops.recurrent_contract import written_slots
 from tests.ops.triton_compile import launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import needs_interpreter
 from tests.ops.triton_resources import assert_all_fit, resources_of

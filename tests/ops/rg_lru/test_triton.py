@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.devices import needs_cuda
-from tests.ops.rg_lru.cases import CASES, Case, Inputs
-from tests.ops.rg_lru.test_contract import expect
+from tests.ops.rg_lru.cases import CASES, Case
+from tests.ops.rg_lru.test_contract import FAMILY
 from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
-from torch_hybrid.ops.rg_lru import rg_lru
+from tests.ops.vector_state_contract import check_on_a_gpu, check_segments
 
 # What of the contract the interpreter can do in seconds.
 # The whole of it: TRITON_INTERPRET=1 pytest tests/ops/rg_lru -k triton
@@ -24,8 +23,6 @@ CONTRACT = """
     or first_token or not_stored or nothing_to_do) or triton_invariant and segments_are_the_whole)
     and not on_a_gpu and not in_the_interpreter
 """
-# Of several segments of 8 tokens, of one, of none; the second begins within one of the first's.
-SEGMENTS = Case(lengths=(41, 33, 8, 0, 1), num_padding_tokens=3)
 
 
 @needs_triton
@@ -39,50 +36,22 @@ def test_in_the_interpreter(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_on_a_gpu(case: Case, dtype: torch.dtype):
-    expected = expect(case, dtype)
-    moved = on_device(expected.inputs)
-    out = rg_lru(*moved.args(), impl="triton")
-    expected.check(out.cpu(), moved.state.cpu())
+    check_on_a_gpu(FAMILY, case, dtype)
 
 
 @needs_interpreter
 def test_segments_in_interpreter(monkeypatch: pytest.MonkeyPatch):
-    check_segments(monkeypatch, "cpu", torch.float32)
+    from torch_hybrid.ops.rg_lru import _triton
+
+    check_segments(FAMILY, _triton, monkeypatch, "cpu", torch.float32)
 
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_segments_on_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
-    check_segments(monkeypatch, "cuda", dtype)
-
-
-def check_segments(monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype):
-    """Sequences in segments are as exact as whole ones, and none knows what is beside it."""
     from torch_hybrid.ops.rg_lru import _triton
 
-    monkeypatch.setattr(_triton, "_SEGMENT", 8)
-    expected = expect(SEGMENTS, dtype)
-    moved = on_device(expected.inputs, device)
-    out = rg_lru(*moved.args(), impl="triton")
-    expected.check(out.cpu(), moved.state.cpu())
-    for n, begin, end in ((0, 0, 41), (1, 41, 74)):
-        alone = on_device(expected.inputs, device)
-        alone = replace(
-            alone,
-            **alone.tokens(slice(begin, end)),
-            cu_seqlens=torch.tensor([0, end - begin], dtype=torch.int32, device=device),
-            initial_indices=alone.initial_indices[n : n + 1],
-            state_indices=alone.state_indices[n : n + 1],
-        )
-        assert torch.equal(rg_lru(*alone.args(), impl="triton"), out[begin:end])
-        slot = expected.inputs.state_indices[n]
-        assert torch.equal(alone.state[slot], moved.state[slot])
-
-
-def on_device(inputs: Inputs, device: str = "cuda") -> Inputs:
-    """Copies on the device; the heads of gates still lie apart."""
-    moved = {f.name: getattr(inputs, f.name).to(device, copy=True) for f in fields(inputs)}
-    return replace(inputs, **moved)
+    check_segments(FAMILY, _triton, monkeypatch, "cuda", dtype)
 
 
 # (sequences, tokens, heads, head dim, dtype)

@@ -12,14 +12,8 @@ import torch
 from torch import Tensor
 from transformers.models.mamba import modeling_mamba as mamba
 
-from tests.ops.recurrent_contract import (
-    Expected,
-    Family,
-    Form,
-    RecurrentContract,
-    assert_same_bits,
-    schemas,
-)
+from tests.ops.contract import assert_same_bits
+from tests.ops.recurrent_contract import Expected, Family, Form, RecurrentContract, schemas
 from tests.ops.selective_scan.cases import CASES, Case, Inputs, make_inputs
 from torch_hybrid.ops.selective_scan import chunk_selective_scan, recurrent_selective_scan
 from torch_hybrid.ops.selective_scan.op import (

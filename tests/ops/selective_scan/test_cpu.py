@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.ops.contract import skip_reason
-from tests.ops.recurrent_contract import assert_same_bits
+from tests.ops.contract import assert_same_bits, skip_reason
 from tests.ops.selective_scan.cases import Case, make_inputs
 from torch_hybrid.ops.selective_scan import chunk_selective_scan, recurrent_selective_scan
 from torch_hybrid.ops.selective_scan.op import RECURRENT_IMPLEMENTATIONS

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.recurrent_contract import Expected, assert_same_bits, written_slots
+from tests.ops.contract import assert_same_bits, written_slots
+from tests.ops.recurrent_contract import Expected
 from tests.ops.selective_scan.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.triton_compile import (
     SHARED_LIMITS,

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tests.devices import needs_cuda
 from tests.ops import flashinfer_one_token
+from tests.ops.contract import written_slots
 from tests.ops.flashinfer_one_token import check_translated, held, tensors_of
 from tests.ops.flashinfer_source import needs_flashinfer, parameters_of
-from tests.ops.recurrent_contract import written_slots
 from tests.ops.ssd.cases import Case, Inputs, make_inputs
 from tests.ops.triton_compile import launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import needs_interpreter

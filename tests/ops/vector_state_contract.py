@@ -1,0 +1,279 @@
+"""What every implementation of a recurrence is held to whose state is a few numbers a channel, and
+which one op walks whether tokens are many or few."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from types import ModuleType
+from typing import Any, ClassVar, Protocol, Self
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.contract import (
+    assert_same_bits,
+    assert_traces_once,
+    assert_within_budget,
+    impls_on,
+    pool_clones,
+    skip_reason,
+    written_slots,
+)
+from tests.ops.pages import offsets
+from torch_hybrid.ops.capability import BATCH_INVARIANT, Implementation
+
+DEVICE = "cpu"
+# Of several segments of 8 tokens, of one, of none; the second begins within one of the first's.
+SEGMENTS = {"lengths": (41, 33, 8, 0, 1), "num_padding_tokens": 3}
+
+
+class Inputs(Protocol):
+    """The tensors of a call, in the op's order; a frozen dataclass."""
+
+    state: Tensor
+    cu_seqlens: Tensor
+    initial_indices: Tensor
+    state_indices: Tensor
+
+    def args(self) -> tuple[Tensor, ...]: ...
+
+    def copy(self) -> Self:
+        """The same inputs with a state of their own."""
+
+    def exact(self) -> Self:
+        """The same values in float64."""
+
+    def tokens(self, index: Any) -> dict[str, Tensor]:
+        """What is given for each token, of some of them, by name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What the reference makes of inputs, in float64 and in their own dtype."""
+
+    inputs: Inputs
+    exact: Inputs
+    out_exact: Tensor
+    reference: Inputs
+    out_reference: Tensor
+
+    @classmethod
+    def of(cls, reference: Callable[..., Tensor], inputs: Inputs) -> Expected:
+        exact, own, inputs = inputs.exact(), inputs.copy(), inputs.copy()
+        return cls(
+            inputs=inputs,
+            exact=exact,
+            out_exact=reference(*exact.args()),
+            reference=own,
+            out_reference=reference(*own.args()),
+        )
+
+    def check(self, out: Tensor, state: Tensor) -> None:
+        """Outputs and states are as exact as the reference's; padding is zero, and all other slots
+        are as they were."""
+        assert out.dtype == self.out_reference.dtype
+        assert_within_budget(out, self.out_exact, self.out_reference)
+        slots = written_slots(self.inputs)
+        assert_within_budget(state[slots], self.exact.state[slots], self.reference.state[slots])
+        num_tokens = int(self.inputs.cu_seqlens[-1])
+        assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
+        others = torch.ones(len(state), dtype=torch.bool)
+        others[slots.long()] = False
+        assert_same_bits(state[others], self.inputs.state[others])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Family:
+    """A recurrence: its op, its oracle and its inputs. ``cases`` has one named "mixed"."""
+
+    op: Callable[..., Tensor]
+    implementations: Mapping[str, Implementation]
+    reference: Callable[..., Tensor]
+    cases: Mapping[str, Any]
+    make_inputs: Callable[..., Any]
+
+    def run(self, inputs: Inputs, impl: str) -> Tensor:
+        return self.op(*inputs.args(), impl=impl)
+
+    def expect(self, inputs: Inputs) -> Expected:
+        return Expected.of(self.reference, inputs)
+
+    def mixed(self, **changes: object) -> Any:
+        return self.make_inputs(replace(self.cases["mixed"], **changes))
+
+    @cache  # noqa: B019  (a few families live as long as the process)
+    def expect_case(self, case: Any, dtype: torch.dtype) -> Expected:
+        return self.expect(self.make_inputs(case, dtype))
+
+
+class VectorStateContract:
+    """The tests; a family's own class names the family and adds what is peculiar to it."""
+
+    family: ClassVar[Family]
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        implementations = self.family.implementations
+        if "impl" in metafunc.fixturenames:
+            impls = [
+                pytest.param(
+                    name,
+                    marks=pytest.mark.skipif(reason is not None, reason=reason or "it runs here"),
+                )
+                for name in impls_on(DEVICE, implementations)
+                for reason in [skip_reason(implementations[name], DEVICE)]
+            ]
+            metafunc.parametrize("impl", impls)
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", self.family.cases.values(), ids=self.family.cases)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+    def test_it_is_as_exact_as_the_reference(self, impl: str, case: Any, dtype: torch.dtype):
+        expected = self.family.expect_case(case, dtype)
+        inputs = expected.inputs.copy()
+        expected.check(self.family.run(inputs, impl), inputs.state)
+
+    def test_segments_are_the_whole(self, impl: str):
+        """Cutting a sequence anywhere changes nothing, nor does where a new one begins."""
+        run, whole = self.family.run, self.family.mixed(lengths=(150,), num_padding_tokens=0)
+        for initial in (whole.initial_indices, whole.initial_indices * 0):
+            uncut, cut = (replace(whole.copy(), initial_indices=initial) for _ in range(2))
+            outs = []
+            for start, end in [(0, 1), (1, 3), (3, 50), (50, 52), (52, 150)]:
+                piece = replace(
+                    cut,
+                    **whole.tokens(slice(start, end)),
+                    cu_seqlens=offsets([end - start]),
+                    initial_indices=whole.state_indices if start else initial,
+                )
+                outs.append(run(piece, impl))
+            expected, slots = run(uncut, impl), whole.state_indices
+            torch.testing.assert_close(torch.cat(outs), expected)
+            torch.testing.assert_close(cut.state[slots], uncut.state[slots])
+            if BATCH_INVARIANT in self.family.implementations[impl].capability.features:
+                assert torch.equal(torch.cat(outs), expected)
+                assert torch.equal(cut.state[slots], uncut.state[slots])
+
+    def test_order_of_sequences_does_not_matter(self, impl: str):
+        inputs = self.family.mixed(num_padding_tokens=0)
+        order = torch.tensor([3, 6, 0, 5, 1, 4, 2])
+        spans = [torch.arange(a, b) for a, b in inputs.cu_seqlens.unfold(0, 2, 1).tolist()]
+        tokens = torch.cat([spans[n] for n in order])
+        shuffled = replace(
+            inputs.copy(),
+            **inputs.tokens(tokens),
+            cu_seqlens=offsets([len(spans[n]) for n in order]),
+            initial_indices=inputs.initial_indices[order],
+            state_indices=inputs.state_indices[order],
+        )
+        out, out_shuffled = self.family.run(inputs, impl), self.family.run(shuffled, impl)
+        torch.testing.assert_close(out_shuffled, out[tokens])
+        torch.testing.assert_close(shuffled.state, inputs.state, equal_nan=True)
+
+    def test_a_start_from_another_slot_leaves_it_untouched(self, impl: str):
+        """A fork, or a restored prefix: what several sequences start from is there afterwards."""
+        inputs = self.family.mixed()
+        num_slots, starts = len(inputs.state), inputs.initial_indices.clone()
+        starts[2:] = starts[0]
+        in_place = inputs.copy()
+        in_place.state[inputs.state_indices] = inputs.state[starts]
+        in_place = replace(in_place, initial_indices=inputs.state_indices * (starts > 0))
+        elsewhere = replace(
+            inputs,
+            state=torch.cat([inputs.state, torch.full_like(inputs.state, torch.nan)]),
+            initial_indices=starts,
+            state_indices=inputs.state_indices + num_slots,
+        )
+        assert torch.equal(self.family.run(elsewhere, impl), self.family.run(in_place, impl))
+        before, after = elsewhere.state.split(num_slots)
+        assert_same_bits(before, inputs.state)
+        slots = written_slots(in_place)
+        assert torch.equal(after[slots], in_place.state[slots])
+
+    def test_a_state_that_is_not_stored_changes_nothing(self, impl: str):
+        """A look ahead: the outputs, and every slot as it was."""
+        inputs = self.family.mixed()
+        tried = replace(inputs.copy(), state_indices=torch.zeros_like(inputs.state_indices))
+        stored = self.family.run(inputs.copy(), impl)
+        assert torch.equal(self.family.run(tried, impl), stored)
+        assert_same_bits(tried.state, inputs.state)
+
+    @pytest.mark.parametrize("lengths", [(), (0,), (0, 0)], ids=str)
+    def test_nothing_to_do(self, impl: str, lengths: tuple[int, ...]):
+        inputs = self.family.mixed(lengths=lengths, num_padding_tokens=2)
+        before = inputs.state.clone()
+        out = self.family.run(inputs, impl)
+        assert out.shape[0] == 2
+        assert not out.any()
+        assert_same_bits(inputs.state, before)
+
+    def test_opcheck(self, impl: str):
+        inputs = self.family.mixed()
+        inputs = replace(inputs, state=inputs.state.nan_to_num())
+        overload = getattr(torch.ops.torch_hybrid, self.family.op.__name__).default
+        torch.library.opcheck(overload, inputs.args(), {"impl": impl})
+
+    def test_one_trace_serves_all_batches(self, impl: str):
+        def step(*args: Tensor) -> Tensor:
+            return self.family.op(*args, impl=impl) * 2
+
+        inputs = self.family.mixed()
+        state = torch.randn(23, *inputs.state.shape[1:])
+        batches = [
+            replace(self.family.mixed(lengths=lengths, num_padding_tokens=0), state=state).args()
+            for lengths in [(3, 1, 2, 5, 1, 1, 7), (1,) * 4, (5, 6), (40, 1, 1, 7, 9)]
+        ]
+        assert_traces_once(step, batches)
+
+    @pytest.mark.slow
+    def test_no_clone_of_the_state_pool(self):
+        """Whatever computes it: the compiler sees its schema alone."""
+
+        def step(*args: Tensor) -> Tensor:
+            return self.family.op(*args, impl="torch") * 2
+
+        inputs = self.family.mixed()
+        assert pool_clones(step, inputs.args(), [inputs.state]) == []
+
+
+def check_on_a_gpu(family: Family, case: Any, dtype: torch.dtype) -> None:
+    """The Triton kernel on a GPU is as exact as the reference."""
+    expected = family.expect_case(case, dtype)
+    moved = on_device(expected.inputs, "cuda")
+    out = family.run(moved, "triton")
+    expected.check(out.cpu(), moved.state.cpu())
+
+
+def check_segments(
+    family: Family,
+    launcher: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    dtype: torch.dtype,
+) -> None:
+    """Sequences in segments are as exact as whole ones, and none knows what is beside it."""
+    monkeypatch.setattr(launcher, "_SEGMENT", 8)
+    expected = family.expect_case(replace(family.cases["mixed"], **SEGMENTS), dtype)
+    moved = on_device(expected.inputs, device)
+    out = family.run(moved, "triton")
+    expected.check(out.cpu(), moved.state.cpu())
+    for n, begin, end in ((0, 0, 41), (1, 41, 74)):
+        alone: Any = on_device(expected.inputs, device)
+        alone = replace(
+            alone,
+            **alone.tokens(slice(begin, end)),
+            cu_seqlens=torch.tensor([0, end - begin], dtype=torch.int32, device=device),
+            initial_indices=alone.initial_indices[n : n + 1],
+            state_indices=alone.state_indices[n : n + 1],
+        )
+        assert torch.equal(family.run(alone, "triton"), out[begin:end])
+        slot = expected.inputs.state_indices[n]
+        assert torch.equal(alone.state[slot], moved.state[slot])
+
+
+def on_device(inputs: Any, device: str) -> Any:
+    """Copies on a device, which lie as the originals do."""
+    moved = {f.name: getattr(inputs, f.name).to(device, copy=True) for f in fields(inputs)}
+    return replace(inputs, **moved)
