@@ -1,10 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Implementation "triton": a program walks the tokens of some channels, their states in registers.
-
-Where there are many tokens, sequences are cut in segments. A launch walks the first of each, and
-all others but the last from nothing, for the states that they leave; a second one walks all but the
-first from where the one before it ended.
-"""
+"""Implementation "triton": a program walks the tokens of some channels, their states in registers
+(``ops.triton.walks``)."""
 
 from __future__ import annotations
 
@@ -14,17 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from torch_hybrid.ops.triton.decays import LOG2_E, exp2_of_decay
-from torch_hybrid.ops.triton.ragged import (
-    fetch_rows,
-    first_token_of_block,
-    num_blocks,
-    sequence_of_block,
-)
-
-_FETCHED = 4  # tokens of a sequence that are fetched at once
-_MOST_CHANNELS = 128
-_SEGMENT = 64  # tokens
-_FEWEST_SEGMENTS = 4  # of as many tokens as there are; with fewer a second launch costs more
+from torch_hybrid.ops.triton.ragged import fetch_rows
+from torch_hybrid.ops.triton.walks import Walks, walk_of, zero_padding
 
 
 def rg_lru(
@@ -46,18 +33,11 @@ def rg_lru(
     num_tokens, num_channels = x.shape
     num_seqs = state_indices.shape[0]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    block_c = min(_MOST_CHANNELS, triton.next_power_of_2(num_channels))
-    is_decode = num_tokens <= num_seqs and not is_invariant
-    # How many sequences there are does not count: in a captured graph most of them may be empty.
-    is_whole = is_decode or is_invariant or num_tokens < _FEWEST_SEGMENTS * _SEGMENT
-    segment = 0 if is_whole else _SEGMENT
-    num_walks, ends, decays = num_seqs, None, None
-    if segment:
-        num_walks = num_blocks(num_tokens, num_seqs, segment)
-        ends, decays = state.new_empty(2, num_tokens // segment, num_channels)
-    for is_carried in (False, True) if segment else (False,):
-        # One program more for each block of channels, for padding.
-        grid = (num_walks + (not is_carried), triton.cdiv(num_channels, block_c))
+    walks = Walks.of(num_tokens, num_seqs, num_channels, is_invariant=is_invariant)
+    ends = decays = None
+    if walks.segment:
+        ends, decays = state.new_empty(2, walks.num_segments, num_channels)
+    for grid, constants in walks.launches():
         _rg_lru_kernel[grid](
             x,
             gates,
@@ -71,18 +51,12 @@ def rg_lru(
             out,
             num_tokens,
             num_seqs,
-            num_walks,
+            walks.num_walks,
             x.stride(0),
             gates.stride(0),
             gates.stride(1),
-            C=num_channels,
             D=num_channels // gates.shape[1],
-            SEGMENT=segment,
-            CARRIED=is_carried,
-            ROWS=1 if is_decode else _FETCHED,
-            BLOCK_C=block_c,
-            num_warps=max(1, block_c // 32),
-            enable_fp_fusion=True,
+            **constants,
         )
     return out
 
@@ -120,27 +94,12 @@ def _rg_lru_kernel(
     channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask_c = channel < C
     if walk == num_walks:
-        zeros = tl.zeros([BLOCK_C], dtype=out.dtype.element_ty)
-        for token in range(tl.load(cu_seqlens + num_seqs), num_tokens):
-            tl.store(out + tl.cast(token, tl.int64) * C + channel, zeros, mask=mask_c)
+        zero_padding(out, cu_seqlens, num_seqs, num_tokens, channel, mask_c, C)
         return
-    seq = walk
-    if SEGMENT > 0:
-        seq = sequence_of_block(cu_seqlens, num_seqs, walk, SEGMENT)
-    begin = tl.load(cu_seqlens + seq)
-    end = tl.load(cu_seqlens + seq + 1)
-    first, last = begin, end
-    if SEGMENT > 0:
-        first = first_token_of_block(begin, seq, walk, SEGMENT)
-        last = tl.minimum(first + SEGMENT, end)
-    if first >= end:
+    seq, begin, end, first, last, is_walked = walk_of(cu_seqlens, num_seqs, walk, SEGMENT, CARRIED)
+    if not is_walked:
         return
     is_first = first == begin
-    if CARRIED:
-        if is_first:
-            return
-    elif (not is_first) & (last == end):
-        return
     slot = tl.load(state_indices + seq).to(tl.int64)
     b_log_a = tl.load(log_a + channel, mask=mask_c, other=0.0)
     if CARRIED:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from types import ModuleType
 from typing import Any, ClassVar, Protocol, Self
 
 import pytest
@@ -247,14 +246,12 @@ def check_on_a_gpu(family: Family, case: Any, dtype: torch.dtype) -> None:
 
 
 def check_segments(
-    family: Family,
-    launcher: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    device: str,
-    dtype: torch.dtype,
+    family: Family, monkeypatch: pytest.MonkeyPatch, device: str, dtype: torch.dtype
 ) -> None:
     """Sequences in segments are as exact as whole ones, and none knows what is beside it."""
-    monkeypatch.setattr(launcher, "_SEGMENT", 8)
+    from torch_hybrid.ops.triton import walks
+
+    monkeypatch.setattr(walks, "_SEGMENT", 8)
     expected = family.expect_case(replace(family.cases["mixed"], **SEGMENTS), dtype)
     moved = on_device(expected.inputs, device)
     out = family.run(moved, "triton")

@@ -42,17 +42,13 @@ def test_on_a_gpu(case: Case, dtype: torch.dtype):
 
 @needs_interpreter
 def test_segments_in_interpreter(monkeypatch: pytest.MonkeyPatch):
-    from torch_hybrid.ops.wkv import _triton
-
-    check_segments(FAMILY, _triton, monkeypatch, "cpu", torch.float32)
+    check_segments(FAMILY, monkeypatch, "cpu", torch.float32)
 
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_segments_on_a_gpu(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype):
-    from torch_hybrid.ops.wkv import _triton
-
-    check_segments(FAMILY, _triton, monkeypatch, "cuda", dtype)
+    check_segments(FAMILY, monkeypatch, "cuda", dtype)
 
 
 # (sequences, tokens, channels, dtype)

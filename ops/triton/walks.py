@@ -1,0 +1,112 @@
+# mypy: disable-error-code="untyped-decorator"
+"""How recurrences whose state is a few numbers a channel walk their tokens, states in registers.
+
+Where there are many tokens, sequences are cut in segments. A launch walks the first of each, and
+all others but the last from nothing, for the states that they leave; a second one, the carried
+segments, walks all but the first from where the one before it ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block
+
+_FETCHED = 4  # tokens of a sequence that are fetched at once
+_MOST_CHANNELS = 128
+_SEGMENT = 64  # tokens
+_FEWEST_SEGMENTS = 4  # of as many tokens as there are; with fewer a second launch costs more
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Walks:
+    """The programs of a call: one for each sequence, or each segment of one, and block of channels.
+
+    How many sequences there are does not count: in a captured graph most of them may be empty.
+    """
+
+    num_walks: int  # sequences, or segments of them
+    num_segments: int  # whose states are kept for the one after them
+    segment: int  # tokens; 0 where sequences are walked whole
+    rows: int  # tokens that are fetched at once
+    num_channels: int
+
+    @classmethod
+    def of(cls, num_tokens: int, num_seqs: int, num_channels: int, *, is_invariant: bool) -> Walks:
+        """``is_invariant``: one kernel for any lengths, which walks sequences whole."""
+        is_decode = num_tokens <= num_seqs and not is_invariant
+        is_whole = is_decode or is_invariant or num_tokens < _FEWEST_SEGMENTS * _SEGMENT
+        return cls(
+            num_walks=num_seqs if is_whole else num_blocks(num_tokens, num_seqs, _SEGMENT),
+            num_segments=0 if is_whole else num_tokens // _SEGMENT,
+            segment=0 if is_whole else _SEGMENT,
+            rows=1 if is_decode else _FETCHED,
+            num_channels=num_channels,
+        )
+
+    def launches(self) -> Iterator[tuple[tuple[int, int], dict[str, Any]]]:
+        """The grid and the constants of each launch."""
+        block_c = min(_MOST_CHANNELS, triton.next_power_of_2(self.num_channels))
+        for is_carried in (False, True) if self.segment else (False,):
+            # One program more for each block of channels, for padding.
+            grid = (self.num_walks + (not is_carried), triton.cdiv(self.num_channels, block_c))
+            yield (
+                grid,
+                {
+                    "C": self.num_channels,
+                    "SEGMENT": self.segment,
+                    "CARRIED": is_carried,
+                    "ROWS": self.rows,
+                    "BLOCK_C": block_c,
+                    "num_warps": max(1, block_c // 32),
+                    "enable_fp_fusion": True,
+                },
+            )
+
+
+@triton.jit
+def walk_of(
+    cu_seqlens: tl.tensor,
+    num_seqs: tl.tensor,
+    walk: tl.tensor,
+    SEGMENT: tl.constexpr,
+    CARRIED: tl.constexpr,
+) -> tl.tuple:
+    """The sequence of a walk, its first and last tokens, those of the walk, and whether there is
+    anything to walk in this launch."""
+    seq = walk
+    if SEGMENT > 0:
+        seq = sequence_of_block(cu_seqlens, num_seqs, walk, SEGMENT)
+    begin = tl.load(cu_seqlens + seq)
+    end = tl.load(cu_seqlens + seq + 1)
+    first, last = begin, end
+    if SEGMENT > 0:
+        first = first_token_of_block(begin, seq, walk, SEGMENT)
+        last = tl.minimum(first + SEGMENT, end)
+    is_first = first == begin
+    if CARRIED:
+        is_walked = (first < end) & (not is_first)
+    else:
+        is_walked = (first < end) & (is_first | (last < end))
+    return seq, begin, end, first, last, is_walked
+
+
+@triton.jit
+def zero_padding(
+    out: tl.tensor,
+    cu_seqlens: tl.tensor,
+    num_seqs: tl.tensor,
+    num_tokens: tl.tensor,
+    channel: tl.tensor,
+    mask: tl.tensor,
+    C: tl.constexpr,
+) -> None:
+    """Write 0 to the rows past the last sequence, of ``out [T, C]``."""
+    zeros = tl.zeros_like(channel).to(out.dtype.element_ty)
+    for token in range(tl.load(cu_seqlens + num_seqs), num_tokens):
+        tl.store(out + tl.cast(token, tl.int64) * C + channel, zeros, mask=mask)
