@@ -318,7 +318,9 @@ def token_ops(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     args = (torch.randn(5, 3, 37).to(dtype), torch.randn(3, 27, 37).to(dtype))
     yield "head_linear", partial(run, head_linear.head_linear, args, {})
     yield "top_k", partial(run, top_k.top_k, (torch.randn(5, 37).to(dtype), 3), {})
-    yield "power_sum", partial(run, power_sum.power_sum, (torch.randn(5, 3, 37).to(dtype), 2), {})
+    rows = torch.randn(5, 3, 37).to(dtype)
+    for addend in (None, rows):
+        yield "power_sum", partial(run, power_sum.power_sum, (rows, 2, addend), {})
     logits = torch.randn(5, 37).to(dtype)
     yield "route", partial(run, route.route, (logits, None, 3), {"score": "softmax"})
     logits = torch.randn(3, 2500).to(dtype)
@@ -405,11 +407,9 @@ def forced(*, dry: bool) -> ExitStack:
     from torch_hybrid.ops.fused_experts import _hopper
     from torch_hybrid.ops.latent_attention import _triton_hopper, _triton_tiles
     from torch_hybrid.ops.paged_attention import _triton_long
-    from torch_hybrid.ops.rg_lru import _triton as _triton_rg_lru
     from torch_hybrid.ops.selective_scan import _triton as _triton_scan
     from torch_hybrid.ops.ssd import _triton_chunk
-    from torch_hybrid.ops.triton import hopper_attention
-    from torch_hybrid.ops.wkv import _triton as _triton_wkv
+    from torch_hybrid.ops.triton import hopper_attention, walks
 
     stack = ExitStack()
     if dry:
@@ -419,7 +419,7 @@ def forced(*, dry: bool) -> ExitStack:
     stack.enter_context(mock.patch.object(_triton_long, "PROCESSORS", 1))
     stack.enter_context(mock.patch.object(_triton_long, "is_hopper", return_value=True))
     stack.enter_context(mock.patch.object(_triton_chunk, "_segment", _segment))
-    for module in (_triton_rg_lru, _triton_scan, _triton_wkv):
+    for module in (walks, _triton_scan):
         stack.enter_context(mock.patch.object(module, "_SEGMENT", 32))
     return stack
 
