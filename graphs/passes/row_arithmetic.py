@@ -25,12 +25,13 @@ class RowArithmetic:
 
     ``input`` is that tensor, or stands for it as a graph is made: what must be known of it is read
     of ``like``. With ``power`` 2 sums are of squares: those of ``like`` itself stand there, and
-    ``input`` is what was squared.
+    ``input`` is what was squared, less the ``addend``, if there is one.
     """
 
     like: Tensor
     impl: str  # of power_sum
     power: int = 1
+    addend: Any = None  # of squares
 
     def sum(
         self, input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
@@ -127,13 +128,16 @@ class RowArithmetic:
     def _total(self, x: Tensor, place: int, *, keepdim: bool) -> Tensor:
         """float32, of x or of its squares."""
         if self.like.shape[place] > FEW:
-            rows = x if place == self.like.dim() - 1 else x.movedim(place, -1)
-            total: Tensor = POWER_SUM(rows, self.power, impl=self.impl)
+            rows, addend = (self._rows(each, place) for each in (x, self.addend))
+            total: Tensor = POWER_SUM(rows, self.power, addend, impl=self.impl)
         else:
             terms = self._terms(x, place)
             terms = [term * term for term in terms] if self.power == 2 else terms
             total = _in_turn(lambda a, b: a + b, terms)
         return total.unsqueeze(place) if keepdim else total
+
+    def _rows(self, x: Any, place: int) -> Any:
+        return x if x is None or place == self.like.dim() - 1 else x.movedim(place, -1)
 
     def _most(self, x: Tensor, place: int) -> Tensor:
         """The largest of each row, float32: no order changes it."""

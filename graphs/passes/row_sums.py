@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node, Proxy
 from torch.fx.node import map_arg
+from torch.fx.proxy import GraphAppendingTracer
 from torch.overrides import TorchFunctionMode
 
 from torch_hybrid.errors import UnsupportedError
@@ -43,7 +44,9 @@ def row_sums(graph: Graph, *, impl: str = "triton", devices: Collection[str] = D
 
     for each sum, mean, norm, softmax, logsumexp along one dim:
         the same of sums in one order (``RowArithmetic``)
-        of the squares of x, the op reads x, and of x that was cast to float32, what was cast
+        of the squares of x, the op reads x, and of x that was cast to float32, what was cast; of
+        two tensors that were added up, both: the residual stream, whose sum is then made where it
+        is used
     any other sum is refused
 
     Args:
@@ -65,14 +68,21 @@ def row_sums(graph: Graph, *, impl: str = "triton", devices: Collection[str] = D
 
 def _replace(graph: Graph, node: Node, x: Node, impl: str, written: set[int]) -> None:
     """Sums in one order in the place of a call, whose first argument is ``x``."""
-    value, source = value_of(x), None
+    value = value_of(x)
+    squared: tuple[Node, ...] = ()
+    tracer = GraphAppendingTracer(graph)
     if _name(node) in ("sum", "mean") and value.shape[-1] > FEW:
-        source = _squared(x, written)
-    arithmetic = RowArithmetic(like=value, impl=impl, power=1 if source is None else 2)
+        squared = _squared(x, written)
+    arithmetic = RowArithmetic(
+        like=value,
+        impl=impl,
+        power=2 if squared else 1,
+        addend=Proxy(squared[1], tracer) if squared[1:] else None,
+    )
     before = node.prev
 
     def read(given: Node) -> Any:
-        return Proxy(source if given is x and source is not None else given)
+        return Proxy(squared[0] if given is x and squared else given, tracer)
 
     args, kwargs = map_arg((node.args, node.kwargs), read)  # type: ignore[arg-type]
     with graph.inserting_before(node):
@@ -83,23 +93,38 @@ def _replace(graph: Graph, node: Node, x: Node, impl: str, written: set[int]) ->
         new = new.next
     node.replace_all_uses_with(made.node)
     graph.erase_node(node)
-    if source is not None and not x.users:
+    if squared and not x.users:
         graph.erase_node(x)
 
 
-def _squared(x: Node, written: set[int]) -> Node | None:
-    """What ``x`` is the square of, before it was cast to float32; None where it is no square, or
-    where a graph writes to that."""
+def _squared(x: Node, written: set[int]) -> tuple[Node, ...]:
+    """What ``x`` is the square of, before it was cast to float32, or the two that this is the sum
+    of; nothing where it is no square, or where a graph writes to that."""
     is_square = (_name(x) == "pow" and x.args[1:] == (2,)) or _name(x) == "square"
     is_product = x.target is operator.mul and len(set(x.args)) == 1
     if value_of(x).dtype != torch.float32 or not (is_square or is_product):
-        return None
+        return ()
     [source] = x.all_input_nodes
     if _name(source) in ("to", "float") and len(source.all_input_nodes) == 1:
         [narrow] = source.all_input_nodes
-        is_exact = value_of(narrow).dtype in (torch.bfloat16, torch.float16)
+        is_exact = value_of(narrow).dtype in (torch.bfloat16, torch.float16, torch.float32)
         source = narrow if is_exact and not storages([narrow]) & written else source
-    return None if storages([source]) & written else source
+    return () if storages([source]) & written else _addends(source, written) or (source,)
+
+
+def _addends(x: Node, written: set[int]) -> tuple[Node, ...]:
+    """The two tensors like ``x`` whose sum it is; nothing where it is none of such."""
+    if _name(x) != "add" or x.kwargs or len(x.args) != 2:
+        return ()
+    terms = tuple(each for each in x.args if isinstance(each, Node) and _is_like(each, x))
+    return terms if len(terms) == 2 and not storages(terms) & written else ()
+
+
+def _is_like(a: Node, b: Node) -> bool:
+    values = value_of(a), value_of(b)
+    if not isinstance(values[0], Tensor) or values[0].dtype != values[1].dtype:
+        return False
+    return values[0].shape == values[1].shape
 
 
 def _is_summed_by_us(x: Any, devices: Collection[str]) -> bool:

@@ -17,24 +17,26 @@ _TILE = 256  # elements that a program takes at least: several rows if they are 
 _OF_A_WARP = 512  # elements, of long rows
 
 
-def power_sum(x: Tensor, power: int) -> Tensor:
+def power_sum(x: Tensor, power: int, addend: Tensor | None = None) -> Tensor:
     """Launcher of ``torch_hybrid::power_sum``."""
     num_columns = x.shape[-1]
     out = x.new_empty(x.shape[:-1], dtype=torch.float32)
     if not out.numel():
         return out
-    rows = x.unsqueeze(0) if x.dim() == 1 else x
-    rows = rows if num_columns < 2 or x.stride(-1) == 1 else rows.contiguous()
-    rows = rows.flatten(0, -3) if x.dim() > 2 else rows.unsqueeze(0)
+    rows = _in_groups(x)
+    others = rows if addend is None else _in_groups(addend)
     block = min(triton.next_power_of_2(max(num_columns, 1)), _WIDEST)
     num_rows = max(1, _TILE // block)
     _power_sum_kernel[(triton.cdiv(out.numel(), num_rows),)](
         rows,
+        None if addend is None else others,
         out,
         out.numel(),
         rows.shape[1],
         rows.stride(0),
         rows.stride(1),
+        others.stride(0),
+        others.stride(1),
         D=num_columns,
         SQUARED=power == 2,
         ROWS=num_rows,
@@ -44,17 +46,30 @@ def power_sum(x: Tensor, power: int) -> Tensor:
     return out
 
 
-_UNKNOWN = ["num_rows", "num_inner", "stride_outer", "stride_inner"]
+def _in_groups(x: Tensor) -> Tensor:
+    """[outer, inner, D], the elements of a row beside one another."""
+    rows = x.unsqueeze(0) if x.dim() == 1 else x
+    rows = rows if x.shape[-1] < 2 or x.stride(-1) == 1 else rows.contiguous()
+    return rows.flatten(0, -3) if x.dim() > 2 else rows.unsqueeze(0)
 
 
-@triton.jit(do_not_specialize=_UNKNOWN, do_not_specialize_on_alignment=["x", "out"])
+_UNKNOWN = [
+    *("num_rows", "num_inner", "stride_outer", "stride_inner"),
+    *("stride_addend_outer", "stride_addend_inner"),
+]
+
+
+@triton.jit(do_not_specialize=_UNKNOWN, do_not_specialize_on_alignment=["x", "addend", "out"])
 def _power_sum_kernel(
     x: tl.tensor,
+    addend: tl.tensor | None,
     out: tl.tensor,
     num_rows: tl.tensor,
     num_inner: tl.tensor,
     stride_outer: tl.tensor,
     stride_inner: tl.tensor,
+    stride_addend_outer: tl.tensor,
+    stride_addend_inner: tl.tensor,
     D: tl.constexpr,
     SQUARED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -63,11 +78,18 @@ def _power_sum_kernel(
     """One program: ROWS rows, which lie in groups of ``num_inner``."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mask_row = row < num_rows
-    p_row = x + row // num_inner * stride_outer + row % num_inner * stride_inner
+    outer, inner = row // num_inner, row % num_inner
+    p_row = x + outer * stride_outer + inner * stride_inner
+    if addend is not None:
+        p_addend = addend + outer * stride_addend_outer + inner * stride_addend_inner
     b_sum = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in range(0, D, BLOCK):
         column = first + tl.arange(0, BLOCK)
         mask = mask_row[:, None] & (column < D)[None, :]
         b_x = tl.load(p_row[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        if addend is not None:
+            p_added = p_addend[:, None] + column[None, :]
+            b_x += tl.load(p_added, mask=mask, other=0.0).to(tl.float32)
+            b_x = b_x.to(x.dtype.element_ty).to(tl.float32)
         b_sum += b_x * b_x if SQUARED else b_x
     tl.store(out + row, tl.sum(b_sum, 1), mask=mask_row)

@@ -11,7 +11,7 @@ from torch_hybrid.ops.capability import (
     Capability,
     Implementation,
 )
-from torch_hybrid.ops.registration import check_impl, define_op
+from torch_hybrid.ops.registration import check_dtypes, check_impl, check_shapes, define_op
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 IMPLEMENTATIONS = {
@@ -33,14 +33,16 @@ IMPLEMENTATIONS = {
 }
 
 
-def power_sum(x: Tensor, power: int, *, impl: str) -> Tensor:
+def power_sum(x: Tensor, power: int, addend: Tensor | None = None, *, impl: str) -> Tensor:
     """The sum of the elements along the last dim, or of their squares.
 
-    ``out[...] = sum(x[..., d] ** power for d)``. Sums are float32, of float64 tensors float64.
+    ``out[...] = sum(y[..., d] ** power for d)`` of ``y = x + addend``, which is rounded to the
+    dtype of x. Sums are float32, of float64 tensors float64.
 
     Args:
         x: [..., D] float, rows any distance apart.
         power: 1 or 2.
+        addend: like x; None: there is none.
         impl: a name in IMPLEMENTATIONS.
 
     Returns:
@@ -54,17 +56,19 @@ def power_sum(x: Tensor, power: int, *, impl: str) -> Tensor:
         raise ValueError(f"x must have at least one dimension, got {list(x.shape)}")
     if power not in (1, 2):
         raise ValueError(f"power must be 1 or 2, got {power}")
+    check_shapes({"addend": (addend, x.shape)})
+    check_dtypes({"addend": (addend, x.dtype)})
     check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype)
-    out: Tensor = POWER_SUM(x, power, impl=impl)
+    out: Tensor = POWER_SUM(x, power, addend, impl=impl)
     return out
 
 
-def _fake(x: Tensor, power: int, *, impl: str) -> Tensor:
+def _fake(x: Tensor, power: int, addend: Tensor | None = None, *, impl: str) -> Tensor:
     return x.new_empty(x.shape[:-1], dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 POWER_SUM = define_op(
-    "power_sum(Tensor x, int power, *, str impl) -> Tensor",
+    "power_sum(Tensor x, int power, Tensor? addend=None, *, str impl) -> Tensor",
     fake=_fake,
     implementations=IMPLEMENTATIONS,
 )

@@ -100,12 +100,41 @@ def test_text_of_a_norm():
         graph,
         """\
 hidden = to(x, torch.float32)
-power_sum_default = power_sum.default(x, 2)
+power_sum_default = power_sum.default(x, 2, None)
 unsqueeze = unsqueeze(power_sum_default, 2)
 truediv = truediv(unsqueeze, 40)
 to_2 = to(truediv, torch.float32)
 add = add(to_2, 1e-06)
 rsqrt = rsqrt(add)
+hidden_1 = mul(hidden, rsqrt)
+to_1 = to(hidden_1, torch.bfloat16)
+mul_1 = mul(l_weight_, to_1)""",
+    )
+
+
+def test_text_of_a_norm_of_the_residual_stream():
+    """The sum is not of what is added up, which is made where it is used."""
+
+    def step(x: Tensor, out: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        residual = x + out
+        return residual, norm(residual, weight)
+
+    x = rows(40, torch.float32)
+    _, graph, _ = run(step, x, 2 * x, x[0, 0], passes=(SUMS,))
+    assert "power_sum.default(x, 2, l_out_)" in graph
+    x = x.bfloat16()
+    _, graph, _ = run(step, x, 2 * x, x[0, 0], passes=(SUMS,))
+    assert_expected_inline(
+        graph,
+        """\
+residual = add(x, l_out_)
+hidden = to(residual, torch.float32)
+power_sum_default = power_sum.default(x, 2, l_out_)
+unsqueeze = unsqueeze(power_sum_default, 2)
+truediv = truediv(unsqueeze, 40)
+to_2 = to(truediv, torch.float32)
+add_1 = add(to_2, 1e-06)
+rsqrt = rsqrt(add_1)
 hidden_1 = mul(hidden, rsqrt)
 to_1 = to(hidden_1, torch.bfloat16)
 mul_1 = mul(l_weight_, to_1)""",
@@ -143,8 +172,8 @@ def test_what_a_graph_writes_to_is_read_as_it_was():
         return squares.mean(-1)
 
     for fn, dtype, read in (
-        (cast_before, torch.bfloat16, "power_sum.default(wide, 2)"),
-        (squared_before, torch.float32, "power_sum.default(squares, 1)"),
+        (cast_before, torch.bfloat16, "power_sum.default(wide, 2, None)"),
+        (squared_before, torch.float32, "power_sum.default(squares, 1, None)"),
     ):
         out, graph, _ = run(fn, rows(40, dtype), passes=(SUMS,))
         torch.testing.assert_close(out, fn(rows(40, dtype)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,18 @@ from tests.ops.contract import (
     rows_apart,
     skip_reason,
 )
-from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
+from tests.ops.triton_compile import (
+    SHARED_LIMITS,
+    launches_on,
+    needs_cross_compiler,
+    orders_of_sums,
+)
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
 from torch_hybrid.ops.capability import BATCH_INVARIANT
 from torch_hybrid.ops.power_sum import power_sum, reference
 from torch_hybrid.ops.power_sum.op import IMPLEMENTATIONS, POWER_SUM
+from torch_hybrid.ops.triton.devices import interpreted
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INVARIANT = impls_on("cpu", IMPLEMENTATIONS, frozenset({BATCH_INVARIANT}))
@@ -60,12 +67,32 @@ def assert_close(out: Tensor, x: Tensor, power: int) -> None:
     assert_within_budget(out, exact, reference.power_sum(x, power))
 
 
+def addend_of(x: Tensor) -> Tensor:
+    """Another tensor like it, whose rows lie otherwise."""
+    other = x.roll(1, -1) * 0.7
+    return rows_apart(other) if x.dim() == 2 else other
+
+
 @pytest.mark.parametrize("power", [1, 2])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_float64(impl: str, shape: str, dtype: str, power: int) -> None:
     x = rows_of(*SHAPES[shape], dtype=DTYPES[dtype])
     assert_close(power_sum(x, power, impl=impl), x, power)
+
+
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_addend_is_added_as_torch_adds_it(impl: str, shape: str, dtype: str, power: int) -> None:
+    """A sum has the bits that it has of what was added, rounded and stored before."""
+    x = rows_of(*SHAPES[shape], dtype=DTYPES[dtype])
+    other = addend_of(x)
+    out, of_sums = power_sum(x, power, other, impl=impl), power_sum(x + other, power, impl=impl)
+    if interpreted() and dtype == "bf16":  # there, bits are cut off
+        torch.testing.assert_close(out, of_sums, rtol=0.02, atol=0.02 * x.shape[-1])
+    else:
+        assert torch.equal(out, of_sums)
 
 
 def test_rows_that_lie_apart(impl: str) -> None:
@@ -117,6 +144,16 @@ def test_on_a_gpu(shape: str, dtype: str, power: int) -> None:
 
 
 @needs_cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_an_addend_on_a_gpu(shape: str, dtype: str) -> None:
+    x = rows_of(*SHAPES[shape], dtype=DTYPES[dtype]).cuda()
+    other = addend_of(x)
+    added = power_sum(x + other, 2, impl="triton")
+    assert torch.equal(power_sum(x, 2, other, impl="triton"), added)
+
+
+@needs_cuda
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("num_columns", [24, 128, 600, 2048, 5000])
 def test_a_row_has_its_bits_alone_on_a_gpu(num_columns: int, dtype: str) -> None:
@@ -128,14 +165,30 @@ def test_compiles_without_spills() -> None:
     from torch_hybrid.ops.power_sum import _triton
 
     rows = []
-    for num_columns in (64, 128, 2048, 7168):
-        for target in SHARED_LIMITS:
-            with launches_on(target) as launches:
-                x = torch.empty(64, num_columns, dtype=torch.bfloat16, device="meta")
-                _triton.power_sum(x, 2)
-            launch = launches["_power_sum_kernel"]
-            rows.append(resources_of(launch, target, f"squares of {num_columns}"))
+    for num_columns, target, is_added in product(
+        (64, 128, 2048, 7168), SHARED_LIMITS, (False, True)
+    ):
+        x = torch.empty(64, num_columns, dtype=torch.bfloat16, device="meta")
+        with launches_on(target) as launches:
+            _triton.power_sum(x, 2, x if is_added else None)
+        label = f"squares of {num_columns}{', added up' * is_added}"
+        rows.append(resources_of(launches["_power_sum_kernel"], target, label))
     assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
+
+
+@needs_cross_compiler
+def test_sums_of_what_is_added_up_have_the_same_order() -> None:
+    """A step that runs as it is adds up first, and sums after that."""
+    from torch_hybrid.ops.power_sum import _triton
+
+    for num_columns, dtype in product((24, 128, 600, 2048, 7168), (torch.bfloat16, torch.float32)):
+        x = torch.empty(64, num_columns, dtype=dtype, device="meta")
+        orders = []
+        for addend in (None, x):
+            with launches_on("sm_90") as launches:
+                _triton.power_sum(x, 2, addend)
+            orders.append(orders_of_sums(launches["_power_sum_kernel"], "sm_90"))
+        assert orders[0] == orders[1]
 
 
 # ---- the op as the compiler sees it ----------------------------------------------------------
@@ -144,17 +197,19 @@ def test_compiles_without_spills() -> None:
 def test_schema() -> None:
     assert_expected_inline(
         str(POWER_SUM._schema),
-        """torch_hybrid::power_sum(Tensor x, int power, *, str impl) -> Tensor""",
+        """torch_hybrid::power_sum(Tensor x, int power, Tensor? addend=None, *, str impl) -> Tensor""",  # noqa: E501
     )
 
 
 def test_opcheck(impl: str) -> None:
-    torch.library.opcheck(POWER_SUM, (torch.randn(3, 20), 2), {"impl": impl})
+    x = torch.randn(3, 20)
+    torch.library.opcheck(POWER_SUM, (x, 2), {"impl": impl})
+    torch.library.opcheck(POWER_SUM, (x, 1, x + 1), {"impl": impl})
 
 
 def test_traces_once(impl: str) -> None:
     def step(x: Tensor) -> Tensor:
-        return x * power_sum(x + 1, 2, impl=impl)[:, None]
+        return x * power_sum(x + 1, 2, x, impl=impl)[:, None]
 
     assert_traces_once(step, [[torch.randn(n, 20)] for n in (7, 2, 30)])
 
@@ -181,5 +236,7 @@ x must have at least one dimension, got []
 power must be 1 or 2, got 3
 impl must be one of ['triton', 'torch'], got 'tpu'""",
     )
+    with pytest.raises(ValueError, match=r"addend must have shape \[4, 8\], got \[8\]"):
+        power_sum(x, 1, x[0], impl="torch")
     with pytest.raises(ValueError, match=r"got tensors of torch\.int32"):
         power_sum(x.int(), 1, impl="torch")
