@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -91,6 +92,12 @@ CASES = {
     "xlstm": Case(lengths=(70, 1), num_groups=2, num_heads=2, k_dim=64, v_dim=144, mlstm=True),
     "ring": Case(lengths=(100,), num_groups=2, num_heads=2, k_dim=128, v_dim=128, lightning=True),
 }
+
+
+def skip_beyond(case: Case, dtype: torch.dtype) -> None:
+    """Skip a test of outputs that a dtype cannot hold: they grow with e^15."""
+    if case.mlstm and dtype == torch.float16:
+        pytest.skip("float16 does not hold outputs of exponential gates")
 
 
 def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0) -> Inputs:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.devices import needs_cuda
 from tests.ops.contract import assert_within_budget
-from tests.ops.ssd.cases import CASES, Case, Inputs, make_inputs
+from tests.ops.ssd.cases import CASES, Case, Inputs, make_inputs, skip_beyond
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
     Launch,
@@ -59,6 +59,7 @@ def test_blocks_of_a_head_in_interpreter(case: Case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_on_a_gpu(case: Case, dtype: torch.dtype):
+    skip_beyond(case, dtype)
     check("cuda", case, dtype)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.devices import needs_cuda
-from tests.ops.ssd.cases import CASES, Case, Inputs, make_inputs
+from tests.ops.ssd.cases import CASES, Case, Inputs, make_inputs, skip_beyond
 from tests.ops.ssd.test_triton import assert_as_exact, on_device, tensor_fields
 from tests.ops.triton_compile import (
     SHARED_LIMITS,
@@ -53,6 +53,7 @@ def test_in_the_interpreter(
 )
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_on_a_gpu(case: Case, dtype: torch.dtype, chunk_size: int):
+    skip_beyond(case, dtype)
     inputs = make_inputs(case, dtype)
     moved = on_device(inputs, "cuda")
     out = call(moved, chunk_size)
