@@ -1,5 +1,6 @@
 # mypy: disable-error-code="untyped-decorator"
-"""Implementation "triton": one kernel for a row's length and dtype, whatever else there is.
+"""Implementation "triton": one kernel for a row's length and dtype, whatever else there is, and one
+for rows that are added up first, which sums in the same order.
 
 A compiler lays a row out over threads by what it knows of addresses, and adds it up as it lies: the
 kernel is told nothing of strides, alignments or numbers of rows, so that there is one order.
@@ -42,6 +43,7 @@ def power_sum(x: Tensor, power: int, addend: Tensor | None = None) -> Tensor:
         ROWS=num_rows,
         BLOCK=block,
         num_warps=max(1, block // _OF_A_WARP),
+        enable_fp_fusion=False,  # of two squares, either could be the one that is not rounded
     )
     return out
 
