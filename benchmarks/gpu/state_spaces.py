@@ -35,12 +35,13 @@ MAMBA2 = {
     "Falcon-H1": (1, 24, 256, 64),
 }
 LIGHTNING = {"Ling": (32, 32, 128, 128), "MiniMax-01": (64, 64, 96, 96)}
+MLSTM = {"xLSTM-7b": (8, 8, 256, 528)}  # with the ones behind its values
 PREFILLS = ((1, 8192), (8, 1024), (16, 512))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpace(Inputs):
-    """v, k and q are slices of one projection; ``dt`` and ``D`` are Mamba2's alone."""
+    """v, k and q are slices of one projection; ``D`` is Mamba2's alone, and lightning has no dt."""
 
     changed: ClassVar[tuple[str, ...]] = ("state",)
 
@@ -55,7 +56,7 @@ class StateSpace(Inputs):
 
     @classmethod
     def make(
-        cls, sizes: tuple[int, int, int, int], num_seqs: int, num_new: int, *, lightning: bool
+        cls, kind: str, sizes: tuple[int, int, int, int], num_seqs: int, num_new: int
     ) -> StateSpace:
         num_groups, num_heads, k_dim, v_dim = sizes
         num_tokens = num_seqs * num_new
@@ -64,9 +65,9 @@ class StateSpace(Inputs):
         return cls(
             sizes=sizes,
             vkq=randn(num_tokens, num_heads * v_dim + 2 * num_groups * k_dim),
-            g=-slopes[None] if lightning else -dt,
-            dt=None if lightning else dt,
-            D=None if lightning else torch.rand(num_heads),
+            g=-slopes[None] if kind == "lightning" else -dt,
+            dt=None if kind == "lightning" else dt,
+            D=torch.rand(num_heads) if kind == "SSD" else None,
             state=randn(num_seqs + 1, num_heads, v_dim, k_dim).float(),
             cu_seqlens=offsets(num_seqs, num_new),
             indices=torch.arange(1, num_seqs + 1, dtype=torch.int32),
@@ -196,12 +197,17 @@ def cases() -> Iterator[Case]:
         yield _case("lightning", model, sizes, 64, 1)
         for num_seqs, length in PREFILLS[:2]:
             yield _case("lightning", model, sizes, num_seqs, length)
+    for model, sizes in MLSTM.items():
+        for num_seqs in (1, 8, 64):
+            yield _case("mLSTM", model, sizes, num_seqs, 1)
+        for num_seqs, length in PREFILLS:
+            yield _case("mLSTM", model, sizes, num_seqs, length)
 
 
 def _case(
-    op: str, model: str, sizes: tuple[int, int, int, int], num_seqs: int, num_new: int
+    kind: str, model: str, sizes: tuple[int, int, int, int], num_seqs: int, num_new: int
 ) -> Case:
-    lightning, prefill = op == "lightning", num_new > 1
+    prefill = num_new > 1
     implementations = CHUNK_IMPLEMENTATIONS if prefill else RECURRENT_IMPLEMENTATIONS
     ours = partial(call, recurrent_ssd)
     if prefill:
@@ -209,13 +215,13 @@ def _case(
     others: dict[str, Contestant] = {
         "fla": partial(_fla, "chunk_simple_gla" if prefill else "fused_recurrent_simple_gla")
     }
-    if not prefill and not lightning:
+    if not prefill and kind == "SSD":
         others["flashinfer"] = _flashinfer_decode
     return Case(
-        op=f"{op} {'prefill' if prefill else 'decode'}",
+        op=f"{kind} {'prefill' if prefill else 'decode'}",
         model=model,
         shape=f"{num_seqs}x{num_new}",
-        make=partial(StateSpace.make, sizes, num_seqs, num_new, lightning=lightning),
+        make=partial(StateSpace.make, kind, sizes, num_seqs, num_new),
         reference=partial(ours, impl="torch"),
         own=own(implementations, ours),
         choice=Choice(
