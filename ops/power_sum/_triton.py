@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 _WIDEST = 4096  # elements of a row that a program adds up at once
-_TILE = 256  # elements that a program takes at least: several rows if they are short
+_TILE = 1024  # elements that a program takes at least, of several rows if they are short
+_MOST_ROWS = 8
 _OF_A_WARP = 512  # elements, of long rows
 
 
@@ -27,7 +28,7 @@ def power_sum(x: Tensor, power: int, addend: Tensor | None = None) -> Tensor:
     rows = _in_groups(x)
     others = rows if addend is None else _in_groups(addend)
     block = min(triton.next_power_of_2(max(num_columns, 1)), _WIDEST)
-    num_rows = max(1, _TILE // block)
+    num_rows = min(max(1, _TILE // block), _MOST_ROWS)
     _power_sum_kernel[(triton.cdiv(out.numel(), num_rows),)](
         rows,
         None if addend is None else others,
