@@ -8,9 +8,6 @@ from torch.nn import functional as F
 
 from torch_hybrid.ops.causal_conv1d.op import ACTIVATIONS, MIN_WIDTH
 
-# Of steps: several tokens of a sequence in one call, by the arithmetic of one after the other.
-EXTEND = frozenset({"extend"})
-UNKEPT = frozenset({"unkept"})  # so of sequences, too, whose states are not stored
 MAX_WIDTH = 8  # of filters whose taps stay in registers beside all else that such an op does
 
 

@@ -15,14 +15,12 @@ replayed alone, and one with neither is left as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_hybrid.ops.capability import Implementation
 from torch_hybrid.ops.registration import check_contiguous, check_dtypes, check_shapes
 
 # What an op of such steps takes beside the tensors of its decode step, as it stands in schemas.
@@ -32,16 +30,6 @@ SCHEMA = "Tensor(c!) records, Tensor accepted"
 # record has them, which tokens of the step they are (None: replayed ones, whose outputs nobody
 # reads), pools, offsets of the sequences in the rows, and their slots. Returns outputs [M, ...].
 Advance = Callable[[Tensor, Tensor | None, Sequence[Tensor], Tensor, Tensor], Tensor]
-
-
-def verify_implementations(
-    step: Mapping[str, Implementation], function: str
-) -> dict[str, Implementation]:
-    """The same implementations of ``function``, which stands beside each of the step's."""
-    return {
-        name: replace(form, launcher=f"{form.launcher.partition(':')[0]}:{function}")
-        for name, form in step.items()
-    }
 
 
 def check_records(

@@ -6,57 +6,17 @@ itself takes little, and costs as much again to be called.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import BATCH_INVARIANT, Capability, Implementation
-from torch_hybrid.ops.conv_step import EXTEND, UNKEPT
 from torch_hybrid.ops.delta_step import SCHEMA, StepTensors, check_step, check_verify
-from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.registration import check_impl, define_op
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.step_forms import step_implementations, verify_implementations
 from torch_hybrid.ops.verify import SCHEMA as RECORDS
-from torch_hybrid.ops.verify import verify_implementations
 
-IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu"}),
-            dtypes=frozenset({torch.float32, torch.bfloat16}),
-            features=EXTEND | {BATCH_INVARIANT},
-            available=compiler_missing,
-        ),
-        launcher="torch_hybrid.ops.kimi_delta_step._cpu:kimi_delta_step",
-        figures="torch_hybrid.ops.native.forms:state_figures",
-    ),
-    "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            limits={"head_k_dim": 128, "head_v_dim": 256},
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher="torch_hybrid.ops.kimi_delta_step._triton:kimi_delta_step",
-    ),
-    "triton_invariant": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            features=EXTEND | UNKEPT | {BATCH_INVARIANT},
-            limits={"head_k_dim": 128, "head_v_dim": 256},
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher="torch_hybrid.ops.kimi_delta_step._triton:invariant_kimi_delta_step",
-    ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"})),
-        launcher="torch_hybrid.ops.kimi_delta_step._torch:kimi_delta_step",
-    ),
-}
-
-# Drafts of a batch-invariant runner are a second call of the step.
-_OF_VERIFY = {name: each for name, each in IMPLEMENTATIONS.items() if name != "triton_invariant"}
-VERIFY_IMPLEMENTATIONS = verify_implementations(_OF_VERIFY, "kimi_delta_verify")
+IMPLEMENTATIONS = step_implementations(
+    "kimi_delta_step", limits={"head_k_dim": 128, "head_v_dim": 256}, has_invariant=True
+)
+VERIFY_IMPLEMENTATIONS = verify_implementations(IMPLEMENTATIONS, "kimi_delta_verify")
 
 
 def kimi_delta_step(

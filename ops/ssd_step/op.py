@@ -8,44 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import BATCH_INVARIANT, Capability, Implementation
-from torch_hybrid.ops.conv_step import EXTEND, check_activation
-from torch_hybrid.ops.native import compiler_missing
+from torch_hybrid.ops.conv_step import check_activation
 from torch_hybrid.ops.registration import check_impl, define_op
 from torch_hybrid.ops.ssd_step.validate import check_inputs, check_options
-from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+from torch_hybrid.ops.step_forms import step_implementations, verify_implementations
 from torch_hybrid.ops.verify import SCHEMA as RECORDS
-from torch_hybrid.ops.verify import check_records, verify_implementations
+from torch_hybrid.ops.verify import check_records
 
-IMPLEMENTATIONS: dict[str, Implementation] = {
-    "cpp": Implementation(
-        capability=Capability(
-            devices=frozenset({"cpu"}),
-            dtypes=frozenset({torch.float32, torch.bfloat16}),
-            features=EXTEND | {BATCH_INVARIANT},
-            available=compiler_missing,
-        ),
-        launcher="torch_hybrid.ops.ssd_step._cpu:ssd_step",
-        figures="torch_hybrid.ops.native.forms:state_figures",
-    ),
-    "triton": Implementation(
-        capability=Capability(
-            devices=triton_devices(),
-            limits={"head_k_dim": 512},
-            cuda_graph=True,
-            available=triton_missing,
-        ),
-        launcher="torch_hybrid.ops.ssd_step._triton:ssd_step",
-    ),
-    "torch": Implementation(
-        capability=Capability(devices=frozenset({"cpu", "cuda"})),
-        launcher="torch_hybrid.ops.ssd_step._torch:ssd_step",
-    ),
-}
-
+IMPLEMENTATIONS = step_implementations("ssd_step", limits={"head_k_dim": 512})
 VERIFY_IMPLEMENTATIONS = verify_implementations(IMPLEMENTATIONS, "ssd_verify")
 
 

@@ -25,8 +25,8 @@ from torch_hybrid.ops.capability import (
     Need,
 )
 from torch_hybrid.ops.causal_conv1d import op as conv
-from torch_hybrid.ops.conv_step import EXTEND, UNKEPT
 from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE
+from torch_hybrid.ops.step_forms import EXTEND, UNKEPT
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LayerEntry
 

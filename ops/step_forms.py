@@ -1,0 +1,69 @@
+"""The forms in which the decode step of a mixer is one op: in C++, Triton and vectorised torch, for
+plain steps and for those that verify drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from torch_hybrid.ops.capability import BATCH_INVARIANT, Capability, Implementation
+from torch_hybrid.ops.native import compiler_missing
+from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
+
+# Several tokens of a sequence in one call, by the arithmetic of one after the other.
+EXTEND = frozenset({"extend"})
+UNKEPT = frozenset({"unkept"})  # so of sequences, too, whose states are not stored
+
+
+def step_implementations(
+    op: str, *, limits: Mapping[str, int], has_invariant: bool = False
+) -> dict[str, Implementation]:
+    """Those of a step's op, each by the function of the op's name in the module of its own.
+
+    Args:
+        op: its name, and that of its folder.
+        limits: sizes that the Triton form takes at most.
+        has_invariant: whether there is a Triton form that gives a token the bits that it has in any
+            call: ``invariant_<op>``, beside the other.
+    """
+    folder = f"torch_hybrid.ops.{op}"
+    on_gpu = Capability(
+        devices=triton_devices(), limits=limits, cuda_graph=True, available=triton_missing
+    )
+    forms = {
+        "cpp": Implementation(
+            capability=Capability(
+                devices=frozenset({"cpu"}),
+                dtypes=frozenset({torch.float32, torch.bfloat16}),
+                features=EXTEND | {BATCH_INVARIANT},
+                available=compiler_missing,
+            ),
+            launcher=f"{folder}._cpu:{op}",
+            figures="torch_hybrid.ops.native.forms:state_figures",
+        ),
+        "triton": Implementation(capability=on_gpu, launcher=f"{folder}._triton:{op}"),
+    }
+    if has_invariant:
+        forms["triton_invariant"] = Implementation(
+            capability=replace(on_gpu, features=EXTEND | UNKEPT | {BATCH_INVARIANT}),
+            launcher=f"{folder}._triton:invariant_{op}",
+        )
+    forms["torch"] = Implementation(
+        capability=Capability(devices=frozenset({"cpu", "cuda"})),
+        launcher=f"{folder}._torch:{op}",
+    )
+    return forms
+
+
+def verify_implementations(
+    step: Mapping[str, Implementation], function: str
+) -> dict[str, Implementation]:
+    """The same of ``function``, which stands beside each of the step's, but for those that run
+    tokens which are not kept: drafts are another call of theirs."""
+    return {
+        name: replace(form, launcher=f"{form.launcher.partition(':')[0]}:{function}")
+        for name, form in step.items()
+        if not form.capability.features >= UNKEPT
+    }
