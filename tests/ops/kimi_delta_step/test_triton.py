@@ -10,13 +10,16 @@ import torch
 
 from tests.devices import needs_cuda
 from tests.ops.delta_step_cases import Case
-from tests.ops.delta_step_triton import of_any_lengths, record_launches, sums_of_warps
+from tests.ops.delta_step_triton import (
+    check_both_steps_sum_in_one_order,
+    check_fit,
+    check_rows_are_summed_alike,
+)
 from tests.ops.kimi_delta_step.cases import CASES, case
 from tests.ops.kimi_delta_step.family import FAMILY
 from tests.ops.step_triton import check, check_captured
-from tests.ops.triton_compile import SHARED_LIMITS, needs_cross_compiler, orders_of_sums
+from tests.ops.triton_compile import needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_triton
-from tests.ops.triton_resources import assert_all_fit, resources_of
 
 # What of the contract the interpreter can do in seconds. It cuts bfloat16 off where a GPU rounds,
 # and here numbers are rounded four times, one after the other.
@@ -61,40 +64,14 @@ SHAPES = {
 
 @needs_cross_compiler
 def test_compiles_without_spills() -> None:
-    rows = [
-        resources_of(launch, target, f"{label} {'verify' if verify else 'decode'} 64")
-        for label, (shape, dtype) in SHAPES.items()
-        for target in SHARED_LIMITS
-        for verify in (False, True)
-        for launch in record_launches(FAMILY, target, shape, dtype, verify=verify).values()
-    ]
-    rows += [
-        resources_of(launch, target, f"Kimi-Linear {name}")
-        for target in SHARED_LIMITS
-        for name, launches in of_any_lengths(FAMILY, target, KIMI_LINEAR).items()
-        for launch in launches.values()
-    ]
-    assert_all_fit(rows, Path(__file__).with_name("resources.txt"))
+    check_fit(FAMILY, SHAPES, Path(__file__).with_name("resources.txt"))
 
 
 @needs_cross_compiler
 def test_rows_are_summed_alike_however_many_a_program_has() -> None:
-    few, many = of_any_lengths(FAMILY, "sm_90", KIMI_LINEAR).values()
-    for name, launch in few.items():
-        assert sums_of_warps(launch) == sums_of_warps(many[name]) != set()
-        assert not launch.kwargs["enable_fp_fusion"]
+    check_rows_are_summed_alike(FAMILY, KIMI_LINEAR)
 
 
 @needs_cross_compiler
 def test_both_steps_sum_in_one_order() -> None:
-    """As they must, to leave the same bits; nothing is fused but what both write so."""
-    step, verify = (
-        record_launches(FAMILY, "sm_90", KIMI_LINEAR, torch.bfloat16, verify=verify)
-        for verify in (False, True)
-    )
-    assert list(step) == list(verify) == ["_prepare_kernel", "_walk_kernel", "_norm_kernel"]
-    for name, launch in step.items():
-        orders = set(orders_of_sums(launch, "sm_90"))
-        assert orders == set(orders_of_sums(verify[name], "sm_90")) != set()
-        assert not launch.kwargs["enable_fp_fusion"]
-        assert not verify[name].kwargs["enable_fp_fusion"]
+    check_both_steps_sum_in_one_order(FAMILY, KIMI_LINEAR)
