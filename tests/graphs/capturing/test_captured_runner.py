@@ -5,6 +5,7 @@ On a CPU nothing is captured, but steps take the same buckets and the same way t
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from tests.models.oracle import (
     whole,
 )
 from tests.tiny_models import make_model
+from torch_hybrid.graphs import stepper
 from torch_hybrid.graphs.buckets import StepSizes
 from torch_hybrid.graphs.capturing.cuda_graph import why_not_capturable
 from torch_hybrid.models.adapt import adapt
@@ -61,6 +63,22 @@ def test_buckets_are_few_and_named():
         "decode: 2 sequences of 32 pages",
     }
     assert runner.report().not_captured == {}
+
+
+def test_steps_that_are_ready_enter_no_stream(monkeypatch: pytest.MonkeyPatch):
+    """To wait for another stream and back takes the host of a GPU 56 us."""
+    runner = th.Runner(adapt(make_model("qwen3")), **SIZES, cuda_graphs="on")
+    devices: list[torch.device] = []
+
+    def noting(device: torch.device) -> AbstractContextManager[None]:
+        devices.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr(stepper, "on_capture_stream", noting)
+    seqs = runner.new_sequences(2)
+    for tokens in ([[1, 2], [3]], [[4], [5]], [[6], [7]], [[8, 9], [1]]):
+        runner.extend(seqs, tokens)
+    assert len(devices) == len(runner.report().graphs) == 2
 
 
 def test_a_result_is_not_overwritten_by_the_next_step():
