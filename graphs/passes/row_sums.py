@@ -121,10 +121,8 @@ def _addends(x: Node, written: set[int]) -> tuple[Node, ...]:
 
 
 def _is_like(a: Node, b: Node) -> bool:
-    values = value_of(a), value_of(b)
-    if not isinstance(values[0], Tensor) or values[0].dtype != values[1].dtype:
-        return False
-    return values[0].shape == values[1].shape
+    x, y = value_of(a), value_of(b)
+    return isinstance(x, Tensor) and x.dtype == y.dtype and tuple(x.shape) == tuple(y.shape)
 
 
 def _is_summed_by_us(x: Any, devices: Collection[str]) -> bool:
