@@ -100,7 +100,7 @@ def pooled_selection_step(
 
     The indexer of GLM-5.3 in decode.
     """
-    _validate(
+    tensors = (
         q,
         keys,
         gates,
@@ -115,27 +115,12 @@ def pooled_selection_step(
         initial_indices,
         state_indices,
     )
+    _validate(*tensors)
     if top_k < 1:
         raise ValueError(f"top_k must be at least 1, got {top_k}")
     sizes = {"block_size": len(bias), "index_dim": q.shape[2], "num_index_heads": q.shape[1]}
     check_impl(impl, IMPLEMENTATIONS, q.device, sizes, dtype=q.dtype)
-    blocks: Tensor = _STEP(
-        q,
-        keys,
-        gates,
-        bias,
-        weights,
-        state,
-        block_keys,
-        cu_seqlens,
-        seq_lens,
-        page_table,
-        slot_mapping,
-        initial_indices,
-        state_indices,
-        top_k=top_k,
-        impl=impl,
-    )
+    blocks: Tensor = _STEP(*tensors, top_k=top_k, impl=impl)
     return blocks
 
 
