@@ -35,12 +35,9 @@ class Case(Protocol):
     num_padding_tokens: int
 
 
-class Inputs(Protocol):
+class AnyInputs(Protocol):
     """The tensors of a call, in the op's order, and its options; a frozen dataclass."""
 
-    q: Tensor
-    v: Tensor
-    g: Tensor
     state: Tensor
     cu_seqlens: Tensor
     initial_indices: Tensor
@@ -57,7 +54,15 @@ class Inputs(Protocol):
         """The same values in float64."""
 
     def tokens(self, index: Tensor | slice) -> dict[str, Tensor]:
-        """The per-token tensors at ``index``, by name."""
+        """The per-token tensors at ``index``, by name; outputs have the dtype of the first."""
+
+
+class Inputs(AnyInputs, Protocol):
+    """Those of a recurrence in two forms."""
+
+    q: Tensor
+    v: Tensor
+    g: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,15 +85,15 @@ class Form:
 class Expected:
     """What the reference makes of inputs, in float64 and in their own dtype."""
 
-    inputs: Inputs
-    exact: Inputs
+    inputs: AnyInputs
+    exact: AnyInputs
     out_exact: Tensor
-    reference: Inputs
+    reference: AnyInputs
     out_reference: Tensor
 
     @classmethod
-    def of(cls, reference: Callable[..., Tensor], inputs: Inputs) -> Expected:
-        exact, own = inputs.exact(), inputs.copy()
+    def of(cls, reference: Callable[..., Tensor], inputs: AnyInputs) -> Expected:
+        exact, own, inputs = inputs.exact(), inputs.copy(), inputs.copy()
         return cls(
             inputs=inputs,
             exact=exact,
@@ -98,13 +103,17 @@ class Expected:
         )
 
     def check(self, out: Tensor, state: Tensor) -> None:
-        """Output, written slots and padding rows are as exact as the reference's."""
-        assert out.dtype == self.inputs.v.dtype
+        """Outputs and written slots are as exact as the reference's; padding is zero, and all other
+        slots are as they were."""
+        assert out.dtype == next(iter(self.inputs.tokens(slice(0)).values())).dtype
         assert_within_budget(out, self.out_exact, self.out_reference)
         slots = written_slots(self.inputs)
         assert_within_budget(state[slots], self.exact.state[slots], self.reference.state[slots])
         num_tokens = int(self.inputs.cu_seqlens[-1])
         assert torch.equal(out[num_tokens:], torch.zeros_like(out[num_tokens:]))
+        others = torch.ones(len(state), dtype=torch.bool)
+        others[slots.long()] = False
+        assert_same_bits(state[others], self.inputs.state[others])
 
     def check_form(self, form: Form) -> None:
         inputs = self.inputs.copy()

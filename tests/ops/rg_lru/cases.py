@@ -48,6 +48,10 @@ class Inputs:
             self.state_indices,
         )
 
+    def options(self) -> dict[str, Any]:
+        """There are none."""
+        return {}
+
     def tokens(self, index: Any) -> dict[str, Tensor]:
         """What is given for each token, of some of them."""
         return {"x": self.x[index], "gates": self.gates[index]}

@@ -45,6 +45,10 @@ class Inputs:
             self.state_indices,
         )
 
+    def options(self) -> dict[str, Any]:
+        """There are none."""
+        return {}
+
     def tokens(self, index: Any) -> dict[str, Tensor]:
         """What is given for each token, of some of them."""
         return {"k": self.k[index], "v": self.v[index]}
