@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -30,13 +30,15 @@ class Need:
     """What a caller asks of an implementation.
 
     ``sizes`` names the sizes an implementation may limit (``head_dim``, ``page_size``, ...);
-    ``features`` names the optional behaviour it must have (``sliding_window``, ``lse``, ...).
+    ``features`` names the optional behaviour it must have (``sliding_window``, ``lse``, ...);
+    ``exact`` asks for states as good as float32's.
     """
 
     device: torch.device
     dtype: torch.dtype
     sizes: Mapping[str, int] = field(default_factory=dict)
     features: frozenset[str] = NO_FEATURES
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +46,8 @@ class Capability:
     """What one implementation supports.
 
     ``multiples``, ``limits`` and ``one_of`` bound sizes by name; ``only_with`` has the features
-    that a caller must want, for an implementation of special cases; ``available`` says why this
+    that a caller must want, for an implementation of special cases; ``exact`` is False where states
+    are rounded to 16 bits within a call; ``available`` says why this
     machine cannot run the implementation (no compiler, a package missing), or None when it can.
     """
 
@@ -55,6 +58,7 @@ class Capability:
     one_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     features: frozenset[str] = NO_FEATURES
     only_with: frozenset[str] = NO_FEATURES
+    exact: bool = True
     cuda_graph: bool = False
     available: Callable[[], str | None] = always_available
 
@@ -67,6 +71,8 @@ class Capability:
             reasons.append(missing)
         if need.dtype not in self.dtypes:
             reasons.append(f"dtype {need.dtype} is not in {sorted(map(str, self.dtypes))}")
+        if need.exact and not self.exact:
+            reasons.append("it rounds states to 16 bits, and exact=True")
         reasons += self.sizes_refused(need.sizes)
         return reasons + self.features_refused(need.features)
 
@@ -98,12 +104,14 @@ class Implementation:
     alike, makes what the launcher wants beside the op's own arguments, on the host and before each
     step; see ``ops.planning``. The launcher is then given it as ``planned``; one without
     ``needs_plan`` goes by shapes where it is not. ``figures``, found alike, says for a dtype in
-    which forms it runs on this machine, and what was measured of them.
+    which forms it runs on this machine, and what was measured of them. ``options`` are given to the
+    launcher beside the op's own.
     ``by_name`` says why "auto" passes over it, however fast it is; "" where "auto" may take it.
     """
 
     capability: Capability
     launcher: str
+    options: Mapping[str, Any] = field(default_factory=dict)
     planner: str | None = None
     needs_plan: bool = True
     figures: str | None = None
@@ -111,7 +119,8 @@ class Implementation:
 
     def load(self) -> Callable[..., Any]:
         """Import the launcher (once) and return it."""
-        return _load(self.launcher)
+        launcher = _load(self.launcher)
+        return partial(launcher, **self.options) if self.options else launcher
 
     def load_planner(self) -> Planner | None:
         """Import the planner (once) and return it; None where nothing is planned."""

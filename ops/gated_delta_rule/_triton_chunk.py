@@ -22,6 +22,7 @@ from torch_hybrid.ops.triton.delta_rule import inverse
 from torch_hybrid.ops.triton.delta_scan import Walks
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
+    ROUNDED,
     dot,
     in_pieces,
     inverse_root,
@@ -47,11 +48,17 @@ def chunk_gated_delta_rule(
     qk_l2norm: bool,
     chunk_size: int,
     planned: Sequence[Tensor] = (),
+    is_exact: bool = True,
 ) -> Tensor:
-    """Launcher of ``torch_hybrid::chunk_gated_delta_rule``; its chunks are its own."""
+    """Launcher of ``torch_hybrid::chunk_gated_delta_rule``; its chunks are its own.
+
+    Without ``is_exact`` what reaches a state is rounded to float16.
+    """
     if state_indices.shape[0] == 0:
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
-    prepared, prepare = _prepare(q, k, g, beta, cu_seqlens, scale=scale, qk_l2norm=qk_l2norm)
+    pieces = state_pieces(q.dtype, qk_l2norm, is_exact=is_exact)
+    options = {"scale": scale, "qk_l2norm": qk_l2norm, "pieces": pieces}
+    prepared, prepare = _prepare(q, k, g, beta, cu_seqlens, **options)
     walks = Walks.of(v, state_indices.shape[0], planned)
     slots = initial_indices, state_indices
     out, walk = scan(prepared, q, v, state, cu_seqlens, *slots, walks=walks)
@@ -68,23 +75,26 @@ def _prepare(
     *,
     scale: float,
     qk_l2norm: bool,
+    pieces: tuple[int, torch.dtype],
 ) -> tuple[Prepared, Launch]:
     """All that does not depend on a state."""
     num_tokens, num_k_heads, head_dim_k = k.shape
     num_v_heads, num_seqs = beta.shape[1], cu_seqlens.shape[0] - 1
-    num_pieces, dtype = state_pieces(q.dtype, qk_l2norm)
+    num_pieces, dtype = pieces
     hopper = is_hopper(q.device) and head_dim_k <= 128
-    chunk = 16 if num_pieces == 1 else 64 if hopper and num_pieces == 2 else 32
+    in_half = dtype == torch.float16
+    chunk = 16 if num_pieces == 1 else 64 if hopper and in_half else 32
     shape = (num_blocks(num_tokens, num_seqs, chunk), num_v_heads)
-    writes_keys = num_pieces == 2 and k.dtype == torch.bfloat16
+    writes_keys = in_half and k.dtype == torch.bfloat16
     keys, attend = k[:, None], q.new_empty(*shape, 1, chunk, chunk)
     if writes_keys:
         keys = k.new_empty(num_tokens, 1, num_k_heads, head_dim_k, dtype=dtype)
     elif num_pieces == 3 and k.dtype == torch.float16:
         keys, attend = in_pieces(k), q.new_empty(*shape, 3, chunk, chunk, dtype=dtype)
     prepared = Prepared(
+        num_pieces=num_pieces,
         keys=keys,
-        solve=q.new_empty(*shape, num_pieces, chunk, chunk, dtype=dtype),
+        solve=q.new_empty(*shape, max(num_pieces, 1), chunk, chunk, dtype=dtype),
         attend=attend,
         factors=q.new_empty(*shape, 4, chunk, dtype=torch.float32),
     )
@@ -215,7 +225,7 @@ def _prepare_kernel(
 
     place = first_block.to(tl.int64) * HV + tl.program_id(0)
     p_f = factors + place * 4 * C + row
-    total = cumulate(b_g)
+    total = cumulate(b_g, dtype=tl.float32 if PS == ROUNDED else tl.float64)
     since_start = decay_since_start(total)
     tl.store(p_f, since_start * factor_k)
     tl.store(p_f + C, since_start * norm_q)
@@ -229,6 +239,7 @@ def _prepare_kernel(
     store_pieces(p_attend, b_qk * decay * norm_q[:, None], C * C, PA, everywhere)
     system = b_kk * decay * (b_beta * norm_k)[:, None]
     system = tl.where(row[:, None] > row[None, :], system, 0.0)
-    p_solve = solve + place * PS * C * C + square
+    NT: tl.constexpr = max(PS, 1)  # tensors that pieces are in
+    p_solve = solve + place * NT * C * C + square
     solved = inverse(system, scratch + place * 16 * C, C, PS) * b_beta[None, :]
-    store_pieces(p_solve, solved, C * C, PS, everywhere)
+    store_pieces(p_solve, solved, C * C, NT, everywhere)

@@ -18,15 +18,17 @@ from torch_hybrid.ops.triton.delta_scan import (
     is_uneven,
     read_state,
     scan_forms,
+    stages_of_factors,
     write_state,
 )
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
+    ROUNDED,
     cut,
-    cut_rows,
     load_pieces,
     pieces_dot,
     rounded_dot,
+    rows_dot,
     transpose_dot,
     transposed,
 )
@@ -36,8 +38,11 @@ from torch_hybrid.ops.triton.state import zero_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What the scan takes of X chunks of C tokens, by head. P counts pieces of numbers.
+    """What the scan takes of X chunks of C tokens, by head.
 
+    P counts pieces of numbers: 1 where they are ROUNDED.
+
+    ``num_pieces``: in which what reaches a state is kept;
     ``keys [T, P, H, K]``: rows of k, those of float16 brought near 1 by powers of 2;
     ``solve [X, HV, P, C, C]``: inverse of a chunk's system, times beta of each column;
     ``attend [X, HV, P, C, C]``: decayed products of q and k, with the scale;
@@ -45,6 +50,7 @@ class Prepared:
     chunk, of rows of keys that write the state after it, and what the state decays by.
     """
 
+    num_pieces: int
     keys: Tensor
     solve: Tensor
     attend: Tensor
@@ -67,13 +73,17 @@ def scan(
     It fills in the outputs and advances ``state``.
     """
     keys, solve, attend = prepared.keys, prepared.solve, prepared.attend
-    _, num_pieces, num_k_heads, head_dim_k = keys.shape
+    _, num_key_pieces, num_k_heads, head_dim_k = keys.shape
     num_tokens, num_v_heads, head_dim_v = v.shape
     num_seqs = state_indices.shape[0]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     hopper = is_hopper(v.device) and head_dim_k <= 128
     forms = scan_forms(
-        v, num_v_heads * num_seqs, hopper=hopper, num_pieces=solve.shape[2], is_even=walks.is_even
+        v,
+        num_v_heads * num_seqs,
+        hopper=hopper,
+        num_pieces=prepared.num_pieces,
+        is_even=walks.is_even,
     )
     # What a segment leaves to the next; where there is one alone, nothing.
     carry = state if walks.num_segments == 1 else state.new_empty(num_seqs, *state.shape[1:])
@@ -106,12 +116,13 @@ def scan(
                 K=head_dim_k,
                 V=head_dim_v,
                 C=solve.shape[-1],
-                PK=num_pieces,
+                PK=num_key_pieces,
                 PA=attend.shape[2],
-                PS=solve.shape[2],
+                PS=prepared.num_pieces,
                 BLOCK_K=max(16, triton.next_power_of_2(head_dim_k)),
                 BLOCK_V=form.block_v,
                 STEPS=form.steps,
+                STAGES=stages_of_factors(prepared.num_pieces),
                 num_warps=form.num_warps,
                 num_stages=3 if hopper and form.block_v <= 64 else 2,
                 enable_fp_fusion=True,
@@ -152,6 +163,7 @@ def _scan_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
     """One program: BLOCK_V rows of the state of one value head, a sequence's chunks of a segment.
 
@@ -162,6 +174,8 @@ def _scan_kernel(
         if is_uneven(cu_seqlens, num_seqs, HV) != (STEPS == UNEVEN):
             return
     NUM_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    NT: tl.constexpr = max(PS, 1)  # tensors that pieces are in
+    UNIT: tl.constexpr = 0.0625 if PS == ROUNDED else 1.0  # float16 holds 2^16 of it
     pid = tl.program_id(0)
     seq = pid // (NUM_BLOCKS * HV)
     head_v = pid // NUM_BLOCKS % HV
@@ -198,7 +212,8 @@ def _scan_kernel(
         b_s = read_state(
             state, carry, initial_indices, seq, is_first, head_v, tile_s, mask_s, HV, V * K
         )
-        for done in range(first, last, C):
+        b_s *= UNIT
+        for done in tl.range(first, last, C, num_stages=STAGES):
             # From the token each time: one number to keep instead of five places.
             token = (begin + done).to(tl.int64)
             p_q = q + token * STRIDE_Q + head_k * K + tile_q
@@ -215,31 +230,29 @@ def _scan_kernel(
             decay = tl.load(p_f + 3 * C)
 
             b_k = load_pieces(p_k, H * K, PK, mask_tk)
-            pieces, unit = cut_rows(b_s, PS)
-            b_x = pieces_dot(pieces, transposed(b_k), zeros)
-            b_x *= reads_f[None, :] * unit[:, None]
+            b_x = rows_dot(b_s, transposed(b_k), zeros, PS) * reads_f[None, :]
             b_v = tl.load(p_v + tile_v, mask=mask_t[:, None] & mask_v[None, :], other=0.0)
-            b_x = transpose_dot(b_v, -b_x)
+            b_x = transpose_dot(b_v, -b_x, UNIT)
 
             b_q = tl.load(p_q, mask=mask_tk, other=0.0)
             b_o = rounded_dot(b_s, tl.trans(b_q), zeros) * queries_f[None, :]
 
-            b_t = load_pieces(solve + chunk * PS * C * C + square, C * C, PS, everywhere)
-            pieces, unit = cut_rows(b_x, PS)
-            b_u = pieces_dot(pieces, transposed(b_t), zeros) * unit[:, None]
+            b_t = load_pieces(solve + chunk * NT * C * C + square, C * C, NT, everywhere)
+            b_u = rows_dot(b_x, transposed(b_t), zeros, PS)
 
             b_a = load_pieces(attend + chunk * PA * C * C + square, C * C, PA, everywhere)
-            if PA == 1:
+            if PS == ROUNDED:
+                b_o = rounded_dot(b_u, tl.trans(b_a[0]), b_o, PS)
+            elif PA == 1:
                 b_o += rounded_dot(b_u, tl.trans(b_a[0]), zeros)
             else:
                 b_o = pieces_dot(cut(b_u, PA), transposed(b_a), b_o)
             mask_out = mask_v[:, None] & mask_t[None, :]
-            tl.store(p_out + tile_out, b_o.to(out.dtype.element_ty), mask=mask_out)
+            tl.store(p_out + tile_out, (b_o * (1.0 / UNIT)).to(out.dtype.element_ty), mask=mask_out)
 
-            pieces, unit = cut_rows(b_u * writes_f[None, :], PS)
-            update = pieces_dot(pieces, b_k, tl.zeros([BLOCK_V, BLOCK_K], dtype=tl.float32))
-            b_s = advance(b_s, decay, update * unit[:, None])
+            b_s = advance(b_s, decay, b_u * writes_f[None, :], b_k, PS)
             chunk += HV
+        b_s *= 1.0 / UNIT
         is_last = last == end - begin
         tile_s = index_v[:, None] * K + index_k
         write_state(

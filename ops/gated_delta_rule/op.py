@@ -72,6 +72,20 @@ CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = with_flashinfer(
         "cpp": Implementation(
             capability=_CPP_CAPABILITY, launcher=f"{_CPU}:chunk_gated_delta_rule"
         ),
+        "triton_rounded": Implementation(
+            capability=Capability(
+                devices=frozenset({"cuda"}),
+                dtypes=frozenset({torch.bfloat16}),
+                limits={"head_k_dim": 128},
+                exact=False,
+                cuda_graph=True,
+                available=triton_missing,
+            ),
+            launcher=f"{_TRITON}_chunk:chunk_gated_delta_rule",
+            options={"is_exact": False},
+            planner="torch_hybrid.ops.triton.delta_scan:plan",
+            needs_plan=False,
+        ),
         "triton": Implementation(
             capability=Capability(
                 devices=triton_devices(),

@@ -17,6 +17,7 @@ from torch_hybrid.ops.triton.delta_rule import inverse
 from torch_hybrid.ops.triton.delta_scan import Walks
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
+    ROUNDED,
     dot,
     exact_dot,
     inverse_root,
@@ -47,11 +48,16 @@ def chunk_kimi_delta_attention(
     qk_l2norm: bool,
     chunk_size: int,
     planned: Sequence[Tensor] = (),
+    is_exact: bool = True,
 ) -> Tensor:
-    """Launcher of ``torch_hybrid::chunk_kimi_delta_attention``; its chunks are its own."""
+    """Launcher of ``torch_hybrid::chunk_kimi_delta_attention``; its chunks are its own.
+
+    Without ``is_exact`` what reaches a state is rounded to float16.
+    """
     if state_indices.shape[0] == 0:
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
-    prepared, prepare = _prepare(q, k, g, beta, cu_seqlens, qk_l2norm=qk_l2norm)
+    pieces = state_pieces(q.dtype, qk_l2norm, is_exact=is_exact)
+    prepared, prepare = _prepare(q, k, g, beta, cu_seqlens, qk_l2norm=qk_l2norm, pieces=pieces)
     walks = Walks.of(v, state_indices.shape[0], planned)
     slots = initial_indices, state_indices
     out, walk = scan(prepared, v, state, cu_seqlens, *slots, scale=scale, walks=walks)
@@ -67,20 +73,23 @@ def _prepare(
     cu_seqlens: Tensor,
     *,
     qk_l2norm: bool,
+    pieces: tuple[int, torch.dtype],
 ) -> tuple[Prepared, Launch]:
     """All that does not depend on a state. Rows of outputs need their dtype's precision alone."""
     num_tokens, num_heads, head_dim_k = q.shape
     num_seqs = cu_seqlens.shape[0] - 1
-    num_pieces, dtype = state_pieces(q.dtype, qk_l2norm)
+    num_pieces, dtype = pieces
+    num_tensors = max(num_pieces, 1)
     # As many rows as a scan's registers and shared memory hold, in pieces. A warp takes 16.
-    chunk = 32 if num_pieces > 1 and is_hopper(q.device) else 16
+    chunk = 32 if num_pieces != 1 and is_hopper(q.device) else 16
     shape = (num_blocks(num_tokens, num_seqs, chunk), num_heads)
-    outputs = dtype if num_pieces == 2 else q.dtype
+    outputs = q.dtype if dtype == torch.bfloat16 else dtype
     prepared = Prepared(
+        num_pieces=num_pieces,
         queries=q.new_empty(q.shape, dtype=outputs),
-        reads=q.new_empty(num_tokens, num_pieces, *q.shape[1:], dtype=dtype),
-        writes=q.new_empty(num_tokens, num_pieces, *q.shape[1:], dtype=dtype),
-        solve=q.new_empty(*shape, num_pieces, chunk, chunk, dtype=dtype),
+        reads=q.new_empty(num_tokens, num_tensors, *q.shape[1:], dtype=dtype),
+        writes=q.new_empty(num_tokens, num_tensors, *q.shape[1:], dtype=dtype),
+        solve=q.new_empty(*shape, num_tensors, chunk, chunk, dtype=dtype),
         attend=q.new_empty(*shape, chunk, chunk, dtype=outputs),
         factors=q.new_empty(*shape, head_dim_k, dtype=torch.float32),
     )
@@ -112,7 +121,7 @@ def _prepare(
             C=chunk,
             PS=num_pieces,
             BLOCK_K=block_k,
-            SLICE=min(block_k, 32 if num_pieces > 1 else 16),
+            SLICE=min(block_k, 32 if num_pieces != 1 else 16),
             QK_L2NORM=qk_l2norm,
             num_warps=2,
             num_stages=1,
@@ -151,6 +160,7 @@ def _prepare_kernel(
     QK_L2NORM: tl.constexpr,
 ) -> None:
     """One program: one chunk of one head."""
+    NT: tl.constexpr = max(PS, 1)  # tensors that pieces are in
     chunk = first_block + tl.program_id(0) // H
     head = tl.program_id(0) % H
     seq = sequence_of_block(cu_seqlens, num_seqs, chunk, C)
@@ -198,10 +208,10 @@ def _prepare_kernel(
         b_kk, b_qk = _meet(b_q, b_k, columns, b_kk, b_qk, q.dtype.element_ty, PS)
         before, after = fixed_exp(before), fixed_exp(after)
         tile_q = token[:, None] * (H * K) + column
-        tile_k = token[:, None] * (PS * H * K) + column
+        tile_k = token[:, None] * (NT * H * K) + column
         store_pieces(queries + tile_q, b_q * before, H * K, 1, mask_tk)
-        store_pieces(reads + tile_k, b_k * before, H * K, PS, mask_tk)
-        store_pieces(writes + tile_k, columns * after, H * K, PS, mask_tk)
+        store_pieces(reads + tile_k, b_k * before, H * K, NT, mask_tk)
+        store_pieces(writes + tile_k, columns * after, H * K, NT, mask_tk)
         tl.store(factors + place * K + index_k, before * after, mask=mask_k)
     b_kk = tl.where(later > earlier, b_kk, 0.0)
     b_qk = tl.where(later >= earlier, b_qk, 0.0)
@@ -227,20 +237,20 @@ def _prepare_kernel(
             b_kk, b_qk = _meet_in_halves(b_q, b_k, b_g, b_kk, b_qk, q.dtype.element_ty, PS)
             since_start = exp(sum_rows(earlier <= later, b_g, PS))
             tile_q = token[:, None] * (H * K) + column
-            tile_k = token[:, None] * (PS * H * K) + column
+            tile_k = token[:, None] * (NT * H * K) + column
             store_pieces(queries + tile_q, b_q * since_start, H * K, 1, mask_tk)
-            store_pieces(reads + tile_k, b_k * since_start, H * K, PS, mask_tk)
+            store_pieces(reads + tile_k, b_k * since_start, H * K, NT, mask_tk)
             whole = tl.sum(tl.where(later == C - 1, since_start, 0.0), 0)[None, :]
             tl.store(factors + place * K + index_k, whole, mask=mask_k)
             until_end = exp(sum_rows(earlier > later, b_g, PS))
-            store_pieces(writes + tile_k, b_k * until_end, H * K, PS, mask_tk)
+            store_pieces(writes + tile_k, b_k * until_end, H * K, NT, mask_tk)
 
     square = later * C + earlier
     everywhere = later < C
     store_pieces(attend + place * C * C + square, b_qk, C * C, 1, everywhere)
     b_beta = tl.load(beta + token * stride_beta + head, mask=mask_t, other=0.0)
     b_solve = inverse(b_kk * b_beta[:, None], scratch + place * 16 * C, C, PS) * b_beta[None, :]
-    store_pieces(solve + place * PS * C * C + square, b_solve, C * C, PS, everywhere)
+    store_pieces(solve + place * NT * C * C + square, b_solve, C * C, NT, everywhere)
 
 
 @triton.jit
@@ -255,9 +265,13 @@ def _meet(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Products of rows decayed (or grown) towards a token and away from it, added to sums."""
     PIECES: tl.constexpr = 1 if PS == 1 else 3
-    b_kk = exact_dot(keys, tl.trans(columns), b_kk, PIECES)
+    if PS == ROUNDED:
+        # TF32 has the digits of float16 and the range of growing decays.
+        b_kk = tl.dot(keys, tl.trans(columns), b_kk, input_precision="tf32")
+    else:
+        b_kk = exact_dot(keys, tl.trans(columns), b_kk, PIECES)
     # Outputs of bfloat16 take one piece; bfloat16 has the range of growing decays.
-    if dtype == tl.bfloat16 and PS > 1:
+    if dtype == tl.bfloat16 and PS != 1:
         b_qk = dot(queries.to(tl.bfloat16), tl.trans(columns.to(tl.bfloat16)), b_qk)
     else:
         b_qk = exact_dot(queries, tl.trans(columns), b_qk, PIECES)

@@ -18,14 +18,15 @@ from torch_hybrid.ops.triton.delta_scan import (
     is_uneven,
     read_state,
     scan_forms,
+    stages_of_factors,
     write_state,
 )
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.products import (
-    cut_rows,
+    ROUNDED,
     load_pieces,
-    pieces_dot,
     rounded_dot,
+    rows_dot,
     transpose_dot,
     transposed,
 )
@@ -35,8 +36,11 @@ from torch_hybrid.ops.triton.state import zero_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What the scan takes of T tokens in X chunks of C, by head. P counts pieces of numbers.
+    """What the scan takes of T tokens in X chunks of C, by head.
 
+    P counts pieces of numbers: 1 where they are ROUNDED.
+
+    ``num_pieces``: in which what reaches a state is kept;
     ``queries [T, H, K]``: rows of q, decayed from the chunk's start;
     ``reads [T, P, H, K]``, ``writes [T, P, H, K]``: rows of k, decayed from the start and until
     the end of the chunk;
@@ -45,6 +49,7 @@ class Prepared:
     ``factors [X, H, K]`` float32: what the state decays by.
     """
 
+    num_pieces: int
     queries: Tensor
     reads: Tensor
     writes: Tensor
@@ -68,12 +73,16 @@ def scan(
 
     It fills in the outputs and advances ``state``.
     """
-    num_tokens, num_pieces, num_heads, head_dim_k = prepared.reads.shape
+    num_tokens, _, num_heads, head_dim_k = prepared.reads.shape
     head_dim_v, num_seqs = v.shape[-1], state_indices.shape[0]
     out = torch.empty_like(v, memory_format=torch.contiguous_format)
     hopper = is_hopper(v.device)
     forms = scan_forms(
-        v, num_heads * num_seqs, hopper=hopper, num_pieces=num_pieces, is_even=walks.is_even
+        v,
+        num_heads * num_seqs,
+        hopper=hopper,
+        num_pieces=prepared.num_pieces,
+        is_even=walks.is_even,
     )
     # What a segment leaves to the next; where there is one alone, nothing.
     carry = state if walks.num_segments == 1 else state.new_empty(num_seqs, *state.shape[1:])
@@ -105,10 +114,11 @@ def scan(
                 K=head_dim_k,
                 V=head_dim_v,
                 C=prepared.solve.shape[-1],
-                PS=num_pieces,
+                PS=prepared.num_pieces,
                 BLOCK_K=max(16, triton.next_power_of_2(head_dim_k)),
                 BLOCK_V=form.block_v,
                 STEPS=form.steps,
+                STAGES=stages_of_factors(prepared.num_pieces),
                 num_warps=form.num_warps,
                 num_stages=3 if hopper else 2,
                 enable_fp_fusion=True,
@@ -146,6 +156,7 @@ def _scan_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
     """One program: BLOCK_V rows of the state of one head, a sequence's chunks of a segment.
 
@@ -156,6 +167,8 @@ def _scan_kernel(
         if is_uneven(cu_seqlens, num_seqs, H) != (STEPS == UNEVEN):
             return
     NUM_BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    NT: tl.constexpr = max(PS, 1)  # tensors that pieces are in
+    UNIT: tl.constexpr = 0.0625 if PS == ROUNDED else 1.0  # float16 holds 2^16 of it
     pid = tl.program_id(0)
     seq = pid // (NUM_BLOCKS * H)
     head = pid // NUM_BLOCKS % H
@@ -178,7 +191,7 @@ def _scan_kernel(
     if first < last:
         row = tl.arange(0, C)
         tile_q = row[:, None] * (H * K) + index_k
-        tile_k = row[:, None] * (PS * H * K) + index_k
+        tile_k = row[:, None] * (NT * H * K) + index_k
         square = row[:, None] * C + row[None, :]
         tile_v = index_v[None, :] + row[:, None] * STRIDE_V
         everywhere = square >= 0
@@ -191,38 +204,36 @@ def _scan_kernel(
         b_s = read_state(
             state, carry, initial_indices, seq, is_first, head, tile_s, mask_s, H, V * K
         )
-        for done in range(first, last, C):
+        b_s *= UNIT
+        for done in tl.range(first, last, C, num_stages=STAGES):
             # From the token each time: one number to keep instead of five places.
             token = (begin + done).to(tl.int64)
-            p_rows = (token * PS * H + head) * K + tile_k
+            p_rows = (token * NT * H + head) * K + tile_k
             mask_t = done + row < end - begin
             mask_tk = mask_t[:, None] & mask_k
             decay = tl.load(factors + chunk * K + index_k, mask=mask_k, other=0.0)
 
-            b_k = load_pieces(reads + p_rows, H * K, PS, mask_tk)
-            pieces, unit = cut_rows(b_s, PS)
-            b_x = pieces_dot(pieces, transposed(b_k), zeros) * unit[:, None]
+            b_k = load_pieces(reads + p_rows, H * K, NT, mask_tk)
+            b_x = rows_dot(b_s, transposed(b_k), zeros, PS)
             p_v = v + token * STRIDE_V + head * V + tile_v
             b_v = tl.load(p_v, mask=mask_t[:, None] & mask_v[None, :], other=0.0)
-            b_x = transpose_dot(b_v, -b_x)
+            b_x = transpose_dot(b_v, -b_x, UNIT)
             b_q = tl.load(queries + (token * H + head) * K + tile_q, mask=mask_tk, other=0.0)
-            b_o = rounded_dot(b_s, tl.trans(b_q), zeros)
+            b_o = rounded_dot(b_s, tl.trans(b_q), zeros, PS)
 
-            b_t = load_pieces(solve + chunk * PS * C * C + square, C * C, PS, everywhere)
-            pieces, unit = cut_rows(b_x, PS)
-            b_u = pieces_dot(pieces, transposed(b_t), zeros) * unit[:, None]
-            pieces, unit = cut_rows(b_u, PS)
+            b_t = load_pieces(solve + chunk * NT * C * C + square, C * C, NT, everywhere)
+            b_u = rows_dot(b_x, transposed(b_t), zeros, PS)
             b_a = tl.load(attend + chunk * (C * C) + square)
-            b_o = rounded_dot(b_u, tl.trans(b_a), b_o) * scale
+            b_o = rounded_dot(b_u, tl.trans(b_a), b_o, PS) * (scale * (1.0 / UNIT))
             mask_out = mask_v[:, None] & mask_t[None, :]
             tl.store(
                 out + (token * H + head) * V + tile_out, b_o.to(out.dtype.element_ty), mask=mask_out
             )
 
-            b_k = load_pieces(writes + p_rows, H * K, PS, mask_tk)
-            update = pieces_dot(pieces, b_k, tl.zeros([BLOCK_V, BLOCK_K], dtype=tl.float32))
-            b_s = advance(b_s, decay, update * unit[:, None])
+            b_k = load_pieces(writes + p_rows, H * K, NT, mask_tk)
+            b_s = advance(b_s, decay, b_u, b_k, PS)
             chunk += H
+        b_s *= 1.0 / UNIT
         is_last = last == end - begin
         tile_s = index_v[:, None] * K + index_k
         write_state(b_s, state, carry, state_indices, seq, is_last, head, tile_s, mask_s, H, V * K)

@@ -55,6 +55,20 @@ CHUNK_IMPLEMENTATIONS: dict[str, Implementation] = {
     "cpp": Implementation(
         capability=_CPP_CAPABILITY, launcher=f"{_CPU}:chunk_kimi_delta_attention"
     ),
+    "triton_rounded": Implementation(
+        capability=Capability(
+            devices=frozenset({"cuda"}),
+            dtypes=frozenset({torch.bfloat16}),
+            limits={"head_k_dim": 128},
+            exact=False,
+            cuda_graph=True,
+            available=triton_missing,
+        ),
+        launcher=f"{_TRITON}_chunk:chunk_kimi_delta_attention",
+        options={"is_exact": False},
+        planner="torch_hybrid.ops.triton.delta_scan:plan",
+        needs_plan=False,
+    ),
     "triton": Implementation(
         capability=Capability(
             devices=triton_devices(),

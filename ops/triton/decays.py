@@ -74,12 +74,12 @@ def fixed_exp(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def cumulate(g: tl.tensor, axis: tl.constexpr = 0) -> tl.tensor:
-    """Sums of g along ``axis``, the tokens of a chunk, from the first on, in float64.
+def cumulate(g: tl.tensor, axis: tl.constexpr = 0, dtype: tl.constexpr = tl.float64) -> tl.tensor:
+    """Sums of g along ``axis``, the tokens of a chunk, from the first on.
 
-    A difference of two large sums must not lose a small decay that lies between them.
+    A difference of two large sums must not lose a small decay that lies between them: float64.
     """
-    return tl.cumsum(tl.maximum(g, _FULL_DECAY).to(tl.float64), axis)
+    return tl.cumsum(tl.maximum(g, _FULL_DECAY).to(dtype), axis)
 
 
 @triton.jit
@@ -108,8 +108,10 @@ def decay_between(total: tl.tensor, C: tl.constexpr) -> tl.tensor:
     """
     token = tl.arange(0, C)
     high = total.to(tl.float32)
-    low = (total - high.to(tl.float64)).to(tl.float32)
-    between = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    between = high[:, None] - high[None, :]
+    if total.dtype == tl.float64:
+        low = (total - high.to(tl.float64)).to(tl.float32)
+        between += low[:, None] - low[None, :]
     is_past = token[:, None] >= token[None, :]
     return tl.where(is_past, exp(tl.where(is_past, between, 0.0)), 0.0)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch_hybrid.ops.triton.devices import interpreted
 
 NUM_PIECES = 3
+ROUNDED: tl.constexpr = tl.constexpr(0)  # pieces of numbers that one of float16 stands for
 _INTERPRETED: tl.constexpr = tl.constexpr(interpreted())
 
 
@@ -25,14 +26,23 @@ def pieces_of_states(dtype: torch.dtype) -> int:
     return 1 if dtype == torch.float32 else NUM_PIECES
 
 
-def state_pieces(dtype: torch.dtype, qk_l2norm: bool) -> tuple[int, torch.dtype]:
-    """In how many pieces, and of what dtype, delta rules keep what is as exact as float32.
+def state_pieces(
+    dtype: torch.dtype, qk_l2norm: bool, *, is_exact: bool = True
+) -> tuple[int, torch.dtype]:
+    """Return how many pieces delta rules keep of numbers that reach a state, and their dtype.
 
     float16 has the bits but not the range: it serves where rows of keys have unit length.
+
+    Args:
+        dtype: of the inputs.
+        qk_l2norm: whether rows of keys have unit length.
+        is_exact: as exact as float32; otherwise numbers that float16 has the range of are ROUNDED.
     """
     if dtype == torch.float32:
         return 1, torch.float32
-    return (2, torch.float16) if qk_l2norm else (3, torch.bfloat16)
+    if not qk_l2norm:
+        return 3, torch.bfloat16
+    return 2 if is_exact else ROUNDED.value, torch.float16
 
 
 def in_pieces(x: Tensor) -> Tensor:
@@ -97,7 +107,9 @@ def piece_dot(x: tl.tensor, y: tl.tensor, acc: tl.tensor, PIECES: tl.constexpr) 
 @triton.jit
 def exact_dot(x: tl.tensor, y: tl.tensor, acc: tl.tensor, PIECES: tl.constexpr) -> tl.tensor:
     """``acc + x @ y`` for both of float32, in PIECES pieces: whole in 1, to its last bit in 3."""
-    if PIECES == 1 or _INTERPRETED:
+    if PIECES == ROUNDED:
+        acc = dot(x.to(tl.float16), y.to(tl.float16), acc)
+    elif PIECES == 1 or _INTERPRETED:
         acc += tl.dot(x, y, input_precision="ieee")
     elif PIECES == 2:
         acc = pieces_dot(cut(x, 2), cut(y, 2), acc)
@@ -131,14 +143,17 @@ def sum_rows(select: tl.tensor, x: tl.tensor, PIECES: tl.constexpr) -> tl.tensor
 
 
 @triton.jit
-def transpose_dot(x: tl.tensor, acc: tl.tensor) -> tl.tensor:
-    """``acc + x^T``, by a product with ones, for which x may lie in shared memory as it came."""
+def transpose_dot(x: tl.tensor, acc: tl.tensor, factor: tl.constexpr = 1.0) -> tl.tensor:
+    """``acc + factor x^T``, by a product, for which x may lie in shared memory as it came.
+
+    ``factor`` is a power of 2.
+    """
     if x.dtype == tl.float32 or _INTERPRETED:
-        acc += tl.trans(x).to(tl.float32)
+        acc += tl.trans(x).to(tl.float32) * factor
     else:
         index = tl.arange(0, x.shape[1])
-        ones = (index[:, None] == index[None, :]).to(x.dtype)
-        acc = tl.dot(ones, tl.trans(x), acc)
+        diagonal = tl.where(index[:, None] == index[None, :], factor, 0.0).to(x.dtype)
+        acc = tl.dot(diagonal, tl.trans(x), acc)
     return acc
 
 
@@ -199,6 +214,17 @@ def pieces_dot(x: tl.tuple, y: tl.tuple, acc: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def rows_dot(x: tl.tensor, y: tl.tuple, zeros: tl.tensor, PIECES: tl.constexpr) -> tl.tensor:
+    """``x @ y`` for x [R, N] of float32, cut in PIECES, and y in pieces."""
+    if PIECES == ROUNDED:
+        product = dot(x.to(tl.float16), y[0], zeros)
+    else:
+        pieces, unit = cut_rows(x, PIECES)
+        product = pieces_dot(pieces, y, zeros) * unit[:, None]
+    return product
+
+
+@triton.jit
 def load_pieces(
     pointer: tl.tensor, stride: tl.tensor, PIECES: tl.constexpr, mask: tl.tensor
 ) -> tl.tuple:
@@ -219,9 +245,12 @@ def transposed(pieces: tl.tuple) -> tl.tuple:
 
 
 @triton.jit
-def rounded_dot(x: tl.tensor, y: tl.tensor, acc: tl.tensor) -> tl.tensor:
-    """``acc + x @ y`` for x of float32 rounded to the dtype of y; for outputs alone."""
-    if y.dtype == tl.float16:
+def rounded_dot(x: tl.tensor, y: tl.tensor, acc: tl.tensor, PIECES: tl.constexpr = 1) -> tl.tensor:
+    """``acc + x @ y`` for x of float32 rounded to the dtype of y; for outputs alone.
+
+    Where numbers are ROUNDED, x has float16's range already.
+    """
+    if y.dtype == tl.float16 and PIECES != ROUNDED:
         pieces, unit = cut_rows(x, 2)
         acc += dot(pieces[0], y, tl.zeros_like(acc)) * unit[:, None]
     elif y.dtype == tl.float32:

@@ -56,6 +56,14 @@ def test_the_first_that_can_serve_with_the_reasons_of_the_others():
     )
 
 
+def test_exact_passes_over_what_rounds_states():
+    both = {"rounded": implementation(exact=False), "exact": implementation()}
+    assert select("op", both, need()).impl == "rounded"
+    chosen = select("op", both, need(exact=True))
+    assert chosen.impl == "exact"
+    assert chosen.refused == {"rounded": ("it rounds states to 16 bits, and exact=True",)}
+
+
 def test_a_name_that_can_serve_is_taken():
     choice = select("op", IMPLEMENTATIONS, need(), "other")
     assert choice.impl == "other"

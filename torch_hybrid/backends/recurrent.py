@@ -81,6 +81,7 @@ class OpChoice:
                 dtype=sizes.dtype,
                 sizes=self.sizes(spec),
                 features=self.features | backends.features,
+                exact=backends.exact,
             )
             for spec in specs
         ]

@@ -28,7 +28,8 @@ class Backends:
     latent_attention" in decode steps alone, "fp8 linear" where weights have 8 bits. A name that
     cannot serve is an error, never replaced by another. ``prefix`` says how MLA layers reach what a
     sequence holds already. ``batch_invariant`` takes none whose rows depend on one another; see
-    ``Runner``, which sets it.
+    ``Runner``, which sets it. ``exact`` takes none that rounds recurrent states to 16 bits within a
+    call, as the kernels of other engines do and, ten times less, ``triton_rounded``.
     """
 
     full: str = "auto"
@@ -39,6 +40,7 @@ class Backends:
     ops: Mapping[str, str] = field(default_factory=dict)
     prefix: PrefixPolicy = PrefixPolicy()
     batch_invariant: bool = False
+    exact: bool = False
 
     @property
     def features(self) -> frozenset[str]:

@@ -161,8 +161,13 @@ def test_compiles_without_spills() -> None:
         scans = record_launches("sm_90", *shape, form=1)
         scans.pop("_prepare_kernel")
         rows += [resources_of(scan, "sm_90", f"{label}, even") for scan in scans.values()]
+        if shape[-1] == torch.bfloat16:
+            rounded = record_launches("sm_90", *shape, is_exact=False).values()
+            rows += [resources_of(each, "sm_90", f"{label}, rounded") for each in rounded]
     table = Path(__file__).with_name("resources_chunk.txt")
-    assert_all_fit(rows, table, may_spill={"prepare": 32})  # 1.40x as fast, on an H200
+    # On an H200 1.40x as fast, and 1.36x (with Triton 3.6, where it spills 4 bytes).
+    may_spill = {"prepare": 32, "scan: Qwen3-Next, rounded": 64}
+    assert_all_fit(rows, table, may_spill=may_spill)
     for row in rows:
         assert (row.products == "-") == ("float32" in row.kernel), row
 
@@ -177,6 +182,7 @@ def record_launches(
     dtype: torch.dtype,
     *,
     form: int = 0,
+    is_exact: bool = True,
 ) -> dict[str, Launch]:
     """What the launcher launches for q, k and v that are slices of one projection."""
     from torch_hybrid.ops.gated_delta_rule import _triton_chunk, _triton_scan
@@ -201,5 +207,6 @@ def record_launches(
             scale=k_dim**-0.5,
             qk_l2norm=True,
             chunk_size=chunk_size,
+            is_exact=is_exact,
         )
     return launches

@@ -176,9 +176,13 @@ def test_compiles_without_spills() -> None:
         scans = record_launches("sm_90", *shape, form=1)
         scans.pop("_prepare_kernel")
         rows += [resources_of(scan, "sm_90", f"{label}, even") for scan in scans.values()]
+        if shape[-1] == torch.bfloat16:
+            rounded = record_launches("sm_90", *shape, is_exact=False).values()
+            rows += [resources_of(each, "sm_90", f"{label}, rounded") for each in rounded]
     table = Path(__file__).with_name("resources_chunk.txt")
     # Outside its loops, for chunks of strong decays; with fewer registers it was slower.
-    assert_all_fit(rows, table, may_spill={"prepare": 24})
+    may_spill = {"prepare": 24, "prepare: Kimi-Linear, rounded": 40}
+    assert_all_fit(rows, table, may_spill=may_spill)
     for row in rows:
         assert (row.products == "-") == ("float32" in row.kernel), row
 
@@ -191,6 +195,7 @@ def record_launches(
     dtype: torch.dtype,
     *,
     form: int = 0,
+    is_exact: bool = True,
 ) -> dict[str, Launch]:
     """What the launcher launches for q, k and v that are slices of one projection."""
     from torch_hybrid.ops.kimi_delta_attention import _triton_chunk, _triton_scan
@@ -215,5 +220,6 @@ def record_launches(
             scale=k_dim**-0.5,
             qk_l2norm=True,
             chunk_size=32,
+            is_exact=is_exact,
         )
     return launches

@@ -1,0 +1,142 @@
+"""The rounded form of delta rules on a GPU: what reaches a state is rounded to float16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.devices import needs_cuda
+from tests.ops.contract import assert_within_budget, written_slots
+from tests.ops.delta_rule_cases import Case, Inputs
+from tests.ops.delta_rule_triton import on_device
+from tests.ops.gated_delta_rule import cases as gdn_cases
+from tests.ops.kimi_delta_attention import cases as kda_cases
+from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
+from torch_hybrid.ops.capability import Implementation
+from torch_hybrid.ops.gated_delta_rule import op as gdn
+from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_reference
+from torch_hybrid.ops.kimi_delta_attention import op as kda
+from torch_hybrid.ops.kimi_delta_attention.reference import kimi_delta_attention_reference
+
+NAME = "triton_rounded"
+# Of a state's largest number. On an H200 it was 4e-4 to 7e-4, and 5e-3 to 8e-3 with
+# flash-linear-attention 0.6.0, whose kernels round to bfloat16.
+BUDGET = 2**-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    op: Callable[..., Tensor]
+    implementations: Mapping[str, Implementation]
+    reference: Callable[..., Tensor]
+    cases: Mapping[str, Case]
+    make_inputs: Callable[..., Inputs]
+
+    all: ClassVar[dict[str, Family]] = {}
+
+    def launch(self, inputs: Inputs, num_segments: int = 1) -> Tensor:
+        """Call the launcher, which the interpreter runs on a CPU too."""
+        return self.implementations[NAME].load()(
+            *inputs.args(),
+            **inputs.options(),
+            chunk_size=32,
+            planned=[torch.tensor([num_segments, 0])],
+        )
+
+    def check(self, inputs: Inputs, device: str, num_segments: int = 1) -> None:
+        """Outputs are as exact as the reference's; states within BUDGET; all else is as it was."""
+        exact, own, moved = inputs.exact(), inputs.copy(), on_device(inputs, device)
+        expected = self.reference(*exact.args(), **exact.options())
+        out_own = self.reference(*own.args(), **own.options())
+        out, state = self.launch(moved, num_segments).cpu(), moved.state.cpu()
+        assert_within_budget(out, expected, out_own)
+        slots = written_slots(inputs).long()
+        error = (state[slots] - exact.state[slots]).abs().max()
+        assert error <= BUDGET * exact.state[slots].abs().max()
+        others = torch.ones(len(state), dtype=torch.bool)
+        others[slots] = False
+        torch.testing.assert_close(
+            state[others], inputs.state[others], rtol=0, atol=0, equal_nan=True
+        )
+
+
+Family.all = {
+    "gated_delta_rule": Family(
+        op=gdn.chunk_gated_delta_rule,
+        implementations=gdn.CHUNK_IMPLEMENTATIONS,
+        reference=gated_delta_rule_reference,
+        cases=gdn_cases.CASES,
+        make_inputs=gdn_cases.make_inputs,
+    ),
+    "kimi_delta_attention": Family(
+        op=kda.chunk_kimi_delta_attention,
+        implementations=kda.CHUNK_IMPLEMENTATIONS,
+        reference=kimi_delta_attention_reference,
+        cases=kda_cases.CASES,
+        make_inputs=kda_cases.make_inputs,
+    ),
+}
+EACH_FAMILY = pytest.mark.parametrize("family", Family.all.values(), ids=Family.all)
+
+
+@needs_triton
+def test_in_the_interpreter(
+    interpreter: Interpreter, record_property: Callable[[str, object], None]
+):
+    interpreter.run(record_property, Path(__file__), "interpreted")
+
+
+@needs_interpreter
+@EACH_FAMILY
+@pytest.mark.parametrize("name", ["one_token", "odd_dims"])
+def test_it_is_within_its_budget_interpreted(family: Family, name: str):
+    family.check(family.make_inputs(family.cases[name], torch.bfloat16), "cpu")
+
+
+@needs_interpreter
+@EACH_FAMILY
+def test_numbers_far_from_one_interpreted(family: Family):
+    """float16 ends at 65504; states and values do not."""
+    inputs = family.make_inputs(family.cases["one_head"], torch.bfloat16)
+    family.check(replace(inputs, v=inputs.v * 2.0**16, state=inputs.state * 2.0**16), "cpu")
+
+
+@needs_cuda
+@EACH_FAMILY
+@pytest.mark.parametrize("num_segments", [1, 3])
+def test_every_case_on_a_gpu(family: Family, num_segments: int):
+    for case in family.cases.values():
+        if case.k_dim <= 128:
+            family.check(family.make_inputs(case, torch.bfloat16), "cuda", num_segments)
+
+
+@needs_cuda
+@EACH_FAMILY
+@pytest.mark.parametrize("decay", [0.0, -1e-3, -5.0, -50.0, -torch.inf])
+def test_decays_on_a_gpu(family: Family, decay: float):
+    inputs = family.make_inputs(family.cases["mixed"], torch.bfloat16)
+    family.check(replace(inputs, g=torch.full_like(inputs.g, decay)), "cuda")
+
+
+@needs_cuda
+@EACH_FAMILY
+def test_segments_show_in_no_bit_on_a_gpu(family: Family):
+    shape = {"num_k_heads": 16, "num_v_heads": 16, "k_dim": 128, "v_dim": 128}
+    inputs = family.make_inputs(Case(lengths=(4096, 37, 900), **shape), torch.bfloat16)
+    whole, cut = on_device(inputs, "cuda"), on_device(inputs, "cuda")
+    assert torch.equal(family.launch(whole), family.launch(cut, num_segments=4))
+    slots = inputs.state_indices.long().cuda()
+    assert torch.equal(whole.state[slots], cut.state[slots])
+
+
+@EACH_FAMILY
+def test_it_takes_bfloat16_alone(family: Family):
+    capability = family.implementations[NAME].capability
+    assert not capability.exact
+    assert capability.dtypes == {torch.bfloat16}
