@@ -132,6 +132,7 @@ SHOWN = {
     "triton": "Triton",
     "triton_invariant": "Triton (batch-invariant)",
     "flashinfer": "FlashInfer",
+    "triton_rounded": "Triton (rounded)",
     "flashinfer_trtllm": "FlashInfer with TensorRT-LLM (Blackwell, never run)",
     "flashinfer_cute_dsl": "FlashInfer with CuTe DSL (Blackwell, never run)",
     "torch": "torch",
