@@ -2,7 +2,7 @@
 
 top-k    the weight of the k-th likeliest token, by one topk for all rows
 top-p    the weight at which the nucleus ends: among the k likeliest where there is a top-k;
-         otherwise by two histograms of the weights' bits, as it may have any number of tokens
+         otherwise by histograms of the weights' bits, as it may have any number of tokens
 min-p    is a weight
 draw     from all tokens of at least the largest of those weights
 """
@@ -23,8 +23,8 @@ from torch_hybrid.ops.draw_tokens.counts import (
 )
 
 # Weights are floats within 0 and 1: as integers they are in order, and have 30 bits.
-_HALF_BITS = 15
-_LOW_BITS = (1 << _HALF_BITS) - 1
+_WEIGHT_BITS = 30
+_FEWEST_BITS, _MOST_BITS = 5, 15  # that one histogram tells apart
 
 
 def draw_tokens(
@@ -89,28 +89,41 @@ def _nucleus_end_of_ranked(ranked: Tensor, kth: Tensor, wanted: Tensor) -> Tenso
 def _nucleus_end(weights: Tensor, counts: Tensor, wanted: Tensor) -> Tensor:
     """[N, 1] the largest weight such that all of at least it count ``wanted`` together.
 
-    The upper half of its bits is found among the counts by upper halves, then the lower one among
-    those that have this upper half.
+    A histogram of the counts finds its uppermost bits; the next ones are found among the counts
+    that have those. A histogram has about as many places as a row has tokens.
     """
     bits = weights.nan_to_num(0.0).view(torch.int32).long()  # NaN: of rows that are not finite
-    spread = torch.arange(bits.shape[-1], dtype=torch.int64, device=bits.device) & _LOW_BITS
+    width = _histogram_bits(bits.shape[-1])
     # What counts nothing may stand anywhere: all in one place, they would wait for each other.
-    upper = torch.where(counts > 0, bits >> _HALF_BITS, spread)
-    high, above = _crossing(upper, counts, wanted)
-    inside = counts.masked_fill(upper != high, 0)
-    low, _ = _crossing(bits & _LOW_BITS, inside, wanted - above)
-    return (high << _HALF_BITS | low).int().view(torch.float32)
+    spread = torch.arange(bits.shape[-1], dtype=torch.int64, device=bits.device)
+    end = torch.zeros_like(wanted)
+    for shift in reversed(range(0, _WEIGHT_BITS, width)):
+        places = torch.where(counts > 0, bits >> shift, spread) & ((1 << width) - 1)
+        place, above = _crossing(places, counts, wanted, 1 << width)
+        counts = counts.masked_fill(places != place, 0)
+        wanted = wanted - above
+        end = end | place << shift
+    return end.int().view(torch.float32)
 
 
-def _crossing(places: Tensor, counts: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def _histogram_bits(vocab_size: int) -> int:
+    """Bits that one histogram tells apart: the fewest for which no more histograms are needed."""
+    most = min(max(vocab_size.bit_length(), _FEWEST_BITS), _MOST_BITS)
+    return math.ceil(_WEIGHT_BITS / math.ceil(_WEIGHT_BITS / most))
+
+
+def _crossing(
+    places: Tensor, counts: Tensor, wanted: Tensor, num_places: int
+) -> tuple[Tensor, Tensor]:
     """The last of the places from which on to the end there is ``wanted``, and what is behind it.
 
     Args:
         places: [N, M] of each count.
         counts: [N, M].
         wanted: [N, 1], at most the sum.
+        num_places: that there are.
     """
-    histogram = counts.new_zeros(counts.shape[0], 1 << _HALF_BITS).scatter_add_(1, places, counts)
+    histogram = counts.new_zeros(counts.shape[0], num_places).scatter_add_(1, places, counts)
     from_here = histogram.flip(1).cumsum(1).flip(1)
     # Rows that are not finite count anything, and must not read beyond.
     place = ((from_here >= wanted).sum(dim=1, keepdim=True) - 1).clamp_(min=0)
