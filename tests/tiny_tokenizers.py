@@ -54,6 +54,135 @@ def metaspace():
     )
 
 
+def fallback_bytes(*, unigram=False):
+    """Pieces of sentencepiece without a normalizer, and a decoder of Metaspace (unigram) or of
+    replaced spaces (BPE); what no piece has falls to bytes."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", "▁▁", "▁the", "▁fox", "es", *"abcdefghijklmnopqrstuvwxyzü,.!'"]
+    if unigram:
+        scored = [(piece, -1.0) for piece in pieces]
+        model = tokenizers.models.Unigram(scored, unk_id=0, byte_fallback=True)
+        last = tokenizers.decoders.Metaspace()
+    else:
+        vocab = {piece: at for at, piece in enumerate(pieces)}
+        model = tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True)
+        last = tokenizers.decoders.Replace("▁", " ")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    tokenizer.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.ByteFallback(), last, tokenizers.decoders.Fuse()]
+    )
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def unigram():
+    """Unigram with byte fallback."""
+    return fallback_bytes(unigram=True)
+
+
+def bpe_fallback():
+    """BPE with byte fallback that keeps the space in front."""
+    return fallback_bytes()
+
+
+# Words and signs from which a clean-up takes spaces, whole and in parts.
+SIGNS = ["n", "'", "t", "s", "m", "v", "e", "r", "ve", "re", "n't", "'s", ".", ",", "!", "?"]
+CLEANED = ["[UNK]", "[SEP]", "do", "we", "über", "日本", "##s", "##n", "##'", *SIGNS]
+
+
+def word_pieces(*, cleans=False):
+    """WordPiece as BERT has it: what continues a word is marked, and its decoder cleans up."""
+    vocab = {word: at for at, word in enumerate(CLEANED)}
+    model = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token="[UNK]"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    model.decoder = tokenizers.decoders.WordPiece(cleanup=not cleans)
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        unk_token="[UNK]",
+        eos_token="[SEP]",
+        clean_up_tokenization_spaces=cleans,
+    )
+
+
+def cleaned_word_pieces():
+    """WordPiece whose text transformers cleans up."""
+    return word_pieces(cleans=True)
+
+
+def cleaned_words():
+    """Whole words with spaces between them, some of them spaces, that transformers cleans up."""
+    vocab = {word: at for at, word in enumerate([*CLEANED, " ", "  ", " '"])}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="[UNK]"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model,
+        unk_token="[UNK]",
+        eos_token="[SEP]",
+        clean_up_tokenization_spaces=True,
+    )
+
+
+def cleaned_bytes():
+    """Byte-level BPE that transformers is told to clean up, which takes spaces out of any text."""
+    tokenizer = byte_level()
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    return tokenizer
+
+
+def word_ends():
+    """BPE whose words are marked at their ends."""
+    pieces = [
+        "<unk>",
+        "</s>",
+        "</w>",
+        "the</w>",
+        "fox</w>",
+        *"abcdefgh",
+        *(f"{x}</w>" for x in "xyz."),
+    ]
+    vocab = {piece: at for at, piece in enumerate(pieces)}
+    model = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, [], unk_token="<unk>", end_of_word_suffix="</w>")
+    )
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    model.decoder = tokenizers.decoders.BPEDecoder("</w>")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model, unk_token="<unk>", eos_token="</s>"
+    )
+
+
+def byte_by_byte():
+    """A tokenizer in Python, of single bytes, that leaves out those which are no character."""
+    return transformers.ByT5Tokenizer(extra_ids=3)
+
+
+def with_added_tokens(tokenizer):
+    """The same with tokens that were added to it, special ones and others."""
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|a|>", "<|b|>"]})
+    tokenizer.add_tokens(["<tool>", " spaced ", "ü!"])
+    return tokenizer
+
+
+EVERY_KIND = {
+    make.__name__: make
+    for make in (
+        byte_level,
+        metaspace,
+        unigram,
+        bpe_fallback,
+        word_pieces,
+        cleaned_word_pieces,
+        cleaned_words,
+        cleaned_bytes,
+        word_ends,
+        byte_by_byte,
+    )
+}
+
+
 VISION_MARKS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 VISION_TEMPLATE = """{%- for message in messages -%}
 <|{{ message.role }}|>

@@ -1,12 +1,18 @@
-"""Text as tokens come in: whole characters only, and an end at the first stop text."""
+"""Text as tokens come in: what later tokens cannot change, and an end at the first stop text."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Protocol
 
 UNFINISHED = "\ufffd"  # what decoders write for bytes that are not a whole character (yet)
-MOST_UNFINISHED = 8  # tokens; a character has at most 4 bytes, and a token of it one at least
+_MOST_BYTES = 3  # of a character that is not whole yet
+_FEWEST_KEPT = 4  # tokens that the next ones are decoded with; at most twice as many
+# A character of the last private plane, which a vocabulary has as bytes or not at all.
+_RARE = "\U00100000"
+# What transformers' clean-up may still take spaces from, by what follows: "do n ' t" is "don't".
+_MAY_LOSE_SPACES = re.compile(r"(?: {1,2}'?| n ?'?| '[vr])\Z")
 
 
 class Tokenizer(Protocol):
@@ -18,10 +24,11 @@ class Tokenizer(Protocol):
 
 
 class Detokenizer:
-    """The growing text of one request.
+    """The growing text of one request: the pieces add up to what decoding all tokens gives.
 
-    A token's text depends on its neighbours, so the last few tokens are decoded with and without
-    the new one, and what is longer by is new; the cost of a token does not grow with the text.
+    A token's text depends on its neighbours, so it is decoded with the last few tokens, and what is
+    new and certain goes to the text. A later token may change the bytes of a run that is not over,
+    and spaces that a clean-up takes. The cost of a token does not grow with the text.
 
     Args:
         tokenizer: decodes.
@@ -34,56 +41,83 @@ class Detokenizer:
         self.is_stopped = False
         self._tokenizer = tokenizer
         self._stop = stop
-        self._tokens: list[int] = []  # the last few: those of the piece before, and new ones
-        self._num_context = 0  # how many of them are in the text already
+        self._run_breaker = _run_breaker(tokenizer)
+        self._tokens: list[int] = []  # the last few
+        self._decoded = ""  # their text
+        self._num_taken = 0  # characters of it that are in ``text``
         self._num_given = 0  # characters that were returned
 
     def add(self, token: int) -> str:
         """Take a token; return the text that is certain now and was not before."""
-        self._tokens.append(token)
-        decoded, known = self._decode(self._tokens), self._known()
-        if len(decoded) > len(known) and not decoded.endswith(UNFINISHED):
-            self._append(decoded[len(known) :])
-            self._settle(len(self._tokens))
-        elif special := self._special_text(token):
-            self._tokens.pop()  # it has no part in any text
-            if special in self._stop:
-                self._take_rest()
+        decoded = self._decode([*self._tokens, token])
+        if decoded == self._decoded and (special := self._special_text(token)):
+            if special in self._stop:  # else it has no part in any text
+                self._take(len(decoded))
                 self.is_stopped = True
-        elif len(self._tokens) - self._num_context > MOST_UNFINISHED:
-            self._settle_broken()
+        else:
+            self._tokens.append(token)
+            self._decoded = decoded
+            self._take(self._num_certain())
+            self._forget()
         return self._give(len(self.text) - self._num_withheld())
 
     def finish(self) -> str:
         """Return the rest: no further token comes. It may turn out to hold a stop text."""
         if not self.is_stopped:
-            self._take_rest()
+            self._take(len(self._decoded))
         return self.flush()
 
     def flush(self) -> str:
         """Return what was held back of the text so far, without decoding anything further."""
         return self._give(len(self.text))
 
-    def _known(self) -> str:
-        return self._decode(self._tokens[: self._num_context])
+    def _num_certain(self) -> int:
+        """Count the characters of the last few tokens that no later token changes."""
+        decoded = self._decoded
+        whole = decoded.rstrip(UNFINISHED)
+        if self._run_breaker is None:
+            certain = max(len(whole), len(decoded) - _MOST_BYTES)
+        else:  # one byte may make all bytes of its run wrong, and the right ones wrong ones whole
+            broken = self._decode([*self._tokens, self._run_breaker])
+            certain = min(len(whole), _num_alike(decoded, broken))
+        changing = _MAY_LOSE_SPACES.search(decoded[:certain])
+        return certain if changing is None else changing.start()
 
-    def _take_rest(self) -> None:
-        """Take the text of all tokens, that of an unfinished character too."""
-        self._append(self._decode(self._tokens)[len(self._known()) :])
+    def _take(self, certain: int) -> None:
+        """Add to the text what is certain of it, and cut it before the first stop text.
 
-    def _settle(self, count: int) -> None:
-        """The first ``count`` tokens are in the text: what was new of them is context now."""
-        del self._tokens[: self._num_context]
-        self._num_context = count - self._num_context
+        A stop text in the rest counts too: the request ends there, and nothing follows that could
+        change it. A character that is not whole is none yet.
+        """
+        longest = max(map(len, self._stop), default=1)
+        start = max(0, len(self.text) - longest + 1)
+        end = max(certain, len(self._decoded.rstrip(UNFINISHED)))
+        seen = self.text + self._decoded[self._num_taken : end]
+        found = [at for at in (seen.find(stop, start) for stop in self._stop) if at >= 0]
+        if found:
+            self.text = seen[: min(found)]
+            self.is_stopped = True
+        else:
+            self.text += self._decoded[self._num_taken : certain]
+            self._num_taken = max(self._num_taken, certain)
 
-    def _settle_broken(self) -> None:
-        """Take bytes that make no character, up to those that may begin one."""
-        whole = self._decode(self._tokens)
-        for count in range(len(self._tokens) - 1, self._num_context, -1):
-            broken = self._decode(self._tokens[:count])
-            if broken + self._decode(self._tokens[count:]) == whole:
-                self._append(broken[len(self._known()) :])
-                self._settle(count)
+    def _forget(self) -> None:
+        """Keep fewer of the tokens, where those that are left decode as among all of them.
+
+        The first one left may lose a space by being first, so it is compared by what follows it.
+        What is not in the text yet has to follow it as well.
+        """
+        if len(self._tokens) < 2 * _FEWEST_KEPT:
+            return
+        num_open = len(self._decoded) - self._num_taken
+        for kept in range(_FEWEST_KEPT, len(self._tokens)):
+            tokens = self._tokens[-kept:]
+            first, decoded = self._decode(tokens[:1]), self._decode(tokens)
+            num_following = len(decoded) - len(first)
+            is_alike = self._decoded.endswith(decoded[len(first) :])
+            if first and is_alike and num_open <= num_following:
+                self._tokens, self._decoded = tokens, decoded
+                self._num_taken = len(decoded) - num_open
                 return
 
     def _special_text(self, token: int) -> str:
@@ -91,16 +125,6 @@ class Detokenizer:
         if self._decode([token]):
             return ""
         return self._tokenizer.decode([token], skip_special_tokens=False)
-
-    def _append(self, piece: str) -> None:
-        """Add to the text, and cut it before the first stop text."""
-        longest = max(map(len, self._stop), default=1)
-        start = max(0, len(self.text) - longest + 1)
-        self.text += piece
-        found = [at for at in (self.text.find(stop, start) for stop in self._stop) if at >= 0]
-        if found:
-            self.text = self.text[: min(found)]
-            self.is_stopped = True
 
     def _num_withheld(self) -> int:
         """Characters at the end that may turn out to begin a stop text."""
@@ -121,3 +145,25 @@ class Detokenizer:
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def _num_alike(text: str, other: str) -> int:
+    """Count the characters with which both begin."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((at for at, (x, y) in pairs if x != y), min(len(text), len(other)))
+
+
+def _run_breaker(tokenizer: Tokenizer) -> int | None:
+    """Find a token of one byte that makes whole characters before it unreadable.
+
+    Byte fallback has such tokens: a run of bytes is text where all of it is. None for tokenizers
+    that read each character by itself, or have no bytes.
+    """
+    try:
+        tokens = tokenizer.encode(_RARE)
+        whole = tokenizer.decode(tokens, skip_special_tokens=True)
+        parts = [x for x in tokens if tokenizer.decode([x], skip_special_tokens=True) == UNFINISHED]
+        broken = [tokenizer.decode([*tokens, x], skip_special_tokens=True) for x in parts[:1]]
+    except Exception:  # of a caller's tokenizer, which cannot write the character: it has no bytes
+        return None
+    return parts[0] if any(not text.startswith(whole) for text in broken) else None

@@ -1,11 +1,22 @@
-"""Text as tokens come in, over a byte-level tokenizer that cuts characters apart."""
+"""Text as tokens come in, over tokenizers that cut characters apart or change what they wrote."""
+
+from itertools import pairwise
 
 import pytest
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.fake_runner import FakeRunner, alone
-from tests.tiny_tokenizers import byte_level, metaspace
+from tests.tiny_tokenizers import (
+    EVERY_KIND,
+    bpe_fallback,
+    byte_level,
+    cleaned_word_pieces,
+    cleaned_words,
+    metaspace,
+    with_added_tokens,
+)
 from torch_hybrid.detokenizer import Detokenizer
 from torch_hybrid.engine import Engine
 from torch_hybrid.sampling import Sampling
@@ -19,6 +30,20 @@ def tokenizer():
 @pytest.fixture(scope="module", params=[byte_level, metaspace])
 def any_tokenizer(request):
     return request.param()
+
+
+@pytest.fixture(scope="module", params=EVERY_KIND)
+def every_tokenizer(request):
+    return with_added_tokens(EVERY_KIND[request.param]())
+
+
+@st.composite
+def tokens_of(draw, tokenizer):
+    """Tokens of a few kinds, so that they meet often; some the tokenizer does not know."""
+    known = len(tokenizer)
+    unknown = 0 if isinstance(tokenizer, transformers.ByT5Tokenizer) else 3  # it raises there
+    few = draw(st.lists(st.integers(0, known + unknown - 1), min_size=1, max_size=8))
+    return draw(st.lists(st.sampled_from(few), max_size=40))
 
 
 def pieces(tokenizer, tokens, stop=()):
@@ -43,11 +68,53 @@ def test_the_pieces_of_a_text_add_up_to_it_in_whole_characters(any_tokenizer, te
     assert all("\ufffd" not in piece or "\ufffd" in text for piece in given)
 
 
-@settings(deadline=None, max_examples=200)
-@given(tokens=st.lists(st.integers(0, 299), max_size=25))
-def test_any_tokens_give_what_decoding_them_together_gives(tokenizer, tokens):
+@settings(deadline=None, max_examples=150)
+@given(data=st.data())
+def test_any_tokens_of_any_tokenizer_give_what_decoding_them_together_gives(every_tokenizer, data):
+    tokens = data.draw(tokens_of(every_tokenizer))
+    given, detokenizer = pieces(every_tokenizer, tokens)
+    whole = every_tokenizer.decode(tokens, skip_special_tokens=True)
+    assert "".join(given) == detokenizer.text == whole
+
+
+@settings(deadline=None, max_examples=100)
+@given(data=st.data())
+def test_any_text_of_any_tokenizer_ends_before_a_stop_text(every_tokenizer, data):
+    """The first tokens whose text has it end the request, whatever further ones would change."""
+    tokens = data.draw(tokens_of(every_tokenizer))
+    texts = [
+        every_tokenizer.decode(tokens[:count], skip_special_tokens=True)
+        for count in range(1, len(tokens) + 1)
+    ]
+    whole = data.draw(st.sampled_from(["x", *texts]))
+    start = data.draw(st.integers(0, len(whole)))
+    stop = whole[start : start + data.draw(st.integers(1, 4))].strip("\ufffd") or "x"
+    given, detokenizer = pieces(every_tokenizer, tokens, [stop])
+    seen = [text.rstrip("\ufffd") for text in texts[:-1]] + texts[-1:]
+    first = next((text for text in seen if stop in text), None)
+    expected = (texts or [""])[-1] if first is None else first[: first.index(stop)]
+    assert detokenizer.is_stopped == (first is not None)
+    assert "".join(given) == detokenizer.text == expected
+
+
+CHANGING = {
+    "bytes that one more makes unreadable": (bpe_fallback, ["<0xC3>", "<0xA9>", "<0xFF>"]),
+    "a line's end before them": (metaspace, ["▁the", "<0x0A>", "<0xE2>", "<0x82>"]),
+    "a sign that takes its space along": (cleaned_words, ["do", "n", "'", "t", "."]),
+    "two spaces": (cleaned_words, ["we", " ", "'", "ve", "?"]),
+    "what continues a word": (cleaned_word_pieces, ["do", "##n", "'", "t", "we", "'", "re"]),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_text_that_a_later_token_changes_is_withheld(kind):
+    make, names = CHANGING[kind]
+    tokenizer = make()
+    tokens = tokenizer.convert_tokens_to_ids(names)
+    texts = [tokenizer.decode(tokens[:count]) for count in range(1, len(tokens) + 1)]
+    assert not all(later.startswith(text) for text, later in pairwise(texts))
     given, _ = pieces(tokenizer, tokens)
-    assert "".join(given) == tokenizer.decode(tokens, skip_special_tokens=True)
+    assert "".join(given) == texts[-1]
 
 
 @settings(deadline=None, max_examples=200)
