@@ -14,6 +14,7 @@ from torch_hybrid.sampling import Sampling
 
 END_WORDS = ("/exit", "/quit")
 PROMPT = "> "
+BYTE_ORDER_MARK = "\ufeff"  # before the first line of a file that an editor wrote
 
 
 def converse(engine: Engine, sampling: Sampling, system: str | None) -> None:
@@ -54,7 +55,7 @@ def _read() -> str | None:
     has_prompt = sys.stdin.isatty() and sys.stdout.isatty()
     while True:
         try:
-            text = input(PROMPT if has_prompt else "").strip()
+            text = input(PROMPT if has_prompt else "").removeprefix(BYTE_ORDER_MARK).strip()
         except EOFError:
             if has_prompt:
                 print()

@@ -6,7 +6,7 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch_hybrid.models.ring_2_5 import Ring25
     from torch_hybrid.request import Output, Request, TokenEvent
 
+_LINE_ENDS = "\x85\u2028\u2029"  # that JSON does not escape
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
@@ -170,8 +171,8 @@ def print_each(engine: Engine, requests: Sequence[Request]) -> None:
 
 def _print_output(number: int, output: Output) -> None:
     out.print(f"[bold]{number}[/] [dim]{_counts(output)}[/]")
-    shown = output.text if output.text is not None else " ".join(map(str, output.tokens))
-    out.print(shown, markup=False, soft_wrap=True)
+    # Rich would take form feeds out of a text, and make emoji of ":smile:".
+    print(output.text if output.text is not None else " ".join(map(str, output.tokens)), flush=True)
     if output.error is not None:
         print_error(f"prompt {number}: {output.error}")
 
@@ -183,7 +184,13 @@ def print_json(engine: Engine, requests: Sequence[Request]) -> None:
         for event in engine.step():
             if event.output is not None:
                 fields = asdict(event.output) | {"index": numbers[event.request]}
-                print(json.dumps(fields, ensure_ascii=not is_unicode(out)), flush=True)
+                print(_json_line(fields), flush=True)
+
+
+def _json_line(fields: Mapping[str, object]) -> str:
+    """JSON without any character at which a reader may end a line."""
+    line = json.dumps(fields, ensure_ascii=not is_unicode(out))
+    return line.translate({ord(end): f"\\u{ord(end):04x}" for end in _LINE_ENDS})
 
 
 def shown(event: TokenEvent) -> str:

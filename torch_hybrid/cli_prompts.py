@@ -62,10 +62,11 @@ def system_message(text: str | None) -> list[Message]:
 
 def _read_lines(path: Path) -> list[str]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # which leaves out a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read prompts from {path}: {error}") from error
-    return [line for line in text.splitlines() if line.strip()]
+    # ``splitlines`` would cut at U+2028 and form feeds too, which texts have within a line.
+    return [line for line in text.split("\n") if line.strip()]
 
 
 def _parse_ids(text: str) -> list[int]:

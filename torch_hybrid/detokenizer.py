@@ -11,8 +11,9 @@ _MOST_BYTES = 3  # of a character that is not whole yet
 _FEWEST_KEPT = 4  # tokens that the next ones are decoded with; at most twice as many
 # A character of the last private plane, which a vocabulary has as bytes or not at all.
 _RARE = "\U00100000"
-# What transformers' clean-up may still take spaces from, by what follows: "do n ' t" is "don't".
-_MAY_LOSE_SPACES = re.compile(r"(?: {1,2}'?| n ?'?| '[vr])\Z")
+# Where transformers' clean-up may take spaces or give them back, by what follows: "do n ' t" is
+# "don't", and "a ' " is "a'" before a letter and "a '." before a full stop.
+_OPEN_SPACES = re.compile(r"(?: {1,2}| {0,2}'| n ?'?| '[vr])\Z")
 
 
 class Tokenizer(Protocol):
@@ -80,7 +81,7 @@ class Detokenizer:
         else:  # one byte may make all bytes of its run wrong, and the right ones wrong ones whole
             broken = self._decode([*self._tokens, self._run_breaker])
             certain = min(len(whole), _num_alike(decoded, broken))
-        changing = _MAY_LOSE_SPACES.search(decoded[:certain])
+        changing = _OPEN_SPACES.search(decoded[:certain])
         return certain if changing is None else changing.start()
 
     def _take(self, certain: int) -> None:

@@ -50,6 +50,10 @@ def test_history_is_kept_and_forgotten(talk):
     assert third == "<|user|>anew<end><|assistant|>"
 
 
+def test_a_byte_order_mark_is_no_part_of_a_message(talk):
+    assert talk("\ufeffthe fox")[0] == ["<|user|>the fox<end><|assistant|>"]
+
+
 def test_a_system_message_stays(talk):
     prompts, _, _ = talk("a", "/new", "b", options=("--system", "be brief"))
     start = "<|system|>be brief<end><|user|>"

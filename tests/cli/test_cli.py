@@ -1,5 +1,6 @@
 """The command line: what it prints, and one clear message for what a user got wrong."""
 
+import dataclasses
 import io
 import json
 import os
@@ -17,10 +18,12 @@ from tests.parallel.processes import FORKSERVER
 from tests.tiny_models import FEWEST_LAYERS
 from tests.tiny_tokenizers import image_processor
 from tests.tiny_vision import PATCH, make_vision_model
-from torch_hybrid import cli, cli_options
+from torch_hybrid import cli, cli_options, cli_output
 from torch_hybrid.cli_options import load_tokenizer
 from torch_hybrid.cli_output import print_fact
+from torch_hybrid.cli_prompts import read_prompts
 from torch_hybrid.engine import Engine
+from torch_hybrid.request import Output
 
 EAGER = ("--eager", "--max-seqs", 4, "--max-tokens", 64, "--kv-tokens", 256)
 
@@ -153,6 +156,31 @@ def test_generate_serves_a_file_of_prompts(run, checkpoint, expected, tmp_path):
     assert outputs[0]["tokens"] == expected([1, 2, 3], 4)
     assert outputs[1]["tokens"] == expected([4], 4)
     assert outputs[1]["prompt"] == [4]
+
+
+LINE = "one\u2028two\u2029three\x85four\x0cfive\x0bsix\x1cseven"
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_a_line_of_a_file_is_one_prompt(tmp_path, end, encoding):
+    path = tmp_path / "prompts"
+    text = end.join(["the fox", LINE, "", " über ", "last"])
+    path.write_bytes(text.encode(encoding))
+    prompts = read_prompts([LINE], path, ids=False, chat=False, system=None)
+    assert prompts == [LINE, "the fox", LINE, " über ", "last"]
+    path.write_bytes(f"5 17{end}3{end}".encode(encoding))
+    assert read_prompts([], path, ids=True, chat=False, system=None) == [[5, 17], [3]]
+
+
+def test_texts_are_printed_as_they_are(capsys):
+    text = f"{LINE} :smile: [bold]x[/] \x0c"
+    output = Output(index=0, prompt=[1], tokens=[2], text=text, finish_reason="stop")
+    cli_output._print_output(0, output)
+    assert capsys.readouterr().out.endswith(f"{text}\n")
+    line = cli_output._json_line(dataclasses.asdict(output))
+    assert len(line.splitlines()) == 1
+    assert json.loads(line)["text"] == text
 
 
 def test_generate_prints_each_of_several_outputs(run, checkpoint):

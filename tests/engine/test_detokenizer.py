@@ -12,6 +12,7 @@ from tests.tiny_tokenizers import (
     EVERY_KIND,
     bpe_fallback,
     byte_level,
+    cleaned_bytes,
     cleaned_word_pieces,
     cleaned_words,
     metaspace,
@@ -101,6 +102,7 @@ CHANGING = {
     "bytes that one more makes unreadable": (bpe_fallback, ["<0xC3>", "<0xA9>", "<0xFF>"]),
     "a line's end before them": (metaspace, ["▁the", "<0x0A>", "<0xE2>", "<0x82>"]),
     "a sign that takes its space along": (cleaned_words, ["do", "n", "'", "t", "."]),
+    "a space that comes back": (cleaned_bytes, ["x", "Ġ", "'", "Ġ", "."]),
     "two spaces": (cleaned_words, ["we", " ", "'", "ve", "?"]),
     "what continues a word": (cleaned_word_pieces, ["do", "##n", "'", "t", "we", "'", "re"]),
 }
