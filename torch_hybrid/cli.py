@@ -109,7 +109,7 @@ def generate(
     processor = load_processor(options.model) if images else None
     model = options.load(vision=bool(images), mtp=speculate == "mtp")
     tokenizer = None if ids or images else load_tokenizer(options.model)
-    sampling = chosen.of(model)
+    sampling = chosen.of(model, has_texts=not ids)
     with _engine(options, model, tokenizer, prefix_cache, speculate, processor) as engine:
         requests = [engine.submit(prompt, sampling, stream=not as_json) for prompt in parsed]
         compile_ahead(engine.runner)

@@ -110,13 +110,23 @@ class SamplingOptions:
     stop: tuple[str, ...]
     ignore_eos: bool
 
-    def of(self, model: HybridModel | Ring25) -> Sampling:
-        """The checkpoint's sampling with what was given on the command line.
+    def of(self, model: HybridModel | Ring25, *, has_texts: bool = True) -> Sampling:
+        """The checkpoint's sampling with what was given on the command line, for one output.
+
+        Args:
+            model: of the checkpoint.
+            has_texts: without them the checkpoint's own stop texts are not looked for.
 
         Raises:
             ValueError: a value out of its range.
         """
-        return Sampling.of(model, **self._given())
+        sampling = Sampling.of(model, **self._given())
+        if sampling.n > 1:
+            note(f"generation_config asks for {sampling.n} outputs of a prompt: one is made")
+        if has_texts or sampling.stop == self.stop:
+            return replace(sampling, n=1)
+        note(f"generation_config's stop_strings are not looked for: {list(sampling.stop)}")
+        return replace(sampling, n=1, stop=self.stop)
 
     def check(self) -> None:
         """Raise ValueError for a value out of its range, before a model is loaded."""
@@ -124,7 +134,7 @@ class SamplingOptions:
 
     def _given(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in values.items() if value not in (None, ())}
 
 
 def _kv_tokens(given: str) -> KvTokens:

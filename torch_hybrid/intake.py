@@ -82,6 +82,7 @@ class Intake:
             tokens = prompt.copy()
         else:
             tokens, inputs = self._encoded(prompt)
+        sampling = sampling.for_prompt(len(tokens))
         packed = self._checked(tokens, packed, sampling)
         message_end = self._message_end(prompt, tokens) if self._finds_messages else None
         images = None

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -156,6 +157,20 @@ def test_generate_serves_a_file_of_prompts(run, checkpoint, expected, tmp_path):
     assert outputs[0]["tokens"] == expected([1, 2, 3], 4)
     assert outputs[1]["tokens"] == expected([4], 4)
     assert outputs[1]["prompt"] == [4]
+
+
+def test_what_a_checkpoint_asks_for_and_a_command_cannot_do_is_noted(capsys):
+    asked = SimpleNamespace(generation_config={"stop_strings": ["END"], "num_return_sequences": 3})
+    given = dict.fromkeys(field.name for field in dataclasses.fields(cli_options.SamplingOptions))
+    options = cli_options.SamplingOptions(**given | {"stop": (), "ignore_eos": False})
+    assert options.of(asked) == th.Sampling(stop=["END"])
+    assert (
+        "generation_config asks for 3 outputs of a prompt: one is made" in capsys.readouterr().err
+    )
+    assert options.of(asked, has_texts=False) == th.Sampling()
+    assert "stop_strings are not looked for: ['END']" in capsys.readouterr().err
+    own = dataclasses.replace(options, stop=("mine",))
+    assert own.of(asked) == th.Sampling(stop=["mine"])
 
 
 LINE = "one\u2028two\u2029three\x85four\x0cfive\x0bsix\x1cseven"

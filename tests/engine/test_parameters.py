@@ -5,7 +5,10 @@ import math
 
 import pytest
 
+from tests.engine.fake_runner import FakeRunner
+from torch_hybrid.engine import Engine
 from torch_hybrid.sampling import Sampling
+from torch_hybrid.sampling.generation_config import FOLLOWED, HARMLESS, NAMED, not_followed
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,8 @@ from torch_hybrid.sampling import Sampling
         ("logit_bias", {-3: 1.0}, "logit_bias must be made of token ids of at least 0, got -3"),
         ("logprobs", -1, "logprobs must be at least 0, got -1"),
         ("n", 0, "n must be at least 1, got 0"),
+        ("max_length", 1, "max_length must be at least 2, got 1"),
+        ("min_length", -1, "min_length must be at least 0, got -1"),
         ("seed", 2**64, "seed must be a 64-bit integer, as are those of all n outputs, got 1844"),
         ("seed", -(2**63) - 1, "seed must be a 64-bit integer"),
         ("stop_token_ids", [-1], r"stop_token_ids must be at least 0 each, got \(-1,\)"),
@@ -97,9 +102,106 @@ def test_of_reads_what_generate_would():
     assert changed == Sampling(repetition_penalty=1.1, temperature=0.3, max_new_tokens=5)
 
 
-def test_of_names_what_it_does_not_honour():
+def test_every_field_of_transformers_is_followed_or_harmless_or_named():
+    """A field of a newer transformers fails here; until then it is named."""
+    GenerationConfig = pytest.importorskip("transformers").GenerationConfig
+    lists = (set(FOLLOWED), HARMLESS, set(NAMED))
+    known = set[str]().union(*lists)
+    assert len(known) == sum(map(len, lists))
+    assert known - {"_commit_hash"} == set(GenerationConfig().to_dict())
+    config = GenerationConfig(**GenerationConfig._get_default_generation_params())
+    assert not_followed(config.to_dict()) == []
+
+
+def test_of_names_what_it_does_not_follow():
     with pytest.warns(UserWarning, match="asks for num_beams=4, typical_p=0.2: ignored"):
         Sampling.of(Checkpoint(num_beams=4, typical_p=0.2, epsilon_cutoff=0.0))
+
+
+@pytest.mark.parametrize("name", [*NAMED, "some_field_of_tomorrow"])
+def test_of_names_each_field_that_it_does_not_follow(name):
+    with pytest.warns(UserWarning, match=f"generation_config asks for {name}=0.125: ignored"):
+        assert Sampling.of(Checkpoint(**{name: 0.125})) == Sampling()
+
+
+@pytest.mark.parametrize("name", [*NAMED, *HARMLESS])
+def test_of_says_nothing_of_what_changes_no_token(name, recwarn):
+    Sampling.of(Checkpoint(**{name: NAMED.get(name)}))
+    Sampling.of(Checkpoint(**{name: None}))
+    if name in HARMLESS:
+        Sampling.of(Checkpoint(**{name: 17}))
+    assert not recwarn.list
+
+
+def test_of_follows_stop_texts_and_counts():
+    assert Sampling.of(Checkpoint(stop_strings="END")).stop == ("END",)
+    assert Sampling.of(Checkpoint(stop_strings=["a", "b"])).stop == ("a", "b")
+    assert Sampling.of(Checkpoint(stop_strings=["a"]), stop=["c"]).stop == ("c",)
+    assert Sampling.of(Checkpoint(num_return_sequences=3)).n == 3
+    assert Sampling.of(Checkpoint(num_return_sequences=3), n=1).n == 1
+
+
+@pytest.mark.filterwarnings("ignore:generation_config counts the prompt")
+@pytest.mark.parametrize(
+    ("config", "changes", "num_prompt", "least", "most"),
+    [
+        ({"max_length": 20}, {}, 5, 0, 15),
+        ({"max_length": 20}, {}, 19, 0, 1),
+        ({"max_length": 200}, {}, 5, 0, 195),
+        ({"max_length": 20, "max_new_tokens": 30}, {}, 5, 0, 30),
+        ({"max_length": 20}, {"max_new_tokens": 30}, 5, 0, 30),
+        ({"max_length": 20}, {"max_length": 10}, 5, 0, 5),
+        ({"max_new_tokens": 30}, {"max_length": 10}, 5, 0, 5),
+        ({"min_length": 20, "max_new_tokens": 30}, {}, 5, 15, 30),
+        ({"min_length": 20, "max_new_tokens": 30}, {}, 25, 0, 30),
+        ({"min_length": 90, "max_new_tokens": 30}, {}, 5, 30, 30),
+        ({"min_length": 90, "min_new_tokens": 3}, {}, 5, 3, 64),
+        ({"min_length": 20, "max_length": 30}, {}, 5, 15, 25),
+        ({"min_new_tokens": 90}, {}, 5, 90, 90),
+        ({"min_new_tokens": 90}, {"max_new_tokens": 10}, 5, 10, 10),
+        ({"min_new_tokens": 90, "max_length": 40}, {}, 5, 35, 35),
+    ],
+)
+def test_of_follows_lengths_as_transformers_does(config, changes, num_prompt, least, most):
+    sampling = Sampling.of(Checkpoint(**config), **changes).for_prompt(num_prompt)
+    assert (sampling.min_new_tokens, sampling.max_new_tokens) == (least, most)
+
+
+def test_of_names_lengths_that_count_the_prompt():
+    expected = "generation_config counts the prompt in max_length=20, min_length=9$"
+    with pytest.warns(UserWarning, match=expected):
+        sampling = Sampling.of(Checkpoint(max_length=20, min_length=9))
+    assert (sampling.max_length, sampling.max_new_tokens, sampling.min_length) == (20, 19, 9)
+    expected = "asks for top_h=0.4: ignored; it counts the prompt in max_length=20$"
+    with pytest.warns(UserWarning, match=expected):
+        Sampling.of(Checkpoint(max_length=20, top_h=0.4))
+
+
+def test_a_prompt_that_leaves_nothing_of_a_length_is_named():
+    expected = "max_length must be more than the 20 tokens of the prompt, which it counts, got 20"
+    with pytest.raises(ValueError, match=expected):
+        Sampling(max_length=20).for_prompt(20)
+
+
+def test_an_engine_counts_the_prompt():
+    engine = Engine(FakeRunner())
+    outputs = engine.generate([[1] * 5, [2] * 7], Sampling(max_length=9, ignore_eos=True))
+    assert sorted(len(output.tokens) for output in outputs) == [2, 4]
+    with pytest.raises(ValueError, match="prompt 1: max_length must be more than the 9 tokens"):
+        engine.generate([[1], [2] * 9], Sampling(max_length=9))
+    prompt, eos = [3, 4, 5], [*range(1, 50)]  # every token but one ends a request
+    few = Sampling(stop_token_ids=eos, max_new_tokens=9, min_length=8)
+    (output,) = engine.generate(prompt, few)
+    assert output.tokens[:5] == [0] * 5
+    assert output.tokens[5] != 0
+
+
+@pytest.mark.filterwarnings("ignore:generation_config counts the prompt")
+@pytest.mark.parametrize("field", ["max_length", "min_length", "min_new_tokens", "stop_strings"])
+def test_of_names_values_of_another_type(field):
+    name = field.removesuffix("_strings")
+    with pytest.raises((TypeError, ValueError), match=name):
+        Sampling.of(Checkpoint(**{field: 2.5}))
 
 
 def test_of_refuses_values_out_of_range():

@@ -5,12 +5,19 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
+
+from torch_hybrid.sampling.generation_config import (
+    DEFAULT_MAX_NEW_TOKENS,
+    counts_prompt,
+    fields_of,
+    not_followed,
+)
 
 LogitsProcessor = Callable[[Sequence[int], Tensor], Tensor]
 
@@ -36,6 +43,10 @@ class Sampling:
         max_new_tokens: the most tokens generated.
         min_new_tokens: tokens that end a request are barred before so many are generated; stop
             texts still end it.
+        max_length: the most tokens of prompt and output together; None is any number. The smaller
+            of the two limits ends a request.
+        min_length: the same as ``min_new_tokens``, of prompt and output together; the larger of the
+            two holds, up to the most tokens.
         temperature: logits are divided by it; 0 takes the likeliest token.
         top_k: the number of likeliest tokens to draw from; 0 is all of them.
         top_p: the likeliest tokens that reach this probability together; 1 is all of them.
@@ -62,8 +73,10 @@ class Sampling:
         ValueError: a value out of its range.
     """
 
-    max_new_tokens: int = 64
+    max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS
     min_new_tokens: int = 0
+    max_length: int | None = None
+    min_length: int = 0
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -84,6 +97,9 @@ class Sampling:
     def __post_init__(self) -> None:
         _check_int(self, "max_new_tokens", at_least=1)
         _check_int(self, "min_new_tokens", at_least=0)
+        _check_int(self, "min_length", at_least=0)
+        if self.max_length is not None:
+            _check_int(self, "max_length", at_least=2)
         _check_int(self, "top_k", at_least=0)
         _check_int(self, "n", at_least=1)
         for name in ("logprobs", "prompt_logprobs"):
@@ -128,25 +144,35 @@ class Sampling:
 
         As ``generate`` of transformers reads it: without ``do_sample`` it is greedy, with it the
         default ``top_k`` is 50. Tokens that end a sequence are the engine's ``eos_token_ids``.
-        Fields that change what ``generate`` draws and that have no counterpart here are named in
-        a warning.
+        A warning names what ``generate`` follows and this does not, fields that are not known, and
+        lengths that count the prompt (``max_length`` and ``min_length``, which are followed).
         """
-        config = {
-            name: value for name, value in model.generation_config.items() if value is not None
-        }
-        ignored = [
-            f"{name}={config[name]!r}"
-            for name, neutral in _NOT_HONOURED.items()
-            if config.get(name, neutral) != neutral
-        ]
-        if ignored:
-            warnings.warn(f"generation_config asks for {', '.join(ignored)}: ignored", stacklevel=2)
-        chosen = {name: config[name] for name in _READ if name in config}
-        if config.get("do_sample", False):
-            chosen = {"temperature": 1.0, "top_k": 50} | chosen
-        else:
-            chosen["temperature"] = 0.0
-        return cls(**(chosen | changes))
+        config = model.generation_config
+        fields = fields_of(config, changes)
+        said = [f"asks for {', '.join(names)}: ignored"] if (names := not_followed(config)) else []
+        if counted := counts_prompt(fields, changes):
+            said.append(f"counts the prompt in {', '.join(counted)}")
+        if said:
+            warnings.warn(f"generation_config {'; it '.join(said)}", stacklevel=2)
+        return cls(**fields)
+
+    def for_prompt(self, num_tokens: int) -> Self:
+        """Make lengths that count the prompt those of the output of one prompt.
+
+        Raises:
+            ValueError: the prompt leaves no token of ``max_length``.
+        """
+        if self.max_length is None and not self.min_length:
+            return self
+        most = self.max_new_tokens
+        if self.max_length is not None:
+            most = min(most, self.max_length - num_tokens)
+            expected = f"more than the {num_tokens} tokens of the prompt, which it counts"
+            _check("max_length", expected, self.max_length, most > 0)
+        least = min(most, max(self.min_new_tokens, self.min_length - num_tokens))
+        return replace(
+            self, max_new_tokens=most, min_new_tokens=least, max_length=None, min_length=0
+        )
 
     @property
     def filters(self) -> bool:
@@ -161,33 +187,6 @@ class Sampling:
             drawn = torch.randint(2**63 - 1, (), dtype=torch.int64, device="cpu")
             return torch.Generator("cpu").manual_seed(int(drawn))
         return torch.Generator("cpu").manual_seed(self.seed + sample)
-
-
-_READ = (
-    "max_new_tokens",
-    "min_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-)
-
-# What changes the tokens of ``generate`` and is not known here, with the value that does nothing.
-_NOT_HONOURED: dict[str, object] = {
-    "num_beams": 1,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "no_repeat_ngram_size": 0,
-    "bad_words_ids": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "sequence_bias": None,
-    "guidance_scale": None,
-}
 
 
 def _set(sampling: Sampling, name: str, value: object) -> None:
