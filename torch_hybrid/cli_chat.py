@@ -9,7 +9,7 @@ from torch_hybrid.cli_output import note, print_error, shown, stream_output
 from torch_hybrid.cli_prompts import system_message, user_message
 from torch_hybrid.engine import Engine
 from torch_hybrid.errors import CapacityError
-from torch_hybrid.prompts import Message
+from torch_hybrid.messages import Message
 from torch_hybrid.sampling import Sampling
 
 END_WORDS = ("/exit", "/quit")

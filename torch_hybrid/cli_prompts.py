@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_hybrid.prompts import Message, Prompt
+from torch_hybrid.messages import Message
+from torch_hybrid.prompts import Prompt
 
 
 def read_prompts(

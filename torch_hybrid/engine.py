@@ -164,8 +164,9 @@ class Engine:
             prompts: one prompt or several: token lists or 1-D integer tensors; texts and
                 conversations (lists of messages) when the engine has a tokenizer; or what a
                 tokenizer returned for them. With a processor, parts of messages may be images
-                (``{"type": "image", "image": ...}``: of Pillow, or a path); what a processor
-                returned is a prompt too.
+                (``{"type": "image", "image": ...}``: of Pillow, or a path; or ``image_url`` as
+                OpenAI's clients write it); what a processor returned is a prompt too. Parts and
+                keys that are not understood are refused.
             sampling: for all prompts, or one for each.
             stream: yield an event for each token instead; a request's last one has its output.
             timeout_s: a request that has not ended after so many seconds ends with what it has;

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_hybrid.detokenizer import Detokenizer, Tokenizer
 from torch_hybrid.host import int_tensor, packed_ints, plain_ints
 from torch_hybrid.images import Images
+from torch_hybrid.messages import NO_SIGHT, Sight, read_messages
 from torch_hybrid.prompts import (
     Processor,
     Prompt,
@@ -21,6 +22,7 @@ from torch_hybrid.prompts import (
     process,
     processed_message_tokens,
     prompt_tokens,
+    template_of,
     with_images,
 )
 from torch_hybrid.request import Request
@@ -55,6 +57,7 @@ class Intake:
         if runner.takes_embeds:
             self._tower = getattr(runner.model, "vision", None)
         self._processor = processor
+        self._sight = _sight(self._tower, processor)
         self._vocab_size, self._max_seq_len = runner.vocab_size, runner.max_seq_len
         self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
         self._finds_messages = finds_messages
@@ -77,6 +80,8 @@ class Intake:
         if not isinstance(sampling, Sampling):
             raise TypeError(f"sampling must be a th.Sampling, got {sampling!r}")
         packed = plain_ints(prompt) if isinstance(prompt, list) else None
+        if packed is None and is_conversation(prompt):
+            prompt = read_messages(prompt, self._template, self._sight)
         inputs: Mapping[str, Tensor] = {}
         if isinstance(prompt, list) and packed is not None:
             tokens = prompt.copy()
@@ -115,27 +120,26 @@ class Intake:
 
     def _encoded(self, prompt: Prompt) -> tuple[list[int], Mapping[str, Tensor]]:
         """The tokens of a prompt, and what it has beside them."""
-        sees = has_images(prompt)
-        if sees and self._tower is None:
-            raise ValueError(
-                "a prompt has images, and the model no tower: a multimodal checkpoint keeps its "
-                "own with th.from_pretrained(path, vision=True)"
-            )
-        if is_conversation(prompt) and self._processor is not None:
-            prompt = process(prompt, self._processor)
-        elif sees and not isinstance(prompt, Mapping):
-            raise ValueError(
-                "images in a conversation need the checkpoint's processor: th.Engine(runner, "
-                "processor=transformers.AutoProcessor.from_pretrained(path))"
-            )
-        if sees and self._tower is not None and isinstance(prompt, Mapping):
-            return with_images(prompt, self._tower.input_names)
+        if self._processor is not None and is_conversation(prompt):
+            prompt = process(list(prompt), self._processor)
+        if isinstance(prompt, Mapping):
+            if self._tower is None and has_images(prompt):
+                raise ValueError(f"a prompt has images, and {NO_SIGHT.otherwise}")
+            if self._tower is not None and not prompt.keys().isdisjoint(self._tower.input_names):
+                return with_images(prompt, self._tower.input_names)
         return prompt_tokens(prompt, self._tokenizer), {}
+
+    @property
+    def _template(self) -> object:
+        """Which chat template writes conversations."""
+        if self._processor is not None:
+            return self._processor.chat_template
+        return template_of(self._tokenizer)
 
     def _message_end(self, prompt: Prompt, tokens: list[int]) -> int | None:
         if self._processor is not None and is_conversation(prompt):
-            return processed_message_tokens(prompt, tokens, self._processor)
-        return None if has_images(prompt) else message_tokens(prompt, tokens, self._tokenizer)
+            return processed_message_tokens(list(prompt), tokens, self._processor)
+        return message_tokens(prompt, tokens, self._tokenizer)
 
     def _checked(
         self, tokens: list[int], packed: array[int] | None, sampling: Sampling
@@ -168,3 +172,16 @@ class Intake:
         if sampling.stop and self._tokenizer is None:
             raise ValueError(f"stop texts need a tokenizer, got stop={list(sampling.stop)!r}")
         return packed
+
+
+def _sight(tower: Tower | None, processor: Processor | None) -> Sight:
+    """What messages may show."""
+    if tower is None:
+        return NO_SIGHT
+    if processor is None:
+        return Sight(
+            otherwise="images in a conversation need the checkpoint's processor: th.Engine(runner, "
+            "processor=transformers.AutoProcessor.from_pretrained(path))"
+        )
+    kinds = tuple(modality.name for modality in tower.modalities)
+    return Sight(kinds=kinds, otherwise=f"the model's tower takes {' and '.join(kinds)}s")

@@ -15,17 +15,35 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.detokenizer import Tokenizer
-
-Message = Mapping[str, Any]
+from torch_hybrid.messages import (
+    Message,
+    check_unicode,
+    check_written,
+    has_unusual_role,
+    joined,
+    read_messages,
+    shows_more,
+)
 
 EXPECTED = (
     "a text, a list of token ids, a 1-D tensor or array of integers, a conversation (a list of "
     'dicts with "role" and "content"), or what a tokenizer returns for one of these'
 )
-# What a processor adds beside the tokens of images, videos and sounds. Without it they would mean
-# nothing.
 _OF_IMAGES = ("pixel_values", "pixel_values_videos")
-_OTHER_INPUTS = ("input_features", "input_values", "inputs_embeds")
+# What tokenizers and processors return of tokens that says nothing more of them.
+_OF_TOKENS = frozenset(
+    {
+        "input_ids",
+        "attention_mask",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "special_tokens_mask",
+        "offset_mapping",
+        "assistant_masks",
+        "length",
+    }
+)
+_PROBE = "probe"  # a text that a template either writes or does not
 
 
 @runtime_checkable
@@ -57,6 +75,7 @@ class Processor(Protocol):
     """What makes tokens and pixels of a conversation with images; those of transformers do."""
 
     tokenizer: Any
+    chat_template: Any
 
     def apply_chat_template(self, conversation: list[Message], **options: Any) -> Any: ...
 
@@ -78,7 +97,7 @@ def as_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Mapping):
-        return [prompts] if has_images(prompts) else list(_encoded_rows(prompts))
+        return [prompts] if _beside_tokens(prompts) else list(_encoded_rows(prompts))
     if not isinstance(prompts, list) and isinstance(prompts, Array):
         if prompts.ndim not in (1, 2):
             raise ValueError(f"prompts must be a 1-D or 2-D array, got {_shown(prompts)}")
@@ -122,8 +141,13 @@ def prompt_tokens(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise TypeError(f"a prompt must be {EXPECTED}; got {_shown(prompt)}")
     if is_conversation(prompt):
-        return _conversation_tokens(_messages(prompt), tokenizer)
+        return _conversation_tokens(read_messages(prompt, template_of(tokenizer)), tokenizer)
     return _token_list(prompt)
+
+
+def template_of(tokenizer: object) -> object:
+    """The chat template of a tokenizer; None for those that have none."""
+    return tokenizer.chat_template if isinstance(tokenizer, ChatTokenizer) else None
 
 
 def is_conversation(prompt: Prompt) -> TypeGuard[Sequence[Any]]:
@@ -135,16 +159,8 @@ def is_conversation(prompt: Prompt) -> TypeGuard[Sequence[Any]]:
 
 
 def has_images(prompt: Prompt) -> bool:
-    """Whether there are images or videos in a prompt: in the messages of a conversation, or beside
-    the tokens, as a processor returns them."""
-    if isinstance(prompt, Mapping):
-        return not set(_OF_IMAGES).isdisjoint(prompt)
-    return is_conversation(prompt) and any(
-        isinstance(part, Mapping) and part.get("type") in ("image", "video")
-        for message in prompt
-        if isinstance(message, Mapping) and isinstance(message.get("content"), list | tuple)
-        for part in message["content"]
-    )
+    """Whether there are images or videos beside the tokens, as a processor returns them."""
+    return isinstance(prompt, Mapping) and not set(_OF_IMAGES).isdisjoint(_beside_tokens(prompt))
 
 
 def with_images(
@@ -158,34 +174,37 @@ def with_images(
 
     Raises:
         TypeError: tokens are no integers.
-        ValueError: it is of several prompts, or has what is no numbers.
+        ValueError: it is of several prompts, or has what is no numbers or the tower does not take.
     """
-    rows = _encoded_rows({name: x for name, x in encoded.items() if name not in _OF_IMAGES})
+    beside = _beside_tokens(encoded)
+    rows = _encoded_rows({name: x for name, x in encoded.items() if name not in beside})
     if len(rows) != 1:
         raise ValueError(f"images belong to one prompt, got {len(rows)} rows of input_ids")
-    inputs = {name: _as_tensor(name, encoded[name]) for name in input_names if name in encoded}
-    if unknown := [name for name in _OF_IMAGES if name in encoded and name not in inputs]:
+    if unknown := [name for name in beside if name not in input_names]:
         raise ValueError(f"the model's tower takes {[*input_names]}, got {unknown}")
-    return _token_list(rows[0]), inputs
+    return _token_list(rows[0]), {name: _as_tensor(name, encoded[name]) for name in beside}
 
 
-def process(conversation: Sequence[Any], processor: Processor) -> Mapping[str, Any]:
-    """What a processor returns for a conversation, whose last message is to be answered or, if it
-    is the assistant's, continued.
+def process(messages: list[Message], processor: Processor) -> Mapping[str, Any]:
+    """What a processor returns for messages that were read, the last of which is to be answered or,
+    if it is the assistant's, continued.
 
     Raises:
-        TypeError, ValueError: it is no conversation, or one that the processor refuses.
+        ValueError: the processor refuses them, or leaves one out.
     """
-    encoded = _templated(_messages(conversation), processor, tokenize=True)
+    if has_unusual_role(messages):
+        check_written(messages, _templated(messages, processor))
+    encoded = _templated(messages, processor, tokenize=True)
     assert isinstance(encoded, Mapping)
+    if any(shows_more(message) for message in messages) and not has_images(encoded):
+        raise ValueError("the processor made no pixels of the images in the conversation")
     return encoded
 
 
 def processed_message_tokens(
-    conversation: Sequence[Any], tokens: list[int], processor: Processor
+    messages: list[Message], tokens: list[int], processor: Processor
 ) -> int | None:
     """As ``message_tokens``, of what a processor made."""
-    messages = _messages(conversation)
     if messages[-1]["role"] == "assistant":
         return None
     asked, alone = (_templated(messages, processor, asks=asks) for asks in (True, False))
@@ -200,8 +219,6 @@ def _templated(
     messages: list[Message], processor: Processor, *, asks: bool = True, tokenize: bool = False
 ) -> Any:
     """A conversation as text, or as tokens and pixels."""
-    from jinja2 import TemplateError
-
     is_continued = messages[-1]["role"] == "assistant"
     options = {"return_dict": True, "return_tensors": "pt"} if tokenize else {}
     try:
@@ -212,7 +229,7 @@ def _templated(
             tokenize=tokenize,
             **options,
         )
-    except (ImportError, OSError, ValueError, TypeError, LookupError, TemplateError) as error:
+    except Exception as error:  # of its template, its files, and what it fetches
         raise ValueError(f"the processor refuses the conversation: {error}") from error
 
 
@@ -240,7 +257,7 @@ def message_tokens(prompt: Prompt, tokens: list[int], tokenizer: Tokenizer | Non
     """
     if not is_conversation(prompt):
         return None
-    messages = _messages(prompt)
+    messages = read_messages(prompt, template_of(tokenizer))
     if messages[-1]["role"] == "assistant":
         return None
     alone = _conversation_tokens(messages, tokenizer, asks=False)
@@ -279,29 +296,8 @@ def _token(value: object, at: int) -> int:
 def _encode(text: str, tokenizer: Tokenizer | None) -> list[int]:
     if tokenizer is None:
         raise ValueError("a prompt must be tokens when the engine has no tokenizer, got a text")
-    _check_unicode(text)
+    check_unicode(text)
     return list(tokenizer.encode(text))
-
-
-def _check_unicode(text: str) -> None:
-    """Surrogates, as an argument of bytes that are no UTF-8 has them, have no tokens."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"a text must be valid Unicode, got {_shown(text)}: {error}") from error
-
-
-def _messages(prompt: Sequence[Any]) -> list[Message]:
-    for at, message in enumerate(prompt):
-        if not isinstance(message, Mapping):
-            raise TypeError(f"message {at} must be a dict, got {_shown(message)}")
-        if "role" not in message or not {"content", "tool_calls"} & message.keys():
-            raise ValueError(
-                f'message {at} must have "role" and "content", got {sorted(map(str, message))}'
-            )
-        if isinstance(content := message.get("content"), str):
-            _check_unicode(content)
-    return list(prompt)
 
 
 def _conversation_tokens(
@@ -316,17 +312,39 @@ def _conversation_tokens(
     if not tokenizer.chat_template:
         raise ValueError("the tokenizer has no chat template: give the prompt as a text")
     is_continued = messages[-1]["role"] == "assistant"
+    options = {
+        "add_generation_prompt": asks and not is_continued,
+        "continue_final_message": is_continued,
+    }
     try:
+        if _writes_texts(messages, tokenizer):
+            messages = joined(messages)
+        if has_unusual_role(messages):
+            text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+            check_written(messages, text)
         tokens = tokenizer.apply_chat_template(
-            messages,
-            add_generation_prompt=asks and not is_continued,
-            continue_final_message=is_continued,
-            tokenize=True,
-            return_dict=False,
+            messages, tokenize=True, return_dict=False, **options
         )
     except TemplateError as error:
         raise ValueError(f"the chat template refuses the conversation: {error}") from error
     return _token_list(tokens)
+
+
+def _writes_texts(messages: Sequence[Message], tokenizer: ChatTokenizer) -> bool:
+    """Whether some of the messages have parts, where the template takes a text in their place.
+
+    Most templates write a list as Python or JSON has it. Those that take lists alone, MiniMax's,
+    write nothing of a text.
+    """
+    from jinja2 import TemplateError
+
+    if all(isinstance(message.get("content", ""), str) for message in messages):
+        return False
+    probe: list[Message] = [{"role": "user", "content": _PROBE}]
+    try:
+        return _PROBE in tokenizer.apply_chat_template(probe, tokenize=False)
+    except (TemplateError, TypeError):
+        return False
 
 
 def _encoded_rows(encoded: Mapping[str, Any]) -> list[Sequence[Any]]:
@@ -336,9 +354,12 @@ def _encoded_rows(encoded: Mapping[str, Any]) -> list[Sequence[Any]]:
         raise TypeError(
             f'a dict as a prompt must have "input_ids", got {sorted(map(str, encoded))}{hint}'
         )
-    if others := sorted(set(encoded).intersection(_OF_IMAGES + _OTHER_INPUTS)):
-        raise ValueError(f"a prompt must be of tokens alone, got {others} beside input_ids")
+    if beside := _beside_tokens(encoded):
+        raise ValueError(f"a prompt must be of tokens alone, got {beside} beside input_ids")
     rows = _rows(encoded["input_ids"], "input_ids")
+    segments = encoded.get("token_type_ids")
+    if segments is not None and any(any(row) for row in _rows(segments, "token_type_ids")):
+        raise ValueError("token_type_ids must be 0: no model here tells segments apart")
     mask = encoded.get("attention_mask")
     if mask is None:
         return rows
@@ -348,10 +369,25 @@ def _encoded_rows(encoded: Mapping[str, Any]) -> list[Sequence[Any]]:
         raise ValueError(
             f"attention_mask must have rows of {expected} entries as input_ids, got {lengths}"
         )
-    return [
-        [value for value, kept in zip(row, keep, strict=True) if kept]
-        for row, keep in zip(rows, masks, strict=True)
-    ]
+    return [row[_kept(keep)] for row, keep in zip(rows, masks, strict=True)]
+
+
+def _beside_tokens(encoded: Mapping[str, Any]) -> list[str]:
+    """Names of what there is beside tokens and what says nothing more of them."""
+    return sorted(name for name in encoded if name not in _OF_TOKENS and encoded[name] is not None)
+
+
+def _kept(mask: Sequence[Any]) -> slice:
+    """Where the tokens of a row stand between its padding."""
+    kept = [place for place, value in enumerate(mask) if value == 1]
+    num_padding = sum(value == 0 for value in mask)
+    if not kept and num_padding == len(mask):
+        return slice(0)
+    if len(kept) + num_padding < len(mask) or kept[-1] - kept[0] >= len(kept):
+        raise ValueError(
+            f"attention_mask must be 1, and 0 at the ends of a row alone, got {reprlib.repr(mask)}"
+        )
+    return slice(kept[0], kept[-1] + 1)
 
 
 def _rows(values: Any, name: str) -> list[Sequence[Any]]:

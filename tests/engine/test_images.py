@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -201,7 +203,11 @@ def test_prompts_that_cannot_be(qwen):
         (fewer.encoded, r"has 6 placeholders \(token 195\) for 2 image\(s\) whose features are 7"),
         (moved.encoded, r"placeholders of images must stand apart, in runs of \[6, 1\], got runs"),
         (without(prompt, "image_grid_thw"), r"\['pixel_values'\] of a prompt need \['image_grid_"),
-        (without(prompt, "pixel_values"), None),
+        (
+            without(prompt, "pixel_values"),
+            r"\['image_grid_thw'\] of a prompt need \['pixel_values'",
+        ),
+        ({**prompt.encoded, "input_features": torch.zeros(1)}, r"takes \[.*got \['input_features'"),
         (narrow, "pixel_values must have 28 rows by image_grid_thw, got 27"),
         (flat, r"image_grid_thw must be integers of shape \[images, 3\], got \[3\] in torch.int64"),
         (empty, r"image_grid_thw must be at least 1, got \[\[0, 4, 6\], \[1, 2, 2\]\]"),
@@ -209,22 +215,20 @@ def test_prompts_that_cannot_be(qwen):
         ({**prompt.encoded, "pixel_values": "none"}, "pixel_values of a prompt must be numbers"),
         (talk, "images in a conversation need the checkpoint's processor"),
     ]:
-        if message is None:  # without pixels the ids are tokens as any
-            assert tokens_of(engine, [wrong])
-            continue
         with pytest.raises(ValueError, match=message):
             engine.generate([prompts[2].tokens, wrong])
     assert tokens_of(engine, prompts) == expected
+    assert tokens_of(engine, [prompt.tokens])  # placeholders alone are tokens as any
     assert (runner.free_slots, runner.free_pages) == (4, 40)
 
 
 def test_images_for_a_model_without_its_tower(qwen):
     _, prompts, _ = qwen
     blind = th.Engine(th.Runner(make_hybrid(), **SIZES))
-    with pytest.raises(ValueError, match="has images, and the model no tower: a multimodal"):
+    with pytest.raises(ValueError, match="has images, and the model has no tower: a mul"):
         blind.generate([prompts[0].encoded])
     talk = [{"role": "user", "content": [{"type": "image", "image": None}]}]
-    with pytest.raises(ValueError, match="has images, and the model no tower"):
+    with pytest.raises(ValueError, match="of type 'image', and the model has no tower"):
         blind.submit(talk)
 
 
@@ -245,7 +249,7 @@ def talk_of(text: str, *images: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
 
 
-def test_conversations(tmp_path):
+def test_conversations(tmp_path, monkeypatch):
     """Images of Pillow and paths, several and none; a second turn goes on from the first."""
     processor = image_processor(PATCH)
     ids = processor.tokenizer.convert_tokens_to_ids
@@ -277,6 +281,33 @@ def test_conversations(tmp_path):
     assert turn.num_cached_tokens == len(processor.apply_chat_template(talks[0], tokenize=True)[0])
     (plain,) = th.Engine(runner, processor=processor).generate(answered, GREEDY)
     assert (turn.tokens, turn.text) == (plain.tokens, plain.text)
-    with pytest.raises(ValueError, match="the processor refuses the conversation: "):
-        engine.generate(talk_of("what", str(tmp_path / "not_there.png")))
+    buffer = io.BytesIO()
+    first.save(buffer, "PNG")
+    coded = base64.b64encode(buffer.getvalue()).decode()
+    url = f"data:image/png;base64,{coded}"
+    for part in (
+        {"type": "image_url", "image_url": {"url": url, "detail": "auto"}},
+        {"type": "image_url", "image_url": url},
+        {"type": "input_image", "image_url": url, "file_id": None},
+        {"type": "image", "base64": coded},
+        {"image": first},
+    ):
+        talk = [{"role": "user", "content": [part, {"type": "input_text", "text": "the quick"}]}]
+        assert tokens_of(engine, [talk]) == expected[:1]
+    for part, message in (
+        ({"type": "video_url", "video_url": {"url": "x.mp4"}}, "and parts may be text or image"),
+        (
+            {"type": "input_audio", "input_audio": {"data": "AAAA"}},
+            "of type 'input_audio', and part",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.generate([{"role": "user", "content": [part]}])
+    for gone in (str(tmp_path / "not_there.png"), "http://127.0.0.1:1/not_there.png"):
+        with pytest.raises(ValueError, match="the processor refuses the conversation: "):
+            engine.generate(talk_of("what", gone))
+    blind = {"input_ids": [[1, 2]]}
+    monkeypatch.setattr(type(processor), "apply_chat_template", lambda *_, **__: blind)
+    with pytest.raises(ValueError, match="the processor made no pixels of the images"):
+        engine.generate(talks[0])
     engine.close()

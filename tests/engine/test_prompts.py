@@ -44,6 +44,9 @@ def read(prompts, tokenizer=None):
         {"input_ids": torch.tensor([TOKENS])},
         {"input_ids": np.array([TOKENS]), "token_type_ids": [[0, 0, 0]]},
         {"input_ids": [[0, *TOKENS]], "attention_mask": [[0, 1, 1, 1]]},
+        {"input_ids": [[0, *TOKENS, 0]], "attention_mask": torch.tensor([[0, 1, 1, 1, 0]]).bool()},
+        {"input_ids": [TOKENS], "length": [3], "special_tokens_mask": [[0, 0, 0]]},
+        {"input_ids": [TOKENS], "pixel_values": None, "labels": None},
     ],
     ids=lambda prompt: type(prompt).__name__,
 )
@@ -170,6 +173,29 @@ def test_the_assistants_last_message_is_continued(tokenizer):
             {"input_ids": [[1]], "pixel_values": torch.zeros(1)},
             ValueError,
             "a prompt must be of tokens alone, got ['pixel_values'] beside input_ids",
+        ),
+        *(
+            (
+                {"input_ids": [[1, 2]], name: [[1, 2]]},
+                ValueError,
+                f"a prompt must be of tokens alone, got ['{name}'] beside input_ids",
+            )
+            for name in ("position_ids", "labels", "inputs_embeds", "image_grid_thw", "tomorrows")
+        ),
+        (
+            {"input_ids": [[1, 2, 3]], "attention_mask": [[1, 0, 1]]},
+            ValueError,
+            "attention_mask must be 1, and 0 at the ends of a row alone, got [1, 0, 1]",
+        ),
+        (
+            {"input_ids": [[1, 2]], "attention_mask": [[1, 2]]},
+            ValueError,
+            "attention_mask must be 1, and 0 at the ends of a row alone, got [1, 2]",
+        ),
+        (
+            {"input_ids": [[1, 2]], "token_type_ids": [[0, 1]]},
+            ValueError,
+            "token_type_ids must be 0: no model here tells segments apart",
         ),
         ([{"input_ids": [[1], [2]]}], ValueError, "must have one row of input_ids, got 2 rows"),
     ],
