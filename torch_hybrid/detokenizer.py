@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 UNFINISHED = "\ufffd"  # what decoders write for bytes that are not a whole character (yet)
 _MOST_BYTES = 3  # of a character that is not whole yet
 _FEWEST_KEPT = 4  # tokens that the next ones are decoded with; at most twice as many
+# Some of the bytes that a vocabulary with byte fallback has all of.
+_NAMES_OF_BYTES = ["<0xFF>", "<0xF0>", "<0xE2>", "<0xC3>", "<0x80>"]
 # A character of the last private plane, which a vocabulary has as bytes or not at all.
 _RARE = "\U00100000"
 # Where transformers' clean-up may take spaces or give them back, by what follows: "do n ' t" is
@@ -22,6 +24,13 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+
+
+@runtime_checkable
+class _NamesTokens(Protocol):
+    """A tokenizer that knows tokens by their names; those of transformers do."""
+
+    def convert_tokens_to_ids(self, tokens: list[str]) -> Any: ...
 
 
 class Detokenizer:
@@ -160,11 +169,18 @@ def _run_breaker(tokenizer: Tokenizer) -> int | None:
     Byte fallback has such tokens: a run of bytes is text where all of it is. None for tokenizers
     that read each character by itself, or have no bytes.
     """
+
+    def text(tokens: list[int]) -> str:
+        return tokenizer.decode(tokens, skip_special_tokens=True)
+
     try:
-        tokens = tokenizer.encode(_RARE)
-        whole = tokenizer.decode(tokens, skip_special_tokens=True)
-        parts = [x for x in tokens if tokenizer.decode([x], skip_special_tokens=True) == UNFINISHED]
-        broken = [tokenizer.decode([*tokens, x], skip_special_tokens=True) for x in parts[:1]]
+        if isinstance(tokenizer, _NamesTokens):  # by which decoders know such bytes too
+            found = tokenizer.convert_tokens_to_ids(_NAMES_OF_BYTES)
+            named = {token for token in found if token is not None}
+            return min((token for token in named if text([token]) == UNFINISHED), default=None)
+        run = tokenizer.encode(_RARE)
+        parts = [token for token in run if text([token]) == UNFINISHED]
+        breaks = parts and not text([*run, parts[0]]).startswith(text(run))
     except Exception:  # of a caller's tokenizer, which cannot write the character: it has no bytes
         return None
-    return parts[0] if any(not text.startswith(whole) for text in broken) else None
+    return parts[0] if breaks else None

@@ -184,4 +184,7 @@ def _sight(tower: Tower | None, processor: Processor | None) -> Sight:
             "processor=transformers.AutoProcessor.from_pretrained(path))"
         )
     kinds = tuple(modality.name for modality in tower.modalities)
-    return Sight(kinds=kinds, otherwise=f"the model's tower takes {' and '.join(kinds)}s")
+    return Sight(
+        kinds=kinds,
+        otherwise=f"the model's tower takes {' and '.join(f'{kind}s' for kind in kinds)}",
+    )

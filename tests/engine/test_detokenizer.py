@@ -135,6 +135,22 @@ def test_text_ends_before_the_stop_text_that_comes_first(tokenizer, text, stop):
     assert "".join(given) == detokenizer.text == text
 
 
+class Wrapped:
+    """A tokenizer of a caller's own, which names no tokens."""
+
+    def __init__(self, tokenizer):
+        self.encode = tokenizer.encode
+        self.decode = tokenizer.decode
+
+
+def test_bytes_of_a_callers_own_tokenizer_are_found_by_what_they_do():
+    tokenizer = bpe_fallback()
+    tokens = tokenizer.convert_tokens_to_ids(["<0x0A>", "<0xC3>", "<0xA9>", "<0xFF>", "▁the"])
+    given, _ = pieces(Wrapped(tokenizer), tokens)
+    assert given == ["", "", "", "", "\ufffd" * 4 + " the", ""]
+    assert "".join(given) == tokenizer.decode(tokens)
+
+
 def test_text_that_may_begin_a_stop_text_is_withheld(tokenizer):
     given, _ = pieces(tokenizer, tokenizer.encode("1 END 2 ENOUGH"), ["ENDS"])
     assert "".join(given) == "1 END 2 ENOUGH"
