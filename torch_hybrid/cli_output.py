@@ -188,7 +188,7 @@ def print_json(engine: Engine, requests: Sequence[Request]) -> None:
 
 
 def _json_line(fields: Mapping[str, object]) -> str:
-    """JSON without any character at which a reader may end a line."""
+    """Write JSON without any character at which a reader may end a line."""
     line = json.dumps(fields, ensure_ascii=not is_unicode(out))
     return line.translate({ord(end): f"\\u{ord(end):04x}" for end in _LINE_ENDS})
 

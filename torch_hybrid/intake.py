@@ -131,7 +131,7 @@ class Intake:
 
     @property
     def _template(self) -> object:
-        """Which chat template writes conversations."""
+        """The chat template that writes conversations."""
         if self._processor is not None:
             return self._processor.chat_template
         return template_of(self._tokenizer)
@@ -175,7 +175,7 @@ class Intake:
 
 
 def _sight(tower: Tower | None, processor: Processor | None) -> Sight:
-    """What messages may show."""
+    """Say what messages may show."""
     if tower is None:
         return NO_SIGHT
     if processor is None:

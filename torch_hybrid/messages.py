@@ -34,7 +34,7 @@ _ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sight:
-    """What messages may show beside texts.
+    """Kinds of what messages may show beside texts.
 
     Attributes:
         kinds: of "image" and "video".
@@ -90,13 +90,13 @@ def joined(messages: Sequence[Message]) -> list[Message]:
 
 
 def shows_more(message: Message) -> bool:
-    """Whether a message that was read shows more than text."""
+    """Tell whether a message that was read shows more than text."""
     content = message.get("content", "")
     return not isinstance(content, str) and any(part["type"] != "text" for part in content)
 
 
 def has_unusual_role(messages: Sequence[Message]) -> bool:
-    """Whether a template may leave a message out for its role."""
+    """Tell whether a template may leave a message out for its role."""
     return any(message["role"] not in _ROLES for message in messages)
 
 
@@ -162,7 +162,7 @@ def _part(part: object, where: str, sight: Sight) -> dict[str, Any]:
 
 
 def _only(given: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
-    """The value of the one key that a part has beside its type."""
+    """Take the value of the one key that a part has beside its type."""
     if len(given) != 1 or not given.keys() <= set(names):
         expected = f"{' or '.join(map(repr, names))} beside its type and nothing else"
         raise ValueError(f"{where} must have {expected}, got {sorted(map(str, given))}")
@@ -171,7 +171,7 @@ def _only(given: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
 
 
 def _address(given: Mapping[str, Any], where: str) -> str:
-    """Where the image is of a part as OpenAI has it."""
+    """Take the URL of an image from a part as OpenAI has it."""
     outer = dict(given)
     inner = outer.pop("image_url", None)
     fields = outer | _said(inner if isinstance(inner, Mapping) else {"url": inner})
@@ -184,7 +184,7 @@ def _address(given: Mapping[str, Any], where: str) -> str:
 
 
 def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A mapping without what says nothing: clients write None and [] for what they leave out."""
+    """Leave out what says nothing: clients write None and [] for what they leave out."""
     return {
         key: value
         for key, value in fields.items()
@@ -193,7 +193,7 @@ def _said(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_named(key: object, template: object) -> bool:
-    """Whether a template, or one of several by name, has a word in it."""
+    """Tell whether a template, or one of several by name, has a word in it."""
     texts = template.values() if isinstance(template, Mapping) else [template]
     word = re.compile(rf"\b{re.escape(str(key))}\b")
     return any(isinstance(text, str) and word.search(text) is not None for text in texts)

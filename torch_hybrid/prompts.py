@@ -146,7 +146,7 @@ def prompt_tokens(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
 
 
 def template_of(tokenizer: object) -> object:
-    """The chat template of a tokenizer; None for those that have none."""
+    """Return the chat template of a tokenizer; None for those that have none."""
     return tokenizer.chat_template if isinstance(tokenizer, ChatTokenizer) else None
 
 
@@ -186,8 +186,9 @@ def with_images(
 
 
 def process(messages: list[Message], processor: Processor) -> Mapping[str, Any]:
-    """What a processor returns for messages that were read, the last of which is to be answered or,
-    if it is the assistant's, continued.
+    """Have a processor write messages that were read.
+
+    The last of them is to be answered or, if it is the assistant's, continued.
 
     Raises:
         ValueError: the processor refuses them, or leaves one out.
@@ -331,7 +332,7 @@ def _conversation_tokens(
 
 
 def _writes_texts(messages: Sequence[Message], tokenizer: ChatTokenizer) -> bool:
-    """Whether some of the messages have parts, where the template takes a text in their place.
+    """Tell whether messages have parts where the template takes a text in their place.
 
     Most templates write a list as Python or JSON has it. Those that take lists alone, MiniMax's,
     write nothing of a text.
@@ -373,12 +374,12 @@ def _encoded_rows(encoded: Mapping[str, Any]) -> list[Sequence[Any]]:
 
 
 def _beside_tokens(encoded: Mapping[str, Any]) -> list[str]:
-    """Names of what there is beside tokens and what says nothing more of them."""
+    """Name what there is beside tokens and what says nothing more of them."""
     return sorted(name for name in encoded if name not in _OF_TOKENS and encoded[name] is not None)
 
 
 def _kept(mask: Sequence[Any]) -> slice:
-    """Where the tokens of a row stand between its padding."""
+    """Find where the tokens of a row stand between its padding."""
     kept = [place for place, value in enumerate(mask) if value == 1]
     num_padding = sum(value == 0 for value in mask)
     if not kept and num_padding == len(mask):

@@ -140,7 +140,7 @@ class Sampling:
 
     @classmethod
     def of(cls, model: HasGenerationConfig, **changes: Any) -> Self:
-        """What the checkpoint's ``generation_config`` asks for, with ``changes``.
+        """Read what the checkpoint's ``generation_config`` asks for, with ``changes``.
 
         As ``generate`` of transformers reads it: without ``do_sample`` it is greedy, with it the
         default ``top_k`` is 50. Tokens that end a sequence are the engine's ``eos_token_ids``.
