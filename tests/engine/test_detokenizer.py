@@ -243,6 +243,16 @@ def test_engine_serves_texts(tokenizer):
     assert "".join(event.text for event in events) == events[-1].output.text == output.text
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_an_engine_gives_one_text_streamed_and_whole(every_tokenizer, seed):
+    engine = Engine(FakeRunner(vocab_size=len(every_tokenizer)), every_tokenizer)
+    sampling = Sampling(max_new_tokens=40, temperature=2.0, seed=seed, ignore_eos=True)
+    (whole,) = engine.generate([5, 6], sampling)
+    events = list(engine.generate([5, 6], sampling, stream=True))
+    assert events[-1].output.tokens == whole.tokens
+    assert "".join(event.text for event in events) == events[-1].output.text == whole.text
+
+
 def test_engine_ends_before_a_stop_text(tokenizer):
     engine = Engine(FakeRunner(vocab_size=300), tokenizer)
     (whole,) = engine.generate(["the"], Sampling(max_new_tokens=30))
