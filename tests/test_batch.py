@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 import torch_hybrid.batch
-from torch_hybrid.batch import AXES, Axis, Batch, chained, make_batch, pad_to, split
+from torch_hybrid.batch import AXES, Axis, Batch, bucket_of, chained, make_batch, pad_to, split
 
 PAGE_SIZE = 4
 
@@ -302,3 +302,35 @@ def test_undeclared_field_fails_at_import(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, module.__name__, module)
     with pytest.raises(TypeError, match=r"fields of Batch without a declared axis: \['extra'\]"):
         exec(compile(edited, torch_hybrid.batch.__file__, "exec"), module.__dict__)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "expected"),
+    [
+        ([1], (2, 2)),
+        ([1, 1, 1], (4, 4)),
+        ([0, 1, 1], (4, 4)),
+        ([], (2, 2)),
+        ([2], (2, 2)),
+        ([9], (2, 16)),
+        ([5, 1, 1], (4, 16)),
+        ([16] * 4, (4, 64)),
+    ],
+)
+def test_the_bucket_of_a_batch(query_lens: list[int], expected: tuple[int, int]):
+    assert bucket_of(query_lens, (2, 4, 16, 64)) == expected
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "buckets", "message"),
+    [
+        ([1] * 5, (2, 4), r"^buckets must hold 5 sequences, got at most 4$"),
+        ([5], (2, 4), r"^buckets must hold 5 tokens, got at most 4$"),
+        ([1], (1, 2), r"^buckets must be ascending sizes from 2 on, got \[1, 2\]$"),
+        ([1], (4, 2), r"^buckets must be ascending sizes from 2 on, got \[4, 2\]$"),
+        ([1], (), r"^buckets must be ascending sizes from 2 on, got \[\]$"),
+    ],
+)
+def test_buckets_that_do_not_serve(query_lens: list[int], buckets: tuple[int, ...], message: str):
+    with pytest.raises(ValueError, match=message):
+        bucket_of(query_lens, buckets)

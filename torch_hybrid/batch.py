@@ -7,6 +7,7 @@ in either: a field without one fails when this module is imported.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
@@ -116,6 +117,32 @@ def pad_to(batch: Batch, *, num_seqs: int, num_tokens: int) -> Batch:
                 return tensor
 
     return Batch(**{name: padded(name, getattr(batch, name)) for name in AXES})
+
+
+def bucket_of(query_lens: Sequence[int], buckets: Sequence[int]) -> tuple[int, int]:
+    """Choose the sequences and tokens that a batch is padded to, where sizes are to be few.
+
+    Args:
+        query_lens: new tokens of each sequence; where all have one, there are as many tokens as
+            sequences after padding too.
+        buckets: ascending sizes, the first at least 2.
+
+    Raises:
+        ValueError: no bucket is large enough, or they are not as above.
+    """
+    if list(buckets) != sorted(set(buckets)) or min(buckets, default=0) < 2:
+        raise ValueError(f"buckets must be ascending sizes from 2 on, got {list(buckets)}")
+
+    def padded(size: int, what: str) -> int:
+        place = bisect_left(buckets, size)
+        if place == len(buckets):
+            raise ValueError(f"buckets must hold {size} {what}, got at most {buckets[-1]}")
+        return buckets[place]
+
+    num_seqs = padded(len(query_lens), "sequences")
+    if max(query_lens, default=0) <= 1:
+        return num_seqs, num_seqs
+    return num_seqs, padded(sum(query_lens), "tokens")
 
 
 def split(batch: Batch, token: int) -> tuple[Batch, Batch]:

@@ -302,3 +302,16 @@ def test_what_a_head_reads_is_at_the_positions_after_an_image():
         [own[2] * PAGE_SIZE, other[0] * PAGE_SIZE + 2],
         [own[2] * PAGE_SIZE + 1, other[0] * PAGE_SIZE + 2],
     ]
+
+
+def test_buckets_pad_a_batch_and_refuse_it_before_pages_are_taken():
+    cache = make_cache()
+    seqs = cache.allocate(3)
+    batch = cache.make_batch(seqs, [[1], [2], [3]], buckets=(2, 4))
+    assert (batch.num_seqs, batch.num_tokens) == (4, 4)
+    assert batch.cu_seqlens.tolist() == [0, 1, 2, 3, 3]
+    assert batch.state_indices.tolist() == [*map(cache.slot, seqs), 0]
+    free = cache.pages.num_free
+    with pytest.raises(ValueError, match=r"^buckets must hold 7 tokens, got at most 4$"):
+        cache.make_batch(seqs, [[1] * 5, [2], [3]], buckets=(2, 4))
+    assert cache.pages.num_free == free

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_hybrid.batch import Batch
+from torch_hybrid.batch import Batch, bucket_of, pad_to
 from torch_hybrid.caches.allocator import Allocator
 from torch_hybrid.caches.checkpoint import Checkpoint, Checkpoints, Kept
 from torch_hybrid.caches.packing import pack, pack_unread, places_after
@@ -384,6 +384,7 @@ class HybridCache:
         table_width: Callable[[int], int] = lambda used: used,
         num_drafts: Many[int] | None = None,
         embed_places: Many[int] | None = None,
+        buckets: Many[int] | None = None,
     ) -> Batch:
         """Reserve pages for the new tokens of ``seqs`` and pack them, on the host.
 
@@ -394,15 +395,22 @@ class HybridCache:
             table_width: from the most pages that one of them owns to the page table's width.
             num_drafts: how many of the new tokens of each are drafts, in a step that replays those
                 that were accepted.
+            buckets: ascending sizes, the first at least 2; the batch is padded to the first that
+                hold its sequences and its tokens (of a step of one token for each, as many tokens
+                as sequences). A module that is compiled has then one graph for decode and one for
+                extend; what it returns for padding comes last and is of no meaning.
 
         Raises:
-            ValueError: a handle is foreign, was freed, is given twice, or was broken.
+            ValueError: a handle is foreign, was freed, is given twice, or was broken, or no bucket
+                is large enough.
             CapacityError: fewer pages are free than the tokens need; nothing has changed.
         """
         self.check_usable(seqs)
-        self.reserve(seqs, [len(new) for new in tokens])
+        lengths = [len(new) for new in tokens]
+        sizes = None if buckets is None else bucket_of(lengths, buckets)
+        self.reserve(seqs, lengths)
         owners = [self._held[seq.id] for seq in seqs]
-        return pack(
+        batch = pack(
             owners,
             tokens,
             page_table=self._page_table.rows(owners, table_width),
@@ -412,6 +420,7 @@ class HybridCache:
             num_drafts=num_drafts,
             embed_places=embed_places,
         )
+        return batch if sizes is None else pad_to(batch, num_seqs=sizes[0], num_tokens=sizes[1])
 
     def make_draft_batch(
         self,
