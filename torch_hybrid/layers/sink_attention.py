@@ -113,7 +113,7 @@ class SinkAttention(nn.Module):
         mix = mix.unflatten(1, (spec.num_q_heads, -1)).float() * self.mix_scale.float()
         q, mix = _clipped(q, self.qk_clip), _clipped(mix, self.mix_clip)
         if self.log_floor is not None:
-            growth = growth_of(plan, len(q), self.log_floor, self.log_alpha)
+            growth = growth_of(plan, q.shape[0], self.log_floor, self.log_alpha)
             q, mix = q * growth, mix * growth
         k, v = kv.view(-1, 2, spec.num_kv_heads, spec.head_dim).float().unbind(1)
         k = _clipped(k, self.qk_clip)
