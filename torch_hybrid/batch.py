@@ -145,6 +145,16 @@ def bucket_of(query_lens: Sequence[int], buckets: Sequence[int]) -> tuple[int, i
     return num_seqs, padded(sum(query_lens), "tokens")
 
 
+def at_least_two(batch: Batch) -> Batch:
+    """Append null sequences and pages up to two of each: a graph that is traced on one of something
+    serves no other number."""
+    padded = pad_to(batch, num_seqs=max(2, batch.num_seqs), num_tokens=batch.num_tokens)
+    if padded.page_table.shape[1] > 1:
+        return padded
+    missing = 2 - padded.page_table.shape[1]
+    return replace(padded, page_table=torch.constant_pad_nd(padded.page_table, (0, missing)))
+
+
 def split(batch: Batch, token: int) -> tuple[Batch, Batch]:
     """Cut a batch on the host at ``token``: tokens before it, and the rest.
 

@@ -32,10 +32,11 @@ from torch_hybrid.backends.select import Backends, Choice
 from torch_hybrid.backends.selective_scan import MAMBA
 from torch_hybrid.backends.ssd import LIGHTNING_ATTENTION, MAMBA2, MLSTM
 from torch_hybrid.backends.wkv import TIME_MIX
-from torch_hybrid.batch import Batch
+from torch_hybrid.batch import Batch, at_least_two
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
-from torch_hybrid.pytrees import register_value
+from torch_hybrid.free_sizes import free_sizes
+from torch_hybrid.pytrees import register_value, tensors_of
 from torch_hybrid.specs import LayerEntry, LayerTable
 
 Plan = PagedAttentionPlan | LatentPlan | IndexedPlan | RecurrentPlan | PreviousHiddenPlan
@@ -170,7 +171,35 @@ def plan_all(
     mode: Mode,
     forms: Mapping[str, Form] | None = None,
 ) -> dict[str, Plan]:
-    """A plan for every kind of layer. Pure: equal batches give equal plans that share nothing
-    but the batch's own tensors. ``forms`` are those of ``forms_of`` unless given."""
-    forms = forms or forms_of(backends, [batch], mode)
-    return {kind: backend.plan(batch, mode, forms[kind]) for kind, backend in backends.items()}
+    """Plan a step for every kind of layer. Pure: equal batches give equal plans that share nothing
+    but the batch's own tensors.
+
+    A module that is compiled with ``fullgraph=True`` gets three graphs for any batches: decode of
+    one token, decode of more, and extend, which has one for each form of MLA. A loop that pads
+    (``buckets`` of ``HybridCache.make_batch``) never decodes one token, and needs two. For that, no
+    size of a plan is 0 or 1. ``torch.compile`` is told to take each size of batch and plan for
+    itself; other inputs with a row for each token want ``torch._dynamo.maybe_mark_dynamic``. A step
+    of one token for each sequence is planned as one of decode wherever ``backends`` serve that.
+
+    Args:
+        backends: from ``make_backends``.
+        batch: on the host.
+        mode: of the step.
+        forms: those of ``forms_of``, for a caller who chooses sizes and mode itself: the batch is
+            then planned as it is. By default they follow from the lengths.
+
+    Returns:
+        By kind of layer.
+    """
+    if forms is not None:
+        return {kind: backend.plan(batch, mode, forms[kind]) for kind, backend in backends.items()}
+    if mode == Mode.EXTEND and _decodes(backends) and bool((batch.cu_seqlens.diff() <= 1).all()):
+        mode = Mode.DECODE
+    padded = at_least_two(batch)
+    plans = plan_all(backends, padded, mode, forms_of(backends, [padded], mode))
+    free_sizes(*tensors_of((batch, plans))[0])
+    return plans
+
+
+def _decodes(backends: Mapping[str, Backend]) -> bool:
+    return all(Mode.DECODE in backend.choices for backend in backends.values())
