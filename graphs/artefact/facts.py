@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -49,16 +49,36 @@ def _model(model: Model) -> str:
     """A digest of a model's modules, of their code, and of the layouts of its tensors."""
     if not isinstance(model, nn.Module):
         return _digest(_unknown(model))
-    files = {inspect.getsourcefile(type(module)) for module in model.modules()}
-    code = [Path(file).read_bytes() for file in sorted(filter(None, files))]
+    code = sorted(set(map(_code_of, {type(module) for module in model.modules()})))
     table = fact(model.table, _unknown)
-    return _digest((signature(model, _unknown), table, list(map(_digest, code))))
+    return _digest((signature(model, _unknown), table, code))
+
+
+def _code_of(kind: type) -> str:
+    """Digest the file that a class stands in, or its functions where it stands in none: in a
+    notebook, or in what is given to ``python -c``."""
+    try:
+        file = inspect.getsourcefile(kind)
+    except (OSError, TypeError):
+        file = None
+    if file is not None and Path(file).is_file():
+        return _digest(Path(file).read_bytes())
+    own = {name: inspect.unwrap(value) for name, value in vars(kind).items() if callable(value)}
+    return _digest(
+        [(name, _compiled(f.__code__)) for name, f in own.items() if isinstance(f, FunctionType)]
+    )
+
+
+def _compiled(code: CodeType) -> tuple[Any, ...]:
+    """Collect what a function was compiled to, without the places of its lines."""
+    constants = [_compiled(x) if isinstance(x, CodeType) else repr(x) for x in code.co_consts]
+    return code.co_code, code.co_names, code.co_varnames, constants
 
 
 def _unknown(value: Any) -> object:
     """What stands for an object of any class, in every process."""
     if isinstance(value, FunctionType):
-        return value.__qualname__, value.__code__.co_code, repr(value.__code__.co_names)
+        return value.__qualname__, _compiled(value.__code__)
     if func := getattr(value, "func", None):  # a partial, or what binds a function otherwise
         given = getattr(value, "args", ()), getattr(value, "keywords", {})
         return _unknown(func), fact(given, _name)

@@ -11,6 +11,7 @@ import textwrap
 import warnings
 import zipfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -178,6 +179,28 @@ class TestRefused:
         first, *others = DEFAULT_PASSES
         passes = (Pass(first.name, lambda graph: None), *others)
         assert "passes: " in refusal(saved, model, passes=passes)
+
+
+def test_facts_know_the_code_of_a_notebook(monkeypatch: pytest.MonkeyPatch):
+    """Its classes stand in no file."""
+    notebook = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    model = make_model(2)
+
+    def facts(expression: str) -> str:
+        cell = f"""
+            from torch import nn
+
+            class Own(nn.Module):
+                def forward(self, x):
+                    return [{expression} for _ in x]
+        """
+        exec(textwrap.dedent(cell), vars(notebook))
+        model.add_module("own", notebook.Own())
+        return facts_of(model, DEFAULT_PASSES)["model"]
+
+    assert facts("x + 1") == facts("x + 1")
+    assert len({facts(each) for each in ("x + 1", "x + 2", "x - 1", "x.sin()", "x.cos()")}) == 5
 
 
 def test_facts_do_not_depend_on_values_or_on_the_process(model: th.HybridModel):
