@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ NO_FEATURES: frozenset[str] = frozenset()
 # Each row of a result has an order of additions of its own: it has the same bits whatever other
 # rows a call has, and however a sequence's tokens are cut into calls.
 BATCH_INVARIANT = "batch_invariant"
+_LOADED: dict[str, Callable[..., Any]] = {}
 
 
 def always_available() -> str | None:
@@ -100,17 +101,17 @@ class Implementation:
     """One way to compute an op: what it can do, and where its launcher is found.
 
     ``launcher`` is ``"package.module:function"``, imported when first called, so that an
-    implementation which is never used costs no import, no build and no memory. ``planner``, found
+    implementation which is never used costs no import, no build and no memory. The module may be a
+    script or a notebook; what stands in none is given as a function itself. ``planner``, found
     alike, makes what the launcher wants beside the op's own arguments, on the host and before each
     step; see ``ops.planning``. The launcher is then given it as ``planned``; one without
     ``needs_plan`` goes by shapes where it is not. ``figures``, found alike, says for a dtype in
     which forms it runs on this machine, and what was measured of them. ``options`` are given to the
-    launcher beside the op's own.
-    ``by_name`` says why "auto" passes over it, however fast it is; "" where "auto" may take it.
+    launcher beside the op's own. ``by_name`` says why "auto" passes over it, however fast it is; "" where "auto" may take it.
     """
 
     capability: Capability
-    launcher: str
+    launcher: str | Callable[..., Any]
     options: Mapping[str, Any] = field(default_factory=dict)
     planner: str | None = None
     needs_plan: bool = True
@@ -118,8 +119,12 @@ class Implementation:
     by_name: str = ""
 
     def load(self) -> Callable[..., Any]:
-        """Import the launcher (once) and return it."""
-        launcher = _load(self.launcher)
+        """Import the launcher (once) and return it.
+
+        Raises:
+            ImportError: its name leads nowhere.
+        """
+        launcher = _load(self.launcher) if isinstance(self.launcher, str) else self.launcher
         return partial(launcher, **self.options) if self.options else launcher
 
     def load_planner(self) -> Planner | None:
@@ -131,8 +136,18 @@ class Implementation:
         return "" if self.figures is None else str(_load(self.figures)(dtype))
 
 
-@cache
 def _load(launcher: str) -> Callable[..., Any]:
-    module, _, function = launcher.partition(":")
-    loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return loaded
+    loaded = _LOADED.get(launcher)
+    if loaded is not None:
+        return loaded
+    name, _, function = launcher.partition(":")
+    module = importlib.import_module(name)
+    found: Callable[..., Any] | None = getattr(module, function, None)
+    if found is None:
+        raise ImportError(
+            f"module {name!r} must have {function!r}, which is named {launcher!r} as an "
+            f"implementation, got no such function: code of exec() gives the function itself"
+        )
+    if module.__spec__ is not None:  # else a cell of a notebook may define another one
+        _LOADED[launcher] = found
+    return found

@@ -63,7 +63,7 @@ def verify_implementations(
     """The same of ``function``, which stands beside each of the step's, but for those that run
     tokens which are not kept: drafts are another call of theirs."""
     return {
-        name: replace(form, launcher=f"{form.launcher.partition(':')[0]}:{function}")
+        name: replace(form, launcher=f"{str(form.launcher).partition(':')[0]}:{function}")
         for name, form in step.items()
         if not form.capability.features >= UNKEPT
     }

@@ -39,9 +39,17 @@ def build_ahead(implementations: Iterable[Implementation]) -> None:
 def _sources_of(implementation: Implementation) -> Iterable[Path]:
     """The C++ files beside its launcher, and beside what measures its forms, whose names begin
     theirs: ``_cpu_invariant`` calls what ``_cpu.cpp`` has."""
-    for function in filter(None, (implementation.launcher, implementation.figures)):
-        spec = find_spec(function.partition(":")[0])
-        if spec and spec.origin:
-            module = Path(spec.origin)
+    for function in (implementation.launcher, implementation.figures):
+        if isinstance(function, str) and (module := _file_of(function.partition(":")[0])):
             sources = module.parent.glob("*.cpp")
             yield from (source for source in sources if module.stem.startswith(source.stem))
+
+
+def _file_of(module: str) -> Path | None:
+    """Find the file of a module: None of a script, a notebook and code without a file, and of what
+    cannot be imported, which is told to whoever calls it."""
+    try:
+        spec = find_spec(module)
+    except (ValueError, ModuleNotFoundError):  # it has no spec, or its package is missing
+        return None
+    return Path(spec.origin) if spec and spec.has_location and spec.origin else None
