@@ -76,10 +76,7 @@ class Server:
 def package(model: nn.Module, path: Path) -> None:
     """Export one step of a few sequences, its sizes free, and compile it into a file."""
     server = Server(max_seqs=8)
-    seqs = server.cache.allocate(5)
-    server.cache.reserve(seqs, [40] * 5)  # several pages each: a size of 1 would stay 1
-    server.cache.commit(seqs, [40] * 5)
-    arguments = server.step(seqs, [0] * 5)
+    arguments = server.step(server.cache.allocate(5), [0] * 5)
     shapes = ShapesCollection()
     for tensor in pytree.tree_leaves(arguments):
         shapes[tensor] = dict.fromkeys(range(tensor.ndim), Dim.AUTO)
