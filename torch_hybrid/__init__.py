@@ -2,98 +2,36 @@
 
 Full and linear attention are ``torch.library`` ops with declared mutations, so that a whole step of
 a hybrid model is traced by ``torch.compile`` into one graph.
+
+Where torch is not loaded yet, names and ops are loaded when a name is first asked for: the command
+line shows its help without torch.
 """
 
-from torch_hybrid.backends.mode import Mode
-from torch_hybrid.backends.prefix import PrefixPolicy
-from torch_hybrid.backends.select import Backends, select
-from torch_hybrid.backends.step import Step, make_backends, plan_all
-from torch_hybrid.batch import Batch, make_batch
-from torch_hybrid.caches.checkpoint import Checkpoint
-from torch_hybrid.caches.hybrid import HybridCache
-from torch_hybrid.caches.sequence import Sequence
-from torch_hybrid.engine import Engine
-from torch_hybrid.errors import CapacityError, UnsupportedError
-from torch_hybrid.graphs.agreement import Agreement
-from torch_hybrid.graphs.embeds import Embeds
-from torch_hybrid.graphs.kv_scales import kv_scales
-from torch_hybrid.graphs.report import Report
-from torch_hybrid.graphs.runner import Runner
-from torch_hybrid.models.adapt import adapt
-from torch_hybrid.models.hybrid_model import HybridModel
-from torch_hybrid.models.load import from_pretrained
-from torch_hybrid.models.quantize import quantize
-from torch_hybrid.models.shard import shard
-from torch_hybrid.prefix_cache import PrefixCache, PrefixStats
-from torch_hybrid.request import Output, Request, TokenEvent
-from torch_hybrid.sampling import Sampling, TokenLogprob
-from torch_hybrid.specs import (
-    AttentionSpec,
-    ChannelMixSpec,
-    DeltaRuleSpec,
-    KimiDeltaSpec,
-    LatentSpec,
-    LayerTable,
-    LightningSpec,
-    Mamba2Spec,
-    MambaSpec,
-    MlstmSpec,
-    RgLruSpec,
-    ShortConvolutionSpec,
-    TimeMixSpec,
-)
-from torch_hybrid.speculation import DraftCounts, Drafter, Ngram, Speculation
-from torch_hybrid.stats import EngineStats
+from __future__ import annotations
 
-__all__ = [
-    "Agreement",
-    "AttentionSpec",
-    "Backends",
-    "Batch",
-    "CapacityError",
-    "ChannelMixSpec",
-    "Checkpoint",
-    "DeltaRuleSpec",
-    "DraftCounts",
-    "Drafter",
-    "Embeds",
-    "Engine",
-    "EngineStats",
-    "HybridCache",
-    "HybridModel",
-    "KimiDeltaSpec",
-    "LatentSpec",
-    "LayerTable",
-    "LightningSpec",
-    "Mamba2Spec",
-    "MambaSpec",
-    "MlstmSpec",
-    "Mode",
-    "Ngram",
-    "Output",
-    "PrefixCache",
-    "PrefixPolicy",
-    "PrefixStats",
-    "Report",
-    "Request",
-    "RgLruSpec",
-    "Runner",
-    "Sampling",
-    "Sequence",
-    "ShortConvolutionSpec",
-    "Speculation",
-    "Step",
-    "TimeMixSpec",
-    "TokenEvent",
-    "TokenLogprob",
-    "UnsupportedError",
-    "adapt",
-    "from_pretrained",
-    "kv_scales",
-    "make_backends",
-    "make_batch",
-    "plan_all",
-    "quantize",
-    "select",
-    "shard",
-]
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING or "torch" in sys.modules:
+    from torch_hybrid.public import *  # noqa: F403
+    from torch_hybrid.public import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> object:
+        """Load the module of this name, or all names at the first that is asked for."""
+        missing = f"module {__name__!r} has no attribute {name!r}"
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(missing)
+        if find_spec(f"{__name__}.{name}"):
+            return import_module(f"{__name__}.{name}")
+        public = import_module(f"{__name__}.public")
+        names = {"__all__": public.__all__, **{each: vars(public)[each] for each in public.__all__}}
+        globals().update(names)
+        if name not in names:
+            raise AttributeError(missing)
+        return names[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

@@ -1,6 +1,8 @@
 """The command line: ``torch-hybrid demo | generate | chat | bench | explain``.
 
 Results go to stdout, progress to stderr. What a user got wrong is one message and exit code 2.
+Nothing here imports torch before a command needs it: help, versions and mistyped options come at
+once.
 """
 
 from __future__ import annotations
@@ -28,7 +30,6 @@ from torch_hybrid.cli_options import (
     ModelOptions,
     SamplingOptions,
     compile_ahead,
-    compile_steps,
     load_processor,
     load_tokenizer,
     model_options,
@@ -49,16 +50,10 @@ from torch_hybrid.cli_output import (
     stream_output,
 )
 from torch_hybrid.cli_prompts import read_prompts, user_message
-from torch_hybrid.cli_ranks import leave_ranks
-from torch_hybrid.engine import Engine
 from torch_hybrid.errors import CapacityError, UnsupportedError
-from torch_hybrid.explain import sections as explain
-from torch_hybrid.graphs.passes import DEFAULT_PASSES, with_text
-from torch_hybrid.graphs.passes import without as passes_without
-from torch_hybrid.host import tune_allocator
-from torch_hybrid.ops.native import BuildError
 
 if TYPE_CHECKING:
+    from torch_hybrid.engine import Engine
     from torch_hybrid.models.hybrid_model import HybridModel
     from torch_hybrid.models.ring_2_5 import Ring25
 
@@ -161,6 +156,8 @@ def _engine(
     processor: Any = None,
 ) -> Engine:
     """An engine of these options, which keeps so many prefixes and drafts as it is told."""
+    from torch_hybrid.engine import Engine
+
     speculation = options.speculation(speculate)
     max_drafts = 0 if speculation is None else speculation.max_tokens
     runner = options.runner(model, max_checkpoints=prefix_cache, max_drafts=max_drafts)
@@ -229,13 +226,17 @@ def explain_command(
     trace: Path | None,
 ) -> None:
     """Show what MODEL becomes: its layers, implementations, graphs and pools."""
+    from torch_hybrid.explain import sections as explain
+    from torch_hybrid.graphs.passes import DEFAULT_PASSES, with_text
+    from torch_hybrid.graphs.passes import without as passes_without
+
     passes_without(DEFAULT_PASSES, [diff] if diff else [])  # names are checked first
     chosen = with_text(passes_without(DEFAULT_PASSES, without), diff or "")
     if trace is not None:
         _check_writable(trace)
     model = options.load()
-    runner = options.runner(model, two_batch_overlap=overlap, passes=chosen)
-    compile_steps(runner)
+    runner = options.compiled_first().runner(model, two_batch_overlap=overlap, passes=chosen)
+    runner.warm_up()
     print_model(options.model, model)
     sections = explain.explain(runner)
     if runner.compile:
@@ -272,9 +273,18 @@ def _show_warning(message: Warning | str, *_where: object) -> None:
     note(f"warning: {first}")
 
 
+def _mistakes() -> tuple[type[Exception], ...]:
+    """Errors that are the user's, or of what is installed: to be told in one line."""
+    known = (TypeError, ValueError, UnsupportedError, CapacityError)
+    if "torch" not in sys.modules:
+        return known
+    from torch_hybrid.ops.native import BuildError
+
+    return (*known, BuildError)
+
+
 def main() -> None:
     """Run the command line; what a user got wrong is one message and exit code 2."""
-    tune_allocator()
     accept_any_text()
     warnings.showwarning = _show_warning  # type: ignore[assignment]
     try:
@@ -282,7 +292,7 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (TypeError, ValueError, UnsupportedError, CapacityError, BuildError) as error:
+    except _mistakes() as error:
         err.quiet = False  # of a rank that prints nothing else
         print_error(str(error))
         sys.exit(2)
@@ -292,8 +302,6 @@ def main() -> None:
     except (KeyboardInterrupt, click.Abort):
         err.print("interrupted")
         sys.exit(130)
-    finally:
-        leave_ranks()
 
 
 if __name__ == "__main__":

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib
 import sys
+from typing import TYPE_CHECKING
 
 from torch_hybrid.cli_output import note, print_error, shown, stream_output
 from torch_hybrid.cli_prompts import system_message, user_message
-from torch_hybrid.engine import Engine
 from torch_hybrid.errors import CapacityError
-from torch_hybrid.messages import Message
-from torch_hybrid.sampling import Sampling
+
+if TYPE_CHECKING:
+    from torch_hybrid.engine import Engine
+    from torch_hybrid.messages import Message
+    from torch_hybrid.sampling import Sampling
 
 END_WORDS = ("/exit", "/quit")
 PROMPT = "> "

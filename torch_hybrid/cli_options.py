@@ -9,25 +9,21 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
-import torch
-import torch.distributed as dist
 
-from torch_hybrid.backends.select import Backends
-from torch_hybrid.cli_output import note, progress
-from torch_hybrid.cli_ranks import join_ranks
-from torch_hybrid.graphs.agreement import Agreement
-from torch_hybrid.graphs.check_options import KvDtype, KvTokens
-from torch_hybrid.graphs.compiling.background import Compile
-from torch_hybrid.graphs.runner import Runner
-from torch_hybrid.models.load import from_pretrained
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.sampling import Sampling
-from torch_hybrid.speculation import Speculation
-from torch_hybrid.toolchain import missing_tools
+from torch_hybrid.cli_output import note
+from torch_hybrid.cli_ranks import join_ranks, refuse_ranks_apart
 
 if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from torch_hybrid.graphs.check_options import KvDtype, KvTokens
+    from torch_hybrid.graphs.compiling.background import Compile
+    from torch_hybrid.graphs.runner import Runner
     from torch_hybrid.models.hybrid_model import HybridModel
     from torch_hybrid.models.ring_2_5 import Ring25
+    from torch_hybrid.sampling import Sampling
+    from torch_hybrid.speculation import Speculation
 
 Command = Callable[..., Any]
 Decorator = Callable[[Command], Command]
@@ -48,7 +44,7 @@ class ModelOptions:
     max_tokens: int
     kv_tokens: KvTokens
     kv_dtype: KvDtype
-    compile: Literal["on", "off", "background"]
+    compile: Literal["on", "off", "background"] | None
     eager: bool
     full: str
     linear: str
@@ -66,6 +62,8 @@ class ModelOptions:
         """How an engine drafts: by n-grams, the model's head, or the checkpoint at a path."""
         if drafter is None:
             return None
+        from torch_hybrid.speculation import Speculation
+
         if drafter in ("ngram", "mtp"):
             return Speculation(drafter, max_tokens=DRAFTS)  # type: ignore[arg-type]
         smaller = replace(self, model=drafter, max_seqs=2 * self.max_seqs, artefact=None)
@@ -74,9 +72,14 @@ class ModelOptions:
 
     def runner(self, model: HybridModel | Ring25, **options: Any) -> Runner:
         """A runner of these sizes; uncompiled where it is asked for or cannot be otherwise."""
+        from torch_hybrid.backends.select import Backends
+        from torch_hybrid.graphs.agreement import Agreement
+        from torch_hybrid.graphs.runner import Runner
+
         is_off = self.eager or self.compile == "off"
         compile: Compile = not is_off and (self._has_steps() or can_compile(model.device))
-        if compile and self.compile == "background":
+        chosen = self.compile or ("on" if self.ranks else "background")
+        if compile and chosen == "background":
             compile = "background"
         return Runner(
             model,
@@ -90,6 +93,10 @@ class ModelOptions:
             artefact=self.artefact if compile else None,
             **options,
         )
+
+    def compiled_first(self) -> ModelOptions:
+        """The same for a command that looks at compiled steps: nothing runs beside them."""
+        return self if self.compile == "off" else replace(self, compile="on")
 
     def _has_steps(self) -> bool:
         """Whether steps may be there that need no compiler."""
@@ -120,6 +127,8 @@ class SamplingOptions:
         Raises:
             ValueError: a value out of its range.
         """
+        from torch_hybrid.sampling import Sampling
+
         sampling = Sampling.of(model, **self._given())
         if sampling.n > 1:
             note(f"generation_config asks for {sampling.n} outputs of a prompt: one is made")
@@ -130,6 +139,8 @@ class SamplingOptions:
 
     def check(self) -> None:
         """Raise ValueError for a value out of its range, before a model is loaded."""
+        from torch_hybrid.sampling import Sampling
+
         Sampling(**self._given())
 
     def _given(self) -> dict[str, Any]:
@@ -225,10 +236,10 @@ model_options = _grouped(
         ),
         click.option(
             "--compile",
-            default="on",
             type=click.Choice(["on", "off", "background"]),
-            show_default=True,
-            help="background serves at once, uncompiled, and switches as steps are compiled.",
+            show_default="background, or on with --ranks",
+            help="background serves at once, uncompiled, and switches as steps are compiled; on "
+            "compiles first.",
         ),
         click.option("--eager", is_flag=True, help="Run without compiling, as --compile off."),
         click.option("--full", default="auto", show_default=True, help="Full attention by name."),
@@ -272,6 +283,9 @@ def sampling_options(*, max_new_tokens: int) -> Decorator:
 
 def can_compile(device: torch.device) -> bool:
     """Whether steps can be compiled; one line says what to install where they cannot be."""
+    from torch_hybrid.ops.native import compiler_missing
+    from torch_hybrid.toolchain import missing_tools
+
     if missing := missing_tools(device):
         note(f"steps run uncompiled: {missing}")
         return False
@@ -291,6 +305,14 @@ def load_model(
     mtp: bool = False,
 ) -> HybridModel | Ring25:
     """A checkpoint, or this rank's part of it, with a bar for as long as its weights are read."""
+    if ranks is None:
+        refuse_ranks_apart()
+    import torch
+
+    from torch_hybrid.host import tune_allocator
+    from torch_hybrid.models.load import from_pretrained
+
+    tune_allocator()
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     _quiet_transformers()
@@ -342,22 +364,8 @@ def load_processor(path_or_id: str) -> Any:
 
 def compile_ahead(runner: Runner) -> None:
     """Compile every kind of step before the first one, unless they are compiled meanwhile."""
-    if runner.compile != "background":
-        compile_steps(runner)
-
-
-def compile_steps(runner: Runner) -> None:
-    """Compile every kind of step, with a bar."""
-    if not runner.compile:
-        return
-    with progress("compiling", total=len(runner.variants)) as advance:
-        started: list[str] = []
-
-        def on_variant(name: str) -> None:
-            advance(int(bool(started)), f"compiling the {name} step")
-            started.append(name)
-
-        runner.warm_up(on_variant)
+    if runner.compile is True:
+        runner.warm_up()
 
 
 def _quiet_transformers() -> None:

@@ -6,29 +6,20 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.table import Table
 from rich.text import Text
 
-from torch_hybrid.caches.room import byte_count
-from torch_hybrid.explain.sections import Section, pattern
+from torch_hybrid.progress import bar
 
 if TYPE_CHECKING:
     from torch_hybrid.engine import Engine
+    from torch_hybrid.explain.sections import Section
     from torch_hybrid.models.hybrid_model import HybridModel
     from torch_hybrid.models.ring_2_5 import Ring25
     from torch_hybrid.request import Output, Request, TokenEvent
@@ -48,25 +39,6 @@ def accept_any_text() -> None:
 def is_unicode(console: Console) -> bool:
     """Whether a console can show more than ASCII."""
     return console.encoding.startswith("utf")
-
-
-@contextmanager
-def progress(description: str, total: int | None = None) -> Iterator[Callable[[int, str], None]]:
-    """A bar on stderr while the body runs; yields ``advance(by, description)``."""
-    columns = (
-        SpinnerColumn("dots" if is_unicode(err) else "line"),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=30),
-        *([MofNCompleteColumn()] if total is not None else []),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bars:
-        task = bars.add_task(description, total=total)
-
-        def advance(by: int, text: str = description) -> None:
-            bars.update(task, advance=by, description=text)
-
-        yield advance
 
 
 def note(message: str) -> None:
@@ -104,6 +76,9 @@ def print_section(section: Section) -> None:
 
 def print_model(title: str, model: HybridModel | Ring25) -> None:
     """What a model is, in three lines."""
+    from torch_hybrid.caches.room import byte_count
+    from torch_hybrid.explain.sections import pattern
+
     num_params = sum(weight.numel() for weight in model.parameters())
     num_bytes = sum(weight.nbytes for weight in model.parameters())
     dtype_name = str(model.dtype).removeprefix("torch.")
@@ -141,7 +116,7 @@ def stream_output(engine: Engine, request: Request) -> Output:
 
 def _run_prompt(engine: Engine, request: Request) -> list[TokenEvent]:
     """Step until the first event, with a bar over the prompt."""
-    with progress("prompt", total=len(request.prompt)) as advance:
+    with bar("prompt", total=len(request.prompt)) as advance:
         while True:
             held = request.num_held
             events = engine.step()
@@ -155,7 +130,7 @@ def print_each(engine: Engine, requests: Sequence[Request]) -> None:
     start = time.perf_counter()
     numbers = {request: number for number, request in enumerate(requests)}
     num_tokens = 0
-    with progress("serving", total=len(requests)) as advance:
+    with bar("serving", total=len(requests)) as advance:
         while engine.has_unfinished:
             for event in engine.step():
                 num_tokens += event.token is not None

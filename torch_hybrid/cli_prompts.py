@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torch_hybrid.messages import Message
-from torch_hybrid.prompts import Prompt
+if TYPE_CHECKING:
+    from torch_hybrid.messages import Message
+    from torch_hybrid.prompts import Prompt
 
 
 def read_prompts(

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from torch_hybrid.cli_options import can_compile, compile_steps, load_model
-from torch_hybrid.cli_output import out, print_fact, print_model, progress
+from torch_hybrid.cli_options import can_compile, load_model
+from torch_hybrid.cli_output import out, print_fact, print_model
 from torch_hybrid.demo import serve
 from torch_hybrid.demo.task import RecallPrompt, checkpoint_path, make_prompts
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.runner import Runner
+from torch_hybrid.progress import bar
 
 ROUNDS = 3  # of which the fastest counts
 ALONE_ROUNDS = 10  # the same, of prompts one by one: each takes a tenth of a second
@@ -33,16 +34,16 @@ def show(num_prompts: int, seed: int | None, model: Path | None) -> None:
     loaded = load_model(str(path))
     print_model("torch-hybrid demo: recall of what a prompt binds", loaded)
     runner = serve.make_runner(loaded, prompts, compile=can_compile(loaded.device))
-    compile_steps(runner)
-    with progress("serving"):
+    runner.warm_up()
+    with bar("serving"):
         served = serve.serve(runner, prompts)
     theirs = serve.load_transformers(path)
-    with progress("transformers, one by one", total=num_prompts) as advance:
+    with bar("transformers, one by one", total=num_prompts) as advance:
         alone = serve.transformers_one_by_one(
             theirs, prompts, lambda: advance(1, "transformers, one by one")
         )
     contestants = _contestants(runner, theirs, prompts)
-    with progress(f"timing {', '.join(contestants)}"):
+    with bar(f"timing {', '.join(contestants)}"):
         seconds = serve.fastest(contestants, rounds=ROUNDS)
     recalled = serve.compare(prompts, served, alone)
     lengths = [len(prompt.tokens) for prompt in prompts]
@@ -62,8 +63,8 @@ def _served_alone(runner: Runner, path: Path, prompts: list[RecallPrompt]) -> se
     """The first prompts again, one after the other, also with drafts of the model's head."""
     model = load_model(str(path), mtp=True)
     drafting = serve.make_drafting_runner(model, compile=bool(runner.compile))
-    compile_steps(drafting)
-    with progress("serving one by one, with drafts and without"):
+    drafting.warm_up()
+    with bar("serving one by one, with drafts and without"):
         return serve.serve_alone(runner, drafting, prompts, rounds=ALONE_ROUNDS)
 
 

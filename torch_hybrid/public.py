@@ -1,0 +1,96 @@
+"""All names of ``import torch_hybrid``; the ops are registered with torch when this is loaded."""
+
+
+from torch_hybrid.backends.mode import Mode
+from torch_hybrid.backends.prefix import PrefixPolicy
+from torch_hybrid.backends.select import Backends, select
+from torch_hybrid.backends.step import Step, make_backends, plan_all
+from torch_hybrid.batch import Batch, make_batch
+from torch_hybrid.caches.checkpoint import Checkpoint
+from torch_hybrid.caches.hybrid import HybridCache
+from torch_hybrid.caches.sequence import Sequence
+from torch_hybrid.engine import Engine
+from torch_hybrid.errors import CapacityError, UnsupportedError
+from torch_hybrid.graphs.agreement import Agreement
+from torch_hybrid.graphs.embeds import Embeds
+from torch_hybrid.graphs.kv_scales import kv_scales
+from torch_hybrid.graphs.report import Report
+from torch_hybrid.graphs.runner import Runner
+from torch_hybrid.models.adapt import adapt
+from torch_hybrid.models.hybrid_model import HybridModel
+from torch_hybrid.models.load import from_pretrained
+from torch_hybrid.models.quantize import quantize
+from torch_hybrid.models.shard import shard
+from torch_hybrid.prefix_cache import PrefixCache, PrefixStats
+from torch_hybrid.request import Output, Request, TokenEvent
+from torch_hybrid.sampling import Sampling, TokenLogprob
+from torch_hybrid.specs import (
+    AttentionSpec,
+    ChannelMixSpec,
+    DeltaRuleSpec,
+    KimiDeltaSpec,
+    LatentSpec,
+    LayerTable,
+    LightningSpec,
+    Mamba2Spec,
+    MambaSpec,
+    MlstmSpec,
+    RgLruSpec,
+    ShortConvolutionSpec,
+    TimeMixSpec,
+)
+from torch_hybrid.speculation import DraftCounts, Drafter, Ngram, Speculation
+from torch_hybrid.stats import EngineStats
+
+__all__ = [
+    "Agreement",
+    "AttentionSpec",
+    "Backends",
+    "Batch",
+    "CapacityError",
+    "ChannelMixSpec",
+    "Checkpoint",
+    "DeltaRuleSpec",
+    "DraftCounts",
+    "Drafter",
+    "Embeds",
+    "Engine",
+    "EngineStats",
+    "HybridCache",
+    "HybridModel",
+    "KimiDeltaSpec",
+    "LatentSpec",
+    "LayerTable",
+    "LightningSpec",
+    "Mamba2Spec",
+    "MambaSpec",
+    "MlstmSpec",
+    "Mode",
+    "Ngram",
+    "Output",
+    "PrefixCache",
+    "PrefixPolicy",
+    "PrefixStats",
+    "Report",
+    "Request",
+    "RgLruSpec",
+    "Runner",
+    "Sampling",
+    "Sequence",
+    "ShortConvolutionSpec",
+    "Speculation",
+    "Step",
+    "TimeMixSpec",
+    "TokenEvent",
+    "TokenLogprob",
+    "UnsupportedError",
+    "adapt",
+    "from_pretrained",
+    "kv_scales",
+    "make_backends",
+    "make_batch",
+    "plan_all",
+    "quantize",
+    "select",
+    "shard",
+]
