@@ -52,6 +52,7 @@ from torch_hybrid.graphs.step import Caches, Model, kinds_of_head
 from torch_hybrid.graphs.stepper import Stepper
 from torch_hybrid.graphs.steps import Steps
 from torch_hybrid.graphs.two_batch import OverlapPolicy, check_cuttable, overlap_policy
+from torch_hybrid.ops.native.ahead import Builds
 from torch_hybrid.specs import LayerTable
 from torch_hybrid.toolchain import check_toolchain
 
@@ -153,11 +154,11 @@ def assemble(decided: Decided, owner: object) -> Parts:
         is_one_mode = options.prefill and batch_invariant and runs_one_mode(device)
         modes = modes_of(options.max_drafts, prefill=options.prefill, is_one_mode=is_one_mode)
         backends = make_backends(decided.table, cache.sizes, decided.backends, modes)
-        start_builds(choices, backends)
+        builds = start_builds(choices, backends)
         kinds = kinds_of_head(model) if options.max_drafts else frozenset()
         all_modes = (*modes, *_modes_of_head(options.max_drafts)) if kinds else modes
         planner = _make_planner(decided, cache, backends, all_modes, kinds, given is not None)
-        steps = _make_steps(decided, cache, caches, choices, planner, all_modes, store)
+        steps = _make_steps(decided, cache, caches, choices, planner, all_modes, store, builds)
         if isinstance(steps, StepsBeside):
             finalize(owner, steps.close)
         last = LastTokens(options.max_seqs, device)
@@ -169,6 +170,7 @@ def assemble(decided: Decided, owner: object) -> Parts:
         planner,
         steps,
         execution,
+        builds=builds,
         capture=decided.capture,
         given=given,
         num_position_axes=model.num_position_axes,
@@ -312,6 +314,7 @@ def _make_steps(
     planner: StepPlanner,
     modes: tuple[Mode, ...],
     store: StepStore | None,
+    builds: Builds,
 ) -> Steps | StepsBeside:
     """A step for each variant, compiled when it is first wanted, or from now on beside others."""
     model, options = decided.model, decided.options
@@ -332,5 +335,5 @@ def _make_steps(
         by_row=batch_invariant,
     )
     if options.compile == "background" and store is not None:
-        return StepsBeside(make_steps, model, store)
+        return StepsBeside(make_steps, model, store, builds)
     return make_steps(model, store=store)

@@ -5,7 +5,7 @@ What has weights with scales is of a kind of its own: "fp8 linear", "int4 fused_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -22,9 +22,9 @@ from torch_hybrid.graphs.passes.ordered_sums import ordered_sums
 from torch_hybrid.graphs.passes.row_products import row_products
 from torch_hybrid.graphs.passes.row_sums import row_sums
 from torch_hybrid.graphs.step import Model
-from torch_hybrid.ops.capability import BATCH_INVARIANT, Need
+from torch_hybrid.ops.capability import BATCH_INVARIANT, Implementation, Need
 from torch_hybrid.ops.linear import op as linear
-from torch_hybrid.ops.native.ahead import build_ahead
+from torch_hybrid.ops.native.ahead import Builds, build_ahead
 from torch_hybrid.ops.registration import REGISTERED
 
 
@@ -82,12 +82,20 @@ def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, .
     return tuple(choices)
 
 
-def start_builds(choices: Sequence[Choice], backends: Mapping[str, Backend]) -> None:
-    """Have the kernels of what a model and its backends go by built, should the cache lack them."""
-    of_backends = (each for backend in backends.values() for each in backend.choices.values())
-    chosen = {(each.op.split()[-1], each.impl) for each in chain(choices, *of_backends)}
-    # Some choices stand for several others, and are of no op.
-    build_ahead(REGISTERED[op][impl] for op, impl in chosen if impl in REGISTERED.get(op, ()))
+def start_builds(choices: Sequence[Choice], backends: Mapping[str, Backend]) -> Builds:
+    """Have the kernels of what a model and its backends go by built, should the cache lack them:
+    before others what steps of prompts call, which come first."""
+    by_mode = [pair for backend in backends.values() for pair in backend.choices.items()]
+    of_prompts = [chosen for mode, chosen in by_mode if mode.tokens_per_seq is None]
+    first = chain(choices, *of_prompts)
+    others = chain(*(chosen for _, chosen in by_mode))
+    return build_ahead(_implementations(first), _implementations(others))
+
+
+def _implementations(choices: Iterable[Choice]) -> list[Implementation]:
+    """What was chosen, but for choices that stand for several others and are of no op."""
+    chosen = {(each.op.split()[-1], each.impl) for each in choices}
+    return [REGISTERED[op][impl] for op, impl in chosen if impl in REGISTERED.get(op, ())]
 
 
 def _with(need: Need, wanted: Backends) -> Need:

@@ -98,9 +98,9 @@ class Runner:
         passes: graph passes over each traced step, in order; see ``graphs.passes``, which has
             those to leave out and to look at too.
         artefact: a file of compiled steps from ``save``. They are taken where they were made for
-            the same model, sizes, versions and machine; a warning names what differs, and
-            ``warm_up`` then writes the file anew, as it does where there is none yet. It is run
-            as code: take none that you do not trust.
+            the same model, sizes, versions and machine; a warning names what differs, and the file
+            is then written anew. It is written as soon as a step is compiled, and has more with
+            each. It is run as code: take none that you do not trust.
 
     Raises:
         TypeError: ``model`` or ``backends`` is of another kind.
@@ -566,7 +566,8 @@ class Runner:
         )
 
     def warm_up(self, on_variant: Callable[[str], None] | None = None) -> None:
-        """Compile every variant of decode and extend ahead of time, unless it is already.
+        """Compile every variant of decode and extend ahead of time, unless it is already, and wait
+        for the C++ kernels.
 
         ``on_variant`` is called with the name of each variant before it is compiled. With
         compile="background" it waits, and others may run steps meanwhile.
@@ -582,9 +583,9 @@ class Runner:
                 if on_variant is not None:
                     on_variant(variant.name)
                 self._stepper.compile(variant)
+            self._stepper.wait_for_builds()
             if len(self._steps.graphs) > num_before:
                 trim()
-                self._steps.save_if_new()
 
     def update_weights(
         self,

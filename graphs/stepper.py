@@ -20,6 +20,7 @@ from torch_hybrid.graphs.execution import Execution
 from torch_hybrid.graphs.planner import Logits, StepPlanner
 from torch_hybrid.graphs.step import Inputs, Variant
 from torch_hybrid.graphs.steps import Steps
+from torch_hybrid.ops.native.ahead import Builds
 
 ResultT = TypeVar("ResultT")
 
@@ -33,6 +34,7 @@ class Stepper:
         planner: of the steps.
         steps: that are compiled.
         execution: runs them.
+        builds: of the kernels that they call.
         capture: which of them are captured; None where none is.
         given: rows in the place of embeddings; None where steps take none.
         num_position_axes: of the model.
@@ -47,6 +49,7 @@ class Stepper:
         steps: Steps | StepsBeside,
         execution: Execution,
         *,
+        builds: Builds,
         capture: CapturePolicy | None,
         given: GivenRows | None,
         num_position_axes: int,
@@ -56,6 +59,7 @@ class Stepper:
         self._cache, self._planner, self._steps = cache, planner, steps
         self._execution, self._capture, self._given = execution, capture, given
         self._num_position_axes = num_position_axes
+        self._builds, self._is_built = builds, False
         self._check_batch, self._device = check_batch, device
 
     def plan(
@@ -109,9 +113,19 @@ class Stepper:
             self._check_batch(batch)
 
     def compile(self, variant: Variant) -> None:
-        """Have a variant compiled, if steps are."""
-        if self._steps.is_ready(variant):
-            return
+        """Have a variant compiled, if steps are, and the kernels of first steps built."""
+        if not self._steps.is_ready(variant):
+            self._prepare(variant)
+            self._steps.save_if_new()
+        if not self._is_built:
+            self._builds.wait_for_first()
+            self._is_built = True
+
+    def wait_for_builds(self) -> None:
+        """Wait until all kernels are built."""
+        self._builds.wait()
+
+    def _prepare(self, variant: Variant) -> None:
         if self._capture is None:
             self._steps.prepare(variant)
             return

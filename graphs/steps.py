@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from threading import RLock
 
@@ -18,7 +18,7 @@ from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.artefact.store import StepStore
 from torch_hybrid.graphs.compiling.compile import CompileLog, GraphRecord, StepBackend, compile_step
-from torch_hybrid.graphs.compiling.compiled_step import CompiledStep
+from torch_hybrid.graphs.compiling.compiled_step import CompiledGraph, CompiledStep
 from torch_hybrid.graphs.compiling.fixed_arithmetic import fuses_freely
 from torch_hybrid.graphs.compiling.layers_once import LayersOnce
 from torch_hybrid.graphs.model_choices import choices_of
@@ -37,8 +37,12 @@ from torch_hybrid.graphs.step import (
     make_step,
     map_tensors,
 )
+from torch_hybrid.progress import bar, be_silent, tell
 from torch_hybrid.toolchain import named_failures
 
+# Of Qwen3-Next's kinds of layers on two cores of an Ice Lake Xeon, whatever their number: the first
+# step of a process, which also finds out what the compiler can do, and each one more.
+_SECONDS_FIRST, _SECONDS_MORE = 30, 15
 _COMPILING = RLock()  # runners of several threads compile one after another
 
 
@@ -56,6 +60,7 @@ def be_alone() -> None:
 
     global _COMPILING
     _COMPILING = RLock()
+    be_silent()
     ModelUse.forget()
     AsyncCompile.pool.cache_clear()
     AsyncCompile.process_pool.cache_clear()
@@ -155,36 +160,44 @@ class Steps:
         """Whether ``prepare`` has nothing to do for a variant."""
         return variant.name in self._place or not isinstance(self.of[variant], CompiledStep)
 
-    def prepare(self, variant: Variant) -> GraphRecord | None:
+    def prepare(self, variant: Variant, *, tells: bool = True) -> GraphRecord | None:
         """Make a variant ready, and say what its graph is; None if it was ready, or has none.
 
-        What is not found is traced on a step of null sequences, which changes no state.
+        What is not found is traced on a step of null sequences, which changes no state, after a
+        line that ``tells`` so.
         """
         if self.is_ready(variant):
             return None
         step = self.of[variant]
         assert isinstance(step, CompiledStep)
         assert self._store is not None
-        inputs = map_tensors(
-            lambda leaf: leaf.to(self._model.device), self._planner.traced(variant)
-        )
+        inputs = self._inputs(variant)
         place = len(self._log.graphs)
         found = self._store.find(variant.name, inputs, self._choices)
         if found is None:
-            self._trace(step, inputs, variant.mode)
+            with self._telling(variant) if tells else nullcontext():
+                self._trace(step, inputs, variant.mode)
         else:
             step.graphs.append(found[0])
             self._log.graphs.append(found[1])
         self._place[variant.name] = place
         return self._log.graphs[place]
 
+    def _telling(self, variant: Variant) -> AbstractContextManager[object]:
+        """A line, and a bar for as long as a variant is compiled."""
+        seconds = _SECONDS_MORE if self._place else _SECONDS_FIRST
+        duration = f" in about {seconds} s" if self._model.device.type == "cpu" else ""
+        doing = f"compiling the {variant.name} step"
+        tell(f"{doing}{duration}, sooner where torch's cache has it")
+        return bar(doing)
+
     def save_if_new(self) -> None:
-        """Write what was looked for in an artefact and not found, when all variants are ready."""
+        """Write what was looked for in an artefact and not found, beside what the file has."""
         path = None if self._store is None else self._store.path
         if path is None or all(graph.is_loaded for graph in self.graphs.values()):
             return
         try:
-            self.save(path)
+            self._save(path, self._ready() | self._unused())
         except (OSError, UnsupportedError) as error:  # the steps themselves are there
             warnings.warn(f"no artefact is written to {path}: {error}", stacklevel=3)
 
@@ -194,13 +207,33 @@ class Steps:
 
     def save(self, path: Path, variants: Iterable[Variant] | None = None) -> None:
         """Write the graphs of variants, which are ready, to an artefact; by default of all."""
-        steps = {}
-        for variant in self.of if variants is None else variants:
-            step = self.of[variant]
-            assert isinstance(step, CompiledStep)
-            steps[variant.name] = step.graphs[0], self.graphs[variant.name]
+        ready = self._ready()
+        names = ready if variants is None else [variant.name for variant in variants]
+        self._save(path, {name: ready[name] for name in names})
+
+    def _save(self, path: Path, steps: Mapping[str, tuple[CompiledGraph, GraphRecord]]) -> None:
         assert self._store is not None
         self._store.save(path, steps, self._choices)
+
+    def _ready(self) -> dict[str, tuple[CompiledGraph, GraphRecord]]:
+        """The graph and the record of each variant that is ready, by its name."""
+        return {
+            variant.name: (step.graphs[0], self.graphs[variant.name])
+            for variant, step in self.of.items()
+            if isinstance(step, CompiledStep) and variant.name in self._place
+        }
+
+    def _unused(self) -> dict[str, tuple[CompiledGraph, GraphRecord]]:
+        """Graphs and records that the artefact has of variants that no step was of so far."""
+        assert self._store is not None
+        unused = [v for v in self.of if v.name not in self._place and self._store.has([v.name])]
+        found = {v.name: self._store.find(v.name, self._inputs(v), self._choices) for v in unused}
+        return {name: each for name, each in found.items() if each is not None}
+
+    def _inputs(self, variant: Variant) -> Inputs:
+        """What a variant is traced with."""
+        traced = self._planner.traced(variant)
+        return map_tensors(lambda leaf: leaf.to(self._model.device), traced)
 
     def _trace(self, step: CompiledStep, inputs: Inputs, mode: Mode) -> None:
         """Trace and compile a step for inputs of all sizes."""

@@ -1,6 +1,5 @@
 """All names of ``import torch_hybrid``; the ops are registered with torch when this is loaded."""
 
-
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.prefix import PrefixPolicy
 from torch_hybrid.backends.select import Backends, select

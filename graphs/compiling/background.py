@@ -37,9 +37,12 @@ from torch_hybrid.graphs.compiling.signature import own_tensors
 from torch_hybrid.graphs.compiling.surroundings import calm
 from torch_hybrid.graphs.step import Inputs, Model, Variant
 from torch_hybrid.graphs.steps import Steps, be_alone, compiling
+from torch_hybrid.ops.native.ahead import Builds
+from torch_hybrid.progress import tell
 from torch_hybrid.toolchain import check_cache, missing_tools
 
 Compile = bool | Literal["background"]
+_SECONDS = 60  # as in steps.py, beside eager steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +91,12 @@ class StepsBeside:
         make: the runner's steps.
         model: that they run.
         store: where compiled steps may be, and where they are written to.
+        builds: of the kernels that steps call. Eager steps wait for them, so they have all cores.
     """
 
-    def __init__(self, make: MakeSteps, model: Model, store: StepStore) -> None:
+    def __init__(self, make: MakeSteps, model: Model, store: StepStore, builds: Builds) -> None:
         self._start = time.perf_counter()
-        self._make, self._model, self._store = make, model, store
+        self._make, self._model, self._store, self._builds = make, model, store, builds
         self._eager = make(model, store=None)
         self._compiled: Steps | None = None
         self._brought: dict[Variant, GraphRecord] = {}  # and not taken up yet
@@ -102,6 +106,9 @@ class StepsBeside:
         self._child: Forked | None = None
         self._folder = TemporaryDirectory(prefix="torch_hybrid_steps_")
         is_there = store.has(variant.name for variant in self._eager.of)
+        if not is_there:
+            duration = f", in about {_SECONDS} s" if model.device.type == "cpu" else ""
+            tell(f"steps run uncompiled until they are compiled beside them{duration}")
         uses_cuda = model.device.type != "cpu" or torch.cuda.is_initialized()
         if can_fork() and not uses_cuda and not is_there:
             folder = Path(self._folder.name)
@@ -214,6 +221,9 @@ class StepsBeside:
 
     def _bring_all(self) -> None:
         child, store = self._child, self._store
+        if child is not None:
+            with child.paused():
+                self._builds.wait()
         model = self._model if child is not None else _same_tensors(self._model)
         self._compiled = steps = self._make(model, store=store)
         brought = {}
@@ -223,7 +233,8 @@ class StepsBeside:
                 record = steps.prepare(variant)
             else:
                 with _prepared(model, store):
-                    record = steps.prepare(variant)
+                    record = steps.prepare(variant, tells=False)
+                steps.save_if_new()
             assert record is not None
             brought[variant] = record
             if self._is_closed:
@@ -234,7 +245,6 @@ class StepsBeside:
             with suppress(EOFError):  # closed: all that it was needed for is here
                 child.receive()  # not ended before it has written what others will find
         else:
-            steps.save_if_new()
             self._brought.update(brought)
 
 
@@ -250,7 +260,7 @@ def _compiled_files(make: MakeSteps, model: Model, store: StepStore, folder: Pat
                 path = folder / str(number)
                 steps.save(path, [variant])
                 yield str(path)
-            steps.save_if_new()
+                steps.save_if_new()
             yield str(folder)
     except Exception as error:  # of any pass or compiler; a line of it is told
         raise ForkedError(_in_one_line(error)) from error

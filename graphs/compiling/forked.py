@@ -14,10 +14,11 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import stat
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Pipe
 from threading import Lock, Thread
@@ -59,10 +60,13 @@ class Forked:
             _be_child(work, results, alive)
         results.close()
         alive.close()
+        with suppress(EOFError):  # it ended at once, as ``receive`` will say
+            self._results.recv()  # not before it has let go of the pipes of others
         with suppress(OSError):  # the child has done so, or has ended
             os.setpgid(self._pid, self._pid)
         self._closing = Lock()
         self._is_closed = self._is_reaped = False
+        self._pausing, self._num_pauses = Lock(), 0
 
     @property
     def pid(self) -> int:
@@ -88,14 +92,18 @@ class Forked:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """The process stands still, with what it has started."""
-        if not self._is_reaped:  # else its number may be another process's
-            self._signal(signal.SIGSTOP)
+        """The process stands still, with what it has started, until nobody has it paused."""
+        self._pause(1)
         try:
             yield
         finally:
-            if not self._is_reaped:
-                self._signal(signal.SIGCONT)
+            self._pause(-1)
+
+    def _pause(self, change: int) -> None:
+        with self._pausing:
+            self._num_pauses += change
+            if not self._is_reaped:  # else its number may be another process's
+                self._signal(signal.SIGSTOP if self._num_pauses else signal.SIGCONT)
 
     def close(self) -> None:
         """End the process, with what it has started."""
@@ -142,6 +150,8 @@ def _be_child(
         with suppress(OSError):  # the parent was faster
             os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
+        _let_go_of_pipes({results.fileno(), alive.fileno()})
+        results.send(None)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         # Stopped, it would not see that its parent has ended.
@@ -152,6 +162,18 @@ def _be_child(
         worker.join()
     finally:
         os._exit(0)
+
+
+def _let_go_of_pipes(kept: Collection[int]) -> None:
+    """Close what other threads of the parent had open to talk to others: a process that they have
+    just started would not see its pipe's end, nor they the end of its. Numbers stay taken."""
+    nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number not in kept:
+            with suppress(OSError):  # of the listing itself
+                mode = os.fstat(number).st_mode
+                if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+                    os.dup2(nothing, number, inheritable=False)
 
 
 def _end_with(parent: Connection) -> None:

@@ -3,37 +3,84 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread, main_thread
 
 from torch_hybrid.ops.capability import Implementation
-from torch_hybrid.ops.native.build import BuildError, library_of
+from torch_hybrid.ops.native.build import BuildError, is_there, library_of
+from torch_hybrid.progress import bar, tell
 
-_STARTED: set[Path] = set()
+_SECONDS = 7  # that a core takes for a library: the median of all, on an Ice Lake Xeon
+_BUILDING = "building C++ kernels"
+_STARTED: dict[Path, Future[None]] = {}
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_STARTED.clear)  # no thread of the parent's builds there
 
 
-def build_ahead(implementations: Iterable[Implementation]) -> None:
-    """Start to build the libraries of these implementations that the cache does not have.
+class Builds:
+    """Libraries that threads build, those that are called first before the others."""
 
-    Whoever calls a kernel meanwhile waits for its library and no other. What does not build is told
-    there. A process that ends waits for the libraries that are being built.
+    def __init__(self, first: Sequence[Path], others: Sequence[Path]) -> None:
+        self._first = [_STARTED[source] for source in first]
+        self._all = [*self._first, *(_STARTED[source] for source in others)]
+
+    def wait_for_first(self) -> None:
+        """Wait for what is called first. Errors of a build are for whoever calls its kernel."""
+        _wait(self._first)
+
+    def wait(self) -> None:
+        """Wait for all of them, as ``wait_for_first``."""
+        _wait(self._all)
+
+
+def build_ahead(first: Iterable[Implementation], others: Iterable[Implementation] = ()) -> Builds:
+    """Start to build the libraries of these implementations that the cache does not have, and tell
+    how many there are.
+
+    Whoever calls a kernel meanwhile waits for its library and no other. A process that ends waits
+    for the libraries that are being built.
     """
-    sources = {source for each in implementations for source in _sources_of(each)} - _STARTED
-    _STARTED.update(sources)
-    waiting = deque(sorted(sources))
+    early, late = (
+        sorted({s for each in some for s in _sources_of(each)}) for some in (first, others)
+    )
+    new = [source for source in dict.fromkeys([*early, *late]) if source not in _STARTED]
+    _STARTED.update({source: Future() for source in new})
+    num_missing = sum(not is_there(source.parent.name, source) for source in new)
+    num_threads = min(os.cpu_count() or 1, len(new))
+    if num_missing:
+        seconds = -(-num_missing * _SECONDS // min(num_threads, num_missing))
+        tell(f"{_BUILDING}: {num_missing}, once for this machine, in about {seconds} s")
+    waiting = deque(new)
 
     def work() -> None:
-        while waiting and main_thread().is_alive():
+        while waiting:
             with suppress(BuildError, IndexError):
                 source = waiting.popleft()
-                library_of(source.parent.name, source)
+                try:
+                    if main_thread().is_alive():
+                        library_of(source.parent.name, source)
+                finally:
+                    _STARTED[source].set_result(None)
 
-    for _ in range(min(os.cpu_count() or 1, len(waiting))):
+    for _ in range(num_threads):
         Thread(target=work, name="build-ahead").start()
+    return Builds(early, late)
+
+
+def _wait(builds: Sequence[Future[None]]) -> None:
+    missing = [build for build in builds if not build.done()]
+    if not missing:
+        return
+    with bar(_BUILDING, total=len(missing)) as advance:
+        for build in missing:
+            build.result()
+            advance(1, _BUILDING)
 
 
 def _sources_of(implementation: Implementation) -> Iterable[Path]:

@@ -93,6 +93,19 @@ def library_of(name: str, source: Path) -> Path:
     return _brought(name, source) or _built(name, source)
 
 
+def is_there(name: str, source: Path) -> bool:
+    """Whether ``library_of`` has nothing to build, or nothing to build with."""
+    compiler = _find_compiler()
+    return (
+        compiler is None or bool(_brought(name, source)) or _path(compiler, name, source).exists()
+    )
+
+
+def _path(compiler: str, name: str, source: Path) -> Path:
+    """The file in the cache of what this compiler makes of a source."""
+    return cache_folder() / f"{name}-{_content_hash(compiler, source)}.so"
+
+
 def _brought(name: str, source: Path) -> Path | None:
     """The library of ``source`` that came from elsewhere, if one did."""
     return _BROUGHT.get(key_of_source(name, source)) if _BROUGHT else None
@@ -109,7 +122,7 @@ def _built(name: str, source: Path) -> Path:
     if compiler is None:
         raise BuildError(_no_compiler())
     _check_march(compiler)
-    library = cache_folder() / f"{name}-{_content_hash(compiler, source)}.so"
+    library = _path(compiler, name, source)
     if not library.exists():
         try:
             library.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
