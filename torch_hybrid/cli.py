@@ -30,6 +30,7 @@ from torch_hybrid.cli_options import (
     ModelOptions,
     SamplingOptions,
     compile_ahead,
+    finish_artefact,
     load_processor,
     load_tokenizer,
     model_options,
@@ -114,6 +115,7 @@ def generate(
             stream_output(engine, requests[0])
         else:
             print_each(engine, requests)
+        finish_artefact(options, engine.runner)
     if any(request.output is None or request.output.error for request in requests):
         raise SystemExit(1)
 
@@ -145,6 +147,7 @@ def chat(
         engine.close()
         compile_ahead(engine.runner)
         converse(engine, sampling, system)
+        finish_artefact(options, engine.runner)
 
 
 def _engine(

@@ -12,6 +12,7 @@ import click
 
 from torch_hybrid.cli_output import note
 from torch_hybrid.cli_ranks import join_ranks, refuse_ranks_apart
+from torch_hybrid.errors import UnsupportedError
 
 if TYPE_CHECKING:
     import torch
@@ -201,7 +202,9 @@ model_options = _grouped(
     "options",
     (
         click.argument("model"),
-        click.option("--dtype", default="auto", show_default=True, help="Of the weights."),
+        click.option(
+            "--dtype", default="auto", show_default=True, help="Of the weights: bf16, fp16, fp32."
+        ),
         click.option(
             "--weights",
             type=click.Choice(["auto", "int8", "int4"]),
@@ -366,6 +369,16 @@ def compile_ahead(runner: Runner) -> None:
     """Compile every kind of step before the first one, unless they are compiled meanwhile."""
     if runner.compile is True:
         runner.warm_up()
+
+
+def finish_artefact(options: ModelOptions, runner: Runner) -> None:
+    """Wait for what is compiled meanwhile where it is to be written: a short command ends first."""
+    if options.artefact is None or runner.compile != "background":
+        return
+    try:
+        runner.warm_up()
+    except UnsupportedError as error:
+        note(f"nothing is written to {options.artefact}: {error}")
 
 
 def _quiet_transformers() -> None:

@@ -19,7 +19,7 @@ import copy
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,10 +38,11 @@ from torch_hybrid.graphs.compiling.surroundings import calm
 from torch_hybrid.graphs.step import Inputs, Model, Variant
 from torch_hybrid.graphs.steps import Steps, be_alone, compiling
 from torch_hybrid.ops.native.ahead import Builds
-from torch_hybrid.progress import tell
+from torch_hybrid.progress import bar, tell
 from torch_hybrid.toolchain import check_cache, missing_tools
 
 Compile = bool | Literal["background"]
+_INTERVAL = 0.05  # seconds between looks at what is built
 _SECONDS = 60  # as in steps.py, beside eager steps
 
 
@@ -183,7 +184,8 @@ class StepsBeside:
         Raises:
             UnsupportedError: they could not be compiled, or were closed before.
         """
-        self._is_over.wait()
+        with nullcontext() if self._is_over.is_set() else bar("compiling the steps"):
+            self._is_over.wait()
         if self._failed:
             self._is_told = True
             raise UnsupportedError(self._failed)
@@ -223,7 +225,8 @@ class StepsBeside:
         child, store = self._child, self._store
         if child is not None:
             with child.paused():
-                self._builds.wait()
+                while not (self._builds.are_done or self._is_closed):
+                    time.sleep(_INTERVAL)
         model = self._model if child is not None else _same_tensors(self._model)
         self._compiled = steps = self._make(model, store=store)
         brought = {}

@@ -112,6 +112,7 @@ class Forked:
                 return
             self._is_closed = True
             self._signal(signal.SIGTERM)
+            self._signal(signal.SIGCONT)  # paused, it would not end
             ends = time.monotonic() + _PATIENCE
             while self._lives() and time.monotonic() < ends:
                 time.sleep(0.01)

@@ -30,6 +30,11 @@ class Builds:
         self._first = [_STARTED[source] for source in first]
         self._all = [*self._first, *(_STARTED[source] for source in others)]
 
+    @property
+    def are_done(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return all(build.done() for build in self._all)
+
     def wait_for_first(self) -> None:
         """Wait for what is called first. Errors of a build are for whoever calls its kernel."""
         _wait(self._first)

@@ -46,12 +46,12 @@ def chat_checkpoint(tmp_path_factory):
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Run ``torch-hybrid`` with these arguments; its exit code, stdout and stderr."""
-    from torch_hybrid import cli
+    from torch_hybrid import cli, host
 
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["torch-hybrid", *map(str, args)])
         monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main replaces it
-        monkeypatch.setattr(cli, "tune_allocator", lambda: False)  # it is for the whole process
+        monkeypatch.setattr(host, "tune_allocator", lambda: False)  # it is for the whole process
         code = 0
         try:
             cli.main()

@@ -19,11 +19,12 @@ from tests.parallel.processes import FORKSERVER
 from tests.tiny_models import FEWEST_LAYERS
 from tests.tiny_tokenizers import image_processor
 from tests.tiny_vision import PATCH, make_vision_model
-from torch_hybrid import cli, cli_options, cli_output
+from torch_hybrid import cli, cli_options, cli_output, toolchain
 from torch_hybrid.cli_options import load_tokenizer
 from torch_hybrid.cli_output import print_fact
 from torch_hybrid.cli_prompts import read_prompts
 from torch_hybrid.engine import Engine
+from torch_hybrid.ops import native
 from torch_hybrid.request import Output
 
 EAGER = ("--eager", "--max-seqs", 4, "--max-tokens", 64, "--kv-tokens", 256)
@@ -361,7 +362,7 @@ def test_without_a_compiler_steps_run_uncompiled_and_one_line_says_so(
     run, checkpoint, monkeypatch, expected
 ):
     said = "no C++ compiler (g++ does not run): install g++"
-    monkeypatch.setattr(cli_options, "missing_tools", lambda device: said)
+    monkeypatch.setattr(toolchain, "missing_tools", lambda device: said)
     sizes = EAGER[1:]
     options = ("--ids", "5 17 3", "--max-new-tokens", 3, "--ignore-eos")
     code, out, err = run("generate", checkpoint, *sizes, *options)
@@ -381,7 +382,7 @@ def test_a_cache_that_cannot_be_written_is_one_line(run, checkpoint, monkeypatch
 
 
 def test_kernels_that_cannot_be_built_are_named(monkeypatch, capsys):
-    monkeypatch.setattr(cli_options, "compiler_missing", lambda: "cannot write /x: full")
+    monkeypatch.setattr(native, "compiler_missing", lambda: "cannot write /x: full")
     assert cli_options.can_compile(torch.device("cpu"))
     assert capsys.readouterr().err == "the C++ kernels are not used: cannot write /x: full\n"
 

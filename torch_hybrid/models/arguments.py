@@ -11,6 +11,15 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.models.quantized import refuse_gguf
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+_ALSO = {
+    "fp32": "float32",
+    "f32": "float32",
+    "float": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "half": "float16",
+}
 
 
 def checked_path(path_or_id: str | Path) -> str:
@@ -36,12 +45,18 @@ def checked_path(path_or_id: str | Path) -> str:
 
 
 def checked_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
-    """Raise ValueError unless weights can have this dtype."""
+    """The dtype that weights are to have, by torch's name or one that people have for it.
+
+    Raises:
+        ValueError: weights cannot have it.
+    """
+    if isinstance(dtype, str):
+        name = dtype.lower().removeprefix("torch.")
+        dtype = _ALSO.get(name, name if name in DTYPES else dtype)
     if dtype in DTYPES or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return dtype
-    raise ValueError(
-        f"dtype must be a torch.dtype of floats or one of {sorted(DTYPES)}, got {dtype!r}"
-    )
+    known = sorted([*DTYPES, *_ALSO])
+    raise ValueError(f"dtype must be a torch.dtype of floats or one of {known}, got {dtype!r}")
 
 
 def check_tables(tables: str) -> None:

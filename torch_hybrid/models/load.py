@@ -78,7 +78,8 @@ def from_pretrained(
 
     Args:
         path_or_id: a folder as ``save_pretrained`` writes it, or a hub id.
-        dtype: of the weights; "auto" takes the checkpoint's.
+        dtype: of the weights; "auto" takes the checkpoint's. Names as torch has them, or "bf16",
+            "fp16", "half" and the like.
         device: where the weights go.
         weights: "auto", as they are stored, or "int8" or "int4": made integers as they are read,
             see ``quantize``; ``dtype`` is then what they are multiplied with.

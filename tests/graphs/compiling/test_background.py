@@ -264,7 +264,8 @@ def test_the_end_of_the_program_is_clean_and_waits_for_nothing():
         print(here.child_of(runner))
     """
     done = run_python(code)
-    assert (done.returncode, done.stderr) == (0, "")
+    told = "torch_hybrid: steps run uncompiled until they are compiled beside them, in about 60 s\n"
+    assert (done.returncode, done.stderr) == (0, told)
     assert ends(int(done.stdout))
 
 
