@@ -10,6 +10,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 OPTIONAL = ("triton", "flashinfer", "transformers", "numpy", "safetensors", "rich", "click")
 BLOCK = """
@@ -56,6 +58,70 @@ def test_torch_alone_imports_and_runs_layers_and_names_what_loading_misses():
             print(error.name)
     """
     assert run(code, blocked=OPTIONAL).splitlines() == ["[]", "[5, 8] True", "transformers"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        *([command, "--help"] for command in ("demo", "generate", "chat", "explain")),
+        ["generate", "--no-such-option"],
+        ["generate", "nowhere"],
+    ],
+)
+def test_the_command_line_shows_its_help_without_torch(arguments: list[str]):
+    code = f"""
+        import sys
+        from torch_hybrid import cli
+        sys.argv = ["torch-hybrid", *{arguments!r}]
+        try:
+            cli.main()
+        except SystemExit:
+            pass
+        print(sorted(set(sys.modules) & {{"torch", "numpy", "transformers"}}))
+    """
+    assert run(code).splitlines()[-1] == "[]"
+
+
+def test_the_package_is_whole_whether_torch_comes_before_or_after_it():
+    """All names, and the ops of a package that calls them by name."""
+    code = """
+        import sys
+        {first}
+        import torch_hybrid as th
+        assert ("torch" in sys.modules) == {is_loaded}
+        {names}
+        import torch
+        print(torch.ops.torch_hybrid.causal_conv1d)
+        assert th.Runner.__name__ == "Runner" and "Runner" in dir(th)
+        from torch_hybrid import *
+        assert Engine is th.Engine and th.specs.__name__ == "torch_hybrid.specs"
+        try:
+            th.nothing
+        except AttributeError as error:
+            print(error)
+    """
+    orders = (("import torch", True, ""), ("", False, "th.Runner"))
+    for first, is_loaded, names in orders:
+        printed = run(code.format(first=first, is_loaded=is_loaded, names=names)).splitlines()
+        assert printed == [
+            "torch_hybrid.causal_conv1d",
+            "module 'torch_hybrid' has no attribute 'nothing'",
+        ]
+
+
+def test_import_takes_less_than_half_of_the_time_of_torch():
+    """In time of the CPU: that of torch is some 1.5 s, whatever else the machine does."""
+    code = """
+        from time import process_time
+        start = process_time()
+        import torch
+        middle = process_time()
+        import torch_hybrid
+        print((process_time() - middle) / (middle - start))
+    """
+    assert min(float(run(code)) for _ in range(3)) < 0.5
 
 
 def test_import_loads_no_optional_package_compiles_no_kernel_and_starts_no_compiler():

@@ -55,7 +55,8 @@ def build_ahead(first: Iterable[Implementation], others: Iterable[Implementation
         sorted({s for each in some for s in _sources_of(each)}) for some in (first, others)
     )
     new = [source for source in dict.fromkeys([*early, *late]) if source not in _STARTED]
-    _STARTED.update({source: Future() for source in new})
+    futures: dict[Path, Future[None]] = {source: Future() for source in new}
+    _STARTED.update(futures)
     num_missing = sum(not is_there(source.parent.name, source) for source in new)
     num_threads = min(os.cpu_count() or 1, len(new))
     if num_missing:
@@ -71,7 +72,7 @@ def build_ahead(first: Iterable[Implementation], others: Iterable[Implementation
                     if main_thread().is_alive():
                         library_of(source.parent.name, source)
                 finally:
-                    _STARTED[source].set_result(None)
+                    futures[source].set_result(None)
 
     for _ in range(num_threads):
         Thread(target=work, name="build-ahead").start()

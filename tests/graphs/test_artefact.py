@@ -128,6 +128,24 @@ def test_what_is_not_there_yet_is_compiled_and_written(tmp_path: Path):
     assert torch.equal(*served)
 
 
+@pytest.mark.slow
+def test_an_artefact_is_written_as_soon_as_a_step_is_compiled(tmp_path: Path):
+    """Not when all are, nor when somebody asks for it; and what was in it stays in it."""
+    path, sizes = tmp_path / "steps", SIZES | {"prefill": True}
+    prompt, token = [[3] * 40, [7], [9, 9, 9]], [[1], [2], [3]]
+    model = make_model(num_layers=2)
+    for steps, are_loaded in (([prompt], {"extend": False}), ([token], {"decode": False})):
+        runner = Runner(model, **sizes, artefact=path)
+        assert path.exists() == (steps == [token])
+        serve(runner, steps)
+        assert {name: g.is_loaded for name, g in runner.report().graphs.items()} == are_loaded
+    runner = Runner(model, **sizes, artefact=path)
+    served = serve(runner, [prompt, token])
+    loaded = {name: graph.is_loaded for name, graph in runner.report().graphs.items()}
+    assert loaded == {"extend": True, "decode": True}
+    assert torch.equal(served, serve(Runner(model, **sizes), [prompt, token]))
+
+
 def refusal(path: Path, model: th.HybridModel, **options: Any) -> str:
     with pytest.warns(UserWarning, match="steps are compiled anew") as caught:
         Runner(model, **{**SIZES, **options}, artefact=path)

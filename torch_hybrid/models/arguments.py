@@ -55,8 +55,9 @@ def checked_dtype(dtype: torch.dtype | str) -> torch.dtype | str:
         dtype = _ALSO.get(name, name if name in DTYPES else dtype)
     if dtype in DTYPES or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return dtype
-    known = sorted([*DTYPES, *_ALSO])
-    raise ValueError(f"dtype must be a torch.dtype of floats or one of {known}, got {dtype!r}")
+    raise ValueError(
+        f"dtype must be a torch.dtype of floats or one of {sorted(DTYPES)}, got {dtype!r}"
+    )
 
 
 def check_tables(tables: str) -> None:

@@ -7,7 +7,6 @@ import os
 import platform
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -17,7 +16,7 @@ import pytest
 
 from tests.parallel.processes import FORKSERVER
 from torch_hybrid.ops.capability import Capability, Implementation
-from torch_hybrid.ops.native import BuildError, build, compiler_missing, load_library
+from torch_hybrid.ops.native import BuildError, ahead, build, compiler_missing, load_library
 from torch_hybrid.ops.native.ahead import build_ahead
 
 needs_compiler = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
@@ -127,11 +126,12 @@ def test_what_was_chosen_is_built_ahead(
         (tmp_path / f"{module}.py").write_text("")
     of_torch = Implementation(capability=Capability(devices=frozenset()), launcher="json:loads")
     chosen = [replace(of_torch, launcher=f"{module}:run") for module in modules]
+    told: list[str] = []
+    monkeypatch.setattr(ahead, "tell", told.append)
     for _ in range(2):
-        build_ahead([of_torch, *chosen])
-    for thread in threading.enumerate():
-        if thread.name == "build-ahead":
-            thread.join()
+        build_ahead([of_torch, chosen[0]], chosen[1:]).wait()
+    seconds = -(-3 * ahead._SECONDS // min(os.cpu_count() or 1, 3))
+    assert told == [f"building C++ kernels: 3, once for this machine, in about {seconds} s"]
     assert runs.read_text().split() == ["built"] * 3
     assert len(libraries(cache_folder)) == 2
     for value, name in enumerate(("ahead_one", "ahead_two"), start=1):
@@ -139,6 +139,42 @@ def test_what_was_chosen_is_built_ahead(
     assert runs.read_text().split() == ["built"] * 3
     with pytest.raises(BuildError, match=r"ahead_bad.cpp"):
         load_library(tmp_path.name, tmp_path / "ahead_bad.cpp")
+    monkeypatch.setattr(ahead, "_STARTED", {})  # as in the next process
+    build_ahead(chosen[:2]).wait()
+    assert len(told) == 1, "nothing is built"
+
+
+@needs_compiler
+def test_what_is_called_first_is_built_first(
+    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who waits for it does not wait for the others."""
+    compiler, goes_on = tmp_path / "compiler", tmp_path / "goes on"
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *" -c "*a_late.cpp*) while [ ! -e "{goes_on}" ]; do sleep 0.01; '
+        f'done;; esac\nexec {build._find_compiler()} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.syspath_prepend(tmp_path)
+    for value, name in enumerate(("b_early", "a_late")):
+        (tmp_path / f"{name}.cpp").write_text(ANSWER.format(value))
+        (tmp_path / f"{name}.py").write_text("")
+    early, late = (
+        Implementation(capability=Capability(devices=frozenset()), launcher=f"{name}:run")
+        for name in ("b_early", "a_late")
+    )
+    builds = build_ahead([early], [late])
+    try:
+        builds.wait_for_first()
+        assert len(libraries(cache_folder)) == 1
+        assert not builds.are_done
+    finally:
+        goes_on.touch()
+    builds.wait()
+    assert builds.are_done
+    assert len(libraries(cache_folder)) == 2
 
 
 @needs_compiler
