@@ -64,6 +64,56 @@ def test_generate_answers_while_steps_are_compiled(run, checkpoint, expected):
     assert "compiling" not in err
 
 
+def test_generate_answers_at_once_and_leaves_an_artefact(run, checkpoint, monkeypatch, tmp_path):
+    """By default steps are compiled beside the first ones; who is to write them waits."""
+    made = []
+    monkeypatch.setattr(cli.ModelOptions, "runner", keeping(cli.ModelOptions.runner, made))
+    options = (*EAGER[1:], "--ids", "5 17 3", "--ignore-eos", "--max-new-tokens", 2)
+    code, out, _ = run("generate", checkpoint, *options)
+    made[0].close()
+    assert (code, len(out.split())) == (0, 2)
+    path = tmp_path / "steps"
+    for is_loaded in (False, True):
+        code, out, err = run("generate", checkpoint, *options, "--artefact", path)
+        assert (code, len(out.split())) == (0, 2), err
+        assert {g.is_loaded for g in made[-1].report().graphs.values()} == {True}
+        assert path.exists()
+        assert (made[-1]._beside._child is None) == is_loaded
+    assert [runner.compile for runner in made] == ["background"] * 3
+
+
+def keeping(make, made):
+    """``make``, which also notes in ``made`` what it has made."""
+
+    def make_and_keep(*args, **options):
+        made.append(make(*args, **options))
+        return made[-1]
+
+    return make_and_keep
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("bf16", "bfloat16"), ("HALF", "float16"), ("torch.float32", "float32"), ("fp32", "float32")],
+)
+def test_dtypes_by_the_names_that_people_have(run, checkpoint, name, dtype):
+    code, out, err = run("explain", checkpoint, *EAGER, "--dtype", name)
+    assert code == 0, err
+    assert f"in {dtype}" in out
+
+
+@pytest.mark.parametrize("command", ["generate", "explain", "chat", "demo"])
+def test_torchrun_without_ranks_is_told(run, checkpoint, monkeypatch, command):
+    """Each process would load and serve all of the model."""
+    arguments = {"generate": (checkpoint, "hi"), "demo": ()}.get(command, (checkpoint,))
+    for name, value in (("LOCAL_RANK", "1"), ("RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    code, out, err = run(command, *arguments)
+    assert (code, out) == (2, "")
+    assert "torchrun started 2 processes, and each would serve all of the model by itself" in err
+    assert "--ranks" in err
+
+
 def test_generate_keeps_8_bits_where_there_is_room(run, checkpoint):
     """For one number and for as many tokens as fit."""
     for tokens in ("256", "auto"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -11,9 +12,11 @@ import textwrap
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +30,7 @@ from torch_hybrid.graphs.compiling import background, forked
 from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.graphs.steps import be_alone
+from torch_hybrid.ops.native.ahead import Builds
 
 pytestmark = pytest.mark.skipif(not forked.can_fork(), reason="processes are forked on Linux")
 DECODE: dict[str, Any] = {"max_seqs": 3, "max_tokens": 64, "kv_tokens": 256, "prefill": False}
@@ -288,6 +292,74 @@ def test_a_fork_ends_with_its_parent_however_that_ends(around: str):
     done = run_python(code)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert ends(int(done.stdout))
+
+
+def test_a_fork_holds_no_pipe_of_another_thread():
+    """Who reads one to its end would wait for the fork: a compiler that has just been started."""
+    ours, theirs = os.pipe()
+
+    def work() -> Iterator[str]:
+        yield "begun"
+        time.sleep(1000)
+
+    child = forked.Forked(work)
+    try:
+        with child.paused(), open(ours, "rb", buffering=0) as end:
+            os.close(theirs)
+            assert select.select([end], [], [], 10.0)[0], "the pipe has no end"
+            assert end.read(1) == b""
+        assert child.receive() == "begun"
+    finally:
+        child.close()
+
+
+def test_a_fork_is_paused_until_nobody_has_it_paused():
+    def work() -> Iterator[int]:
+        yield from range(3)
+
+    child = forked.Forked(work)
+    try:
+        with child.paused():
+            with child.paused():
+                pass
+            deadline = time.monotonic() + 5.0
+            while state_of(child.pid) != "T" and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert state_of(child.pid) == "T"
+        assert [child.receive() for _ in range(3)] == [0, 1, 2]
+    finally:
+        child.close()
+
+
+def test_a_paused_fork_ends_at_once():
+    child = forked.Forked(lambda: iter([1]))
+    with child.paused():
+        start = time.monotonic()
+        child.close()
+        assert time.monotonic() - start < forked._PATIENCE / 2
+
+
+def test_compiling_waits_for_the_kernels_that_are_built(model: th.HybridModel):
+    """Which the first steps wait for: both cores are theirs."""
+    future: Future[None] = Future()
+    with (
+        patch.object(background, "tell") as told,
+        patch.object(Builds, "are_done", property(lambda builds: future.done())),
+    ):
+        runner = Runner(model, compile="background", passes=(Pass("hang", hang),), **DECODE)
+        pid = child_of(runner)
+        served_uncompiled(runner)
+        deadline = time.monotonic() + 5.0
+        while state_of(pid) != "T" and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert state_of(pid) == "T"
+        future.set_result(None)
+        while state_of(pid) == "T" and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert state_of(pid) != "T"
+        runner.close()
+    expected = "steps run uncompiled until they are compiled beside them, in about 60 s"
+    assert [call.args for call in told.mock_calls] == [(expected,)]
 
 
 def test_a_fork_has_compiling_threads_of_its_own():
