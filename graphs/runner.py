@@ -73,7 +73,8 @@ class Runner:
             eagerly until they are compiled beside them, and switches between two steps
             (``report().switches`` says when); ``warm_up`` waits for all of them. On Linux a fork of
             this process compiles for a CPU, elsewhere a thread of it does, which slows eager steps.
-            If compiling fails, a warning says why and steps stay eager.
+            If compiling fails, a warning says why and steps stay eager. Before anything is built or
+            compiled, the logger "torch_hybrid" says so on stderr.
         cuda_graphs: "auto" captures each bucket of a compiled step in a CUDA graph, on a CUDA
             device, where all of its ops can be captured; ``report()`` has what was and what was
             not, with the reason. "on" refuses what cannot be captured. On a CPU, "on" pads and

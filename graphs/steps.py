@@ -42,7 +42,7 @@ from torch_hybrid.toolchain import named_failures
 
 # Of Qwen3-Next's kinds of layers on two cores of an Ice Lake Xeon, whatever their number: the first
 # step of a process, which also finds out what the compiler can do, and each one more.
-_SECONDS_FIRST, _SECONDS_MORE = 30, 15
+_SECONDS_FIRST, _SECONDS_MORE = 40, 15
 _COMPILING = RLock()  # runners of several threads compile one after another
 
 

@@ -22,7 +22,7 @@ from torch_hybrid.graphs.compiling.compile import StepBackend
 from torch_hybrid.progress import LOGGER, bar, tell
 
 SIZES = {"max_seqs": 1, "max_tokens": 64, "kv_tokens": 64}
-EXTEND = "compiling the extend step in about 30 s, sooner where torch's cache has it"
+EXTEND = "compiling the extend step in about 40 s, sooner where torch's cache has it"
 DECODE = "compiling the decode step in about 15 s, sooner where torch's cache has it"
 
 
