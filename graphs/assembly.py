@@ -24,6 +24,7 @@ from torch_hybrid.backends.mode import Mode, modes_of
 from torch_hybrid.backends.select import Backends, Choice
 from torch_hybrid.backends.step import Backend, chunk_grid, make_backends
 from torch_hybrid.caches.hybrid import HybridCache
+from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.artefact.store import StepStore
 from torch_hybrid.graphs.buckets import StepSizes
 from torch_hybrid.graphs.capturing.capture_policy import CapturePolicy
@@ -53,8 +54,9 @@ from torch_hybrid.graphs.stepper import Stepper
 from torch_hybrid.graphs.steps import Steps
 from torch_hybrid.graphs.two_batch import OverlapPolicy, check_cuttable, overlap_policy
 from torch_hybrid.ops.native.ahead import Builds
+from torch_hybrid.progress import tell
 from torch_hybrid.specs import LayerTable
-from torch_hybrid.toolchain import check_toolchain
+from torch_hybrid.toolchain import check_toolchain, switched_off_by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +105,8 @@ def decide(model: Model, options: Options, make_trial: MakeTrial) -> Decided:
     """
     device = model.device  # to find it takes a walk through the model
     check_compile(options.compile, model)
+    if options.compile and (setting := switched_off_by()):
+        options = _uncompiled(options, setting)
     if options.batch_invariant:
         check_invariant(model, options.compile, options.two_batch_overlap, options.max_drafts)
     capture = CapturePolicy.of(options.cuda_graphs, device, compiles=bool(options.compile))
@@ -135,6 +139,25 @@ def decide(model: Model, options: Options, make_trial: MakeTrial) -> Decided:
         kv_room=room,
         kv_tokens=kv_tokens,
     )
+
+
+def _uncompiled(options: Options, setting: str) -> Options:
+    """Return the options of a runner whose steps run uncompiled, since a setting of torch says so.
+
+    Raises:
+        UnsupportedError: something is asked for that only compiled steps have.
+    """
+    wanted = {
+        "artefact": options.artefact is not None,
+        "cuda_graphs='on'": options.cuda_graphs == "on",
+    }
+    if needing := [name for name, is_wanted in wanted.items() if is_wanted]:
+        raise UnsupportedError(
+            f"{', '.join(needing)} of a runner needs compiled steps, and {setting} switches "
+            f"torch.compile off"
+        )
+    tell(f"steps run uncompiled: {setting} switches torch.compile off")
+    return replace(options, compile=False)
 
 
 def assemble(decided: Decided, owner: object) -> Parts:

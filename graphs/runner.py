@@ -141,7 +141,7 @@ class Runner:
         self.max_checkpoints = max_checkpoints
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
-        self.compile, self.prefill, self.max_drafts = compile, prefill, max_drafts
+        self.prefill, self.max_drafts = prefill, max_drafts
         options = Options(
             max_seqs=max_seqs,
             max_tokens=max_tokens,
@@ -163,6 +163,7 @@ class Runner:
             artefact=artefact,
         )
         decided = decide(model, options, Runner)
+        self.compile = decided.options.compile  # False where torch.compile is switched off
         parts = assemble(decided, self)
         self.overlap, self._overlap_trials = decided.overlap, decided.overlap_trials
         self.batch_invariant = decided.backends.batch_invariant

@@ -38,7 +38,7 @@ from torch_hybrid.graphs.step import (
     map_tensors,
 )
 from torch_hybrid.progress import bar, be_silent, tell
-from torch_hybrid.toolchain import named_failures
+from torch_hybrid.toolchain import named_failures, switched_off_by
 
 # Of Qwen3-Next's kinds of layers on two cores of an Ice Lake Xeon, whatever their number: the first
 # step of a process, which also finds out what the compiler can do, and each one more.
@@ -236,7 +236,16 @@ class Steps:
         return map_tensors(lambda leaf: leaf.to(self._model.device), traced)
 
     def _trace(self, step: CompiledStep, inputs: Inputs, mode: Mode) -> None:
-        """Trace and compile a step for inputs of all sizes."""
+        """Trace and compile a step for inputs of all sizes.
+
+        Raises:
+            UnsupportedError: torch.compile was switched off since the runner was made.
+        """
+        if setting := switched_off_by():
+            raise UnsupportedError(
+                f"a step of a runner with compile=True is to be compiled, and {setting} switches "
+                f"torch.compile off: set it before the runner is made, or not before warm_up()"
+            )
         for part in inputs.parts:
             if part.batch.positions.ndim == 2:
                 torch._dynamo.mark_static(part.batch.positions, 0)

@@ -70,6 +70,24 @@ def missing_tools(device: torch.device) -> str | None:
     return None
 
 
+def switched_off_by() -> str | None:
+    """Return the setting that switches torch.compile off for the process; None where none does.
+
+    Torch then runs what it is given as it is, and a step that has to be traced never is.
+    """
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":  # read by torch.compile at each call
+        return "TORCHDYNAMO_DISABLE=1"
+    from torch._dynamo import config
+    from torch._dynamo.eval_frame import _stance
+
+    if config.disable:
+        is_set = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+        return "TORCH_COMPILE_DISABLE=1" if is_set else "torch._dynamo.config.disable"
+    if _stance.stance == "force_eager":
+        return "torch.compiler.set_stance('force_eager')"
+    return None
+
+
 def check_toolchain(device: torch.device) -> None:
     """Refuse to compile for ``device`` where that cannot work.
 

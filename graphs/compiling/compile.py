@@ -160,6 +160,10 @@ _ALWAYS_INDUCTOR = {"enable_autograd_cache": False}
 # graph for a GPU would not hold for smaller steps.
 _ANY_SIZE = {"shape_padding": False}
 
+# What a user may have set for other models. To freeze, Dynamo takes weights for constants, and ours
+# may be exchanged; what is looked for in Inductor's code (copies of pools) stands in its Python.
+_FOR_OTHERS = {"freezing": False, "cpp_wrapper": False}
+
 
 def _options_of_ranks(graph: Graph) -> dict[str, bool]:
     """With collectives, how sums are cut up is not chosen by timing: ranks would choose
@@ -250,7 +254,10 @@ class _Tracer:
     def __call__(self, inputs: Any, caches: Any) -> Tensor:
         # Floats of the model (an eps) are constants: as inputs, each is a tensor made every step,
         # which no op takes. What sizes the process has seen before is no matter: equal ones (of the
-        # halves) are one. Both settings are of the whole process.
-        with torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_shapes=False):
+        # halves) are one. These settings are of the whole process.
+        with (
+            torch._dynamo.config.patch(specialize_float=True, automatic_dynamic_shapes=False),
+            torch._inductor.config.patch(_FOR_OTHERS),
+        ):
             result: Tensor = self._traced(inputs, caches)
         return result
