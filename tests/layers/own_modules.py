@@ -324,7 +324,7 @@ class Loop:
     Args:
         module: whose layers are served.
         buckets: as of ``HybridCache.make_batch``.
-        options: of ``th.Backends``.
+        options: of ``th.Backends``; without any, what ``make_backends`` takes by default.
     """
 
     def __init__(
@@ -332,7 +332,8 @@ class Loop:
     ) -> None:
         self.table, self.buckets = module.table, buckets
         self.cache = th.HybridCache(self.table, max_seqs=20, kv_tokens=2048, page_size=16)
-        self.backends = th.make_backends(self.table, self.cache.sizes, th.Backends(**options))
+        names = th.Backends(**options) if options else None
+        self.backends = th.make_backends(self.table, self.cache.sizes, names)
 
     def arguments(
         self, seqs: Sequence[th.Sequence], tokens: Sequence[Sequence[int]]

@@ -48,23 +48,20 @@ def graphs() -> Iterator[Callable[[], int]]:
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_any_batches_share_a_few_graphs(name: str, graphs: Callable[[], int]):
-    """Two where steps are padded, of decode and extend; one more to decode one token alone; one
-    more where MLA has a second form."""
+    """Two where steps are padded, of decode and extend; one more to decode one token alone."""
     module = OwnModule([name])
     compiled = torch.compile(module, backend="eager", fullgraph=True, dynamic=True)
     expected = [serve(Loop(module), module, lengths) for lengths in BATCHES]
-    more = name == "latent_attention"
-    for buckets, most in ((BUCKETS, 2 + more), (None, 3 + more)):
+    for buckets, most in ((BUCKETS, 2), (None, 3)):
         loop = Loop(module, buckets)
         for lengths, logits in zip(BATCHES, expected, strict=True):
             torch.testing.assert_close(serve(loop, compiled, lengths), logits)
         assert graphs() <= most
 
 
-@pytest.mark.parametrize("absorbed", ["always", "never"])
-def test_mla_of_one_form_needs_no_more(absorbed: str, graphs: Callable[[], int]):
+def test_mla_that_is_expanded_needs_no_more(graphs: Callable[[], int]):
     module = OwnModule(["latent_attention", "gated_delta_rule"])
-    loop = Loop(module, BUCKETS, prefix=th.PrefixPolicy(absorbed=absorbed))
+    loop = Loop(module, BUCKETS, prefix=th.PrefixPolicy(absorbed="never"))
     compiled = torch.compile(module, backend="eager", fullgraph=True, dynamic=True)
     for lengths in BATCHES:
         serve(loop, compiled, lengths)

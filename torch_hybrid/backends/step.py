@@ -20,6 +20,7 @@ from torch_hybrid.backends.latent_attention import LatentAttentionBackend, Laten
 from torch_hybrid.backends.mode import MODES, Form, Mode
 from torch_hybrid.backends.ngram_embedding import NGRAM_EMBEDDING
 from torch_hybrid.backends.paged_attention import PagedAttentionBackend, PagedAttentionPlan
+from torch_hybrid.backends.prefix import PrefixPolicy
 from torch_hybrid.backends.previous_hidden import PreviousHiddenBackend, PreviousHiddenPlan
 from torch_hybrid.backends.recurrent import (
     CONVOLUTION,
@@ -142,14 +143,20 @@ def make_backends(
     backends: Backends | None = None,
     modes: Sequence[Mode] = MODES,
 ) -> dict[str, Backend]:
-    """One backend for each kind of layer in the table, with the implementations named.
+    """Make a backend for each kind of layer in the table.
 
-    Steps of other modes than ``modes`` are never planned: nothing is chosen for them.
+    Args:
+        table: of the model.
+        sizes: of its cache.
+        backends: names of the implementations to take. None takes any, and prefills MLA in one
+            form, the absorbed one, so that a compiled module needs one graph for all lengths.
+            ``Backends()`` chooses a form for each step, which is faster and a graph for each.
+        modes: of the steps to come: nothing is chosen for others.
 
     Raises:
         UnsupportedError: no implementation can serve a kind; the message has every reason.
     """
-    names = backends or Backends()
+    names = backends or Backends(prefix=PrefixPolicy(absorbed="always"))
     return {kind: _BACKENDS[kind](table.of_kind(kind), sizes, names, modes) for kind in table.kinds}
 
 
@@ -175,7 +182,7 @@ def plan_all(
     but the batch's own tensors.
 
     A module that is compiled with ``fullgraph=True`` gets three graphs for any batches: decode of
-    one token, decode of more, and extend, which has one for each form of MLA. A loop that pads
+    one token, decode of more, and extend, with one for each form of MLA. A loop that pads
     (``buckets`` of ``HybridCache.make_batch``) never decodes one token, and needs two. For that, no
     size of a plan is 0 or 1. ``torch.compile`` is told to take each size of batch and plan for
     itself; other inputs with a row for each token want ``torch._dynamo.maybe_mark_dynamic``. A step
