@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Many
+from copy import copy
+from functools import partial
 from pathlib import Path
-from threading import RLock
 from typing import Literal
 
 import torch
@@ -33,6 +34,7 @@ from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
 from torch_hybrid.graphs.planner import Logits
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.step import Inputs, Model, UpdatableModel, Variant
+from torch_hybrid.graphs.turn import Turn, Within, in_turn
 from torch_hybrid.graphs.two_batch import OverlapPolicy
 from torch_hybrid.host import trim
 from torch_hybrid.sampling import Draw
@@ -45,6 +47,9 @@ class Runner:
     several calls that belong together (an engine holds it for a whole step). Runners run beside
     each other, also on one model. What surrounds a call (default dtype and device, autocast,
     inference mode) does not change what it does.
+
+    A call inside another one of its thread, by a hook of the model for example, is refused
+    (RuntimeError), but for ``free`` and ``release``: they are done when that other call ends.
 
     The logits of a sequence depend on its own tokens alone, but for rounding: products and splits
     are chosen by the size of the batch, and chunks begin where a prompt was cut, so that the last
@@ -135,7 +140,8 @@ class Runner:
         artefact: str | os.PathLike[str] | None = None,
     ) -> None:
         check_types(model, backends)
-        self.lock = RLock()
+        self.turn = Turn()
+        self.lock = self.turn.lock
         self.model = model
         self.max_seqs, self.max_tokens, self.page_size = max_seqs, max_tokens, page_size
         self.max_checkpoints = max_checkpoints
@@ -178,6 +184,12 @@ class Runner:
         self._planner, self._steps, self._execution = parts.planner, parts.steps, parts.execution
         self._beside = parts.steps if isinstance(parts.steps, StepsBeside) else None
         self._stepper, self._drafting = parts.stepper, parts.drafting
+
+    def within(self) -> Runner:
+        """Return the same runner for calls that are part of one in progress: an engine's step."""
+        inner = copy(self)
+        inner.turn = Within()
+        return inner
 
     @property
     def max_seq_len(self) -> int:
@@ -231,6 +243,7 @@ class Runner:
         on is looked up, it may be captured, or compiled."""
         return self._execution.num_buckets
 
+    @in_turn
     def new_sequences(
         self, count: int, start: Checkpoint | None = None, length: int | None = None
     ) -> list[Sequence]:
@@ -254,6 +267,7 @@ class Runner:
         with self.lock:
             return self._cache.allocate(count, start, length)
 
+    @in_turn
     def checkpoint(self, seq: Sequence) -> Checkpoint:
         """Keep what a sequence holds now, states and keys, for others to start from.
 
@@ -268,7 +282,8 @@ class Runner:
             CapacityError: ``max_checkpoints`` are there already.
         """
         with self.lock:
-            self.flush([seq])
+            self._cache.check_usable([seq])
+            self._drafting.flush([seq])
             return self._cache.checkpoint(seq)
 
     def release(self, checkpoint: Checkpoint) -> None:
@@ -278,6 +293,12 @@ class Runner:
             ValueError: it was released before, or belongs to another runner.
         """
         with self.lock:
+            self._cache.checkpoints.find(checkpoint)
+            self.turn.soon(partial(self._release, checkpoint))
+
+    def _release(self, checkpoint: Checkpoint) -> None:
+        """Release a checkpoint that was not released meanwhile."""
+        if self._cache.checkpoints.holds(checkpoint):
             self._cache.release(checkpoint)
 
     def free(self, seqs: Many[Sequence]) -> None:
@@ -287,8 +308,14 @@ class Runner:
             ValueError: a sequence was freed before, belongs to another runner, or comes twice.
         """
         with self.lock:
-            self._cache.free(seqs)
-            self._last.forget(seqs)
+            self._cache.check(seqs)
+            self.turn.soon(partial(self._free, tuple(seqs)))
+
+    def _free(self, seqs: Many[Sequence]) -> None:
+        """Free sequences, but for those that were freed meanwhile."""
+        live = [seq for seq in seqs if self._cache.holds(seq)]
+        self._cache.free(live)
+        self._last.forget(live)
 
     def length(self, seq: Sequence) -> int:
         """How many tokens a sequence holds."""
@@ -298,6 +325,7 @@ class Runner:
         """How many more pages ``extend`` would take for that many new tokens."""
         return self._cache.pages_needed(seq, num_new_tokens)
 
+    @in_turn
     def extend(
         self,
         seqs: Many[Sequence],
@@ -360,6 +388,7 @@ class Runner:
         self._last.forget(seqs)
         return out[: sum(lengths) if logits == "all" else len(seqs)]
 
+    @in_turn
     def launch(
         self,
         seqs: Many[Sequence],
@@ -409,6 +438,7 @@ class Runner:
             self._last.note(seqs, draws)
             return launched
 
+    @in_turn
     def verify(
         self,
         seqs: Many[Sequence],
@@ -448,6 +478,7 @@ class Runner:
             self._last.forget(seqs)
             return out[: sum(map(len, given))]
 
+    @in_turn
     def draft(self, seqs: Many[Sequence], tokens: Many[int], counts: Many[int]) -> list[list[int]]:
         """What the head of a model expects to follow, for ``verify`` to try.
 
@@ -484,6 +515,7 @@ class Runner:
             self._check_extend(given, len(seqs))
             return self._drafting.draft(seqs, given, counts)
 
+    @in_turn
     def accept(self, seqs: Many[Sequence], counts: Many[int]) -> None:
         """Count the first drafts of sequences as held, each by its own count; once after a verify.
 
@@ -496,6 +528,7 @@ class Runner:
         with self.lock:
             self._cache.accept(seqs, counts)
 
+    @in_turn
     def flush(self, seqs: Many[Sequence]) -> None:
         """Bring the states of sequences up to their last certain token, and what a head has read.
 
@@ -578,9 +611,13 @@ class Runner:
             UnsupportedError: what was compiled in the background failed.
         """
         num_before = len(self._steps.graphs)
+        self.turn.check("Runner.warm_up")
         if self._beside is not None:
             self._beside.wait()
-        with self.lock, calm(self._device):
+        self.turn.run("Runner.warm_up", partial(self._warm_up, num_before, on_variant))
+
+    def _warm_up(self, num_before: int, on_variant: Callable[[str], None] | None) -> None:
+        with calm(self._device):
             for variant in self._planner.forms:
                 if on_variant is not None:
                     on_variant(variant.name)
@@ -589,6 +626,7 @@ class Runner:
             if len(self._steps.graphs) > num_before:
                 trim()
 
+    @in_turn
     def update_weights(
         self,
         weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
@@ -637,12 +675,16 @@ class Runner:
         """
         if not self.compile:
             raise UnsupportedError("a runner with compile=False has no compiled steps to save")
+        self.turn.check("Runner.save")
         if self._beside is not None:
             self._beside.wait()
-        with self.lock, calm(self._device):
+        self.turn.run("Runner.save", partial(self._save, Path(path)))
+
+    def _save(self, path: Path) -> None:
+        with calm(self._device):
             for variant in self._planner.forms:
                 self._stepper.compile(variant)
-            self._steps.save(Path(path))
+            self._steps.save(path)
 
     def report(self) -> Report:
         """What was compiled so far, and what is in it."""

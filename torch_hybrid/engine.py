@@ -11,28 +11,34 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, get_args, overload
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args, overload
 
 from torch_hybrid.detokenizer import Tokenizer
 from torch_hybrid.errors import CapacityError, UnsupportedError
+from torch_hybrid.graphs.turn import Turn, in_turn
 from torch_hybrid.intake import Intake
 from torch_hybrid.prefix_cache import PrefixCache, Prefixes
 from torch_hybrid.prompts import Processor, Prompt, as_prompts
+from torch_hybrid.readers import OnEvent, reader_of
 from torch_hybrid.request import Output, Request, TokenEvent
 from torch_hybrid.sampling import GREEDY, Sampling
 from torch_hybrid.scheduler import Scheduler
 from torch_hybrid.speculation import DraftCounts, Speculation, Speculator
 from torch_hybrid.stats import EngineStats
 from torch_hybrid.step_loop import StepLoop
+from torch_hybrid.stream import Stream
 
 if TYPE_CHECKING:
+    import asyncio
+
     from torch_hybrid.graphs.runner import Runner
 
+ResultT = TypeVar("ResultT")
 RunAhead = Literal["auto", "on", "off"]
 
 
@@ -42,6 +48,10 @@ class Engine:
     Requests are served in order of arrival; one that waits for pages is passed by smaller ones, a
     bounded number of times (``scheduler.MAX_PASSES``). Several threads may submit, cancel and step:
     each call waits for the runner's lock, which a step holds from its schedule to its tokens.
+
+    Inside a step, from a callback, a hook of the model, a signal handler or a finalizer, requests
+    can be submitted and cancelled and streams closed: that is done when the step ends. ``stats``
+    tells what is; ``step``, ``close`` and the others are refused there (RuntimeError).
 
     Args:
         runner: holds the sequences; others, and other engines, may hold some of its sequences too.
@@ -102,11 +112,12 @@ class Engine:
         )
         self.max_waiting = max_waiting
         self.runs_ahead = run_ahead == "on" or (run_ahead == "auto" and runner.captures)
+        within = runner.within()  # whose calls are parts of a step
         self._prefixes: Prefixes | None = None
         if prefix_cache:
             options = PrefixCache() if prefix_cache is True else prefix_cache
-            self._prefixes = Prefixes(runner, options)
-        self._speculator = None if speculate is None else Speculator(speculate, runner)
+            self._prefixes = Prefixes(within, options)
+        self._speculator = None if speculate is None else Speculator(speculate, within)
         self._intake = Intake(
             runner,
             tokenizer,
@@ -118,15 +129,20 @@ class Engine:
             max_tokens=runner.max_tokens, page_size=runner.page_size, starts=self._prefixes
         )
         self._loop = StepLoop(
-            runner,
+            within,
             self._scheduler,
             prefixes=self._prefixes,
             speculator=self._speculator,
             runs_ahead=self.runs_ahead,
         )
-        self._lock = runner.lock
+        self._arriving: deque[Request] = deque()  # queued, and not with the scheduler yet
         self._next_deadline = math.inf  # of the requests that have one
         self._seconds = 0.0
+
+    @property
+    def turn(self) -> Turn:
+        """The turns of all who use the runner."""
+        return self.runner.turn
 
     @overload
     def generate(
@@ -136,7 +152,7 @@ class Engine:
         *,
         stream: Literal[False] = ...,
         timeout_s: float | None = ...,
-    ) -> Iterator[Output]: ...
+    ) -> Stream[Output]: ...
 
     @overload
     def generate(
@@ -146,7 +162,7 @@ class Engine:
         *,
         stream: Literal[True],
         timeout_s: float | None = ...,
-    ) -> Iterator[TokenEvent]: ...
+    ) -> Stream[TokenEvent]: ...
 
     def generate(
         self,
@@ -155,10 +171,11 @@ class Engine:
         *,
         stream: bool = False,
         timeout_s: float | None = None,
-    ) -> Iterator[Output] | Iterator[TokenEvent]:
+    ) -> Stream[Output] | Stream[TokenEvent]:
         """Serve prompts together; yield each output as its request finishes.
 
-        Leaving the loop early, Ctrl-C included, cancels what is unfinished and frees it.
+        Leaving the loop early, Ctrl-C included, cancels what is unfinished and frees it; so does
+        ``close`` of what is returned.
 
         Args:
             prompts: one prompt or several: token lists or 1-D integer tensors; texts and
@@ -183,7 +200,6 @@ class Engine:
         if len(samplings) != len(chosen):
             raise ValueError(f"sampling must have {len(chosen)} entries, got {len(samplings)}")
         _check_timeout(timeout_s)
-        inbox: deque[TokenEvent] = deque()
         requests: list[Request] = []
         for index, (prompt, each) in enumerate(zip(chosen, samplings, strict=True)):
             try:
@@ -191,10 +207,15 @@ class Engine:
             except (TypeError, ValueError) as error:
                 kind = TypeError if isinstance(error, TypeError) else ValueError
                 raise kind(f"prompt {index}: {error}") from error
-        for request in requests:
-            request.inbox = inbox
-        events = self._serve(requests, inbox, timeout_s)
-        return events if stream else _outputs(events)
+        serve = partial(
+            Stream,
+            requests,
+            turn=self.turn,
+            queue=partial(self._queue, requests, timeout_s),
+            step=self.step,
+            abandon=self._abandon,
+        )
+        return serve(pick=_event) if stream else serve(pick=_output)
 
     def submit(
         self,
@@ -203,47 +224,61 @@ class Engine:
         *,
         stream: bool = False,
         timeout_s: float | None = None,
+        on_event: OnEvent | None = None,
+        queue: asyncio.Queue[TokenEvent] | None = None,
     ) -> Request:
         """Queue one prompt; ``step`` then brings its events and ``request.output`` its end.
 
+        With ``Sampling(n=3)`` it is the first of three requests, and its ``samples`` has them all.
+
         Args:
             prompt: as one of ``generate``.
-            sampling: how its tokens are chosen and when it ends; for one output.
+            sampling: how its tokens are chosen and when it ends.
             stream: give events their text as it comes (costs a decode for each token).
             timeout_s: end it, with what it has, when so many seconds have passed.
+            on_event: called with each event from the first on, by the thread that steps, inside
+                the step: ``queue.SimpleQueue().put`` wakes a thread that waits. What it raises
+                ends its request.
+            queue: gets each event in the event loop that runs where ``submit`` is called. From
+                other threads, hand them over with ``on_event``.
 
         Raises:
-            TypeError: the prompt or ``sampling`` is of another kind.
+            TypeError: the prompt, ``sampling``, ``on_event`` or ``queue`` is of another kind.
             ValueError: the prompt is empty, holds an unknown token or, with ``max_new_tokens``,
-                is longer than a sequence can be; texts are used without a tokenizer; or several
-                outputs are asked for.
+                is longer than a sequence can be; texts are used without a tokenizer; the queue
+                is bounded, no event loop runs, or there are two readers.
             CapacityError: ``max_waiting`` requests wait already.
         """
         _check_timeout(timeout_s)
-        requests = self._intake.requests(prompt, sampling, index=0, stream=stream)
-        if len(requests) != 1:
-            raise ValueError(f"submit serves one output, got n={sampling.n}: use generate")
-        self._queue(requests, timeout_s)
-        return requests[0]
+        reader = reader_of(on_event, queue)
+        first, *others = self._intake.requests(prompt, sampling, index=0, stream=stream)
+        first.others = tuple(others)
+        for request in first.samples:
+            request.on_event = reader
+        self._queue(first.samples, timeout_s)
+        return first
 
     def cancel(self, request: Request) -> None:
-        """End a request now, with the tokens it has. A finished one stays as it is.
+        """End a request with the tokens it has, at once or when the step in progress ends.
+
+        A finished one stays as it is.
 
         Raises:
             ValueError: the request is another engine's.
         """
-        with self._lock:
+        with self.turn.lock:
             if request.output is not None:
                 return
-            if request not in self._scheduler:
+            if request not in self._scheduler and request not in self._arriving:
                 raise ValueError(f"request {request.index} is not one of this engine's")
-            self._loop.end_outside([request], "cancelled")
+            self.turn.soon(partial(self._cancel, request))
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a step would do anything."""
-        return self._loop.has_unfinished
+        return self._loop.has_unfinished or bool(self._arriving)
 
+    @in_turn
     def step(self) -> list[TokenEvent]:
         """Run one batch and return what came of it; nothing to do is no event.
 
@@ -252,22 +287,29 @@ class Engine:
 
         Raises:
             CapacityError: sequences held elsewhere leave no room for the oldest request.
+            RuntimeError: a step of the runner is in progress on this thread.
         """
-        with self._lock:
-            begun = time.monotonic()
-            try:
-                self._end_late()
-                events = self._loop.advance()
-            except BaseException:
-                self._loop.restart()
-                raise
-            self._seconds += time.monotonic() - begun
-            return self._loop.take_late_events() + events
+        begun = time.monotonic()
+        events = self._or_restart(self._advance)
+        self._seconds += time.monotonic() - begun
+        return self._loop.take_late_events() + events
+
+    def _advance(self) -> list[TokenEvent]:
+        self._end_late()
+        return self._loop.advance()
+
+    def _or_restart(self, change: Callable[[], ResultT]) -> ResultT:
+        """Change requests; where that is cut off, all that are left wait to be recomputed."""
+        try:
+            return change()
+        except BaseException:
+            self._loop.restart()
+            raise
 
     def stats(self) -> EngineStats:
         """What was served so far, what is waiting, and what the prefix cache and drafts did."""
         runner = self.runner
-        with self._lock:
+        with self.turn.lock:
             return EngineStats(
                 num_running=len(self._scheduler.running),
                 num_waiting=len(self._scheduler.waiting),
@@ -280,6 +322,7 @@ class Engine:
                 drafts=DraftCounts() if self._speculator is None else self._speculator.counts,
             )
 
+    @in_turn
     def save_prefixes(self, path: str | os.PathLike[str]) -> int:
         """Write what the prefix cache keeps to a file, for ``load_prefixes`` of another process.
 
@@ -292,9 +335,9 @@ class Engine:
             ValueError: the engine keeps none.
             OSError: the file cannot be written.
         """
-        with self._lock:
-            return self._prefixes_for("save_prefixes").save(Path(path))
+        return self._prefixes_for("save_prefixes").save(Path(path))
 
+    @in_turn
     def load_prefixes(self, path: str | os.PathLike[str]) -> int:
         """Keep the prefixes of a file on the host, as far as ``PrefixCache.host_bytes`` goes.
 
@@ -306,22 +349,24 @@ class Engine:
                 size or rank. Nothing is kept then.
             OSError: the file cannot be read.
         """
-        with self._lock:
-            return self._prefixes_for("load_prefixes").load(Path(path))
+        return self._prefixes_for("load_prefixes").load(Path(path))
 
     def _prefixes_for(self, what: str) -> Prefixes:
         if self._prefixes is None:
             raise ValueError(f"{what} needs an engine with a prefix_cache")
         return self._prefixes
 
+    @in_turn
     def close(self) -> None:
         """Cancel everything that is unfinished, and free it and what the prefix cache keeps."""
-        with self._lock:
-            for request in [*self._scheduler.running, *self._scheduler.waiting]:
-                self.cancel(request)
-            self._loop.land_all()
-            if self._prefixes is not None:
-                self._prefixes.clear()
+        self._or_restart(self._close)
+
+    def _close(self) -> None:
+        unfinished = [*self._scheduler.running, *self._scheduler.waiting]
+        self._loop.end_outside(unfinished, "cancelled")
+        self._loop.land_all()
+        if self._prefixes is not None:
+            self._prefixes.clear()
 
     def __enter__(self) -> Engine:
         return self
@@ -336,44 +381,51 @@ class Engine:
 
     def _queue(self, requests: Sequence[Request], timeout_s: float | None) -> None:
         """Let requests wait, all or none; their time begins."""
-        with self._lock:
-            num_waiting = len(self._scheduler.waiting) + len(requests)
-            if self.max_waiting is not None and num_waiting > self.max_waiting:
+        with self.turn.lock:
+            num_waiting = len(self._scheduler.waiting) + len(self._arriving)
+            if self.max_waiting is not None and num_waiting + len(requests) > self.max_waiting:
                 raise CapacityError(
-                    f"{num_waiting - len(requests)} requests wait already and {len(requests)} more "
+                    f"{num_waiting} requests wait already and {len(requests)} more "
                     f"came: at most max_waiting = {self.max_waiting} may wait"
                 )
             if timeout_s is not None:
                 deadline = time.monotonic() + timeout_s
-                self._next_deadline = min(self._next_deadline, deadline)
                 for request in requests:
                     request.deadline = deadline
-            for request in requests:
-                self._scheduler.add(request)
+            self._arriving += requests
+            self.turn.soon(self._arrive)
+
+    def _arrive(self) -> None:
+        """Let the scheduler have what was queued; a request that is cut off here is cancelled."""
+        while self._arriving:
+            request = self._arriving[0]
+            try:
+                self._next_deadline = min(self._next_deadline, request.deadline)
                 if self._prefixes is not None:
                     self._prefixes.add(request)
+                self._scheduler.add(request)
+            except BaseException:
+                self._loop.end_outside([request], "cancelled")
+                raise
+            finally:
+                self._arriving.popleft()
 
-    def _serve(
-        self, requests: list[Request], inbox: deque[TokenEvent], timeout_s: float | None
-    ) -> Generator[TokenEvent]:
-        """Queue the requests and step until each has ended."""
-        num_unfinished = len(requests)
-        try:
-            self._queue(requests, timeout_s)
-            while num_unfinished:
-                while not inbox:
-                    self.step()
-                event = inbox.popleft()
-                num_unfinished -= event.output is not None
-                yield event
-        finally:
-            with self._lock:
-                left = [request for request in requests if request.output is None]
-                for request in left:
-                    request.end("cancelled")
-                self._loop.retire(left)
-                if not (self._scheduler.running or self._scheduler.waiting):
-                    self._loop.land_all()  # nobody else would
+    def _cancel(self, request: Request) -> None:
+        if request.output is None:
+            self._or_restart(partial(self._loop.end_outside, [request], "cancelled"))
+
+    def _abandon(self, requests: Sequence[Request]) -> None:
+        """End requests that nobody waits for."""
+
+        def end() -> None:
+            left = [request for request in requests if request.output is None]
+            for request in left:
+                request.end("cancelled")
+            self._loop.retire(left)
+            if not (self._scheduler.running or self._scheduler.waiting):
+                self._loop.land_all()  # nobody else would
+
+        self._or_restart(end)
 
     def _end_late(self) -> None:
         """End the requests whose time is over."""
@@ -391,8 +443,9 @@ def _check_timeout(timeout_s: float | None) -> None:
         raise ValueError(f"timeout_s must be above 0 or None, got {timeout_s!r}")
 
 
-def _outputs(events: Generator[TokenEvent]) -> Iterator[Output]:
-    with closing(events):
-        for event in events:
-            if event.output is not None:
-                yield event.output
+def _event(event: TokenEvent) -> TokenEvent:
+    return event
+
+
+def _output(event: TokenEvent) -> Output | None:
+    return event.output

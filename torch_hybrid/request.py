@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
@@ -75,7 +75,8 @@ class Request(Job):
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
     failure: str | None = None  # what it raised in this step
     output: Output | None = None
-    inbox: deque[TokenEvent] | None = None  # of the iterator that waits for this request
+    on_event: Callable[[TokenEvent], object] | None = None  # of who waits for this request
+    others: tuple[Request, ...] = ()  # after the first of ``Sampling.n``: the rest
     greedy: Draw = field(init=False)  # how each token is drawn where none needs a number
 
     def __post_init__(self) -> None:
@@ -85,6 +86,11 @@ class Request(Job):
     def tokens(self) -> list[int]:
         """The tokens generated so far."""
         return self.history[len(self.prompt) :]
+
+    @property
+    def samples(self) -> tuple[Request, ...]:
+        """The request and, of the first of ``Sampling.n``, the others."""
+        return (self, *self.others)
 
     @property
     def path(self) -> array[int]:
@@ -199,7 +205,7 @@ class Request(Job):
                 return self.end("stop", token=token, text=text)
         if len(self.history) - len(self.prompt) == self.sampling.max_new_tokens:
             return self.end("length", token=token, text=text)
-        return self._told_to_inbox(TokenEvent(self, token, text))
+        return self._tell(TokenEvent(self, token, text))
 
     def end(
         self,
@@ -232,7 +238,7 @@ class Request(Job):
             logprobs=None if sampling.logprobs is None else self.logprobs,
             prompt_logprobs=None if sampling.prompt_logprobs is None else self.prompt_logprobs,
         )
-        return self._told_to_inbox(TokenEvent(self, token, text + rest, self.output))
+        return self._tell(TokenEvent(self, token, text + rest, self.output))
 
     def _last_text(self, token: int | None) -> tuple[str, str | None]:
         """What the detokenizer held back, and the whole text."""
@@ -244,9 +250,18 @@ class Request(Job):
         shown = self.tokens[:-1] if token in self.stop_token_ids else self.tokens
         return "", self.tokenizer.decode(shown, skip_special_tokens=True)
 
-    def _told_to_inbox(self, event: TokenEvent) -> TokenEvent:
-        if self.inbox is not None:
-            self.inbox.append(event)
+    def _tell(self, event: TokenEvent) -> TokenEvent:
+        """Hand an event to who waits for it; what that raises ends the request, untold."""
+        if self.on_event is None:
+            return event
+        try:
+            self.on_event(event)
+        except Exception as raised:  # of the caller's own function
+            self.on_event, error = None, _told("on_event", raised)
+            if event.output is None:
+                return self.end("error", token=event.token, text=event.text, error=error)
+            self.output = replace(event.output, finish_reason="error", error=error)
+            return replace(event, output=self.output)
         return event
 
 

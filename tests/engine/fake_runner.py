@@ -4,13 +4,13 @@ A sequence's next token depends on every token it holds, in order, so a mix-up o
 chunks changes what comes out.
 """
 
-import threading
 from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
 
 from torch_hybrid.errors import CapacityError
+from torch_hybrid.graphs.turn import Turn
 from torch_hybrid.sampling import Draw, DrawKind, Numbers, draw_tokens, sample, settings_of
 
 MODULUS = 1_000_003
@@ -59,7 +59,8 @@ class FakeRunner:
         vocab_size=50,
         max_drafts=0,
     ):
-        self.lock = threading.RLock()
+        self.turn = Turn()
+        self.lock = self.turn.lock
         self.max_seqs = max_seqs
         self.max_tokens = max_tokens
         self.max_drafts = max_drafts
@@ -76,6 +77,9 @@ class FakeRunner:
         self.poisoned = set()  # digests after which the logits are NaN
         generator = torch.Generator().manual_seed(0)
         self.logits = torch.randn(997, vocab_size, generator=generator)
+
+    def within(self):
+        return self
 
     @property
     def free_slots(self):

@@ -19,8 +19,21 @@ def test_n_outputs_have_consecutive_seeds():
             alike = Sampling(max_new_tokens=5, temperature=1.0, seed=3 + sample)
             assert got.pop((index, sample)) == alone(prompt, alike)
     assert not got
-    with pytest.raises(ValueError, match="submit serves one output, got n=3: use generate"):
-        Engine(FakeRunner()).submit([1], sampling)
+
+def test_submit_queues_all_n_outputs_or_none():
+    sampling = Sampling(max_new_tokens=5, temperature=1.0, seed=3, n=3)
+    engine = Engine(FakeRunner(), max_waiting=3)
+    first = engine.submit([1, 2], sampling)
+    with pytest.raises(CapacityError, match="3 requests wait already and 3 more came"):
+        engine.submit([4], sampling)
+    while engine.has_unfinished:
+        engine.step()
+    assert [request.sample for request in first.samples] == [0, 1, 2]
+    for request in first.samples:
+        alike = Sampling(max_new_tokens=5, temperature=1.0, seed=3 + request.sample)
+        assert request.output.tokens == alone([1, 2], alike)
+    only = engine.submit([4], sampling=Sampling(max_new_tokens=1))
+    assert only.samples == (only,)
 
 
 def expected_logprobs(runner, tokens, start):

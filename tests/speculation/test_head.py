@@ -209,17 +209,19 @@ def test_an_engine_whatever_happens(
     if prefix_cache:
         options = {"prefix_cache": th.PrefixCache(min_tokens=8)}
     engine = th.Engine(runner, speculate=speculate, **options)
-    draft, compared = runner.draft, []
+    draft, compared = th.Runner.draft, []
 
-    def checked(seqs: Any, tokens: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-        drafts = draft(seqs, tokens, counts)
+    def checked(
+        self: th.Runner, seqs: Any, tokens: Sequence[int], counts: Sequence[int]
+    ) -> list[list[int]]:
+        drafts = draft(self, seqs, tokens, counts)
         histories = {r.sequence: r.history for r in engine._scheduler.running}
         for seq, own, count in zip(seqs, drafts, counts, strict=True):
             assert own == oracle.drafts(histories[seq], count)
             compared.append(len(own))
         return drafts
 
-    monkeypatch.setattr(runner, "draft", checked)
+    monkeypatch.setattr(th.Runner, "draft", checked)
     outputs = {output.index: output for output in engine.generate(prompts, samplings)}
     assert {i: o.tokens for i, o in outputs.items()} == {i: o.tokens for i, o in plain.items()}
     assert len(compared) > 30

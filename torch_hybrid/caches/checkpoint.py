@@ -119,6 +119,10 @@ class Checkpoints:
             raise ValueError(f"a model with states starts at all {last} tokens, got {length}")
         return self._kept[checkpoint.id]
 
+    def holds(self, checkpoint: Checkpoint) -> bool:
+        """Say whether a handle is ours and was not released."""
+        return checkpoint.owner is self._owner and checkpoint.id in self._kept
+
     def release(self, checkpoint: Checkpoint) -> None:
         """Keep a checkpoint no longer; sequences that started from it stay as they are.
 

@@ -210,6 +210,10 @@ class HybridCache:
         if len({seq.id for seq in seqs}) != len(seqs):
             raise ValueError("a sequence is given twice in one call")
 
+    def holds(self, seq: Sequence) -> bool:
+        """Say whether a handle is ours and live."""
+        return seq.owner is self._owner and seq.id in self._held
+
     def check_nothing_held(self) -> None:
         """Raise ValueError if there are sequences, or checkpoints that nobody would give back."""
         kept = self.checkpoints.num_firm

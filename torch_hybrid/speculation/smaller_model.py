@@ -48,7 +48,7 @@ class SmallerModel:
     """
 
     def __init__(self, drafter: Runner, runner: Runner) -> None:
-        if drafter is runner:
+        if drafter.cache is runner.cache:
             raise ValueError("a runner cannot draft for itself")
         if drafter.vocab_size != runner.vocab_size:
             raise ValueError(
