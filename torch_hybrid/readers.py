@@ -46,7 +46,7 @@ def _into(queue: asyncio.Queue[TokenEvent]) -> OnEvent:
         loop = asyncio.get_running_loop()
     except RuntimeError:
         raise ValueError(
-            "queue is filled by the event loop that runs where submit is called, and none does: "
-            "elsewhere use on_event=lambda event: loop.call_soon_threadsafe(queue.put_nowait, event)"
+            "queue is filled by the event loop that runs where submit is called, and none does; "
+            "elsewhere: on_event=functools.partial(loop.call_soon_threadsafe, queue.put_nowait)"
         ) from None
     return partial(loop.call_soon_threadsafe, queue.put_nowait)

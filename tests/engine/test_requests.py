@@ -20,6 +20,7 @@ def test_n_outputs_have_consecutive_seeds():
             assert got.pop((index, sample)) == alone(prompt, alike)
     assert not got
 
+
 def test_submit_queues_all_n_outputs_or_none():
     sampling = Sampling(max_new_tokens=5, temperature=1.0, seed=3, n=3)
     engine = Engine(FakeRunner(), max_waiting=3)
