@@ -11,10 +11,11 @@ from torch_hybrid.graphs.compiling.clone_check import PoolClone
 from torch_hybrid.graphs.compiling.compile import GraphRecord
 from torch_hybrid.graphs.link import Trial
 from torch_hybrid.graphs.two_batch import OverlapPolicy
+from torch_hybrid.shown import Shown
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Report(Shown):
     """What a runner compiled so far.
 
     ``graphs`` is by step variant; ``recompiles`` counts graphs beyond the one that each variant
@@ -38,6 +39,17 @@ class Report:
     overlap: OverlapPolicy
     overlap_trials: tuple[Trial, ...]
     switches: Switches | None = None
+
+    def facts(self) -> Mapping[str, str]:
+        """Tell the counts that say most."""
+        return {
+            "graphs": ", ".join(self.graphs) or "none",
+            "breaks": str(self.graph_breaks),
+            "recompiles": str(self.recompiles),
+            "pool clones": str(len(self.pool_clones)),
+            "captured": f"{len(self.captured_graphs)} buckets",
+            "pools": f"{self.pool_bytes:,} bytes",
+        }
 
     @property
     def compiles(self) -> int:

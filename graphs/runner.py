@@ -38,9 +38,10 @@ from torch_hybrid.graphs.turn import Turn, Within, in_turn
 from torch_hybrid.graphs.two_batch import OverlapPolicy
 from torch_hybrid.host import trim
 from torch_hybrid.sampling import Draw
+from torch_hybrid.shown import Shown
 
 
-class Runner:
+class Runner(Shown):
     """Serves ragged batches of sequences with one compiled graph per kind of step.
 
     Several threads may use one runner: each call waits for ``lock``, which is free to be held over
@@ -190,6 +191,17 @@ class Runner:
         inner = copy(self)
         inner.turn = Within()
         return inner
+
+    def facts(self) -> Mapping[str, str]:
+        """Tell the sizes, and what is free."""
+        return {
+            "model": type(self.model).__name__,
+            "device": str(self._device),
+            "compile": str(self.compile),
+            "slots": f"{self.free_slots} of {self.max_seqs} free",
+            "pages": f"{self.free_pages} of {self._cache.num_pages} free",
+            "step": f"{self.max_tokens} tokens at most",
+        }
 
     @property
     def max_seq_len(self) -> int:

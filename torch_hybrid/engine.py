@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -28,6 +28,7 @@ from torch_hybrid.readers import OnEvent, reader_of
 from torch_hybrid.request import Output, Request, TokenEvent
 from torch_hybrid.sampling import GREEDY, Sampling
 from torch_hybrid.scheduler import Scheduler
+from torch_hybrid.shown import Shown
 from torch_hybrid.speculation import DraftCounts, Speculation, Speculator
 from torch_hybrid.stats import EngineStats
 from torch_hybrid.step_loop import StepLoop
@@ -42,7 +43,7 @@ ResultT = TypeVar("ResultT")
 RunAhead = Literal["auto", "on", "off"]
 
 
-class Engine:
+class Engine(Shown):
     """Serves many requests on one runner.
 
     Requests are served in order of arrival; one that waits for pages is passed by smaller ones, a
@@ -138,6 +139,10 @@ class Engine:
         self._arriving: deque[Request] = deque()  # queued, and not with the scheduler yet
         self._next_deadline = math.inf  # of the requests that have one
         self._seconds = 0.0
+
+    def facts(self) -> Mapping[str, str]:
+        """Tell its stats, and on what it runs."""
+        return {"runner": type(self.runner.model).__name__, **self.stats().facts()}
 
     @property
     def turn(self) -> Turn:

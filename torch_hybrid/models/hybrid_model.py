@@ -11,10 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_hybrid.backends.step import Step
+from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.integers import dtype_of
 from torch_hybrid.models.checkpoint.update import Origins, Weights, checked_update
 from torch_hybrid.models.mtp import MtpHead
 from torch_hybrid.models.tower import Tower
+from torch_hybrid.models.transformers_hooks import OURS_TO_RUN
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable
 
@@ -134,6 +136,14 @@ class HybridModel(nn.Module):
         head: nn.Module = self.hf_model.get_output_embeddings()
         return head
 
+    def generate(self, *_args: object, **_options: object) -> None:
+        """Say what generates instead."""
+        self.hf_model.generate()
+
+    def save_pretrained(self, *_args: object, **_options: object) -> None:
+        """Say what can be saved instead."""
+        self.hf_model.save_pretrained()
+
     def replace_vocabulary(self, embedding: nn.Module, head: nn.Module) -> None:
         """Put others in the place of ``embedding`` and ``head``."""
         self.hf_model.set_input_embeddings(embedding)
@@ -153,8 +163,8 @@ class HybridModel(nn.Module):
     def forward(
         self,
         tokens: Tensor,
-        positions: Tensor,
-        step: Step,
+        positions: Tensor | None = None,
+        step: Step | None = None,
         *,
         embeds: Tensor | None = None,
         embed_rows: Tensor | None = None,
@@ -170,7 +180,12 @@ class HybridModel(nn.Module):
 
         Returns:
             [T, dim] hidden states after the last norm.
+
+        Raises:
+            UnsupportedError: it is called as transformers' models are, without a step.
         """
+        if positions is None or step is None:
+            raise UnsupportedError(OURS_TO_RUN)
         inputs = {"input_ids": tokens[None]}
         if embeds is not None and embed_rows is not None:
             own = self.embedding(tokens)

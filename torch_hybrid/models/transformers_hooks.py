@@ -20,7 +20,7 @@ AnyStep = TypeVar("AnyStep", Step, LayerStep)
 
 ATTENTION_NAME = "torch_hybrid"  # of our attention function in transformers
 
-_OURS_TO_RUN = (
+OURS_TO_RUN = (
     "a model with the attention of torch_hybrid is run by torch_hybrid alone: use "
     "th.Engine(th.Runner(th.adapt(hf_model))).generate(prompts), or th.from_pretrained(path)"
 )
@@ -75,7 +75,7 @@ def refuse_as_transformers(hf_model: Any) -> None:
 
 
 def _refused_generate(*_args: Any, **_options: Any) -> None:
-    raise UnsupportedError(_OURS_TO_RUN)
+    raise UnsupportedError(OURS_TO_RUN)
 
 
 def _refused_save(*_args: Any, **_options: Any) -> None:
@@ -88,7 +88,7 @@ def _refused_save(*_args: Any, **_options: Any) -> None:
 def _given(step: AnyStep | None) -> AnyStep:
     """The step of a runner: transformers' own forward and generate have none."""
     if step is None:
-        raise UnsupportedError(_OURS_TO_RUN)
+        raise UnsupportedError(OURS_TO_RUN)
     return step
 
 
