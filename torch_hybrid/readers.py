@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from torch_hybrid.request import TokenEvent
@@ -49,4 +48,4 @@ def _into(queue: asyncio.Queue[TokenEvent]) -> OnEvent:
             "queue is filled by the event loop that runs where submit is called, and none does; "
             "elsewhere: on_event=functools.partial(loop.call_soon_threadsafe, queue.put_nowait)"
         ) from None
-    return partial(loop.call_soon_threadsafe, queue.put_nowait)
+    return lambda event: loop.call_soon_threadsafe(queue.put_nowait, event)
