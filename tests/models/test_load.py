@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import torch_hybrid as th
-from tests.models.oracle import ask, assert_equal_logits, make_texts, serve, whole
+from tests.models.oracle import ask, assert_equal_logits, make_texts, serve
+from tests.models.oracle import whole as whole_texts
 from tests.tiny_models import LINEAR, MROPE, SIZES, VOCAB_SIZE, make_model, randomize
 from torch_hybrid.models.families import FAMILIES
 from torch_hybrid.models.transformers_hooks import ATTENTION_NAME, register_attention
@@ -136,7 +137,7 @@ def test_missing_weights_file(checkpoint: Path):
     (checkpoint / "model.safetensors").unlink()
     assert_expected_inline(
         refusal(checkpoint, ValueError),
-        """cannot read the weights in PATH: no safetensors file found; weights of another format are not read""",  # noqa: E501
+        """cannot read the weights in PATH: no safetensors file found; weights of another format are not read. AutoModelForCausalLM.from_pretrained(path).save_pretrained(folder) of transformers makes safetensors of pickled ones""",  # noqa: E501
     )
 
 
@@ -263,9 +264,25 @@ def test_text_part_of_a_multimodal_checkpoint(make: Callable[[], Any], tmp_path:
             model = load()
         assert len(warned) == 1
         runner = th.Runner(model, **SMALL)
-        assert_equal_logits(serve(runner, oracle.texts, whole([40])), oracle)
+        assert_equal_logits(serve(runner, oracle.texts, whole_texts([40])), oracle)
         assert model.eos_token_ids == ()
         assert model.vocab_size == VOCAB_SIZE
+
+
+@pytest.mark.parametrize(("whole", "text"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("make", [qwen3_5_of_two, lfm2_vl])
+def test_a_head_is_tied_as_the_whole_model_has_it(
+    make: Callable[[], Any], whole: bool, text: bool, tmp_path: Path
+):
+    config = make()[0].config
+    config.tie_word_embeddings, config.text_config.tie_word_embeddings = whole, text
+    hf_model = type(make()[0])(config).eval()
+    hf_model.save_pretrained(tmp_path)
+    oracle = ask(hf_model, make_texts([20]))
+    model = th.from_pretrained(tmp_path)
+    runner = th.Runner(model, **SMALL)
+    assert_equal_logits(serve(runner, oracle.texts, whole_texts([20])), oracle)
+    assert (model.head.weight is model.embedding.weight) == whole
 
 
 def test_text_part_of_another_family(tmp_path: Path):

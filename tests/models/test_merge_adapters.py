@@ -107,3 +107,13 @@ def test_what_has_no_weights_to_merge_is_refused():
         task_type="CAUSAL_LM", target_modules=["in_proj_qkvz"], alora_invocation_tokens=[1]
     )
     assert refusal(activated).startswith("peft cannot merge its adapter of model.layers.0.linear")
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_an_adapter_of_one_of_two_layers_that_share_a_weight(target: str):
+    torch.manual_seed(0)
+    model = make_model("qwen3_next_dense", tie_word_embeddings=True)
+    config = peft.LoraConfig(init_lora_weights=False, target_modules=[target])
+    model = peft.get_peft_model(model, config).eval()
+    oracle = ask(model, TEXTS)
+    assert_equal_logits(logits_of(th.adapt(model), TEXTS), oracle)

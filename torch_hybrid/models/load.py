@@ -22,6 +22,7 @@ from torch_hybrid.models.arguments import (
     checked_path,
 )
 from torch_hybrid.models.checkpoint.files import Checkpoint, open_checkpoint
+from torch_hybrid.models.checkpoint.folder import fetch_config, fetch_weights
 from torch_hybrid.models.checkpoint.read import needed_bytes, read_weights
 from torch_hybrid.models.checkpoint.together import Together, check_room_together
 from torch_hybrid.models.families import family_of, table_of
@@ -175,16 +176,17 @@ def unread(
     """A checkpoint by its headers, and a model of its weights, of which none is read."""
     if vision and mtp:
         raise UnsupportedError("a model that is given images cannot have its MTP head: load either")
-    fields = _read_config(path_or_id)
+    folder, fields = _read_config(path_or_id)
+    weights_name = fields.get("transformers_weights")
     if is_ring_2_5(fields):
         if vision:
             raise UnsupportedError(no_tower(fields["model_type"]))
         if mtp:
             raise UnsupportedError("Ring-2.5 has no MTP head that is known here")
         sizes = Ring25Config.from_dict(fields)
-        checkpoint = open_checkpoint(_folder_of(path_or_id))
+        checkpoint = open_checkpoint(_folder_of(path_or_id, folder, weights_name), weights_name)
         return checkpoint, make_unread_ring_2_5(checkpoint, sizes, fields, dtype, device)
-    config = _transformers_config(path_or_id, fields)
+    config = _transformers_config(path_or_id, folder, fields)
     made_weights = take_quantization(config)
     layout, num_head = family_of(config.model_type).mtp if mtp else None, 0
     if mtp:
@@ -194,7 +196,7 @@ def unread(
         check_has_tower(config)
     else:
         warn_of_dropped(config)
-    checkpoint = open_checkpoint(_folder_of(path_or_id))
+    checkpoint = open_checkpoint(_folder_of(path_or_id, folder, weights_name), weights_name)
     if made_weights is not None:
         checkpoint = made_weights(checkpoint)
     text_class = None if vision else family_of(config.model_type).text_class
@@ -207,20 +209,23 @@ def unread(
     return checkpoint, adapted(hf_model, config.model_type, table, tower, num_head)
 
 
-def _read_config(path_or_id: str | Path) -> dict[str, Any]:
+def _read_config(path_or_id: str) -> tuple[Path, dict[str, Any]]:
+    """The folder of a checkpoint, and what its config says."""
     from transformers import PreTrainedConfig
 
     try:
-        config, _ = PreTrainedConfig.get_config_dict(path_or_id)
+        folder = fetch_config(path_or_id)
+        config, _ = PreTrainedConfig.get_config_dict(folder)
     except (OSError, ValueError) as error:
         what = "" if Path(path_or_id).is_dir() else "there is no such folder, and as a hub id: "
-        raise ValueError(f"cannot read a model config from {path_or_id}: {what}{error}") from error
+        told = f"cannot read a model config from {path_or_id}: {what}{error}"
+        raise ValueError(told) from error
     if not config:
         raise ValueError(f"cannot read a model config from {path_or_id}: it has no config.json")
-    return dict(config)
+    return folder, dict(config)
 
 
-def _transformers_config(path_or_id: str, fields: dict[str, Any]) -> Any:
+def _transformers_config(path_or_id: str, folder: Path, fields: dict[str, Any]) -> Any:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -232,20 +237,19 @@ def _transformers_config(path_or_id: str, fields: dict[str, Any]) -> Any:
         if kernel_fields:
             known = {name: value for name, value in fields.items() if name not in kernel_fields}
             return CONFIG_MAPPING[model_type].from_dict(known)
-        return AutoConfig.from_pretrained(path_or_id)
+        return AutoConfig.from_pretrained(folder)
     except (OSError, ValueError, TypeError, AttributeError, StrictDataclassError) as error:
         told = " ".join(str(error).split())
         raise ValueError(f"cannot read a model config from {path_or_id}: {told}") from error
 
 
-def _folder_of(path_or_id: str) -> Path:
-    """The folder of a checkpoint; that of a hub id is fetched, with its weights."""
-    from huggingface_hub import snapshot_download
-
-    if Path(path_or_id).is_dir():
-        return Path(path_or_id)
+def _folder_of(
+    path_or_id: str, folder: Path | None = None, weights_name: str | None = None
+) -> Path:
+    """The folder of a checkpoint; that of a hub id is fetched, with the weights that are read."""
     try:
-        patterns = ["model*.safetensors", "*.json"]
-        return Path(snapshot_download(path_or_id, allow_patterns=patterns))
+        folder = folder or fetch_config(path_or_id)
+        fetch_weights(path_or_id, folder, weights_name)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the weights in {path_or_id}: {error}") from error
+    return folder

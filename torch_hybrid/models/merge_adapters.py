@@ -6,6 +6,7 @@ Our mixers are made of a module's weights, beside which an unmerged adapter woul
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from typing import Any
 
 from torch import nn
@@ -35,6 +36,7 @@ def merge_adapters(model: nn.Module) -> nn.Module:
         )
     if isinstance(model, PeftModel | PeftMixedModel):
         model = model.base_model.model
+    _untie(model)
     done: tuple[str, ...] = ()
     for name, module in list(model.named_modules()):
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper) and not name.startswith(
@@ -44,6 +46,23 @@ def merge_adapters(model: nn.Module) -> nn.Module:
             setattr(model.get_submodule(parent), attribute, _merged(name, module))
             done = (*done, f"{name}.")
     return model
+
+
+def _untie(model: nn.Module) -> None:
+    """Give each adapted layer a weight of its own, so that its adapter changes no other layer."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    count = Counter(
+        id(weight) for module in model.modules() for weight in module.parameters(recurse=False)
+    )
+    for module in list(model.modules()):
+        if isinstance(module, BaseTunerLayer):
+            base: Any = module.get_base_layer()
+            for key, weight in list(base.named_parameters(recurse=False)):
+                if count[id(weight)] > 1:
+                    count[id(weight)] -= 1
+                    own = nn.Parameter(weight.detach().clone(), requires_grad=False)
+                    setattr(base, key, own)
 
 
 def _merged(name: str, wrapper: Any) -> nn.Module:

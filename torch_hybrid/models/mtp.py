@@ -206,7 +206,7 @@ def with_head(
     if "mtp.fc.weight" not in found:
         raise ValueError(
             f"the checkpoint {given.folder} has no MTP head: there is no tensor "
-            f"{layout.fc.format(**where)}.weight"
+            f"{layout.fc.format(**where)}.weight{given.reasons()}"
         )
     kept = {name: stored for name, stored in checkpoint.tensors.items() if not _is_of(name, layers)}
     return replace(checkpoint, tensors={**kept, **found})

@@ -20,7 +20,7 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.host import trim, weight_memory
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.integers import IntegerEmbedding
-from torch_hybrid.layers.latent_attention import LatentAttention
+from torch_hybrid.layers.read_weights import read_by_weight
 from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.checkpoint.read import progress_bar, read_rows
@@ -231,7 +231,7 @@ def _replace(
 
 def _chosen(model: nn.Module, stored: _Stored) -> Iterator[tuple[str, nn.Module]]:
     """The modules whose weights become integers, by their names."""
-    taken_apart = {m.kv_b_proj for m in model.modules() if isinstance(m, LatentAttention)}
+    taken_apart = read_by_weight(model)
     for path, module in model.named_modules():
         name = path.removesuffix(".part")  # of a stretch of the vocabulary that a rank has
         is_taken = type(module) in (nn.Linear, SummedLinear, nn.Embedding, FusedExperts)

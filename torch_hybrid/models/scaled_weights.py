@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from torch_hybrid.layers.fused_experts import FusedExperts
-from torch_hybrid.layers.latent_attention import LatentAttention
+from torch_hybrid.layers.read_weights import read_by_weight
 from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.layers.side_by_side import SideBySide
 from torch_hybrid.models.checkpoint.scales import has_scales, numbers_and_scales, stretches
@@ -28,12 +28,13 @@ def hold_scales(model: nn.Module) -> None:
         UnsupportedError: weights are cut within blocks or groups; or nothing multiplies such on the
             device.
     """
-    widened = {id(m.kv_b_proj) for m in model.modules() if isinstance(m, LatentAttention)}
+    widened = read_by_weight(model)
     for module in list(model.modules()):
         if isinstance(module, FusedExperts) and has_scales(module.down_proj):
             _hold_experts(module)
         for name, child in list(module.named_children()):
-            if id(child) in widened or not isinstance(child, nn.Linear):
+            # Of a subclass (torch's own attention has one) others may read the weight as well.
+            if child in widened or type(child) not in (nn.Linear, SummedLinear):
                 continue
             if has_scales(child.weight):
                 setattr(module, name, _held(child))

@@ -78,7 +78,7 @@ def check_experts(checkpoint: Checkpoint) -> None:
         given = {expert: checkpoint.tensors[name].shape for expert, name in of_kind.items()}
         if missing := counts[mixture] - given.keys():
             names = [f"{mixture}.{expert}.{weight}" for expert in sorted(missing)]
-            raise ValueError(f"the checkpoint {checkpoint.folder} has missing keys: {names}")
+            raise ValueError(checkpoint.lacks(names))
         first = next(iter(given.values()))
         if others := {expert: shape for expert, shape in given.items() if shape != first}:
             names = [f"{mixture}.{expert}.{weight} {[*shape]}" for expert, shape in others.items()]

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.mtp import MtpLayout, add_parts, with_head
 from torch_hybrid.models.stored_formats import AsWeights, as_weights
+
+T = TypeVar("T")
 
 # Of the text part of a multimodal model, which may be a causal language model or lack its head.
 _OF_TEXT = re.compile(r"(?:(model\.)(?:language_model|llm)\.|language_model\.|(lm_head\.))(.+)")
@@ -70,11 +72,12 @@ def make_unread(
     given = checkpoint
     classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if vision else MODEL_FOR_CAUSAL_LM_MAPPING
     if type(config) not in classes:
-        config, checkpoint = config.get_text_config(), _text_part(checkpoint)
+        config, checkpoint = _text_config(config), _text_part(checkpoint)
     model_class: Any = text_class or classes[type(config)]
     if mtp is not None:
         checkpoint = with_head(checkpoint, given, config.get_text_config(), mtp)
-    is_its_own = isinstance(config, model_class.config_class)  # else that of a multimodal model
+    if not isinstance(config, model_class.config_class):  # but that of a multimodal model
+        config = _text_config(config)
     check_experts(checkpoint)
     with _quiet():
         try:
@@ -82,7 +85,7 @@ def make_unread(
                 model_class, checkpoint, has_head=mtp is not None
             ).from_pretrained(
                 None,
-                config=config if is_its_own else config.get_text_config(),
+                config=config,
                 dtype=dtype,
                 state_dict=checkpoint.unread(device, _dtype_of(config, dtype)),
                 output_loading_info=True,
@@ -105,11 +108,26 @@ def make_unread(
     return hf_model
 
 
+def _text_config(config: Any) -> Any:
+    """The config of a multimodal model's text part, whose head is the embedding where that of the
+    whole is: of the whole, transformers asks the outer config alone."""
+    from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    text = config.get_text_config()
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    if text is not config and whole is not None and whole._tied_weights_keys:
+        text.tie_word_embeddings = text.tie_word_embeddings or config.tie_word_embeddings
+    return text
+
+
 def _text_part(checkpoint: Checkpoint) -> Checkpoint:
     """The tensors of a multimodal model's text part, by the names that they have in it alone."""
-    found = ((_OF_TEXT.fullmatch(name), stored) for name, stored in checkpoint.tensors.items())
-    tensors = {"".join(filter(None, match.groups())): stored for match, stored in found if match}
-    return replace(checkpoint, tensors=tensors)
+
+    def named(found: Mapping[str, T]) -> dict[str, T]:
+        matches = ((_OF_TEXT.fullmatch(name), value) for name, value in found.items())
+        return {"".join(filter(None, match.groups())): value for match, value in matches if match}
+
+    return replace(checkpoint, tensors=named(checkpoint.tensors), lost=named(checkpoint.lost))
 
 
 def _refusing(model_class: Any, checkpoint: Checkpoint, *, has_head: bool) -> Any:
@@ -133,18 +151,20 @@ def _refusing(model_class: Any, checkpoint: Checkpoint, *, has_head: bool) -> An
         @staticmethod
         def _finalize_model_loading(model: Any, load_config: Any, found: Any) -> Any:
             ignored = model._keys_to_ignore_on_load_missing or ()
-            tied = model.all_tied_weights_keys.keys()  # to others, which are missing by themselves
+            # To others, which are missing by themselves; of a file that is not there, nobody knows.
+            tied = model.all_tied_weights_keys.keys() - checkpoint.lost.keys()
             missing = [
                 name
                 for name in sorted(found.missing_keys - tied)
                 if not any(re.search(pattern, name) for pattern in ignored)
             ]
-            for what, names in (("missing", missing), ("mismatched", found.mismatched_keys)):
-                if names:
-                    raise ValueError(
-                        f"the checkpoint {checkpoint.folder} has {what} keys: "
-                        f"{sorted(map(str, names))}"
-                    )
+            if missing:
+                raise ValueError(checkpoint.lacks(missing))
+            if found.mismatched_keys:
+                raise ValueError(
+                    f"the checkpoint {checkpoint.folder} has mismatched keys: "
+                    f"{sorted(map(str, found.mismatched_keys))}"
+                )
             return model_class._finalize_model_loading(model, load_config, found)
 
         @staticmethod

@@ -70,18 +70,39 @@ def edit_weights(file: Path, edit: Callable[[dict[str, Tensor]], object]) -> Non
 def test_a_shard_that_is_not_there(folder: Path, monkeypatch: pytest.MonkeyPatch):
     file = file_of(folder, EXPERT)
     file.unlink()
-    assert refused_unread(folder, monkeypatch) == (
-        f"cannot read the weights in PATH: the index {INDEX} names files that are not there: "
-        f"['{file.name}']"
-    )
+    text = refused_unread(folder, monkeypatch)
+    assert text.startswith("the checkpoint PATH has missing keys: [")
+    assert f"the index {INDEX} names a file, and {file.name} is not there: " in text
 
 
 def test_a_tensor_that_its_file_does_not_have(folder: Path, monkeypatch: pytest.MonkeyPatch):
     edit_weights(file_of(folder, EXPERT), lambda weights: weights.pop(EXPERT))
     assert refused_unread(folder, monkeypatch) == (
-        f"cannot read the weights in PATH: the index {INDEX} names tensors that no file has: "
-        f"['{EXPERT}']"
+        f"the checkpoint PATH has missing keys: ['{EXPERT}']; the index {INDEX} names tensors that "
+        f"no file has: {EXPERT}"
     )
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_what_a_model_does_not_need_may_be_missing(folder: Path, has_file: bool):
+    """A head's file that nobody fetched, or that lost the tensor."""
+    if has_file:
+        save_file({"mtp.norm.weight": torch.ones(3)}, folder / "mtp.safetensors")
+    edit_index(folder, lambda i: i["weight_map"].update({"mtp.fc.weight": "mtp.safetensors"}))
+    edit_index(folder, lambda index: index.pop("metadata"))
+    th.from_pretrained(folder)
+
+
+def test_a_link_whose_target_is_missing(folder: Path):
+    for name in (file_of(folder, EXPERT).name, INDEX, "config.json"):
+        (folder / name).unlink()
+        (folder / name).symlink_to("../../blobs/gone")
+        assert f"{name} is a link whose target ../../blobs/gone is missing" in refusal(folder)
+
+
+def test_a_folder_of_an_adapter(folder: Path):
+    (folder / "adapter_config.json").write_text("{}")
+    assert "merge it" in refusal(folder, th.UnsupportedError)
 
 
 @pytest.mark.parametrize(
@@ -133,10 +154,22 @@ def test_a_header_that_cannot_be(tmp_path: Path, header: bytes, message: str):
 
 def test_a_dtype_that_torch_does_not_have(tmp_path: Path):
     make_model("qwen3", num_hidden_layers=1).save_pretrained(tmp_path)
-    header = b'{"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}'
-    content = len(header).to_bytes(8, "little") + header + b"\0"
-    (tmp_path / "model.safetensors").write_bytes(content)
-    assert "tensor a has dtype F4" in refusal(tmp_path, th.UnsupportedError)
+    file = tmp_path / "model.safetensors"
+    edit_weights(file, lambda weights: weights.update(unwanted=torch.ones(2)))
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    whole = json.loads(content[8 : 8 + length])
+
+    def of_other_dtype(name: str) -> None:
+        header = json.dumps(whole | {name: whole[name] | {"dtype": "F4"}}).encode()
+        file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+
+    of_other_dtype("unwanted")
+    with pytest.warns(UserWarning, match="unexpected keys"):
+        th.from_pretrained(tmp_path)
+    of_other_dtype("model.norm.weight")
+    text = refusal(tmp_path, th.UnsupportedError)
+    assert "tensor model.norm.weight has dtype F4" in text
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])

@@ -29,7 +29,7 @@ class Stored:
 
     ``scales`` are those of its blocks of 128 x 128, where its values are numbers of 8 bits. What is
     ``packed`` has the shape of the weight, whose integers lie otherwise, and in tensors of their
-    own.
+    own. A ``refusal`` is raised where a model takes the tensor.
     """
 
     name: str
@@ -39,6 +39,7 @@ class Stored:
     shape: tuple[int, ...]
     scales: Stored | None = None
     packed: Packed | None = None
+    refusal: Exception | None = None
 
     @property
     def is_scaled(self) -> bool:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -15,11 +16,10 @@ import torch
 
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.models.checkpoint.content import Slice, Stored
+from torch_hybrid.models.checkpoint.folder import Listed, listed, not_there
 from torch_hybrid.models.checkpoint.unread import Unread
 from torch_hybrid.ops import block_scales
 
-_ONE_FILE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
 _SCALES = "_scale_inv"  # behind the name of a weight of 8 bits
 _PREFIX = 8  # bytes, which say how long the header is
 _LONGEST_HEADER = 100_000_000  # bytes, as the format has it
@@ -45,11 +45,31 @@ Stamp = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """The tensors of a folder by name, and what its files were when their headers were read."""
+    """The tensors of a folder by name, and what its files were when their headers were read.
+
+    ``gone`` has the tensors that the index names and no file has, and why, of files that are there;
+    ``lost`` those of files that are not.
+    """
 
     folder: Path
     tensors: Mapping[str, Stored]
     stamps: Mapping[Path, Stamp]
+    gone: Mapping[str, str] = field(default_factory=dict)
+    lost: Mapping[str, str] = field(default_factory=dict)
+
+    def lacks(self, names: Iterable[str]) -> str:
+        """Say that tensors are missing, and what the index says of tensors that are."""
+        return f"the checkpoint {self.folder} has missing keys: {sorted(names)}{self.reasons()}"
+
+    def reasons(self) -> str:
+        """Say which tensors the index names and no file has, and why."""
+        by_reason: dict[str, list[str]] = defaultdict(list)
+        for name, reason in {**self.gone, **self.lost}.items():
+            by_reason[reason].append(name)
+        told = ""
+        for reason, names in by_reason.items():
+            told += f"; {reason}: {', '.join(sorted(names)[:4])}{', ...' * (len(names) > 4)}"
+        return told
 
     def unread(
         self, device: torch.device, dtype: torch.dtype = torch.bfloat16
@@ -64,15 +84,18 @@ class Checkpoint:
         """The same where numbers of 8 bits have their scales, and scales are no tensors beside
         them.
 
-        Raises:
-            ValueError: scales are missing, or of another shape or dtype than blocks have.
+        Numbers whose scales are missing, or of another shape or dtype than blocks have, are refused
+        where a model takes them.
         """
         tensors = dict(self.tensors)
         for name, numbers in self.tensors.items():
             if numbers.dtype == block_scales.DTYPE:
                 scales = tensors.pop(f"{name}{_SCALES}", None)
-                self._check_scales(numbers, scales)
-                tensors[name] = replace(numbers, scales=scales)
+                try:
+                    self._check_scales(numbers, scales)
+                    tensors[name] = replace(numbers, scales=scales)
+                except ValueError as error:
+                    tensors[name] = replace(numbers, refusal=error)
         return replace(self, tensors=tensors)
 
     def _check_scales(self, numbers: Stored, scales: Stored | None) -> None:
@@ -115,60 +138,65 @@ class Checkpoint:
                 )
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Read the headers of a checkpoint: of ``model.safetensors``, of the files that the index
-    names, or without either of all ``*.safetensors``.
+def open_checkpoint(folder: Path, named: str | None = None) -> Checkpoint:
+    """Read the headers of the files of a checkpoint that ``listed`` finds.
+
+    A tensor is that of the file that the index names; else, as for transformers, that of the last
+    of its files that has one. What is missing is told where a model takes it.
+
+    Args:
+        folder: of the checkpoint.
+        named: a file of weights, or an index, that its config names.
 
     Raises:
-        ValueError: a file is missing, truncated or no safetensors; the index names a file or a
-            tensor that is not there; or two files have the same tensor.
-        UnsupportedError: a tensor has a dtype that torch does not have.
+        ValueError: there are no weights, or a file is truncated or no safetensors.
     """
     try:
-        weight_map = _weight_map(folder)
-        names = sorted(set(weight_map.values())) or _all_files(folder)
-        if gone := [name for name in names if not (folder / name).is_file()]:
-            raise ValueError(f"the index {_INDEX} names files that are not there: {gone}")
-        tensors: dict[str, Stored] = {}
+        files = listed(folder, named)
+        found: dict[str, list[Stored]] = defaultdict(list)
         stamps: dict[Path, Stamp] = {}
-        for name in names:
-            found, stamps[folder / name] = _read_header(folder / name)
-            for stored in found:
-                if weight_map.get(stored.name, name) != name:
-                    continue  # the index says that another file's counts
-                if stored.name in tensors:
-                    other = tensors[stored.name].file.name
-                    raise ValueError(f"both {other} and {name} have a tensor {stored.name}")
-                tensors[stored.name] = stored
-        if gone := sorted(weight_map.keys() - tensors.keys()):
-            raise ValueError(f"the index {_INDEX} names tensors that no file has: {gone}")
+        missing: dict[str, str] = {}  # files, and why
+        for name in files.names:
+            if (reason := not_there(folder / name)) is not None:
+                missing[name] = reason
+                continue
+            stored, stamps[folder / name] = _read_header(folder / name)
+            for each in stored:
+                found[each.name].append(each)
+        if len(missing) == len(files.names):
+            raise ValueError("; ".join([*missing.values()][:4]))
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read the weights in {folder}: {error}") from error
-    return Checkpoint(folder=folder, tensors=tensors, stamps=stamps)
+    absent = files.weight_map.keys() - found.keys()
+    return Checkpoint(
+        folder=folder,
+        tensors={name: _chosen(folder, files, each) for name, each in found.items()},
+        stamps=stamps,
+        gone={
+            name: f"the index {files.index} names tensors that no file has"
+            for name in absent
+            if files.weight_map[name] not in missing
+        },
+        lost={
+            name: f"the index {files.index} names a file, and {missing[files.weight_map[name]]}"
+            for name in absent
+            if files.weight_map[name] in missing
+        },
+    )
 
 
-def _weight_map(folder: Path) -> Mapping[str, str]:
-    """Which file has a tensor, by the index; nothing where there is none or one file has all."""
-    index = folder / _INDEX
-    if (folder / _ONE_FILE).is_file() or not index.is_file():
-        return {}
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        files = {name: Path(file).name for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{_INDEX} is no index of tensors and their files: {error!r}") from error
-    if files != weight_map:
-        raise ValueError(f"{_INDEX} names files outside of its folder")
-    return files
-
-
-def _all_files(folder: Path) -> list[str]:
-    if (folder / _ONE_FILE).is_file():
-        return [_ONE_FILE]
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not names:
-        raise ValueError("no safetensors file found; weights of another format are not read")
-    return names
+def _chosen(folder: Path, files: Listed, found: list[Stored]) -> Stored:
+    """The tensor that counts, of those of one name."""
+    *others, last = found
+    name = files.weight_map.get(last.name)
+    for each in others:
+        if name is not None and each.file == folder / name:
+            return each
+    if others and not files.weight_map:
+        told = f"both {others[-1].file.name} and {last.file.name} have a tensor {last.name}"
+        error = ValueError(f"cannot read the weights in {folder}: {told}")
+        return replace(last, refusal=error)
+    return last
 
 
 def _read_header(path: Path) -> tuple[list[Stored], Stamp]:
@@ -185,7 +213,7 @@ def _read_header(path: Path) -> tuple[list[Stored], Stamp]:
         found = [_stored(name, path, first, entry) for name, entry in header.items()]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path.name} has a header that is none of safetensors") from error
-    end = max((s.start + math.prod(s.shape) * s.dtype.itemsize for s in found), default=first)
+    end = max((first + entry["data_offsets"][1] for entry in header.values()), default=first)
     if end != status.st_size:
         raise ValueError(f"{path.name} must have {end:,} bytes, got {status.st_size:,}")
     return found, _stamp(status)
@@ -205,12 +233,15 @@ def _header_of(file: BinaryIO, size: int) -> tuple[int, dict[str, Any]]:
 
 def _stored(name: str, path: Path, first: int, entry: Mapping[str, Any]) -> Stored:
     begin, end = entry["data_offsets"]
+    shape = tuple(int(size) for size in entry["shape"])
     if (dtype := _DTYPES.get(entry["dtype"])) is None:
-        raise UnsupportedError(
+        error = UnsupportedError(
             f"{path}: tensor {name} has dtype {entry['dtype']}; those that can be read are "
             f"{sorted(_DTYPES)}"
         )
-    shape = tuple(int(size) for size in entry["shape"])
+        return Stored(
+            name=name, file=path, start=first + begin, dtype=torch.uint8, shape=shape, refusal=error
+        )
     if begin < 0 or min(shape, default=0) < 0 or end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(
             f"{path.name} has bytes {begin:,} to {end:,} of tensor {name}, which do not make "

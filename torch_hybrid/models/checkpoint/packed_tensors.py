@@ -41,9 +41,8 @@ class Scheme:
 def with_packed_integers(checkpoint: Checkpoint, scheme: Scheme) -> Checkpoint:
     """The same where weights that are integers are one tensor each, as wide as what they are worth.
 
-    Raises:
-        ValueError: a tensor that belongs to a weight is missing, or of another shape, dtype or
-            order than ``scheme`` has.
+    A weight is refused where a model takes it, if a tensor that belongs to it is missing, or of
+    another shape, dtype or order than ``scheme`` has.
     """
     tensors = dict(checkpoint.tensors)
     endings = _ENDINGS[scheme.layout, scheme.words]
@@ -54,8 +53,12 @@ def with_packed_integers(checkpoint: Checkpoint, scheme: Scheme) -> Checkpoint:
             continue
         layer = name.removesuffix(endings["numbers"])
         found = {what: tensors.pop(layer + ending, None) for what, ending in endings.items()}
-        weight = _weight(checkpoint, f"{layer}.weight", scheme, numbers, found)
-        tensors[weight.name] = weight
+        name = f"{layer}.weight"
+        try:
+            tensors[name] = _weight(checkpoint, name, scheme, numbers, found)
+        except ValueError as error:
+            shape = _shape(scheme, numbers) if len(numbers.shape) == 2 else numbers.shape
+            tensors[name] = replace(numbers, name=name, shape=shape, refusal=error)
     return replace(checkpoint, tensors=tensors)
 
 

@@ -209,11 +209,13 @@ def _unread_of(places: _Places) -> list[Unread]:
 
 
 def _check_dtypes(weights: Iterable[Unread]) -> None:
-    """Refuse integers and floats of 8 bits where floats are wanted: they are worth nothing without
-    scales."""
+    """Refuse tensors that cannot be read, and integers and floats of 8 bits where floats are
+    wanted: they are worth nothing without scales."""
     for weight in weights:
         for part in leaves(weight.content):
             stored, made = part.stored, part.steps[-1:]
+            if stored.refusal is not None:
+                raise stored.refusal
             is_taken = stored.dtype in _FLOATS or stored.is_scaled or any(map(callable, made))
             if weight.is_floating_point() and not is_taken:
                 raise UnsupportedError(

@@ -157,11 +157,12 @@ def _check_names(checkpoint: Checkpoint, needed: set[str], num_layers: int) -> N
     """Raise ValueError unless it has the weights needed, and no others of these layers."""
     given = checkpoint.tensors.keys()
     foreign = {name for name in given if not _is_of_draft(name, num_layers)} - needed
-    for problem, names in (("missing", needed - given), ("unexpected", foreign)):
-        if names:
-            raise ValueError(
-                f"the checkpoint {checkpoint.folder} has {problem} keys: {sorted(names)}"
-            )
+    if missing := needed - given:
+        raise ValueError(checkpoint.lacks(missing))
+    if foreign:
+        raise ValueError(
+            f"the checkpoint {checkpoint.folder} has unexpected keys: {sorted(foreign)}"
+        )
 
 
 def _check_rows(
