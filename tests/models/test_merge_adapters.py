@@ -117,3 +117,11 @@ def test_an_adapter_of_one_of_two_layers_that_share_a_weight(target: str):
     model = peft.get_peft_model(model, config).eval()
     oracle = ask(model, TEXTS)
     assert_equal_logits(logits_of(th.adapt(model), TEXTS), oracle)
+
+
+def test_adapters_of_layers_that_share_their_weights():
+    """A block of Zamba in several layers: each call of it has adapters of its own."""
+    model = with_lora("zamba", target_modules=["q_proj", "down_proj"])
+    oracle = ask(model, TEXTS)
+    assert changed(oracle, "zamba")
+    assert_equal_logits(logits_of(th.adapt(model), TEXTS), oracle)

@@ -121,13 +121,13 @@ def test_blocks_lie_in_one_page():
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_weight_that_is_taken_apart_stays_a_float(weights: str):
     """A step of integers runs, with logits near those of the floats."""
-    options = {"q_lora_rank": 32, "num_hidden_layers": 2}
 
-    def logits(model: th.models.hybrid_model.HybridModel) -> torch.Tensor:
+    def logits(model: Any) -> Tensor:
         runner = th.Runner(model, max_seqs=1, max_tokens=64, kv_tokens=64, compile=False)
         return runner.extend(runner.new_sequences(1), [list(range(20))], logits="all")
 
-    floats, model = (make_hybrid("glm5_next", hidden_size=64, **options) for _ in range(2))
+    sizes = {"q_lora_rank": 32, "linear_head_dim": 32, "num_hidden_layers": 2}
+    floats, model = (th.adapt(make_model("glm5_next", **sizes)) for _ in range(2))
     th.quantize(model, weights)
     expected = logits(floats)
     assert (logits(model) - expected).norm() < 0.5 * expected.norm()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -91,6 +92,27 @@ def test_what_a_model_does_not_need_may_be_missing(folder: Path, has_file: bool)
     edit_index(folder, lambda i: i["weight_map"].update({"mtp.fc.weight": "mtp.safetensors"}))
     edit_index(folder, lambda index: index.pop("metadata"))
     th.from_pretrained(folder)
+
+
+def test_files_that_an_index_names_are_fetched(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+):
+    cache = tmp_path_factory.mktemp("cache")
+    save_file({"mtp.fc.weight": torch.ones(3)}, folder / "mtp.safetensors")
+    save_file({"a": torch.ones(3)}, folder / "unnamed.safetensors")
+    edit_index(folder, lambda i: i["weight_map"].update({"mtp.fc.weight": "mtp.safetensors"}))
+
+    def fetch(_repo: str, *, allow_patterns: Any, ignore_patterns: Any, **_options: Any) -> str:
+        names = [path.name for path in folder.iterdir()]
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        for name in filter_repo_objects(names, **patterns):
+            (cache / name).write_bytes((folder / name).read_bytes())
+        return str(cache)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    th.from_pretrained("some/model")
+    assert (cache / "mtp.safetensors").exists()
+    assert not (cache / "unnamed.safetensors").exists()
 
 
 def test_a_link_whose_target_is_missing(folder: Path):
