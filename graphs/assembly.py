@@ -114,7 +114,7 @@ def decide(model: Model, options: Options, make_trial: MakeTrial) -> Decided:
     check_kv_tokens(options.kv_tokens)
     check_max_drafts(options.max_drafts, options.max_tokens)
     table = kept_table(model.table, options.kv_dtype)
-    with calm(device):
+    with calm():
         trials: tuple[Trial, ...] = ()
         if options.two_batch_overlap == "auto":
             trials = measure_overlap(model, options, make_trial)
@@ -167,7 +167,7 @@ def assemble(decided: Decided, owner: object) -> Parts:
         UnsupportedError, CapacityError, ValueError: as ``Runner`` does.
     """
     model, options, device = decided.model, decided.options, decided.device
-    with calm(device):
+    with calm():
         cache = _make_cache(decided)
         given = GivenRows.of(model, options.max_tokens, options.takes_embeds)
         caches = {} if given is None else given.caches

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_hybrid.graphs.compiling.surroundings import calmly
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.graphs.step import Model
 from torch_hybrid.ops.fp8_kv import LARGEST
@@ -15,6 +16,7 @@ from torch_hybrid.specs import AttentionSpec, LatentSpec
 _MAX_TOKENS = 2048
 
 
+@calmly
 def kv_scales(
     model: Model, prompts: Sequence[Sequence[int]], *, headroom: float = 2.0
 ) -> dict[int, Tensor]:

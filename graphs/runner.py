@@ -374,7 +374,7 @@ class Runner(Shown):
                 ``embeds`` for one that takes none.
             CapacityError: the KV pool has too few free pages.
         """
-        with self.lock, calm(self._device):
+        with self.lock, calm():
             packed = token_lists(tokens)
             return self._extend(seqs, packed, logits=logits, positions=positions, embeds=embeds)
 
@@ -431,7 +431,7 @@ class Runner(Shown):
                 f"launch takes tokens and a draw, or None, for each of at least one sequence, "
                 f"got {len(seqs)} sequences, {len(tokens)} tokens and {len(draws)} draws"
             )
-        with self.lock, calm(self._device):
+        with self.lock, calm():
             known = iter(token_lists([new for new in tokens if new is not None]))
             given = [None if new is None else next(known) for new in tokens]
             known_tokens = [(0,) if new is None else new for new in given]
@@ -481,7 +481,7 @@ class Runner(Shown):
         """
         if not self.max_drafts:
             raise UnsupportedError("a runner with max_drafts=0 verifies no drafts")
-        with self.lock, calm(self._device):
+        with self.lock, calm():
             given = token_lists(tokens)
             if not seqs:
                 raise ValueError("verify takes at least one sequence, got none")
@@ -522,7 +522,7 @@ class Runner(Shown):
             )
         if not all(1 <= count <= self.max_drafts for count in counts):
             raise ValueError(f"counts must be within 1 and {self.max_drafts}, got {list(counts)}")
-        with self.lock, calm(self._device):
+        with self.lock, calm():
             given = token_lists([[token] for token in tokens])
             self._check_extend(given, len(seqs))
             return self._drafting.draft(seqs, given, counts)
@@ -546,7 +546,7 @@ class Runner(Shown):
 
         For those who copy or move states: all other steps do so where they need it.
         """
-        with self.lock, calm(self._device):
+        with self.lock, calm():
             self._cache.check_usable(seqs)
             self._drafting.flush(seqs)
 
@@ -629,7 +629,7 @@ class Runner(Shown):
         self.turn.run("Runner.warm_up", partial(self._warm_up, num_before, on_variant))
 
     def _warm_up(self, num_before: int, on_variant: Callable[[str], None] | None) -> None:
-        with calm(self._device):
+        with calm():
             for variant in self._planner.forms:
                 if on_variant is not None:
                     on_variant(variant.name)
@@ -667,7 +667,7 @@ class Runner(Shown):
         """
         if not isinstance(self.model, UpdatableModel):
             raise UnsupportedError(f"{type(self.model).__name__} takes no new weights")
-        with self.lock, calm(self._device), torch.inference_mode():
+        with self.lock, calm(), torch.inference_mode():
             self._cache.check_nothing_held()
             write = self.model.new_weights(weights, partial=partial)
             self._execution.wait()
@@ -693,7 +693,7 @@ class Runner(Shown):
         self.turn.run("Runner.save", partial(self._save, Path(path)))
 
     def _save(self, path: Path) -> None:
-        with calm(self._device):
+        with calm():
             for variant in self._planner.forms:
                 self._stepper.compile(variant)
             self._steps.save(path)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args, overload
 
 from torch_hybrid.detokenizer import Tokenizer
 from torch_hybrid.errors import CapacityError, UnsupportedError
+from torch_hybrid.graphs.compiling.surroundings import calmly
 from torch_hybrid.graphs.turn import Turn, in_turn
 from torch_hybrid.intake import Intake
 from torch_hybrid.prefix_cache import PrefixCache, Prefixes
@@ -82,6 +83,7 @@ class Engine(Shown):
             a runner that has no checkpoints, or ``speculate`` asks for more drafts than it holds.
     """
 
+    @calmly
     def __init__(
         self,
         runner: Runner,
@@ -284,6 +286,7 @@ class Engine(Shown):
         return self._loop.has_unfinished or bool(self._arriving)
 
     @in_turn
+    @calmly
     def step(self) -> list[TokenEvent]:
         """Run one batch and return what came of it; nothing to do is no event.
 
@@ -328,6 +331,7 @@ class Engine(Shown):
             )
 
     @in_turn
+    @calmly
     def save_prefixes(self, path: str | os.PathLike[str]) -> int:
         """Write what the prefix cache keeps to a file, for ``load_prefixes`` of another process.
 
@@ -343,6 +347,7 @@ class Engine(Shown):
         return self._prefixes_for("save_prefixes").save(Path(path))
 
     @in_turn
+    @calmly
     def load_prefixes(self, path: str | os.PathLike[str]) -> int:
         """Keep the prefixes of a file on the host, as far as ``PrefixCache.host_bytes`` goes.
 

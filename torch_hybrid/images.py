@@ -70,7 +70,7 @@ class Images:
     def load(self) -> None:
         """Have their rows, which takes the tower where they are not there."""
         if self._rows is None:
-            with calm(self._tower.device):
+            with calm():
                 rows = self._tower.rows(self._prompt, self._inputs)
             if len(rows) != len(self._places):
                 raise ValueError(

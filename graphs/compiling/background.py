@@ -280,7 +280,7 @@ def _prepared(model: Model, store: StepStore) -> Iterator[None]:
         if missing := missing_tools(model.device):
             raise UnsupportedError(missing)
         check_cache()
-    with calm(model.device):
+    with calm():
         yield
 
 

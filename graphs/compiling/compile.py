@@ -158,7 +158,8 @@ _ALWAYS_INDUCTOR = {"enable_autograd_cache": False}
 
 # Whether to pad a product of odd widths is asked of the traced sizes, and the answer is guarded: a
 # graph for a GPU would not hold for smaller steps.
-_ANY_SIZE = {"shape_padding": False}
+# Folding weights into code (freezing) would keep those of the first trace for ever.
+_ANY_SIZE = {"shape_padding": False, "freezing": False}
 
 # What a user may have set for other models. To freeze, Dynamo takes weights for constants, and ours
 # may be exchanged; what is looked for in Inductor's code (copies of pools) stands in its Python.
@@ -210,6 +211,8 @@ def compile_step(step: Callable[..., Tensor], backend: StepBackend) -> CompiledS
 
     def is_guarded(entry: Any) -> bool:
         name = entry.name.removeprefix("L['").replace("']", "", 1)
+        if entry.guard_type == "DEFAULT_DEVICE":  # of the process: any thread may set it
+            return False
         return not entry.name or name.startswith("inputs") or entry.guard_type == "SHAPE_ENV"
 
     def guard_filter(entries: Sequence[Any]) -> list[bool]:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.recurrent import RecurrentPlan
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.token_shift import TokenShift
 from torch_hybrid.ranks import Ranks
@@ -64,7 +65,7 @@ class ChannelMix(nn.Module):
         Raises:
             UnsupportedError: the ranks do not divide the units.
         """
-        with torch.device("meta"):
+        with on_meta():
             part = ChannelMix(self.spec.divided(ranks.size))
         part.shift, part.receptance = self.shift, self.receptance
         part.key = ranks.rows(self.key, [(self.spec.width, 1)])

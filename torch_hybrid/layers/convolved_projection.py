@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.layers.head_linear import HeadLinear
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
@@ -138,7 +139,7 @@ class ConvolvedProjection(nn.Module):
         """
         spec = self.spec
         q, k, width = spec.num_q_heads, spec.num_kv_heads, spec.head_dim
-        with torch.device("meta"):
+        with on_meta():
             part = ConvolvedProjection(self.in_proj.in_features, spec.divided(ranks.size))
         part.in_proj = ranks.rows(self.in_proj, [(q, width), (k, width), (k, width)])
         taps = width * spec.head_width

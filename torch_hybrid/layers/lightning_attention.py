@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, walk_layer, whole_impl
 from torch_hybrid.backends.ssd import LIGHTNING_STEP, LIGHTNING_VERIFY, apply_ssd
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.rotary import Rotary, rotate_halves
 from torch_hybrid.layers.side_by_side import columns
@@ -192,7 +193,7 @@ class LightningAttention(nn.Module):
         spec = self.spec
         head = [(spec.num_heads, spec.head_dim)]
         slopes = ranks.cut(self.slopes, [(spec.num_heads, 1)])
-        with torch.device("meta"):
+        with on_meta():
             part = LightningAttention(self.in_proj.in_features, spec.divided(ranks.size), slopes)
         part.in_proj = ranks.rows(self.in_proj, head * 4)
         part.out_proj = ranks.summed_columns(self.out_proj, spec.num_heads)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.backends.selective_scan import apply_selective_scan
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.layers.head_linear import HeadLinear
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
@@ -144,7 +145,7 @@ class Mamba(nn.Module):
             UnsupportedError: the ranks do not divide the channels, or several heads.
         """
         channels = (self.spec.channels, 1)
-        with torch.device("meta"):
+        with on_meta():
             part = Mamba(self.in_proj.in_features, self.spec.divided(ranks.size), conv_bias=False)
         part.in_proj = ranks.rows(self.in_proj, [channels] * 2)
         if isinstance(self.x_proj, HeadLinear) and isinstance(self.dt_proj, HeadLinear):

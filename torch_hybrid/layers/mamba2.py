@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, walk_layer, whole_impl
 from torch_hybrid.backends.ssd import STEP, VERIFY, apply_ssd
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ops.ssd_step import ssd_step, ssd_verify
@@ -179,7 +180,7 @@ class Mamba2(nn.Module):
             UnsupportedError: the ranks do not divide the heads.
         """
         spec = self.spec
-        with torch.device("meta"):
+        with on_meta():
             part = Mamba2(self.in_proj.in_features, spec.divided(ranks.size), conv_bias=False)
         inner, group = (spec.num_heads, spec.head_dim), (spec.num_groups, spec.state_dim)
         head = (spec.num_heads, 1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, walk_layer
 from torch_hybrid.backends.ssd import apply_ssd
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ranks import Ranks
@@ -126,7 +127,7 @@ class Mlstm(nn.Module):
             UnsupportedError: the ranks do not divide the heads.
         """
         spec = self.spec
-        with torch.device("meta"):
+        with on_meta():
             part = Mlstm(self.in_proj.in_features, spec.divided(ranks.size))
         head, keys, values = (
             (spec.num_heads, width) for width in (1, spec.head_k_dim, spec.head_v_dim)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.backends.rg_lru import apply_rg_lru
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.layers.head_linear import HeadLinear
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
@@ -93,7 +94,7 @@ class RgLru(nn.Module):
             UnsupportedError: the ranks do not divide the heads.
         """
         spec = self.spec
-        with torch.device("meta"):
+        with on_meta():
             part = RgLru(self.in_proj.in_features, spec.divided(ranks.size))
         head, channels = (spec.num_heads, 1), (spec.num_heads, spec.head_dim)
         part.in_proj = ranks.rows(self.in_proj, [channels] * 2)

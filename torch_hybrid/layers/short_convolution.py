@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ranks import Ranks
@@ -89,7 +90,7 @@ class ShortConvolution(nn.Module):
             UnsupportedError: the ranks do not divide the channels.
         """
         channels = (self.spec.channels, 1)
-        with torch.device("meta"):
+        with on_meta():
             part = ShortConvolution(self.in_proj.in_features, self.spec.divided(ranks.size))
         part.in_proj = ranks.rows(self.in_proj, [channels] * 3)
         part.out_proj = ranks.summed_columns(self.out_proj, self.spec.channels)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan
 from torch_hybrid.backends.wkv import apply_wkv
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.token_shift import TokenShift
 from torch_hybrid.ranks import Ranks
@@ -81,7 +82,7 @@ class TimeMix(nn.Module):
             UnsupportedError: the ranks do not divide the channels.
         """
         channels = [(self.spec.channels, 1)]
-        with torch.device("meta"):
+        with on_meta():
             part = TimeMix(self.spec.divided(ranks.size))
         part.shift = self.shift
         part.key = ranks.rows(self.key, channels)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.specs.pools import TOKEN_SHIFT
 
 
@@ -40,7 +41,7 @@ class TokenShift(nn.Module):
     @classmethod
     def of(cls, mixes: Tensor) -> TokenShift:
         """With mixes [n, dim], which may be unread."""
-        with torch.device("meta"):
+        with on_meta():
             shift = cls(mixes.shape[1], mixes.shape[0])
         shift.mixes = nn.Parameter(mixes, requires_grad=False)
         shift.taps = _taps_before(mixes)

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from torch_hybrid.graphs.compiling.surroundings import calmly
 from torch_hybrid.host import keep_weights
 from torch_hybrid.models.families import family_of, table_of
 from torch_hybrid.models.family import Family
@@ -34,6 +35,7 @@ from torch_hybrid.models.transformers_hooks import (
 from torch_hybrid.specs import AttentionSpec, LatentSpec, LayerTable
 
 
+@calmly
 def adapt(hf_model: Any, *, vision: bool = False) -> HybridModel:
     """Swap the mixers of a transformers model in memory. The model is taken over and changed.
 

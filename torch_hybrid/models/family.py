@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
@@ -187,7 +188,7 @@ def mixer_from(
     ``rows`` are the rows of the projections to q, k, v, z, b and a, in that order.
     """
     in_weight = torch.cat(list(rows))
-    with torch.device("meta"):
+    with on_meta():
         mixer = GatedDeltaNet(in_weight.shape[1], spec)
     mixer.in_proj.weight = nn.Parameter(in_weight, requires_grad=False)
     mixer.out_proj = out

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.layers.kimi_delta_attention import KimiDeltaAttention
 from torch_hybrid.models.family import listed, require
 from torch_hybrid.specs import KimiDeltaSpec, LatentSpec, LayerSpec
@@ -43,7 +44,7 @@ def kimi_delta_mixer(
     ``rows`` are the rows of the projections to q, k, v, decay, output gate and b, in that order.
     """
     in_weight = torch.cat(list(rows))
-    with torch.device("meta"):
+    with on_meta():
         mixer = KimiDeltaAttention(in_weight.shape[1], spec, gate_rank=gate_rank)
 
     def parameter(weight: Tensor, *shape: int) -> nn.Parameter:

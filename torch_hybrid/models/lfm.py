@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.short_convolution import ShortConvolution
 from torch_hybrid.models.family import (
@@ -52,7 +52,7 @@ def _lfm3_specs(config: Any) -> list[LayerSpec]:
 
 
 def _mixer(module: Any, spec: ShortConvolutionSpec) -> ShortConvolution:
-    with torch.device("meta"):
+    with on_meta():
         mixer = ShortConvolution(module.in_proj.in_features, spec)
     mixer.in_proj, mixer.out_proj = module.in_proj, module.out_proj
     mixer.conv_weight = nn.Parameter(module.conv.weight.squeeze(1), requires_grad=False)

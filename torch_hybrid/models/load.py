@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_hybrid.errors import CapacityError, UnsupportedError
+from torch_hybrid.graphs.compiling.surroundings import calmly
 from torch_hybrid.host import trim
 from torch_hybrid.layers.ngram_embedding import NgramEmbedding
 from torch_hybrid.models.adapt import adapted
@@ -53,6 +54,7 @@ from torch_hybrid.models.transformers_weights import make_unread, take_quantizat
 from torch_hybrid.toolchain import make_cache_folder
 
 
+@calmly
 def from_pretrained(
     path_or_id: str | Path,
     dtype: torch.dtype | str = "auto",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.step import LayerStep
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.layers.mamba import Mamba
 from torch_hybrid.models.family import Family, Swap, require
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter
@@ -16,7 +17,7 @@ from torch_hybrid.specs import MambaSpec
 
 def mamba_from(module: Any, spec: MambaSpec) -> Mamba:
     """Our mixer with the weights of a transformers module, which all families name alike."""
-    with torch.device("meta"):
+    with on_meta():
         mixer = Mamba(module.in_proj.in_features, spec, conv_bias=False)
     mixer.in_proj, mixer.out_proj = module.in_proj, module.out_proj
     mixer.x_proj, mixer.dt_proj = module.x_proj, module.dt_proj

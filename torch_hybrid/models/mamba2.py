@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.layers.mamba2 import Mamba2
 from torch_hybrid.models.family import Family, Swap, require
 from torch_hybrid.specs import Mamba2Spec
@@ -35,7 +35,7 @@ def mamba2_spec(config: Any, *, gate: str) -> Mamba2Spec:
 
 def mamba2_from(module: Any, spec: Mamba2Spec) -> Mamba2:
     """Our mixer with the weights of a transformers module, which all families name alike."""
-    with torch.device("meta"):
+    with on_meta():
         mixer = Mamba2(module.in_proj.in_features, spec, conv_bias=False)
     mixer.in_proj, mixer.out_proj = module.in_proj, module.out_proj
     conv = module.conv1d

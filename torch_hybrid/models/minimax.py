@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.layers.lightning_attention import LightningAttention, geometric_slopes
 from torch_hybrid.models.family import Family, Swap, head_dim_of, require, specs_by_layer_type
 from torch_hybrid.models.transformers_hooks import LinearAttentionPairAdapter
@@ -37,7 +38,7 @@ def _mixer(module: Any, spec: LightningSpec) -> LightningAttention:
     in_weight = torch.cat([qkv.transpose(0, 1).flatten(0, 2), module.output_gate.weight.detach()])
     factor = layer_factor(module.layer_idx, module.num_hidden_layers)
     slopes = geometric_slopes(spec.num_heads).to(in_weight.device) * factor
-    with torch.device("meta"):
+    with on_meta():
         mixer = LightningAttention(in_weight.shape[1], spec, slopes)
     mixer.in_proj.weight = nn.Parameter(in_weight, requires_grad=False)
     mixer.out_proj, mixer.norm_weight = module.out_proj, module.norm.weight

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.caches.room import check_room
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.graphs.compiling.surroundings import calmly
 from torch_hybrid.host import trim, weight_memory
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.integers import IntegerEmbedding
@@ -44,6 +45,7 @@ _STRETCH_BYTES = 64 << 20
 ReadRows = Callable[[Tensor, int, int], Tensor]
 
 
+@calmly
 def quantize(
     model: HybridModel | Ring25,
     weights: str,

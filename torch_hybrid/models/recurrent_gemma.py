@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.rg_lru import RgLru
 from torch_hybrid.models.family import Family, Swap, attention_specs, listed, require
@@ -34,7 +35,7 @@ def _specs(config: Any) -> list[LayerSpec]:
 
 
 def _mixer(module: Any, spec: RgLruSpec) -> RgLru:
-    with torch.device("meta"):
+    with on_meta():
         mixer = RgLru(module.linear_x.in_features, spec)
     lru, inputs = module.rg_lru, (module.linear_x, module.linear_y)
 

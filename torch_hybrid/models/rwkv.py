@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.step import LayerStep
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.layers.channel_mix import ChannelMix
 from torch_hybrid.layers.time_mix import TimeMix
 from torch_hybrid.layers.token_shift import TokenShift
@@ -28,7 +29,7 @@ def _shift(*mixes: Tensor) -> TokenShift:
 
 
 def _time_mix(module: Any, spec: TimeMixSpec) -> TimeMix:
-    with torch.device("meta"):
+    with on_meta():
         mixer = TimeMix(spec)
     mixer.shift = _shift(module.time_mix_key, module.time_mix_value, module.time_mix_receptance)
     mixer.key, mixer.value, mixer.receptance = module.key, module.value, module.receptance
@@ -38,7 +39,7 @@ def _time_mix(module: Any, spec: TimeMixSpec) -> TimeMix:
 
 
 def _channel_mix(module: Any, spec: ChannelMixSpec) -> ChannelMix:
-    with torch.device("meta"):
+    with on_meta():
         mixer = ChannelMix(spec)
     mixer.shift = _shift(module.time_mix_key, module.time_mix_receptance)
     mixer.key, mixer.value, mixer.receptance = module.key, module.value, module.receptance

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.graphs.compiling.surroundings import calmly
 from torch_hybrid.host import keep_weights
 from torch_hybrid.layers.expert_parallel import ExpertParallel, TokensOfRank
 from torch_hybrid.layers.fused_experts import FusedExperts
@@ -50,6 +51,7 @@ _WHOLE_CHILDREN = frozenset(
 _HOLDERS = frozenset({"mamba_decoder", "shared_transformer", "shared_transf"})
 
 
+@calmly
 def shard(model: M, group: dist.ProcessGroup | None = None, *, experts: Experts = "tensor") -> M:
     """Keep this rank's part of a model, which the ranks of a group then run together.
 

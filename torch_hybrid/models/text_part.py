@@ -5,8 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-import torch
-
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.models.families import FAMILIES, family_of
 from torch_hybrid.models.family import Family
@@ -52,7 +51,7 @@ def text_part(hf_model: Any, family: Family) -> Any:
     config = hf_model.config.get_text_config()
     if "language_model" not in dict(hf_model.model.named_children()):
         raise ValueError("hf_model was adapted before")
-    with torch.device("meta"):
+    with on_meta():
         if family.text_class is None:
             text = AutoModelForCausalLM.from_config(config)
         else:

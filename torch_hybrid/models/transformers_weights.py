@@ -11,10 +11,12 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from threading import RLock
 from typing import Any, TypeVar
 
 import torch
 
+from torch_hybrid.defaults import Defaults
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.mtp import MtpLayout, add_parts, with_head
 from torch_hybrid.models.stored_formats import AsWeights, as_weights
@@ -133,6 +135,9 @@ def _text_part(checkpoint: Checkpoint) -> Checkpoint:
 def _refusing(model_class: Any, checkpoint: Checkpoint, *, has_head: bool) -> Any:
     """The class, whose loader is given experts as stacks, and raises where a weight is missing or
     of another shape than its config says, before it makes all of those."""
+    from transformers import initialization as init
+    from transformers.monkey_patching import apply_patches
+
     from torch_hybrid.models.stacked_experts import stack_experts
 
     class Refusing(model_class):  # type: ignore[misc]
@@ -140,6 +145,12 @@ def _refusing(model_class: Any, checkpoint: Checkpoint, *, has_head: bool) -> An
             super().__init__(*args, **options)
             if has_head:
                 add_parts(self)
+
+        @classmethod
+        def get_init_context(cls, dtype: torch.dtype, *_options: object) -> list[Any]:
+            """No weights, and no default dtype of the whole process: it is of this thread."""
+            made = Defaults(device=torch.device("meta"), dtype=dtype)
+            return [made, init.no_tie_weights(), apply_patches()]
 
         @staticmethod
         def _load_pretrained_model(
@@ -184,17 +195,25 @@ def _dtype_of(config: Any, dtype: torch.dtype | str) -> torch.dtype:
     return given or torch.bfloat16
 
 
+_LOADING = RLock()  # what transformers sets for the whole process while it makes a model
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No bar for what reads no bytes, and no report of what is raised, or said, here."""
+    """No bar for what reads no bytes, and no report of what is raised, or said, here.
+
+    transformers has one verbosity for the process, and exchanges functions of classes while it
+    makes a model: one thread after another, else a setting of one would be put back by another.
+    """
     from transformers.utils import logging
 
-    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if has_bars:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+    with _LOADING:
+        verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        try:
+            logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+            logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+            yield
+        finally:
+            logging.set_verbosity(verbosity)
+            if has_bars:
+                logging.enable_progress_bar()  # type: ignore[no-untyped-call]

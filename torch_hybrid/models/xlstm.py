@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_hybrid.backends.step import LayerStep
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.mlstm import Mlstm
 from torch_hybrid.models.backbone import Backbone
@@ -61,7 +62,7 @@ def _head_dim(config: Any, name: str, factor: float) -> int:
 
 
 def _mixer(module: Any, spec: MlstmSpec) -> Mlstm:
-    with torch.device("meta"):
+    with on_meta():
         mixer = Mlstm(module.out_proj.out_features, spec)
     parts = (module.q, module.k, module.v, module.ogate_preact)
     gates = (module.igate_preact, module.fgate_preact)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.layers.mamba import Mamba
 from torch_hybrid.models.family import Family, Swap, listed, parameter, require
 from torch_hybrid.models.zamba2 import share_children
@@ -42,7 +42,7 @@ def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
 
 def _mixer(module: Any, spec: MambaSpec) -> Mamba:
     has_bias = module.in_proj.bias is not None
-    with torch.device("meta"):
+    with on_meta():
         mixer = Mamba(module.in_proj.in_features, spec, bias=has_bias, conv_bias=False)
 
     def halves(rows: Tensor) -> nn.Parameter:

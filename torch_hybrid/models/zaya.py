@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.step import LayerStep
+from torch_hybrid.defaults import on_meta
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.convolved_projection import ConvolvedProjection
 from torch_hybrid.models.family import ROPE_TYPES, Family, Swap, listed, parameter, require
@@ -52,7 +53,7 @@ def _specs(config: Any) -> list[tuple[LayerSpec, ...]]:
 
 
 def _projection(module: Any, spec: ConvolvedProjectionSpec) -> ConvolvedProjection:
-    with torch.device("meta"):
+    with on_meta():
         ours = ConvolvedProjection(module.hidden_size, spec)
 
     projections = (module.q_proj, module.k_proj, module.v_proj_current, module.v_proj_delayed)
