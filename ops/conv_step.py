@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from torch_hybrid.ops.causal_conv1d.op import ACTIVATIONS, MIN_WIDTH
+from torch_hybrid.ops.pointwise import silu
 
 MAX_WIDTH = 8  # of filters whose taps stay in registers beside all else that such an op does
 
@@ -48,4 +48,4 @@ def convolve(window: Tensor, weight: Tensor, bias: Tensor | None, activation: st
         y.addcmul_(x.float(), taps.float())
     if bias is not None:
         y += bias.float()
-    return (F.silu(y) if activation == "silu" else y).to(window.dtype)
+    return (silu(y) if activation == "silu" else y).to(window.dtype)

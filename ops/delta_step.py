@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_activation, check_lengths, check_width, convolve
 from torch_hybrid.ops.delta_rule import l2_normalize
+from torch_hybrid.ops.pointwise import sigmoid
 from torch_hybrid.ops.ragged_chunks import initial_states, live_sequences, store_states
 from torch_hybrid.ops.recurrence import check_slots, check_tokens
 from torch_hybrid.ops.registration import check_contiguous, check_dtypes, check_shapes
@@ -145,7 +146,7 @@ def step_in_torch(
     group = num_heads // k.shape[1]
     q, k = (q * scale).repeat_interleave(group, 1), k.repeat_interleave(group, 1)
 
-    beta = x.b[token].float().sigmoid() * beta_scale
+    beta = sigmoid(x.b[token].float()) * beta_scale
     S = initial_states(x.state, seqs).mul_(log_decay(x.a[token]).exp()[..., None, :])
     u = beta[..., None] * (v.unflatten(1, (num_heads, v_dim)) - (S @ k[..., None])[..., 0])
     S.add_(u[..., None] * k[..., None, :])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from torch_hybrid.ops.pointwise import silu
 
 
 def causal_conv1d(
@@ -50,7 +51,7 @@ def causal_conv1d(
     if bias is not None:
         out += bias.to(work)
     if activation == "silu":
-        out = F.silu(out)
+        out = silu(out)
     if output_gate is not None:
         out *= output_gate.to(work)
 

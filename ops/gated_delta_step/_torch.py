@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from torch_hybrid.ops.delta_step import StepTensors, step_in_torch, verify_by_delta_steps
+from torch_hybrid.ops.pointwise import sigmoid, silu, softplus
 
 
 def gated_delta_step(
@@ -23,11 +23,11 @@ def gated_delta_step(
     x = StepTensors(*tensors)  # type: ignore[arg-type]
 
     def log_decay(a: Tensor) -> Tensor:
-        return (-x.A_log.float().exp() * F.softplus(a.float() + x.dt_bias.float()))[..., None]
+        return (-x.A_log.float().exp() * softplus(a.float() + x.dt_bias.float()))[..., None]
 
     def gated_norm(o: Tensor, z: Tensor) -> Tensor:
         normed = o.float() * torch.rsqrt(o.float().square().mean(-1, keepdim=True) + norm_eps)
-        factor = F.silu(z.float()) if gate == "silu" else z.float().sigmoid()
+        factor = silu(z.float()) if gate == "silu" else sigmoid(z.float())
         return (x.norm_weight * normed.to(o.dtype) * factor).to(z.dtype)
 
     return step_in_torch(

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from torch_hybrid.ops.delta_step import StepTensors, step_in_torch, verify_by_delta_steps
+from torch_hybrid.ops.pointwise import sigmoid, softplus
 
 
 def kimi_delta_step(
@@ -25,12 +25,12 @@ def kimi_delta_step(
         rate = x.A_log.float().exp()[:, None]
         step = a.float().unflatten(1, x.dt_bias.shape) + x.dt_bias.float()
         if gate_lower_bound is None:
-            return -rate * F.softplus(step)
-        return gate_lower_bound * torch.sigmoid(rate * step)
+            return -rate * softplus(step)
+        return gate_lower_bound * sigmoid(rate * step)
 
     def gated_norm(o: Tensor, z: Tensor) -> Tensor:
         normed = o.float() * torch.rsqrt(o.float().square().mean(-1, keepdim=True) + norm_eps)
-        return (x.norm_weight.float() * normed * z.float().sigmoid()).to(z.dtype)
+        return (x.norm_weight.float() * normed * sigmoid(z.float())).to(z.dtype)
 
     return step_in_torch(
         x, log_decay=log_decay, gated_norm=gated_norm, activation=activation, scale=scale

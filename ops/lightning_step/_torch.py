@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from torch_hybrid.ops.conv_step import check_lengths
+from torch_hybrid.ops.pointwise import sigmoid, silu
 from torch_hybrid.ops.ragged_chunks import initial_states, live_sequences, store_states
 from torch_hybrid.ops.verify import verify_by_steps
 
@@ -116,7 +116,7 @@ def _prepared(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v [T, H, D] of some tokens as the recurrence takes them, without q's scale."""
     x = qkv[token]
-    x = F.silu(x) if activation == "silu" else x
+    x = silu(x.float()).to(x.dtype) if activation == "silu" else x
     q, k, v = x.float().unflatten(1, (3, -1, dim)).unbind(1)
     if q_norm_weight is not None and k_norm_weight is not None:
         q, k = _norm(q, q_norm_weight, norm_eps), _norm(k, k_norm_weight, norm_eps)
@@ -140,7 +140,7 @@ def _finished(
     if gate is not None and norm_weight is not None:
         groups = norm_weight.unflatten(0, (norm_groups, -1))
         o = _norm(o.unflatten(1, (norm_groups, -1)), groups, norm_eps).flatten(1)
-        o, dtype = o * gate[token].float().sigmoid(), qkv.dtype
+        o, dtype = o * sigmoid(gate[token].float()), qkv.dtype
     out = qkv.new_zeros(qkv.shape[0], o.shape[1], dtype=dtype)
     out[token] = o.to(dtype)
     return out

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.pointwise import sigmoid
+
 
 def rg_lru(
     x: Tensor,
@@ -33,7 +35,7 @@ def rg_lru(
     initial = state[initial_indices].to(work).where(~is_new[:-1, None], 0)
     initial = torch.nn.functional.pad(initial, (0, 0, 0, 1))
 
-    input_gate, recurrent_gate = gates.to(work).sigmoid().chunk(2, dim=-1)
+    input_gate, recurrent_gate = sigmoid(gates.to(work)).chunk(2, dim=-1)
     log_decay = recurrent_gate.flatten(1) * log_a.to(work)
     scale = (-torch.expm1(2 * log_decay)).sqrt()
     scale = scale.masked_fill((starts & is_new[seq])[:, None], 1.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
+from torch_hybrid.ops.pointwise import silu, softplus
 from torch_hybrid.ops.ragged_chunks import (
     chunk_table,
     initial_states,
@@ -34,10 +34,10 @@ def recurrent_selective_scan(
     for i in range(seqs.max_length):
         num_left = int((seqs.lengths > i).sum())
         token = seqs.starts[:num_left] + i
-        x_t, step = x[token].float(), F.softplus(dt[token].float())
+        x_t, step = x[token].float(), softplus(dt[token].float())
         _advance(S[:num_left], x_t, step, _of_channels(B, token, x), A)
         y = _read(S[:num_left], _of_channels(C, token, x)) + D.float() * x_t
-        out[token] = (y if z is None else y * F.silu(z[token].float())).to(out.dtype)
+        out[token] = (y if z is None else y * silu(z[token].float())).to(out.dtype)
     store_states(state, seqs, S)
     return out
 
@@ -63,7 +63,7 @@ def chunk_selective_scan(
     S, A = initial_states(state, seqs), -A_log.float().exp()
     chunks = chunk_table(seqs, chunk_size)
     # Rows past the end of a sequence have steps of 0: they change no state.
-    steps = F.softplus(dt[chunks.token].float()) * chunks.is_real[..., None]
+    steps = softplus(dt[chunks.token].float()) * chunks.is_real[..., None]
 
     def read(states: Tensor, i: int) -> Tensor:
         return _read(states, _of_channels(C, chunks.token[:, i], x))
@@ -87,7 +87,7 @@ def chunk_selective_scan(
     store_states(state, seqs, S)
 
     if z is not None:
-        y *= F.silu(z[chunks.token].float())
+        y *= silu(z[chunks.token].float())
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
     out[chunks.token[chunks.is_real]] = y[chunks.is_real].to(out.dtype)
     return out

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from torch_hybrid.ops.conv_step import check_lengths, convolve
+from torch_hybrid.ops.pointwise import silu, softplus
 from torch_hybrid.ops.ragged_chunks import initial_states, live_sequences, store_states
 from torch_hybrid.ops.ssd_step.by_steps import verify_by_ssd_steps
 
@@ -55,7 +55,7 @@ def ssd_step(
     B, C = (part.unflatten(1, (-1, k_dim)) for part in (B, C))
     B, C = (part.repeat_interleave(num_heads // part.shape[1], 1) for part in (B, C))
 
-    step = F.softplus(dt[token].float() + dt_bias.float()).clamp(dt_min, dt_max)
+    step = softplus(dt[token].float() + dt_bias.float()).clamp(dt_min, dt_max)
     decay = (step * -A_log.float().exp()).exp()
     S = initial_states(state, seqs).mul_(decay[..., None, None])
     S.add_((step[..., None] * x)[..., None] * B[..., None, :])
@@ -84,7 +84,7 @@ def _gated(
     norm_eps: float,
 ) -> Tensor:
     """The gate before the norm, after it, or alone, rounded once at the end."""
-    gate, y = F.silu(z.float()), o.float()
+    gate, y = silu(z.float()), o.float()
     if norm_weight is None or not norm_before_gate:
         y = y * gate
     if norm_weight is not None:
