@@ -5,22 +5,25 @@
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int CHAINS = 24;  // of sixteen lanes: what the registers hold beside the operands
+constexpr int CHAINS = 24;  // what the registers hold beside the operands
 #else
-constexpr int CHAINS = 6;
+constexpr int CHAINS = 12;
 #endif
 
 template <bool PAIRS>
 float multiply_adds(int64_t rounds, float a, float b) {
-  th::f32x16 sums[CHAINS];
-  for (int i = 0; i < CHAINS; ++i) sums[i] = th::splat(float(i));
-  const th::f32x16 x = th::splat(a), y = th::splat(b);
+  using th::Register;
+  Register sums[CHAINS];
+#pragma GCC unroll 24
+  for (int i = 0; i < CHAINS; ++i) sums[i] = float(i) - Register{};
+  const Register x = a - Register{}, y = b - Register{};
   for (int64_t round = 0; round < rounds; ++round)
 #pragma GCC unroll 24
     for (int i = 0; i < CHAINS; ++i)
       sums[i] = PAIRS ? th::multiply_add<PAIRS>(x, y, sums[i]) : th::fma(sums[i], x, y);
   float total = 0;
-  for (const th::f32x16& each : sums) total += th::sum(each);
+#pragma GCC unroll 24
+  for (int i = 0; i < CHAINS; ++i) total += th::sum(sums[i]);
   return total;
 }
 
@@ -59,7 +62,7 @@ extern "C" TH_EXPORT double th_peak(int64_t kind, int64_t rounds, int64_t num_th
   }
   seen[2] = total;
   const double per_round = kind == 2   ? 4.0 * 2 * 16 * 16 * 32
-                           : kind == 1 ? 4.0 * th::LANES * CHAINS
-                                       : 2.0 * th::LANES * CHAINS;
+                           : kind == 1 ? 4.0 * th::REGISTER_LANES * CHAINS
+                                       : 2.0 * th::REGISTER_LANES * CHAINS;
   return per_round * double(rounds) * double(num_threads);
 }

@@ -190,9 +190,9 @@ void merge(const Problem<T>& p, const Few& item, int count, float* parts, const 
       const RowState& state = states[first + i * ROWS];
       const float factor = std::exp(state.max - all.max);
       const float* part = sum + i * ROWS * p.head_dim;
-      all.sum += state.sum * factor;
+      all.sum = th::fma(state.sum, factor, all.sum);
       for (int64_t d = 0; d < p.head_dim; d += LANES)
-        store(sum + d, (i ? load(sum + d) : f32x16{}) + load(part + d) * factor);
+        store(sum + d, fma(load(part + d), splat(factor), i ? load(sum + d) : f32x16{}));
     }
     scale_row(p.output(item.token, item.head * p.group() + item.first + r), sum, 1.0f / all.sum,
               p.head_dim);

@@ -127,16 +127,6 @@ struct Rows {
   const T *inputs[N + W - 1], *input_gates[N + W - 1], *output_gates[N], *token_taps[N];
 };
 
-// a * b + c, rounded once. Of a plain expression the compiler makes this of some tokens of a tile, and
-// two roundings of others: a token would have other bits in a call of its own.
-TH_INLINE f32x16 fused(f32x16 a, f32x16 b, f32x16 c) {
-#ifdef __AVX512F__
-  return (f32x16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#else
-  return th::fma(a, b, c);
-#endif
-}
-
 // N tokens on n <= LANES channels of one head, each input loaded once.
 template <int W, int N, Form FORM, typename T>
 TH_INLINE void convolve_lanes(const Filters& filters, const Rows<W, N, T>& rows, int64_t c, int n,
@@ -158,7 +148,7 @@ TH_INLINE void convolve_lanes(const Filters& filters, const Rows<W, N, T>& rows,
       f32x16 tap = taps[w];
       if constexpr (FORM == Form::TOKEN_TAPS)
         tap += th::splat(th::to_float(rows.token_taps[i][head * (W - first) + w - first]));
-      y = fused(tap, x[i + w], y);
+      y = th::fma(tap, x[i + w], y);
     }
     if (silu) y = th::silu(y);
     if constexpr (FORM == Form::GATED) y *= th::load(rows.output_gates[i] + c, n);

@@ -191,7 +191,7 @@ class Experts {
     const float weight = call_.weights_are_float
                              ? static_cast<const float*>(call_.expert_weights)[pair]
                              : th::to_float(typed(call_.expert_weights)[pair]);
-    for (int64_t j = 0; j < count; ++j) sums[j] += weight * y[j];
+    for (int64_t j = 0; j < count; ++j) sums[j] = th::fma(weight, y[j], sums[j]);
   }
 
   template <typename Block>

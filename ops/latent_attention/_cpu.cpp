@@ -209,9 +209,9 @@ void merge_splits(const Problem<T, Kept>& p, const Tile& tile, float* out, const
       const RowState& part = state[s * tile.rows + r];
       const float factor = std::exp(part.max - all.max);
       const float* from = out + (s * tile.rows + r) * p.rank;
-      all.sum += part.sum * factor;
+      all.sum = th::fma(part.sum, factor, all.sum);
       for (int64_t d = 0; d < p.rank; d += LANES)
-        store(sum + d, (s ? load(sum + d) : f32x16{}) + load(from + d) * factor);
+        store(sum + d, fma(load(from + d), splat(factor), s ? load(sum + d) : f32x16{}));
     }
     store_row(p, tile, r, sum, all);
   }

@@ -109,8 +109,8 @@ void rotate(const Call& call, int64_t token, float* x) {
   th::for_lanes(call.half, [&](int64_t i, int n) TH_LAMBDA {
     const f32x16 a = th::load(x + i, n), b = th::load(other + i, n);
     const f32x16 c = th::load(cos + i, n), s = th::load(sin + i, n);
-    th::store(x + i, a * c - b * s, n);
-    th::store(other + i, b * c + a * s, n);
+    th::store(x + i, th::fma(a, c, -(b * s)), n);
+    th::store(other + i, th::fma(b, c, a * s), n);
   });
 }
 

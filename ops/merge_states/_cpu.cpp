@@ -38,7 +38,7 @@ void merge(const Call& call) {
     const Weights weights = weigh(call.lse_a[row], call.lse_b[row]);
     call.lse[row] = weights.lse;
     for (int64_t i = row * call.dim; i < (row + 1) * call.dim; i += LANES)
-      store(out + i, load(o_a + i) * weights.a + load(o_b + i) * weights.b);
+      store(out + i, fma(load(o_a + i), splat(weights.a), load(o_b + i) * weights.b));
   }
 }
 

@@ -67,13 +67,15 @@ class AttentionTile {
     seen_by_all_ = range(0);
     for (int v = 0; v < vectors_; ++v) {
       max_[v] = splat(NO_KEY), sum_[v] = f32x16{};
+      int32_t begins[LANES], ends[LANES];
       for (int lane = 0; lane < LANES; ++lane) {
         const int row = std::min(v * LANES + lane, rows_ - 1);  // lanes past the end: any row
         const KeyRange keys = range(row);
-        begin_[v][lane] = keys.begin, end_[v][lane] = keys.end;
+        begins[lane] = keys.begin, ends[lane] = keys.end;
         seen_by_all_ = {std::max(seen_by_all_.begin, keys.begin),
                         std::min(seen_by_all_.end, keys.end)};
       }
+      begin_[v] = load_lanes<i32x16>(begins), end_[v] = load_lanes<i32x16>(ends);
     }
   }
 

@@ -18,13 +18,12 @@
 namespace th {
 
 constexpr int64_t FP8_BLOCK = 128;
-typedef uint8_t u8x16 __attribute__((vector_size(16)));
 
 TH_INLINE u32x16 as_integers(u8x16 numbers) {
 #ifdef __AVX512F__
   return (u32x16)_mm512_cvtepu8_epi32((__m128i)numbers);
 #else
-  return __builtin_convertvector(numbers, u32x16);
+  return convert<u32x16>(numbers);
 #endif
 }
 

@@ -33,9 +33,9 @@ FLAGS = (
     "-fvisibility=hidden",
     "-fopenmp",
     "-Wno-psabi",
-    # Tuned for some CPUs (Sapphire Rapids, Zen 4), gcc 13 splits some multiply-adds of a chain, and
-    # others not: a row would have other bits in another batch.
-    "--param=avoid-fma-max-bits=0",
+    # What is fused is written down (fma in halves.h): where a compiler may choose, a row has other
+    # bits in another loop, and so in another batch.
+    "-ffp-contract=off",
 )
 # Which instructions kernels may use, as the compiler's -march takes it: "x86-64-v3" is AVX2 alone.
 # By default all that this CPU has.
@@ -210,8 +210,8 @@ def _no_compiler() -> str:
     return f"no C++ compiler was found (looked for $CXX, {', '.join(COMPILERS)})"
 
 
-def _flags() -> list[str]:
-    flags = [*FLAGS, f"-march={os.environ.get(MARCH) or 'native'}"]
+def _flags(march: str | None = None) -> list[str]:
+    flags = [*FLAGS, f"-march={march or os.environ.get(MARCH) or 'native'}"]
     checks = os.environ.get(SANITIZE)
     return [*flags, *SANITIZER_FLAGS, f"-fsanitize={checks}"] if checks else flags
 
@@ -280,12 +280,24 @@ def _in_turn(library: Path) -> Iterator[None]:
         lock.release()
 
 
-def _build(compiler: str, source: Path, library: Path) -> None:
+def build_for(march: str, source: Path, library: Path) -> None:
+    """Build ``source`` to a file for any CPU that the compiler knows, as -march names it.
+
+    Raises:
+        BuildError: there is no compiler, or it failed.
+    """
+    compiler = _find_compiler()
+    if compiler is None:
+        raise BuildError(_no_compiler())
+    _build(compiler, source, library, march)
+
+
+def _build(compiler: str, source: Path, library: Path, march: str | None = None) -> None:
     """Build beside the target and rename, so that processes building at once do not clash."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         unit, built = Path(folder, "unit.o"), Path(folder, "unit.so")
-        _run([compiler, *_flags(), f"-I{HEADERS}", "-c", str(source), "-o", str(unit)])
-        checked = [flag for flag in _flags() if flag.startswith("-fsanitize=")]
+        _run([compiler, *_flags(march), f"-I{HEADERS}", "-c", str(source), "-o", str(unit)])
+        checked = [flag for flag in _flags(march) if flag.startswith("-fsanitize=")]
         _run([compiler, *checked, "-shared", str(unit), "-o", str(built)])
         built.replace(library)
 

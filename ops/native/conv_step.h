@@ -45,31 +45,17 @@ TH_INLINE void load_taps(const T* weight, int n, f32x16 (&taps)[W]) {
   for (int w = 0; w < W; ++w) taps[w] = load(columns[w]);
 }
 
-// Every other lane of a and then of b, from lane FIRST on.
-template <int FIRST, int... LANE>
-TH_INLINE f32x16 pick(f32x16 a, f32x16 b, std::integer_sequence<int, LANE...>) {
-#ifdef __clang__
-  return __builtin_shufflevector(a, b, (2 * LANE + FIRST)...);
-#else
-  return __builtin_shuffle(a, b, i32x16{(2 * LANE + FIRST)...});
-#endif
-}
-template <int FIRST>
-TH_INLINE f32x16 every_other(f32x16 a, f32x16 b) {
-  return pick<FIRST>(a, b, std::make_integer_sequence<int, LANES>{});
-}
-
 // The same of whole vectors of four taps, by shuffles.
 template <typename T>
 TH_INLINE void load_four_taps(const T* weight, f32x16 (&taps)[4]) {
   f32x16 x[4];
   for (int i = 0; i < 4; ++i) x[i] = load(weight + i * LANES);
-  const f32x16 even[2] = {every_other<0>(x[0], x[1]), every_other<0>(x[2], x[3])};
-  const f32x16 odd[2] = {every_other<1>(x[0], x[1]), every_other<1>(x[2], x[3])};
-  taps[0] = every_other<0>(even[0], even[1]);
-  taps[1] = every_other<0>(odd[0], odd[1]);
-  taps[2] = every_other<1>(even[0], even[1]);
-  taps[3] = every_other<1>(odd[0], odd[1]);
+  const f32x16 even[2] = {every_second<false>(x[0], x[1]), every_second<false>(x[2], x[3])};
+  const f32x16 odd[2] = {every_second<true>(x[0], x[1]), every_second<true>(x[2], x[3])};
+  taps[0] = every_second<false>(even[0], even[1]);
+  taps[1] = every_second<false>(odd[0], odd[1]);
+  taps[2] = every_second<true>(even[0], even[1]);
+  taps[3] = every_second<true>(odd[0], odd[1]);
 }
 
 // The filters of n <= LANES channels from `channel` on.

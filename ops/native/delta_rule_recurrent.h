@@ -29,8 +29,7 @@ TH_INLINE void step_row(int64_t k_dim, const Token& token, const T* v, float* ro
   const f32x16 u = splat(token.beta * (to_float(*v) - th::sum(sum)));
   sum = f32x16{};
   for_lanes(k_dim, [&](int64_t i, int n) TH_LAMBDA {
-    const f32x16 decayed = load(row + i, n) * load(token.decay + i, n);
-    const f32x16 s = fma(u, load(token.k + i, n), decayed);
+    const f32x16 s = fma(load(row + i, n), load(token.decay + i, n), u * load(token.k + i, n));
     __builtin_prefetch(row + i + AHEAD, 0, 2);
     store(row + i, s, n);
     sum = fma(s, load(token.q + i, n), sum);
@@ -64,7 +63,7 @@ TH_INLINE void step_rows(const Token& token, const T* v, float* state, T* out, i
     const f32x16 k = load(token.k + i * LANES), q = load(token.q + i * LANES);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r) {
-      const f32x16 s = fma(u[r], k, row[r][i] * decay);
+      const f32x16 s = fma(row[r][i], decay, u[r] * k);
       float* to = state + r * stride + i * LANES;
       if constexpr (!IN_STREAMS) __builtin_prefetch(to + AHEAD, 0, 2);
       store(to, s);

@@ -38,10 +38,10 @@ TH_INLINE void store(fp8* p, f32x16 x) {
   const u32x16 normal = ((size + 0x7ffffu + ((size >> 20) & 1u)) >> 20) - (120u << 3);
   // Added to what is below 2^-6, 2^14 leaves multiples of 2^-9 in the last bits.
   const u32x16 small = bit_cast<u32x16>(bit_cast<f32x16>(size) + 0x1p14f) - 0x46800000u;
-  u32x16 number = size < 0x3c800000u ? small : normal;
-  number = size > 0x7f800000u ? u32x16{} + 0x7fu : number;
-  number |= (bits >> 24) & 0x80u;
-  const u8x16 narrowed = __builtin_convertvector(number, u8x16);
+  u32x16 number = select(size < 0x3c800000u, small, normal);
+  number = select(size > 0x7f800000u, u32x16{} + 0x7fu, number);
+  number = number | ((bits >> 24) & 0x80u);
+  const u8x16 narrowed = convert<u8x16>(number);
   std::memcpy(p, &narrowed, sizeof(narrowed));
 }
 

@@ -64,10 +64,9 @@ struct Int8 {
 #ifdef __AVX512F__
       return (f32x16)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
 #else
-      typedef int8_t i8x16 __attribute__((vector_size(16)));
       i8x16 numbers;
       std::memcpy(&numbers, p, sizeof(numbers));
-      return __builtin_convertvector(__builtin_convertvector(numbers, i32x16), f32x16);
+      return convert<f32x16>(convert<i32x16>(numbers));
 #endif
     }
   };
@@ -108,12 +107,11 @@ struct Int4 {
     Scaled() = default;
     TH_INLINE Scaled(float scale, float zero) : scale(scale), zero(zero) {}
     TH_INLINE Widened widen(const uint8_t* p) const {
-      typedef uint8_t u8x16 __attribute__((vector_size(16)));
       u8x16 bytes;
       std::memcpy(&bytes, p, sizeof(bytes));
-      const i32x16 pairs = __builtin_convertvector(bytes, i32x16);
-      return {(__builtin_convertvector(pairs & 15, f32x16) - zero) * scale,
-              (__builtin_convertvector(pairs >> 4, f32x16) - zero) * scale};
+      const i32x16 pairs = convert<i32x16>(bytes);
+      return {(convert<f32x16>(pairs & 15) - zero) * scale,
+              (convert<f32x16>(pairs >> 4) - zero) * scale};
     }
 #endif
   };

@@ -138,7 +138,7 @@ TH_NOINLINE void multiply_lanes(const float* W, int64_t ldw, const float* x, int
                                  i % PARTS * REGISTER_LANES));
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const Register w = held(splat_register<FLOATS>(W + r * ldw + k * FLOATS));
+      const Register w = held(repeated<Register, FLOATS>(W + r * ldw + k * FLOATS));
 #pragma GCC unroll 16
       for (int i = 0; i < V * PARTS; ++i)
         acc[r][i] = multiply_add<Units<T>::PAIRS>(w, xs[i], acc[r][i]);

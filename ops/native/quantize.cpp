@@ -20,8 +20,8 @@ constexpr float TO_INTEGER = 12582912;  // added and taken away: rounds what is 
 
 TH_INLINE f32x16 nearest(f32x16 x, float inverse) {
   x = x * inverse;
-  x = x < LEAST ? splat(LEAST) : x;
-  x = x > LARGEST ? splat(LARGEST) : x;
+  x = select(x < LEAST, splat(LEAST), x);
+  x = select(x > LARGEST, splat(LARGEST), x);
   return (x + TO_INTEGER) - TO_INTEGER;
 }
 
@@ -39,18 +39,17 @@ TH_INLINE float quantize_group(const f32x16* x, uint8_t* numbers) {
       const float candidate = furthest / divisor, its_inverse = divisor / furthest;
       f32x16 squares = {};
       for (int v = 0; v < V; ++v) {
-        const f32x16 error = nearest(x[v], its_inverse) * candidate - x[v];
+        const f32x16 error = fma(nearest(x[v], its_inverse), splat(candidate), -x[v]);
         squares = fma(error, error, squares);
       }
       const float error = sum(squares);
       if (error < least) least = error, scale = candidate, inverse = its_inverse;
     }
   }
-  typedef uint8_t u8x16 __attribute__((vector_size(16)));
   for (int v = 0; v < V; v += 2) {
     const f32x16 a = nearest(x[v], inverse), b = nearest(x[v + 1], inverse);
-    const f32x16 pairs = every_second<false>(a, b) - LEAST + 16 * (every_second<true>(a, b) - LEAST);
-    const u8x16 bytes = __builtin_convertvector(__builtin_convertvector(pairs, i32x16), u8x16);
+    const f32x16 pairs = every_second<false>(a, b) - LEAST + 16.0f * (every_second<true>(a, b) - LEAST);
+    const u8x16 bytes = convert<u8x16>(convert<i32x16>(pairs));
     std::memcpy(numbers + v * LANES / 2, &bytes, sizeof(bytes));
   }
   return scale;
@@ -83,9 +82,8 @@ void quantize_rows_to_8_bits(const Call& call) {
     const float largest = max(furthest) / LARGEST_INT8, scale = largest == 0 ? 1 : largest;
     call.scales[row] = scale;
     for_lanes(call.depth, [&](int64_t i, int n) TH_LAMBDA {
-      typedef int8_t i8x16 __attribute__((vector_size(16)));
       const f32x16 nearest = (load(x + i, n) / scale + TO_INTEGER) - TO_INTEGER;
-      const i8x16 bytes = __builtin_convertvector(__builtin_convertvector(nearest, i32x16), i8x16);
+      const i8x16 bytes = convert<i8x16>(convert<i32x16>(nearest));
       std::memcpy(to + i, &bytes, n);
     });
   }

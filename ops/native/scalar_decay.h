@@ -31,7 +31,7 @@ struct Row {
     f32x16 sum{};
 #pragma GCC unroll 16
     for (int i = 0; i < VECTORS; ++i) {
-      const f32x16 s_i = fma(splat(u), k[i], load(s + i * LANES) * decay);
+      const f32x16 s_i = fma(load(s + i * LANES), splat(decay), k[i] * u);
       store(s + i * LANES, s_i);
       sum = fma(s_i, q[i], sum);
     }
@@ -50,7 +50,7 @@ struct Row<0, T> {
     for (int64_t i = 0; i < k_dim; i += LANES) {
       const int n = int(std::min<int64_t>(LANES, k_dim - i));
       const f32x16 k = load(token.k + i, n), q = load(token.q + i, n) * token.scale;
-      const f32x16 s_i = fma(splat(u), k, load(s + i, n) * decay);
+      const f32x16 s_i = fma(load(s + i, n), splat(decay), k * u);
       store(s + i, s_i, n);
       sum = fma(s_i, q, sum);
     }

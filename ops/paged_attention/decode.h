@@ -84,27 +84,6 @@ struct Block {
   float* widened;  // [16][D]
 };
 
-// W elements, repeated over the register.
-template <int W>
-TH_INLINE f32x16 broadcast(const float* p) {
-  if constexpr (W == LANES) return load(p);
-  if constexpr (W == 1) return *p - f32x16{};
-#ifdef __AVX512F__
-  if constexpr (W == 8)
-    return (f32x16)_mm512_broadcast_f64x4(_mm256_loadu_pd(reinterpret_cast<const double*>(p)));
-  if constexpr (W == 4) return (f32x16)_mm512_broadcast_f32x4(_mm_loadu_ps(p));
-  if constexpr (W == 2) {
-    double both;
-    std::memcpy(&both, p, sizeof(both));
-    return (f32x16)_mm512_set1_pd(both);
-  }
-#endif
-  f32x16 x;
-  for (int i = 0; i < LANES; i += W)
-    std::memcpy(reinterpret_cast<float*>(&x) + i, p, W * sizeof(float));
-  return x;
-}
-
 // x[w] of 2 B vectors holds parts of row r in lanes r * 2 B + ...: their sums, in lane r * 2 B + w.
 template <int B>
 TH_INLINE f32x16 sum_lanes(f32x16* x) {
@@ -147,7 +126,7 @@ TH_INLINE void products(const float* queries, const Key* const* keys, int64_t D,
       const f32x16 q = load(queries + (d + part) / PER_LANE * (LANES / W));
 #pragma GCC unroll 16
       for (int i = 0; i < KEYS; ++i) {
-        const f32x16 key = broadcast<W>(reinterpret_cast<const float*>(keys[i] + d + part));
+        const f32x16 key = repeated<f32x16, W>(reinterpret_cast<const float*>(keys[i] + d + part));
         acc[i] = multiply_add<PER_LANE == 2>(q, key, acc[i]);
       }
     }
@@ -196,8 +175,7 @@ void weigh(Pass& pass, const Block<T>& block) {
   const float softcap = float(block.call.softcap);
   float biases[BLOCK_KEYS * LANES / W];
   const bool is_biased = biases_of<R>(pass, block, biases);
-  i32x16 key;
-  for (int lane = 0; lane < LANES; ++lane) key[lane] = lane % W;
+  const i32x16 key = lane_numbers() & (W - 1);
   f32x16 largest = pass.largest;
   for (int i = 0; i < block.count; i += W) {
     f32x16 x = load(pass.weights + i / W * LANES) * pass.scale;
@@ -237,7 +215,7 @@ TH_INLINE void accumulate(const Pass& pass, const T* const* values, int count, i
     for (int v = 0; v < V; ++v) x[v] = load(values[j] + column + v * LANES);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const f32x16 weight = broadcast<1>(weights + r * W);
+      const f32x16 weight = splat(weights[r * W]);
 #pragma GCC unroll 8
       for (int v = 0; v < V; ++v) acc[r][v] = fma(weight, x[v], acc[r][v]);
     }
@@ -438,9 +416,9 @@ void merge_splits(const Problem<T, Kept>& p, const Split& split, int count, int 
       const RowState& part = state[s * stride + r];
       const float factor = std::exp(part.max - all.max);
       const float* from = out + (s * stride + r) * D;
-      all.sum += part.sum * factor;
+      all.sum = th::fma(part.sum, factor, all.sum);
       for (int64_t d = 0; d < D; d += LANES)
-        store(sum + d, (s ? load(sum + d) : f32x16{}) + load(from + d) * factor);
+        store(sum + d, fma(load(from + d), splat(factor), s ? load(sum + d) : f32x16{}));
     }
     const int64_t head = split.head * group + r;
     scale_row(p.output(token, head), sum, p.value_scale(head / group) / all.sum, D);

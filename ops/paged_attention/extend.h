@@ -62,13 +62,16 @@ const float* biases_of(const Problem<T, Kept>& p, const Tile& tile, int begin, i
         const int nearest = visible_keys(p, tile, r).end - 1 - (begin + key + LANES - 1);
         // Distances below 0 are of keys that are unseen, whatever is added to their logits: those of
         // the row before, but for the first one.
-        if (nearest + LANES <= reach && biases + nearest >= all)
+        if (nearest + LANES <= reach && biases + nearest >= all) {
           x[i] = load(biases + nearest);
-        else
+        } else {
+          float each[LANES];
           for (int d = 0; d < LANES; ++d) {
             const int distance = nearest + d;
-            x[i][d] = distance >= 0 && distance < reach ? to_float(biases[distance]) : 0.0f;
+            each[d] = distance >= 0 && distance < reach ? to_float(biases[distance]) : 0.0f;
           }
+          x[i] = load(each);
+        }
         __builtin_prefetch(biases + nearest - KEYS_PER_BLOCK, 0, 2);  // of the next keys
       }
       transpose16(x);

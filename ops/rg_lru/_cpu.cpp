@@ -34,17 +34,6 @@ TH_CALL(Call,
   int64_t is_bf16, num_threads;
 );
 
-TH_INLINE f32x16 sqrt(f32x16 x) {
-#ifdef __AVX512F__
-  return (f32x16)_mm512_sqrt_ps((__m512)x);
-#else
-  alignas(64) float lanes[LANES];
-  th::store(lanes, x);
-  for (float& lane : lanes) lane = __builtin_sqrtf(lane);
-  return th::load(lanes);
-#endif
-}
-
 // 1 - a^2 of a = e^(x / 2) for x <= 0. Near 0, where the difference has no digits left, by the series
 // of e^x.
 TH_INLINE f32x16 one_minus_square(f32x16 a, f32x16 x) {
@@ -55,7 +44,7 @@ TH_INLINE f32x16 one_minus_square(f32x16 a, f32x16 x) {
     factorial /= float(n);
     series = th::fma(series, x, th::splat(1.0f / factorial));
   }
-  return th::select(x > -0.5f, -x * series, 1.0f - a * a);
+  return th::select(x > -0.5f, -x * series, th::fma(-a, a, th::splat(1.0f)));
 }
 
 // What a token has of some channels: their inputs, their gates of both kinds head_dim apart, outputs.
@@ -97,9 +86,9 @@ void walk(const Call& call, int64_t seq, int64_t head, int64_t first, int n) {
       const f32x16 input_gate = th::sigmoid(th::load(gates + c, n));
       const f32x16 log_decay = th::sigmoid(th::load(gates + call.head_dim + c, n)) * log_a[v];
       const f32x16 decay = th::exp(log_decay);
-      const f32x16 scale = sqrt(one_minus_square(decay, 2.0f * log_decay));
+      const f32x16 scale = th::sqrt(one_minus_square(decay, 2.0f * log_decay));
       const f32x16 added = input_gate * th::load(x + c, n);
-      h[v] = th::fma(decay, h[v], is_first ? added : scale * added);
+      h[v] = th::fma(is_first ? th::splat(1.0f) : scale, added, decay * h[v]);
       th::store(out + c, h[v], n);
     }
   }

@@ -38,7 +38,7 @@ constexpr int64_t STRETCH = 8;  // tokens whose steps and gates are worked out t
 // 2^x within 1e-7 relative for x <= 0, not below 2^-126. NaN stays.
 TH_INLINE f32x16 power_of_2(f32x16 x) {
   const f32x16 low = th::splat(-126.0f);
-  x = x < low ? low : x;
+  x = th::select(x < low, low, x);
   // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
   const f32x16 shift = th::splat(12582912.0f);
   const f32x16 shifted = x + shift;
@@ -117,7 +117,7 @@ TH_INLINE f32x16 advance(const float* step, const float* u, const float* rates, 
     for (int i = 0; i < count; ++i) {
       float* s = state + i * LANES;
       const f32x16 decay = power_of_2(th::load(rates + i * LANES) * step[i]);
-      const f32x16 advanced = th::fma(b, th::splat(u[i]), th::load(s) * decay);
+      const f32x16 advanced = th::fma(th::load(s), decay, b * u[i]);
       th::store(s, advanced);
       products[i] = advanced * c;
     }
@@ -127,8 +127,7 @@ TH_INLINE f32x16 advance(const float* step, const float* u, const float* rates, 
       th::for_lanes(state_dim, [&](int64_t k, int n) TH_LAMBDA {
         float* s = state + i * state_dim + k;
         const f32x16 decay = power_of_2(th::load(rates + i * state_dim + k, n) * step[i]);
-        const f32x16 kept = th::load(s, n) * decay;
-        const f32x16 advanced = th::fma(th::load(B + k, n), th::splat(u[i]), kept);
+        const f32x16 advanced = th::fma(th::load(s, n), decay, th::load(B + k, n) * u[i]);
         th::store(s, advanced, n);
         sum = th::fma(advanced, th::load(C + k, n), sum);
       });

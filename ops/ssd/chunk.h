@@ -82,12 +82,10 @@ void prepare_keys(const Sequence<T>& seq, int64_t group, const Chunk& chunk, con
                 s.k + j * K, K, s.products + j * C + j, C);
 }
 
-constexpr i32x16 LANE = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
 // One row of decays to the next: each by this token's, and the token itself has none yet.
 TH_INLINE void advance_decays(int64_t i, float decay, float* row) {
   for (int64_t c = 0; c <= i; c += LANES) {
-    const i32x16 token = LANE + int(c);
+    const i32x16 token = th::lane_numbers() + int(c);
     th::store(row + c, th::select(token == int(i), th::splat(1.0f), th::load(row + c) * decay));
   }
 }

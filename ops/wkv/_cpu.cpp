@@ -45,7 +45,7 @@ struct Sums {
     const f32x16 factor = th::exp(th::select(lead > 0.0f, -lead, lead));
     const f32x16 before = th::select(lead > 0.0f, th::splat(1.0f), factor);
     const f32x16 added = th::select(lead > 0.0f, factor, th::splat(1.0f));
-    return {th::fma(before, numerator, added * value), th::fma(before, denominator, added),
+    return {th::fma(added, value, before * numerator), th::fma(before, denominator, added),
             th::select(lead > 0.0f, exponent, own)};
   }
 };
