@@ -27,7 +27,7 @@ using th::f32x16;
 
 constexpr int64_t MIN_BLOCK_CHANNELS = 256, MAX_BLOCK_CHANNELS = 2048;
 constexpr int64_t BLOCK_TOKENS = 64;
-constexpr int TILE_TOKENS = 4;
+constexpr int TILE_TOKENS = th::SUMS >= 16 ? 4 : 1;  // whose inputs registers hold beside the filters
 constexpr int MAX_WIDTH = 16;  // filters of fewer taps may stand at its end
 
 TH_CALL(Call,

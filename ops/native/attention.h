@@ -98,7 +98,7 @@ class AttentionTile {
     for (int j = 0; j < block.count; j += KEY_STEP) multiply_keys(block, j);
     for (int v = 0; v < vectors_; ++v) weigh(block, v, scale, softcap, biases);
     int64_t column = 0;
-    for (; column + 2 * LANES <= Dv_; column += 2 * LANES) add_values<2>(block, column);
+    for (; column + WIDTH * LANES <= Dv_; column += WIDTH * LANES) add_values<WIDTH>(block, column);
     if (column < Dv_) add_values<1>(block, column);
   }
 
@@ -113,7 +113,8 @@ class AttentionTile {
   static constexpr bool PAIRS = false;
 #endif
   static constexpr bool WIDEN = sizeof(T) == sizeof(bf16) && !PAIRS;
-  static constexpr int KEY_STEP = 8;  // keys of a product in registers
+  // What a product has in registers: sums of keys by vectors of rows, or of rows by those of columns.
+  static constexpr int WIDTH = SUMS >= 16 ? 2 : 1, KEY_STEP = SUMS / WIDTH;
   static constexpr int64_t DEPTH = 128;
 
   // Units [k, k + n) of a row: pairs, or elements as floats.
@@ -142,7 +143,8 @@ class AttentionTile {
     float* to = weights_.data() + j * ROWS;
     const T* const* once = ahead[0] ? ahead : nullptr;
     int v = 0;
-    for (; v + 2 <= vectors_; v += 2) products<2>(v, keys, v ? nullptr : once, to + v * LANES);
+    for (; v + WIDTH <= vectors_; v += WIDTH)
+      products<WIDTH>(v, keys, v ? nullptr : once, to + v * LANES);
     if (v < vectors_) products<1>(v, keys, v ? nullptr : once, to + v * LANES);
   }
 
@@ -227,7 +229,7 @@ class AttentionTile {
   template <int C>
   void add_values(const KeyBlock<T, V>& block, int64_t column) {
     int row = 0;
-    for (; row + 8 <= rows_; row += 8) add_values<8, C>(block, row, column);
+    for (; row + KEY_STEP <= rows_; row += KEY_STEP) add_values<KEY_STEP, C>(block, row, column);
     for (; row + 4 <= rows_; row += 4) add_values<4, C>(block, row, column);
     for (; row < rows_; ++row) add_values<1, C>(block, row, column);
   }

@@ -69,31 +69,34 @@ TH_INLINE void load_filters(const Call& call, int64_t channel, int n, f32x16 (&t
   }
 }
 
-// What they make of the channels' inputs x, the oldest first.
-template <int W, typename T, typename Call>
+// What they make of the channels' inputs input(w), the oldest first.
+template <int W, typename T, typename Call, typename Input>
 TH_INLINE f32x16 filtered(const Call& call, int64_t channel, int n, const f32x16 (&taps)[W],
-                          const f32x16 (&x)[W]) {
+                          const Input& input) {
   f32x16 y{};
   if (call.conv_bias) y = load((const T*)call.conv_bias + channel, n);
 #pragma GCC unroll 8
-  for (int w = 0; w < W; ++w) y = fma(taps[w], x[w], y);
+  for (int w = 0; w < W; ++w) y = fma(taps[w], input(w), y);
   return call.silu ? silu(y) : y;
 }
 
-// The convolution of n <= LANES channels from `channel` on, and their inputs moved up by one.
+// The convolution of n <= LANES channels from `channel` on, and their inputs moved up by one: each
+// as soon as it is read, when the one before it has been.
 template <int W, typename T, typename Sequence>
 TH_INLINE void convolve_lanes(const Sequence& seq, int64_t channel, int n, T* out) {
   const auto& call = seq.call;
-  f32x16 taps[W], x[W];
+  f32x16 taps[W];
   load_filters<W, T>(call, channel, n, taps);
-#pragma GCC unroll 8
-  for (int w = 0; w < W - 1; ++w)
-    x[w] = seq.initial ? load(seq.past(seq.initial, w) + channel, n) : f32x16{};
-  x[W - 1] = load(seq.inputs() + channel, n);
-  store(out, filtered<W, T>(call, channel, n, taps, x), n);
-  if (seq.slot)
-#pragma GCC unroll 8
-    for (int w = 0; w < W - 1; ++w) store(seq.past(seq.slot, w) + channel, x[w + 1], n);
+  const auto input = [&](int w) TH_LAMBDA {
+    f32x16 x{};
+    if (w == W - 1)
+      x = load(seq.inputs() + channel, n);
+    else if (seq.initial)
+      x = load(seq.past(seq.initial, w) + channel, n);
+    if (w && seq.slot) store(seq.past(seq.slot, w - 1) + channel, x, n);
+    return x;
+  };
+  store(out, filtered<W, T>(call, channel, n, taps, input), n);
 }
 
 template <int W, typename T, typename Sequence>
@@ -109,13 +112,13 @@ template <int W, typename T, typename Call>
 TH_NOINLINE void convolve_tokens(const Call& call, const T* const* rows, int64_t count,
                                  int64_t channel, int64_t size, T* out, int64_t stride) {
   for_lanes(size, [&](int64_t i, int n) TH_LAMBDA {
-    f32x16 taps[W], x[W];
+    f32x16 taps[W];
     load_filters<W, T>(call, channel + i, n, taps);
     for (int64_t t = 0; t < count; ++t) {
-#pragma GCC unroll 8
-      for (int w = 0; w < W; ++w)
-        x[w] = rows[t + w] ? load(rows[t + w] + channel + i, n) : f32x16{};
-      store(out + t * stride + i, filtered<W, T>(call, channel + i, n, taps, x), n);
+      const auto input = [&](int w) TH_LAMBDA {
+        return rows[t + w] ? load(rows[t + w] + channel + i, n) : f32x16{};
+      };
+      store(out + t * stride + i, filtered<W, T>(call, channel + i, n, taps, input), n);
     }
   });
 }

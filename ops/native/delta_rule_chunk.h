@@ -69,16 +69,23 @@ void load_keys(const Sequence<T>& seq, int64_t h, const Chunk& chunk, const Scra
 
 // Solves (I - A) x = x in place for BLOCK rows of x, A strictly lower triangular.
 TH_INLINE void solve_block(const float* A, int64_t lda, float* x) {
-  f32x16 left[BLOCK], right[BLOCK];
+  constexpr int V = SUMS >= 2 * BLOCK ? 2 : 1;  // registers of a row at once
+  for (int c = 0; c < PANEL; c += V * REGISTER_LANES) {
+    Register rows[BLOCK][V];
 #pragma GCC unroll 8
-  for (int i = 0; i < BLOCK; ++i) {
-    left[i] = load(x + i * PANEL), right[i] = load(x + i * PANEL + LANES);
+    for (int i = 0; i < BLOCK; ++i) {
+      float* x_i = x + i * PANEL + c;
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) rows[i][v] = load_register(x_i + v * REGISTER_LANES);
 #pragma GCC unroll 8
-    for (int j = 0; j < i; ++j) {
-      const f32x16 a = splat(A[i * lda + j]);
-      left[i] = fma(a, left[j], left[i]), right[i] = fma(a, right[j], right[i]);
+      for (int j = 0; j < i; ++j) {
+        const Register a = A[i * lda + j] - Register{};
+#pragma GCC unroll 2
+        for (int v = 0; v < V; ++v) rows[i][v] = fma(a, rows[j][v], rows[i][v]);
+      }
+#pragma GCC unroll 2
+      for (int v = 0; v < V; ++v) store_register(x_i + v * REGISTER_LANES, rows[i][v]);
     }
-    store(x + i * PANEL, left[i]), store(x + i * PANEL + LANES, right[i]);
   }
 }
 

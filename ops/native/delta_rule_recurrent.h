@@ -74,6 +74,38 @@ TH_INLINE void step_rows(const Token& token, const T* v, float* state, T* out, i
   for (int r = 0; r < ROWS; ++r) out[r * apart] = from_float<T>(th::sum(sum[r]));
 }
 
+// The same of rows that registers do not hold: they are loaded again, from L1.
+template <int ROWS, bool IN_STREAMS, typename T>
+TH_INLINE void step_long_rows(int64_t k_dim, const Token& token, const T* v, float* state, T* out,
+                              int64_t apart) {
+  f32x16 sum[ROWS] = {};
+  float u[ROWS];
+  const int64_t stride = apart * k_dim;
+  for (int64_t i = 0; i < k_dim; i += LANES) {
+    const f32x16 read = load(token.read + i);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) sum[r] = fma(load(state + r * stride + i), read, sum[r]);
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; ++r) {
+    u[r] = token.beta * (to_float(v[r * apart]) - th::sum(sum[r]));
+    sum[r] = f32x16{};
+  }
+  for (int64_t i = 0; i < k_dim; i += LANES) {
+    const f32x16 decay = load(token.decay + i), k = load(token.k + i), q = load(token.q + i);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r) {
+      float* to = state + r * stride + i;
+      const f32x16 s = fma(load(to), decay, k * u[r]);
+      if constexpr (!IN_STREAMS) __builtin_prefetch(to + AHEAD, 0, 2);
+      store(to, s);
+      sum[r] = fma(s, q, sum[r]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < ROWS; ++r) out[r * apart] = from_float<T>(th::sum(sum[r]));
+}
+
 // One token on a whole head, in so many streams: 1, or a multiple of the rows at a time. VECTORS is
 // k_dim / LANES where rows fit in registers, else 0.
 template <int VECTORS, typename T>
@@ -81,9 +113,14 @@ void step_head(int64_t k_dim, int64_t v_dim, int64_t streams, const Token& token
                float* state, T* out) {
   int64_t i = 0;
   if constexpr (VECTORS > 0) {
-    constexpr int ROWS = LANES / VECTORS;
+    constexpr bool IS_HELD = SUMS >= LANES;
+    constexpr int ROWS = IS_HELD ? SUMS / VECTORS : SUMS;
     const auto step = [&](auto in_streams, int64_t r, int64_t apart) TH_LAMBDA {
-      step_rows<ROWS, VECTORS, in_streams>(token, v + r, state + r * k_dim, out + r, apart);
+      float* rows = state + r * k_dim;
+      if constexpr (IS_HELD)
+        step_rows<ROWS, VECTORS, in_streams>(token, v + r, rows, out + r, apart);
+      else
+        step_long_rows<ROWS, in_streams>(k_dim, token, v + r, rows, out + r, apart);
     };
     const int64_t length = v_dim / streams;
     if (streams > 1)

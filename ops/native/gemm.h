@@ -11,7 +11,7 @@
 //
 // How: columns of C are taken 32 at a time (a panel of B, packed when it is transposed, bf16 or
 // short), rows 8 at a time: 16 accumulators live in registers, each step of K loads two vectors
-// of B and broadcasts eight scalars of A. For M <= 8, gemm_nt takes dot products along K instead,
+// of B and broadcasts eight scalars of A. With smaller registers, four rows of sixteen columns. For M <= 8, gemm_nt takes dot products along K instead,
 // since a transposed panel would not be used often enough to pay for itself.
 #pragma once
 
@@ -24,11 +24,7 @@
 namespace th {
 namespace detail {
 
-#ifdef __AVX512F__
-constexpr int TILE_ROWS = 8, TILE_VECTORS = 2;
-#else
-constexpr int TILE_ROWS = 4, TILE_VECTORS = 1;
-#endif
+constexpr int TILE_VECTORS = SUMS >= 16 ? 2 : 1, TILE_ROWS = SUMS / TILE_VECTORS;
 constexpr int TILE_COLS = TILE_VECTORS * LANES;
 constexpr int DEPTH = 256;      // of K: a packed panel is 32 KB
 constexpr int BLOCK_ROWS = 64;  // of A: a packed block is 64 KB
@@ -161,7 +157,7 @@ inline void gemm(int M, int N, int K, Strided<TA> A, Strided<TB> B, float* C, in
 template <int R, int J, typename TA, typename TB>
 TH_INLINE void dots(int K, const TA* A, int64_t lda, const TB* B, int64_t ldb, float* C,
                     int64_t ldc, float keep) {
-  f32x16 acc[LANES] = {};
+  f32x16 acc[R * J] = {};
   const auto step = [&](int k, int left) __attribute__((always_inline)) {
     f32x16 a[R];
 #pragma GCC unroll 4
@@ -177,7 +173,7 @@ TH_INLINE void dots(int K, const TA* A, int64_t lda, const TB* B, int64_t ldb, f
   for (; k + LANES <= K; k += LANES) step(k, LANES);
   if (k < K) step(k, K - k);
   float sums[LANES];
-  store(sums, sum16(acc));
+  sum_each(acc, sums);
   for (int r = 0; r < R; ++r)
     for (int j = 0; j < J; ++j)
       C[r * ldc + j] = sums[r * J + j] + (keep != 0 ? keep * C[r * ldc + j] : 0.0f);
@@ -186,7 +182,7 @@ TH_INLINE void dots(int K, const TA* A, int64_t lda, const TB* B, int64_t ldb, f
 template <int R, typename TA, typename TB>
 inline void dot_rows(int N, int K, const TA* A, int64_t lda, const TB* B, int64_t ldb, float* C,
                      int64_t ldc, float keep) {
-  constexpr int J = LANES / R;
+  constexpr int J = SUMS / R;
   int j = 0;
   for (; j + J <= N; j += J) dots<R, J>(K, A, lda, B + j * ldb, ldb, C + j, ldc, keep);
   for (; j < N; ++j) dots<R, 1>(K, A, lda, B + j * ldb, ldb, C + j, ldc, keep);
@@ -196,7 +192,7 @@ template <typename TA, typename TB>
 inline void skinny(int M, int N, int K, const TA* A, int64_t lda, const TB* B, int64_t ldb,
                    float* C, int64_t ldc, float keep) {
   int i = 0;
-  for (; i + 4 <= M; i += 4)
+  for (; i + 4 <= M && SUMS >= 16; i += 4)
     dot_rows<4>(N, K, A + i * lda, lda, B, ldb, C + i * ldc, ldc, keep);
   for (; i + 2 <= M; i += 2)
     dot_rows<2>(N, K, A + i * lda, lda, B, ldb, C + i * ldc, ldc, keep);

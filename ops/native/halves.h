@@ -37,6 +37,13 @@ constexpr int REGISTER_LANES = 8;
 #else
 constexpr int REGISTER_LANES = 4;
 #endif
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int REGISTERS = 32;
+#else
+constexpr int REGISTERS = 16;
+#endif
+// Vectors of LANES sums that a loop keeps in registers: the other half is for what it adds to them.
+constexpr int SUMS = REGISTERS * REGISTER_LANES / LANES / 2;
 
 template <typename V>
 struct Halves {
@@ -143,6 +150,13 @@ TH_INLINE Vector<int32_t, N> first_lanes(int n) {
   return number < n;
 }
 
+// n <= N elements, without a call: whatever registers hold would be stored around it.
+template <int N, typename E>
+TH_INLINE void copy_lanes(E* to, const E* from, int n) {
+  if (n & N) std::memcpy(to, from, N * sizeof(E)), to += N, from += N;
+  if constexpr (N > 1) copy_lanes<N / 2>(to, from, n);
+}
+
 }  // namespace detail
 
 template <typename V, typename E>
@@ -163,9 +177,9 @@ TH_INLINE V load_lanes(const E* p, int n) {
     if constexpr (sizeof(V) == 32)
       return (V)_mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), p);
 #endif
-    V x{};
-    std::memcpy(&x, p, sizeof(E) * (n < LANES_OF<V> ? n : LANES_OF<V>));
-    return x;
+    E lanes[LANES_OF<V>] = {};
+    detail::copy_lanes<LANES_OF<V>>(lanes, p, n);
+    return load_lanes<V>(lanes);
   }
 }
 template <typename V, typename E>
@@ -188,7 +202,9 @@ TH_INLINE void store_lanes(E* p, V x, int n) {
     if constexpr (sizeof(V) == 32)
       return _mm256_mask_storeu_epi16(p, __mmask16((1u << n) - 1), (__m256i)x);
 #endif
-    std::memcpy(p, &x, sizeof(E) * (n < LANES_OF<V> ? n : LANES_OF<V>));
+    E lanes[LANES_OF<V>];
+    store_lanes(lanes, x);
+    detail::copy_lanes<LANES_OF<V>>(p, lanes, n);
   }
 }
 

@@ -52,14 +52,13 @@ struct Lanes<bf16> {
   using X = FloatPair;
   using W = FloatPair;
   static TH_INLINE W weights(const bf16* w) {
-    u32x16 pairs;
-    std::memcpy(&pairs, w, sizeof(pairs));
+    const auto pairs = load_lanes<u32x16>(reinterpret_cast<const uint32_t*>(w));
     return {held(bit_cast<f32x16>(pairs << 16)), held(bit_cast<f32x16>(pairs & 0xffff0000u))};
   }
   static TH_INLINE W weights(const bf16* w, int n) {
     if (n >= STEP) return weights(w);
     bf16 padded[STEP] = {};
-    std::memcpy(padded, w, sizeof(bf16) * n);
+    detail::copy_lanes<STEP>(padded, w, n);
     return weights(padded);
   }
   static TH_INLINE X pack(const bf16* x, int n) { return weights(x, n); }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "simd.h"
 
@@ -68,6 +69,51 @@ TH_INLINE void for_rows(int64_t n, int64_t streams, Body body) {
 
 constexpr int64_t MAX_ROWS = 64;
 
+// R rows, `apart` floats from one another, so that a vector of k and q is loaded once for them: where
+// registers do not hold all of k and q.
+template <int R>
+TH_NOINLINE void advance_rows(const float* k, const float* q, int64_t k_dim, float* state,
+                              int64_t apart, float decay, const float (&u)[R], f32x16 (&sums)[R]) {
+  f32x16 acc[R] = {};
+  for (int64_t i = 0; i < k_dim; i += LANES) {
+    const f32x16 k_i = load(k + i), q_i = load(q + i);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      float* s = state + r * apart + i;
+      const f32x16 s_i = fma(load(s), splat(decay), k_i * u[r]);
+      store(s, s_i);
+      acc[r] = fma(s_i, q_i, acc[r]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) sums[r] = acc[r];
+}
+
+// The same of n rows, where registers do not hold all of k and q.
+template <int VECTORS, typename T>
+TH_INLINE void advance_long_rows(const Token<T>& token, int64_t n, int64_t streams, const float* u,
+                                 float* state, f32x16* sums) {
+  constexpr int64_t R = SUMS, K = VECTORS * LANES;
+  float k[K], q[K];
+  for (int64_t i = 0; i < K; i += LANES)
+    store(k + i, load(token.k + i)), store(q + i, load(token.q + i) * token.scale);
+  const auto advance = [&](auto rows, int64_t r, int64_t apart) {
+    constexpr int COUNT = decltype(rows)::value;
+    float added[COUNT];
+    f32x16 read[COUNT];
+    for (int i = 0; i < COUNT; ++i) added[i] = u[r + i * apart];
+    advance_rows<COUNT>(k, q, K, state + r * K, apart * K, token.decay, added, read);
+    for (int i = 0; i < COUNT; ++i) sums[r + i * apart] = read[i];
+  };
+  const auto several = std::integral_constant<int, R>{};
+  const auto one = std::integral_constant<int, 1>{};
+  const int64_t apart = streams >= R && n % streams == 0 ? n / streams : 1;
+  const int64_t whole = n / (R * apart) * R * apart;
+  for (int64_t first = 0; first < apart; ++first)
+    for (int64_t r = first; r < whole; r += R * apart) advance(several, r, apart);
+  for (int64_t r = whole; r < n; ++r) advance(one, r, 1);
+}
+
 // One token on n <= MAX_ROWS rows of a head's state, in so many streams. No result depends on them.
 template <int VECTORS, typename T>
 void step_rows(const Token<T>& token, int64_t k_dim, int64_t n, int64_t streams, float* state) {
@@ -75,11 +121,15 @@ void step_rows(const Token<T>& token, int64_t k_dim, int64_t n, int64_t streams,
   for_lanes(n, [&](int64_t i, int m) TH_LAMBDA {
     store(u + i, load(token.v + i, m) * token.dt, m);
   });
-  const Row<VECTORS, T> row(token, k_dim);
   f32x16 sums[MAX_ROWS / LANES][LANES];
-  for_rows(n, streams, [&](int64_t r) TH_LAMBDA {
-    sums[r / LANES][r % LANES] = row.advance(state + r * k_dim, token.decay, u[r]);
-  });
+  if constexpr (VECTORS > 0 && SUMS < LANES) {
+    advance_long_rows<VECTORS>(token, n, streams, u, state, sums[0]);
+  } else {
+    const Row<VECTORS, T> row(token, k_dim);
+    for_rows(n, streams, [&](int64_t r) TH_LAMBDA {
+      sums[r / LANES][r % LANES] = row.advance(state + r * k_dim, token.decay, u[r]);
+    });
+  }
   for_lanes(n, [&](int64_t i, int m) TH_LAMBDA {
     f32x16(&products)[LANES] = sums[i / LANES];
     for (int lane = m; lane < LANES; ++lane) products[lane] = f32x16{};

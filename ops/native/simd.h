@@ -143,6 +143,20 @@ TH_INLINE f32x16 sum16(f32x16 (&x)[LANES]) {
   return x[0];
 }
 
+// sums[i] = the sum of x[i], added in the order of sum16.
+template <int N>
+TH_INLINE void sum_each(const f32x16 (&x)[N], float* sums) {
+  if constexpr (SUMS >= 16) {
+    f32x16 all[LANES] = {};
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) all[i] = x[i];
+    store(sums, sum16(all));
+  } else {
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) sums[i] = sum(x[i]);
+  }
+}
+
 // p * 2^n of whole n from -150 to 128, rounded once.
 TH_INLINE f32x16 times_power_of_2(f32x16 p, f32x16 n) {
 #ifdef __AVX512F__

@@ -38,6 +38,8 @@ constexpr int MAX_FEW_ROWS = 4;
 namespace detail {
 
 constexpr int TILE = 4;  // rows of W
+// Rows of W that meet so many rows of x at once: fewer where registers hold no more sums.
+constexpr int streams_of(int rows) { return SUMS >= 16 ? TILE : std::max(1, SUMS / rows); }
 constexpr int64_t NEAR_BYTES = 1024, FAR_BYTES = 4096;
 constexpr int64_t PAGE_BYTES = 4096, PAGE_HEAD_BYTES = 512;
 
@@ -65,7 +67,7 @@ template <int R, int G, int LINES, bool IN_TURN, bool HELD, typename T>
 TH_INLINE void multiply(Product<T> p, Ahead<T> ahead) {
   static_assert(R * G <= LANES, "one vector takes the sums");
   constexpr int STEP = Lanes<T>::STEP;
-  f32x16 acc[LANES] = {};
+  f32x16 acc[R * G] = {};
   const typename Lanes<T>::X* x = p.x;
   int64_t k = 0;
   for (; k + STEP <= p.K; k += STEP, x += G) {
@@ -74,13 +76,15 @@ TH_INLINE void multiply(Product<T> p, Ahead<T> ahead) {
       if (!IN_TURN || line % 2 == k / STEP % 2)
         __builtin_prefetch(ahead.first + line * ahead.line_step + k, 0, 1);
     typename Lanes<T>::X xs[G];
+    if constexpr (HELD)
 #pragma GCC unroll 4
-    for (int m = 0; m < G; ++m) xs[m] = HELD ? Lanes<T>::hold(x[m]) : x[m];
+      for (int m = 0; m < G; ++m) xs[m] = Lanes<T>::hold(x[m]);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const auto w = Lanes<T>::weights(p.W + r * p.ldw + k);
 #pragma GCC unroll 4
-      for (int m = 0; m < G; ++m) acc[m * R + r] = Lanes<T>::multiply(w, xs[m], acc[m * R + r]);
+      for (int m = 0; m < G; ++m)
+        acc[m * R + r] = Lanes<T>::multiply(w, HELD ? xs[m] : x[m], acc[m * R + r]);
     }
   }
   if (k < p.K)
@@ -89,7 +93,7 @@ TH_INLINE void multiply(Product<T> p, Ahead<T> ahead) {
       for (int m = 0; m < G; ++m) acc[m * R + r] = Lanes<T>::multiply(w, x[m], acc[m * R + r]);
     }
   float sums[LANES];
-  store(sums, sum16(acc));
+  sum_each(acc, sums);
 #pragma GCC unroll 4
   for (int m = 0; m < G; ++m)
 #pragma GCC unroll 8
@@ -100,13 +104,13 @@ TH_INLINE void multiply(Product<T> p, Ahead<T> ahead) {
 template <int G, int R, typename T>
 inline void multiply_streams(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N, float* y,
                              int64_t ldy) {
-  constexpr bool NEAR = G <= 2 || sizeof(T) == 2;
+  constexpr bool NEAR = G <= 2 || sizeof(T) == 2, IS_HELD = NEAR && SUMS >= 16;
   constexpr int64_t lead = (NEAR ? NEAR_BYTES : FAR_BYTES) / int64_t(sizeof(T));
-  constexpr int LINES = R == TILE ? TILE : 0;
+  constexpr int LINES = R <= TILE ? R : 0;
   const int64_t K = x.depth(), stream = N / R;
   for (int64_t n = 0; n < stream; ++n) {
     const T* w = W + n * ldw;
-    multiply<R, G, LINES, NEAR, NEAR>(
+    multiply<R, G, LINES, NEAR, IS_HELD>(
         Product<T>{w, stream * ldw, K, x.group(0, G, 0), y + n, ldy, stream},
         Ahead<T>{w + lead, stream * ldw});
   }
@@ -155,8 +159,9 @@ template <int G, typename T>
 inline void multiply_fewest(const PackedRows<T>& x, const T* W, int64_t ldw, int64_t N, float* y,
                             int64_t ldy, Reading reading) {
   if (reading.streams == 1) return multiply_in_turn<G>(x, W, ldw, N, y, ldy);
-  if (reading.streams == 8) return multiply_streams<G, 8>(x, W, ldw, N, y, ldy);
-  multiply_streams<G, TILE>(x, W, ldw, N, y, ldy);
+  if constexpr (SUMS >= 16)
+    if (reading.streams == 8) return multiply_streams<G, 8>(x, W, ldw, N, y, ldy);
+  multiply_streams<G, streams_of(G)>(x, W, ldw, N, y, ldy);
 }
 
 #ifdef __AVX512F__
@@ -261,8 +266,8 @@ inline void multiply_rows(const PackedRows<T>& x, const T* W, int64_t ldw, int64
     case 0: return;
     case 1: return multiply_fewest<1>(x, W, ldw, N, y, ldy, reading);
     case 2: return multiply_fewest<2>(x, W, ldw, N, y, ldy, reading);
-    case 3: return multiply_streams<3, TILE>(x, W, ldw, N, y, ldy);
-    case 4: return multiply_streams<4, TILE>(x, W, ldw, N, y, ldy);
+    case 3: return multiply_streams<3, streams_of(3)>(x, W, ldw, N, y, ldy);
+    case 4: return multiply_streams<4, streams_of(4)>(x, W, ldw, N, y, ldy);
   }
 #ifdef __AVX512F__
   if (reading.by_hardware) return multiply_wide_streams<true>(x, W, ldw, N, y, ldy);

@@ -28,11 +28,13 @@ namespace th {
 constexpr int SPLIT_KEYS = 512;
 constexpr int SPLIT_BYTES = 2048;
 constexpr int BLOCK_KEYS = 32;
-constexpr int MAX_ROWS = 8;  // queries in one pass
+constexpr int MAX_ROWS = SUMS >= 16 ? 8 : 4;  // queries in one pass
 
 constexpr int lanes_per_row(int rows) { return rows > 4 ? 2 : rows > 2 ? 4 : rows > 1 ? 8 : 16; }
 constexpr int keys_at_once(int rows) { return rows > 1 ? 8 : 16; }
-constexpr int vectors_at_once(int rows) { return rows > 4 ? 2 : rows > 2 ? 4 : 8; }
+constexpr int vectors_at_once(int rows) {
+  return SUMS >= 16 ? (rows > 4 ? 2 : rows > 2 ? 4 : 8) : std::max(1, SUMS / rows);
+}
 
 struct Split {
   int n, head, num_heads, begin, count;  // key heads [head, head + num_heads), keys [begin, ...)
@@ -118,21 +120,29 @@ TH_INLINE void products(const float* queries, const Key* const* keys, int64_t D,
                         float* to) {
   constexpr int W = lanes_per_row(R), KEYS = keys_at_once(R);
   constexpr int PER_LANE = in_pairs<R, T>() ? 2 : 1;
-  f32x16 acc[KEYS] = {};
-  for (int64_t d = 0; d < D; d += LANES) {
-    ahead.template lines<KEYS * sizeof(T) / sizeof(float) / 2>();
-#pragma GCC unroll 8
-    for (int part = 0; part < LANES; part += W * PER_LANE) {
-      const f32x16 q = load(queries + (d + part) / PER_LANE * (LANES / W));
+  constexpr int AT_ONCE = std::min(KEYS, SUMS);
+  f32x16 all[KEYS];
 #pragma GCC unroll 16
-      for (int i = 0; i < KEYS; ++i) {
-        const f32x16 key = repeated<f32x16, W>(reinterpret_cast<const float*>(keys[i] + d + part));
-        acc[i] = multiply_add<PER_LANE == 2>(q, key, acc[i]);
+  for (int first = 0; first < KEYS; first += AT_ONCE) {
+    f32x16 acc[AT_ONCE] = {};
+    for (int64_t d = 0; d < D; d += LANES) {
+      ahead.template lines<AT_ONCE * sizeof(T) / sizeof(float) / 2>();
+#pragma GCC unroll 8
+      for (int part = 0; part < LANES; part += W * PER_LANE) {
+        const f32x16 q = load(queries + (d + part) / PER_LANE * (LANES / W));
+#pragma GCC unroll 16
+        for (int i = 0; i < AT_ONCE; ++i) {
+          const f32x16 key =
+              repeated<f32x16, W>(reinterpret_cast<const float*>(keys[first + i] + d + part));
+          acc[i] = multiply_add<PER_LANE == 2>(q, key, acc[i]);
+        }
       }
     }
+#pragma GCC unroll 16
+    for (int i = 0; i < AT_ONCE; ++i) all[first + i] = acc[i];
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < KEYS; i += W) store(to + i / W * LANES, sum_lanes<W / 2>(acc + i));
+  for (int i = 0; i < KEYS; i += W) store(to + i / W * LANES, sum_lanes<W / 2>(all + i));
 }
 
 TH_INLINE const float* as_floats(const float* row, int64_t, float*) { return row; }
@@ -280,9 +290,15 @@ struct Stages {
 template <int R, typename T>
 constexpr Stages<T> STAGES = {begin<R, T>, weigh<R, T>, fold<R, T>, end<R>};
 template <typename T>
-constexpr Stages<T> STAGES_BY_ROWS[MAX_ROWS + 1] = {
-    {},           STAGES<1, T>, STAGES<2, T>, STAGES<3, T>, STAGES<4, T>,
-    STAGES<5, T>, STAGES<6, T>, STAGES<7, T>, STAGES<8, T>};
+struct StagesByRows {
+  Stages<T> stages[MAX_ROWS + 1];
+
+  template <int... I>
+  constexpr explicit StagesByRows(std::integer_sequence<int, I...>)
+      : stages{{}, STAGES<I + 1, T>...} {}
+};
+template <typename T>
+constexpr StagesByRows<T> STAGES_BY_ROWS(std::make_integer_sequence<int, MAX_ROWS>{});
 
 // Splits of one sequence are about equal.
 inline int keys_per_split(int num_keys) {
@@ -373,7 +389,7 @@ void attend_split(const Problem<T, Kept>& p, const Split& split, float* out, Row
     int i = 0;
     for (int head = 0; head < split.num_heads; ++head)
       for (int first = 0; first < group; first += MAX_ROWS, ++i)
-        action(scratch.passes[i], STAGES_BY_ROWS<T>[std::min(MAX_ROWS, group - first)], i, head,
+        action(scratch.passes[i], STAGES_BY_ROWS<T>.stages[std::min(MAX_ROWS, group - first)], i, head,
                head * group + first);
   };
   each_pass([&](Pass& pass, const Stages<T>& stages, int i, int head, int row) {

@@ -76,11 +76,17 @@ void score(const Problem<T>& p, const Chunk& chunk, float* query) {
   for (int i = 0; i < chunk.count; i += LANES) {
     f32x16 total{};
     for (int64_t h = 0; h < p.num_heads; ++h) {
-      f32x16 x[LANES] = {};
-      for (int64_t d = 0; d < D; d += LANES) {
-        const f32x16 q = load(query + h * D + d);
+      f32x16 x[LANES];
 #pragma GCC unroll 16
-        for (int j = 0; j < LANES; ++j) x[j] = fma(q, load(rows[i + j] + d), x[j]);
+      for (int first = 0; first < LANES; first += SUMS) {
+        f32x16 sums[SUMS] = {};
+        for (int64_t d = 0; d < D; d += LANES) {
+          const f32x16 q = load(query + h * D + d);
+#pragma GCC unroll 16
+          for (int j = 0; j < SUMS; ++j) sums[j] = fma(q, load(rows[i + first + j] + d), sums[j]);
+        }
+#pragma GCC unroll 16
+        for (int j = 0; j < SUMS; ++j) x[first + j] = sums[j];
       }
       const float weight = p.weights ? p.weights[chunk.token * p.num_heads + h] : 1.0f;
       total = fma(max(sum16(x), f32x16{}), splat(weight), total);
