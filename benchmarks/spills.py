@@ -23,7 +23,7 @@ from pathlib import Path
 from torch_hybrid.ops.native.build import HEADERS, build_for
 
 MARCHES = ("x86-64-v3", "x86-64-v4", "sapphirerapids")
-MOST = 0.5  # vectors stored for a multiply-add
+MOST = 0.75  # vectors stored for a multiply-add
 FEWEST = 16  # multiply-adds of a loop that is looked at
 
 _FUNCTION = re.compile(r"^[0-9a-f]+ <(.*)>:$")

@@ -132,23 +132,29 @@ template <int W, int N, Form FORM, typename T>
 TH_INLINE void convolve_lanes(const Filters& filters, const Rows<W, N, T>& rows, int64_t c, int n,
                               int64_t head, bool silu, T* out, int64_t out_stride) {
   const int first = W < MAX_WIDTH ? 0 : filters.first;
+  const auto filter = [&](int w) TH_LAMBDA { return th::load(filters.taps[w] + c); };
+  const auto input = [&](int i) TH_LAMBDA {
+    const f32x16 x = th::load(rows.inputs[i] + c, n);
+    if constexpr (FORM == Form::GATED) return rounded<T>(x * th::load(rows.input_gates[i] + c, n));
+    return x;
+  };
+  constexpr bool IS_ALONE = N == 1;  // nothing is read twice then
   f32x16 taps[W], x[N + W - 1];
+  if constexpr (!IS_ALONE) {
 #pragma GCC unroll 8
-  for (int w = first; w < W; ++w) taps[w] = th::load(filters.taps[w] + c);
+    for (int w = first; w < W; ++w) taps[w] = filter(w);
 #pragma GCC unroll 16
-  for (int i = 0; i < N + W - 1; ++i) {
-    x[i] = th::load(rows.inputs[i] + c, n);
-    if constexpr (FORM == Form::GATED) x[i] = rounded<T>(x[i] * th::load(rows.input_gates[i] + c, n));
+    for (int i = 0; i < N + W - 1; ++i) x[i] = input(i);
   }
 #pragma GCC unroll 8
   for (int i = 0; i < N; ++i) {
     f32x16 y = th::load(filters.bias + c);
 #pragma GCC unroll 8
     for (int w = first; w < W; ++w) {
-      f32x16 tap = taps[w];
+      f32x16 tap = IS_ALONE ? filter(w) : taps[w];
       if constexpr (FORM == Form::TOKEN_TAPS)
         tap += th::splat(th::to_float(rows.token_taps[i][head * (W - first) + w - first]));
-      y = th::fma(tap, x[i + w], y);
+      y = th::fma(tap, IS_ALONE ? input(i + w) : x[i + w], y);
     }
     if (silu) y = th::silu(y);
     if constexpr (FORM == Form::GATED) y *= th::load(rows.output_gates[i] + c, n);

@@ -12,23 +12,45 @@ using delta::Chunk;
 using delta::Scratch;
 using delta::Sequence;
 
-// Products of k_j, J being a row of its block, with the k and q of the block's later rows, decayed
-// on the way from row to row; `end` receives k_j decayed to the block's last row.
+// Adds products of k_j, J being a row of its block, with the k and q of the block's later rows, decayed
+// on the way from row to row; `keep` receives k_j decayed to the block's last row.
+template <int J, typename V, typename Load, typename Keep>
+TH_INLINE void walk_lanes(int64_t K, const float* k, const float* q, const float* decay,
+                          V (&sums)[2 * BLOCK], const Load& load, const Keep& keep) {
+  V k_j = load(k + J * K);
+  sums[BLOCK + J] = fma(k_j, load(q + J * K), sums[BLOCK + J]);
+#pragma GCC unroll 8
+  for (int i = J + 1; i < BLOCK; ++i) {
+    k_j = k_j * load(decay + i * K);
+    sums[i] = fma(k_j, load(k + i * K), sums[i]);
+    sums[BLOCK + i] = fma(k_j, load(q + i * K), sums[BLOCK + i]);
+  }
+  keep(k_j);
+}
+
+// The same along K, into `system` and `attend`. Of a vector of two registers one after the other goes
+// through all of K: there are no registers for the sums of both.
 template <int J>
 TH_INLINE void walk_block(int64_t K, const float* k, const float* q, const float* decay,
                           const float* beta, float* system, float* attend, int64_t C, float* end) {
-  f32x16 sums[2 * BLOCK] = {};
-  for_lanes(K, [&](int64_t c, int n) TH_LAMBDA {
-    f32x16 k_j = load(k + J * K + c, n);
-    sums[BLOCK + J] = fma(k_j, load(q + J * K + c, n), sums[BLOCK + J]);
-#pragma GCC unroll 8
-    for (int i = J + 1; i < BLOCK; ++i) {
-      k_j *= load(decay + i * K + c, n);
-      sums[i] = fma(k_j, load(k + i * K + c, n), sums[i]);
-      sums[BLOCK + i] = fma(k_j, load(q + i * K + c, n), sums[BLOCK + i]);
-    }
-    store(end + J * K + c, k_j, n);
-  });
+  const int64_t whole = K / LANES * LANES;
+  alignas(64) float lanes[2 * BLOCK][LANES];
+  for (int part = 0; part < LANES; part += REGISTER_LANES) {
+    Register sums[2 * BLOCK] = {};
+    for (int64_t c = part; c < whole; c += LANES)
+      walk_lanes<J>(K, k + c, q + c, decay + c, sums, load_register,
+                    [&](Register k_j) TH_LAMBDA { store_register(end + J * K + c, k_j); });
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * BLOCK; ++i) store_register(lanes[i] + part, sums[i]);
+  }
+  f32x16 sums[2 * BLOCK];
+#pragma GCC unroll 16
+  for (int i = 0; i < 2 * BLOCK; ++i) sums[i] = load(lanes[i]);
+  if (const int n = int(K - whole))
+    walk_lanes<J>(
+        K, k + whole, q + whole, decay + whole, sums,
+        [&](const float* p) TH_LAMBDA { return load(p, n); },
+        [&](f32x16 k_j) TH_LAMBDA { store(end + J * K + whole, k_j, n); });
   float products[LANES];
   static_assert(LANES == 2 * BLOCK);
   store(products, sum16(sums));

@@ -208,15 +208,15 @@ TH_NOINLINE void multiply_wide(const PackedRows<T>& x, int first, const T* W, in
     for (; k < end; k += STEP) step(k, false);
   }
   if (whole < K) {
+#pragma GCC unroll 3
     for (int r = 0; r < WIDE_TILE; ++r)
       w[r] = Lanes<T>::weights(W + r * stream + whole, int(K - whole));
     multiply(w);
   }
+#pragma GCC unroll 3
   for (int r = 0; r < WIDE_TILE; ++r) {
-    f32x16 totals[LANES] = {};
-    for (int m = 0; m < G; ++m) totals[m] = acc[r][m];
     float sums[LANES];
-    store(sums, sum16(totals));
+    sum_each(acc[r], sums);
     for (int m = 0; m < G; ++m) y[m * ldy + r * column_step] = sums[m];
   }
 }

@@ -1,0 +1,83 @@
+"""The C++ ops as a CPU without AVX-512 has them, wherever one with AVX-512 can stand in for it.
+
+Their bits are those of a token alone, however it comes, and no hot loop keeps its sums in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from benchmarks.spills import MOST, hot_loops, objdump_missing, sources
+from torch_hybrid.ops.native.build import (
+    MARCH,
+    compiler_missing,
+    library_of,
+    native_instructions,
+)
+
+AVX2 = "x86-64-v3"
+# What torch and its libraries take of the CPU, beside what the kernels are built for.
+ENVIRONMENT = {
+    MARCH: AVX2,
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+}
+SAME_BITS = (
+    *("bits", "bit_for_bit", "depend", "neighbours", "see_the_others", "order_of_sequences"),
+    *("page_order", "steps_one_after_the_other", "segments", "another_slot", "padding_changes"),
+)
+MODELS = ("bailing_hybrid", "falcon_h1", "inkling", "jamba", "lfm2", "qwen3_next", "zaya")
+
+pytestmark = [
+    pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing())),
+    pytest.mark.skipif(
+        "AVX512F" not in (native_instructions() or ()), reason="no AVX-512: all tests run by AVX2"
+    ),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def libraries() -> Iterator[list[Path]]:
+    """Build all kernels for AVX2, as many at once as there are cores."""
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(os.cpu_count()) as threads:
+        patch.setenv(MARCH, AVX2)
+        yield list(threads.map(lambda source: library_of(source.parent.name, source), sources()))
+
+
+def run_tests(*arguments: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(
+        command, env=environment | ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-2_000:]
+
+
+def test_ops_keep_the_bits_of_a_token_alone() -> None:
+    families = sorted({f"tests/ops/{source.parent.name}" for source in sources()})
+    run_tests(*families, "-k", f"cpp and not inductor and ({' or '.join(SAME_BITS)})")
+
+
+def test_headers_are_right_and_the_peak_is_one() -> None:
+    run_tests("tests/ops/native/test_headers.py", "tests/benchmarks/test_ceilings.py")
+
+
+def test_models_keep_the_bits_of_a_token_alone() -> None:
+    names = " or ".join(f"test_any_cut_in_any_company_has_the_same_bits[{m}-" for m in MODELS)
+    run_tests("tests/graphs/test_batch_invariant.py", "-k", f"float32 and ({names})")
+
+
+@pytest.mark.skipif(objdump_missing(), reason="no objdump")
+def test_hot_loops_hold_their_sums_in_registers(libraries: list[Path]) -> None:
+    """A vector of two registers once lay in memory: 751 moves for 70 multiply-adds."""
+    loops = [loop for library in libraries for loop in hot_loops(library)]
+    assert len(loops) > 100
+    assert [loop for loop in loops if loop.ratio > MOST] == []
