@@ -70,6 +70,7 @@ TRAITS = {
     "serve": _OF_STEPS,
     "side_stream": Traits(quick=("--layers", "2"), has_options=True, needs_cuda=True),
     "speculation": _OF_STEPS,
+    "spills": Traits(quick=("--march", "x86-64-v3", "--only", "rg_lru")),
     "ssd": _TIMED,
     "state_copy": Traits(quick=("--rounds", "1")),
     "whole_model": Traits(quick=("--layers", "4"), needs_cuda=True),
