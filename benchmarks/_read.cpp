@@ -16,7 +16,8 @@ float read(const float* x, int64_t num_vectors) {
     for (int s = 0; s < SUMS; ++s)
       sums[s] += th::load(x + (s / STEP * stream + i + s % STEP) * th::LANES);
   float total = 0;
-  for (const th::f32x16& each : sums) total += th::sum(each);
+#pragma GCC unroll 8
+  for (int s = 0; s < SUMS; ++s) total += th::sum(sums[s]);
   return total;
 }
 
