@@ -16,7 +16,7 @@ from torch_hybrid.layers.integers import dtype_of
 from torch_hybrid.models.checkpoint.update import Origins, Weights, checked_update
 from torch_hybrid.models.mtp import MtpHead
 from torch_hybrid.models.tower import Tower
-from torch_hybrid.models.transformers_hooks import OURS_TO_RUN
+from torch_hybrid.models.transformers_hooks import OURS_TO_RUN, refuse_generate, refuse_save
 from torch_hybrid.ranks import Ranks
 from torch_hybrid.specs import LayerTable
 
@@ -138,11 +138,11 @@ class HybridModel(nn.Module):
 
     def generate(self, *_args: object, **_options: object) -> None:
         """Say what generates instead."""
-        self.hf_model.generate()
+        refuse_generate()
 
     def save_pretrained(self, *_args: object, **_options: object) -> None:
         """Say what can be saved instead."""
-        self.hf_model.save_pretrained()
+        refuse_save()
 
     def replace_vocabulary(self, embedding: nn.Module, head: nn.Module) -> None:
         """Put others in the place of ``embedding`` and ``head``."""
@@ -162,12 +162,13 @@ class HybridModel(nn.Module):
 
     def forward(
         self,
-        tokens: Tensor,
+        tokens: Tensor | None = None,
         positions: Tensor | None = None,
         step: Step | None = None,
         *,
         embeds: Tensor | None = None,
         embed_rows: Tensor | None = None,
+        input_ids: Tensor | None = None,
     ) -> Tensor:
         """Run the layers over the packed tokens of a step.
 
@@ -177,6 +178,7 @@ class HybridModel(nn.Module):
             step: plans, caches and table. The caches are mutated as the plans say.
             embeds: [rows, dim] of which some stand for tokens' own embeddings; None: none does.
             embed_rows: [T] int32, which of them does for each token; 0: its own.
+            input_ids: as transformers' models are called, which is refused.
 
         Returns:
             [T, dim] hidden states after the last norm.
@@ -184,7 +186,7 @@ class HybridModel(nn.Module):
         Raises:
             UnsupportedError: it is called as transformers' models are, without a step.
         """
-        if positions is None or step is None:
+        if tokens is None or positions is None or step is None:
             raise UnsupportedError(OURS_TO_RUN)
         inputs = {"input_ids": tokens[None]}
         if embeds is not None and embed_rows is not None:

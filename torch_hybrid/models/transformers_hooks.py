@@ -70,15 +70,17 @@ def path_of(layer: nn.Module, attribute: str) -> str:
 
 def refuse_as_transformers(hf_model: Any) -> None:
     """Make the model's own ``generate`` and ``save_pretrained`` say what to use instead."""
-    hf_model.generate = _refused_generate
-    hf_model.save_pretrained = _refused_save
+    hf_model.generate = refuse_generate
+    hf_model.save_pretrained = refuse_save
 
 
-def _refused_generate(*_args: Any, **_options: Any) -> None:
+def refuse_generate(*_args: Any, **_options: Any) -> None:
+    """Say what generates instead."""
     raise UnsupportedError(OURS_TO_RUN)
 
 
-def _refused_save(*_args: Any, **_options: Any) -> None:
+def refuse_save(*_args: Any, **_options: Any) -> None:
+    """Say what can be saved instead."""
     raise UnsupportedError(
         "an adapted model cannot be saved: its mixers keep their weights in another order, and "
         "nothing could load them. Call save_pretrained before adapt"

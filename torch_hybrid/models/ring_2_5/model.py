@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.latent_attention import LatentPlan
 from torch_hybrid.backends.step import LayerStep, Step
 from torch_hybrid.caches.pools import LayerCache
+from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.layers.integers import dtype_of
 from torch_hybrid.layers.latent_attention import LatentAttention
 from torch_hybrid.layers.lightning_attention import LightningAttention, alibi_slopes
@@ -25,6 +26,7 @@ from torch_hybrid.models.checkpoint.update import Origins, Weights, checked_upda
 from torch_hybrid.models.ring_2_5.config import Ring25Config
 from torch_hybrid.models.ring_2_5.moe import MLP, MixtureOfExperts, linear
 from torch_hybrid.models.ring_2_5.rotary import RotaryTable
+from torch_hybrid.models.transformers_hooks import OURS_TO_RUN, refuse_generate, refuse_save
 from torch_hybrid.ranks import Ranks
 
 LATENT_NORM_EPS = 1e-6  # of the norms inside MLA: fixed by the model, whatever the config says
@@ -111,17 +113,38 @@ class Ring25(nn.Module):
         finally:
             self.layers = whole
 
-    def forward(self, tokens: Tensor, positions: Tensor, step: Step) -> Tensor:
+    def generate(self, *_args: object, **_options: object) -> None:
+        """Say what generates instead."""
+        refuse_generate()
+
+    def save_pretrained(self, *_args: object, **_options: object) -> None:
+        """Say what can be saved instead."""
+        refuse_save()
+
+    def forward(
+        self,
+        tokens: Tensor | None = None,
+        positions: Tensor | None = None,
+        step: Step | None = None,
+        *,
+        input_ids: Tensor | None = None,
+    ) -> Tensor:
         """Run the layers over the packed tokens of a step.
 
         Args:
             tokens: [T] int64.
             positions: [T] int64.
             step: plans, caches and table. The caches are mutated as the plans say.
+            input_ids: as transformers' models are called, which is refused.
 
         Returns:
             [T, dim] hidden states after the last norm.
+
+        Raises:
+            UnsupportedError: it is called as transformers' models are, without a step.
         """
+        if tokens is None or positions is None or step is None:
+            raise UnsupportedError(OURS_TO_RUN)
         rotary = {kind: table(positions) for kind, table in self.rotary.items()}
         hidden = self.word_embeddings(tokens)
         for layer_id, layer in enumerate(self.layers):
