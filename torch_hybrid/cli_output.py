@@ -120,7 +120,7 @@ def _run_prompt(engine: Engine, request: Request) -> list[TokenEvent]:
         while True:
             held = request.num_held
             events = engine.step()
-            advance(request.num_held - held, "prompt")
+            advance(max(0, request.num_held - held), "prompt")  # one that has ended holds none
             if events:
                 return events
 

@@ -111,7 +111,6 @@ class Intake:
                 rules=LogitsRules.of(sampling, num_prompt=len(tokens), end_token_ids=barred),
                 history=tokens.copy(),
                 packed=packed,
-                num_tokens=len(tokens),
                 message_end=message_end,
                 images=images,
             )

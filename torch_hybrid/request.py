@@ -24,7 +24,6 @@ from torch_hybrid.sampling import (
     TokenLogprob,
     logprobs_of,
 )
-from torch_hybrid.scheduler import Job
 
 if TYPE_CHECKING:
     from torch_hybrid.caches.sequence import Sequence as HeldSequence
@@ -50,8 +49,8 @@ class Output:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Request(Job):
-    """A prompt on its way; its fields are the engine's to change."""
+class Request:
+    """A prompt on its way, a ``scheduler.Job``; its fields are the engine's to change."""
 
     index: int
     sample: int = 0
@@ -64,7 +63,8 @@ class Request(Job):
     rules: LogitsRules | None
     history: list[int]  # prompt and generated tokens, as far as the host knows them
     packed: array[int]  # the prompt, of type "q"
-    num_in_flight: int = 0  # tokens that steps under way sample
+    num_in_flight: int = 0  # steps under way that sample a token
+    num_passes: int = 0  # as of a ``Job``
     message_end: int | None = None  # tokens of the prompt before what asks for an answer
     num_cached_tokens: int | None = None  # of the prompt, at its first start
     is_finite: bool = True  # no step had NaN or infinite logits after its tokens
@@ -78,9 +78,21 @@ class Request(Job):
     on_event: Callable[[TokenEvent], object] | None = None  # of who waits for this request
     others: tuple[Request, ...] = ()  # after the first of ``Sampling.n``: the rest
     greedy: Draw = field(init=False)  # how each token is drawn where none needs a number
+    most_held: int = field(init=False)  # tokens: its last one is never run
 
     def __post_init__(self) -> None:
         self.greedy = Draw(self.sampling)
+        self.most_held = len(self.prompt) + self.sampling.max_new_tokens - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to be held: the history, and what steps under way sample."""
+        return min(len(self.history) + self.num_in_flight, self.most_held)
+
+    @property
+    def num_held(self) -> int:
+        """How many of them are held: the sequence alone counts them."""
+        return 0 if self.sequence is None else self.sequence.num_tokens
 
     @property
     def tokens(self) -> list[int]:
@@ -112,9 +124,13 @@ class Request(Job):
             return True
         return sampling.prompt_logprobs is not None and self.needs_prompt_logits
 
+    def shows_images(self, count: int) -> bool:
+        """Whether some of the next ``count`` tokens to run are places of an image."""
+        return self.images is not None and self.images.are_needed(self.num_held, count)
+
     def load_images(self, count: int) -> str | None:
         """Have what the next ``count`` tokens show; why that cannot be had, if so."""
-        if self.images is None or not self.images.are_needed(self.num_held, count):
+        if self.images is None or not self.shows_images(count):
             return None
         try:
             self.images.load()
@@ -133,17 +149,6 @@ class Request(Job):
         if self.numbers is None:
             return self.greedy
         return Draw(self.sampling, self.numbers[self._num_sampled + ahead])
-
-    def expect(self) -> None:
-        """A step that samples a token was started. After the last one nothing is missing."""
-        self.num_in_flight += 1
-        if self._num_sampled < self.sampling.max_new_tokens:
-            self.num_tokens += 1
-
-    def expect_nothing(self) -> None:
-        """Steps under way are given up: their tokens are sampled anew."""
-        self.num_in_flight = 0
-        self.num_tokens = len(self.history)
 
     @property
     def _num_sampled(self) -> int:
@@ -177,14 +182,13 @@ class Request(Job):
             return logits.float()
 
     def take(self, token: int, logits: Tensor | None, row: int) -> TokenEvent:
-        """Append the oldest token in flight; end where that ends it.
+        """Append a token; end where that ends it.
 
         Args:
             token: its id.
             logits: [N, vocab_size] of which ``row`` is its own; None where none are needed.
             row: of the logits.
         """
-        self.num_in_flight -= 1
         if self.failure is not None:
             return self.end("error", error=self.failure)
         if token == NOT_FINITE:

@@ -31,17 +31,27 @@ if TYPE_CHECKING:
 MAX_PASSES = 16
 
 
-@dataclass(eq=False, slots=True, kw_only=True)
-class Job:
+class Job(Protocol):
     """A request as the scheduler sees it: two counts.
 
     A job decodes when one token is missing; with more of them missing it has a prompt to run, and
     with none it waits for its last token.
+
+    Attributes:
+        num_passes: how many jobs were admitted before it that came later.
     """
 
-    num_tokens: int  # its history: prompt and generated tokens, those under way included
-    num_held: int = 0  # how many of them the runner holds
-    num_passes: int = 0  # how many jobs were admitted before it that came later
+    num_passes: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Its history: prompt and generated tokens, those under way included."""
+        ...
+
+    @property
+    def num_held(self) -> int:
+        """How many of them the runner holds; 0 while it waits."""
+        ...
 
 
 JobT = TypeVar("JobT", bound=Job)
@@ -136,11 +146,9 @@ class Scheduler(Generic[JobT]):
                 queue.remove(job)
 
     def restart(self) -> None:
-        """Make every job wait again, in the same order, with nothing held."""
+        """Make every job wait again, in the same order: none holds anything any more."""
         self.waiting = deque(dict.fromkeys([*self.running, *self.waiting]))
         self.running = []
-        for job in self.waiting:
-            job.num_held = 0
 
     def schedule(self, *, free_slots: int, free_pages: int) -> Schedule[JobT]:
         """Choose the rows of the next step and move the jobs between the queues accordingly.
@@ -185,12 +193,9 @@ class Scheduler(Generic[JobT]):
 
         The preempted return to the head of the queue, to be recomputed.
         """
-        for job in reversed(chosen.preempted):
-            job.num_held = 0
-            self.waiting.appendleft(job)
+        self.waiting.extendleft(reversed(chosen.preempted))
         del self.running[len(self.running) - len(chosen.preempted) :]
-        for job, start in zip(chosen.admitted, chosen.starts, strict=True):
-            job.num_held = start.num_tokens
+        for job in chosen.admitted:
             self.running.append(job)
             self.waiting.remove(job)
         for job, num_passes in chosen.passed:

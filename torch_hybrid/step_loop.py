@@ -17,7 +17,6 @@ from torch_hybrid.prefix_cache import Prefixes
 from torch_hybrid.request import FinishReason, Request, TokenEvent
 from torch_hybrid.scheduler import Schedule, Scheduler
 from torch_hybrid.speculation import Speculator
-from torch_hybrid.speculation.verified import Verified
 
 if TYPE_CHECKING:
     from torch_hybrid.graphs.runner import Runner
@@ -47,7 +46,7 @@ class StepLoop:
         self._prefixes, self._speculator = prefixes, speculator
         self._runs_ahead = runs_ahead
         # The oldest first; between steps at most one.
-        self._flights: deque[Flight | Verified] = deque()
+        self._flights: deque[Flight] = deque()
         self._late_events: list[TokenEvent] = []  # of ends outside of a batch, for a step to return
         self.num_steps = self.num_tokens = 0
 
@@ -84,11 +83,12 @@ class StepLoop:
             speculator.note(flight, speculator.clock() - began)
         return events
 
-    def _start(self, rows: Rows) -> Flight | Verified:
+    def _start(self, rows: Rows) -> Flight:
         """Start a step: with drafts, ahead of the host, or waited for."""
-        if self._speculator is not None and (verified := self._speculator.start(rows)):
-            return verified
-        return launch(self._runner, rows) if self._may_launch(rows) else run(self._runner, rows)
+        drafts = None if self._speculator is None else self._speculator.drafts(rows)
+        if drafts is None and self._may_launch(rows):
+            return launch(self._runner, rows)
+        return run(self._runner, rows, drafts)
 
     def _may_launch(self, rows: Rows) -> bool:
         """Whether the host need not know what comes of a step to start the next one."""
@@ -96,14 +96,14 @@ class StepLoop:
             return False
         return self._speculator is None or not self._speculator.may_draft(rows)
 
-    def _note_start(self, flight: Flight | Verified) -> None:
-        """Of a step that was started: what it leaves is kept before the next one starts."""
+    def _note_start(self, flight: Flight) -> None:
+        """Keep what a step that was started leaves, before the next one starts."""
         self._flights.append(flight)
         self.num_steps += 1
         if self._prefixes is not None:
             self._prefixes.run(flight.requests)
 
-    def _land(self, flight: Flight | Verified) -> list[TokenEvent]:
+    def _land(self, flight: Flight) -> list[TokenEvent]:
         """Wait for the oldest step under way; free what has ended, but for what the next one
         still uses."""
         events = flight.land()
@@ -176,9 +176,7 @@ class StepLoop:
                 self._prefixes.wait_again(request)
         self._free(requests)
 
-    def retire(
-        self, requests: Sequence[Request], *, landed: Flight | Verified | None = None
-    ) -> None:
+    def retire(self, requests: Sequence[Request], *, landed: Flight | None = None) -> None:
         """Forget requests that have ended, and free what no step under way uses of them."""
         flights = [flight for flight in self._flights if flight is not landed]
         under_way = {request for flight in flights for request in flight.requests}
@@ -203,7 +201,7 @@ class StepLoop:
             self._flights.clear()
             self._free(list(dict.fromkeys(requests)))
             for request in requests:
-                request.expect_nothing()
+                request.num_in_flight = 0  # what they sampled is sampled anew
                 if request.output is not None:
                     self._scheduler.discard(request)
                 if self._prefixes is not None:

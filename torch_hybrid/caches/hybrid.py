@@ -123,8 +123,9 @@ class HybridCache:
         slots = self.states.take(num_seqs)
         seqs = []
         for place, slot in zip(places, slots, strict=True):
-            seqs.append(Sequence(next(self._ids), self._owner))
-            held = self._held[seqs[-1].id] = Held(place=place, slot=slot, start=slot)
+            held = Held(place=place, slot=slot, start=slot)
+            seqs.append(Sequence(next(self._ids), self._owner, held))
+            self._held[seqs[-1].id] = held
             if start is not None and kept is not None:
                 self._start(held, kept, start.num_tokens if length is None else length)
         return seqs

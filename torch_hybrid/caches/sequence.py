@@ -15,6 +15,12 @@ class Sequence:
 
     id: int
     owner: object = field(repr=False)  # of the cache that made it; kept alive by its handles
+    _held: Held = field(repr=False, compare=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it holds for certain: the one count of them that there is."""
+        return self._held.length
 
 
 @dataclass(slots=True)

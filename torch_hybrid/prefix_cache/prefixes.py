@@ -162,7 +162,7 @@ class Prefixes:
             checkpoint, length = start.checkpoint, start.num_tokens
             if _is_on_host(start):
                 checkpoint = self._return(request, length)
-                length = request.num_held = 0 if checkpoint is None else length
+                length = 0 if checkpoint is None else length
             (request.sequence,) = self._runner.new_sequences(
                 1, start=checkpoint, length=None if checkpoint is None else length
             )

@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from torch_hybrid.flight import Flight, Rows
+from torch_hybrid.flight import Drafts, Flight, Rows, is_decode
 from torch_hybrid.request import Request
 from torch_hybrid.speculation.acceptance import Acceptance
 from torch_hybrid.speculation.costs import StepCosts
 from torch_hybrid.speculation.head import Head
 from torch_hybrid.speculation.pace import Pace
 from torch_hybrid.speculation.parameters import Speculation
-from torch_hybrid.speculation.verified import Verified, verify
 
 if TYPE_CHECKING:
     from torch_hybrid.graphs.runner import Runner
@@ -73,29 +72,26 @@ class Speculator:
         """Whether a step of these rows may get drafts, so that their histories must be known."""
         if self._pace.rests:
             return False
-        runs_prompt = any(num_new > 1 for _, num_new in rows)
-        return not runs_prompt and any(self._most(request) for request, _ in rows)
+        return is_decode(rows) and any(self._most(request) for request, _ in rows)
 
-    def start(self, rows: Rows) -> Verified | None:
-        """Run a step with drafts; None where it is to be run without."""
-        if not _is_decode(rows) or self._pace.rests:
+    def drafts(self, rows: Rows) -> Drafts | None:
+        """Drafts for each row of a step; None where it is to be run without."""
+        if self._pace.rests or not is_decode(rows) or not all(_is_last(r) for r, _ in rows):
             return None
         if self._speculation.adapts and not self._pace.is_measured(len(rows)):
             return None  # what drafts cost is not known before plain steps were timed
         drafts = self._drafts([request for request, _ in rows], self._room(rows))
-        return verify(self._runner, rows, drafts) if any(drafts) else None
+        return drafts if any(drafts) else None
 
-    def note(self, flight: Flight | Verified, seconds: float) -> None:
+    def note(self, flight: Flight, seconds: float) -> None:
         """A step has landed, after so long by ``clock``."""
         num_before, self._num_buckets = self._num_buckets, self._runner.num_buckets
         is_first = self._num_buckets != num_before
-        num_seqs = len(flight.requests)
-        if isinstance(flight, Flight):
-            if flight.is_decode:
-                self._pace.note_step(num_seqs, 0, num_seqs, seconds, is_first=is_first)
-        else:
+        if any(flight.drafts):
             self._count(flight)
-            num_tokens, length = num_seqs + sum(flight.num_accepted), max(map(len, flight.drafts))
+        if flight.is_decode:
+            num_seqs, length = len(flight.requests), max(map(len, flight.drafts), default=0)
+            num_tokens = num_seqs + sum(flight.num_accepted)
             self._pace.note_step(num_seqs, length, num_tokens, seconds, is_first=is_first)
 
     def forget(self, request: Request) -> None:
@@ -103,8 +99,8 @@ class Speculator:
         self._courses.pop(request, None)
         self._drafter.forget(request)
 
-    def _count(self, flight: Verified) -> None:
-        tried = list(zip(flight.requests, flight.drafts, flight.num_accepted, strict=True))
+    def _count(self, flight: Flight) -> None:
+        tried = list(zip(flight.sampled, flight.drafts, flight.num_accepted, strict=True))
         for request, drafts, count in tried:
             if drafts and request in self._courses:
                 self._pace.note_drafts(self._courses[request], len(drafts), count)
@@ -167,6 +163,6 @@ class Speculator:
         return fitting
 
 
-def _is_decode(rows: Rows) -> bool:
-    """Whether each request runs its last token, and no part of a prompt."""
-    return all(num_new == 1 == len(request.history) - request.num_held for request, num_new in rows)
+def _is_last(request: Request) -> bool:
+    """Whether it is the last token of a history that a request runs next."""
+    return request.num_held + 1 == len(request.history)
