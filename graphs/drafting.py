@@ -122,12 +122,14 @@ class Drafting:
             self._run_head(group, [()] * len(group), ())
 
     def keep_room(self, seqs: Sequence[HeldSequence], num_new: Sequence[int]) -> None:
-        """Have the head read what the new tokens of sequences would write over unread."""
+        """Have the head read what a step would lose unread: its new tokens write over it, or it
+        takes the states to another slot, with the last token's alone."""
         if not self.has_head:
             return
         unread = map(self._cache.num_unread, seqs)
         if any(own + new > self._most_unread for own, new in zip(unread, num_new, strict=True)):
             self.read(seqs)
+        self.read([seq for seq in seqs if self._cache.moves(seq)])
 
     def _run_head(
         self,
@@ -153,6 +155,6 @@ class Drafting:
             self._stepper.compile(variant)
             drafted = self._execution.logits(variant, planned)
         finally:
-            self._cache.give_back_drafts(seqs)
+            self._cache.give_back_pages(seqs)
         self._cache.note_read(seqs)
         return drafted

@@ -68,7 +68,7 @@ def test_admits_only_with_pages_for_the_whole_prompt_and_the_growth_of_the_other
 
 def test_the_latest_admitted_is_preempted_and_waits_at_the_head():
     scheduler = Scheduler(max_tokens=100, page_size=4)
-    first, second, third = jobs_of(scheduler, 4, 4, 4)
+    first, _, third = jobs_of(scheduler, 4, 4, 4)
     run(scheduler.schedule(free_slots=9, free_pages=100))
     (late,) = jobs_of(scheduler, 1)
     schedule = scheduler.schedule(free_slots=6, free_pages=0)

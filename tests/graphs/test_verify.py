@@ -121,6 +121,38 @@ def test_what_is_accepted_is_held(family: str):
     go_through(Twins(small(family)))
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("goes_on", ["verify", "extend", "flush"])
+def test_a_checkpoint_before_drafts_are_accepted_is_of_what_is_certain(family: str, goes_on: str):
+    """A fork goes on after the certain token, the sequence after what is accepted later."""
+    model = small(family)
+    runner = Runner(model, **SIZES, page_size=4, compile=False, max_drafts=3, max_checkpoints=2)
+    plain = Runner(model, **SIZES, compile=False)
+    [prompt, new, next_new] = tokens_of(random.Random(0), 9, 4, 3)
+    [seq] = runner.new_sequences(1)
+    runner.extend([seq], [prompt])
+    runner.verify([seq], [new])
+    handle = runner.checkpoint(seq)
+    [fork] = runner.new_sequences(1, start=handle)
+    assert handle.num_tokens == seq.num_tokens == fork.num_tokens == 10
+    runner.accept([seq], [2])
+    assert (seq.num_tokens, fork.num_tokens) == (12, 10)
+    [twin, other] = plain.new_sequences(2)
+    plain.extend([twin, other], [[*prompt, *new[:3]], [*prompt, *new[:1]]])
+    if goes_on == "flush":
+        runner.flush([seq, fork])
+    if goes_on == "verify":
+        actual = runner.verify([seq, fork], [next_new, next_new])
+    else:
+        actual = runner.extend([seq, fork], [next_new, next_new], logits="all")
+    expected = plain.extend([twin, other], [next_new, next_new], logits="all")
+    assert relative_error(actual, expected) < 5e-5
+    runner.free([seq, fork])
+    runner.release(handle)
+    assert runner.cache.pages.num_free == runner.cache.num_pages
+    assert runner.cache.states.num_free == runner.cache.states.capacity
+
+
 def test_padded_steps_on_static_inputs():
     """As they are captured on a GPU."""
     go_through(Twins(make_hybrid(), cuda_graphs="on"))

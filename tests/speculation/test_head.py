@@ -91,6 +91,17 @@ def test_where_all_steps_are_of_one_graph(
     go_through(Histories(oracle, th.Runner(model, **sizes)))
 
 
+def test_prompts_of_one_token(dense: tuple[Oracle, th.HybridModel]):
+    """Nothing stands before the first token that the head reads."""
+    oracle, model = dense
+    runner = th.Runner(model, **SIZES, compile=False, max_drafts=DRAFTS)
+    for _ in range(2):  # the second time on what the first ones left
+        histories = Histories(oracle, runner)
+        histories.begin(1, 1, 1, 1)
+        histories.check(3, 3, 3, 3)
+        runner.free(histories.seqs)
+
+
 def go_through(histories: Histories) -> None:
     """Prompts, steps of one token and of drafts in turn."""
     histories.begin(9, 1, 30)
@@ -145,6 +156,29 @@ def test_forks_and_checkpoints(dense: tuple[Oracle, th.HybridModel]):
     histories.extend(some_tokens(histories.rng, 1, 5, 1))
     runner.release(checkpoint)
     histories.check(3, 2, 3)
+
+
+def test_a_checkpoint_before_drafts_are_accepted(dense: tuple[Oracle, th.HybridModel]):
+    """The head reads what is certain for it, and what is accepted later all the same."""
+    oracle, model = dense
+    runner = th.Runner(model, **SIZES, compile=False, max_drafts=DRAFTS, max_checkpoints=2)
+    histories = Histories(oracle, runner)
+    histories.begin(1)
+    for _ in range(8):
+        new = some_tokens(histories.rng, 4)[0]
+        runner.verify(histories.seqs, [new])
+        checkpoint = runner.checkpoint(histories.seqs[0])
+        runner.draft(histories.seqs, new[1:2], [3])
+        runner.accept(histories.seqs, [3])
+        histories.held[0] += new
+        histories.verify([1], [0])  # which leaves the checkpoint's slot
+        histories.check(3)
+        histories.seqs += runner.new_sequences(1, start=checkpoint)
+        runner.release(checkpoint)
+        histories.held.append(histories.held[0][:-4])
+        histories.check(3, 3, copied_pages=len(histories.held[1]) % 8 > 0)
+        runner.free([histories.seqs.pop()])
+        histories.held.pop()
 
 
 def test_two_batch_overlap(dense: tuple[Oracle, th.HybridModel]):

@@ -134,6 +134,6 @@ def kept_hidden(
     position = plan.seq_lens[own] - cu_seqlens[own + 1] + count
     slot = plan.initial_indices[own]
     before = hidden[slot, (position - 1).clamp(min=0) % num_kept]
-    before = before.masked_fill((slot == 0)[:, None], 0.0)
+    before = before.masked_fill(((slot == 0) | (position == 0))[:, None], 0.0)
     kept = kept_tokens[slot, position % num_kept]
     return torch.where(tokens == KEPT, kept, tokens), before

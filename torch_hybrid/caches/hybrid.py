@@ -359,15 +359,16 @@ class HybridCache:
             held.length += n
             held.num_unread += n
             held.num_drafts, held.num_accepted = 0, n
-            self._give_back_pages(held)
+        self.give_back_pages(seqs)
 
-    def _give_back_pages(self, held: Held) -> None:
-        """Those that only drafts were in."""
-        num_used = -(-held.length // self.page_size)
-        if num_used < len(held.pages):
-            self.pages.give_back(held.pages[num_used:])
-            self._page_table.row(held)[num_used : len(held.pages)] = 0
-            del held.pages[num_used:]
+    def give_back_pages(self, seqs: Many[Sequence]) -> None:
+        """Give back the pages that hold neither tokens of sequences nor drafts to be accepted."""
+        for held in (self._held[seq.id] for seq in seqs):
+            num_used = -(-(held.length + held.num_drafts) // self.page_size)
+            if num_used < len(held.pages):
+                self.pages.give_back(held.pages[num_used:])
+                self._page_table.row(held)[num_used : len(held.pages)] = 0
+                del held.pages[num_used:]
 
     def are_replayed(self, seqs: Many[Sequence]) -> bool:
         """Whether the states of all sequences hold all of their certain tokens; unknown ones do."""
@@ -480,16 +481,16 @@ class HybridCache:
         held = self._held.get(seq.id)
         return 0 if held is None else held.num_unread
 
+    def moves(self, seq: Sequence) -> bool:
+        """Whether the next step of a sequence leaves its states in another slot than it finds them
+        in, those of a checkpoint; unknown ones do not."""
+        held = self._held.get(seq.id)
+        return held is not None and held.start != held.slot
+
     def note_read(self, seqs: Many[Sequence]) -> None:
         """The model's head has read all tokens of sequences."""
         for seq in seqs:
             self._held[seq.id].num_unread = 0
-
-    def give_back_drafts(self, seqs: Many[Sequence]) -> None:
-        """Forget the drafts of sequences, and give back the pages that only those were in."""
-        for seq in seqs:
-            self._held[seq.id].num_drafts = 0
-            self._give_back_pages(self._held[seq.id])
 
     def pool_tensors(self) -> list[Tensor]:
         """Every pool tensor, kind by kind."""
