@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import torch_hybrid as th
+from tests.prefix_cache.test_prefixes import Always
 from tests.tiny_models import FEWEST_LAYERS, make_hybrid
 from tests.tiny_tokenizers import image_processor
 from tests.tiny_vision import IMAGE, PATCH, Seen, make_seen, make_vision_model
@@ -108,6 +109,39 @@ def test_rows_are_given_up_when_the_prompt_has_passed_them(qwen):
     images.passed(1, 43)
     with pytest.raises(AssertionError, match="not loaded"):
         images.rows(29, 3)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_an_image_that_ends_a_prompt_is_seen_by_a_step_of_its_last_token(qwen, keeps: bool):
+    """Alone, after a chunk or a kept prefix, that token is no draft's: its embedding is a row."""
+    model, _, _ = qwen
+    seen = make_seen("qwen3_5", [28 if keeps else 26, (4, 6)])
+    prompt = Seen(seen.tokens[:-1], seen.inputs)  # its last token is the image's last
+    assert (len(prompt.tokens) == 33) != keeps
+    plain = th.Engine(th.Runner(model, **SIZES))
+    speculation = th.Speculation(Always(), max_tokens=3, adapts=False)
+    runner = th.Runner(model, **SIZES, max_drafts=3, max_checkpoints=8)
+    options = {"prefix_cache": th.PrefixCache(min_tokens=4)} if keeps else {}
+    engine = th.Engine(runner, speculate=speculation, **options)
+    for _ in range(3):
+        sampling = th.Sampling(max_new_tokens=NEW, ignore_eos=True, n=2)
+        assert tokens_of(engine, [prompt], sampling) == tokens_of(plain, [prompt], sampling)
+    assert engine.stats().drafts.drafted > 0
+
+
+def test_rows_are_given_up_by_a_step_with_drafts_too(qwen):
+    """The last token of a prompt may be the first that is run with drafts."""
+    model, _, _ = qwen
+    seen = make_seen("qwen3_5", [23, (4, 6), 2])
+    assert len(seen.tokens) == 33
+    runner = th.Runner(model, **SIZES, max_drafts=3)
+    engine = th.Engine(runner, speculate=th.Speculation(Always(), max_tokens=3, adapts=False))
+    request = engine.submit(seen.encoded, GREEDY)
+    while not request.tokens:
+        engine.step()
+    assert request.images._rows is None
+    assert engine.stats().drafts.drafted > 0
+    engine.close()
 
 
 def test_drafts_go_on_from_where_images_moved_the_positions(qwen):

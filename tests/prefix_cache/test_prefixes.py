@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from expecttest import assert_expected_inline
 import torch_hybrid as th
 from tests.tiny_models import VOCAB_SIZE, make_model
 from tests.tiny_tokenizers import CHAT_TEMPLATE, byte_level
+from torch_hybrid.prefix_cache import file
 from torch_hybrid.prompts import message_tokens, prompt_tokens
 
 TWO_LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
@@ -297,6 +299,52 @@ def test_files_that_are_foreign_or_damaged_are_refused(tmp_path: Path):
         engine.load_prefixes(tmp_path / "absent")
     with pytest.raises(ValueError, match="save_prefixes needs an engine with a prefix_cache"):
         th.Engine(engine.runner).save_prefixes(path)
+
+
+class Always:
+    """A drafter that has as many drafts as are asked for, most of them wrong."""
+
+    def propose(self, requests: Sequence[th.Request], counts: Sequence[int]) -> list[list[int]]:
+        return [[1] * count for count in counts]
+
+    def forget(self, request: th.Request) -> None:
+        pass
+
+
+def test_what_is_kept_at_a_step_with_drafts_is_of_its_certain_tokens(tmp_path: Path):
+    """The last token of a known prompt runs with drafts, and the only slot is somebody else's."""
+    runner = make_runner(max_checkpoints=1, max_drafts=3, max_seqs=4)
+    plain, path = th.Engine(make_runner()), tmp_path / "prefixes"
+    options = th.PrefixCache(min_tokens=8, host_bytes=1 << 20)
+    speculate = th.Speculation(Always(), max_tokens=3, adapts=False)
+    engine = th.Engine(runner, prefix_cache=options, speculate=speculate)
+    known = [tokens(30), tokens(40, seed=1)]
+    for seed in range(8):
+        prompts = [known[0], tokens(9 + seed, seed=2 + seed), known[1]][: 2 + seed % 2]
+        sampling = th.Sampling(max_new_tokens=1 + seed % 4, temperature=0.0)
+        expected = [output.tokens for output in serve(plain, prompts, sampling)]
+        assert [output.tokens for output in serve(engine, prompts, sampling)] == expected
+        engine.save_prefixes(path)
+        with th.Engine(make_runner(), prefix_cache=options) as other:
+            assert other.load_prefixes(path) > 0
+            turns = [[*prompt, 1] for prompt in known]
+            assert [o.tokens for o in serve(other, turns)] == [
+                o.tokens for o in serve(plain, turns)
+            ]
+    assert engine.stats().drafts.drafted > 10
+
+
+def test_what_is_kept_says_how_many_tokens_it_is_of(tmp_path: Path):
+    engine, path = make_engine(), tmp_path / "prefixes"
+    serve(engine, [tokens(101)])
+    [node] = [node for node in engine._prefixes._kept._nodes if node.depth == 101]
+    checkpoint, other = node.checkpoint, engine._prefixes._tree.insert(array("q", [1, 2]))[0]
+    assert message(other.keep, checkpoint) == "a place of 2 tokens cannot keep 101"
+    copy, facts = engine.runner.cache.checkpoints.to_host(checkpoint), engine._prefixes._facts()
+    assert message(other.keep_on_host, copy) == "a place of 2 tokens cannot keep 101"
+    file.save(path, [(tokens(100), copy)], facts)
+    text = message(engine.load_prefixes, path).replace(str(path), "FILE")
+    assert text == "FILE is damaged: prefix 0 has 100 tokens, and keeps 101"
 
 
 def test_stats():

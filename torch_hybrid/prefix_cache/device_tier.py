@@ -51,10 +51,10 @@ class DeviceTier:
 
     def keep(self, node: Node, checkpoint: Checkpoint) -> None:
         """Keep a checkpoint at a place that has none."""
+        node.keep(checkpoint)
         if not self._nodes:
             self._cache.checkpoints.reclaimers.append(self)
         self.host.drop(node)
-        node.keep(checkpoint)
         node.last_used = self.now
         self._nodes[node] = None
 

@@ -2,6 +2,7 @@
 
 metadata    what they hold for, by name, and a digest of all that follows
 N.tokens    of the N-th prefix
+N.count     of the tokens that its states and pages are of
 N.states.M  what it has in the M-th pool of states
 N.pages.M   and in the M-th pool of pages
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from torch_hybrid.caches.pool_copies import HostCopy
 
-_FORMAT = "1"
+_FORMAT = "2"  # of 1, states may be of a token more than they say
 _DIGEST = "digest"
 _SAMPLES = 256  # values of each weight that tell one model from another
 Prefix = tuple[list[int], HostCopy]
@@ -54,6 +55,7 @@ def save(path: Path, prefixes: Sequence[Prefix], facts: Mapping[str, str]) -> No
         if copy.copied is not None:
             copy.copied.synchronize()
         tensors[f"{at}.tokens"] = torch.tensor(tokens, dtype=torch.int64, device="cpu")
+        tensors[f"{at}.count"] = torch.tensor(copy.num_tokens, dtype=torch.int64, device="cpu")
         for kind, kept in (("states", copy.states), ("pages", copy.pages)):
             tensors |= {f"{at}.{kind}.{place}": tensor for place, tensor in enumerate(kept)}
     partial = path.with_name(f"{path.name}.{os.getpid()}")
@@ -69,7 +71,8 @@ def load(path: Path, facts: Mapping[str, str]) -> list[Prefix]:
 
     Raises:
         OSError: there is none, or it cannot be read.
-        ValueError: it is damaged, or its prefixes are of other ``facts``.
+        ValueError: it is damaged, its prefixes are of other ``facts``, or what one keeps is of more
+            or fewer tokens than it has.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -86,7 +89,14 @@ def load(path: Path, facts: Mapping[str, str]) -> list[Prefix]:
     if digest != _digest(tensors):
         raise ValueError(f"{path} is damaged: its contents are not those that were written")
     count = sum(name.endswith(".tokens") for name in tensors)
-    return [_prefix(tensors, at) for at in range(count)]
+    prefixes = [_prefix(tensors, at) for at in range(count)]
+    for at, (tokens, copy) in enumerate(prefixes):
+        if copy.num_tokens != len(tokens):
+            raise ValueError(
+                f"{path} is damaged: prefix {at} has {len(tokens)} tokens, and keeps "
+                f"{copy.num_tokens}"
+            )
+    return prefixes
 
 
 def _prefix(tensors: Mapping[str, Tensor], at: int) -> Prefix:
@@ -95,7 +105,8 @@ def _prefix(tensors: Mapping[str, Tensor], at: int) -> Prefix:
         tuple(tensors[f"{at}.{kind}.{place}"] for place in range(_count(tensors, f"{at}.{kind}.")))
         for kind in ("states", "pages")
     )
-    return tokens, HostCopy(num_tokens=len(tokens), states=states, pages=pages, copied=None)
+    num_tokens = int(tensors[f"{at}.count"])
+    return tokens, HostCopy(num_tokens=num_tokens, states=states, pages=pages, copied=None)
 
 
 def _count(tensors: Mapping[str, Tensor], start: str) -> int:

@@ -112,9 +112,14 @@ class Prefixes:
 
     def _facts(self) -> dict[str, str]:
         """What is kept holds for."""
-        sizes = self._cache.sizes
+        cache, sizes = self._cache, self._cache.sizes
+        scales = {layer_id: worth.tolist() for layer_id, worth in cache.scales.items()}
         return file.facts_of(
-            self._runner.model, self._cache.table, page_size=sizes.page_size, dtype=sizes.dtype
+            self._runner.model,
+            (cache.table, scales),
+            page_size=sizes.page_size,
+            dtype=sizes.dtype,
+            batch_invariant=self._runner.batch_invariant,
         )
 
     # What a request goes through, in this order.

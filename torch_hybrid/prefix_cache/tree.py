@@ -47,18 +47,24 @@ class Node:
             node = node.parent
 
     def keep(self, checkpoint: Checkpoint | None) -> None:
-        """Keep a checkpoint here, or none any more."""
+        """Keep a checkpoint here, or none any more; it is of the tokens from the root to here."""
+        self._check_count(checkpoint)
         change = (checkpoint is not None) - (self.checkpoint is not None)
         self.checkpoint = checkpoint
         for node in self.path():
             node.num_kept += change
 
     def keep_on_host(self, copy: HostCopy | None) -> None:
-        """Keep a copy on the host here, or none any more."""
+        """Keep a copy on the host here, or none any more, of as many tokens."""
+        self._check_count(copy)
         change = (copy is not None) - (self.on_host is not None)
         self.on_host = copy
         for node in self.path():
             node.num_on_host += change
+
+    def _check_count(self, kept: Checkpoint | HostCopy | None) -> None:
+        if kept is not None and kept.num_tokens != self.depth:
+            raise ValueError(f"a place of {self.depth} tokens cannot keep {kept.num_tokens}")
 
     @property
     def all_tokens(self) -> list[int]:

@@ -94,6 +94,10 @@ class SmallerModel:
             if is_new:
                 [self._sequences[request]] = runner.new_sequences(1)
             sequence = self._sequences[request]
+            if runner.length(sequence) == len(request.history):  # asked again: a step was cut off
+                self._free([request])
+                [sequence] = runner.new_sequences(1)
+                self._sequences[request] = sequence
             missing = request.history[runner.length(sequence) :]
             # A fork has a copy of a page that is partly filled.
             needed = runner.pages_needed(sequence, len(missing) + count) + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from torch_hybrid.flight import Drafts, Flight, Rows, is_decode
@@ -118,7 +119,7 @@ class Speculator:
         proposed = self._drafter.propose([r for r, _ in asked], [count for _, count in asked])
         by_request = dict(zip((r for r, _ in asked), proposed, strict=True))
         drafts = [
-            by_request.get(request, [])[:count]
+            self._known(by_request.get(request, [])[:count])
             for request, count in zip(requests, wanted, strict=True)
         ]
         lengths = list(map(len, drafts))
@@ -126,6 +127,10 @@ class Speculator:
             return drafts
         kept = self._that_pay(requests, lengths)
         return [own[:length] for own, length in zip(drafts, kept, strict=True)]
+
+    def _known(self, drafts: Sequence[int]) -> list[int]:
+        """Drafts up to the first one that the model's vocabulary lacks, which is just wrong."""
+        return list(takewhile(lambda token: 0 <= token < self._runner.vocab_size, drafts))
 
     def _that_pay(self, requests: Sequence[Request], most: Sequence[int]) -> list[int]:
         """Of so many drafts of each request."""
