@@ -57,8 +57,9 @@ def chunk_gated_delta_rule(
     if state_indices.shape[0] == 0:
         return torch.zeros_like(v, memory_format=torch.contiguous_format)
     pieces = state_pieces(q.dtype, qk_l2norm, is_exact=is_exact)
-    options = {"scale": scale, "qk_l2norm": qk_l2norm, "pieces": pieces}
-    prepared, prepare = _prepare(q, k, g, beta, cu_seqlens, **options)
+    prepared, prepare = _prepare(
+        q, k, g, beta, cu_seqlens, scale=scale, qk_l2norm=qk_l2norm, pieces=pieces
+    )
     walks = Walks.of(v, state_indices.shape[0], planned)
     slots = initial_indices, state_indices
     out, walk = scan(prepared, q, v, state, cu_seqlens, *slots, walks=walks)

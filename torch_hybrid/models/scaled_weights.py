@@ -34,9 +34,9 @@ def hold_scales(model: nn.Module) -> None:
             _hold_experts(module)
         for name, child in list(module.named_children()):
             # Of a subclass (torch's own attention has one) others may read the weight as well.
-            if child in widened or type(child) not in (nn.Linear, SummedLinear):
+            if not isinstance(child, nn.Linear) or type(child) not in (nn.Linear, SummedLinear):
                 continue
-            if has_scales(child.weight):
+            if child not in widened and has_scales(child.weight):
                 setattr(module, name, _held(child))
 
 
