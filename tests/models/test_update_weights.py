@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import torch_hybrid as th
@@ -56,6 +56,27 @@ def test_new_weights_are_those_of_a_model_that_is_loaded_with_them(family: str, 
     assert not torch.equal(before, expected)
     runner.update_weights(iter(weights_of(new).items()))  # some of which are not read
     assert torch.equal(logits(runner), expected)
+
+
+def test_a_shared_weight_by_any_of_its_names(tmp_path: Path):
+    """A file may have a tied head beside the embeddings; what is given for either is for both."""
+    sizes = FEWEST_LAYERS["qwen3_next"]
+    make_model("qwen3_next", tie_word_embeddings=True, **sizes).save_pretrained(tmp_path)
+    weights, head = weights_of(tmp_path), "lm_head.weight"
+    old = weights["model.embed_tokens.weight"]
+    save_file({**weights, head: old.clone()}, tmp_path / "model.safetensors", {"format": "pt"})
+    updated = []
+    for names in (["model.embed_tokens.weight"], [head], [head, "model.embed_tokens.weight"]):
+        runner = th.Runner(th.from_pretrained(tmp_path), **SIZES)
+        before = logits(runner)
+        runner.update_weights(dict.fromkeys(names, old.flip(0)), partial=True)
+        updated.append(logits(runner))
+        assert not torch.equal(updated[-1], before)
+        assert torch.equal(updated[-1], updated[0])
+    runner.update_weights(iter(weights.items()))
+    assert torch.equal(logits(runner), before)
+    with pytest.raises(ValueError, match=r"lm_head.weight and model.embed_tokens.weight are one, "):
+        runner.update_weights({head: old.flip(0), **weights})
 
 
 @pytest.fixture(scope="module")

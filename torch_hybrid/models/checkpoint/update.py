@@ -18,6 +18,7 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.models.checkpoint.content import Content, Slice, Stored, leaves, slices
 
 Weights = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+_INNER = "hf_model."  # before the names that transformers has for weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,22 @@ class Origins:
             self._stored |= stored
             for name in stored:
                 self._of[name].append(origin)
+
+    def tied(self, model: nn.Module) -> dict[str, str]:
+        """Return by name the tensors of the checkpoint that were not read since layers of their
+        names share a weight, and the tensor that it was read from."""
+        read = {
+            id(origin.weight): name
+            for name, origins in self._of.items()
+            for origin in origins
+            if len([*leaves(origin.content)]) == 1
+        }
+        found = {}
+        for path, weight in model.named_parameters(remove_duplicate=False):
+            name = path.removeprefix(_INNER)
+            if name in self._stored and name not in self._of and id(weight) in read:
+                found[name] = read[id(weight)]
+        return found
 
     def check_model(self, model: nn.Module) -> None:
         """Raise UnsupportedError unless all weights are where they were read, without scales."""
@@ -128,7 +145,8 @@ def checked_update(
     Raises:
         UnsupportedError: the model has no weights that can be written by these names.
         ValueError: a name is unknown or comes twice, a shape or dtype is not the checkpoint's, some
-            values are not finite, or some weights are missing.
+            values are not finite, some weights are missing, or one that is shared comes with
+            different values.
     """
     if origins is None:
         raise UnsupportedError(
@@ -136,9 +154,11 @@ def checked_update(
             "th.from_pretrained, with weights='auto'"
         )
     origins.check_model(model)
+    pairs = weights.items() if isinstance(weights, Mapping) else weights
+    once = _once(pairs, origins.tied(model))
     if not isinstance(weights, Mapping | Sequence):
-        return lambda: _write(origins, weights, partial=partial)
-    given = list(weights.items() if isinstance(weights, Mapping) else weights)
+        return lambda: _write(origins, once, partial=partial)
+    given = list(once)
     seen: set[str] = set()
     for name, values in given:
         _check(origins, name, values, seen)
@@ -150,6 +170,26 @@ def checked_update(
             origins.write(name, values)
 
     return write
+
+
+def _once(
+    weights: Iterable[tuple[str, Tensor]], tied: Mapping[str, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Name each weight as it was read; one that layers share may come under several names.
+
+    Raises:
+        ValueError: it comes with other values then.
+    """
+    first: dict[str, tuple[str, Tensor]] = {}
+    for name, values in weights:
+        target = tied.get(name, name)
+        if target in tied.values():
+            other, kept = first.setdefault(target, (name, values))
+            if other != name:
+                if not torch.equal(kept, values.to(kept.device)):
+                    raise ValueError(f"weights {other} and {name} are one, got different values")
+                continue
+        yield target, values
 
 
 def _check(origins: Origins, name: str, values: Tensor, seen: set[str]) -> None:
