@@ -55,12 +55,16 @@ class Fuzz:
 
     def __init__(self, family: str, seed: int, **options: object) -> None:
         self.rng = random.Random(seed)
-        model = th.adapt(make_model(family, **FAMILIES.get(family, {})))
+        model = self.make_model(family)
+        self.asked: dict[th.Request, object] = {}  # prompts, images included
         self.runner = th.Runner(model, **{**SIZES, "max_drafts": DRAFTS, **options})
         self.alone = self.runner  # where a request is served by itself
         self.counts = Counts()
         self._calls_left: int | None = None  # until a layer raises
         model.layers[-1].register_forward_pre_hook(self._maybe_raise)
+
+    def make_model(self, family: str) -> th.HybridModel:
+        return th.adapt(make_model(family, **FAMILIES.get(family, {})))
 
     def monotonic(self) -> float:
         """The engines' clock: a step takes a second, on any machine."""
@@ -109,7 +113,7 @@ class Fuzz:
             speculate=self.rng.choice([None, drafts]),
         )
 
-    def draw_prompt(self) -> list[int]:
+    def draw_prompt(self) -> object:
         return [self.rng.randrange(VOCAB_SIZE) for _ in range(self.rng.choice(PROMPT_LENGTHS))]
 
     def _submit(self, engine: th.Engine) -> tuple[th.Request, th.Sampling]:
@@ -127,6 +131,7 @@ class Fuzz:
         )
         timeout_s = rng.choice([None, None, None, 12.0])
         request = engine.submit(prompt, th.Sampling(**plain, **raises), timeout_s=timeout_s)
+        self.asked[request] = prompt
         return request, th.Sampling(**plain)
 
     def _cancel(self, engines: list[th.Engine], request: th.Request) -> None:
@@ -158,7 +163,7 @@ class Fuzz:
         for request, plain in requests:
             output = request.output
             assert output is not None, "a request has no end"
-            (alone,) = th.Engine(self.alone).generate(request.prompt, plain)
+            (alone,) = th.Engine(self.alone).generate(self.asked.pop(request), plain)
             got, expected = output.tokens, alone.tokens
             cut_short = output.finish_reason in ("cancelled", "timeout", "error")
             assert got == (expected[: len(got)] if cut_short else expected), (output, expected)

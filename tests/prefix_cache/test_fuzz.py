@@ -2,13 +2,15 @@
 
 import pytest
 
-from tests.prefix_cache.fuzz import PrefixFuzz
+from tests.prefix_cache.fuzz import WITH_HEAD, WITH_IMAGES, PrefixFuzz
 
 
-@pytest.mark.parametrize(("family", "seed"), [("falcon_h1", 6), ("qwen3", 2)])
+@pytest.mark.parametrize(
+    ("family", "seed"), [("qwen3_next", 3), ("qwen3", 2), (WITH_HEAD, 11), (WITH_IMAGES, 10)]
+)
 def test_nothing_is_lost_and_no_token_is_wrong(family: str, seed: int):
     fuzz = PrefixFuzz(family, seed)
-    for _ in range(10):
+    for _ in range(14):
         fuzz.round()
     fuzz.close()
     assert fuzz.counts.requests > 20

@@ -245,6 +245,14 @@ def test_tokens_are_distributed_as_without():
     assert statistic < 24.3  # 7 degrees of freedom: exceeded once in a thousand
 
 
+def test_a_draft_beyond_the_vocabulary_is_just_wrong():
+    sampling = Sampling(max_new_tokens=12)
+    drafter = Knowing(lambda request: [*range(46, 60), *range(40)], share=1.0)
+    engine = Engine(FakeRunner(max_drafts=4), speculate=Speculation(drafter, adapts=False))
+    assert served(sampling, engine=engine) == served(sampling, engine=Engine(FakeRunner()))
+    assert engine.stats().drafts.drafted > 0
+
+
 def test_what_an_engine_refuses():
     with pytest.raises(ValueError, match="needs a runner of as many max_drafts, got max_drafts=2"):
         Engine(FakeRunner(max_drafts=2), speculate=Speculation(max_tokens=3))
