@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import torch_hybrid as th
 from tests.graphs.as_traced import run_as_traced
-from tests.tiny_models import FEWEST_LAYERS, make_hybrid, make_model
+from tests.tiny_models import BUILDERS, FEWEST_LAYERS, make_hybrid, make_model
 from torch_hybrid.caches import room
 from torch_hybrid.demo.task import checkpoint_path, make_prompts
 from torch_hybrid.layers.fused_experts import FusedExperts
@@ -83,6 +83,23 @@ def test_logits_are_those_of_what_integers_are_worth(family: str, weights: str):
     logits = logits_of(model)
     widen(model)
     assert not any(isinstance(m, ScaledLinear) for m in model.modules())
+    torch.testing.assert_close(logits, logits_of(model), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", [name for name in BUILDERS if name not in FAMILIES])
+def test_each_layer_of_integers_is_what_the_model_reads(family: str):
+    """None reads a weight beside its layer, from before it was made integers or as raw numbers."""
+    model = adapt(make_model(family, **FEWEST_LAYERS[family]))
+    th.quantize(model, "int8", **EVERYTHING)
+    logits, generator = logits_of(model), torch.Generator().manual_seed(0)
+    layers = [m for m in model.modules() if isinstance(m, ScaledLinear | IntegerEmbedding)]
+    assert layers
+    for layer in layers:
+        kept = layer.scales.clone()
+        layer.scales *= 0.5 + torch.rand(kept.shape, generator=generator)
+        assert not torch.equal(logits_of(model), logits), layer
+        layer.scales.copy_(kept)
+    widen(model)
     torch.testing.assert_close(logits, logits_of(model), rtol=1e-4, atol=1e-4)
 
 
