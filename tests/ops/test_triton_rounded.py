@@ -32,7 +32,6 @@ BUDGET = 2**-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    op: Callable[..., Tensor]
     implementations: Mapping[str, Implementation]
     reference: Callable[..., Tensor]
     cases: Mapping[str, Case]
@@ -68,14 +67,12 @@ class Family:
 
 Family.all = {
     "gated_delta_rule": Family(
-        op=gdn.chunk_gated_delta_rule,
         implementations=gdn.CHUNK_IMPLEMENTATIONS,
         reference=gated_delta_rule_reference,
         cases=gdn_cases.CASES,
         make_inputs=gdn_cases.make_inputs,
     ),
     "kimi_delta_attention": Family(
-        op=kda.chunk_kimi_delta_attention,
         implementations=kda.CHUNK_IMPLEMENTATIONS,
         reference=kimi_delta_attention_reference,
         cases=kda_cases.CASES,
