@@ -19,6 +19,7 @@ from functools import partial
 from weakref import finalize
 
 import torch
+from torch import nn
 
 from torch_hybrid.backends.mode import Mode, modes_of
 from torch_hybrid.backends.select import Backends, Choice
@@ -53,6 +54,7 @@ from torch_hybrid.graphs.step import Caches, Model, kinds_of_head
 from torch_hybrid.graphs.stepper import Stepper
 from torch_hybrid.graphs.steps import Steps
 from torch_hybrid.graphs.two_batch import OverlapPolicy, check_cuttable, overlap_policy
+from torch_hybrid.host import replace_inference_tensors
 from torch_hybrid.ops.native.ahead import Builds
 from torch_hybrid.progress import tell
 from torch_hybrid.specs import LayerTable
@@ -114,6 +116,8 @@ def decide(model: Model, options: Options, make_trial: MakeTrial) -> Decided:
     check_kv_tokens(options.kv_tokens)
     check_max_drafts(options.max_drafts, options.max_tokens)
     table = kept_table(model.table, options.kv_dtype)
+    if isinstance(model, nn.Module):
+        replace_inference_tensors(model)
     with calm():
         trials: tuple[Trial, ...] = ()
         if options.two_batch_overlap == "auto":

@@ -58,7 +58,8 @@ class Runner(Shown):
     differ only where two logits are as close.
 
     Args:
-        model: from ``from_pretrained`` or ``adapt``.
+        model: from ``from_pretrained`` or ``adapt``. Weights that were made in inference mode are
+            replaced by plain copies.
         max_seqs: sequences that can be held at once.
         max_tokens: most new tokens in one ``extend``; longer prompts come in chunks.
         kv_tokens: tokens that all sequences together can hold. "auto" takes what is left: of a GPU

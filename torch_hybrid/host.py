@@ -227,3 +227,28 @@ def keep_weights(module: nn.Module) -> None:
     for weight, own in zip(weights, memory, strict=True):
         own.copy_(weight.detach())
         weight.data = own
+
+
+def replace_inference_tensors(module: nn.Module) -> None:
+    """Put plain copies in the place of weights and buffers that were made in inference mode.
+
+    Outside of that mode nobody can write such tensors, cut them in place or trace them. A tensor
+    that modules share stays shared.
+    """
+    copies: dict[Tensor, Tensor] = {}
+    with torch.inference_mode(mode=False):
+        for owner in module.modules():
+            weights = owner.named_parameters(recurse=False, remove_duplicate=False)
+            buffers = owner.named_buffers(recurse=False, remove_duplicate=False)
+            for name, tensor in (*weights, *buffers):
+                if not tensor.is_inference():
+                    continue
+                if tensor not in copies:
+                    copies[tensor] = _plain_copy(tensor)
+                setattr(owner, name, copies[tensor])
+
+
+def _plain_copy(tensor: Tensor) -> Tensor:
+    copy = tensor.clone().detach()
+    is_weight = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(copy, requires_grad=tensor.requires_grad) if is_weight else copy

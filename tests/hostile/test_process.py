@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers.utils import logging
 
 import torch_hybrid as th
@@ -57,3 +59,47 @@ def test_loaded_in_any_surroundings(folder: Path, surrounding: str) -> None:
     assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
     found = logits_of(th.Runner(model, compile=False, **SIZES))
     assert all(map(torch.equal, found, expected))
+
+
+@torch.inference_mode()
+def make_weights_of_inference_mode(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            made = torch.nn.Parameter(weight.clone(), requires_grad=False)
+            setattr(module, name, made)
+        for name, values in list(module.named_buffers(recurse=False)):
+            setattr(module, name, values.clone())
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+@pytest.mark.parametrize("when", ["before adapt", "before Runner"])
+def test_weights_that_were_made_in_inference_mode(weights: str, when: str) -> None:
+    def served(*, in_inference_mode: bool) -> list[Tensor]:
+        hf_model = make_model("qwen3_next_dense")
+        if in_inference_mode and when == "before adapt":
+            make_weights_of_inference_mode(hf_model)
+        model = th.adapt(hf_model)
+        if weights != "auto":
+            th.quantize(model, weights)
+        if in_inference_mode and when == "before Runner":
+            make_weights_of_inference_mode(model)
+        runner = th.Runner(model, compile=False, **SIZES)
+        assert not any(tensor.is_inference() for tensor in model.state_dict().values())
+        for weight in model.parameters():
+            weight.mul_(1)
+        return logits_of(runner)
+
+    expected = served(in_inference_mode=False)
+    assert all(map(torch.equal, served(in_inference_mode=True), expected))
+
+
+def test_new_weights_that_were_made_in_inference_mode(folder: Path) -> None:
+    runner = th.Runner(th.from_pretrained(folder), compile=False, **SIZES)
+    expected = logits_of(runner)
+    with torch.inference_mode():
+        weights = {name: w.clone() for name, w in load_file(folder / "model.safetensors").items()}
+        doubled = {name: 2 * w for name, w in weights.items()}
+    runner.update_weights(doubled)
+    assert not torch.equal(logits_of(runner)[0], expected[0])
+    runner.update_weights(weights)
+    assert all(map(torch.equal, logits_of(runner), expected))

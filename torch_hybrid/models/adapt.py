@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from torch_hybrid.graphs.compiling.surroundings import calmly
-from torch_hybrid.host import keep_weights
+from torch_hybrid.host import keep_weights, replace_inference_tensors
 from torch_hybrid.models.families import family_of, table_of
 from torch_hybrid.models.family import Family
 from torch_hybrid.models.hybrid_model import HybridModel
@@ -40,7 +40,8 @@ def adapt(hf_model: Any, *, vision: bool = False) -> HybridModel:
     """Swap the mixers of a transformers model in memory. The model is taken over and changed.
 
     Adapters of peft, in a PeftModel or in a transformers model, are merged into its weights. Of a
-    multimodal model, the text part is taken; with ``vision``, its tower too.
+    multimodal model, the text part is taken; with ``vision``, its tower too. Weights that were made
+    in inference mode are replaced by plain copies.
 
     Raises:
         UnsupportedError: the model type, or a field of its config, is not known here; an adapter
@@ -48,6 +49,8 @@ def adapt(hf_model: Any, *, vision: bool = False) -> HybridModel:
             ``vision`` is asked of a model without a tower that is served.
         ValueError: it is no causal language model, was adapted before, or has NaN weights.
     """
+    if isinstance(hf_model, nn.Module):
+        replace_inference_tensors(hf_model)
     hf_model = merge_adapters(hf_model)
     names = [base.__name__ for base in type(hf_model).__mro__]
     is_causal = any(name.endswith("ForCausalLM") for name in names)
