@@ -16,6 +16,8 @@ from functools import partial, wraps
 from threading import RLock
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
+from torch_hybrid.graphs.compiling.surroundings import calmly
+
 ParamT = ParamSpec("ParamT")
 ResultT = TypeVar("ResultT")
 
@@ -33,7 +35,7 @@ class Turn:
         self._posted: deque[Callable[[], object]] = deque()
 
     def run(self, name: str, call: Callable[[], ResultT]) -> ResultT:
-        """Run a call, and what was posted before its end.
+        """Run a call in a ``calm`` context, and what was posted before its end.
 
         Raises:
             RuntimeError: a call of this thread is in progress.
@@ -44,7 +46,7 @@ class Turn:
                 try:  # no context manager of Python's: Ctrl-C finds gaps at its ends
                     self._call = name
                     self._settle()
-                    return call()
+                    return calmly(call)()
                 finally:
                     try:
                         self._settle()
