@@ -142,7 +142,7 @@ class ThreadsFuzz:
         self.counts["loaded"] += 1
 
     def _refused(self, dtype: torch.dtype) -> None:
-        with pytest.raises(ValueError, match="lm_head.weight"):
+        with pytest.raises(ValueError, match=r"lm_head\.weight"):
             th.from_pretrained(self._broken, dtype=dtype)
         self.counts["refused"] += 1
 
