@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -115,7 +116,12 @@ class StepsBeside:
             folder = Path(self._folder.name)
             with compiling():  # nobody else does, while this process is copied
                 self._child = Forked(lambda: _compiled_files(make, model, store, folder))
-        self._thread = Thread(target=self._bring, name="torch_hybrid compile", daemon=True)
+        self._thread = Thread(
+            target=copy_context().run,  # with torch's configs as its caller has them
+            args=(self._bring,),
+            name="torch_hybrid compile",
+            daemon=True,
+        )
         self._thread.start()
 
     @property

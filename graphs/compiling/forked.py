@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import stat
 import sys
@@ -20,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from multiprocessing.connection import Connection, Pipe
 from threading import Lock, Thread
 from typing import NoReturn
@@ -50,10 +52,10 @@ class Forked:
     def __init__(self, work: Callable[[], Iterator[object]]) -> None:
         self._results, results = Pipe(duplex=False)
         alive, self._alive = Pipe(duplex=False)  # which the child reads until this process ends
-        with warnings.catch_warnings():
-            # Python's warning of locks that other threads hold is for the caller to heed.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            self._pid = os.fork()
+        # Python's warning of locks that other threads hold is for the caller to heed. This filter
+        # is of this module alone, and stays: another thread may set filters meanwhile.
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module=re.escape(__name__))
+        self._pid = os.fork()
         if not self._pid:
             self._results.close()
             self._alive.close()
@@ -158,7 +160,8 @@ def _be_child(
         # Stopped, it would not see that its parent has ended.
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGCONT)
         Thread(target=_end_with, args=(alive,), daemon=True).start()
-        worker = Thread(target=_send_all, args=(work, results))
+        # torch's configs are of a context, which a thread starts without.
+        worker = Thread(target=copy_context().run, args=(_send_all, work, results))
         worker.start()
         worker.join()
     finally:

@@ -186,6 +186,23 @@ def test_what_fails_is_told_once_and_steps_stay_uncompiled(model: th.HybridModel
     assert ends(child_of(runner))
 
 
+def tell_config(graph: Graph) -> None:
+    raise RuntimeError(f"limit {torch._dynamo.config.accumulated_recompile_limit}")
+
+
+@pytest.mark.parametrize("can_fork", [True, False])
+def test_steps_are_compiled_with_the_configs_of_the_caller(
+    can_fork: bool, model: th.HybridModel, monkeypatch: pytest.MonkeyPatch
+):
+    """torch keeps configs by context, which neither a thread nor a fork has of itself."""
+    monkeypatch.setattr(background, "can_fork", lambda: can_fork)
+    with torch._dynamo.config.patch(accumulated_recompile_limit=777):
+        runner = Runner(model, compile="background", passes=(Pass("tell", tell_config),), **DECODE)
+    with pytest.raises(th.UnsupportedError, match="pass tell failed: limit 777"):
+        runner.warm_up()
+    runner.close()
+
+
 def test_without_a_compiler_steps_stay_uncompiled(
     model: th.HybridModel, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
@@ -405,6 +422,17 @@ def test_what_a_fork_raises_and_sends():
     with pytest.raises(forked.ForkedError, match="of its own"):
         child.receive()
     child.close()
+
+
+def test_a_fork_leaves_others_filters_of_warnings():
+    """Python 3.12 tells of a fork beside threads; other warnings are told as before."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        child = forked.Forked(lambda: iter([1]))
+        warnings.warn("of another module", DeprecationWarning, stacklevel=1)
+        warnings.warn_explicit("fork", DeprecationWarning, "forked.py", 1, module=forked.__name__)
+    child.close()
+    assert [str(warning.message) for warning in told] == ["of another module"]
 
 
 def test_values_that_are_refused(model: th.HybridModel):
