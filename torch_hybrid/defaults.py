@@ -63,7 +63,7 @@ class Defaults(TorchFunctionMode):
 
     def _number_as_float(self, value: Any) -> Any:
         is_number = isinstance(value, float)
-        return torch.tensor(value, dtype=self._dtype) if is_number else value
+        return torch.tensor(value, dtype=self._dtype, device="cpu") if is_number else value
 
 
 def on_meta() -> Defaults:
