@@ -14,6 +14,7 @@ from transformers.utils import logging
 import torch_hybrid as th
 from tests.hostile.test_surroundings import SURROUNDINGS, logits_of
 from tests.tiny_models import make_model
+from tests.tiny_vision import BUILDERS, make_vision_model
 
 SIZES = {"max_seqs": 3, "max_tokens": 64, "kv_tokens": 192, "page_size": 16}
 
@@ -103,3 +104,21 @@ def test_new_weights_that_were_made_in_inference_mode(folder: Path) -> None:
     assert not torch.equal(logits_of(runner)[0], expected[0])
     runner.update_weights(weights)
     assert all(map(torch.equal, logits_of(runner), expected))
+
+
+@pytest.mark.parametrize("family", BUILDERS)
+def test_no_default_dtype_is_set_for_the_process(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_vision_model(family).save_pretrained(tmp_path)
+    expected = th.from_pretrained(tmp_path, vision=True, dtype=torch.bfloat16).state_dict()
+
+    def refuse(dtype: torch.dtype) -> None:
+        raise AssertionError(f"the process's default dtype would be {dtype}")
+
+    monkeypatch.setattr(torch, "set_default_dtype", refuse)
+    found = th.from_pretrained(tmp_path, vision=True, dtype=torch.bfloat16).state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype is expected[name].dtype
+        assert torch.equal(tensor, expected[name])

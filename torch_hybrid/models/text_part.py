@@ -43,7 +43,7 @@ def text_and_tower(hf_model: Any) -> tuple[Any, Tower]:
 
 def text_part(hf_model: Any, family: Family) -> Any:
     """The language model of a multimodal one, as transformers has it alone; weights are shared."""
-    from transformers import AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if text := dict(hf_model.named_children()).get("language_model"):
         text.generation_config = hf_model.generation_config
@@ -51,11 +51,11 @@ def text_part(hf_model: Any, family: Family) -> Any:
     config = hf_model.config.get_text_config()
     if "language_model" not in dict(hf_model.model.named_children()):
         raise ValueError("hf_model was adapted before")
+    # Made without from_config, which sets the default dtype of the whole process meanwhile.
+    known = family.text_class
+    text_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)] if known is None else known()
     with on_meta():
-        if family.text_class is None:
-            text = AutoModelForCausalLM.from_config(config)
-        else:
-            text = family.text_class()(config)
+        text = text_class(config)
     text.model = hf_model.model.language_model
     text.lm_head = hf_model.lm_head
     text.generation_config = hf_model.generation_config

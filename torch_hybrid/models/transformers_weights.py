@@ -141,8 +141,9 @@ def _refusing(model_class: Any, checkpoint: Checkpoint, *, has_head: bool) -> An
     from torch_hybrid.models.stacked_experts import stack_experts
 
     class Refusing(model_class):  # type: ignore[misc]
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
+        def __init__(self, config: Any, *args: Any, **options: Any) -> None:
+            with _without_dtypes_of_parts(config):
+                super().__init__(config, *args, **options)
             if has_head:
                 add_parts(self)
 
@@ -185,6 +186,29 @@ def _refusing(model_class: Any, checkpoint: Checkpoint, *, has_head: bool) -> An
     # By these transformers knows which names a checkpoint may have.
     Refusing.__name__, Refusing.__module__ = model_class.__name__, model_class.__module__
     return Refusing
+
+
+@contextmanager
+def _without_dtypes_of_parts(config: Any) -> Iterator[None]:
+    """Hide the dtypes of a config's parts, each of which transformers would make the default of the
+    whole process while it builds that part."""
+    parts = list(_parts_of(config))
+    dtypes = [part.dtype for part in parts]
+    try:
+        for part in parts:
+            part.dtype = None
+        yield
+    finally:
+        for part, dtype in zip(parts, dtypes, strict=True):
+            part.dtype = dtype
+
+
+def _parts_of(config: Any) -> Iterator[Any]:
+    for name in config.sub_configs:
+        part = vars(config).get(name)
+        if part is not None:
+            yield part
+            yield from _parts_of(part)
 
 
 def _dtype_of(config: Any, dtype: torch.dtype | str) -> torch.dtype:
