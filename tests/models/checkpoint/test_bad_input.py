@@ -122,6 +122,14 @@ def test_a_link_whose_target_is_missing(folder: Path):
         assert f"{name} is a link whose target ../../blobs/gone is missing" in refusal(folder)
 
 
+def test_a_folder_of_gguf(folder: Path):
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    (folder / "model-q4.gguf").write_bytes(b"GGUF")
+    told = refusal(folder, th.UnsupportedError)
+    assert "has its weights in GGUF alone, which is not read: model-q4.gguf. AutoModel" in told
+
+
 def test_a_folder_of_an_adapter(folder: Path):
     (folder / "adapter_config.json").write_text("{}")
     assert "merge it" in refusal(folder, th.UnsupportedError)

@@ -150,6 +150,7 @@ def open_checkpoint(folder: Path, named: str | None = None) -> Checkpoint:
 
     Raises:
         ValueError: there are no weights, or a file is truncated or no safetensors.
+        UnsupportedError: they are in GGUF alone.
     """
     try:
         files = listed(folder, named)

@@ -47,6 +47,7 @@ def listed(folder: Path, named: str | None = None) -> Listed:
 
     Raises:
         ValueError: there is none, or the index is none.
+        UnsupportedError: there is GGUF alone.
     """
     if (found := _named(folder, named)) is not None:
         return found
@@ -54,6 +55,12 @@ def listed(folder: Path, named: str | None = None) -> Listed:
         if (folder / name).is_symlink():
             raise ValueError(not_there(folder / name))
     names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not names and (quantized := sorted(path.name for path in folder.glob("*.gguf"))):
+        raise UnsupportedError(
+            f"{folder} has its weights in GGUF alone, which is not read: "
+            f"{', '.join(quantized[:4])}. AutoModelForCausalLM.from_pretrained(path, gguf_file=...).save_pretrained(folder) of "
+            f"transformers makes safetensors of it, where it knows the model"
+        )
     if not names:
         pickled = sorted({path.name for kind in _PICKLED for path in folder.glob(kind)})
         got = f"; got {', '.join(pickled[:4])}" if pickled else ""
