@@ -58,8 +58,9 @@ def listed(folder: Path, named: str | None = None) -> Listed:
     if not names and (quantized := sorted(path.name for path in folder.glob("*.gguf"))):
         raise UnsupportedError(
             f"{folder} has its weights in GGUF alone, which is not read: "
-            f"{', '.join(quantized[:4])}. AutoModelForCausalLM.from_pretrained(path, gguf_file=...).save_pretrained(folder) of "
-            f"transformers makes safetensors of it, where it knows the model"
+            f"{', '.join(quantized[:4])}. AutoModelForCausalLM.from_pretrained(path, "
+            f"gguf_file=...).save_pretrained(folder) of transformers makes safetensors of it, "
+            f"where it knows the model"
         )
     if not names:
         pickled = sorted({path.name for kind in _PICKLED for path in folder.glob(kind)})
