@@ -185,10 +185,11 @@ class Steps:
 
     def _telling(self, variant: Variant) -> AbstractContextManager[object]:
         """A line, and a bar for as long as a variant is compiled."""
-        seconds = _SECONDS_MORE if self._place else _SECONDS_FIRST
-        duration = f" in about {seconds} s" if self._model.device.type == "cpu" else ""
-        doing = f"compiling the {variant.name} step"
-        tell(f"{doing}{duration}, sooner where torch's cache has it")
+        has_compiled = bool(torch._dynamo.utils.counters["stats"])
+        seconds = _SECONDS_MORE if has_compiled else _SECONDS_FIRST
+        duration = f"about {seconds} s, " if self._model.device.type == "cpu" else ""
+        doing = f"compiling steps: {variant.name}"
+        tell(f"{doing} ({duration}sooner where torch's cache has it)")
         return bar(doing)
 
     def save_if_new(self) -> None:

@@ -76,7 +76,7 @@ def test_generate_answers_at_once_and_leaves_an_artefact(run, checkpoint, monkey
     for is_loaded in (False, True):
         code, out, err = run("generate", checkpoint, *options, "--artefact", path)
         assert (code, len(out.split())) == (0, 2), err
-        assert {g.is_loaded for g in made[-1].report().graphs.values()} == {True}
+        assert {g.is_loaded for g in made[-1].report().graphs.values()} == {True}, err
         assert path.exists()
         assert (made[-1]._beside._child is None) == is_loaded
     assert [runner.compile for runner in made] == ["background"] * 3
