@@ -163,7 +163,9 @@ class Fuzz:
         for request, plain in requests:
             output = request.output
             assert output is not None, "a request has no end"
-            (alone,) = th.Engine(self.alone).generate(self.asked.pop(request), plain)
+            (alone,) = th.Engine(self.alone).generate(
+                self.asked.pop(request, request.prompt), plain
+            )
             got, expected = output.tokens, alone.tokens
             cut_short = output.finish_reason in ("cancelled", "timeout", "error")
             assert got == (expected[: len(got)] if cut_short else expected), (output, expected)

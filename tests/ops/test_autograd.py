@@ -23,6 +23,7 @@ from tests.layers import (
     test_time_mix,
 )
 from torch_hybrid.backends.mode import MODES
+from torch_hybrid.backends.step import forms_of
 from torch_hybrid.layers import GatedDeltaNet, LatentAttention
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.ops.linear import linear
@@ -52,7 +53,8 @@ def planned(spec: LayerSpec, mode: th.Mode, num_tokens: int, prefix: th.PrefixPo
     backends = th.make_backends(table, cache.sizes, options)
     batch = cache.make_batch(cache.allocate(1), [[0] * num_tokens])
     kind = spec.kind
-    return th.plan_all(backends, batch, mode)[kind], cache.pools[kind][0]
+    forms = forms_of(backends, [batch], mode)  # of the batch as it is: not padded
+    return th.plan_all(backends, batch, mode, forms)[kind], cache.pools[kind][0]
 
 
 def recurrent(layer: nn.Module, mode: th.Mode) -> Mix:
