@@ -26,7 +26,6 @@ from torch_hybrid.graphs.capturing.launch import Launched
 from torch_hybrid.graphs.check_extend import check_extend, token_lists
 from torch_hybrid.graphs.check_options import KvDtype, KvTokens, check_types
 from torch_hybrid.graphs.compiling.background import Compile, StepsBeside
-from torch_hybrid.graphs.compiling.surroundings import calm
 from torch_hybrid.graphs.embeds import Embeds
 from torch_hybrid.graphs.kv_room import KvRoom
 from torch_hybrid.graphs.options import Options
@@ -277,8 +276,7 @@ class Runner(Shown):
             raise ValueError(f"count must not be negative, got {count}")
         if start is None and length is not None:
             raise ValueError(f"length is of the tokens of a checkpoint, got {length} and no start")
-        with self.lock:
-            return self._cache.allocate(count, start, length)
+        return self._cache.allocate(count, start, length)
 
     @in_turn
     def checkpoint(self, seq: Sequence) -> Checkpoint:
@@ -294,10 +292,9 @@ class Runner(Shown):
             ValueError: the sequence is empty or broken, was freed, or belongs to another runner.
             CapacityError: ``max_checkpoints`` are there already.
         """
-        with self.lock:
-            self._cache.check_usable([seq])
-            self._drafting.flush([seq])
-            return self._cache.checkpoint(seq)
+        self._cache.check_usable([seq])
+        self._drafting.flush([seq])
+        return self._cache.checkpoint(seq)
 
     def release(self, checkpoint: Checkpoint) -> None:
         """Keep a checkpoint no longer; what started from it stays as it is.
@@ -375,9 +372,8 @@ class Runner(Shown):
                 ``embeds`` for one that takes none.
             CapacityError: the KV pool has too few free pages.
         """
-        with self.lock, calm():
-            packed = token_lists(tokens)
-            return self._extend(seqs, packed, logits=logits, positions=positions, embeds=embeds)
+        packed = token_lists(tokens)
+        return self._extend(seqs, packed, logits=logits, positions=positions, embeds=embeds)
 
     def _extend(
         self,
@@ -432,24 +428,21 @@ class Runner(Shown):
                 f"launch takes tokens and a draw, or None, for each of at least one sequence, "
                 f"got {len(seqs)} sequences, {len(tokens)} tokens and {len(draws)} draws"
             )
-        with self.lock, calm():
-            known = iter(token_lists([new for new in tokens if new is not None]))
-            given = [None if new is None else next(known) for new in tokens]
-            known_tokens = [(0,) if new is None else new for new in given]
-            self._check_extend(known_tokens, len(seqs), positions=positions, embeds=embeds)
-            places = self._cache.places_of(seqs)
-            fed = self._last.fed(seqs, places, given)
-            variant, planned = self._plan(
-                seqs, fed, logits="last", positions=positions, embeds=embeds
-            )
-            launched = self._stepper.advance(
-                seqs,
-                list(map(len, fed)),
-                variant,
-                lambda: self._execution.launch(variant, planned, places, draws),
-            )
-            self._last.note(seqs, draws)
-            return launched
+        known = iter(token_lists([new for new in tokens if new is not None]))
+        given = [None if new is None else next(known) for new in tokens]
+        known_tokens = [(0,) if new is None else new for new in given]
+        self._check_extend(known_tokens, len(seqs), positions=positions, embeds=embeds)
+        places = self._cache.places_of(seqs)
+        fed = self._last.fed(seqs, places, given)
+        variant, planned = self._plan(seqs, fed, logits="last", positions=positions, embeds=embeds)
+        launched = self._stepper.advance(
+            seqs,
+            list(map(len, fed)),
+            variant,
+            lambda: self._execution.launch(variant, planned, places, draws),
+        )
+        self._last.note(seqs, draws)
+        return launched
 
     @in_turn
     def verify(
@@ -482,14 +475,13 @@ class Runner(Shown):
         """
         if not self.max_drafts:
             raise UnsupportedError("a runner with max_drafts=0 verifies no drafts")
-        with self.lock, calm():
-            given = token_lists(tokens)
-            if not seqs:
-                raise ValueError("verify takes at least one sequence, got none")
-            self._check_extend(given, len(seqs), "all", positions, most_each=1 + self.max_drafts)
-            out = self._drafting.verify(seqs, given, positions)
-            self._last.forget(seqs)
-            return out[: sum(map(len, given))]
+        given = token_lists(tokens)
+        if not seqs:
+            raise ValueError("verify takes at least one sequence, got none")
+        self._check_extend(given, len(seqs), "all", positions, most_each=1 + self.max_drafts)
+        out = self._drafting.verify(seqs, given, positions)
+        self._last.forget(seqs)
+        return out[: sum(map(len, given))]
 
     @in_turn
     def draft(self, seqs: Many[Sequence], tokens: Many[int], counts: Many[int]) -> list[list[int]]:
@@ -523,10 +515,9 @@ class Runner(Shown):
             )
         if not all(1 <= count <= self.max_drafts for count in counts):
             raise ValueError(f"counts must be within 1 and {self.max_drafts}, got {list(counts)}")
-        with self.lock, calm():
-            given = token_lists([[token] for token in tokens])
-            self._check_extend(given, len(seqs))
-            return self._drafting.draft(seqs, given, counts)
+        given = token_lists([[token] for token in tokens])
+        self._check_extend(given, len(seqs))
+        return self._drafting.draft(seqs, given, counts)
 
     @in_turn
     def accept(self, seqs: Many[Sequence], counts: Many[int]) -> None:
@@ -538,8 +529,7 @@ class Runner(Shown):
         """
         if len(counts) != len(seqs):
             raise ValueError(f"accept takes a count for each of {len(seqs)}, got {len(counts)}")
-        with self.lock:
-            self._cache.accept(seqs, counts)
+        self._cache.accept(seqs, counts)
 
     @in_turn
     def flush(self, seqs: Many[Sequence]) -> None:
@@ -547,9 +537,8 @@ class Runner(Shown):
 
         For those who copy or move states: all other steps do so where they need it.
         """
-        with self.lock, calm():
-            self._cache.check_usable(seqs)
-            self._drafting.flush(seqs)
+        self._cache.check_usable(seqs)
+        self._drafting.flush(seqs)
 
     def wait(self) -> None:
         """Wait until the device has done all that was launched."""
@@ -630,14 +619,13 @@ class Runner(Shown):
         self.turn.run("Runner.warm_up", partial(self._warm_up, num_before, on_variant))
 
     def _warm_up(self, num_before: int, on_variant: Callable[[str], None] | None) -> None:
-        with calm():
-            for variant in self._planner.forms:
-                if on_variant is not None:
-                    on_variant(variant.name)
-                self._stepper.compile(variant)
-            self._stepper.wait_for_builds()
-            if len(self._steps.graphs) > num_before:
-                trim()
+        for variant in self._planner.forms:
+            if on_variant is not None:
+                on_variant(variant.name)
+            self._stepper.compile(variant)
+        self._stepper.wait_for_builds()
+        if len(self._steps.graphs) > num_before:
+            trim()
 
     @in_turn
     def update_weights(
@@ -668,7 +656,7 @@ class Runner(Shown):
         """
         if not isinstance(self.model, UpdatableModel):
             raise UnsupportedError(f"{type(self.model).__name__} takes no new weights")
-        with self.lock, calm(), torch.inference_mode():
+        with torch.inference_mode():
             self._cache.check_nothing_held()
             write = self.model.new_weights(weights, partial=partial)
             self._execution.wait()
@@ -694,10 +682,9 @@ class Runner(Shown):
         self.turn.run("Runner.save", partial(self._save, Path(path)))
 
     def _save(self, path: Path) -> None:
-        with calm():
-            for variant in self._planner.forms:
-                self._stepper.compile(variant)
-            self._steps.save(path)
+        for variant in self._planner.forms:
+            self._stepper.compile(variant)
+        self._steps.save(path)
 
     def report(self) -> Report:
         """What was compiled so far, and what is in it."""

@@ -286,7 +286,6 @@ class Engine(Shown):
         return self._loop.has_unfinished or bool(self._arriving)
 
     @in_turn
-    @calmly
     def step(self) -> list[TokenEvent]:
         """Run one batch and return what came of it; nothing to do is no event.
 
@@ -331,7 +330,6 @@ class Engine(Shown):
             )
 
     @in_turn
-    @calmly
     def save_prefixes(self, path: str | os.PathLike[str]) -> int:
         """Write what the prefix cache keeps to a file, for ``load_prefixes`` of another process.
 
@@ -347,7 +345,6 @@ class Engine(Shown):
         return self._prefixes_for("save_prefixes").save(Path(path))
 
     @in_turn
-    @calmly
     def load_prefixes(self, path: str | os.PathLike[str]) -> int:
         """Keep the prefixes of a file on the host, as far as ``PrefixCache.host_bytes`` goes.
 
