@@ -372,24 +372,13 @@ class Runner(Shown):
                 ``embeds`` for one that takes none.
             CapacityError: the KV pool has too few free pages.
         """
-        packed = token_lists(tokens)
-        return self._extend(seqs, packed, logits=logits, positions=positions, embeds=embeds)
-
-    def _extend(
-        self,
-        seqs: Many[Sequence],
-        tokens: Many[Many[int]],
-        *,
-        logits: Logits,
-        positions: Tensor | None,
-        embeds: Embeds | None,
-    ) -> Tensor:
-        lengths = [len(new) for new in tokens]
-        self._check_extend(tokens, len(seqs), logits, positions, embeds=embeds)
+        given = token_lists(tokens)
+        lengths = [len(new) for new in given]
+        self._check_extend(given, len(seqs), logits, positions, embeds=embeds)
         if not seqs:
             return self._execution.logits(*self._stepper.plan_idle())[:0]
         variant, planned = self._plan(
-            seqs, tokens, logits=logits, positions=positions, embeds=embeds
+            seqs, given, logits=logits, positions=positions, embeds=embeds
         )
         out = self._stepper.advance(
             seqs, lengths, variant, lambda: self._execution.logits(variant, planned)
