@@ -22,6 +22,7 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.ops.native.build import native_instructions
 
 _NOTE = "torch_hybrid_instructions"  # in Inductor's cache: those that code in it may have
+_COMPILING = ("default", "fail_on_recompile")  # stances in which what is new is compiled
 _PROBE_BYTES = 1 << 20  # less free than this, and no step can be compiled
 
 
@@ -83,8 +84,8 @@ def switched_off_by() -> str | None:
     if config.disable:
         is_set = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
         return "TORCH_COMPILE_DISABLE=1" if is_set else "torch._dynamo.config.disable"
-    if _stance.stance == "force_eager":
-        return "torch.compiler.set_stance('force_eager')"
+    if _stance.stance not in _COMPILING:
+        return f"torch.compiler.set_stance({_stance.stance!r})"
     return None
 
 

@@ -22,6 +22,10 @@ def stance() -> AbstractContextManager[object]:
     return torch.compiler.set_stance("force_eager")
 
 
+def other_stance() -> AbstractContextManager[object]:
+    return torch.compiler.set_stance("eager_on_recompile")
+
+
 def environment() -> AbstractContextManager[object]:
     return mock.patch.dict("os.environ", TORCHDYNAMO_DISABLE="1")
 
@@ -47,6 +51,7 @@ SETTINGS = {
     "TORCHDYNAMO_DISABLE=1": environment,
     "torch._dynamo.config.disable": of_dynamo,
     "torch.compiler.set_stance('force_eager')": stance,
+    "torch.compiler.set_stance('eager_on_recompile')": other_stance,
 }
 
 
