@@ -9,15 +9,13 @@ must have the tokens that it gets when it is served alone.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from dataclasses import dataclass, field
 from unittest import mock
 
-import torch
-
 import torch_hybrid as th
+from tests.by_hand import options
 from tests.tiny_models import VOCAB_SIZE, make_model
 
 FAMILIES = {
@@ -198,12 +196,7 @@ def run(family: str, *, seed: int, seconds: float) -> Counts:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each family")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = options(__doc__, FAMILIES).parse_args()
     for family in args.families:
         print(family, run(family, seed=args.seed, seconds=args.seconds))
 

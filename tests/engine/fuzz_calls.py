@@ -10,7 +10,6 @@ have the tokens that it gets alone, as in ``tests.engine.fuzz``, whose failures 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import signal
 import threading
@@ -20,9 +19,9 @@ from contextlib import suppress
 from functools import partial
 
 import pytest
-import torch
 
 import torch_hybrid as th
+from tests.by_hand import options
 from tests.engine.fuzz import DRAFTS, FAMILIES, Counts, Fuzz, Planned, _raises_after
 from tests.tiny_models import VOCAB_SIZE
 
@@ -281,13 +280,9 @@ def run(family: str, *, seed: int, seconds: float, callers: tuple[str, ...] = CA
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60.0, help="for each family")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--families", nargs="+", choices=FAMILIES, default=list(FAMILIES))
+    parser = options(__doc__, FAMILIES)
     parser.add_argument("--callers", nargs="+", choices=CALLERS, default=list(CALLERS))
     args = parser.parse_args()
-    torch.set_num_threads(1)
     for family in args.families:
         callers = tuple(args.callers)
         print(family, run(family, seed=args.seed, seconds=args.seconds, callers=callers))

@@ -9,7 +9,6 @@ must fail, every request must have its tokens, and no thread may ever see a chan
 
 from __future__ import annotations
 
-import argparse
 import random
 import threading
 import time
@@ -27,6 +26,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 import torch_hybrid as th
+from tests.by_hand import options
 from tests.tiny_models import make_model
 
 LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
@@ -168,11 +168,7 @@ def run(*, seed: int, seconds: float) -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = options(__doc__).parse_args()
     print(dict(run(seed=args.seed, seconds=args.seconds)))
 
 

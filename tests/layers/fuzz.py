@@ -10,7 +10,6 @@ the documented ones.
 
 from __future__ import annotations
 
-import argparse
 import random
 import time
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ import torch
 from torch._dynamo.utils import counters
 
 import torch_hybrid as th
+from tests.by_hand import options
 from tests.layers.own_modules import BLOCKS, VOCAB, Loop, OwnModule
 
 LENGTHS = [0, 1, 1, 1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 64, 90]
@@ -99,11 +99,7 @@ class Round:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+    args = options(__doc__).parse_args()
     counts, end = Counts(), time.monotonic() + args.seconds
     while time.monotonic() < end:
         seed = args.seed + counts.rounds
