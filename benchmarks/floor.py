@@ -25,7 +25,7 @@ from benchmarks.models import make_model
 from benchmarks.results import Results, arguments, parse, title
 from benchmarks.timing import best_of
 from torch_hybrid import adapt
-from torch_hybrid.host import zeros
+from torch_hybrid.host.memory import zeros
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.head_linear import HeadLinear
 from torch_hybrid.layers.ngram_embedding import NgramEmbedding

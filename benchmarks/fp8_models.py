@@ -19,7 +19,7 @@ from torch_hybrid.models.checkpoint.unread import Unread
 from torch_hybrid.models.families import table_of
 from torch_hybrid.models.scaled_weights import hold_scales
 from torch_hybrid.models.transformers_weights import make_unread
-from torch_hybrid.ops.block_scales import BLOCK, DTYPE, num_blocks
+from torch_hybrid.ops.formats.block_scales import BLOCK, DTYPE, num_blocks
 
 # What the published checkpoint of Qwen3-Next leaves in 16 bits.
 KEPT = re.compile(r".*(embed_tokens|lm_head|norm|conv1d|gate|in_proj_ba)\.weight|.*(A_log|dt_bias)")

@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks.ceilings import Peak, best_streams, native_read
-from torch_hybrid.host import weight_memory
+from torch_hybrid.host.memory import weight_memory
 from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.linear.reference import linear_reference
 

@@ -40,7 +40,7 @@ import torch.distributed as dist
 import torch_hybrid as th
 from benchmarks.models import FAMILIES
 from benchmarks.results import Results, Target, arguments, parse, title
-from torch_hybrid.host import zeros
+from torch_hybrid.host.memory import zeros
 
 # Over 2 GB in bfloat16; experts, which a checkpoint has one by one, or none.
 LARGE = {

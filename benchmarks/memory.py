@@ -29,8 +29,8 @@ from benchmarks.oracle import Oracle
 from benchmarks.results import Results, Target, arguments, parse, title
 from benchmarks.serve import make_prompts, serve
 from torch_hybrid import Runner, from_pretrained
-from torch_hybrid.engine import Engine
 from torch_hybrid.models.hybrid_model import HybridModel
+from torch_hybrid.serving.engine import Engine
 
 LIMIT = 1.15
 MB = 1e6

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE as CHUNK
+from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE as CHUNK
 from torch_hybrid.specs import (
     AttentionSpec,
     BranchConvolutionSpec,

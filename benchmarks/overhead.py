@@ -20,9 +20,9 @@ from benchmarks.results import Results, Target, arguments, parse, title
 from benchmarks.timing import Times, now
 from torch_hybrid import Runner, adapt
 from torch_hybrid.backends.step import Step
-from torch_hybrid.engine import Engine
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.sampling import Sampling
+from torch_hybrid.serving.engine import Engine
 
 BATCH = 32
 PROMPT = 200

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.models import FAMILIES
-from torch_hybrid.host import tune_allocator
+from torch_hybrid.host.malloc import tune_allocator
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -26,9 +26,9 @@ from benchmarks.oracle import Oracle
 from benchmarks.results import Results, Target, arguments, parse, title
 from benchmarks.timing import now
 from torch_hybrid import Runner, adapt
-from torch_hybrid.engine import Engine
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.sampling import Sampling
+from torch_hybrid.serving.engine import Engine
 
 SPEEDUP = 3.0
 Tokens = list[list[int]]

@@ -25,9 +25,9 @@ from torch_hybrid.caches.pools import pool_cost
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.demo.serve import DRAFTS as HEAD_DRAFTS
 from torch_hybrid.demo.task import checkpoint_path, make_prompts
-from torch_hybrid.request import Request
+from torch_hybrid.serving.request import Request
+from torch_hybrid.serving.speculation.head import Head
 from torch_hybrid.specs import DeltaRuleSpec
-from torch_hybrid.speculation.head import Head
 
 DRAFTS = 4
 MEMORY, STEP, NEVER_RIGHT, HEAD = 1.08, 1.6, 1.03, 1 / 1.8

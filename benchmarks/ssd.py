@@ -18,7 +18,7 @@ import torch
 from benchmarks.recurrence import decode, runner
 from benchmarks.timing import Clock, clock_arguments, clock_of
 from tests.ops.ssd.cases import Case, Inputs, make_inputs
-from torch_hybrid.ops.recurrence import CHUNK_SIZES
+from torch_hybrid.ops.core.recurrence import CHUNK_SIZES
 from torch_hybrid.ops.ssd import chunk_ssd, recurrent_ssd
 
 MATRIX = 2048

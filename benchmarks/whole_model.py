@@ -31,7 +31,7 @@ from benchmarks.results import Results, Target
 from torch_hybrid import Engine, HybridModel, Runner
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.scaled_linear import ScaledLinear
-from torch_hybrid.ops.block_scales import dequantized
+from torch_hybrid.ops.formats.block_scales import dequantized
 from torch_hybrid.ops.fused_experts import fused_experts
 
 NUM_LAYERS = 48

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import torch_hybrid as th
-from torch_hybrid.ops.capability import Capability, Implementation, Need
 from torch_hybrid.ops.causal_conv1d.op import IMPLEMENTATIONS, causal_conv1d
+from torch_hybrid.ops.core.capability import Capability, Implementation, Need
 
 
 def einsum_conv1d(

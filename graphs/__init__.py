@@ -46,12 +46,14 @@ The life of a step, and where each part of it stands:
 host has not read) and after it (the draw) is captured with it. The tokens are waited for when they
 are asked for.
 
-``assembly`` makes all of these for a runner: from its ``options``, which are checked
-(``check_options``) and measured where they are "auto" (``kv_room``, ``link``). ``drafting`` is what
-``runner.verify`` and ``runner.draft`` do beside that, by steps of the same life.
+``assembly`` makes all of these for a runner from its ``options``, which it checks
+(``check_options``) and measures where they are "auto" (``measure_kv_tokens``, ``measure_overlap``).
+``drafting`` is what ``runner.verify`` and ``runner.draft`` do beside that, by steps of the same
+life.
 
-The folders: ``compiling`` from a traced step to one that runs, ``passes`` over its graph,
-``capturing`` of it, ``artefact`` for it in a file; what is here leads a step through them.
+The folders: ``options`` from what a user asks for to the parts of a runner, ``stepping`` through
+the life of a step, ``compiling`` from a traced step to one that runs, ``passes`` over its graph,
+``capturing`` of it, ``artefact`` for it in a file.
 
 ``model_use`` keeps threads apart that run and trace one model, ``surroundings`` keeps a caller's
 modes and defaults out, ``model_choices`` are those that no backend makes, ``signature`` tells

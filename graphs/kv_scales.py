@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_hybrid.graphs.compiling.surroundings import calmly
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.graphs.step import Model
-from torch_hybrid.ops.fp8_kv import LARGEST
+from torch_hybrid.host.surroundings import calmly
+from torch_hybrid.ops.formats.fp8_kv import LARGEST
 from torch_hybrid.specs import AttentionSpec, LatentSpec
 
 _MAX_TOKENS = 2048

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch_hybrid.graphs.compiling.background import Switches
 from torch_hybrid.graphs.compiling.clone_check import PoolClone
 from torch_hybrid.graphs.compiling.compile import GraphRecord
-from torch_hybrid.graphs.link import Trial
+from torch_hybrid.graphs.options.measure_overlap import Trial
+from torch_hybrid.graphs.stepping.background import Switches
 from torch_hybrid.graphs.two_batch import OverlapPolicy
-from torch_hybrid.shown import Shown
+from torch_hybrid.host.shown import Shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

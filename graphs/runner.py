@@ -20,24 +20,24 @@ from torch_hybrid.caches.checkpoint import Checkpoint
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.caches.sequence import Sequence
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.graphs.assembly import assemble, decide
 from torch_hybrid.graphs.capturing.capture_policy import CudaGraphs
 from torch_hybrid.graphs.capturing.launch import Launched
-from torch_hybrid.graphs.check_extend import check_extend, token_lists
-from torch_hybrid.graphs.check_options import KvDtype, KvTokens, check_types
-from torch_hybrid.graphs.compiling.background import Compile, StepsBeside
-from torch_hybrid.graphs.embeds import Embeds
-from torch_hybrid.graphs.kv_room import KvRoom
-from torch_hybrid.graphs.options import Options
+from torch_hybrid.graphs.options.assembly import assemble, decide
+from torch_hybrid.graphs.options.check_options import KvDtype, KvTokens, check_types
+from torch_hybrid.graphs.options.measure_kv_tokens import KvRoom
+from torch_hybrid.graphs.options.options import Options
 from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass
-from torch_hybrid.graphs.planner import Logits
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.step import Inputs, Model, UpdatableModel, Variant
+from torch_hybrid.graphs.stepping.background import Compile, StepsBeside
+from torch_hybrid.graphs.stepping.check_extend import check_extend, token_lists
+from torch_hybrid.graphs.stepping.embeds import Embeds
+from torch_hybrid.graphs.stepping.planner import Logits
 from torch_hybrid.graphs.turn import Turn, Within, in_turn
 from torch_hybrid.graphs.two_batch import OverlapPolicy
-from torch_hybrid.host import trim
+from torch_hybrid.host.malloc import trim
+from torch_hybrid.host.shown import Shown
 from torch_hybrid.sampling import Draw
-from torch_hybrid.shown import Shown
 
 
 class Runner(Shown):

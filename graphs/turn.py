@@ -16,7 +16,7 @@ from functools import partial, wraps
 from threading import RLock
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from torch_hybrid.graphs.compiling.surroundings import calm
+from torch_hybrid.host.surroundings import calm
 
 ParamT = ParamSpec("ParamT")
 ResultT = TypeVar("ResultT")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.causal_conv1d.op import ACTIVATIONS, MIN_WIDTH
 from torch_hybrid.ops.pointwise import silu
 
-MAX_WIDTH = 8  # of filters whose taps stay in registers beside all else that such an op does
+ACTIVATIONS = ("none", "silu")
+MIN_WIDTH, MAX_WIDTH = (
+    2,
+    8,
+)  # of filters whose taps stay in registers beside all else that such an op does
 
 
 def check_activation(activation: str) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.planning import Lengths, Planned
+from torch_hybrid.ops.core.planning import Lengths, Planned
 from torch_hybrid.ops.triton.devices import triton_missing
 
 _TESTED_FROM = 91900

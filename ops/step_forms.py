@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from torch_hybrid.ops.capability import BATCH_INVARIANT, Capability, Implementation
+from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Capability, Implementation
 from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
@@ -41,7 +41,7 @@ def step_implementations(
                 available=compiler_missing,
             ),
             launcher=f"{folder}._cpu:{op}",
-            figures="torch_hybrid.ops.native.forms:state_figures",
+            figures="torch_hybrid.ops.native.cpu_tuning:state_figures",
         ),
         "triton": Implementation(capability=on_gpu, launcher=f"{folder}._triton:{op}"),
     }

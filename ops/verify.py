@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_hybrid.ops.registration import check_contiguous, check_dtypes, check_shapes
+from torch_hybrid.ops.core.registration import check_contiguous, check_dtypes, check_shapes
 
 # What an op of such steps takes beside the tensors of its decode step, as it stands in schemas.
 SCHEMA = "Tensor(c!) records, Tensor accepted"

@@ -9,8 +9,8 @@ from tests.tiny_models import BUILDERS
 from torch_hybrid.models.families import FAMILIES, NOT_SERVED, table_of
 from torch_hybrid.models.ring_2_5.config import ARCHITECTURE as RING_2_5
 from torch_hybrid.ops.block_attention import op as block_attention
-from torch_hybrid.ops.capability import Implementation
 from torch_hybrid.ops.causal_conv1d import op as causal_conv1d
+from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.draw_tokens import op as draw_tokens
 from torch_hybrid.ops.fused_experts import op as fused_experts
 from torch_hybrid.ops.gated_delta_rule import op as gated_delta_rule

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_hybrid.host import int_tensor, joined
+from torch_hybrid.host.ints import int_tensor, joined
 from torch_hybrid.pytrees import register_value
 
 

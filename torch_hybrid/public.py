@@ -8,21 +8,23 @@ from torch_hybrid.batch import Batch, make_batch
 from torch_hybrid.caches.checkpoint import Checkpoint
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.caches.sequence import Sequence
-from torch_hybrid.engine import Engine
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.agreement import Agreement
-from torch_hybrid.graphs.embeds import Embeds
 from torch_hybrid.graphs.kv_scales import kv_scales
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.runner import Runner
+from torch_hybrid.graphs.stepping.embeds import Embeds
 from torch_hybrid.models.adapt import adapt
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.load import from_pretrained
 from torch_hybrid.models.quantize import quantize
 from torch_hybrid.models.shard import shard
-from torch_hybrid.prefix_cache import PrefixCache, PrefixStats
-from torch_hybrid.request import Output, Request, TokenEvent
 from torch_hybrid.sampling import Sampling, TokenLogprob
+from torch_hybrid.serving.engine import Engine
+from torch_hybrid.serving.prefix_cache import PrefixCache, PrefixStats
+from torch_hybrid.serving.request import Output, Request, TokenEvent
+from torch_hybrid.serving.speculation import DraftCounts, Drafter, Ngram, Speculation
+from torch_hybrid.serving.stats import EngineStats
 from torch_hybrid.specs import (
     AttentionSpec,
     ChannelMixSpec,
@@ -38,8 +40,6 @@ from torch_hybrid.specs import (
     ShortConvolutionSpec,
     TimeMixSpec,
 )
-from torch_hybrid.speculation import DraftCounts, Drafter, Ngram, Speculation
-from torch_hybrid.stats import EngineStats
 
 __all__ = [
     "Agreement",

@@ -26,9 +26,9 @@ from benchmarks.gpu.case import (
     randn,
 )
 from tests.ops.step_lengths import step_lengths
+from torch_hybrid.ops.core.planning import Planned, Planner
 from torch_hybrid.ops.paged_attention import paged_attention
 from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS
-from torch_hybrid.ops.planning import Planned, Planner
 
 PAGE_SIZE = 16
 # query heads, key heads, head dim

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.clock import Call, Rates, num_turns, time_of
-from torch_hybrid.ops.capability import Implementation, Need
-from torch_hybrid.ops.planning import Planned, Planner
+from torch_hybrid.ops.core.capability import Implementation, Need
+from torch_hybrid.ops.core.planning import Planned, Planner
 
 BF16 = torch.bfloat16
 WORKSPACE_BYTES = 256 * 2**20

@@ -25,10 +25,10 @@ from benchmarks.gpu.case import (
 from tests.ops.step_lengths import step_lengths
 from torch_hybrid.ops import gated_delta_rule as gdn
 from torch_hybrid.ops import kimi_delta_attention as kda
+from torch_hybrid.ops.core.planning import Planned, Planner
+from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.gated_delta_rule import op as gdn_op
 from torch_hybrid.ops.kimi_delta_attention import op as kda_op
-from torch_hybrid.ops.planning import Planned, Planner
-from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE
 
 CHUNK = 64  # of the usual form, whose FLOPs are counted
 QWEN3_NEXT = (16, 32, 128, 128)  # key heads, value heads, K, V

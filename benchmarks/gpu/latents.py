@@ -24,9 +24,9 @@ from benchmarks.gpu.case import (
     randn,
 )
 from tests.ops.step_lengths import step_lengths
+from torch_hybrid.ops.core.planning import Planned, Planner
 from torch_hybrid.ops.latent_attention import latent_attention
 from torch_hybrid.ops.latent_attention.op import EXTEND, IMPLEMENTATIONS
-from torch_hybrid.ops.planning import Planned, Planner
 from torch_hybrid.ops.ragged_attention import ragged_attention_with_lse
 from torch_hybrid.ops.ragged_attention.op import IMPLEMENTATIONS as RAGGED_IMPLEMENTATIONS
 

@@ -22,8 +22,8 @@ from benchmarks.gpu.case import (
     randn,
 )
 from tests.ops.step_lengths import step_lengths
-from torch_hybrid.ops.planning import Planned, Planner
-from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE
+from torch_hybrid.ops.core.planning import Planned, Planner
+from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.ssd import chunk_ssd, recurrent_ssd
 from torch_hybrid.ops.ssd.op import CHUNK_IMPLEMENTATIONS, RECURRENT_IMPLEMENTATIONS
 

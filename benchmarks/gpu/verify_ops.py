@@ -18,7 +18,7 @@ from tests.ops.gated_delta_step import cases as gated
 from tests.ops.kimi_delta_step import cases as kimi
 from tests.ops.lightning_step import cases as lightning
 from tests.ops.ssd_step import cases as ssd
-from torch_hybrid.ops.capability import Implementation
+from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.gated_delta_step import gated_delta_step, gated_delta_verify
 from torch_hybrid.ops.gated_delta_step.op import VERIFY_IMPLEMENTATIONS as GATED
 from torch_hybrid.ops.kimi_delta_step import kimi_delta_step, kimi_delta_verify

@@ -16,9 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import torch_hybrid
-import torch_hybrid.graphs
-import torch_hybrid.ops
 from torch_hybrid.graphs.compiling.signature import fact, signature
 from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.step import Model
@@ -98,7 +95,9 @@ def _version(package: str) -> str:
 @cache
 def _package() -> str:
     """A digest of the code of this package, whose graphs and calls of C++ change with it."""
-    folders = {*torch_hybrid.__path__, *torch_hybrid.ops.__path__, *torch_hybrid.graphs.__path__}
+    root = __name__.partition(".")[0]
+    packages = [sys.modules[name] for name in (root, f"{root}.ops", f"{root}.graphs")]
+    folders = {folder for package in packages for folder in package.__path__}
     files = {path for folder in folders for path in Path(folder).rglob("*") if path.suffix in _CODE}
     return _digest(sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in files))
 

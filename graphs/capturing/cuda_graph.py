@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.registration import REGISTERED
+from torch_hybrid.ops.core.registration import REGISTERED
 
 _CAPTURING = RLock()  # of the process: steps of all runners are captured on one stream
 

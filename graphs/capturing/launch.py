@@ -24,7 +24,7 @@ from torch import Tensor
 
 from torch_hybrid.caches.sequence import Sequence as HeldSequence
 from torch_hybrid.graphs.step import Inputs
-from torch_hybrid.host import int_tensor
+from torch_hybrid.host.ints import int_tensor
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.sampling import Draw, DrawKind, draw_tokens, no_settings, settings_of
 

@@ -35,7 +35,7 @@ from torch_hybrid.graphs.passes.schedule import (
     opaque_ops,
     read_schedule,
 )
-from torch_hybrid.ops.side_stream import JOIN
+from torch_hybrid.ops.core.side_stream import JOIN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from torch_hybrid.graphs.compiling.fixed_arithmetic import round_every_value
 from torch_hybrid.graphs.compiling.regions import Compiled, Region
 from torch_hybrid.graphs.passes.mutation import storages
 from torch_hybrid.graphs.passes.values import value_of
-from torch_hybrid.ops.registration import NAMESPACE, REGISTERED
+from torch_hybrid.ops.core.registration import NAMESPACE, REGISTERED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from torch._inductor.choices import InductorChoices
 from torch._inductor.virtualized import V
 
 from torch_hybrid.graphs.passes.marks import half_of, stage_of
-from torch_hybrid.ops.side_stream import JOIN
+from torch_hybrid.ops.core.side_stream import JOIN
 
 
 class KeepHalves(InductorChoices):

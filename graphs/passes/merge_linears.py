@@ -14,10 +14,10 @@ from torch.fx import Graph, Node
 from torch_hybrid.graphs.passes.marks import keep_marks
 from torch_hybrid.graphs.passes.mutation import storages, written_nodes
 from torch_hybrid.graphs.passes.values import value_of
-from torch_hybrid.ops.capability import NO_FEATURES, Need
+from torch_hybrid.ops.core.capability import NO_FEATURES, Need
+from torch_hybrid.ops.formats.stored_weights import features_of, group_of, has_zeros
 from torch_hybrid.ops.linear.by_torch import ALIGNED
 from torch_hybrid.ops.linear.op import linear, native_impl, takes_mixed
-from torch_hybrid.ops.stored_weights import features_of, group_of, has_zeros
 
 _RESHAPES = ("flatten", "reshape", "view")
 _OP = torch.ops.torch_hybrid.linear.default

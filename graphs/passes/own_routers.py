@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from torch_hybrid.graphs.passes.marks import keep_marks
 from torch_hybrid.graphs.passes.values import value_of
-from torch_hybrid.ops.capability import FLOATS, Need
+from torch_hybrid.ops.core.capability import FLOATS, Need
 from torch_hybrid.ops.route.op import IMPLEMENTATIONS, ROUTE
 
 # How models write the choice, from scores to expert ids: by all experts, and by those of the best

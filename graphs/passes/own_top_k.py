@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 
 from torch_hybrid.graphs.passes.values import value_of
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.core.capability import Need
 from torch_hybrid.ops.top_k.op import IMPLEMENTATIONS, TOP_K
 
 

@@ -35,9 +35,9 @@ from torch.utils import _pytree as pytree
 
 from torch_hybrid.graphs.passes.marks import clear_marks, half_of, set_stage, stage_of
 from torch_hybrid.graphs.passes.mutation import storages, written_nodes
+from torch_hybrid.ops.core.registration import NAMESPACE
+from torch_hybrid.ops.core.side_stream import OVERLOAD
 from torch_hybrid.ops.linear.op import linear
-from torch_hybrid.ops.registration import NAMESPACE
-from torch_hybrid.ops.side_stream import OVERLOAD
 from torch_hybrid.ops.top_k.op import TOP_K
 
 HALVES = (0, 1)

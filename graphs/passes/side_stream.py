@@ -22,8 +22,8 @@ from torch_hybrid.graphs.passes.schedule import (
     pools_of,
     uses_of,
 )
-from torch_hybrid.ops.registration import NAMESPACE
-from torch_hybrid.ops.side_stream import OVERLOAD, join_side_stream
+from torch_hybrid.ops.core.registration import NAMESPACE
+from torch_hybrid.ops.core.side_stream import OVERLOAD, join_side_stream
 
 
 def mixers_on_side_stream(graph: Graph, *, devices: Collection[str] = ("cuda",)) -> None:

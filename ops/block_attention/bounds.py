@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.page_bounds import check_page_indices
+from torch_hybrid.ops.core.page_bounds import check_page_indices
 
 
 def check_indices(

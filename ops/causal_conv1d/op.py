@@ -5,23 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import (
+from torch_hybrid.ops.conv_step import check_activation
+from torch_hybrid.ops.core.capability import (
     BATCH_INVARIANT,
     FLOATS_AND_FLOAT64,
     Capability,
     Implementation,
 )
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.registration import (
+from torch_hybrid.ops.core.registration import (
     check_contiguous,
     check_dtypes,
     check_impl,
     check_shapes,
     define_op,
 )
+from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
-ACTIVATIONS = ("none", "silu")
 MIN_WIDTH, MAX_WIDTH = 2, 16
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
@@ -105,8 +105,7 @@ def causal_conv1d(
     both gates, that of LFM2; with taps of each token, that of Inkling-2's keys and values.
     """
     check_impl(impl, IMPLEMENTATIONS, x.device, dtype=x.dtype)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, got {activation!r}")
+    check_activation(activation)
     _check_inputs(x, weight, bias, conv_state, cu_seqlens, initial_indices, state_indices)
     gates = {"input_gate": input_gate, "output_gate": output_gate}
     given = {name: gate for name, gate in gates.items() if gate is not None}

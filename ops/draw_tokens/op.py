@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import FLOATS, Capability, Implementation
+from torch_hybrid.ops.core.capability import FLOATS, Capability, Implementation
+from torch_hybrid.ops.core.registration import check_dtypes, check_impl, check_shapes, define_op
 from torch_hybrid.ops.flashinfer.library import flashinfer_missing, with_flashinfer
-from torch_hybrid.ops.registration import check_dtypes, check_impl, check_shapes, define_op
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 NUM_SETTINGS = 5

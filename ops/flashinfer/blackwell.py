@@ -12,8 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.core.planning import Lengths, Planned
 from torch_hybrid.ops.flashinfer.one_token import has_tokens
-from torch_hybrid.ops.planning import Lengths, Planned
 
 _WORKSPACE_BYTES = 128 << 20  # as FlashInfer recommends
 _TABLE_WIDTH = 8  # pages: the CuTe DSL form reads 128 rows at once, of pages of 16 or more

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from torch_hybrid.ops.capability import Implementation
+from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.triton.devices import triton_missing
 
 TESTED = ((0, 7, 2), (0, 8))  # from the one version to before the other

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.planning import Lengths, Planned
+from torch_hybrid.ops.core.planning import Lengths, Planned
 
 IN_PLACE, APART = 0, 1  # in the pool, or packed: see ``ops.flashinfer.states``
 

@@ -9,9 +9,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.formats.stored_weights import (
+    are_integers,
+    depth_of,
+    format_of,
+    group_of,
+    has_zeros,
+)
 from torch_hybrid.ops.native.call import kernel
-from torch_hybrid.ops.native.forms import forms
-from torch_hybrid.ops.stored_weights import are_integers, depth_of, format_of, group_of, has_zeros
+from torch_hybrid.ops.native.cpu_tuning import forms
 
 # Of tokens in one go: it bounds the hidden activations, and their experts' weights are read anew.
 MAX_TOKENS = 2048

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from torch_hybrid.ops.block_scales import BLOCK
+from torch_hybrid.ops.formats.block_scales import BLOCK
 from torch_hybrid.ops.fused_experts._triton_group import cut_blocks
 from torch_hybrid.ops.triton.devices import PROCESSORS, runs_gluon
 from torch_hybrid.ops.triton.fp8 import rounded_rows

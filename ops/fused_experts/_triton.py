@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops import block_scales
+from torch_hybrid.ops.formats import block_scales
 from torch_hybrid.ops.fused_experts._hopper import (
     fp8_hopper_products,
     hopper_products,

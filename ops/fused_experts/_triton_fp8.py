@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.block_scales import BLOCK
+from torch_hybrid.ops.formats.block_scales import BLOCK
 from torch_hybrid.ops.fused_experts._triton_activation import activate
 from torch_hybrid.ops.fused_experts._triton_group import num_blocks, rows_of_block
 from torch_hybrid.ops.triton.fp8 import fp8_product, readable, widen

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.formats.integers import INT4, depth_of, group_of, has_zeros
 from torch_hybrid.ops.fused_experts._triton_activation import activate
 from torch_hybrid.ops.fused_experts._triton_group import num_blocks, rows_of_block
-from torch_hybrid.ops.integers import INT4, depth_of, group_of, has_zeros
 from torch_hybrid.ops.triton.devices import is_hopper
 from torch_hybrid.ops.triton.integers import chunk_of, few_products, rows_at, wide_tile
 from torch_hybrid.ops.triton.products import dot

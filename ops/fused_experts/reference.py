@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_hybrid.ops.block_scales import rounded
-from torch_hybrid.ops.stored_weights import dequantized
+from torch_hybrid.ops.formats.block_scales import rounded
+from torch_hybrid.ops.formats.stored_weights import dequantized
 
 
 def fused_experts_reference(

@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.core.planning import Lengths, Planned
 from torch_hybrid.ops.flashinfer.states import aligned, packed_states, store_states
-from torch_hybrid.ops.planning import Lengths, Planned
 from torch_hybrid.ops.triton.products import inverse_root
 
 _ROWS = 32  # tokens of one head that a program brings into order

@@ -12,12 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import BATCH_INVARIANT, Capability, Implementation
+from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Capability, Implementation
+from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE, check_chunk_size
+from torch_hybrid.ops.core.registration import check_impl, check_planned, define_op, given
 from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
 from torch_hybrid.ops.gated_delta_rule.validate import check_inputs
 from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE, check_chunk_size
-from torch_hybrid.ops.registration import check_impl, check_planned, define_op, given
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _FLASHINFER = "torch_hybrid.ops.gated_delta_rule._flashinfer"

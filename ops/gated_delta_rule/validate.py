@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.recurrence import check_heads, check_slots, check_tokens
+from torch_hybrid.ops.core.recurrence import check_heads, check_slots, check_tokens
 
 
 def check_inputs(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from torch_hybrid.ops.core.registration import check_impl, define_op
 from torch_hybrid.ops.delta_step import SCHEMA, StepTensors, check_step, check_verify
-from torch_hybrid.ops.registration import check_impl, define_op
 from torch_hybrid.ops.step_forms import step_implementations, verify_implementations
 from torch_hybrid.ops.verify import SCHEMA as RECORDS
 

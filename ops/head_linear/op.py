@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import (
+from torch_hybrid.ops.core.capability import (
     BATCH_INVARIANT,
     FLOATS_AND_FLOAT64,
     Capability,
     Implementation,
 )
+from torch_hybrid.ops.core.registration import check_dtypes, check_impl, check_shapes, define_op
 from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.registration import check_dtypes, check_impl, check_shapes, define_op
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 IMPLEMENTATIONS = {

@@ -11,16 +11,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import BATCH_INVARIANT, Capability, Implementation
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.recurrence import (
+from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Capability, Implementation
+from torch_hybrid.ops.core.recurrence import (
     DEFAULT_CHUNK_SIZE,
     check_chunk_size,
     check_heads,
     check_slots,
     check_tokens,
 )
-from torch_hybrid.ops.registration import check_impl, check_planned, define_op, given
+from torch_hybrid.ops.core.registration import check_impl, check_planned, define_op, given
+from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _CPU = "torch_hybrid.ops.kimi_delta_attention._cpu"

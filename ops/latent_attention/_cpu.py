@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.fp8_kv import rounded, worth
+from torch_hybrid.ops.core.page_bounds import check_page_indices
+from torch_hybrid.ops.formats.fp8_kv import rounded, worth
 from torch_hybrid.ops.latent_attention.validate import check_gathered_slots, check_new_slots
 from torch_hybrid.ops.native.call import kernel
-from torch_hybrid.ops.page_bounds import check_page_indices
 
 _SOURCE = Path(__file__).with_name("_cpu.cpp")
 _ATTEND = kernel(

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.core.planning import Lengths, Planned
 from torch_hybrid.ops.flashinfer.scratch import Scratch, first_pages
 from torch_hybrid.ops.latent_attention._triton_store import store_rows
-from torch_hybrid.ops.planning import Lengths, Planned
 from torch_hybrid.ops.triton.padding import set_padding
 
 _NOT_CAUSAL = 0  # of one query a sequence, which sees all keys

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.fp8_kv import rounded, worth
+from torch_hybrid.ops.formats.fp8_kv import rounded, worth
 from torch_hybrid.ops.latent_attention.validate import check_gathered_slots, check_new_slots
 
 

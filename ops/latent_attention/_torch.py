@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.fp8_kv import worth
+from torch_hybrid.ops.core.page_bounds import check_page_indices
+from torch_hybrid.ops.formats.fp8_kv import worth
 from torch_hybrid.ops.latent_attention._rows import store_latents
-from torch_hybrid.ops.page_bounds import check_page_indices
 
 # Queries per product: bounds the logits to [H * _BLOCK, seq_len].
 _BLOCK = 64

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torch_hybrid.ops.core.page_bounds import check_page_indices
 from torch_hybrid.ops.latent_attention._triton_hopper import BLOCK_M, attend_on_hopper, serves
 from torch_hybrid.ops.latent_attention._triton_pairs import attend_to_pairs
 from torch_hybrid.ops.latent_attention._triton_store import store_rows
 from torch_hybrid.ops.latent_attention._triton_tiles import Tiles
-from torch_hybrid.ops.page_bounds import check_page_indices
 from torch_hybrid.ops.triton.devices import interpreted
 from torch_hybrid.ops.triton.fp8 import readable
 from torch_hybrid.ops.triton.ragged import first_token_of_block, num_blocks, sequence_of_block

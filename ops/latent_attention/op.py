@@ -9,13 +9,19 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops import fp8_kv
-from torch_hybrid.ops.autograd import define_made_of
-from torch_hybrid.ops.capability import (
+from torch_hybrid.ops.core.autograd import define_made_of
+from torch_hybrid.ops.core.capability import (
     BATCH_INVARIANT,
     FLOATS_AND_FLOAT64,
     Capability,
     Implementation,
+)
+from torch_hybrid.ops.core.registration import (
+    check_impl,
+    check_planned,
+    check_scale,
+    define_op,
+    given,
 )
 from torch_hybrid.ops.flashinfer.library import (
     BLACKWELL,
@@ -24,15 +30,9 @@ from torch_hybrid.ops.flashinfer.library import (
     flashinfer_missing,
     with_flashinfer,
 )
+from torch_hybrid.ops.formats import fp8_kv
 from torch_hybrid.ops.latent_attention.validate import check_attention, check_gather, check_store
 from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.registration import (
-    check_impl,
-    check_planned,
-    check_scale,
-    define_op,
-    given,
-)
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _PACKAGE = "torch_hybrid.ops.latent_attention"

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.fp8_kv import rounded, worth
+from torch_hybrid.ops.formats.fp8_kv import rounded, worth
 
 
 def latent_attention_with_lse(

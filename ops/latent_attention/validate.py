@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops import fp8_kv
-from torch_hybrid.ops.capability import FLOATS
-from torch_hybrid.ops.registration import check_contiguous, check_dtypes, check_shapes
+from torch_hybrid.ops.core.capability import FLOATS
+from torch_hybrid.ops.core.registration import check_contiguous, check_dtypes, check_shapes
+from torch_hybrid.ops.formats import fp8_kv
 
 
 def check_attention(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.recurrence import check_slots, check_tokens
-from torch_hybrid.ops.registration import check_contiguous, check_dtypes, check_shapes
+from torch_hybrid.ops.core.recurrence import check_slots, check_tokens
+from torch_hybrid.ops.core.registration import check_contiguous, check_dtypes, check_shapes
 
 
 def check_inputs(

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.formats.stored_weights import are_integers, format_of, group_of, has_zeros
 from torch_hybrid.ops.linear.by_torch import product_by_torch
 from torch_hybrid.ops.native.call import kernel
-from torch_hybrid.ops.native.forms import forms
-from torch_hybrid.ops.stored_weights import are_integers, format_of, group_of, has_zeros
+from torch_hybrid.ops.native.cpu_tuning import forms
 
-# Past it, torch's product of one weight after the other may be faster: see ``native/forms.py``.
+# Past it, torch's product of one weight after the other may be faster: see ``cpu_tuning``.
 MAX_ROWS = 128
 # oneDNN's product of bf16 in tiles of AMX reads past the end of rows of another depth, into what
 # lies beside them: NaN there becomes NaN in the result (torch 2.13).

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_hybrid.ops.stored_weights import dequantized
+from torch_hybrid.ops.formats.stored_weights import dequantized
 
 
 def linear(

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops import block_scales
+from torch_hybrid.ops.formats import block_scales
 from torch_hybrid.ops.linear._triton_columns import store_columns
 from torch_hybrid.ops.linear._triton_fp8 import fp8_linear
 from torch_hybrid.ops.linear._triton_integers import integer_linear

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.block_scales import BLOCK
+from torch_hybrid.ops.formats.block_scales import BLOCK
 from torch_hybrid.ops.linear._triton_columns import store_columns
 from torch_hybrid.ops.linear._triton_place import bias_of, place
 from torch_hybrid.ops.linear.by_torch import empty_columns, product_by_torch

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.integers import INT4, group_of, has_zeros
+from torch_hybrid.ops.formats.integers import INT4, group_of, has_zeros
 from torch_hybrid.ops.linear._triton_place import bias_of, place
 from torch_hybrid.ops.linear.by_torch import empty_columns, product_by_torch
 from torch_hybrid.ops.triton.integers import (

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops import block_scales, stored_weights
-from torch_hybrid.ops.capability import (
+from torch_hybrid.ops.core.capability import (
     BATCH_INVARIANT,
     FLOATS_AND_FLOAT64,
     NO_FEATURES,
@@ -16,9 +15,10 @@ from torch_hybrid.ops.capability import (
     Implementation,
     Need,
 )
+from torch_hybrid.ops.core.registration import check_impl, check_shapes, define_op
+from torch_hybrid.ops.formats import block_scales, stored_weights
 from torch_hybrid.ops.linear.by_torch import empty_columns
 from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
 from torch_hybrid.ops.triton.devices import (
     fp8_products_missing,
     triton_devices,
@@ -38,7 +38,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             available=compiler_missing,
         ),
         launcher="torch_hybrid.ops.linear._cpu:linear",
-        figures="torch_hybrid.ops.native.forms:figures",
+        figures="torch_hybrid.ops.native.cpu_tuning:figures",
     ),
     "cpp_invariant": Implementation(
         capability=Capability(

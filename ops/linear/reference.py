@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.block_scales import rounded
-from torch_hybrid.ops.stored_weights import dequantized
+from torch_hybrid.ops.formats.block_scales import rounded
+from torch_hybrid.ops.formats.stored_weights import dequantized
 
 
 def linear_reference(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import FLOATS, Capability, Implementation
+from torch_hybrid.ops.core.capability import FLOATS, Capability, Implementation
+from torch_hybrid.ops.core.registration import check_dtypes, check_impl, check_shapes, define_op
 from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.registration import check_dtypes, check_impl, check_shapes, define_op
 
 IMPLEMENTATIONS = {
     "cpp": Implementation(

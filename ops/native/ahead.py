@@ -12,9 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread, main_thread
 
-from torch_hybrid.ops.capability import Implementation
+from torch_hybrid.host.progress import bar, tell
+from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.native.build import BuildError, is_there, library_of
-from torch_hybrid.progress import bar, tell
 
 _SECONDS = 7  # that a core takes for a library: the median of all, on an Ice Lake Xeon
 _BUILDING = "building C++ kernels"

@@ -1,4 +1,4 @@
-// Weights to numbers of 8 bits, or of 4 in groups, and their scales: see ops/integers.py.
+// Weights to numbers of 8 bits, or of 4 in groups, and their scales: see ops/formats/integers.py.
 #include "call.h"
 #include "simd.h"
 
@@ -14,7 +14,7 @@ TH_CALL(Call,
 
 constexpr int MOST_VECTORS = 128 / LANES;
 constexpr float LARGEST_INT8 = 127, LEAST = -8, LARGEST = 7;
-// By which the number that is furthest from 0 is divided, as ops/integers.py has them.
+// By which the number that is furthest from 0 is divided, as ops/formats/integers.py has them.
 constexpr float DIVISORS[] = {7, 8, 8.75f, 9.5f};
 constexpr float TO_INTEGER = 12582912;  // added and taken away: rounds what is small
 

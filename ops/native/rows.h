@@ -119,7 +119,7 @@ class Rows {
   LaneRows<T> many_;
 };
 
-// As ops/stored_weights.py counts them.
+// As ops/formats/stored_weights.py counts them.
 enum Format : int64_t { IN_DTYPE_OF_X, FP8, INT8, INT4 };
 
 }  // namespace th

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torch_hybrid.ops.state_bounds import check_state_indices
+from torch_hybrid.ops.core.state_bounds import check_state_indices
 
 
 def check_indices(

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.core.page_bounds import check_page_indices
 from torch_hybrid.ops.native.call import kernel
-from torch_hybrid.ops.page_bounds import check_page_indices
 
 _RUN = kernel(
     "paged_attention",

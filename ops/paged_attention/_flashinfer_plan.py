@@ -17,10 +17,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.core.planning import Lengths, Planned
 from torch_hybrid.ops.flashinfer.library import HOPPER
 from torch_hybrid.ops.flashinfer.prefill import fa3_bytes, kernels
 from torch_hybrid.ops.flashinfer.scratch import Scratch, first_pages
-from torch_hybrid.ops.planning import Lengths, Planned
 
 _MOST_PROCESSORS = 160  # of the GPUs there are
 

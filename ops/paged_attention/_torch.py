@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.fp8_kv import rounded, worth
-from torch_hybrid.ops.page_bounds import check_page_indices
+from torch_hybrid.ops.core.page_bounds import check_page_indices
+from torch_hybrid.ops.formats.fp8_kv import rounded, worth
 
 # Queries per product: bounds the logits to [Hq, _BLOCK, seq_len].
 _BLOCK = 128

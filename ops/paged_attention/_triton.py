@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.page_bounds import check_page_indices
+from torch_hybrid.ops.core.page_bounds import check_page_indices
 from torch_hybrid.ops.paged_attention._triton_long import LongTiles, attend_long
 from torch_hybrid.ops.paged_attention._triton_short import attend_short
 from torch_hybrid.ops.paged_attention._triton_write import write_rows

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops import fp8_kv
-from torch_hybrid.ops.capability import (
+from torch_hybrid.ops.core.capability import (
     BATCH_INVARIANT,
     FLOATS,
     FLOATS_AND_FLOAT64,
@@ -16,15 +15,7 @@ from torch_hybrid.ops.capability import (
     Capability,
     Implementation,
 )
-from torch_hybrid.ops.cudnn_attention import cudnn_missing
-from torch_hybrid.ops.flashinfer.library import (
-    BLACKWELL,
-    NEVER_RAN,
-    flashinfer_missing,
-    with_flashinfer,
-)
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.registration import (
+from torch_hybrid.ops.core.registration import (
     check_contiguous,
     check_dtypes,
     check_impl,
@@ -34,6 +25,15 @@ from torch_hybrid.ops.registration import (
     define_op,
     given,
 )
+from torch_hybrid.ops.cudnn_attention import cudnn_missing
+from torch_hybrid.ops.flashinfer.library import (
+    BLACKWELL,
+    NEVER_RAN,
+    flashinfer_missing,
+    with_flashinfer,
+)
+from torch_hybrid.ops.formats import fp8_kv
+from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 # What a caller may need beyond plain decode: queries of more than one token ("extend"), a

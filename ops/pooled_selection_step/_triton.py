@@ -10,8 +10,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from torch_hybrid.ops.conv_step import check_lengths
-from torch_hybrid.ops.page_bounds import check_page_indices
-from torch_hybrid.ops.state_bounds import check_state_indices
+from torch_hybrid.ops.core.page_bounds import check_page_indices
+from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.triton.block_ranks import TILE, ranks_of, take_blocks
 from torch_hybrid.ops.triton.devices import PROCESSORS, interpreted, launches_early
 from torch_hybrid.ops.triton.pooling import pool, rows_of_block

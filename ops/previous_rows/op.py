@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import FLOATS_AND_FLOAT64, Capability, Implementation
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.registration import (
+from torch_hybrid.ops.core.capability import FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.core.registration import (
     check_contiguous,
     check_dtypes,
     check_impl,
     check_shapes,
     define_op,
 )
+from torch_hybrid.ops.native import compiler_missing
 
 _PACKAGE = "torch_hybrid.ops.previous_rows"
 

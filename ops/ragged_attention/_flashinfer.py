@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.core.planning import Lengths, Planned
 from torch_hybrid.ops.flashinfer.prefill import CAUSAL, TOKENS_BEFORE_HEADS, fa3_bytes, kernels
 from torch_hybrid.ops.flashinfer.scratch import Scratch
-from torch_hybrid.ops.planning import Lengths, Planned
 from torch_hybrid.ops.ragged_attention import _triton
 from torch_hybrid.ops.triton.padding import set_padding
 

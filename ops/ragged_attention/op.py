@@ -7,11 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import FLOATS, FLOATS_AND_FLOAT64, Capability, Implementation
-from torch_hybrid.ops.cudnn_attention import cudnn_missing
-from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.registration import (
+from torch_hybrid.ops.core.capability import FLOATS, FLOATS_AND_FLOAT64, Capability, Implementation
+from torch_hybrid.ops.core.registration import (
     check_contiguous,
     check_dtypes,
     check_impl,
@@ -21,6 +18,9 @@ from torch_hybrid.ops.registration import (
     define_op,
     given,
 )
+from torch_hybrid.ops.cudnn_attention import cudnn_missing
+from torch_hybrid.ops.flashinfer.library import HOPPER, flashinfer_missing, with_flashinfer
+from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _PACKAGE = "torch_hybrid.ops.ragged_attention"

@@ -7,21 +7,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import (
+from torch_hybrid.ops.core.capability import (
     BATCH_INVARIANT,
     FLOATS_AND_FLOAT64,
     Capability,
     Implementation,
 )
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.recurrence import check_slots, check_tokens
-from torch_hybrid.ops.registration import (
+from torch_hybrid.ops.core.recurrence import check_slots, check_tokens
+from torch_hybrid.ops.core.registration import (
     check_contiguous,
     check_dtypes,
     check_impl,
     check_shapes,
     define_op,
 )
+from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _TRITON_CAPABILITY = Capability(devices=triton_devices(), cuda_graph=True, available=triton_missing)

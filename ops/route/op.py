@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import FLOATS, Capability, Implementation
-from torch_hybrid.ops.registration import check_dtypes, check_impl, check_shapes, define_op
+from torch_hybrid.ops.core.capability import FLOATS, Capability, Implementation
+from torch_hybrid.ops.core.registration import check_dtypes, check_impl, check_shapes, define_op
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 SCORES = ("softmax", "sigmoid")

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.page_bounds import check_page_indices
+from torch_hybrid.ops.core.page_bounds import check_page_indices
 
 # Queries per product: bounds the scores to [H, _QUERIES, blocks].
 _QUERIES = 128

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from torch_hybrid.ops.page_bounds import check_page_indices
+from torch_hybrid.ops.core.page_bounds import check_page_indices
 from torch_hybrid.ops.triton.block_ranks import TILE, ranks_of, take_blocks
 from torch_hybrid.ops.triton.devices import interpreted, launches_early
 from torch_hybrid.ops.triton.ragged import (

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.native.call import kernel
-from torch_hybrid.ops.state_bounds import check_state_indices
 
 _SCAN = kernel(
     "selective_scan",

@@ -13,21 +13,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import BATCH_INVARIANT, Capability, Implementation
-from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.recurrence import (
+from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Capability, Implementation
+from torch_hybrid.ops.core.recurrence import (
     DEFAULT_CHUNK_SIZE,
     check_chunk_size,
     check_slots,
     check_tokens,
 )
-from torch_hybrid.ops.registration import (
+from torch_hybrid.ops.core.registration import (
     check_contiguous,
     check_dtypes,
     check_impl,
     check_shapes,
     define_op,
 )
+from torch_hybrid.ops.native import compiler_missing
 from torch_hybrid.ops.triton.devices import triton_devices, triton_missing
 
 _CPU = "torch_hybrid.ops.selective_scan._cpu"

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.native.call import kernel
-from torch_hybrid.ops.state_bounds import check_state_indices
 
 
 def _kernel(name: str) -> Callable[..., bool]:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_have_slots
+from torch_hybrid.ops.core.state_bounds import check_state_indices
 from torch_hybrid.ops.native.call import kernel
-from torch_hybrid.ops.native.forms import forms
-from torch_hybrid.ops.state_bounds import check_state_indices
+from torch_hybrid.ops.native.cpu_tuning import forms
 from torch_hybrid.ops.verify import check_counts
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.ops.conv_step import check_width
-from torch_hybrid.ops.recurrence import check_slots, check_tokens
-from torch_hybrid.ops.registration import check_contiguous, check_dtypes, check_shapes
+from torch_hybrid.ops.core.recurrence import check_slots, check_tokens
+from torch_hybrid.ops.core.registration import check_contiguous, check_dtypes, check_shapes
 
 
 def check_options(*, dt_min: float, dt_max: float, norm_groups: int, width: int) -> None:

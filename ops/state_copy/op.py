@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.core.capability import Capability, Implementation
+from torch_hybrid.ops.core.registration import check_impl, check_shapes, define_op
 from torch_hybrid.ops.native import compiler_missing
-from torch_hybrid.ops.registration import check_impl, check_shapes, define_op
 
 _ANY_DTYPE = frozenset(
     {torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.uint8}

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.planning import Lengths, Planned
+from torch_hybrid.ops.core.planning import Lengths, Planned
 from torch_hybrid.ops.triton.devices import PROCESSORS, is_hopper
 from torch_hybrid.ops.triton.products import ROUNDED, dot, rows_dot
 

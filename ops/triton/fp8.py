@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torch_hybrid.ops.block_scales import BLOCK, LARGEST, num_blocks
+from torch_hybrid.ops.formats.block_scales import BLOCK, LARGEST, num_blocks
 from torch_hybrid.ops.triton.devices import converts_fp8, interpreted
 from torch_hybrid.ops.triton.products import dot
 

@@ -16,7 +16,7 @@ from torch_hybrid.backends import measured
 from torch_hybrid.backends.select import select
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.explain.sections import implementations
-from torch_hybrid.ops.capability import Capability, Implementation, Need
+from torch_hybrid.ops.core.capability import Capability, Implementation, Need
 
 DEVICE = "NVIDIA Imaginary 9"
 BOTH = frozenset({"cuda"})

@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 
 from torch_hybrid.backends.select import Choice, select
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.ops.capability import Capability, Implementation, Need
+from torch_hybrid.ops.core.capability import Capability, Implementation, Need
 
 CPU = torch.device("cpu")
 

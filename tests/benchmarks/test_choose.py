@@ -24,7 +24,7 @@ from torch_hybrid.backends.mode import MODES, Mode
 from torch_hybrid.backends.select import Choice
 from torch_hybrid.backends.step import make_backends
 from torch_hybrid.caches.sizes import PoolSizes
-from torch_hybrid.ops.capability import Capability, Need
+from torch_hybrid.ops.core.capability import Capability, Need
 from torch_hybrid.specs import (
     AttentionSpec,
     DeltaRuleSpec,

@@ -39,7 +39,7 @@ from benchmarks.models import fill
 from tests.ops.gated_delta_step.family import FAMILY as GATED
 from tests.ops.kimi_delta_step.family import FAMILY as KIMI
 from torch_hybrid import Runner
-from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.core.capability import Capability, Implementation
 
 RATES = Rates(num_bytes=1e6, flops=1e8)
 

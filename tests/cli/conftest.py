@@ -46,12 +46,13 @@ def chat_checkpoint(tmp_path_factory):
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Run ``torch-hybrid`` with these arguments; its exit code, stdout and stderr."""
-    from torch_hybrid import cli, host
+    from torch_hybrid import cli
+    from torch_hybrid.host import malloc
 
     def run(*args):
         monkeypatch.setattr(sys, "argv", ["torch-hybrid", *map(str, args)])
         monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main replaces it
-        monkeypatch.setattr(host, "tune_allocator", lambda: False)  # it is for the whole process
+        monkeypatch.setattr(malloc, "tune_allocator", lambda: False)  # it is for the whole process
         code = 0
         try:
             cli.main()

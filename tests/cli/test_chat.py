@@ -5,8 +5,8 @@ import builtins
 import pytest
 
 from tests.cli.test_cli import EAGER
-from torch_hybrid.cli_options import load_tokenizer
-from torch_hybrid.engine import Engine
+from torch_hybrid.cli.options import load_tokenizer
+from torch_hybrid.serving.engine import Engine
 
 
 @pytest.fixture

@@ -19,13 +19,16 @@ from tests.parallel.processes import FORKSERVER
 from tests.tiny_models import FEWEST_LAYERS
 from tests.tiny_tokenizers import image_processor
 from tests.tiny_vision import PATCH, make_vision_model
-from torch_hybrid import cli, cli_options, cli_output, toolchain
-from torch_hybrid.cli_options import load_tokenizer
-from torch_hybrid.cli_output import print_fact
-from torch_hybrid.cli_prompts import read_prompts
-from torch_hybrid.engine import Engine
+from torch_hybrid.cli import commands as cli
+from torch_hybrid.cli import options as cli_options
+from torch_hybrid.cli import output as cli_output
+from torch_hybrid.cli.options import load_tokenizer
+from torch_hybrid.cli.output import print_fact
+from torch_hybrid.cli.prompts import read_prompts
+from torch_hybrid.graphs.compiling import toolchain
 from torch_hybrid.ops import native
-from torch_hybrid.request import Output
+from torch_hybrid.serving.engine import Engine
+from torch_hybrid.serving.request import Output
 
 EAGER = ("--eager", "--max-seqs", 4, "--max-tokens", 64, "--kv-tokens", 256)
 
@@ -364,7 +367,7 @@ def test_a_special_token_ends_an_answer(run, chat_checkpoint, monkeypatch):
     """``--stop`` with a special token's text, which is not in what is printed."""
     special = load_tokenizer(str(chat_checkpoint)).convert_tokens_to_ids("<|user|>")
     draws = iter([40, 41, special, 42])
-    monkeypatch.setattr("torch_hybrid.flight.sample", lambda *args: [next(draws)])
+    monkeypatch.setattr("torch_hybrid.serving.flight.sample", lambda *args: [next(draws)])
     options = ("--chat", "hi", "--stop", "<|user|>", "--json")
     code, out, err = run("generate", chat_checkpoint, *EAGER, *options)
     assert code == 0, err
@@ -453,7 +456,7 @@ def test_bench_hands_its_arguments_on(run, monkeypatch):
 
 
 def test_bench_outside_a_checkout_says_where_it_is(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "torch_hybrid" / "cli.py"))
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "torch_hybrid" / "cli" / "commands.py"))
     code, _, err = run("bench")
     assert code == 2
     assert "the benchmarks are in the repository and not in the package" in err
@@ -517,7 +520,7 @@ def test_a_terminal_of_ascii_alone_shows_everything(piped, chat_checkpoint, monk
     options = ("generate", chat_checkpoint, *EAGER, "hi", "--max-new-tokens", len(tokens))
     for flags, shown in (((), b"\\u65e5\\u672c\n"), (("--json",), b'"text": "\\u65e5\\u672c"')):
         draws = iter(tokens)
-        monkeypatch.setattr("torch_hybrid.flight.sample", lambda *args, d=draws: [next(d)])
+        monkeypatch.setattr("torch_hybrid.serving.flight.sample", lambda *args, d=draws: [next(d)])
         code, read = piped("ascii", *options, *flags)
         assert code == 0
         assert shown in read

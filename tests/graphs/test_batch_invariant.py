@@ -20,13 +20,13 @@ from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import impls_of, select
 from torch_hybrid.backends.step import make_backends
 from torch_hybrid.caches.sizes import PoolSizes
-from torch_hybrid.graphs import model_choices, steps
-from torch_hybrid.graphs.check_options import check_invariant
+from torch_hybrid.graphs.options.check_options import check_invariant
 from torch_hybrid.graphs.passes.row_sums import row_sums
+from torch_hybrid.graphs.stepping import model_choices, steps
 from torch_hybrid.graphs.two_batch import OverlapPolicy
 from torch_hybrid.models.families import table_of
-from torch_hybrid.ops.capability import Need
-from torch_hybrid.ops.registration import REGISTERED
+from torch_hybrid.ops.core.capability import Need
+from torch_hybrid.ops.core.registration import REGISTERED
 
 LENGTH = 75  # more than a chunk of a recurrence, a block of keys, a stretch of tokens
 CUTS = [1, 32, 2, 33, 7]

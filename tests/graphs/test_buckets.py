@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_hybrid.graphs.buckets import geometric, round_up, token_sizes
+from torch_hybrid.graphs.stepping.buckets import geometric, round_up, token_sizes
 
 
 @given(st.integers(1, 64), st.integers(1, 5000))

@@ -19,7 +19,7 @@ from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, keep_order, without
 from torch_hybrid.graphs.passes.schedule import Stage
 from torch_hybrid.graphs.passes.side_stream import mixers_on_side_stream
 from torch_hybrid.graphs.runner import Runner
-from torch_hybrid.ops.capability import Implementation
+from torch_hybrid.ops.core.capability import Implementation
 
 pytestmark = pytest.mark.slow
 SIZES = {"max_seqs": 6, "max_tokens": 160, "kv_tokens": 800}

@@ -14,9 +14,9 @@ from torch import Tensor
 import torch_hybrid as th
 from tests.tiny_models import VOCAB_SIZE, make_hybrid
 from torch_hybrid.explain import sections as explain
-from torch_hybrid.graphs.check_options import kept_table
+from torch_hybrid.graphs.options.check_options import kept_table
 from torch_hybrid.graphs.runner import Runner
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.core.capability import Need
 from torch_hybrid.ops.latent_attention import op as latent_attention
 from torch_hybrid.ops.paged_attention import op as paged_attention
 

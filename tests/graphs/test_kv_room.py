@@ -11,7 +11,7 @@ import torch_hybrid as th
 from tests.devices import needs_cuda
 from tests.tiny_models import make_hybrid
 from torch_hybrid.caches import room
-from torch_hybrid.graphs import kv_room
+from torch_hybrid.graphs.options import measure_kv_tokens as kv_room
 from torch_hybrid.graphs.runner import Runner
 
 MIB = 1 << 20

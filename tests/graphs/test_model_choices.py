@@ -16,9 +16,9 @@ from torch_hybrid.backends.mode import MODES
 from torch_hybrid.backends.select import Choice
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.explain import sections as explain
-from torch_hybrid.graphs.model_choices import choosers_of, passes_for
 from torch_hybrid.graphs.passes import DEFAULT_PASSES
 from torch_hybrid.graphs.runner import Runner
+from torch_hybrid.graphs.stepping.model_choices import choosers_of, passes_for
 
 SIZES = {"max_seqs": 2, "max_tokens": 64, "kv_tokens": 128}
 

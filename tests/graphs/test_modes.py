@@ -12,10 +12,10 @@ from tests.tiny_models import VOCAB_SIZE, make_hybrid, make_model
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.step import chunk_grid, make_backends
 from torch_hybrid.caches.sequence import Sequence
-from torch_hybrid.graphs.buckets import StepSizes
-from torch_hybrid.graphs.planner import StepPlanner
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.graphs.step import Variant, make_step
+from torch_hybrid.graphs.stepping.buckets import StepSizes
+from torch_hybrid.graphs.stepping.planner import StepPlanner
 from torch_hybrid.graphs.two_batch import ALWAYS_CUT, NEVER_CUT
 from torch_hybrid.models.adapt import adapt
 

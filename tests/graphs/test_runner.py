@@ -17,7 +17,7 @@ from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.step import Step
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.models.adapt import adapt
-from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE
+from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
 
 
 class InterruptibleModel:

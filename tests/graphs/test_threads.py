@@ -7,7 +7,7 @@ import torch
 
 import torch_hybrid as th
 from tests.graphs.as_traced import run_as_traced
-from tests.hostile.test_surroundings import SURROUNDINGS
+from tests.host.test_surroundings import SURROUNDINGS
 from tests.tiny_models import COMPILED_SIZES, VOCAB_SIZE, make_hybrid, make_model
 from torch_hybrid.caches.hybrid import HybridCache
 
@@ -148,7 +148,7 @@ def test_by_hand_every_call_waits_for_its_turn(model, prompts):
 
 @pytest.mark.slow
 def test_no_surroundings_compile_anything_again(prompts):
-    """Experts in such surroundings: ``tests/hostile/test_surroundings.py``."""
+    """Experts in such surroundings: ``tests/host/test_surroundings.py``."""
     model = make_hybrid()
     expected = tokens_of(model, prompts)
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16), torch.device("meta"):

@@ -18,12 +18,12 @@ import torch_hybrid as th
 from tests.tiny_models import BUILDERS, VOCAB_SIZE, make_model
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.prefix import PrefixPolicy
-from torch_hybrid.graphs.buckets import StepSizes
 from torch_hybrid.graphs.capturing.static_inputs import StaticInputs
-from torch_hybrid.graphs.link import Trial, policy_of
-from torch_hybrid.graphs.planner import StepPlanner
+from torch_hybrid.graphs.options.measure_overlap import Trial, policy_of
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.graphs.step import Inputs
+from torch_hybrid.graphs.stepping.buckets import StepSizes
+from torch_hybrid.graphs.stepping.planner import StepPlanner
 from torch_hybrid.graphs.two_batch import (
     ALWAYS_CUT,
     NEVER_CUT,

@@ -21,7 +21,7 @@ from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.capturing.cuda_graph import why_not_capturable
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.models.adapt import adapt
-from torch_hybrid.ops.capability import Implementation, Need
+from torch_hybrid.ops.core.capability import Implementation, Need
 from torch_hybrid.ops.gated_delta_step import op as gated_delta_step
 from torch_hybrid.ops.kimi_delta_step import op as kimi_delta_step
 from torch_hybrid.ops.lightning_step import op as lightning_step

@@ -21,7 +21,7 @@ FAMILIES = sorted(path.parent.name for path in Path("ops").glob("*/_cpu.cpp"))
 SUITES = (
     *(f"tests/ops/{family}" for family in FAMILIES),
     "tests/hostile/test_indices.py",
-    "tests/hostile/test_surroundings.py",
+    "tests/host/test_surroundings.py",
     "-k",
     "(cpp or hostile or state_copy) and not opcheck and not compile and not triton",
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 import torch_hybrid as th
-from tests.hostile.test_surroundings import SURROUNDINGS, logits_of
+from tests.host.test_surroundings import SURROUNDINGS, logits_of
 from tests.tiny_models import make_model
 from tests.tiny_vision import BUILDERS, make_vision_model
 

@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 import torch_hybrid as th
 from tests.layers.fuzz import BUCKETS, Round
 from tests.layers.own_modules import BLOCKS, VOCAB, Loop, OwnModule
+from torch_hybrid.backends.free_sizes import free_sizes
 from torch_hybrid.batch import pad_to
-from torch_hybrid.free_sizes import free_sizes
 
 # Sizes that are equal to one another, to widths of heads and of the model, 1, and none of these.
 BATCHES = ((5,), (7, 3), (1,), (16,), (1, 1), (2, 2, 2, 2), (32, 1), (0, 17), (60, 9, 31))

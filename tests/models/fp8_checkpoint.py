@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.ops.block_scales import in_blocks
-from torch_hybrid.ops.block_scales import BLOCK, dequantized
+from torch_hybrid.ops.formats.block_scales import BLOCK, dequantized
 
 QUANTIZATION = {
     "quant_method": "fp8",

@@ -1,6 +1,6 @@
 """Heads that predict further tokens, as checkpoints have them: what is read, and what is refused.
 
-That they draft what a head in plain PyTorch does is in ``tests/speculation/test_head.py``.
+That they draft what a head in plain PyTorch does is in ``tests/serving/speculation/test_head.py``.
 """
 
 from __future__ import annotations

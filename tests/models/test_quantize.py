@@ -22,7 +22,7 @@ from torch_hybrid.models.adapt import adapt
 from torch_hybrid.models.load import unread
 from torch_hybrid.models.quantize import plan_integers
 from torch_hybrid.models.shard import cut
-from torch_hybrid.ops.integers import (
+from torch_hybrid.ops.formats.integers import (
     _fill_4_bits,
     _fill_8_bits,
     dequantized,

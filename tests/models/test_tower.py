@@ -24,7 +24,7 @@ from tests.models.oracle import (
 )
 from tests.tiny_models import FEWEST_LAYERS, block_gaps, make_model, router_gaps
 from tests.tiny_vision import BUILDERS, END, IMAGE, START, Seen, make_seen, make_vision_model
-from torch_hybrid.images import Images
+from torch_hybrid.serving.images import Images
 
 # Several images, one that ends a prompt, one at the start, and texts alone.
 PARTS = {

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torch_hybrid.ops.block_scales import BLOCK, DTYPE, num_blocks
+from torch_hybrid.ops.formats.block_scales import BLOCK, DTYPE, num_blocks
 
 
 def in_blocks(weight: Tensor, *, num_parts: int = 1) -> tuple[Tensor, Tensor]:

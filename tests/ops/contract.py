@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.graphs.compiling.clone_check import PoolClone, find_pool_clones
-from torch_hybrid.ops.capability import Implementation
+from torch_hybrid.ops.core.capability import Implementation
 
 
 def to_exact(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -76,7 +76,7 @@ from torch_hybrid.ops import (
     wkv,
 )
 from torch_hybrid.ops import ssd as ssd_ops
-from torch_hybrid.ops.capability import Implementation
+from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.flashinfer.one_token import APART
 from torch_hybrid.ops.gated_delta_rule import op as gdn_op
 from torch_hybrid.ops.ssd import op as ssd_op

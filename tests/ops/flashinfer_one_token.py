@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.ops.contract import written_slots
 from tests.ops.step_lengths import step_lengths
-from torch_hybrid.ops.capability import Implementation
-from torch_hybrid.ops.planning import Planned
+from torch_hybrid.ops.core.capability import Implementation
+from torch_hybrid.ops.core.planning import Planned
 
 
 def plan_for(implementation: Implementation, inputs: Any, **sizes: int) -> Planned:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.integers import in_4_bits, in_8_bits
+from torch_hybrid.ops.formats.integers import in_4_bits, in_8_bits
 
 # Numbers of a row that share a scale; a row of 8 bits has one.
 FORMATS = {

@@ -21,8 +21,8 @@ from tests.ops.contract import (
     written_slots,
 )
 from tests.ops.pages import offsets
-from torch_hybrid.ops.capability import BATCH_INVARIANT, Implementation
-from torch_hybrid.ops.recurrence import CHUNK_SIZES
+from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Implementation
+from torch_hybrid.ops.core.recurrence import CHUNK_SIZES
 from torch_hybrid.ops.triton.devices import interpreted
 
 DEVICE = "cpu"

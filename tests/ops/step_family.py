@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import Implementation
+from torch_hybrid.ops.core.capability import Implementation
 
 
 class Inputs:

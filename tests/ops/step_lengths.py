@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.planning import Lengths
+from torch_hybrid.ops.core.planning import Lengths
 
 
 def step_lengths(

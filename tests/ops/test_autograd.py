@@ -26,9 +26,9 @@ from torch_hybrid.backends.mode import MODES
 from torch_hybrid.backends.step import forms_of
 from torch_hybrid.layers import GatedDeltaNet, LatentAttention
 from torch_hybrid.layers.fused_experts import FusedExperts
+from torch_hybrid.ops.core.registration import REGISTERED
 from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.merge_states import merge_states
-from torch_hybrid.ops.registration import REGISTERED
 from torch_hybrid.specs import LayerSpec
 
 DIM = 32

@@ -12,8 +12,8 @@ import torch
 
 import torch_hybrid as th
 from tests.tiny_models import make_hybrid
-from torch_hybrid.ops.capability import Capability, Implementation
 from torch_hybrid.ops.causal_conv1d.op import IMPLEMENTATIONS
+from torch_hybrid.ops.core.capability import Capability, Implementation
 from torch_hybrid.ops.native import ahead
 
 ON_CPU = Capability(devices=frozenset({"cpu"}))

@@ -13,7 +13,7 @@ from tests.ops.triton_interpreter import needs_triton
 from torch_hybrid.backends import measured
 from torch_hybrid.backends.select import select
 from torch_hybrid.ops import cudnn_attention
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.core.capability import Need
 from torch_hybrid.ops.paged_attention.op import FEATURES, IMPLEMENTATIONS
 
 

@@ -14,7 +14,7 @@ from torch_hybrid.backends.select import Backends
 from torch_hybrid.backends.step import make_backends
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.core.capability import Capability, Implementation
 from torch_hybrid.ops.flashinfer import library
 from torch_hybrid.specs import AttentionSpec, DeltaRuleSpec, LatentSpec, LayerSpec, LayerTable
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.ops.step_lengths import step_lengths
+from torch_hybrid.ops.core.planning import Lengths
 from torch_hybrid.ops.flashinfer.one_token import APART, IN_PLACE, plan
-from torch_hybrid.ops.planning import Lengths
 
 
 def step(

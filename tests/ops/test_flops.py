@@ -16,9 +16,9 @@ from tests.export.test_export import planned
 from tests.layers.test_kimi_delta_attention import SPEC as KIMI
 from tests.layers.test_mamba2 import SPEC as MAMBA2
 from tests.ops.test_autograd import DELTA, DIM, LAYERS
-from torch_hybrid.ops.flops import FORMULAS
+from torch_hybrid.ops.core.flops import FORMULAS
+from torch_hybrid.ops.core.registration import REGISTERED
 from torch_hybrid.ops.linear import linear
-from torch_hybrid.ops.registration import REGISTERED
 from torch_hybrid.ops.state_copy import state_copy  # noqa: F401  (registers it)
 
 # Of the layers of tests/ops/test_autograd.py on 20 tokens.

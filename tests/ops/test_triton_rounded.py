@@ -18,7 +18,7 @@ from tests.ops.delta_rule_triton import on_device
 from tests.ops.gated_delta_rule import cases as gdn_cases
 from tests.ops.kimi_delta_attention import cases as kda_cases
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
-from torch_hybrid.ops.capability import Implementation
+from torch_hybrid.ops.core.capability import Implementation
 from torch_hybrid.ops.gated_delta_rule import op as gdn
 from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_reference
 from torch_hybrid.ops.kimi_delta_attention import op as kda

@@ -22,7 +22,7 @@ from tests.ops.contract import (
 )
 from tests.ops.pages import offsets
 from tests.ops.recurrent_contract import AnyInputs, Expected
-from torch_hybrid.ops.capability import BATCH_INVARIANT, Implementation
+from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Implementation
 
 DEVICE = "cpu"
 # Of several segments of 8 tokens, of one, of none; the second begins within one of the first's.

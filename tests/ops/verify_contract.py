@@ -16,7 +16,7 @@ from tests.ops.contract import assert_within_budget, impls_on, pool_clones, skip
 from tests.ops.pages import offsets
 from tests.ops.step_family import Family
 from tests.ops.step_triton import on_device
-from torch_hybrid.ops.capability import Implementation
+from torch_hybrid.ops.core.capability import Implementation
 
 DEVICE = "cpu"
 MOST_DRAFTS = 3

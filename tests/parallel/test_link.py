@@ -12,7 +12,7 @@ import torch_hybrid as th
 from examples.slow_link import Message, hidden_share, linked_group
 from tests.parallel.jobs import SIZES, make
 from tests.parallel.processes import results, run_ranks
-from torch_hybrid.graphs.link import Trial, Work, try_halves
+from torch_hybrid.graphs.options.measure_overlap import Trial, Work, try_halves
 from torch_hybrid.graphs.report import Report
 
 SECONDS = 0.1

@@ -13,7 +13,7 @@ import torch
 import torch._inductor.config
 from torch import hub
 
-from torch_hybrid.toolchain import missing_tools
+from torch_hybrid.graphs.compiling.toolchain import missing_tools
 
 # A process is forked safely while it has one thread: kernels and the compiler start none here, and
 # progress bars none that watches them.

@@ -17,8 +17,8 @@ from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.ops.block_attention import op as attention
-from torch_hybrid.ops.capability import Implementation, Need
 from torch_hybrid.ops.causal_conv1d.op import causal_conv1d
+from torch_hybrid.ops.core.capability import Implementation, Need
 from torch_hybrid.ops.gated_pooling import op as pooling
 from torch_hybrid.ops.head_linear import op as head_linear
 from torch_hybrid.ops.pooled_selection_step import op as selection_step

@@ -37,13 +37,13 @@ from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
-from torch_hybrid.ops import fp8_kv
-from torch_hybrid.ops.capability import NO_FEATURES, Implementation, Need
+from torch_hybrid.ops.core.capability import NO_FEATURES, Implementation, Need
+from torch_hybrid.ops.core.planning import Planner
+from torch_hybrid.ops.formats import fp8_kv
 from torch_hybrid.ops.head_linear.op import IMPLEMENTATIONS as HEAD_IMPLEMENTATIONS
 from torch_hybrid.ops.head_linear.op import head_linear
 from torch_hybrid.ops.latent_attention import op as latent_op
 from torch_hybrid.ops.merge_states import op as merge_op
-from torch_hybrid.ops.planning import Planner
 from torch_hybrid.ops.ragged_attention import op as ragged_op
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import SCALES, LatentSpec, LayerEntry

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.core.capability import Need
 
 TABLES = Path(__file__).with_name("tables")
 AS_FAST = 1.03  # times of the same kernel in two runs are as far apart

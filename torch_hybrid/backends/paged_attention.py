@@ -21,8 +21,8 @@ from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
-from torch_hybrid.ops import fp8_kv
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.core.capability import Need
+from torch_hybrid.ops.formats import fp8_kv
 from torch_hybrid.ops.paged_attention.op import (
     IMPLEMENTATIONS,
     RELATIVE_BIAS,

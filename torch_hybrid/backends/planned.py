@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.batch import Batch
-from torch_hybrid.ops.planning import Lengths, Planner
+from torch_hybrid.ops.core.planning import Lengths, Planner
 from torch_hybrid.pytrees import OnHost, register_value
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.host import int_tensor
+from torch_hybrid.host.ints import int_tensor
 from torch_hybrid.pytrees import register_value
 
 _MEASURED_COST = {"cpu": 0.72, "cuda": 0.6}

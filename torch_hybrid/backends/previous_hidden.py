@@ -23,7 +23,7 @@ from torch_hybrid.backends.statics import Statics
 from torch_hybrid.batch import KEPT, Batch
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.core.capability import Need
 from torch_hybrid.ops.previous_rows import op
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LayerEntry

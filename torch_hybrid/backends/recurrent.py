@@ -17,15 +17,15 @@ from torch_hybrid.batch import Batch
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.ops.capability import (
+from torch_hybrid.ops.causal_conv1d import op as conv
+from torch_hybrid.ops.core.capability import (
     FLOATS_AND_FLOAT64,
     NO_FEATURES,
     Capability,
     Implementation,
     Need,
 )
-from torch_hybrid.ops.causal_conv1d import op as conv
-from torch_hybrid.ops.recurrence import DEFAULT_CHUNK_SIZE
+from torch_hybrid.ops.core.recurrence import DEFAULT_CHUNK_SIZE
 from torch_hybrid.ops.step_forms import EXTEND, UNKEPT
 from torch_hybrid.pytrees import register_value
 from torch_hybrid.specs import LayerEntry

@@ -11,8 +11,8 @@ from torch_hybrid.backends.measured import fastest
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.prefix import PrefixPolicy
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.ops.capability import BATCH_INVARIANT, NO_FEATURES, Implementation, Need
-from torch_hybrid.ops.registration import REGISTERED
+from torch_hybrid.ops.core.capability import BATCH_INVARIANT, NO_FEATURES, Implementation, Need
+from torch_hybrid.ops.core.registration import REGISTERED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from torch_hybrid.backends.free_sizes import free_sizes
 from torch_hybrid.backends.gated_delta_rule import GATED_DELTA_RULE
 from torch_hybrid.backends.indexed_attention import (
     GATED_POOLING,
@@ -36,7 +37,6 @@ from torch_hybrid.backends.wkv import TIME_MIX
 from torch_hybrid.batch import Batch, at_least_two
 from torch_hybrid.caches.pools import LayerCache
 from torch_hybrid.caches.sizes import PoolSizes
-from torch_hybrid.free_sizes import free_sizes
 from torch_hybrid.pytrees import register_value, tensors_of
 from torch_hybrid.specs import LayerEntry, LayerTable
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from torch_hybrid.errors import CapacityError
-from torch_hybrid.host import int_tensor
+from torch_hybrid.host.ints import int_tensor
 
 _FIRM = 1 << 32  # what a firm hold adds to an id's holds; one to spare adds 1
 _FEW = 32  # ids that are looked at one by one: for more, tensors take less time

@@ -21,7 +21,7 @@ from torch_hybrid.caches.room import check_pools
 from torch_hybrid.caches.scales import write_scales
 from torch_hybrid.caches.sequence import Held, Sequence
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
-from torch_hybrid.host import int_tensor
+from torch_hybrid.host.ints import int_tensor
 from torch_hybrid.specs import SCALES, LayerTable
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_hybrid.batch import KEPT, Batch, make_batch
 from torch_hybrid.caches.sequence import Held
-from torch_hybrid.host import int_tensor
+from torch_hybrid.host.ints import int_tensor
 
 
 def pack(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.caches.sequence import Held
-from torch_hybrid.host import int_tensor
+from torch_hybrid.host.ints import int_tensor
 
 
 class PageTable:

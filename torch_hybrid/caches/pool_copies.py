@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.host import int_tensor
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.host.ints import int_tensor
+from torch_hybrid.ops.core.capability import Need
 from torch_hybrid.ops.state_copy import state_copy
 from torch_hybrid.ops.state_copy.op import IMPLEMENTATIONS
 from torch_hybrid.specs import LayerTable

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.host import zeros
+from torch_hybrid.host.memory import zeros
 from torch_hybrid.specs import LayerSpec, Pool
 
 LayerCache = dict[str, Tensor]  # by the names of the spec's pools

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from torch_hybrid.ops.registration import check_shapes
+from torch_hybrid.ops.core.registration import check_shapes
 
 
 def write_scales(own: Mapping[int, Tensor], scales: Mapping[int, Tensor]) -> None:

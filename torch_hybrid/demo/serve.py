@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from torch_hybrid.demo.task import RECALL, RecallPrompt
-from torch_hybrid.engine import Engine
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.graphs.step import Model
 from torch_hybrid.models.checkpoint.files import open_checkpoint
 from torch_hybrid.sampling import Sampling
-from torch_hybrid.speculation import Speculation
+from torch_hybrid.serving.engine import Engine
+from torch_hybrid.serving.speculation import Speculation
 
 Tokens = list[list[int]]
 PAGE_SIZE = 16

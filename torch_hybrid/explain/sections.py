@@ -12,7 +12,7 @@ import torch
 from torch_hybrid.caches.room import byte_count, free_bytes
 from torch_hybrid.caches.sizes import PoolCost
 from torch_hybrid.explain.weights import weights_by_part
-from torch_hybrid.graphs.link import Trial
+from torch_hybrid.graphs.options.measure_overlap import Trial
 from torch_hybrid.graphs.report import Report
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.specs import LayerEntry, LayerSpec, LayerTable, PreviousHiddenSpec

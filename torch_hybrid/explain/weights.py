@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.integers import IntegerEmbedding
 from torch_hybrid.layers.scaled_linear import ScaledLinear
-from torch_hybrid.ops.integers import INT4
-from torch_hybrid.ops.stored_weights import group_of, has_zeros, name_of
+from torch_hybrid.ops.formats.integers import INT4
+from torch_hybrid.ops.formats.stored_weights import group_of, has_zeros, name_of
 
 
 @dataclass(slots=True)

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from torch_hybrid.backends.select import select
 from torch_hybrid.layers.own_dtype import in_own_dtype
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.core.capability import Need
+from torch_hybrid.ops.formats.stored_weights import features_of, name_of
 from torch_hybrid.ops.fused_experts.op import HAS_GATE, IMPLEMENTATIONS, fused_experts
-from torch_hybrid.ops.stored_weights import features_of, name_of
 from torch_hybrid.ranks import Ranks, divide
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.gated_delta_rule import STEP, VERIFY, apply_delta_rule
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve, walk_layer, whole_impl
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.defaults import on_meta
+from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ops.gated_delta_step import gated_delta_step, gated_delta_verify

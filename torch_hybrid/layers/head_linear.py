@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.select import Choice
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.core.capability import Need
 from torch_hybrid.ops.head_linear.op import IMPLEMENTATIONS, head_linear
 from torch_hybrid.ranks import Block, Ranks
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from torch_hybrid.layers.scaled_linear import ScaledLinear
 from torch_hybrid.layers.vocabulary import EmbeddingOverRanks, HeadOverRanks
-from torch_hybrid.ops.integers import dequantized
+from torch_hybrid.ops.formats.integers import dequantized
 
 
 class IntegerEmbedding(nn.Module):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, walk_layer, whole_impl
 from torch_hybrid.backends.ssd import LIGHTNING_STEP, LIGHTNING_VERIFY, apply_ssd
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.defaults import on_meta
+from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.rotary import Rotary, rotate_halves
 from torch_hybrid.layers.side_by_side import columns

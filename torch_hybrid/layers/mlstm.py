@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, walk_layer
 from torch_hybrid.backends.ssd import apply_ssd
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.defaults import on_meta
+from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns
 from torch_hybrid.ranks import Ranks

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan, convolve
 from torch_hybrid.backends.rg_lru import apply_rg_lru
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.defaults import on_meta
+from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.head_linear import HeadLinear
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.side_by_side import columns

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.select import select
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.core.capability import Need
+from torch_hybrid.ops.formats.stored_weights import depth_of, features_of, name_of
 from torch_hybrid.ops.linear.op import IMPLEMENTATIONS, linear
-from torch_hybrid.ops.stored_weights import depth_of, features_of, name_of
 
 
 class ScaledLinear(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch_hybrid.backends.recurrent import RecurrentPlan
 from torch_hybrid.backends.wkv import apply_wkv
 from torch_hybrid.caches.pools import LayerCache
-from torch_hybrid.defaults import on_meta
+from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.own_dtype import in_own_dtype
 from torch_hybrid.layers.token_shift import TokenShift
 from torch_hybrid.ranks import Ranks

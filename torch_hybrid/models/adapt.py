@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from torch_hybrid.graphs.compiling.surroundings import calmly
-from torch_hybrid.host import keep_weights, replace_inference_tensors
+from torch_hybrid.host.memory import keep_weights, replace_inference_tensors
+from torch_hybrid.host.surroundings import calmly
 from torch_hybrid.models.families import family_of, table_of
 from torch_hybrid.models.family import Family
 from torch_hybrid.models.hybrid_model import HybridModel

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torch_hybrid.defaults import on_meta
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.gated_delta_net import GatedDeltaNet
 from torch_hybrid.models.mtp import MtpLayout

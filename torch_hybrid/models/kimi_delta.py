@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_hybrid.defaults import on_meta
+from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.kimi_delta_attention import KimiDeltaAttention
 from torch_hybrid.models.family import listed, require
 from torch_hybrid.specs import KimiDeltaSpec, LatentSpec, LayerSpec

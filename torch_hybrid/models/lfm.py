@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from torch_hybrid.defaults import on_meta
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.short_convolution import ShortConvolution
 from torch_hybrid.models.family import (
     ROPE_TYPES,

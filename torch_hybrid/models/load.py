@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torch_hybrid.errors import CapacityError, UnsupportedError
-from torch_hybrid.graphs.compiling.surroundings import calmly
-from torch_hybrid.host import trim
+from torch_hybrid.graphs.compiling.toolchain import make_cache_folder
+from torch_hybrid.host.malloc import trim
+from torch_hybrid.host.surroundings import calmly
 from torch_hybrid.layers.ngram_embedding import NgramEmbedding
 from torch_hybrid.models.adapt import adapted
 from torch_hybrid.models.arguments import (
@@ -51,7 +52,6 @@ from torch_hybrid.models.text_part import (
     warn_of_dropped,
 )
 from torch_hybrid.models.transformers_weights import make_unread, take_quantization
-from torch_hybrid.toolchain import make_cache_folder
 
 
 @calmly

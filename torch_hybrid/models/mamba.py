@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.step import LayerStep
-from torch_hybrid.defaults import on_meta
+from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.mamba import Mamba
 from torch_hybrid.models.family import Family, Swap, require
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_hybrid.defaults import on_meta
+from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.mamba2 import Mamba2
 from torch_hybrid.models.family import Family, Swap, require
 from torch_hybrid.specs import Mamba2Spec

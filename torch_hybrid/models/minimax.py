@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_hybrid.defaults import on_meta
+from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.lightning_attention import LightningAttention, geometric_slopes
 from torch_hybrid.models.family import Family, Swap, head_dim_of, require, specs_by_layer_type
 from torch_hybrid.models.transformers_hooks import LinearAttentionPairAdapter

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from torch_hybrid.caches.room import check_room
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.graphs.compiling.surroundings import calmly
-from torch_hybrid.host import trim, weight_memory
+from torch_hybrid.host.malloc import trim
+from torch_hybrid.host.memory import weight_memory
+from torch_hybrid.host.surroundings import calmly
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.integers import IntegerEmbedding
 from torch_hybrid.layers.read_weights import read_by_weight
@@ -27,8 +28,8 @@ from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.checkpoint.read import progress_bar, read_rows
 from torch_hybrid.models.hybrid_model import HybridModel
 from torch_hybrid.models.ring_2_5 import Ring25
-from torch_hybrid.ops.integers import GROUPS, INT4, INT8, in_4_bits, in_8_bits
-from torch_hybrid.ops.stored_weights import WITH_SCALES
+from torch_hybrid.ops.formats.integers import GROUPS, INT4, INT8, in_4_bits, in_8_bits
+from torch_hybrid.ops.formats.stored_weights import WITH_SCALES
 from torch_hybrid.ranks import SummedLinear, SumOverRanks
 
 WEIGHTS = {"int8": INT8, "int4": INT4}

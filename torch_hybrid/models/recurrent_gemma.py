@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_hybrid.defaults import on_meta
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.rg_lru import RgLru
 from torch_hybrid.models.family import Family, Swap, attention_specs, listed, require
 from torch_hybrid.models.transformers_hooks import LinearAttentionPairAdapter

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.step import LayerStep
-from torch_hybrid.defaults import on_meta
+from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.channel_mix import ChannelMix
 from torch_hybrid.layers.time_mix import TimeMix
 from torch_hybrid.layers.token_shift import TokenShift

@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.graphs.compiling.surroundings import calmly
-from torch_hybrid.host import keep_weights
+from torch_hybrid.host.memory import keep_weights
+from torch_hybrid.host.surroundings import calmly
 from torch_hybrid.layers.expert_parallel import ExpertParallel, TokensOfRank
 from torch_hybrid.layers.fused_experts import FusedExperts
 from torch_hybrid.layers.scaled_linear import ScaledLinear

@@ -10,7 +10,7 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.checkpoint.packed_tensors import Scheme, with_packed_integers
 from torch_hybrid.models.quantized import refuse_method
-from torch_hybrid.ops.block_scales import BLOCK
+from torch_hybrid.ops.formats.block_scales import BLOCK
 
 # A checkpoint to the same one, where a weight is one tensor.
 AsWeights = Callable[[Checkpoint], Checkpoint]

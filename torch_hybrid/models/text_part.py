@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from torch_hybrid.defaults import on_meta
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.models.families import FAMILIES, family_of
 from torch_hybrid.models.family import Family
 from torch_hybrid.models.tower import Tower

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from torch_hybrid.defaults import Defaults
+from torch_hybrid.host.defaults import Defaults
 from torch_hybrid.models.checkpoint.files import Checkpoint
 from torch_hybrid.models.mtp import MtpLayout, add_parts, with_head
 from torch_hybrid.models.stored_formats import AsWeights, as_weights

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_hybrid.backends.step import LayerStep
-from torch_hybrid.defaults import on_meta
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.mlstm import Mlstm
 from torch_hybrid.models.backbone import Backbone
 from torch_hybrid.models.family import (

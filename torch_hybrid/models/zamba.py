@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_hybrid.defaults import on_meta
+from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.mamba import Mamba
 from torch_hybrid.models.family import Family, Swap, listed, parameter, require
 from torch_hybrid.models.zamba2 import share_children

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.backends.step import LayerStep
-from torch_hybrid.defaults import on_meta
 from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.host.defaults import on_meta
 from torch_hybrid.layers.convolved_projection import ConvolvedProjection
 from torch_hybrid.models.family import ROPE_TYPES, Family, Swap, listed, parameter, require
 from torch_hybrid.models.transformers_hooks import LinearAttentionAdapter

@@ -15,7 +15,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.core.capability import Need
 from torch_hybrid.ops.draw_tokens import op
 from torch_hybrid.ops.draw_tokens.op import NUM_SETTINGS
 from torch_hybrid.sampling.draw import Draw, sample_on_host

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from torch_hybrid.ops import fp8_kv
+from torch_hybrid.ops.formats import fp8_kv
 
 SCALES = "scales"  # by this name, what numbers of 8 bits in a layer's other pool are worth
 TOKEN_SHIFT = 2  # taps of a convolution that has of each token the one before it

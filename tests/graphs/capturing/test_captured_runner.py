@@ -25,9 +25,9 @@ from tests.models.oracle import (
     whole,
 )
 from tests.tiny_models import make_model
-from torch_hybrid.graphs import stepper
-from torch_hybrid.graphs.buckets import StepSizes
 from torch_hybrid.graphs.capturing.cuda_graph import why_not_capturable
+from torch_hybrid.graphs.stepping import stepper
+from torch_hybrid.graphs.stepping.buckets import StepSizes
 from torch_hybrid.models.adapt import adapt
 
 LENGTHS = (40, 3, 70, 1)

@@ -26,10 +26,11 @@ from torch.fx import Graph
 import torch_hybrid as th
 from tests.graphs.as_traced import run_as_traced
 from tests.tiny_models import make_hybrid
-from torch_hybrid.graphs.compiling import background, forked
+from torch_hybrid.graphs.compiling import forked
 from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.runner import Runner
-from torch_hybrid.graphs.steps import be_alone
+from torch_hybrid.graphs.stepping import background
+from torch_hybrid.graphs.stepping.steps import be_alone
 from torch_hybrid.ops.native.ahead import Builds
 
 pytestmark = pytest.mark.skipif(not forked.can_fork(), reason="processes are forked on Linux")

@@ -13,7 +13,7 @@ import torch._inductor.config
 
 import torch_hybrid as th
 from tests.tiny_models import COMPILED_SIZES, make_hybrid
-from torch_hybrid.progress import LOGGER
+from torch_hybrid.host.progress import LOGGER
 
 PROMPTS = [[5, 6, 7, 8, 9], [3]]
 

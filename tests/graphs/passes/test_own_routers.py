@@ -16,7 +16,7 @@ from tests.graphs.passes.test_passes import run
 from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.passes.own_routers import own_routers
 from torch_hybrid.models.ring_2_5.moe import GroupLimitedRouter
-from torch_hybrid.ops.capability import Capability
+from torch_hybrid.ops.core.capability import Capability
 from torch_hybrid.ops.route import op
 
 OWN = Pass("own_routers", own_routers)

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.graphs.passes.test_passes import run
 from torch_hybrid.graphs.passes import Pass
 from torch_hybrid.graphs.passes.own_top_k import OwnTopK, own_top_k
-from torch_hybrid.ops.capability import Capability
+from torch_hybrid.ops.core.capability import Capability
 from torch_hybrid.ops.top_k import op
 
 OWN = Pass("own_top_k", own_top_k)

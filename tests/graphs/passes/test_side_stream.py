@@ -25,9 +25,9 @@ from torch_hybrid.graphs.passes import DEFAULT_PASSES, Pass, apply_passes, graph
 from torch_hybrid.graphs.passes.side_stream import mixers_on_side_stream
 from torch_hybrid.graphs.runner import Runner
 from torch_hybrid.models.adapt import adapt
-from torch_hybrid.ops import side_stream
-from torch_hybrid.ops.registration import REGISTERED
-from torch_hybrid.ops.side_stream import _SideStream, join_side_stream
+from torch_hybrid.ops.core import side_stream
+from torch_hybrid.ops.core.registration import REGISTERED
+from torch_hybrid.ops.core.side_stream import _SideStream, join_side_stream
 
 on_a_cpu = partial(mixers_on_side_stream, devices=("cpu",))
 

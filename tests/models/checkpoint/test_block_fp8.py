@@ -33,7 +33,7 @@ from torch_hybrid.models.checkpoint.read import read_weights
 from torch_hybrid.models.load import unread
 from torch_hybrid.models.scaled_weights import hold_scales
 from torch_hybrid.models.shard import cut
-from torch_hybrid.ops.block_scales import dequantized
+from torch_hybrid.ops.formats.block_scales import dequantized
 from torch_hybrid.ranks import Ranks
 
 LENGTHS = (3, 40, 90)

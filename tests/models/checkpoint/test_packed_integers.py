@@ -31,7 +31,7 @@ from torch_hybrid.models.checkpoint.read import read_weights
 from torch_hybrid.models.load import unread
 from torch_hybrid.models.scaled_weights import hold_scales
 from torch_hybrid.models.shard import cut
-from torch_hybrid.ops.stored_weights import dequantized
+from torch_hybrid.ops.formats.stored_weights import dequantized
 from torch_hybrid.ranks import Ranks
 
 LENGTHS = (3, 40, 90)

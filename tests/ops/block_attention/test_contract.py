@@ -23,7 +23,7 @@ from tests.ops.contract import (
 from tests.ops.pages import offsets
 from torch_hybrid.ops.block_attention import block_attention, reference
 from torch_hybrid.ops.block_attention.op import IMPLEMENTATIONS
-from torch_hybrid.ops.capability import BATCH_INVARIANT
+from torch_hybrid.ops.core.capability import BATCH_INVARIANT
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -28,11 +28,11 @@ from tests.ops.fused_experts.cases import (
     make_integer_inputs,
 )
 from tests.ops.integers import FORMATS
-from torch_hybrid.ops.capability import BATCH_INVARIANT, NO_FEATURES
+from torch_hybrid.ops.core.capability import BATCH_INVARIANT, NO_FEATURES
+from torch_hybrid.ops.formats.stored_weights import dequantized, features_of
 from torch_hybrid.ops.fused_experts import fused_experts
 from torch_hybrid.ops.fused_experts.op import FEATURES, IMPLEMENTATIONS
 from torch_hybrid.ops.fused_experts.reference import fused_experts_reference
-from torch_hybrid.ops.stored_weights import dequantized, features_of
 
 SILU = {"activation": "silu"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

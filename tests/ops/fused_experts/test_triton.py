@@ -41,7 +41,7 @@ from tests.ops.triton_compile import (
 )
 from tests.ops.triton_interpreter import Interpreter, needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
-from torch_hybrid.ops.block_scales import BLOCK, DTYPE
+from torch_hybrid.ops.formats.block_scales import BLOCK, DTYPE
 from torch_hybrid.ops.fused_experts import fused_experts
 from torch_hybrid.ops.fused_experts.op import IMPLEMENTATIONS
 from torch_hybrid.ops.fused_experts.reference import fused_experts_reference

@@ -22,11 +22,11 @@ from tests.ops.step_lengths import step_lengths
 from tests.ops.triton_compile import launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.core.capability import Need
+from torch_hybrid.ops.core.planning import Planned
 from torch_hybrid.ops.gated_delta_rule import chunk_gated_delta_rule
 from torch_hybrid.ops.gated_delta_rule.op import CHUNK_IMPLEMENTATIONS
 from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_reference
-from torch_hybrid.ops.planning import Planned
 
 SHAPE = {"k_dim": 128, "v_dim": 128}
 CASES = {

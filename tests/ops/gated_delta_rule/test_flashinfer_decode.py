@@ -24,12 +24,12 @@ from tests.ops.gated_delta_rule.cases import make_inputs
 from tests.ops.triton_compile import launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import needs_interpreter
 from tests.ops.triton_resources import assert_all_fit, resources_of
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.core.capability import Need
+from torch_hybrid.ops.core.planning import Planned
 from torch_hybrid.ops.flashinfer.one_token import APART, IN_PLACE
 from torch_hybrid.ops.gated_delta_rule import recurrent_gated_delta_rule
 from torch_hybrid.ops.gated_delta_rule.op import RECURRENT_IMPLEMENTATIONS
 from torch_hybrid.ops.gated_delta_rule.reference import gated_delta_rule_reference
-from torch_hybrid.ops.planning import Planned
 
 IMPLEMENTATION = RECURRENT_IMPLEMENTATIONS["flashinfer"]
 SHAPE = {"k_dim": 128, "v_dim": 128}

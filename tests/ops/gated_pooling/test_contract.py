@@ -22,7 +22,7 @@ from tests.ops.contract import (
 )
 from tests.ops.gated_pooling.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.pages import offsets
-from torch_hybrid.ops.capability import BATCH_INVARIANT
+from torch_hybrid.ops.core.capability import BATCH_INVARIANT
 from torch_hybrid.ops.gated_pooling import gated_pooling, reference
 from torch_hybrid.ops.gated_pooling.op import IMPLEMENTATIONS
 

@@ -8,7 +8,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 
 from tests.ops.contract import assert_traces_once, impls_on, skip_reason
-from torch_hybrid.ops.capability import BATCH_INVARIANT
+from torch_hybrid.ops.core.capability import BATCH_INVARIANT
 from torch_hybrid.ops.head_linear import head_linear, reference
 from torch_hybrid.ops.head_linear.op import IMPLEMENTATIONS
 

@@ -21,7 +21,7 @@ from tests.ops.contract import (
 )
 from tests.ops.latent_attention.cases import CASES, Case, Inputs, make_inputs
 from tests.ops.pages import offsets
-from torch_hybrid.ops.capability import BATCH_INVARIANT
+from torch_hybrid.ops.core.capability import BATCH_INVARIANT
 from torch_hybrid.ops.latent_attention import (
     latent_attention,
     latent_attention_with_lse,

@@ -23,10 +23,10 @@ from tests.ops.step_lengths import step_lengths
 from tests.ops.triton_compile import SHARED_LIMITS, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.core.capability import Need
+from torch_hybrid.ops.core.planning import Planned
 from torch_hybrid.ops.latent_attention import latent_attention_with_lse, reference
 from torch_hybrid.ops.latent_attention.op import EXTEND, IMPLEMENTATIONS
-from torch_hybrid.ops.planning import Planned
 
 PROGRAMS, ROOM = 3, 64  # of the device that is documented, and for pieces in a schedule
 DECODE = Case(num_heads=80, rank=128, lengths=((1, 1), (1, 40), (1, 18)))

@@ -26,12 +26,12 @@ from tests.ops.linear.cases import (
     make_integer_inputs,
     make_mixed_inputs,
 )
-from torch_hybrid.ops.block_scales import rounded
-from torch_hybrid.ops.capability import BATCH_INVARIANT, NO_FEATURES
+from torch_hybrid.ops.core.capability import BATCH_INVARIANT, NO_FEATURES
+from torch_hybrid.ops.formats.block_scales import rounded
+from torch_hybrid.ops.formats.stored_weights import features_of
 from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.linear.op import FEATURES, IMPLEMENTATIONS, MIXED
 from torch_hybrid.ops.linear.reference import linear_reference
-from torch_hybrid.ops.stored_weights import features_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SMALL = Case(num_rows=6, depth=50, widths=(7, 20), biased=frozenset({1}))

@@ -18,7 +18,7 @@ from torch_hybrid.ops.linear import _cpu, linear
 from torch_hybrid.ops.linear.reference import linear_reference
 from torch_hybrid.ops.native import build, compiler_missing
 from torch_hybrid.ops.native.call import kernel
-from torch_hybrid.ops.native.forms import Forms
+from torch_hybrid.ops.native.cpu_tuning import Forms
 
 pytestmark = pytest.mark.skipif(compiler_missing() is not None, reason=str(compiler_missing()))
 

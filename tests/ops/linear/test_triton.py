@@ -23,7 +23,7 @@ from tests.ops.linear.test_contract import assert_same_bits_in_any_batch, expect
 from tests.ops.triton_compile import SHARED_LIMITS, Launch, launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
-from torch_hybrid.ops.block_scales import DTYPE, num_blocks
+from torch_hybrid.ops.formats.block_scales import DTYPE, num_blocks
 from torch_hybrid.ops.linear import linear
 from torch_hybrid.ops.linear.by_torch import ALIGNED, empty_columns
 from torch_hybrid.ops.linear.op import IMPLEMENTATIONS

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.parallel.processes import FORKSERVER
-from torch_hybrid.ops.capability import Capability, Implementation
+from torch_hybrid.ops.core.capability import Capability, Implementation
 from torch_hybrid.ops.native import BuildError, ahead, build, compiler_missing, load_library
 from torch_hybrid.ops.native.ahead import build_ahead
 

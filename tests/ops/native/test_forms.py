@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torch_hybrid.backends.select import select
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.core.capability import Need
 from torch_hybrid.ops.linear.op import IMPLEMENTATIONS
 from torch_hybrid.ops.native import build, compiler_missing, forms
 from torch_hybrid.ops.ssd_step import op as ssd_step

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.ops.pages import lay_out
-from torch_hybrid.ops.fp8_kv import rounded
+from torch_hybrid.ops.formats.fp8_kv import rounded
 
 
 @dataclass(frozen=True, kw_only=True)

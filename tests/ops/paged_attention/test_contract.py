@@ -31,7 +31,7 @@ from tests.ops.paged_attention.cases import (
     make_inputs,
 )
 from tests.ops.pages import offsets, slots_of
-from torch_hybrid.ops.capability import BATCH_INVARIANT
+from torch_hybrid.ops.core.capability import BATCH_INVARIANT
 from torch_hybrid.ops.paged_attention import paged_attention, paged_attention_with_lse, reference
 from torch_hybrid.ops.paged_attention.op import IMPLEMENTATIONS, RELATIVE_BIAS
 

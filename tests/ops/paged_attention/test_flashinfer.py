@@ -16,10 +16,10 @@ from tests.ops.flashinfer_source import native_parameters_of, needs_flashinfer, 
 from tests.ops.paged_attention.cases import OPTIONS, Case, Inputs, make_inputs
 from tests.ops.step_lengths import step_lengths
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.core.capability import Need
+from torch_hybrid.ops.core.planning import Planned
 from torch_hybrid.ops.paged_attention import paged_attention, reference
 from torch_hybrid.ops.paged_attention.op import FEATURES, IMPLEMENTATIONS
-from torch_hybrid.ops.planning import Planned
 
 HEADS = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 CASES = {

@@ -16,7 +16,7 @@ from tests.ops.flashinfer_source import needs_flashinfer, parameters_of
 from tests.ops.paged_attention.cases import OPTIONS, Case, make_inputs
 from tests.ops.step_lengths import step_lengths
 from tests.ops.triton_interpreter import needs_interpreter, needs_triton
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.core.capability import Need
 from torch_hybrid.ops.paged_attention import reference
 from torch_hybrid.ops.paged_attention.op import FEATURES, IMPLEMENTATIONS
 

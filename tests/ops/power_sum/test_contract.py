@@ -27,7 +27,7 @@ from tests.ops.triton_compile import (
 )
 from tests.ops.triton_interpreter import Interpreter, needs_triton
 from tests.ops.triton_resources import assert_all_fit, resources_of
-from torch_hybrid.ops.capability import BATCH_INVARIANT
+from torch_hybrid.ops.core.capability import BATCH_INVARIANT
 from torch_hybrid.ops.power_sum import power_sum, reference
 from torch_hybrid.ops.power_sum.op import IMPLEMENTATIONS, POWER_SUM
 from torch_hybrid.ops.triton.devices import interpreted

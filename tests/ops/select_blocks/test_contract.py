@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.ops.contract import assert_traces_once, impls_on, pool_clones, rows_apart, skip_reason
 from tests.ops.pages import offsets
 from tests.ops.select_blocks.cases import CASES, SMALL, Case, Inputs, make_inputs, picked
-from torch_hybrid.ops.capability import BATCH_INVARIANT
+from torch_hybrid.ops.core.capability import BATCH_INVARIANT
 from torch_hybrid.ops.select_blocks import reference, select_blocks
 from torch_hybrid.ops.select_blocks.op import IMPLEMENTATIONS
 

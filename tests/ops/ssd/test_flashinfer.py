@@ -21,9 +21,9 @@ from tests.ops.ssd.cases import Case, Inputs, make_inputs
 from tests.ops.triton_compile import launches_on, needs_cross_compiler
 from tests.ops.triton_interpreter import needs_interpreter
 from tests.ops.triton_resources import assert_all_fit, resources_of
-from torch_hybrid.ops.capability import Need
+from torch_hybrid.ops.core.capability import Need
+from torch_hybrid.ops.core.planning import Planned
 from torch_hybrid.ops.flashinfer.one_token import APART, IN_PLACE
-from torch_hybrid.ops.planning import Planned
 from torch_hybrid.ops.ssd import recurrent_ssd
 from torch_hybrid.ops.ssd.op import RECURRENT_IMPLEMENTATIONS
 from torch_hybrid.ops.ssd.reference import ssd_reference

@@ -23,7 +23,7 @@ from torch_hybrid.models.checkpoint.content import (
     narrow,
 )
 from torch_hybrid.models.checkpoint.unread import Unread
-from torch_hybrid.ops.block_scales import BLOCK, DTYPE, num_blocks
+from torch_hybrid.ops.formats.block_scales import BLOCK, DTYPE, num_blocks
 
 
 def _is_scaled(part: Slice) -> bool:

@@ -18,7 +18,7 @@ from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.models.checkpoint.content import Slice, Stored
 from torch_hybrid.models.checkpoint.folder import Listed, listed, not_there
 from torch_hybrid.models.checkpoint.unread import Unread
-from torch_hybrid.ops import block_scales
+from torch_hybrid.ops.formats import block_scales
 
 _SCALES = "_scale_inv"  # behind the name of a weight of 8 bits
 _PREFIX = 8  # bytes, which say how long the header is

@@ -1,8 +1,8 @@
 """Unread weights that are integers: where their numbers, scales and zero points are stored.
 
 Numbers of a weight [N, K] have 4 bits, eight of them in an int32, or 8; they are stored as so much
-more than they are that none is negative, but those of int8. ``ops/integers.py`` has the layout that
-products take. By layout, with G groups of a row:
+more than they are that none is negative, but those of int8. ``ops/formats/integers.py`` has the
+layout that products take. By layout, with G groups of a row:
 
                 numbers           scales    zero points       made by
     rows        [N, K / 8]        [N, G]    [N / 8, G]        compressed-tensors, pack-quantized
@@ -42,7 +42,7 @@ from torch_hybrid.models.checkpoint.content import (
     narrow,
 )
 from torch_hybrid.models.checkpoint.unread import Unread
-from torch_hybrid.ops.integers import GROUPS, INT4, INT8
+from torch_hybrid.ops.formats.integers import GROUPS, INT4, INT8
 
 IN_WORD = 8  # numbers of 4 bits in an int32
 _IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)

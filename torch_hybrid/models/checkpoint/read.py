@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_hybrid.errors import UnsupportedError
-from torch_hybrid.host import pinned_memory, weight_memory
+from torch_hybrid.host.memory import pinned_memory, weight_memory
 from torch_hybrid.models.checkpoint.block_scales import blocks_of
 from torch_hybrid.models.checkpoint.content import Content, Slice, leaves, narrow, slices
 from torch_hybrid.models.checkpoint.files import Checkpoint
@@ -33,7 +33,7 @@ from torch_hybrid.models.checkpoint.pieces import (
 )
 from torch_hybrid.models.checkpoint.unread import Unread
 from torch_hybrid.models.checkpoint.update import Origin, Origins
-from torch_hybrid.ops.stored_weights import dequantized
+from torch_hybrid.ops.formats.stored_weights import dequantized
 
 _MOST_THREADS = min(16, 4 * (os.cpu_count() or 1))  # files may lie on a disk, or beyond a network
 # Past these, threads that copy to a device wait for each other more than for files.

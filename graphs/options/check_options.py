@@ -1,0 +1,119 @@
+"""What ``Runner`` refuses of its options, before anything is allocated."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+import torch
+
+from torch_hybrid.backends.select import Backends
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.graphs.stepping.model_choices import modules_of
+from torch_hybrid.layers.expert_parallel import TokensOfRank
+from torch_hybrid.ops.formats import fp8_kv
+from torch_hybrid.specs import KEPT_HIDDEN, LayerTable
+
+KvDtype = Literal["auto", "fp8"]
+KvTokens = int | Literal["auto"]
+
+
+def check_types(model: Any, backends: Any) -> None:
+    """Raise TypeError unless ``model`` is an adapted one and ``backends`` are names, or None."""
+    if not isinstance(getattr(model, "table", None), LayerTable):
+        raise TypeError(
+            f"model must come from th.from_pretrained or th.adapt, got {type(model).__name__}"
+        )
+    if backends is not None and not isinstance(backends, Backends):
+        raise TypeError(f"backends must be a th.Backends or None, got {backends!r}")
+
+
+def check_artefact(artefact: str | os.PathLike[str] | None, *, compiles: bool) -> None:
+    """Raise ValueError if there is an artefact for a runner that compiles nothing."""
+    if artefact is not None and not compiles:
+        raise ValueError("an artefact has compiled steps, got compile=False")
+
+
+def runs_one_mode(device: torch.device) -> bool:
+    """Whether all steps of a batch-invariant runner with drafts are of one mode: on a GPU, where no
+    op that verifies drafts gives each row the bits that it has alone."""
+    return device.type == "cuda"
+
+
+def check_invariant(
+    model: Any, compile: bool | str, two_batch_overlap: object, max_drafts: int
+) -> None:
+    """Check the options beside batch_invariant=True.
+
+    Raises:
+        ValueError: bits would change as steps are exchanged by compiled ones.
+        UnsupportedError: ranks have whole experts: it goes by a token's place in the batch on which
+            of them its experts' sum is added to that of a shared one. Or all steps are of a mode
+            that verifies drafts, which is never cut, and halves are asked for.
+    """
+    if compile == "background":
+        raise ValueError(
+            "batch_invariant=True needs compile=True or False, got 'background': bits would change "
+            "as compiled steps take the place of others"
+        )
+    if any(isinstance(module, TokensOfRank) for module in modules_of(model)):
+        raise UnsupportedError(
+            "batch_invariant=True is not to be had with experts='all_to_all': the order in which a "
+            "token's experts and a shared one are added up goes by its place in the batch"
+        )
+    if runs_one_mode(model.device) and max_drafts and two_batch_overlap != "off":
+        raise UnsupportedError(
+            "batch_invariant=True with max_drafts verifies drafts in all steps on a GPU, and such "
+            f"are never cut in halves: two_batch_overlap must be 'off', got {two_batch_overlap!r}"
+        )
+
+
+def check_max_tokens(max_tokens: int, chunk_size: int) -> None:
+    """Raise ValueError unless a step holds a chunk of the layers that prefill in chunks."""
+    if max_tokens < chunk_size:
+        what = f"hold at least one chunk of {chunk_size} tokens"
+        raise ValueError(
+            f"max_tokens must {what if chunk_size > 1 else 'be at least 1'}, got {max_tokens}"
+        )
+
+
+def check_max_drafts(max_drafts: int, max_tokens: int) -> None:
+    """Raise ValueError unless a step holds a token of a sequence and all of its drafts."""
+    if max_drafts and not 0 <= max_drafts < max_tokens:
+        raise ValueError(
+            f"max_drafts must be within 0 and {max_tokens - 1}, one less than max_tokens, "
+            f"got {max_drafts}"
+        )
+
+
+def check_head_drafts(max_drafts: int) -> None:
+    """Raise ValueError unless hidden states are kept of as many drafts, of the token before them
+    and of the one before that."""
+    if max_drafts > KEPT_HIDDEN - 2:
+        raise ValueError(
+            f"max_drafts must be at most {KEPT_HIDDEN - 2} for a model with a head, got "
+            f"{max_drafts}"
+        )
+
+
+def check_kv_tokens(kv_tokens: KvTokens) -> None:
+    """Raise ValueError unless it is a number or "auto"."""
+    if isinstance(kv_tokens, str) and kv_tokens != "auto":
+        raise ValueError(f"kv_tokens must be a number or 'auto', got {kv_tokens!r}")
+
+
+def kept_table(table: LayerTable, kv_dtype: KvDtype) -> LayerTable:
+    """The layers, with keys, values and latents kept in 8 bits where ``kv_dtype`` says so.
+
+    Raises:
+        ValueError: it is neither of its values.
+        UnsupportedError: no layer keeps any.
+    """
+    if kv_dtype not in ("auto", "fp8"):
+        raise ValueError(f"kv_dtype must be 'auto' or 'fp8', got {kv_dtype!r}")
+    kept = table.keeping(fp8_kv.DTYPE if kv_dtype == "fp8" else None)
+    if kv_dtype == "fp8" and kept == table:
+        raise UnsupportedError(
+            "kv_dtype='fp8' is for keys, values and latents, and no layer of this model keeps some"
+        )
+    return kept

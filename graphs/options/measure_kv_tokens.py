@@ -1,0 +1,203 @@
+"""How many tokens a runner can hold: what its device has left after weights, states and steps."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from torch_hybrid.backends.select import Backends
+from torch_hybrid.caches.pools import pool_cost
+from torch_hybrid.caches.room import byte_count, free_bytes
+from torch_hybrid.caches.sizes import PoolSizes
+from torch_hybrid.errors import CapacityError, UnsupportedError
+from torch_hybrid.graphs.options.options import MakeTrial, Options, TrialRunner
+from torch_hybrid.graphs.step import Model
+from torch_hybrid.ranks import Ranks
+from torch_hybrid.specs import LayerTable
+
+# Left alone of a GPU's memory: captured graphs themselves, and what fragments.
+_RESERVED, _LEAST_RESERVED = 0.03, 512 << 20
+_HOST_SHARE = 0.5  # of a host's free memory: others live there too
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvRoom:
+    """What ``kv_tokens="auto"`` went by, in bytes, and what it came to."""
+
+    free: int  # after the weights
+    steps: int  # the memory of the largest steps, measured, twice where they are captured
+    states: int  # of all sequences and checkpoints, whatever their length
+    reserve: int
+    per_token: int  # in the pools, and in the page tables of steps
+    num_tokens: int
+
+    def __str__(self) -> str:
+        counts = (self.free, self.steps, self.states, self.reserve)
+        free, steps, states, reserve = map(byte_count, counts)
+        return (
+            f"{free} free, of which {steps} for steps, {states} for states and {reserve} in "
+            f"reserve; {self.per_token:,} bytes a token"
+        )
+
+
+def measure_room(
+    model: Model,
+    options: Options,
+    table: LayerTable,
+    backends: Backends,
+    make_trial: MakeTrial,
+    *,
+    captures: bool,
+) -> KvRoom:
+    """What a runner has room for, by uncompiled steps of the largest sizes.
+
+    Args:
+        model: of the runner.
+        options: of the runner.
+        table: the layers, as they are kept.
+        backends: that the runner takes.
+        make_trial: makes an uncompiled runner.
+        captures: as of ``choose_kv_tokens``.
+
+    Raises:
+        CapacityError, UnsupportedError: as ``choose_kv_tokens`` does.
+    """
+    page_size = options.page_size
+    sizes = PoolSizes(
+        num_pages=0,
+        page_size=page_size,
+        num_slots=options.max_seqs,
+        num_checkpoints=options.max_checkpoints if table.has_states else 0,
+        dtype=model.dtype,
+        device=model.device,
+        num_drafts=options.max_drafts,
+    )
+
+    def make(prefix_rows: int) -> TrialRunner:
+        return make_trial(
+            model,
+            max_seqs=options.max_seqs,
+            max_tokens=options.max_tokens,
+            kv_tokens=prefix_rows + 2 * options.max_tokens + options.max_seqs * page_size,
+            page_size=page_size,
+            kv_dtype=options.kv_dtype,
+            compile=False,
+            backends=backends,
+            prefill=options.prefill,
+            takes_embeds=options.takes_embeds,
+        )
+
+    longest: int | None = getattr(model, "max_positions", None)
+    return choose_kv_tokens(
+        table,
+        sizes,
+        make,
+        most=None if longest is None else options.max_seqs * longest,
+        prefix_rows=backends.prefix.token_budget or 0,
+        captures=captures,
+        ranks=model.ranks,
+    )
+
+
+def choose_kv_tokens(
+    table: LayerTable,
+    sizes: PoolSizes,
+    make_trial: Callable[[int], TrialRunner],
+    *,
+    most: int | None,
+    prefix_rows: int,
+    captures: bool,
+    ranks: Ranks | None,
+) -> KvRoom:
+    """As many tokens as there is room for, in whole pages; the same on all ranks.
+
+    Args:
+        table: the layers.
+        sizes: of pools, but for the number of pages.
+        make_trial: an uncompiled runner that holds so many tokens, on a GPU to be measured.
+        most: tokens that can be of use; None where that is not known.
+        prefix_rows: tokens that a sequence must hold before a step needs its most memory.
+        captures: whether steps keep memory of their own, beside that in which they run first.
+        ranks: that share the model; they call this together.
+
+    Raises:
+        CapacityError: there is no room for a page.
+        UnsupportedError: the system does not say what is free.
+    """
+    device = sizes.device
+    steps = 0
+    if device.type == "cuda":
+        steps = _peak_of_steps(make_trial, device, prefix_rows) * (1 + captures)
+        gc.collect()
+        torch.cuda.empty_cache()
+    free = free_bytes(device)
+    if free is None:
+        raise UnsupportedError(
+            f"kv_tokens='auto' asks how much memory is free, which {device} does not say: "
+            "give a number"
+        )
+    costs = [pool_cost(entry.spec, sizes) for entry in table.entries]
+    num_states = sizes.num_slots + sizes.num_checkpoints + 1
+    states = num_states * sum(cost.per_sequence for cost in costs)
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        reserve = max(int(_RESERVED * total), _LEAST_RESERVED)
+    else:
+        free //= 1 if ranks is None else ranks.size  # which may be on one host
+        reserve = int((1 - _HOST_SHARE) * free)
+    # A step's page tables have a row for each sequence; the runner keeps a few of them.
+    table_bytes = 4 * 4 * (sizes.num_slots + 1) / sizes.page_size
+    per_token = int(sum(cost.per_token for cost in costs) + table_bytes + 1)
+    left = free - steps - states - reserve
+    pages = left // (per_token * sizes.page_size) - 1  # and the null page
+    if most is not None:
+        pages = min(pages, -(-most // sizes.page_size))
+    if ranks is not None:
+        pages = ranks.least(pages, device)
+    room = KvRoom(
+        free=free,
+        steps=steps,
+        states=states,
+        reserve=reserve,
+        per_token=per_token,
+        num_tokens=max(0, pages) * sizes.page_size,
+    )
+    if not room.num_tokens:
+        raise CapacityError(
+            f"no room is left for a page of {sizes.page_size} tokens: {room}; lower max_seqs, now "
+            f"{sizes.num_slots}, or max_tokens"
+        )
+    return room
+
+
+def _peak_of_steps(
+    make_trial: Callable[[int], TrialRunner], device: torch.device, rows: int
+) -> int:
+    """Bytes that the largest steps take beside weights and pools: a prompt of all tokens in a
+    step, at last after ``rows`` of them, and one token of all sequences.
+
+    Raises:
+        CapacityError: there is no room for such a step.
+    """
+    try:
+        trial = make_trial(rows)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        if trial.prefill:
+            (seq,) = trial.new_sequences(1)
+            for _ in range(1 + -(-rows // trial.max_tokens)):
+                trial.extend([seq], [[0] * trial.max_tokens])
+            trial.free([seq])
+        seqs = trial.new_sequences(min(trial.max_seqs, trial.max_tokens))
+        trial.extend(seqs, [[0] for _ in seqs])
+        torch.cuda.synchronize(device)
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(
+            f"the largest step does not fit beside the weights: lower max_tokens, or max_seqs; "
+            f"{error}"
+        ) from error
+    return torch.cuda.max_memory_allocated(device) - before

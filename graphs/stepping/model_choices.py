@@ -1,0 +1,138 @@
+"""What a runner chooses beside its backends: who computes experts, and who linear layers.
+
+What has weights with scales is of a kind of its own: "fp8 linear", "int4 fused_experts".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+
+from torch import nn
+
+from torch_hybrid.backends.mode import Mode
+from torch_hybrid.backends.select import Backends, Choice, Chooses, impls_of, select
+from torch_hybrid.backends.step import Backend
+from torch_hybrid.graphs.passes import Pass, without
+from torch_hybrid.graphs.passes.merge_linears import merge_linears
+from torch_hybrid.graphs.passes.narrow_products import narrow_products
+from torch_hybrid.graphs.passes.ordered_sums import ordered_sums
+from torch_hybrid.graphs.passes.row_products import row_products
+from torch_hybrid.graphs.passes.row_sums import row_sums
+from torch_hybrid.graphs.step import Model
+from torch_hybrid.ops.core.capability import BATCH_INVARIANT, Implementation, Need
+from torch_hybrid.ops.core.registration import REGISTERED
+from torch_hybrid.ops.linear import op as linear
+from torch_hybrid.ops.native.ahead import Builds, build_ahead
+
+
+def modules_of(model: Model) -> list[nn.Module]:
+    """All modules of a model; none where it is no module itself."""
+    return list(model.modules()) if isinstance(model, nn.Module) else []
+
+
+def choosers_of(model: Model) -> list[Chooses]:
+    """The experts of all layers of a model, and its linear layers of weights with scales."""
+    return [module for module in modules_of(model) if isinstance(module, Chooses)]
+
+
+def choices_of(model: Model, choices: Sequence[Choice]) -> tuple[Choice, ...]:
+    """Those of some choices that modules of a model go by."""
+    kinds = {module.kind for module in choosers_of(model)}
+    return tuple(choice for choice in choices if choice.op in kinds)
+
+
+def set_choices(model: Model, choices: Sequence[Choice]) -> None:
+    """Have each module of a model go by the choice for its kind."""
+    by_kind = {choice.op: choice for choice in choices}
+    for module in choosers_of(model):
+        module.choice = by_kind[module.kind]
+
+
+def choose(model: Model, wanted: Backends, *, compiles: bool) -> tuple[Choice, ...]:
+    """Who computes all experts of a model and its linear layers with scales, if it has some, and
+    the other linear layers of its steps, if they are compiled or may not be torch's.
+
+    Raises:
+        ValueError: a name is of no implementation.
+        UnsupportedError: none can serve what there is, where it is now.
+    """
+    preferred = {
+        "fused_experts": wanted.named("fused_experts", wanted.experts),
+        "linear": wanted.named("linear", wanted.products),
+        "head_linear": "auto",
+    }
+    modules: dict[str, list[Chooses]] = {}
+    for module in choosers_of(model):
+        modules.setdefault(module.kind, []).append(module)
+    choices = [
+        select(
+            kind,
+            group[0].implementations,
+            [_with(module.need, wanted) for module in group],
+            wanted.named(kind, preferred[group[0].op]),
+        )
+        for kind, group in modules.items()
+    ]
+    if compiles or wanted.batch_invariant:
+        need = _with(Need(device=model.device, dtype=model.dtype), wanted)
+        choices.append(select("linear", linear.IMPLEMENTATIONS, need, preferred["linear"]))
+    return tuple(choices)
+
+
+def start_builds(choices: Sequence[Choice], backends: Mapping[str, Backend]) -> Builds:
+    """Have the kernels of what a model and its backends go by built, should the cache lack them:
+    before others what steps of prompts call, which come first."""
+    by_mode = [pair for backend in backends.values() for pair in backend.choices.items()]
+    of_prompts = [chosen for mode, chosen in by_mode if mode.tokens_per_seq is None]
+    first = chain(choices, *of_prompts)
+    others = chain(*(chosen for _, chosen in by_mode))
+    return build_ahead(_implementations(first), _implementations(others))
+
+
+def _implementations(choices: Iterable[Choice]) -> list[Implementation]:
+    """What was chosen, but for choices that stand for several others and are of no op."""
+    chosen = {(each.op.split()[-1], each.impl) for each in choices}
+    return [REGISTERED[op][impl] for op, impl in chosen if impl in REGISTERED.get(op, ())]
+
+
+def _with(need: Need, wanted: Backends) -> Need:
+    """The same, with what every implementation must be able to do."""
+    return replace(need, features=need.features | wanted.features)
+
+
+def passes_for(
+    choices: Sequence[Choice],
+    passes: Sequence[Pass],
+    modes: Sequence[Mode],
+    *,
+    batch_invariant: bool = False,
+    num_ranks: int = 1,
+) -> dict[Mode, Sequence[Pass]]:
+    """``passes`` for the steps of each mode: linear layers are merged where that was chosen.
+    Where rows are to be computed by themselves, no product is left to torch, no sum over the ranks
+    to a collective, and on a GPU none over a row to Inductor.
+
+    On a GPU, where steps have few rows: many are torch's, one weight after the other all the same.
+    """
+    impls = dict(impls_of(choices))
+    if batch_invariant:
+        merge = Pass("merge_linears", partial(merge_linears, features=frozenset({BATCH_INVARIANT})))
+        narrow = Pass("narrow_products", partial(narrow_products, devices=("cpu", "cuda")))
+        own = [narrow, Pass("row_products", partial(row_products, impl=impls["linear"]))]
+        if num_ranks > 1:
+            own.append(Pass("ordered_sums", partial(ordered_sums, num_ranks=num_ranks)))
+        others = [each for each in passes if each.name != narrow.name]
+        last = Pass("row_sums", row_sums)
+        kept = [merge if each.name == "merge_linears" else each for each in others]
+        place = kept.index(merge) + 1 if merge in kept else 0
+        return dict.fromkeys(modes, (*kept[:place], *own, *kept[place:], last))
+
+    def merges(mode: Mode) -> bool:
+        impl = impls.get("linear", "torch")
+        return impl == "cpp" or (impl == "triton" and mode.tokens_per_seq is not None)
+
+    names = {graph_pass.name for graph_pass in passes} & {"merge_linears"}
+    return {mode: passes if merges(mode) else without(passes, names) for mode in modes}

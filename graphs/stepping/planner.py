@@ -1,0 +1,274 @@
+"""From ragged batches to the padded inputs of one of a few graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.backends.mode import MODES, Form, Mode
+from torch_hybrid.backends.step import Backend, forms_of, plan_all
+from torch_hybrid.batch import Batch, chained, pad_to, split
+from torch_hybrid.graphs.step import Inputs, Part, Variant
+from torch_hybrid.graphs.stepping.buckets import Bucket, StepSizes, round_up
+from torch_hybrid.graphs.two_batch import OverlapPolicy, plan_split, rows_in_halves
+
+Logits = Literal["last", "all"]
+# What a graph is traced with; distinct sizes, so that no two symbols are taken for one.
+_TRACED_SEQS, _TRACED_PAGES = 8, 11
+_TRACED_MIX = Bucket(num_seqs=5, num_tokens=512, num_pages=_TRACED_PAGES)
+_TRACED_CHUNK_ROWS = 192
+_TRACED_ROWS = 13
+
+
+class StepPlanner:
+    """Pads steps to buckets, cuts them where the policy says so, and plans their layers.
+
+    Args:
+        backends: of the model's kinds of layers.
+        sizes: what steps are padded to.
+        num_position_axes: of the model.
+        overlap: which steps are cut in halves.
+        chunk_grid: a cut inside a sequence is at a multiple of so many tokens.
+        modes: of the steps that are planned.
+        takes_embeds: whether steps that extend are given rows in the place of embeddings.
+        drafting: the kinds of layers that the model's head has; all that its steps need.
+    """
+
+    def __init__(
+        self,
+        backends: Mapping[str, Backend],
+        *,
+        sizes: StepSizes,
+        num_position_axes: int,
+        overlap: OverlapPolicy,
+        chunk_grid: int,
+        modes: Sequence[Mode] = MODES,
+        takes_embeds: bool = False,
+        drafting: Collection[str] = (),
+    ) -> None:
+        self._takes_embeds = takes_embeds
+        self._backends, self._overlap, self._grid = backends, overlap, chunk_grid
+        self._drafting = {kind: backend for kind, backend in backends.items() if kind in drafting}
+        self._num_position_axes, self._sizes = num_position_axes, sizes
+        self._idle = Mode.DECODE if Mode.DECODE in modes else modes[0]
+        self._verifying = next((mode for mode in modes if mode.num_drafts), self._idle)
+        self.forms = {
+            Variant.of(mode, forms, in_halves=in_halves): forms
+            for mode in modes
+            for in_halves in self._cuts_of(mode)
+            for forms in self._forms_of(mode)
+        }
+
+    def table_width(self, num_pages: int) -> int:
+        """Width of the page table of a step whose longest sequence owns so many pages."""
+        width: int = round_up(num_pages, self._sizes.pages)
+        return width
+
+    def plan(self, batch: Batch, mode: Mode, logits: Logits) -> tuple[Variant, Inputs]:
+        """A step's variant and its inputs on the host, padded to their bucket.
+
+        Args:
+            batch: unpadded, its page table as wide as ``table_width`` says.
+            mode: of the batch, whose sequences have as many new tokens as it says.
+            logits: which rows are wanted.
+        """
+        parts: tuple[Batch, ...] = (batch,)
+        cut = batch.num_tokens
+        if self._overlap.cuts(mode, batch.num_seqs, batch.num_tokens):
+            cut = plan_split(batch.cu_seqlens.diff().tolist(), grid=self._grid)
+            parts = split(batch, cut)
+        num_seqs, num_tokens = self._bucket_of(parts, mode)
+        rows = None
+        if mode.tokens_per_seq is None or len(parts) == 2:
+            rows = self._wanted(batch, mode, logits)
+            if len(parts) == 2:
+                rows = rows_in_halves(rows, cut, num_tokens)
+        forms = self._forms_of_step(parts, mode)
+        padded = [pad_to(part, num_seqs=num_seqs, num_tokens=num_tokens) for part in parts]
+        variant = Variant.of(mode, forms, in_halves=len(parts) == 2)
+        return variant, self._inputs(padded, mode, forms, rows)
+
+    def plan_drafts(
+        self, batch: Batch, further: Mapping[str, Sequence[Sequence[int]]]
+    ) -> tuple[Variant, Inputs]:
+        """Steps of the model's head, one after the other: their variant and inputs.
+
+        Args:
+            batch: the tokens that it is to read in the first of them.
+            further: the steps after that, as for ``chained``.
+        """
+        mode = Mode.draft(1 + len(further["slots"]))
+        forms = self._forms_of_step([batch], mode)
+        num_seqs, num_tokens = self._decode_seqs(batch.num_seqs), batch.num_tokens
+        if self._sizes.decode_seqs is not None:
+            num_tokens = round_up(num_tokens, self._sizes.tokens)
+        first = pad_to(batch, num_seqs=num_seqs, num_tokens=num_tokens)
+        padded = [first, *chained(first, **further)]
+        variant = Variant.of(mode, forms, in_halves=False)
+        return variant, self._inputs(padded, mode, forms, None)
+
+    def plan_idle(self) -> tuple[Variant, Inputs]:
+        """A step of no sequences, of decode if there are such: all padding, so that it reads and
+        writes no state."""
+        nothing = self._null_batch(Bucket(num_seqs=0, num_tokens=0, num_pages=2), self._idle)
+        return self.plan(nothing, self._idle, "last")
+
+    def largest(self, variant: Variant) -> Inputs:
+        """An all-padding step of a variant whose every leaf is as large as it ever gets."""
+        num_seqs = self._sizes.seqs[-1]
+        each = variant.mode.tokens_per_seq
+        if each is not None and not variant.mode.num_chained:
+            num_tokens = num_rows = num_seqs * each
+        else:
+            sizes = self._sizes.half_tokens if variant.in_halves else self._sizes.tokens
+            num_tokens, num_rows = sizes[-1], self._sizes.tokens[-1]
+        bucket = Bucket(num_seqs=num_seqs, num_tokens=num_tokens, num_pages=self._sizes.pages[-1])
+        return self._null_inputs(variant, bucket, self.forms[variant], num_rows)
+
+    def traced(self, variant: Variant) -> Inputs:
+        """An all-padding step of a variant to trace it on: no two kinds of size are equal."""
+        forms = {
+            kind: replace(form, num_rows=_TRACED_CHUNK_ROWS)
+            for kind, form in self.forms[variant].items()
+        }
+        bucket = _TRACED_MIX
+        if (each := variant.mode.tokens_per_seq) is not None:
+            tokens = _TRACED_SEQS * (each + variant.mode.num_chained)
+            bucket = Bucket(num_seqs=_TRACED_SEQS, num_tokens=tokens, num_pages=_TRACED_PAGES)
+        return self._null_inputs(variant, bucket, forms, _TRACED_ROWS)
+
+    def _bucket_of(self, parts: Sequence[Batch], mode: Mode) -> tuple[int, int]:
+        """Sequences and tokens that each part is padded to."""
+        num_seqs = max(part.num_seqs for part in parts)
+        if mode.tokens_per_seq is not None:
+            num_seqs = self._decode_seqs(num_seqs)
+            return num_seqs, num_seqs * _longest(parts, mode)
+        sizes = self._sizes.tokens if len(parts) == 1 else self._sizes.half_tokens
+        num_tokens = max(part.num_tokens for part in parts)
+        return round_up(num_seqs, self._sizes.seqs), round_up(num_tokens, sizes)
+
+    def _backends_of(self, mode: Mode) -> Mapping[str, Backend]:
+        """Of the layers that a step of a mode runs."""
+        return self._drafting if mode.num_chained else self._backends
+
+    def _planned_as(self, mode: Mode, part: int = 0) -> Mode:
+        """The mode that layers of a part of a step are planned in: a step of the head is one of
+        decoding, the first of them one of several tokens of each sequence."""
+        if not mode.num_chained:
+            return mode
+        return self._idle if part else self._verifying
+
+    def _forms_of_step(self, batches: Sequence[Batch], mode: Mode) -> dict[str, Form]:
+        """The form of each kind of layer for a step of these batches, padded."""
+        planned_as = self._planned_as(mode)
+        found = forms_of(self._backends_of(mode), batches, planned_as)
+        return {kind: self._padded(kind, planned_as, form) for kind, form in found.items()}
+
+    def _decode_seqs(self, num_seqs: int) -> int:
+        """Sequences that a step of as many tokens for each is padded to."""
+        num_seqs = max(num_seqs, 1)
+        sizes = self._sizes.decode_seqs
+        return num_seqs if sizes is None else round_up(num_seqs, sizes)
+
+    def _padded(self, kind: str, mode: Mode, form: Form) -> Form:
+        """A form whose tables have one of a few sizes, where that is asked for."""
+        if self._sizes.chunk_rows is None or not form.num_rows:
+            return form
+        largest = {f.name: f.num_rows for f in self._backends[kind].forms(mode)}[form.name]
+        return replace(form, num_rows=min(round_up(form.num_rows, self._sizes.chunk_rows), largest))
+
+    def _wanted(self, batch: Batch, mode: Mode, logits: Logits) -> Tensor:
+        """[R] the tokens whose logits are wanted, padded with token 0."""
+        if mode.tokens_per_seq is not None:
+            rows = _counted(batch.num_tokens)
+            size = self._decode_seqs(batch.num_seqs) * mode.tokens_per_seq
+        elif logits == "all":
+            size = round_up(batch.num_tokens, self._sizes.tokens)
+            rows = _counted(batch.num_tokens)
+        else:
+            rows, size = batch.cu_seqlens[1:].long() - 1, round_up(batch.num_seqs, self._sizes.seqs)
+        return torch.constant_pad_nd(rows, (0, size - rows.shape[0]))
+
+    def _inputs(
+        self,
+        batches: Iterable[Batch],
+        mode: Mode,
+        forms: Mapping[str, Form],
+        rows: Tensor | None,
+    ) -> Inputs:
+        backends = self._backends_of(mode)
+        parts = [
+            Part(batch=batch, plans=plan_all(backends, batch, self._planned_as(mode, i), forms))
+            for i, batch in enumerate(batches)
+        ]
+        return Inputs(parts=tuple(parts), rows=rows)
+
+    def _null_inputs(
+        self, variant: Variant, bucket: Bucket, forms: Mapping[str, Form], num_rows: int
+    ) -> Inputs:
+        mode = variant.mode
+        batches = [self._null_batch(bucket, mode) for _ in range(1 + variant.in_halves)]
+        if mode.num_chained:
+            nobody: list[list[int]] = [[]] * (mode.num_chained - 1)
+            batches += chained(batches[0], positions=nobody, slots=nobody, seq_lens=nobody)
+        if self._takes_embeds and mode.tokens_per_seq is None:
+            size = bucket.num_tokens
+            batches = [replace(b, embed_rows=_zeros(size, dtype=torch.int32)) for b in batches]
+        rows = None
+        if mode.tokens_per_seq is None or variant.in_halves:
+            rows = _zeros(num_rows, dtype=torch.int64)
+        return self._inputs(batches, mode, forms, rows)
+
+    def _null_batch(self, bucket: Bucket, mode: Mode) -> Batch:
+        """Empty sequences and padding tokens."""
+        axes, num_tokens, num_seqs = self._num_position_axes, bucket.num_tokens, bucket.num_seqs
+        position_shape = (num_tokens,) if axes == 1 else (axes, num_tokens)
+        return Batch(
+            tokens=_zeros(num_tokens, dtype=torch.int64),
+            positions=_zeros(*position_shape, dtype=torch.int64),
+            slot_mapping=_zeros(num_tokens, dtype=torch.int32),
+            cu_seqlens=_zeros(num_seqs + 1, dtype=torch.int32),
+            seq_lens=_zeros(num_seqs, dtype=torch.int32),
+            page_table=_zeros(num_seqs, bucket.num_pages, dtype=torch.int32),
+            initial_indices=_zeros(num_seqs, dtype=torch.int32),
+            state_indices=_zeros(num_seqs, dtype=torch.int32),
+            accepted=_zeros(num_seqs, dtype=torch.int32) if mode.num_drafts else None,
+            num_drafts=_zeros(num_seqs, dtype=torch.int32) if mode.num_drafts else None,
+        )
+
+    def _cuts_of(self, mode: Mode) -> list[bool]:
+        """Whether steps of a mode run whole, in halves, or some so and some so."""
+        largest = self._sizes.seqs[-1], self._sizes.tokens[-1]
+        whole = [] if self._overlap.always_cuts(mode) else [False]
+        halves = [True] if self._overlap.cuts(mode, *largest) else []
+        return whole + halves
+
+    def _forms_of(self, mode: Mode) -> Iterator[dict[str, Form]]:
+        """Every combination of forms that steps of a mode may take, each at its largest."""
+        backends = self._backends_of(mode)
+        planned_as = self._planned_as(mode)
+        for forms in product(*(backend.forms(planned_as) for backend in backends.values())):
+            yield dict(zip(backends, forms, strict=True))
+
+
+def _longest(parts: Sequence[Batch], mode: Mode) -> int:
+    """Tokens that each sequence of a mode of fixed lengths is padded to: where drafts are verified,
+    as many as the longest of the step has."""
+    if not mode.num_drafts:
+        return mode.tokens_per_seq or 1
+    lengths = [int(part.cu_seqlens.diff().max()) for part in parts]
+    return max(1, *lengths)
+
+
+def _zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device="cpu")
+
+
+def _counted(count: int) -> Tensor:
+    """0, 1 and so on."""
+    return torch.arange(count, dtype=torch.int64, device="cpu")

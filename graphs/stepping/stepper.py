@@ -1,0 +1,161 @@
+"""One step of sequences: from their tokens to what is run, and what they hold once it has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.backends.mode import Mode
+from torch_hybrid.batch import Batch
+from torch_hybrid.caches.hybrid import HybridCache
+from torch_hybrid.caches.sequence import Sequence as HeldSequence
+from torch_hybrid.graphs.capturing.capture_policy import CapturePolicy
+from torch_hybrid.graphs.capturing.cuda_graph import on_capture_stream
+from torch_hybrid.graphs.step import Inputs, Variant
+from torch_hybrid.graphs.stepping.background import StepsBeside
+from torch_hybrid.graphs.stepping.embeds import Embeds, GivenRows
+from torch_hybrid.graphs.stepping.execution import Execution
+from torch_hybrid.graphs.stepping.planner import Logits, StepPlanner
+from torch_hybrid.graphs.stepping.steps import Steps
+from torch_hybrid.ops.native.ahead import Builds
+
+ResultT = TypeVar("ResultT")
+
+
+class Stepper:
+    """Plans the steps of a runner in the mode that they are given, has them compiled, and counts
+    what was run.
+
+    Args:
+        cache: of the sequences.
+        planner: of the steps.
+        steps: that are compiled.
+        execution: runs them.
+        builds: of the kernels that they call.
+        capture: which of them are captured; None where none is.
+        given: rows in the place of embeddings; None where steps take none.
+        num_position_axes: of the model.
+        check_batch: called with the batch of each step before it runs.
+        device: where steps run.
+    """
+
+    def __init__(
+        self,
+        cache: HybridCache,
+        planner: StepPlanner,
+        steps: Steps | StepsBeside,
+        execution: Execution,
+        *,
+        builds: Builds,
+        capture: CapturePolicy | None,
+        given: GivenRows | None,
+        num_position_axes: int,
+        check_batch: Callable[[Batch], None] | None,
+        device: torch.device,
+    ) -> None:
+        self._cache, self._planner, self._steps = cache, planner, steps
+        self._execution, self._capture, self._given = execution, capture, given
+        self._num_position_axes = num_position_axes
+        self._builds, self._is_built = builds, False
+        self._check_batch, self._device = check_batch, device
+
+    def plan(
+        self,
+        seqs: Sequence[HeldSequence],
+        tokens: Sequence[Sequence[int]],
+        mode: Mode,
+        *,
+        num_drafts: Sequence[int] | None = None,
+        logits: Logits = "all",
+        positions: Tensor | None = None,
+        embeds: Embeds | None = None,
+    ) -> tuple[Variant, Inputs]:
+        """A step's variant, compiled by now, and its inputs; the pages of its tokens are taken.
+
+        ``num_drafts`` of the tokens of each sequence are not certain, by default none. Where it
+        raises, no state has changed.
+        """
+        self._execution.join()  # pages may be copied
+        places = None
+        if self._given is not None and mode.tokens_per_seq is None:
+            places = () if embeds is None else embeds.places
+        if mode.num_drafts and num_drafts is None:
+            num_drafts = [0] * len(seqs)
+        batch = self._cache.make_batch(
+            seqs,
+            tokens,
+            positions=positions,
+            num_position_axes=self._num_position_axes,
+            table_width=self._planner.table_width,
+            num_drafts=num_drafts,
+            embed_places=places,
+        )
+        self.check(batch)
+        variant, planned = self._planner.plan(batch, mode, logits)
+        self.compile(variant)
+        if self._given is not None and embeds is not None:
+            self._given.write(embeds)
+        return variant, planned
+
+    def plan_idle(self) -> tuple[Variant, Inputs]:
+        """As ``plan``, of a step of no sequences."""
+        idle, planned = self._planner.plan_idle()
+        self.check(planned.parts[0].batch)
+        self.compile(idle)
+        return idle, planned
+
+    def check(self, batch: Batch) -> None:
+        """Have the caller look at the batch of a step."""
+        if self._check_batch is not None:
+            self._check_batch(batch)
+
+    def compile(self, variant: Variant) -> None:
+        """Have a variant compiled, if steps are, and the kernels of first steps built."""
+        if not self._steps.is_ready(variant):
+            self._prepare(variant)
+            self._steps.save_if_new()
+        if not self._is_built:
+            self._builds.wait_for_first()
+            self._is_built = True
+
+    def wait_for_builds(self) -> None:
+        """Wait until all kernels are built."""
+        self._builds.wait()
+
+    def _prepare(self, variant: Variant) -> None:
+        if self._capture is None:
+            self._steps.prepare(variant)
+            return
+        with on_capture_stream(self._device):  # a step is run
+            record = self._steps.prepare(variant)
+        if record is not None:
+            self._capture.check(variant, record.ops)
+
+    def advance(
+        self,
+        seqs: Sequence[HeldSequence],
+        lengths: Sequence[int],
+        variant: Variant,
+        run: Callable[[], ResultT],
+    ) -> ResultT:
+        """``run`` a step that gives each sequence so many tokens; cut off, it breaks them."""
+        are_read = variant.mode.tokens_per_seq is None
+        return self.run(seqs, run, lambda: self._cache.commit(seqs, lengths, are_read=are_read))
+
+    def run(
+        self,
+        seqs: Sequence[HeldSequence],
+        run: Callable[[], ResultT],
+        commit: Callable[[], None],
+    ) -> ResultT:
+        """``run`` a step of sequences and count its tokens; cut off, it breaks them."""
+        try:
+            result = run()
+            commit()
+        except BaseException:
+            self._cache.mark_broken(seqs)
+            raise
+        return result

@@ -1,0 +1,273 @@
+"""The steps of a runner: each compiled, or found in an artefact, when it is first wanted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from threading import RLock
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torch_hybrid.backends.mode import Mode
+from torch_hybrid.backends.select import Choice, impls_of
+from torch_hybrid.caches.hybrid import HybridCache
+from torch_hybrid.errors import UnsupportedError
+from torch_hybrid.graphs.artefact.store import StepStore
+from torch_hybrid.graphs.compiling.compile import CompileLog, GraphRecord, StepBackend, compile_step
+from torch_hybrid.graphs.compiling.compiled_step import CompiledGraph, CompiledStep
+from torch_hybrid.graphs.compiling.fixed_arithmetic import fuses_freely
+from torch_hybrid.graphs.compiling.layers_once import LayersOnce
+from torch_hybrid.graphs.compiling.toolchain import named_failures, switched_off_by
+from torch_hybrid.graphs.passes import Pass
+from torch_hybrid.graphs.passes.row_products import in_rows
+from torch_hybrid.graphs.step import (
+    Caches,
+    DraftingModel,
+    Inputs,
+    Model,
+    StepFunction,
+    Variant,
+    make_draft_step,
+    make_step,
+    map_tensors,
+)
+from torch_hybrid.graphs.stepping.model_choices import choices_of
+from torch_hybrid.graphs.stepping.model_use import ModelUse
+from torch_hybrid.graphs.stepping.planner import StepPlanner
+from torch_hybrid.host.progress import bar, be_silent, tell
+
+# Of Qwen3-Next's kinds of layers on two cores of an Ice Lake Xeon, whatever their number: the first
+# step of a process, which also finds out what the compiler can do, and each one more.
+_SECONDS_FIRST, _SECONDS_MORE = 40, 15
+_COMPILING = RLock()  # runners of several threads compile one after another
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """No other thread compiles meanwhile."""
+    with _COMPILING:
+        yield
+
+
+def be_alone() -> None:
+    """Forget what other threads held, and who they were: in a forked process, which does not have
+    them. Inductor would hand a kernel to a thread that has compiled before, and wait for it."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    global _COMPILING
+    _COMPILING = RLock()
+    be_silent()
+    ModelUse.forget()
+    AsyncCompile.pool.cache_clear()
+    AsyncCompile.process_pool.cache_clear()
+    AsyncCompile._ready_future = None
+
+
+class Steps:
+    """One function for each variant of a runner's steps.
+
+    Args:
+        model: that the steps run.
+        cache: of its layers.
+        planner: makes what steps are traced with.
+        passes: over the graphs of each mode.
+        choices: beside those of the backends: of experts, and of linear layers.
+        given: what steps read beside the pools of their layers.
+        by_row: whether rows are computed by themselves; in graphs the passes and the compiler see
+            to it.
+        store: where compiled steps may be; None compiles nothing, and runs the model as it is.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: HybridCache,
+        planner: StepPlanner,
+        *,
+        passes: Mapping[Mode, Sequence[Pass]],
+        choices: Sequence[Choice],
+        given: Caches,
+        store: StepStore | None,
+        by_row: bool = False,
+    ) -> None:
+        self._model, self._choices = model, choices
+        self._module_choices = choices_of(model, choices)
+        self.layers = LayersOnce(model, cache.pools)
+        self._use = ModelUse.of(model)
+        self._caches, self._planner, self._store = {**cache.pools, **given}, planner, store
+        self._log = CompileLog()
+        self._place: dict[str, int] = {}  # by variant's name, of its graph in the log
+        self._breaks_before = _count_graph_breaks()
+        pools = cache.pool_tensors()
+        self.of: dict[Variant, StepFunction] = {
+            variant: _step_of(model, variant) for variant in planner.forms
+        }
+        if store is None:
+            if by_row:
+                impl = dict(impls_of(choices))["linear"]
+                num_ranks = 1 if model.ranks is None else model.ranks.size
+                self.of = {
+                    variant: in_rows(step, impl, num_ranks) for variant, step in self.of.items()
+                }
+            return
+        for tensor in pytree.tree_leaves(self._caches):
+            torch._dynamo.mark_static(tensor)
+        small = {id(scales) for scales in cache.scales.values()}
+        pool_sizes = {pool.numel() for pool in pools if id(pool) not in small}
+        backends = {
+            mode: StepBackend(
+                self._log,
+                pool_sizes=pool_sizes,
+                layers=None if mode.num_chained else self.layers,
+                passes=own,
+                fixes_arithmetic=by_row and fuses_freely(model.device),
+            )
+            for mode, own in passes.items()
+        }
+        self.of = {
+            variant: compile_step(step, backends[variant.mode]) for variant, step in self.of.items()
+        }
+
+    @property
+    def graphs(self) -> dict[str, GraphRecord]:
+        """What is known of the variants that are ready, by name."""
+        return {name: self._log.graphs[place] for name, place in self._place.items()}
+
+    @property
+    def recompiles(self) -> int:
+        """Graphs beyond the one that each variant needs."""
+        return len(self._log.graphs) - len(self._place)
+
+    @property
+    def graph_breaks(self) -> int:
+        """Of all that was traced since."""
+        return _count_graph_breaks() - self._breaks_before
+
+    @contextmanager
+    def running(self, variant: Variant) -> Iterator[Callable[[Inputs], Tensor]]:
+        """A variant's step, which is ready; the model is not traced meanwhile."""
+        step = self.of[variant]
+        runs_model = not isinstance(step, CompiledStep)
+        choices = self._module_choices if runs_model else ()
+        with self._use.running(self._model, choices), torch.inference_mode():
+            yield lambda inputs: step(inputs, self._caches)
+
+    def is_ready(self, variant: Variant) -> bool:
+        """Whether ``prepare`` has nothing to do for a variant."""
+        return variant.name in self._place or not isinstance(self.of[variant], CompiledStep)
+
+    def prepare(self, variant: Variant, *, tells: bool = True) -> GraphRecord | None:
+        """Make a variant ready, and say what its graph is; None if it was ready, or has none.
+
+        What is not found is traced on a step of null sequences, which changes no state, after a
+        line that ``tells`` so.
+        """
+        if self.is_ready(variant):
+            return None
+        step = self.of[variant]
+        assert isinstance(step, CompiledStep)
+        assert self._store is not None
+        inputs = self._inputs(variant)
+        place = len(self._log.graphs)
+        found = self._store.find(variant.name, inputs, self._choices)
+        if found is None:
+            with self._telling(variant) if tells else nullcontext():
+                self._trace(step, inputs, variant.mode)
+        else:
+            step.graphs.append(found[0])
+            self._log.graphs.append(found[1])
+        self._place[variant.name] = place
+        return self._log.graphs[place]
+
+    def _telling(self, variant: Variant) -> AbstractContextManager[object]:
+        """A line, and a bar for as long as a variant is compiled."""
+        has_compiled = bool(torch._dynamo.utils.counters["stats"])
+        seconds = _SECONDS_MORE if has_compiled else _SECONDS_FIRST
+        duration = f"about {seconds} s, " if self._model.device.type == "cpu" else ""
+        doing = f"compiling steps: {variant.name}"
+        tell(f"{doing} ({duration}sooner where torch's cache has it)")
+        return bar(doing)
+
+    def save_if_new(self) -> None:
+        """Write what was looked for in an artefact and not found, beside what the file has."""
+        path = None if self._store is None else self._store.path
+        if path is None or all(graph.is_loaded for graph in self.graphs.values()):
+            return
+        try:
+            self._save(path, self._ready() | self._unused())
+        except (OSError, UnsupportedError) as error:  # the steps themselves are there
+            warnings.warn(f"no artefact is written to {path}: {error}", stacklevel=3)
+
+    def is_final(self, variant: Variant) -> bool:
+        """Whether a variant's step is not one that is exchanged: none is."""
+        return variant in self.of
+
+    def save(self, path: Path, variants: Iterable[Variant] | None = None) -> None:
+        """Write the graphs of variants, which are ready, to an artefact; by default of all."""
+        ready = self._ready()
+        names = ready if variants is None else [variant.name for variant in variants]
+        self._save(path, {name: ready[name] for name in names})
+
+    def _save(self, path: Path, steps: Mapping[str, tuple[CompiledGraph, GraphRecord]]) -> None:
+        assert self._store is not None
+        self._store.save(path, steps, self._choices)
+
+    def _ready(self) -> dict[str, tuple[CompiledGraph, GraphRecord]]:
+        """The graph and the record of each variant that is ready, by its name."""
+        return {
+            variant.name: (step.graphs[0], self.graphs[variant.name])
+            for variant, step in self.of.items()
+            if isinstance(step, CompiledStep) and variant.name in self._place
+        }
+
+    def _unused(self) -> dict[str, tuple[CompiledGraph, GraphRecord]]:
+        """Graphs and records that the artefact has of variants that no step was of so far."""
+        assert self._store is not None
+        unused = [v for v in self.of if v.name not in self._place and self._store.has([v.name])]
+        found = {v.name: self._store.find(v.name, self._inputs(v), self._choices) for v in unused}
+        return {name: each for name, each in found.items() if each is not None}
+
+    def _inputs(self, variant: Variant) -> Inputs:
+        """What a variant is traced with."""
+        traced = self._planner.traced(variant)
+        return map_tensors(lambda leaf: leaf.to(self._model.device), traced)
+
+    def _trace(self, step: CompiledStep, inputs: Inputs, mode: Mode) -> None:
+        """Trace and compile a step for inputs of all sizes.
+
+        Raises:
+            UnsupportedError: torch.compile was switched off since the runner was made.
+        """
+        if setting := switched_off_by():
+            raise UnsupportedError(
+                f"a step of a runner with compile=True is to be compiled, and {setting} switches "
+                f"torch.compile off: set it before the runner is made, or not before warm_up()"
+            )
+        for part in inputs.parts:
+            if part.batch.positions.ndim == 2:
+                torch._dynamo.mark_static(part.batch.positions, 0)
+        with (
+            compiling(),
+            self._use.tracing(self._model, self._module_choices),
+            torch.inference_mode(),
+            named_failures(),
+        ):
+            if mode.num_chained:  # none of the layers that are traced once
+                step.trace(inputs, self._caches)
+            else:
+                self.layers.trace(lambda: step.trace(inputs, self._caches))
+
+
+def _step_of(model: Model, variant: Variant) -> StepFunction:
+    if not variant.mode.num_chained:
+        return make_step(model)
+    assert isinstance(model, DraftingModel)
+    return make_draft_step(model)
+
+
+def _count_graph_breaks() -> int:
+    return sum(torch._dynamo.utils.counters["graph_break"].values())

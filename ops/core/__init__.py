@@ -1,0 +1,1 @@
+"""The mechanism of ops: registration, capabilities, plans and checks that all families share."""

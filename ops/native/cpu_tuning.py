@@ -1,0 +1,241 @@
+"""In which forms kernels run on this machine: measured once, and kept beside them.
+
+CPUs with the same instructions differ in what they like. One hands over four far-apart streams of
+memory faster than one, another eight, a third is faster with one row after the other; and where a
+library has a better product of many rows than ours (of bf16 in tiles of AMX, say), it is taken.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.host.memory import weight_memory
+from torch_hybrid.ops.native.build import BuildError, cache_folder, key_of_source, load_library
+from torch_hybrid.ops.native.call import kernel
+
+_SOURCE = Path(__file__).with_name("cpu_tuning.cpp")
+_MULTIPLY = kernel(
+    "multiply", _SOURCE, tensors="x W y", integers="M K N streams by_hardware is_bf16"
+)
+_ADVANCE = kernel("advance", _SOURCE, tensors="state", integers="num_heads streams")
+
+_DEPTH, _BYTES = 1024, 128 << 20  # of weights that no cache holds
+_NUM_ROWS, _WIDTH = 512, 1024  # of x, and of the weight that many rows meet
+_FEW_ROWS = 8  # of x: of a step of so many sequences
+_STATE_STREAMS = (1, 8)
+_STATE_BYTES = 64 * 128 * 4  # of a head, as cpu_tuning.cpp has it
+_TURNS = 7
+_NAMES = {1: "in turn", 4: "four streams", 8: "eight streams"}
+# Ours is the same for every size of batch, which is worth more than a few percent.
+_LIBRARY_GAIN = 1.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forms:
+    """How products are done here, with the figures that decided.
+
+    Attributes:
+        streams: as how many streams a weight is read for one or two rows of x: 1 (its rows in
+            turn), 4 or 8. The result is the same.
+        by_hardware: for 5 to 16 rows, the hardware is left to fetch a weight ahead of its use;
+            else the kernel does, line by line. The result is the same.
+        state_streams: in how many streams a decode step goes through the rows of a state that it
+            reads and writes: 1 (its rows in turn) or 8. The result is the same.
+        many_by_torch: many rows are multiplied by torch rather than by ``lane_rows.h``.
+        in_turn_rate, four_rate, eight_rate: bytes per second of a weight that one row of x meets.
+        kernel_rate, hardware_rate: the same of a weight that eight rows of x meet.
+        state_rate, state_streams_rate: bytes per second of states, each way, in both forms.
+        ours_rate, torch_rate: FLOPs per second of many rows.
+    """
+
+    streams: int
+    by_hardware: bool
+    state_streams: int
+    many_by_torch: bool
+    in_turn_rate: float
+    four_rate: float
+    eight_rate: float
+    kernel_rate: float
+    hardware_rate: float
+    state_rate: float
+    state_streams_rate: float
+    ours_rate: float
+    torch_rate: float
+
+    def of_products(self) -> str:
+        """Those of products, for a reader."""
+        if self == _UNMEASURED:
+            return _NOT_MEASURED
+        in_turn, four, eight = (
+            rate / 1e9 for rate in (self.in_turn_rate, self.four_rate, self.eight_rate)
+        )
+        of_kernel, of_hardware = self.kernel_rate / 1e9, self.hardware_rate / 1e9
+        ours, torchs = self.ours_rate / 1e9, self.torch_rate / 1e9
+        return (
+            f"one row: {_NAMES[self.streams]} "
+            f"(in turn {in_turn:.3g} GB/s, four streams {four:.3g}, eight streams {eight:.3g})\n"
+            f"eight rows: fetched by the {'hardware' if self.by_hardware else 'kernel'} "
+            f"(kernel {of_kernel:.3g} GB/s, hardware {of_hardware:.3g})\n"
+            f"many rows: {'torch' if self.many_by_torch else 'own'} "
+            f"(own {ours:.3g} GFLOP/s, torch {torchs:.3g})"
+        )
+
+    def of_states(self) -> str:
+        """That of states, for a reader."""
+        if self == _UNMEASURED:
+            return _NOT_MEASURED
+        in_turn, in_streams = self.state_rate / 1e9, self.state_streams_rate / 1e9
+        return (
+            f"states: {_NAMES[self.state_streams]} "
+            f"(in turn {in_turn:.3g} GB/s each way, eight streams {in_streams:.3g})"
+        )
+
+
+_NOT_MEASURED = "forms not measured: what measures them cannot be built"
+# Of a process without a compiler, whose kernels came from elsewhere without what measures them.
+_UNMEASURED = Forms(
+    streams=4,
+    by_hardware=False,
+    state_streams=1,
+    many_by_torch=False,
+    in_turn_rate=0.0,
+    four_rate=0.0,
+    eight_rate=0.0,
+    kernel_rate=0.0,
+    hardware_rate=0.0,
+    state_rate=0.0,
+    state_streams_rate=0.0,
+    ours_rate=0.0,
+    torch_rate=0.0,
+)
+
+
+@cache
+def forms(dtype: torch.dtype) -> Forms:
+    """The forms for weights of a dtype: from the cache, or measured now, in a second.
+
+    One thread measures, by its own time, so that what else runs on the machine counts little.
+    """
+    try:  # loaded in any case: an artefact has the libraries that were
+        load_library(_SOURCE.parent.name, _SOURCE)
+    except BuildError:
+        return _UNMEASURED
+    file = _file(dtype)
+    try:
+        return Forms(**json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):  # not there yet, or cut off, or of other fields
+        found = _measure(dtype)
+    _keep(file, found)
+    return found
+
+
+def figures(dtype: torch.dtype) -> str:
+    """What was measured of products, for a reader."""
+    return forms(dtype).of_products()
+
+
+def state_figures(dtype: torch.dtype) -> str:
+    """What was measured of states, for a reader."""
+    return forms(dtype).of_states()
+
+
+def _file(dtype: torch.dtype) -> Path:
+    known = (key_of_source("forms", _SOURCE), _cpu(), torch.__version__, str(dtype))
+    digest = hashlib.sha256(" ".join(known).encode()).hexdigest()[:20]
+    return cache_folder() / f"forms-{digest}.json"
+
+
+def _cpu() -> str:
+    """Which CPU this is: a cache folder may be shared by machines of several kinds."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    kind = ("vendor_id", "cpu family", "model", "model name", "stepping", "CPU part")
+    found = dict.fromkeys(line for line in lines if line.partition(":")[0].strip() in kind)
+    return " ".join(found) or platform.processor()
+
+
+def _keep(file: Path, found: Forms) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            unit = Path(folder, "forms.json")
+            unit.write_text(json.dumps(asdict(found)), encoding="utf-8")
+            unit.replace(file)
+    except OSError:
+        pass  # measured anew by the next process
+
+
+def _measure(dtype: torch.dtype) -> Forms:
+    shape = (_BYTES // (_DEPTH * dtype.itemsize), _DEPTH)
+    [memory] = weight_memory([(shape, dtype)], torch.device("cpu"))  # in pages as a model's
+    memory.fill_(1)
+    row, rows = memory[:1].clone(), memory[:_NUM_ROWS].clone()
+    weight, y_of_torch = memory[:_WIDTH], rows.new_empty(_NUM_ROWS, _WIDTH)
+    y = rows.new_empty(_NUM_ROWS, _WIDTH, dtype=torch.float32)
+    y_of_row = rows.new_empty(1, len(memory), dtype=torch.float32)
+    y_of_few = rows.new_empty(_FEW_ROWS, len(memory), dtype=torch.float32)
+    seconds = _fastest(*(partial(_run, row, memory, y_of_row, streams) for streams in _NAMES))
+    in_turn, four, eight = (memory.nbytes / each for each in seconds)
+    streams, _ = min(zip(_NAMES, seconds, strict=True), key=lambda pair: pair[1])
+    kernel_seconds, hardware_seconds = _fastest(
+        *(partial(_run, rows[:_FEW_ROWS], memory, y_of_few, by_hardware=by) for by in (False, True))
+    )
+    state_seconds = _fastest(*(partial(_advance, memory, streams) for streams in _STATE_STREAMS))
+    state_rate, state_streams_rate = (memory.nbytes / each for each in state_seconds)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        ours, torchs = _fastest(
+            lambda: _run(rows, weight, y),
+            lambda: torch.mm(rows, weight.T, out=y_of_torch),
+        )
+    finally:
+        torch.set_num_threads(threads)
+    flops = 2 * _NUM_ROWS * weight.numel()
+    return Forms(
+        streams=streams,
+        by_hardware=hardware_seconds < kernel_seconds,
+        state_streams=_STATE_STREAMS[state_streams_rate > state_rate],
+        many_by_torch=_LIBRARY_GAIN * torchs < ours,
+        in_turn_rate=in_turn,
+        four_rate=four,
+        eight_rate=eight,
+        kernel_rate=memory.nbytes / kernel_seconds,
+        hardware_rate=memory.nbytes / hardware_seconds,
+        state_rate=state_rate,
+        state_streams_rate=state_streams_rate,
+        ours_rate=flops / ours,
+        torch_rate=flops / torchs,
+    )
+
+
+def _run(x: Tensor, weight: Tensor, y: Tensor, streams: int = 4, by_hardware: bool = False) -> None:
+    sizes = (*x.shape, weight.shape[0])
+    _MULTIPLY(x, weight, y, *sizes, streams, by_hardware, x.dtype is torch.bfloat16)
+
+
+def _advance(memory: Tensor, streams: int) -> None:
+    _ADVANCE(memory, memory.nbytes // _STATE_BYTES, streams)
+
+
+def _fastest(*contestants: Callable[[], object]) -> list[float]:
+    """Seconds of this thread for the fastest run of each, by turns."""
+    best = [float("inf")] * len(contestants)
+    for turn in range(_TURNS + 1):
+        for i, run in enumerate(contestants):
+            start = time.thread_time()
+            run()
+            if turn:
+                best[i] = min(best[i], time.thread_time() - start)
+    return best

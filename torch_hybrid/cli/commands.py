@@ -1,0 +1,307 @@
+"""The command line: ``torch-hybrid demo | generate | chat | bench | explain``.
+
+Results go to stdout, progress to stderr. What a user got wrong is one message and exit code 2.
+Nothing here imports torch before a command needs it: help, versions and mistyped options come at
+once.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+try:
+    import click
+    import rich  # noqa: F401  (the modules below need it)
+except ImportError as error:
+    print(
+        f"torch-hybrid needs {error.name}: pip install 'torch-hybrid[hf]'",
+        file=sys.stderr,
+    )
+    raise SystemExit(2) from error
+
+from torch_hybrid.cli.chat import converse
+from torch_hybrid.cli.options import (
+    SEED,
+    ModelOptions,
+    SamplingOptions,
+    compile_ahead,
+    finish_artefact,
+    load_processor,
+    load_tokenizer,
+    model_options,
+    prefix_cache_option,
+    sampling_options,
+    speculate_option,
+)
+from torch_hybrid.cli.output import (
+    accept_any_text,
+    err,
+    note,
+    out,
+    print_each,
+    print_error,
+    print_json,
+    print_model,
+    print_section,
+    stream_output,
+)
+from torch_hybrid.cli.prompts import read_prompts, user_message
+from torch_hybrid.errors import CapacityError, UnsupportedError
+
+if TYPE_CHECKING:
+    from torch_hybrid.models.hybrid_model import HybridModel
+    from torch_hybrid.models.ring_2_5 import Ring25
+    from torch_hybrid.serving.engine import Engine
+
+
+@click.group()
+@click.version_option(package_name="torch-hybrid")
+def cli() -> None:
+    """Serve hybrid attention language models, each step one compiled graph.
+
+    MODEL is a folder as save_pretrained writes it, or a hub id.
+    """
+
+
+@cli.command(short_help="Continue prompts: one streams, several are served together.")
+@model_options
+@click.argument("prompts", nargs=-1)
+@click.option("--prompt-file", type=click.Path(path_type=Path), help="One prompt in each line.")
+@click.option("--ids", is_flag=True, help="Prompts are token ids, as in '5 17 3'.")
+@click.option("--chat", is_flag=True, help="Prompts are messages of a user, to be answered.")
+@click.option("--system", help="A system message before each of them, with --chat.")
+@click.option(
+    "--image",
+    "images",
+    type=click.Path(exists=True, dir_okay=False),
+    multiple=True,
+    help="An image that each prompt is about, as with --chat; several can be given.",
+)
+@sampling_options(max_new_tokens=64)
+@prefix_cache_option(default=0)
+@speculate_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each output.")
+def generate(
+    options: ModelOptions,
+    prompts: tuple[str, ...],
+    prompt_file: Path | None,
+    ids: bool,
+    chat: bool,
+    system: str | None,
+    images: tuple[str, ...],
+    chosen: SamplingOptions,
+    prefix_cache: int,
+    speculate: str | None,
+    as_json: bool,
+) -> None:
+    """Continue PROMPTS: one of them streams, several are served together."""
+    parsed = read_prompts(prompts, prompt_file, ids=ids, chat=chat, system=system, images=images)
+    chosen.check()
+    processor = load_processor(options.model) if images else None
+    model = options.load(vision=bool(images), mtp=speculate == "mtp")
+    tokenizer = None if ids or images else load_tokenizer(options.model)
+    sampling = chosen.of(model, has_texts=not ids)
+    with _engine(options, model, tokenizer, prefix_cache, speculate, processor) as engine:
+        requests = [engine.submit(prompt, sampling, stream=not as_json) for prompt in parsed]
+        compile_ahead(engine.runner)
+        if as_json:
+            print_json(engine, requests)
+        elif len(requests) == 1:
+            stream_output(engine, requests[0])
+        else:
+            print_each(engine, requests)
+        finish_artefact(options, engine.runner)
+    if any(request.output is None or request.output.error for request in requests):
+        raise SystemExit(1)
+
+
+@cli.command(short_help="Talk to a model; Ctrl-C ends an answer, Ctrl-D the conversation.")
+@model_options
+@click.option("--system", help="A system message before the conversation.")
+@sampling_options(max_new_tokens=1024)
+@prefix_cache_option(default=4)
+@speculate_option
+def chat(
+    options: ModelOptions,
+    system: str | None,
+    chosen: SamplingOptions,
+    prefix_cache: int,
+    speculate: str | None,
+) -> None:
+    """Talk to MODEL by its chat template. /new begins anew, /exit or Ctrl-D ends."""
+    chosen.check()
+    if options.ranks:
+        raise ValueError("chat has one terminal, and --ranks several processes: use generate")
+    model = options.load(mtp=speculate == "mtp")
+    tokenizer = load_tokenizer(options.model, hint="it cannot chat")
+    sampling = chosen.of(model)
+    with _engine(options, model, tokenizer, prefix_cache, speculate) as engine:
+        engine.submit(
+            [user_message("?")], sampling
+        )  # a template that is missing shows before compiling
+        engine.close()
+        compile_ahead(engine.runner)
+        converse(engine, sampling, system)
+        finish_artefact(options, engine.runner)
+
+
+def _engine(
+    options: ModelOptions,
+    model: HybridModel | Ring25,
+    tokenizer: Any,
+    prefix_cache: int,
+    speculate: str | None,
+    processor: Any = None,
+) -> Engine:
+    """An engine of these options, which keeps so many prefixes and drafts as it is told."""
+    from torch_hybrid.serving.engine import Engine
+
+    speculation = options.speculation(speculate)
+    max_drafts = 0 if speculation is None else speculation.max_tokens
+    runner = options.runner(model, max_checkpoints=prefix_cache, max_drafts=max_drafts)
+    return Engine(
+        runner,
+        tokenizer,
+        prefix_cache=prefix_cache > 0,
+        speculate=speculation,
+        processor=processor,
+    )
+
+
+@cli.command(short_help="Serve a tiny trained hybrid and check it against transformers.")
+@click.option(
+    "--num-prompts",
+    type=click.IntRange(min=1),
+    default=48,
+    show_default=True,
+    help="Fresh prompts to serve.",
+)
+@click.option("--seed", type=SEED, help="Draws the same prompts again; by default they are new.")
+@click.option("--model", type=click.Path(path_type=Path), help="Another checkpoint of the task.")
+def demo(num_prompts: int, seed: int | None, model: Path | None) -> None:
+    """Serve a tiny hybrid, trained to recall, and check it against transformers."""
+    from torch_hybrid.cli.demo import show
+
+    show(num_prompts, seed, model)
+
+
+@cli.command(
+    short_help="Measure speed and memory, in a checkout of the repository.",
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def bench(arguments: tuple[str, ...]) -> None:
+    """Hand ARGUMENTS to benchmarks.run_all, in a process of its own."""
+    root = Path(__file__).parents[2]
+    if not (root / "benchmarks" / "run_all.py").is_file():
+        raise ValueError(
+            f"the benchmarks are in the repository and not in the package: there is no "
+            f"{root / 'benchmarks'}; run this in a checkout"
+        )
+    command = [sys.executable, "-m", "benchmarks.run_all", *arguments]
+    raise SystemExit(subprocess.run(command, cwd=root, check=False).returncode)
+
+
+@cli.command("explain", short_help="Show layers, implementations, graphs and pools.")
+@model_options
+@click.option(
+    "--overlap",
+    default="off",
+    type=click.Choice(["off", "on", "auto"]),
+    show_default=True,
+    help="Run steps as two interleaved halves; shows their schedule.",
+)
+@click.option("--passes", is_flag=True, help="Show what each graph pass did.")
+@click.option("--diff", metavar="PASS", help="Show the lines that a pass changed in each graph.")
+@click.option("--without", metavar="PASS", multiple=True, help="Switch a pass off.")
+@click.option("--trace", type=click.Path(path_type=Path), help="Write a timeline for Perfetto.")
+def explain_command(
+    options: ModelOptions,
+    overlap: Literal["off", "on", "auto"],
+    passes: bool,
+    diff: str | None,
+    without: tuple[str, ...],
+    trace: Path | None,
+) -> None:
+    """Show what MODEL becomes: its layers, implementations, graphs and pools."""
+    from torch_hybrid.explain import sections as explain
+    from torch_hybrid.graphs.passes import DEFAULT_PASSES, with_text
+    from torch_hybrid.graphs.passes import without as passes_without
+
+    passes_without(DEFAULT_PASSES, [diff] if diff else [])  # names are checked first
+    chosen = with_text(passes_without(DEFAULT_PASSES, without), diff or "")
+    if trace is not None:
+        _check_writable(trace)
+    model = options.load()
+    runner = options.compiled_first().runner(model, two_batch_overlap=overlap, passes=chosen)
+    runner.warm_up()
+    print_model(options.model, model)
+    sections = explain.explain(runner)
+    if runner.compile:
+        report = runner.report()
+        sections += [*([explain.passes(report)] if passes else []), *explain.schedules(report)]
+    for section in sections:
+        print_section(section)
+    if diff is not None:
+        for step, lines in explain.pass_diffs(runner.report(), diff).items():
+            out.print(f"{diff} in {step}", style="bold", markup=False)
+            out.print(lines or "nothing changed", markup=False, soft_wrap=True)
+    if trace is not None:
+        from torch_hybrid.explain.trace import write_trace
+
+        write_trace(runner, trace)
+        shown = f"timeline written to {trace}: open it at https://ui.perfetto.dev"
+        out.print(shown, markup=False, soft_wrap=True)
+
+
+def _check_writable(path: Path) -> None:
+    """Whether a file can be written, before minutes of work for it; an old one is kept."""
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror}") from error
+    if is_new:
+        path.unlink()
+
+
+def _show_warning(message: Warning | str, *_where: object) -> None:
+    """A warning as one line, without the place in the code that gave it."""
+    first, *_ = str(message).splitlines() or [""]
+    note(f"warning: {first}")
+
+
+def _mistakes() -> tuple[type[Exception], ...]:
+    """Errors that are the user's, or of what is installed: to be told in one line."""
+    known = (TypeError, ValueError, UnsupportedError, CapacityError)
+    if "torch" not in sys.modules:
+        return known
+    from torch_hybrid.ops.native import BuildError
+
+    return (*known, BuildError)
+
+
+def main() -> None:
+    """Run the command line; what a user got wrong is one message and exit code 2."""
+    accept_any_text()
+    warnings.showwarning = _show_warning  # type: ignore[assignment]
+    try:
+        cli(standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except _mistakes() as error:
+        err.quiet = False  # of a rank that prints nothing else
+        print_error(str(error))
+        sys.exit(2)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except (KeyboardInterrupt, click.Abort):
+        err.print("interrupted")
+        sys.exit(130)

@@ -1,0 +1,389 @@
+"""Options that several commands of the command line share, each group handed on as one value."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from torch_hybrid.cli.output import note
+from torch_hybrid.cli.ranks import join_ranks, refuse_ranks_apart
+from torch_hybrid.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from torch_hybrid.graphs.options.check_options import KvDtype, KvTokens
+    from torch_hybrid.graphs.runner import Runner
+    from torch_hybrid.graphs.stepping.background import Compile
+    from torch_hybrid.models.hybrid_model import HybridModel
+    from torch_hybrid.models.ring_2_5 import Ring25
+    from torch_hybrid.sampling import Sampling
+    from torch_hybrid.serving.speculation import Speculation
+
+Command = Callable[..., Any]
+Decorator = Callable[[Command], Command]
+SEED = click.IntRange(0, 2**64 - 1)
+DRAFTS = 4  # tokens that are drafted at a time, at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """Which model, and how a runner of it is made."""
+
+    model: str
+    dtype: str
+    weights: str
+    device: str
+    ranks: bool
+    max_seqs: int
+    max_tokens: int
+    kv_tokens: KvTokens
+    kv_dtype: KvDtype
+    compile: Literal["on", "off", "background"] | None
+    eager: bool
+    full: str
+    linear: str
+    artefact: str | None
+
+    def load(self, *, vision: bool = False, mtp: bool = False) -> HybridModel | Ring25:
+        """The checkpoint, with its tower or its MTP head if asked for, and a bar for as long as it
+        is read."""
+        group, device = join_ranks(self.device) if self.ranks else (None, self.device)
+        return load_model(
+            self.model, self.dtype, device, self.weights, group, vision=vision, mtp=mtp
+        )
+
+    def speculation(self, drafter: str | None) -> Speculation | None:
+        """How an engine drafts: by n-grams, the model's head, or the checkpoint at a path."""
+        if drafter is None:
+            return None
+        from torch_hybrid.serving.speculation import Speculation
+
+        if drafter in ("ngram", "mtp"):
+            return Speculation(drafter, max_tokens=DRAFTS)  # type: ignore[arg-type]
+        smaller = replace(self, model=drafter, max_seqs=2 * self.max_seqs, artefact=None)
+        model = smaller.load()
+        return Speculation(smaller.runner(model, max_checkpoints=self.max_seqs), max_tokens=DRAFTS)
+
+    def runner(self, model: HybridModel | Ring25, **options: Any) -> Runner:
+        """A runner of these sizes; uncompiled where it is asked for or cannot be otherwise."""
+        from torch_hybrid.backends.select import Backends
+        from torch_hybrid.graphs.agreement import Agreement
+        from torch_hybrid.graphs.runner import Runner
+
+        is_off = self.eager or self.compile == "off"
+        compile: Compile = not is_off and (self._has_steps() or can_compile(model.device))
+        chosen = self.compile or ("on" if self.ranks else "background")
+        if compile and chosen == "background":
+            compile = "background"
+        return Runner(
+            model,
+            max_seqs=self.max_seqs,
+            max_tokens=self.max_tokens,
+            kv_tokens=self.kv_tokens,
+            kv_dtype=self.kv_dtype,
+            check_batch=Agreement().check if self.ranks else None,
+            compile=compile,
+            backends=Backends(full=self.full, linear=self.linear),
+            artefact=self.artefact if compile else None,
+            **options,
+        )
+
+    def compiled_first(self) -> ModelOptions:
+        """The same for a command that looks at compiled steps: nothing runs beside them."""
+        return self if self.compile == "off" else replace(self, compile="on")
+
+    def _has_steps(self) -> bool:
+        """Whether steps may be there that need no compiler."""
+        return self.artefact is not None and os.path.exists(self.artefact)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How tokens are chosen; None leaves it to the checkpoint's generation_config."""
+
+    max_new_tokens: int
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    seed: int | None
+    stop: tuple[str, ...]
+    ignore_eos: bool
+
+    def of(self, model: HybridModel | Ring25, *, has_texts: bool = True) -> Sampling:
+        """The checkpoint's sampling with what was given on the command line, for one output.
+
+        Args:
+            model: of the checkpoint.
+            has_texts: without them the checkpoint's own stop texts are not looked for.
+
+        Raises:
+            ValueError: a value out of its range.
+        """
+        from torch_hybrid.sampling import Sampling
+
+        sampling = Sampling.of(model, **self._given())
+        if sampling.n > 1:
+            note(f"generation_config asks for {sampling.n} outputs of a prompt: one is made")
+        if has_texts or sampling.stop == self.stop:
+            return replace(sampling, n=1)
+        note(f"generation_config's stop_strings are not looked for: {list(sampling.stop)}")
+        return replace(sampling, n=1, stop=self.stop)
+
+    def check(self) -> None:
+        """Raise ValueError for a value out of its range, before a model is loaded."""
+        from torch_hybrid.sampling import Sampling
+
+        Sampling(**self._given())
+
+    def _given(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if value not in (None, ())}
+
+
+def _kv_tokens(given: str) -> KvTokens:
+    """A number of tokens, or "auto"."""
+    if given == "auto":
+        return "auto"
+    try:
+        return int(given)
+    except ValueError as error:
+        raise click.BadParameter(f"{given!r} is neither a number nor auto") from error
+
+
+def prefix_cache_option(*, default: int) -> Decorator:
+    """How many states an engine may keep for prompts that begin alike."""
+    return click.option(
+        "--prefix-cache",
+        metavar="STATES",
+        type=click.IntRange(min=0),
+        default=default,
+        show_default=True,
+        help="Keep so many states of prompts and answers, with their keys, for prompts that begin "
+        "alike; 0 keeps nothing.",
+    )
+
+
+speculate_option = click.option(
+    "--speculate",
+    metavar="ngram|mtp|PATH",
+    help="Draft tokens, and verify several in one step: those that followed the same tokens "
+    "before, those of the checkpoint's own MTP head, or those of a smaller model at PATH.",
+)
+
+
+def _grouped(kind: type, name: str, options: tuple[Callable[[Command], Command], ...]) -> Decorator:
+    """A decorator that gives a command these options as one argument, ``name``: a ``kind``."""
+
+    def decorate(command: Command) -> Command:
+        @wraps(command)
+        def with_options(**values: Any) -> Any:
+            taken = {field.name: values.pop(field.name) for field in fields(kind)}
+            return command(**{name: kind(**taken)}, **values)
+
+        decorated: Command = with_options
+        for option in reversed(options):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate
+
+
+model_options = _grouped(
+    ModelOptions,
+    "options",
+    (
+        click.argument("model"),
+        click.option(
+            "--dtype", default="auto", show_default=True, help="Of the weights: bf16, fp16, fp32."
+        ),
+        click.option(
+            "--weights",
+            type=click.Choice(["auto", "int8", "int4"]),
+            default="auto",
+            show_default=True,
+            help="As they are stored, or made integers with scales as they are read.",
+        ),
+        click.option(
+            "--device", default="auto", show_default=True, help="auto takes CUDA where it is."
+        ),
+        click.option(
+            "--ranks", is_flag=True, help="Share the model among the processes of torchrun."
+        ),
+        click.option("--max-seqs", default=16, show_default=True, help="Sequences served at once."),
+        click.option(
+            "--max-tokens", default=1024, show_default=True, help="New tokens in one step."
+        ),
+        click.option(
+            "--kv-tokens",
+            type=_kv_tokens,
+            metavar="INTEGER|auto",
+            default=16384,
+            show_default=True,
+            help="Tokens held in all; auto: as many as there is room for.",
+        ),
+        click.option(
+            "--kv-dtype",
+            default="auto",
+            type=click.Choice(["auto", "fp8"]),
+            show_default=True,
+            help="Of kept keys, values and latents; auto is the weights'.",
+        ),
+        click.option(
+            "--compile",
+            type=click.Choice(["on", "off", "background"]),
+            show_default="background, or on with --ranks",
+            help="background serves at once, uncompiled, and switches as steps are compiled; on "
+            "compiles first.",
+        ),
+        click.option("--eager", is_flag=True, help="Run without compiling, as --compile off."),
+        click.option("--full", default="auto", show_default=True, help="Full attention by name."),
+        click.option(
+            "--linear", default="auto", show_default=True, help="Linear attention by name."
+        ),
+        click.option(
+            "--artefact",
+            type=click.Path(dir_okay=False),
+            help="A file of compiled steps to start from; written where it is not there yet.",
+        ),
+    ),
+)
+
+
+def sampling_options(*, max_new_tokens: int) -> Decorator:
+    """The options of a ``SamplingOptions``, handed on as ``chosen``."""
+    return _grouped(
+        SamplingOptions,
+        "chosen",
+        (
+            click.option("--max-new-tokens", default=max_new_tokens, show_default=True),
+            click.option(
+                "--temperature",
+                type=float,
+                help="0 is greedy. This and the next four are by default as the checkpoint's "
+                "generation_config says.",
+            ),
+            click.option("--top-k", type=int, help="0 is off."),
+            click.option("--top-p", type=float),
+            click.option("--min-p", type=float),
+            click.option("--repetition-penalty", type=float),
+            click.option("--seed", type=SEED, help="Repeats a draw."),
+            click.option(
+                "--stop", multiple=True, help="A text that ends the output; several can be given."
+            ),
+            click.option("--ignore-eos", is_flag=True, help="Go on past the end of a sequence."),
+        ),
+    )
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether steps can be compiled; one line says what to install where they cannot be."""
+    from torch_hybrid.graphs.compiling.toolchain import missing_tools
+    from torch_hybrid.ops.native import compiler_missing
+
+    if missing := missing_tools(device):
+        note(f"steps run uncompiled: {missing}")
+        return False
+    if device.type == "cpu" and (reason := compiler_missing()):
+        note(f"the C++ kernels are not used: {reason}")
+    return True
+
+
+def load_model(
+    path_or_id: str,
+    dtype: str = "auto",
+    device: str = "cpu",
+    weights: str = "auto",
+    ranks: dist.ProcessGroup | None = None,
+    *,
+    vision: bool = False,
+    mtp: bool = False,
+) -> HybridModel | Ring25:
+    """A checkpoint, or this rank's part of it, with a bar for as long as its weights are read."""
+    if ranks is None:
+        refuse_ranks_apart()
+    import torch
+
+    from torch_hybrid.host.malloc import tune_allocator
+    from torch_hybrid.models.load import from_pretrained
+
+    tune_allocator()
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    _quiet_transformers()
+    path = os.path.expanduser(path_or_id)
+    return from_pretrained(
+        path, dtype=dtype, device=device, ranks=ranks, weights=weights, vision=vision, mtp=mtp
+    )
+
+
+def load_tokenizer(path_or_id: str, hint: str = "give prompts as token ids with --ids") -> Any:
+    """The checkpoint's tokenizer; ``hint`` says what can be done without one.
+
+    Raises:
+        ValueError: it has none.
+    """
+    from transformers import AutoTokenizer
+
+    missing = f"{path_or_id} has no tokenizer that transformers can read; {hint}"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(os.path.expanduser(path_or_id))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(missing) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ValueError(missing)  # without its files it is made all the same, and knows no text
+    return tokenizer
+
+
+def load_processor(path_or_id: str) -> Any:
+    """The checkpoint's processor of images.
+
+    Raises:
+        ValueError: it has none, or what that needs is not installed.
+    """
+    from transformers import AutoProcessor, ProcessorMixin
+
+    missing = f"{path_or_id} has no processor of images that transformers can make"
+    try:
+        processor = AutoProcessor.from_pretrained(os.path.expanduser(path_or_id))
+    except ImportError as error:
+        raise ValueError(
+            f"images need Pillow and torchvision: pip install 'torch-hybrid[vision]' ({error})"
+        ) from error
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{missing}: {' '.join(str(error).split())}") from error
+    if not isinstance(processor, ProcessorMixin):
+        raise ValueError(missing)
+    return processor
+
+
+def compile_ahead(runner: Runner) -> None:
+    """Compile every kind of step before the first one, unless they are compiled meanwhile."""
+    if runner.compile is True:
+        runner.warm_up()
+
+
+def finish_artefact(options: ModelOptions, runner: Runner) -> None:
+    """Wait for what is compiled meanwhile where it is to be written: a short command ends first."""
+    if options.artefact is None or runner.compile != "background":
+        return
+    try:
+        runner.warm_up()
+    except UnsupportedError as error:
+        note(f"nothing is written to {options.artefact}: {error}")
+
+
+def _quiet_transformers() -> None:
+    """Its bars and hints about other packages would mix with ours."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]

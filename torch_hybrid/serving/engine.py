@@ -1,0 +1,458 @@
+"""Continuous batching on top of a runner: prompts in, tokens out.
+
+A step ends what is late and runs the next batch (``step_loop``). Whatever raises in the middle,
+every page and slot comes back: requests that were running wait again and are recomputed from their
+tokens. What one request raises (its own rules on the logits, its text) ends that request alone.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from numbers import Real
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args, overload
+
+from torch_hybrid.errors import CapacityError, UnsupportedError
+from torch_hybrid.graphs.turn import Turn, in_turn
+from torch_hybrid.host.shown import Shown
+from torch_hybrid.host.surroundings import calmly
+from torch_hybrid.sampling import GREEDY, Sampling
+from torch_hybrid.serving.detokenizer import Tokenizer
+from torch_hybrid.serving.intake import Intake
+from torch_hybrid.serving.prefix_cache import PrefixCache, Prefixes
+from torch_hybrid.serving.prompts import Processor, Prompt, as_prompts
+from torch_hybrid.serving.readers import OnEvent, reader_of
+from torch_hybrid.serving.request import Output, Request, TokenEvent
+from torch_hybrid.serving.scheduler import Scheduler
+from torch_hybrid.serving.speculation import DraftCounts, Speculation, Speculator
+from torch_hybrid.serving.stats import EngineStats
+from torch_hybrid.serving.step_loop import StepLoop
+from torch_hybrid.serving.stream import Stream
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from torch_hybrid.graphs.runner import Runner
+
+ResultT = TypeVar("ResultT")
+RunAhead = Literal["auto", "on", "off"]
+
+
+class Engine(Shown):
+    """Serves many requests on one runner.
+
+    Requests are served in order of arrival; one that waits for pages is passed by smaller ones, a
+    bounded number of times (``scheduler.MAX_PASSES``). Several threads may submit, cancel and step:
+    each call waits for the runner's lock, which a step holds from its schedule to its tokens.
+
+    Inside a step, from a callback, a hook of the model, a signal handler or a finalizer, requests
+    can be submitted and cancelled and streams closed: that is done when the step ends. ``stats``
+    tells what is; ``step``, ``close`` and the others are refused there (RuntimeError).
+
+    Args:
+        runner: holds the sequences; others, and other engines, may hold some of its sequences too.
+        tokenizer: lets prompts be texts and outputs have text; needed by stop texts.
+        eos_token_ids: tokens that end every request which does not ignore them; by default those
+            of the runner's model.
+        max_waiting: the most requests that may wait for their first step; None is any number.
+        run_ahead: "on" starts each step before the tokens of the one before it are known on the
+            host, which then plans and keeps its books beside the device. Tokens are the same, but
+            for what other company changes (see ``Runner``): a request that ends is in one more
+            step, of which it gets nothing. Requests with rules on their logits or log-probabilities
+            are waited for. "auto" is on where steps are captured in CUDA graphs.
+        prefix_cache: keep what requests held, for those that begin with the same tokens: they run
+            the rest alone. True is ``PrefixCache()``. States are kept in the runner's
+            ``max_checkpoints``, keys in pages that no sequence needs. ``close`` gives them back.
+        processor: the checkpoint's, of transformers: it makes tokens and pixels of conversations,
+            whose messages may then have images, for a model that was loaded with ``vision=True``.
+            Its tokenizer is taken where no other is given.
+        speculate: have tokens drafted, and several of them verified in one step; the runner needs
+            ``max_drafts``. Tokens are the same as without, but for what other company changes.
+            Steps that may have drafts are waited for.
+
+    Raises:
+        TypeError: ``prefix_cache`` is of another kind.
+        UnsupportedError: the runner serves decode steps alone.
+        ValueError: ``max_waiting`` or ``run_ahead`` is none of its values, states are to be kept on
+            a runner that has no checkpoints, or ``speculate`` asks for more drafts than it holds.
+    """
+
+    @calmly
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Iterable[int] | None = None,
+        *,
+        max_waiting: int | None = None,
+        run_ahead: RunAhead = "auto",
+        prefix_cache: bool | PrefixCache = False,
+        processor: Processor | None = None,
+        speculate: Speculation | None = None,
+    ) -> None:
+        if max_waiting is not None and max_waiting < 1:
+            raise ValueError(f"max_waiting must be at least 1 or None, got {max_waiting}")
+        if run_ahead not in get_args(RunAhead):
+            raise ValueError(f"run_ahead must be 'auto', 'on' or 'off', got {run_ahead!r}")
+        if not isinstance(prefix_cache, bool | PrefixCache):
+            raise TypeError(
+                f"prefix_cache must be True, False or a th.PrefixCache, got {prefix_cache!r}"
+            )
+        if not runner.prefill:
+            raise UnsupportedError("an engine prefills prompts, got a runner with prefill=False")
+        if tokenizer is None and processor is not None:
+            tokenizer = processor.tokenizer
+        self.runner = runner
+        self.tokenizer = tokenizer
+        self.eos_token_ids = frozenset(
+            runner.eos_token_ids if eos_token_ids is None else eos_token_ids
+        )
+        self.max_waiting = max_waiting
+        self.runs_ahead = run_ahead == "on" or (run_ahead == "auto" and runner.captures)
+        within = runner.within()  # whose calls are parts of a step
+        self._prefixes: Prefixes | None = None
+        if prefix_cache:
+            options = PrefixCache() if prefix_cache is True else prefix_cache
+            self._prefixes = Prefixes(within, options)
+        self._speculator = None if speculate is None else Speculator(speculate, within)
+        self._intake = Intake(
+            runner,
+            tokenizer,
+            self.eos_token_ids,
+            processor=processor,
+            finds_messages=bool(prefix_cache),
+        )
+        self._scheduler: Scheduler[Request] = Scheduler(
+            max_tokens=runner.max_tokens, page_size=runner.page_size, starts=self._prefixes
+        )
+        self._loop = StepLoop(
+            within,
+            self._scheduler,
+            prefixes=self._prefixes,
+            speculator=self._speculator,
+            runs_ahead=self.runs_ahead,
+        )
+        self._arriving: deque[Request] = deque()  # queued, and not with the scheduler yet
+        self._next_deadline = math.inf  # of the requests that have one
+        self._seconds = 0.0
+
+    def facts(self) -> Mapping[str, str]:
+        """Tell its stats, and on what it runs."""
+        return {"runner": type(self.runner.model).__name__, **self.stats().facts()}
+
+    @property
+    def turn(self) -> Turn:
+        """The turns of all who use the runner."""
+        return self.runner.turn
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling: Sampling | Sequence[Sampling] = ...,
+        *,
+        stream: Literal[False] = ...,
+        timeout_s: float | None = ...,
+    ) -> Stream[Output]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling: Sampling | Sequence[Sampling] = ...,
+        *,
+        stream: Literal[True],
+        timeout_s: float | None = ...,
+    ) -> Stream[TokenEvent]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling: Sampling | Sequence[Sampling] = GREEDY,
+        *,
+        stream: bool = False,
+        timeout_s: float | None = None,
+    ) -> Stream[Output] | Stream[TokenEvent]:
+        """Serve prompts together; yield each output as its request finishes.
+
+        Leaving the loop early, Ctrl-C included, cancels what is unfinished and frees it; so does
+        ``close`` of what is returned.
+
+        Args:
+            prompts: one prompt or several: token lists or 1-D integer tensors; texts and
+                conversations (lists of messages) when the engine has a tokenizer; or what a
+                tokenizer returned for them. With a processor, parts of messages may be images
+                (``{"type": "image", "image": ...}``: of Pillow, or a path; or ``image_url`` as
+                OpenAI's clients write it); what a processor returned is a prompt too. Parts and
+                keys that are not understood are refused.
+            sampling: for all prompts, or one for each.
+            stream: yield an event for each token instead; a request's last one has its output.
+            timeout_s: a request that has not ended after so many seconds ends with what it has;
+                they count from the first iteration.
+
+        Raises:
+            TypeError: a prompt or ``sampling`` is of another kind; nothing has been started then.
+            ValueError: a prompt cannot be served; nothing has been started then.
+            CapacityError: while iterating: more requests than may wait, or sequences held
+                elsewhere leave no room.
+        """
+        chosen = as_prompts(prompts)
+        samplings = [sampling] * len(chosen) if not isinstance(sampling, Sequence) else sampling
+        if len(samplings) != len(chosen):
+            raise ValueError(f"sampling must have {len(chosen)} entries, got {len(samplings)}")
+        _check_timeout(timeout_s)
+        requests: list[Request] = []
+        for index, (prompt, each) in enumerate(zip(chosen, samplings, strict=True)):
+            try:
+                requests += self._intake.requests(prompt, each, index=index, stream=stream)
+            except (TypeError, ValueError) as error:
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(f"prompt {index}: {error}") from error
+        serve = partial(
+            Stream,
+            requests,
+            turn=self.turn,
+            queue=partial(self._queue, requests, timeout_s),
+            step=self.step,
+            abandon=self._abandon,
+        )
+        return serve(pick=_event) if stream else serve(pick=_output)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: Sampling = GREEDY,
+        *,
+        stream: bool = False,
+        timeout_s: float | None = None,
+        on_event: OnEvent | None = None,
+        queue: asyncio.Queue[TokenEvent] | None = None,
+    ) -> Request:
+        """Queue one prompt; ``step`` then brings its events and ``request.output`` its end.
+
+        With ``Sampling(n=3)`` it is the first of three requests, and its ``samples`` has them all.
+
+        Args:
+            prompt: as one of ``generate``.
+            sampling: how its tokens are chosen and when it ends.
+            stream: give events their text as it comes (costs a decode for each token).
+            timeout_s: end it, with what it has, when so many seconds have passed.
+            on_event: called with each event from the first on, by the thread that steps, inside
+                the step: ``queue.SimpleQueue().put`` wakes a thread that waits. What it raises
+                ends its request.
+            queue: gets each event in the event loop that runs where ``submit`` is called. From
+                other threads, hand them over with ``on_event``.
+
+        Raises:
+            TypeError: the prompt, ``sampling``, ``on_event`` or ``queue`` is of another kind.
+            ValueError: the prompt is empty, holds an unknown token or, with ``max_new_tokens``,
+                is longer than a sequence can be; texts are used without a tokenizer; the queue
+                is bounded, no event loop runs, or there are two readers.
+            CapacityError: ``max_waiting`` requests wait already.
+        """
+        _check_timeout(timeout_s)
+        reader = reader_of(on_event, queue)
+        first, *others = self._intake.requests(prompt, sampling, index=0, stream=stream)
+        first.others = tuple(others)
+        for request in first.samples:
+            request.on_event = reader
+        self._queue(first.samples, timeout_s)
+        return first
+
+    def cancel(self, request: Request) -> None:
+        """End a request with the tokens it has, at once or when the step in progress ends.
+
+        A finished one stays as it is.
+
+        Raises:
+            ValueError: the request is another engine's.
+        """
+        with self.turn.lock:
+            if request.output is not None:
+                return
+            if request not in self._scheduler and request not in self._arriving:
+                raise ValueError(f"request {request.index} is not one of this engine's")
+            self.turn.soon(partial(self._cancel, request))
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step would do anything."""
+        return self._loop.has_unfinished or bool(self._arriving)
+
+    @in_turn
+    def step(self) -> list[TokenEvent]:
+        """Run one batch and return what came of it; nothing to do is no event.
+
+        Where the engine runs ahead, the next batch is under way when it returns. An exception
+        leaves the engine usable: what was running waits to be recomputed.
+
+        Raises:
+            CapacityError: sequences held elsewhere leave no room for the oldest request.
+            RuntimeError: a step of the runner is in progress on this thread.
+        """
+        begun = time.monotonic()
+        events = self._or_restart(self._advance)
+        self._seconds += time.monotonic() - begun
+        return self._loop.take_late_events() + events
+
+    def _advance(self) -> list[TokenEvent]:
+        self._end_late()
+        return self._loop.advance()
+
+    def _or_restart(self, change: Callable[[], ResultT]) -> ResultT:
+        """Change requests; where that is cut off, all that are left wait to be recomputed."""
+        try:
+            return change()
+        except BaseException:
+            self._loop.restart()
+            raise
+
+    def stats(self) -> EngineStats:
+        """What was served so far, what is waiting, and what the prefix cache and drafts did."""
+        runner = self.runner
+        with self.turn.lock:
+            return EngineStats(
+                num_running=len(self._scheduler.running),
+                num_waiting=len(self._scheduler.waiting),
+                num_steps=self._loop.num_steps,
+                num_tokens=self._loop.num_tokens,
+                seconds=self._seconds,
+                free_slots=runner.free_slots,
+                free_pages=runner.free_pages,
+                prefix_cache=None if self._prefixes is None else self._prefixes.stats,
+                drafts=DraftCounts() if self._speculator is None else self._speculator.counts,
+            )
+
+    @in_turn
+    def save_prefixes(self, path: str | os.PathLike[str]) -> int:
+        """Write what the prefix cache keeps to a file, for ``load_prefixes`` of another process.
+
+        Where ranks share the model, each writes a file of its own.
+
+        Returns:
+            How many prefixes it has.
+
+        Raises:
+            ValueError: the engine keeps none.
+            OSError: the file cannot be written.
+        """
+        return self._prefixes_for("save_prefixes").save(Path(path))
+
+    @in_turn
+    def load_prefixes(self, path: str | os.PathLike[str]) -> int:
+        """Keep the prefixes of a file on the host, as far as ``PrefixCache.host_bytes`` goes.
+
+        Returns:
+            How many are kept.
+
+        Raises:
+            ValueError: the engine keeps none; or the file is damaged, or of another model, page
+                size or rank. Nothing is kept then.
+            OSError: the file cannot be read.
+        """
+        return self._prefixes_for("load_prefixes").load(Path(path))
+
+    def _prefixes_for(self, what: str) -> Prefixes:
+        if self._prefixes is None:
+            raise ValueError(f"{what} needs an engine with a prefix_cache")
+        return self._prefixes
+
+    @in_turn
+    def close(self) -> None:
+        """Cancel everything that is unfinished, and free it and what the prefix cache keeps."""
+        self._or_restart(self._close)
+
+    def _close(self) -> None:
+        unfinished = [*self._scheduler.running, *self._scheduler.waiting]
+        self._loop.end_outside(unfinished, "cancelled")
+        self._loop.land_all()
+        if self._prefixes is not None:
+            self._prefixes.clear()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _queue(self, requests: Sequence[Request], timeout_s: float | None) -> None:
+        """Let requests wait, all or none; their time begins."""
+        with self.turn.lock:
+            num_waiting = len(self._scheduler.waiting) + len(self._arriving)
+            if self.max_waiting is not None and num_waiting + len(requests) > self.max_waiting:
+                raise CapacityError(
+                    f"{num_waiting} requests wait already and {len(requests)} more "
+                    f"came: at most max_waiting = {self.max_waiting} may wait"
+                )
+            if timeout_s is not None:
+                deadline = time.monotonic() + timeout_s
+                for request in requests:
+                    request.deadline = deadline
+            self._arriving += requests
+            self.turn.soon(self._arrive)
+
+    def _arrive(self) -> None:
+        """Let the scheduler have what was queued; a request that is cut off here is cancelled."""
+        while self._arriving:
+            request = self._arriving[0]
+            try:
+                self._next_deadline = min(self._next_deadline, request.deadline)
+                if self._prefixes is not None:
+                    self._prefixes.add(request)
+                self._scheduler.add(request)
+            except BaseException:
+                self._loop.end_outside([request], "cancelled")
+                raise
+            finally:
+                self._arriving.popleft()
+
+    def _cancel(self, request: Request) -> None:
+        if request.output is None:
+            self._or_restart(partial(self._loop.end_outside, [request], "cancelled"))
+
+    def _abandon(self, requests: Sequence[Request]) -> None:
+        """End requests that nobody waits for."""
+
+        def end() -> None:
+            left = [request for request in requests if request.output is None]
+            for request in left:
+                request.end("cancelled")
+            self._loop.retire(left)
+            if not (self._scheduler.running or self._scheduler.waiting):
+                self._loop.land_all()  # nobody else would
+
+        self._or_restart(end)
+
+    def _end_late(self) -> None:
+        """End the requests whose time is over."""
+        now = time.monotonic()
+        if now < self._next_deadline:
+            return
+        requests = (*self._scheduler.running, *self._scheduler.waiting)
+        late = [request for request in requests if request.deadline <= now]
+        self._loop.end_outside(late, "timeout")
+        self._next_deadline = min((r.deadline for r in requests if r not in late), default=math.inf)
+
+
+def _check_timeout(timeout_s: float | None) -> None:
+    if timeout_s is not None and not (isinstance(timeout_s, Real) and timeout_s > 0):
+        raise ValueError(f"timeout_s must be above 0 or None, got {timeout_s!r}")
+
+
+def _event(event: TokenEvent) -> TokenEvent:
+    return event
+
+
+def _output(event: TokenEvent) -> Output | None:
+    return event.output

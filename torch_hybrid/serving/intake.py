@@ -1,0 +1,189 @@
+"""From prompts to requests: what cannot be served is refused here, before anything is queued."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torch_hybrid.host.ints import int_tensor, packed_ints, plain_ints
+from torch_hybrid.sampling import LogitsRules, Numbers, Sampling
+from torch_hybrid.serving.detokenizer import Detokenizer, Tokenizer
+from torch_hybrid.serving.images import Images
+from torch_hybrid.serving.messages import NO_SIGHT, Sight, read_messages
+from torch_hybrid.serving.prompts import (
+    Processor,
+    Prompt,
+    has_images,
+    is_conversation,
+    message_tokens,
+    process,
+    processed_message_tokens,
+    prompt_tokens,
+    template_of,
+    with_images,
+)
+from torch_hybrid.serving.request import Request
+
+if TYPE_CHECKING:
+    from torch_hybrid.graphs.runner import Runner
+    from torch_hybrid.models.tower import Tower
+
+
+class Intake:
+    """Makes an engine's requests.
+
+    Args:
+        runner: that serves them.
+        tokenizer: of texts; None serves tokens alone.
+        eos_token_ids: tokens that end every request which does not ignore them.
+        processor: of conversations, with images or without; None serves texts alone.
+        finds_messages: find out where the last message of a conversation ends.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+        *,
+        processor: Processor | None = None,
+        finds_messages: bool = False,
+    ) -> None:
+        self._tower: Tower | None = None
+        if runner.takes_embeds:
+            self._tower = getattr(runner.model, "vision", None)
+        self._processor = processor
+        self._sight = _sight(self._tower, processor)
+        self._vocab_size, self._max_seq_len = runner.vocab_size, runner.max_seq_len
+        self._tokenizer, self._eos_token_ids = tokenizer, eos_token_ids
+        self._finds_messages = finds_messages
+
+    def requests(
+        self, prompt: Prompt, sampling: Sampling, *, index: int, stream: bool
+    ) -> list[Request]:
+        """A request for each of the ``sampling.n`` outputs of a prompt.
+
+        Args:
+            prompt: text, tokens or a conversation.
+            sampling: how its tokens are chosen and when it ends.
+            index: of the prompt in its call.
+            stream: whether its events have text.
+
+        Raises:
+            TypeError: the prompt or ``sampling`` is of another kind.
+            ValueError: the prompt cannot be served; see ``Engine.submit``.
+        """
+        if not isinstance(sampling, Sampling):
+            raise TypeError(f"sampling must be a th.Sampling, got {sampling!r}")
+        packed = plain_ints(prompt) if isinstance(prompt, list) else None
+        if packed is None and is_conversation(prompt):
+            prompt = read_messages(prompt, self._template, self._sight)
+        inputs: Mapping[str, Tensor] = {}
+        if isinstance(prompt, list) and packed is not None:
+            tokens = prompt.copy()
+        else:
+            tokens, inputs = self._encoded(prompt)
+        sampling = sampling.for_prompt(len(tokens))
+        packed = self._checked(tokens, packed, sampling)
+        message_end = self._message_end(prompt, tokens) if self._finds_messages else None
+        images = None
+        if self._tower is not None and inputs:
+            images = Images(self._tower, tokens, inputs, sampling.n)
+        eos = frozenset[int]() if sampling.ignore_eos else self._eos_token_ids
+        ends = eos.union(sampling.stop_token_ids)
+        # A config may name others; to intersect with a range would walk through the vocabulary.
+        barred = frozenset(token for token in ends if 0 <= token < self._vocab_size)
+        tokenizer = self._tokenizer if stream or sampling.stop else None
+        return [
+            Request(
+                index=index,
+                sample=sample,
+                prompt=tokens,
+                sampling=sampling,
+                stop_token_ids=ends,
+                tokenizer=self._tokenizer,
+                detokenizer=None if tokenizer is None else Detokenizer(tokenizer, sampling.stop),
+                numbers=Numbers.of(sampling, sample),
+                rules=LogitsRules.of(sampling, num_prompt=len(tokens), end_token_ids=barred),
+                history=tokens.copy(),
+                packed=packed,
+                message_end=message_end,
+                images=images,
+            )
+            for sample in range(sampling.n)
+        ]
+
+    def _encoded(self, prompt: Prompt) -> tuple[list[int], Mapping[str, Tensor]]:
+        """The tokens of a prompt, and what it has beside them."""
+        if self._processor is not None and is_conversation(prompt):
+            prompt = process(list(prompt), self._processor)
+        if isinstance(prompt, Mapping):
+            if self._tower is None and has_images(prompt):
+                raise ValueError(f"a prompt has images, and {NO_SIGHT.otherwise}")
+            if self._tower is not None and not prompt.keys().isdisjoint(self._tower.input_names):
+                return with_images(prompt, self._tower.input_names)
+        return prompt_tokens(prompt, self._tokenizer), {}
+
+    @property
+    def _template(self) -> object:
+        """The chat template that writes conversations."""
+        if self._processor is not None:
+            return self._processor.chat_template
+        return template_of(self._tokenizer)
+
+    def _message_end(self, prompt: Prompt, tokens: list[int]) -> int | None:
+        if self._processor is not None and is_conversation(prompt):
+            return processed_message_tokens(list(prompt), tokens, self._processor)
+        return message_tokens(prompt, tokens, self._tokenizer)
+
+    def _checked(
+        self, tokens: list[int], packed: array[int] | None, sampling: Sampling
+    ) -> array[int]:
+        """The tokens of a prompt, packed if they are not, where it can be served."""
+        last = self._vocab_size - 1
+        if not tokens:
+            raise ValueError("the prompt must have at least 1 token, got 0")
+        try:
+            packed = packed or packed_ints(tokens, "q")
+            lowest, highest = map(int, torch.aminmax(int_tensor(packed, torch.int64)))
+        except OverflowError:
+            lowest, highest = min(tokens), max(tokens)
+        if packed is None or lowest < 0 or highest > last:
+            wrong = next(token for token in tokens if not 0 <= token <= last)
+            raise ValueError(f"token ids must be within 0 and {last}, got {wrong}")
+        for name, ids in (
+            ("stop_token_ids", sampling.stop_token_ids),
+            ("logit_bias", sampling.logit_bias),
+        ):
+            if max(ids, default=0) > last:
+                raise ValueError(f"{name} must be within 0 and {last}, got {max(ids)}")
+        longest = len(tokens) + sampling.max_new_tokens - 1  # the last token is never held
+        if longest > self._max_seq_len:
+            raise ValueError(
+                f"a prompt of {len(tokens)} tokens and max_new_tokens={sampling.max_new_tokens} "
+                f"hold up to {longest} tokens, and a sequence can hold {self._max_seq_len}; "
+                f"the runner's kv_tokens raises this"
+            )
+        if sampling.stop and self._tokenizer is None:
+            raise ValueError(f"stop texts need a tokenizer, got stop={list(sampling.stop)!r}")
+        return packed
+
+
+def _sight(tower: Tower | None, processor: Processor | None) -> Sight:
+    """Say what messages may show."""
+    if tower is None:
+        return NO_SIGHT
+    if processor is None:
+        return Sight(
+            otherwise="images in a conversation need the checkpoint's processor: th.Engine(runner, "
+            "processor=transformers.AutoProcessor.from_pretrained(path))"
+        )
+    kinds = tuple(modality.name for modality in tower.modalities)
+    return Sight(
+        kinds=kinds,
+        otherwise=f"the model's tower takes {' and '.join(f'{kind}s' for kind in kinds)}",
+    )

@@ -1,0 +1,392 @@
+"""Which requests start from what others ran, what is kept for that, and what is given up.
+
+    waiting    its tokens are a path of the tree. It starts from the deepest checkpoint on it, or
+               waits while a running request is about to reach a deeper one
+    running    its chunks end where a checkpoint is wanted: where another path parts from its own,
+               where its last message ends, after every N tokens. One is made there, at the end of
+               the prompt, and at the end of the answer; none of them takes a copy
+    certain    once it got a token, others may start from what it kept: its logits were finite
+    evicted    when its slot or its pages are needed, if it is worth the least (``device_tier``).
+               Within ``host_bytes`` it goes to the host, and comes back when a request starts from
+               it
+
+A model without states starts anywhere in what was run: its checkpoints are pages alone, and are
+made at the ends of prompts and answers.
+
+Every decision follows from the requests and their tokens, in order: ranks that share a model make
+the same ones.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch_hybrid.errors import CapacityError
+from torch_hybrid.serving.prefix_cache import file
+from torch_hybrid.serving.prefix_cache.device_tier import DeviceTier, depth_before
+from torch_hybrid.serving.prefix_cache.options import PrefixCache
+from torch_hybrid.serving.prefix_cache.stats import PrefixStats
+from torch_hybrid.serving.prefix_cache.tree import Node, Tree
+from torch_hybrid.serving.scheduler import FROM_NOTHING, Start
+
+if TYPE_CHECKING:
+    from torch_hybrid.caches.checkpoint import Checkpoint
+    from torch_hybrid.graphs.runner import Runner
+    from torch_hybrid.serving.request import Request
+
+_TREE_TOKENS = 4  # times the tokens that the runner holds: what was seen and is not kept
+
+
+@dataclass(slots=True)
+class _Use:
+    """What a request of the engine has to do with the tree."""
+
+    node: Node  # where its known tokens end
+    made: list[Node] = field(default_factory=list)  # what it kept and is not certain yet
+
+
+class Prefixes:
+    """The prefixes that an engine keeps on its runner.
+
+    Args:
+        runner: of the engine. What is kept is given back to it when it runs short.
+        options: what is kept.
+
+    Raises:
+        ValueError: the model has states, and the runner no slots to keep any.
+    """
+
+    def __init__(self, runner: Runner, options: PrefixCache) -> None:
+        self._runner, self._cache, self._options = runner, runner.cache, options
+        self._has_states = runner.cache.table.has_states
+        if self._has_states and not runner.max_checkpoints:
+            raise ValueError(
+                "a prefix cache of states needs room: "
+                "the runner's max_checkpoints must be at least 1, got 0"
+            )
+        self._tree = Tree(_TREE_TOKENS * runner.max_seq_len)
+        self._uses: dict[Request, _Use] = {}
+        self._makers: dict[Request, None] = {}  # that started, and got no token yet
+        self._kept = DeviceTier(runner, options.host_bytes)
+        self._num_hits = self._num_hit_tokens = self._num_start_tokens = self._num_returned = 0
+
+    @property
+    def stats(self) -> PrefixStats:
+        """What was done, and what is held."""
+        return PrefixStats(
+            num_starts=self._kept.now,
+            num_hits=self._num_hits,
+            num_hit_tokens=self._num_hit_tokens,
+            num_start_tokens=self._num_start_tokens,
+            num_checkpoints=self._kept.num_checkpoints,
+            num_bytes=self._kept.num_bytes,
+            num_evictions=self._kept.num_evictions,
+            num_host_bytes=self._kept.host.num_bytes,
+            num_returned=self._num_returned,
+        )
+
+    def clear(self) -> None:
+        """Give up all that is kept."""
+        self._kept.clear()
+
+    def save(self, path: Path) -> int:
+        """As ``Engine.save_prefixes``."""
+        prefixes = self._kept.copies()
+        file.save(path, prefixes, self._facts())
+        return len(prefixes)
+
+    def load(self, path: Path) -> int:
+        """As ``Engine.load_prefixes``."""
+        num_kept = 0
+        for tokens, copy in file.load(path, self._facts()):
+            node, _ = self._tree.insert(array("q", tokens))
+            is_new = node.checkpoint is None and node.on_host is None
+            if is_new and self._kept.host.make_room(copy.nbytes, self._kept.worth(node)):
+                self._kept.host.keep(node, copy)
+                num_kept += 1
+        return num_kept
+
+    def _facts(self) -> dict[str, str]:
+        """What is kept holds for."""
+        cache, sizes = self._cache, self._cache.sizes
+        scales = {layer_id: worth.tolist() for layer_id, worth in cache.scales.items()}
+        return file.facts_of(
+            self._runner.model,
+            (cache.table, scales),
+            page_size=sizes.page_size,
+            dtype=sizes.dtype,
+            batch_invariant=self._runner.batch_invariant,
+        )
+
+    # What a request goes through, in this order.
+
+    def add(self, request: Request) -> None:
+        """A request waits: note its path, and where it parts from others."""
+        tokens = request.path
+        node, num_known = self._tree.insert(tokens)
+        node.num_users += 1
+        self._uses[request] = _Use(node)
+        if not self._has_states:
+            return
+        # The last token is always run, for its logits.
+        self._want(tokens, min(num_known, len(tokens) - 1))
+        if request.message_end is not None:
+            self._want(tokens, request.message_end)
+
+    def start(self, job: Request, admitted: Sequence[Request]) -> Start | None:
+        """As ``scheduler.Starts``."""
+        if job.needs_prompt_logits:
+            return FROM_NOTHING
+        found = self._deepest(job)
+        length = 0 if found is None else found[1]
+        expected = max((self._reach(job, maker) for maker in (*self._makers, *admitted)), default=0)
+        if expected - length >= self._options.min_tokens:
+            return None
+        if found is None or length < self._options.min_tokens:
+            return FROM_NOTHING
+        checkpoint = found[0].checkpoint
+        if checkpoint is None:  # all of its pages are taken anew, and the last one is copied
+            size = self._runner.page_size
+            return Start(length, length // size - -(-length // size))
+        return Start(
+            length, self._cache.checkpoints.num_shared_pages(checkpoint, length), checkpoint
+        )
+
+    def begin(self, requests: Sequence[Request], starts: Sequence[Start]) -> None:
+        """Give admitted requests a sequence each.
+
+        What comes back from the host may need the room of something else that is kept: it comes
+        last. One that finds no room after all, or has itself made room, starts from nothing.
+        """
+        pairs = list(zip(requests, starts, strict=True))
+        for request, start in sorted(pairs, key=lambda pair: _is_on_host(pair[1])):
+            checkpoint, length = start.checkpoint, start.num_tokens
+            if _is_on_host(start):
+                checkpoint = self._return(request, length)
+                length = 0 if checkpoint is None else length
+            (request.sequence,) = self._runner.new_sequences(
+                1, start=checkpoint, length=None if checkpoint is None else length
+            )
+            self._note_start(request, length)
+
+    def _return(self, request: Request, length: int) -> Checkpoint | None:
+        """A checkpoint that was on the host, if it is still there and has room."""
+        found = self._deepest(request)
+        if found is None or found[1] != length or (copy := found[0].on_host) is None:
+            return None
+        checkpoint = self._kept.bring_back(found[0], copy)
+        self._num_returned += checkpoint is not None
+        return checkpoint
+
+    def _note_start(self, request: Request, length: int) -> None:
+        """A request starts after so many of its tokens."""
+        self._kept.now += 1
+        self._num_hits += length > 0
+        self._num_hit_tokens += length
+        self._num_start_tokens += len(request.history)
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = length
+        self._makers[request] = None
+        for node in self._uses[request].node.path():
+            if node.depth <= length or not self._has_states:
+                node.last_used = self._kept.now
+
+    def limit(self, job: Request, num_held: int, chunk: int) -> int:
+        """As ``scheduler.Starts``."""
+        if chunk == 1 or not self._has_states:
+            return chunk
+        end = num_held + chunk
+        if (every := self._options.every) is not None:
+            end = min(end, (num_held // every + 1) * every)
+        due = [node.depth for node in self._due(self._uses[job].node) if node.depth > num_held]
+        return min([*due, end]) - num_held
+
+    def num_freed_by(self, job: Request) -> int:
+        """As ``scheduler.Starts``."""
+        return 0 if job.sequence is None else self._cache.num_freed_by(job.sequence)
+
+    def run(self, requests: Sequence[Request]) -> None:
+        """A step of these was started: keep what they hold after it, where that is wanted.
+
+        What is kept is written before anything that is started later reads it.
+        """
+        for request in requests:
+            if request not in self._makers:
+                continue
+            end, held = self._uses[request].node, request.num_held
+            every = self._options.every
+            if held == end.depth:
+                self._make(end, request)
+            elif self._has_states and held < end.depth:
+                nodes = {node.depth: node for node in self._due(end)}
+                if every is not None and held % every == 0:
+                    nodes.setdefault(held, self._tree.insert(request.path[:held])[0])
+                if held in nodes:
+                    self._make(nodes[held], request)
+
+    def land(self, requests: Sequence[Request]) -> None:
+        """These got a token, or an error instead of one."""
+        for request in requests:
+            if request in self._makers and request.is_finite and not _has_failed(request):
+                del self._makers[request]
+                for node in self._uses[request].made:
+                    self._settle(node, request)
+                self._uses[request].made.clear()
+
+    def leave(self, request: Request) -> None:
+        """A request is about to lose its sequence: it was preempted, or it has ended.
+
+        What it held is kept, if it is certain or the request itself comes back for it.
+        """
+        sequence = request.sequence
+        is_certain = request not in self._makers and not _has_failed(request)
+        if sequence is None or not request.is_finite or not (is_certain or request.output is None):
+            return
+        length = self._runner.length(sequence)
+        if 0 < length <= len(request.history):  # else it ran a token that nobody has seen
+            node, _ = self._tree.insert(request.path[:length])
+            self._make(node, request)
+            if is_certain:
+                self._settle(node, request)
+
+    def wait_again(self, request: Request) -> None:
+        """A request lost its sequence and has not ended: note the path that it has by now."""
+        self._makers.pop(request, None)
+        use = self._uses[request]
+        use.node.num_users -= 1
+        use.node, _ = self._tree.insert(request.path)
+        use.node.num_users += 1
+
+    def give_up(self, request: Request) -> None:
+        """A step raised, and a request lost its sequence: it waits again, or has ended."""
+        if request.output is not None:
+            self.discard(request)
+        elif request in self._uses:
+            self.wait_again(request)
+
+    def discard(self, request: Request) -> None:
+        """A request has ended and keeps no sequence; of one that never came nothing happens."""
+        self._makers.pop(request, None)
+        use = self._uses.pop(request, None)
+        if use is None:
+            return
+        use.node.num_users -= 1
+        for node in use.made:
+            if node.maker is request:
+                self._kept.drop(node)
+        self._tree.forget()
+
+    # What is where.
+
+    def _want(self, tokens: array[int], depth: int) -> None:
+        """Have a checkpoint after so many tokens, of whoever runs them next."""
+        if depth >= self._options.min_tokens:
+            self._tree.insert(tokens[:depth])[0].is_wanted = True
+
+    def _due(self, end: Node) -> Iterator[Node]:
+        """Places on a path where a checkpoint is wanted and worth it."""
+        for node in end.path():
+            if node.is_wanted and node.checkpoint is None and self._saves_enough(node):
+                yield node
+
+    def _saves_enough(self, node: Node) -> bool:
+        return node.depth - depth_before(node) >= self._options.min_tokens
+
+    def _deepest(self, request: Request) -> tuple[Node, int] | None:
+        """The place to start a request from, and after how many tokens; one at least is run."""
+        last = len(request.history) - 1
+        for node in self._uses[request].node.path():
+            if not self._has_states:
+                found = _certain(node, request) or _on_host(node)
+                if found is not None:
+                    return found, min(node.depth, last)
+            elif node.depth <= last and (_is_for(node, request) or node.on_host is not None):
+                return node, node.depth
+        return None
+
+    def _reach(self, request: Request, maker: Request) -> int:
+        """Up to where a request could start from what another one is about to keep."""
+        end, last = self._uses[maker].node, len(request.history) - 1
+        if maker is request:
+            return 0
+        own = set(self._uses[request].node.path())
+        common = next((node for node in end.path() if node in own), None)
+        if common is None:
+            return 0
+        if not self._has_states:
+            return min(common.depth, last)
+        depths = (
+            node.depth
+            for node in common.path()
+            if node.depth <= last
+            and (
+                node.maker is maker
+                or (node.depth > maker.num_held and (node.is_wanted or node is end))
+            )
+        )
+        return max(depths, default=0)
+
+    def _make(self, node: Node, request: Request) -> None:
+        """Keep what a request holds, at its place, if nothing is there and it is worth it."""
+        assert request.sequence is not None
+        if node.checkpoint is not None:
+            node.last_used = self._kept.now
+        if node.checkpoint is not None or not self._saves_enough(node):
+            return
+        self._runner.flush([request.sequence])
+        try:
+            checkpoint = self._cache.checkpoint(request.sequence, spare=True)
+        except CapacityError:  # all of them are held by hand
+            return
+        self._kept.keep(node, checkpoint)
+        node.maker = request
+        self._uses[request].made.append(node)
+
+    def _settle(self, node: Node, request: Request) -> None:
+        """Others may start from what a request kept."""
+        if node.maker is not request:  # given up meanwhile
+            return
+        node.maker = None
+        if self._has_states:
+            return
+        # Without states, it serves wherever one before it did.
+        for earlier in list(node.path())[1:]:
+            if earlier.checkpoint is not None:
+                self._kept.drop(earlier)
+
+
+def _is_on_host(start: Start) -> bool:
+    return start.num_tokens > 0 and start.checkpoint is None
+
+
+def _has_failed(request: Request) -> bool:
+    return request.output is not None and request.output.finish_reason == "error"
+
+
+def _is_for(node: Node, request: Request) -> bool:
+    """Whether a request may start from what is kept at a place."""
+    return node.checkpoint is not None and node.maker in (None, request)
+
+
+def _certain(node: Node, request: Request) -> Node | None:
+    """A place, here or below, from which a request may start."""
+    below = [node]
+    while below:
+        found = below.pop()
+        if _is_for(found, request):
+            return found
+        below += [child for child in found.children.values() if child.num_kept]
+    return None
+
+
+def _on_host(node: Node) -> Node | None:
+    """A place, here or below, of which there is a copy on the host."""
+    if not node.num_on_host:
+        return None
+    while node.on_host is None:
+        node = next(child for child in node.children.values() if child.num_on_host)
+    return node

@@ -1,0 +1,75 @@
+"""How an engine speculates: checked whole when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from torch_hybrid.serving.speculation.drafter import Drafter
+from torch_hybrid.serving.speculation.head import Head
+from torch_hybrid.serving.speculation.ngram import Ngram
+from torch_hybrid.serving.speculation.smaller_model import SmallerModel
+
+if TYPE_CHECKING:
+    from torch_hybrid.graphs.runner import Runner
+
+_NAMES = ("ngram", "mtp")
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """Who drafts, and how much.
+
+    Args:
+        drafter: "ngram" looks the last tokens up in the prompt and the output; "mtp" asks the
+            model's own head, of ``from_pretrained(path, mtp=True)``; another runner, of a smaller
+            model of the same vocabulary, goes on greedily; or an object with the methods of a
+            ``Drafter``.
+        max_tokens: the most drafts of a request in one step; the runner's ``max_drafts`` must hold
+            them.
+        adapts: try fewer drafts, down to none, where measured acceptance and step times say that
+            more do not pay; what it takes to find that out is bounded (see ``pace``). Without, as
+            many as are proposed.
+
+    Raises:
+        TypeError: ``drafter`` is of another kind.
+        ValueError: a value is out of its range.
+    """
+
+    drafter: Literal["ngram", "mtp"] | Runner | Drafter = "ngram"
+    max_tokens: int = 4
+    adapts: bool = True
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if isinstance(self.drafter, str):
+            if self.drafter not in _NAMES:
+                raise ValueError(f"{_EXPECTED}, got {self.drafter!r}")
+        elif not isinstance(self.drafter, Drafter) and not _is_runner(self.drafter):
+            raise TypeError(f"{_EXPECTED}, got {self.drafter!r}")
+
+    def make_drafter(self, runner: Runner) -> Drafter:
+        """The drafter of one engine.
+
+        Raises:
+            ValueError: it cannot draft for what ``runner`` has.
+        """
+        match self.drafter:
+            case "ngram":
+                return Ngram()
+            case "mtp":
+                return Head(runner)
+            case Drafter() as drafter:
+                return drafter
+            case other:
+                return SmallerModel(other, runner)
+
+
+_EXPECTED = f"drafter must be one of {_NAMES}, a Runner or a Drafter"
+
+
+def _is_runner(drafter: object) -> bool:
+    from torch_hybrid.graphs.runner import Runner  # which knows of engines' requests
+
+    return isinstance(drafter, Runner)

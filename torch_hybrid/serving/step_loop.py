@@ -1,0 +1,216 @@
+"""The batches of an engine, one after another: chosen, started, landed, and what has ended freed.
+
+A batch frees what was preempted, gives sequences to what was admitted, runs one ragged step of
+decodes and prompt chunks, and samples a token for every request whose history is complete. Where
+the engine runs ahead, the next step is started before that is waited for (``flight``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch_hybrid.errors import CapacityError
+from torch_hybrid.serving.flight import Flight, Rows, launch, may_launch, run
+from torch_hybrid.serving.prefix_cache import Prefixes
+from torch_hybrid.serving.request import FinishReason, Request, TokenEvent
+from torch_hybrid.serving.scheduler import Schedule, Scheduler
+from torch_hybrid.serving.speculation import Speculator
+
+if TYPE_CHECKING:
+    from torch_hybrid.graphs.runner import Runner
+
+
+class StepLoop:
+    """Runs what a scheduler has, by a caller that holds the runner's lock.
+
+    Args:
+        runner: holds the sequences.
+        scheduler: of the requests.
+        prefixes: that are kept; None where none are.
+        speculator: drafts; None where nothing does.
+        runs_ahead: whether a step is started before the tokens of the one before it are known.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: Scheduler[Request],
+        *,
+        prefixes: Prefixes | None,
+        speculator: Speculator | None,
+        runs_ahead: bool,
+    ) -> None:
+        self._runner, self._scheduler = runner, scheduler
+        self._prefixes, self._speculator = prefixes, speculator
+        self._runs_ahead = runs_ahead
+        # The oldest first; between steps at most one.
+        self._flights: deque[Flight] = deque()
+        self._late_events: list[TokenEvent] = []  # of ends outside of a batch, for a step to return
+        self.num_steps = self.num_tokens = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a step would do anything."""
+        scheduler = self._scheduler
+        return bool(scheduler.running or scheduler.waiting or self._flights or self._late_events)
+
+    def take_late_events(self) -> list[TokenEvent]:
+        """The events of what has ended outside of a batch, once."""
+        late, self._late_events = self._late_events, []
+        return late
+
+    def end_outside(self, requests: Sequence[Request], reason: FinishReason) -> None:
+        """End requests outside of a batch; the next step returns their events."""
+        self._late_events += [request.end(reason) for request in requests]
+        self.retire(requests)
+
+    def advance(self) -> list[TokenEvent]:
+        """Run the next batch, unless it is under way; start the one after it; land the first."""
+        speculator = self._speculator
+        began = 0.0 if speculator is None else speculator.clock()
+        if not self._flights:
+            rows = self._prepare()
+            if not rows:
+                return []
+            self._note_start(self._start(rows))
+        flight = self._flights[0]
+        if flight.was_launched and (rows := self._prepare_ahead()):
+            self._note_start(launch(self._runner, rows))
+        events = self._land(flight)
+        if speculator is not None:
+            speculator.note(flight, speculator.clock() - began)
+        return events
+
+    def _start(self, rows: Rows) -> Flight:
+        """Start a step: with drafts, ahead of the host, or waited for."""
+        drafts = None if self._speculator is None else self._speculator.drafts(rows)
+        if drafts is None and self._may_launch(rows):
+            return launch(self._runner, rows)
+        return run(self._runner, rows, drafts)
+
+    def _may_launch(self, rows: Rows) -> bool:
+        """Whether the host need not know what comes of a step to start the next one."""
+        if not (self._runs_ahead and may_launch(rows)):
+            return False
+        return self._speculator is None or not self._speculator.may_draft(rows)
+
+    def _note_start(self, flight: Flight) -> None:
+        """Keep what a step that was started leaves, before the next one starts."""
+        self._flights.append(flight)
+        self.num_steps += 1
+        if self._prefixes is not None:
+            self._prefixes.run(flight.requests)
+
+    def _land(self, flight: Flight) -> list[TokenEvent]:
+        """Wait for the oldest step under way; free what has ended, but for what the next one
+        still uses."""
+        events = flight.land()
+        self.num_tokens += sum(event.token is not None for event in events)
+        if self._prefixes is not None:
+            self._prefixes.land(flight.sampled)
+        self.retire(flight.ended, landed=flight)
+        self._flights.popleft()
+        return events
+
+    def land_all(self) -> None:
+        """Wait for what is under way and free what was kept for it alone."""
+        while self._flights:
+            self._late_events += self._land(self._flights[0])
+
+    def _prepare(self) -> Rows:
+        """Choose the rows of a step and give each a sequence; free what was preempted."""
+        runner, scheduler = self._runner, self._scheduler
+        chosen = scheduler.schedule(free_slots=runner.free_slots, free_pages=runner.free_pages)
+        self._preempt(chosen.preempted)
+        self._admit(chosen)
+        if not chosen.rows and (scheduler.running or scheduler.waiting):
+            request = [*scheduler.running, *scheduler.waiting][0]
+            raise CapacityError(
+                f"a request of {request.num_tokens} tokens needs a slot and "
+                f"{-(-request.num_tokens // runner.page_size)} pages, its own included; "
+                f"{runner.free_slots} slots and {runner.free_pages} pages are free, and the "
+                f"others are held outside of the engine"
+            )
+        return self._with_images(chosen.rows)
+
+    def _prepare_ahead(self) -> Rows:
+        """The rows of the step after one whose tokens are not known; none where it must wait for
+        them: something would be preempted, or a request needs the host."""
+        runner, scheduler = self._runner, self._scheduler
+        chosen = scheduler.choose(free_slots=runner.free_slots, free_pages=runner.free_pages)
+        if chosen.preempted or not self._may_launch(chosen.rows):
+            return ()
+        scheduler.begin(chosen)
+        self._admit(chosen)
+        return self._with_images(chosen.rows)
+
+    def _with_images(self, rows: Rows) -> Rows:
+        """The rows of a step, when their images have been seen; what a tower raises ends its
+        request alone."""
+        if all(request.images is None for request, _ in rows):
+            return rows
+        kept = []
+        for request, num_new in rows:
+            error = request.load_images(num_new)
+            if error is None:
+                kept.append((request, num_new))
+            else:
+                self._late_events.append(request.end("error", error=error))
+                self.retire([request])
+        return kept
+
+    def _admit(self, chosen: Schedule[Request]) -> None:
+        if self._prefixes is not None:
+            self._prefixes.begin(chosen.admitted, chosen.starts)
+            return
+        for request in chosen.admitted:
+            (request.sequence,) = self._runner.new_sequences(1)
+
+    def _preempt(self, requests: Sequence[Request]) -> None:
+        """Free requests that wait again; what they held may be kept for them."""
+        for request in requests:
+            if self._prefixes is not None:
+                self._prefixes.leave(request)
+                self._prefixes.wait_again(request)
+        self._free(requests)
+
+    def retire(self, requests: Sequence[Request], *, landed: Flight | None = None) -> None:
+        """Forget requests that have ended, and free what no step under way uses of them."""
+        flights = [flight for flight in self._flights if flight is not landed]
+        under_way = {request for flight in flights for request in flight.requests}
+        done = [request for request in requests if request not in under_way]
+        if self._prefixes is not None:
+            for request in done:
+                self._prefixes.leave(request)
+                self._prefixes.discard(request)
+        self._free(done)
+        for request in requests:
+            self._scheduler.discard(request)
+            if self._speculator is not None:
+                self._speculator.forget(request)
+
+    def restart(self) -> None:
+        """After an exception: free every sequence; what has not ended waits to be recomputed."""
+        flying = [request for flight in self._flights for request in flight.requests]
+        requests = [*self._scheduler.running, *self._scheduler.waiting, *flying]
+        try:
+            self._runner.wait()  # what is under way still writes what is theirs
+        finally:
+            self._flights.clear()
+            self._free(list(dict.fromkeys(requests)))
+            for request in requests:
+                request.num_in_flight = 0  # what they sampled is sampled anew
+                if request.output is not None:
+                    self._scheduler.discard(request)
+                if self._prefixes is not None:
+                    self._prefixes.give_up(request)
+            self._scheduler.restart()
+
+    def _free(self, requests: Sequence[Request]) -> None:
+        sequences = [request.sequence for request in requests if request.sequence is not None]
+        if sequences:
+            self._runner.free(sequences)
+        for request in requests:
+            request.sequence = None

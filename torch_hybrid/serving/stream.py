@@ -1,0 +1,91 @@
+"""What a call of ``generate`` yields while its requests are served."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from torch_hybrid.serving.request import Request, TokenEvent
+
+if TYPE_CHECKING:
+    from torch_hybrid.graphs.turn import Turn
+
+ItemT = TypeVar("ItemT")
+
+
+class Stream(Iterator[ItemT], Generic[ItemT]):
+    """Requests of one call, which are queued by its first iteration and served by the others.
+
+    No generator: that could not be closed inside its own step, nor go on after it was refused one.
+
+    Args:
+        requests: of the call.
+        turn: of the runner.
+        queue: lets the requests wait, all or none.
+        step: runs a batch of the engine.
+        abandon: ends requests that have not ended, and frees what they hold.
+        pick: chooses what is yielded of an event; None: nothing of it.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        *,
+        turn: Turn,
+        queue: Callable[[], None],
+        step: Callable[[], object],
+        abandon: Callable[[Sequence[Request]], None],
+        pick: Callable[[TokenEvent], ItemT | None],
+    ) -> None:
+        self._turn, self._queue, self._step, self._pick = turn, queue, step, pick
+        self._abandon = partial(abandon, requests)
+        self._inbox: deque[TokenEvent] = deque()
+        self._left = set(requests)  # whose end was not taken from the inbox
+        self._is_begun = self._is_closed = False
+        for request in requests:
+            request.on_event = self._inbox.append
+
+    def __next__(self) -> ItemT:
+        """Serve until there is something to yield.
+
+        Raises:
+            RuntimeError: inside a call of the same runner, where another step is needed.
+        """
+        while self._left and not self._is_closed:
+            if not self._inbox:
+                self._turn.check("the iteration of Engine.generate")  # which may go on later
+            item = self._next_item()
+            if item is not None:
+                return item
+        self.close()
+        raise StopIteration
+
+    def _next_item(self) -> ItemT | None:
+        """Take an event, or run a step where there is none."""
+        try:
+            if not self._is_begun:
+                self._is_begun = True
+                self._queue()
+            event = self._inbox.popleft() if self._inbox else None
+            if event is None:
+                self._step()
+                return None
+            if event.output is not None:
+                self._left.discard(event.request)
+            return self._pick(event)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Cancel what is unfinished; inside a step, at its end."""
+        if self._is_begun and not self._is_closed:
+            self._turn.soon(self._abandon)
+        self._is_closed = True
+
+    def __del__(self) -> None:
+        """Close the stream, wherever the garbage collector happens to run."""
+        if self._is_begun and not self._is_closed:
+            self._turn.post(self._abandon)
