@@ -52,7 +52,7 @@ def second_turn(runner: Runner, results: Results, history: int, num_new: int, ro
         (seq,) = runner.new_sequences(1)
         for begin in range(0, history, runner.max_tokens):
             runner.extend([seq], [first[begin : begin + runner.max_tokens]])
-        handle = runner.checkpoint(seq)
+        handle = runner.snapshot(seq)
         runner.free([seq])
 
         def conversation() -> Tokens:  # whoever asks has it all, in both cases
@@ -91,7 +91,7 @@ def shifted(runner: Runner, results: Results, history: int) -> None:
     results.add(f"{history} tokens, one more at {place}", 1000 * seconds, kept)
     results.targets.append(
         Target(
-            name=f"tokens run again before a shift, a checkpoint every {EVERY}",
+            name=f"tokens run again before a shift, a snapshot every {EVERY}",
             measured=place - kept,
             limit=EVERY,
             unit="",
@@ -170,7 +170,7 @@ def main() -> None:
     )
     model = adapt(hf_model)
     tokens = max(4 * history, requests * (length + 128))
-    runner = Runner(model, max_seqs=requests, kv_tokens=tokens, max_checkpoints=64)
+    runner = Runner(model, max_seqs=requests, kv_tokens=tokens, max_snapshots=64)
     runner.warm_up()
     results = Results(title=title(options, "Prefixes"), columns=["", "ms", "tokens kept"])
     parts = {

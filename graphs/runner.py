@@ -16,9 +16,9 @@ from torch import Tensor
 from torch_hybrid.backends.mode import Mode
 from torch_hybrid.backends.select import Backends
 from torch_hybrid.batch import Batch
-from torch_hybrid.caches.checkpoint import Checkpoint
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.caches.sequence import Sequence
+from torch_hybrid.caches.snapshot import Snapshot
 from torch_hybrid.errors import UnsupportedError
 from torch_hybrid.graphs.capturing.capture_policy import CudaGraphs
 from torch_hybrid.graphs.capturing.launch import Launched
@@ -67,8 +67,8 @@ class Runner(Shown):
             memory (512 MiB at least); of a host half of what is free, shared by the ranks. No more
             than ``max_seqs`` sequences can use. ``explain`` shows the bytes, ``kv_room`` has them.
         page_size: tokens in a page of the KV pool.
-        max_checkpoints: states that can be kept for other sequences to start from (``checkpoint``,
-            ``Engine(prefix_cache=...)``), each as large as those of a sequence. Checkpoints of a
+        max_snapshots: states that can be kept for other sequences to start from (``snapshot``,
+            ``Engine(prefix_cache=...)``), each as large as those of a sequence. Snapshots of a
             model without states need none.
         kv_dtype: of kept keys, values and latents. "auto" is the model's; "fp8" (e4m3) takes half
             of the memory of 16 bits: each number is rounded as it is written.
@@ -97,7 +97,7 @@ class Runner(Shown):
         takes_embeds: whether steps take rows in the place of tokens' own embeddings (``extend``);
             None: where the model has a tower that makes such (``from_pretrained(vision=True)``).
         batch_invariant: logits after a token have the same bits whatever else is in the batch,
-            however the tokens before it came: in one step or in many, from a checkpoint, drafted or
+            however the tokens before it came: in one step or in many, from a snapshot, drafted or
             not, whole or in halves. Implementations that cannot say so of themselves are refused.
             On a GPU steps of a runner with ``max_drafts`` are of one graph, and in no halves.
         check_batch: called on the host with the batch of each step before it runs; what it raises
@@ -125,7 +125,7 @@ class Runner(Shown):
         max_tokens: int = 2048,
         kv_tokens: KvTokens = 65536,
         page_size: int = 16,
-        max_checkpoints: int = 0,
+        max_snapshots: int = 0,
         kv_dtype: KvDtype = "auto",
         kv_scales: Mapping[int, Tensor] | None = None,
         compile: Compile = True,
@@ -145,7 +145,7 @@ class Runner(Shown):
         self.lock = self.turn.lock
         self.model = model
         self.max_seqs, self.max_tokens, self.page_size = max_seqs, max_tokens, page_size
-        self.max_checkpoints = max_checkpoints
+        self.max_snapshots = max_snapshots
         self.vocab_size = model.vocab_size
         self.eos_token_ids = model.eos_token_ids
         self.prefill, self.max_drafts = prefill, max_drafts
@@ -154,7 +154,7 @@ class Runner(Shown):
             max_tokens=max_tokens,
             kv_tokens=kv_tokens,
             page_size=page_size,
-            max_checkpoints=max_checkpoints,
+            max_snapshots=max_snapshots,
             kv_dtype=kv_dtype,
             kv_scales=kv_scales,
             compile=compile,
@@ -220,9 +220,9 @@ class Runner(Shown):
         return self._cache.pages.num_free + self._cache.pages.num_spare
 
     @property
-    def free_checkpoints(self) -> int:
+    def free_snapshots(self) -> int:
         """How many more states can be kept, before a prefix cache gives up some of its own."""
-        return self._cache.num_free_checkpoints
+        return self._cache.num_free_snapshots
 
     @property
     def captures(self) -> bool:
@@ -257,13 +257,13 @@ class Runner(Shown):
 
     @in_turn
     def new_sequences(
-        self, count: int, start: Checkpoint | None = None, length: int | None = None
+        self, count: int, start: Snapshot | None = None, length: int | None = None
     ) -> list[Sequence]:
         """Take a state slot for each of ``count`` new sequences: empty ones, or forks.
 
         Args:
             count: how many.
-            start: a checkpoint, whose tokens they hold from the start. Nothing is copied but its
+            start: a snapshot, whose tokens they hold from the start. Nothing is copied but its
                 last page, if that is partly filled, when a sequence gets its first tokens.
             length: only so many of its tokens, at least 1; for models without states.
 
@@ -275,14 +275,14 @@ class Runner(Shown):
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
         if start is None and length is not None:
-            raise ValueError(f"length is of the tokens of a checkpoint, got {length} and no start")
+            raise ValueError(f"length is of the tokens of a snapshot, got {length} and no start")
         return self._cache.allocate(count, start, length)
 
     @in_turn
-    def checkpoint(self, seq: Sequence) -> Checkpoint:
+    def snapshot(self, seq: Sequence) -> Snapshot:
         """Keep what a sequence holds now, states and keys, for others to start from.
 
-        Nothing is copied: the sequence leaves its states to the checkpoint, and stores those of its
+        Nothing is copied: the sequence leaves its states to the snapshot, and stores those of its
         next step elsewhere. It may go on, or be freed. What was launched counts as done.
 
         Returns:
@@ -290,26 +290,26 @@ class Runner(Shown):
 
         Raises:
             ValueError: the sequence is empty or broken, was freed, or belongs to another runner.
-            CapacityError: ``max_checkpoints`` are there already.
+            CapacityError: ``max_snapshots`` are there already.
         """
         self._cache.check_usable([seq])
         self._drafting.flush([seq])
-        return self._cache.checkpoint(seq)
+        return self._cache.snapshot(seq)
 
-    def release(self, checkpoint: Checkpoint) -> None:
-        """Keep a checkpoint no longer; what started from it stays as it is.
+    def release(self, snapshot: Snapshot) -> None:
+        """Keep a snapshot no longer; what started from it stays as it is.
 
         Raises:
             ValueError: it was released before, or belongs to another runner.
         """
         with self.lock:
-            self._cache.checkpoints.find(checkpoint)
-            self.turn.soon(partial(self._release, checkpoint))
+            self._cache.snapshots.find(snapshot)
+            self.turn.soon(partial(self._release, snapshot))
 
-    def _release(self, checkpoint: Checkpoint) -> None:
-        """Release a checkpoint that was not released meanwhile."""
-        if self._cache.checkpoints.holds(checkpoint):
-            self._cache.release(checkpoint)
+    def _release(self, snapshot: Snapshot) -> None:
+        """Release a snapshot that was not released meanwhile."""
+        if self._cache.snapshots.holds(snapshot):
+            self._cache.release(snapshot)
 
     def free(self, seqs: Many[Sequence]) -> None:
         """Give back the slots and pages of sequences, all or none.
@@ -639,7 +639,7 @@ class Runner(Shown):
 
         Raises:
             UnsupportedError: the model was not read from a checkpoint as it is, or is quantized.
-            ValueError: sequences or checkpoints are held, whose states are of the old weights; a
+            ValueError: sequences or snapshots are held, whose states are of the old weights; a
                 name is unknown or comes twice, a shape or dtype is another, values are not finite,
                 or some are missing.
         """
@@ -649,7 +649,7 @@ class Runner(Shown):
             self._cache.check_nothing_held()
             write = self.model.new_weights(weights, partial=partial)
             self._execution.wait()
-            for reclaimer in self._cache.checkpoints.reclaimers:
+            for reclaimer in self._cache.snapshots.reclaimers:
                 reclaimer.clear()
             write()
 

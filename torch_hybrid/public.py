@@ -5,9 +5,9 @@ from torch_hybrid.backends.prefix import PrefixPolicy
 from torch_hybrid.backends.select import Backends, select
 from torch_hybrid.backends.step import Step, make_backends, plan_all
 from torch_hybrid.batch import Batch, make_batch
-from torch_hybrid.caches.checkpoint import Checkpoint
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.caches.sequence import Sequence
+from torch_hybrid.caches.snapshot import Snapshot
 from torch_hybrid.errors import CapacityError, UnsupportedError
 from torch_hybrid.graphs.agreement import Agreement
 from torch_hybrid.graphs.kv_scales import kv_scales
@@ -48,7 +48,6 @@ __all__ = [
     "Batch",
     "CapacityError",
     "ChannelMixSpec",
-    "Checkpoint",
     "DeltaRuleSpec",
     "DraftCounts",
     "Drafter",
@@ -77,6 +76,7 @@ __all__ = [
     "Sampling",
     "Sequence",
     "ShortConvolutionSpec",
+    "Snapshot",
     "Speculation",
     "Step",
     "TimeMixSpec",

@@ -240,7 +240,7 @@ def _make_cache(decided: Decided) -> HybridCache:
         page_size=options.page_size,
         dtype=decided.model.dtype,
         device=decided.device,
-        max_checkpoints=options.max_checkpoints,
+        max_snapshots=options.max_snapshots,
         num_drafts=options.max_drafts,
     )
     if options.kv_scales is not None:
@@ -260,7 +260,7 @@ def _open_store(decided: Decided, cache: HybridCache, given: Caches) -> StepStor
         "kv_tokens": decided.kv_tokens,
         "page_size": options.page_size,
         "kv_dtype": options.kv_dtype,
-        "max_checkpoints": options.max_checkpoints,
+        "max_snapshots": options.max_snapshots,
         "max_drafts": options.max_drafts,
         "embeds": options.max_tokens if given else 0,
         "batch_invariant": decided.backends.batch_invariant,

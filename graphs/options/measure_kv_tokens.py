@@ -29,7 +29,7 @@ class KvRoom:
 
     free: int  # after the weights
     steps: int  # the memory of the largest steps, measured, twice where they are captured
-    states: int  # of all sequences and checkpoints, whatever their length
+    states: int  # of all sequences and snapshots, whatever their length
     reserve: int
     per_token: int  # in the pools, and in the page tables of steps
     num_tokens: int
@@ -70,7 +70,7 @@ def measure_room(
         num_pages=0,
         page_size=page_size,
         num_slots=options.max_seqs,
-        num_checkpoints=options.max_checkpoints if table.has_states else 0,
+        num_snapshots=options.max_snapshots if table.has_states else 0,
         dtype=model.dtype,
         device=model.device,
         num_drafts=options.max_drafts,
@@ -140,7 +140,7 @@ def choose_kv_tokens(
             "give a number"
         )
     costs = [pool_cost(entry.spec, sizes) for entry in table.entries]
-    num_states = sizes.num_slots + sizes.num_checkpoints + 1
+    num_states = sizes.num_slots + sizes.num_snapshots + 1
     states = num_states * sum(cost.per_sequence for cost in costs)
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory

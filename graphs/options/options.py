@@ -27,7 +27,7 @@ class Options:
     max_tokens: int
     kv_tokens: KvTokens
     page_size: int
-    max_checkpoints: int
+    max_snapshots: int
     kv_dtype: KvDtype
     kv_scales: Mapping[int, Tensor] | None
     compile: Compile

@@ -84,11 +84,11 @@ def test_the_same_on_all_ranks(model: th.HybridModel, free: Any) -> None:
     assert found.num_tokens == 7 * 16
 
 
-def test_counts_the_states_of_checkpoints(model: th.HybridModel, free: Any) -> None:
+def test_counts_the_states_of_snapshots(model: th.HybridModel, free: Any) -> None:
     free(8 * MIB)
-    rooms = [make_runner(model, max_checkpoints=count).kv_room for count in (0, 4)]
+    rooms = [make_runner(model, max_snapshots=count).kv_room for count in (0, 4)]
     without, with_four = (room.states for room in rooms if room is not None)
-    assert with_four * 4 == without * 8  # three sequences, the null slot, and four checkpoints
+    assert with_four * 4 == without * 8  # three sequences, the null slot, and four snapshots
 
 
 def test_errors_say_bytes(model: th.HybridModel, free: Any) -> None:

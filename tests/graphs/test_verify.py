@@ -123,16 +123,16 @@ def test_what_is_accepted_is_held(family: str):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("goes_on", ["verify", "extend", "flush"])
-def test_a_checkpoint_before_drafts_are_accepted_is_of_what_is_certain(family: str, goes_on: str):
+def test_a_snapshot_before_drafts_are_accepted_is_of_what_is_certain(family: str, goes_on: str):
     """A fork goes on after the certain token, the sequence after what is accepted later."""
     model = small(family)
-    runner = Runner(model, **SIZES, page_size=4, compile=False, max_drafts=3, max_checkpoints=2)
+    runner = Runner(model, **SIZES, page_size=4, compile=False, max_drafts=3, max_snapshots=2)
     plain = Runner(model, **SIZES, compile=False)
     [prompt, new, next_new] = tokens_of(random.Random(0), 9, 4, 3)
     [seq] = runner.new_sequences(1)
     runner.extend([seq], [prompt])
     runner.verify([seq], [new])
-    handle = runner.checkpoint(seq)
+    handle = runner.snapshot(seq)
     [fork] = runner.new_sequences(1, start=handle)
     assert handle.num_tokens == seq.num_tokens == fork.num_tokens == 10
     runner.accept([seq], [2])

@@ -118,17 +118,17 @@ class Calls:
         model, outputs = self._model(), []
 
         def call() -> None:
-            runner = th.Runner(model, max_checkpoints=2, max_drafts=2, **SIZES)
+            runner = th.Runner(model, max_snapshots=2, max_drafts=2, **SIZES)
             (seq,) = runner.new_sequences(1)
             outputs.append(runner.extend([seq], [PROMPT]).clone())
             outputs.append(runner.verify([seq], [[3, 4, 5]]).clone())
             runner.accept([seq], [1])
-            checkpoint = runner.checkpoint(seq)
+            snapshot = runner.snapshot(seq)
             outputs.append(runner.extend([seq], [[6]]).clone())
-            (fork,) = runner.new_sequences(1, checkpoint)
+            (fork,) = runner.new_sequences(1, snapshot)
             outputs.append(runner.extend([fork, seq], [[6], [8]]).clone())
             runner.free([seq, fork])
-            runner.release(checkpoint)
+            runner.release(snapshot)
 
         return call, lambda: outputs
 
@@ -158,7 +158,7 @@ class Calls:
 
     def prefixes(self) -> tuple[Callable[[], object], Call]:
         options, counts = th.PrefixCache(min_tokens=16, host_bytes=1 << 20), []
-        runners = [th.Runner(self._model(), max_checkpoints=4, **SIZES) for _ in range(2)]
+        runners = [th.Runner(self._model(), max_snapshots=4, **SIZES) for _ in range(2)]
         sampling = th.Sampling(max_new_tokens=4, temperature=0.0, ignore_eos=True)
 
         def call() -> None:

@@ -150,12 +150,12 @@ def test_an_iterator_that_fails_says_what_is_in(folders: tuple[Path, Path]):
 
 
 def test_what_is_held_is_of_the_old_weights(folders: tuple[Path, Path]):
-    runner = th.Runner(th.from_pretrained(folders[0]), **SIZES, max_checkpoints=2)
+    runner = th.Runner(th.from_pretrained(folders[0]), **SIZES, max_snapshots=2)
     (seq,) = runner.new_sequences(1)
     runner.extend([seq], [PROMPT])
-    handle = runner.checkpoint(seq)
+    handle = runner.snapshot(seq)
     weights = weights_of(folders[1])
-    with pytest.raises(ValueError, match="1 sequences and 1 checkpoints are held"):
+    with pytest.raises(ValueError, match="1 sequences and 1 snapshots are held"):
         runner.update_weights(weights)
     runner.free([seq])
     runner.release(handle)

@@ -74,7 +74,7 @@ class CallsFuzz(Fuzz):
             "refused": self._refused,
         }
         check = partial(self._call, "check_batch")
-        super().__init__(family, seed, max_checkpoints=2, check_batch=lambda _: check())
+        super().__init__(family, seed, max_snapshots=2, check_batch=lambda _: check())
 
     def round(self) -> None:
         self._engines, self._requests = [], []

@@ -35,7 +35,7 @@ def serve(engine: th.Engine, prompts: Sequence[list[int]], sampling: th.Sampling
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "bailing_hybrid"])
 def test_any_way_of_serving_gives_the_same_bits(family: str):
     model = th.adapt(make_model(family, **FEWEST_LAYERS[family]))
-    runner = make_runner(model, max_checkpoints=4, max_drafts=3)
+    runner = make_runner(model, max_snapshots=4, max_drafts=3)
     plain = th.Engine(runner)
     alone = [each for prompt in PROMPTS for each in serve(plain, [prompt], GREEDY)]
     assert len({tuple(tokens) for tokens, _ in alone}) > 1
@@ -86,7 +86,7 @@ def test_steps_in_halves_on_a_gpu():
     model = th.adapt(make_model("qwen3_next", **FEWEST_LAYERS["qwen3_next"]).to("cuda").bfloat16())
     plain = th.Engine(make_runner(model, compile=True))
     alone = [each for prompt in PROMPTS for each in serve(plain, [prompt], GREEDY)]
-    in_halves = make_runner(model, compile=True, two_batch_overlap="on", max_checkpoints=4)
+    in_halves = make_runner(model, compile=True, two_batch_overlap="on", max_snapshots=4)
     assert serve(th.Engine(in_halves), PROMPTS, GREEDY) == alone
     with th.Engine(in_halves, prefix_cache=th.PrefixCache(min_tokens=8)) as keeping:
         assert serve(keeping, PROMPTS, GREEDY) == alone

@@ -31,7 +31,7 @@ def expected(model):
 
 @pytest.fixture
 def runner(model):
-    return th.Runner(model, **SMALL, max_checkpoints=2, max_drafts=2)
+    return th.Runner(model, **SMALL, max_snapshots=2, max_drafts=2)
 
 
 class Inside:
@@ -118,7 +118,7 @@ REFUSED = {
     "Runner.accept": lambda engine, seqs: engine.runner.accept(seqs, [0]),
     "Runner.draft": lambda engine, seqs: engine.runner.draft(seqs, [1], [1]),
     "Runner.flush": lambda engine, seqs: engine.runner.flush(seqs),
-    "Runner.checkpoint": lambda engine, seqs: engine.runner.checkpoint(seqs[0]),
+    "Runner.snapshot": lambda engine, seqs: engine.runner.snapshot(seqs[0]),
     "Runner.warm_up": lambda engine, seqs: engine.runner.warm_up(),
     "Runner.update_weights": lambda engine, seqs: engine.runner.update_weights({}),
 }
@@ -150,7 +150,7 @@ def test_a_runner_by_hand_refuses_as_well(runner, inside):
 def test_free_and_release_are_done_when_the_call_ends(runner, inside, expected):
     seqs = runner.new_sequences(2)
     runner.extend(seqs, [[3], [4]])
-    handle = runner.checkpoint(seqs[0])
+    handle = runner.snapshot(seqs[0])
 
     def give_back():
         runner.free(seqs)
@@ -161,7 +161,7 @@ def test_free_and_release_are_done_when_the_call_ends(runner, inside, expected):
     inside.call = give_back
     assert tokens_of(th.Engine(runner)) == expected
     assert inside.got < SMALL["max_seqs"] - 1
-    assert runner.free_checkpoints == 2
+    assert runner.free_snapshots == 2
     assert_all_returned(runner)
     with pytest.raises(ValueError, match="was freed"):
         runner.free(seqs)

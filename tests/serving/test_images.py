@@ -120,7 +120,7 @@ def test_an_image_that_ends_a_prompt_is_seen_by_a_step_of_its_last_token(qwen, k
     assert (len(prompt.tokens) == 33) != keeps
     plain = th.Engine(th.Runner(model, **SIZES))
     speculation = th.Speculation(Always(), max_tokens=3, adapts=False)
-    runner = th.Runner(model, **SIZES, max_drafts=3, max_checkpoints=8)
+    runner = th.Runner(model, **SIZES, max_drafts=3, max_snapshots=8)
     options = {"prefix_cache": th.PrefixCache(min_tokens=4)} if keeps else {}
     engine = th.Engine(runner, speculate=speculation, **options)
     for _ in range(3):
@@ -156,7 +156,7 @@ def test_drafts_go_on_from_where_images_moved_the_positions(qwen):
 def test_a_kept_prefix_is_of_the_images_that_it_shows(qwen, monkeypatch):
     """The same placeholders of other pixels, or of another shape, are another prefix."""
     model, prompts, expected = qwen
-    runner = th.Runner(model, **SIZES, max_checkpoints=16)
+    runner = th.Runner(model, **SIZES, max_snapshots=16)
     options = th.PrefixCache(min_tokens=4)
     engine = th.Engine(runner, prefix_cache=options)
     first = prompts[0]
@@ -183,7 +183,7 @@ def test_a_kept_prefix_is_of_the_images_that_it_shows(qwen, monkeypatch):
 def test_prefixes_of_images_outlive_the_process(qwen, tmp_path):
     model, prompts, expected = qwen
     later = Seen([*prompts[0].tokens, *expected[0], 5, 6, 7], prompts[0].inputs)
-    runner = th.Runner(model, **SIZES, max_checkpoints=16)
+    runner = th.Runner(model, **SIZES, max_snapshots=16)
     options = th.PrefixCache(min_tokens=4, host_bytes=1 << 24)
     with th.Engine(runner, prefix_cache=options) as engine:
         tokens_of(engine, prompts[:1])
@@ -305,7 +305,7 @@ def test_conversations(tmp_path, monkeypatch):
         )
         out = hf_model.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=-1)
         expected.append(out[0, inputs["input_ids"].shape[1] :].tolist())
-    runner = th.Runner(th.adapt(hf_model, vision=True), **SIZES, max_checkpoints=16)
+    runner = th.Runner(th.adapt(hf_model, vision=True), **SIZES, max_snapshots=16)
     options = th.PrefixCache(min_tokens=4)
     engine = th.Engine(runner, processor=processor, prefix_cache=options)
     assert tokens_of(engine, talks) == expected

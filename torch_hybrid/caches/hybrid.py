@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 
 from torch_hybrid.batch import Batch, bucket_of, pad_to
 from torch_hybrid.caches.allocator import Allocator
-from torch_hybrid.caches.checkpoint import Checkpoint, Checkpoints, Kept
 from torch_hybrid.caches.packing import pack, pack_unread, places_after
 from torch_hybrid.caches.page_table import PageTable
 from torch_hybrid.caches.pool_copies import PoolCopies
@@ -21,6 +20,7 @@ from torch_hybrid.caches.room import check_pools
 from torch_hybrid.caches.scales import write_scales
 from torch_hybrid.caches.sequence import Held, Sequence
 from torch_hybrid.caches.sizes import PoolCost, PoolSizes
+from torch_hybrid.caches.snapshot import Kept, Snapshot, Snapshots
 from torch_hybrid.host.ints import int_tensor
 from torch_hybrid.specs import SCALES, LayerTable
 
@@ -28,7 +28,7 @@ from torch_hybrid.specs import SCALES, LayerTable
 class HybridCache:
     """Pools of every layer by kind, and the slots, pages and lengths of the live sequences.
 
-    ``checkpoints`` are what is kept of them; ``packing`` makes batches of what they hold.
+    ``snapshots`` are what is kept of them; ``packing`` makes batches of what they hold.
 
     It can be made in ``torch.inference_mode()`` and used outside. Not thread-safe.
 
@@ -39,7 +39,7 @@ class HybridCache:
         page_size: tokens in a page.
         dtype: of keys, values and convolution states.
         device: of the pools; the bookkeeping stays on the host.
-        max_checkpoints: slots for the states of checkpoints. Those of a model without states take
+        max_snapshots: slots for the states of snapshots. Those of a model without states take
             none, and can be as many as there are pages for.
         num_drafts: tokens of a sequence that need not be certain, at most.
 
@@ -58,13 +58,13 @@ class HybridCache:
         page_size: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
-        max_checkpoints: int = 0,
+        max_snapshots: int = 0,
         num_drafts: int = 0,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
-        if max_checkpoints < 0:
-            raise ValueError(f"max_checkpoints must not be negative, got {max_checkpoints}")
+        if max_snapshots < 0:
+            raise ValueError(f"max_snapshots must not be negative, got {max_snapshots}")
         self._owner = object()
         self.table = table
         self._has_states = table.has_states
@@ -74,7 +74,7 @@ class HybridCache:
             num_pages=self.num_pages,
             page_size=page_size,
             num_slots=max_seqs,
-            num_checkpoints=max_checkpoints if self._has_states else 0,
+            num_snapshots=max_snapshots if self._has_states else 0,
             dtype=dtype,
             device=torch.device(device),
             num_drafts=num_drafts,
@@ -82,7 +82,7 @@ class HybridCache:
         check_pools(self.sizes, self.costs())
         self.slots = Allocator(max_seqs, unit="sequence slot", limit="max_seqs")
         self.states = Allocator(
-            max_seqs + self.sizes.num_checkpoints, unit="state slot", limit="max_checkpoints"
+            max_seqs + self.sizes.num_snapshots, unit="state slot", limit="max_snapshots"
         )
         self.pages = Allocator(self.num_pages, unit="KV page", limit="kv_tokens")
         self.pools: dict[str, tuple[LayerCache, ...]] = {
@@ -92,20 +92,20 @@ class HybridCache:
         self._held: dict[int, Held] = {}  # by the id of a live sequence
         self._ids = count(1)
         self._copies = PoolCopies(table, self.pools, self.sizes.device)
-        self.checkpoints = Checkpoints(
+        self.snapshots = Snapshots(
             slots=self.slots,
             states=self.states if self._has_states else None,
             pages=self.pages,
             page_size=page_size,
             copies=self._copies,
             ids=self._ids,
-            capacity=self.sizes.num_checkpoints,
+            capacity=self.sizes.num_snapshots,
             owner=self._owner,
         )
         self._page_table = PageTable(max_seqs, self.num_pages)
 
     def allocate(
-        self, num_seqs: int, start: Checkpoint | None = None, length: int | None = None
+        self, num_seqs: int, start: Snapshot | None = None, length: int | None = None
     ) -> list[Sequence]:
         """Take a slot for each of ``num_seqs`` new sequences.
 
@@ -118,7 +118,7 @@ class HybridCache:
             CapacityError: fewer slots are free.
             ValueError: ``start`` is foreign or was released, or is not known at ``length``.
         """
-        kept = None if start is None else self.checkpoints.find(start, length)
+        kept = None if start is None else self.snapshots.find(start, length)
         places = self.slots.take(num_seqs)
         slots = self.states.take(num_seqs)
         seqs = []
@@ -131,7 +131,7 @@ class HybridCache:
         return seqs
 
     def _start(self, held: Held, kept: Kept, length: int) -> None:
-        """Let a new sequence hold the first tokens of a checkpoint."""
+        """Let a new sequence hold the first tokens of a snapshot."""
         held.pages = kept.pages[: -(-length // self.page_size)]
         held.length = length
         held.has_borrowed = length % self.page_size != 0
@@ -155,10 +155,10 @@ class HybridCache:
             self.slots.give_back([held.place])
             self._page_table.row(held)[: len(held.pages)] = 0
 
-    def checkpoint(self, seq: Sequence, *, spare: bool = False) -> Checkpoint:
+    def snapshot(self, seq: Sequence, *, spare: bool = False) -> Snapshot:
         """Keep what a sequence holds now, without a copy.
 
-        The pages are shared. The checkpoint takes over the sequence's slot: the sequence reads it
+        The pages are shared. The snapshot takes over the sequence's slot: the sequence reads it
         once more, in its next step, and stores into another one from then on.
 
         Args:
@@ -167,35 +167,35 @@ class HybridCache:
 
         Raises:
             ValueError: the handle is foreign, was freed, is broken, or holds no token.
-            CapacityError: as many checkpoints have states as there are slots for.
+            CapacityError: as many snapshots have states as there are slots for.
         """
         self.check_usable([seq])
         held = self._held[seq.id]
         if not held.length:
-            raise ValueError(f"{seq} holds no token, and a checkpoint must have at least 1")
+            raise ValueError(f"{seq} holds no token, and a snapshot must have at least 1")
         slot = None
         if self._has_states:
             if held.start == held.slot:
-                self.checkpoints.free_one()
+                self.snapshots.free_one()
                 (held.slot,) = self.states.take(1)
             slot = held.start
             self.states.share([slot])
         pages = held.pages[: -(-held.length // self.page_size)]
         self.pages.share(pages, spare=spare)
-        return self.checkpoints.add(held.length, slot, pages, spare=spare)
+        return self.snapshots.add(held.length, slot, pages, spare=spare)
 
-    def release(self, checkpoint: Checkpoint) -> None:
-        """Keep a checkpoint no longer; sequences that started from it stay as they are.
+    def release(self, snapshot: Snapshot) -> None:
+        """Keep a snapshot no longer; sequences that started from it stay as they are.
 
         Raises:
             ValueError: the handle is foreign or was released before.
         """
-        self.checkpoints.release(checkpoint)
+        self.snapshots.release(snapshot)
 
     @property
-    def num_free_checkpoints(self) -> int:
-        """How many more checkpoints there is room for."""
-        return self.checkpoints.num_free
+    def num_free_snapshots(self) -> int:
+        """How many more snapshots there is room for."""
+        return self.snapshots.num_free
 
     def num_freed_by(self, seq: Sequence) -> int:
         """How many pages are free or spare once a sequence is freed, and not before."""
@@ -216,11 +216,11 @@ class HybridCache:
         return seq.owner is self._owner and seq.id in self._held
 
     def check_nothing_held(self) -> None:
-        """Raise ValueError if there are sequences, or checkpoints that nobody would give back."""
-        kept = self.checkpoints.num_firm
+        """Raise ValueError if there are sequences, or snapshots that nobody would give back."""
+        kept = self.snapshots.num_firm
         if self._held or kept:
             raise ValueError(
-                f"{len(self._held)} sequences and {kept} checkpoints are held, with states of the "
+                f"{len(self._held)} sequences and {kept} snapshots are held, with states of the "
                 f"weights as they are: free and release them first"
             )
 
@@ -277,7 +277,7 @@ class HybridCache:
         ]
         if not any(needed):
             return
-        self.checkpoints.free_pages(sum(needed))
+        self.snapshots.free_pages(sum(needed))
         taken = self.pages.take(sum(needed))
         ends = list(accumulate(needed, initial=0))
         grown = [
@@ -483,7 +483,7 @@ class HybridCache:
 
     def moves(self, seq: Sequence) -> bool:
         """Whether the next step of a sequence leaves its states in another slot than it finds them
-        in, those of a checkpoint; unknown ones do not."""
+        in, those of a snapshot; unknown ones do not."""
         held = self._held.get(seq.id)
         return held is not None and held.start != held.slot
 

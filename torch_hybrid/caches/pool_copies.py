@@ -1,4 +1,4 @@
-"""Copies in the pools of every layer: of pages, and of checkpoints to the host and back."""
+"""Copies in the pools of every layer: of pages, and of snapshots to the host and back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch_hybrid.specs import LayerTable
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCopy:
-    """What a checkpoint had in the pools, in memory of the host."""
+    """What a snapshot had in the pools, in memory of the host."""
 
     num_tokens: int
     states: tuple[Tensor, ...]

@@ -17,7 +17,7 @@ LayerCache = dict[str, Tensor]  # by the names of the spec's pools
 def make_pools(spec: LayerSpec, sizes: PoolSizes) -> LayerCache:
     """A tensor for each pool of a layer, filled as it says, each with a storage of its own.
 
-    ``[num_slots + num_checkpoints + 1, *shape]``, the same with ``num_drafts`` before the shape,
+    ``[num_slots + num_snapshots + 1, *shape]``, the same with ``num_drafts`` before the shape,
     ``[num_pages + 1, page_size / tokens, *shape]`` or ``shape``, after ``planes`` where there are
     some. Slot 0 and page 0 are null: nobody owns them.
 
@@ -53,7 +53,7 @@ def _shape(pool: Pool, sizes: PoolSizes) -> tuple[int, ...]:
             f"page_size must be a multiple of {pool.tokens}, the tokens that share an index key, "
             f"got {sizes.page_size}"
         )
-    num_slots = sizes.num_slots + sizes.num_checkpoints + 1
+    num_slots = sizes.num_slots + sizes.num_snapshots + 1
     rows: dict[str, tuple[int, ...]] = {
         "slot": (num_slots,),
         "page": (sizes.num_pages + 1, sizes.page_size // pool.tokens),

@@ -55,7 +55,7 @@ def check_pools(sizes: PoolSizes, costs: Iterable[PoolCost]) -> None:
     Raises:
         CapacityError: the device has no memory for the pools, or the host for the page tables.
     """
-    num_slots = sizes.num_slots + sizes.num_checkpoints + 1
+    num_slots = sizes.num_slots + sizes.num_snapshots + 1
     num_pages = sizes.num_pages + 1
     num_tokens = num_pages * sizes.page_size
     costs = list(costs)
@@ -74,9 +74,9 @@ def check_pools(sizes: PoolSizes, costs: Iterable[PoolCost]) -> None:
 
 def _holders(sizes: PoolSizes) -> str:
     """Whose states take slots."""
-    if not sizes.num_checkpoints:
+    if not sizes.num_snapshots:
         return "sequences"
-    return f"sequences and of {sizes.num_checkpoints} checkpoints"
+    return f"sequences and of {sizes.num_snapshots} snapshots"
 
 
 def free_bytes(device: torch.device) -> int | None:

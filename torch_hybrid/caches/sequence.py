@@ -29,7 +29,7 @@ class Held:
 
     place: int  # among the sequences, from 1
     slot: int  # where its states go
-    start: int  # where they are: its own slot, or that of a checkpoint, from which it goes on
+    start: int  # where they are: its own slot, or that of a snapshot, from which it goes on
     pages: array[int] = field(default_factory=lambda: array("i"))
     length: int = 0  # of what is certain
     num_drafts: int = 0  # tokens after those that are not

@@ -16,7 +16,7 @@ class PoolSizes:
     num_slots: int  # of sequences
     dtype: torch.dtype
     device: torch.device
-    num_checkpoints: int = 0  # slots of checkpoints, after those
+    num_snapshots: int = 0  # slots of snapshots, after those
     num_drafts: int = 0  # of a sequence, which are not certain
 
 

@@ -163,7 +163,7 @@ def _engine(
 
     speculation = options.speculation(speculate)
     max_drafts = 0 if speculation is None else speculation.max_tokens
-    runner = options.runner(model, max_checkpoints=prefix_cache, max_drafts=max_drafts)
+    runner = options.runner(model, max_snapshots=prefix_cache, max_drafts=max_drafts)
     return Engine(
         runner,
         tokenizer,

@@ -192,8 +192,8 @@ def pools(runner: Runner) -> Section:
         _cost("token", per_token, runner.max_seq_len, num_tokens),
         _cost("sequence", per_sequence, runner.max_seqs, num_slots),
     ]
-    if num_kept := runner.cache.sizes.num_checkpoints:
-        rows.append(_cost("checkpoint", per_sequence, num_kept, num_kept))
+    if num_kept := runner.cache.sizes.num_snapshots:
+        rows.append(_cost("snapshot", per_sequence, num_kept, num_kept))
     return Section(
         title=f"Pools of {byte_count(pool_bytes)}",
         columns=("", "bytes each", "room for", "in all"),

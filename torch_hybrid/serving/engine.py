@@ -68,7 +68,7 @@ class Engine(Shown):
             are waited for. "auto" is on where steps are captured in CUDA graphs.
         prefix_cache: keep what requests held, for those that begin with the same tokens: they run
             the rest alone. True is ``PrefixCache()``. States are kept in the runner's
-            ``max_checkpoints``, keys in pages that no sequence needs. ``close`` gives them back.
+            ``max_snapshots``, keys in pages that no sequence needs. ``close`` gives them back.
         processor: the checkpoint's, of transformers: it makes tokens and pixels of conversations,
             whose messages may then have images, for a model that was loaded with ``vision=True``.
             Its tokenizer is taken where no other is given.
@@ -80,7 +80,7 @@ class Engine(Shown):
         TypeError: ``prefix_cache`` is of another kind.
         UnsupportedError: the runner serves decode steps alone.
         ValueError: ``max_waiting`` or ``run_ahead`` is none of its values, states are to be kept on
-            a runner that has no checkpoints, or ``speculate`` asks for more drafts than it holds.
+            a runner that keeps no snapshots, or ``speculate`` asks for more drafts than it holds.
     """
 
     @calmly

@@ -26,7 +26,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from torch_hybrid.caches.checkpoint import Checkpoint
+    from torch_hybrid.caches.snapshot import Snapshot
 
 MAX_PASSES = 16
 
@@ -68,7 +68,7 @@ class Start:
 
     num_tokens: int = 0
     num_pages: int = 0
-    checkpoint: Checkpoint | None = None
+    snapshot: Snapshot | None = None
 
 
 FROM_NOTHING = Start()

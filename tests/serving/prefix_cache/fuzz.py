@@ -1,7 +1,7 @@
 """The engine's fuzz with prefixes that are kept, among prompts that begin alike.
 
 Beside all that goes wrong there: pools too small for what could be kept, prefixes that are saved
-and loaded between steps, checkpoints and forks by hand, images, and drafts of every kind. Every
+and loaded between steps, snapshots and forks by hand, images, and drafts of every kind. Every
 request must have the tokens that it gets from an engine that does nothing of this.
 
     python -m tests.serving.prefix_cache.fuzz --histories 10000
@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 import torch_hybrid as th
-from tests.models.mtp_checkpoint import make_checkpoint
+from tests.models.mtp_snapshot import make_snapshot
 from tests.serving.fuzz import SIZES, Fuzz
 from tests.serving.speculation.drafters import Knowing
 from tests.tiny_models import FEWEST_LAYERS, VOCAB_SIZE, make_hybrid
@@ -57,7 +57,7 @@ class PrefixFuzz(Fuzz):
     def __init__(self, family: str, seed: int) -> None:
         draw = random.Random(seed)
         sizes = {
-            "max_checkpoints": draw.choice([1, 3, 8]),
+            "max_snapshots": draw.choice([1, 3, 8]),
             "kv_tokens": draw.choice([160, 480]),
             "max_drafts": draw.choice([0, DRAFTS, DRAFTS]),
             "max_seqs": draw.choice([2, 4]),
@@ -65,7 +65,7 @@ class PrefixFuzz(Fuzz):
         super().__init__(family, seed, **sizes)
         self.alone = th.Runner(self.runner.model, **SIZES)
         self.smaller = th.Runner(
-            make_hybrid(seed=1), **{**SIZES, "max_seqs": 6, "kv_tokens": 960}, max_checkpoints=3
+            make_hybrid(seed=1), **{**SIZES, "max_seqs": 6, "kv_tokens": 960}, max_snapshots=3
         )
         self.known = [self.draw_new(30 + own) for own in range(4)]
         self.seen: list[list[int]] = []
@@ -76,7 +76,7 @@ class PrefixFuzz(Fuzz):
     def make_model(self, family: str) -> th.HybridModel:
         if family == WITH_HEAD:
             with TemporaryDirectory() as folder:
-                make_checkpoint("qwen3_next_dense", Path(folder))
+                make_snapshot("qwen3_next_dense", Path(folder))
                 return th.from_pretrained(folder, mtp=True)
         if family == WITH_IMAGES:
             hf_model = make_vision_model("qwen3_5", **FEWEST_LAYERS["qwen3_5"])
@@ -149,11 +149,11 @@ class PrefixFuzz(Fuzz):
         self.seen += [request.history.copy() for request in texts][-4:]
         super()._check(requests)
 
-    def _fork_by_hand(self) -> tuple[th.Checkpoint, list[int]]:
+    def _fork_by_hand(self) -> tuple[th.Snapshot, list[int]]:
         tokens = self.draw_new(20)
         (seq,) = self.runner.new_sequences(1)
         self.runner.extend([seq], [tokens])
-        made = self.runner.checkpoint(seq)
+        made = self.runner.snapshot(seq)
         self.runner.free([seq])
         return made, tokens
 
@@ -165,7 +165,7 @@ class PrefixFuzz(Fuzz):
                 self.rng.choice(self.engines).load_prefixes(Path(folder) / "prefixes")
         super()._step(engine)
 
-    def _check_fork(self, made: th.Checkpoint, tokens: list[int]) -> None:
+    def _check_fork(self, made: th.Snapshot, tokens: list[int]) -> None:
         """After all that others did, a fork goes on as the tokens themselves do."""
         runner = self.runner
         fork, own = *runner.new_sequences(1, start=made), *runner.new_sequences(1)
@@ -188,8 +188,8 @@ class PrefixFuzz(Fuzz):
         self.engines.clear()
         assert cache.pages.num_free == cache.num_pages, "a page is lost"
         assert cache.states.num_free == cache.states.capacity, "a state is lost"
-        assert not cache.checkpoints._kept, "a checkpoint is lost"
-        assert not cache.checkpoints.reclaimers
+        assert not cache.snapshots._kept, "a snapshot is lost"
+        assert not cache.snapshots.reclaimers
 
 
 def run(family: str, *, seed: int, histories: int) -> PrefixFuzz:

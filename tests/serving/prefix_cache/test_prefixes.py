@@ -26,7 +26,7 @@ OPTIONS = th.PrefixCache(min_tokens=LEAST)
 
 def make_runner(family: str = "qwen3_next_dense", **options: object) -> th.Runner:
     model = make_model(family, **(TWO_LAYERS if family == "qwen3_next_dense" else {}))
-    return th.Runner(th.adapt(model), **{**SIZES, "max_checkpoints": 12, **options})
+    return th.Runner(th.adapt(model), **{**SIZES, "max_snapshots": 12, **options})
 
 
 def make_engine(runner: th.Runner | None = None, **options: object) -> th.Engine:
@@ -72,7 +72,7 @@ def test_the_second_turn_starts_where_the_first_ended():
     assert engine.stats().prefix_cache.num_hit_tokens == 179
 
 
-def test_a_shift_loses_no_more_than_to_the_checkpoint_before():
+def test_a_shift_loses_no_more_than_to_the_snapshot_before():
     engine = make_engine()
     prompt = tokens(150)
     serve(engine, [prompt])
@@ -85,7 +85,7 @@ def test_a_shift_loses_no_more_than_to_the_checkpoint_before():
 
 
 def test_models_without_states_start_wherever_prompts_part():
-    engine = make_engine(make_runner("qwen3", max_checkpoints=0))
+    engine = make_engine(make_runner("qwen3", max_snapshots=0))
     prompt = tokens(150)
     serve(engine, [prompt])
     assert cached(engine, [*prompt[:77], *tokens(5, seed=2)], prompt) == [77, 149]
@@ -104,7 +104,7 @@ def test_a_prompt_that_was_seen_runs_its_last_token_alone():
 def test_short_prompts_are_not_kept():
     engine = make_engine()
     assert cached(engine, *[tokens(LEAST - 8)] * 3) == [0, 0, 0]
-    assert engine.stats().prefix_cache.num_checkpoints == 0
+    assert engine.stats().prefix_cache.num_snapshots == 0
 
 
 def test_log_probabilities_of_a_prompt_are_of_all_its_tokens():
@@ -127,8 +127,8 @@ def test_what_had_nan_is_never_kept(run_ahead: str):
     clean = [token for token in tokens(90) if token != bad]
     outputs = serve(engine, [[*clean[:60], bad, *clean[60:]], [*clean[:60], bad, 7, 8, 9]])
     assert [output.finish_reason for output in outputs] == ["error", "error"]
-    assert engine.stats().prefix_cache.num_checkpoints == 0
-    assert not runner.cache.checkpoints._kept
+    assert engine.stats().prefix_cache.num_snapshots == 0
+    assert not runner.cache.snapshots._kept
 
 
 def test_a_preempted_request_goes_on_from_what_it_held():
@@ -156,12 +156,12 @@ def test_pages_are_given_back_when_sequences_need_them():
     (seq,) = runner.new_sequences(1)  # by hand, all of them
     for _ in range(2):
         runner.extend([seq], [tokens(120)])
-    assert engine.stats().prefix_cache.num_checkpoints == 0
+    assert engine.stats().prefix_cache.num_snapshots == 0
     runner.free([seq])
 
 
-def test_the_checkpoint_that_saves_least_goes_first():
-    engine = make_engine(make_runner(max_checkpoints=2))
+def test_the_snapshot_that_saves_least_goes_first():
+    engine = make_engine(make_runner(max_snapshots=2))
     long, short = tokens(180), tokens(30, seed=1)
     once = th.Sampling(max_new_tokens=1, temperature=0.0)
     serve(engine, [long], once)
@@ -172,11 +172,11 @@ def test_the_checkpoint_that_saves_least_goes_first():
     assert cached(engine, [*long, 1]) == [180]
 
 
-def test_checkpoints_made_by_hand_are_not_given_up():
-    runner = make_runner(max_checkpoints=1)
+def test_snapshots_made_by_hand_are_not_given_up():
+    runner = make_runner(max_snapshots=1)
     (seq,) = runner.new_sequences(1)
     runner.extend([seq], [tokens(5)])
-    handle = runner.checkpoint(seq)
+    handle = runner.snapshot(seq)
     runner.free([seq])
     engine = make_engine(runner)
     prompt = tokens(100)
@@ -186,16 +186,16 @@ def test_checkpoints_made_by_hand_are_not_given_up():
 
 
 def test_two_engines_on_one_runner_keep_their_own():
-    runner = make_runner(max_checkpoints=1, kv_tokens=240)
+    runner = make_runner(max_snapshots=1, kv_tokens=240)
     first, second = make_engine(runner), make_engine(runner)
     prompt = tokens(100)
     assert cached(first, prompt, prompt) == [0, 99]
     assert cached(second, prompt, prompt) == [0, 99]  # the slot was the first's
-    assert first.stats().prefix_cache.num_checkpoints == 0
+    assert first.stats().prefix_cache.num_snapshots == 0
     first.close()
     second.close()
     assert runner.cache.pages.num_free == 30
-    assert runner.cache.checkpoints.reclaimers == []
+    assert runner.cache.snapshots.reclaimers == []
 
 
 def test_a_conversation_is_kept_where_its_last_message_ends():
@@ -210,7 +210,7 @@ def test_a_conversation_is_kept_where_its_last_message_ends():
     )
     assert message_tokens("the fox", asked, tokenizer) is None
     model = make_model("qwen3_next_dense", **TWO_LAYERS, vocab_size=300)
-    runner = th.Runner(th.adapt(model), **SIZES, max_checkpoints=4)
+    runner = th.Runner(th.adapt(model), **SIZES, max_snapshots=4)
     engine = th.Engine(runner, tokenizer, prefix_cache=OPTIONS)
     assert cached(engine, messages) == [0]
     turn = [*messages, {"role": "assistant", "content": "fox"}, {"role": "user", "content": "the"}]
@@ -219,7 +219,7 @@ def test_a_conversation_is_kept_where_its_last_message_ends():
 
 @pytest.mark.parametrize("family", ["qwen3_next_dense", "kimi_linear", "qwen3"])
 def test_what_made_room_comes_back_from_the_host(family: str):
-    runner = make_runner(family, max_checkpoints=1, kv_tokens=160)
+    runner = make_runner(family, max_snapshots=1, kv_tokens=160)
     options = th.PrefixCache(min_tokens=LEAST, host_bytes=1 << 20)
     engine = th.Engine(runner, prefix_cache=options)
     once = th.Sampling(max_new_tokens=1, temperature=0.0)
@@ -240,7 +240,7 @@ def test_what_made_room_comes_back_from_the_host(family: str):
 
 def test_the_host_keeps_within_its_bytes_what_saves_most():
     engine = th.Engine(
-        make_runner(max_checkpoints=1),
+        make_runner(max_snapshots=1),
         prefix_cache=th.PrefixCache(min_tokens=LEAST, host_bytes=150_000),
     )
     once = th.Sampling(max_new_tokens=1, temperature=0.0)
@@ -313,7 +313,7 @@ class Always:
 
 def test_what_is_kept_at_a_step_with_drafts_is_of_its_certain_tokens(tmp_path: Path):
     """The last token of a known prompt runs with drafts, and the only slot is somebody else's."""
-    runner = make_runner(max_checkpoints=1, max_drafts=3, max_seqs=4)
+    runner = make_runner(max_snapshots=1, max_drafts=3, max_seqs=4)
     plain, path = th.Engine(make_runner()), tmp_path / "prefixes"
     options = th.PrefixCache(min_tokens=8, host_bytes=1 << 20)
     speculate = th.Speculation(Always(), max_tokens=3, adapts=False)
@@ -338,9 +338,9 @@ def test_what_is_kept_says_how_many_tokens_it_is_of(tmp_path: Path):
     engine, path = make_engine(), tmp_path / "prefixes"
     serve(engine, [tokens(101)])
     [node] = [node for node in engine._prefixes._kept._nodes if node.depth == 101]
-    checkpoint, other = node.checkpoint, engine._prefixes._tree.insert(array("q", [1, 2]))[0]
-    assert message(other.keep, checkpoint) == "a place of 2 tokens cannot keep 101"
-    copy, facts = engine.runner.cache.checkpoints.to_host(checkpoint), engine._prefixes._facts()
+    snapshot, other = node.snapshot, engine._prefixes._tree.insert(array("q", [1, 2]))[0]
+    assert message(other.keep, snapshot) == "a place of 2 tokens cannot keep 101"
+    copy, facts = engine.runner.cache.snapshots.to_host(snapshot), engine._prefixes._facts()
     assert message(other.keep_on_host, copy) == "a place of 2 tokens cannot keep 101"
     file.save(path, [(tokens(100), copy)], facts)
     text = message(engine.load_prefixes, path).replace(str(path), "FILE")
@@ -369,9 +369,9 @@ def message(call: object, *args: object, **options: object) -> str:
 
 def test_errors():
     assert_expected_inline(
-        message(make_engine, make_runner(max_checkpoints=0)),
+        message(make_engine, make_runner(max_snapshots=0)),
         """\
-a prefix cache of states needs room: the runner's max_checkpoints must be at least 1, got 0""",
+a prefix cache of states needs room: the runner's max_snapshots must be at least 1, got 0""",
     )
     with pytest.raises(TypeError, match="prefix_cache must be True, False or a"):
         th.Engine(make_runner(), prefix_cache="yes")

@@ -9,7 +9,7 @@ from tests.parallel.jobs import make
 from tests.parallel.processes import results, run_ranks
 from tests.tiny_models import VOCAB_SIZE
 
-SIZES = {"max_seqs": 3, "max_tokens": 128, "kv_tokens": 400, "max_checkpoints": 3}
+SIZES = {"max_seqs": 3, "max_tokens": 128, "kv_tokens": 400, "max_snapshots": 3}
 
 
 def serve(prompts: list[list[int]]) -> tuple[list[list[int]], list[int], th.PrefixStats]:

@@ -7,7 +7,7 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_hybrid.caches.checkpoint import Checkpoint
+from torch_hybrid.caches.snapshot import Snapshot
 from torch_hybrid.serving.prefix_cache.tree import Node, Tree
 
 PATHS = st.lists(
@@ -49,7 +49,7 @@ def test_it_forgets_what_nobody_uses_or_keeps(paths, max_tokens):
     nodes = [tree.insert(path)[0] for path in paths]
     used, kept = nodes[0], nodes[-1]
     used.num_users += 1
-    kept.keep(Checkpoint(1, kept.depth, object()))
+    kept.keep(Snapshot(1, kept.depth, object()))
     tree.forget()
     assert tokens_of(used) == paths[0]
     assert tokens_of(kept) == paths[-1]

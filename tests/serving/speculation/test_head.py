@@ -141,40 +141,40 @@ def test_tokens_that_come_one_by_one_are_read_together(
     assert calls == 2 * [1, 1, 1] + [3, 2, 1, 3]
 
 
-def test_forks_and_checkpoints(dense: tuple[Oracle, th.HybridModel]):
-    """A fork goes on from the hidden state of its checkpoint, after drafts were accepted too."""
+def test_forks_and_snapshots(dense: tuple[Oracle, th.HybridModel]):
+    """A fork goes on from the hidden state of its snapshot, after drafts were accepted too."""
     oracle, model = dense
-    runner = th.Runner(model, **SIZES, compile=False, max_drafts=DRAFTS, max_checkpoints=2)
+    runner = th.Runner(model, **SIZES, compile=False, max_drafts=DRAFTS, max_snapshots=2)
     histories = Histories(oracle, runner)
     histories.begin(11)
     histories.extend(some_tokens(histories.rng, 1))
     histories.verify([3], [2])
-    checkpoint = runner.checkpoint(histories.seqs[0])
-    histories.seqs += runner.new_sequences(2, start=checkpoint)
+    snapshot = runner.snapshot(histories.seqs[0])
+    histories.seqs += runner.new_sequences(2, start=snapshot)
     histories.held += [list(histories.held[0]) for _ in range(2)]
     histories.check(3, 3, 3, copied_pages=2)
     histories.extend(some_tokens(histories.rng, 1, 5, 1))
-    runner.release(checkpoint)
+    runner.release(snapshot)
     histories.check(3, 2, 3)
 
 
-def test_a_checkpoint_before_drafts_are_accepted(dense: tuple[Oracle, th.HybridModel]):
+def test_a_snapshot_before_drafts_are_accepted(dense: tuple[Oracle, th.HybridModel]):
     """The head reads what is certain for it, and what is accepted later all the same."""
     oracle, model = dense
-    runner = th.Runner(model, **SIZES, compile=False, max_drafts=DRAFTS, max_checkpoints=2)
+    runner = th.Runner(model, **SIZES, compile=False, max_drafts=DRAFTS, max_snapshots=2)
     histories = Histories(oracle, runner)
     histories.begin(1)
     for _ in range(8):
         new = some_tokens(histories.rng, 4)[0]
         runner.verify(histories.seqs, [new])
-        checkpoint = runner.checkpoint(histories.seqs[0])
+        snapshot = runner.snapshot(histories.seqs[0])
         runner.draft(histories.seqs, new[1:2], [3])
         runner.accept(histories.seqs, [3])
         histories.held[0] += new
-        histories.verify([1], [0])  # which leaves the checkpoint's slot
+        histories.verify([1], [0])  # which leaves the snapshot's slot
         histories.check(3)
-        histories.seqs += runner.new_sequences(1, start=checkpoint)
-        runner.release(checkpoint)
+        histories.seqs += runner.new_sequences(1, start=snapshot)
+        runner.release(snapshot)
         histories.held.append(histories.held[0][:-4])
         histories.check(3, 3, copied_pages=len(histories.held[1]) % 8 > 0)
         runner.free([histories.seqs.pop()])
@@ -237,7 +237,7 @@ def test_an_engine_whatever_happens(
     ]
     sizes = {**SIZES, "compile": False, "kv_tokens": 480 if prefix_cache else 160, "max_seqs": 3}
     plain = {o.index: o for o in th.Engine(th.Runner(model, **sizes)).generate(prompts, samplings)}
-    runner = th.Runner(model, **sizes, max_drafts=DRAFTS, max_checkpoints=4)
+    runner = th.Runner(model, **sizes, max_drafts=DRAFTS, max_snapshots=4)
     speculate = th.Speculation("mtp", max_tokens=DRAFTS, adapts=False)
     options: dict[str, Any] = {"run_ahead": "on"}  # steps with prompts are not waited for
     if prefix_cache:

@@ -13,7 +13,7 @@ from tests.tiny_models import VOCAB_SIZE, make_hybrid
 SIZES: dict[str, Any] = {"max_tokens": 48, "kv_tokens": 512, "page_size": 8, "compile": False}
 DRAFTS = 3
 # A hybrid, and a model that keeps nothing but keys.
-FAMILIES = {"qwen3_next_dense": {"max_checkpoints": 3}, "qwen3": {}}
+FAMILIES = {"qwen3_next_dense": {"max_snapshots": 3}, "qwen3": {}}
 
 
 def greedy(model: th.HybridModel, history: list[int], count: int) -> list[int]:
@@ -59,7 +59,7 @@ def test_drafts_are_its_greedy_tokens(family: str):
 
 def test_a_model_that_drafts_for_itself_is_always_right():
     model = make_hybrid()
-    runner = th.Runner(model, max_seqs=2, **SIZES, max_checkpoints=1)
+    runner = th.Runner(model, max_seqs=2, **SIZES, max_snapshots=1)
     target = th.Runner(model, max_seqs=1, **SIZES, max_drafts=DRAFTS)
     engine = th.Engine(target, speculate=th.Speculation(runner, max_tokens=DRAFTS, adapts=False))
     [output] = engine.generate([1, 2, 3], th.Sampling(max_new_tokens=21))
@@ -69,12 +69,12 @@ def test_a_model_that_drafts_for_itself_is_always_right():
 
 
 def test_a_drafter_without_room_drafts_for_fewer():
-    """Slots, checkpoints and pages: who gets none is served all the same."""
+    """Slots, snapshots and pages: who gets none is served all the same."""
     prompts, samplings = requests(random.Random(0), 7, 8, 9, 10)
     plain = th.Engine(th.Runner(make_hybrid(), max_seqs=4, **SIZES))
     expected = {o.index: o.tokens for o in plain.generate(prompts, samplings)}
-    for sizes in ({"max_seqs": 3}, {"max_checkpoints": 1}, {"kv_tokens": 40}):
-        options = {**SIZES, "max_seqs": 8, "max_checkpoints": 4, **sizes}
+    for sizes in ({"max_seqs": 3}, {"max_snapshots": 1}, {"kv_tokens": 40}):
+        options = {**SIZES, "max_seqs": 8, "max_snapshots": 4, **sizes}
         runner = th.Runner(make_hybrid(seed=1), **options)
         target = th.Runner(make_hybrid(), max_seqs=4, **SIZES, max_drafts=DRAFTS)
         speculate = th.Speculation(runner, max_tokens=DRAFTS, adapts=False)
@@ -86,8 +86,8 @@ def test_a_drafter_without_room_drafts_for_fewer():
 
 def test_a_step_that_was_cut_off_is_drafted_for_again(monkeypatch: pytest.MonkeyPatch):
     """From a kept prefix, so that the history is the one that was drafted for before."""
-    runner = th.Runner(make_hybrid(seed=1), max_seqs=4, **SIZES, max_checkpoints=3)
-    target = th.Runner(make_hybrid(), max_seqs=2, **SIZES, max_drafts=DRAFTS, max_checkpoints=4)
+    runner = th.Runner(make_hybrid(seed=1), max_seqs=4, **SIZES, max_snapshots=3)
+    target = th.Runner(make_hybrid(), max_seqs=2, **SIZES, max_drafts=DRAFTS, max_snapshots=4)
     speculate = th.Speculation(runner, max_tokens=DRAFTS, adapts=False)
     engine = th.Engine(target, prefix_cache=th.PrefixCache(min_tokens=4), speculate=speculate)
     prompts, _ = requests(random.Random(0))
@@ -117,7 +117,7 @@ def test_what_is_refused():
         return str(error.value)
 
     other = make_hybrid(vocab_size=77)
-    small = {**SIZES, "max_checkpoints": 1}
+    small = {**SIZES, "max_snapshots": 1}
     assert "of 199 tokens, got 77" in refusal(th.Runner(other, max_seqs=2, **small))
     assert "got 1 and 1" in refusal(th.Runner(make_hybrid(), max_seqs=1, **small))
     assert "got 2 and 0" in refusal(th.Runner(make_hybrid(), max_seqs=2, **SIZES))

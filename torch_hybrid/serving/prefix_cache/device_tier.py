@@ -1,7 +1,7 @@
 """What is kept on a runner, at places of the tree, and what is given up when it runs short.
 
-    a slot     the checkpoint that saves the fewest tokens and was used the longest ago
-    pages      the same by its own pages, of those that no other checkpoint goes on from
+    a slot     the snapshot that saves the fewest tokens and was used the longest ago
+    pages      the same by its own pages, of those that no other snapshot goes on from
 
 Within its bytes, what is given up goes to the host.
 """
@@ -15,13 +15,13 @@ from torch_hybrid.serving.prefix_cache.host_tier import HostTier
 from torch_hybrid.serving.prefix_cache.tree import Node
 
 if TYPE_CHECKING:
-    from torch_hybrid.caches.checkpoint import Checkpoint
     from torch_hybrid.caches.pool_copies import HostCopy
+    from torch_hybrid.caches.snapshot import Snapshot
     from torch_hybrid.graphs.runner import Runner
 
 
 class DeviceTier:
-    """Checkpoints of a runner; see ``caches.checkpoint.Reclaimer``.
+    """Snapshots of a runner; see ``caches.snapshot.Reclaimer``.
 
     Args:
         runner: whose pools they are in.
@@ -39,7 +39,7 @@ class DeviceTier:
         self.num_evictions = 0
 
     @property
-    def num_checkpoints(self) -> int:
+    def num_snapshots(self) -> int:
         """How many there are."""
         return len(self._nodes)
 
@@ -49,41 +49,41 @@ class DeviceTier:
         states = len(self._nodes) * self._slot_bytes
         return states + self._cache.pages.num_spare * self._page_bytes
 
-    def keep(self, node: Node, checkpoint: Checkpoint) -> None:
-        """Keep a checkpoint at a place that has none."""
-        node.keep(checkpoint)
+    def keep(self, node: Node, snapshot: Snapshot) -> None:
+        """Keep a snapshot at a place that has none."""
+        node.keep(snapshot)
         if not self._nodes:
-            self._cache.checkpoints.reclaimers.append(self)
+            self._cache.snapshots.reclaimers.append(self)
         self.host.drop(node)
         node.last_used = self.now
         self._nodes[node] = None
 
     def drop(self, node: Node) -> None:
         """Give up what is kept at a place."""
-        assert node.checkpoint is not None
-        self._cache.checkpoints.release(node.checkpoint)
+        assert node.snapshot is not None
+        self._cache.snapshots.release(node.snapshot)
         node.keep(None)
         node.maker = None
         del self._nodes[node]
         if not self._nodes:
-            self._cache.checkpoints.reclaimers.remove(self)
+            self._cache.snapshots.reclaimers.remove(self)
 
-    def bring_back(self, node: Node, copy: HostCopy) -> Checkpoint | None:
-        """A checkpoint again of what is on the host, where it has room."""
+    def bring_back(self, node: Node, copy: HostCopy) -> Snapshot | None:
+        """A snapshot again of what is on the host, where it has room."""
         self.host.drop(node)
         try:
-            checkpoint = self._cache.checkpoints.from_host(copy)
+            snapshot = self._cache.snapshots.from_host(copy)
         except CapacityError:  # slots are held by hand, or by sequences that have not started yet
             return None
-        self.keep(node, checkpoint)
-        return checkpoint
+        self.keep(node, snapshot)
+        return snapshot
 
     def copies(self) -> list[tuple[list[int], HostCopy]]:
         """The tokens of what is certain, here and on the host, with a copy of each."""
         copies = [
-            (node.all_tokens, self._cache.checkpoints.to_host(node.checkpoint))
+            (node.all_tokens, self._cache.snapshots.to_host(node.snapshot))
             for node in self._nodes
-            if node.checkpoint is not None and node.maker is None
+            if node.snapshot is not None and node.maker is None
         ]
         away = ((node.all_tokens, node.on_host) for node in self.host.nodes)
         return copies + [(tokens, copy) for tokens, copy in away if copy is not None]
@@ -95,44 +95,44 @@ class DeviceTier:
         self.host.clear()
 
     def free_pages(self, count: int) -> None:
-        """As ``Reclaimer``. Only what no other checkpoint goes on from frees pages, and what no
+        """As ``Reclaimer``. Only what no other snapshot goes on from frees pages, and what no
         sequence holds is given up first."""
         while self._nodes and self._cache.pages.num_free < count:
             last = [node for node in self._nodes if node.num_kept == 1]
             alone = [node for node in last if self._frees_a_page(node)]
             self._evict(min(alone or last, key=self._worth_of_a_page))
 
-    def free_checkpoint(self) -> None:
+    def free_snapshot(self) -> None:
         """As ``Reclaimer``."""
-        while self._nodes and not self._cache.checkpoints.num_free:
+        while self._nodes and not self._cache.snapshots.num_free:
             self._evict(min(self._nodes, key=self.worth))
 
     def worth(self, node: Node) -> float:
-        """Tokens that a checkpoint saves, by the starts since it was last used."""
+        """Tokens that a snapshot saves, by the starts since it was last used."""
         return (node.depth - depth_before(node)) / (1 + self.now - node.last_used)
 
     def _worth_of_a_page(self, node: Node) -> float:
-        """The same of each of its pages that are no other checkpoint's."""
+        """The same of each of its pages that are no other snapshot's."""
         size = self._page_size
         return self.worth(node) / (1 + node.depth // size - depth_before(node) // size)
 
     def _frees_a_page(self, node: Node) -> bool:
-        assert node.checkpoint is not None
-        return self._cache.checkpoints.is_last_page_spare(node.checkpoint)
+        assert node.snapshot is not None
+        return self._cache.snapshots.is_last_page_spare(node.snapshot)
 
     def _evict(self, node: Node) -> None:
         """Give up what is kept at a place; what is certain may go to the host."""
         self.num_evictions += 1
-        checkpoint = node.checkpoint
-        assert checkpoint is not None
-        num_pages = -(-checkpoint.num_tokens // self._page_size)
+        snapshot = node.snapshot
+        assert snapshot is not None
+        num_pages = -(-snapshot.num_tokens // self._page_size)
         num_bytes = self._slot_bytes + num_pages * self._page_bytes
         if node.maker is None and self.host.make_room(num_bytes, self.worth(node)):
-            self.host.keep(node, self._cache.checkpoints.to_host(checkpoint))
+            self.host.keep(node, self._cache.snapshots.to_host(snapshot))
         self.drop(node)
 
 
 def depth_before(node: Node) -> int:
-    """Tokens up to the checkpoint before a place."""
-    before = (each.depth for each in node.path() if each is not node and each.checkpoint)
+    """Tokens up to the snapshot before a place."""
+    before = (each.depth for each in node.path() if each is not node and each.snapshot)
     return next(before, 0)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class HostTier:
-    """Copies of checkpoints on the host, at their places in the tree.
+    """Copies of snapshots on the host, at their places in the tree.
 
     Args:
         max_bytes: that they take together, at the most.

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixCache:
-    """How an engine keeps prefixes; ``Runner(max_checkpoints=...)`` says how many states it can.
+    """How an engine keeps prefixes; ``Runner(max_snapshots=...)`` says how many states it can.
 
     Args:
-        min_tokens: the fewest tokens that a checkpoint has to save over the one before it.
+        min_tokens: the fewest tokens that a snapshot has to save over the one before it.
         every: of a prompt, keep the states after each so many tokens too, so that one that parts
             from it anywhere finds one near. By default they are kept where prompts end, where
             messages do, where two prompts part and where answers end.

@@ -1,8 +1,8 @@
 """Which requests start from what others ran, what is kept for that, and what is given up.
 
-    waiting    its tokens are a path of the tree. It starts from the deepest checkpoint on it, or
+    waiting    its tokens are a path of the tree. It starts from the deepest snapshot on it, or
                waits while a running request is about to reach a deeper one
-    running    its chunks end where a checkpoint is wanted: where another path parts from its own,
+    running    its chunks end where a snapshot is wanted: where another path parts from its own,
                where its last message ends, after every N tokens. One is made there, at the end of
                the prompt, and at the end of the answer; none of them takes a copy
     certain    once it got a token, others may start from what it kept: its logits were finite
@@ -10,7 +10,7 @@
                Within ``host_bytes`` it goes to the host, and comes back when a request starts from
                it
 
-A model without states starts anywhere in what was run: its checkpoints are pages alone, and are
+A model without states starts anywhere in what was run: its snapshots are pages alone, and are
 made at the ends of prompts and answers.
 
 Every decision follows from the requests and their tokens, in order: ranks that share a model make
@@ -34,7 +34,7 @@ from torch_hybrid.serving.prefix_cache.tree import Node, Tree
 from torch_hybrid.serving.scheduler import FROM_NOTHING, Start
 
 if TYPE_CHECKING:
-    from torch_hybrid.caches.checkpoint import Checkpoint
+    from torch_hybrid.caches.snapshot import Snapshot
     from torch_hybrid.graphs.runner import Runner
     from torch_hybrid.serving.request import Request
 
@@ -63,10 +63,10 @@ class Prefixes:
     def __init__(self, runner: Runner, options: PrefixCache) -> None:
         self._runner, self._cache, self._options = runner, runner.cache, options
         self._has_states = runner.cache.table.has_states
-        if self._has_states and not runner.max_checkpoints:
+        if self._has_states and not runner.max_snapshots:
             raise ValueError(
                 "a prefix cache of states needs room: "
-                "the runner's max_checkpoints must be at least 1, got 0"
+                "the runner's max_snapshots must be at least 1, got 0"
             )
         self._tree = Tree(_TREE_TOKENS * runner.max_seq_len)
         self._uses: dict[Request, _Use] = {}
@@ -82,7 +82,7 @@ class Prefixes:
             num_hits=self._num_hits,
             num_hit_tokens=self._num_hit_tokens,
             num_start_tokens=self._num_start_tokens,
-            num_checkpoints=self._kept.num_checkpoints,
+            num_snapshots=self._kept.num_snapshots,
             num_bytes=self._kept.num_bytes,
             num_evictions=self._kept.num_evictions,
             num_host_bytes=self._kept.host.num_bytes,
@@ -104,7 +104,7 @@ class Prefixes:
         num_kept = 0
         for tokens, copy in file.load(path, self._facts()):
             node, _ = self._tree.insert(array("q", tokens))
-            is_new = node.checkpoint is None and node.on_host is None
+            is_new = node.snapshot is None and node.on_host is None
             if is_new and self._kept.host.make_room(copy.nbytes, self._kept.worth(node)):
                 self._kept.host.keep(node, copy)
                 num_kept += 1
@@ -148,13 +148,11 @@ class Prefixes:
             return None
         if found is None or length < self._options.min_tokens:
             return FROM_NOTHING
-        checkpoint = found[0].checkpoint
-        if checkpoint is None:  # all of its pages are taken anew, and the last one is copied
+        snapshot = found[0].snapshot
+        if snapshot is None:  # all of its pages are taken anew, and the last one is copied
             size = self._runner.page_size
             return Start(length, length // size - -(-length // size))
-        return Start(
-            length, self._cache.checkpoints.num_shared_pages(checkpoint, length), checkpoint
-        )
+        return Start(length, self._cache.snapshots.num_shared_pages(snapshot, length), snapshot)
 
     def begin(self, requests: Sequence[Request], starts: Sequence[Start]) -> None:
         """Give admitted requests a sequence each.
@@ -164,23 +162,23 @@ class Prefixes:
         """
         pairs = list(zip(requests, starts, strict=True))
         for request, start in sorted(pairs, key=lambda pair: _is_on_host(pair[1])):
-            checkpoint, length = start.checkpoint, start.num_tokens
+            snapshot, length = start.snapshot, start.num_tokens
             if _is_on_host(start):
-                checkpoint = self._return(request, length)
-                length = 0 if checkpoint is None else length
+                snapshot = self._return(request, length)
+                length = 0 if snapshot is None else length
             (request.sequence,) = self._runner.new_sequences(
-                1, start=checkpoint, length=None if checkpoint is None else length
+                1, start=snapshot, length=None if snapshot is None else length
             )
             self._note_start(request, length)
 
-    def _return(self, request: Request, length: int) -> Checkpoint | None:
-        """A checkpoint that was on the host, if it is still there and has room."""
+    def _return(self, request: Request, length: int) -> Snapshot | None:
+        """A snapshot that was on the host, if it is still there and has room."""
         found = self._deepest(request)
         if found is None or found[1] != length or (copy := found[0].on_host) is None:
             return None
-        checkpoint = self._kept.bring_back(found[0], copy)
-        self._num_returned += checkpoint is not None
-        return checkpoint
+        snapshot = self._kept.bring_back(found[0], copy)
+        self._num_returned += snapshot is not None
+        return snapshot
 
     def _note_start(self, request: Request, length: int) -> None:
         """A request starts after so many of its tokens."""
@@ -283,14 +281,14 @@ class Prefixes:
     # What is where.
 
     def _want(self, tokens: array[int], depth: int) -> None:
-        """Have a checkpoint after so many tokens, of whoever runs them next."""
+        """Have a snapshot after so many tokens, of whoever runs them next."""
         if depth >= self._options.min_tokens:
             self._tree.insert(tokens[:depth])[0].is_wanted = True
 
     def _due(self, end: Node) -> Iterator[Node]:
-        """Places on a path where a checkpoint is wanted and worth it."""
+        """Places on a path where a snapshot is wanted and worth it."""
         for node in end.path():
-            if node.is_wanted and node.checkpoint is None and self._saves_enough(node):
+            if node.is_wanted and node.snapshot is None and self._saves_enough(node):
                 yield node
 
     def _saves_enough(self, node: Node) -> bool:
@@ -333,16 +331,16 @@ class Prefixes:
     def _make(self, node: Node, request: Request) -> None:
         """Keep what a request holds, at its place, if nothing is there and it is worth it."""
         assert request.sequence is not None
-        if node.checkpoint is not None:
+        if node.snapshot is not None:
             node.last_used = self._kept.now
-        if node.checkpoint is not None or not self._saves_enough(node):
+        if node.snapshot is not None or not self._saves_enough(node):
             return
         self._runner.flush([request.sequence])
         try:
-            checkpoint = self._cache.checkpoint(request.sequence, spare=True)
+            snapshot = self._cache.snapshot(request.sequence, spare=True)
         except CapacityError:  # all of them are held by hand
             return
-        self._kept.keep(node, checkpoint)
+        self._kept.keep(node, snapshot)
         node.maker = request
         self._uses[request].made.append(node)
 
@@ -355,12 +353,12 @@ class Prefixes:
             return
         # Without states, it serves wherever one before it did.
         for earlier in list(node.path())[1:]:
-            if earlier.checkpoint is not None:
+            if earlier.snapshot is not None:
                 self._kept.drop(earlier)
 
 
 def _is_on_host(start: Start) -> bool:
-    return start.num_tokens > 0 and start.checkpoint is None
+    return start.num_tokens > 0 and start.snapshot is None
 
 
 def _has_failed(request: Request) -> bool:
@@ -369,7 +367,7 @@ def _has_failed(request: Request) -> bool:
 
 def _is_for(node: Node, request: Request) -> bool:
     """Whether a request may start from what is kept at a place."""
-    return node.checkpoint is not None and node.maker in (None, request)
+    return node.snapshot is not None and node.maker in (None, request)
 
 
 def _certain(node: Node, request: Request) -> Node | None:

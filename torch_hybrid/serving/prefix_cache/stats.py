@@ -16,7 +16,7 @@ class PrefixStats:
     num_hits: int  # starts from something that was kept
     num_hit_tokens: int  # that were not run again
     num_start_tokens: int  # of all starts, those of hits included
-    num_checkpoints: int  # that are kept now
+    num_snapshots: int  # that are kept now
     num_bytes: int  # of states and pages that nobody but the cache holds now
     num_evictions: int
     num_host_bytes: int  # of what was evicted and is on the host now

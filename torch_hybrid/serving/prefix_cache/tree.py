@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch_hybrid.caches.checkpoint import Checkpoint
     from torch_hybrid.caches.pool_copies import HostCopy
+    from torch_hybrid.caches.snapshot import Snapshot
 
 
 @dataclass(eq=False, slots=True)
@@ -30,12 +30,12 @@ class Node:
     tokens: array[int]  # from the parent to here
     depth: int  # tokens from the root to here
     children: dict[int, Node] = field(default_factory=dict)  # by their first token
-    checkpoint: Checkpoint | None = None
+    snapshot: Snapshot | None = None
     on_host: HostCopy | None = None  # of one that was here
     maker: object | None = None
-    is_wanted: bool = False  # a checkpoint here would have been of use
+    is_wanted: bool = False  # a snapshot here would have been of use
     num_users: int = 0  # requests that end here
-    num_kept: int = 0  # checkpoints here and below
+    num_kept: int = 0  # snapshots here and below
     num_on_host: int = 0  # copies on the host, here and below
     last_used: int = 0  # by the clock of whoever uses it
 
@@ -46,11 +46,11 @@ class Node:
             yield node
             node = node.parent
 
-    def keep(self, checkpoint: Checkpoint | None) -> None:
-        """Keep a checkpoint here, or none any more; it is of the tokens from the root to here."""
-        self._check_count(checkpoint)
-        change = (checkpoint is not None) - (self.checkpoint is not None)
-        self.checkpoint = checkpoint
+    def keep(self, snapshot: Snapshot | None) -> None:
+        """Keep a snapshot here, or none any more; it is of the tokens from the root to here."""
+        self._check_count(snapshot)
+        change = (snapshot is not None) - (self.snapshot is not None)
+        self.snapshot = snapshot
         for node in self.path():
             node.num_kept += change
 
@@ -62,7 +62,7 @@ class Node:
         for node in self.path():
             node.num_on_host += change
 
-    def _check_count(self, kept: Checkpoint | HostCopy | None) -> None:
+    def _check_count(self, kept: Snapshot | HostCopy | None) -> None:
         if kept is not None and kept.num_tokens != self.depth:
             raise ValueError(f"a place of {self.depth} tokens cannot keep {kept.num_tokens}")
 
@@ -74,7 +74,7 @@ class Node:
     @property
     def is_free(self) -> bool:
         """Whether nobody would miss it as a place of its own."""
-        is_empty = self.checkpoint is None and self.on_host is None
+        is_empty = self.snapshot is None and self.on_host is None
         return is_empty and not self.num_users and self.parent is not None
 
 

@@ -39,7 +39,7 @@ class SmallerModel:
 
     Args:
         drafter: the other runner. For each request that it drafts several tokens for, it needs two
-            slots, and a checkpoint if its model has states.
+            slots, and a snapshot if its model has states.
         runner: that verifies.
 
     Raises:
@@ -57,11 +57,11 @@ class SmallerModel:
             )
         if not drafter.prefill:
             raise ValueError("the drafter prefills prompts, got a runner with prefill=False")
-        if drafter.max_seqs < 2 or drafter.free_checkpoints < 1:
+        if drafter.max_seqs < 2 or drafter.free_snapshots < 1:
             raise ValueError(
                 f"the drafter forks sequences, for which a runner needs max_seqs of at least 2, "
-                f"and max_checkpoints of at least 1 if its model has states; got "
-                f"{drafter.max_seqs} and {drafter.max_checkpoints}"
+                f"and max_snapshots of at least 1 if its model has states; got "
+                f"{drafter.max_seqs} and {drafter.max_snapshots}"
             )
         self._runner = drafter
         self._sequences: dict[Request, HeldSequence] = {}
@@ -127,16 +127,16 @@ class SmallerModel:
                     x.drafts.append(token)
 
     def _go_on(self, drafting: Sequence[_Drafting]) -> None:
-        """Draft the others, on forks, as far as there are checkpoints to fork from."""
+        """Draft the others, on forks, as far as there are snapshots to fork from."""
         runner = self._runner
         forks: list[HeldSequence] = []
         try:
-            for x in drafting[: runner.free_checkpoints]:
-                checkpoint = runner.checkpoint(x.sequence)
+            for x in drafting[: runner.free_snapshots]:
+                snapshot = runner.snapshot(x.sequence)
                 try:
-                    forks += runner.new_sequences(1, start=checkpoint)
+                    forks += runner.new_sequences(1, start=snapshot)
                 finally:
-                    runner.release(checkpoint)
+                    runner.release(snapshot)
             pairs = list(zip(drafting, forks, strict=False))
             while pairs := [(x, fork) for x, fork in pairs if len(x.drafts) < x.count]:
                 logits = runner.extend(

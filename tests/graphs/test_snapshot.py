@@ -1,4 +1,4 @@
-"""Sequences that start from a checkpoint are those that ran all of its tokens, bit for bit."""
+"""Sequences that start from a snapshot are those that ran all of its tokens, bit for bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES = {"max_seqs": 5, "max_tokens": 96, "kv_tokens": 320, "page_size": 8}
 
 
 def make_runner(family: str = "qwen3_next_dense", **options: object) -> th.Runner:
-    given = {**SIZES, "max_checkpoints": 2, "compile": False, **options}
+    given = {**SIZES, "max_snapshots": 2, "compile": False, **options}
     return th.Runner(th.adapt(make_model(family)), **given)
 
 
@@ -61,9 +61,9 @@ def test_a_fork_goes_on_as_the_sequence_did(family: str, length: int):
     expected = run(runner, cold, tail)
     (seq,) = runner.new_sequences(1)
     runner.extend([seq], [prompt])
-    handle = runner.checkpoint(seq)
+    handle = runner.snapshot(seq)
     assert handle.num_tokens == length
-    assert_same_bits(run(runner, seq, tail), expected)  # its own next step reads the checkpoint
+    assert_same_bits(run(runner, seq, tail), expected)  # its own next step reads the snapshot
     runner.free([seq])
     (fork,) = runner.new_sequences(1, start=handle)
     assert runner.length(fork) == length
@@ -85,7 +85,7 @@ def test_forks_run_beside_each_other():
         runner.free([seq])
     (seq,) = runner.new_sequences(1)
     runner.extend([seq], [prompt])
-    handle = runner.checkpoint(seq)
+    handle = runner.snapshot(seq)
     forks = runner.new_sequences(3, start=handle)
     both = [runner.extend(forks, tails), runner.extend(forks, [[7]] * 3)]
     for row, right in enumerate(expected):
@@ -93,14 +93,14 @@ def test_forks_run_beside_each_other():
             torch.testing.assert_close(own[row : row + 1], each)
 
 
-def test_nothing_of_a_checkpoint_is_written():
+def test_nothing_of_a_snapshot_is_written():
     """Its sequence goes on in the page that it filled in part, forks in pages of their own."""
     runner = make_runner("falcon_h1")
     (seq,) = runner.new_sequences(1)
     runner.extend([seq], [tokens(37)])
     slot = runner.cache.slot(seq)
     pages = runner.cache.make_batch([seq], [[]]).page_table[0, :5].tolist()
-    handle = runner.checkpoint(seq)
+    handle = runner.snapshot(seq)
 
     def kept() -> list[torch.Tensor]:
         found = []
@@ -127,7 +127,7 @@ def test_a_launched_sequence_keeps_its_token_when_it_leaves_its_states():
     for seq in (a, b):
         first = runner.launch([seq], [tokens(20)], [greedy])
         if seq is b:
-            runner.checkpoint(b)
+            runner.snapshot(b)
         second = runner.launch([seq], [None], [greedy])
         third = runner.launch([seq], [None], [greedy])
         drawn.append([*first.result(), *second.result(), *third.result()])
@@ -135,12 +135,12 @@ def test_a_launched_sequence_keeps_its_token_when_it_leaves_its_states():
 
 
 def test_models_without_states_start_anywhere_and_need_no_slots():
-    runner = make_runner("qwen3", max_checkpoints=0)
+    runner = make_runner("qwen3", max_snapshots=0)
     prompt = tokens(37)
     (seq,) = runner.new_sequences(1)
     runner.extend([seq], [prompt[:30]])
     expected = runner.extend([seq], [prompt[30:]])
-    handles = [runner.checkpoint(seq) for _ in range(3)]
+    handles = [runner.snapshot(seq) for _ in range(3)]
     (fork,) = runner.new_sequences(1, start=handles[0], length=30)
     assert torch.equal(runner.extend([fork], [prompt[30:]]), expected)
     for handle in handles:
@@ -157,7 +157,7 @@ def test_in_halves():
     for each in (runner, plain):
         (seq,) = each.new_sequences(1)
         each.extend([seq], [tokens(37)])
-        forks = each.new_sequences(2, start=each.checkpoint(seq))
+        forks = each.new_sequences(2, start=each.snapshot(seq))
         outs.append([each.extend(forks, [tokens(80, seed=3), [4]]), each.extend(forks, [[1], [2]])])
     for own, right in zip(*outs, strict=True):
         torch.testing.assert_close(own, right, atol=1e-4, rtol=1e-4)
@@ -174,21 +174,21 @@ def test_errors():
     seq, empty = runner.new_sequences(2)
     runner.extend([seq], [tokens(12)])
     assert_expected_inline(
-        message(ValueError, runner.checkpoint, empty),
-        """Sequence(id=2) holds no token, and a checkpoint must have at least 1""",
+        message(ValueError, runner.snapshot, empty),
+        """Sequence(id=2) holds no token, and a snapshot must have at least 1""",
     )
-    handle = runner.checkpoint(seq)
+    handle = runner.snapshot(seq)
     runner.extend([seq], [[1]])
-    runner.checkpoint(seq)
+    runner.snapshot(seq)
     runner.extend([seq], [[1]])
-    assert runner.free_checkpoints == 0
+    assert runner.free_snapshots == 0
     assert_expected_inline(
-        message(CapacityError, runner.checkpoint, seq),
-        """asked for a checkpoint, 0 of 2 are free: release some or raise max_checkpoints""",
+        message(CapacityError, runner.snapshot, seq),
+        """asked for a snapshot, 0 of 2 are free: release some or raise max_snapshots""",
     )
     assert_expected_inline(
         message(ValueError, make_runner().new_sequences, 1, start=handle),
-        """Checkpoint(id=3, num_tokens=12) belongs to another runner""",
+        """Snapshot(id=3, num_tokens=12) belongs to another runner""",
     )
     assert_expected_inline(
         message(ValueError, runner.new_sequences, 1, start=handle, length=8),
@@ -200,7 +200,7 @@ def test_errors():
     )
     assert_expected_inline(
         message(ValueError, runner.new_sequences, 1, length=13),
-        """length is of the tokens of a checkpoint, got 13 and no start""",
+        """length is of the tokens of a snapshot, got 13 and no start""",
     )
     assert_expected_inline(
         message(CapacityError, runner.new_sequences, 4, start=handle),
@@ -210,26 +210,26 @@ def test_errors():
     for call in (runner.release, lambda it: runner.new_sequences(1, start=it)):
         assert_expected_inline(
             message(ValueError, call, handle),
-            """Checkpoint(id=3, num_tokens=12) was released""",
+            """Snapshot(id=3, num_tokens=12) was released""",
         )
     assert_expected_inline(
         message(CapacityError, make_none, seq),
-        """asked for a checkpoint, 0 of 0 are free: release some or raise max_checkpoints""",
+        """asked for a snapshot, 0 of 0 are free: release some or raise max_snapshots""",
     )
     assert_expected_inline(
-        message(ValueError, make_runner, max_checkpoints=-1),
-        """max_checkpoints must not be negative, got -1""",
+        message(ValueError, make_runner, max_snapshots=-1),
+        """max_snapshots must not be negative, got -1""",
     )
 
 
 def make_none(_: object) -> None:
-    runner = make_runner(max_checkpoints=0)
+    runner = make_runner(max_snapshots=0)
     (seq,) = runner.new_sequences(1)
     runner.extend([seq], [[1, 2]])
-    runner.checkpoint(seq)
+    runner.snapshot(seq)
 
 
-def test_explain_counts_checkpoints():
+def test_explain_counts_snapshots():
     rows = {row[0]: row for row in pools(make_runner()).rows}
-    assert rows["checkpoint"][2] == "2"
-    assert "checkpoint" not in {row[0] for row in pools(make_runner(max_checkpoints=0)).rows}
+    assert rows["snapshot"][2] == "2"
+    assert "snapshot" not in {row[0] for row in pools(make_runner(max_snapshots=0)).rows}

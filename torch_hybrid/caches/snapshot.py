@@ -13,7 +13,7 @@ from torch_hybrid.errors import CapacityError
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class Snapshot:
     """A handle of what a sequence held at one of its tokens; stale once it is released."""
 
     id: int
@@ -23,7 +23,7 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class Kept:
-    """What a live checkpoint has in the pools. Nobody writes its slot, nor its tokens in the pages:
+    """What a live snapshot has in the pools. Nobody writes its slot, nor its tokens in the pages:
     the places behind them, in the last page, are those of the sequence that it was made of."""
 
     slot: int | None  # of its states; None where the model has none
@@ -32,25 +32,25 @@ class Kept:
 
 
 class Reclaimer(Protocol):
-    """Who keeps checkpoints to spare, and releases them when something runs out."""
+    """Who keeps snapshots to spare, and releases them when something runs out."""
 
     def free_pages(self, count: int) -> None:
-        """Release checkpoints until ``count`` pages are free, or none of them is left."""
+        """Release snapshots until ``count`` pages are free, or none of them is left."""
         ...
 
     def clear(self) -> None:
         """Release all of them."""
         ...
 
-    def free_checkpoint(self) -> None:
-        """Release checkpoints until one more can be made, or none of them is left."""
+    def free_snapshot(self) -> None:
+        """Release snapshots until one more can be made, or none of them is left."""
         ...
 
 
-class Checkpoints:
-    """The live checkpoints of a cache, and what each has in the pools.
+class Snapshots:
+    """The live snapshots of a cache, and what each has in the pools.
 
-    ``reclaimers`` keep checkpoints to spare, and are asked for them in turn.
+    ``reclaimers`` keep snapshots to spare, and are asked for them in turn.
 
     Args:
         slots: of sequences.
@@ -59,7 +59,7 @@ class Checkpoints:
         page_size: tokens in a page.
         copies: to the host and back.
         capacity: how many there are slots for.
-        ids: of checkpoints to come.
+        ids: of snapshots to come.
         owner: of the cache.
     """
 
@@ -78,12 +78,12 @@ class Checkpoints:
         self._slots, self._states, self._pages = slots, states, pages
         self._page_size, self._copies = page_size, copies
         self._capacity, self._ids, self._owner = capacity, ids, owner
-        self._kept: dict[int, Kept] = {}  # by the id of a live checkpoint
+        self._kept: dict[int, Kept] = {}  # by the id of a live snapshot
         self.reclaimers: list[Reclaimer] = []
 
     @property
     def num_free(self) -> int:
-        """How many more checkpoints there are slots for; those of a model without states need
+        """How many more snapshots there are slots for; those of a model without states need
         none. A slot that was released is taken until the sequences that start from it have."""
         if self._states is None:
             return self._pages.num_free + self._pages.num_spare
@@ -94,58 +94,56 @@ class Checkpoints:
         """How many are there that nobody keeps to spare."""
         return sum(not kept.is_spare for kept in self._kept.values())
 
-    def add(
-        self, num_tokens: int, slot: int | None, pages: array[int], *, spare: bool
-    ) -> Checkpoint:
+    def add(self, num_tokens: int, slot: int | None, pages: array[int], *, spare: bool) -> Snapshot:
         """A new one of so many tokens, for which its slot and pages are held."""
-        made = Checkpoint(next(self._ids), num_tokens, self._owner)
+        made = Snapshot(next(self._ids), num_tokens, self._owner)
         self._kept[made.id] = Kept(slot=slot, pages=pages, is_spare=spare)
         return made
 
-    def find(self, checkpoint: Checkpoint, length: int | None = None) -> Kept:
-        """What a checkpoint has.
+    def find(self, snapshot: Snapshot, length: int | None = None) -> Kept:
+        """What a snapshot has.
 
         Raises:
             ValueError: it is foreign or was released, or is not known at ``length``.
         """
-        if checkpoint.owner is not self._owner or checkpoint.id not in self._kept:
-            is_ours = checkpoint.owner is self._owner
+        if snapshot.owner is not self._owner or snapshot.id not in self._kept:
+            is_ours = snapshot.owner is self._owner
             what = "was released" if is_ours else "belongs to another runner"
-            raise ValueError(f"{checkpoint} {what}")
-        last = checkpoint.num_tokens
+            raise ValueError(f"{snapshot} {what}")
+        last = snapshot.num_tokens
         if length is not None and not 1 <= length <= last:
             raise ValueError(f"length must be within 1 and {last}, got {length}")
         if length not in (None, last) and self._states is not None:
             raise ValueError(f"a model with states starts at all {last} tokens, got {length}")
-        return self._kept[checkpoint.id]
+        return self._kept[snapshot.id]
 
-    def holds(self, checkpoint: Checkpoint) -> bool:
+    def holds(self, snapshot: Snapshot) -> bool:
         """Say whether a handle is ours and was not released."""
-        return checkpoint.owner is self._owner and checkpoint.id in self._kept
+        return snapshot.owner is self._owner and snapshot.id in self._kept
 
-    def release(self, checkpoint: Checkpoint) -> None:
-        """Keep a checkpoint no longer; sequences that started from it stay as they are.
+    def release(self, snapshot: Snapshot) -> None:
+        """Keep a snapshot no longer; sequences that started from it stay as they are.
 
         Raises:
             ValueError: the handle is foreign or was released before.
         """
-        kept = self.find(checkpoint)
-        del self._kept[checkpoint.id]
+        kept = self.find(snapshot)
+        del self._kept[snapshot.id]
         self._pages.give_back(kept.pages, spare=kept.is_spare)
         if self._states is not None and kept.slot is not None:
             self._states.give_back([kept.slot])
 
-    def to_host(self, checkpoint: Checkpoint) -> HostCopy:
-        """Copy what a checkpoint has to memory of the host; it stays as it is.
+    def to_host(self, snapshot: Snapshot) -> HostCopy:
+        """Copy what a snapshot has to memory of the host; it stays as it is.
 
         Raises:
             ValueError: the handle is foreign or was released.
         """
-        kept = self.find(checkpoint)
-        return self._copies.to_host(kept.slot, kept.pages, checkpoint.num_tokens)
+        kept = self.find(snapshot)
+        return self._copies.to_host(kept.slot, kept.pages, snapshot.num_tokens)
 
-    def from_host(self, copy: HostCopy) -> Checkpoint:
-        """A checkpoint again, to spare, of what was copied from one of this cache.
+    def from_host(self, copy: HostCopy) -> Snapshot:
+        """A snapshot again, to spare, of what was copied from one of this cache.
 
         Raises:
             CapacityError: there is no slot for its states, or fewer pages are free than it needs.
@@ -161,30 +159,30 @@ class Checkpoints:
         self._pages.give_back(pages)
         return self.add(copy.num_tokens, slot, pages, spare=True)
 
-    def num_shared_pages(self, start: Checkpoint, length: int) -> int:
+    def num_shared_pages(self, start: Snapshot, length: int) -> int:
         """Pages, of those that are free or spare, that a sequence does not take because it starts
-        after so many tokens of a checkpoint. It takes those that are spare, and one for a copy."""
+        after so many tokens of a snapshot. It takes those that are spare, and one for a copy."""
         size = self._page_size
         pages = self.find(start).pages[: -(-length // size)]
         return length // size - self._pages.count_spare(pages)
 
-    def is_last_page_spare(self, checkpoint: Checkpoint) -> bool:
-        """Whether nobody holds the last page of a checkpoint firmly."""
-        return self._pages.count_spare(self.find(checkpoint).pages[-1:]) == 1
+    def is_last_page_spare(self, snapshot: Snapshot) -> bool:
+        """Whether nobody holds the last page of a snapshot firmly."""
+        return self._pages.count_spare(self.find(snapshot).pages[-1:]) == 1
 
     def free_one(self) -> None:
-        """Have a slot for one more checkpoint, by taking back what is spare if need be.
+        """Have a slot for one more snapshot, by taking back what is spare if need be.
 
         Raises:
             CapacityError: there is none.
         """
         for reclaimer in list(self.reclaimers):
             if not self.num_free:
-                reclaimer.free_checkpoint()
+                reclaimer.free_snapshot()
         if not self.num_free:
             raise CapacityError(
-                f"asked for a checkpoint, 0 of {self._capacity} are free: release some "
-                f"or raise max_checkpoints"
+                f"asked for a snapshot, 0 of {self._capacity} are free: release some "
+                f"or raise max_snapshots"
             )
 
     def free_pages(self, count: int) -> None:

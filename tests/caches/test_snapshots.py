@@ -1,4 +1,4 @@
-"""Forks, checkpoints and what is kept to spare, in random order, over pools that hold stamps.
+"""Forks, snapshots and what is kept to spare, in random order, over pools that hold stamps.
 
 A step of a model is stood in for by its reads and writes: it stamps the places of new tokens, and
 makes each state of the one before. Whoever holds something must find his own stamps, whatever
@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from torch_hybrid.caches.allocator import Allocator
-from torch_hybrid.caches.checkpoint import Checkpoint
 from torch_hybrid.caches.hybrid import HybridCache
 from torch_hybrid.caches.pool_copies import HostCopy
 from torch_hybrid.caches.sequence import Sequence
+from torch_hybrid.caches.snapshot import Snapshot
 from torch_hybrid.errors import CapacityError
 from torch_hybrid.specs import AttentionSpec, DeltaRuleSpec, LatentSpec, LayerTable
 
@@ -30,11 +30,11 @@ MAX_SEQS, MAX_CHECKPOINTS, NUM_PAGES, PAGE_SIZE = 3, 3, 8, 4
 
 
 class Spare:
-    """Keeps checkpoints to spare, the oldest first."""
+    """Keeps snapshots to spare, the oldest first."""
 
     def __init__(self, cache: HybridCache) -> None:
         self.cache = cache
-        self.kept: dict[Checkpoint, list[int]] = {}
+        self.kept: dict[Snapshot, list[int]] = {}
 
     def _drop(self) -> None:
         self.kept.pop(oldest := next(iter(self.kept)))
@@ -44,12 +44,12 @@ class Spare:
         while self.kept and self.cache.pages.num_free < count:
             self._drop()
 
-    def free_checkpoint(self) -> None:
-        while self.kept and not self.cache.num_free_checkpoints:
+    def free_snapshot(self) -> None:
+        while self.kept and not self.cache.num_free_snapshots:
             self._drop()
 
 
-class CheckpointMachine(RuleBasedStateMachine):
+class SnapshotMachine(RuleBasedStateMachine):
     """Random calls; every holder's tokens are known, and are what the pools must say."""
 
     def __init__(self) -> None:
@@ -59,12 +59,12 @@ class CheckpointMachine(RuleBasedStateMachine):
             max_seqs=MAX_SEQS,
             kv_tokens=NUM_PAGES * PAGE_SIZE,
             page_size=PAGE_SIZE,
-            max_checkpoints=MAX_CHECKPOINTS,
+            max_snapshots=MAX_CHECKPOINTS,
         )
         self.spare = Spare(self.cache)
-        self.cache.checkpoints.reclaimers.append(self.spare)
+        self.cache.snapshots.reclaimers.append(self.spare)
         self.live: dict[Sequence, list[int]] = {}
-        self.kept: dict[Checkpoint, list[int]] = {}
+        self.kept: dict[Snapshot, list[int]] = {}
         self.on_host: list[tuple[HostCopy, list[int]]] = []
         self.last = 0
 
@@ -120,10 +120,10 @@ class CheckpointMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: any(self.live.values()))
     @rule(data=st.data(), spare=st.booleans())
-    def checkpoint(self, data: st.DataObject, spare: bool) -> None:
+    def snapshot(self, data: st.DataObject, spare: bool) -> None:
         seq = self.some(data, {seq: x for seq, x in self.live.items() if x})
         try:
-            made = self.cache.checkpoint(seq, spare=spare)
+            made = self.cache.snapshot(seq, spare=spare)
         except CapacityError:
             assert not self.spare.kept
             return
@@ -134,7 +134,7 @@ class CheckpointMachine(RuleBasedStateMachine):
     def copy_to_host(self, data: st.DataObject) -> None:
         kept = {**self.kept, **self.spare.kept}
         made = self.some(data, kept)
-        self.on_host = [*self.on_host[-2:], (self.cache.checkpoints.to_host(made), kept[made])]
+        self.on_host = [*self.on_host[-2:], (self.cache.snapshots.to_host(made), kept[made])]
 
     @precondition(lambda self: self.on_host)
     @rule(data=st.data())
@@ -143,7 +143,7 @@ class CheckpointMachine(RuleBasedStateMachine):
         pages = self.cache.pages
         has_room = -(-len(tokens) // PAGE_SIZE) <= pages.num_free + pages.num_spare
         try:
-            made = self.cache.checkpoints.from_host(copy)
+            made = self.cache.snapshots.from_host(copy)
         except CapacityError:
             assert not has_room or not self.spare.kept
             return
@@ -168,7 +168,7 @@ class CheckpointMachine(RuleBasedStateMachine):
             self.assert_holds(held.pages, held.start, tokens)
             assert self.cache.make_batch([seq], [[]]).page_table[0].tolist() == held.pages.tolist()
         for made, tokens in {**self.kept, **self.spare.kept}.items():
-            kept = self.cache.checkpoints._kept[made.id]
+            kept = self.cache.snapshots._kept[made.id]
             assert made.num_tokens == len(tokens)
             self.assert_holds(kept.pages, kept.slot, tokens)
 
@@ -186,16 +186,14 @@ class CheckpointMachine(RuleBasedStateMachine):
     def books_agree(self) -> None:
         cache = self.cache
         owned = {page for seq in self.live for page in cache._held[seq.id].pages}
-        firm = owned | {
-            page for made in self.kept for page in cache.checkpoints._kept[made.id].pages
-        }
+        firm = owned | {page for made in self.kept for page in cache.snapshots._kept[made.id].pages}
         spare = {
-            page for made in self.spare.kept for page in cache.checkpoints._kept[made.id].pages
+            page for made in self.spare.kept for page in cache.snapshots._kept[made.id].pages
         } - firm
         assert cache.pages.num_spare == len(spare)
         assert cache.pages.num_free == NUM_PAGES - len(firm | spare)
         assert cache.slots.num_free == MAX_SEQS - len(self.live)
-        assert cache.num_free_checkpoints >= 0
+        assert cache.num_free_snapshots >= 0
 
     def teardown(self) -> None:
         for made in (*self.kept, *self.spare.kept):
@@ -207,8 +205,8 @@ class CheckpointMachine(RuleBasedStateMachine):
         assert self.cache.states.num_free == MAX_SEQS + MAX_CHECKPOINTS
 
 
-TestCheckpointMachine = CheckpointMachine.TestCase
-TestCheckpointMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestSnapshotMachine = SnapshotMachine.TestCase
+TestSnapshotMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
 def test_an_id_is_free_when_its_last_holder_gave_it_back():
